@@ -1,0 +1,223 @@
+"""The active block of this rank: what freezes, what has gradients and optimizer state, and that it is freed at the
+switch."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.utils import get_model_config
+
+from megatron.bcd import platform
+from megatron.bcd.blocks import Partition
+from megatron.bcd.config import RunConfig
+from megatron.bcd.models import gpt_of, is_active
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_BUILT_PARAMETER_ATTRIBUTES = ("main_grad", "main_param", "main_param_sharded", "grad_added_to_main_grad")
+
+Fingerprint = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Watch:
+    """Weights of this rank as they were when the phase began."""
+
+    masters: Fingerprint
+    frozen: Fingerprint
+    has_masters: bool
+
+
+class ActiveSet:
+    """One owner of everything that exists only for a phase (DESIGN, section 2).
+
+    `build` freezes, wraps the model in Megatron Core's DDP (buffers for the active parameters only) and builds the
+    optimizer; `dispose` frees all of it, and the weights stay. Both are collectives: every rank calls them, also a
+    rank that holds nothing of the block. In fp16 the dynamic loss scale goes on from phase to phase.
+    """
+
+    def __init__(self, *, model: torch.nn.Module, config: RunConfig, partition: Partition, stage: int) -> None:
+        self.model = model
+        self.partition = partition
+        self.stage = stage
+        self.block: int | None = None
+        self.wrapped: DistributedDataParallel | None = None
+        self.optimizer: MegatronOptimizer | None = None
+        self._config = config
+        self._model_config = get_model_config(model)
+        self._loss_scaler_state: dict[str, Any] | None = None
+        self._watch: _Watch | None = None
+
+    def build(self, block: int) -> None:
+        """Make `block` the active one."""
+        assert self.wrapped is None, "dispose() of the phase before comes first"
+        self.block = block
+        for name, parameter in gpt_of(self.model).named_parameters():
+            parameter.requires_grad_(is_active(name, partition=self.partition, block=block, stage=self.stage))
+        self.wrapped = DistributedDataParallel(
+            config=self._model_config, ddp_config=self._ddp_config(), module=self.model
+        )
+        self.optimizer = get_megatron_optimizer(self._optimizer_config(), [self.wrapped])
+        for optimizer in self._optimizers():
+            if (
+                not optimizer.get_parameters()
+            ):  # nothing to step here, but this rank still takes part in every reduction
+                optimizer.is_stub_optimizer = True
+            if self._loss_scaler_state is not None:
+                optimizer.grad_scaler.load_state_dict(self._loss_scaler_state)
+        self._connect()
+        self._watch = _Watch(
+            masters=_fingerprint(self._masters()),
+            frozen=_fingerprint(self._frozen()),
+            has_masters=any(master.numel() for master in self._masters()),
+        )
+
+    def dispose(self) -> None:
+        """Free gradients, optimizer state and buffers; nothing but the weights stays."""
+        assert self.wrapped is not None, "build() comes first"
+        self.pause_parameter_gather()
+        scalers = [getattr(optimizer, "grad_scaler", None) for optimizer in self._optimizers()]
+        self._loss_scaler_state = scalers[0].state_dict() if scalers and scalers[0] else None
+        model_config = self._model_config
+        model_config.grad_scale_func = model_config.finalize_model_grads_func = None
+        model_config.no_sync_func = model_config.grad_sync_func = model_config.param_sync_func = None
+        self.wrapped.grad_accs.clear()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+            for name in _BUILT_PARAMETER_ATTRIBUTES:
+                if hasattr(parameter, name):
+                    delattr(parameter, name)
+        self.wrapped = self.optimizer = self.block = self._watch = None
+        gc.collect()  # wrapper, buckets and hooks refer to each other
+        platform.release_cached_memory()
+
+    def _ddp_config(self) -> DistributedDataParallelConfig:
+        fields = dict(self._config.ddp)
+        if not fields.get("overlap_grad_reduce"):
+            fields["bucket_size"] = None
+        elif fields.get("bucket_size") is None:
+            fields["bucket_size"] = max(40_000_000, 1_000_000 * parallel_state.get_data_parallel_world_size())
+        return DistributedDataParallelConfig(
+            **{**fields, "use_distributed_optimizer": self._config.training.use_distributed_optimizer}
+        )
+
+    def _optimizer_config(self) -> OptimizerConfig:
+        return OptimizerConfig(
+            **{
+                **self._config.optimizer,
+                "params_dtype": _DTYPES[self._config.precision],
+                "use_distributed_optimizer": self._config.training.use_distributed_optimizer,
+            }
+        )
+
+    def _connect(self) -> None:
+        """Hand the phase's wrapper and optimizer to Megatron Core's schedule, as its training loop does."""
+        assert self.wrapped is not None and self.optimizer is not None
+        model_config, ddp = self._model_config, self._config.ddp
+        model_config.grad_scale_func = self.optimizer.scale_loss
+        model_config.finalize_model_grads_func = finalize_model_grads
+        if ddp.get("overlap_grad_reduce"):
+            model_config.no_sync_func = self.wrapped.no_sync
+            if self._model_config.pipeline_model_parallel_size > 1:
+                model_config.grad_sync_func = self.wrapped.start_grad_sync
+
+    def pause_parameter_gather(self) -> None:
+        """With --overlap-param-gather: finish gathering the weights and gather no more in forward passes, so that they
+        are whole."""
+        if self.wrapped is not None and self.wrapped.use_forward_hook and self.wrapped.remove_forward_pre_hook_handles:
+            self.wrapped.disable_forward_pre_hook(param_sync=True)
+
+    def resume_parameter_gather(self) -> None:
+        """The opposite of `pause_parameter_gather`."""
+        if (
+            self.wrapped is not None
+            and self.wrapped.use_forward_hook
+            and not self.wrapped.remove_forward_pre_hook_handles
+        ):
+            self.wrapped.enable_forward_pre_hook()
+
+    def zero_grad(self) -> None:
+        assert self.wrapped is not None and self.optimizer is not None
+        self.wrapped.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def loss_scale(self) -> float:
+        assert self.optimizer is not None
+        return float(self.optimizer.get_loss_scale().item())
+
+    def state_tensors(self) -> Iterator[torch.Tensor]:
+        """Every live tensor of this rank's model state: weights, gradients, masters, optimizer state."""
+        yield from self.model.parameters()
+        if self.wrapped is not None:
+            for buffer in self.wrapped.buffers:
+                yield from (tensor for tensor in (buffer.param_data, buffer.grad_data) if tensor is not None)
+        for master in self._masters():
+            yield master
+            if master.grad is not None:
+                yield master.grad
+        for optimizer in self._optimizers():
+            if not optimizer.is_stub_optimizer:
+                for state in optimizer.optimizer.state.values():
+                    yield from (value for value in state.values() if torch.is_tensor(value))
+
+    def model_state_bytes(self) -> int:
+        """Bytes of this rank's model state, counted from the storages that are alive (shared ones once)."""
+        storages = {
+            storage.data_ptr(): storage.nbytes()
+            for storage in (tensor.untyped_storage() for tensor in self.state_tensors())
+        }
+        return sum(storages.values())
+
+    def check_switch(self) -> str | None:
+        """Compare the weights with those at the beginning of the phase, on all ranks together.
+
+        To be called once a phase, after the first step whose learning rate and gradient are not zero. Returns what is
+        wrong, the same text on every rank: a stage that holds part of the block but none of whose masters changed, or
+        a rank whose frozen weights changed. None if all is well.
+        """
+        assert self._watch is not None, "build() comes first"
+        mine = {
+            "stage": self.stage,
+            "has_masters": self._watch.has_masters,
+            "changed": _fingerprint(self._masters()) != self._watch.masters,
+            "thawed": _fingerprint(self._frozen()) != self._watch.frozen,
+        }
+        ranks: list[dict[str, Any]] = [{} for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather_object(ranks, mine)
+        stages = {rank["stage"] for rank in ranks if rank["has_masters"]}
+        idle = sorted(stages - {rank["stage"] for rank in ranks if rank["changed"]})
+        thawed = [index for index, rank in enumerate(ranks) if rank["thawed"]]
+        if idle or not stages:
+            return f"block {self.block} is active, but its weights on pipeline stage(s) {idle} did not change in a step"
+        if thawed:
+            return f"block {self.block} is active, but frozen weights changed on rank(s) {thawed}"
+        return None
+
+    def _optimizers(self) -> list[Any]:
+        return list(getattr(self.optimizer, "chained_optimizers", []))
+
+    def _masters(self) -> Iterator[torch.Tensor]:
+        """The tensors that the optimizer steps: in 16-bit precision fp32 copies, this rank's shard of them."""
+        for optimizer in self._optimizers():
+            if not optimizer.is_stub_optimizer:
+                yield from optimizer.get_parameters()
+
+    def _frozen(self) -> Iterator[torch.Tensor]:
+        return (parameter for parameter in self.model.parameters() if not parameter.requires_grad)
+
+
+@torch.no_grad()
+def _fingerprint(tensors: Iterator[torch.Tensor]) -> Fingerprint:
+    """Two sums over the bits of all tensors: equal if nothing changed, without keeping a copy."""
+    total = every_other = 0
+    for tensor in tensors:
+        bits = tensor.detach().reshape(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+        total += int(bits.sum(dtype=torch.int64))
+        every_other += int(bits[::2].sum(dtype=torch.int64))
+    return total, every_other

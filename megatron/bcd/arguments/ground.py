@@ -1,0 +1,129 @@
+"""What the rules stand on: a RunConfig's fields side by side, flag names, and each number's range."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+
+from megatron.bcd.arguments.flags import CORE_SECTIONS, dashed
+from megatron.bcd.config import RunConfig
+
+_Range = tuple[str, Callable[[Any], bool]]
+_AT_LEAST_0: _Range = ("at least 0", lambda value: value >= 0)
+_AT_LEAST_1: _Range = ("at least 1", lambda value: value >= 1)
+_ABOVE_0: _Range = ("greater than 0", lambda value: value > 0)
+_SHARE: _Range = ("from 0 to less than 1", lambda value: 0 <= value < 1)
+
+_RANGES: dict[str, _Range] = {
+    **dict.fromkeys(
+        (
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "ffn_hidden_size",
+            "kv_channels",
+            "num_query_groups",
+            "seq_length",
+            "max_position_embeddings",
+            "rotary_base",
+            "make_vocab_size_divisible_by",
+            "vocab_size",
+            "micro_batch_size",
+            "global_batch_size",
+            "train_iters",
+            "train_samples",
+            "eval_interval",
+            "log_interval",
+            "save_interval",
+            "seed",
+            "lr_decay_iters",
+            "lr_decay_samples",
+            "lr_wsd_decay_iters",
+            "lr_wsd_decay_samples",
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "recompute_num_layers",
+            "bucket_size",
+            "distributed_timeout_minutes",
+            "hysteresis",
+            "loss_scale_window",
+            "bcd_num_blocks",
+            "bcd_steps_per_block",
+        ),
+        _AT_LEAST_1,
+    ),
+    **dict.fromkeys(
+        (
+            "eval_iters",
+            "num_workers",
+            "manual_gc_interval",
+            "lr_warmup_iters",
+            "lr_warmup_samples",
+            "lr_warmup_init",
+            "min_lr",
+            "decoupled_min_lr",
+            "weight_decay",
+            "start_weight_decay",
+            "end_weight_decay",
+            "clip_grad",
+        ),
+        _AT_LEAST_0,
+    ),
+    **dict.fromkeys(
+        (
+            "lr",
+            "decoupled_lr",
+            "adam_eps",
+            "layernorm_epsilon",
+            "init_method_std",
+            "embedding_init_method_std",
+            "loss_scale",
+            "initial_loss_scale",
+            "min_loss_scale",
+        ),
+        _ABOVE_0,
+    ),
+    **dict.fromkeys(
+        ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "lr_warmup_fraction"), _SHARE
+    ),
+    "rotary_percent": ("greater than 0 and at most 1", lambda value: 0 < value <= 1),
+}
+
+FLAG_NAMES = {row.field: row.name or dashed(row.field) for _, rows in CORE_SECTIONS.values() for row in rows}
+
+
+def flag_name(field: str) -> str:
+    return FLAG_NAMES.get(field, dashed(field))
+
+
+class Run(SimpleNamespace):
+    """Every field of a RunConfig side by side; None where Megatron Core's own default stands."""
+
+    def __getattr__(self, field: str) -> Any:
+        if field in FLAG_NAMES:
+            return None
+        raise AttributeError(field)
+
+
+def side_by_side(config: RunConfig) -> Run:
+    run = Run()
+    for section in asdict(config).values():
+        run.__dict__.update(section)
+    return run
+
+
+def refuse_unless(condition: object, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def check_ranges(run: Run) -> None:
+    for field, value in vars(run).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{flag_name(field)} {value}: must be a finite number")
+        if field in _RANGES and value is not None:
+            text, is_right = _RANGES[field]
+            refuse_unless(is_right(value), f"{flag_name(field)} {value}: must be {text}")

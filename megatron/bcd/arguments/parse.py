@@ -1,0 +1,260 @@
+"""The command line as argparse reads it: ``--help``, refusals by name, and the assembled RunConfig."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import functools
+import importlib.resources
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from megatron.bcd.arguments import stock, table
+from megatron.bcd.arguments.flags import CORE_SECTIONS, OWN_SECTIONS, Flag, dashed, generate_flags
+from megatron.bcd.arguments.rules import check_run_config
+from megatron.bcd.config import RunConfig
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises ValueError instead of leaving the process: every rank parses, and one of them speaks."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(re.sub(r"^argument (--[\w-]+)(?:/--[\w-]+)*", r"\1", message))
+
+
+def _default_text(flag: Flag) -> str:
+    if flag.type is bool or flag.default in (None, "") or "default" in flag.help.lower():
+        return ""
+    is_whole = isinstance(flag.default, float) and flag.default.is_integer()
+    return f" (default: {int(flag.default) if is_whole else flag.default})"
+
+
+def _help_text(flag: Flag) -> str:
+    on_by_default = " (on; this flag switches it off)" if flag.default is True else ""
+    required = " (required)" if flag.field in table.REQUIRED else ""
+    choices = ": " + ", ".join(map(str, flag.choices)) if flag.choices and flag.metavar else ""
+    return (flag.help + choices + _default_text(flag) + on_by_default + required).replace("%", "%%")
+
+
+def _add_flag(group: Any, flag: Flag) -> None:
+    common: dict[str, Any] = {"dest": flag.field, "default": argparse.SUPPRESS}
+    if flag.type is not bool:
+        metavar = (
+            flag.metavar if flag.metavar or flag.choices else {int: "N", float: "X"}.get(flag.type, "TEXT")
+        )
+        group.add_argument(
+            flag.names[0],
+            **common,
+            help=_help_text(flag),
+            type=flag.type,
+            choices=flag.choices,
+            nargs=flag.nargs,
+            metavar=metavar,
+        )
+        for alias in flag.names[1:]:
+            group.add_argument(alias, **common, help=argparse.SUPPRESS, type=flag.type, nargs=flag.nargs)
+        return
+    for names, value in ((flag.names, True), (flag.off_names, False)):
+        for name in names:
+            text = _help_text(flag) if name == flag.shown else argparse.SUPPRESS
+            group.add_argument(name, **common, help=text, action="store_const", const=value)
+
+
+def _add_compatible_flag(group: Any, flag: stock.CompatibleFlag) -> None:
+    common: dict[str, Any] = {"dest": flag.name, "default": argparse.SUPPRESS, "help": flag.why}
+    if not flag.values:
+        group.add_argument(flag.name, **common, action="store_const", const=True)
+    elif flag.values is stock.ANY_NUMBER:
+        group.add_argument(flag.name, **common, type=int, metavar="N")
+    else:
+        group.add_argument(flag.name, **common, choices=flag.values)
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    width = shutil.get_terminal_size().columns - 2
+    return argparse.HelpFormatter(prog, max_help_position=min(38, width // 2), width=width)
+
+
+def _parser(prog: str, flags: Iterable[Flag]) -> _Parser:
+    parser = _Parser(
+        prog=prog,
+        allow_abbrev=False,
+        add_help=False,
+        formatter_class=_formatter,
+        usage=f"torchrun --nproc-per-node PROCESSES {prog} [flags]",
+        description="Train with block coordinate descent on Megatron Core. Flags are Megatron-LM's, "
+        "and --bcd-*; a flag of Megatron-LM that is not listed here is refused.",
+    )
+    groups = {
+        title: parser.add_argument_group(title, table.GROUP_DESCRIPTIONS.get(title)) for title in table.GROUPS
+    }
+    for flag in sorted(flags, key=lambda flag: flag.field not in table.REQUIRED):
+        _add_flag(groups[flag.group], flag)
+    for row in stock.COMPATIBLE_FLAGS:
+        _add_compatible_flag(groups[table.COMPATIBILITY], row)
+    parser.add_argument_group("help").add_argument(
+        "-h", "--help", action="help", help="show this text and exit"
+    )
+    return parser
+
+
+@functools.cache
+def stock_flags() -> frozenset[str]:
+    """Every flag of stock Megatron-LM that is known here, supported or not."""
+    core_fields = [field for core, _ in CORE_SECTIONS.values() for field in dataclasses.fields(core)]
+    names = {dashed(field.name) for field in core_fields if not field.name.startswith("_")}
+    for field in core_fields:
+        names.update(field.metadata.get("argparse_meta", {}).get("arg_names", ()))
+    listed = importlib.resources.files("megatron.bcd").joinpath("stock_flags.txt").read_text(encoding="utf-8")
+    names.update(name for line in listed.splitlines() if (name := line.split("#")[0].strip()))
+    return frozenset(names)
+
+
+def _positive(name: str) -> str:
+    return re.sub(r"^--(?:no|disable)-", "--", name)
+
+
+def _check_names(argv: Sequence[str], known: frozenset[str]) -> None:
+    """Refuse, by name, every flag that this parser doesn't have."""
+    known_to_stock = stock_flags()
+    # either spelling of a switch is stock's, unless the switch itself is supported: then it is a typing error
+    fields_of_stock = {_positive(name) for name in known_to_stock} - {_positive(name) for name in known}
+    for word in argv:
+        name = word.split("=", 1)[0]
+        if not name.startswith("--") or name in known:
+            continue
+        if name in known_to_stock or _positive(name) in fields_of_stock:
+            starts = {name, _positive(name)}
+            reason = next(
+                (why for start, why in stock.REFUSAL_REASONS if any(n.startswith(start) for n in starts)),
+                "--help lists those it does",
+            )
+            raise ValueError(f"{name} is a Megatron-LM flag that Megatron-BCD does not support ({reason})")
+        near = difflib.get_close_matches(name, sorted(known), n=1)
+        raise ValueError(
+            f"unknown flag {name}; " + (f"did you mean {near[0]}?" if near else "--help lists all flags")
+        )
+
+
+def _parse(argv: Sequence[str], *, prog: str, flags: tuple[Flag, ...]) -> dict[str, Any]:
+    """What the command line gives, by field name; nothing for flags that are absent."""
+    parser = _parser(prog, flags)
+    if not {"-h", "--help"} & set(argv):
+        _check_names(argv, frozenset(name for action in parser._actions for name in action.option_strings))
+    namespace, rest = parser.parse_known_args(list(argv))
+    if rest:
+        raise ValueError(
+            f"unexpected argument {rest[0]!r}: every value belongs to a flag that starts with --"
+        )
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in vars(namespace).items()}
+
+
+def _derive_network(values: dict[str, Any]) -> None:
+    if values["use_rotary_position_embeddings"]:
+        values["position_embedding_type"] = "rope"
+    if values["position_embedding_type"] != "rope":
+        values["apply_rope_fusion"] = False
+    if not values["group_query_attention"]:
+        values["num_query_groups"] = None
+    if values["add_bias_linear"]:
+        values["add_qkv_bias"] = True
+    if values["swiglu"] and values["ffn_hidden_size"] is None and values["hidden_size"]:
+        # two thirds of the plain width keep the parameter count, in multiples that suit a GPU
+        values["ffn_hidden_size"] = int(4 * values["hidden_size"] * 2 / 3 / 64) * 64
+    if values["max_position_embeddings"] is None:
+        values["max_position_embeddings"] = values["seq_length"]
+    if values["recompute_activations"]:
+        values["recompute_granularity"] = values["recompute_granularity"] or "selective"
+
+
+def _derive_training(values: dict[str, Any], *, world_size: int) -> None:
+    model_ranks = values["tensor_model_parallel_size"] * values["pipeline_model_parallel_size"]
+    if values["global_batch_size"] is None and values["micro_batch_size"] and model_ranks > 0:
+        values["global_batch_size"] = values["micro_batch_size"] * max(1, world_size // model_ranks)
+    if values["bf16"]:
+        values["grad_reduce_in_fp32"] = not values["grad_reduce_in_bf16"]
+    if values["fp16"] and values["loss_scale"] is None:
+        # under dynamic scaling a gradient that is not finite is the scaler's signal, not an error
+        values["check_for_nan_in_loss_and_grad"] = False
+    for unit in ("iters", "samples"):
+        if values[f"lr_decay_{unit}"] is None:
+            values[f"lr_decay_{unit}"] = values[f"train_{unit}"]
+    if values["weight_decay_incr_style"] == "constant":
+        for end in ("start_weight_decay", "end_weight_decay"):
+            values[end] = values["weight_decay"] if values[end] is None else values[end]
+
+
+def _derive_tokenizer(values: dict[str, Any]) -> None:
+    if values["tokenizer_type"] is None and values["vocab_file"] and values["merge_file"]:
+        values["tokenizer_type"] = "GPT2BPETokenizer"
+    if values["tokenizer_type"] is None and values["mock_data"] and values["vocab_size"]:
+        values["tokenizer_type"] = "NullTokenizer"
+
+
+def _following_core_fields(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """(section, field, value) of Megatron Core fields that follow from flags that set other fields."""
+    is_fused = (
+        values["bias_swiglu_fusion"]
+        if values["swiglu"]
+        else values["bias_gelu_fusion"] and values["add_bias_linear"]
+    )
+    yield "transformer", "bias_activation_fusion", is_fused
+    for section in ("optimizer", "ddp"):
+        yield section, "use_distributed_optimizer", values["use_distributed_optimizer"]
+    yield "ddp", "check_for_nan_in_grad", values["check_for_nan_in_loss_and_grad"]
+
+
+def _assemble(flags: tuple[Flag, ...], values: Mapping[str, Any]) -> RunConfig:
+    parts: dict[str, dict[str, Any]] = {section: {} for section in (*CORE_SECTIONS, *OWN_SECTIONS)}
+    for flag in flags:
+        value = values[flag.field]
+        for section in flag.sections:
+            if section in OWN_SECTIONS:
+                parts[section][flag.field] = value
+            elif value is not None:
+                parts[section][flag.field] = list(value) if isinstance(value, tuple) else value
+    for section, field, value in _following_core_fields(values):
+        parts[section][field] = value
+    own: dict[str, Any] = {section: kind(**parts[section]) for section, (kind, _) in OWN_SECTIONS.items()}
+    core: dict[str, Any] = {section: parts[section] for section in CORE_SECTIONS}
+    return RunConfig(**core, **own)
+
+
+def parse_run_config(
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str,
+    defaults: Mapping[str, object] | None = None,
+    world_size: int | None = None,
+) -> RunConfig:
+    """The RunConfig that a command line asks for, checked.
+
+    What one flag of stock Megatron-LM implies for another (its ``validate_args``) is filled in; what a
+    dataclass of Megatron Core derives itself is left to it.
+
+    Args:
+        argv: the flags; None takes the process's own.
+        prog: the script's name, for ``--help``.
+        defaults: a script's own defaults by field name, e.g. ``{"swiglu": True}``.
+        world_size: number of ranks; None takes torchrun's ``WORLD_SIZE``, 1 without it.
+
+    Raises:
+        ValueError: one line that names the flag, what is wrong and what would be right.
+        SystemExit: code 0, after ``--help``.
+    """
+    if world_size is None:
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    flags = generate_flags(defaults)
+    given = _parse(sys.argv[1:] if argv is None else argv, prog=prog, flags=flags)
+    values = {flag.field: flag.default for flag in flags} | given
+    _derive_network(values)
+    _derive_training(values, world_size=world_size)
+    _derive_tokenizer(values)
+    config = _assemble(flags, values)
+    check_run_config(config, given=given, world_size=world_size)
+    return config

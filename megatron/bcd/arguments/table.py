@@ -1,0 +1,381 @@
+"""Which flags of Megatron-LM there are here: data only, no code.
+
+A flag's type, default and help come from the dataclass field it sets (``flags.py``); a row says only what
+differs in stock Megatron-LM (release core_v0.16.1) or needs saying here. Fields without a row are refused by
+name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+BCD = "block coordinate descent"
+NETWORK = "network size"
+TRAINING = "training"
+BATCH = "batch size"
+LEARNING_RATE = "learning rate"
+OPTIMIZER = "optimizer"
+PRECISION = "precision"
+PARALLELISM = "parallelism"
+RECOMPUTATION = "recomputation of activations"
+DATA = "data"
+TOKENIZER = "tokenizer"
+CHECKPOINTS = "checkpoints"
+REPORT = "report"
+COMPATIBILITY = "accepted for compatibility"
+GROUPS = (
+    BCD,
+    NETWORK,
+    TRAINING,
+    BATCH,
+    LEARNING_RATE,
+    OPTIMIZER,
+    PRECISION,
+    PARALLELISM,
+    RECOMPUTATION,
+    DATA,
+    TOKENIZER,
+    CHECKPOINTS,
+    REPORT,
+    COMPATIBILITY,
+)
+
+FIELD = object()
+"""As the dataclass field has it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreFlag:
+    """A field of a Megatron Core dataclass that a flag sets, and how stock's flag differs from the field."""
+
+    field: str
+    group: str
+    name: str | None = None
+    """Stock's flag; None: the field's name, ``--no-`` before it where the default is on."""
+    default: Any = FIELD
+    help: str | None = None
+    choices: tuple[str, ...] | None = None
+    type: type | None = None
+    also: tuple[str, ...] = ()
+    """Further sections of RunConfig whose field of the same name takes the same value."""
+
+
+TRANSFORMER_FLAGS = (
+    CoreFlag(field="num_layers", group=NETWORK, default=None, help="transformer layers of the whole model"),
+    CoreFlag(field="hidden_size", group=NETWORK, default=None, help="width of the residual stream"),
+    CoreFlag(field="num_attention_heads", group=NETWORK, default=None, help="attention heads of a layer"),
+    CoreFlag(
+        field="ffn_hidden_size",
+        group=NETWORK,
+        help="inner width of the feed-forward part; default 4 x --hidden-size, with --swiglu two thirds "
+        "of that in multiples of 64",
+    ),
+    CoreFlag(
+        field="kv_channels",
+        group=NETWORK,
+        help="width of one attention head; default --hidden-size / --num-attention-heads",
+    ),
+    CoreFlag(
+        field="num_query_groups",
+        group=NETWORK,
+        default=1,
+        help="key-value heads, with --group-query-attention",
+    ),
+    CoreFlag(field="hidden_dropout", group=NETWORK),
+    CoreFlag(field="attention_dropout", group=NETWORK),
+    CoreFlag(field="normalization", group=NETWORK, help="norm of the layers"),
+    CoreFlag(field="layernorm_epsilon", group=NETWORK, name="--norm-epsilon"),
+    CoreFlag(
+        field="layernorm_zero_centered_gamma",
+        group=NETWORK,
+        name="--apply-layernorm-1p",
+        help="norm weights are centred around 0 instead of 1",
+    ),
+    CoreFlag(
+        field="add_bias_linear",
+        group=NETWORK,
+        name="--disable-bias-linear",
+        help="biases in all linear layers",
+    ),
+    CoreFlag(
+        field="add_qkv_bias",
+        group=NETWORK,
+        help="a bias in the query-key-value projection, with --disable-bias-linear",
+    ),
+    CoreFlag(field="qk_layernorm", group=NETWORK, help="normalise queries and keys"),
+    CoreFlag(
+        field="apply_residual_connection_post_layernorm",
+        group=NETWORK,
+        help="take the residual after the norm, as BERT does",
+    ),
+    CoreFlag(
+        field="apply_query_key_layer_scaling",
+        group=NETWORK,
+        help="scale attention scores by 1 / layer number",
+    ),
+    CoreFlag(
+        field="rotary_interleaved",
+        group=NETWORK,
+        help="rotate neighbouring pairs (RoFormer) instead of first and second half (LLaMA)",
+    ),
+    CoreFlag(
+        field="attention_backend",
+        group=NETWORK,
+        choices=("auto", "flash", "fused", "unfused", "local"),
+        help="attention kernel; without Transformer Engine, unfused is Megatron Core's own and every "
+        "other value PyTorch's scaled_dot_product_attention",
+    ),
+    CoreFlag(field="init_method_std", group=NETWORK, help="standard deviation of the initial weights"),
+    CoreFlag(
+        field="embedding_init_method_std",
+        group=NETWORK,
+        help="standard deviation of the initial embedding; default --init-method-std",
+    ),
+    CoreFlag(
+        field="use_cpu_initialization",
+        group=NETWORK,
+        help="draw initial weights on the CPU, the same ones for every tensor parallel size",
+    ),
+    CoreFlag(
+        field="calculate_per_token_loss",
+        group=TRAINING,
+        help="weigh every token of a step alike, instead of every microbatch",
+    ),
+    CoreFlag(field="deterministic_mode", group=TRAINING),
+    CoreFlag(field="fp16", group=PRECISION, also=("optimizer",)),
+    CoreFlag(field="bf16", group=PRECISION, also=("optimizer",)),
+    CoreFlag(field="attention_softmax_in_fp32", group=PRECISION, default=False),
+    CoreFlag(field="fp32_residual_connection", group=PRECISION),
+    CoreFlag(
+        field="disable_bf16_reduced_precision_matmul",
+        group=PRECISION,
+        help="keep bf16 matrix products from accumulating in reduced precision",
+    ),
+    CoreFlag(
+        field="masked_softmax_fusion",
+        group=PRECISION,
+        name="--no-masked-softmax-fusion",
+        default=True,
+        help="fused mask and softmax kernel, where installed",
+    ),
+    CoreFlag(
+        field="bias_dropout_fusion",
+        group=PRECISION,
+        name="--no-bias-dropout-fusion",
+        default=True,
+        help="fused bias, dropout and residual, on GPUs",
+    ),
+    CoreFlag(
+        field="apply_rope_fusion",
+        group=PRECISION,
+        name="--no-rope-fusion",
+        default=True,
+        help="fused rotary embedding, with Transformer Engine",
+    ),
+    CoreFlag(
+        field="persist_layer_norm",
+        group=PRECISION,
+        name="--no-persist-layer-norm",
+        default=True,
+        help="persistent fused layer norm kernel, with Transformer Engine",
+    ),
+    CoreFlag(
+        field="gradient_accumulation_fusion",
+        group=PRECISION,
+        name="--no-gradient-accumulation-fusion",
+        default=True,
+        help="accumulate weight gradients inside the matrix product, where installed",
+    ),
+    CoreFlag(field="cross_entropy_loss_fusion", group=PRECISION, help="fused cross entropy"),
+    CoreFlag(field="tensor_model_parallel_size", group=PARALLELISM, help="ranks that share every layer"),
+    CoreFlag(field="pipeline_model_parallel_size", group=PARALLELISM, help="pipeline stages"),
+    CoreFlag(
+        field="sequence_parallel",
+        group=PARALLELISM,
+        help="split norms and dropout over the tensor parallel ranks, along the sequence",
+    ),
+    CoreFlag(
+        field="recompute_granularity", group=RECOMPUTATION, help="whole layers, or only --recompute-modules"
+    ),
+    CoreFlag(
+        field="recompute_method",
+        group=RECOMPUTATION,
+        help="with full: in chunks of --recompute-num-layers layers (uniform), or the first "
+        "--recompute-num-layers of each stage (block)",
+    ),
+    CoreFlag(
+        field="recompute_num_layers", group=RECOMPUTATION, help="layers that --recompute-method speaks of"
+    ),
+    CoreFlag(
+        field="recompute_modules",
+        group=RECOMPUTATION,
+        choices=("core_attn", "layernorm", "mlp"),
+        help="what selective recomputes, default core_attn; one or more of",
+    ),
+    CoreFlag(
+        field="distribute_saved_activations",
+        group=RECOMPUTATION,
+        help="split the saved layer inputs over the tensor parallel ranks",
+    ),
+)
+
+OPTIMIZER_FLAGS = (
+    CoreFlag(field="lr", group=LEARNING_RATE, help="learning rate after the warm-up"),
+    CoreFlag(field="min_lr", group=LEARNING_RATE, default=0.0, help="learning rate at the end of the decay"),
+    CoreFlag(
+        field="decoupled_lr",
+        group=LEARNING_RATE,
+        help="learning rate of embedding and output head; default --lr",
+    ),
+    CoreFlag(
+        field="decoupled_min_lr",
+        group=LEARNING_RATE,
+        help="the same at the end of the decay; default --min-lr",
+    ),
+    CoreFlag(field="weight_decay", group=OPTIMIZER, help="weight decay; biases and norms have none"),
+    CoreFlag(
+        field="apply_wd_to_qk_layernorm",
+        group=OPTIMIZER,
+        help="weight decay on the norms of queries and keys too",
+    ),
+    CoreFlag(field="optimizer", group=OPTIMIZER, help="the active block's optimizer; only adam yet"),
+    CoreFlag(field="adam_beta1", group=OPTIMIZER, help="decay of Adam's first moment"),
+    CoreFlag(field="adam_beta2", group=OPTIMIZER, help="decay of Adam's second moment"),
+    CoreFlag(field="adam_eps", group=OPTIMIZER),
+    CoreFlag(
+        field="clip_grad",
+        group=OPTIMIZER,
+        help="clip the active block's gradient to this norm; 0 clips never",
+    ),
+    CoreFlag(field="loss_scale", group=PRECISION, help="fixed fp16 loss scale; default dynamic"),
+    CoreFlag(field="initial_loss_scale", group=PRECISION, type=float, help="first dynamic fp16 loss scale"),
+    CoreFlag(field="min_loss_scale", group=PRECISION, help="smallest dynamic fp16 loss scale"),
+    CoreFlag(
+        field="loss_scale_window",
+        group=PRECISION,
+        help="steps without overflow before the loss scale doubles",
+    ),
+    CoreFlag(field="hysteresis", group=PRECISION, help="overflows before the loss scale is halved"),
+)
+
+DDP_FLAGS = (
+    CoreFlag(
+        field="grad_reduce_in_fp32",
+        group=PRECISION,
+        name="--accumulate-allreduce-grads-in-fp32",
+        help="accumulate and reduce gradients in fp32; with --bf16 always, unless --grad-reduce-in-bf16",
+    ),
+    CoreFlag(
+        field="overlap_grad_reduce",
+        group=PARALLELISM,
+        help="reduce gradients while the backward pass goes on",
+    ),
+    CoreFlag(
+        field="overlap_param_gather",
+        group=PARALLELISM,
+        also=("optimizer",),
+        help="gather updated weights while the forward pass goes on",
+    ),
+    CoreFlag(
+        field="bucket_size",
+        group=PARALLELISM,
+        name="--ddp-bucket-size",
+        help="parameters of one bucket, with --overlap-grad-reduce; default max(40000000, 1000000 x data "
+        "parallel size)",
+    ),
+    CoreFlag(
+        field="pad_buckets_for_high_nccl_busbw",
+        group=PARALLELISM,
+        name="--ddp-pad-buckets-for-high-nccl-busbw",
+        help="bucket sizes that suit NCCL on many ranks",
+    ),
+    CoreFlag(
+        field="average_in_collective",
+        group=PARALLELISM,
+        name="--ddp-average-in-collective",
+        help="average gradients inside the collective instead of dividing them first",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DerivedFlag:
+    """A stock flag that sets no field of its own name; ``arguments.py`` derives other values from it."""
+
+    field: str
+    group: str
+    help: str
+    default: bool = False
+
+
+DERIVED_FLAGS = (
+    DerivedFlag(
+        field="group_query_attention",
+        group=NETWORK,
+        help="heads share keys and values in --num-query-groups groups",
+    ),
+    DerivedFlag(
+        field="use_rotary_position_embeddings",
+        group=NETWORK,
+        help="the same as --position-embedding-type rope",
+    ),
+    DerivedFlag(field="bias_gelu_fusion", group=PRECISION, default=True, help="fused bias and GELU, on GPUs"),
+    DerivedFlag(
+        field="bias_swiglu_fusion", group=PRECISION, default=True, help="fused bias and SwiGLU, on GPUs"
+    ),
+    DerivedFlag(
+        field="grad_reduce_in_bf16",
+        group=PRECISION,
+        help="accumulate and reduce gradients in bfloat16, with --bf16",
+    ),
+    DerivedFlag(
+        field="recompute_activations",
+        group=RECOMPUTATION,
+        help="the same as --recompute-granularity selective",
+    ),
+)
+
+FIELD_GROUPS = {
+    "micro_batch_size": BATCH,
+    "global_batch_size": BATCH,
+    "rampup_batch_size": BATCH,
+    "distributed_backend": PARALLELISM,
+    "distributed_timeout_minutes": PARALLELISM,
+    "use_distributed_optimizer": PARALLELISM,
+    "start_weight_decay": OPTIMIZER,
+    "end_weight_decay": OPTIMIZER,
+    "weight_decay_incr_style": OPTIMIZER,
+}
+"""Fields of our own dataclasses that belong to another group than the rest of their dataclass."""
+
+METAVARS = {
+    "data_path": "PREFIX",
+    "train_data_path": "PREFIX",
+    "valid_data_path": "PREFIX",
+    "test_data_path": "PREFIX",
+    "vocab_file": "FILE",
+    "merge_file": "FILE",
+    "metrics_file": "FILE",
+    "tokenizer_model": "PATH",
+    "save": "FOLDER",
+    "load": "FOLDER",
+    "data_cache_path": "FOLDER",
+    "tensorboard_dir": "FOLDER",
+    "wandb_save_dir": "FOLDER",
+    "wandb_project": "NAME",
+    "wandb_entity": "NAME",
+    "wandb_exp_name": "NAME",
+    "optimizer": "{adam}",
+    "tokenizer_type": "TYPE",
+    "recompute_modules": "MODULE",
+}
+
+ALIASES = {"save_interval": ("--persistent-save-interval",)}
+"""Further names that stock has for our own fields."""
+
+REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr")
+
+GROUP_DESCRIPTIONS = {
+    COMPATIBILITY: "Flags of Megatron-LM that ask for what is done here anyway.",
+}

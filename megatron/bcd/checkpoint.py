@@ -1,0 +1,116 @@
+"""Weights in and out, in Megatron Core's distributed checkpoint format, independent of the parallel layout.
+
+A checkpoint is a folder ``iter_0000007`` below --save, written aside and renamed when complete;
+``latest_checkpointed_iteration.txt`` names the newest and moves last. Only the weights are kept yet: phase, optimizer
+state and data position are not, so a run can start from a checkpoint (--load --finetune) but not go on with it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+
+from megatron.bcd.active_set import ActiveSet
+from megatron.bcd.config import RunConfig
+from megatron.bcd.models import gpt_of
+from megatron.bcd.report import Reporter
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def latest_iteration(folder: str) -> int | None:
+    """Iteration of the newest checkpoint below `folder`; None where there is none.
+
+    Raises:
+        ValueError: the tracker file is damaged, or names a checkpoint that is not there.
+    """
+    tracker = os.path.join(folder, TRACKER)
+    if not os.path.isfile(tracker):
+        return None
+    with open(tracker) as file:
+        text = file.read().strip()
+    if not text.isdigit():
+        raise ValueError(f"--load {folder}: {TRACKER} holds {text[:40]!r}, and should hold an iteration number")
+    if not os.path.isdir(iteration_folder(folder, int(text))):
+        raise ValueError(
+            f"--load {folder}: {TRACKER} names iteration {text}, and {iteration_folder(folder, int(text))} does not "
+            "exist"
+        )
+    return int(text)
+
+
+def iteration_folder(folder: str, iteration: int) -> str:
+    return os.path.join(folder, f"iter_{iteration:07d}")
+
+
+def load_weights_if_asked(config: RunConfig, model: torch.nn.Module, reporter: Reporter) -> None:
+    """With --load: take the newest checkpoint's weights; an empty or absent folder starts afresh and says so.
+
+    Raises:
+        ValueError: the checkpoint is unreadable or of another model, or --finetune is missing.
+    """
+    folder = config.checkpoint.load
+    if folder is None:
+        return
+    iteration = latest_iteration(folder)
+    if iteration is None:
+        reporter.note(f"--load {folder} holds no checkpoint ({TRACKER} is absent): starting from random weights")
+        return
+    if not (config.checkpoint.finetune or config.training.skip_train):
+        raise ValueError(
+            f"--load {folder}: a checkpoint's iteration, phase and optimizer state can't be taken up yet; add "
+            "--finetune to "
+            "start at iteration 0 with its weights"
+        )
+    gpt = gpt_of(model)
+    try:
+        loaded = dist_checkpointing.load({"model": gpt.sharded_state_dict()}, iteration_folder(folder, iteration))
+        gpt.load_state_dict(loaded["model"], strict=True)
+    except Exception as error:  # the readers below raise many kinds
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        raise ValueError(
+            f"--load {folder}: the weights of iteration {iteration} don't fit this model or can't be read: {reason}"
+        ) from error
+    reporter.note(f"weights of {iteration_folder(folder, iteration)} loaded")
+
+
+def save_if_due(
+    config: RunConfig, model: torch.nn.Module, active: ActiveSet, *, iteration: int, is_last: bool, reporter: Reporter
+) -> None:
+    """With --save: write the weights every --save-interval steps and at the end. A collective."""
+    interval = config.checkpoint.save_interval
+    if config.checkpoint.save is None or not (is_last or (interval and iteration % interval == 0)):
+        return
+    active.pause_parameter_gather()
+    save_weights(model, config.checkpoint.save, iteration=iteration)
+    active.resume_parameter_gather()
+    reporter.note(f"weights saved to {iteration_folder(config.checkpoint.save, iteration)}")
+
+
+def save_weights(model: torch.nn.Module, folder: str, *, iteration: int) -> None:
+    """Write the weights as checkpoint `iteration` below `folder`, replacing one of the same number."""
+    target = iteration_folder(folder, iteration)
+    aside = target + ".incomplete"
+    is_first = torch.distributed.get_rank() == 0
+    if is_first:
+        shutil.rmtree(aside, ignore_errors=True)
+        os.makedirs(aside)
+    torch.distributed.barrier()
+    state: dict[str, Any] = {
+        "model": gpt_of(model).sharded_state_dict(),
+        "iteration": iteration,
+        "checkpoint_version": 3.0,
+    }
+    dist_checkpointing.save(state, aside)
+    torch.distributed.barrier()
+    if is_first:
+        shutil.rmtree(target, ignore_errors=True)
+        os.rename(aside, target)
+        with open(os.path.join(folder, TRACKER + ".new"), "w") as file:
+            file.write(str(iteration))
+        os.replace(file.name, os.path.join(folder, TRACKER))
+    torch.distributed.barrier()

@@ -1,0 +1,253 @@
+"""What a phase costs: parameters, bytes of model state, compute (DESIGN, section 2).
+
+Model state is weights + gradients + optimizer state, no activations. Every figure here is a budget from a
+formula; what a run reports is counted from live storages. This room is pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.bcd.blocks import Partition
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+_OPTIMIZER_BYTES = {"adam": 8, "sgd": 4}
+OPTIMIZERS = tuple(_OPTIMIZER_BYTES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBudget:
+    """Bytes of model state per parameter, before any sharding."""
+
+    weight: int
+    """Every parameter, active or frozen."""
+    gradient: int
+    """Active parameters: Megatron's main gradient."""
+    optimizer: int
+    """Active parameters: moments, and the fp32 master where weights have 16 bits."""
+
+    @property
+    def full(self) -> int:
+        """Bytes per parameter while everything is active: 16 in fp32 with Adam, 18 in mixed precision."""
+        return self.weight + self.gradient + self.optimizer
+
+
+def state_budget(*, precision: str, optimizer: str = "adam") -> StateBudget:
+    """The budget of DESIGN, section 2, for main gradients in fp32 and SGD with momentum.
+
+    Raises ValueError for a precision or an optimizer that is not in PRECISIONS or OPTIMIZERS.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision {precision}: must be one of {', '.join(PRECISIONS)}")
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"--optimizer {optimizer}: must be one of {', '.join(OPTIMIZERS)}")
+    moments = _OPTIMIZER_BYTES[optimizer]
+    if precision == "fp32":
+        return StateBudget(weight=4, gradient=4, optimizer=moments)
+    return StateBudget(weight=2, gradient=4, optimizer=moments + 4)
+
+
+def model_state_bytes(
+    *,
+    num_parameters: int,
+    num_active: int,
+    precision: str = "fp32",
+    optimizer: str = "adam",
+    data_parallel_size: int = 1,
+    distributed_optimizer: bool = False,
+) -> int:
+    """Bytes of model state of a rank that holds ``num_parameters``, of which ``num_active`` are active.
+
+    The distributed optimizer shards optimizer state, masters included, over the data-parallel group; weights
+    and gradients are whole on every rank. Its padding of buffers is left out. Raises ValueError if
+    ``num_active`` is not within 0 and ``num_parameters`` or ``data_parallel_size`` < 1.
+    """
+    if not 0 <= num_active <= num_parameters:
+        raise ValueError(f"{num_active} active of {num_parameters} parameters: must be 0 to {num_parameters}")
+    if data_parallel_size < 1:
+        raise ValueError(f"data-parallel size {data_parallel_size}: must be at least 1")
+    budget = state_budget(precision=precision, optimizer=optimizer)
+    shards = data_parallel_size if distributed_optimizer else 1
+    optimizer_bytes = -(-budget.optimizer * num_active // shards)
+    return budget.weight * num_parameters + budget.gradient * num_active + optimizer_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What the number of parameters of a dense decoder follows from; made by ``gpt2`` or ``llama``.
+
+    Lengths in elements. Attention is multi-head with as many key and value heads as query heads.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    vocab_size: int
+    """Unpadded."""
+    num_positions: int
+    """Rows of the learned position table; 0 where there is none."""
+    tied: bool
+    """Whether the output head is the embedding."""
+    biases: bool
+    """Whether linear layers have a bias and norms a shift (LayerNorm)."""
+    gated: bool
+    """Whether the MLP has a gate, a third matrix (SwiGLU)."""
+
+    @property
+    def layer_parameters(self) -> int:
+        """One transformer layer: attention, MLP and two norms."""
+        hidden, ffn = self.hidden_size, self.ffn_hidden_size
+        up_projections = 2 if self.gated else 1
+        matrices = 4 * hidden * hidden + (up_projections + 1) * hidden * ffn
+        linear_biases = 4 * hidden + up_projections * ffn + hidden if self.biases else 0
+        return matrices + linear_biases + 2 * self.norm_parameters
+
+    @property
+    def norm_parameters(self) -> int:
+        """One norm, the final one too."""
+        return (2 if self.biases else 1) * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """The whole model, unpadded vocabulary, a tied copy counted once (DESIGN, invariant 10)."""
+        layers = self.num_layers * self.layer_parameters
+        tables = self.embedding_parameters() + (0 if self.tied else self.head_parameters())
+        return layers + tables + self.norm_parameters
+
+    def embedding_parameters(self, vocab_size: int | None = None) -> int:
+        """Word and position tables; ``vocab_size`` gives a padded vocabulary."""
+        return (_or_default(vocab_size, self.vocab_size) + self.num_positions) * self.hidden_size
+
+    def head_parameters(self, vocab_size: int | None = None) -> int:
+        """The output head as a matrix of its own, or as a tied copy."""
+        return _or_default(vocab_size, self.vocab_size) * self.hidden_size
+
+
+def gpt2(
+    *,
+    num_layers: int,
+    hidden_size: int,
+    vocab_size: int = 50257,
+    num_positions: int = 1024,
+    ffn_hidden_size: int | None = None,
+    tied: bool = True,
+) -> ModelShape:
+    """GPT-2 form: learned positions, LayerNorm, biases; FFN of 4 x hidden where None.
+
+    Tied, with 4 x hidden, it has L (12 H^2 + 13 H) + (V + S) H + 2 H parameters: the form that fits
+    table 8 of the paper (arXiv 2506.12037).
+    """
+    return ModelShape(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        ffn_hidden_size=_or_default(ffn_hidden_size, 4 * hidden_size),
+        vocab_size=vocab_size,
+        num_positions=num_positions,
+        tied=tied,
+        biases=True,
+        gated=False,
+    )
+
+
+def llama(
+    *, num_layers: int, hidden_size: int, ffn_hidden_size: int, vocab_size: int = 32000, tied: bool = False
+) -> ModelShape:
+    """LLaMA form: no position table, RMSNorm, SwiGLU, no biases.
+
+    Untied it has L (4 H^2 + 3 H F + 2 H) + H + 2 V H parameters: the form that fits table 8 of the
+    paper (arXiv 2506.12037).
+    """
+    return ModelShape(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        ffn_hidden_size=ffn_hidden_size,
+        vocab_size=vocab_size,
+        num_positions=0,
+        tied=tied,
+        biases=False,
+        gated=True,
+    )
+
+
+def stage_parameters(shape: ModelShape, partition: Partition, *, padded_vocab_size: int) -> tuple[int, ...]:
+    """Parameters that each pipeline stage holds at tensor-parallel size 1, the tied head's copy included."""
+    every_block = range(partition.num_blocks)
+    per_block = [
+        active_parameters(shape, partition, block, padded_vocab_size=padded_vocab_size)
+        for block in every_block
+    ]
+    return tuple(sum(by_stage) for by_stage in zip(*per_block, strict=True))
+
+
+def active_parameters(
+    shape: ModelShape, partition: Partition, block: int, *, padded_vocab_size: int
+) -> tuple[int, ...]:
+    """Parameters of each pipeline stage that are active in the block's phase, at tensor-parallel size 1."""
+    assert (shape.num_layers, shape.tied) == (partition.num_layers, partition.tied)
+    last = partition.num_stages - 1
+    counts = [
+        len(partition.active_layers(block, stage)) * shape.layer_parameters
+        for stage in range(partition.num_stages)
+    ]
+    if partition.embedding_active(block):
+        counts[0] += shape.embedding_parameters(padded_vocab_size)
+    if partition.final_norm_active(block):
+        counts[last] += shape.norm_parameters
+    # On a single stage a tied head is the embedding itself, not a copy.
+    if partition.head_active(block) and not (partition.tied and last == 0):
+        counts[last] += shape.head_parameters(padded_vocab_size)
+    return tuple(counts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWork:
+    """Compute of one step, in units of one layer's forward pass (DESIGN, section 2)."""
+
+    forward: int
+    """Layers that run forward (F)."""
+    input_gradient: int
+    """Layers that compute their input's gradient (D)."""
+    weight_gradient: int
+    """Layers that compute their weights' gradients (W)."""
+
+    @property
+    def total(self) -> int:
+        """F + D + W, each counted as 1."""
+        return self.forward + self.input_gradient + self.weight_gradient
+
+
+def layer_work(
+    partition: Partition, block: int, *, stage: int | None = None, prefix_cached: bool = False
+) -> LayerWork:
+    """Compute of the block's phase on one pipeline stage, or summed over all of them where None.
+
+    As in DESIGN's table, every active layer counts a D, also the first one, whose own input needs none.
+    Embedding, head and optimizer step are left out. ``prefix_cached`` takes the prefix's F away.
+    """
+    layers = range(partition.num_layers) if stage is None else partition.stage_layers(stage)
+    first_active = partition.blocks[block].first_layer
+    after_prefix = sum(layer >= first_active for layer in layers)
+    active = partition.blocks[block].layers if stage is None else partition.active_layers(block, stage)
+    return LayerWork(
+        forward=after_prefix if prefix_cached else len(layers),
+        input_gradient=after_prefix,
+        weight_gradient=len(active),
+    )
+
+
+def compute_ratio(partition: Partition, block: int, *, prefix_cached: bool = False) -> float:
+    """Bound of step time in the block's phase over full training's: slowest stage over slowest stage."""
+    stages = range(partition.num_stages)
+    slowest = max(
+        layer_work(partition, block, stage=stage, prefix_cached=prefix_cached).total for stage in stages
+    )
+    return slowest / (3 * max(partition.layers_per_stage))
+
+
+def total_compute_ratio(partition: Partition, block: int, *, prefix_cached: bool = False) -> float:
+    """Arithmetic of the block's phase over full training's, summed over all stages."""
+    return layer_work(partition, block, prefix_cached=prefix_cached).total / (3 * partition.num_layers)
+
+
+def _or_default(value: int | None, default: int) -> int:
+    return default if value is None else value

@@ -1,0 +1,250 @@
+"""Indexed datasets, their checks, and the batches of a run.
+
+Tensor shapes: B micro-batch size, S sequence length.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import get_blend_from_list
+
+from megatron.bcd import platform
+from megatron.bcd.config import RunConfig
+
+_CHECKED_CHUNKS = 64
+_CHECKED_CHUNK_TOKENS = 1 << 20
+_DEFAULT_SPLIT = "969, 30, 1"  # Megatron-LM's
+_SPLIT_NAMES = ("training", "validation", "test")
+
+Batch = dict[str, torch.Tensor]
+
+
+def check_indexed_dataset(prefix: str, vocab_size: int, flag: str = "--data-path") -> numpy.ndarray:
+    """Check `prefix`.bin and .idx and return the tokens of each document.
+
+    Every token of a small dataset is compared with the vocabulary, 64 spread chunks of 1 Mi tokens of a large one.
+
+    Raises:
+        ValueError: a file is missing, truncated, not Megatron's, or made with another tokenizer.
+    """
+    for suffix in (".idx", ".bin"):
+        if not os.path.isfile(prefix + suffix):
+            raise ValueError(
+                f"{flag} {prefix}: {prefix}{suffix} does not exist; give the prefix that tools/preprocess_data.py "
+                "wrote, "
+                "without .bin or .idx"
+            )
+    try:
+        dataset = IndexedDataset(prefix)
+        lengths, dtype = dataset.index.sequence_lengths, numpy.dtype(dataset.index.dtype)
+        num_documents = len(dataset.index.document_indices) - 1
+    except Exception as error:  # its reader raises whatever the bytes happen to be
+        raise ValueError(
+            f"{flag} {prefix}: {prefix}.idx is truncated or no Megatron index; run tools/preprocess_data.py again"
+        ) from error
+    expected, found = int(lengths.sum(dtype=numpy.int64)) * dtype.itemsize, os.path.getsize(prefix + ".bin")
+    if expected != found or num_documents < 1:
+        raise ValueError(
+            f"{flag} {prefix}: {prefix}.bin has {found:,} bytes and its index describes {expected:,}; one of the two "
+            "is "
+            "truncated or of another run; run tools/preprocess_data.py again"
+        )
+    largest = _largest_token(prefix + ".bin", dtype)
+    if largest >= vocab_size:
+        raise ValueError(
+            f"{flag} {prefix}: holds token {largest} and the vocabulary of this --tokenizer-type has {vocab_size}; "
+            "give the "
+            "tokenizer that made the data"
+        )
+    bounds = dataset.index.document_indices
+    return numpy.add.reduceat(lengths.astype(numpy.int64), bounds[:-1])
+
+
+def _largest_token(path: str, dtype: numpy.dtype) -> int:
+    tokens = numpy.memmap(path, dtype=dtype, mode="r")
+    if len(tokens) <= _CHECKED_CHUNKS * _CHECKED_CHUNK_TOKENS:
+        return int(tokens.max())
+    starts = numpy.linspace(0, len(tokens) - _CHECKED_CHUNK_TOKENS, _CHECKED_CHUNKS, dtype=numpy.int64)
+    return max(int(tokens[start : start + _CHECKED_CHUNK_TOKENS].max()) for start in starts)
+
+
+def num_samples(config: RunConfig, global_batch_size: int) -> tuple[int, int, int]:
+    """Sequences that the run draws from the training, validation and test split (stock Megatron-LM's numbers, which
+    decide the order of the samples)."""
+    training = config.training
+    train = training.train_samples or (training.train_iters or 0) * global_batch_size
+    train_iters = training.train_iters or -(-train // global_batch_size)
+    evaluations = 1 if training.skip_train else train_iters // training.eval_interval + 1
+    return train, evaluations * training.eval_iters * global_batch_size, training.eval_iters * global_batch_size
+
+
+class ConsecutiveBatches:
+    """Batch sampler: consecutive samples, dealt to the data-parallel ranks in runs of one micro-batch (Megatron-LM's
+    `single` order).
+
+    A last batch that would be too short is left out.
+    """
+
+    def __init__(
+        self, *, total_samples: int, consumed_samples: int, micro_batch_size: int, rank: int, num_ranks: int
+    ) -> None:
+        self.total_samples = total_samples
+        self.consumed_samples = consumed_samples
+        self.micro_batch_size = micro_batch_size
+        self.rank = rank
+        self.step = micro_batch_size * num_ranks
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in range(self.consumed_samples, self.total_samples - self.step + 1, self.step):
+            first = start + self.rank * self.micro_batch_size
+            yield list(range(first, first + self.micro_batch_size))
+
+    def __len__(self) -> int:
+        return max(0, (self.total_samples - self.consumed_samples) // self.step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Splits:
+    """Datasets of this rank; None where the split is empty or this stage needs no data."""
+
+    train: Any
+    validation: Any
+    test: Any
+
+
+def build_splits(config: RunConfig, tokenizer: Any, global_batch_size: int) -> Splits:
+    """Check the data and build the splits, on all ranks together (Megatron Core's builder has barriers).
+
+    Raises:
+        ValueError: see `check_indexed_dataset`; or a split that is needed is shorter than one sequence.
+    """
+    dataset_config = _dataset_config(config, tokenizer)
+    sizes = list(num_samples(config, global_batch_size))
+    if not config.data.mock_data:
+        _check_splits(config, dataset_config, tokenizer.vocab_size, sizes)
+    needs_data = (
+        parallel_state.is_pipeline_first_stage()
+        or parallel_state.is_pipeline_last_stage()
+        or config.data.reset_attention_mask
+    )
+    dataset_class = MockGPTDataset if config.data.mock_data else GPTDataset
+    try:
+        built = BlendedMegatronDatasetBuilder(dataset_class, sizes, lambda: needs_data, dataset_config).build()
+    except OSError as error:
+        raise ValueError(
+            f"--data-cache-path: the index cache can't be written ({error}); give a folder that can"
+        ) from error
+    return Splits(train=built[0], validation=built[1], test=built[2])
+
+
+def _dataset_config(config: RunConfig, tokenizer: Any) -> GPTDatasetConfig:
+    data = config.data
+    per_split = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    fields: dict[str, Any] = {}
+    if any(per_split):
+        fields["blend_per_split"] = [get_blend_from_list(list(paths) if paths else None) for paths in per_split]
+    elif not data.mock_data:
+        fields["blend"] = get_blend_from_list(list(data.data_path or ()))
+        fields["split"] = data.split or _DEFAULT_SPLIT
+    return GPTDatasetConfig(
+        random_seed=config.training.seed,
+        sequence_length=config.model.seq_length,
+        tokenizer=tokenizer,
+        path_to_cache=data.data_cache_path,
+        reset_position_ids=data.reset_position_ids,
+        eod_mask_loss=data.eod_mask_loss,
+        reset_attention_mask=data.reset_attention_mask,
+        create_attention_mask=data.reset_attention_mask,  # plain causal attention needs no S x S mask per sample
+        **fields,
+    )
+
+
+def _check_splits(config: RunConfig, dataset_config: GPTDatasetConfig, vocab_size: int, sizes: list[int]) -> None:
+    """Check every file of the blend, and that each split that is needed fills a sequence; a test split that does not
+    is left out."""
+    needed = sizes[0] > 0, config.training.eval_iters > 0, False
+    if dataset_config.blend is not None:
+        split_tokens = numpy.zeros(3, dtype=numpy.int64)
+        for prefix in dataset_config.blend[0]:
+            documents = check_indexed_dataset(prefix, vocab_size)
+            for i, bounds in enumerate(dataset_config.split_matrix):
+                if bounds is not None:
+                    first, last = (int(round(bound * len(documents))) for bound in bounds)
+                    split_tokens[i] += documents[first:last].sum()
+        for i, name in enumerate(_SPLIT_NAMES):
+            if not needed[i] and (i == 1 or split_tokens[i] <= config.model.seq_length):
+                dataset_config.split_matrix[i] = None
+            elif split_tokens[i] <= config.model.seq_length:
+                raise ValueError(
+                    f"--split {dataset_config.split}: the {name} split holds {split_tokens[i]:,} tokens and one "
+                    "sequence "
+                    f"needs {config.model.seq_length + 1:,}; give it a larger share"
+                    + (", or --eval-iters 0" if i == 1 else "")
+                )
+        return
+    flags = ("--train-data-path", "--valid-data-path", "--test-data-path")
+    for i, blend in enumerate(dataset_config.blend_per_split):
+        if blend is None and needed[i]:
+            raise ValueError(
+                f"{flags[i]} is missing; with data per split give one for the {_SPLIT_NAMES[i]} split"
+                + (", or --eval-iters 0" if i == 1 else "")
+            )
+        for prefix in blend[0] if blend else ():
+            if check_indexed_dataset(prefix, vocab_size, flags[i]).sum() <= config.model.seq_length:
+                raise ValueError(
+                    f"{flags[i]} {prefix}: holds less than one sequence of {config.model.seq_length + 1:,} tokens"
+                )
+
+
+def _collate(samples: Sequence[dict[str, Any]]) -> Batch:
+    return {name: torch.stack([torch.as_tensor(sample[name]) for sample in samples]) for name in samples[0]}
+
+
+def batches(
+    dataset: Any, config: RunConfig, *, consumed_samples: int, total_samples: int | None = None
+) -> Iterator[Batch]:
+    """Micro-batches of this data-parallel rank, on its device, from sample `consumed_samples` on.
+
+    `tokens`, `labels`, `position_ids` int64 [B, S], `loss_mask` float32 [B, S], and with --reset-attention-mask
+    `attention_mask` bool [B, 1, S, S], True = masked.
+    """
+    sampler = ConsecutiveBatches(
+        total_samples=len(dataset) if total_samples is None else total_samples,
+        consumed_samples=consumed_samples,
+        micro_batch_size=config.training.micro_batch_size,
+        rank=parallel_state.get_data_parallel_rank(),
+        num_ranks=parallel_state.get_data_parallel_world_size(),
+    )
+    workers = config.data.num_workers
+    loader = torch.utils.data.DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        collate_fn=_collate,
+        num_workers=workers,
+        pin_memory=platform.has_cuda(),
+        persistent_workers=workers > 0,
+        generator=torch.Generator().manual_seed(config.training.seed),
+    )  # else the loader would draw from the model's generator
+    return _on_device(loader)
+
+
+def _on_device(loader: Iterable[Batch]) -> Iterator[Batch]:
+    device = platform.device()
+    for batch in loader:
+        yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def no_batches() -> Iterator[Batch]:
+    """What a stage in the middle of the pipeline reads: empty batches, for ever."""
+    return itertools.repeat({})

@@ -1,0 +1,51 @@
+"""Learning rate and weight decay over the run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron.bcd.config import RunConfig
+
+
+class _NoOptimizer:
+    param_groups: list[dict[str, Any]] = []
+
+
+def build_scheduler(config: RunConfig, optimizer: Any, global_batch_size: int) -> OptimizerParamScheduler:
+    """Megatron Core's scheduler from the flags, counting samples, converted as stock Megatron-LM does.
+
+    ``optimizer`` may be None, where only the learning rate of a step is asked for.
+    """
+    training, schedule = config.training, config.schedule
+    if training.train_iters is not None:
+        decay_steps = (schedule.lr_decay_iters or training.train_iters) * global_batch_size
+        wsd_steps = None if schedule.lr_wsd_decay_iters is None else schedule.lr_wsd_decay_iters * global_batch_size
+        warmup_steps: float = schedule.lr_warmup_iters * global_batch_size
+        weight_decay_steps = training.train_iters * global_batch_size
+    else:
+        decay_steps = schedule.lr_decay_samples or training.train_samples or 1
+        wsd_steps, warmup_steps, weight_decay_steps = (
+            schedule.lr_wsd_decay_samples,
+            schedule.lr_warmup_samples,
+            training.train_samples or 1,
+        )
+    if schedule.lr_warmup_fraction is not None:
+        warmup_steps = schedule.lr_warmup_fraction * decay_steps
+    weight_decay = config.optimizer.get("weight_decay", 0.01)
+    return OptimizerParamScheduler(
+        optimizer or _NoOptimizer(),
+        init_lr=schedule.lr_warmup_init,
+        max_lr=config.optimizer.get("lr") or 0.0,
+        min_lr=config.optimizer.get("min_lr") or 0.0,
+        lr_warmup_steps=warmup_steps,  # type: ignore[arg-type]
+        lr_decay_steps=decay_steps,
+        lr_decay_style=schedule.lr_decay_style,
+        start_wd=weight_decay if schedule.start_weight_decay is None else schedule.start_weight_decay,
+        end_wd=weight_decay if schedule.end_weight_decay is None else schedule.end_weight_decay,
+        wd_incr_steps=weight_decay_steps,
+        wd_incr_style=schedule.weight_decay_incr_style,
+        wsd_decay_steps=wsd_steps,
+        lr_wsd_decay_style=schedule.lr_wsd_decay_style,
+    )

@@ -1,0 +1,305 @@
+"""Device, backend, and every patch of Megatron Core: the only room that says "cuda".
+
+Megatron Core is written for CUDA devices. Where there is none, `patch_megatron_core` teaches it the CPU; where there
+is one, nothing is patched. What was found out about Megatron Core stands in ``docs/megatron_core_notes.md``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib
+import importlib.util
+import os
+import random
+import resource
+import sys
+import time
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import numpy
+import torch
+
+# What Megatron Core and PyTorch say at every start here, and no user can act on. Imported first, this room is in time
+# for it.
+for _message in (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "full scope is deprecated",
+    r"The \.grad attribute of a Tensor that is not a leaf",
+    r"`torch\.distributed\.\w+` is deprecated",
+    "WARNING: there is no optimizer on RANK",
+):
+    warnings.filterwarnings("ignore", message=f".*{_message}")
+
+_FACTORIES = ("empty", "full", "ones", "rand", "randn", "tensor", "zeros")
+_MODULES_WITH_CUDA_LITERALS = (
+    "megatron.core.optimizer.clip_grads",
+    "megatron.core.optimizer.grad_scaler",
+    "megatron.core.optimizer.optimizer",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.utils",
+)
+
+
+def has_cuda() -> bool:
+    return torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    """The device of this process: its own GPU, or the CPU."""
+    if has_cuda():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def is_importable(module: str) -> bool:
+    """Whether ``import module`` works here; a package that is installed but broken counts as absent."""
+    if importlib.util.find_spec(module) is None:
+        return False
+    try:
+        importlib.import_module(module)
+    except Exception:  # a broken binary package may raise anything at import
+        return False
+    return True
+
+
+def has_transformer_engine() -> bool:
+    """Transformer Engine is importable and there is a GPU to run it on."""
+    return has_cuda() and is_importable("transformer_engine.pytorch")
+
+
+def has_apex() -> bool:
+    """NVIDIA's Apex (not the unrelated PyPI package of that name) with its fused kernels, and a GPU."""
+    return (
+        has_cuda()
+        and is_importable("apex.optimizers")
+        and is_importable("apex.normalization")
+        and is_importable("amp_C")
+    )
+
+
+def optimizer_implementation() -> str:
+    """Where Megatron Core takes its Adam from; it decides by importability when it is imported."""
+    from megatron.core.optimizer import Adam
+
+    module = Adam.__module__
+    if module.startswith("transformer_engine"):
+        return "Transformer Engine fused Adam"
+    return "Apex fused Adam" if module.startswith("apex") else "PyTorch AdamW"
+
+
+def synchronize() -> None:
+    if has_cuda():
+        torch.cuda.synchronize()
+
+
+def release_cached_memory() -> None:
+    """Give freed GPU memory back to the driver, so that a phase's peak is this phase's own."""
+    if has_cuda():
+        torch.cuda.empty_cache()
+
+
+def reset_peak_memory() -> None:
+    if has_cuda():
+        torch.cuda.reset_peak_memory_stats()
+        return
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # Linux: the peak resident set starts again from the present one
+    except OSError:
+        pass  # elsewhere the peak stays the whole process's
+
+
+def peak_memory_bytes() -> int:
+    """Peak since `reset_peak_memory`: bytes allocated on the GPU, or the process's resident set on a CPU."""
+    if has_cuda():
+        return torch.cuda.max_memory_allocated()
+    try:
+        with open("/proc/self/status") as file:
+            for line in file:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@contextlib.contextmanager
+def refusing(*kinds: type[Exception], prog: str) -> Iterator[None]:
+    """Turn an error of the given kinds into one line on stderr and exit code 2, on every rank."""
+    try:
+        yield
+    except kinds as error:
+        refuse(str(error), prog=prog)
+
+
+def refuse(message: str, *, prog: str) -> NoReturn:
+    """End this process with exit code 2 after one line from rank 0.
+
+    All ranks find the same fault at nearly the same moment. They wait for each other for a few seconds, else torchrun
+    would kill the slower ones with a signal of its own; a fault that only one rank sees is told by that rank.
+    """
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    line = f"{prog}: error: {' '.join(message.split())}"
+    if rank == 0:
+        print(line, file=sys.stderr, flush=True)
+    if world_size > 1 and not _all_ranks_refuse(world_size) and rank != 0:
+        print(f"{line} (seen by rank {rank} only)", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(2)  # a process group whose other ranks wait in a collective can't be torn down
+
+
+def _all_ranks_refuse(world_size: int, seconds: float = 10.0) -> bool:
+    """Whether every rank arrives here within `seconds`, counted in the store that torchrun keeps."""
+    try:
+        store = torch.distributed.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            timeout=datetime.timedelta(seconds=seconds),
+        )
+        store.add("bcd/refused", 1)
+        deadline = time.monotonic() + seconds
+        while store.add("bcd/refused", 0) < world_size:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
+    except Exception:  # no store, no waiting: the exit code is what counts
+        return True
+
+
+def initialize_distributed(*, backend: str, timeout_minutes: int, tensor_size: int, pipeline_size: int) -> None:
+    """Join the process group that torchrun announces and cut it into Megatron Core's parallel groups.
+
+    Without torchrun's environment this is a world of one process.
+
+    Raises:
+        ValueError: there are fewer GPUs on this node than processes, or NCCL is asked for without a GPU.
+    """
+    from megatron.core import parallel_state
+
+    if backend == "auto":
+        backend = "nccl" if has_cuda() else "gloo"
+    if backend == "nccl" and not has_cuda():
+        raise ValueError("--distributed-backend nccl needs a GPU and this machine shows none; use gloo or auto")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if has_cuda():
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"--nproc-per-node asks for at least {local_rank + 1} processes on this node and it has "
+                f"{torch.cuda.device_count()} GPU(s); start one process per GPU"
+            )
+        torch.cuda.set_device(local_rank)
+    else:
+        patch_megatron_core()
+    if not torch.distributed.is_initialized():
+        alone = {"rank": 0, "world_size": 1, "store": torch.distributed.HashStore()} if "RANK" not in os.environ else {}
+        torch.distributed.init_process_group(backend, timeout=datetime.timedelta(minutes=timeout_minutes), **alone)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_size,
+        pipeline_model_parallel_size=pipeline_size,
+        distributed_timeout_minutes=timeout_minutes,
+    )
+
+
+def seed_everything(seed: int, *, data_parallel_random_init: bool = False) -> None:
+    """Seed Python, NumPy, PyTorch and Megatron Core's tracker as stock Megatron-LM does: each stage its own seed."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    if data_parallel_random_init:
+        seed += 10 * parallel_state.get_data_parallel_rank()
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    state = torch.get_rng_state()
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    torch.set_rng_state(state)  # on a CPU the tracker above drew on the very generator that initialises the weights
+
+
+def draw_as_stock_warm_up_does(
+    *, seq_length: int, micro_batch_size: int, hidden_size: int, ffn_hidden_size: int, dtype: torch.dtype
+) -> None:
+    """Draw from the CPU's generator what stock Megatron-LM draws on a CPU before it builds the model.
+
+    It warms its fused functions up (bias + GELU, bias + dropout + residual, 5 times with and 5 times without gradient)
+    on random tensors of its device. On a GPU they leave the generator that initialises the weights alone; on a CPU they
+    advance it, and without them the initial weights are not stock's. ``ffn_hidden_size`` is this tensor-parallel
+    rank's part.
+    """
+    torch.rand(ffn_hidden_size, dtype=dtype)
+    torch.rand(seq_length, micro_batch_size, ffn_hidden_size, dtype=dtype)
+    hidden = torch.rand(seq_length, micro_batch_size, hidden_size, dtype=dtype)
+    torch.rand(seq_length, micro_batch_size, hidden_size, dtype=dtype)
+    torch.rand(hidden_size, dtype=dtype)
+    for _ in range(10):
+        torch.nn.functional.dropout(hidden, p=0.1, training=True)
+
+
+class _TorchOnCpu(types.ModuleType):
+    """`torch` as Megatron Core's modules see it without a GPU: factory calls with device="cuda" make CPU tensors."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        for name in _FACTORIES:
+            setattr(self, name, _on_cpu(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _on_cpu(factory: Any) -> Any:
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _type_name_as_cuda(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Tensor.type() with the names that Megatron Core's optimizers compare with."""
+    result = _tensor_type(tensor, dtype, *args, **kwargs)
+    if dtype is None and isinstance(result, str):
+        return result.replace("torch.", "torch.cuda.", 1)
+    return result
+
+
+_tensor_type = torch.Tensor.type
+_patched = False
+
+
+def patch_megatron_core() -> None:
+    """Let Megatron Core run on this CPU: called once, only where there is no GPU.
+
+    Its CUDA random generator is the CPU's, its current device is the CPU, streams and synchronisation vanish.
+    """
+    global _patched
+    if _patched or has_cuda():
+        return
+    _patched = True
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    torch.cuda.set_device = nothing
+    torch.cuda.synchronize = nothing
+    torch.cuda.empty_cache = nothing
+    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
+    torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]
+    torch.Tensor.type = _type_name_as_cuda  # type: ignore[method-assign,assignment]
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    torch_on_cpu = _TorchOnCpu()
+    for name in _MODULES_WITH_CUDA_LITERALS:
+        importlib.import_module(name).torch = torch_on_cpu  # type: ignore[attr-defined]

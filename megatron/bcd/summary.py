@@ -1,0 +1,130 @@
+"""The start banner: what this run is, and what memory it will need against full-parameter training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from megatron.bcd import cost
+from megatron.bcd.blocks import Partition
+from megatron.bcd.config import RunConfig
+from megatron.bcd.models import Implementation, count_parameters, gpt_of, is_active
+from megatron.bcd.report import BlockSummary, RunSummary
+
+
+def summarize(
+    *,
+    config: RunConfig,
+    partition: Partition,
+    model: torch.nn.Module,
+    tokenizer: Any,
+    padded_vocab_size: int,
+    global_batch_size: int,
+    implementation: Implementation,
+) -> RunSummary:
+    """Collect the banner's figures from all ranks; a collective, the same on every rank."""
+    data_size = parallel_state.get_data_parallel_world_size()
+    ranks = _from_all_ranks(_this_rank(partition, model))
+    # one data-parallel rank's stages and tensor slices make up the model
+    one_replica = [rank for rank in ranks if rank["data_rank"] == 0]
+    per_stage = tuple(
+        next(rank["stage_parameters"] for rank in one_replica if rank["stage"] == stage)
+        for stage in range(partition.num_stages)
+    )
+    tied_copy = next(rank["tied_copy"] for rank in one_replica if rank["stage"] == partition.num_stages - 1)
+    total = sum(per_stage) - tied_copy
+
+    def state_bytes(rank: dict[str, Any], num_active: int) -> int:
+        return cost.model_state_bytes(
+            num_parameters=rank["num_parameters"],
+            num_active=num_active,
+            precision=config.precision,
+            data_parallel_size=data_size,
+            distributed_optimizer=config.training.use_distributed_optimizer,
+        )
+
+    blocks = []
+    for block in partition.blocks:
+        active = sum(rank["active"][block.index] for rank in one_replica)
+        blocks.append(
+            BlockSummary(
+                index=block.index,
+                layers=partition.describe_layers(block.index),
+                extras=", ".join(partition.describe_extras(block.index)),
+                share=active / sum(rank["num_parameters"] for rank in one_replica),
+                model_state_bytes=tuple(state_bytes(rank, rank["active"][block.index]) for rank in ranks),
+            )
+        )
+    return RunSummary(
+        model=_describe_model(config, tokenizer, padded_vocab_size),
+        parallel=f"pipeline {config.pipeline_size} x tensor {config.tensor_size} x data {data_size}, "
+        f"{config.precision}",
+        parameters_per_stage=per_stage,
+        total_parameters=total,
+        blocks=tuple(blocks),
+        layout=partition.layout,
+        steps_per_block=config.bcd.bcd_steps_per_block,
+        full_model_state_bytes=tuple(state_bytes(rank, rank["num_parameters"]) for rank in ranks),
+        training=_describe_training(config, global_batch_size),
+        notes=(implementation.describe(),),
+    )
+
+
+def _this_rank(partition: Partition, model: torch.nn.Module) -> dict[str, Any]:
+    gpt = gpt_of(model)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    parameters = dict(gpt.named_parameters())
+    tied_copy = parameters["output_layer.weight"] if partition.tied and "output_layer.weight" in parameters else None
+    return {
+        "stage": stage,
+        "data_rank": parallel_state.get_data_parallel_rank(),
+        "stage_parameters": count_parameters(model),
+        "num_parameters": sum(parameter.numel() for parameter in parameters.values()),
+        "tied_copy": 0
+        if tied_copy is None
+        else tied_copy.numel() * parallel_state.get_tensor_model_parallel_world_size(),
+        "active": [
+            sum(
+                parameter.numel()
+                for name, parameter in parameters.items()
+                if is_active(name, partition=partition, block=block.index, stage=stage)
+            )
+            for block in partition.blocks
+        ],
+    }
+
+
+def _from_all_ranks(mine: dict[str, Any]) -> list[dict[str, Any]]:
+    ranks: list[dict[str, Any]] = [{} for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather_object(ranks, mine)
+    return ranks
+
+
+def _describe_model(config: RunConfig, tokenizer: Any, padded_vocab_size: int) -> str:
+    ffn = config.transformer.get("ffn_hidden_size") or 4 * config.hidden_size
+    return (
+        f"GPT, {config.num_layers} layers, hidden {config.hidden_size}, {config.transformer['num_attention_heads']} "
+        "heads, "
+        f"ffn {ffn}, vocabulary {tokenizer.vocab_size:,} (padded {padded_vocab_size:,}), sequence "
+        f"{config.model.seq_length:,}, "
+        f"{'tied' if config.tied else 'untied'} head"
+    )
+
+
+def _describe_training(config: RunConfig, global_batch_size: int) -> str:
+    training, schedule, optimizer = config.training, config.schedule, config.optimizer
+    length = (
+        f"{training.train_iters:,} iterations"
+        if training.train_iters is not None
+        else f"{training.train_samples:,} samples"
+    )
+    if training.skip_train:
+        return "evaluation only"
+    return (
+        f"{length}, global batch {global_batch_size} of micro-batches of {training.micro_batch_size}, lr "
+        f"{optimizer.get('lr')} "
+        f"{schedule.lr_decay_style}, {optimizer.get('optimizer', 'adam')}, clip {optimizer.get('clip_grad', 1.0)}, "
+        f"seed {training.seed}"
+    )

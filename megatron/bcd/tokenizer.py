@@ -1,0 +1,399 @@
+"""Tokenizers: text -> token ids, under Megatron's --tokenizer-type names.
+
+Ids equal stock Megatron-LM core_v0.16.1 without --legacy-tokenizer, for every type it has too
+(ByteLevelTokenizer is ours). One deliberate difference: GPT2BPETokenizer reads a literal
+"<|endoftext|>" in the text as ordinary text, as OpenAI's encoder and the legacy tokenizer do, so
+that a document cannot forge a document boundary.
+
+No torch and no Megatron Core here: preprocessing workers start in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+TOKENIZER_TYPES = (
+    "ByteLevelTokenizer",
+    "GPT2BPETokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "HuggingFaceTokenizer",
+    "NullTokenizer",
+)
+"""Accepted values of --tokenizer-type. The three SentencePiece names are one tokenizer, as in
+Megatron Core 0.16.1's build_tokenizer; none of them prepends a begin-of-sentence id."""
+
+NO_PAD = -1
+"""The pad id of a tokenizer without one: Megatron Core's own value for "in no dataset"."""
+
+
+class Tokenizer(ABC):
+    """What datasets, models and preprocessing ask of a tokenizer.
+
+    Quacks like Megatron Core's MegatronTokenizerBase as far as GPTDataset looks: `vocab_size`, `eod`,
+    `pad` and `unique_identifiers` (hashed into the name of the dataset's index cache).
+    """
+
+    def __init__(self, *, vocab_size: int, eod: int, pad: int = NO_PAD, **identifiers: str) -> None:
+        self._vocab_size = vocab_size
+        self._eod = eod
+        # A pad that is also the end of a document would mask real document ends out of the loss.
+        self._pad = NO_PAD if pad == eod else pad
+        self._unique_identifiers = OrderedDict(
+            {"class": f"{type(self).__module__}.{type(self).__qualname__}", **identifiers}
+        )
+
+    @abstractmethod
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of `text`, each in 0..vocab_size-1; no begin or end token is added."""
+
+    @abstractmethod
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, unpadded, `eod` included."""
+        return self._vocab_size
+
+    @property
+    def eod(self) -> int:
+        """Id that ends a document (--append-eod)."""
+        return self._eod
+
+    @property
+    def pad(self) -> int:
+        """Id whose labels are left out of the loss; NO_PAD where there is none apart from `eod`."""
+        return self._pad
+
+    @property
+    def unique_identifiers(self) -> OrderedDict[str, str]:
+        """Class, files and options as JSON-able text: equal for tokenizers built alike."""
+        return self._unique_identifiers
+
+
+class ByteLevelTokenizer(Tokenizer):
+    """UTF-8 bytes as ids 0..255, and eod = 256: 257 ids, no file."""
+
+    def __init__(self) -> None:
+        super().__init__(vocab_size=257, eod=256)
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i != self.eod).decode("utf-8", errors="replace")
+
+
+class GPT2BPETokenizer(Tokenizer):
+    """GPT-2's byte-level BPE from its vocabulary (JSON) and merges files; eod is "<|endoftext|>".
+
+    Raises ValueError naming --vocab-file or --merge-file when a file is absent or malformed.
+    """
+
+    EOD_TOKEN = "<|endoftext|>"
+
+    def __init__(self, *, vocab_file: str | None, merge_file: str | None) -> None:
+        vocab_file = _existing_file("--vocab-file", vocab_file, "GPT2BPETokenizer")
+        merge_file = _existing_file("--merge-file", merge_file, "GPT2BPETokenizer")
+        from tokenizers import Tokenizer as Engine
+        from tokenizers import decoders, models, pre_tokenizers
+
+        vocab = _read_vocab(vocab_file)
+        merges = _read_merges(merge_file)
+        if self.EOD_TOKEN not in vocab:
+            raise ValueError(
+                f"--vocab-file {vocab_file} has no token {self.EOD_TOKEN}; give GPT-2's encoder.json"
+            )
+        try:
+            engine = Engine(models.BPE(vocab, merges))
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(
+                f"--merge-file {merge_file} does not belong to --vocab-file {vocab_file}: {_one_line(error)}"
+            ) from error
+        engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        engine.decoder = decoders.ByteLevel()
+        self._engine = engine
+        super().__init__(
+            vocab_size=len(vocab), eod=vocab[self.EOD_TOKEN], vocab_file=vocab_file, merge_file=merge_file
+        )
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(self._engine.encode(text).ids)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return str(self._engine.decode(list(ids)))
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model file; eod is the model's end-of-sentence piece.
+
+    Raises ValueError naming --tokenizer-model when the file is absent, is no SentencePiece model, or
+    was trained without an end-of-sentence piece.
+    """
+
+    def __init__(self, *, tokenizer_model: str | None) -> None:
+        path = _existing_file("--tokenizer-model", tokenizer_model, "SentencePieceTokenizer")
+        import sentencepiece
+
+        self._model: Any = sentencepiece.SentencePieceProcessor()
+        try:
+            with open(path, "rb") as file:
+                self._model.LoadFromSerializedProto(file.read())
+        except RuntimeError as error:
+            raise ValueError(
+                f"--tokenizer-model {path} is not a SentencePiece model; "
+                "give a .model file, such as tools/train_tokenizer.py writes"
+            ) from error
+        if self._model.eos_id() < 0:
+            raise ValueError(
+                f"--tokenizer-model {path} has no end-of-sentence piece to end a document with; "
+                "train it with one (tools/train_tokenizer.py does)"
+            )
+        super().__init__(
+            vocab_size=self._model.get_piece_size(),
+            eod=self._model.eos_id(),
+            pad=self._model.pad_id(),
+            tokenizer_model=path,
+        )
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(self._model.encode(text, out_type=int))
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return str(self._model.decode([int(i) for i in ids]))
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A local Hugging Face folder: its tokenizer.json where there is one, else AutoTokenizer.
+
+    eod is the folder's eos_token, or its sep_token where it names no eos_token. Special tokens that
+    stand in the text are read as such; none is added. Nothing is fetched and no code from the folder runs.
+    Raises ValueError naming --tokenizer-model when the folder is absent, unreadable or names no eos_token.
+    """
+
+    def __init__(self, *, tokenizer_model: str | None) -> None:
+        folder = _required("--tokenizer-model", tokenizer_model, "HuggingFaceTokenizer")
+        if not os.path.isdir(folder):
+            raise ValueError(
+                f"--tokenizer-model {folder} is not a folder; "
+                "HuggingFaceTokenizer needs a local one (nothing is fetched)"
+            )
+        self._engine: Any
+        if os.path.isfile(os.path.join(folder, "tokenizer.json")):
+            self._engine, special = _load_tokenizer_json(folder)
+            vocab: dict[str, int] = self._engine.get_vocab(with_added_tokens=True)
+            self._encode_options = {"add_special_tokens": False}
+            self._has_encodings = True
+        else:
+            self._engine, special = _load_with_transformers(folder)
+            vocab = self._engine.get_vocab()
+            self._encode_options = {"add_special_tokens": False, "truncation": False, "verbose": False}
+            self._has_encodings = False
+        eod_token = special.get("eos_token") or special.get("sep_token")
+        if eod_token is None or eod_token not in vocab:
+            raise ValueError(
+                f"--tokenizer-model {folder} names no known eos_token to end a document with; "
+                'set "eos_token" in its tokenizer_config.json to a token of its vocabulary'
+            )
+        super().__init__(
+            # Not len(vocab): ids may have holes, and the embedding must hold the largest.
+            vocab_size=max(vocab.values()) + 1,
+            eod=vocab[eod_token],
+            pad=vocab.get(special.get("pad_token", ""), NO_PAD),
+            tokenizer_model=folder,
+        )
+
+    def tokenize(self, text: str) -> list[int]:
+        encoding = self._engine.encode(text, **self._encode_options)
+        return list(encoding.ids if self._has_encodings else encoding)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return str(self._engine.decode([int(i) for i in ids], skip_special_tokens=True))
+
+
+class NullTokenizer(Tokenizer):
+    """Text that is numbers already, "17 4 256"; for --mock-data and for text tokenized elsewhere.
+
+    `vocab_size` ids 0..vocab_size-1 plus eod = vocab_size, so vocab_size + 1 in all, as in Megatron.
+    """
+
+    def __init__(self, *, vocab_size: int | None) -> None:
+        if vocab_size is None:
+            raise ValueError("--vocab-size is required by --tokenizer-type NullTokenizer")
+        if vocab_size < 1:
+            raise ValueError(f"--vocab-size {vocab_size} must be at least 1")
+        super().__init__(vocab_size=vocab_size + 1, eod=vocab_size)
+
+    def tokenize(self, text: str) -> list[int]:
+        """Raises ValueError for a word that is not a number in 0..eod."""
+        ids = []
+        for word in text.split():
+            if not (word.isascii() and word.isdigit() and int(word) <= self.eod):
+                raise ValueError(f"NullTokenizer needs numbers from 0 to {self.eod}, not {word[:40]!r}")
+            ids.append(int(word))
+        return ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return " ".join(str(i) for i in ids)
+
+
+def build_tokenizer(
+    tokenizer_type: str,
+    *,
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
+    tokenizer_model: str | None = None,
+    vocab_size: int | None = None,
+) -> Tokenizer:
+    """The tokenizer that Megatron's flags of the same names ask for.
+
+    Arguments that the type does not use are ignored, as stock recipes pass them.
+    Raises ValueError, one line that names the flag, for an unknown type or an absent or malformed file.
+    """
+    if tokenizer_type == "ByteLevelTokenizer":
+        return ByteLevelTokenizer()
+    if tokenizer_type == "GPT2BPETokenizer":
+        return GPT2BPETokenizer(vocab_file=vocab_file, merge_file=merge_file)
+    if tokenizer_type in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
+        return SentencePieceTokenizer(tokenizer_model=tokenizer_model)
+    if tokenizer_type == "HuggingFaceTokenizer":
+        return HuggingFaceTokenizer(tokenizer_model=tokenizer_model)
+    if tokenizer_type == "NullTokenizer":
+        return NullTokenizer(vocab_size=vocab_size)
+    raise ValueError(
+        f"--tokenizer-type {tokenizer_type} is not supported; choose from {', '.join(TOKENIZER_TYPES)}"
+    )
+
+
+def padded_vocab_size(
+    vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int
+) -> int:
+    """`vocab_size` rounded up to a multiple of both factors' product (stock Megatron's rule).
+
+    50257 ids and 128 give 50304 rows at tensor parallel 1 and 50432 at 2.
+    Raises ValueError for a factor or a vocabulary below 1.
+    """
+    for flag, value in (
+        ("--vocab-size", vocab_size),
+        ("--make-vocab-size-divisible-by", make_vocab_size_divisible_by),
+        ("--tensor-model-parallel-size", tensor_model_parallel_size),
+    ):
+        if value < 1:
+            raise ValueError(f"{flag} {value} must be at least 1")
+    multiple = make_vocab_size_divisible_by * tensor_model_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def _required(flag: str, value: str | None, tokenizer_type: str) -> str:
+    if not value:
+        raise ValueError(f"{flag} is required by --tokenizer-type {tokenizer_type}")
+    return value
+
+
+def _existing_file(flag: str, value: str | None, tokenizer_type: str) -> str:
+    path = _required(flag, value, tokenizer_type)
+    if not os.path.exists(path):
+        raise ValueError(f"{flag} {path} does not exist")
+    if not os.path.isfile(path):
+        raise ValueError(f"{flag} {path} is not a file")
+    if not os.access(path, os.R_OK):
+        raise ValueError(f"{flag} {path} cannot be read")
+    return path
+
+
+def _read_vocab(path: str) -> dict[str, int]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            vocab = json.load(file)
+    except ValueError as error:
+        raise ValueError(f"--vocab-file {path} is not JSON: {_one_line(error)}") from error
+    if not isinstance(vocab, dict) or not _counts_from_zero(list(vocab.values())):
+        raise ValueError(
+            f"--vocab-file {path} must map every token to an id, 0 up to the number of tokens less 1"
+        )
+    return vocab
+
+
+def _counts_from_zero(ids: list[Any]) -> bool:
+    return all(type(i) is int for i in ids) and sorted(ids) == list(range(len(ids)))
+
+
+def _read_merges(path: str) -> list[tuple[str, str]]:
+    """Pairs in order of rank; the first line may be a "#version" line."""
+    merges = []
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                words = line.split()
+                if (number == 1 and line.startswith("#version")) or not words:
+                    continue
+                if len(words) != 2:
+                    raise ValueError(
+                        f"--merge-file {path}, line {number}: expected two tokens, not {len(words)}"
+                    )
+                merges.append((words[0], words[1]))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--merge-file {path} is not UTF-8 text: {_one_line(error)}") from error
+    return merges
+
+
+def _load_tokenizer_json(folder: str) -> tuple[Any, dict[str, str]]:
+    from tokenizers import Tokenizer as Engine
+
+    try:
+        engine = Engine.from_file(os.path.join(folder, "tokenizer.json"))
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(
+            f"--tokenizer-model {folder}: cannot read its tokenizer.json: {_one_line(error)}"
+        ) from error
+    # A model's input limits, saved along with it, must not cut or fill up documents.
+    engine.no_truncation()
+    engine.no_padding()
+    return engine, _special_tokens(folder)
+
+
+def _load_with_transformers(folder: str) -> tuple[Any, dict[str, str]]:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ValueError(
+            f"--tokenizer-model {folder} has no tokenizer.json; install transformers to read its other files"
+        ) from error
+    try:
+        engine = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever the folder's tokenizer class raises
+        raise ValueError(
+            f"--tokenizer-model {folder} holds no tokenizer that transformers can read: {_one_line(error)}"
+        ) from error
+    names = ("eos_token", "sep_token", "pad_token")
+    return engine, {name: str(token) for name in names if (token := getattr(engine, name, None)) is not None}
+
+
+def _special_tokens(folder: str) -> dict[str, str]:
+    """eos_token and the like, from the folder's two small JSON files (the second only fills gaps)."""
+    special: dict[str, str] = {}
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = os.path.join(folder, name)
+        if not os.path.isfile(path):
+            continue
+        try:
+            with open(path, encoding="utf-8") as file:
+                entries = json.load(file)
+        except ValueError as error:
+            raise ValueError(f"--tokenizer-model {folder}: {name} is not JSON: {_one_line(error)}") from error
+        for key, value in entries.items():
+            token = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(token, str):
+                special.setdefault(key, token)
+    return special
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

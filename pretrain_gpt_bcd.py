@@ -1,0 +1,18 @@
+"""Pretrain a GPT with block coordinate descent: torchrun --nproc-per-node N pretrain_gpt_bcd.py --help."""
+
+from megatron.bcd import platform
+from megatron.bcd.arguments import parse_run_config
+from megatron.bcd.models import build_model
+from megatron.bcd.train import pretrain
+
+PROG = "pretrain_gpt_bcd.py"
+
+
+def main() -> None:
+    with platform.refusing(ValueError, prog=PROG):
+        config = parse_run_config(prog=PROG)
+    pretrain(config, build_model, prog=PROG)
+
+
+if __name__ == "__main__":  # Megatron Core's checkpoint writer starts processes that import this file
+    main()

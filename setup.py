@@ -1,0 +1,59 @@
+"""Installs ``megatron.bcd`` beside the ``megatron.core`` of the megatron-core wheel.
+
+``megatron`` is a namespace that the two share, so this package must never contain ``megatron/__init__.py``.
+"""
+
+import re
+from pathlib import Path
+
+from setuptools import find_namespace_packages, setup
+
+ROOT = Path(__file__).parent
+
+
+def version() -> str:
+    """The ``__version__`` of ``megatron/bcd/__init__.py``, without importing it."""
+    text = (ROOT / "megatron" / "bcd" / "__init__.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    assert found, "megatron/bcd/__init__.py has no __version__ line"
+    return found[1]
+
+
+def long_description() -> str:
+    readme = ROOT / "README.md"
+    return readme.read_text(encoding="utf-8") if readme.exists() else ""
+
+
+setup(
+    name="megatron-bcd",
+    version=version(),
+    description="Block coordinate descent for large language models on Megatron Core",
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    packages=find_namespace_packages(include=["megatron.bcd", "megatron.bcd.*"]),
+    package_data={"megatron.bcd": ["stock_flags.txt"]},
+    python_requires=">=3.11",
+    # requirements.txt pins what was tested. The upper bounds are there because the patches of platform.py
+    # belong to one minor release of Megatron Core, and were run with torch 2.13.
+    install_requires=[
+        "megatron-core==0.16.*",
+        "numpy",
+        "psutil",
+        "rich>=13",
+        "sentencepiece",
+        "tensorboard",
+        "tokenizers",
+        "torch>=2.6,<2.14",
+    ],
+    extras_require={
+        "huggingface": ["transformers>=5"],
+        "figures": ["matplotlib"],
+        "wandb": ["wandb"],
+    },
+    classifiers=[
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

@@ -1,0 +1,27 @@
+"""A small good command line, for tests that add to it or leave something out."""
+
+from __future__ import annotations
+
+from megatron.bcd.arguments import parse_run_config
+from megatron.bcd.config import RunConfig
+
+PROG = "pretrain_gpt_bcd.py"
+BASE = {
+    "--num-layers": "6",
+    "--hidden-size": "64",
+    "--num-attention-heads": "4",
+    "--seq-length": "32",
+    "--micro-batch-size": "2",
+    "--train-iters": "10",
+    "--lr": "1e-3",
+    "--tokenizer-type": "ByteLevelTokenizer",
+    "--data-path": "some_text_document",
+}
+
+
+def parse(
+    *extra: str, without: tuple[str, ...] = (), world_size: int = 1, defaults: dict[str, object] | None = None
+) -> RunConfig:
+    """BASE without the flags in ``without``, then ``extra``."""
+    words = [word for flag, value in BASE.items() if flag not in without for word in (flag, value)]
+    return parse_run_config([*words, *extra], prog=PROG, world_size=world_size, defaults=defaults)

@@ -1,0 +1,56 @@
+"""What every test gets: a quiet environment, markers by folder, and the shared data where it is there."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+
+# Before torch is imported: ranks that each start a thread per core make two cores crawl.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_MODE="offline", MPLBACKEND="Agg")
+for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(_name, None)  # a scheduler's values would make one-process tests wait for other ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared"
+
+# The same examples each time, and no deadline: no test may time anything.
+hypothesis.settings.register_profile("house", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("house")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks each test with its folder's name (unit, distributed, e2e)."""
+    for item in items:
+        folder = item.path.parent.name
+        if folder in ("unit", "distributed", "e2e"):
+            item.add_marker(folder)
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    """The folder that holds setup.py."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """``../shared/data`` beside the repository, or a skip that says so."""
+    folder = SHARED / "data"
+    if not folder.is_dir():
+        pytest.skip("needs ../shared/data beside the repository (WikiText-2, GPT-2's vocabulary)")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def reference() -> dict[str, Any]:
+    """``../shared/reference/stock_megatron_cpu.json``: stock Megatron-LM's curves, or a skip."""
+    path = SHARED / "reference" / "stock_megatron_cpu.json"
+    if not path.is_file():
+        pytest.skip("needs ../shared/reference/stock_megatron_cpu.json beside the repository")
+    return json.loads(path.read_text(encoding="utf-8"))

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Lint, types, import direction and all tests; stops at the first step that fails.
+#
+#   bash tests/run.sh                       everything
+#   bash tests/run.sh -k blocks -x          arguments go to pytest
+#   bash tests/run.sh -m "not e2e"          the markers are unit, distributed, e2e
+#
+# Environment: BCD_PYTHON is an interpreter of your own (examples/setup_env.sh).
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/../examples/setup_env.sh"
+cd "$BCD_ROOT"
+
+step() {
+    printf '\n== %s\n' "$1"
+    shift
+    "$@"
+}
+
+# import-linter has no "python -m"; its script may be missing from PATH with BCD_PYTHON.
+lint_imports() {
+    PYTHONPATH="$BCD_ROOT${PYTHONPATH:+:$PYTHONPATH}" "$PYTHON" -c \
+        'import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_logo=True))'
+}
+
+step "lint: ruff check" "$PYTHON" -m ruff check .
+step "types: mypy" "$PYTHON" -m mypy
+step "import direction: import-linter" lint_imports
+step "tests: pytest" "$PYTHON" -m pytest "$@"

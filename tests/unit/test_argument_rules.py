@@ -1,0 +1,202 @@
+"""Every rule of a bad command line: one line that names the flag, and nothing written."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from command_line import BASE, parse
+
+from megatron.bcd.arguments.model_rules import check_core_accepts
+
+# (flags beside BASE, world size, what the one line must contain)
+BAD_RUNS: list[tuple[str, int, list[str]]] = [
+    ("--hidden-size 66", 1, ["--hidden-size 66", "--num-attention-heads 4"]),
+    ("--hidden-size 0", 1, ["--hidden-size 0", "at least 1"]),
+    ("--num-layers -3", 1, ["--num-layers -3", "at least 1"]),
+    ("--tensor-model-parallel-size 3", 3, ["--num-attention-heads 4", "--tensor-model-parallel-size 3"]),
+    ("--tensor-model-parallel-size 0", 1, ["--tensor-model-parallel-size 0", "at least 1"]),
+    (
+        "--ffn-hidden-size 5 --tensor-model-parallel-size 2",
+        2,
+        ["--ffn-hidden-size 5", "--tensor-model-parallel-size"],
+    ),
+    ("--num-query-groups 2", 1, ["--num-query-groups", "--group-query-attention"]),
+    ("--group-query-attention --num-query-groups 3", 1, ["--num-query-groups 3", "--num-attention-heads 4"]),
+    (
+        "--pipeline-model-parallel-size 2",
+        1,
+        ["--pipeline-model-parallel-size 2", "world size 1", "multiple of 2"],
+    ),
+    ("--pipeline-model-parallel-size 2", 3, ["--pipeline-model-parallel-size 2", "world size 3"]),
+    ("--num-layers 2", 1, ["--num-layers 2", "--bcd-num-blocks", "at least 3"]),
+    ("--num-layers 5 --pipeline-model-parallel-size 2", 2, ["--num-layers 5", "at least 6"]),
+    ("--bcd-layout stage --bcd-num-blocks 3", 1, ["--bcd-num-blocks 3", "--bcd-layout stage"]),
+    ("--bcd-num-blocks 0", 1, ["--bcd-num-blocks 0", "at least 1"]),
+    ("--bcd-steps-per-block 0", 1, ["--bcd-steps-per-block 0", "at least 1"]),
+    ("--global-batch-size 3", 1, ["--global-batch-size 3", "--micro-batch-size 2", "multiple of 2"]),
+    ("--global-batch-size 2", 2, ["--global-batch-size 2", "data parallel size 2", "multiple of 4"]),
+    ("--micro-batch-size 0", 1, ["--micro-batch-size 0"]),
+    ("--global-batch-size 8 --rampup-batch-size 3 2 10", 1, ["--rampup-batch-size 3 2 10", "divisible"]),
+    (
+        "--global-batch-size 8 --rampup-batch-size 2 4 10",
+        1,
+        ["--rampup-batch-size 2 4 10", "--global-batch-size 8"],
+    ),
+    ("--global-batch-size 8 --rampup-batch-size 0 4 10", 1, ["--rampup-batch-size 0", "greater than 0"]),
+    ("--train-samples 100", 1, ["--train-iters", "--train-samples"]),
+    ("--lr-decay-samples 100", 1, ["--lr-decay-samples", "--train-iters", "--lr-decay-iters"]),
+    ("--lr-warmup-samples 100", 1, ["--lr-warmup-samples", "--lr-warmup-iters"]),
+    ("--lr-warmup-iters 10", 1, ["--lr-warmup-iters 10", "--train-iters 10"]),
+    ("--lr-warmup-iters 5 --lr-decay-iters 4", 1, ["--lr-warmup-iters 5", "--lr-decay-iters 4"]),
+    ("--lr-warmup-iters 5 --lr-warmup-fraction 0.1", 1, ["--lr-warmup-fraction", "--lr-warmup-iters"]),
+    ("--lr-warmup-fraction 1", 1, ["--lr-warmup-fraction 1.0", "less than 1"]),
+    ("--min-lr 1", 1, ["--min-lr 1.0", "--lr 0.001"]),
+    ("--lr 0", 1, ["--lr 0.0", "greater than 0"]),
+    ("--lr nan", 1, ["--lr nan", "finite"]),
+    ("--clip-grad inf", 1, ["--clip-grad inf", "finite"]),
+    ("--decoupled-min-lr 1e-5", 1, ["--decoupled-min-lr", "--decoupled-lr"]),
+    ("--lr-decay-style WSD", 1, ["--lr-decay-style WSD", "--lr-wsd-decay-iters"]),
+    ("--lr-decay-style WSD --lr-wsd-decay-iters 11", 1, ["--lr-wsd-decay-iters 11", "--train-iters 10"]),
+    ("--start-weight-decay 0.1", 1, ["--start-weight-decay", "--weight-decay-incr-style"]),
+    ("--weight-decay-incr-style linear", 1, ["--weight-decay-incr-style linear", "--end-weight-decay"]),
+    ("--weight-decay -1", 1, ["--weight-decay -1.0", "at least 0"]),
+    ("--adam-beta2 1", 1, ["--adam-beta2 1.0", "less than 1"]),
+    ("--hidden-dropout 1", 1, ["--hidden-dropout 1.0", "less than 1"]),
+    ("--fp16 --bf16", 1, ["--fp16", "--bf16"]),
+    ("--grad-reduce-in-bf16", 1, ["--grad-reduce-in-bf16", "--bf16"]),
+    (
+        "--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32",
+        1,
+        ["--grad-reduce-in-bf16", "both"],
+    ),
+    ("--fp32-residual-connection", 1, ["--fp32-residual-connection", "--bf16"]),
+    ("--seq-length 64 --max-position-embeddings 32", 1, ["--seq-length 64", "--max-position-embeddings 32"]),
+    ("--position-embedding-type rope --rotary-percent 0.05", 1, ["--rotary-percent 0.05", "even"]),
+    ("--no-position-embedding", 1, ["--no-position-embedding", "--position-embedding-type"]),
+    ("--no-create-attention-mask-in-dataloader --reset-attention-mask", 1, ["--reset-attention-mask"]),
+    ("--overlap-param-gather", 1, ["--overlap-param-gather", "--overlap-grad-reduce"]),
+    (
+        "--overlap-param-gather --overlap-grad-reduce --no-use-distributed-optimizer",
+        1,
+        ["--overlap-param-gather"],
+    ),
+    ("--sequence-parallel", 1, ["--sequence-parallel", "--tensor-model-parallel-size"]),
+    ("--sequence-parallel --tensor-model-parallel-size 2 --seq-length 31", 2, ["--seq-length 31"]),
+    ("--recompute-granularity full", 1, ["--recompute-granularity full", "--recompute-method"]),
+    ("--recompute-granularity full --recompute-method uniform", 1, ["--recompute-num-layers"]),
+    ("--recompute-method uniform", 1, ["--recompute-method", "--recompute-granularity full"]),
+    ("--recompute-activations --recompute-num-layers 1", 1, ["--recompute-num-layers"]),
+    ("--recompute-modules mlp", 1, ["--recompute-modules", "selective"]),
+    ("--recompute-activations --recompute-granularity full", 1, ["--recompute-activations", "both"]),
+    ("--distribute-saved-activations", 1, ["--distribute-saved-activations"]),
+    ("--mock-data", 1, ["--mock-data", "--data-path", "both"]),
+    ("--train-data-path x", 1, ["--data-path", "--train-data-path", "both"]),
+    ("--data-path 0.5 a b c", 1, ["--data-path 0.5 a b c", "weight"]),
+    ("--split 95,5", 1, ["--split '95,5'", "three numbers"]),
+    ("--split 95,5,x", 1, ["--split '95,5,x'", "three numbers"]),
+    ("--split 0,0,0", 1, ["--split '0,0,0'"]),
+    ("--eval-interval 0", 1, ["--eval-interval 0"]),
+    ("--eval-iters -1", 1, ["--eval-iters -1", "at least 0"]),
+    ("--log-interval 0", 1, ["--log-interval 0"]),
+    ("--save-interval 5", 1, ["--save-interval", "--save"]),
+    ("--finetune", 1, ["--finetune", "--load"]),
+    ("--seed 0", 1, ["--seed 0"]),
+]
+
+
+@pytest.mark.parametrize(("extra", "world_size", "words"), BAD_RUNS, ids=[run[0] for run in BAD_RUNS])
+def test_bad_run_is_one_line(
+    extra: str, world_size: int, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would expose a rule that is missing, names no flag, speaks in several lines, or comes after writing."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError) as refusal:
+        parse(
+            "--metrics-file",
+            "out/m.jsonl",
+            "--tensorboard-dir",
+            "out/tb",
+            *extra.split(),
+            world_size=world_size,
+        )
+    assert "\n" not in str(refusal.value)
+    assert all(word in str(refusal.value) for word in words), str(refusal.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flag", [*BASE])
+def test_missing_flag_is_named(flag: str) -> None:
+    """Would expose a required flag whose absence fails later, in words of another room."""
+    with pytest.raises(ValueError, match=rf"^{flag}( \(or --train-samples\))? is missing: "):
+        parse(without=(flag,))
+
+
+def test_skip_train_needs_no_length() -> None:
+    """Would expose an evaluation that is refused for want of what only training needs."""
+    config = parse("--skip-train", without=("--train-iters", "--lr"))
+    assert config.training.skip_train and config.training.train_iters is None
+
+
+def test_train_samples() -> None:
+    """Would expose sample-based runs that are measured in steps."""
+    config = parse("--train-samples", "100", "--lr-warmup-samples", "10", without=("--train-iters",))
+    assert config.schedule.lr_decay_samples == 100 and config.schedule.lr_decay_iters is None
+    with pytest.raises(ValueError, match="--lr-decay-iters does not go with --train-samples"):
+        parse("--train-samples", "100", "--lr-decay-iters", "10", without=("--train-iters",))
+    with pytest.raises(ValueError, match="--lr-warmup-samples 100: must be less .* --train-samples 100"):
+        parse("--train-samples", "100", "--lr-warmup-samples", "100", without=("--train-iters",))
+
+
+@pytest.mark.parametrize(
+    ("flag", "name"),
+    [
+        ("--save", "file/below"),
+        ("--save", "file"),
+        ("--tensorboard-dir", "file/below/it"),
+        ("--metrics-file", "file/m.jsonl"),
+        ("--metrics-file", "."),
+        ("--load", "file"),
+        ("--wandb-save-dir", "file"),
+    ],
+)
+def test_place_that_cannot_be_written(flag: str, name: str, tmp_path: Path) -> None:
+    """Would expose a run that trains for hours and then can't save: permission bits alone don't stop root."""
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(ValueError, match=f"^{flag} "):
+        parse(flag, str(tmp_path / name))
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self").is_dir(), reason="needs Linux's /proc, where nobody can create a file"
+)
+def test_folder_that_refuses_files() -> None:
+    """Would expose a check that asks for permission bits, which root always has, instead of writing."""
+    with pytest.raises(ValueError, match=r"^--save /proc/self/x can't be written \("):
+        parse("--save", "/proc/self/x")
+
+
+def test_good_places_are_left_alone(tmp_path: Path) -> None:
+    """Would expose a check that leaves its probe behind, or makes folders before the run does."""
+    parse("--save", str(tmp_path / "a/b"), "--metrics-file", str(tmp_path / "c/m.jsonl"))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value"),
+    [
+        ("transformer", "num_attention_heads", 3),
+        ("transformer", "recompute_granularity", "some"),
+        ("optimizer", "main_grads_dtype", "bf16"),
+        ("ddp", "reuse_grad_buf_for_mxfp8_param_ag", True),
+    ],
+)
+def test_core_refusal_is_one_line(section: str, field: str, value: object) -> None:
+    """Would expose an assertion of Megatron Core, in a rule that is not repeated here, as a traceback."""
+    config = parse("--tensor-model-parallel-size", "2", world_size=2)
+    values = {**getattr(config, section), field: value}
+    with pytest.raises(ValueError, match="^Megatron Core refuses these flags: ") as refusal:
+        check_core_accepts(dataclasses.replace(config, **{section: values}))
+    assert "\n" not in str(refusal.value)

@@ -1,0 +1,347 @@
+"""Flags: generated ones, refusals by name, derived values, help."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import BASE, PROG, parse
+
+from megatron.bcd.arguments import parse_run_config, run_config_from_dict, run_config_to_dict
+from megatron.bcd.arguments.flags import CORE_SECTIONS, OWN_SECTIONS, Flag, dashed, generate_flags
+from megatron.bcd.arguments.parse import _parser, stock_flags
+from megatron.bcd.arguments.stock import ANY_NUMBER, COMPATIBLE_FLAGS
+from megatron.bcd.config import RunConfig
+
+# examples/gpt3/train_gpt3_175b_distributed.sh of Megatron-LM, with --rampup-batch-size as there
+GPT3_RECIPE = """
+    --num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048
+    --max-position-embeddings 2048 --attention-backend auto
+    --micro-batch-size 1 --global-batch-size 1536 --rampup-batch-size 16 16 5859375 --train-iters 500000
+    --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006 --clip-grad 1.0 --fp16
+    --lr 6.0e-5 --lr-decay-style cosine --min-lr 6.0e-6 --lr-warmup-fraction .001 --lr-decay-iters 430000
+    --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16
+    --data-path DATA --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --split 949,50,1
+    --log-interval 100 --save-interval 10000 --eval-interval 1000 --save FOLDER --load FOLDER --eval-iters 10
+    --tensorboard-dir FOLDER
+"""
+
+LLAMA_RECIPE = """
+    --use-mcore-models --swiglu --normalization RMSNorm --position-embedding-type rope --rotary-base 500000
+    --untie-embeddings-and-output-weights --disable-bias-linear --group-query-attention --num-query-groups 2
+    --no-position-embedding --attention-dropout 0 --hidden-dropout 0 --bf16 --use-distributed-optimizer
+    --overlap-grad-reduce --overlap-param-gather --ckpt-format torch_dist --manual-gc
+    --no-create-attention-mask-in-dataloader --cross-entropy-loss-fusion --calculate-per-token-loss
+    --norm-epsilon 1e-6 --no-load-optim --no-load-rng
+"""
+
+
+def values_of(config: RunConfig) -> dict[str, Any]:
+    return {
+        (section, field): value
+        for section, values in run_config_to_dict(config).items()
+        for field, value in values.items()
+    }
+
+
+def test_gpt3_recipe_parses_with_bcd_flags(tmp_path: Path) -> None:
+    """Would expose a flag of Megatron-LM's own GPT-3 example that is missing, or a rule that refuses it."""
+    words = GPT3_RECIPE.replace("FOLDER", str(tmp_path / "run")).split()
+    config = parse_run_config([*words, "--bcd-num-blocks", "2"], prog=PROG, world_size=128)
+    assert config.precision == "fp16" and config.optimizer["fp16"] is True
+    assert config.tokenizer.tokenizer_type == "GPT2BPETokenizer"
+    assert config.training.rampup_batch_size == (16, 16, 5859375)
+    assert config.schedule.lr_decay_iters == 430000 and config.schedule.lr_warmup_fraction == 0.001
+    assert config.training.check_for_nan_in_loss_and_grad is False  # dynamic loss scaling
+    assert config.bcd.bcd_num_blocks == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_llama_recipe_parses() -> None:
+    """Would expose a missing flag of LLaMA-style recipes, or stock's rule for the inner width of SwiGLU."""
+    config = parse(*LLAMA_RECIPE.split())
+    transformer = config.transformer
+    assert transformer["ffn_hidden_size"] == int(4 * 64 * 2 / 3 / 64) * 64 == 128
+    assert transformer["num_query_groups"] == 2 and transformer["normalization"] == "RMSNorm"
+    assert transformer["add_bias_linear"] is False and transformer["add_qkv_bias"] is False
+    assert transformer["bias_activation_fusion"] is True and transformer["apply_rope_fusion"] is True
+    assert transformer["layernorm_epsilon"] == 1e-6
+    assert config.model.rotary_base == 500000 and not config.tied
+    assert config.ddp["overlap_param_gather"] is config.optimizer["overlap_param_gather"] is True
+    assert config.ddp["grad_reduce_in_fp32"] is True
+
+
+def test_stock_defaults() -> None:
+    """Would expose a default that differs from stock Megatron-LM core_v0.16.1, and so another curve."""
+    config = parse()
+    transformer = config.transformer
+    expected = {
+        "hidden_dropout": 0.1,
+        "attention_dropout": 0.1,
+        "init_method_std": 0.02,
+        "layernorm_epsilon": 1e-5,
+        "normalization": "LayerNorm",
+        "add_bias_linear": True,
+        "add_qkv_bias": True,
+        "attention_softmax_in_fp32": False,
+        "masked_softmax_fusion": True,
+        "bias_dropout_fusion": True,
+        "gradient_accumulation_fusion": True,
+        "persist_layer_norm": True,
+        "apply_rope_fusion": False,
+        "bias_activation_fusion": True,
+        "attention_backend": "auto",
+    }
+    assert {field: transformer[field] for field in expected} == expected
+    assert not {"ffn_hidden_size", "kv_channels", "num_query_groups", "recompute_modules"} & set(transformer)
+    optimizer = {
+        "weight_decay": 0.01,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.999,
+        "adam_eps": 1e-8,
+        "clip_grad": 1.0,
+    }
+    optimizer |= {"min_lr": 0.0, "initial_loss_scale": 2.0**32, "min_loss_scale": 1.0, "hysteresis": 2}
+    assert {field: config.optimizer[field] for field in optimizer} == optimizer
+    assert config.ddp["grad_reduce_in_fp32"] is False and config.ddp["check_for_nan_in_grad"] is True
+    assert config.training.global_batch_size == 2 and config.training.seed == 1234
+    assert config.training.eval_iters == 100 and config.data.num_workers == 2
+    assert config.schedule.lr_decay_style == "linear" and config.schedule.lr_decay_iters == 10
+    assert config.schedule.start_weight_decay == config.schedule.end_weight_decay == 0.01
+    assert config.model.max_position_embeddings == 32
+
+
+def _words(flags: dict[str, Any]) -> list[str]:
+    """A stock run's argument names and values as its command line."""
+    words: list[str] = []
+    for name, value in flags.items():
+        if value is True:
+            words.append(dashed(name))
+        elif value is False:
+            words.append("--no-" + dashed(name)[2:].replace("apply-", ""))
+        else:
+            words += [dashed(name), str(value)]
+    return words
+
+
+def test_flags_of_the_reference_runs(reference: dict[str, Any]) -> None:
+    """Would expose a flag of the runs that this project must equal that is missing, or sets another value."""
+    platform = {name: value for name, value in reference["platform_flags"].items() if name != "note"}
+    for run in reference["runs"].values():
+        flags = {**reference["flags"], **platform, **run["extra_flags"]}
+        words = [*_words(flags), "--data-path", "x", "--bcd-num-blocks", "1"]
+        words += ["--vocab-file", "v", "--merge-file", "m"]
+        config = parse_run_config(words, prog=PROG, world_size=run["world_size"])
+        values = {field: value for (_, field), value in values_of(config).items()}
+        special = {"legacy_tokenizer", "bias_gelu_fusion", "bias_swiglu_fusion", "disable_bias_linear"}
+        special |= {"group_query_attention"}
+        assert {name: values[name] for name in flags if name not in special} == {
+            name: value for name, value in flags.items() if name not in special
+        }
+        assert values["bias_activation_fusion"] is False
+        assert values["add_bias_linear"] is not flags.get("disable_bias_linear", False)
+
+
+@pytest.mark.parametrize(
+    ("extra", "section", "field", "value"),
+    [
+        (["--bf16"], "ddp", "grad_reduce_in_fp32", True),
+        (["--bf16", "--grad-reduce-in-bf16"], "ddp", "grad_reduce_in_fp32", False),
+        (["--bf16"], "optimizer", "bf16", True),
+        (["--fp16"], "ddp", "grad_reduce_in_fp32", False),
+        (["--fp16"], "ddp", "check_for_nan_in_grad", False),
+        (["--fp16", "--loss-scale", "128"], "ddp", "check_for_nan_in_grad", True),
+        (["--no-use-distributed-optimizer"], "optimizer", "use_distributed_optimizer", False),
+        (["--no-use-distributed-optimizer"], "ddp", "use_distributed_optimizer", False),
+        (["--disable-bias-linear"], "transformer", "bias_activation_fusion", False),
+        (["--no-bias-gelu-fusion"], "transformer", "bias_activation_fusion", False),
+        (["--swiglu", "--no-bias-gelu-fusion"], "transformer", "bias_activation_fusion", True),
+        (["--swiglu", "--no-bias-swiglu-fusion"], "transformer", "bias_activation_fusion", False),
+        (["--group-query-attention"], "transformer", "num_query_groups", 1),
+        (["--recompute-activations"], "transformer", "recompute_granularity", "selective"),
+        (["--use-rotary-position-embeddings"], "model", "position_embedding_type", "rope"),
+        (["--no-check-for-nan-in-loss-and-grad"], "ddp", "check_for_nan_in_grad", False),
+        (["--disable-check-for-nan-in-loss-and-grad"], "ddp", "check_for_nan_in_grad", False),
+        (["--hidden-dropout=0"], "transformer", "hidden_dropout", 0.0),
+        (["--accumulate-allreduce-grads-in-fp32"], "ddp", "grad_reduce_in_fp32", True),
+        (["--overlap-grad-reduce", "--ddp-bucket-size", "7"], "ddp", "bucket_size", 7),
+        (["--mock-data", "--vocab-size", "99"], "tokenizer", "tokenizer_type", "NullTokenizer"),
+        (["--save", "out", "--persistent-save-interval", "3"], "checkpoint", "save_interval", 3),
+    ],
+)
+def test_derived_values(extra: list[str], section: str, field: str, value: object) -> None:
+    """Would expose a flag that sets one of several fields only, or the wrong one."""
+    without = ("--data-path", "--tokenizer-type") if "--mock-data" in extra else ()
+    assert values_of(parse(*extra, without=without))[section, field] == value
+
+
+def test_script_defaults_can_be_switched_back() -> None:
+    """Would expose a script's default (LLaMA's SwiGLU) that no flag can undo."""
+    defaults: dict[str, object] = {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False}
+    config = parse(defaults=defaults)
+    assert config.model.swiglu and config.transformer["normalization"] == "RMSNorm"
+    assert config.transformer["add_bias_linear"] is False
+    config = parse("--no-swiglu", "--add-bias-linear", "--normalization", "LayerNorm", defaults=defaults)
+    assert not config.model.swiglu and config.transformer["add_bias_linear"] is True
+    with pytest.raises(ValueError, match="no_such_field"):
+        parse(defaults={"no_such_field": 1})
+
+
+CORE_FLAGS = [flag for flag in generate_flags() if set(flag.sections) & set(CORE_SECTIONS)]
+
+
+@pytest.mark.parametrize("flag", CORE_FLAGS, ids=lambda flag: flag.field)
+def test_core_flag_matches_its_field(flag: Flag) -> None:
+    """Would expose a flag whose values have another type than Megatron Core's field, or miss it."""
+    core = CORE_SECTIONS[flag.sections[0]][0]
+    hint = typing.get_type_hints(core)[flag.field]
+    allowed = {kind for kind in (typing.get_args(hint) or (hint,)) if isinstance(kind, type)}
+    texts = {int: "3", float: "0.5", str: "text"}
+    if flag.type is bool:
+        words, value = [flag.shown], flag.default is not True
+        assert bool in allowed
+    else:
+        text = str(flag.choices[-1]) if flag.choices else texts[flag.type]
+        words, value = [flag.names[0], text], flag.type(text)
+        assert (
+            flag.type in allowed or flag.choices or flag.field in ("loss_scale_window", "initial_loss_scale")
+        )
+    namespace, rest = _parser(PROG, [flag]).parse_known_args(words)
+    assert not rest
+    assert getattr(namespace, flag.field) == ([value] if flag.nargs == "+" else value)
+    assert flag.help and "\n" not in flag.help
+    for section in flag.sections:
+        assert flag.field in {field.name for field in dataclasses.fields(CORE_SECTIONS[section][0])}
+
+
+def test_every_core_field_is_supported_or_refused() -> None:
+    """Would expose a field of Megatron Core that a recipe could set and that is taken for a typing error."""
+    names = {name for flag in generate_flags() for name in (*flag.names, *flag.off_names)}
+    names |= {flag.name for flag in COMPATIBLE_FLAGS}
+    refused = 0
+    for core, _ in CORE_SECTIONS.values():
+        for field in dataclasses.fields(core):
+            name = dashed(field.name)
+            if name in names or field.name.startswith("_"):
+                continue
+            with pytest.raises(
+                ValueError, match=f"^{name} is a Megatron-LM flag that Megatron-BCD does not support"
+            ):
+                parse(name)
+            refused += 1
+    assert refused > 150
+
+
+def test_every_stock_flag_is_supported_or_refused_by_name() -> None:
+    """Would expose a flag of the list that is neither, e.g. because two tables contradict each other."""
+    names = {name for flag in generate_flags() for name in (*flag.names, *flag.off_names)}
+    names |= {flag.name for flag in COMPATIBLE_FLAGS}
+    for name in sorted(stock_flags() - names)[::7]:
+        with pytest.raises(ValueError, match=f"^{name} is a Megatron-LM flag"):
+            parse(name, "1")
+
+
+def test_flag_names_are_stocks() -> None:
+    """Would expose a misspelt name: every flag is stock Megatron-LM's, a --bcd- one, or listed here."""
+    ours = {"--metrics-file", "--no-use-distributed-optimizer"}
+    shown = {flag.shown for flag in generate_flags()} | {flag.name for flag in COMPATIBLE_FLAGS}
+    unknown = {name for name in shown - stock_flags() - ours if not name.startswith("--bcd-")}
+    assert unknown == set()
+
+
+@pytest.mark.parametrize("flag", COMPATIBLE_FLAGS, ids=lambda flag: flag.name)
+def test_compatible_flag_changes_nothing(flag: Any) -> None:
+    """Would expose a flag that is accepted as already true and yet sets something, or takes any value."""
+    rope = ("--position-embedding-type", "rope")
+    value = ("7",) if flag.values is ANY_NUMBER else flag.values[:1]
+    assert parse(*rope, flag.name, *value) == parse(*rope)
+    if flag.values and flag.values is not ANY_NUMBER:
+        with pytest.raises(ValueError, match=f"^{flag.name}: invalid choice"):
+            parse(flag.name, "something-else")
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (["--num-experts", "8"], ["--num-experts", "Megatron-LM flag", "mixture of experts"]),
+        (["--moe-router-topk=2"], ["--moe-router-topk", "mixture of experts"]),
+        (["--num-layers-per-virtual-pipeline-stage", "2"], ["--num-layers-per-virtual", "interleaved"]),
+        (["--context-parallel-size", "2"], ["--context-parallel-size", "1"]),
+        (["--fp8-format", "hybrid"], ["--fp8-format", "8 bits"]),
+        (["--use-megatron-fsdp"], ["--use-megatron-fsdp", "not sharded"]),
+        (["--optimizer-cpu-offload"], ["--optimizer-cpu-offload", "baselines"]),
+        (["--optimizer", "sgd"], ["--optimizer sgd", "baselines"]),
+        (["--squared-relu"], ["--squared-relu", "Megatron-LM flag"]),
+        (["--foo"], ["unknown flag --foo"]),
+        (["--no-bf16"], ["unknown flag --no-bf16"]),
+        (["--bcd-num-block", "2"], ["unknown flag --bcd-num-block;", "--bcd-num-blocks?"]),
+        (["--num-layer", "2"], ["unknown flag --num-layer;", "--num-layers?"]),
+        (["--swiglu", "stray"], ["'stray'"]),
+        (["-x"], ["'-x'"]),
+        (["--lr", "fast"], ["--lr", "'fast'"]),
+        (["--lr"], ["--lr", "expected one argument"]),
+        (["--lr-decay-style", "zigzag"], ["--lr-decay-style", "'zigzag'", "cosine"]),
+        (["--train-iters", "1e3"], ["--train-iters", "'1e3'"]),
+        (["--swiglu=yes"], ["--swiglu", "'yes'"]),
+        (["--rampup-batch-size", "2", "2"], ["--rampup-batch-size", "3 arguments"]),
+    ],
+)
+def test_words_that_are_refused(extra: list[str], words: list[str]) -> None:
+    """Would expose a flag that is ignored, completed from its beginning, or refused without being named."""
+    with pytest.raises(ValueError) as refusal:
+        parse(*extra)
+    assert "\n" not in str(refusal.value)
+    assert all(word in str(refusal.value) for word in words), str(refusal.value)
+
+
+def test_run_config_survives_json() -> None:
+    """Would expose a value that is not plain, or a tuple that comes back as a list."""
+    config = parse(
+        "--global-batch-size", "4", "--rampup-batch-size", "2", "2", "8", "--data-path", "1", "a", "2", "b"
+    )
+    assert run_config_from_dict(json.loads(json.dumps(run_config_to_dict(config)))) == config
+    broken = run_config_to_dict(config)
+    broken["bcd"]["bcd_flavour"] = 1
+    with pytest.raises(ValueError, match="bcd has no field bcd_flavour"):
+        run_config_from_dict(broken)
+    del broken["bcd"]
+    with pytest.raises(ValueError, match="must have the sections"):
+        run_config_from_dict(broken)
+
+
+def test_world_size_comes_from_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would expose a data parallel size that ignores torchrun."""
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    words = [word for item in BASE.items() for word in item]
+    assert parse_run_config(words, prog=PROG).training.global_batch_size == 6
+
+
+def test_help_shows_every_flag(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would expose a flag without a group or help, or help that fails in a narrow terminal."""
+    for columns in ("60", "120"):
+        monkeypatch.setenv("COLUMNS", columns)
+        with pytest.raises(SystemExit) as left:
+            parse_run_config(["--foo", "--help"], prog=PROG)
+        assert left.value.code == 0
+        text = capsys.readouterr().out
+        assert all(flag.shown in text for flag in generate_flags())
+        assert all(flag.name in text for flag in COMPATIBLE_FLAGS)
+    first, second = (text.index(title) for title in ("block coordinate descent:", "network size:"))
+    assert first < second < text.index("accepted for compatibility:")
+    assert max(len(line) for line in text.splitlines()) <= 120
+    assert "--initial-loss-scale X" in text and "(default: 4294967296)" in text
+
+
+def test_field_names_are_unique() -> None:
+    """Would expose two sections with a field of one name, of which one flag could set only one."""
+    owners: dict[str, set[str]] = {}
+    for flag in generate_flags():
+        owners.setdefault(flag.field, set()).update(flag.sections or {"derived"})
+    names = [flag.field for flag in generate_flags()]
+    assert len(names) == len(set(names))
+    own_fields = [field.name for kind, _ in OWN_SECTIONS.values() for field in dataclasses.fields(kind)]
+    assert set(own_fields) <= set(owners)

@@ -1,0 +1,288 @@
+"""preprocess_data.py and train_tokenizer.py: stock Megatron-LM's bytes, and nothing left behind on errors."""
+
+import hashlib
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ROOT / "tools"
+SHARED = ROOT.parent / "shared"
+
+sys.path.insert(0, str(TOOLS))
+
+import _text_input  # noqa: E402
+import preprocess_data  # noqa: E402
+import train_tokenizer  # noqa: E402
+
+BYTE_LEVEL = ("--tokenizer-type", "ByteLevelTokenizer")
+
+
+def preprocess(*arguments: str | Path) -> None:
+    assert preprocess_data.main([str(argument) for argument in arguments]) == 0
+
+
+def read_sequences(prefix: Path) -> list[list[int]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets.indexed_dataset import IndexedDataset
+    dataset = IndexedDataset(str(prefix), mmap=False)
+    return [dataset[i].tolist() for i in range(len(dataset))]
+
+
+def dataset_bytes(prefix: Path) -> tuple[bytes, bytes]:
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+def expect_error(
+    capsys: pytest.CaptureFixture[str], arguments: Sequence[str | Path], *, tool: str = "preprocess_data"
+) -> str:
+    """Runs a tool that must fail; returns its single line of error."""
+    main = {"preprocess_data": preprocess_data.main, "train_tokenizer": train_tokenizer.main}[tool]
+    with pytest.raises(SystemExit) as exit_info:
+        main([str(argument) for argument in arguments])
+    assert exit_info.value.code == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith(f"{tool}.py: error: ")
+    assert output.err.count("\n") == 1
+    return output.err
+
+
+def test_equals_stock_megatron(tmp_path: Path) -> None:
+    """Exposes any byte that differs from stock Megatron-LM's data: tokens, eod, types, index."""
+    reference_file = SHARED / "reference" / "stock_megatron_cpu.json"
+    if not reference_file.is_file():
+        pytest.skip(f"no reference at {reference_file}")
+    reference = json.loads(reference_file.read_text(encoding="utf-8"))["data"]
+    flags = (
+        *("--tokenizer-type", "GPT2BPETokenizer", "--append-eod"),
+        *("--vocab-file", SHARED / "data" / "gpt2-bpe" / "encoder.json"),
+        *("--merge-file", SHARED / "data" / "gpt2-bpe" / "vocab.bpe"),
+    )
+    text = SHARED / "data" / "wikitext-2" / "valid.txt"
+    jsonl = tmp_path / "valid.jsonl"
+    with text.open(encoding="utf-8") as source, jsonl.open("w", encoding="utf-8") as target:
+        target.writelines(json.dumps({"text": line.strip()}) + "\n" for line in source if line.strip())
+    for name, source_file in (("txt", text), ("jsonl", jsonl)):
+        preprocess("--input", source_file, "--output-prefix", tmp_path / name, *flags)
+        hashes = [
+            hashlib.sha256(part).hexdigest() for part in dataset_bytes(tmp_path / f"{name}_text_document")
+        ]
+        assert hashes == [reference["bin_sha256"], reference["idx_sha256"]], name
+
+
+def test_text_lines_are_documents(tmp_path: Path) -> None:
+    """Exposes a BOM taken for text, blank lines taken for documents, and white space kept at the ends."""
+    source = tmp_path / "a.txt"
+    source.write_bytes(b"\xef\xbb\xbf  first \r\n\n   \t\r\ncaf\xc3\xa9\n\xef\xbb\xbfx")
+    preprocess(
+        "--input", source, "--output-prefix", tmp_path / "new" / "folder" / "o", *BYTE_LEVEL, "--append-eod"
+    )
+    assert read_sequences(tmp_path / "new" / "folder" / "o_text_document") == [
+        [*b"first", 256],
+        [*"caf\u00e9".encode(), 256],
+        [*"\ufeffx".encode(), 256],
+    ]
+
+
+def test_workers_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exposes documents in the order in which workers finish, and lines lost between batches."""
+    monkeypatch.setattr(_text_input, "BATCH_BYTES", 64)
+    source = tmp_path / "a.txt"
+    source.write_text("".join(f"{i} {'x' * (i * 37 % 90)}\n" for i in range(300)), encoding="utf-8")
+    for num_workers in ("1", "2"):
+        output = tmp_path / f"o{num_workers}"
+        preprocess("--input", source, "--output-prefix", output, *BYTE_LEVEL, "--workers", num_workers)
+    assert dataset_bytes(tmp_path / "o1_text_document") == dataset_bytes(tmp_path / "o2_text_document")
+    assert len(read_sequences(tmp_path / "o1_text_document")) == 300
+
+
+def test_several_inputs_and_keys(tmp_path: Path) -> None:
+    """Exposes inputs out of order, keys mixed up, and only the last key's index being written."""
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.json"
+    first.write_text('{"q": "1", "a": ["2", "", "33"]}\n\n', encoding="utf-8")
+    second.write_text('\ufeff{"a": "5", "q": "4", "other": 0}\n', encoding="utf-8")
+    flags = ("--json-keys", "q", "a", *BYTE_LEVEL, "--append-eod")
+    preprocess("--input", first, second, "--output-prefix", tmp_path / "o", *flags)
+    assert read_sequences(tmp_path / "o_q_document") == [[*b"1", 256], [*b"4", 256]]
+    assert read_sequences(tmp_path / "o_a_document") == [[*b"2"], [*b"33", 256], [*b"5", 256]]
+
+
+def test_empty_documents_as_in_stock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exposes eod ids that follow no text; stock keeps an empty document's boundary and nothing else."""
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"text": "a"}\n{"text": ""}\n{"text": "b"}\n', encoding="utf-8")
+    preprocess("--input", source, "--output-prefix", tmp_path / "o", *BYTE_LEVEL, "--append-eod")
+    assert read_sequences(tmp_path / "o_text_document") == [[97, 256], [98, 256]]
+    boundaries = numpy.frombuffer(dataset_bytes(tmp_path / "o_text_document")[1][-32:], dtype=numpy.int64)
+    assert boundaries.tolist() == [0, 1, 1, 2]
+    output = capsys.readouterr()
+    assert "3 documents (1 empty), 4 tokens" in output.out
+    assert "100 %  3 documents, 4 tokens" in output.err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', "a.jsonl, line 2: not JSON"),
+        ("a.jsonl", b'{"text": "a"}\n\n["b"]\n', "a.jsonl, line 3: not a JSON object"),
+        ("a.jsonl", b'{"body": "a"}\n', 'a.jsonl, line 1: no key "text"; --json-keys'),
+        ("a.jsonl", b'{"text": 7}\n', 'a.jsonl, line 1: key "text" must hold text'),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl, line 1: "),
+        ("a.txt", b"fine\n\xff\xfe\n", "a.txt, line 2: not UTF-8"),
+        ("a.txt", b"\n \n", "a.txt: no text in it"),
+        ("a.csv", b"text\n", "a.csv: cannot tell its format by its ending; give --input-format"),
+        (None, b"", "a.txt does not exist"),
+    ],
+)
+def test_bad_input_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str | None, content: bytes, expected: str
+) -> None:
+    """Exposes tracebacks, partial datasets and stray folders after bad input."""
+    source = tmp_path / (name or "a.txt")
+    if name is not None:
+        source.write_bytes(content)
+    before = sorted(tmp_path.rglob("*"))
+    error = expect_error(
+        capsys, ["--input", source, "--output-prefix", tmp_path / "new" / "deep" / "o", *BYTE_LEVEL]
+    )
+    assert expected in error
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_bad_line_in_a_worker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exposes a worker's error that reaches the user as a traceback, or a pool that never ends."""
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"text": "a"}\nnonsense\n', encoding="utf-8")
+    arguments = ["--input", source, "--output-prefix", tmp_path / "o", *BYTE_LEVEL, "--workers", "2"]
+    assert "a.jsonl, line 2: not JSON" in expect_error(capsys, arguments)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_failed_run_keeps_the_old_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exposes output that is opened under its own name, so that a failed run destroys the last good one."""
+    source = tmp_path / "a.txt"
+    source.write_text("good\n", encoding="utf-8")
+    arguments = ["--input", source, "--output-prefix", tmp_path / "o", *BYTE_LEVEL]
+    preprocess(*arguments)
+    good = dataset_bytes(tmp_path / "o_text_document")
+    capsys.readouterr()
+    source.write_bytes(b"better\n\xff\n")
+    expect_error(capsys, arguments)
+    assert dataset_bytes(tmp_path / "o_text_document") == good
+    source.write_text("better\n", encoding="utf-8")
+    preprocess(*arguments)
+    assert read_sequences(tmp_path / "o_text_document") == [[*b"better"]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--tokenizer-type", "GPT2BPETokenizer"), "--vocab-file is required"),
+        (
+            ("--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "absent.json"),
+            "--vocab-file absent.json does not",
+        ),
+        (("--tokenizer-type", "NoSuchTokenizer"), "--tokenizer-type"),
+        ((*BYTE_LEVEL, "--workers", "0"), "--workers 0 must be at least 1"),
+        ((*BYTE_LEVEL, "--log-interval", "0"), "--log-interval 0 must be at least 1"),
+        ((*BYTE_LEVEL, "--split-sentences"), "--split-sentences"),
+        (
+            ("--tokenizer-type", "NullTokenizer", "--vocab-size", "5"),
+            "a.txt, line 1: NullTokenizer needs numbers",
+        ),
+    ],
+)
+def test_bad_flags_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], expected: str
+) -> None:
+    """Exposes flags that are ignored, and errors that do not say which flag is meant."""
+    source = tmp_path / "a.txt"
+    source.write_text("words\n", encoding="utf-8")
+    assert expected in expect_error(
+        capsys, ["--input", source, "--output-prefix", tmp_path / "n" / "o", *flags]
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exposes a traceback where the output folder's name belongs to a file."""
+    source = tmp_path / "a.txt"
+    source.write_text("words\n", encoding="utf-8")
+    error = expect_error(capsys, ["--input", source, "--output-prefix", source / "deep" / "o", *BYTE_LEVEL])
+    assert "--output-prefix: cannot write" in error
+
+
+def test_null_tokenizer_takes_numbers(tmp_path: Path) -> None:
+    """Exposes text tokenized elsewhere being changed on its way into the dataset."""
+    source = tmp_path / "a.txt"
+    source.write_text("3 1 4\n1 5\n", encoding="utf-8")
+    flags = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "100000", "--append-eod")
+    preprocess("--input", source, "--output-prefix", tmp_path / "o", *flags)
+    assert read_sequences(tmp_path / "o_text_document") == [[3, 1, 4, 100000], [1, 5, 100000]]
+
+
+def test_trained_tokenizer_end_to_end(tmp_path: Path) -> None:
+    """Exposes a trained model that loses text or cannot end a document; run as the user runs the tools."""
+    source = tmp_path / "a.txt"
+    lines = [f"the  quick brown fox {i} jumps over the lazy dog" for i in range(50)] + [
+        "na\u00efve \U0001f600"
+    ]
+    source.write_text("\n".join(lines), encoding="utf-8")
+    model = tmp_path / "new" / "sp.model"
+
+    def run(tool: str, *arguments: str | Path) -> str:
+        command = [sys.executable, str(TOOLS / tool), "--input", str(source), *map(str, arguments)]
+        return subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout
+
+    output = run(
+        "train_tokenizer.py",
+        "--output-prefix",
+        tmp_path / "new" / "sp",
+        "--vocab-size",
+        320,
+        "--num-threads",
+        1,
+    )
+    assert f"--tokenizer-model {model}" in output
+    flags = ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", model, "--append-eod")
+    output = run("preprocess_data.py", "--output-prefix", tmp_path / "o", *flags, "--workers", 2)
+    assert "51 documents" in output
+    tokenizer = preprocess_data.build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(model))
+    sequences = read_sequences(tmp_path / "o_text_document")
+    assert tokenizer.vocab_size == 320
+    assert all(sequence[-1] == tokenizer.eod for sequence in sequences)
+    assert [tokenizer.detokenize(sequence[:-1]) for sequence in sequences] == lines
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "expected"),
+    [
+        (
+            b"a few words\n",
+            ("--vocab-size", "90000"),
+            "--vocab-size 90000 is more than this text has pieces for",
+        ),
+        (b"a few words\n", ("--vocab-size", "10"), "--vocab-size 10 is too small for this text's characters"),
+        (b"\n", ("--vocab-size", "300"), "no text in it to train on"),
+        (b"a\n\xff\n", ("--vocab-size", "300"), "a.txt, line 2: not UTF-8"),
+        (b"a\n", ("--vocab-size", "0"), "--vocab-size 0 must be at least 1"),
+        (b"a\n", ("--vocab-size", "300", "--character-coverage", "5"), "--character-coverage 5.0 must be"),
+    ],
+)
+def test_train_tokenizer_errors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, flags: tuple[str, ...], expected: str
+) -> None:
+    """Exposes the trainer's internal messages, and a model file left by a failed run."""
+    source = tmp_path / "a.txt"
+    source.write_bytes(content)
+    arguments = ["--input", source, "--output-prefix", tmp_path / "n" / "sp", "--num-threads", "1", *flags]
+    assert expected in expect_error(capsys, arguments, tool="train_tokenizer")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]

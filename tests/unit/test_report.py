@@ -1,0 +1,382 @@
+"""What the run tells: console lines, metrics file, TensorBoard and Weights & Biases."""
+
+import dataclasses
+import io
+import json
+import math
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from rich.console import Console
+
+from megatron.bcd.report import BlockSummary, EvalRecord, Reporter, RunSummary, StepRecord, format_bytes
+
+MIB = 2**20
+REQUIRED_KEYS = {
+    *("iteration", "consumed_samples", "cycle", "phase", "block", "loss", "learning_rate", "grad_norm"),
+    *("step_time_ms", "tokens_per_second", "model_state_bytes", "peak_memory_bytes"),
+}
+
+
+def step_record(iteration: int = 10, **changes: Any) -> StepRecord:
+    record = StepRecord(
+        iteration=iteration,
+        consumed_samples=16 * iteration,
+        cycle=0,
+        phase=1,
+        block=1,
+        loss=9.87654321987654,
+        learning_rate=1e-3 / 3,
+        grad_norm=1.2344,
+        step_time_ms=123.44,
+        tokens_per_second=16384.2,
+        model_state_bytes=(40 * MIB, 45 * MIB),
+        peak_memory_bytes=(123 * MIB, 99 * MIB),
+    )
+    return dataclasses.replace(record, **changes)
+
+
+def eval_record(iteration: int = 10, *, split: str = "validation", loss: float = 2.0) -> EvalRecord:
+    return EvalRecord(iteration=iteration, consumed_samples=16 * iteration, split=split, loss=loss)
+
+
+def run_summary(num_ranks: int = 2) -> RunSummary:
+    def state(num_mib: int) -> tuple[int, ...]:
+        return tuple((num_mib + rank) * MIB for rank in range(num_ranks))
+
+    return RunSummary(
+        model="GPT, 6 layers, hidden 128",
+        parallel="pipeline 2 x tensor 1 x data 1, fp32, local",
+        parameters_per_stage=(7_050_000, 7_040_000),
+        total_parameters=7_650_000,
+        blocks=(
+            BlockSummary(
+                index=0, layers="0, 3", share=0.875, extras="embedding", model_state_bytes=state(90)
+            ),
+            BlockSummary(index=1, layers="1", share=0.125, model_state_bytes=state(30)),
+        ),
+        layout="spread",
+        steps_per_block=10,
+        full_model_state_bytes=tuple(2 * n for n in state(90)),
+        training="60 iterations",
+        notes=("attention: local",),
+    )
+
+
+def log_console() -> Console:
+    return Console(file=io.StringIO(), force_terminal=False, width=40)
+
+
+def terminal() -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=120, color_system="standard")
+
+
+def printed(console: Console) -> str:
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue()
+
+
+def tell_everything(reporter: Reporter, num_ranks: int = 2) -> None:
+    reporter.banner(run_summary(num_ranks))
+    reporter.note("a note\nover two lines")
+    reporter.warning("mind the gap")
+    reporter.step(step_record())
+    reporter.progress(11)
+    reporter.phase(iteration=10, cycle=1, phase=2, block=0, switch_time_ms=12.3)
+    reporter.evaluation(eval_record())
+
+
+def metrics(path: Path) -> list[dict[str, Any]]:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_step_line_in_a_log_file() -> None:
+    """A line that lost a figure, or that was wrapped at the console's width (40 here)."""
+    console = log_console()
+    with Reporter(train_iters=60, console=console) as reporter:
+        reporter.step(step_record())
+        reporter.step(step_record(11, grad_norm=None, loss_scale=65536.0, skipped_iterations=2))
+    first, second = printed(console).splitlines()
+    assert first == (
+        "iteration       10/      60 | cycle 0 | block 1 | loss 9.876543E+00 | lr 3.333333E-04"
+        " | grad norm 1.234 | 123.4 ms/step | 16,384 tokens/s | memory 123.0 MiB (model state 45.0 MiB)"
+    )
+    assert "grad norm - |" in second
+    assert second.endswith("| loss scale 65,536 | skipped iterations 2")
+
+
+def test_log_file_has_no_control_characters(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Colours or a progress bar in a piped log, also where the environment asks for colours."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with Reporter(train_iters=60) as reporter:
+        tell_everything(reporter)
+    text = capsys.readouterr().out
+    assert all(character.isprintable() or character == "\n" for character in text)
+    assert "a note over two lines\nwarning: mind the gap\n" in text
+    assert (
+        "-- phase 2 at iteration 10: cycle 1, block 0, layers 0, 3 and embedding active (switch 12 ms)"
+        in text
+    )
+    assert "validation at iteration       10 | loss 2.000000E+00 | perplexity 7.389\n" in text
+
+
+def test_banner_tells_the_same_on_both() -> None:
+    """A terminal panel that shows less than the log file, or the other way round."""
+    log, screen = log_console(), terminal()
+    for console in (log, screen):
+        with Reporter(train_iters=60, console=console) as reporter:
+            reporter.banner(run_summary())
+    for fact in (
+        "7,650,000 (by pipeline stage: 7,050,000, 7,040,000)",
+        "spread, 2 blocks, 10 steps per block",
+        "layers 0, 3 and embedding",
+        "layer 1",
+        "87.5%",
+        "90.0 MiB, 91.0 MiB (50.0%, 50.0% of full)",
+        "180.0 MiB, 182.0 MiB",
+        "attention: local",
+    ):
+        assert fact in printed(log), fact
+        assert fact in printed(screen), fact
+
+
+def test_banner_of_many_ranks_stays_short() -> None:
+    """A banner line with a figure for each of hundreds of ranks."""
+    console = log_console()
+    with Reporter(train_iters=60, console=console) as reporter:
+        reporter.banner(run_summary(num_ranks=64))
+    assert "90.0 MiB to 153.0 MiB over 64 ranks (50.0% over 64 ranks of full)" in printed(console)
+    assert max(map(len, printed(console).splitlines())) < 200
+
+
+def test_terminal_shows_a_progress_line_and_gives_the_terminal_back() -> None:
+    """A cursor left hidden after the run, or a progress line without block and time to go."""
+    console = terminal()
+    with Reporter(train_iters=60, start_iteration=9, console=console) as reporter:
+        tell_everything(reporter)
+    text = printed(console)
+    assert "iteration 10/60" in text
+    assert "16,384 tokens/s" in text
+    assert "0:00:06 to go" in text  # 50 steps of 123.44 ms
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0.0 MiB"), (MIB * 3 // 2, "1.5 MiB"), (1023 * MIB, "1,023.0 MiB"), (3 * 2**29, "1.5 GiB")],
+)
+def test_format_bytes(num_bytes: int, text: str) -> None:
+    """Units of a thousand instead of 1024."""
+    assert format_bytes(num_bytes) == text
+
+
+def test_perplexity_is_megatrons() -> None:
+    """An overflow at a large loss; a NaN loss shown as a finite perplexity."""
+    assert eval_record(loss=2.0).perplexity == math.exp(2.0)
+    assert eval_record(loss=1e9).perplexity == math.exp(20.0)
+    assert math.isnan(eval_record(loss=math.nan).perplexity)
+
+
+def test_metrics_lines(tmp_path: Path) -> None:
+    """A missing key, a rounded float, or an evaluation line that carries `loss`."""
+    path = tmp_path / "new" / "folder" / "m.jsonl"
+    with Reporter(train_iters=60, metrics_file=str(path), console=log_console()) as reporter:
+        reporter.phase(iteration=9, cycle=0, phase=1, block=1, switch_time_ms=12.5)
+        reporter.step(step_record())
+        assert len(metrics(path)) == 1, "lines must be flushed one by one"
+        reporter.step(step_record(11))
+        reporter.evaluation(eval_record(11))
+        reporter.evaluation(eval_record(11, split="test", loss=3.0))
+    first, second, validation, test = metrics(path)
+    assert set(first) >= REQUIRED_KEYS
+    assert (first["loss"], first["learning_rate"]) == (9.87654321987654, 1e-3 / 3)
+    assert first["model_state_bytes"] == [40 * MIB, 45 * MIB]
+    assert (first["switch_time_ms"], second["switch_time_ms"]) == (12.5, 0.0)
+    assert validation == {
+        "iteration": 11,
+        "consumed_samples": 176,
+        "validation_loss": 2.0,
+        "validation_perplexity": math.exp(2.0),
+    }
+    assert set(test) == {"iteration", "consumed_samples", "test_loss", "test_perplexity"}
+
+
+def test_metrics_stay_json_when_training_diverges(tmp_path: Path) -> None:
+    """NaN or Infinity written as such: not JSON, so strict readers lose the whole file."""
+    path = tmp_path / "m.jsonl"
+    with Reporter(train_iters=60, metrics_file=str(path), console=log_console()) as reporter:
+        reporter.step(step_record(loss=math.nan, grad_norm=math.inf))
+        reporter.evaluation(eval_record(loss=math.nan))
+    step, evaluation = metrics(path)
+    assert step["loss"] is None and step["grad_norm"] is None
+    assert step["non_finite"] == {"loss": "nan", "grad_norm": "inf"}
+    assert evaluation["validation_loss"] is None
+
+
+def test_a_fresh_run_replaces_the_file_at_its_first_line(tmp_path: Path) -> None:
+    """An old file lost by a run that never started, or mixed with a new run's lines."""
+    path = tmp_path / "m.jsonl"
+    path.write_text("an older run\n")
+    Reporter(train_iters=60, metrics_file=str(path), console=log_console()).close()
+    assert path.read_text() == "an older run\n"
+    with Reporter(train_iters=60, metrics_file=str(path), console=log_console()) as reporter:
+        reporter.step(step_record(1))
+    assert [line["iteration"] for line in metrics(path)] == [1]
+    assert [file.name for file in tmp_path.iterdir()] == ["m.jsonl"]
+
+
+def test_a_resumed_run_drops_what_it_repeats(tmp_path: Path) -> None:
+    """Iterations that appear twice after a resume, or a torn last line that spoils the file."""
+    path = tmp_path / "m.jsonl"
+    with Reporter(train_iters=60, metrics_file=str(path), console=log_console()) as reporter:
+        for iteration in range(1, 8):
+            reporter.step(step_record(iteration))
+        reporter.evaluation(eval_record(4))
+    before = path.read_text().splitlines()
+    with path.open("a") as file:
+        file.write('{"iteration": 8, "lo')
+    resumed = Reporter(train_iters=60, start_iteration=4, metrics_file=str(path), console=log_console())
+    with resumed as reporter:
+        reporter.step(step_record(5))
+    assert [line["iteration"] for line in metrics(path)] == [1, 2, 3, 4, 4, 5]
+    assert path.read_text().splitlines()[:4] == before[:4]
+
+
+def test_metrics_through_a_link_and_to_a_device(tmp_path: Path) -> None:
+    """A link replaced by a file of its own, or a device renamed over."""
+    target, link = tmp_path / "target.jsonl", tmp_path / "link.jsonl"
+    target.write_text("")
+    link.symlink_to(target)
+    for path in (str(link), "/dev/null"):
+        with Reporter(train_iters=60, metrics_file=path, console=log_console()) as reporter:
+            reporter.step(step_record(1))
+    assert link.is_symlink() and len(metrics(target)) == 1
+    assert Path("/dev/null").is_char_device()
+
+
+def test_metrics_file_that_cannot_be_written(tmp_path: Path) -> None:
+    """A traceback hours into training instead of one line at the start."""
+    file = tmp_path / "file"
+    file.write_text("not metrics\n")
+    for path in (tmp_path, file / "m.jsonl"):
+        with pytest.raises(ValueError, match=r"^--metrics-file .*file that can be written$"):
+            Reporter(train_iters=60, metrics_file=str(path), console=log_console())
+    with pytest.raises(ValueError, match=r"^--metrics-file .*line 1 is not a line of metrics"):
+        Reporter(train_iters=60, start_iteration=5, metrics_file=str(file), console=log_console())
+    assert file.read_text() == "not metrics\n"
+
+
+class FakeSummaryWriter:
+    """Records what torch's SummaryWriter would be given."""
+
+    made: ClassVar["list[FakeSummaryWriter]"] = []
+
+    def __init__(self, folder: str, purge_step: int | None = None) -> None:
+        self.folder, self.purge_step, self.closed = folder, purge_step, False
+        self.scalars: dict[str, tuple[float, int]] = {}
+        FakeSummaryWriter.made.append(self)
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.scalars[tag] = (value, step)
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_tensorboard_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Curves under names that Megatron's dashboards do not know, or a resume drawn twice."""
+    module: Any = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = FakeSummaryWriter
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    folder = tmp_path / "tb"
+    with Reporter(
+        train_iters=60, start_iteration=4, tensorboard_dir=str(folder), console=log_console()
+    ) as reporter:
+        tell_everything(reporter)
+    writer = FakeSummaryWriter.made.pop()
+    assert (writer.folder, writer.purge_step, writer.closed) == (str(folder), 5, True)
+    assert writer.scalars["lm loss"] == (9.87654321987654, 10)
+    assert writer.scalars["iteration-time"] == (0.12344, 10), "Megatron's is in seconds"
+    assert writer.scalars["bcd/model-state-bytes/rank 1"] == (45 * MIB, 10)
+    assert writer.scalars["lm loss validation ppl"] == (math.exp(2.0), 10)
+    assert {"learning-rate", "grad-norm", "tokens-per-sec", "bcd/block", "bcd/cycle"} <= set(writer.scalars)
+    assert "loss-scale" not in writer.scalars
+
+
+def test_tensorboard_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    """A traceback of TensorBoard's instead of one line that names the flag."""
+    pytest.importorskip("tensorboard")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"^--tensorboard-dir .*folder that can be written$"):
+        Reporter(train_iters=60, tensorboard_dir=str(tmp_path / "file" / "tb"), console=log_console())
+
+
+class FakeWandb(types.ModuleType):
+    """The three calls that the Reporter makes of wandb."""
+
+    def __init__(self, refusal: str | None = None) -> None:
+        super().__init__("wandb")
+        self.refusal, self.settings, self.finished = refusal, {}, False
+        self.logged: list[tuple[int, dict[str, float]]] = []
+
+    def init(self, **settings: Any) -> "FakeWandb":
+        if self.refusal:
+            raise RuntimeError(self.refusal)
+        self.settings = settings
+        return self
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.logged.append((step, values))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def test_wandb_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings that do not reach wandb, or a run that is never finished."""
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    with Reporter(
+        train_iters=60,
+        wandb_project="p",
+        wandb_exp_name="e",
+        wandb_save_dir="d",
+        run_config={"lr": 1e-3},
+        console=log_console(),
+    ) as reporter:
+        reporter.step(step_record())
+        reporter.evaluation(eval_record())
+    assert wandb.settings == {"project": "p", "name": "e", "entity": None, "dir": "d", "config": {"lr": 1e-3}}
+    assert [step for step, _ in wandb.logged] == [10, 10]
+    assert wandb.logged[0][1]["lm loss"] == 9.87654321987654
+    assert wandb.logged[1][1] == {"lm loss validation": 2.0, "lm loss validation ppl": math.exp(2.0)}
+    assert wandb.finished
+
+
+def test_wandb_that_is_absent_or_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that silently logs nowhere, or that stops with wandb's traceback."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"^--wandb-project needs .*pip install wandb$"):
+        Reporter(train_iters=60, wandb_project="p", console=log_console())
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb("no API key\nconfigured"))
+    with pytest.raises(ValueError, match=r"^--wandb-project p: wandb did not start: no API key configured$"):
+        Reporter(train_iters=60, wandb_project="p", console=log_console())
+
+
+def test_import_needs_no_torch() -> None:
+    """A bottom-row room that drags torch into the planning tools."""
+    code = (
+        "import sys, megatron.bcd.report; sys.exit('torch' in sys.modules or 'megatron.core' in sys.modules)"
+    )
+    root = Path(__file__).parents[2]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

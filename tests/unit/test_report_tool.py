@@ -1,0 +1,179 @@
+"""tools/report.py: table, ratios, JSON and picture from metrics files."""
+
+import importlib
+import json
+import math
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MIB = 2**20
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    return importlib.import_module("report")
+
+
+def write_run(path: Path, *, num_blocks: int, step_ms: tuple[float, ...], state_mib: tuple[int, ...]) -> str:
+    """Two cycles, two steps per block; block b takes step_ms[b], holds state_mib[b] (rank 1: half of it)."""
+    lines: list[dict[str, Any]] = []
+    for iteration in range(1, 4 * num_blocks + 1):
+        phase = (iteration - 1) // 2
+        block = phase % num_blocks
+        lines.append(
+            {
+                "iteration": iteration,
+                "consumed_samples": iteration,
+                "cycle": phase // num_blocks,
+                "phase": phase,
+                "block": block,
+                "loss": 10.0 / iteration,
+                "step_time_ms": step_ms[block],
+                "tokens_per_second": 1e6 / step_ms[block],
+                "model_state_bytes": [state_mib[block] * MIB, state_mib[block] * MIB // 2],
+            }
+        )
+        lines.append(
+            {"iteration": iteration, "validation_loss": 8.0 / iteration, "validation_perplexity": 3.0}
+        )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+@pytest.fixture
+def two_runs(tmp_path: Path) -> list[str]:
+    bcd = write_run(tmp_path / "bcd.jsonl", num_blocks=3, step_ms=(70.0, 60.0, 50.0), state_mib=(80, 40, 30))
+    full = write_run(tmp_path / "full.jsonl", num_blocks=1, step_ms=(100.0,), state_mib=(160,))
+    return ["--run", f"BCD={bcd}", "--run", f"full={full}"]
+
+
+def test_table_and_ratios(tool: Any, two_runs: list[str], tmp_path: Path, capsys: Any) -> None:
+    """The last phase's state for the maximum, one block's time for all, the first evaluation for the last."""
+    assert tool.main([*two_runs, "--json", str(tmp_path / "new" / "t.json")]) == 0
+    header, bcd, full, ratio, wrote = capsys.readouterr().out.splitlines()
+    assert header.split()[:2] == ["run", "model"]
+    assert bcd.split() == ["BCD", "80.0,", "40.0", "MiB", "60.0", "16,667", "0.6667", "3.00"]
+    assert full.split() == ["full", "160.0,", "80.0", "MiB", "100.0", "10,000", "2.0000", "3.00"]
+    assert ratio.split() == ["BCD", "/", "full", "0.500,", "0.500", "0.600", "1.667", "0.333", "1.000"]
+    assert wrote.startswith("wrote ")
+    table = json.loads((tmp_path / "new" / "t.json").read_text())
+    assert table["runs"][0]["model_state_bytes"] == [80 * MIB, 40 * MIB]
+    assert table["runs"][0]["mean_model_state_bytes"] == [50 * MIB, 25 * MIB]
+    assert table["ratios"]["step_time_ms"] == pytest.approx(0.6)
+
+
+def test_picture(tool: Any, two_runs: list[str], tmp_path: Path) -> None:
+    """A picture of another size, or a temporary file left beside it."""
+    picture = tmp_path / "pictures" / "loss.png"
+    assert tool.main([*two_runs, "--figure", str(picture)]) == 0
+    data = picture.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert struct.unpack(">II", data[16:24]) == (1200, 675)
+    assert [file.name for file in picture.parent.iterdir()] == ["loss.png"]
+
+
+def test_phase_bands(tool: Any, two_runs: list[str]) -> None:
+    """Bands that do not meet, or that begin one phase late."""
+    figure = importlib.import_module("report_figure")
+    run = tool.read_run(two_runs[1])
+    expected = [(2.0 * k, 2.0 * k + 2.0, k % 3) for k in range(6)]
+    assert figure.phase_bands(run) == expected
+    assert figure.phase_bands(tool.read_run(two_runs[3])) == [(0.0, 4.0, 0)]
+
+
+def test_smoothing_keeps_a_straight_line(tool: Any) -> None:
+    """A smoothed curve shifted against the phases."""
+    smoothed = importlib.import_module("report_figure").smoothed
+    line = [float(i) for i in range(500)]
+    assert smoothed(line) == pytest.approx(line)
+    assert smoothed([]) == []
+
+
+def test_diverged_and_evaluation_only_runs(tool: Any, tmp_path: Path, capsys: Any) -> None:
+    """A NaN in one run that takes the picture of the others away; --skip-train runs refused."""
+    diverged = Path(write_run(tmp_path / "nan.jsonl", num_blocks=1, step_ms=(10.0,), state_mib=(20,)))
+    with diverged.open("a") as file:
+        lost = {"validation_loss": None, "validation_perplexity": None}
+        lost |= {"iteration": 5, "non_finite": {"validation_loss": "nan", "validation_perplexity": "nan"}}
+        file.write(json.dumps(lost) + "\n")
+    only = tmp_path / "eval.jsonl"
+    only.write_text('{"iteration": 7, "validation_loss": 2.5, "validation_perplexity": 12.18}\n')
+    arguments = ["--run", f"nan={diverged}", "--run", f"eval={only}"]
+    assert (
+        tool.main([*arguments, "--figure", str(tmp_path / "p.svg"), "--json", str(tmp_path / "t.json")]) == 0
+    )
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[1].split()[-2:] == ["nan", "nan"]
+    assert rows[2].split() == ["eval", "-", "-", "-", "2.5000", "12.18"]
+    runs = json.loads((tmp_path / "t.json").read_text())["runs"]
+    assert runs[0]["validation_loss"] is None
+    assert math.isclose(runs[1]["validation_perplexity"], 12.18)
+
+
+STEP = '{"iteration": 1, "phase": 0, "block": 0, "loss": %s, "step_time_ms": 1, "tokens_per_second": 1%s}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        ("", "empty"),
+        ('{"iteration": 1}\n', "empty"),
+        ("{bad\n", "line 1: not JSON"),
+        ("[1]\n", "line 1: not a JSON object"),
+        (STEP % ('"x"', ', "model_state_bytes": [1]'), "line 1: loss is not a number"),
+        (STEP % ("1", ""), "line 1: model_state_bytes"),
+        (STEP % ("1", ', "model_state_bytes": 5'), "line 1: model_state_bytes"),
+        (STEP % ("null", ', "model_state_bytes": [1], "non_finite": 3'), "line 1: non_finite"),
+        (
+            STEP % ("1", ', "model_state_bytes": [1]') + STEP % ("1", ', "model_state_bytes": [1, 2]'),
+            "number of ranks changes",
+        ),
+    ],
+)
+def test_bad_files(tool: Any, tmp_path: Path, capsys: Any, content: str | None, message: str) -> None:
+    """A traceback, an exit code 0, or a picture overwritten although a file was bad."""
+    path, picture = tmp_path / "m.jsonl", tmp_path / "p.png"
+    picture.write_text("older")
+    if content is not None:
+        path.write_text(content)
+    assert tool.main(["--run", f"BCD={path}", "--figure", str(picture)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"report.py: error: --run BCD: {path}") and error.count("\n") == 1
+    assert message in error
+    assert picture.read_text() == "older"
+
+
+def test_bad_arguments(tool: Any, two_runs: list[str], tmp_path: Path, capsys: Any) -> None:
+    """An argument mistake that shows a traceback or names no flag."""
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    for arguments, message in (
+        (["--run", "no-name"], "--run no-name: give NAME=FILE"),
+        ([*two_runs, *two_runs], "same name"),
+        ([*two_runs, "--figure", "p.gif"], "--figure p.gif: unknown kind of picture"),
+        ([*two_runs, "--json", str(blocked / "t.json")], "--json"),
+        ([*two_runs, "--figure", str(blocked / "p.png")], "--figure"),
+    ):
+        assert tool.main(arguments) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+    with pytest.raises(SystemExit, match="2"):
+        tool.main([])
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_runs_as_a_script_from_anywhere(two_runs: list[str], tmp_path: Path) -> None:
+    """A script that works only from the root, or colours in a pipe because the environment asks for them."""
+    command = [sys.executable, str(ROOT / "tools" / "report.py"), *two_runs]
+    environment = {"PATH": "/usr/bin:/bin", "FORCE_COLOR": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert all(character.isprintable() or character == "\n" for character in done.stdout)
+    assert len(done.stdout.splitlines()) == 4

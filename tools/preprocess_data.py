@@ -1,0 +1,398 @@
+"""Text -> Megatron's indexed dataset (PREFIX_text_document.bin and .idx).
+
+    python tools/preprocess_data.py --input corpus.jsonl --output-prefix out/corpus \\
+        --tokenizer-type GPT2BPETokenizer --vocab-file encoder.json --merge-file vocab.bpe \\
+        --append-eod --workers 8
+
+Flags and bytes are those of stock Megatron-LM core_v0.16.1's tool of this name, with plain text as a
+second input format. Documents keep their order, whatever the number of workers. The files appear under
+their names only when they are complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from _text_input import (
+    Batch,
+    OneLineParser,
+    add_input_flags,
+    check_inputs,
+    read_batches,
+    read_documents,
+)
+
+from megatron.bcd.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedDocuments:
+    """Tokens of the documents of one batch, for one key.
+
+    `tokens` [sum of all lengths]; `lengths` [documents][sequences]: an empty document has no sequences.
+    """
+
+    tokens: numpy.ndarray
+    lengths: list[list[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedBatch:
+    num_input_bytes: int
+    num_documents: int
+    documents: dict[str, EncodedDocuments]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig:
+    """All that a worker needs; small, since each worker is sent a copy."""
+
+    tokenizer_type: str
+    tokenizer_options: dict[str, Any]
+    json_keys: tuple[str, ...]
+    append_eod: bool
+
+
+# --- encoding --------------------------------------------------------------------------------------
+
+
+class Encoder:
+    """Turns batches of lines into token ids. Built once per process."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        self.config = config
+        self.tokenizer: Tokenizer = build_tokenizer(config.tokenizer_type, **config.tokenizer_options)
+
+    def encode(self, batch: Batch) -> EncodedBatch:
+        """Raises ValueError that names file and line for text that cannot be read or tokenized."""
+        tokens: dict[str, list[int]] = {key: [] for key in self.config.json_keys}
+        lengths: dict[str, list[list[int]]] = {key: [] for key in self.config.json_keys}
+        num_documents = 0
+        for number, document in read_documents(batch, self.config.json_keys):
+            num_documents += 1
+            for key, texts in document.items():
+                try:
+                    sequences = self._encode_document(texts)
+                except ValueError as error:
+                    raise ValueError(f"{batch.path}, line {number}: {error}") from error
+                for sequence in sequences:
+                    tokens[key].extend(sequence)
+                lengths[key].append([len(sequence) for sequence in sequences])
+        return EncodedBatch(
+            num_input_bytes=sum(map(len, batch.lines)),
+            num_documents=num_documents,
+            documents={
+                key: EncodedDocuments(
+                    tokens=numpy.array(tokens[key], dtype=numpy.int32), lengths=lengths[key]
+                )
+                for key in tokens
+            },
+        )
+
+    def _encode_document(self, texts: list[str]) -> list[list[int]]:
+        sequences = [ids for text in texts if (ids := self.tokenizer.tokenize(text))]
+        if sequences and self.config.append_eod:
+            sequences[-1].append(self.tokenizer.eod)
+        return sequences
+
+
+_worker_encoder: Encoder | None = None
+
+
+def _start_worker(config: EncoderConfig) -> None:
+    global _worker_encoder
+    # Ctrl-C reaches the whole process group; only the parent should answer it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A parent that was killed cannot stop its workers, which would wait for work for ever.
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    _worker_encoder = Encoder(config)
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _encode_in_worker(batch: Batch) -> EncodedBatch:
+    assert _worker_encoder is not None
+    return _worker_encoder.encode(batch)
+
+
+def encode_batches(batches: Iterable[Batch], encoder: Encoder, num_workers: int) -> Generator[EncodedBatch]:
+    """Encodes in order; one worker means this process.
+
+    Keeps a few batches per worker under way, so memory does not grow with the input.
+    Raises ValueError for bad text and for a worker that was killed.
+    """
+    if num_workers == 1:
+        yield from map(encoder.encode, batches)
+        return
+    with ProcessPoolExecutor(
+        num_workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(encoder.config,),
+    ) as pool:
+        pending: deque[Future[EncodedBatch]] = deque()
+        try:
+            for batch in batches:
+                pending.append(pool.submit(_encode_in_worker, batch))
+                if len(pending) >= 4 * num_workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        except BrokenExecutor as error:
+            raise ValueError(
+                f"--workers {num_workers}: a worker was killed, perhaps for want of memory; try fewer"
+            ) from error
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+# --- writing ---------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Totals:
+    """Running counts: documents once, their tokens and their empty texts over all keys."""
+
+    num_documents: int = 0
+    num_empty: int = 0
+    num_tokens: int = 0
+    num_input_bytes: int = 0
+
+    def add(self, batch: EncodedBatch) -> None:
+        self.num_documents += batch.num_documents
+        self.num_input_bytes += batch.num_input_bytes
+        for documents in batch.documents.values():
+            self.num_empty += documents.lengths.count([])
+            self.num_tokens += documents.tokens.size
+
+
+class DatasetWriter:
+    """Writes one dataset per key under temporary names; `publish` gives them their own.
+
+    Leaving the context without `publish` removes every file and folder it made.
+    """
+
+    def __init__(self, output_prefix: str, json_keys: Sequence[str], vocab_size: int) -> None:
+        self.prefixes = {key: f"{output_prefix}_{key}_document" for key in json_keys}
+        self._vocab_size = vocab_size
+        self._suffix = f".part{os.getpid()}"
+        self._made_folders: list[str] = []
+        self._builders: dict[str, Any] = {}
+
+    def __enter__(self) -> DatasetWriter:
+        with warnings.catch_warnings():
+            # Megatron Core warns here about optional GPU libraries, which have no part in this tool.
+            warnings.simplefilter("ignore")
+            from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+        try:
+            self._make_folder(os.path.dirname(next(iter(self.prefixes.values()))))
+            for key, prefix in self.prefixes.items():
+                self._builders[key] = IndexedDatasetBuilder(
+                    f"{prefix}.bin{self._suffix}", dtype=DType.optimal_dtype(self._vocab_size)
+                )
+        except OSError as error:
+            self._discard()
+            raise ValueError(f"--output-prefix: cannot write {error.filename}: {error.strerror}") from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._discard()
+
+    def _make_folder(self, folder: str) -> None:
+        missing = []
+        while folder and not os.path.isdir(folder):
+            missing.append(folder)
+            folder = os.path.dirname(folder)
+        for path in reversed(missing):
+            os.mkdir(path)
+            self._made_folders.append(path)
+
+    def add(self, key: str, documents: EncodedDocuments) -> None:
+        """Appends to a key's dataset. An empty document leaves only an index boundary, as in stock."""
+        start = 0
+        for lengths in documents.lengths:
+            end = start + sum(lengths)
+            self._builders[key].add_document(documents.tokens[start:end], lengths)
+            start = end
+
+    def publish(self) -> None:
+        for key, prefix in self.prefixes.items():
+            self._builders[key].finalize(f"{prefix}.idx{self._suffix}")
+        for prefix in self.prefixes.values():
+            # Without its old index a dataset is absent, so no kill in between mixes old and new.
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(f"{prefix}.idx")
+            os.replace(f"{prefix}.bin{self._suffix}", f"{prefix}.bin")
+            os.replace(f"{prefix}.idx{self._suffix}", f"{prefix}.idx")
+        self._made_folders.clear()
+
+    def _discard(self) -> None:
+        for builder in self._builders.values():
+            builder.data_file.close()
+        for prefix in self.prefixes.values():
+            for ending in (".bin", ".idx"):
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    os.remove(f"{prefix}{ending}{self._suffix}")
+        for folder in reversed(self._made_folders):
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+
+
+# --- progress --------------------------------------------------------------------------------------
+
+Report = Callable[[Totals], None]
+
+
+@contextlib.contextmanager
+def show_progress(total_bytes: int, log_interval: int | None) -> Iterator[Report]:
+    """A bar on a terminal; else a plain line each tenth of the input, or each `log_interval` documents."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("tokenizing", total=total_bytes)
+            yield lambda totals: progress.update(
+                task,
+                completed=totals.num_input_bytes,
+                description=f"{totals.num_documents:,} documents, {totals.num_tokens:,} tokens",
+            )
+        return
+
+    steps_shown = 0
+
+    def report(totals: Totals) -> None:
+        nonlocal steps_shown
+        percent = 100 * totals.num_input_bytes // max(total_bytes, 1)
+        steps = totals.num_documents // log_interval if log_interval else percent // 10
+        if steps > steps_shown and totals.num_tokens:
+            steps_shown = steps
+            counts = f"{totals.num_documents:,} documents, {totals.num_tokens:,} tokens"
+            print(f"{percent:3d} %  {counts}", file=sys.stderr, flush=True)
+
+    yield report
+
+
+# --- command line ----------------------------------------------------------------------------------
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(
+        prog="preprocess_data.py",
+        description="Turn text into Megatron's indexed dataset, PREFIX_KEY_document.bin and .idx.",
+        allow_abbrev=False,
+    )
+    add_input_flags(parser)
+    group = parser.add_argument_group("tokenizer")
+    group.add_argument("--tokenizer-type", required=True, choices=TOKENIZER_TYPES)
+    group.add_argument("--vocab-file", metavar="FILE", help="GPT2BPETokenizer: encoder.json")
+    group.add_argument("--merge-file", metavar="FILE", help="GPT2BPETokenizer: vocab.bpe")
+    group.add_argument(
+        "--tokenizer-model", metavar="PATH", help="SentencePiece model file, or local Hugging Face folder"
+    )
+    group.add_argument(
+        "--vocab-size", type=int, metavar="N", help="NullTokenizer: ids 0..N-1, and N ends a document"
+    )
+    group.add_argument(
+        "--append-eod", action="store_true", help="end every document with the tokenizer's eod id"
+    )
+    group = parser.add_argument_group("output and running")
+    group.add_argument("--output-prefix", required=True, metavar="PREFIX", help="folders are created")
+    group.add_argument("--workers", type=int, default=1, metavar="N", help="processes (default: 1)")
+    group.add_argument(
+        "--log-interval",
+        type=int,
+        metavar="N",
+        help="documents between progress lines in a log (default: ten lines)",
+    )
+    return parser
+
+
+def run(args: argparse.Namespace) -> str:
+    """Does the work and returns the summary. Raises ValueError for bad input; then nothing is written."""
+    if args.workers < 1:
+        raise ValueError(f"--workers {args.workers} must be at least 1")
+    if args.log_interval is not None and args.log_interval < 1:
+        raise ValueError(f"--log-interval {args.log_interval} must be at least 1")
+    check_inputs(args.input, args.input_format)
+    names = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size")
+    encoder = Encoder(
+        EncoderConfig(
+            tokenizer_type=args.tokenizer_type,
+            tokenizer_options={name: getattr(args, name) for name in names},
+            json_keys=tuple(dict.fromkeys(args.json_keys)),
+            append_eod=args.append_eod,
+        )
+    )
+    totals = Totals()
+    with (
+        DatasetWriter(args.output_prefix, encoder.config.json_keys, encoder.tokenizer.vocab_size) as writer,
+        show_progress(sum(map(os.path.getsize, args.input)), args.log_interval) as report,
+        contextlib.closing(
+            encode_batches(read_batches(args.input, args.input_format), encoder, args.workers)
+        ) as encoded_batches,
+    ):
+        start = time.perf_counter()
+        for batch in encoded_batches:
+            for key, documents in batch.documents.items():
+                writer.add(key, documents)
+            totals.add(batch)
+            report(totals)
+        if totals.num_tokens == 0:
+            raise ValueError(
+                f"--input {' '.join(args.input)}: no text in it, so there is no dataset to write"
+            )
+        writer.publish()
+    return summary(list(writer.prefixes.values()), totals, time.perf_counter() - start)
+
+
+def summary(prefixes: Sequence[str], totals: Totals, seconds: float) -> str:
+    empty = f" ({totals.num_empty:,} empty)" if totals.num_empty else ""
+    num_bytes = sum(os.path.getsize(prefix + ending) for prefix in prefixes for ending in (".bin", ".idx"))
+    return (
+        f"{', '.join(prefixes)}: {totals.num_documents:,} documents{empty}, {totals.num_tokens:,} tokens, "
+        f"{num_bytes:,} bytes written, {totals.num_tokens / max(seconds, 1e-9):,.0f} tokens/s"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = build_parser()
+    args = parser.parse_args(arguments)
+    try:
+        print(run(args))
+    except (ValueError, OSError) as error:
+        parser.error(" ".join(str(error).split()))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
+
+
+if __name__ == "__main__":
+    # So that `kill` unwinds the stack and leaves no partial files.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    sys.exit(main())
