@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import importlib
 import importlib.util
+import logging
 import os
 import random
 import resource
@@ -300,6 +301,8 @@ def patch_megatron_core() -> None:
 
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    # its tracker warns when the CPU's generator moves while the GPU's is in use: here they are one
+    logging.getLogger(megatron_random.__name__).addFilter(lambda record: "CPU RNG state" not in record.getMessage())
     torch_on_cpu = _TorchOnCpu()
     for name in _MODULES_WITH_CUDA_LITERALS:
         importlib.import_module(name).torch = torch_on_cpu  # type: ignore[attr-defined]
