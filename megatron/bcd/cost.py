@@ -32,10 +32,11 @@ class StateBudget:
         return self.weight + self.gradient + self.optimizer
 
 
-def state_budget(*, precision: str, optimizer: str = "adam") -> StateBudget:
-    """The budget of DESIGN, section 2, for main gradients in fp32 and SGD with momentum.
+def state_budget(*, precision: str, optimizer: str = "adam", gradients_in_fp32: bool = True) -> StateBudget:
+    """The budget of DESIGN, section 2, and for SGD with momentum.
 
-    Raises ValueError for a precision or an optimizer that is not in PRECISIONS or OPTIMIZERS.
+    ``gradients_in_fp32`` counts in 16-bit precision (--accumulate-allreduce-grads-in-fp32): without it gradients
+    have 2 bytes. Raises ValueError for a precision or an optimizer that is not in PRECISIONS or OPTIMIZERS.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision {precision}: must be one of {', '.join(PRECISIONS)}")
@@ -44,7 +45,7 @@ def state_budget(*, precision: str, optimizer: str = "adam") -> StateBudget:
     moments = _OPTIMIZER_BYTES[optimizer]
     if precision == "fp32":
         return StateBudget(weight=4, gradient=4, optimizer=moments)
-    return StateBudget(weight=2, gradient=4, optimizer=moments + 4)
+    return StateBudget(weight=2, gradient=4 if gradients_in_fp32 else 2, optimizer=moments + 4)
 
 
 def model_state_bytes(
@@ -53,6 +54,7 @@ def model_state_bytes(
     num_active: int,
     precision: str = "fp32",
     optimizer: str = "adam",
+    gradients_in_fp32: bool = True,
     data_parallel_size: int = 1,
     distributed_optimizer: bool = False,
 ) -> int:
@@ -66,7 +68,7 @@ def model_state_bytes(
         raise ValueError(f"{num_active} active of {num_parameters} parameters: must be 0 to {num_parameters}")
     if data_parallel_size < 1:
         raise ValueError(f"data-parallel size {data_parallel_size}: must be at least 1")
-    budget = state_budget(precision=precision, optimizer=optimizer)
+    budget = state_budget(precision=precision, optimizer=optimizer, gradients_in_fp32=gradients_in_fp32)
     shards = data_parallel_size if distributed_optimizer else 1
     optimizer_bytes = -(-budget.optimizer * num_active // shards)
     return budget.weight * num_parameters + budget.gradient * num_active + optimizer_bytes
@@ -173,8 +175,7 @@ def stage_parameters(shape: ModelShape, partition: Partition, *, padded_vocab_si
     """Parameters that each pipeline stage holds at tensor-parallel size 1, the tied head's copy included."""
     every_block = range(partition.num_blocks)
     per_block = [
-        active_parameters(shape, partition, block, padded_vocab_size=padded_vocab_size)
-        for block in every_block
+        active_parameters(shape, partition, block, padded_vocab_size=padded_vocab_size) for block in every_block
     ]
     return tuple(sum(by_stage) for by_stage in zip(*per_block, strict=True))
 
@@ -186,8 +187,7 @@ def active_parameters(
     assert (shape.num_layers, shape.tied) == (partition.num_layers, partition.tied)
     last = partition.num_stages - 1
     counts = [
-        len(partition.active_layers(block, stage)) * shape.layer_parameters
-        for stage in range(partition.num_stages)
+        len(partition.active_layers(block, stage)) * shape.layer_parameters for stage in range(partition.num_stages)
     ]
     if partition.embedding_active(block):
         counts[0] += shape.embedding_parameters(padded_vocab_size)
@@ -216,9 +216,7 @@ class LayerWork:
         return self.forward + self.input_gradient + self.weight_gradient
 
 
-def layer_work(
-    partition: Partition, block: int, *, stage: int | None = None, prefix_cached: bool = False
-) -> LayerWork:
+def layer_work(partition: Partition, block: int, *, stage: int | None = None, prefix_cached: bool = False) -> LayerWork:
     """Compute of the block's phase on one pipeline stage, or summed over all of them where None.
 
     As in DESIGN's table, every active layer counts a D, also the first one, whose own input needs none.
@@ -238,9 +236,7 @@ def layer_work(
 def compute_ratio(partition: Partition, block: int, *, prefix_cached: bool = False) -> float:
     """Bound of step time in the block's phase over full training's: slowest stage over slowest stage."""
     stages = range(partition.num_stages)
-    slowest = max(
-        layer_work(partition, block, stage=stage, prefix_cached=prefix_cached).total for stage in stages
-    )
+    slowest = max(layer_work(partition, block, stage=stage, prefix_cached=prefix_cached).total for stage in stages)
     return slowest / (3 * max(partition.layers_per_stage))
 
 

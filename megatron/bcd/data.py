@@ -18,6 +18,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import get_blend_from_list
+from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
 
 from megatron.bcd import platform
 from megatron.bcd.config import RunConfig
@@ -45,6 +46,8 @@ def check_indexed_dataset(prefix: str, vocab_size: int, flag: str = "--data-path
                 "wrote, "
                 "without .bin or .idx"
             )
+    if not os.path.getsize(prefix + ".bin"):
+        raise ValueError(f"{flag} {prefix}: {prefix}.bin is empty; run tools/preprocess_data.py on a text that is not")
     try:
         dataset = IndexedDataset(prefix)
         lengths, dtype = dataset.index.sequence_lengths, numpy.dtype(dataset.index.dtype)
@@ -60,33 +63,93 @@ def check_indexed_dataset(prefix: str, vocab_size: int, flag: str = "--data-path
             "is "
             "truncated or of another run; run tools/preprocess_data.py again"
         )
-    largest = _largest_token(prefix + ".bin", dtype)
-    if largest >= vocab_size:
+    if not _is_consistent(dataset.index):
+        raise ValueError(f"{flag} {prefix}: {prefix}.idx is damaged; run tools/preprocess_data.py again")
+    smallest, largest = _token_range(prefix + ".bin", dtype)
+    if smallest < 0 or largest >= vocab_size:
         raise ValueError(
-            f"{flag} {prefix}: holds token {largest} and the vocabulary of this --tokenizer-type has {vocab_size}; "
-            "give the "
-            "tokenizer that made the data"
+            f"{flag} {prefix}: holds token {smallest if smallest < 0 else largest} and the vocabulary of this "
+            f"--tokenizer-type has {vocab_size}; give the tokenizer that made the data"
         )
     bounds = dataset.index.document_indices
     return numpy.add.reduceat(lengths.astype(numpy.int64), bounds[:-1])
 
 
-def _largest_token(path: str, dtype: numpy.dtype) -> int:
+def _is_consistent(index: Any) -> bool:
+    """Whether sequences follow each other in the file, and documents hold all of them in order."""
+    lengths, bounds = index.sequence_lengths.astype(numpy.int64), index.document_indices
+    ends = numpy.cumsum(lengths * numpy.dtype(index.dtype).itemsize)
+    return bool(
+        (lengths >= 0).all()
+        and index.sequence_pointers[0] == 0
+        and (index.sequence_pointers[1:] == ends[:-1]).all()
+        and bounds[0] == 0
+        and bounds[-1] == len(lengths)
+        and (bounds[1:] >= bounds[:-1]).all()
+    )
+
+
+def _token_range(path: str, dtype: numpy.dtype) -> tuple[int, int]:
     tokens = numpy.memmap(path, dtype=dtype, mode="r")
     if len(tokens) <= _CHECKED_CHUNKS * _CHECKED_CHUNK_TOKENS:
-        return int(tokens.max())
+        return int(tokens.min()), int(tokens.max())
     starts = numpy.linspace(0, len(tokens) - _CHECKED_CHUNK_TOKENS, _CHECKED_CHUNKS, dtype=numpy.int64)
-    return max(int(tokens[start : start + _CHECKED_CHUNK_TOKENS].max()) for start in starts)
+    chunks = [tokens[start : start + _CHECKED_CHUNK_TOKENS] for start in starts]
+    return min(int(chunk.min()) for chunk in chunks), max(int(chunk.max()) for chunk in chunks)
 
 
-def num_samples(config: RunConfig, global_batch_size: int) -> tuple[int, int, int]:
-    """Sequences that the run draws from the training, validation and test split (stock Megatron-LM's numbers, which
-    decide the order of the samples)."""
+def global_batch_size(config: RunConfig) -> int:
+    """Sequences of one training step: --global-batch-size, or one micro-batch on every data-parallel rank."""
+    return config.training.global_batch_size or (
+        config.training.micro_batch_size * parallel_state.get_data_parallel_world_size()
+    )
+
+
+def num_iterations(config: RunConfig) -> int:
+    """Training steps of the run. With --train-samples as stock counts them: a last batch that is not full is left out.
+
+    Raises:
+        ValueError: --train-samples holds no full global batch.
+    """
     training = config.training
-    train = training.train_samples or (training.train_iters or 0) * global_batch_size
-    train_iters = training.train_iters or -(-train // global_batch_size)
+    if training.train_iters is not None or training.skip_train:
+        return training.train_iters or 0
+    samples, full_batch = training.train_samples or 0, global_batch_size(config)
+    consumed = iterations = 0
+    if training.rampup_batch_size:
+        start, increment, ramp = training.rampup_batch_size
+        calculator = RampupBatchsizeNumMicroBatchesCalculator(
+            full_batch,
+            training.micro_batch_size,
+            parallel_state.get_data_parallel_world_size(),
+            False,
+            1,  # a rank other than 0 prints nothing
+            start,
+            increment,
+            ramp,
+        )
+        while consumed <= min(ramp, samples):
+            calculator.update(consumed, False)
+            consumed += calculator.get_current_global_batch_size()
+            iterations += 1
+    iterations += max(0, samples - consumed) // full_batch
+    if iterations < 1:
+        raise ValueError(
+            f"--train-samples {samples} is less than one global batch; give at least --global-batch-size {full_batch}"
+        )
+    return iterations
+
+
+def num_samples(config: RunConfig, train_iters: int) -> tuple[int, int, int]:
+    """Sequences that the run draws from the training, validation and test split.
+
+    These are stock Megatron-LM's numbers: they decide the order of the samples.
+    """
+    training = config.training
+    batch = global_batch_size(config)
+    train = training.train_samples or train_iters * batch
     evaluations = 1 if training.skip_train else train_iters // training.eval_interval + 1
-    return train, evaluations * training.eval_iters * global_batch_size, training.eval_iters * global_batch_size
+    return train, evaluations * training.eval_iters * batch, training.eval_iters * batch
 
 
 class ConsecutiveBatches:
@@ -121,16 +184,18 @@ class Splits:
     train: Any
     validation: Any
     test: Any
+    has_test: bool
+    """Whether the run has a test split, also where this stage has no data."""
 
 
-def build_splits(config: RunConfig, tokenizer: Any, global_batch_size: int) -> Splits:
+def build_splits(config: RunConfig, tokenizer: Any, train_iters: int) -> Splits:
     """Check the data and build the splits, on all ranks together (Megatron Core's builder has barriers).
 
     Raises:
         ValueError: see `check_indexed_dataset`; or a split that is needed is shorter than one sequence.
     """
     dataset_config = _dataset_config(config, tokenizer)
-    sizes = list(num_samples(config, global_batch_size))
+    sizes = list(num_samples(config, train_iters))
     if not config.data.mock_data:
         _check_splits(config, dataset_config, tokenizer.vocab_size, sizes)
     needs_data = (
@@ -141,11 +206,16 @@ def build_splits(config: RunConfig, tokenizer: Any, global_batch_size: int) -> S
     dataset_class = MockGPTDataset if config.data.mock_data else GPTDataset
     try:
         built = BlendedMegatronDatasetBuilder(dataset_class, sizes, lambda: needs_data, dataset_config).build()
-    except OSError as error:
+    except Exception as error:  # Megatron Core wraps what the disk says
+        reason = error if isinstance(error, OSError) else error.__cause__
+        if not isinstance(reason, OSError):
+            raise
         raise ValueError(
-            f"--data-cache-path: the index cache can't be written ({error}); give a folder that can"
+            f"--data-cache-path {config.data.data_cache_path or '(beside the data)'}: the index cache can't be "
+            f"written ({reason.strerror}: {reason.filename}); give a folder that can"
         ) from error
-    return Splits(train=built[0], validation=built[1], test=built[2])
+    bounds = dataset_config.split_matrix or dataset_config.blend_per_split
+    return Splits(train=built[0], validation=built[1], test=built[2], has_test=bounds[2] is not None)
 
 
 def _dataset_config(config: RunConfig, tokenizer: Any) -> GPTDatasetConfig:

@@ -7,6 +7,7 @@ is one, nothing is patched. What was found out about Megatron Core stands in ``d
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import importlib
 import importlib.util
@@ -14,7 +15,9 @@ import logging
 import os
 import random
 import resource
+import signal
 import sys
+import threading
 import time
 import types
 import warnings
@@ -33,8 +36,14 @@ for _message in (
     r"The \.grad attribute of a Tensor that is not a leaf",
     r"`torch\.distributed\.\w+` is deprecated",
     "WARNING: there is no optimizer on RANK",
+    "`load_state_dict` is deprecated and will be removed",
+    "Please use DTensor instead and we are deprecating ShardedTensor",
 ):
     warnings.filterwarnings("ignore", message=f".*{_message}")
+
+logging.getLogger("megatron.core.rerun_state_machine").setLevel(
+    logging.ERROR
+)  # not used here, and says so at every start
 
 _FACTORIES = ("empty", "full", "ones", "rand", "randn", "tensor", "zeros")
 _MODULES_WITH_CUDA_LITERALS = (
@@ -131,47 +140,80 @@ def peak_memory_bytes() -> int:
 
 @contextlib.contextmanager
 def refusing(*kinds: type[Exception], prog: str) -> Iterator[None]:
-    """Turn an error of the given kinds into one line on stderr and exit code 2, on every rank."""
+    """Turn an error of the given kinds, on any rank, into one line on stderr and exit code 2 of every rank.
+
+    A rank whose code in here is sound ends too, also out of a collective in which it waits for the others.
+    """
+    is_over = threading.Event()
+    if _world_size() > 1:
+        threading.Thread(target=_end_with_the_others, args=(is_over, prog), daemon=True).start()
     try:
         yield
     except kinds as error:
         refuse(str(error), prog=prog)
+    finally:
+        is_over.set()
 
 
 def refuse(message: str, *, prog: str) -> NoReturn:
     """End this process with exit code 2 after one line from rank 0.
 
-    All ranks find the same fault at nearly the same moment. They wait for each other for a few seconds, else torchrun
-    would kill the slower ones with a signal of its own; a fault that only one rank sees is told by that rank.
+    Every rank is waited for, for `_PATIENCE_SECONDS`, else torchrun would kill the slower ones with a signal of its
+    own. Where rank 0 does not come, the rank that saw the fault tells it.
     """
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    _ending.acquire()  # never released: of this rank's two threads one speaks
+    ctypes.CDLL(None).signal(int(signal.SIGTERM), ctypes.c_void_p(1))  # SIG_IGN; Python's own is for the main thread
+    rank, world_size = int(os.environ.get("RANK", "0")), _world_size()
     line = f"{prog}: error: {' '.join(message.split())}"
     if rank == 0:
         print(line, file=sys.stderr, flush=True)
-    if world_size > 1 and not _all_ranks_refuse(world_size) and rank != 0:
+    if world_size > 1 and not _all_ranks_refuse(message, world_size) and rank != 0:
         print(f"{line} (seen by rank {rank} only)", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(2)  # a process group whose other ranks wait in a collective can't be torn down
 
 
-def _all_ranks_refuse(world_size: int, seconds: float = 10.0) -> bool:
-    """Whether every rank arrives here within `seconds`, counted in the store that torchrun keeps."""
+_PATIENCE_SECONDS = 30.0
+_ending = threading.Lock()
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _refusals() -> Any:
+    """The store that torchrun keeps, cut down to what refusing ranks tell each other in this start of the workers."""
+    patience = datetime.timedelta(seconds=_PATIENCE_SECONDS)
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = torch.distributed.TCPStore(*address, is_master=False, timeout=patience)
+    return torch.distributed.PrefixStore(f"bcd/refusal/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _all_ranks_refuse(message: str, world_size: int) -> bool:
+    """Tell the other ranks; whether all of them arrive here in time."""
     try:
-        store = torch.distributed.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            timeout=datetime.timedelta(seconds=seconds),
-        )
-        store.add("bcd/refused", 1)
-        deadline = time.monotonic() + seconds
-        while store.add("bcd/refused", 0) < world_size:
+        store = _refusals()
+        store.set("message", message)
+        store.add("ranks", 1)
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while store.add("ranks", 0) < world_size:
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.02)
         return True
     except Exception:  # no store, no waiting: the exit code is what counts
         return True
+
+
+def _end_with_the_others(is_over: threading.Event, prog: str) -> None:
+    """Until `is_over`, look whether another rank has refused, and refuse with it."""
+    try:
+        store = _refusals()
+        while not is_over.wait(0.1):
+            if store.check(["message"]):
+                refuse(store.get("message").decode(), prog=prog)
+    except Exception:  # no store, or it went away with torchrun
+        return
 
 
 def initialize_distributed(*, backend: str, timeout_minutes: int, tensor_size: int, pipeline_size: int) -> None:
@@ -221,6 +263,12 @@ def seed_everything(seed: int, *, data_parallel_random_init: bool = False) -> No
     state = torch.get_rng_state()
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     torch.set_rng_state(state)  # on a CPU the tracker above drew on the very generator that initialises the weights
+
+
+def use_deterministic_algorithms() -> None:
+    """Make PyTorch take deterministic kernels only, and fail where there is none (--deterministic-mode)."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
 
 
 def draw_as_stock_warm_up_does(

@@ -19,9 +19,10 @@ def summarize(
     config: RunConfig,
     partition: Partition,
     model: torch.nn.Module,
-    tokenizer: Any,
+    vocab_size: int,
     padded_vocab_size: int,
     global_batch_size: int,
+    train_iters: int,
     implementation: Implementation,
 ) -> RunSummary:
     """Collect the banner's figures from all ranks; a collective, the same on every rank."""
@@ -41,6 +42,7 @@ def summarize(
             num_parameters=rank["num_parameters"],
             num_active=num_active,
             precision=config.precision,
+            gradients_in_fp32=bool(config.ddp.get("grad_reduce_in_fp32")),
             data_parallel_size=data_size,
             distributed_optimizer=config.training.use_distributed_optimizer,
         )
@@ -58,7 +60,7 @@ def summarize(
             )
         )
     return RunSummary(
-        model=_describe_model(config, tokenizer, padded_vocab_size),
+        model=_describe_model(config, vocab_size, padded_vocab_size),
         parallel=f"pipeline {config.pipeline_size} x tensor {config.tensor_size} x data {data_size}, "
         f"{config.precision}",
         parameters_per_stage=per_stage,
@@ -67,7 +69,7 @@ def summarize(
         layout=partition.layout,
         steps_per_block=config.bcd.bcd_steps_per_block,
         full_model_state_bytes=tuple(state_bytes(rank, rank["num_parameters"]) for rank in ranks),
-        training=_describe_training(config, global_batch_size),
+        training=_describe_training(config, global_batch_size, train_iters),
         notes=(implementation.describe(),),
     )
 
@@ -102,29 +104,31 @@ def _from_all_ranks(mine: dict[str, Any]) -> list[dict[str, Any]]:
     return ranks
 
 
-def _describe_model(config: RunConfig, tokenizer: Any, padded_vocab_size: int) -> str:
+def _describe_model(config: RunConfig, vocab_size: int, padded_vocab_size: int) -> str:
     ffn = config.transformer.get("ffn_hidden_size") or 4 * config.hidden_size
-    return (
-        f"GPT, {config.num_layers} layers, hidden {config.hidden_size}, {config.transformer['num_attention_heads']} "
-        "heads, "
-        f"ffn {ffn}, vocabulary {tokenizer.vocab_size:,} (padded {padded_vocab_size:,}), sequence "
-        f"{config.model.seq_length:,}, "
-        f"{'tied' if config.tied else 'untied'} head"
+    parts = (
+        "GPT",
+        f"{config.num_layers} layers",
+        f"hidden {config.hidden_size}",
+        f"{config.transformer['num_attention_heads']} heads",
+        f"ffn {ffn}",
+        f"vocabulary {vocab_size:,} (padded {padded_vocab_size:,})",
+        f"sequence {config.model.seq_length:,}",
+        f"{'tied' if config.tied else 'untied'} head",
     )
+    return ", ".join(parts)
 
 
-def _describe_training(config: RunConfig, global_batch_size: int) -> str:
-    training, schedule, optimizer = config.training, config.schedule, config.optimizer
-    length = (
-        f"{training.train_iters:,} iterations"
-        if training.train_iters is not None
-        else f"{training.train_samples:,} samples"
-    )
+def _describe_training(config: RunConfig, global_batch_size: int, train_iters: int) -> str:
+    training, optimizer = config.training, config.optimizer
     if training.skip_train:
         return "evaluation only"
-    return (
-        f"{length}, global batch {global_batch_size} of micro-batches of {training.micro_batch_size}, lr "
-        f"{optimizer.get('lr')} "
-        f"{schedule.lr_decay_style}, {optimizer.get('optimizer', 'adam')}, clip {optimizer.get('clip_grad', 1.0)}, "
-        f"seed {training.seed}"
+    parts = (
+        f"{train_iters:,} iterations",
+        f"global batch {global_batch_size} of micro-batches of {training.micro_batch_size}",
+        f"lr {optimizer.get('lr')} {config.schedule.lr_decay_style}",
+        str(optimizer.get("optimizer", "adam")),
+        f"clip {optimizer.get('clip_grad', 1.0)}",
+        f"seed {training.seed}",
     )
+    return ", ".join(parts)

@@ -108,9 +108,7 @@ class GPT2BPETokenizer(Tokenizer):
         vocab = _read_vocab(vocab_file)
         merges = _read_merges(merge_file)
         if self.EOD_TOKEN not in vocab:
-            raise ValueError(
-                f"--vocab-file {vocab_file} has no token {self.EOD_TOKEN}; give GPT-2's encoder.json"
-            )
+            raise ValueError(f"--vocab-file {vocab_file} has no token {self.EOD_TOKEN}; give GPT-2's encoder.json")
         try:
             engine = Engine(models.BPE(vocab, merges))
         except Exception as error:  # the library raises bare Exception
@@ -120,9 +118,7 @@ class GPT2BPETokenizer(Tokenizer):
         engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         engine.decoder = decoders.ByteLevel()
         self._engine = engine
-        super().__init__(
-            vocab_size=len(vocab), eod=vocab[self.EOD_TOKEN], vocab_file=vocab_file, merge_file=merge_file
-        )
+        super().__init__(vocab_size=len(vocab), eod=vocab[self.EOD_TOKEN], vocab_file=vocab_file, merge_file=merge_file)
 
     def tokenize(self, text: str) -> list[int]:
         return list(self._engine.encode(text).ids)
@@ -267,14 +263,10 @@ def build_tokenizer(
         return HuggingFaceTokenizer(tokenizer_model=tokenizer_model)
     if tokenizer_type == "NullTokenizer":
         return NullTokenizer(vocab_size=vocab_size)
-    raise ValueError(
-        f"--tokenizer-type {tokenizer_type} is not supported; choose from {', '.join(TOKENIZER_TYPES)}"
-    )
+    raise ValueError(f"--tokenizer-type {tokenizer_type} is not supported; choose from {', '.join(TOKENIZER_TYPES)}")
 
 
-def padded_vocab_size(
-    vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int
-) -> int:
+def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int) -> int:
     """`vocab_size` rounded up to a multiple of both factors' product (stock Megatron's rule).
 
     50257 ids and 128 give 50304 rows at tensor parallel 1 and 50432 at 2.
@@ -315,9 +307,7 @@ def _read_vocab(path: str) -> dict[str, int]:
     except ValueError as error:
         raise ValueError(f"--vocab-file {path} is not JSON: {_one_line(error)}") from error
     if not isinstance(vocab, dict) or not _counts_from_zero(list(vocab.values())):
-        raise ValueError(
-            f"--vocab-file {path} must map every token to an id, 0 up to the number of tokens less 1"
-        )
+        raise ValueError(f"--vocab-file {path} must map every token to an id, 0 up to the number of tokens less 1")
     return vocab
 
 
@@ -335,9 +325,7 @@ def _read_merges(path: str) -> list[tuple[str, str]]:
                 if (number == 1 and line.startswith("#version")) or not words:
                     continue
                 if len(words) != 2:
-                    raise ValueError(
-                        f"--merge-file {path}, line {number}: expected two tokens, not {len(words)}"
-                    )
+                    raise ValueError(f"--merge-file {path}, line {number}: expected two tokens, not {len(words)}")
                 merges.append((words[0], words[1]))
     except UnicodeDecodeError as error:
         raise ValueError(f"--merge-file {path} is not UTF-8 text: {_one_line(error)}") from error
@@ -350,9 +338,7 @@ def _load_tokenizer_json(folder: str) -> tuple[Any, dict[str, str]]:
     try:
         engine = Engine.from_file(os.path.join(folder, "tokenizer.json"))
     except Exception as error:  # the library raises bare Exception
-        raise ValueError(
-            f"--tokenizer-model {folder}: cannot read its tokenizer.json: {_one_line(error)}"
-        ) from error
+        raise ValueError(f"--tokenizer-model {folder}: cannot read its tokenizer.json: {_one_line(error)}") from error
     # A model's input limits, saved along with it, must not cut or fill up documents.
     engine.no_truncation()
     engine.no_padding()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from megatron.core.num_microbatches_calculator import (
     update_num_microbatches,
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.timers import Timers
 
 from megatron.bcd import checkpoint, data, models, platform, summary
 from megatron.bcd.active_set import ActiveSet
@@ -65,9 +65,7 @@ class Trainer:
         self.phases = PhaseSchedule(
             num_blocks=self.partition.num_blocks, steps_per_block=config.bcd.bcd_steps_per_block
         )
-        self.global_batch_size = config.training.global_batch_size or (
-            config.training.micro_batch_size * parallel_state.get_data_parallel_world_size()
-        )
+        self.global_batch_size = data.global_batch_size(config)
         init_num_microbatches_calculator(
             torch.distributed.get_rank(),
             list(config.training.rampup_batch_size or ()) or None,
@@ -86,55 +84,63 @@ class Trainer:
         vocab_size = padded_vocab_size(
             tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, config.tensor_size
         )
-        self.splits = data.build_splits(config, tokenizer, self.global_batch_size)
+        self.train_iters = data.num_iterations(config)
+        self.splits = data.build_splits(config, tokenizer, self.train_iters)
         implementation = models.implementation_here(config)
         self.model = build_model(config, vocab_size, implementation)
         self.iteration = self.consumed_samples = self.consumed_validation_samples = 0
         checkpoint.load_weights_if_asked(config, self.model, reporter)
         self.active = ActiveSet(model=self.model, config=config, partition=self.partition, stage=self.stage)
         self.state = PhaseState()
-        self.scheduler = build_scheduler(self.config, self.active.optimizer, self.global_batch_size)
         self._switch_is_unchecked = True
+        self._validation_batches: Iterator[data.Batch] | None = None
         self._forward_backward = get_forward_backward_func()
-        reporter_summary = summary.summarize(
-            config=config,
-            partition=self.partition,
-            model=self.model,
-            tokenizer=tokenizer,
-            padded_vocab_size=vocab_size,
-            global_batch_size=self.global_batch_size,
-            implementation=implementation,
+        self._timers = Timers(log_level=0, log_option="max")
+        reporter.banner(
+            summary.summarize(
+                config=config,
+                partition=self.partition,
+                model=self.model,
+                vocab_size=tokenizer.vocab_size,
+                padded_vocab_size=vocab_size,
+                global_batch_size=self.global_batch_size,
+                train_iters=self.train_iters,
+                implementation=implementation,
+            )
         )
-        reporter.banner(reporter_summary)
+        if not config.training.skip_train:
+            self.active.build(self.phases.block(self.state))
+        self.scheduler = build_scheduler(self.config, self.active.optimizer, self.global_batch_size)
 
     def run(self) -> None:
         """Train to the end and evaluate, or with --skip-train only evaluate."""
         training = self.config.training
         if not training.skip_train:
-            gc.freeze()  # what was built so far lives as long as the run: a switch need not look through it
-            self.active.build(self.phases.block(self.state))
-            self.scheduler = build_scheduler(self.config, self.active.optimizer, self.global_batch_size)
             self._train()
         if training.eval_iters:  # as stock does: on the next samples, also where an interval ended just now
-            self._evaluate("validation")
-        if training.eval_iters and self.splits.test is not None:
-            self._evaluate("test")
+            self._evaluate("validation", is_final=True)
+        if training.eval_iters and self.splits.has_test:
+            self._evaluate("test", is_final=True)
 
     def _train(self) -> None:
         """The loop."""
         training, report = self.config.training, self.config.report
         batches = self._batches(self.splits.train, consumed_samples=0)
         self._set_train_mode(True)
+        gc.freeze()  # modules and data live as long as the run: a switch need not look through them for garbage
+        if training.manual_gc:
+            gc.disable()
         platform.reset_peak_memory()
         interval: list[StepResult] = []
-        while not self._is_finished():
+        while self.iteration < self.train_iters:
             update_num_microbatches(self.consumed_samples, consistency_check=False)
             result = self._train_step(batches)
             interval.append(result)
             self.iteration += 1
             self.consumed_samples += get_current_global_batch_size()
             self._check_switch_once(result)
-            if self.iteration % report.log_interval == 0 or self.iteration == 1:
+            is_last = self.iteration == self.train_iters
+            if self.iteration % report.log_interval == 0 or self.iteration == 1 or is_last:
                 self._log(interval)
                 # as stock does, the first iteration is told at once and counts in the first interval as well
                 interval = interval if self.iteration == 1 else []
@@ -145,23 +151,18 @@ class Trainer:
                 self.model,
                 self.active,
                 iteration=self.iteration,
-                is_last=self._is_finished(),
+                is_last=is_last,
                 reporter=self.reporter,
             )
-            self._advance_phase(result.loss)
+            if not is_last:
+                self._advance_phase(result.loss)
             if training.manual_gc and training.manual_gc_interval and self.iteration % training.manual_gc_interval == 0:
                 gc.collect()
 
-    def _is_finished(self) -> bool:
-        training = self.config.training
-        if training.train_iters is not None:
-            return self.iteration >= training.train_iters
-        assert training.train_samples is not None
-        return self.consumed_samples >= training.train_samples
-
     def _train_step(self, batches: Iterator[data.Batch]) -> StepResult:
-        start = time.perf_counter()
         assert self.active.optimizer is not None
+        timer = self._timers("train-step", log_level=0)
+        timer.start()
         self.active.zero_grad()
         losses = self._run_schedule(batches, get_num_microbatches(), forward_only=False)
         loss_sum, num_tokens = reduce_losses(losses).tolist()
@@ -179,12 +180,12 @@ class Trainer:
         successful, grad_norm, _ = self.active.optimizer.step()
         if successful:
             self.scheduler.step(get_current_global_batch_size())
-        platform.synchronize()
+        timer.stop()
         return StepResult(
             loss=loss,
             grad_norm=float(grad_norm) if successful else None,
             learning_rate=learning_rate,
-            milliseconds=(time.perf_counter() - start) * 1e3,
+            milliseconds=timer.elapsed() * 1e3,
         )
 
     def _run_schedule(
@@ -202,24 +203,25 @@ class Trainer:
         )
 
     def _advance_phase(self, loss: float) -> None:
-        """Count the step; at the end of the phase make the next block active, unless the run ends here."""
+        """Count the step; at the end of the phase make the next block active."""
         before, self.state = self.state, self.phases.after_step(self.state, loss=loss)
-        if self._is_finished() or not self.phases.is_switch(before, self.state):
+        if not self.phases.is_switch(before, self.state):
             return
-        start = time.perf_counter()
+        timer = self._timers("switch", log_level=0)
+        timer.start()
         self.active.dispose()
         self.active.build(self.phases.block(self.state))
         self.scheduler.optimizer = self.active.optimizer
         self.scheduler.step(0)  # the new optimizer's groups get the learning rate of now
         self._switch_is_unchecked = True
         platform.reset_peak_memory()
-        platform.synchronize()
+        timer.stop()
         self.reporter.phase(
             iteration=self.iteration,
             cycle=self.phases.cycle(self.state),
             phase=self.state.phase,
             block=self.phases.block(self.state),
-            switch_time_ms=(time.perf_counter() - start) * 1e3,
+            switch_time_ms=timer.elapsed() * 1e3,
         )
 
     def _check_switch_once(self, result: StepResult) -> None:
@@ -233,14 +235,13 @@ class Trainer:
         if problem:
             raise RuntimeError(f"iteration {self.iteration}, phase {self.state.phase}: {problem}")
 
-    def _evaluate(self, split: str) -> None:
+    @torch.no_grad()
+    def _evaluate(self, split: str, *, is_final: bool = False) -> None:
         """Mean loss over the next --eval-iters global batches of a split."""
-        dataset = getattr(self.splits, split)
         num_microbatches = self.global_batch_size // (
             self.config.training.micro_batch_size * parallel_state.get_data_parallel_world_size()
         )
-        consumed = self.consumed_validation_samples if split == "validation" else 0
-        batches = self._batches(dataset, consumed_samples=consumed)
+        batches = self._evaluation_batches(split)
         self.active.pause_parameter_gather()
         self._set_train_mode(False)
         total = torch.zeros(2, device=platform.device(), dtype=torch.float64)
@@ -257,11 +258,22 @@ class Trainer:
                 consumed_samples=self.consumed_samples,
                 split=split,
                 loss=loss_sum / max(num_tokens, 1.0),
+                is_final=is_final,
             )
         )
 
+    def _evaluation_batches(self, split: str) -> Iterator[data.Batch]:
+        """Each evaluation on the validation split goes on where the one before ended."""
+        if split == "test":
+            return self._batches(self.splits.test, consumed_samples=0)
+        if self._validation_batches is None:
+            self._validation_batches = self._batches(
+                self.splits.validation, consumed_samples=self.consumed_validation_samples
+            )
+        return self._validation_batches
+
     def _log(self, interval: list[StepResult]) -> None:
-        """One record for the steps since the last one: losses and times are means over those that were not skipped."""
+        """One record for the steps since the last one; the loss is the mean of those that were not skipped, if any."""
         done = [result for result in interval if not result.skipped]
         milliseconds = statistics.fmean(result.milliseconds for result in interval)
         model_state, peak = _gather(self.active.model_state_bytes(), platform.peak_memory_bytes())
@@ -272,7 +284,7 @@ class Trainer:
                 cycle=self.phases.cycle(self.state),
                 phase=self.state.phase,
                 block=self.phases.block(self.state),
-                loss=statistics.fmean(result.loss for result in done) if done else math.nan,
+                loss=statistics.fmean(result.loss for result in done or interval),
                 learning_rate=self.scheduler.get_lr({}),
                 grad_norm=interval[-1].grad_norm,
                 step_time_ms=milliseconds,
@@ -317,6 +329,8 @@ def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str) -> None
         platform.seed_everything(
             config.training.seed, data_parallel_random_init=config.training.data_parallel_random_init
         )
+        if config.transformer.get("deterministic_mode"):
+            platform.use_deterministic_algorithms()
         reporter = _reporter(config)
         trainer = Trainer(config, build_model, reporter)
     with reporter:
@@ -330,7 +344,7 @@ def _reporter(config: RunConfig) -> Reporter:
     if torch.distributed.get_rank() != 0:
         return SilentReporter()
     return Reporter(
-        train_iters=config.training.train_iters or 0,
+        train_iters=data.num_iterations(config),
         metrics_file=report.metrics_file,
         tensorboard_dir=report.tensorboard_dir,
         wandb_project=report.wandb_project,

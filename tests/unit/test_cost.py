@@ -280,3 +280,9 @@ def test_one_block_costs_full_training(layers: int, stages: int) -> None:
     """Exposes a saving where everything is active."""
     cut = _cut(layers=layers, stages=stages, blocks=1)
     assert compute_ratio(cut, 0) == total_compute_ratio(cut, 0) == 1.0
+
+
+def test_gradients_of_16_bits() -> None:
+    """Would count fp32 gradients in an fp16 run without --accumulate-allreduce-grads-in-fp32."""
+    budget = state_budget(precision="fp16", gradients_in_fp32=False)
+    assert (budget.weight, budget.gradient, budget.optimizer) == (2, 2, 12)

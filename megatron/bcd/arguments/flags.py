@@ -74,9 +74,7 @@ def dashed(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def _switch_names(
-    field: str, stock_name: str | None, default: Any
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _switch_names(field: str, stock_name: str | None, default: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Spellings that switch a field on, and off.
 
     Stock Megatron-LM has ``--a-b`` for a default of False, and ``--no-a-b`` and ``--disable-a-b`` for True.
@@ -128,9 +126,7 @@ def docstrings(core: Any) -> Mapping[str, str]:
 def _help_from(docstring: str) -> str:
     """The first sentence, without what ``--help`` says anyway."""
     sentence = re.split(r"\.(?:\s|$)", docstring)[0]
-    sentence = re.sub(
-        r"^(?:If (?:set to )?true|When set to true|Whether to),? ?", "", sentence, flags=re.IGNORECASE
-    )
+    sentence = re.sub(r"^(?:If (?:set to )?true|When set to true|Whether to),? ?", "", sentence, flags=re.IGNORECASE)
     first_word = sentence.split(" ", 1)[0]
     return sentence if not first_word.istitle() else sentence[:1].lower() + sentence[1:]
 

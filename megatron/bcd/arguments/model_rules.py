@@ -28,8 +28,7 @@ def check_network(run: Run, given: Mapping[str, Any]) -> None:
     else:
         refuse_unless(
             heads % groups == 0,
-            f"--num-attention-heads {heads} is not divisible by "
-            f"--num-query-groups {groups}: give a divisor of {heads}",
+            f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}: give a divisor of {heads}",
         )
     if run.position_embedding_type == "learned_absolute":
         refuse_unless(
@@ -56,8 +55,7 @@ def check_compatible(run: Run, given: Mapping[str, Any]) -> None:
     if "--no-create-attention-mask-in-dataloader" in given:
         refuse_unless(
             not run.reset_attention_mask,
-            "--no-create-attention-mask-in-dataloader: "
-            "--reset-attention-mask needs that mask; give only one of them",
+            "--no-create-attention-mask-in-dataloader: --reset-attention-mask needs that mask; give only one of them",
         )
 
 
@@ -79,8 +77,7 @@ def check_parallel(run: Run, world_size: int) -> None:
     groups = run.num_query_groups
     refuse_unless(
         groups is None or groups % tensor == 0 or tensor % groups == 0,
-        f"--num-query-groups {groups}: must be a multiple or a divisor of "
-        f"--tensor-model-parallel-size {tensor}",
+        f"--num-query-groups {groups}: must be a multiple or a divisor of --tensor-model-parallel-size {tensor}",
     )
     if run.sequence_parallel:
         refuse_unless(tensor > 1, "--sequence-parallel needs --tensor-model-parallel-size greater than 1")
@@ -93,8 +90,7 @@ def check_parallel(run: Run, world_size: int) -> None:
         refuse_unless(run.overlap_grad_reduce, "--overlap-param-gather needs --overlap-grad-reduce")
         refuse_unless(
             run.use_distributed_optimizer,
-            "--overlap-param-gather needs the distributed optimizer: "
-            "leave out --no-use-distributed-optimizer",
+            "--overlap-param-gather needs the distributed optimizer: leave out --no-use-distributed-optimizer",
         )
 
 

@@ -44,9 +44,7 @@ def _help_text(flag: Flag) -> str:
 def _add_flag(group: Any, flag: Flag) -> None:
     common: dict[str, Any] = {"dest": flag.field, "default": argparse.SUPPRESS}
     if flag.type is not bool:
-        metavar = (
-            flag.metavar if flag.metavar or flag.choices else {int: "N", float: "X"}.get(flag.type, "TEXT")
-        )
+        metavar = flag.metavar if flag.metavar or flag.choices else {int: "N", float: "X"}.get(flag.type, "TEXT")
         group.add_argument(
             flag.names[0],
             **common,
@@ -90,16 +88,12 @@ def _parser(prog: str, flags: Iterable[Flag]) -> _Parser:
         description="Train with block coordinate descent on Megatron Core. Flags are Megatron-LM's, "
         "and --bcd-*; a flag of Megatron-LM that is not listed here is refused.",
     )
-    groups = {
-        title: parser.add_argument_group(title, table.GROUP_DESCRIPTIONS.get(title)) for title in table.GROUPS
-    }
+    groups = {title: parser.add_argument_group(title, table.GROUP_DESCRIPTIONS.get(title)) for title in table.GROUPS}
     for flag in sorted(flags, key=lambda flag: flag.field not in table.REQUIRED):
         _add_flag(groups[flag.group], flag)
     for row in stock.COMPATIBLE_FLAGS:
         _add_compatible_flag(groups[table.COMPATIBILITY], row)
-    parser.add_argument_group("help").add_argument(
-        "-h", "--help", action="help", help="show this text and exit"
-    )
+    parser.add_argument_group("help").add_argument("-h", "--help", action="help", help="show this text and exit")
     return parser
 
 
@@ -136,9 +130,7 @@ def _check_names(argv: Sequence[str], known: frozenset[str]) -> None:
             )
             raise ValueError(f"{name} is a Megatron-LM flag that Megatron-BCD does not support ({reason})")
         near = difflib.get_close_matches(name, sorted(known), n=1)
-        raise ValueError(
-            f"unknown flag {name}; " + (f"did you mean {near[0]}?" if near else "--help lists all flags")
-        )
+        raise ValueError(f"unknown flag {name}; " + (f"did you mean {near[0]}?" if near else "--help lists all flags"))
 
 
 def _parse(argv: Sequence[str], *, prog: str, flags: tuple[Flag, ...]) -> dict[str, Any]:
@@ -148,9 +140,7 @@ def _parse(argv: Sequence[str], *, prog: str, flags: tuple[Flag, ...]) -> dict[s
         _check_names(argv, frozenset(name for action in parser._actions for name in action.option_strings))
     namespace, rest = parser.parse_known_args(list(argv))
     if rest:
-        raise ValueError(
-            f"unexpected argument {rest[0]!r}: every value belongs to a flag that starts with --"
-        )
+        raise ValueError(f"unexpected argument {rest[0]!r}: every value belongs to a flag that starts with --")
     return {key: tuple(value) if isinstance(value, list) else value for key, value in vars(namespace).items()}
 
 
@@ -199,9 +189,7 @@ def _derive_tokenizer(values: dict[str, Any]) -> None:
 def _following_core_fields(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """(section, field, value) of Megatron Core fields that follow from flags that set other fields."""
     is_fused = (
-        values["bias_swiglu_fusion"]
-        if values["swiglu"]
-        else values["bias_gelu_fusion"] and values["add_bias_linear"]
+        values["bias_swiglu_fusion"] if values["swiglu"] else values["bias_gelu_fusion"] and values["add_bias_linear"]
     )
     yield "transformer", "bias_activation_fusion", is_fused
     for section in ("optimizer", "ddp"):

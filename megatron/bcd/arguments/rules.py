@@ -51,11 +51,7 @@ def _check_required(run: Run) -> None:
         missing.append("--train-iters (or --train-samples)")
     if run.tokenizer_type is None:
         missing.append("--tokenizer-type")
-    if not (
-        run.mock_data or run.data_path or run.train_data_path or run.valid_data_path or run.test_data_path
-    ):
+    if not (run.mock_data or run.data_path or run.train_data_path or run.valid_data_path or run.test_data_path):
         missing.append("--data-path")
     verb, pronoun = ("is", "it") if len(missing) == 1 else ("are", "them")
-    refuse_unless(
-        not missing, f"{', '.join(missing)} {verb} missing: give {pronoun}; --help describes every flag"
-    )
+    refuse_unless(not missing, f"{', '.join(missing)} {verb} missing: give {pronoun}; --help describes every flag")

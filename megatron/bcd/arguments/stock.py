@@ -21,9 +21,7 @@ ANY_NUMBER = ("N",)
 COMPATIBLE_FLAGS = (
     CompatibleFlag(name="--use-mcore-models", why="models are always Megatron Core's"),
     CompatibleFlag(name="--use-flash-attn", why="a flash kernel is taken where there is one"),
-    CompatibleFlag(
-        name="--no-create-attention-mask-in-dataloader", why="attention makes its causal mask itself"
-    ),
+    CompatibleFlag(name="--no-create-attention-mask-in-dataloader", why="attention makes its causal mask itself"),
     CompatibleFlag(
         name="--no-position-embedding",
         why="with --position-embedding-type rope or none there is no position table",
@@ -46,12 +44,8 @@ COMPATIBLE_FLAGS = (
     ),
     CompatibleFlag(name="--no-overlap-p2p-communication", why="only interleaved schedules overlap it"),
     CompatibleFlag(name="--no-align-param-gather", why="stages gather weights independently"),
-    CompatibleFlag(
-        name="--num-dataset-builder-threads", values=("1",), why="datasets are built by one thread"
-    ),
-    CompatibleFlag(
-        name="--empty-unused-memory-level", values=("0",), why="memory is given back at switches only"
-    ),
+    CompatibleFlag(name="--num-dataset-builder-threads", values=("1",), why="datasets are built by one thread"),
+    CompatibleFlag(name="--empty-unused-memory-level", values=("0",), why="memory is given back at switches only"),
     CompatibleFlag(name="--timing-log-level", values=("0",), why="steps are timed, their parts are not"),
     CompatibleFlag(
         name="--tensorboard-queue-size",
@@ -59,9 +53,7 @@ COMPATIBLE_FLAGS = (
         why="how many events wait in memory changes no event",
     ),
     CompatibleFlag(name="--log-throughput", why="tokens per second are always logged"),
-    CompatibleFlag(
-        name="--log-validation-ppl-to-tensorboard", why="the validation perplexity is always written"
-    ),
+    CompatibleFlag(name="--log-validation-ppl-to-tensorboard", why="the validation perplexity is always written"),
     CompatibleFlag(name="--log-memory-to-tensorboard", why="memory is always written"),
     CompatibleFlag(name="--no-one-logger", why="nothing is sent to NVIDIA's OneLogger"),
     CompatibleFlag(name="--no-async-tensor-model-parallel-allreduce", why="Megatron Core ignores it"),

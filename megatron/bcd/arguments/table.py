@@ -195,18 +195,14 @@ TRANSFORMER_FLAGS = (
         group=PARALLELISM,
         help="split norms and dropout over the tensor parallel ranks, along the sequence",
     ),
-    CoreFlag(
-        field="recompute_granularity", group=RECOMPUTATION, help="whole layers, or only --recompute-modules"
-    ),
+    CoreFlag(field="recompute_granularity", group=RECOMPUTATION, help="whole layers, or only --recompute-modules"),
     CoreFlag(
         field="recompute_method",
         group=RECOMPUTATION,
         help="with full: in chunks of --recompute-num-layers layers (uniform), or the first "
         "--recompute-num-layers of each stage (block)",
     ),
-    CoreFlag(
-        field="recompute_num_layers", group=RECOMPUTATION, help="layers that --recompute-method speaks of"
-    ),
+    CoreFlag(field="recompute_num_layers", group=RECOMPUTATION, help="layers that --recompute-method speaks of"),
     CoreFlag(
         field="recompute_modules",
         group=RECOMPUTATION,
@@ -321,9 +317,7 @@ DERIVED_FLAGS = (
         help="the same as --position-embedding-type rope",
     ),
     DerivedFlag(field="bias_gelu_fusion", group=PRECISION, default=True, help="fused bias and GELU, on GPUs"),
-    DerivedFlag(
-        field="bias_swiglu_fusion", group=PRECISION, default=True, help="fused bias and SwiGLU, on GPUs"
-    ),
+    DerivedFlag(field="bias_swiglu_fusion", group=PRECISION, default=True, help="fused bias and SwiGLU, on GPUs"),
     DerivedFlag(
         field="grad_reduce_in_bf16",
         group=PRECISION,

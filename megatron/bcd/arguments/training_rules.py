@@ -47,9 +47,7 @@ def check_length(run: Run, given: Mapping[str, Any]) -> None:
     )
     if run.train_iters is None and run.train_samples is None:
         return
-    length, other = (
-        ("--train-iters", "samples") if run.train_samples is None else ("--train-samples", "iters")
-    )
+    length, other = ("--train-iters", "samples") if run.train_samples is None else ("--train-samples", "iters")
     unit = "iters" if other == "samples" else "samples"
     for field in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         refuse_unless(
@@ -72,9 +70,7 @@ def check_learning_rate(run: Run, given: Mapping[str, Any]) -> None:
     unit = "iters" if run.train_samples is None else "samples"
     warmup, decay = getattr(run, f"lr_warmup_{unit}"), getattr(run, f"lr_decay_{unit}")
     if run.lr_warmup_fraction is not None:
-        refuse_unless(
-            not warmup, f"--lr-warmup-fraction and --lr-warmup-{unit} are both given: give one of them"
-        )
+        refuse_unless(not warmup, f"--lr-warmup-fraction and --lr-warmup-{unit} are both given: give one of them")
     if decay is None:
         return
     whole = f"--lr-decay-{unit}" if f"lr_decay_{unit}" in given else f"--train-{unit}"
@@ -103,8 +99,7 @@ def check_weight_decay(run: Run, given: Mapping[str, Any]) -> None:
         return
     refuse_unless(
         len(ends) == 2,
-        f"--weight-decay-incr-style {run.weight_decay_incr_style} needs "
-        "--start-weight-decay and --end-weight-decay",
+        f"--weight-decay-incr-style {run.weight_decay_incr_style} needs --start-weight-decay and --end-weight-decay",
     )
     start, end = run.start_weight_decay, run.end_weight_decay
     refuse_unless(
@@ -115,9 +110,7 @@ def check_weight_decay(run: Run, given: Mapping[str, Any]) -> None:
 
 def check_data(run: Run) -> None:
     per_split = [
-        flag_name(name)
-        for name in ("train_data_path", "valid_data_path", "test_data_path")
-        if getattr(run, name)
+        flag_name(name) for name in ("train_data_path", "valid_data_path", "test_data_path") if getattr(run, name)
     ]
     sources = ["--mock-data"] * run.mock_data + ["--data-path"] * bool(run.data_path) + per_split[:1]
     refuse_unless(len(sources) == 1, f"{' and '.join(sources)} are both given: give one of them")

@@ -55,7 +55,5 @@ def step_line(record: StepRecord, *, train_iters: int) -> str:
 
 def evaluation_line(record: EvalRecord) -> str:
     """The log line of an evaluation."""
-    return (
-        f"{record.split} at iteration {record.iteration:8d} | loss {record.loss:.6E}"
-        f" | perplexity {record.perplexity:,.3f}"
-    )
+    when = "at the end, iteration" if record.is_final else "at iteration"
+    return f"{record.split} {when} {record.iteration:8d} | loss {record.loss:.6E} | perplexity {record.perplexity:,.3f}"

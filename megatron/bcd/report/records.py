@@ -42,6 +42,8 @@ class EvalRecord:
     consumed_samples: int
     split: str
     loss: float
+    is_final: bool = False
+    """After the last training step: on samples of its own, also where an interval's evaluation came just before."""
 
     def __post_init__(self) -> None:
         assert self.split in ("validation", "test"), self.split
