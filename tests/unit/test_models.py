@@ -1,0 +1,84 @@
+"""Which modules the model is made of, and the core attention that replaces Megatron Core's local one."""
+
+from __future__ import annotations
+
+import math
+import types
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+
+from megatron.bcd import models
+from megatron.bcd.blocks import partition
+from megatron.bcd.models import ScaledDotProductAttention, choose_implementation
+
+
+@pytest.mark.parametrize(
+    ("flag", "machine", "expected"),
+    [
+        ("auto", {}, ("local", "scaled_dot_product_attention", "PyTorch LayerNorm")),
+        ("auto", {"apex": True}, ("local", "scaled_dot_product_attention", "Apex fused LayerNorm")),
+        ("auto", {"transformer_engine": True}, ("transformer_engine", "Transformer Engine", "Transformer Engine")),
+        ("local", {"transformer_engine": True}, ("local", "scaled_dot_product_attention", "PyTorch LayerNorm")),
+        ("transformer_engine", {"transformer_engine": True}, ("transformer_engine",) + ("Transformer Engine",) * 2),
+    ],
+)
+def test_choice(flag: str, machine: dict[str, bool], expected: tuple[str, str, str]) -> None:
+    """Would leave a fast path unused, or name one in the log that is not there."""
+    chosen = choose_implementation(
+        flag, **{"transformer_engine": False, "apex": False, **machine}, optimizer="PyTorch AdamW"
+    )
+    assert (chosen.layers, chosen.attention, chosen.norm) == expected
+    assert all(part in chosen.describe() for part in (*expected, "PyTorch AdamW"))
+
+
+def test_choice_details() -> None:
+    """Would promise Apex's norm for RMSNorm, which it lacks, or flash attention where unfused was asked for."""
+    absent = {"transformer_engine": False, "optimizer": "PyTorch AdamW"}
+    assert choose_implementation("auto", apex=True, normalization="RMSNorm", **absent).norm == "PyTorch RMSNorm"
+    unfused = choose_implementation("local", apex=False, attention_backend="unfused", **absent)
+    assert unfused.attention == "Megatron Core unfused"
+    with pytest.raises(ValueError, match="--transformer-impl transformer_engine needs"):
+        choose_implementation("transformer_engine", apex=True, **absent)
+
+
+def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
+    """softmax(q k / sqrt(D)) v, written out: [S, B, N, D] each (equal heads), masked [S, S]; returns [S, B, N * D]."""
+    scores = torch.einsum("qbnd,kbnd->bnqk", q, k) / math.sqrt(q.size(-1))
+    probabilities = scores.masked_fill(masked, -math.inf).softmax(-1)
+    return torch.einsum("bnqk,kbnd->qbnd", probabilities, v).flatten(2)
+
+
+@pytest.mark.parametrize("num_groups", [4, 2])
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_attention(num_groups: int, with_mask: bool) -> None:
+    """Would scale twice, see the future, mix batch and sequence, or repeat the wrong key-value heads."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(7, 3, heads, 8) for heads in (4, num_groups, num_groups))
+    config = types.SimpleNamespace(attention_dropout=0.0, sequence_parallel=False)
+    attention = ScaledDotProductAttention(config, 1, AttnMaskType.causal, "self").eval()
+    masked = torch.ones(7, 7, dtype=torch.bool).triu(1)
+    if with_mask:
+        masked[5:, :5] = True  # a document begins at position 5
+    mask = masked[None, None] if with_mask else None
+    spread_k, spread_v = (x.repeat_interleave(4 // num_groups, dim=2) for x in (k, v))
+    expected = plain_attention(q, spread_k, spread_v, masked)
+    torch.testing.assert_close(attention(q, k, v, mask), expected)
+
+
+def test_every_parameter_has_a_block() -> None:
+    """Would leave a parameter out of every phase, or train it in two."""
+    names = ["embedding.word_embeddings.weight", "embedding.position_embeddings.weight"]
+    names += [f"decoder.layers.{layer}.mlp.linear_fc1.weight" for layer in range(6)]
+    names += ["decoder.final_layernorm.weight", "output_layer.weight"]
+    cut = partition(num_layers=6, num_stages=1, num_blocks=3, layout="spread", tied=False)
+    owners = {
+        name: [block for block in range(3) if models.is_active(name, partition=cut, block=block, stage=0)]
+        for name in names
+    }
+    assert {name: blocks for name, blocks in owners.items() if len(blocks) != 1} == {}
+    assert owners["decoder.layers.2.mlp.linear_fc1.weight"] == [1]
+    assert owners["output_layer.weight"] == owners["decoder.final_layernorm.weight"] == [2]
+    with pytest.raises(KeyError):
+        models.is_active("mtp.layers.0.weight", partition=cut, block=0, stage=0)
