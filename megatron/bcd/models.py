@@ -285,6 +285,14 @@ def build_model(config: RunConfig, padded_vocab_size: int, implementation: Imple
     return model
 
 
+@torch.no_grad()
+def broadcast_from_first_replica(model: torch.nn.Module) -> None:
+    """Give every data-parallel rank the weights of the first, where each drew its own (--data-parallel-random-init)."""
+    group = parallel_state.get_data_parallel_group()
+    for parameter in model.parameters():
+        torch.distributed.broadcast(parameter, src=parallel_state.get_data_parallel_src_rank(), group=group)
+
+
 def gpt_of(model: torch.nn.Module) -> GPTModel:
     """The GPTModel inside its wrappers."""
     while hasattr(model, "module"):

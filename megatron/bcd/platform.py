@@ -51,6 +51,7 @@ _MODULES_WITH_CUDA_LITERALS = (
     "megatron.core.optimizer.grad_scaler",
     "megatron.core.optimizer.optimizer",
     "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.transformer.utils",
     "megatron.core.utils",
 )
 

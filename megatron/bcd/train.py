@@ -88,6 +88,8 @@ class Trainer:
         self.splits = data.build_splits(config, tokenizer, self.train_iters)
         implementation = models.implementation_here(config)
         self.model = build_model(config, vocab_size, implementation)
+        if config.training.data_parallel_random_init:
+            models.broadcast_from_first_replica(self.model)
         self.iteration = self.consumed_samples = self.consumed_validation_samples = 0
         checkpoint.load_weights_if_asked(config, self.model, reporter)
         self.active = ActiveSet(model=self.model, config=config, partition=self.partition, stage=self.stage)
@@ -138,6 +140,7 @@ class Trainer:
             interval.append(result)
             self.iteration += 1
             self.consumed_samples += get_current_global_batch_size()
+            self.reporter.progress(self.iteration)
             self._check_switch_once(result)
             is_last = self.iteration == self.train_iters
             if self.iteration % report.log_interval == 0 or self.iteration == 1 or is_last:
