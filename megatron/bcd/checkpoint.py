@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.bcd.active_set import ActiveSet
 from megatron.bcd.config import RunConfig
@@ -31,9 +33,9 @@ def latest_iteration(folder: str) -> int | None:
     tracker = os.path.join(folder, TRACKER)
     if not os.path.isfile(tracker):
         return None
-    with open(tracker) as file:
+    with open(tracker, encoding="utf-8", errors="backslashreplace") as file:
         text = file.read().strip()
-    if not text.isdigit():
+    if not (text.isascii() and text.isdigit()):
         raise ValueError(f"--load {folder}: {TRACKER} holds {text[:40]!r}, and should hold an iteration number")
     if not os.path.isdir(iteration_folder(folder, int(text))):
         raise ValueError(
@@ -67,15 +69,47 @@ def load_weights_if_asked(config: RunConfig, model: torch.nn.Module, reporter: R
             "start at iteration 0 with its weights"
         )
     gpt = gpt_of(model)
+    sharded = gpt.sharded_state_dict()
+    path = iteration_folder(folder, iteration)
+    _check_same_model(sharded, path, folder)
     try:
-        loaded = dist_checkpointing.load({"model": gpt.sharded_state_dict()}, iteration_folder(folder, iteration))
-        gpt.load_state_dict(loaded["model"], strict=True)
-    except Exception as error:  # the readers below raise many kinds
-        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        raise ValueError(
-            f"--load {folder}: the weights of iteration {iteration} don't fit this model or can't be read: {reason}"
-        ) from error
+        gpt.load_state_dict(dist_checkpointing.load({"model": sharded}, path)["model"], strict=True)
+    except (Exception, CheckpointException) as error:  # the readers below raise many kinds
+        raise _unreadable(folder, path, error) from error
     reporter.note(f"weights of {iteration_folder(folder, iteration)} loaded")
+
+
+def _check_same_model(sharded: dict[str, Any], path: str, folder: str) -> None:
+    """Compare names and whole shapes of this rank's weights with what the checkpoint says it holds, reading no weight.
+
+    Raises:
+        ValueError: one is absent or of another shape, or the checkpoint can't be read.
+    """
+    try:
+        saved = dist_checkpointing.load_tensors_metadata(path)
+    except (Exception, CheckpointException) as error:
+        raise _unreadable(folder, path, error) from error
+    for tensor in sharded.values():
+        if not isinstance(tensor, ShardedTensor):
+            continue
+        there, here = saved.get(tensor.key), list(tensor.global_shape)
+        if there is None:
+            found = "is not in it"
+        elif list(there.global_shape) == here or tensor.allow_shape_mismatch:  # the padded vocabulary may differ
+            continue
+        else:
+            found = f"is {list(there.global_shape)} in it"
+        raise ValueError(
+            f"--load {folder}: {path} is of another model: {tensor.key} {found} and {here} here; give the flags of the "
+            "run that saved it"
+        )
+
+
+def _unreadable(folder: str, path: str, error: BaseException) -> ValueError:
+    if isinstance(error, CheckpointException) and error.failures:  # its own text is every rank's traceback
+        error = next(iter(error.failures.values()))[0]
+    reason = " ".join([type(error).__name__, *str(error).split()])[:200]
+    return ValueError(f"--load {folder}: {path} can't be read ({reason}); give a checkpoint that is complete")
 
 
 def save_if_due(

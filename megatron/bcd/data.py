@@ -188,16 +188,34 @@ class Splits:
     """Whether the run has a test split, also where this stage has no data."""
 
 
-def build_splits(config: RunConfig, tokenizer: Any, train_iters: int) -> Splits:
-    """Check the data and build the splits, on all ranks together (Megatron Core's builder has barriers).
+@dataclass(frozen=True, kw_only=True)
+class SplitPlan:
+    """Data that was checked, before anything is written: Megatron Core's configuration, and sequences per split."""
+
+    dataset_config: GPTDatasetConfig
+    sizes: tuple[int, int, int]
+
+
+def plan_splits(config: RunConfig, tokenizer: Any, train_iters: int) -> SplitPlan:
+    """Check the data, reading only.
 
     Raises:
         ValueError: see `check_indexed_dataset`; or a split that is needed is shorter than one sequence.
     """
     dataset_config = _dataset_config(config, tokenizer)
-    sizes = list(num_samples(config, train_iters))
+    sizes = num_samples(config, train_iters)
     if not config.data.mock_data:
         _check_splits(config, dataset_config, tokenizer.vocab_size, sizes)
+    return SplitPlan(dataset_config=dataset_config, sizes=sizes)
+
+
+def build_splits(config: RunConfig, plan: SplitPlan) -> Splits:
+    """Build the splits and write their index cache, on all ranks together (Megatron Core's builder has barriers).
+
+    Raises:
+        ValueError: the index cache can't be written.
+    """
+    dataset_config = plan.dataset_config
     needs_data = (
         parallel_state.is_pipeline_first_stage()
         or parallel_state.is_pipeline_last_stage()
@@ -205,7 +223,9 @@ def build_splits(config: RunConfig, tokenizer: Any, train_iters: int) -> Splits:
     )
     dataset_class = MockGPTDataset if config.data.mock_data else GPTDataset
     try:
-        built = BlendedMegatronDatasetBuilder(dataset_class, sizes, lambda: needs_data, dataset_config).build()
+        built = BlendedMegatronDatasetBuilder(
+            dataset_class, list(plan.sizes), lambda: needs_data, dataset_config
+        ).build()
     except Exception as error:  # Megatron Core wraps what the disk says
         reason = error if isinstance(error, OSError) else error.__cause__
         if not isinstance(reason, OSError):
@@ -240,7 +260,7 @@ def _dataset_config(config: RunConfig, tokenizer: Any) -> GPTDatasetConfig:
     )
 
 
-def _check_splits(config: RunConfig, dataset_config: GPTDatasetConfig, vocab_size: int, sizes: list[int]) -> None:
+def _check_splits(config: RunConfig, dataset_config: GPTDatasetConfig, vocab_size: int, sizes: tuple[int, ...]) -> None:
     """Check every file of the blend, and that each split that is needed fills a sequence; a test split that does not
     is left out."""
     needed = sizes[0] > 0, config.training.eval_iters > 0, False

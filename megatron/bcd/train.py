@@ -27,6 +27,7 @@ from megatron.bcd.config import RunConfig
 from megatron.bcd.loss import forward_step, reduce_losses
 from megatron.bcd.lr_schedule import build_scheduler
 from megatron.bcd.phases import PhaseSchedule, PhaseState
+from megatron.bcd.refusal import refusing
 from megatron.bcd.report import EvalRecord, Reporter, StepRecord
 from megatron.bcd.report.silent import SilentReporter
 from megatron.bcd.tokenizer import build_tokenizer, padded_vocab_size
@@ -85,13 +86,14 @@ class Trainer:
             tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, config.tensor_size
         )
         self.train_iters = data.num_iterations(config)
-        self.splits = data.build_splits(config, tokenizer, self.train_iters)
+        plan = data.plan_splits(config, tokenizer, self.train_iters)
         implementation = models.implementation_here(config)
         self.model = build_model(config, vocab_size, implementation)
         if config.training.data_parallel_random_init:
             models.broadcast_from_first_replica(self.model)
         self.iteration = self.consumed_samples = self.consumed_validation_samples = 0
         checkpoint.load_weights_if_asked(config, self.model, reporter)
+        self.splits = data.build_splits(config, plan)  # the first to write: nothing that was asked for is wrong
         self.active = ActiveSet(model=self.model, config=config, partition=self.partition, stage=self.stage)
         self.state = PhaseState()
         self._switch_is_unchecked = True
@@ -322,7 +324,7 @@ def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str) -> None
 
     Exits with code 2, after one line from rank 0 and before any training, where data, files or machine don't fit.
     """
-    with platform.refusing(ValueError, prog=prog):
+    with refusing(ValueError, prog=prog):
         platform.initialize_distributed(
             backend=config.training.distributed_backend,
             timeout_minutes=config.training.distributed_timeout_minutes,

@@ -16,4 +16,4 @@ class SilentReporter(Reporter):
     def banner(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    step = progress = evaluation = phase = note = warning = close = banner  # type: ignore[assignment]
+    step = progress = evaluation = phase = note = warning = close = banner

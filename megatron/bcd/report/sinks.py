@@ -24,6 +24,14 @@ def json_line(values: Mapping[str, object]) -> str:
     return json.dumps(clean, allow_nan=False)
 
 
+def _try_to_write(folder: str) -> None:
+    """Raise OSError where no file can be made in `folder`, or in the nearest one above it that exists; leave none."""
+    while not os.path.lexists(folder):
+        folder = os.path.dirname(folder)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
 class MetricsFile:
     """JSON lines, each flushed.
 
@@ -38,12 +46,10 @@ class MetricsFile:
         # A pipe or device takes lines but must not be renamed over.
         self._in_place = os.path.exists(self._path) and not os.path.isfile(self._path)
         try:
-            os.makedirs(os.path.dirname(self._path), exist_ok=True)
             if os.path.isdir(self._path):
                 raise IsADirectoryError(21, "is a folder")
             if not self._in_place:
-                with tempfile.TemporaryFile(dir=os.path.dirname(self._path)):
-                    pass
+                _try_to_write(os.path.dirname(self._path))
                 if start_iteration > 0 and os.path.exists(self._path):
                     self._kept = self._lines_until(start_iteration)
         except (OSError, UnicodeDecodeError) as error:
@@ -74,6 +80,7 @@ class MetricsFile:
 
     def _open(self) -> IO[str]:
         if not self._in_place:
+            os.makedirs(os.path.dirname(self._path), exist_ok=True)
             aside = f"{self._path}.{os.getpid()}.tmp"
             with open(aside, "w", encoding="utf-8") as file:
                 file.writelines(self._kept)
@@ -116,28 +123,34 @@ def evaluation_scalars(record: EvalRecord) -> dict[str, float]:
 
 
 class TensorBoard:
+    """Checked when constructed, made at the first write, as the metrics file."""
+
     def __init__(self, folder: str, *, start_iteration: int) -> None:
         """Raises ValueError naming --tensorboard-dir where it is not installed or not writable."""
         try:
-            module = importlib.import_module("torch.utils.tensorboard")
+            self._module = importlib.import_module("torch.utils.tensorboard")
         except ImportError as error:
             raise ValueError("--tensorboard-dir needs TensorBoard: pip install tensorboard") from error
-        # After a resume TensorBoard must forget the points that the run is about to repeat.
-        purge = start_iteration + 1 if start_iteration > 0 else None
         try:
-            os.makedirs(folder, exist_ok=True)
-            self._writer: Any = module.SummaryWriter(folder, purge_step=purge)
+            _try_to_write(os.path.abspath(folder))
         except OSError as error:
             reason = f"{error.strerror}; give a folder that can be written"
             raise ValueError(f"--tensorboard-dir {folder}: {reason}") from error
+        self._folder = folder
+        # After a resume TensorBoard must forget the points that the run is about to repeat.
+        self._purge_step = start_iteration + 1 if start_iteration > 0 else None
+        self._writer: Any = None
 
     def write(self, scalars: Mapping[str, float], *, iteration: int) -> None:
+        if self._writer is None:
+            self._writer = self._module.SummaryWriter(self._folder, purge_step=self._purge_step)
         for tag, value in scalars.items():
             self._writer.add_scalar(tag, value, iteration)
         self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class Wandb:

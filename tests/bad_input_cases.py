@@ -1,0 +1,265 @@
+"""Every kind of bad input that ``test_bad_input.py`` tries: flags, a changed workplace, and what the line must name."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+
+BASE = {
+    "--num-layers": "6",
+    "--hidden-size": "32",
+    "--num-attention-heads": "4",
+    "--seq-length": "16",
+    "--micro-batch-size": "2",
+    "--global-batch-size": "4",
+    "--train-iters": "1",
+    "--lr": "1e-3",
+    "--tokenizer-type": "ByteLevelTokenizer",
+    "--data-path": "data/text_document",
+    "--split": "80,10,10",
+    "--num-workers": "0",
+    "--eval-iters": "1",
+    "--log-interval": "1",
+    "--metrics-file": "metrics.jsonl",
+}
+
+Prepare = Callable[[Path], None]
+
+
+def command_line(*extra: str, num_ranks: int = 1) -> list[str]:
+    """BASE, two pipeline stages on two ranks, then `extra`; of a flag given twice the later one counts."""
+    stages = ["--pipeline-model-parallel-size", "2"] if num_ranks == 2 else []
+    return [word for pair in BASE.items() for word in pair] + stages + list(extra)
+
+
+def write_dataset(prefix: Path, documents: list[list[int]], dtype: type = numpy.uint16) -> None:
+    """An indexed dataset as tools/preprocess_data.py writes it."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for document in documents:
+        builder.add_document(numpy.array(document, dtype=dtype), [len(document)])
+    builder.finalize(f"{prefix}.idx")
+
+
+def good_documents(largest: int = 256) -> list[list[int]]:
+    return [[*range(60), largest] for _ in range(40)]
+
+
+def nothing(folder: Path) -> None:
+    pass
+
+
+def edit(name: str, change: Callable[[bytes], bytes]) -> Prepare:
+    """Change one file of the workplace."""
+
+    def prepare(folder: Path) -> None:
+        path = folder / name
+        path.write_bytes(change(path.read_bytes()))
+
+    return prepare
+
+
+def put(name: str, content: bytes) -> Prepare:
+    """Write one file of the workplace."""
+    return edit(name, lambda _: content)
+
+
+def dataset(documents: list[list[int]], dtype: type = numpy.uint16, name: str = "text_document") -> Prepare:
+    return lambda folder: write_dataset(folder / "data" / name, documents, dtype)
+
+
+def gpt2_files(vocabulary: str, merges: bytes | None) -> Prepare:
+    def prepare(folder: Path) -> None:
+        (folder / "encoder.json").write_text(vocabulary)
+        if merges is not None:
+            (folder / "vocab.bpe").write_bytes(merges)
+
+    return prepare
+
+
+GPT2 = ("--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "encoder.json", "--merge-file", "vocab.bpe")
+VOCABULARY = json.dumps({token: i for i, token in enumerate(["a", "b", "ab", "<|endoftext|>"])})
+BIN, IDX = "data/text_document.bin", "data/text_document.idx"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """`flags` after BASE's, in a workplace that `prepare` changed, and what the line must name."""
+
+    name: str
+    flags: tuple[str, ...] = ()
+    named: tuple[str, ...]
+    prepare: Prepare = nothing
+    ranks: tuple[int, ...] = (1, 2)
+    read_only: str | None = None
+
+
+def case(name: str, *flags: str, named: str | tuple[str, ...], **options: object) -> Case:
+    return Case(name=name, flags=flags, named=(named,) if isinstance(named, str) else named, **options)  # type: ignore[arg-type]
+
+
+FLAG_CASES = (
+    case("unknown flag", "--bcd-blocks", "3", named=("--bcd-blocks", "--bcd-num-blocks")),
+    case("word without flag", "3", named="'3'"),
+    case("no number", "--lr", "fast", named="--lr"),
+    case("unsupported flag of Megatron-LM", "--num-experts", "4", named=("--num-experts", "Megatron-LM")),
+    case("heads", "--hidden-size", "33", named=("--hidden-size 33", "--num-attention-heads 4")),
+    case("few layers", "--num-layers", "2", named=("--num-layers 2", "at least 3"), ranks=(1,)),
+    case("few layers, 2 stages", "--num-layers", "5", named=("--num-layers 5", "at least 6"), ranks=(2,)),
+    case(
+        "few layers, submodel", "--num-layers", "7", "--bcd-layout", "submodel", "--bcd-num-blocks", "8",
+        named=("--num-layers 7", "at least 8"), ranks=(1,),
+    ),
+    case(
+        "blocks of layout stage", "--bcd-layout", "stage", "--bcd-num-blocks", "3",
+        named=("--bcd-num-blocks 3", "--bcd-layout stage"),
+    ),
+    case("world size", "--pipeline-model-parallel-size", "3", named=("--pipeline-model-parallel-size 3", "world size")),
+    case("tensor parallel", "--tensor-model-parallel-size", "4", named=("--tensor-model-parallel-size 4",)),
+    case(
+        "batch sizes", "--global-batch-size", "3", named=("--global-batch-size 3", "--micro-batch-size 2"), ranks=(1,)
+    ),
+    case(
+        "batch sizes, data parallel", "--pipeline-model-parallel-size", "1", "--global-batch-size", "6",
+        named=("--global-batch-size 6", "multiple of 4"), ranks=(2,),
+    ),
+    case("backend", "--distributed-backend", "nccl", named="--distributed-backend nccl"),
+    case("layers", "--transformer-impl", "transformer_engine", named="--transformer-impl transformer_engine"),
+    case("sequence parallel", "--sequence-parallel", named="--sequence-parallel", ranks=(1,)),
+    case(
+        "sequence parallel, local norms", "--sequence-parallel", "--pipeline-model-parallel-size", "1",
+        "--tensor-model-parallel-size", "2", named="--sequence-parallel", ranks=(2,),
+    ),
+    *(
+        () if importlib.util.find_spec("wandb") else (case("wandb", "--wandb-project", "a", named="--wandb-project"),)
+    ),
+)  # fmt: skip
+DATA_CASES = (
+    case("no such data", "--data-path", "data/nowhere", named=("--data-path data/nowhere", "nowhere.idx")),
+    case("no .bin", named=(BIN,), prepare=lambda folder: (folder / BIN).unlink()),
+    case("truncated .bin", named=BIN, prepare=edit(BIN, lambda content: content[:1001])),
+    case("empty .bin", named=BIN, prepare=put(BIN, b"")),
+    case("empty .idx", named=IDX, prepare=put(IDX, b"")),
+    case(".idx truncated in its header", named=IDX, prepare=edit(IDX, lambda content: content[:20])),
+    case(".idx truncated in its lengths", named=IDX, prepare=edit(IDX, lambda content: content[:60])),
+    case(".idx truncated at its end", named=IDX, prepare=edit(IDX, lambda content: content[:-8])),
+    case("text as .idx", named=IDX, prepare=put(IDX, b"once upon a time " * 50)),
+    case(
+        "noise behind the .idx header", named="data/text_document.",
+        prepare=edit(IDX, lambda content: content[:34] + b"\xa5" * (len(content) - 34)),
+    ),
+    case("bad type code in .idx", named=IDX, prepare=edit(IDX, lambda content: content[:17] + b"\xff" + content[18:])),
+    case(
+        "documents that overlap in .idx", named=IDX,
+        prepare=edit(IDX, lambda content: content[:-16] + content[-8:] + content[-16:-8]),
+    ),
+    case(
+        "a sequence elsewhere in .idx", named=(IDX, "damaged"),
+        prepare=edit(IDX, lambda content: content[: 34 + 40 * 4 + 8] + b"\x01" + content[34 + 40 * 4 + 9 :]),
+    ),
+    case("no documents", named="--data-path data/text_document", prepare=dataset([])),
+    case("empty documents", named="--data-path data/text_document", prepare=dataset([[], []])),
+    case(
+        "larger vocabulary", named=("--data-path data/text_document", "token 300", "--tokenizer-type", "257"),
+        prepare=dataset(good_documents(largest=300)),
+    ),
+    case(
+        "negative token", named=("--data-path data/text_document", "token -7"),
+        prepare=dataset(good_documents(largest=-7), numpy.int32),
+    ),
+    case(
+        "second file of a blend", "--data-path", "1", "data/text_document", "1", "data/other",
+        named="--data-path data/other", prepare=dataset(good_documents(300), name="other"),
+    ),
+    case("no validation share", "--split", "100,0,0", named=("--split", "validation", "--eval-iters 0")),
+    case("short validation split", "--split", "989,1,10", named=("--split 989,1,10", "validation")),
+    case("short validation data", "--seq-length", "512", named=("--split", "validation", "513")),
+    case("bad split", "--split", "1,2", named="--split"),
+)  # fmt: skip
+TOKENIZER_CASES = (
+    case("no vocabulary file", *GPT2, named="--vocab-file encoder.json"),
+    case("no merges file", *GPT2, named="--merge-file vocab.bpe", prepare=gpt2_files(VOCABULARY, None)),
+    case("vocabulary file flag absent", "--tokenizer-type", "GPT2BPETokenizer", named="--vocab-file"),
+    case("vocabulary is not JSON", *GPT2, named="--vocab-file encoder.json", prepare=gpt2_files("a b c", b"a b\n")),
+    case("vocabulary is a list", *GPT2, named="--vocab-file encoder.json", prepare=gpt2_files("[1, 2]", b"a b\n")),
+    case(
+        "merges of another vocabulary", *GPT2, named=("--merge-file vocab.bpe", "--vocab-file encoder.json"),
+        prepare=gpt2_files(VOCABULARY, b"#version: 0.2\na b\nx y\n"),
+    ),
+    case(
+        "merges are not text", *GPT2, named="--merge-file vocab.bpe",
+        prepare=gpt2_files(VOCABULARY, b"\xff\xfe\x00"),
+    ),
+    case(
+        "no SentencePiece model", "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", "a.model",
+        named="--tokenizer-model a.model",
+    ),
+    case(
+        "SentencePiece model is text", "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", "a_file",
+        named="--tokenizer-model a_file",
+    ),
+    case(
+        "no Hugging Face folder", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "nowhere",
+        named="--tokenizer-model nowhere",
+    ),
+)  # fmt: skip
+OUTPUT_CASES = tuple(
+    case(f"{flag[2:]}, {what}", flag, place, named=flag, read_only=read_only)
+    for flag in ("--save", "--metrics-file", "--tensorboard-dir", "--data-cache-path")
+    for what, place, read_only in (
+        ("below a file", "a_file/below", None),
+        ("in /proc", "/proc/below/it", None),
+        ("read-only", "data/below/it", "data"),
+    )
+) + (
+    case("metrics file is a folder", "--metrics-file", "data", named="--metrics-file data"),
+    case("data folder read-only", named="--data-cache-path", read_only="data"),
+    case(
+        "new outputs of wrong data",
+        "--data-path",
+        "data/nowhere",
+        "--metrics-file",
+        "new/metrics.jsonl",
+        "--tensorboard-dir",
+        "new/events",
+        "--save",
+        "new/saved",
+        named="--data-path data/nowhere",
+    ),
+)
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def truncate_weights(folder: Path) -> None:
+    for path in (folder / "saved").rglob("*.distcp"):
+        os.truncate(path, 100)
+
+
+LOAD_CASES = (
+    case("text in the tracker", named=("--load saved", TRACKER), prepare=put(f"saved/{TRACKER}", b"release")),
+    case("damaged tracker", named=("--load saved", TRACKER), prepare=put(f"saved/{TRACKER}", b"\xff1")),
+    case("tracker names nothing", named=("--load saved", "iter_0000009"), prepare=put(f"saved/{TRACKER}", b"9")),
+    case("wider model", "--hidden-size", "64", named=("--load saved", "embeddings.weight", "32]", "64]")),
+    case("deeper model", "--num-layers", "8", named=("--load saved", "decoder.layers", "[6,", "[8,")),
+    case("untied model", "--untie-embeddings-and-output-weights", named=("--load saved", "output_layer")),
+    case("truncated weights", named="--load saved: saved/iter_0000001", prepare=truncate_weights),
+    case(
+        "no metadata", named="--load saved: saved/iter_0000001",
+        prepare=lambda folder: (folder / "saved/iter_0000001/.metadata").unlink(),
+    ),
+)  # fmt: skip
+
+
+REAL_CASES = (
+    case("unknown flag", "--bcd-blocks", "3", named="--bcd-blocks"),
+    case("larger vocabulary", named="token 300", prepare=dataset(good_documents(largest=300)), ranks=(2,)),
+    case("save below a file", "--save", "a_file/below", named="--save a_file/below", ranks=(2,)),
+)

@@ -1,0 +1,185 @@
+"""Bad input: one line that names the flag or file, exit code 2 of every rank, nothing written.
+
+Most cases run in forks of one process (``tests/forked_runs.py``), on 1 and on 2 ranks; a few run as a user runs them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from bad_input_cases import (
+    DATA_CASES,
+    FLAG_CASES,
+    LOAD_CASES,
+    OUTPUT_CASES,
+    REAL_CASES,
+    TOKENIZER_CASES,
+    Case,
+    command_line,
+    good_documents,
+    write_dataset,
+)
+from forked_runs import CANNOT_MOUNT, ForkedRuns, RankResult
+
+PROG = "pretrain_gpt_bcd.py"
+EARLIER_METRICS = '{"iteration": 1, "loss": 1.0}\n'
+
+
+def snapshot(folder: Path) -> dict[str, str]:
+    """Every path below `folder`, with a digest of its bytes where it is a file."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(repo_root: Path) -> Iterator[ForkedRuns]:
+    with ForkedRuns(repo_root) as server:
+        yield server
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    """A folder in which BASE runs."""
+    write_dataset(tmp_path / "data" / "text_document", good_documents())
+    (tmp_path / "metrics.jsonl").write_text(EARLIER_METRICS)
+    (tmp_path / "a_file").write_text("not a folder\n")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def checkpoint(runs: ForkedRuns, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of BASE's model after its one step."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_dataset(folder / "data" / "text_document", good_documents())
+    (result,) = runs.run(command_line("--save", "saved"), folder=folder, num_ranks=1)
+    assert result.code == 0, result.stderr
+    return folder / "saved"
+
+
+def assert_refused(results: list[RankResult], *named: str) -> None:
+    """Every rank ended with 2; rank 0 said one line with all of `named` in it, the others nothing."""
+    if all(rank.code == CANNOT_MOUNT for rank in results):
+        pytest.skip("a read-only mount is not allowed here")
+    told = "\n".join(f"rank {i}: {rank.code}\n{rank.stdout}{rank.stderr}" for i, rank in enumerate(results))
+    assert [rank.code for rank in results] == [2] * len(results), told
+    assert [rank.stdout for rank in results] == [""] * len(results), told
+    assert [rank.stderr for rank in results[1:]] == [""] * (len(results) - 1), told
+    assert_one_line(results[0].stderr, *named)
+
+
+def assert_one_line(text: str, *named: str) -> None:
+    (line,) = text.splitlines()
+    assert line.startswith(f"{PROG}: error: "), line
+    missing = [name for name in named if name not in line]
+    assert not missing, f"{missing} not in: {line}"
+
+
+def with_ranks(cases: tuple[Case, ...]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        ("case", "num_ranks"),
+        [pytest.param(case, n, id=f"{case.name}, {n}".replace(" ", "_")) for case in cases for n in case.ranks],
+    )
+
+
+def check(case: Case, num_ranks: int, runs: ForkedRuns, folder: Path, *more: str) -> None:
+    case.prepare(folder)
+    before = snapshot(folder)
+    read_only = folder / case.read_only if case.read_only else None
+    words = command_line(*more, *case.flags, num_ranks=num_ranks)
+    results = runs.run(words, folder=folder, num_ranks=num_ranks, read_only=read_only)
+    assert_refused(results, *case.named)
+    assert snapshot(folder) == before
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_good_run(num_ranks: int, runs: ForkedRuns, workplace: Path) -> None:
+    """If BASE itself were refused, or forks did not work, every test below would pass for nothing."""
+    results = runs.run(command_line(num_ranks=num_ranks), folder=workplace, num_ranks=num_ranks)
+    assert [(rank.code, rank.stderr) for rank in results] == [(0, "")] * num_ranks
+    lines = [json.loads(line) for line in (workplace / "metrics.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines if "loss" in line] == [1]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_good_load(num_ranks: int, runs: ForkedRuns, workplace: Path, checkpoint: Path) -> None:
+    """As above for `test_load`, and a library's warning on stderr would make two lines of each refusal there."""
+    words = command_line("--load", str(checkpoint), "--finetune", num_ranks=num_ranks)
+    results = runs.run(words, folder=workplace, num_ranks=num_ranks)
+    assert [(rank.code, rank.stderr) for rank in results] == [(0, "")] * num_ranks
+
+
+@pytest.mark.parametrize("seen_by", [0, 1])
+def test_a_fault_that_one_rank_sees(seen_by: int, runs: ForkedRuns, tmp_path: Path) -> None:
+    """The other rank waits in a barrier: it must neither hang nor be killed by torchrun, and rank 0 speaks."""
+    results = runs.run([str(seen_by)], script="one_rank_refuses", folder=tmp_path, num_ranks=2)
+    told = f"one_rank_refuses.py: error: seen by rank {seen_by}\n"
+    assert [(rank.code, rank.stderr) for rank in results] == [(2, told), (2, "")]
+
+
+@with_ranks(FLAG_CASES)
+def test_flags(case: Case, num_ranks: int, runs: ForkedRuns, workplace: Path) -> None:
+    """A rule that only one rank checks leaves the others in a collective; a late one has written already."""
+    check(case, num_ranks, runs, workplace)
+
+
+@with_ranks(DATA_CASES)
+def test_data(case: Case, num_ranks: int, runs: ForkedRuns, workplace: Path) -> None:
+    """Megatron Core maps the files without a look: damage would be an index error in mid-training, or noise."""
+    check(case, num_ranks, runs, workplace)
+
+
+@with_ranks(TOKENIZER_CASES)
+def test_tokenizer(case: Case, num_ranks: int, runs: ForkedRuns, workplace: Path) -> None:
+    """Tokenizer libraries raise errors of their own, with other people's words in them."""
+    check(case, num_ranks, runs, workplace)
+
+
+@with_ranks(OUTPUT_CASES)
+def test_outputs(case: Case, num_ranks: int, runs: ForkedRuns, workplace: Path) -> None:
+    """A folder that refuses its first file after an hour of training has cost an hour."""
+    check(case, num_ranks, runs, workplace)
+
+
+@with_ranks(LOAD_CASES)
+def test_load(case: Case, num_ranks: int, runs: ForkedRuns, workplace: Path, checkpoint: Path) -> None:
+    """A checkpoint that does not fit must be named, and must survive: the run may save to the same folder."""
+    shutil.copytree(checkpoint, workplace / "saved")
+    check(case, num_ranks, runs, workplace, "--load", "saved", "--finetune", "--save", "saved")
+
+
+@with_ranks(REAL_CASES)
+def test_as_a_user_runs_it(case: Case, num_ranks: int, repo_root: Path, workplace: Path) -> None:
+    """Forks share one import: only a real start shows a library that writes a line, and torchrun's own report."""
+    case.prepare(workplace)
+    before = snapshot(workplace)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if num_ranks == 2 else []
+    done = subprocess.run(
+        [sys.executable, *launcher, str(repo_root / PROG), *command_line(*case.flags, num_ranks=num_ranks)],
+        cwd=workplace,
+        env=os.environ | {"PYTHONPATH": str(repo_root), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    ours = [line for line in done.stderr.splitlines() if line.startswith(f"{PROG}: error: ")]
+    assert_one_line("\n".join(ours), *case.named)
+    assert done.stdout == ""
+    if num_ranks == 1:
+        assert done.returncode == 2
+        assert done.stderr.splitlines() == ours
+    else:
+        assert done.stderr.splitlines()[0] == ours[0], "torchrun's report follows ours, and nothing comes before"
+        assert re.findall(r"exitcode +: (-?\d+)", done.stderr) == ["2"] * num_ranks, done.stderr
+        assert done.stderr.count("Traceback (most recent call last)") == 1, "torchrun's own"
+    assert snapshot(workplace) == before
