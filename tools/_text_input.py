@@ -34,9 +34,7 @@ def detect_format(path: str, input_format: str) -> str:
         return "jsonl"
     if ending == ".txt":
         return "txt"
-    raise ValueError(
-        f"--input {path}: cannot tell its format by its ending; give --input-format jsonl or txt"
-    )
+    raise ValueError(f"--input {path}: cannot tell its format by its ending; give --input-format jsonl or txt")
 
 
 def check_inputs(paths: Sequence[str], input_format: str) -> None:
@@ -131,6 +129,4 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
         help="jsonl: one JSON object a line; txt: each non-empty line, stripped, is a document; "
         "auto: by the ending .jsonl, .json or .txt (default)",
     )
-    group.add_argument(
-        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to read (default: text)"
-    )
+    group.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to read (default: text)")

@@ -99,9 +99,7 @@ class Encoder:
             num_input_bytes=sum(map(len, batch.lines)),
             num_documents=num_documents,
             documents={
-                key: EncodedDocuments(
-                    tokens=numpy.array(tokens[key], dtype=numpy.int32), lengths=lengths[key]
-                )
+                key: EncodedDocuments(tokens=numpy.array(tokens[key], dtype=numpy.int32), lengths=lengths[key])
                 for key in tokens
             },
         )
@@ -315,12 +313,8 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--tokenizer-model", metavar="PATH", help="SentencePiece model file, or local Hugging Face folder"
     )
-    group.add_argument(
-        "--vocab-size", type=int, metavar="N", help="NullTokenizer: ids 0..N-1, and N ends a document"
-    )
-    group.add_argument(
-        "--append-eod", action="store_true", help="end every document with the tokenizer's eod id"
-    )
+    group.add_argument("--vocab-size", type=int, metavar="N", help="NullTokenizer: ids 0..N-1, and N ends a document")
+    group.add_argument("--append-eod", action="store_true", help="end every document with the tokenizer's eod id")
     group = parser.add_argument_group("output and running")
     group.add_argument("--output-prefix", required=True, metavar="PREFIX", help="folders are created")
     group.add_argument("--workers", type=int, default=1, metavar="N", help="processes (default: 1)")
@@ -364,9 +358,7 @@ def run(args: argparse.Namespace) -> str:
             totals.add(batch)
             report(totals)
         if totals.num_tokens == 0:
-            raise ValueError(
-                f"--input {' '.join(args.input)}: no text in it, so there is no dataset to write"
-            )
+            raise ValueError(f"--input {' '.join(args.input)}: no text in it, so there is no dataset to write")
         writer.publish()
     return summary(list(writer.prefixes.values()), totals, time.perf_counter() - start)
 

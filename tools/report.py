@@ -84,9 +84,7 @@ def read_run(argument: str) -> Run:
         raise ValueError(f"--run {name}: {path}: empty, no line of training or evaluation in it")
     if len({len(step["model_state_bytes"]) for step in steps}) > 1:
         raise ValueError(f"--run {name}: {path}: the number of ranks changes; give a file of one world size")
-    return Run(
-        name=name.strip(), file=path, steps=steps, validations=validations, test=tests[-1] if tests else None
-    )
+    return Run(name=name.strip(), file=path, steps=steps, validations=validations, test=tests[-1] if tests else None)
 
 
 _NUMBERS = {
@@ -113,9 +111,7 @@ def _parsed(line: str, *, where: str) -> dict[str, Any]:
             if not isinstance(values.get(key), int | float):
                 raise ValueError(f"{where}: {key} is not a number")
     state = values.get("model_state_bytes")
-    if "loss" in values and not (
-        isinstance(state, list) and state and all(isinstance(n, int) for n in state)
-    ):
+    if "loss" in values and not (isinstance(state, list) and state and all(isinstance(n, int) for n in state)):
         raise ValueError(f"{where}: model_state_bytes is not a list of whole numbers")
     return values
 
@@ -129,9 +125,7 @@ def typical_step_ms(steps: Sequence[dict[str, Any]]) -> float:
     return statistics.fmean(medians[step["block"]] for step in steps)
 
 
-def _over_ranks(
-    steps: Sequence[dict[str, Any]], reduce: Callable[[Sequence[float]], float]
-) -> tuple[float, ...]:
+def _over_ranks(steps: Sequence[dict[str, Any]], reduce: Callable[[Sequence[float]], float]) -> tuple[float, ...]:
     """Per rank: each block's largest model state, then `reduce` over the blocks."""
     by_block: dict[int, list[int]] = {}
     for step in steps:
@@ -145,9 +139,7 @@ def figures_of(run: Run) -> Figures:
     steps = run.steps
     validation = run.validations[-1] if run.validations else {}
     test = run.test or {}
-    last = [lines[-1]["iteration"] for lines in (steps, run.validations) if lines] + [
-        test.get("iteration", 0)
-    ]
+    last = [lines[-1]["iteration"] for lines in (steps, run.validations) if lines] + [test.get("iteration", 0)]
     step_ms = typical_step_ms(steps) if steps else None
     tokens_per_step = [step["tokens_per_second"] * step["step_time_ms"] for step in steps]
     return Figures(

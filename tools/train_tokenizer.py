@@ -167,8 +167,7 @@ def run(args: argparse.Namespace) -> str:
     path = f"{args.output_prefix}.model"
     write_model(path, model)
     return (
-        f"{path}: {args.vocab_size:,} ids; "
-        f"use it with --tokenizer-type SentencePieceTokenizer --tokenizer-model {path}"
+        f"{path}: {args.vocab_size:,} ids; use it with --tokenizer-type SentencePieceTokenizer --tokenizer-model {path}"
     )
 
 

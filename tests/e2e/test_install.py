@@ -40,8 +40,11 @@ def pip(arguments: list[str]) -> None:
 
 def test_wheel_holds_megatron_bcd_and_nothing_else(wheel: Path, repo_root: Path) -> None:
     """A megatron/__init__.py in the wheel hides megatron.core; a forgotten room is missed by users only."""
-    here = {path.relative_to(repo_root).as_posix() for path in (repo_root / "megatron").rglob("*")
-            if path.is_file() and "__pycache__" not in path.parts}
+    here = {
+        path.relative_to(repo_root).as_posix()
+        for path in (repo_root / "megatron").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
         (license_name,) = [name for name in archive.namelist() if name.endswith("/LICENSE")]
@@ -55,11 +58,18 @@ def test_installed_beside_megatron_core(wheel: Path, tmp_path: Path, repo_root: 
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()
     pip(["install", "--no-deps", "--target", str(site), str(wheel)])
-    program = ("import importlib.metadata as m, megatron.bcd, megatron.core\n"
-               "print(megatron.bcd.__file__, megatron.core.__file__, sep='\\n')\n"
-               "print(megatron.bcd.__version__, m.version('megatron-bcd'))")
-    done = subprocess.run([sys.executable, "-c", program], cwd=elsewhere, capture_output=True, text=True,
-                          env=os.environ | {"PYTHONPATH": str(site)})
+    program = (
+        "import importlib.metadata as m, megatron.bcd, megatron.core\n"
+        "print(megatron.bcd.__file__, megatron.core.__file__, sep='\\n')\n"
+        "print(megatron.bcd.__version__, m.version('megatron-bcd'))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=elsewhere,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(site)},
+    )
     assert done.returncode == 0, done.stderr
     bcd, core, versions = done.stdout.splitlines()
     assert Path(bcd).is_relative_to(site)

@@ -169,9 +169,7 @@ def test_place_that_cannot_be_written(flag: str, name: str, tmp_path: Path) -> N
     assert (tmp_path / "file").read_text() == "kept"
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self").is_dir(), reason="needs Linux's /proc, where nobody can create a file"
-)
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs Linux's /proc, where nobody can create a file")
 def test_folder_that_refuses_files() -> None:
     """Would expose a check that asks for permission bits, which root always has, instead of writing."""
     with pytest.raises(ValueError, match=r"^--save /proc/self/x can't be written \("):

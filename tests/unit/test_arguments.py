@@ -207,9 +207,7 @@ def test_core_flag_matches_its_field(flag: Flag) -> None:
     else:
         text = str(flag.choices[-1]) if flag.choices else texts[flag.type]
         words, value = [flag.names[0], text], flag.type(text)
-        assert (
-            flag.type in allowed or flag.choices or flag.field in ("loss_scale_window", "initial_loss_scale")
-        )
+        assert flag.type in allowed or flag.choices or flag.field in ("loss_scale_window", "initial_loss_scale")
     namespace, rest = _parser(PROG, [flag]).parse_known_args(words)
     assert not rest
     assert getattr(namespace, flag.field) == ([value] if flag.nargs == "+" else value)
@@ -228,9 +226,7 @@ def test_every_core_field_is_supported_or_refused() -> None:
             name = dashed(field.name)
             if name in names or field.name.startswith("_"):
                 continue
-            with pytest.raises(
-                ValueError, match=f"^{name} is a Megatron-LM flag that Megatron-BCD does not support"
-            ):
+            with pytest.raises(ValueError, match=f"^{name} is a Megatron-LM flag that Megatron-BCD does not support"):
                 parse(name)
             refused += 1
     assert refused > 150
@@ -300,9 +296,7 @@ def test_words_that_are_refused(extra: list[str], words: list[str]) -> None:
 
 def test_run_config_survives_json() -> None:
     """Would expose a value that is not plain, or a tuple that comes back as a list."""
-    config = parse(
-        "--global-batch-size", "4", "--rampup-batch-size", "2", "2", "8", "--data-path", "1", "a", "2", "b"
-    )
+    config = parse("--global-batch-size", "4", "--rampup-batch-size", "2", "2", "8", "--data-path", "1", "a", "2", "b")
     assert run_config_from_dict(json.loads(json.dumps(run_config_to_dict(config)))) == config
     broken = run_config_to_dict(config)
     broken["bcd"]["bcd_flavour"] = 1

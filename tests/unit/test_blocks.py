@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from megatron.bcd.blocks import LAYOUTS, Partition, describe_layers, divide, partition
 
 
-def _make(
-    *, layers: int, stages: int, blocks: int | None = 3, layout: str = "spread", tied: bool = True
-) -> Partition:
+def _make(*, layers: int, stages: int, blocks: int | None = 3, layout: str = "spread", tied: bool = True) -> Partition:
     return partition(num_layers=layers, num_stages=stages, num_blocks=blocks, layout=layout, tied=tied)
 
 
@@ -191,9 +189,7 @@ def test_tied_copy_makes_the_last_stage_active_in_stage_layout() -> None:
 
 def test_own_pipeline_cut_is_used() -> None:
     """Exposes a partition that assumes an even pipeline while Megatron cut it otherwise."""
-    cut = partition(
-        num_layers=9, num_stages=2, num_blocks=3, layout="spread", tied=True, layers_per_stage=[3, 6]
-    )
+    cut = partition(num_layers=9, num_stages=2, num_blocks=3, layout="spread", tied=True, layers_per_stage=[3, 6])
     assert [block.layers for block in cut.blocks] == [(0, 3, 4), (1, 5, 6), (2, 7, 8)]
 
 

@@ -89,9 +89,7 @@ def test_parameters_of_well_known_models() -> None:
 def test_gpt2_is_the_closed_formula(layers: int, hidden: int, vocab: int, positions: int) -> None:
     """Exposes a formula that holds at the paper's sizes only, or an untied head that is not V x H."""
     tied = gpt2(num_layers=layers, hidden_size=hidden, vocab_size=vocab, num_positions=positions)
-    untied = gpt2(
-        num_layers=layers, hidden_size=hidden, vocab_size=vocab, num_positions=positions, tied=False
-    )
+    untied = gpt2(num_layers=layers, hidden_size=hidden, vocab_size=vocab, num_positions=positions, tied=False)
     expected = layers * (12 * hidden**2 + 13 * hidden) + (vocab + positions) * hidden + 2 * hidden
     assert tied.num_parameters == expected
     assert untied.num_parameters == expected + vocab * hidden
@@ -107,9 +105,7 @@ def test_gpt2_is_the_closed_formula(layers: int, hidden: int, vocab: int, positi
         ("bf16", "sgd", 2, 4, 8),
     ],
 )
-def test_budget_per_parameter(
-    precision: str, optimizer: str, weight: int, gradient: int, optimizer_bytes: int
-) -> None:
+def test_budget_per_parameter(precision: str, optimizer: str, weight: int, gradient: int, optimizer_bytes: int) -> None:
     """Exposes a forgotten fp32 master or a 16-bit main gradient: full is 16 in fp32, 18 in bf16."""
     budget = state_budget(precision=precision, optimizer=optimizer)
     assert (budget.weight, budget.gradient, budget.optimizer) == (weight, gradient, optimizer_bytes)
@@ -137,9 +133,7 @@ def test_model_state_is_designs_formula(unit: int, num_blocks: int, ranks: int) 
     precision=st.sampled_from(PRECISIONS),
     optimizer=st.sampled_from(OPTIMIZERS),
 )
-def test_model_state_grows_with_the_active_part(
-    total: int, ranks: int, precision: str, optimizer: str
-) -> None:
+def test_model_state_grows_with_the_active_part(total: int, ranks: int, precision: str, optimizer: str) -> None:
     """Exposes a frozen rank that is charged for gradients, and a part that costs more than everything."""
 
     def state(active: int) -> int:
@@ -267,9 +261,7 @@ def test_work_adds_up(layout: str, stages: int, extra_layers: int, prefix_cached
     cut = _cut(layers=3 * stages + extra_layers, stages=stages, blocks=None, layout=layout)
     for block in range(cut.num_blocks):
         whole = layer_work(cut, block, prefix_cached=prefix_cached)
-        by_stage = [
-            layer_work(cut, block, stage=stage, prefix_cached=prefix_cached) for stage in range(stages)
-        ]
+        by_stage = [layer_work(cut, block, stage=stage, prefix_cached=prefix_cached) for stage in range(stages)]
         assert whole.total == sum(work.total for work in by_stage)
         assert 0 < total_compute_ratio(cut, block, prefix_cached=prefix_cached) <= 1
         assert 0 < compute_ratio(cut, block, prefix_cached=prefix_cached) <= 1

@@ -31,8 +31,9 @@ def pins(root: Path) -> dict[str, str]:
 
 def project_files(root: Path) -> Iterator[Path]:
     """Text files that git would commit."""
-    listed = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-                            cwd=root, capture_output=True, text=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=root, capture_output=True, text=True
+    )
     if listed.returncode != 0:
         pytest.skip("needs git and a clone, to know which files are the project's")
     for name in listed.stdout.splitlines():
@@ -63,8 +64,11 @@ def test_pins(repo_root: Path) -> None:
 
 def test_setup_py_agrees_with_the_pins(repo_root: Path) -> None:
     """`pip install .` and requirements.txt would otherwise drift apart, and only one of them is tested."""
-    call = next(node for node in ast.walk(ast.parse((repo_root / "setup.py").read_text()))
-                if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setup")
+    call = next(
+        node
+        for node in ast.walk(ast.parse((repo_root / "setup.py").read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setup"
+    )
     given = {keyword.arg: keyword.value for keyword in call.keywords}
     extras = ast.literal_eval(given["extras_require"])
     wanted = ast.literal_eval(given["install_requires"]) + extras["figures"] + extras["huggingface"]
@@ -146,7 +150,8 @@ class FakeHouse:
         (self.root / "requirements.txt").write_text("torch==2.13.0\nrich==15.0.0\n")
         fake = self.bin / "python3"
         # "-m venv DIR" copies itself there; "-m pip install" fails while the file no-network exists.
-        fake.write_text(textwrap.dedent(f"""\
+        fake.write_text(
+            textwrap.dedent(f"""\
             #!/usr/bin/env bash
             case "$*" in
               *"-m venv"*) echo venv >> {self.log}; dir="${{@: -1}}"; rm -rf "$dir"; mkdir -p "$dir/bin"
@@ -155,7 +160,8 @@ class FakeHouse:
               *"-m pip --version"*) ;;
               *) exec {sys.executable} "$@" ;;
             esac
-            """))
+            """)
+        )
         fake.chmod(0o755)
 
     def setup(self, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -163,8 +169,13 @@ class FakeHouse:
         self.log.write_text("")
         clean = {name: value for name, value in os.environ.items() if name not in ("BCD_PYTHON", "PYTHON3")}
         clean["PATH"] = f"{self.bin}:{clean['PATH']}"
-        return subprocess.run(["bash", self.root / "examples" / "setup_env.sh"], cwd=self.bin, text=True,
-                              capture_output=True, env=clean | environment)
+        return subprocess.run(
+            ["bash", self.root / "examples" / "setup_env.sh"],
+            cwd=self.bin,
+            text=True,
+            capture_output=True,
+            env=clean | environment,
+        )
 
     @property
     def calls(self) -> list[str]:
@@ -213,12 +224,14 @@ def test_setup_repairs_a_venv_without_python(house: FakeHouse) -> None:
     assert house.calls[0] == "venv"
 
 
-@pytest.mark.parametrize("environment, message", [
-    ({"PYTHON3": "/bin/false"}, "no Python 3.11 to 3.13 among: /bin/false"),
-    ({"BCD_PYTHON": "/nowhere/python"}, "BCD_PYTHON=/nowhere/python is not a Python 3.11 to 3.13 that runs"),
-])
-def test_setup_says_which_python_is_wrong(
-        house: FakeHouse, environment: dict[str, str], message: str) -> None:
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        ({"PYTHON3": "/bin/false"}, "no Python 3.11 to 3.13 among: /bin/false"),
+        ({"BCD_PYTHON": "/nowhere/python"}, "BCD_PYTHON=/nowhere/python is not a Python 3.11 to 3.13 that runs"),
+    ],
+)
+def test_setup_says_which_python_is_wrong(house: FakeHouse, environment: dict[str, str], message: str) -> None:
     """A wrong interpreter must be one line, and must not leave half an environment behind."""
     done = house.setup(**environment)
     assert done.returncode == 1

@@ -101,9 +101,7 @@ def test_damaged_state_is_refused(values: dict[str, int], named: str) -> None:
         PhaseState.from_dict(values)
 
 
-@pytest.mark.parametrize(
-    ("blocks", "steps", "flag"), [(0, 5, "--bcd-num-blocks 0"), (3, 0, "--bcd-steps-per-block 0")]
-)
+@pytest.mark.parametrize(("blocks", "steps", "flag"), [(0, 5, "--bcd-num-blocks 0"), (3, 0, "--bcd-steps-per-block 0")])
 def test_bad_schedule_names_the_flag(blocks: int, steps: int, flag: str) -> None:
     """Exposes a division by zero shown to the user instead of the flag."""
     with pytest.raises(ValueError, match=flag):

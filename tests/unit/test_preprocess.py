@@ -72,9 +72,7 @@ def test_equals_stock_megatron(tmp_path: Path) -> None:
         target.writelines(json.dumps({"text": line.strip()}) + "\n" for line in source if line.strip())
     for name, source_file in (("txt", text), ("jsonl", jsonl)):
         preprocess("--input", source_file, "--output-prefix", tmp_path / name, *flags)
-        hashes = [
-            hashlib.sha256(part).hexdigest() for part in dataset_bytes(tmp_path / f"{name}_text_document")
-        ]
+        hashes = [hashlib.sha256(part).hexdigest() for part in dataset_bytes(tmp_path / f"{name}_text_document")]
         assert hashes == [reference["bin_sha256"], reference["idx_sha256"]], name
 
 
@@ -82,9 +80,7 @@ def test_text_lines_are_documents(tmp_path: Path) -> None:
     """Exposes a BOM taken for text, blank lines taken for documents, and white space kept at the ends."""
     source = tmp_path / "a.txt"
     source.write_bytes(b"\xef\xbb\xbf  first \r\n\n   \t\r\ncaf\xc3\xa9\n\xef\xbb\xbfx")
-    preprocess(
-        "--input", source, "--output-prefix", tmp_path / "new" / "folder" / "o", *BYTE_LEVEL, "--append-eod"
-    )
+    preprocess("--input", source, "--output-prefix", tmp_path / "new" / "folder" / "o", *BYTE_LEVEL, "--append-eod")
     assert read_sequences(tmp_path / "new" / "folder" / "o_text_document") == [
         [*b"first", 256],
         [*"caf\u00e9".encode(), 256],
@@ -150,9 +146,7 @@ def test_bad_input_leaves_nothing(
     if name is not None:
         source.write_bytes(content)
     before = sorted(tmp_path.rglob("*"))
-    error = expect_error(
-        capsys, ["--input", source, "--output-prefix", tmp_path / "new" / "deep" / "o", *BYTE_LEVEL]
-    )
+    error = expect_error(capsys, ["--input", source, "--output-prefix", tmp_path / "new" / "deep" / "o", *BYTE_LEVEL])
     assert expected in error
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -206,9 +200,7 @@ def test_bad_flags_are_named(
     """Exposes flags that are ignored, and errors that do not say which flag is meant."""
     source = tmp_path / "a.txt"
     source.write_text("words\n", encoding="utf-8")
-    assert expected in expect_error(
-        capsys, ["--input", source, "--output-prefix", tmp_path / "n" / "o", *flags]
-    )
+    assert expected in expect_error(capsys, ["--input", source, "--output-prefix", tmp_path / "n" / "o", *flags])
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
@@ -232,9 +224,7 @@ def test_null_tokenizer_takes_numbers(tmp_path: Path) -> None:
 def test_trained_tokenizer_end_to_end(tmp_path: Path) -> None:
     """Exposes a trained model that loses text or cannot end a document; run as the user runs the tools."""
     source = tmp_path / "a.txt"
-    lines = [f"the  quick brown fox {i} jumps over the lazy dog" for i in range(50)] + [
-        "na\u00efve \U0001f600"
-    ]
+    lines = [f"the  quick brown fox {i} jumps over the lazy dog" for i in range(50)] + ["na\u00efve \U0001f600"]
     source.write_text("\n".join(lines), encoding="utf-8")
     model = tmp_path / "new" / "sp.model"
 

@@ -54,9 +54,7 @@ def run_summary(num_ranks: int = 2) -> RunSummary:
         parameters_per_stage=(7_050_000, 7_040_000),
         total_parameters=7_650_000,
         blocks=(
-            BlockSummary(
-                index=0, layers="0, 3", share=0.875, extras="embedding", model_state_bytes=state(90)
-            ),
+            BlockSummary(index=0, layers="0, 3", share=0.875, extras="embedding", model_state_bytes=state(90)),
             BlockSummary(index=1, layers="1", share=0.125, model_state_bytes=state(30)),
         ),
         layout="spread",
@@ -121,10 +119,7 @@ def test_log_file_has_no_control_characters(monkeypatch: pytest.MonkeyPatch, cap
     text = capsys.readouterr().out
     assert all(character.isprintable() or character == "\n" for character in text)
     assert "a note over two lines\nwarning: mind the gap\n" in text
-    assert (
-        "-- phase 2 at iteration 10: cycle 1, block 0, layers 0, 3 and embedding active (switch 12 ms)"
-        in text
-    )
+    assert "-- phase 2 at iteration 10: cycle 1, block 0, layers 0, 3 and embedding active (switch 12 ms)" in text
     assert "validation at iteration       10 | loss 2.000000E+00 | perplexity 7.389\n" in text
 
 
@@ -299,9 +294,7 @@ def test_tensorboard_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     module.SummaryWriter = FakeSummaryWriter
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     folder = tmp_path / "tb"
-    with Reporter(
-        train_iters=60, start_iteration=4, tensorboard_dir=str(folder), console=log_console()
-    ) as reporter:
+    with Reporter(train_iters=60, start_iteration=4, tensorboard_dir=str(folder), console=log_console()) as reporter:
         tell_everything(reporter)
     writer = FakeSummaryWriter.made.pop()
     assert (writer.folder, writer.purge_step, writer.closed) == (str(folder), 5, True)
@@ -375,8 +368,6 @@ def test_wandb_that_is_absent_or_refuses(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_import_needs_no_torch() -> None:
     """A bottom-row room that drags torch into the planning tools."""
-    code = (
-        "import sys, megatron.bcd.report; sys.exit('torch' in sys.modules or 'megatron.core' in sys.modules)"
-    )
+    code = "import sys, megatron.bcd.report; sys.exit('torch' in sys.modules or 'megatron.core' in sys.modules)"
     root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

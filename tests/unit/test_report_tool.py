@@ -40,9 +40,7 @@ def write_run(path: Path, *, num_blocks: int, step_ms: tuple[float, ...], state_
                 "model_state_bytes": [state_mib[block] * MIB, state_mib[block] * MIB // 2],
             }
         )
-        lines.append(
-            {"iteration": iteration, "validation_loss": 8.0 / iteration, "validation_perplexity": 3.0}
-        )
+        lines.append({"iteration": iteration, "validation_loss": 8.0 / iteration, "validation_perplexity": 3.0})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(path)
 
@@ -106,9 +104,7 @@ def test_diverged_and_evaluation_only_runs(tool: Any, tmp_path: Path, capsys: An
     only = tmp_path / "eval.jsonl"
     only.write_text('{"iteration": 7, "validation_loss": 2.5, "validation_perplexity": 12.18}\n')
     arguments = ["--run", f"nan={diverged}", "--run", f"eval={only}"]
-    assert (
-        tool.main([*arguments, "--figure", str(tmp_path / "p.svg"), "--json", str(tmp_path / "t.json")]) == 0
-    )
+    assert tool.main([*arguments, "--figure", str(tmp_path / "p.svg"), "--json", str(tmp_path / "t.json")]) == 0
     rows = capsys.readouterr().out.splitlines()
     assert rows[1].split()[-2:] == ["nan", "nan"]
     assert rows[2].split() == ["eval", "-", "-", "-", "2.5000", "12.18"]

@@ -120,9 +120,7 @@ def test_gpt2_reads_the_end_token_as_text(gpt2: Tokenizer) -> None:
     assert gpt2.detokenize([gpt2.eod]) == "<|endoftext|>"
 
 
-@pytest.mark.parametrize(
-    "tokenizer_type", ["SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"]
-)
+@pytest.mark.parametrize("tokenizer_type", ["SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"])
 def test_sentencepiece_equals_megatron_core(tokenizer_type: str, sentencepiece_model: Path) -> None:
     """Exposes a begin-of-sentence id or extra ids that stock Megatron's data does not have."""
     tokenizer = build_tokenizer(tokenizer_type, tokenizer_model=str(sentencepiece_model))

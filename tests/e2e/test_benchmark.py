@@ -1,0 +1,112 @@
+"""tools/benchmark.py as a user starts it, on a tiny model. What it times is not asserted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.bcd import cost
+from megatron.bcd.blocks import partition
+
+LAYERS, HIDDEN, SEQUENCE, VOCABULARY = 6, 64, 16, 128
+SIZES = (f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 2 --seq-length {SEQUENCE} "
+         f"--vocab-size {VOCABULARY - 1} --rounds 2 --steps 2").split()  # fmt: skip
+
+
+def run(root: Path, *flags: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *launcher, "tools/benchmark.py", *SIZES, *flags]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=240)
+
+
+def measured(root: Path, folder: Path, *flags: str, ranks: int = 1) -> tuple[dict[str, Any], str]:
+    done = run(root, *flags, "--json", str(folder / "figures.json"), ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in folder.iterdir()] == ["figures.json"], "nothing else may be left behind"
+    return json.loads((folder / "figures.json").read_text()), done.stdout
+
+
+def expected_state(num_stages: int, layout: str) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
+    """Model state by block and by rank, and that of full training, from the formula for fp32 with Adam."""
+    shape = cost.gpt2(num_layers=LAYERS, hidden_size=HIDDEN, vocab_size=VOCABULARY, num_positions=SEQUENCE)
+    cut = partition(num_layers=LAYERS, num_stages=num_stages, num_blocks=3, layout=layout, tied=True)
+    held = cost.stage_parameters(shape, cut, padded_vocab_size=VOCABULARY)
+    blocks = [
+        tuple(
+            cost.model_state_bytes(num_parameters=parameters, num_active=active)
+            for parameters, active in zip(
+                held, cost.active_parameters(shape, cut, block.index, padded_vocab_size=VOCABULARY), strict=True
+            )
+        )
+        for block in cut.blocks
+    ]
+    return blocks, tuple(cost.model_state_bytes(num_parameters=count, num_active=count) for count in held)
+
+
+def check_state(figures: dict[str, Any], *, num_stages: int) -> None:
+    blocks, full = expected_state(num_stages, figures["layout"])
+    for row, expected in zip(figures["blocks"], blocks, strict=True):
+        assert row["full_model_state_bytes"] == pytest.approx(full, rel=0.03)
+        assert row["model_state_bytes"] == pytest.approx(expected, rel=0.03)
+
+
+def test_one_process(repo_root: Path, tmp_path: Path) -> None:
+    """A wrong bound or pairing, or weights that still count in full training's buffer while a block is active."""
+    figures, text = measured(repo_root, tmp_path)
+    assert [row["bound"] for row in figures["blocks"]] == pytest.approx([7 / 9, 6 / 9, 5 / 9])
+    assert figures["mean_bound"] == pytest.approx(2 / 3)
+    assert [row["layers"] for row in figures["blocks"]] == ["0-1", "2-3", "4-5"]
+    assert [row["extras"] for row in figures["blocks"]] == [["embedding"], [], ["final norm"]]
+    assert set(figures["turns"]) == {"full", "block 0", "block 1", "block 2"}
+    for turns in figures["turns"].values():
+        assert [(len(turn["warm_up_ms"]), len(turn["step_ms"])) for turn in turns] == [(1, 2), (1, 2)]
+        assert all(time > 0 for turn in turns for time in (turn["build_ms"], *turn["step_ms"]))
+    ratios = [row["ratio"] for row in figures["blocks"]]
+    assert figures["mean_ratio"] == pytest.approx(sum(ratios) / 3)
+    assert figures["mean_ratio_with_switches"] > figures["mean_ratio"]
+    check_state(figures, num_stages=1)
+    lines = text.splitlines()
+    assert lines[0].split()[:3] == ["block", "layers", "full"]
+    assert [line.split()[0] for line in lines[1:5]] == ["0", "1", "2", "mean"]
+    assert "\x1b" not in text, "no control characters in a pipe"
+    assert any(figures["hardware"] == line for line in lines) and figures["command"] in lines
+    assert f"--hidden-size {HIDDEN}" in figures["command"]
+
+
+@pytest.mark.parametrize("layout", ["spread", "submodel"])
+def test_two_stages(repo_root: Path, tmp_path: Path, layout: str) -> None:
+    """A stage without anything active that does not take part in a switch would hang; two ranks that write would
+    tear the file."""
+    figures, text = measured(
+        repo_root, tmp_path, "--pipeline-model-parallel-size", "2", "--bcd-layout", layout, ranks=2
+    )
+    assert figures["world_size"] == 2
+    bounds = {"spread": [7 / 9, 7 / 9, 7 / 9], "submodel": [7 / 9, 6 / 9, 6 / 9, 7 / 9, 6 / 9, 5 / 9]}[layout]
+    assert [row["bound"] for row in figures["blocks"]] == pytest.approx(bounds)
+    assert all(len(row["model_state_bytes"]) == 2 for row in figures["blocks"])
+    check_state(figures, num_stages=2)
+    assert text.count("with a switch every") == 1, "one rank speaks"
+    assert "torchrun --nproc-per-node 2 tools/benchmark.py" in figures["command"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bad_input(repo_root: Path, tmp_path: Path, ranks: int) -> None:
+    """A traceback instead of a line, or a half-written file of figures that were never measured."""
+    before = tmp_path / "figures.json"
+    before.write_text("as it was")
+    done = run(repo_root, "--json", str(before), "--no-such-flag", ranks=ranks)
+    assert "tools/benchmark.py: error: unknown flag --no-such-flag" in done.stderr
+    if ranks == 1:
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1
+    else:  # torchrun's own report follows
+        assert done.returncode != 0
+        assert done.stderr.count("tools/benchmark.py: error:") == 1
+        assert "exitcode  : 2" in done.stderr
+    assert before.read_text() == "as it was"
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
