@@ -66,8 +66,8 @@ TRAINING_ARGS=(
     --micro-batch-size 4
     --global-batch-size 16
     --train-iters "$ITERS"
-    --lr 2e-3
-    --min-lr 2e-4
+    --lr 1e-3
+    --min-lr 1e-4
     --lr-decay-style cosine
     --lr-warmup-iters 10
     --hidden-dropout 0
@@ -100,7 +100,7 @@ train() {
 # ---------------------------------------------------------------- train, compare
 STARTED=$SECONDS
 say "2/4 Block coordinate descent: $NUM_BLOCKS blocks, $WHERE, pipeline $PIPELINE, $ITERS steps"
-train bcd --bcd-num-blocks "$NUM_BLOCKS" --bcd-steps-per-block 25
+train bcd --bcd-num-blocks "$NUM_BLOCKS" --bcd-steps-per-block 50
 
 say "3/4 The same model with full-parameter updates, for comparison"
 train full --bcd-num-blocks 1

@@ -98,11 +98,30 @@ def _draw_losses(axes: Axes, runs: Sequence["Run"]) -> None:
     axes.set(xlim=(first, first + (last - first) * 1.01), xlabel="iteration", ylabel="loss (nats per token)")
     axes.set_title("Loss", loc="left", fontsize=13, fontweight="bold", pad=22)
     subtitle = "line: training (smoothed over thin), marker: validation"
+    if _leave_out_the_fall(axes, runs):
+        subtitle += ", the first fall is cut off"
     if phased is not None:
         subtitle += f", shade: active block of {phased.name}"
     axes.text(0, 1.02, subtitle, transform=axes.transAxes, fontsize=10, color=FAINT, va="bottom")
     axes.grid(axis="y", color="#b5b5b5", linewidth=0.6, alpha=0.5)
     axes.legend(handles=handles, loc="upper right", bbox_to_anchor=(0.99, 0.95))
+
+
+def _leave_out_the_fall(axes: Axes, runs: Sequence["Run"]) -> bool:
+    """End the axis a little above where a twentieth of the run was done; whether that cuts anything off.
+
+    The first steps fall so far that all later ones would lie on one line.
+    """
+    curves = [smoothed(_finite(run.steps, "loss")[1]) for run in runs]
+    settled = [value for curve in curves if len(curve) >= 40 for value in curve[len(curve) // 20 :]]
+    if not settled:
+        return False
+    low, high = min(settled), max(settled)
+    top = high + 0.15 * (high - low)
+    is_cut = top < max(max(curve) for curve in curves if curve)
+    if is_cut:
+        axes.set_ylim(low - 0.12 * (high - low), top)
+    return is_cut
 
 
 def _draw_model_state(axes: Axes, figures: Sequence["Figures"]) -> None:
