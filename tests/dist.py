@@ -1,0 +1,166 @@
+"""Worlds: several ranks that stay alive and run one function after another.
+
+Importing PyTorch and Megatron Core costs seconds in every process, so a test session starts one world per size and
+sends it functions (`World.run`). Every function runs on all ranks at once, in a process group over gloo; its results
+come back by rank, and an exception on any rank is raised in the test with that rank's traceback.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_SECONDS = 240.0  # below pytest's own, so that a world that hangs is ended here and tells where
+_GRACE_SECONDS = 5.0  # after one rank failed, for the others to fail by themselves
+
+
+class RankError(AssertionError):
+    """At least one rank raised, died or did not answer; the message holds what each rank said."""
+
+
+class World:
+    """`size` processes with one process group over gloo; they start at the first `run` and after a failure."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._store: Any = None
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_SECONDS, **kwargs: Any
+    ) -> list[Any]:
+        """`function(*args, **kwargs)` on every rank; the results by rank.
+
+        `function` is a module's own, not a nested one: the ranks find it by file and name. Arguments and results are
+        pickled; result types of a test's own file can't be, return plain values.
+
+        Raises:
+            RankError: a rank raised, died, or was silent for `timeout` seconds. The world is ended then.
+        """
+        if not self._processes:
+            self._start()
+        call = pickle.dumps((function.__code__.co_filename, function.__qualname__, args, kwargs))
+        for connection in self._connections:
+            connection.send_bytes(call)
+        answers = self._collect(time.monotonic() + timeout)
+        if all(answer is not None and answer[0] for answer in answers):
+            return [pickle.loads(answer[1]) for answer in answers if answer is not None]
+        message = f"{function.__name__} failed\n" + "\n".join(
+            self._describe(rank, answer) for rank, answer in enumerate(answers) if answer is None or not answer[0]
+        )
+        self.close()
+        raise RankError(message)
+
+    def close(self) -> None:
+        """End all ranks, whatever they do, and what they started (Megatron Core's checkpoint writer has helpers)."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.join(_GRACE_SECONDS)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+        self._processes, self._connections, self._store = [], [], None
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _start(self) -> None:
+        from torch.distributed import TCPStore
+
+        # the store lives here and takes a port that is free: no port is chosen before somebody listens on it
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._folder = tempfile.TemporaryDirectory(prefix="world_")
+        atexit.register(self.close)  # ranks are no daemons, for those may not start processes
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(self.size),
+                "LOCAL_WORLD_SIZE": str(self.size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self._store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": "0",
+                "OMP_NUM_THREADS": "1",
+            }
+            process = context.Process(target=_serve, args=(theirs, environment, self._log(rank)))
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def _log(self, rank: int) -> str:
+        assert self._folder is not None
+        return os.path.join(self._folder.name, f"rank_{rank}.log")
+
+    def _collect(self, deadline: float) -> list[tuple[bool, bytes] | None]:
+        """(success, pickled result or traceback) by rank; None for a rank that died or did not answer."""
+        answers: list[tuple[bool, bytes] | None] = [None] * self.size
+        waiting = {id(connection): rank for rank, connection in enumerate(self._connections)}
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for connection in wait([self._connections[rank] for rank in waiting.values()], timeout=left):
+                rank = waiting.pop(id(connection))
+                with contextlib.suppress(EOFError, OSError):
+                    answers[rank] = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
+                answer = answers[rank]
+                if answer is None or not answer[0]:
+                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        return answers
+
+    def _describe(self, rank: int, answer: tuple[bool, bytes] | None) -> str:
+        if answer is not None:
+            return f"--- rank {rank} of {self.size} raised\n{answer[1].decode()}"
+        process = self._processes[rank]
+        process.join(0)
+        state = "did not answer" if process.exitcode is None else f"died with exit code {process.exitcode}"
+        log = Path(self._log(rank)).read_text(errors="replace")[-2000:]
+        return f"--- rank {rank} of {self.size} {state}; the end of its output:\n{log}"
+
+
+def _serve(connection: Connection, environment: dict[str, str], log: str) -> None:
+    """A rank's life: take a function, run it, answer; until the world closes the connection."""
+    os.setpgid(0, 0)
+    os.environ.update(environment)
+    with open(log, "ab", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    while True:
+        try:
+            path, name, args, kwargs = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer = (True, pickle.dumps(_find(path, name)(*args, **kwargs)))
+        except BaseException:
+            answer = (False, traceback.format_exc().encode())
+        connection.send_bytes(pickle.dumps(answer))
+
+
+def _find(path: str, name: str) -> Callable[..., Any]:
+    """The function `name` of the file `path`, which is imported once under a name of its own."""
+    module_name = "rank_" + path.replace(os.sep, "_").removesuffix(".py")
+    module = sys.modules.get(module_name)
+    if module is None:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return getattr(module, name)

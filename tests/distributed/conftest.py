@@ -1,0 +1,78 @@
+"""Worlds of one, two and four ranks that live for the session, a small text, and weights that all of them share."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import worlds
+from dist import World
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _world(size: int) -> Iterator[World]:
+    world = World(size)
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="session")
+def world1() -> Iterator[World]:
+    """One rank, in a process of its own: the reference of the others."""
+    yield from _world(1)
+
+
+@pytest.fixture(scope="session")
+def world2() -> Iterator[World]:
+    """Two ranks."""
+    yield from _world(2)
+
+
+@pytest.fixture(scope="session")
+def world4() -> Iterator[World]:
+    """Four ranks."""
+    yield from _world(4)
+
+
+@pytest.fixture(scope="session")
+def text_data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Prefix of a small indexed dataset: Python source, one document per paragraph, byte by byte."""
+    folder = tmp_path_factory.mktemp("text")
+    text = "\n".join(line for line in inspect.getsource(argparse).splitlines() if line.strip())
+    (folder / "text.txt").write_text(text, encoding="utf-8")
+    subprocess.run(
+        [sys.executable, "tools/preprocess_data.py", "--input", str(folder / "text.txt")]
+        + ["--output-prefix", str(folder / "text"), "--tokenizer-type", "ByteLevelTokenizer"]
+        + ["--append-eod", "--workers", "1"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
+    return str(folder / "text_text_document")
+
+
+@pytest.fixture(scope="session")
+def initial_weights(
+    world1: World, text_data: str, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., dict[str, object]]:
+    """Flags that give every parallel layout the same initial weights: drawn once on one rank, read by all.
+
+    Megatron Core seeds each stage and tensor slice differently, so runs that draw their own differ from the start.
+    """
+    folders: dict[str, str] = {}
+
+    def flags(**network: object) -> dict[str, object]:
+        key = repr(sorted(network.items()))
+        if key not in folders:
+            folder = str(tmp_path_factory.mktemp("weights"))
+            world1.run(worlds.save_initial_weights, worlds.run_config(data_path=text_data, **network), folder)
+            folders[key] = folder
+        return {"load": folders[key], "finetune": True, "data_path": text_data, **network}
+
+    return flags

@@ -1,0 +1,171 @@
+"""Invariant 4: a step changes the active block and nothing else; and the run's own check sees it if not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import worlds
+from dist import World
+
+from megatron.bcd.config import RunConfig
+from megatron.bcd.models import gpt_of
+
+PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2}
+CUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "data2": {"world_size": 2},
+    "data2_plain_optimizer": {"world_size": 2, "no_use_distributed_optimizer": True},
+    "tensor2": {"world_size": 2, "tensor_model_parallel_size": 2},
+    "spread": PIPELINE,
+    "stage": PIPELINE | {"bcd_layout": "stage", "bcd_num_blocks": None},
+    "submodel": PIPELINE | {"bcd_layout": "submodel"},
+}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True, "initial_loss_scale": 256},
+}
+
+
+def changes_of_every_step(config: RunConfig) -> list[dict[str, Any]]:
+    """After each step, against the end of the step before: names of changed parameters, masters changed and held."""
+    before: dict[str, Any] = {}
+    steps = []
+
+    def remember(one: worlds.RecordingTrainer) -> None:
+        before["weights"] = worlds.weights_of(one.model)
+        before["masters"] = [master.detach().clone() for master in worlds.masters_of(one)]
+
+    def compare(one: worlds.RecordingTrainer) -> None:
+        masters = worlds.masters_of(one)
+        changed = [not torch.equal(*pair) for pair in zip(masters, before["masters"], strict=True)]
+        named = dict(gpt_of(one.model).named_parameters())
+        steps.append(
+            {
+                "block": one.results[-1]["block"],
+                "changed": worlds.same_bits(worlds.weights_of(one.model), before["weights"]),
+                "active": [name for name, parameter in named.items() if parameter.requires_grad],
+                "frozen": [name for name, parameter in named.items() if not parameter.requires_grad],
+                "masters": len(masters),
+                "changed_masters": sum(changed),
+            }
+        )
+        remember(one)
+
+    with worlds.trainer(config, after_build=remember, after_step=compare) as one:
+        one.run()
+    return steps
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("cut", CUTS)
+def test_only_the_active_block_changes(world1: World, world2: World, text_data: str, cut: str, precision: str) -> None:
+    """A frozen weight that is decayed, gathered or stepped; an active one, or its master, that is not."""
+    num_blocks = {"stage": 2, "submodel": 6}.get(cut, 3)
+    lengths = {"bcd_steps_per_block": 2, "train_iters": 2 * num_blocks + 2, "weight_decay": 0.1}
+    flags = {"data_path": text_data} | lengths | CUTS[cut] | PRECISIONS[precision]
+    ranks = (world2 if "world_size" in flags else world1).run(changes_of_every_step, worlds.run_config(**flags))
+    for steps in ranks:
+        assert [step["block"] for step in steps] == [i // 2 % num_blocks for i in range(len(steps))]
+        for step in steps:
+            assert set(step["changed"]).isdisjoint(step["frozen"])
+            assert step["changed_masters"] == step["masters"]
+            assert bool(step["changed"]) == bool(step["active"])
+            if precision == "fp32":
+                assert step["changed"] == step["active"]
+    for at_once in zip(*ranks, strict=True):
+        assert any(step["active"] for step in at_once)
+    held = [{name for step in steps for name in step["active"]} for steps in ranks]
+    assert held == [set(steps[0]["active"] + steps[0]["frozen"]) for steps in ranks], "a weight is never trained"
+
+
+def run_with_a_fault(config: RunConfig, fault: str, rank: int) -> str:
+    """Train, and from phase 1 on let that rank's optimizer step nothing, or write one frozen weight; how it ended."""
+
+    def provoke(one: worlds.RecordingTrainer) -> None:
+        if one.state.phase == 0 or torch.distributed.get_rank() != rank:
+            return
+        if fault == "idle":
+            for group in one.active.optimizer.param_groups:
+                group["lr"] = 0.0
+        else:
+            frozen = [parameter for parameter in one.model.parameters() if not parameter.requires_grad]
+            with torch.no_grad():
+                frozen[-1].view(-1)[-1] += 1e-2
+
+    with worlds.trainer(config, before_step=provoke) as one:
+        try:
+            one.run()
+        except RuntimeError as error:
+            return str(error)
+    return "the run saw nothing"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "cut, fault, rank, expected",
+    [
+        ("one", "idle", 0, "block 1 is active, but its weights on pipeline stage(s) [0] did not change in a step"),
+        ("spread", "idle", 1, "block 1 is active, but its weights on pipeline stage(s) [1] did not change in a step"),
+        ("one", "thaw", 0, "block 1 is active, but frozen weights changed on rank(s) [0]"),
+        ("data2", "thaw", 1, "block 1 is active, but frozen weights changed on rank(s) [1]"),
+        ("stage", "thaw", 0, "block 1 is active, but frozen weights changed on rank(s) [0]"),
+    ],
+)
+def test_the_run_stops_at_a_switch_that_failed(
+    world1: World, world2: World, text_data: str, cut: str, fault: str, rank: int, expected: str, precision: str
+) -> None:
+    """A self-check that would not have seen the faults it is there for, or that only one rank sees: a hang."""
+    flags = {"data_path": text_data} | CUTS[cut] | PRECISIONS[precision]
+    world = world2 if "world_size" in flags else world1
+    endings = world.run(run_with_a_fault, worlds.run_config(**flags), fault, rank)
+    assert endings == [f"iteration 2, phase 1: {expected}"] * world.size
+
+
+def checks_of_a_run(config: RunConfig, zero_gradient_at: list[int]) -> list[int]:
+    """Iterations after whose step the run compared its weights."""
+    checked: list[int] = []
+
+    def zero_gradient(one: worlds.RecordingTrainer) -> None:
+        if one.iteration + 1 not in zero_gradient_at:
+            return
+        model_config = one.active._model_config
+        reduce = model_config.finalize_model_grads_func
+
+        def reduce_and_zero(*args: Any, **kwargs: Any) -> None:
+            reduce(*args, **kwargs)
+            one.active.wrapped.zero_grad_buffer()
+            model_config.finalize_model_grads_func = reduce
+
+        model_config.finalize_model_grads_func = reduce_and_zero
+
+    with worlds.trainer(config, before_step=zero_gradient) as one:
+        check = one.active.check_switch
+
+        def counted() -> str | None:
+            checked.append(one.iteration)
+            return check()
+
+        one.active.check_switch = counted
+        one.run()
+    return checked
+
+
+def test_the_check_waits_for_a_step_that_must_change_something(world1: World, text_data: str) -> None:
+    """A check at a step whose learning rate or gradient is zero stops a healthy run; a check every step costs."""
+    flags = {"data_path": text_data, "bcd_steps_per_block": 3, "train_iters": 9, "lr_warmup_iters": 2}
+    checked = world1.run(checks_of_a_run, worlds.run_config(**flags), [4, 5])[0]
+    assert checked == [2, 6, 7], "the first step of the run has learning rate 0, steps 4 and 5 a gradient of 0"
+
+
+def test_the_check_waits_for_a_step_that_was_taken(world1: World, text_data: str) -> None:
+    """A check after an fp16 step that overflowed and was skipped stops a healthy run."""
+    flags = {"data_path": text_data, "bcd_steps_per_block": 8, "train_iters": 16, "fp16": True}
+    scaling = {"initial_loss_scale": 2**20, "hysteresis": 1}
+    outcome = world1.run(worlds.train_run, worlds.run_config(**flags, **scaling))[0]
+    assert outcome["grad_norms"][0] is None, "no step was skipped: nothing is tested"
+    checked = world1.run(checks_of_a_run, worlds.run_config(**flags, **scaling), [])[0]
+    taken = [i + 1 for i, norm in enumerate(outcome["grad_norms"]) if norm is not None]
+    assert checked == [taken[0], min(step for step in taken if step > 8)]

@@ -1,0 +1,136 @@
+"""Options of the training loop that must not change what is learnt, and those that must."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import worlds
+from dist import World
+
+from megatron.bcd.config import RunConfig
+
+Flags = Callable[..., dict[str, Any]]
+PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2}
+RECOMPUTATION: dict[str, dict[str, Any]] = {
+    "uniform1": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "uniform2": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+    "block1": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    "selective": {"recompute_granularity": "selective"},
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": True},
+    "dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cut", [{}, PIPELINE, PIPELINE | {"bcd_layout": "submodel"}], ids=["one", "spread", "sub"])
+def test_recomputation_changes_nothing(
+    world1: World, world2: World, text_data: str, cut: dict[str, Any], kind: str
+) -> None:
+    """Activations that are recomputed with other dropout, not at all, or cut off the graph behind a frozen prefix."""
+    num_blocks = 6 if "bcd_layout" in cut else 3
+    flags = {"data_path": text_data, "train_iters": num_blocks + 1} | cut | KINDS[kind]
+    world = world2 if cut else world1
+    plain = world.run(worlds.train_run, worlds.run_config(**flags))
+    for name, recomputation in RECOMPUTATION.items():
+        for mine, other in zip(
+            world.run(worlds.train_run, worlds.run_config(**flags, **recomputation)), plain, strict=True
+        ):
+            assert mine["losses"] == other["losses"], name
+            assert mine["grad_norms"] == other["grad_norms"], name
+            assert worlds.same_bits(mine["weights"], other["weights"]) == [], name
+
+
+def test_recomputed_chunks_need_not_fit_behind_the_prefix(world1: World, text_data: str) -> None:
+    """A run that ends at a switch, because the layers behind the prefix are no multiple of --recompute-num-layers."""
+    flags = {"data_path": text_data, "bcd_num_blocks": 6, "train_iters": 7}
+    plain = world1.run(worlds.train_run, worlds.run_config(**flags))[0]
+    recomputed = world1.run(worlds.train_run, worlds.run_config(**flags, **RECOMPUTATION["uniform2"]))[0]
+    assert recomputed["losses"] == plain["losses"]
+
+
+@pytest.mark.parametrize("cut", [{}, PIPELINE, {"world_size": 2}], ids=["one", "pipeline2", "data2"])
+def test_gradient_accumulation(world1: World, world2: World, initial_weights: Flags, cut: dict[str, Any]) -> None:
+    """A loss or gradient that is divided by the wrong number of microbatches."""
+    flags = initial_weights() | cut
+    world = world2 if cut else world1
+    many, few = (
+        world.run(worlds.train_run, worlds.run_config(**flags | {"micro_batch_size": size}))[0] for size in (1, 4)
+    )
+    assert many["losses"] == pytest.approx(few["losses"], rel=2e-5)
+    assert many["grad_norms"] == pytest.approx(few["grad_norms"], rel=1e-3)
+
+
+def first_moments(config: RunConfig) -> dict[str, Any]:
+    """Adam's first moments after one step, a tenth of the gradient that it was given, and the norm that is logged."""
+    with worlds.trainer(config) as one:
+        one.run()
+        optimizers = [part.optimizer for part in one.active.optimizer.chained_optimizers]
+        moments = [optimizer.state[master]["exp_avg"] for optimizer in optimizers for master in optimizer.state]
+        return {"norm": one.results[0]["grad_norm"], "moments": [moment.clone() for moment in moments]}
+
+
+@pytest.mark.parametrize(
+    "cut", [{}, PIPELINE, {"world_size": 2, "tensor_model_parallel_size": 2}], ids=["one", "pipeline2", "tensor2"]
+)
+def test_clipping(world1: World, world2: World, initial_weights: Flags, cut: dict[str, Any]) -> None:
+    """A norm that is logged after clipping, or clipping that is not done, or by this rank's part of the norm."""
+    flags = initial_weights(bcd_num_blocks=3) | cut | {"train_iters": 1}
+    world = world2 if cut else world1
+    off, on = (world.run(first_moments, worlds.run_config(**flags | {"clip_grad": clip})) for clip in (0, 0.1))
+    norm = off[0]["norm"]
+    assert norm > 0.5, "nothing would be clipped"
+    for free, clipped in zip(off, on, strict=True):
+        assert free["norm"] == clipped["norm"] == norm
+        assert len(free["moments"]) > 10
+        for left, right in zip(free["moments"], clipped["moments"], strict=True):
+            torch.testing.assert_close(right, left * (0.1 / norm), rtol=1e-4, atol=1e-12)
+
+
+def test_train_samples_is_train_iters(world1: World, text_data: str) -> None:
+    """A schedule or an end that counts samples where it should count steps, or the other way round."""
+    flags = {"data_path": text_data, "lr_decay_style": "cosine", "min_lr": 1e-3}
+    by_iters = worlds.run_config(**flags, lr_warmup_iters=2)
+    by_samples = worlds.run_config(**flags | {"train_iters": None, "train_samples": 48, "lr_warmup_samples": 16})
+    left, right = (world1.run(worlds.train_run, config)[0] for config in (by_iters, by_samples))
+    assert left["metrics"] == right["metrics"]
+    assert [line["consumed_samples"] for line in left["metrics"]] == [8, 16, 24, 32, 40, 48]
+
+
+@pytest.mark.parametrize("cut", [{}, PIPELINE], ids=["one", "pipeline2"])
+def test_batch_size_ramp(world1: World, world2: World, text_data: str, cut: dict[str, Any]) -> None:
+    """A ramp that trains on samples twice, leaves some out, or runs out of validation data on its extra steps."""
+    flags = {"data_path": text_data, "train_iters": None, "train_samples": 64, "rampup_batch_size": (2, 2, 24)} | cut
+    outcome = (world2 if cut else world1).run(
+        worlds.train_run, worlds.run_config(**flags, eval_iters=1, eval_interval=1)
+    )[0]
+    sizes = [line["global_batch_size"] for line in outcome["metrics"]]
+    assert sizes[0] == 2 and sizes[-1] == 8 and sizes == sorted(sizes) and set(sizes) == {2, 4, 6, 8}
+    consumed = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    assert [line["consumed_samples"] for line in outcome["metrics"]] == consumed
+    assert consumed[-1] <= 64
+    assert len(outcome["evaluations"]) == len(sizes) + 1
+
+
+def test_samples_that_do_not_fill_the_last_batch(world1: World, text_data: str) -> None:
+    """A run that asks for a batch beyond its data at the end; stock Megatron-LM trains whole batches only."""
+    flags = {"data_path": text_data, "train_iters": None, "train_samples": 45}
+    outcome = world1.run(worlds.train_run, worlds.run_config(**flags))[0]
+    assert [line["consumed_samples"] for line in outcome["metrics"]] == [8, 16, 24, 32, 40]
+
+
+@pytest.mark.parametrize("cut", [{}, PIPELINE], ids=["one", "pipeline2"])
+def test_evaluation_disturbs_nothing(world1: World, world2: World, text_data: str, cut: dict[str, Any]) -> None:
+    """An evaluation that advances the training data or dropout's generator, or leaves the model in its mode."""
+    flags = {"data_path": text_data} | KINDS["dropout"] | cut
+    world = world2 if cut else world1
+    without = world.run(worlds.train_run, worlds.run_config(**flags))[0]
+    evaluated = world.run(worlds.train_run, worlds.run_config(**flags | {"eval_iters": 2, "eval_interval": 2}))[0]
+    assert evaluated["losses"] == without["losses"]
+    assert [iteration for iteration, *_ in evaluated["evaluations"]] == [2, 4, 6, 6]
+    assert len({loss for *_, loss in evaluated["evaluations"]}) == 4, "each on the next samples"

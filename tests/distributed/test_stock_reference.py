@@ -1,0 +1,125 @@
+"""With one block the run is stock Megatron-LM: its tokens, its curves, its checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import worlds
+from dist import World
+
+# 20 steps of 2,048 tokens with a vocabulary of 50,304: half a minute each on a quiet core
+pytestmark = pytest.mark.timeout(900)
+RUNS = ("gpt_pp1", "gpt_dp2", "gpt_tp2", "gpt_full_recompute", "llama_pp1", "llama_pp2")
+
+
+@pytest.fixture(scope="module")
+def bpe_files(shared_data: Path) -> dict[str, Any]:
+    folder = shared_data / "gpt2-bpe"
+    return {"vocab_file": folder / "encoder.json", "merge_file": folder / "vocab.bpe"}
+
+
+@pytest.fixture(scope="module")
+def wikitext(
+    shared_data: Path,
+    bpe_files: dict[str, Any],
+    repo_root: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> str:
+    """Prefix of the reference's data: WikiText-2's validation text, tokenized by our tool."""
+    prefix = tmp_path_factory.mktemp("wikitext") / "valid"
+    flags = worlds.argv_of(
+        input=shared_data / "wikitext-2" / "valid.txt",
+        output_prefix=prefix,
+        tokenizer_type="GPT2BPETokenizer",
+        append_eod=True,
+        workers=1,
+        **bpe_files,
+    )
+    command = [sys.executable, "tools/preprocess_data.py", *flags]
+    subprocess.run(command, cwd=repo_root, check=True, capture_output=True)
+    return f"{prefix}_text_document"
+
+
+def flags_of(reference: dict[str, Any], run: str, data: dict[str, Any]) -> dict[str, Any]:
+    platform = {"num_workers": 0, "bcd_num_blocks": 1, "log_interval": 1}
+    return reference["flags"] | reference["runs"][run]["extra_flags"] | data | platform
+
+
+def assert_is_stock(metrics: list[dict[str, Any]], evaluations: list[tuple[int, float]], stock: dict[str, Any]) -> None:
+    """Losses to 1e-4 at every iteration; norms and learning rates to the digits that stock prints."""
+    assert [line["iteration"] for line in metrics] == [line["iteration"] for line in stock["iterations"]]
+    for ours, theirs in zip(metrics, stock["iterations"], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["lm_loss"], rel=1e-4), ours["iteration"]
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], abs=6e-4), ours["iteration"]
+        assert ours["learning_rate"] == pytest.approx(theirs["learning_rate"], rel=1e-6), ours["iteration"]
+    # at the last iteration two evaluations take place: stock keeps the final one, on the next samples
+    assert dict(evaluations) == pytest.approx(
+        {int(iteration): loss for iteration, loss in stock["validation_loss"].items()}, rel=1e-4
+    )
+
+
+def test_tokenized_bytes(wikitext: str, reference: dict[str, Any]) -> None:
+    """A tokenizer or a writer that is not stock's: every later figure would differ for that reason."""
+    for suffix in ("bin", "idx"):
+        digest = hashlib.sha256(Path(f"{wikitext}.{suffix}").read_bytes()).hexdigest()
+        assert digest == reference["data"][f"{suffix}_sha256"]
+
+
+def test_curve_of_the_entry_script(
+    wikitext: str, bpe_files: dict[str, Any], reference: dict[str, Any], repo_root: Path, tmp_path: Path
+) -> None:
+    """Anything between the command line and the metrics file that is not stock: two pipeline stages by torchrun."""
+    flags = flags_of(reference, "gpt_pp2", {"data_path": wikitext, "metrics_file": tmp_path / "m.jsonl"} | bpe_files)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, "pretrain_gpt_bcd.py", *worlds.argv_of(**flags)], cwd=repo_root, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    evaluations = [(line["iteration"], line["validation_loss"]) for line in lines if "validation_loss" in line]
+    assert_is_stock([line for line in lines if "loss" in line], evaluations, reference["runs"]["gpt_pp2"])
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_curve(
+    world1: World, world2: World, wikitext: str, bpe_files: dict[str, Any], reference: dict[str, Any], run: str
+) -> None:
+    """Seeds, initialisation, sample order, weight-decay groups, schedule or loss averaging that are not stock's."""
+    stock = reference["runs"][run]
+    flags = flags_of(reference, run, {"data_path": wikitext} | bpe_files)
+    world = (world1, world2)[stock["world_size"] - 1]
+    config = worlds.config_of(world_size=world.size, **flags)
+    for outcome in world.run(worlds.train_run, config, timeout=840):
+        evaluations = [(iteration, loss) for iteration, _, loss in outcome["evaluations"]]
+        assert_is_stock(outcome["metrics"], evaluations, stock)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_stock_checkpoint(
+    world1: World,
+    world2: World,
+    wikitext: str,
+    bpe_files: dict[str, Any],
+    reference: dict[str, Any],
+    repo_root: Path,
+    stages: int,
+) -> None:
+    """Names, shapes or slices of stock's checkpoint that are read wrongly: a trained model that knows nothing."""
+    stock = reference["checkpoint"]
+    folder = repo_root.parent / "shared" / "reference" / stock["folder"]
+    if not folder.is_dir():
+        pytest.skip("needs ../shared/reference/stock_checkpoint beside the repository")
+    flags = stock["flags"] | {"load": folder, "finetune": True, "skip_train": True, "num_workers": 0}
+    cut = {"pipeline_model_parallel_size": stages, "bcd_num_blocks": 1, "data_path": wikitext}
+    config = worlds.config_of(world_size=stages, **flags | cut | bpe_files)
+    for outcome in (world1, world2)[stages - 1].run(worlds.train_run, config):
+        assert [(iteration, split) for iteration, split, _ in outcome["evaluations"]] == [(0, "validation")]
+        expected = stock["evaluated_by_stock"]["validation_loss"]
+        assert outcome["evaluations"][0][2] == pytest.approx(expected, rel=1e-4)
+        assert outcome["losses"] == []

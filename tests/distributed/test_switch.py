@@ -1,0 +1,133 @@
+"""What must hold across switches: ranks decide alike (invariant 9), tied copies agree, fp16's loss scale goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import worlds
+from dist import World
+
+from megatron.bcd.config import RunConfig
+
+PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2}
+CUTS: dict[str, dict[str, Any]] = {
+    "data2": {"world_size": 2},
+    "tensor2": {"world_size": 2, "tensor_model_parallel_size": 2},
+    "spread": PIPELINE,
+    "stage": PIPELINE | {"bcd_layout": "stage", "bcd_num_blocks": None},
+    "submodel": PIPELINE | {"bcd_layout": "submodel"},
+}
+# overflows at first, then grows after every third step that was taken
+LOSS_SCALING = {"fp16": True, "initial_loss_scale": 2**20, "hysteresis": 1, "loss_scale_window": 3}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("sharded", [True, False], ids=["distributed_optimizer", "plain_optimizer"])
+def test_every_rank_decides_alike(world2: World, text_data: str, cut: str, sharded: bool) -> None:
+    """A rank that skips a step, or ends a phase, when the others do not: masters drift apart, or a hang."""
+    flags = {"data_path": text_data, "bcd_steps_per_block": 4, "train_iters": 26} | LOSS_SCALING | CUTS[cut]
+    config = worlds.run_config(no_use_distributed_optimizer=not sharded, **flags)
+    first, second = world2.run(worlds.train_run, config)
+    assert first["steps"] == second["steps"]
+    assert first["switches"] == second["switches"] == [4, 8, 12, 16, 20, 24]
+    assert first["metrics"] == second["metrics"]
+    assert any(step["grad_norm"] is None for step in first["steps"]), "no step was skipped: nothing is tested"
+    assert_scale_follows_its_rule(first["steps"])
+
+
+def test_the_loss_scale_goes_on(world1: World, text_data: str) -> None:
+    """A loss scale that starts again at every switch: the first steps of each phase overflow and are lost."""
+    flags = {"data_path": text_data, "bcd_steps_per_block": 2, "train_iters": 30} | LOSS_SCALING
+    steps = world1.run(worlds.train_run, worlds.run_config(**flags))[0]["steps"]
+    assert_scale_follows_its_rule(steps)
+    scales = [step["loss_scale"] for step in steps]
+    assert any(later > earlier for earlier, later in zip(scales, scales[1:], strict=False)), "it never grew"
+
+
+def assert_scale_follows_its_rule(steps: list[dict[str, Any]]) -> None:
+    """Halved by a skipped step, doubled by the third in a row that was taken, whatever the phases are."""
+    scale, taken = float(LOSS_SCALING["initial_loss_scale"]), 0
+    for step in steps:
+        if step["grad_norm"] is None:
+            scale, taken = scale / 2, 0
+        else:
+            taken += 1
+            if taken == LOSS_SCALING["loss_scale_window"]:
+                scale, taken = scale * 2, 0
+        assert step["loss_scale"] == scale, step
+
+
+def embeddings_after_every_phase(config: RunConfig) -> list[dict[str, torch.Tensor]]:
+    """This rank's word embedding and output head, where it has them, at the end of every phase."""
+    phases: list[dict[str, torch.Tensor]] = []
+
+    def look(one: worlds.RecordingTrainer) -> None:
+        one.active.pause_parameter_gather()
+        weights = worlds.weights_of(one.model)
+        phases.append({name: weights[name] for name in weights if "word_embeddings" in name or "output" in name})
+        one.active.resume_parameter_gather()
+
+    with worlds.trainer(config, before_switch=look) as one:
+        one.run()
+    return phases
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("layout", ["spread", "stage", "submodel"])
+def test_tied_copies_stay_equal(world2: World, text_data: str, layout: str, precision: dict[str, Any]) -> None:
+    """A tied head that is trained apart from the embedding, or by the gradient of one stage alone."""
+    num_blocks = {"spread": 3, "stage": 2, "submodel": 6}[layout]
+    flags = {"data_path": text_data, "bcd_steps_per_block": 2, "train_iters": 4 * num_blocks + 1}
+    config = worlds.run_config(**flags, **CUTS[layout], **precision, lr_warmup_iters=1)
+    first, last = world2.run(embeddings_after_every_phase, config)
+    assert len(first) == len(last) == 2 * num_blocks
+    before = None
+    for phase, (embedding, head) in enumerate(zip(first, last, strict=True)):
+        copies = [*embedding.values(), *head.values()]
+        assert len(copies) == 2
+        assert torch.equal(*copies), f"phase {phase}"
+        if before is not None:
+            is_block_of_embedding = phase % num_blocks == 0
+            assert torch.equal(copies[0], before) != is_block_of_embedding
+        before = copies[0]
+
+
+@pytest.mark.parametrize("layout", ["spread", "stage", "submodel"])
+def test_an_untied_head_belongs_to_the_last_block(world2: World, text_data: str, layout: str) -> None:
+    """A head of its own that is trained with the embedding's block, or never."""
+    num_blocks = {"spread": 3, "stage": 2, "submodel": 6}[layout]
+    flags = {"data_path": text_data, "train_iters": 2 * num_blocks + 1, "untie_embeddings_and_output_weights": True}
+    first, last = world2.run(embeddings_after_every_phase, worlds.run_config(**flags, **CUTS[layout]))
+    embeddings = [phase["embedding.word_embeddings.weight"] for phase in first]
+    heads = [phase["output_layer.weight"] for phase in last]
+    for phase in range(1, 2 * num_blocks):
+        assert torch.equal(heads[phase], heads[phase - 1]) == (phase % num_blocks != num_blocks - 1)
+        assert torch.equal(embeddings[phase], embeddings[phase - 1]) == (phase % num_blocks != 0)
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "cut",
+    [{"world_size": 2}, {"world_size": 4, "pipeline_model_parallel_size": 2}],
+    ids=["data2", "pipeline2_data2"],
+)
+@pytest.mark.parametrize("layout", ["spread", "submodel"])
+def test_overlapped_communication_survives_switches(
+    world2: World, world4: World, text_data: str, cut: dict[str, Any], precision: dict[str, Any], layout: str
+) -> None:
+    """Weights that are not gathered when a switch or an evaluation reads them, or gradients of half a bucket."""
+    flags = {"data_path": text_data, "bcd_steps_per_block": 2, "train_iters": 14, "bcd_layout": layout}
+    evaluation = {"eval_iters": 1, "eval_interval": 3, "ddp_bucket_size": 3000}
+    world = world2 if cut["world_size"] == 2 else world4
+    plain = world.run(worlds.train_run, worlds.run_config(**flags, **evaluation, **cut, **precision))
+    for overlap in ({"overlap_grad_reduce": True}, {"overlap_grad_reduce": True, "overlap_param_gather": True}):
+        config = worlds.run_config(**flags, **evaluation, **cut, **precision, **overlap)
+        for mine, other in zip(world.run(worlds.train_run, config), plain, strict=True):
+            assert mine["blocks"] == other["blocks"]
+            assert mine["losses"] == pytest.approx(other["losses"], rel=1e-2 if precision else 2e-5)
+            assert len(mine["evaluations"]) == 5
+            assert [loss for *_, loss in mine["evaluations"]] == pytest.approx(
+                [loss for *_, loss in other["evaluations"]], rel=1e-2 if precision else 2e-5
+            )

@@ -1,0 +1,301 @@
+"""What ranks of a `dist.World` do: small runs, and what is recorded of them.
+
+Everything here is found by name in the rank's processes, so results are plain values, arrays and tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core import num_microbatches_calculator, parallel_state
+from torch.distributed import distributed_c10d
+
+from megatron.bcd import blocks, checkpoint, platform, train
+from megatron.bcd.active_set import ActiveSet
+from megatron.bcd.arguments import parse_run_config
+from megatron.bcd.config import RunConfig
+from megatron.bcd.models import build_model, gpt_of
+from megatron.bcd.report import EvalRecord, Reporter, StepRecord
+
+PADDED_VOCABULARY = 264  # of 257 byte-level tokens, on one and on two tensor-parallel ranks
+_SMALL_RUN: dict[str, object] = {
+    "num_layers": 6,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "max_position_embeddings": 32,
+    "micro_batch_size": 2,
+    "global_batch_size": 8,
+    "train_iters": 6,
+    "lr": 1e-2,
+    "hidden_dropout": 0,
+    "attention_dropout": 0,
+    "use_cpu_initialization": True,
+    "tokenizer_type": "ByteLevelTokenizer",
+    "split": "90,10,0",
+    "num_workers": 0,
+    "eval_iters": 0,
+    "log_interval": 1,
+    "bcd_num_blocks": 3,
+    "bcd_steps_per_block": 1,
+}
+
+
+def run_config(**flags: object) -> RunConfig:
+    """A small run: the flags, and what is small about it where they don't say. `world_size` ranks, default 1."""
+    values = _SMALL_RUN | flags
+    tensor_size = int(str(values.get("tensor_model_parallel_size", 1)))
+    values.setdefault("make_vocab_size_divisible_by", PADDED_VOCABULARY // tensor_size)
+    return config_of(**values)
+
+
+def config_of(*, world_size: int = 1, **flags: object) -> RunConfig:
+    """What the command line says that `argv_of` gives."""
+    return parse_run_config(argv_of(**flags), prog="test", world_size=world_size)
+
+
+def argv_of(**flags: object) -> list[str]:
+    """Flags by field name as a command line: True is a switch, None or False is left out."""
+    argv: list[str] = []
+    for name, value in flags.items():
+        if value is None or value is False:
+            continue
+        argv.append("--" + name.replace("_", "-"))
+        if value is not True:
+            argv += [str(word) for word in (value if isinstance(value, tuple | list) else (value,))]
+    return argv
+
+
+class Recorder(Reporter):
+    """Keeps what a run tells, on every rank."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepRecord] = []
+        self.evaluations: list[EvalRecord] = []
+        self.switches: list[int] = []
+        self.summary: Any = None
+
+    def banner(self, summary: Any) -> None:
+        self.summary = summary
+
+    def step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+
+    def evaluation(self, record: EvalRecord) -> None:
+        self.evaluations.append(record)
+
+    def phase(self, **values: Any) -> None:
+        self.switches.append(values["iteration"])
+
+    def note(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    progress = warning = close = note  # type: ignore[assignment]
+
+
+Hook = Callable[["RecordingTrainer"], None]
+
+
+class _ToldActiveSet(ActiveSet):
+    """An ActiveSet that tells its trainer what it did."""
+
+    def __init__(self, owner: RecordingTrainer, **kwargs: Any) -> None:
+        self._owner = owner
+        super().__init__(**kwargs)
+
+    def build(self, block: int) -> None:
+        self._owner.call("before_build")
+        super().build(block)
+        self._owner.call("after_build")
+
+    def dispose(self) -> None:
+        super().dispose()
+        self._owner.call("after_dispose")
+
+
+class RecordingTrainer(train.Trainer):
+    """A Trainer that keeps every step's result, and calls whoever wants to act in between.
+
+    Hooks by name: before_build, after_build, before_step, after_step, before_switch (also where the same block
+    follows, but not where the run ends), after_dispose.
+    """
+
+    def __init__(self, config: RunConfig, **hooks: Hook) -> None:
+        self.results: list[dict[str, Any]] = []
+        self.hooks = hooks
+        self.recorder = Recorder()
+        original = train.ActiveSet
+        train.ActiveSet = functools.partial(_ToldActiveSet, self)  # type: ignore[assignment,misc]
+        try:
+            super().__init__(config, build_model, self.recorder)
+        finally:
+            train.ActiveSet = original  # type: ignore[misc]
+
+    def call(self, name: str) -> None:
+        if name in self.hooks:
+            self.hooks[name](self)
+
+    def _train_step(self, batches: Iterator[Any]) -> train.StepResult:
+        self.call("before_step")
+        result = super()._train_step(batches)
+        self.results.append(
+            {
+                "phase": self.state.phase,
+                "block": self.phases.block(self.state),
+                "step": self.state.step_in_phase,
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "learning_rate": result.learning_rate,
+                "loss_scale": self.active.loss_scale(),
+            }
+        )
+        self.call("after_step")
+        return result
+
+    def _advance_phase(self, loss: float) -> None:
+        if self.phases.after_step(self.state).phase != self.state.phase:
+            self.call("before_switch")
+        super()._advance_phase(loss)
+
+
+@contextlib.contextmanager
+def parallel(config: RunConfig) -> Iterator[None]:
+    """This rank's world cut as `config` says, with the seeds set; nothing of it is left afterwards."""
+    _forget_parallel_groups()
+    platform.initialize_distributed(
+        backend="gloo",
+        timeout_minutes=2,
+        tensor_size=config.tensor_size,
+        pipeline_size=config.pipeline_size,
+    )
+    platform.seed_everything(config.training.seed, data_parallel_random_init=config.training.data_parallel_random_init)
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.collect()
+
+
+def _forget_parallel_groups() -> None:
+    """Undo what Megatron Core keeps in module globals, and end the groups of the run before."""
+    torch.set_num_threads(1)
+    if parallel_state.model_parallel_is_initialized():
+        torch.distributed.barrier()
+        parallel_state.destroy_model_parallel()
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    if torch.distributed.is_initialized():
+        for group in [group for group in distributed_c10d._world.pg_map if group != torch.distributed.group.WORLD]:
+            torch.distributed.destroy_process_group(group)
+
+
+@contextlib.contextmanager
+def trainer(config: RunConfig, **hooks: Hook) -> Iterator[RecordingTrainer]:
+    """A Trainer of this rank, ready to `run`, its first block active."""
+    with parallel(config):
+        yield RecordingTrainer(config, **hooks)
+
+
+def train_run(config: RunConfig, *, blocks_of_stages: int | None = None) -> dict[str, Any]:
+    """Run `config`; per-step results, evaluations and metrics as this rank saw them, and its last weights.
+
+    With `blocks_of_stages` one pipeline stage takes the blocks that so many stages would form.
+    """
+    with blocks_as_of(blocks_of_stages), trainer(config) as one:
+        one.run()
+        return outcome(one)
+
+
+@contextlib.contextmanager
+def blocks_as_of(num_stages: int | None) -> Iterator[None]:
+    """Trainers of one stage form the blocks that `num_stages` stages would: the same layers, all on stage 0."""
+    original = train.partition
+
+    def on_one_stage(**arguments: Any) -> blocks.Partition:
+        assert arguments["num_stages"] == 1
+        stages = {"num_stages": num_stages} | ({"num_blocks": None} if arguments["layout"] == "stage" else {})
+        cut = original(**(arguments | stages))
+        moved = {submodel: dataclasses.replace(submodel, stage=0) for submodel in cut.submodels}
+        return dataclasses.replace(
+            cut,
+            layers_per_stage=(cut.num_layers,),
+            submodels=tuple(moved.values()),
+            blocks=tuple(
+                blocks.Block(index=block.index, submodels=tuple(moved[submodel] for submodel in block.submodels))
+                for block in cut.blocks
+            ),
+        )
+
+    if num_stages is not None:
+        train.partition = on_one_stage
+    try:
+        yield
+    finally:
+        train.partition = original
+
+
+def outcome(one: RecordingTrainer) -> dict[str, Any]:
+    """What is compared between runs, as plain values."""
+    return {
+        "steps": one.results,
+        "losses": [step["loss"] for step in one.results],
+        "grad_norms": [step["grad_norm"] for step in one.results],
+        "blocks": [step["block"] for step in one.results],
+        "metrics": [
+            {
+                "iteration": record.iteration,
+                "consumed_samples": record.consumed_samples,
+                "loss": record.loss,
+                "grad_norm": record.grad_norm,
+                "learning_rate": record.learning_rate,
+                "global_batch_size": record.global_batch_size,
+            }
+            for record in one.recorder.steps
+        ],
+        "evaluations": [(record.iteration, record.split, record.loss) for record in one.recorder.evaluations],
+        "model_state_bytes": [record.model_state_bytes for record in one.recorder.steps],
+        "switches": one.recorder.switches,
+        "weights": weights_of(one.model),
+        "parameters_per_stage": one.recorder.summary.parameters_per_stage,
+        "total_parameters": one.recorder.summary.total_parameters,
+    }
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of this rank's parameters by GPTModel's names."""
+    return {name: parameter.detach().clone() for name, parameter in gpt_of(model).named_parameters()}
+
+
+def initial_weights(config: RunConfig) -> dict[str, torch.Tensor]:
+    """`weights_of` the model before its first step."""
+    with trainer(config) as one:
+        return weights_of(one.model)
+
+
+def masters_of(one: RecordingTrainer) -> list[torch.Tensor]:
+    """The tensors that this rank's optimizer steps, found in the PyTorch optimizer itself."""
+    return [
+        master
+        for optimizer in one.active.optimizer.chained_optimizers  # type: ignore[union-attr]
+        if optimizer.optimizer is not None
+        for group in optimizer.optimizer.param_groups
+        for master in group["params"]
+        if master.numel()
+    ]
+
+
+def save_initial_weights(config: RunConfig, folder: str) -> None:
+    """Draw the weights of `config` and write them as a checkpoint that any layout can load."""
+    with trainer(config) as one:
+        checkpoint.save_weights(one.model, folder, iteration=0)
+
+
+def same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
+    """Names whose tensors differ in any bit (NaN equals itself)."""
+    assert left.keys() == right.keys()
+    return [name for name in left if left[name].view(torch.uint8).ne(right[name].view(torch.uint8)).any()]
