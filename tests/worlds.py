@@ -167,13 +167,7 @@ class RecordingTrainer(train.Trainer):
 @contextlib.contextmanager
 def parallel(config: RunConfig) -> Iterator[None]:
     """This rank's world cut as `config` says, with the seeds set; nothing of it is left afterwards."""
-    _forget_parallel_groups()
-    platform.initialize_distributed(
-        backend="gloo",
-        timeout_minutes=2,
-        tensor_size=config.tensor_size,
-        pipeline_size=config.pipeline_size,
-    )
+    _cut_world(config.tensor_size, config.pipeline_size)
     platform.seed_everything(config.training.seed, data_parallel_random_init=config.training.data_parallel_random_init)
     try:
         yield
@@ -182,16 +176,24 @@ def parallel(config: RunConfig) -> Iterator[None]:
         gc.collect()
 
 
-def _forget_parallel_groups() -> None:
-    """Undo what Megatron Core keeps in module globals, and end the groups of the run before."""
+def _cut_world(tensor_size: int, pipeline_size: int) -> None:
+    """Parallel groups of these sizes: kept where they are there already, else in place of those of the run before."""
     torch.set_num_threads(1)
+    num_microbatches_calculator.unset_num_microbatches_calculator()
     if parallel_state.model_parallel_is_initialized():
         torch.distributed.barrier()
+        sizes = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+        )
+        if sizes == (tensor_size, pipeline_size):
+            return
         parallel_state.destroy_model_parallel()
-    num_microbatches_calculator.unset_num_microbatches_calculator()
-    if torch.distributed.is_initialized():
         for group in [group for group in distributed_c10d._world.pg_map if group != torch.distributed.group.WORLD]:
             torch.distributed.destroy_process_group(group)
+    platform.initialize_distributed(
+        backend="gloo", timeout_minutes=2, tensor_size=tensor_size, pipeline_size=pipeline_size
+    )
 
 
 @contextlib.contextmanager

@@ -39,7 +39,9 @@ def plain_training(config: RunConfig) -> dict[str, Any]:
             training.micro_batch_size,
             get_data_parallel_world_size(),
         )
-        splits = data.build_splits(config, build_tokenizer("ByteLevelTokenizer"), training.train_iters)
+        splits = data.build_splits(
+            config, data.plan_splits(config, build_tokenizer("ByteLevelTokenizer"), training.train_iters)
+        )
         model = models.build_model(config, worlds.PADDED_VOCABULARY, models.implementation_here(config))
         is_sharded = training.use_distributed_optimizer
         wrapped = DistributedDataParallel(
