@@ -41,7 +41,7 @@ else
 fi
 
 # ---------------------------------------------------------------- machine
-GPUS=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
+GPUS=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
 if [ "$GPUS" -eq 0 ]; then
     PROCESSES=2
     WHERE="2 processes on the CPU"

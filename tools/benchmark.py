@@ -166,6 +166,7 @@ class Benchmark:
             else data.batches(self.trainer.splits.train, config, consumed_samples=0)
         )
         if self.blocks.wrapped is not None:  # the trainer begins with block 0, and here every turn builds for itself
+            self.trainer.scheduler.optimizer = None
             self.blocks.dispose()
             self._separate_weights()
         gc.freeze()  # as the training loop does
@@ -193,9 +194,10 @@ class Benchmark:
         trainer.scheduler.step(0)
         build_ms = (_now() - start) * 1e3
         warm_up_ms = self._warm_up()
-        step_ms = [trainer._train_step(self._batches).milliseconds for _ in range(self.num_steps)]
+        step_ms = [trainer.train_step(self._batches).milliseconds for _ in range(self.num_steps)]
         model_state_bytes = trainer.active.model_state_bytes()
         start = _now_on_all_ranks()
+        trainer.scheduler.optimizer = None
         trainer.active.dispose()
         dispose_ms = (_now() - start) * 1e3
         self._separate_weights()
@@ -212,7 +214,7 @@ class Benchmark:
         times: list[float] = []
         is_usual = False
         while not is_usual or len(times) < self.num_warm_up_steps:
-            result = self.trainer._train_step(self._batches)
+            result = self.trainer.train_step(self._batches)
             times.append(result.milliseconds)
             is_usual = not result.skipped or len(times) >= SPARE_STEPS
         return times

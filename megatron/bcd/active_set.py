@@ -88,6 +88,7 @@ class ActiveSet:
         model_config.grad_scale_func = model_config.finalize_model_grads_func = None
         model_config.no_sync_func = model_config.grad_sync_func = model_config.param_sync_func = None
         self.wrapped.grad_accs.clear()
+        gpt_of(self.model).set_input_tensor(None)  # a stage keeps what it received last, and its gradient
         for parameter in self.model.parameters():
             parameter.grad = None
             for name in _BUILT_PARAMETER_ATTRIBUTES:

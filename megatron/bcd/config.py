@@ -2,7 +2,7 @@
 
 A field's name is its flag's name (``micro_batch_size`` is ``--micro-batch-size``), its metadata's ``help`` is the
 flag's help text. Flags that Megatron Core itself defines are not repeated here: they are generated from Megatron Core's
-dataclasses (``arguments.py``) and travel in the three mappings of ``RunConfig``.
+dataclasses (``arguments``) and travel in the three mappings of ``RunConfig``.
 """
 
 from __future__ import annotations

@@ -128,8 +128,10 @@ def num_iterations(config: RunConfig) -> int:
             increment,
             ramp,
         )
-        while consumed <= min(ramp, samples):
+        while consumed <= ramp:
             calculator.update(consumed, False)
+            if consumed + calculator.get_current_global_batch_size() > samples:
+                break
             consumed += calculator.get_current_global_batch_size()
             iterations += 1
     iterations += max(0, samples - consumed) // full_batch
@@ -265,23 +267,11 @@ def _check_splits(config: RunConfig, dataset_config: GPTDatasetConfig, vocab_siz
     is left out."""
     needed = sizes[0] > 0, config.training.eval_iters > 0, False
     if dataset_config.blend is not None:
-        split_tokens = numpy.zeros(3, dtype=numpy.int64)
+        dataset_config.split_matrix[1:] = [
+            bounds if config.training.eval_iters else None for bounds in dataset_config.split_matrix[1:]
+        ]
         for prefix in dataset_config.blend[0]:
-            documents = check_indexed_dataset(prefix, vocab_size)
-            for i, bounds in enumerate(dataset_config.split_matrix):
-                if bounds is not None:
-                    first, last = (int(round(bound * len(documents))) for bound in bounds)
-                    split_tokens[i] += documents[first:last].sum()
-        for i, name in enumerate(_SPLIT_NAMES):
-            if not needed[i] and (i == 1 or split_tokens[i] <= config.model.seq_length):
-                dataset_config.split_matrix[i] = None
-            elif split_tokens[i] <= config.model.seq_length:
-                raise ValueError(
-                    f"--split {dataset_config.split}: the {name} split holds {split_tokens[i]:,} tokens and one "
-                    "sequence "
-                    f"needs {config.model.seq_length + 1:,}; give it a larger share"
-                    + (", or --eval-iters 0" if i == 1 else "")
-                )
+            _check_shares(config, dataset_config, prefix, check_indexed_dataset(prefix, vocab_size), needed)
         return
     flags = ("--train-data-path", "--valid-data-path", "--test-data-path")
     for i, blend in enumerate(dataset_config.blend_per_split):
@@ -295,6 +285,28 @@ def _check_splits(config: RunConfig, dataset_config: GPTDatasetConfig, vocab_siz
                 raise ValueError(
                     f"{flags[i]} {prefix}: holds less than one sequence of {config.model.seq_length + 1:,} tokens"
                 )
+
+
+def _check_shares(
+    config: RunConfig,
+    dataset_config: GPTDatasetConfig,
+    prefix: str,
+    documents: numpy.ndarray,
+    needed: tuple[bool, ...],
+) -> None:
+    """Check what --split gives of one prefix; Megatron Core wants a sequence of each, or builds for ever."""
+    for i, name in enumerate(_SPLIT_NAMES):
+        first, last = (int(round(bound * len(documents))) for bound in dataset_config.split_matrix[i] or (0, 0))
+        num_tokens = int(documents[first:last].sum())
+        if num_tokens > config.model.seq_length:
+            continue
+        dataset_config.split_matrix[i] = None
+        if needed[i]:
+            raise ValueError(
+                f"--split {dataset_config.split}: the {name} split of {prefix} holds {num_tokens:,} tokens and one "
+                f"sequence needs {config.model.seq_length + 1:,}; give it a larger share"
+                + (", or --eval-iters 0" if i == 1 else "")
+            )
 
 
 def _collate(samples: Sequence[dict[str, Any]]) -> Batch:

@@ -9,15 +9,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.bcd.config import RunConfig
 
 
-class _NoOptimizer:
-    param_groups: list[dict[str, Any]] = []
-
-
 def build_scheduler(config: RunConfig, optimizer: Any, global_batch_size: int) -> OptimizerParamScheduler:
-    """Megatron Core's scheduler from the flags, counting samples, converted as stock Megatron-LM does.
-
-    ``optimizer`` may be None, where only the learning rate of a step is asked for.
-    """
+    """Megatron Core's scheduler from the flags, counting samples, converted as stock Megatron-LM does."""
     training, schedule = config.training, config.schedule
     if training.train_iters is not None:
         decay_steps = (schedule.lr_decay_iters or training.train_iters) * global_batch_size
@@ -35,7 +28,7 @@ def build_scheduler(config: RunConfig, optimizer: Any, global_batch_size: int) -
         warmup_steps = schedule.lr_warmup_fraction * decay_steps
     weight_decay = config.optimizer.get("weight_decay", 0.01)
     return OptimizerParamScheduler(
-        optimizer or _NoOptimizer(),
+        optimizer,
         init_lr=schedule.lr_warmup_init,
         max_lr=config.optimizer.get("lr") or 0.0,
         min_lr=config.optimizer.get("min_lr") or 0.0,

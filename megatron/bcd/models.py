@@ -6,7 +6,6 @@ rank, D head size, H hidden size.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +53,7 @@ def choose_implementation(
     apex: bool,
     optimizer: str,
 ) -> Implementation:
-    """The fast path where it exists, else Megatron Core's local modules (issue words: auto, local, transformer_engine).
+    """The fast path where it exists, else Megatron Core's local modules.
 
     Raises:
         ValueError: Transformer Engine is asked for by name and can't be used here.
@@ -102,18 +101,25 @@ def transformer_config(config: RunConfig, implementation: Implementation) -> Tra
         fields["bias_activation_fusion"] = False
     if not platform.has_cuda():
         fields["bias_dropout_fusion"] = False
+        fields["cross_entropy_loss_fusion"] = False
     if implementation.layers == "local":
         fields["persist_layer_norm"] = False
         fields["apply_rope_fusion"] = False
+        if fields.get("layernorm_zero_centered_gamma") and not implementation.norm.startswith("Apex"):
+            raise ValueError(
+                "--apply-layernorm-1p needs the layer norms of Apex or Transformer Engine, which are not importable "
+                "here; leave it out"
+            )
         if fields.get("sequence_parallel") and not implementation.norm.startswith("Apex"):
             raise ValueError(
                 "--sequence-parallel needs the layer norms of Apex or Transformer Engine, which are not importable "
                 "here; "
                 "leave it out"
             )
-    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None and implementation.layers == "local":
+    # with Transformer Engine too: the output head is Megatron Core's own linear layer
+    if not platform.has_cuda() or not platform.is_importable("fused_weight_gradient_mlp_cuda"):
         fields["gradient_accumulation_fusion"] = False
-    if importlib.util.find_spec("scaled_masked_softmax_cuda") is None:
+    if not platform.has_cuda() or not platform.is_importable("scaled_masked_softmax_cuda"):
         fields["masked_softmax_fusion"] = False
     if config.num_layers % config.pipeline_size:
         fields["pipeline_model_parallel_layout"] = _uneven_layout(config.num_layers, config.pipeline_size)
@@ -191,6 +197,11 @@ class ScaledDotProductAttention(MegatronModule):
         return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 
 
+def _pass_through(*, hidden_states: Tensor, context: Any = None, **others: Any) -> tuple[Tensor, Any]:
+    """A layer that does nothing."""
+    return hidden_states, context
+
+
 class BcdTransformerBlock(TransformerBlock):
     """Megatron Core's layers of one stage, whose full activation recomputation works behind a frozen prefix.
 
@@ -201,8 +212,10 @@ class BcdTransformerBlock(TransformerBlock):
 
     num_prefix_layers = 0
 
-    def _get_layer(self, layer_number: int) -> torch.nn.Module:
-        return self.layers[self.num_prefix_layers + layer_number]
+    def _get_layer(self, layer_number: int) -> Any:
+        # the last chunk of --recompute-num-layers layers may be longer than what is left behind the prefix
+        index = self.num_prefix_layers + layer_number
+        return self.layers[index] if index < len(self.layers) else _pass_through
 
     def _checkpointed_forward(
         self,

@@ -43,8 +43,6 @@ def device() -> torch.device:
 
 def is_importable(module: str) -> bool:
     """Whether ``import module`` works here; a package that is installed but broken counts as absent."""
-    if importlib.util.find_spec(module) is None:
-        return False
     try:
         importlib.import_module(module)
     except Exception:  # a broken binary package may raise anything at import
@@ -127,6 +125,11 @@ def initialize_distributed(*, backend: str, timeout_minutes: int, tensor_size: i
         backend = "nccl" if has_cuda() else "gloo"
     if backend == "nccl" and not has_cuda():
         raise ValueError("--distributed-backend nccl needs a GPU and this machine shows none; use gloo or auto")
+    if backend == "gloo" and has_cuda():
+        raise ValueError(
+            "--distributed-backend gloo is for CPUs and this machine shows a GPU; use nccl or auto, or hide the "
+            "GPU with CUDA_VISIBLE_DEVICES="
+        )
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if has_cuda():
         if local_rank >= torch.cuda.device_count():
@@ -165,6 +168,7 @@ def seed_everything(seed: int, *, data_parallel_random_init: bool = False) -> No
 def use_deterministic_algorithms() -> None:
     """Make PyTorch take deterministic kernels only, and fail where there is none (--deterministic-mode)."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's attention asks for it
     torch.use_deterministic_algorithms(True)
 
 

@@ -113,8 +113,9 @@ class Trainer:
             )
         )
         if not config.training.skip_train:
+            platform.reset_peak_memory()
             self.active.build(self.phases.block(self.state))
-        self.scheduler = build_scheduler(self.config, self.active.optimizer, self.global_batch_size)
+            self.scheduler = build_scheduler(self.config, self.active.optimizer, self.global_batch_size)
 
     def run(self) -> None:
         """Train to the end and evaluate, or with --skip-train only evaluate."""
@@ -134,11 +135,10 @@ class Trainer:
         gc.freeze()  # modules and data live as long as the run: a switch need not look through them for garbage
         if training.manual_gc:
             gc.disable()
-        platform.reset_peak_memory()
         interval: list[StepResult] = []
         while self.iteration < self.train_iters:
             update_num_microbatches(self.consumed_samples, consistency_check=False)
-            result = self._train_step(batches)
+            result = self.train_step(batches)
             interval.append(result)
             self.iteration += 1
             self.consumed_samples += get_current_global_batch_size()
@@ -164,7 +164,7 @@ class Trainer:
             if training.manual_gc and training.manual_gc_interval and self.iteration % training.manual_gc_interval == 0:
                 gc.collect()
 
-    def _train_step(self, batches: Iterator[data.Batch]) -> StepResult:
+    def train_step(self, batches: Iterator[data.Batch]) -> StepResult:
         assert self.active.optimizer is not None
         timer = self._timers("train-step", log_level=0)
         timer.start()
@@ -214,12 +214,13 @@ class Trainer:
             return
         timer = self._timers("switch", log_level=0)
         timer.start()
+        self.scheduler.optimizer = None  # else the old optimizer and its gradients would outlive the new build
         self.active.dispose()
+        platform.reset_peak_memory()  # a phase's peak includes the building of its own state
         self.active.build(self.phases.block(self.state))
         self.scheduler.optimizer = self.active.optimizer
         self.scheduler.step(0)  # the new optimizer's groups get the learning rate of now
         self._switch_is_unchecked = True
-        platform.reset_peak_memory()
         timer.stop()
         self.reporter.phase(
             iteration=self.iteration,

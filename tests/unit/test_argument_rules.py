@@ -71,7 +71,6 @@ BAD_RUNS: list[tuple[str, int, list[str]]] = [
         1,
         ["--grad-reduce-in-bf16", "both"],
     ),
-    ("--fp32-residual-connection", 1, ["--fp32-residual-connection", "--bf16"]),
     ("--seq-length 64 --max-position-embeddings 32", 1, ["--seq-length 64", "--max-position-embeddings 32"]),
     ("--position-embedding-type rope --rotary-percent 0.05", 1, ["--rotary-percent 0.05", "even"]),
     ("--no-position-embedding", 1, ["--no-position-embedding", "--position-embedding-type"]),

@@ -96,10 +96,6 @@ def check_parallel(run: Run, world_size: int) -> None:
 
 def check_precision(run: Run, given: Mapping[str, Any]) -> None:
     refuse_unless(not (run.fp16 and run.bf16), "--fp16 and --bf16 are both given: give one of them")
-    refuse_unless(
-        not run.fp32_residual_connection or run.fp16 or run.bf16,
-        "--fp32-residual-connection needs --fp16 or --bf16",
-    )
     if given.get("grad_reduce_in_bf16"):
         refuse_unless(run.bf16, "--grad-reduce-in-bf16 needs --bf16")
         refuse_unless(
@@ -108,8 +104,7 @@ def check_precision(run: Run, given: Mapping[str, Any]) -> None:
         )
     refuse_unless(
         run.optimizer == "adam",
-        f"--optimizer {run.optimizer}: must be adam"
-        + (" (sgd comes with the baselines)" if run.optimizer == "sgd" else ""),
+        f"--optimizer {run.optimizer}: must be adam" + (" (sgd is not supported)" if run.optimizer == "sgd" else ""),
     )
 
 

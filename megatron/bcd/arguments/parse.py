@@ -23,6 +23,10 @@ from megatron.bcd.config import RunConfig
 class _Parser(argparse.ArgumentParser):
     """Raises ValueError instead of leaving the process: every rank parses, and one of them speaks."""
 
+    def print_help(self, file: Any = None) -> None:
+        if os.environ.get("RANK", "0") == "0":  # once, not once per rank
+            super().print_help(file)
+
     def error(self, message: str) -> NoReturn:
         raise ValueError(re.sub(r"^argument (--[\w-]+)(?:/--[\w-]+)*", r"\1", message))
 

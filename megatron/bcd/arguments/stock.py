@@ -59,7 +59,7 @@ COMPATIBLE_FLAGS = (
     CompatibleFlag(name="--no-async-tensor-model-parallel-allreduce", why="Megatron Core ignores it"),
 )
 
-BASELINE = "it comes with the baselines"
+BASELINE = "the optimizer is Adam, on the device of the weights"
 REFUSAL_REASONS = (
     ("--num-experts", "mixture of experts is not supported"),
     ("--num-moe-experts", "mixture of experts is not supported"),
@@ -78,6 +78,7 @@ REFUSAL_REASONS = (
     ("--hierarchical-context-parallel", "sequences are not split over ranks"),
     ("--hybrid-context-parallel", "sequences are not split over ranks"),
     ("--cp-comm-type", "sequences are not split over ranks"),
+    ("--fp32-residual-connection", "activations pass between stages in the run's precision"),
     ("--fp8", "training in 8 bits is not supported"),
     ("--fp4", "training in 4 bits is not supported"),
     ("--use-megatron-fsdp", "weights are not sharded; the optimizer state is"),

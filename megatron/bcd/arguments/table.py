@@ -146,7 +146,6 @@ TRANSFORMER_FLAGS = (
     CoreFlag(field="fp16", group=PRECISION, also=("optimizer",)),
     CoreFlag(field="bf16", group=PRECISION, also=("optimizer",)),
     CoreFlag(field="attention_softmax_in_fp32", group=PRECISION, default=False),
-    CoreFlag(field="fp32_residual_connection", group=PRECISION),
     CoreFlag(
         field="disable_bf16_reduced_precision_matmul",
         group=PRECISION,
@@ -206,7 +205,7 @@ TRANSFORMER_FLAGS = (
     CoreFlag(
         field="recompute_modules",
         group=RECOMPUTATION,
-        choices=("core_attn", "layernorm", "mlp"),
+        choices=("core_attn", "mlp"),
         help="what selective recomputes, default core_attn; one or more of",
     ),
     CoreFlag(

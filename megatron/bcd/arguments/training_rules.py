@@ -142,6 +142,10 @@ def _check_blend(flag: str, words: tuple[str, ...] | None) -> None:
         all(weights) or not any(weights),
         f"{flag} {' '.join(words)}: give a weight before every prefix, or before none",
     )
+    refuse_unless(
+        not all(weights) or all(float(word) > 0 for word in words[::2]),
+        f"{flag} {' '.join(words)}: every weight must be greater than 0; leave a prefix out instead",
+    )
 
 
 def check_checkpoints(run: Run) -> None:
