@@ -16,7 +16,7 @@ OUT=${OUT:-}
 . "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 cd "$BCD_ROOT"
 OUT=${OUT:-out/quickstart}
-ITERS=${ITERS:-300}
+ITERS=${ITERS:-210}
 TEXT_MB=${TEXT_MB:-4}
 NUM_BLOCKS=3
 
@@ -83,7 +83,7 @@ DATA_ARGS=(
     --split 95,5,0
 )
 REPORT_ARGS=(
-    --eval-interval 50
+    --eval-interval 35
     --eval-iters 4
     --log-interval 1
 )
@@ -100,7 +100,7 @@ train() {
 # ---------------------------------------------------------------- train, compare
 STARTED=$SECONDS
 say "2/4 Block coordinate descent: $NUM_BLOCKS blocks, $WHERE, pipeline $PIPELINE, $ITERS steps"
-train bcd --bcd-num-blocks "$NUM_BLOCKS" --bcd-steps-per-block 50
+train bcd --bcd-num-blocks "$NUM_BLOCKS" --bcd-steps-per-block 35
 
 say "3/4 The same model with full-parameter updates, for comparison"
 train full --bcd-num-blocks 1
