@@ -133,6 +133,8 @@ FLAG_CASES = (
     ),
     case("backend", "--distributed-backend", "nccl", named="--distributed-backend nccl"),
     case("layers", "--transformer-impl", "transformer_engine", named="--transformer-impl transformer_engine"),
+    case("norm around 0", "--apply-layernorm-1p", named="--apply-layernorm-1p"),
+    case("residual in fp32", "--fp32-residual-connection", "--bf16", named="--fp32-residual-connection"),
     case("sequence parallel", "--sequence-parallel", named="--sequence-parallel", ranks=(1,)),
     case(
         "sequence parallel, local norms", "--sequence-parallel", "--pipeline-model-parallel-size", "1",
@@ -178,6 +180,14 @@ DATA_CASES = (
     case(
         "second file of a blend", "--data-path", "1", "data/text_document", "1", "data/other",
         named="--data-path data/other", prepare=dataset(good_documents(300), name="other"),
+    ),
+    case(
+        "blend with nothing to validate on", "--data-path", "1", "data/text_document", "1", "data/other",
+        named=("--split", "validation", "data/other"), prepare=dataset(good_documents()[:2], name="other"),
+    ),
+    case(
+        "a weight of nothing", "--data-path", "0", "data/text_document", "1", "data/other",
+        named=("--data-path", "weight"), prepare=dataset(good_documents(), name="other"),
     ),
     case("no validation share", "--split", "100,0,0", named=("--split", "validation", "--eval-iters 0")),
     case("short validation split", "--split", "989,1,10", named=("--split 989,1,10", "validation")),

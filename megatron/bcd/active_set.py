@@ -17,9 +17,8 @@ from megatron.core.utils import get_model_config
 from megatron.bcd import platform
 from megatron.bcd.blocks import Partition
 from megatron.bcd.config import RunConfig
-from megatron.bcd.models import gpt_of, is_active
+from megatron.bcd.models import DTYPES, gpt_of, is_active
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _BUILT_PARAMETER_ATTRIBUTES = ("main_grad", "main_param", "main_param_sharded", "grad_added_to_main_grad")
 
 Fingerprint = tuple[int, int]
@@ -112,7 +111,7 @@ class ActiveSet:
         return OptimizerConfig(
             **{
                 **self._config.optimizer,
-                "params_dtype": _DTYPES[self._config.precision],
+                "params_dtype": DTYPES[self._config.precision],
                 "use_distributed_optimizer": self._config.training.use_distributed_optimizer,
             }
         )

@@ -65,8 +65,7 @@ def load_weights_if_asked(config: RunConfig, model: torch.nn.Module, reporter: R
     if not (config.checkpoint.finetune or config.training.skip_train):
         raise ValueError(
             f"--load {folder}: a checkpoint's iteration, phase and optimizer state can't be taken up yet; add "
-            "--finetune to "
-            "start at iteration 0 with its weights"
+            "--finetune to start at iteration 0 with its weights"
         )
     gpt = gpt_of(model)
     sharded = gpt.sharded_state_dict()

@@ -70,8 +70,7 @@ class ModelConfig:
     transformer_impl: str = option(
         "auto",
         "layers: Transformer Engine's, or Megatron Core's local ones with PyTorch's scaled_dot_product_attention; "
-        "auto takes "
-        "Transformer Engine where it is importable and there is a GPU",
+        "auto takes Transformer Engine where it is importable and there is a GPU",
         choices=("auto", "local", "transformer_engine"),
     )
 

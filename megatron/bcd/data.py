@@ -43,8 +43,7 @@ def check_indexed_dataset(prefix: str, vocab_size: int, flag: str = "--data-path
         if not os.path.isfile(prefix + suffix):
             raise ValueError(
                 f"{flag} {prefix}: {prefix}{suffix} does not exist; give the prefix that tools/preprocess_data.py "
-                "wrote, "
-                "without .bin or .idx"
+                "wrote, without .bin or .idx"
             )
     if not os.path.getsize(prefix + ".bin"):
         raise ValueError(f"{flag} {prefix}: {prefix}.bin is empty; run tools/preprocess_data.py on a text that is not")
@@ -60,8 +59,7 @@ def check_indexed_dataset(prefix: str, vocab_size: int, flag: str = "--data-path
     if expected != found or num_documents < 1:
         raise ValueError(
             f"{flag} {prefix}: {prefix}.bin has {found:,} bytes and its index describes {expected:,}; one of the two "
-            "is "
-            "truncated or of another run; run tools/preprocess_data.py again"
+            "is truncated or of another run; run tools/preprocess_data.py again"
         )
     if not _is_consistent(dataset.index):
         raise ValueError(f"{flag} {prefix}: {prefix}.idx is damaged; run tools/preprocess_data.py again")

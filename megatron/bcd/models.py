@@ -25,10 +25,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron.bcd import platform
-from megatron.bcd.blocks import Partition
+from megatron.bcd.blocks import Partition, divide
 from megatron.bcd.config import RunConfig
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ def transformer_config(config: RunConfig, implementation: Implementation) -> Tra
         ValueError: Megatron Core refuses the combination.
     """
     fields = dict(config.transformer)
-    dtype = _DTYPES[config.precision]
+    dtype = DTYPES[config.precision]
     fields.update(params_dtype=dtype, pipeline_dtype=dtype, deallocate_pipeline_outputs=True)
     if "attention_backend" in fields:
         fields["attention_backend"] = AttnBackend[str(fields["attention_backend"])]
@@ -113,8 +113,7 @@ def transformer_config(config: RunConfig, implementation: Implementation) -> Tra
         if fields.get("sequence_parallel") and not implementation.norm.startswith("Apex"):
             raise ValueError(
                 "--sequence-parallel needs the layer norms of Apex or Transformer Engine, which are not importable "
-                "here; "
-                "leave it out"
+                "here; leave it out"
             )
     # with Transformer Engine too: the output head is Megatron Core's own linear layer
     if not platform.has_cuda() or not platform.is_importable("fused_weight_gradient_mlp_cuda"):
@@ -131,8 +130,6 @@ def transformer_config(config: RunConfig, implementation: Implementation) -> Tra
 
 def _uneven_layout(num_layers: int, num_stages: int) -> list[list[str]]:
     """Megatron Core's layer layout for layers that don't divide by stages: the same cut as `blocks.divide`."""
-    from megatron.bcd.blocks import divide
-
     stages = [["decoder"] * len(layers) for layers in divide(num_layers, num_stages)]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")
