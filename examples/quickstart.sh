@@ -19,6 +19,7 @@ OUT=${OUT:-out/quickstart}
 ITERS=${ITERS:-210}
 TEXT_MB=${TEXT_MB:-4}
 NUM_BLOCKS=3
+STEPS_PER_BLOCK=$((ITERS >= 6 ? ITERS / 6 : 1))  # two visits to every block
 
 say() {
     if [ -t 1 ]; then printf '\n\033[1m== %s\033[0m\n' "$*"; else printf '\n== %s\n' "$*"; fi
@@ -83,7 +84,7 @@ DATA_ARGS=(
     --split 95,5,0
 )
 REPORT_ARGS=(
-    --eval-interval 35
+    --eval-interval "$STEPS_PER_BLOCK"
     --eval-iters 4
     --log-interval 1
 )
@@ -100,7 +101,7 @@ train() {
 # ---------------------------------------------------------------- train, compare
 STARTED=$SECONDS
 say "2/4 Block coordinate descent: $NUM_BLOCKS blocks, $WHERE, pipeline $PIPELINE, $ITERS steps"
-train bcd --bcd-num-blocks "$NUM_BLOCKS" --bcd-steps-per-block 35
+train bcd --bcd-num-blocks "$NUM_BLOCKS" --bcd-steps-per-block "$STEPS_PER_BLOCK"
 
 say "3/4 The same model with full-parameter updates, for comparison"
 train full --bcd-num-blocks 1
