@@ -141,9 +141,9 @@ class RecordingTrainer(train.Trainer):
         if name in self.hooks:
             self.hooks[name](self)
 
-    def train_step(self, batches: Iterator[Any]) -> train.StepResult:
+    def train_step(self, batches: Iterator[Any], **kwargs: Any) -> train.StepResult:
         self.call("before_step")
-        result = super().train_step(batches)
+        result = super().train_step(batches, **kwargs)
         self.results.append(
             {
                 "phase": self.state.phase,

@@ -4,7 +4,7 @@ switch."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,24 +155,37 @@ class ActiveSet:
         """Every live tensor of this rank's model state: weights, gradients, masters, optimizer state."""
         yield from self.model.parameters()
         if self.wrapped is not None:
-            for buffer in self.wrapped.buffers:
-                yield from (tensor for tensor in (buffer.param_data, buffer.grad_data) if tensor is not None)
-        for master in self._masters():
-            yield master
-            if master.grad is not None:
-                yield master.grad
+            yield from (buffer.param_data for buffer in self.wrapped.buffers if buffer.param_data is not None)
+        yield from self._gradients()
+        yield from self._optimizer_state()
+
+    def model_state_bytes(self) -> int:
+        """Bytes of this rank's model state, counted from the storages that are alive (shared ones once)."""
+        return _storage_bytes(self.state_tensors())
+
+    def gradient_bytes(self) -> int:
+        """Of these, the gradient buffers."""
+        return _storage_bytes(self._gradients())
+
+    def optimizer_state_bytes(self) -> int:
+        """Of these, moments and masters; in fp32 the weights themselves are the masters and don't count."""
+        weights = {tensor.untyped_storage().data_ptr() for tensor in self.model.parameters()}
+        return _storage_bytes(
+            tensor for tensor in self._optimizer_state() if tensor.untyped_storage().data_ptr() not in weights
+        )
+
+    def _gradients(self) -> Iterator[torch.Tensor]:
+        for buffer in self.wrapped.buffers if self.wrapped is not None else ():
+            if buffer.grad_data is not None:
+                yield buffer.grad_data
+        yield from (master.grad for master in self._masters() if master.grad is not None)
+
+    def _optimizer_state(self) -> Iterator[torch.Tensor]:
+        yield from self._masters()
         for optimizer in self._optimizers():
             if not optimizer.is_stub_optimizer:
                 for state in optimizer.optimizer.state.values():
                     yield from (value for value in state.values() if torch.is_tensor(value))
-
-    def model_state_bytes(self) -> int:
-        """Bytes of this rank's model state, counted from the storages that are alive (shared ones once)."""
-        storages = {
-            storage.data_ptr(): storage.nbytes()
-            for storage in (tensor.untyped_storage() for tensor in self.state_tensors())
-        }
-        return sum(storages.values())
 
     def check_switch(self) -> str | None:
         """Compare the weights with those at the beginning of the phase, on all ranks together.
@@ -210,6 +223,11 @@ class ActiveSet:
 
     def _frozen(self) -> Iterator[torch.Tensor]:
         return (parameter for parameter in self.model.parameters() if not parameter.requires_grad)
+
+
+def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(storages.values())
 
 
 @torch.no_grad()

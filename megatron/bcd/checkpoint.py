@@ -111,13 +111,19 @@ def _unreadable(folder: str, path: str, error: BaseException) -> ValueError:
     return ValueError(f"--load {folder}: {path} can't be read ({reason}); give a checkpoint that is complete")
 
 
+def is_due(config: RunConfig, *, iteration: int, is_last: bool) -> bool:
+    """Whether a checkpoint is written after `iteration`: every --save-interval steps and at the end."""
+    interval = config.checkpoint.save_interval
+    return config.checkpoint.save is not None and (is_last or bool(interval and iteration % interval == 0))
+
+
 def save_if_due(
     config: RunConfig, model: torch.nn.Module, active: ActiveSet, *, iteration: int, is_last: bool, reporter: Reporter
 ) -> None:
-    """With --save: write the weights every --save-interval steps and at the end. A collective."""
-    interval = config.checkpoint.save_interval
-    if config.checkpoint.save is None or not (is_last or (interval and iteration % interval == 0)):
+    """With --save: write the weights where `is_due`. A collective."""
+    if not is_due(config, iteration=iteration, is_last=is_last):
         return
+    assert config.checkpoint.save is not None
     active.pause_parameter_gather()
     save_weights(model, config.checkpoint.save, iteration=iteration)
     active.resume_parameter_gather()

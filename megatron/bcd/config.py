@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 LAYOUTS = ("spread", "stage", "submodel")
+SCHEDULES = ("bcd", "stock")
 
 
 def option(
@@ -46,6 +47,19 @@ class BcdConfig:
     )
     bcd_steps_per_block: int = option(
         100, "training steps of one phase, after which the next block becomes active", type=int
+    )
+    bcd_schedule: str = option(
+        "bcd",
+        "pipeline schedule: bcd = stages before the first active layer run forward only and ahead, and no gradient is "
+        "sent to them; stock = Megatron Core's own 1F1B, for comparison",
+        choices=SCHEDULES,
+    )
+    bcd_run_ahead: int | None = option(
+        None,
+        "microbatches of the next iteration that forward-only stages compute while the others finish the present one "
+        "(each costs one received activation on the first stage behind them); default: as many as there are "
+        "forward-only stages",
+        type=int,
     )
 
 

@@ -75,6 +75,10 @@ class PhaseSchedule:
         """Whether the active block differs; if not, nothing is rebuilt and the optimizer's moments go on."""
         return self.block(before) != self.block(after)
 
+    def ends_with_next_step(self, state: PhaseState) -> bool:
+        """Whether the coming step is followed by another block, as far as is known before it."""
+        return self.is_switch(state, self.after_step(state))
+
     def at_iteration(self, iteration: int) -> PhaseState:
         """The state after ``iteration`` steps from the start, without stepping there."""
         phase, step_in_phase = divmod(iteration, self.steps_per_block)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import statistics
@@ -17,7 +18,6 @@ from megatron.core.num_microbatches_calculator import (
     init_num_microbatches_calculator,
     update_num_microbatches,
 )
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.timers import Timers
 
 from megatron.bcd import checkpoint, data, models, platform, summary
@@ -27,9 +27,11 @@ from megatron.bcd.config import RunConfig
 from megatron.bcd.loss import forward_step, reduce_losses
 from megatron.bcd.lr_schedule import build_scheduler
 from megatron.bcd.phases import PhaseSchedule, PhaseState
+from megatron.bcd.pipeline import PipelineSchedule
 from megatron.bcd.refusal import refusing
 from megatron.bcd.report import EvalRecord, Reporter, StepRecord
 from megatron.bcd.report.silent import SilentReporter
+from megatron.bcd.saved_activations import SavedActivations
 from megatron.bcd.tokenizer import build_tokenizer, padded_vocab_size
 
 ModelBuilder = Callable[[RunConfig, int, models.Implementation], torch.nn.Module]
@@ -98,7 +100,11 @@ class Trainer:
         self.state = PhaseState()
         self._switch_is_unchecked = True
         self._validation_batches: Iterator[data.Batch] | None = None
-        self._forward_backward = get_forward_backward_func()
+        self.schedule = PipelineSchedule(
+            name=config.bcd.bcd_schedule, partition=self.partition, run_ahead=config.bcd.bcd_run_ahead
+        )
+        self._saved_activations = SavedActivations()
+        self._measured: tuple[int, int] | None = None
         self._timers = Timers(log_level=0, log_option="max")
         reporter.banner(
             summary.summarize(
@@ -114,7 +120,7 @@ class Trainer:
         )
         if not config.training.skip_train:
             platform.reset_peak_memory()
-            self.active.build(self.phases.block(self.state))
+            self._build(self.phases.block(self.state))
             self.scheduler = build_scheduler(self.config, self.active.optimizer, self.global_batch_size)
 
     def run(self) -> None:
@@ -138,7 +144,7 @@ class Trainer:
         interval: list[StepResult] = []
         while self.iteration < self.train_iters:
             update_num_microbatches(self.consumed_samples, consistency_check=False)
-            result = self.train_step(batches)
+            result = self.train_step(batches, num_microbatches_next=self._num_microbatches_next())
             interval.append(result)
             self.iteration += 1
             self.consumed_samples += get_current_global_batch_size()
@@ -164,12 +170,16 @@ class Trainer:
             if training.manual_gc and training.manual_gc_interval and self.iteration % training.manual_gc_interval == 0:
                 gc.collect()
 
-    def train_step(self, batches: Iterator[data.Batch]) -> StepResult:
+    def train_step(self, batches: Iterator[data.Batch], *, num_microbatches_next: int = 0) -> StepResult:
+        """One step. Where another follows directly upon it in the same phase, `num_microbatches_next` is how many
+        microbatches that one has, and forward-only stages run ahead with it."""
         assert self.active.optimizer is not None
         timer = self._timers("train-step", log_level=0)
         timer.start()
         self.active.zero_grad()
-        losses = self._run_schedule(batches, get_num_microbatches(), forward_only=False)
+        self.schedule.prepare_next(num_microbatches_next)
+        with self._measuring_once_a_phase():
+            losses = self._run_schedule(batches, get_num_microbatches(), forward_only=False)
         loss_sum, num_tokens = reduce_losses(losses).tolist()
         loss = loss_sum / max(num_tokens, 1.0)
         if (
@@ -196,7 +206,7 @@ class Trainer:
     def _run_schedule(
         self, batches: Iterator[data.Batch], num_microbatches: int, *, forward_only: bool
     ) -> list[dict[str, Any]]:
-        return self._forward_backward(
+        return self.schedule(
             forward_step_func=forward_step,
             data_iterator=batches,
             model=self.active.wrapped or self.model,
@@ -206,6 +216,33 @@ class Trainer:
             decoder_seq_length=self.config.model.seq_length,
             forward_only=forward_only,
         )
+
+    def _num_microbatches_next(self) -> int:
+        """Microbatches of the iteration after the coming one, if it follows directly and in the same phase; else 0."""
+        after = self.iteration + 1
+        is_last = after == self.train_iters
+        evaluates = self.config.training.eval_iters and after % self.config.training.eval_interval == 0
+        saves = checkpoint.is_due(self.config, iteration=after, is_last=is_last)
+        if is_last or evaluates or saves or self.phases.ends_with_next_step(self.state):
+            return 0
+        if not self.config.training.rampup_batch_size:
+            return get_num_microbatches()
+        update_num_microbatches(self.consumed_samples + get_current_global_batch_size(), consistency_check=False)
+        num_microbatches = get_num_microbatches()
+        update_num_microbatches(self.consumed_samples, consistency_check=False)
+        return num_microbatches
+
+    def _measuring_once_a_phase(self) -> contextlib.AbstractContextManager[None]:
+        """Count saved activations in a phase's first iteration, and where the batch size has changed."""
+        now = (self.state.phase, get_num_microbatches())
+        if now == self._measured:
+            return contextlib.nullcontext()
+        self._measured = now
+        return self._saved_activations.measuring(self.model.parameters())
+
+    def _build(self, block: int) -> None:
+        self.active.build(block)
+        self.schedule.begin_phase(block)
 
     def _advance_phase(self, loss: float) -> None:
         """Count the step; at the end of the phase make the next block active."""
@@ -217,7 +254,7 @@ class Trainer:
         self.scheduler.optimizer = None  # else the old optimizer and its gradients would outlive the new build
         self.active.dispose()
         platform.reset_peak_memory()  # a phase's peak includes the building of its own state
-        self.active.build(self.phases.block(self.state))
+        self._build(self.phases.block(self.state))
         self.scheduler.optimizer = self.active.optimizer
         self.scheduler.step(0)  # the new optimizer's groups get the learning rate of now
         self._switch_is_unchecked = True
@@ -282,7 +319,14 @@ class Trainer:
         """One record for the steps since the last one; the loss is the mean of those that were not skipped, if any."""
         done = [result for result in interval if not result.skipped]
         milliseconds = statistics.fmean(result.milliseconds for result in interval)
-        model_state, peak = _gather(self.active.model_state_bytes(), platform.peak_memory_bytes())
+        model_state, gradients, optimizer_state, peak, saved, messages = _gather(
+            self.active.model_state_bytes(),
+            self.active.gradient_bytes(),
+            self.active.optimizer_state_bytes(),
+            platform.peak_memory_bytes(),
+            self._saved_activations.peak_bytes,
+            self.schedule.backward_messages,
+        )
         self.reporter.step(
             StepRecord(
                 iteration=self.iteration,
@@ -297,6 +341,10 @@ class Trainer:
                 tokens_per_second=get_current_global_batch_size() * self.config.model.seq_length / milliseconds * 1e3,
                 model_state_bytes=model_state,
                 peak_memory_bytes=peak,
+                gradient_bytes=gradients,
+                optimizer_state_bytes=optimizer_state,
+                saved_activation_bytes=saved,
+                backward_messages=messages,
                 loss_scale=self.active.loss_scale() if self.config.precision == "fp16" else None,
                 skipped_iterations=len(interval) - len(done),
                 global_batch_size=get_current_global_batch_size(),

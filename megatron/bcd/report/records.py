@@ -27,6 +27,14 @@ class StepRecord:
     """Live bytes of weights + gradients + optimizer state, by rank."""
     peak_memory_bytes: tuple[int, ...]
     """By rank."""
+    gradient_bytes: tuple[int, ...] = ()
+    """By rank: of the model state, the gradient buffers."""
+    optimizer_state_bytes: tuple[int, ...] = ()
+    """By rank: of the model state, moments and masters."""
+    saved_activation_bytes: tuple[int, ...] = ()
+    """By rank: highest that autograd kept for the backward pass at once, measured in the phase's first iteration."""
+    backward_messages: tuple[int, ...] = ()
+    """By rank: gradients sent to and received from other pipeline stages in the last iteration."""
     loss_scale: float | None = None
     """fp16 only."""
     skipped_iterations: int = 0
