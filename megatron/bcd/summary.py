@@ -70,7 +70,7 @@ def summarize(
         steps_per_block=config.bcd.bcd_steps_per_block,
         full_model_state_bytes=tuple(state_bytes(rank, rank["num_parameters"]) for rank in ranks),
         training=_describe_training(config, global_batch_size, train_iters),
-        notes=(implementation.describe(),),
+        notes=(implementation.describe(), *_describe_pipeline(config, partition)),
     )
 
 
@@ -117,6 +117,21 @@ def _describe_model(config: RunConfig, vocab_size: int, padded_vocab_size: int) 
         f"{'tied' if config.tied else 'untied'} head",
     )
     return ", ".join(parts)
+
+
+def _describe_pipeline(config: RunConfig, partition: Partition) -> tuple[str, ...]:
+    if partition.num_stages == 1:
+        return ()
+    if config.bcd.bcd_schedule == "stock":
+        return ("pipeline schedule stock: Megatron Core's 1F1B",)
+    forward_only = [block.pivot_stage for block in partition.blocks]
+    if not any(forward_only):
+        return ("pipeline schedule bcd: every block begins on the first stage, so no stage runs forward only",)
+    run_ahead = config.bcd.bcd_run_ahead
+    return (
+        f"pipeline schedule bcd: forward-only stages by block {', '.join(map(str, forward_only))}; they run ahead "
+        f"{'as many' if run_ahead is None else run_ahead} microbatches",
+    )
 
 
 def _describe_training(config: RunConfig, global_batch_size: int, train_iters: int) -> str:

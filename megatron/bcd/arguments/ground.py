@@ -69,6 +69,7 @@ _RANGES: dict[str, _Range] = {
             "start_weight_decay",
             "end_weight_decay",
             "clip_grad",
+            "bcd_run_ahead",
         ),
         _AT_LEAST_0,
     ),

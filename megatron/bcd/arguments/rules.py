@@ -31,6 +31,10 @@ def check_run_config(config: RunConfig, *, given: Mapping[str, Any], world_size:
         layout=run.bcd_layout,
         tied=config.tied,
     )
+    refuse_unless(
+        run.bcd_run_ahead is None or run.bcd_schedule == "bcd",
+        "--bcd-run-ahead needs --bcd-schedule bcd: the stock schedule runs nothing ahead",
+    )
     model_rules.check_precision(run, given)
     model_rules.check_recomputation(run, given)
     training_rules.check_batch(run, world_size)

@@ -59,16 +59,20 @@ COMPATIBLE_FLAGS = (
     CompatibleFlag(name="--no-async-tensor-model-parallel-allreduce", why="Megatron Core ignores it"),
 )
 
+INTERLEAVED = (
+    "a pipeline stage holds consecutive layers; interleaved, every rank would hold a piece of the prefix and of the "
+    "active block, and none could run forward only"
+)
 BASELINE = "the optimizer is Adam, on the device of the weights"
 REFUSAL_REASONS = (
     ("--num-experts", "mixture of experts is not supported"),
     ("--num-moe-experts", "mixture of experts is not supported"),
     ("--moe-", "mixture of experts is not supported"),
     ("--expert-", "mixture of experts is not supported"),
-    ("--num-layers-per-virtual-pipeline-stage", "interleaved pipeline schedules are not supported"),
-    ("--num-virtual-stages-per-pipeline-rank", "interleaved pipeline schedules are not supported"),
-    ("--virtual-pipeline-", "interleaved pipeline schedules are not supported"),
-    ("--microbatch-group-size-per-", "interleaved pipeline schedules are not supported"),
+    ("--num-layers-per-virtual-pipeline-stage", INTERLEAVED),
+    ("--num-virtual-stages-per-pipeline-rank", INTERLEAVED),
+    ("--virtual-pipeline-", INTERLEAVED),
+    ("--microbatch-group-size-per-", INTERLEAVED),
     ("--num-layers-in-", "layers are divided evenly over the pipeline stages"),
     ("--decoder-first-pipeline-num-layers", "layers are divided evenly over the pipeline stages"),
     ("--decoder-last-pipeline-num-layers", "layers are divided evenly over the pipeline stages"),
