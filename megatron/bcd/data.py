@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -334,9 +335,16 @@ def batches(
         num_workers=workers,
         pin_memory=platform.has_cuda(),
         persistent_workers=workers > 0,
+        worker_init_fn=_leave_signals_to_the_rank,
         generator=torch.Generator().manual_seed(config.training.seed),
     )  # else the loader would draw from the model's generator
     return _on_device(loader)
+
+
+def _leave_signals_to_the_rank(worker: int) -> None:
+    """Slurm signals every process of a job: a reader that died of it would end the rank before it has saved."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _on_device(loader: Iterable[Batch]) -> Iterator[Batch]:

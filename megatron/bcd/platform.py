@@ -6,14 +6,17 @@ is one, nothing is patched. What was found out about Megatron Core stands in ``d
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib
 import importlib.util
 import logging
 import os
+import queue
 import random
 import resource
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -165,6 +168,15 @@ def seed_everything(seed: int, *, data_parallel_random_init: bool = False) -> No
     torch.set_rng_state(state)  # on a CPU the tracker above drew on the very generator that initialises the weights
 
 
+def device_rng_state() -> torch.Tensor | None:
+    """State of the GPU's random generator; None where the CPU's is the only one."""
+    return torch.cuda.get_rng_state() if has_cuda() else None
+
+
+def set_device_rng_state(state: torch.Tensor) -> None:
+    torch.cuda.set_rng_state(state)
+
+
 def use_deterministic_algorithms() -> None:
     """Make PyTorch take deterministic kernels only, and fail where there is none (--deterministic-mode)."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -189,6 +201,19 @@ def draw_as_stock_warm_up_does(
     torch.rand(hidden_size, dtype=dtype)
     for _ in range(10):
         torch.nn.functional.dropout(hidden, p=0.1, training=True)
+
+
+@contextlib.contextmanager
+def checkpoint_results_in_process() -> Iterator[None]:
+    """Let Megatron Core's checkpoint planning make a plain queue, not a manager process, for the writers' results."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    original = filesystem_async._get_write_results_queue
+    filesystem_async._get_write_results_queue = queue.Queue
+    try:
+        yield
+    finally:
+        filesystem_async._get_write_results_queue = original
 
 
 class _TorchOnCpu(types.ModuleType):

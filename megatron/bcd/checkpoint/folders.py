@@ -1,0 +1,71 @@
+"""The folder of --save at the start of a run: one job at a time, on a disk that every node sees."""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.bcd.checkpoint_files import folder
+
+
+@dataclass
+class Claim:
+    """The right to write below --save; the operating system takes it back when the process ends."""
+
+    lock: folder.FolderLock | None = None
+
+    def release(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
+
+
+def claim(root: str | None) -> tuple[Claim, tuple[str, ...]]:
+    """Lock `root` for this job, see that every node has it, remove what a killed run left; and warnings. A collective.
+
+    Raises:
+        ValueError: another job writes there, the folder can't be written, or nodes see different disks.
+    """
+    if root is None:
+        return Claim(), ()
+    is_first = torch.distributed.get_rank() == 0
+    one, warning, error = Claim(), None, None
+    token = uuid.uuid4().hex
+    if is_first:
+        try:
+            os.makedirs(root, exist_ok=True)
+            one.lock = folder.FolderLock(root)
+            warning = one.lock.acquire()
+            folder.clean_leftovers(root)
+            folder.announce(root, token)
+        except ValueError as refused:
+            error = str(refused)
+        except OSError as failed:
+            error = f"--save {root} can't be written ({failed.strerror}): give a folder that can"
+    told: list[Any] = [(token, error)]
+    torch.distributed.broadcast_object_list(told, src=0)
+    token, error = told[0]
+    if error is not None:
+        raise ValueError(error)
+    hosts: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(hosts, (socket.gethostname(), folder.is_visible(root, token)))
+    if is_first:
+        folder.withdraw(root, token)
+    blind = sorted({host for host, sees in hosts if not sees})
+    if blind:
+        raise ValueError(
+            f"--save {root}: {', '.join(blind)} can't see what {hosts[0][0]} writes there; give a folder on a disk "
+            "that all nodes share (NFS, Lustre, ...)"
+        )
+    return one, (warning,) if warning else ()
+
+
+def has_checkpoint(root: str) -> bool:
+    """Whether rank 0 sees a checkpoint below `root`; the same on every rank. A collective."""
+    answer = [bool(folder.candidates(root)) if torch.distributed.get_rank() == 0 else None]
+    torch.distributed.broadcast_object_list(answer, src=0)
+    return bool(answer[0])
