@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import uuid
 from dataclasses import dataclass
@@ -11,13 +10,14 @@ from typing import Any
 import torch
 
 from megatron.bcd.checkpoint_files import folder
+from megatron.bcd.checkpoint_files.folder_users import FolderLock, SharedFolderProbe
 
 
 @dataclass
 class Claim:
     """The right to write below --save; the operating system takes it back when the process ends."""
 
-    lock: folder.FolderLock | None = None
+    lock: FolderLock | None = None
 
     def release(self) -> None:
         if self.lock is not None:
@@ -37,11 +37,10 @@ def claim(root: str | None) -> tuple[Claim, tuple[str, ...]]:
     token = uuid.uuid4().hex
     if is_first:
         try:
-            os.makedirs(root, exist_ok=True)
-            one.lock = folder.FolderLock(root)
+            one.lock = FolderLock(root)
             warning = one.lock.acquire()
             folder.clean_leftovers(root)
-            folder.announce(root, token)
+            SharedFolderProbe(root=root, token=token).announce()
         except ValueError as refused:
             error = str(refused)
         except OSError as failed:
@@ -51,10 +50,11 @@ def claim(root: str | None) -> tuple[Claim, tuple[str, ...]]:
     token, error = told[0]
     if error is not None:
         raise ValueError(error)
+    probe = SharedFolderProbe(root=root, token=token)
     hosts: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(hosts, (socket.gethostname(), folder.is_visible(root, token)))
+    torch.distributed.all_gather_object(hosts, (socket.gethostname(), probe.is_visible()))
     if is_first:
-        folder.withdraw(root, token)
+        probe.withdraw()
     blind = sorted({host for host, sees in hosts if not sees})
     if blind:
         raise ValueError(
