@@ -1,24 +1,60 @@
-"""phases.py: visit order, switch decision, phase state (DESIGN, sections 1 and 3)."""
+"""phases: visit order, switch decision, end of the run, learning rate, phase state (DESIGN, sections 1 and 3)."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.bcd.phases import PhaseSchedule, PhaseState
+from megatron.bcd.phases import ORDERS, CycleEnd, PhaseSchedule, PhaseSettings, PhaseState
 
-schedules = st.builds(PhaseSchedule, num_blocks=st.integers(1, 7), steps_per_block=st.integers(1, 12))
+NAN, INF = float("nan"), float("inf")
+
+schedules = st.builds(
+    PhaseSchedule,
+    num_blocks=st.integers(1, 7),
+    steps_per_block=st.integers(1, 12),
+    order=st.sampled_from(["ascending", "descending", "random"]),
+    seed=st.integers(-5, 5),
+)
+plateau_schedules = st.builds(
+    lambda least, more, **other: PhaseSchedule(
+        switch="plateau", min_steps_per_block=least, max_steps_per_block=None if more is None else least + more, **other
+    ),
+    num_blocks=st.integers(1, 3),
+    order=st.sampled_from(ORDERS),
+    plateau_window=st.integers(1, 5),
+    plateau_min_improvement=st.sampled_from([0.0, 0.01, 0.3]),
+    least=st.integers(1, 14),
+    more=st.none() | st.integers(0, 8),
+    stop_cycle_improvement=st.just(0.01),
+)
+losses = st.floats(-4, 4) | st.sampled_from([NAN, INF, 1.0, 1.0, 2.0])
+
+
+def _chosen(schedule: PhaseSchedule, state: PhaseState) -> PhaseState:
+    """With the block of greedy order chosen by scores that differ from phase to phase."""
+    if not schedule.needs_scores(state):
+        return state
+    return schedule.choose_block(state, {b: (7 * b + 3 * state.phase) % 5 for b in schedule.candidates(state)})
 
 
 def _states(schedule: PhaseSchedule, steps: int) -> list[PhaseState]:
-    states = [PhaseState()]
+    states = [_chosen(schedule, PhaseState())]
     for _ in range(steps):
-        states.append(schedule.after_step(states[-1]))
+        states.append(_chosen(schedule, schedule.after_step(states[-1])))
     return states
+
+
+def _blocks(schedule: PhaseSchedule, phases: int) -> list[int]:
+    return [schedule.block(schedule.at_iteration(phase * schedule.steps_per_block)) for phase in range(phases)]
 
 
 @given(schedule=schedules, iteration=st.integers(0, 120))
@@ -27,23 +63,90 @@ def test_closed_form_equals_stepping(schedule: PhaseSchedule, iteration: int) ->
     assert schedule.at_iteration(iteration) == _states(schedule, iteration)[-1]
 
 
+@pytest.mark.parametrize("settings", [{"order": "greedy"}, {"switch": "plateau"}])
+def test_no_closed_form_where_losses_decide(settings: dict[str, Any]) -> None:
+    """Exposes a phase that is foretold from the iteration although scores or losses decide it."""
+    with pytest.raises(ValueError, match="not known beforehand"):
+        PhaseSchedule(num_blocks=2, **settings).at_iteration(3)
+
+
 @given(schedule=schedules)
-def test_each_phase_lasts_its_steps_and_blocks_go_round(schedule: PhaseSchedule) -> None:
-    """Exposes an off-by-one at the switch, a skipped block, or a cycle counted wrong."""
+def test_each_phase_lasts_its_steps(schedule: PhaseSchedule) -> None:
+    """Exposes an off-by-one at the switch, or a cycle counted wrong."""
     length, blocks = schedule.steps_per_block, schedule.num_blocks
     for iteration, state in enumerate(_states(schedule, 3 * blocks * length)):
-        assert schedule.block(state) == iteration // length % blocks
         assert schedule.cycle(state) == iteration // (length * blocks)
+        assert state.phase == iteration // length
         assert state.step_in_phase == iteration % length
 
 
-@given(schedule=schedules)
-def test_a_cycle_visits_every_block_once(schedule: PhaseSchedule) -> None:
-    """Exposes a block that starves."""
-    states = _states(schedule, 4 * schedule.num_blocks * schedule.steps_per_block)
-    for cycle in range(4):
+def test_ascending_and_descending() -> None:
+    """Exposes an order that runs the other way, or not from the first block again."""
+    assert _blocks(PhaseSchedule(num_blocks=3), 7) == [0, 1, 2, 0, 1, 2, 0]
+    assert _blocks(PhaseSchedule(num_blocks=3, order="descending"), 7) == [2, 1, 0, 2, 1, 0, 2]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@given(num_blocks=st.integers(1, 6))
+def test_a_cycle_visits_every_block_once(order: str, num_blocks: int) -> None:
+    """Exposes a block that starves, in any order."""
+    schedule = PhaseSchedule(num_blocks=num_blocks, steps_per_block=2, order=order)
+    states = _states(schedule, 10 * num_blocks - 1)
+    for cycle in range(5):
         begun = [state for state in states if schedule.cycle(state) == cycle and state.step_in_phase == 0]
-        assert sorted(schedule.block(state) for state in begun) == list(range(schedule.num_blocks))
+        assert sorted(schedule.block(state) for state in begun) == list(range(num_blocks))
+
+
+@given(num_blocks=st.integers(2, 6), seed=st.integers())
+def test_random_order_never_repeats_a_block_at_once(num_blocks: int, seed: int) -> None:
+    """Exposes a cycle that begins with the block that has just been trained."""
+    blocks = _blocks(PhaseSchedule(num_blocks=num_blocks, order="random", seed=seed), 20 * num_blocks)
+    assert all(before != after for before, after in pairwise(blocks))
+
+
+def test_random_order_is_random_and_the_same_everywhere() -> None:
+    """Exposes an order that depends on the Python version or on hash randomization: ranks would part, and resumed runs
+    go another way. Also one that ignores seed or cycle, or keeps a block from some place."""
+    schedule = PhaseSchedule(num_blocks=5, order="random", seed=1234)
+    assert _blocks(schedule, 15) == [4, 1, 0, 2, 3, 4, 0, 2, 1, 3, 4, 2, 0, 3, 1]
+    cycles = {seed: _blocks(dataclasses.replace(schedule, seed=seed), 500) for seed in (1, 2)}
+    assert cycles[1] != cycles[2]
+    orders = [tuple(cycles[1][start : start + 5]) for start in range(0, 500, 5)]
+    assert len(set(orders)) > 50, "of 120"
+    for place in range(5):
+        assert {order[place] for order in orders} == set(range(5))
+
+
+def test_greedy_takes_the_largest_score_that_the_cycle_has_not_visited() -> None:
+    """Exposes the smallest score taken, a visited block taken again, or visits that are kept beyond the cycle."""
+    schedule = PhaseSchedule(num_blocks=3, steps_per_block=1, order="greedy")
+    state, blocks = PhaseState(), []
+    for scores in ({0: 1.0, 1: 3.0, 2: 2.0}, {0: 5.0, 1: 9.0, 2: 6.0}, None, {0: 8.0, 1: 7.0, 2: 6.0}):
+        assert schedule.needs_scores(state) == (scores is not None), "one block is left at a cycle's end"
+        state = state if scores is None else schedule.choose_block(state, scores)
+        assert not schedule.needs_scores(state)
+        blocks.append(schedule.block(state))
+        state = schedule.after_step(state)
+    assert blocks == [1, 2, 0, 0], "a new cycle may begin with any block"
+    assert schedule.candidates(state) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("scores", "block"),
+    [([2.0, 2.0, 1.0], 0), ([NAN, 1.0, 2.0], 2), ([0.5, INF, 0.1], 0), ([NAN, NAN, NAN], 0), ([INF, NAN, -INF], 0)],
+)
+def test_greedy_with_ties_and_overflow(scores: Sequence[float], block: int) -> None:
+    """Exposes a choice that depends on the order of a dictionary, or an overflow taken for the largest gradient."""
+    schedule = PhaseSchedule(num_blocks=3, order="greedy")
+    for given_order in (range(3), reversed(range(3))):
+        assert schedule.block(schedule.choose_block(PhaseState(), {b: scores[b] for b in given_order})) == block
+
+
+def test_greedy_has_no_block_before_the_choice() -> None:
+    """Exposes a step on a block that nobody chose."""
+    schedule = PhaseSchedule(num_blocks=2, order="greedy")
+    with pytest.raises(AssertionError, match="no block was chosen"):
+        schedule.after_step(PhaseState())
 
 
 @given(schedule=schedules)
@@ -53,6 +156,17 @@ def test_switches_only_between_phases_of_different_blocks(schedule: PhaseSchedul
     for before, after in pairwise(states):
         is_new_phase = after.phase != before.phase
         assert schedule.is_switch(before, after) == (is_new_phase and schedule.num_blocks > 1)
+        assert schedule.may_end_with_next_step(before) == is_new_phase
+        assert schedule.ends_with_next_step(before) == (is_new_phase and schedule.num_blocks > 1)
+
+
+def test_greedy_may_go_on_with_its_block() -> None:
+    """Exposes a rebuild where a new cycle chose the block that is active."""
+    schedule = PhaseSchedule(num_blocks=2, steps_per_block=1, order="greedy")
+    before = PhaseState(phase=1, visited=(0,))
+    after = schedule.after_step(before)
+    assert not schedule.is_switch(before, schedule.choose_block(after, {0: 1.0, 1: 2.0}))
+    assert schedule.is_switch(before, schedule.choose_block(after, {0: 2.0, 1: 1.0}))
 
 
 def test_example() -> None:
@@ -67,7 +181,7 @@ def test_stepping_ignores_the_loss_and_keeps_the_old_state() -> None:
     """Exposes a fixed-length phase that depends on the loss, and a state changed in place."""
     schedule = PhaseSchedule(num_blocks=2, steps_per_block=2)
     before = PhaseState(phase=1, step_in_phase=1)
-    for loss in (None, 1.0, float("nan")):
+    for loss in (None, 1.0, NAN):
         assert schedule.after_step(before, loss=loss) == PhaseState(phase=2)
     assert before == PhaseState(phase=1, step_in_phase=1)
 
@@ -78,6 +192,141 @@ def test_shorter_phases_after_a_resume_end_the_long_one() -> None:
     assert schedule.after_step(PhaseState(phase=2, step_in_phase=8)) == PhaseState(phase=3)
 
 
+def _plateau_length(schedule: PhaseSchedule, phase_losses: Sequence[float]) -> int | None:
+    """Steps until the phase ends, from all its losses at once; None if they do not suffice."""
+    window, best, best_step = schedule.plateau_window, math.inf, None
+    for step in range(1, len(phase_losses) + 1):
+        finite = [loss for loss in phase_losses[:step] if math.isfinite(loss)][-window:]
+        if len(finite) == window and math.isfinite(phase_losses[step - 1]):
+            mean = math.fsum(finite) / window
+            if best_step is None or (mean < best and best - mean >= schedule.plateau_min_improvement * abs(best)):
+                best, best_step = mean, step
+        plateau = best_step is not None and step - best_step >= window and step >= schedule.min_steps_per_block
+        if plateau or step == schedule.max_steps_per_block:
+            return step
+    return None
+
+
+@given(schedule=plateau_schedules, phase_losses=st.lists(losses, max_size=40))
+def test_plateau(schedule: PhaseSchedule, phase_losses: list[float]) -> None:
+    """Exposes a wrong mean, window, comparison or bound; skipped steps in the mean, or not counted as steps; and a
+    phase that ends where it was said that it can't, so that what was run ahead would be thrown away."""
+    state, length = _chosen(schedule, PhaseState()), _plateau_length(schedule, phase_losses)
+    for step, loss in enumerate(phase_losses[:length], start=1):
+        may_end = schedule.may_end_with_next_step(state)
+        assert may_end == (schedule.after_step(state, loss=NAN).phase == 1), "True only where it can happen"
+        state = schedule.after_step(state, loss=loss)
+        assert state.phase == (step == length)
+        assert may_end or state.phase == 0
+        assert len(state.recent_losses) <= schedule.plateau_window
+
+
+def test_plateau_example() -> None:
+    """Exposes a change of the documented meaning: best mean at step 4, window 3, so step 7 is the last one."""
+    schedule = PhaseSchedule(num_blocks=2, switch="plateau", plateau_window=3, plateau_min_improvement=0.1)
+    state, announced = PhaseState(), []
+    for loss in (9.0, 6.0, 6.0, 3.0, 5.0, 6.0, 4.0):
+        assert state.phase == 0
+        announced.append(schedule.may_end_with_next_step(state))
+        state = schedule.after_step(state, loss=loss)
+    assert state == PhaseState(phase=1), "a new phase begins with a new mean"
+    assert announced == [False, False, False, False, False, False, True]
+
+
+def test_constant_loss_is_a_plateau() -> None:
+    """Exposes a phase that never ends because an equal mean counts as an improvement of 0."""
+    schedule = PhaseSchedule(num_blocks=2, switch="plateau", plateau_window=2, plateau_min_improvement=0.0)
+    state = PhaseState()
+    for _ in range(4):
+        state = schedule.after_step(state, loss=1.5)
+    assert state.phase == 1
+
+
+def test_plateau_needs_the_loss() -> None:
+    """Exposes a caller that forgets the loss: the phase would last to its maximum, or for ever."""
+    with pytest.raises(AssertionError, match="decides on the loss"):
+        PhaseSchedule(num_blocks=2, switch="plateau").after_step(PhaseState())
+
+
+@given(schedule=plateau_schedules, run=st.lists(losses, max_size=40))
+def test_going_on_from_json_takes_every_decision_alike(schedule: PhaseSchedule, run: list[float]) -> None:
+    """Exposes a decision that rests on something no checkpoint keeps, or on a rounded number (invariant 7)."""
+    state = PhaseState()
+    for loss in run:
+        state = _chosen(schedule, schedule.after_evaluation(state, loss))
+        as_json = json.loads(json.dumps(state.to_dict(), allow_nan=False))
+        assert as_json == state.to_dict(), "what a checkpoint holds is compared with what a run has"
+        resumed = PhaseState.from_dict(as_json)
+        assert resumed == state
+        assert schedule.is_converged(resumed) == schedule.is_converged(state)
+        state = schedule.after_step(state, loss=loss)
+        assert schedule.after_step(resumed, loss=loss) == state
+
+
+def _after_cycles(schedule: PhaseSchedule, validation_losses: Sequence[float]) -> PhaseState:
+    state = schedule.after_evaluation(PhaseState(), 0.001)
+    for loss in validation_losses:
+        for _ in range(schedule.num_blocks * schedule.steps_per_block):
+            assert not schedule.is_cycle_end(state) or state.step_in_phase == 0
+            state = schedule.after_evaluation(schedule.after_step(state), loss)
+            if not schedule.is_cycle_end(state):
+                assert schedule.after_evaluation(state, 0.001) == state, "an evaluation amid a cycle"
+    return state
+
+
+@pytest.mark.parametrize(
+    ("validation_losses", "is_converged"),
+    [
+        ([4.0], False),
+        ([4.0, 3.9], True),
+        ([4.0, 3.0], False),
+        ([4.0, 3.5], False),  # exactly an eighth is not less than an eighth
+        ([4.0, 5.0], True),
+        ([4.0, 3.9, 3.0], False),
+        ([9.0, 4.0, 3.9], True),
+        ([4.0, NAN], True),
+        ([INF, NAN], True),
+        ([NAN, 4.0], False),
+    ],
+)
+@pytest.mark.parametrize("num_blocks", [1, 3])
+def test_outer_criterion(validation_losses: list[float], is_converged: bool, num_blocks: int) -> None:
+    """Exposes a run that stops, or goes on, for another reason than the last cycle's improvement on the one before."""
+    schedule = PhaseSchedule(num_blocks=num_blocks, steps_per_block=2, stop_cycle_improvement=0.125)
+    state = _after_cycles(schedule, validation_losses)
+    assert schedule.is_converged(state) == is_converged
+    assert not schedule.is_converged(PhaseState(phase=state.phase))
+    assert not dataclasses.replace(schedule, stop_cycle_improvement=None).is_converged(state)
+    assert len(state.cycle_ends) <= 2, "bounded however long the run"
+
+
+def test_outer_criterion_compares_neighbouring_cycles_once() -> None:
+    """Exposes an evaluation that is made twice (by --eval-interval and at the cycle's end) and compared with itself,
+    and a cycle compared with another than the one before it."""
+    schedule = PhaseSchedule(num_blocks=2, steps_per_block=1, stop_cycle_improvement=0.1)
+    state = _after_cycles(schedule, [4.0, 3.0])
+    assert schedule.after_evaluation(state, 3.0) == state
+    ends = (CycleEnd(cycle=0, validation_loss=4.0), CycleEnd(cycle=2, validation_loss=4.0))
+    assert not schedule.is_converged(PhaseState(phase=6, cycle_ends=ends))
+
+
+def test_a_cycle_ends_between_phases_only() -> None:
+    """Exposes a run that evaluates at its start, or throughout the first phase of a cycle."""
+    schedule = PhaseSchedule(num_blocks=2, steps_per_block=2)
+    ends = [iteration for iteration in range(13) if schedule.is_cycle_end(schedule.at_iteration(iteration))]
+    assert ends == [4, 8, 12]
+
+
+def test_learning_rate_factor() -> None:
+    """Exposes a first step at rate 0, a warm-up that is one step off, or the multiplier of another block."""
+    settings: dict[str, Any] = {"steps_per_block": 5, "phase_warmup_steps": 3, "order": "descending"}
+    schedule = PhaseSchedule(num_blocks=2, block_lr_multipliers=(1.0, 2.0), **settings)
+    factors = [schedule.learning_rate_factor(schedule.at_iteration(iteration)) for iteration in range(10)]
+    assert factors == [0.5, 1.0, 1.5, 2.0, 2.0, 0.25, 0.5, 0.75, 1.0, 1.0]
+    assert PhaseSchedule(num_blocks=1, **settings).learning_rate_factor(PhaseState()) == 1.0, "there is no switch"
+    assert PhaseSchedule(num_blocks=2).learning_rate_factor(PhaseState()) == 1.0
+
+
 @given(phase=st.integers(0, 10**6), step=st.integers(0, 10**6))
 def test_state_survives_json(phase: int, step: int) -> None:
     """Exposes a checkpointed state that comes back different."""
@@ -86,23 +335,95 @@ def test_state_survives_json(phase: int, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "named"),
+    ("changed", "named"),
     [
-        ({"phase": 1}, "step_in_phase"),
-        ({"phase": 1, "step_in_phase": 0, "extra": 2}, "extra"),
-        ({"phase": -1, "step_in_phase": 0}, "phase is -1"),
-        ({"phase": 0, "step_in_phase": 1.5}, "step_in_phase is 1.5"),
-        ({"phase": True, "step_in_phase": 0}, "phase is True"),
+        ({"step_in_phase": None}, "step_in_phase is None"),
+        ({"extra": 2}, "extra"),
+        ({"phase": -1}, "phase is -1"),
+        ({"step_in_phase": 1.5}, "step_in_phase is 1.5"),
+        ({"phase": True}, "phase is True"),
+        ({"block": -1}, "block is -1"),
+        ({"block": "1"}, "block is '1'"),
+        ({"visited": [0, 0]}, "no block comes twice"),
+        ({"visited": [1], "block": 1}, "no block comes twice"),
+        ({"visited": 3}, "visited is 3"),
+        ({"recent_losses": [NAN]}, "training loss is nan"),
+        ({"recent_losses": [1]}, "training loss is 1"),
+        ({"recent_losses": [1.0] * 9}, "more steps than 8"),
+        ({"best_loss": 1.0, "best_loss_step": 9}, "more steps than 8"),
+        ({"best_loss": 1.0}, "best_loss is 1.0 at best_loss_step 0"),
+        ({"best_loss": "1", "best_loss_step": 2}, "training loss is '1'"),
+        ({"best_loss_step": 3}, "best_loss is None at best_loss_step 3"),
+        ({"cycle_ends": [{"cycle": 1}]}, "cycle_ends has the entries"),
+        ({"cycle_ends": [7]}, "cycle_ends has the entries 7"),
+        ({"cycle_ends": [{"cycle": 1, "validation_loss": NAN}]}, "validation_loss is nan"),
+        ({"cycle_ends": [{"cycle": 1.0, "validation_loss": 2.0}]}, "cycle is 1.0"),
+        ({"cycle_ends": [{"cycle": c, "validation_loss": 2.0} for c in (2, 1)]}, r"cycles \[2, 1\]"),
     ],
 )
-def test_damaged_state_is_refused(values: dict[str, int], named: str) -> None:
+def test_damaged_state_is_refused(changed: dict[str, Any], named: str) -> None:
     """Exposes a damaged checkpoint that resumes at some other place without a word."""
     with pytest.raises(ValueError, match=named):
+        PhaseState.from_dict(PhaseState(phase=3, step_in_phase=8).to_dict() | changed)
+
+
+@pytest.mark.parametrize("missing", [field.name for field in dataclasses.fields(PhaseState)])
+def test_incomplete_state_is_refused(missing: str) -> None:
+    """Exposes a cut-off state that resumes with a default in place of what is lost."""
+    values = PhaseState().to_dict()
+    del values[missing]
+    with pytest.raises(ValueError, match="must have .*" + missing):
         PhaseState.from_dict(values)
 
 
-@pytest.mark.parametrize(("blocks", "steps", "flag"), [(0, 5, "--bcd-num-blocks 0"), (3, 0, "--bcd-steps-per-block 0")])
-def test_bad_schedule_names_the_flag(blocks: int, steps: int, flag: str) -> None:
-    """Exposes a division by zero shown to the user instead of the flag."""
-    with pytest.raises(ValueError, match=flag):
-        PhaseSchedule(num_blocks=blocks, steps_per_block=steps)
+def test_which_states_fit_greedy_order() -> None:
+    """Exposes a resumed run that takes up greedy order amid a cycle of another order, or the other way round."""
+    greedy, ascending = (PhaseSchedule(num_blocks=3, order=order) for order in ("greedy", "ascending"))
+    assert greedy.fits(PhaseState(phase=4, visited=(2,), block=1)) and greedy.fits(PhaseState(phase=3))
+    assert not greedy.fits(PhaseState(phase=4)) and not greedy.fits(PhaseState(phase=3, visited=(1,)))
+    assert not greedy.fits(PhaseState(phase=4, visited=(3,)))
+    assert ascending.fits(PhaseState(phase=4)) and ascending.fits(PhaseState(phase=3))
+    assert not ascending.fits(PhaseState(phase=4, visited=(2,))) and not ascending.fits(PhaseState(phase=3, block=1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_blocks": 0}, "--bcd-num-blocks 0: must be at least 1"),
+        ({"order": "down"}, "--bcd-order down: must be one of ascending, descending, random, greedy"),
+        ({"switch": "never"}, "--bcd-switch never: must be one of steps, plateau"),
+        ({"steps_per_block": 0}, "--bcd-steps-per-block 0: must be at least 1"),
+        ({"plateau_window": 0}, "--bcd-plateau-window 0: must be at least 1"),
+        ({"plateau_min_improvement": -0.1}, "--bcd-plateau-min-improvement -0.1: must be at least 0 and less than 1"),
+        ({"plateau_min_improvement": NAN}, "--bcd-plateau-min-improvement nan: must be"),
+        ({"min_steps_per_block": 0}, "--bcd-min-steps-per-block 0: must be at least 1"),
+        (
+            {"min_steps_per_block": 5, "max_steps_per_block": 4},
+            "--bcd-max-steps-per-block 4: must be at least --bcd-min-steps-per-block 5",
+        ),
+        ({"stop_cycle_improvement": 1.0}, "--bcd-stop-cycle-improvement 1.0: must be"),
+        ({"phase_warmup_steps": -1}, "--bcd-phase-warmup-steps -1: must be at least 0"),
+        (
+            {"phase_warmup_steps": 7, "steps_per_block": 7},
+            "--bcd-phase-warmup-steps 7: .* less than --bcd-steps-per-block 7",
+        ),
+        (
+            {"phase_warmup_steps": 7, "switch": "plateau", "max_steps_per_block": 6},
+            "--bcd-phase-warmup-steps 7: .* less than --bcd-max-steps-per-block 6",
+        ),
+        ({"block_lr_multipliers": (1.0, 0.0, 1.0)}, "--bcd-block-lr-multipliers 0.0: each"),
+        ({"block_lr_multipliers": (1.0, INF, 1.0)}, "--bcd-block-lr-multipliers inf: each"),
+        ({"block_lr_multipliers": (1.0, 2.0)}, "--bcd-block-lr-multipliers: 2 given, must be one for each of the 3"),
+    ],
+)
+def test_bad_settings_name_the_flag(settings: dict[str, Any], message: str) -> None:
+    """Exposes a division by zero, or a run without end, in place of one line that names the flag."""
+    with pytest.raises(ValueError, match=message):
+        PhaseSchedule(**{"num_blocks": 3, **settings})
+
+
+def test_settings_stand_alone() -> None:
+    """Exposes settings that can't be checked before the number of blocks is known, or that a schedule does not take."""
+    settings = PhaseSettings(order="random", switch="plateau", phase_warmup_steps=300, block_lr_multipliers=(1.0, 2.0))
+    schedule = PhaseSchedule(num_blocks=2, **dataclasses.asdict(settings))
+    assert (schedule.order, schedule.switch, schedule.block_lr_multipliers) == ("random", "plateau", (1.0, 2.0))
