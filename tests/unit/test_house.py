@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-PURE_ROOMS = ("blocks", "config", "cost", "phases")
+PURE_ROOMS = ("blocks", "config", "cost", "phases", "subsets")
 SHELL_SCRIPTS = (".ci/run", "tests/run.sh", "examples/setup_env.sh", "examples/quickstart.sh")
 
 
