@@ -207,7 +207,7 @@ def _plateau_length(schedule: PhaseSchedule, phase_losses: Sequence[float]) -> i
     return None
 
 
-@given(schedule=plateau_schedules, phase_losses=st.lists(losses, max_size=40))
+@given(schedule=plateau_schedules, phase_losses=st.lists(losses, min_size=25, max_size=40))
 def test_plateau(schedule: PhaseSchedule, phase_losses: list[float]) -> None:
     """Exposes a wrong mean, window, comparison or bound; skipped steps in the mean, or not counted as steps; and a
     phase that ends where it was said that it can't, so that what was run ahead would be thrown away."""
@@ -240,6 +240,30 @@ def test_constant_loss_is_a_plateau() -> None:
     for _ in range(4):
         state = schedule.after_step(state, loss=1.5)
     assert state.phase == 1
+
+
+@pytest.mark.parametrize(
+    ("first_loss", "next_loss", "length"), [(4.0, 3.0, 3), (4.0, 3.125, 2), (-4.0, -5.0, 3), (-4.0, -4.5, 2)]
+)
+def test_least_improvement(first_loss: float, next_loss: float, length: int) -> None:
+    """Exposes an improvement of exactly the least one that does not count, or a smaller one that does."""
+    schedule = PhaseSchedule(num_blocks=2, switch="plateau", plateau_window=1, plateau_min_improvement=0.25)
+    state = schedule.after_step(schedule.after_step(PhaseState(), loss=first_loss), loss=next_loss)
+    assert state.phase == (length == 2)
+    assert length == 2 or schedule.after_step(state, loss=next_loss).phase == 1
+
+
+@pytest.mark.parametrize("loss", [1.0, NAN])
+def test_least_and_most_steps(loss: float) -> None:
+    """Exposes a bound that is one step off: a plateau would end each of these phases after 2 steps, or none."""
+    settings: dict[str, Any] = {"num_blocks": 2, "switch": "plateau", "plateau_window": 1}
+    for least, most, length in ((5, 9, 5 if loss == 1.0 else 9), (1, 1, 1), (7, 7, 7)):
+        schedule = PhaseSchedule(min_steps_per_block=least, max_steps_per_block=most, **settings)
+        state = PhaseState()
+        for step in range(length):
+            assert (state.phase, state.step_in_phase) == (0, step)
+            state = schedule.after_step(state, loss=loss)
+        assert state == PhaseState(phase=1)
 
 
 def test_plateau_needs_the_loss() -> None:
@@ -282,6 +306,8 @@ def _after_cycles(schedule: PhaseSchedule, validation_losses: Sequence[float]) -
         ([4.0, 3.0], False),
         ([4.0, 3.5], False),  # exactly an eighth is not less than an eighth
         ([4.0, 5.0], True),
+        ([2.0, 1.8], True),
+        ([8.0, 7.5], True),
         ([4.0, 3.9, 3.0], False),
         ([9.0, 4.0, 3.9], True),
         ([4.0, NAN], True),
