@@ -46,7 +46,8 @@ class SavedActivations:
     def _pack(self, tensor: torch.Tensor) -> _Saved | torch.Tensor:
         if tensor.untyped_storage().data_ptr() in self._left_out:
             return tensor
-        return _Saved(self, tensor)
+        # detached: an operation's own output would keep its graph alive, and the graph what is returned here
+        return _Saved(self, tensor.detach())
 
     @staticmethod
     def _unpack(saved: _Saved | torch.Tensor) -> torch.Tensor:
