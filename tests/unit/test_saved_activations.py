@@ -117,3 +117,22 @@ def test_recomputed_activations_count_while_they_live(model: nn.Sequential, mete
     del output
     gc.collect()
     assert meter._live_bytes == 0
+
+
+def test_an_allocator_is_asked_after_each_forward_pass() -> None:
+    """A GPU's count that includes what was there before, or what a stage without a graph allocates."""
+    allocated = 100
+    meter = SavedActivations(lambda: allocated)
+    meter.after_forward()  # outside: not counted
+    with meter.measuring([]):
+        allocated = 130
+        meter.after_forward()
+        allocated = 190
+        with torch.no_grad():
+            meter.after_forward()
+        allocated = 110
+        meter.after_forward()
+    assert meter.peak_bytes == 30
+    with meter.measuring([]):
+        pass
+    assert meter.peak_bytes == 0
