@@ -60,11 +60,15 @@ class ShardWrite:
         with platform.checkpoint_results_in_process():
             strategy.async_save(sharded, Path(aside))
         self._writer, self._finalize = strategy.writer, strategy.finalize
-        self._buckets = [
-            (path, key, (blobs, [(item, self._on_host(tensor, live)) for item, tensor in tensors]))
-            for path, key, (blobs, tensors) in self._writer.write_buckets
-        ]
-        platform.synchronize()
+        self._buckets: list[Any] = []
+        try:
+            self._buckets = [
+                (path, key, (blobs, [(item, self._on_host(tensor, live)) for item, tensor in tensors]))
+                for path, key, (blobs, tensors) in self._writer.write_buckets
+            ]
+            platform.synchronize()
+        except (RuntimeError, MemoryError) as error:  # no host memory: the other ranks hear of it in `finish`
+            self.error, self._buckets = error, []
         self._thread = threading.Thread(target=self._write, name="checkpoint writer", daemon=True)
 
     def _on_host(self, tensor: torch.Tensor, live: set[int]) -> torch.Tensor:
