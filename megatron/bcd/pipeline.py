@@ -34,6 +34,7 @@ from megatron.bcd.pipeline_plan.plan import (
     Kind,
     PlanShape,
     bcd_shape,
+    default_run_ahead,
     evaluation_shape,
     stage_actions,
 )
@@ -132,7 +133,7 @@ class PipelineSchedule:
     """
 
     def __init__(self, *, name: str, partition: Partition, run_ahead: int | None) -> None:
-        """`name` is "bcd" or "stock", `run_ahead` a number of microbatches; None: the number of forward-only stages."""
+        """`name` is "bcd" or "stock", `run_ahead` a number of microbatches; None takes `default_run_ahead`."""
         self.name = name
         self.backward_messages = 0
         """Gradients that this rank sent and received in the last training iteration."""
@@ -201,7 +202,8 @@ class PipelineSchedule:
             assert self._done_ahead == 0, "what a stage ran ahead with comes first"
             return evaluation_shape(num_stages=num_stages, num_microbatches=num_microbatches)
         pivot = self._partition.blocks[self._block].pivot_stage
-        ahead = min(pivot if self._run_ahead is None else self._run_ahead, self._num_next) if pivot else 0
+        default = default_run_ahead(num_stages=num_stages, pivot=pivot)
+        ahead = min(default if self._run_ahead is None else self._run_ahead, self._num_next) if pivot else 0
         shape = bcd_shape(
             num_stages=num_stages,
             num_microbatches=num_microbatches,

@@ -18,7 +18,7 @@ import resource
 import time
 import types
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
@@ -100,6 +100,11 @@ def reset_peak_memory() -> None:
             file.write("5")  # Linux: the peak resident set starts again from the present one
     except OSError:
         pass  # elsewhere the peak stays the whole process's
+
+
+def allocator() -> Callable[[], int] | None:
+    """What asks the GPU's allocator for the bytes that are allocated now; None on a CPU, which keeps no count."""
+    return torch.cuda.memory_allocated if has_cuda() else None
 
 
 def peak_memory_bytes() -> int:

@@ -130,7 +130,7 @@ def _describe_pipeline(config: RunConfig, partition: Partition) -> tuple[str, ..
     run_ahead = config.bcd.bcd_run_ahead
     return (
         f"pipeline schedule bcd: forward-only stages by block {', '.join(map(str, forward_only))}; they run ahead "
-        f"{'as many' if run_ahead is None else run_ahead} microbatches",
+        f"{'half as many' if run_ahead is None else run_ahead} microbatches",
     )
 
 

@@ -22,9 +22,9 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.bcd import platform
-from megatron.bcd.checkpoint_files.folder import file_record
+from megatron.bcd.checkpoint_files.folder import FileRecord, file_record
 
-Record = dict[str, Any]
+Record = FileRecord
 
 
 class _InProcessStrategy(TorchDistSaveShardedStrategy):

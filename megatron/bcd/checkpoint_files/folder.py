@@ -169,7 +169,7 @@ def read_tracker(root: str) -> int | None:
             text = file.read(32).strip()
     except FileNotFoundError:
         return None
-    return int(text) if text.isdigit() and len(text) < 20 else None
+    return int(text) if text.isdigit() else None
 
 
 def candidates(root: str) -> list[int]:

@@ -10,7 +10,6 @@ import json
 import os
 import socket
 import time
-import weakref
 
 _POLL_SECONDS = 0.1
 _NO_LOCKS_HERE = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
@@ -55,15 +54,19 @@ class FolderLock:
             )
         self._file = file
         # O_CLOEXEC ends at exec; a forked child shares the lock, and would keep it after this process was killed
-        myself = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _close(myself()))
+        os.register_at_fork(after_in_child=self._close)
         return None
 
     def release(self) -> None:
         """Give the lock back; nothing where it is not held."""
         if self._file is not None:
             os.ftruncate(self._file, 0)
-        _close(self)
+        self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,12 +102,6 @@ class SharedFolderProbe:
         """Delete the probe file."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(self.root, self._name))
-
-
-def _close(lock: FolderLock | None) -> None:
-    if lock is not None and lock._file is not None:
-        os.close(lock._file)
-        lock._file = None
 
 
 def _write_holder(file: int) -> None:

@@ -105,7 +105,7 @@ class Trainer:
         self.schedule = PipelineSchedule(
             name=config.bcd.bcd_schedule, partition=self.partition, run_ahead=config.bcd.bcd_run_ahead
         )
-        self.saved_activations = SavedActivations()
+        self.saved_activations = SavedActivations(platform.allocator())
         self._measured: tuple[int, int] | None = None
         self._timers = Timers(log_level=0, log_option="max")
         reporter.banner(
@@ -251,7 +251,7 @@ class Trainer:
         self, batches: Iterator[data.Batch], num_microbatches: int, *, forward_only: bool
     ) -> list[dict[str, Any]]:
         return self.schedule(
-            forward_step_func=forward_step,
+            forward_step_func=self._forward_step,
             data_iterator=batches,
             model=self.active.wrapped or self.model,
             num_microbatches=num_microbatches,
@@ -260,6 +260,11 @@ class Trainer:
             decoder_seq_length=self.config.model.seq_length,
             forward_only=forward_only,
         )
+
+    def _forward_step(self, batches: Iterator[data.Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
+        output = forward_step(batches, model)
+        self.saved_activations.after_forward()
+        return output
 
     def _num_microbatches_next(self) -> int:
         """Microbatches of the iteration after the coming one, if it follows directly and in the same phase; else 0."""
