@@ -75,11 +75,11 @@ def find(config: RunConfig) -> Source | None:
     root = config.checkpoint.load
     if root is None:
         return None
-    iterations = _from_first(lambda: folder.candidates(root))
+    iterations = _from_first(lambda: _candidates(root))
     messages: list[str] = []
     for iteration in iterations:
         path = folder.iteration_folder(root, iteration)
-        if _from_first(lambda path=path: folder.is_foreign(path)):  # type: ignore[misc]
+        if _from_first(lambda path=path: _is_foreign(path)):  # type: ignore[misc]
             return _foreign(config, root, path, tuple(messages))
         problem = _damage(path)
         if problem is None:
@@ -88,6 +88,22 @@ def find(config: RunConfig) -> Source | None:
     if messages:
         raise ValueError(f"--load {root}: no checkpoint in it is valid; {'; '.join(messages)}")
     return None
+
+
+def _candidates(root: str) -> list[int]:
+    iterations = folder.candidates(root)
+    if not iterations and os.path.lexists(os.path.join(root, folder.TRACKER)):
+        named = folder.read_tracker(root)
+        what = "holds no iteration number" if named is None else f"names iteration {named}, which is not there"
+        raise ValueError(
+            f"--load {root}: {folder.TRACKER} {what}, and there is no other checkpoint; give a folder that has one"
+        )
+    return iterations
+
+
+def _is_foreign(path: str) -> bool:
+    """Another program's; one of ours that has lost its checksums is damaged."""
+    return folder.is_foreign(path) and not os.path.lexists(os.path.join(path, run_state.FILE_NAME))
 
 
 def _damage(path: str) -> str | None:
