@@ -27,11 +27,19 @@ KILL = re.compile(
 
 
 def run(root: Path, temporary: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Ends the tool gently where the test is ended: it has ranks to end."""
     command = [sys.executable, "tools/soak.py", *words]
     environment = os.environ | {"TMPDIR": str(temporary)}
-    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=280)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=root, env=environment, text=True, **pipes) as tool:  # type: ignore[call-overload]
+        try:
+            output, errors = tool.communicate()
+        finally:
+            tool.terminate()
+    return subprocess.CompletedProcess(command, tool.returncode, output, errors)
 
 
+@pytest.mark.timeout(900)  # starts two ranks six times; the tool itself notices a run that hangs
 def test_short_form(repo_root: Path, tmp_path: Path) -> None:
     """A run that a kill changes, a checkpoint that a kill leaves half written, a rank that outlives its run."""
     done = run(repo_root, tmp_path, "--kills", "4", "--seed", "29", "--iterations", "44")
