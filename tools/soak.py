@@ -368,7 +368,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     arguments = parse(argv)
     base = Path(arguments.folder or tempfile.mkdtemp(prefix="soak_")).resolve()
-    is_well = soak(arguments, base)
+    with tempfile.TemporaryDirectory(prefix="soak_") as temporary:  # for what killed processes leave behind
+        os.environ["TMPDIR"] = temporary
+        is_well = soak(arguments, base)
     if not arguments.folder and is_well:
         shutil.rmtree(base)
     elif not is_well:
