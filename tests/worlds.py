@@ -16,12 +16,14 @@ import torch
 from megatron.core import num_microbatches_calculator, parallel_state
 from torch.distributed import distributed_c10d
 
-from megatron.bcd import blocks, checkpoint, platform, train
+from megatron.bcd import blocks, platform
 from megatron.bcd.active_set import ActiveSet
 from megatron.bcd.arguments import parse_run_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.models import build_model, gpt_of
 from megatron.bcd.report import EvalRecord, Reporter, StepRecord
+from megatron.bcd.train import StepResult, Trainer
+from megatron.bcd.train import trainer as loop
 
 PADDED_VOCABULARY = 264  # of 257 byte-level tokens, on one and on two tensor-parallel ranks
 _SMALL_RUN: dict[str, object] = {
@@ -79,6 +81,8 @@ class Recorder(Reporter):
         self.steps: list[StepRecord] = []
         self.evaluations: list[EvalRecord] = []
         self.switches: list[int] = []
+        self.notes: list[str] = []
+        self.warnings: list[str] = []
         self.summary: Any = None
 
     def banner(self, summary: Any) -> None:
@@ -93,10 +97,16 @@ class Recorder(Reporter):
     def phase(self, **values: Any) -> None:
         self.switches.append(values["iteration"])
 
-    def note(self, *args: Any, **kwargs: Any) -> None:
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def warning(self, text: str) -> None:
+        self.warnings.append(text)
+
+    def progress(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    progress = warning = close = note  # type: ignore[assignment]
+    close = progress
 
 
 Hook = Callable[["RecordingTrainer"], None]
@@ -119,7 +129,7 @@ class _ToldActiveSet(ActiveSet):
         self._owner.call("after_dispose")
 
 
-class RecordingTrainer(train.Trainer):
+class RecordingTrainer(Trainer):
     """A Trainer that keeps every step's result, and calls whoever wants to act in between.
 
     Hooks by name: before_build, after_build, before_step, after_schedule (gradients are whole, the optimizer has not
@@ -130,18 +140,18 @@ class RecordingTrainer(train.Trainer):
         self.results: list[dict[str, Any]] = []
         self.hooks = hooks
         self.recorder = Recorder()
-        original = train.ActiveSet
-        train.ActiveSet = functools.partial(_ToldActiveSet, self)  # type: ignore[assignment,misc]
+        original = loop.ActiveSet
+        loop.ActiveSet = functools.partial(_ToldActiveSet, self)  # type: ignore[assignment,misc]
         try:
             super().__init__(config, build_model, self.recorder)
         finally:
-            train.ActiveSet = original  # type: ignore[misc]
+            loop.ActiveSet = original  # type: ignore[misc]
 
     def call(self, name: str) -> None:
         if name in self.hooks:
             self.hooks[name](self)
 
-    def train_step(self, batches: Iterator[Any], **kwargs: Any) -> train.StepResult:
+    def train_step(self, batches: Iterator[Any], **kwargs: Any) -> StepResult:
         self.call("before_step")
         result = super().train_step(batches, **kwargs)
         self.results.append(
@@ -166,10 +176,10 @@ class RecordingTrainer(train.Trainer):
             self.call("after_schedule")
         return reported
 
-    def _advance_phase(self, loss: float) -> None:
-        if self.phases.after_step(self.state).phase != self.state.phase:
+    def _advance_phase(self, loss: float, *, is_last: bool) -> None:
+        if not is_last and self.phases.after_step(self.state).phase != self.state.phase:
             self.call("before_switch")
-        super()._advance_phase(loss)
+        super()._advance_phase(loss, is_last=is_last)
 
 
 @contextlib.contextmanager
@@ -224,7 +234,7 @@ def train_run(config: RunConfig, *, blocks_of_stages: int | None = None) -> dict
 @contextlib.contextmanager
 def blocks_as_of(num_stages: int | None) -> Iterator[None]:
     """Trainers of one stage form the blocks that `num_stages` stages would: the same layers, all on stage 0."""
-    original = train.partition
+    original = loop.partition
 
     def on_one_stage(**arguments: Any) -> blocks.Partition:
         assert arguments["num_stages"] == 1
@@ -242,11 +252,11 @@ def blocks_as_of(num_stages: int | None) -> Iterator[None]:
         )
 
     if num_stages is not None:
-        train.partition = on_one_stage
+        loop.partition = on_one_stage
     try:
         yield
     finally:
-        train.partition = original
+        loop.partition = original
 
 
 def outcome(one: RecordingTrainer) -> dict[str, Any]:
@@ -301,8 +311,8 @@ def masters_of(one: RecordingTrainer) -> list[torch.Tensor]:
 
 def save_initial_weights(config: RunConfig, folder: str) -> None:
     """Draw the weights of `config` and write them as a checkpoint that any layout can load."""
-    with trainer(config) as one:
-        checkpoint.save_weights(one.model, folder, iteration=0)
+    with trainer(dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, save=folder))) as one:
+        assert one._save()
 
 
 def same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:

@@ -4,7 +4,8 @@ switch."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.utils import get_model_config
 
 from megatron.bcd import platform
@@ -50,7 +52,7 @@ class ActiveSet:
         self.optimizer: MegatronOptimizer | None = None
         self._config = config
         self._model_config = get_model_config(model)
-        self._loss_scaler_state: dict[str, Any] | None = None
+        self._loss_scaler_state: dict[str, float] | None = None
         self._watch: _Watch | None = None
 
     def build(self, block: int) -> None:
@@ -63,13 +65,13 @@ class ActiveSet:
             config=self._model_config, ddp_config=self._ddp_config(), module=self.model
         )
         self.optimizer = get_megatron_optimizer(self._optimizer_config(), [self.wrapped])
-        for optimizer in self._optimizers():
+        for optimizer in self.optimizers():
             if (
                 not optimizer.get_parameters()
             ):  # nothing to step here, but this rank still takes part in every reduction
                 optimizer.is_stub_optimizer = True
-            if self._loss_scaler_state is not None:
-                optimizer.grad_scaler.load_state_dict(self._loss_scaler_state)
+        if self._loss_scaler_state is not None:
+            self.set_loss_scaler_state(self._loss_scaler_state)
         self._connect()
         self._watch = _Watch(
             masters=_fingerprint(self._masters()),
@@ -81,8 +83,7 @@ class ActiveSet:
         """Free gradients, optimizer state and buffers; nothing but the weights stays."""
         assert self.wrapped is not None, "build() comes first"
         self.pause_parameter_gather()
-        scalers = [getattr(optimizer, "grad_scaler", None) for optimizer in self._optimizers()]
-        self._loss_scaler_state = scalers[0].state_dict() if scalers and scalers[0] else None
+        self._loss_scaler_state = self.loss_scaler_state()
         model_config = self._model_config
         model_config.grad_scale_func = model_config.finalize_model_grads_func = None
         model_config.no_sync_func = model_config.grad_sync_func = model_config.param_sync_func = None
@@ -142,10 +143,44 @@ class ActiveSet:
         ):
             self.wrapped.enable_forward_pre_hook()
 
+    @torch.no_grad()
+    def step(self, *, skip_non_finite: bool) -> float | None:
+        """Clip the gradient and step the optimizer; the gradient's norm before clipping.
+
+        None where the step was skipped, the same on every rank: an overflow in fp16, or, with `skip_non_finite`, a
+        norm that is not finite. It is Megatron Core's own step with that check between its parts.
+        """
+        assert self.optimizer is not None
+        if self.optimizer.prepare_grads():
+            return None
+        norm = float(self.optimizer.get_grad_norm())
+        if skip_non_finite and not math.isfinite(norm):
+            return None
+        for optimizer in self.optimizers():
+            if not optimizer.is_stub_optimizer and optimizer.get_parameters() and optimizer.config.clip_grad > 0.0:
+                clip_grad_by_total_norm_fp32(
+                    optimizer.get_parameters(), max_norm=optimizer.config.clip_grad, total_norm=norm
+                )
+        self.optimizer.step_with_ready_grads()
+        return norm
+
     def zero_grad(self) -> None:
         assert self.wrapped is not None and self.optimizer is not None
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
+
+    def loss_scaler_state(self) -> dict[str, float] | None:
+        """fp16's dynamic loss scale and its counters; None where there is none."""
+        scalers = [getattr(optimizer, "grad_scaler", None) for optimizer in self.optimizers()]
+        state = scalers[0].state_dict() if scalers and scalers[0] else None
+        return {name: float(value) for name, value in state.items()} if state else None
+
+    def set_loss_scaler_state(self, state: Mapping[str, float]) -> None:
+        """Take up what `loss_scaler_state` gave, on every optimizer of the phase."""
+        for optimizer in self.optimizers():
+            optimizer.grad_scaler.load_state_dict(
+                {name: torch.tensor([value]) if name == "scale" else int(value) for name, value in state.items()}
+            )
 
     def loss_scale(self) -> float:
         assert self.optimizer is not None
@@ -182,7 +217,7 @@ class ActiveSet:
 
     def _optimizer_state(self) -> Iterator[torch.Tensor]:
         yield from self._masters()
-        for optimizer in self._optimizers():
+        for optimizer in self.optimizers():
             if not optimizer.is_stub_optimizer:
                 for state in optimizer.optimizer.state.values():
                     yield from (value for value in state.values() if torch.is_tensor(value))
@@ -212,12 +247,22 @@ class ActiveSet:
             return f"block {self.block} is active, but frozen weights changed on rank(s) {thawed}"
         return None
 
-    def _optimizers(self) -> list[Any]:
+    @property
+    def has_own_masters(self) -> bool:
+        """Whether masters are copies: in 16-bit precision; in fp32 the weights are their own."""
+        return self._config.precision != "fp32"
+
+    def active_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """By GPTModel's names, in the model's order."""
+        return {name: p for name, p in gpt_of(self.model).named_parameters() if p.requires_grad}
+
+    def optimizers(self) -> list[Any]:
+        """Megatron Core's optimizers of the phase."""
         return list(getattr(self.optimizer, "chained_optimizers", []))
 
     def _masters(self) -> Iterator[torch.Tensor]:
         """The tensors that the optimizer steps: in 16-bit precision fp32 copies, this rank's shard of them."""
-        for optimizer in self._optimizers():
+        for optimizer in self.optimizers():
             if not optimizer.is_stub_optimizer:
                 yield from optimizer.get_parameters()
 

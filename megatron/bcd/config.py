@@ -111,7 +111,10 @@ class TrainingConfig:
     eval_interval: int = option(1000, "training steps between evaluations on the validation split", type=int)
     seed: int = option(1234, "seed of Python, NumPy, PyTorch and the data order", type=int)
     data_parallel_random_init: bool = option(False, "initialise each data-parallel rank with its own seed")
-    check_for_nan_in_loss_and_grad: bool = option(True, "stop at a loss that is not finite")
+    check_for_nan_in_loss_and_grad: bool = option(True, "skip a step whose loss or gradient is not finite")
+    max_skipped_steps: int = option(
+        10, "stop after so many steps in a row whose loss or gradient was not finite", type=int
+    )
     manual_gc: bool = option(False, "collect Python garbage only at fixed intervals")
     manual_gc_interval: int = option(
         0, "training steps between garbage collections with --manual-gc; 0: never", type=int
@@ -195,12 +198,24 @@ class TokenizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Weights in and out (Megatron Core's dist_checkpointing)."""
+    """Checkpoints: where, when, and what is taken from them."""
 
-    save: str | None = option(None, "folder for checkpoints")
+    save: str | None = option(None, "folder for checkpoints, at the end of the run and where it is stopped")
     save_interval: int | None = option(None, "training steps between checkpoints", type=int)
-    load: str | None = option(None, "folder to load weights from; an empty or absent one starts afresh")
+    async_save: bool = option(False, "write checkpoints in the background while training goes on")
+    keep_last_checkpoints: int | None = option(None, "keep so many checkpoints and delete older ones", type=int)
+    load: str | None = option(
+        None,
+        "folder to go on from: its newest valid checkpoint; an empty or absent one starts afresh. Give the same folder "
+        "as --save, and a run that was killed goes on when it is started again",
+    )
     finetune: bool = option(False, "take the weights of --load only, and start at iteration 0")
+    load_optim: bool = option(
+        True, "take up the optimizer state of --load; else the active block starts with a new one"
+    )
+    load_rng: bool = option(True, "take up the random generators of --load; else they are seeded anew")
+    exit_interval: int | None = option(None, "save and stop after each multiple of so many training steps", type=int)
+    exit_duration_in_mins: int | None = option(None, "save and stop after so many minutes", type=int)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -157,6 +157,11 @@ class PipelineSchedule:
         microbatches; 0 if not: at the end of a phase, before an evaluation or a checkpoint, at the end of the data."""
         self._num_next = num_microbatches
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether forward-only stages have begun the next iteration; the same on every rank."""
+        return self._done_ahead > 0
+
     def __call__(self, *, model: Any, num_microbatches: int, forward_only: bool = False, **arguments: Any) -> list[Any]:
         """Returns what the loss function reported, by microbatch, on the last stage; else an empty list."""
         if self._partition.num_stages == 1:

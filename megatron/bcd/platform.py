@@ -6,15 +6,19 @@ is one, nothing is patched. What was found out about Megatron Core stands in ``d
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib
 import importlib.util
 import logging
 import os
+import queue
 import random
 import resource
+import time
 import types
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
@@ -147,13 +151,52 @@ def initialize_distributed(*, backend: str, timeout_minutes: int, tensor_size: i
     else:
         patch_megatron_core()
     if not torch.distributed.is_initialized():
-        alone = {"rank": 0, "world_size": 1, "store": torch.distributed.HashStore()} if "RANK" not in os.environ else {}
-        torch.distributed.init_process_group(backend, timeout=datetime.timedelta(minutes=timeout_minutes), **alone)
+        timeout = datetime.timedelta(minutes=timeout_minutes)
+        torch.distributed.init_process_group(backend, timeout=timeout, **_rendezvous(timeout))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_size,
         pipeline_model_parallel_size=pipeline_size,
         distributed_timeout_minutes=timeout_minutes,
     )
+
+
+def _rendezvous(timeout: datetime.timedelta) -> dict[str, Any]:
+    """Where the ranks meet: what `init_process_group` can't find out by itself, or what it would get wrong."""
+    if "RANK" not in os.environ:
+        return {"rank": 0, "world_size": 1, "store": torch.distributed.HashStore()}
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = torch.distributed.TCPStore(*address, is_master=False, timeout=timeout)
+    start = number_of_start(store, rank=rank, world_size=world_size, timeout=timeout)
+    return {"rank": rank, "world_size": world_size, "store": torch.distributed.PrefixStore(f"bcd/start {start}", store)}
+
+
+def number_of_start(store: Any, *, rank: int, world_size: int, timeout: datetime.timedelta) -> int:
+    """A number that all ranks share and that no earlier start of them had.
+
+    torchrun keeps its store over restarts (pytorch issue 135712): a rank would find the address of one that is gone.
+    Its restart count does not tell starts apart, because nodes count for themselves. So rank 0 draws a number, and
+    welcomes the others, each by a name that it has for this start only: whoever is welcomed knows the newest number.
+
+    Raises:
+        RuntimeError: not all ranks came in time.
+    """
+    if rank == 0:
+        start = store.add("bcd/starts", 1)
+        for other in range(1, world_size):
+            name = store.get(f"bcd/start {start}/rank {other}").decode()
+            store.set(f"bcd/start {start}/welcome {name}", "")
+        return start
+    name, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        start = store.add("bcd/starts", 0)
+        store.set(f"bcd/start {start}/rank {rank}", name)
+        time.sleep(0.05)
+        if store.check([f"bcd/start {start}/welcome {name}"]):
+            return start
+    raise RuntimeError(f"rank {rank} has waited {timeout} for rank 0 to start")
 
 
 def seed_everything(seed: int, *, data_parallel_random_init: bool = False) -> None:
@@ -169,6 +212,15 @@ def seed_everything(seed: int, *, data_parallel_random_init: bool = False) -> No
     state = torch.get_rng_state()
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     torch.set_rng_state(state)  # on a CPU the tracker above drew on the very generator that initialises the weights
+
+
+def device_rng_state() -> torch.Tensor | None:
+    """State of the GPU's random generator; None where the CPU's is the only one."""
+    return torch.cuda.get_rng_state() if has_cuda() else None
+
+
+def set_device_rng_state(state: torch.Tensor) -> None:
+    torch.cuda.set_rng_state(state)
 
 
 def use_deterministic_algorithms() -> None:
@@ -195,6 +247,19 @@ def draw_as_stock_warm_up_does(
     torch.rand(hidden_size, dtype=dtype)
     for _ in range(10):
         torch.nn.functional.dropout(hidden, p=0.1, training=True)
+
+
+@contextlib.contextmanager
+def checkpoint_results_in_process() -> Iterator[None]:
+    """Let Megatron Core's checkpoint planning make a plain queue, not a manager process, for the writers' results."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    original = filesystem_async._get_write_results_queue
+    filesystem_async._get_write_results_queue = queue.Queue
+    try:
+        yield
+    finally:
+        filesystem_async._get_write_results_queue = original
 
 
 class _TorchOnCpu(types.ModuleType):

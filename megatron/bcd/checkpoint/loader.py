@@ -1,0 +1,250 @@
+"""Reads checkpoints: finds the newest valid one, checks that it fits, and takes from it what was asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.base import LoadCommonStrategy
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron.bcd import platform
+from megatron.bcd.active_set import ActiveSet
+from megatron.bcd.checkpoint import optimizer_state, random_states, run_state
+from megatron.bcd.checkpoint.run_state import Layout, RunState
+from megatron.bcd.checkpoint_files import folder
+from megatron.bcd.checkpoint_files.safe_loading import only_data
+from megatron.bcd.config import RunConfig
+from megatron.bcd.models import gpt_of
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A checkpoint that was found whole."""
+
+    root: str
+    path: str
+    state: RunState | None
+    """None with --finetune, --skip-train and checkpoints of other programs: only the weights are taken."""
+    messages: tuple[str, ...] = ()
+    """What the user should know, such as damaged newer checkpoints that were passed over."""
+
+
+class _NoCommon(LoadCommonStrategy):
+    """Megatron Core reads ``common.pt`` whatever is asked for; nothing in it is needed here."""
+
+    def __init__(self) -> None:
+        pass
+
+    def load_common(self, checkpoint_dir: Any) -> dict[str, Any]:
+        return {}
+
+    def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> Any:
+        raise NotImplementedError
+
+    def check_backend_compatibility(self, loaded_version: Any) -> None:
+        pass
+
+    def check_version_compatibility(self, loaded_version: Any) -> None:
+        pass
+
+
+def current_layout() -> Layout:
+    return Layout(
+        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+        device=platform.device().type,
+    )
+
+
+def find(config: RunConfig) -> Source | None:
+    """The newest valid checkpoint below --load, verified by all ranks together; None where there is none. A collective.
+
+    Raises:
+        ValueError: there are checkpoints and none is valid; or the newest valid one is of another format version or of
+            another network; or it is not this program's and neither --finetune nor --skip-train is given.
+    """
+    root = config.checkpoint.load
+    if root is None:
+        return None
+    iterations, problem = _from_first(lambda: _candidates(root))
+    messages = [problem] if problem else []
+    for iteration in iterations:
+        path = folder.iteration_folder(root, iteration)
+        if _from_first(lambda path=path: _is_foreign(path)):  # type: ignore[misc]
+            return _foreign(config, root, path, tuple(messages))
+        damage = _damage(path)
+        if damage is None:
+            return _fitting(config, root, path, tuple(messages))
+        messages.append(f"a damaged checkpoint is passed over: {damage}")
+    if messages:
+        raise ValueError(f"--load {root}: no checkpoint in it is valid; {'; '.join(messages)}")
+    return None
+
+
+def _candidates(root: str) -> tuple[list[int], str | None]:
+    """Iterations worth trying, best first, and what is wrong with the file that names the newest.
+
+    Raises:
+        ValueError: that file is there, and no checkpoint is.
+    """
+    iterations, named = folder.candidates(root), folder.read_tracker(root)
+    problem = None
+    if named is None and os.path.lexists(os.path.join(root, folder.TRACKER)):
+        problem = f"--load {root}: {folder.TRACKER} holds no iteration number"
+    elif named is not None and named not in iterations:
+        problem = f"--load {root}: {folder.TRACKER} names {folder.iteration_folder(root, named)}, which is not there"
+    if problem and not iterations:
+        raise ValueError(f"{problem}, and there is no other checkpoint; give a folder that has one")
+    return iterations, problem
+
+
+def _is_foreign(path: str) -> bool:
+    """Another program's; one of ours that has lost its checksums is damaged."""
+    return folder.is_foreign(path) and not os.path.lexists(os.path.join(path, run_state.FILE_NAME))
+
+
+def _damage(path: str) -> str | None:
+    """Each rank reads its share of the files; the first problem found, on every rank."""
+    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    try:
+        mine = folder.damage(path, part=rank, num_parts=num_ranks)
+    except OSError as error:
+        mine = f"{error.strerror}: {error.filename}"
+    problems: list[str | None] = [None] * num_ranks
+    torch.distributed.all_gather_object(problems, mine)
+    return next((problem for problem in problems if problem), None)
+
+
+def _foreign(config: RunConfig, root: str, path: str, messages: tuple[str, ...]) -> Source:
+    if not (config.checkpoint.finetune or config.training.skip_train):
+        raise ValueError(
+            f"--load {root}: {path} was not written by this program (it has no {folder.CHECKSUMS}), so a run can't go "
+            "on from it; add --finetune to start at iteration 0 with its weights"
+        )
+    return Source(root=root, path=path, state=None, messages=messages)
+
+
+def _fitting(config: RunConfig, root: str, path: str, messages: tuple[str, ...]) -> Source:
+    file = os.path.join(path, run_state.FILE_NAME)
+
+    def read() -> str:
+        with open(file, encoding="utf-8") as opened:
+            return opened.read()
+
+    if config.checkpoint.finetune or config.training.skip_train:
+        return Source(root=root, path=path, state=None, messages=messages)
+    state = run_state.from_json(_from_first(read), path=f"--load {root}: {file}")
+    run_state.check_same_network(state.flags, config, source=f"--load {root}: {path}")
+    changed = run_state.changed_flags(state.flags, config)
+    if changed:
+        messages = (*messages, f"flags differ from those that wrote {path}: {', '.join(changed)}")
+    return Source(root=root, path=path, state=state, messages=messages)
+
+
+def load_weights(source: Source, model: torch.nn.Module) -> None:
+    """A collective.
+
+    Raises:
+        ValueError: the checkpoint is of another model, or can't be read, or holds more than data.
+    """
+    gpt = gpt_of(model)
+    sharded = gpt.sharded_state_dict()
+    _check_same_model(sharded, source)
+    loaded = _load({"model": sharded}, source)
+    gpt.load_state_dict(loaded["model"], strict=True)
+
+
+def load_optimizer(source: Source, active: ActiveSet) -> None:
+    """Moments and masters of the active block, and fp16's loss scale; a collective, after `ActiveSet.build`.
+
+    Raises:
+        ValueError: as `load_weights`.
+    """
+    assert source.state is not None
+    state = source.state
+    summary = optimizer_state.StateSummary(names=tuple(state.optimizer_tensors), num_steps=state.optimizer_steps)
+    loaded = _load({"optimizer": optimizer_state.requested_state(active, summary.names)}, source)
+    optimizer_state.take_over(active, summary, loaded.get("optimizer", {}))
+    if state.loss_scaler is not None:
+        active.set_loss_scaler_state(state.loss_scaler)
+
+
+def load_random_states(source: Source) -> str | None:
+    """This rank's generators; a message, the same on every rank, where the ranks are cut in another way."""
+    assert source.state is not None
+    if Layout(**source.state.layout) != current_layout():
+        return (
+            "random generators are seeded anew: the checkpoint's belong to ranks that were cut in another way "
+            f"({source.state.layout})"
+        )
+    random_states.restore_random_states(
+        os.path.join(source.path, random_states.file_name(torch.distributed.get_rank()))
+    )
+    return None
+
+
+def _load(sharded: dict[str, Any], source: Source) -> dict[str, Any]:
+    try:
+        with only_data():
+            return dist_checkpointing.load(sharded, source.path, common_strategy=_NoCommon())  # type: ignore[return-value]
+    except (Exception, CheckpointException) as error:  # the readers below raise many kinds
+        raise _unreadable(source, error) from error
+
+
+def _check_same_model(sharded: dict[str, Any], source: Source) -> None:
+    """Compare names and whole shapes of this rank's weights with what the checkpoint says it holds, reading no weight.
+
+    Raises:
+        ValueError: one is absent or of another shape, or the checkpoint can't be read.
+    """
+    try:
+        with only_data():
+            saved = dist_checkpointing.load_tensors_metadata(source.path)
+    except (Exception, CheckpointException) as error:
+        raise _unreadable(source, error) from error
+    for tensor in sharded.values():
+        if not isinstance(tensor, ShardedTensor):
+            continue
+        there, here = saved.get(tensor.key), list(tensor.global_shape)
+        if there is None:
+            found = "is not in it"
+        elif list(there.global_shape) == here or tensor.allow_shape_mismatch:  # the padded vocabulary may differ
+            continue
+        else:
+            found = f"is {list(there.global_shape)} in it"
+        raise ValueError(
+            f"--load {source.root}: {source.path} is of another model: {tensor.key} {found} and {here} here; give the "
+            "flags of the run that saved it"
+        )
+
+
+def _unreadable(source: Source, error: BaseException) -> ValueError:
+    if isinstance(error, CheckpointException) and error.failures:  # its own text is every rank's traceback
+        error = next(iter(error.failures.values()))[0]
+    reason = " ".join([type(error).__name__, *str(error).split()])[:200]
+    return ValueError(
+        f"--load {source.root}: {source.path} can't be read ({reason}); give a checkpoint that is complete"
+    )
+
+
+def _from_first(look: Callable[[], T]) -> T:
+    """What rank 0 sees, on every rank: a disk may show the ranks different states."""
+    answer: list[Any] = [None, None]
+    if torch.distributed.get_rank() == 0:
+        try:
+            answer = [look(), None]
+        except (OSError, ValueError) as error:
+            answer = [None, str(error)]
+    torch.distributed.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise ValueError(answer[1])
+    return answer[0]

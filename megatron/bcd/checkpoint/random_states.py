@@ -1,0 +1,65 @@
+"""The random generators of one rank as tensors: Python's, NumPy's, PyTorch's and Megatron Core's tracker's."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy
+import torch
+from megatron.core import tensor_parallel
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as safetensors_bytes
+
+from megatron.bcd import platform
+
+_TRACKER = "tracker."
+
+
+def file_name(rank: int) -> str:
+    return f"random_states_{rank:05d}.safetensors"
+
+
+def random_states() -> bytes:
+    """Every generator of this process, as the contents of a safetensors file."""
+    version, python_state, python_gauss = random.getstate()
+    kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+    assert version == 3 and kind == "MT19937" and isinstance(keys, numpy.ndarray)
+    tensors = {
+        "python": torch.tensor(python_state, dtype=torch.int64),
+        "numpy": torch.from_numpy(keys.astype(numpy.int64)),
+        "torch": torch.get_rng_state(),
+    }
+    device_state = platform.device_rng_state()
+    if device_state is not None:
+        tensors["device"] = device_state
+    for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items():
+        tensors[_TRACKER + name] = state.clone()
+    numbers = {"python_gauss": python_gauss, "numpy": [position, has_gauss, gauss]}
+    return safetensors_bytes(tensors, metadata={"numbers": json.dumps(numbers)})
+
+
+def restore_random_states(path: str) -> None:
+    """Set every generator of this process to what `random_states` wrote.
+
+    Raises:
+        ValueError: the file is damaged, or is of a machine of another kind (with and without a GPU).
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            numbers = json.loads(file.metadata()["numbers"])
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: random states can't be read ({error})") from error
+    if ("device" in tensors) != platform.has_cuda():
+        raise ValueError(f"{path}: random states of a machine {'with' if 'device' in tensors else 'without'} a GPU")
+    random.setstate((3, tuple(tensors["python"].tolist()), numbers["python_gauss"]))
+    position, has_gauss, gauss = numbers["numpy"]
+    numpy.random.set_state(("MT19937", tensors["numpy"].numpy().astype(numpy.uint32), position, has_gauss, gauss))
+    torch.set_rng_state(tensors["torch"])
+    if "device" in tensors:
+        platform.set_device_rng_state(tensors["device"])
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    tracker.set_states(
+        {name.removeprefix(_TRACKER): state for name, state in tensors.items() if name.startswith(_TRACKER)}
+    )

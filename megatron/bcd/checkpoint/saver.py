@@ -1,0 +1,183 @@
+"""Writes checkpoints: complete or invisible, at once or in the background, without ever ending the run.
+
+A checkpoint is built in ``iter_0000007.incomplete`` and renamed when every rank has written its part; a disk that is
+full or gone leaves the checkpoint before it valid, a warning, and another try at the next interval.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+
+from megatron.bcd.active_set import ActiveSet
+from megatron.bcd.checkpoint import optimizer_state, random_states, run_state
+from megatron.bcd.checkpoint.run_state import RunState
+from megatron.bcd.checkpoint.writer import Record, ShardWrite
+from megatron.bcd.checkpoint_files import folder
+from megatron.bcd.config import CheckpointConfig
+from megatron.bcd.models import gpt_of
+from megatron.bcd.report import Reporter
+
+_COMMON = "common.pt"
+
+
+@dataclass
+class _UnderWay:
+    iteration: int
+    write: ShardWrite
+    records: dict[str, Record]
+    error: str | None
+    started: float
+
+
+class Saver:
+    """Saves below --save. Every method is a collective unless it says otherwise."""
+
+    def __init__(self, config: CheckpointConfig, reporter: Reporter) -> None:
+        assert config.save is not None
+        self.root = config.save
+        self._config = config
+        self._reporter = reporter
+        self._is_first = torch.distributed.get_rank() == 0
+        self._under_way: _UnderWay | None = None
+
+    def save(self, state: RunState, model: torch.nn.Module, active: ActiveSet) -> bool:
+        """Write checkpoint `state.iteration`; with --async-save only begin to. False where that failed at once."""
+        self.finish()
+        started = time.monotonic()
+        aside = folder.aside_folder(self.root, state.iteration)
+        records: dict[str, Record] = {}
+        error = self._agree(self._attempt(lambda: self._prepare(aside, state, records)))
+        if error is not None:
+            return self._give_up(state.iteration, error)
+        error = self._attempt(lambda: self._write_random_states(aside, records))
+        write = ShardWrite(_entries(model, active, state), aside, in_background=self._config.async_save)
+        write.start()
+        self._under_way = _UnderWay(
+            iteration=state.iteration, write=write, records=records, error=error, started=started
+        )
+        return True if self._config.async_save else self.finish()
+
+    def newest(self) -> str | None:
+        """The newest complete checkpoint, as rank 0 sees it; None where there is none."""
+        answer: list[str | None] = [None]
+        if self._is_first:
+            with contextlib.suppress(OSError):
+                answer = [folder.iteration_folder(self.root, one) for one in folder.candidates(self.root)[:1]] or answer
+        torch.distributed.broadcast_object_list(answer, src=0)
+        return answer[0]
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank still writes in the background. Not a collective."""
+        return self._under_way is not None and self._under_way.write.is_writing
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a checkpoint was begun and not finished, the same on every rank. Not a collective."""
+        return self._under_way is not None
+
+    def finish(self) -> bool:
+        """Wait for what is under way, and make it the newest checkpoint. False where that failed."""
+        if self._under_way is None:
+            return True
+        one, self._under_way = self._under_way, None
+        one.write.finish()
+        error = one.error or (None if one.write.error is None else _describe(one.write.error))
+        ranks: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(ranks, (error, one.records | one.write.records))
+        error = next((rank[0] for rank in ranks if rank[0] is not None), None)
+        if error is None and self._is_first:
+            records = {name: record for rank in ranks for name, record in rank[1].items()}
+            error = self._attempt(lambda: self._publish(one.iteration, records))
+        error = self._agree(error)
+        if error is not None:
+            return self._give_up(one.iteration, error)
+        self._reporter.note(
+            f"checkpoint saved to {folder.iteration_folder(self.root, one.iteration)} "
+            f"({time.monotonic() - one.started:,.1f} s)"
+        )
+        return True
+
+    def _prepare(self, aside: str, state: RunState, records: dict[str, Record]) -> None:
+        """Rank 0's own files: where the run stands, and what Megatron Core wants beside the shards."""
+        if not self._is_first:
+            return
+        shutil.rmtree(aside, ignore_errors=True)
+        os.makedirs(aside)
+        _write(os.path.join(aside, run_state.FILE_NAME), state.to_json().encode())
+        torch.save({"iteration": state.iteration, "checkpoint_version": 3.0}, os.path.join(aside, _COMMON))
+        save_config(CheckpointingConfig("torch_dist", 1), aside)
+        for name in os.listdir(aside):
+            with open(os.path.join(aside, name), "rb") as file:
+                os.fsync(file.fileno())
+            records[name] = folder.file_record(file.name)
+
+    def _write_random_states(self, aside: str, records: dict[str, Record]) -> None:
+        name = random_states.file_name(torch.distributed.get_rank())
+        _write(os.path.join(aside, name), random_states.random_states())
+        records[name] = folder.file_record(os.path.join(aside, name))
+
+    def _publish(self, iteration: int, records: dict[str, Record]) -> None:
+        aside = folder.aside_folder(self.root, iteration)
+        records[".metadata"] = folder.file_record(os.path.join(aside, ".metadata"))
+        folder.finish(aside, records)
+        folder.publish(self.root, iteration)
+        if self._config.keep_last_checkpoints is not None:
+            folder.prune(self.root, self._config.keep_last_checkpoints)
+
+    def _give_up(self, iteration: int, error: str) -> bool:
+        if self._is_first:
+            shutil.rmtree(folder.aside_folder(self.root, iteration), ignore_errors=True)
+        self._reporter.warning(
+            f"checkpoint {iteration} was not saved ({error}); the one before it stays valid, and the next interval "
+            "tries again"
+        )
+        return False
+
+    @staticmethod
+    def _attempt(action: Any) -> str | None:
+        try:
+            action()
+        except (OSError, RuntimeError) as error:  # PyTorch's file writer raises RuntimeError on a full disk
+            return _describe(error)
+        return None
+
+    @staticmethod
+    def _agree(error: str | None) -> str | None:
+        """The first rank's error, on every rank; None where there is none."""
+        ranks: list[str | None] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(ranks, error)
+        return next((one for one in ranks if one is not None), None)
+
+
+def _entries(model: torch.nn.Module, active: ActiveSet, state: RunState) -> dict[str, Any]:
+    """Weights under the keys of plain Megatron Core, and the active block's optimizer state."""
+    entries: dict[str, Any] = {f"model.{name}": entry for name, entry in gpt_of(model).sharded_state_dict().items()}
+    if state.optimizer_tensors:
+        summary = optimizer_state.StateSummary(names=tuple(state.optimizer_tensors), num_steps=state.optimizer_steps)
+        entries.update(
+            {f"optimizer.{name}": entry for name, entry in optimizer_state.sharded_state(active, summary).items()}
+        )
+    return entries
+
+
+def _write(path: str, content: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _describe(error: BaseException) -> str:
+    with contextlib.suppress(AttributeError):
+        if error.strerror:  # type: ignore[attr-defined]
+            return f"{error.strerror}: {error.filename}"  # type: ignore[attr-defined]
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -1,0 +1,86 @@
+"""From a RunConfig to the end of the process: groups, seeds, folders, the run, the exit code."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from dataclasses import asdict
+
+import torch
+
+from megatron.bcd import data, platform
+from megatron.bcd.checkpoint import folders, loader
+from megatron.bcd.config import RunConfig
+from megatron.bcd.refusal import refusing
+from megatron.bcd.report import Reporter
+from megatron.bcd.report.silent import SilentReporter
+from megatron.bcd.train.steps import TrainingFailed
+from megatron.bcd.train.trainer import ModelBuilder, Trainer
+
+
+def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str) -> None:
+    """Run what `config` says, on all ranks that torchrun started.
+
+    Exits with code 2, after one line from rank 0 and before any training, where data, files or machine don't fit; with
+    code 1, after one line, where training can't go on. SIGTERM and SIGUSR1 save, stop and return.
+    """
+    with refusing(ValueError, prog=prog):
+        platform.initialize_distributed(
+            backend=config.training.distributed_backend,
+            timeout_minutes=config.training.distributed_timeout_minutes,
+            tensor_size=config.tensor_size,
+            pipeline_size=config.pipeline_size,
+        )
+        platform.seed_everything(
+            config.training.seed, data_parallel_random_init=config.training.data_parallel_random_init
+        )
+        if config.transformer.get("deterministic_mode"):
+            platform.use_deterministic_algorithms()
+        save = config.checkpoint.save
+        is_new = not folders.exists(save)
+        claim = folders.Claim() if is_new else folders.claim(save)
+        config = _resuming_after_restart(config)
+        source = loader.find(config)
+        reporter = _reporter(config, start_iteration=source.state.iteration if source and source.state else 0)
+        trainer = Trainer(config, build_model, reporter, source=source)
+        if is_new:  # the first to make it: nothing that was asked for is wrong
+            claim = folders.claim(save)
+        for warning in claim.warnings:
+            reporter.warning(warning)
+    try:
+        with reporter:
+            trainer.run()
+    except TrainingFailed as error:
+        if torch.distributed.get_rank() == 0:
+            print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
+        torch.distributed.barrier()
+        sys.exit(1)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    claim.release()
+
+
+def _resuming_after_restart(config: RunConfig) -> RunConfig:
+    """torchrun --max-restarts starts the same command again: go on from what it has saved, whatever --load says."""
+    save = config.checkpoint.save
+    if save is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not folders.has_checkpoint(save):
+        return config
+    return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load=save, finetune=False))
+
+
+def _reporter(config: RunConfig, *, start_iteration: int) -> Reporter:
+    report = config.report
+    if torch.distributed.get_rank() != 0:
+        return SilentReporter()
+    return Reporter(
+        train_iters=data.num_iterations(config),
+        start_iteration=start_iteration,
+        metrics_file=report.metrics_file,
+        tensorboard_dir=report.tensorboard_dir,
+        wandb_project=report.wandb_project,
+        wandb_exp_name=report.wandb_exp_name,
+        wandb_entity=report.wandb_entity,
+        wandb_save_dir=report.wandb_save_dir,
+        run_config=asdict(config),
+    )

@@ -1,0 +1,60 @@
+"""The record of a log step, gathered from all ranks."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+
+from megatron.bcd import platform
+from megatron.bcd.report import StepRecord
+
+if TYPE_CHECKING:
+    from megatron.bcd.train.trainer import Trainer
+
+
+def step_record(trainer: Trainer) -> StepRecord:
+    """One record for the steps since the last one; the loss is the mean of those that were not skipped, if any. A
+    collective."""
+    interval = trainer.interval
+    done = [result for result in interval if not result.skipped]
+    milliseconds = statistics.fmean(result.milliseconds for result in interval)
+    model_state, gradients, optimizer_state, peak, saved, messages = _gather(
+        trainer.active.model_state_bytes(),
+        trainer.active.gradient_bytes(),
+        trainer.active.optimizer_state_bytes(),
+        platform.peak_memory_bytes(),
+        trainer.saved_activations.peak_bytes,
+        trainer.schedule.backward_messages,
+    )
+    return StepRecord(
+        iteration=trainer.iteration,
+        consumed_samples=trainer.consumed_samples,
+        cycle=trainer.phases.cycle(trainer.state),
+        phase=trainer.state.phase,
+        block=trainer.phases.block(trainer.state),
+        loss=statistics.fmean(result.loss for result in done or interval),
+        learning_rate=trainer.scheduler.get_lr({}),
+        grad_norm=interval[-1].grad_norm,
+        step_time_ms=milliseconds,
+        tokens_per_second=get_current_global_batch_size() * trainer.config.model.seq_length / milliseconds * 1e3,
+        model_state_bytes=model_state,
+        peak_memory_bytes=peak,
+        gradient_bytes=gradients,
+        optimizer_state_bytes=optimizer_state,
+        saved_activation_bytes=saved,
+        backward_messages=messages,
+        loss_scale=trainer.active.loss_scale() if trainer.config.precision == "fp16" else None,
+        skipped_iterations=len(interval) - len(done),
+        global_batch_size=get_current_global_batch_size(),
+    )
+
+
+def _gather(*values: int) -> list[tuple[int, ...]]:
+    """Each value from every rank, by rank."""
+    mine = torch.tensor(values, dtype=torch.int64, device=platform.device())
+    ranks = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(ranks, mine)
+    return [tuple(column) for column in zip(*(rank.tolist() for rank in ranks), strict=True)]

@@ -1,0 +1,84 @@
+"""Between a Trainer and its checkpoints: where a run stands, and how one takes up where another stood."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from megatron.bcd import __version__, platform
+from megatron.bcd.checkpoint import loader, optimizer_state, run_state
+from megatron.bcd.config import run_config_to_dict
+from megatron.bcd.train.steps import StepResult
+
+if TYPE_CHECKING:
+    from megatron.bcd.train.trainer import Trainer
+
+
+def load_weights(trainer: Trainer, source: loader.Source | None) -> None:
+    """Before the first phase is built: weights, and the phase to build. A collective.
+
+    Raises:
+        ValueError: the checkpoint is of another model, or can't be read.
+    """
+    if source is None:
+        if trainer.config.checkpoint.load is not None:
+            trainer.reporter.note(f"--load {trainer.config.checkpoint.load} holds no checkpoint: starting afresh")
+        return
+    for message in source.messages:
+        trainer.reporter.warning(message)
+    loader.load_weights(source, trainer.model)
+    if source.state is None:
+        trainer.reporter.note(f"weights of {source.path} loaded")
+        return
+    trainer.state, restarted = run_state.resumed_phase(source.state, trainer.partition, trainer.phases)
+    if restarted is not None:
+        trainer.reporter.warning(restarted)
+
+
+def take_up(trainer: Trainer, source: loader.Source | None) -> None:
+    """After the first phase is built: counters, optimizer state, random generators. A collective.
+
+    Raises:
+        ValueError: the checkpoint can't be read.
+    """
+    if source is None or source.state is None:
+        return
+    saved, checkpoint = source.state, trainer.config.checkpoint
+    trainer.iteration, trainer.consumed_samples = saved.iteration, saved.consumed_samples
+    trainer.consumed_validation_samples = saved.consumed_validation_samples
+    trainer.interval = [StepResult(**step) for step in saved.interval]
+    trainer.skipped_in_a_row = saved.skipped_steps
+    trainer.scheduler.num_steps = saved.scheduler_steps
+    if checkpoint.load_optim and trainer.state.to_dict() == saved.phase:
+        loader.load_optimizer(source, trainer.active)
+    trainer.scheduler.step(0)  # the optimizer's groups get the learning rate of now
+    message = loader.load_random_states(source) if checkpoint.load_rng else None
+    if message is not None or not checkpoint.load_rng:
+        platform.seed_everything(trainer.config.training.seed + saved.iteration)
+    if message is not None:
+        trainer.reporter.warning(message)
+    trainer.reporter.note(f"going on from {source.path}, after iteration {saved.iteration}")
+
+
+def state_of(trainer: Trainer) -> run_state.RunState:
+    """Where the run stands, the same on every rank. A collective."""
+    # after the last step of a phase the next block's turn has come, and it has no state yet
+    is_current = trainer.active.block == trainer.phases.block(trainer.state)
+    summary = optimizer_state.summarize(trainer.active)
+    return run_state.RunState(
+        iteration=trainer.iteration,
+        consumed_samples=trainer.consumed_samples,
+        consumed_validation_samples=trainer.consumed_validation_samples,
+        phase=trainer.state.to_dict(),
+        blocks=run_state.contents_of_blocks(trainer.partition),
+        scheduler_steps=trainer.scheduler.num_steps,
+        optimizer_tensors=list(summary.names) if is_current else [],
+        optimizer_steps=summary.num_steps if is_current else 0,
+        loss_scaler=trainer.active.loss_scaler_state(),
+        skipped_steps=trainer.skipped_in_a_row,
+        interval=[asdict(step) for step in trainer.interval],
+        layout=asdict(loader.current_layout()),
+        flags=run_config_to_dict(trainer.config),
+        versions={name: version(name) for name in ("torch", "megatron-core")} | {"megatron-bcd": __version__},
+    )
