@@ -17,7 +17,19 @@ from dist import World
 from megatron.bcd.checkpoint_files import folder
 
 ONLY_ON_FIRST = ("rank 0's own files", "index of the shards", "checksums", "last renaming")
-CASES = [(name, rank) for name in save_faults.PATCHES for rank in ((0,) if name in ONLY_ON_FIRST else (0, 1))]
+ALL_CASES = [
+    (name, rank, how)
+    for name in save_faults.PATCHES
+    for rank in ((0,) if name in ONLY_ON_FIRST else (0, 1))
+    for how in ("sync", "async")
+]
+# In the background where rank 1 fails, and where rank 0 finishes what all have written; at once elsewhere
+CASES = [case for case in ALL_CASES if (case[1] == 1 or case[0] in ONLY_ON_FIRST[1:]) == (case[2] == "async")]
+
+
+def by_name(cases: list[tuple[str, int, str]]) -> pytest.MarkDecorator:
+    names = ["-".join(map(str, case)).replace(" ", "_") for case in cases]
+    return pytest.mark.parametrize(("name", "rank", "how"), cases, ids=names)
 
 
 def config_of(text_data: str, root: Path, **flags: Any) -> Any:
@@ -62,13 +74,21 @@ def assert_only_these(root: Path, iterations: list[int]) -> None:
     assert folder.candidates(str(root)) == iterations[::-1]
 
 
-@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize(("name", "rank"), CASES, ids=[f"{name}, {rank}".replace(" ", "_") for name, rank in CASES])
+@by_name(CASES)
 def test_a_fault_on_one_rank(
-    world2: World, text_data: str, tmp_path: Path, whole: list[dict[str, Any]], name: str, rank: int, async_save: bool
+    world2: World, text_data: str, tmp_path: Path, whole: list[dict[str, Any]], name: str, rank: int, how: str
 ) -> None:
     """The other rank waits for ever, or publishes a checkpoint with a part missing, or the run ends."""
-    check(world2, config_of(text_data, tmp_path, async_save=async_save), name, tmp_path, rank, whole)
+    check(world2, config_of(text_data, tmp_path, async_save=how == "async"), name, tmp_path, rank, whole)
+
+
+@pytest.mark.long
+@by_name([case for case in ALL_CASES if case not in CASES])
+def test_more_faults_on_one_rank(
+    world2: World, text_data: str, tmp_path: Path, whole: list[dict[str, Any]], name: str, rank: int, how: str
+) -> None:
+    """A fault that only one of the two ways of writing lets through."""
+    check(world2, config_of(text_data, tmp_path, async_save=how == "async"), name, tmp_path, rank, whole)
 
 
 @pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
@@ -81,9 +101,7 @@ def test_a_disk_that_takes_nothing(
 
 
 @pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
-def test_the_last_checkpoint_can_not_be_written(
-    world2: World, text_data: str, small_disk: Path, async_save: bool
-) -> None:
+def test_the_last_one_can_not_be_written(world2: World, text_data: str, small_disk: Path, async_save: bool) -> None:
     """A run that ends as if all were well, and hours of training that are nowhere."""
     config = config_of(text_data, small_disk, async_save=async_save)
     ranks = world2.run(save_faults.run_with_fault, config, "full disk", str(small_disk), rank=0, for_ever=True)

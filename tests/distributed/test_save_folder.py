@@ -20,9 +20,9 @@ def claims(roots: list[str], times: int = 1) -> list[str]:
         said = []
         for _ in range(times):
             try:
-                claim, warnings = folders.claim(roots[torch.distributed.get_rank()])
+                claim = folders.claim(roots[torch.distributed.get_rank()])
                 claim.release()
-                said.append(f"claimed {list(warnings)}")
+                said.append(f"claimed {list(claim.warnings)}")
             except ValueError as refused:
                 said.append(str(refused))
         return said

@@ -14,10 +14,10 @@ from megatron.bcd.phases import PhaseSchedule, PhaseState
 FILE_NAME = "run_state.json"
 FORMAT_VERSION = 1
 
-_NETWORK = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-            "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "seq_length", "max_position_embeddings",
-            "position_embedding_type", "untie_embeddings_and_output_weights", "swiglu",
-            "bf16", "fp16", "optimizer")  # fmt: skip
+_NETWORK = ("num_layers", "hidden_size", "swiglu", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+            "kv_channels", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "seq_length",
+            "max_position_embeddings", "position_embedding_type", "untie_embeddings_and_output_weights", "bf16", "fp16",
+            "optimizer")  # fmt: skip
 """Flags without which a run can't go on: the weights, or the state of the optimizer, would not fit."""
 _MAY_CHANGE = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "world_size", "num_workers")
 """Flags that a resumed run may change without a word, like all of the sections below."""
