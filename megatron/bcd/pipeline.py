@@ -39,6 +39,8 @@ from megatron.bcd.pipeline_plan.plan import (
     stage_actions,
 )
 
+_OF_A_PHASE = ("grad_scale_func", "finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TimedAction:
@@ -93,11 +95,6 @@ class OneWayLink:
         if more_follow and not self._coming:
             self.begin_receive(shape)
         return tensor.requires_grad_(False)
-
-    @property
-    def num_coming(self) -> int:
-        """Messages whose receive has begun and that were not taken yet."""
-        return len(self._coming)
 
     def finish_sends(self) -> None:
         while self._sent:
@@ -218,8 +215,16 @@ class PipelineSchedule:
     def _set_up(self, model: torch.nn.Module) -> None:
         if self._communicator is None:
             self._groups = _process_groups()
-            self._communicator = CountingCommunicator(self._groups.pp, get_model_config(model))
+            config = copy.copy(get_model_config(model))
+            for name in _OF_A_PHASE:  # the copy would keep the first phase's wrapper and optimizer alive
+                setattr(config, name, None)
+            if self.name != "stock":
+                # else each batched message ends in a synchronisation of the device, also with what comes ahead
+                config.batch_p2p_sync = False
+            self._communicator = CountingCommunicator(self._groups.pp, config)
             self._link = OneWayLink(self._communicator)
+            # batched messages of some of a group's ranks must not be the first thing that the group does
+            torch.distributed.all_reduce(torch.zeros(1, device=platform.device()), group=self._groups.pp)
 
 
 def _process_groups() -> ProcessGroupCollection:

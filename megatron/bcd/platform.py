@@ -160,6 +160,15 @@ def initialize_distributed(*, backend: str, timeout_minutes: int, tensor_size: i
     )
 
 
+_start = 1
+"""Which start of these ranks this is, the same on all of them; torchrun's own count differs between nodes."""
+
+
+def is_restart() -> bool:
+    """Whether torchrun has started these ranks before; after `initialize_distributed`, the same on every rank."""
+    return _start > 1
+
+
 def _rendezvous(timeout: datetime.timedelta) -> dict[str, Any]:
     """Where the ranks meet: what `init_process_group` can't find out by itself, or what it would get wrong."""
     if "RANK" not in os.environ:
@@ -169,7 +178,8 @@ def _rendezvous(timeout: datetime.timedelta) -> dict[str, Any]:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = torch.distributed.TCPStore(*address, is_master=False, timeout=timeout)
-    start = number_of_start(store, rank=rank, world_size=world_size, timeout=timeout)
+    global _start
+    _start = start = number_of_start(store, rank=rank, world_size=world_size, timeout=timeout)
     return {"rank": rank, "world_size": world_size, "store": torch.distributed.PrefixStore(f"bcd/start {start}", store)}
 
 

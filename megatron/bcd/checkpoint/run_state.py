@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from megatron.bcd.blocks import Partition
-from megatron.bcd.config import RunConfig, run_config_from_dict, run_config_to_dict
+from megatron.bcd.config import RunConfig, run_config_to_dict
 from megatron.bcd.phases import PhaseSchedule, PhaseState
 
 FILE_NAME = "run_state.json"
@@ -63,11 +63,6 @@ class RunState:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
-
-    @property
-    def config(self) -> RunConfig:
-        """The flags of the run that wrote this. Raises ValueError where they are of another version."""
-        return run_config_from_dict(self.flags)
 
 
 def from_json(text: str, *, path: str) -> RunState:

@@ -54,7 +54,11 @@ class ShardWrite:
         self.error: BaseException | None = None
         self.records: dict[str, Record] = {}
         self._in_background = in_background
-        live = {entry.data.untyped_storage().data_ptr() for entry in entries.values() if torch.is_tensor(entry.data)}
+        live = {
+            entry.data.untyped_storage().data_ptr()
+            for name, entry in entries.items()
+            if torch.is_tensor(entry.data) and not name.startswith("optimizer.")  # those are copies already
+        }
         sharded, _ = save_preprocess(dict(entries))  # type: ignore[arg-type]
         strategy = _InProcessStrategy()
         with platform.checkpoint_results_in_process():

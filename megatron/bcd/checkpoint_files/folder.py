@@ -127,7 +127,9 @@ def prune(root: str, keep: int) -> list[int]:
     if keep < 1:
         raise ValueError(f"{keep} checkpoints to keep; keep at least 1")
     named = read_tracker(root)
-    old = [iteration for iteration in _complete(root)[:-keep] if iteration != named]
+    # what lies above the tracker's belongs to a run that was given up, and is no candidate any more
+    usable = [iteration for iteration in _complete(root) if named is None or iteration <= named]
+    old = [iteration for iteration in usable[:-keep] if iteration != named]
     for iteration in old:
         _remove(iteration_folder(root, iteration))
     return old

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from dataclasses import asdict
 
@@ -64,7 +63,7 @@ def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str) -> None
 def _resuming_after_restart(config: RunConfig) -> RunConfig:
     """torchrun --max-restarts starts the same command again: go on from what it has saved, whatever --load says."""
     save = config.checkpoint.save
-    if save is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not folders.has_checkpoint(save):
+    if save is None or not platform.is_restart() or not folders.has_checkpoint(save):
         return config
     return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load=save, finetune=False))
 

@@ -174,7 +174,8 @@ class Trainer:
 
     def _count_skipped(self, result: StepResult) -> None:
         """End the run after --max-skipped-steps in a row; fp16's own search for a loss scale does not count."""
-        is_search = self.config.precision == "fp16" and math.isfinite(result.loss)
+        lowest = float(self.config.optimizer.get("min_loss_scale") or 1.0)
+        is_search = self.config.precision == "fp16" and self.active.loss_scale() > lowest
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped and not is_search else 0
         if self.skipped_in_a_row < self.config.training.max_skipped_steps:
             return
@@ -202,7 +203,7 @@ class Trainer:
             self.saver.finish()
         if self.schedule.is_ahead:  # forward-only stages have begun the next iteration: not before it is done
             return
-        self._is_stopped = self.stopping.reason is not None
+        self._is_stopped = self.stopping.reason is not None and not is_last
         is_end = is_last or self._is_stopped
         is_saved = True
         if self.saver is not None and (is_end or self._is_save_due(self.iteration, is_last=is_last)):
