@@ -186,9 +186,10 @@ def test_prune(tmp_path: Path) -> None:
         save(tmp_path, iteration, "x")
     (tmp_path / "iter_0000000").mkdir()
     (tmp_path / "iter_0000000" / "metadata.json").write_text("{}")
-    (tmp_path / folder.TRACKER).write_text("2")
-    assert folder.prune(str(tmp_path), 2) == [1, 3]
-    assert names(tmp_path)[:-1] == ["iter_0000000", "iter_0000002", "iter_0000004", "iter_0000020"]
+    (tmp_path / folder.TRACKER).write_text("4")  # 20 belongs to a run that was given up: kept, and no candidate
+    assert folder.prune(str(tmp_path), 2) == [1, 2]
+    assert names(tmp_path)[:-1] == ["iter_0000000", "iter_0000003", "iter_0000004", "iter_0000020"]
+    assert folder.candidates(str(tmp_path)) == [4, 3]
     assert folder.prune(str(tmp_path), 9) == []
     with pytest.raises(ValueError, match="at least 1"):
         folder.prune(str(tmp_path), 0)

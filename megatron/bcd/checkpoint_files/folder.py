@@ -117,7 +117,7 @@ def publish(root: str, iteration: int) -> None:
 
 
 def prune(root: str, keep: int) -> list[int]:
-    """Delete all but the newest `keep` complete checkpoints, but never the one that the tracker names.
+    """Delete all but the newest `keep` complete checkpoints up to the one that the tracker names, and never that one.
 
     Folders without ``checksums.json`` are not ours: they do not count and stay. Returns the deleted iterations.
 
