@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
-from megatron.bcd import platform, train
+from megatron.bcd import platform
 from megatron.bcd.arguments import parse_run_config
 from megatron.bcd.models import build_model
 from megatron.bcd.phases import PhaseState
+from megatron.bcd.train import pretrain, trainer
 
 
 def main() -> None:
@@ -30,14 +31,14 @@ def main() -> None:
     torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(minutes=2))
     initialize = platform.initialize_distributed
     platform.initialize_distributed = lambda **values: initialize(**values | {"timeout_minutes": seconds / 60})
-    train.PhaseState = functools.partial(PhaseState, phase=config.pipeline_size - 1)  # type: ignore[assignment,misc]
+    trainer.PhaseState = functools.partial(PhaseState, phase=config.pipeline_size - 1)  # type: ignore[assignment,misc]
     if torch.distributed.get_rank() == rank:
         stop_before(microbatch)
-    train.pretrain(config, build_model, prog="hanging_rank.py")
+    pretrain(config, build_model, prog="hanging_rank.py")
 
 
 def stop_before(microbatch: int) -> None:
-    original, count = train.forward_step, 0
+    original, count = trainer.forward_step, 0
 
     def forward_step(*args: Any) -> Any:
         nonlocal count
@@ -46,7 +47,7 @@ def stop_before(microbatch: int) -> None:
         count += 1
         return original(*args)
 
-    train.forward_step = forward_step
+    trainer.forward_step = forward_step
 
 
 if __name__ == "__main__":

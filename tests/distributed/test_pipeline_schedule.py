@@ -11,10 +11,10 @@ import torch
 import worlds
 from dist import World
 
-from megatron.bcd import train
 from megatron.bcd.blocks import partition
 from megatron.bcd.config import RunConfig
 from megatron.bcd.pipeline_plan.plan import PlanShape, default_run_ahead
+from megatron.bcd.train import trainer
 
 LAYOUTS = ("spread", "stage", "submodel")
 STEPS_PER_BLOCK = 3  # the first of a phase begins with nothing done ahead, the last runs no more ahead
@@ -123,8 +123,8 @@ def record(config: RunConfig) -> dict[str, Any]:
         num_forwards += 1
         return original(batches, model)
 
-    original = train.forward_step
-    train.forward_step = counting_forward_step
+    original = trainer.forward_step
+    trainer.forward_step = counting_forward_step
     try:
         with worlds.trainer(config, after_schedule=after_schedule) as one:
             execute = one.schedule.execute
@@ -138,7 +138,7 @@ def record(config: RunConfig) -> dict[str, Any]:
             one.run()
             kept = worlds.outcome(one)
     finally:
-        train.forward_step = original
+        trainer.forward_step = original
     compared = {name: kept[name] for name in ("steps", "metrics", "evaluations", "switches")}
     compared |= {"gradients": gradients, "weights": digests(kept["weights"])}
     return {"compared": compared, "ahead": ahead, "num_forwards": num_forwards}
