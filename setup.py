@@ -42,6 +42,7 @@ setup(
         "numpy",
         "psutil",
         "rich>=13",
+        "safetensors",
         "sentencepiece",
         "tensorboard",
         "tokenizers",

@@ -245,7 +245,6 @@ OUTPUT_CASES = tuple(
         named="--data-path data/nowhere",
     ),
 )
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def truncate_weights(folder: Path) -> None:
@@ -254,15 +253,12 @@ def truncate_weights(folder: Path) -> None:
 
 
 LOAD_CASES = (
-    case("text in the tracker", named=("--load saved", TRACKER), prepare=put(f"saved/{TRACKER}", b"release")),
-    case("damaged tracker", named=("--load saved", TRACKER), prepare=put(f"saved/{TRACKER}", b"\xff1")),
-    case("tracker names nothing", named=("--load saved", "iter_0000009"), prepare=put(f"saved/{TRACKER}", b"9")),
     case("wider model", "--hidden-size", "64", named=("--load saved", "embeddings.weight", "32]", "64]")),
     case("deeper model", "--num-layers", "8", named=("--load saved", "decoder.layers", "[6,", "[8,")),
     case("untied model", "--untie-embeddings-and-output-weights", named=("--load saved", "output_layer")),
-    case("truncated weights", named="--load saved: saved/iter_0000001", prepare=truncate_weights),
+    case("truncated weights", named=("--load saved", "saved/iter_0000001/", "truncated"), prepare=truncate_weights),
     case(
-        "no metadata", named="--load saved: saved/iter_0000001",
+        "no metadata", named=("--load saved", "saved/iter_0000001/.metadata", "missing"),
         prepare=lambda folder: (folder / "saved/iter_0000001/.metadata").unlink(),
     ),
 )  # fmt: skip

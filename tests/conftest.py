@@ -18,18 +18,33 @@ for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_AD
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
+_LEFT_OUT = pytest.StashKey[int]()
 
 # The same examples each time, and no deadline: no test may time anything.
 hypothesis.settings.register_profile("house", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("house")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks each test with its folder's name (unit, distributed, e2e)."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run the tests marked long, too: all combinations, for hours")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks each test with its folder's name (unit, distributed, e2e); leaves the long ones out without --long."""
+    if not config.getoption("--long"):
+        left_out = [item for item in items if item.get_closest_marker("long")]
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left_out)
+        config.stash[_LEFT_OUT] = len(left_out)
     for item in items:
         folder = item.path.parent.name
         if folder in ("unit", "distributed", "e2e"):
             item.add_marker(folder)
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> str:
+    left_out = config.stash.get(_LEFT_OUT, 0)
+    return f"{left_out} tests left out: all combinations of what others try in pairs; --long runs them" * bool(left_out)
 
 
 @pytest.fixture(scope="session")

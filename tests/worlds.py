@@ -132,8 +132,8 @@ class _ToldActiveSet(ActiveSet):
 class RecordingTrainer(Trainer):
     """A Trainer that keeps every step's result, and calls whoever wants to act in between.
 
-    Hooks by name: before_build, after_build, before_step, after_step, before_switch (also where the same block
-    follows, but not where the run ends), after_dispose.
+    Hooks by name: before_build, after_build, before_step, after_schedule (gradients are whole, the optimizer has not
+    stepped), after_step, before_switch (also where the same block follows, but not where the run ends), after_dispose.
     """
 
     def __init__(self, config: RunConfig, **hooks: Hook) -> None:
@@ -167,6 +167,14 @@ class RecordingTrainer(Trainer):
         )
         self.call("after_step")
         return result
+
+    def _run_schedule(
+        self, batches: Iterator[Any], num_microbatches: int, *, forward_only: bool
+    ) -> list[dict[str, Any]]:
+        reported = super()._run_schedule(batches, num_microbatches, forward_only=forward_only)
+        if not forward_only:
+            self.call("after_schedule")
+        return reported
 
     def _advance_phase(self, loss: float, *, is_last: bool) -> None:
         if not is_last and self.phases.after_step(self.state).phase != self.state.phase:

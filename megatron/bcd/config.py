@@ -57,8 +57,8 @@ class BcdConfig:
     bcd_run_ahead: int | None = option(
         None,
         "microbatches of the next iteration that forward-only stages compute while the others finish the present one "
-        "(each costs one received activation on the first stage behind them); default: as many as there are "
-        "forward-only stages",
+        "(each costs one received activation on the first stage behind them); default: half as many as there "
+        "are forward-only stages, a third where the last stage is the first active one",
         type=int,
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ _CHECKED_CHUNKS = 64
 _CHECKED_CHUNK_TOKENS = 1 << 20
 _DEFAULT_SPLIT = "969, 30, 1"  # Megatron-LM's
 _SPLIT_NAMES = ("training", "validation", "test")
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 Batch = dict[str, torch.Tensor]
 
@@ -342,9 +344,18 @@ def batches(
 
 
 def _leave_signals_to_the_rank(worker: int) -> None:
-    """Slurm signals every process of a job: a reader that died of it would end the rank before it has saved."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+    """Slurm signals every process of a job: a reader that died of it would end the rank before it has saved.
+
+    Its own rank's SIGTERM still ends a reader: Python sends one when a rank fails, and then waits without a limit.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    threading.Thread(target=_end_with_the_rank, name="signals", daemon=True).start()
+
+
+def _end_with_the_rank() -> None:
+    while signal.sigwaitinfo(_STOP_SIGNALS).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 def _on_device(loader: Iterable[Batch]) -> Iterator[Batch]:

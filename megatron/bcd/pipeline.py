@@ -34,9 +34,12 @@ from megatron.bcd.pipeline_plan.plan import (
     Kind,
     PlanShape,
     bcd_shape,
+    default_run_ahead,
     evaluation_shape,
     stage_actions,
 )
+
+_OF_A_PHASE = ("grad_scale_func", "finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +96,6 @@ class OneWayLink:
             self.begin_receive(shape)
         return tensor.requires_grad_(False)
 
-    @property
-    def num_coming(self) -> int:
-        """Messages whose receive has begun and that were not taken yet."""
-        return len(self._coming)
-
     def finish_sends(self) -> None:
         while self._sent:
             self._finish_oldest_send()
@@ -132,7 +130,7 @@ class PipelineSchedule:
     """
 
     def __init__(self, *, name: str, partition: Partition, run_ahead: int | None) -> None:
-        """`name` is "bcd" or "stock", `run_ahead` a number of microbatches; None: the number of forward-only stages."""
+        """`name` is "bcd" or "stock", `run_ahead` a number of microbatches; None takes `default_run_ahead`."""
         self.name = name
         self.backward_messages = 0
         """Gradients that this rank sent and received in the last training iteration."""
@@ -201,7 +199,8 @@ class PipelineSchedule:
             assert self._done_ahead == 0, "what a stage ran ahead with comes first"
             return evaluation_shape(num_stages=num_stages, num_microbatches=num_microbatches)
         pivot = self._partition.blocks[self._block].pivot_stage
-        ahead = min(pivot if self._run_ahead is None else self._run_ahead, self._num_next) if pivot else 0
+        default = default_run_ahead(num_stages=num_stages, pivot=pivot)
+        ahead = min(default if self._run_ahead is None else self._run_ahead, self._num_next) if pivot else 0
         shape = bcd_shape(
             num_stages=num_stages,
             num_microbatches=num_microbatches,
@@ -216,8 +215,16 @@ class PipelineSchedule:
     def _set_up(self, model: torch.nn.Module) -> None:
         if self._communicator is None:
             self._groups = _process_groups()
-            self._communicator = CountingCommunicator(self._groups.pp, get_model_config(model))
+            config = copy.copy(get_model_config(model))
+            for name in _OF_A_PHASE:  # the copy would keep the first phase's wrapper and optimizer alive
+                setattr(config, name, None)
+            if self.name != "stock":
+                # else each batched message ends in a synchronisation of the device, also with what comes ahead
+                config.batch_p2p_sync = False
+            self._communicator = CountingCommunicator(self._groups.pp, config)
             self._link = OneWayLink(self._communicator)
+            # batched messages of some of a group's ranks must not be the first thing that the group does
+            torch.distributed.all_reduce(torch.zeros(1, device=platform.device()), group=self._groups.pp)
 
 
 def _process_groups() -> ProcessGroupCollection:

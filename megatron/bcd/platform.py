@@ -15,8 +15,10 @@ import os
 import queue
 import random
 import resource
+import time
 import types
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
@@ -100,6 +102,11 @@ def reset_peak_memory() -> None:
         pass  # elsewhere the peak stays the whole process's
 
 
+def allocator() -> Callable[[], int] | None:
+    """What asks the GPU's allocator for the bytes that are allocated now; None on a CPU, which keeps no count."""
+    return torch.cuda.memory_allocated if has_cuda() else None
+
+
 def peak_memory_bytes() -> int:
     """Peak since `reset_peak_memory`: bytes allocated on the GPU, or the process's resident set on a CPU."""
     if has_cuda():
@@ -144,13 +151,62 @@ def initialize_distributed(*, backend: str, timeout_minutes: int, tensor_size: i
     else:
         patch_megatron_core()
     if not torch.distributed.is_initialized():
-        alone = {"rank": 0, "world_size": 1, "store": torch.distributed.HashStore()} if "RANK" not in os.environ else {}
-        torch.distributed.init_process_group(backend, timeout=datetime.timedelta(minutes=timeout_minutes), **alone)
+        timeout = datetime.timedelta(minutes=timeout_minutes)
+        torch.distributed.init_process_group(backend, timeout=timeout, **_rendezvous(timeout))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_size,
         pipeline_model_parallel_size=pipeline_size,
         distributed_timeout_minutes=timeout_minutes,
     )
+
+
+_start = 1
+"""Which start of these ranks this is, the same on all of them; torchrun's own count differs between nodes."""
+
+
+def is_restart() -> bool:
+    """Whether torchrun has started these ranks before; after `initialize_distributed`, the same on every rank."""
+    return _start > 1
+
+
+def _rendezvous(timeout: datetime.timedelta) -> dict[str, Any]:
+    """Where the ranks meet: what `init_process_group` can't find out by itself, or what it would get wrong."""
+    if "RANK" not in os.environ:
+        return {"rank": 0, "world_size": 1, "store": torch.distributed.HashStore()}
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = torch.distributed.TCPStore(*address, is_master=False, timeout=timeout)
+    global _start
+    _start = start = number_of_start(store, rank=rank, world_size=world_size, timeout=timeout)
+    return {"rank": rank, "world_size": world_size, "store": torch.distributed.PrefixStore(f"bcd/start {start}", store)}
+
+
+def number_of_start(store: Any, *, rank: int, world_size: int, timeout: datetime.timedelta) -> int:
+    """A number that all ranks share and that no earlier start of them had.
+
+    torchrun keeps its store over restarts (pytorch issue 135712): a rank would find the address of one that is gone.
+    Its restart count does not tell starts apart, because nodes count for themselves. So rank 0 draws a number, and
+    welcomes the others, each by a name that it has for this start only: whoever is welcomed knows the newest number.
+
+    Raises:
+        RuntimeError: not all ranks came in time.
+    """
+    if rank == 0:
+        start = store.add("bcd/starts", 1)
+        for other in range(1, world_size):
+            name = store.get(f"bcd/start {start}/rank {other}").decode()
+            store.set(f"bcd/start {start}/welcome {name}", "")
+        return start
+    name, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        start = store.add("bcd/starts", 0)
+        store.set(f"bcd/start {start}/rank {rank}", name)
+        time.sleep(0.05)
+        if store.check([f"bcd/start {start}/welcome {name}"]):
+            return start
+    raise RuntimeError(f"rank {rank} has waited {timeout} for rank 0 to start")
 
 
 def seed_everything(seed: int, *, data_parallel_random_init: bool = False) -> None:

@@ -11,6 +11,7 @@ from megatron.bcd import cost
 from megatron.bcd.blocks import Partition
 from megatron.bcd.config import RunConfig
 from megatron.bcd.models import Implementation, count_parameters, gpt_of, is_active
+from megatron.bcd.pipeline_plan.plan import default_run_ahead
 from megatron.bcd.report import BlockSummary, RunSummary
 
 
@@ -127,10 +128,14 @@ def _describe_pipeline(config: RunConfig, partition: Partition) -> tuple[str, ..
     forward_only = [block.pivot_stage for block in partition.blocks]
     if not any(forward_only):
         return ("pipeline schedule bcd: every block begins on the first stage, so no stage runs forward only",)
-    run_ahead = config.bcd.bcd_run_ahead
+    asked = config.bcd.bcd_run_ahead
+    ahead = [
+        default_run_ahead(num_stages=partition.num_stages, pivot=pivot) if asked is None else asked * (pivot > 0)
+        for pivot in forward_only
+    ]
     return (
         f"pipeline schedule bcd: forward-only stages by block {', '.join(map(str, forward_only))}; they run ahead "
-        f"{'as many' if run_ahead is None else run_ahead} microbatches",
+        f"{', '.join(map(str, ahead))} microbatches",
     )
 
 

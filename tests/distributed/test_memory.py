@@ -49,6 +49,7 @@ def live_bytes() -> int:
             if thing.grad is not None:
                 storages[thing.grad.untyped_storage().data_ptr()] = thing.grad.untyped_storage().nbytes()
     storages.pop(0, None)
+    gc.freeze()  # else every collection of the run looks through all modules
     return sum(storages.values())
 
 

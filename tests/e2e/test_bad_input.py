@@ -35,10 +35,11 @@ EARLIER_METRICS = '{"iteration": 1, "loss": 1.0}\n'
 
 
 def snapshot(folder: Path) -> dict[str, str]:
-    """Every path below `folder`, with a digest of its bytes where it is a file."""
+    """Every path below `folder`, with a digest of its bytes where it is a file; who holds a lock is nobody's data."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
         for path in sorted(folder.rglob("*"))
+        if path.name != ".lock"
     }
 
 

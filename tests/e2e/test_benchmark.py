@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,52 @@ def test_two_stages(repo_root: Path, tmp_path: Path, layout: str) -> None:
     assert "torchrun --nproc-per-node 2 tools/benchmark.py" in figures["command"]
 
 
+def check_schedule_turns(figures: dict[str, Any]) -> None:
+    """Every stage did what its plan says: as many actions of a kind as there are microbatches."""
+    num_microbatches, num_layouts_blocks = 4, 3 + 2 + 6
+    assert len(figures["turns"]) == num_layouts_blocks
+    for variant, of_variant in figures["turns"].items():
+        assert [(name, len(turns)) for name, turns in of_variant.items()] == [("stock", 2), ("bcd", 2)], variant
+        for turn in of_variant["stock"] + of_variant["bcd"]:
+            assert min(turn["step_ms"], turn["outside_ms"], turn["iteration_ms"]) > 0
+            assert all(len(times["milliseconds"]) == num_microbatches for times in turn["actions"])
+    kinds = {
+        name: [(times["stage"], times["kind"]) for times in figures["turns"]["stage 1"][name][0]["actions"]]
+        for name in ("stock", "bcd")
+    }
+    last = [(1, "backward"), (1, "forward")]
+    assert kinds["stock"] == [(0, "backward of input gradients"), (0, "forward"), *last]
+    assert kinds["bcd"] == [(0, "forward-only"), *last]
+
+
+def test_schedule(repo_root: Path, tmp_path: Path) -> None:
+    """Without torchrun the tool must start its ranks itself; a phase that was not begun would be timed with another
+    block's plan, and what was run ahead with would go into another schedule's turn."""
+    figures, text = measured(repo_root, tmp_path, "--schedule", "--steps", "1")
+    assert (figures["world_size"], figures["pipeline_size"], figures["num_microbatches"]) == (2, 2, 4)
+    rows = figures["blocks"]
+    assert [(row["layout"], row["block"], row["pivot_stage"]) for row in rows] == (
+        [("spread", block, 0) for block in range(3)]
+        + [("stage", block, block) for block in range(2)]
+        + [("submodel", block, block // 3) for block in range(6)]
+    )
+    assert [row["layers"] for row in rows[3:]] == ["0-2", "3-5", "0", "1", "2", "3", "4", "5"]
+    for row in rows:
+        assert row["ratio"] == pytest.approx(
+            statistics.median(
+                bcd["step_ms"] / stock["step_ms"]
+                for stock, bcd in zip(*figures["turns"][f"{row['layout']} {row['block']}"].values(), strict=True)
+            )
+        )
+    check_schedule_turns(figures)
+    lines = text.splitlines()
+    assert lines[0].split()[:3] == ["layout", "block", "layers"]
+    assert [line.split()[0] for line in lines[1:15]] == ["spread"] * 4 + ["stage"] * 3 + ["submodel"] * 7
+    assert [text.count(line) for line in ("layout ", "ratio: BCD", "wrote ")] == [1, 1, 1], "one rank speaks"
+    assert figures["hardware"] in lines and figures["command"] in lines
+    assert "OMP_NUM_THREADS=1 python tools/benchmark.py" in figures["command"]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_bad_input(repo_root: Path, tmp_path: Path, ranks: int) -> None:
     """A traceback instead of a line, or a half-written file of figures that were never measured."""
@@ -110,3 +157,11 @@ def test_bad_input(repo_root: Path, tmp_path: Path, ranks: int) -> None:
         assert "exitcode  : 2" in done.stderr
     assert before.read_text() == "as it was"
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
+
+
+def test_bad_input_for_the_ranks_that_it_starts(repo_root: Path) -> None:
+    """Found out by the ranks only, one wrong flag would end in torchrun's report and another exit code."""
+    done = run(repo_root, "--schedule", "--bcd-layout", "stage")
+    assert done.returncode == 2
+    assert done.stderr.startswith("tools/benchmark.py: error: --bcd-layout has no use")
+    assert done.stderr.count("\n") == 1

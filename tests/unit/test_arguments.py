@@ -107,7 +107,7 @@ def test_stock_defaults() -> None:
     }
     optimizer |= {"min_lr": 0.0, "initial_loss_scale": 2.0**32, "min_loss_scale": 1.0, "hysteresis": 2}
     assert {field: config.optimizer[field] for field in optimizer} == optimizer
-    assert config.ddp["grad_reduce_in_fp32"] is False and config.ddp["check_for_nan_in_grad"] is True
+    assert config.ddp["grad_reduce_in_fp32"] is False and config.ddp["check_for_nan_in_grad"] is False
     assert config.training.global_batch_size == 2 and config.training.seed == 1234
     assert config.training.eval_iters == 100 and config.data.num_workers == 2
     assert config.schedule.lr_decay_style == "linear" and config.schedule.lr_decay_iters == 10
@@ -153,8 +153,8 @@ def test_flags_of_the_reference_runs(reference: dict[str, Any]) -> None:
         (["--bf16", "--grad-reduce-in-bf16"], "ddp", "grad_reduce_in_fp32", False),
         (["--bf16"], "optimizer", "bf16", True),
         (["--fp16"], "ddp", "grad_reduce_in_fp32", False),
-        (["--fp16"], "ddp", "check_for_nan_in_grad", False),
-        (["--fp16", "--loss-scale", "128"], "ddp", "check_for_nan_in_grad", True),
+        (["--fp16"], "training", "check_for_nan_in_loss_and_grad", False),
+        (["--fp16", "--loss-scale", "128"], "training", "check_for_nan_in_loss_and_grad", True),
         (["--no-use-distributed-optimizer"], "optimizer", "use_distributed_optimizer", False),
         (["--no-use-distributed-optimizer"], "ddp", "use_distributed_optimizer", False),
         (["--disable-bias-linear"], "transformer", "bias_activation_fusion", False),
@@ -164,8 +164,8 @@ def test_flags_of_the_reference_runs(reference: dict[str, Any]) -> None:
         (["--group-query-attention"], "transformer", "num_query_groups", 1),
         (["--recompute-activations"], "transformer", "recompute_granularity", "selective"),
         (["--use-rotary-position-embeddings"], "model", "position_embedding_type", "rope"),
-        (["--no-check-for-nan-in-loss-and-grad"], "ddp", "check_for_nan_in_grad", False),
-        (["--disable-check-for-nan-in-loss-and-grad"], "ddp", "check_for_nan_in_grad", False),
+        (["--no-check-for-nan-in-loss-and-grad"], "training", "check_for_nan_in_loss_and_grad", False),
+        (["--disable-check-for-nan-in-loss-and-grad"], "training", "check_for_nan_in_loss_and_grad", False),
         (["--hidden-dropout=0"], "transformer", "hidden_dropout", 0.0),
         (["--accumulate-allreduce-grads-in-fp32"], "ddp", "grad_reduce_in_fp32", True),
         (["--overlap-grad-reduce", "--ddp-bucket-size", "7"], "ddp", "bucket_size", 7),
@@ -243,7 +243,7 @@ def test_every_stock_flag_is_supported_or_refused_by_name() -> None:
 
 def test_flag_names_are_stocks() -> None:
     """Would expose a misspelt name: every flag is stock Megatron-LM's, a --bcd- one, or listed here."""
-    ours = {"--metrics-file", "--no-use-distributed-optimizer"}
+    ours = {"--metrics-file", "--no-use-distributed-optimizer", "--keep-last-checkpoints", "--max-skipped-steps"}
     shown = {flag.shown for flag in generate_flags()} | {flag.name for flag in COMPATIBLE_FLAGS}
     unknown = {name for name in shown - stock_flags() - ours if not name.startswith("--bcd-")}
     assert unknown == set()

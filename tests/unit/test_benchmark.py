@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import _benchmark_schedule as schedule
 import benchmark
 import pytest
 from _benchmark_figures import Turn, block_figures, mean_ratio, paired_ratio, rotated, slowest, typical_step_ms
+from _benchmark_schedule_figures import (
+    ActionTimes,
+    RankTimes,
+    ScheduleTurn,
+    layout_means,
+    merged,
+    schedule_figures,
+    steady_shape,
+)
+
+from megatron.bcd.blocks import Partition, partition
+from megatron.bcd.pipeline_plan.plan import Kind, bcd_shape, stock_shape
 
 
 def turn(*step_ms: float, first: float = 0.0, build: float = 0.0, dispose: float = 0.0, state: int = 1) -> Turn:
@@ -113,6 +128,11 @@ def test_flags_of_training_are_taken() -> None:
         ("--round 3", "unknown flag --round"),
         ("--hidden-size 500", "--num-attention-heads"),
         ("--bcd-num-blocks 13", "needs at least 13 layers"),
+        ("--schedule --rounds 0", "--rounds 0: must be at least 1"),
+        ("--schedule --bcd-layout stage", "--bcd-layout has no use in a benchmark"),
+        ("--schedule --bcd-schedule=stock", "--bcd-schedule has no use in a benchmark"),
+        ("--schedule --pipeline-model-parallel-size 1", "--schedule needs at least 2 stages"),
+        ("--schedule --num-layers 5", "needs at least 6 layers"),
     ],
 )
 def test_bad_flags(flags: str, message: str) -> None:
@@ -130,3 +150,160 @@ def test_json_that_cannot_be_written(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"--json {path}: "):
             benchmark.parse(["--json", str(path)])
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_turns_are_run_as_training_runs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks timed with the first block's plan, full training with the blocks' plan, nothing run ahead, or a turn that
+    leaves behind what it ran ahead with."""
+    seen: list[Any] = []
+
+    def named(name: str) -> Any:
+        return SimpleNamespace(name=name, begin_phase=lambda block: seen.append((name, block)), model_state_bytes=int)
+
+    def train_step(batches: Any, *, num_microbatches_next: int) -> Any:
+        seen.append((trainer.active.name, trainer.schedule.name, num_microbatches_next))
+        return SimpleNamespace(milliseconds=1.0)
+
+    def warm_up(num_steps: int, *, num_microbatches_next: int) -> list[float]:
+        seen.append(("warm-up", num_microbatches_next))
+        return [1.0] * num_steps
+
+    def nothing(*args: Any) -> None:
+        return None
+
+    trainer = SimpleNamespace(train_step=train_step)
+    for name in ("now", "now_on_all_ranks"):
+        monkeypatch.setattr(benchmark, name, lambda: 0.0)
+    monkeypatch.setattr(benchmark, "get_num_microbatches", lambda: 4)
+    turns = object.__new__(benchmark.Benchmark)
+    turns.bench = SimpleNamespace(
+        trainer=trainer, batches=None, warm_up=warm_up, build=nothing, dispose=nothing, separate_weights=nothing
+    )
+    turns.num_warm_up_steps, turns.num_steps = 1, 3
+    turns.blocks, turns.blocks_schedule = named("blocks"), named("blocks' schedule")
+    turns.full, turns.full_schedule = named("full"), named("full training's schedule")
+    turns._turn(2)
+    blocks = [("blocks", "blocks' schedule", number) for number in (4, 4, 0)]
+    assert seen == [("blocks' schedule", 2), ("warm-up", 4), *blocks]
+    seen.clear()
+    turns._turn(benchmark.FULL)
+    full = [("full", "full training's schedule", number) for number in (4, 4, 0)]
+    assert seen == [("full training's schedule", 0), ("warm-up", 4), *full]
+
+
+def two_stages(layout: str) -> Partition:
+    return partition(num_layers=6, num_stages=2, num_blocks=None, layout=layout, tied=True)
+
+
+def rank(stage: int, *, step: float = 0.0, outside: tuple[float, ...] = (0.0,), **kinds: list[float]) -> RankTimes:
+    """What a rank measured, actions by the name of their kind."""
+    actions = [
+        ActionTimes(stage=stage, kind=Kind[name.upper()], milliseconds=tuple(times)) for name, times in kinds.items()
+    ]
+    return RankTimes(step_ms=step, outside_ms=outside, actions=tuple(actions))
+
+
+def schedule_turn(step_ms: float, *, iteration_ms: float, outside_ms: float = 0.0) -> ScheduleTurn:
+    return ScheduleTurn(step_ms=step_ms, outside_ms=outside_ms, message_ms=0.0, actions=(), iteration_ms=iteration_ms)
+
+
+def test_prediction_of_one_microbatch_on_two_stages() -> None:
+    """A mean that a waiting message or one hiccup enters, or milliseconds taken for seconds."""
+    shape = stock_shape(bcd_shape(num_stages=2, num_microbatches=1, pivot=0, active=(True, True)))
+    first = rank(0, forward=[10, 10, 90], send_forward=[3, 2], receive_backward=[50, 60], backward=[20])
+    last = rank(1, forward=[11, 12, 13], receive_forward=[14, 15], backward=[22], send_backward=[4])
+    turn = merged([first, last], shape)
+    assert turn.message_ms == 2
+    assert turn.iteration_ms == pytest.approx(10 + 2 + 12 + 22 + 2 + 20)
+    assert [(times.stage, times.kind, times.milliseconds) for times in turn.actions] == [
+        (0, Kind.BACKWARD, (20,)),
+        (0, Kind.FORWARD, (10, 10, 90)),
+        (1, Kind.BACKWARD, (22,)),
+        (1, Kind.FORWARD, (11, 12, 13)),
+    ]
+
+
+def test_message_for_which_somebody_waits() -> None:
+    """A one-way send returns before the message has moved: as the time of all messages it would make them free."""
+    shape = bcd_shape(num_stages=3, num_microbatches=1, pivot=1)
+    prefix = rank(0, forward_only=[10], send_forward=[0.1])
+    pivot = rank(1, receive_forward=[0.2], receive_ahead=[0.1], forward=[1], send_forward=[3], receive_backward=[9],
+                 backward=[1])  # fmt: skip
+    last = rank(2, receive_forward=[5], forward=[1], backward_input=[1], send_backward=[4])
+    assert merged([prefix, pivot, last], shape).message_ms == 3
+    shape = bcd_shape(num_stages=2, num_microbatches=1, pivot=1)
+    last = rank(1, receive_forward=[0.2], forward=[1], backward=[1])
+    assert merged([prefix, last], shape).message_ms == 0.1, "there is no other here"
+
+
+def test_steady_iteration_hides_the_prefix() -> None:
+    """A prediction of a phase's first iteration would wait for the prefix, which in all others was run ahead."""
+    ranks = [rank(0, forward_only=[10.0], send_forward=[0.0]), rank(1, forward=[10.0], backward=[20.0])]
+    for run_ahead, expected in ((None, 120), (0, 130)):
+        shape = steady_shape(two_stages("stage"), 1, num_microbatches=4, run_ahead=run_ahead)
+        assert merged(ranks, shape).iteration_ms == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("block, run_ahead, expected", [(0, None, 0), (0, 3, 0), (1, None, 1), (1, 0, 0), (1, 9, 4)])
+def test_how_far_a_steady_step_is_ahead(block: int, run_ahead: int | None, expected: int) -> None:
+    """A plan that runs ahead otherwise than the schedule would be predicted, and not the one that was timed."""
+    shape = steady_shape(two_stages("stage"), block, num_microbatches=4, run_ahead=run_ahead)
+    assert (shape.done_ahead, shape.run_ahead, shape.pivot) == (expected, expected, block)
+    assert shape.active == ((True, True) if block == 0 else (False, True)), "the tied head's copy is on the last stage"
+
+
+def test_slowest_rank_steps_and_the_one_that_waits_least_is_outside() -> None:
+    """A rank's wait for the others in the loss reduction counted as the optimizer's time, on top of the iteration."""
+    shape = bcd_shape(num_stages=2, num_microbatches=1, pivot=1)
+    prefix = rank(0, step=30, outside=(25, 7, 26), forward_only=[1], send_forward=[0])
+    last = rank(1, step=31, outside=(5, 24, 6), forward=[10], backward=[15])
+    turn = merged([prefix, last], shape)
+    assert (turn.step_ms, turn.outside_ms) == (31, 6)
+    assert turn.predicted_ms == pytest.approx(turn.iteration_ms + 6)
+
+
+def test_schedule_figures_are_paired_by_round() -> None:
+    """Ratios of overall medians follow a machine that slows down in the middle; paired ones do not."""
+    slowdown = (1.0, 1.0, 5.0, 3.0, 1.0)
+    ratios = (0.8, 0.8, 0.8, 0.7, 0.9)
+    stock = [schedule_turn(100 * factor, iteration_ms=80 * factor, outside_ms=10 * factor) for factor in slowdown]
+    bcd = [
+        schedule_turn(100 * factor * ratio, iteration_ms=80 * factor * ratio, outside_ms=4 * factor * ratio)
+        for factor, ratio in zip(slowdown, ratios, strict=True)
+    ]
+    row = schedule_figures(stock, bcd, partition=two_stages("stage"), block=1)
+    assert (row.layout, row.block, row.pivot_stage) == ("stage", 1, 1)
+    assert (row.layers, row.extras) == ("3-5", ("final norm",))
+    assert (row.stock_ms, row.bcd_ms) == pytest.approx((100, 90))
+    assert row.ratio == pytest.approx(0.8)
+    assert (row.predicted_stock_ms, row.predicted_bcd_ms) == pytest.approx((90, 75.6))
+    assert row.predicted_ratio == pytest.approx(0.8 * 84 / 90)
+    assert (row.stock_deviation, row.bcd_deviation) == pytest.approx((-0.1, -0.16))
+
+
+def test_means_are_a_layouts_own() -> None:
+    """A mean over all rows would let the layout with the most blocks speak for the others."""
+    rows = [
+        schedule_figures(
+            [schedule_turn(100, iteration_ms=100)], [schedule_turn(bcd, iteration_ms=bcd / 2)], partition=cut, block=0
+        )
+        for cut, bcd in ((two_stages("spread"), 100), (two_stages("stage"), 100), (two_stages("stage"), 60))
+    ]
+    means = [(mean.layout, mean.ratio, mean.predicted_ratio) for mean in layout_means(rows)]
+    assert means == [("spread", 1, 0.5), ("stage", pytest.approx(0.8), pytest.approx(0.4))]
+
+
+def test_schedule_defaults_are_the_published_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--schedule alone must measure the model that its figures are quoted for, on two stages, and have data enough."""
+    monkeypatch.delenv("RANK", raising=False)
+    own, config = benchmark.parse(["--schedule"])
+    assert (config.num_layers, config.hidden_size, config.model.seq_length) == (12, 256, 128)
+    assert (config.training.micro_batch_size, config.training.global_batch_size, config.pipeline_size) == (2, 8, 2)
+    assert own.rounds % 2 == 0, "or one schedule comes first more often"
+    assert [cut.num_blocks for cut in schedule.partitions(config).values()] == [3, 2, 6]
+    _, more_blocks = benchmark.parse(["--schedule", "--bcd-num-blocks=4"])
+    assert [cut.num_blocks for cut in schedule.partitions(more_blocks).values()] == [4, 2, 8]
+    turns = (1 + own.rounds * 11) * 2
+    assert config.training.train_iters == turns * (own.warm_up_steps + own.steps + 2)
+    _, config = benchmark.parse(["--schedule", "--global-batch-size=6", "--seq-length=64", "--bcd-run-ahead=2"])
+    assert (config.training.global_batch_size, config.model.seq_length, config.bcd.bcd_run_ahead) == (6, 64, 2)

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-PURE_ROOMS = ("blocks", "config", "cost", "phases", "subsets")
+PLAN_ROOM = tuple(f"pipeline_plan.{name}" for name in ("check", "grid", "messages", "plan", "timing"))
+PURE_ROOMS = ("blocks", "config", "cost", "phases", "subsets", *PLAN_ROOM)
 SHELL_SCRIPTS = (".ci/run", "tests/run.sh", "examples/setup_env.sh", "examples/quickstart.sh")
 
 

@@ -153,8 +153,6 @@ def check_checkpoints(run: Run) -> None:
     refuse_unless(not run.finetune or run.load, "--finetune needs --load")
     refuse_unless(not run.async_save or run.save, "--async-save needs --save")
     refuse_unless(run.keep_last_checkpoints is None or run.save, "--keep-last-checkpoints needs --save")
-    refuse_unless(run.load_optim or run.load, "--no-load-optim needs --load")
-    refuse_unless(run.load_rng or run.load, "--no-load-rng needs --load")
     refuse_unless(
         run.load is None or not Path(run.load).exists() or Path(run.load).is_dir(),
         f"--load {run.load} is a file: give a folder",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import uuid
 from dataclasses import dataclass
@@ -18,20 +19,21 @@ class Claim:
     """The right to write below --save; the operating system takes it back when the process ends."""
 
     lock: FolderLock | None = None
+    warnings: tuple[str, ...] = ()
 
     def release(self) -> None:
         if self.lock is not None:
             self.lock.release()
 
 
-def claim(root: str | None) -> tuple[Claim, tuple[str, ...]]:
-    """Lock `root` for this job, see that every node has it, remove what a killed run left; and warnings. A collective.
+def claim(root: str | None) -> Claim:
+    """Lock `root` for this job, see that every node has it, remove what a killed run left. A collective.
 
     Raises:
         ValueError: another job writes there, the folder can't be written, or nodes see different disks.
     """
     if root is None:
-        return Claim(), ()
+        return Claim()
     is_first = torch.distributed.get_rank() == 0
     one, warning, error = Claim(), None, None
     token = uuid.uuid4().hex
@@ -61,7 +63,15 @@ def claim(root: str | None) -> tuple[Claim, tuple[str, ...]]:
             f"--save {root}: {', '.join(blind)} can't see what {hosts[0][0]} writes there; give a folder on a disk "
             "that all nodes share (NFS, Lustre, ...)"
         )
-    return one, (warning,) if warning else ()
+    one.warnings = (warning,) if warning else ()
+    return one
+
+
+def exists(root: str | None) -> bool:
+    """Whether rank 0 sees the folder; the same on every rank. A collective."""
+    answer = [root is not None and os.path.isdir(root)]
+    torch.distributed.broadcast_object_list(answer, src=0)
+    return bool(answer[0])
 
 
 def has_checkpoint(root: str) -> bool:

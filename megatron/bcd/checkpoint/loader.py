@@ -75,19 +75,41 @@ def find(config: RunConfig) -> Source | None:
     root = config.checkpoint.load
     if root is None:
         return None
-    iterations = _from_first(lambda: folder.candidates(root))
-    messages: list[str] = []
+    iterations, problem = _from_first(lambda: _candidates(root))
+    messages = [problem] if problem else []
     for iteration in iterations:
         path = folder.iteration_folder(root, iteration)
-        if _from_first(lambda path=path: folder.is_foreign(path)):  # type: ignore[misc]
+        if _from_first(lambda path=path: _is_foreign(path)):  # type: ignore[misc]
             return _foreign(config, root, path, tuple(messages))
-        problem = _damage(path)
-        if problem is None:
+        damage = _damage(path)
+        if damage is None:
             return _fitting(config, root, path, tuple(messages))
-        messages.append(f"{path} is damaged and was passed over: {problem}")
+        messages.append(f"a damaged checkpoint is passed over: {damage}")
     if messages:
         raise ValueError(f"--load {root}: no checkpoint in it is valid; {'; '.join(messages)}")
     return None
+
+
+def _candidates(root: str) -> tuple[list[int], str | None]:
+    """Iterations worth trying, best first, and what is wrong with the file that names the newest.
+
+    Raises:
+        ValueError: that file is there, and no checkpoint is.
+    """
+    iterations, named = folder.candidates(root), folder.read_tracker(root)
+    problem = None
+    if named is None and os.path.lexists(os.path.join(root, folder.TRACKER)):
+        problem = f"--load {root}: {folder.TRACKER} holds no iteration number"
+    elif named is not None and named not in iterations:
+        problem = f"--load {root}: {folder.TRACKER} names {folder.iteration_folder(root, named)}, which is not there"
+    if problem and not iterations:
+        raise ValueError(f"{problem}, and there is no other checkpoint; give a folder that has one")
+    return iterations, problem
+
+
+def _is_foreign(path: str) -> bool:
+    """Another program's; one of ours that has lost its checksums is damaged."""
+    return folder.is_foreign(path) and not os.path.lexists(os.path.join(path, run_state.FILE_NAME))
 
 
 def _damage(path: str) -> str | None:

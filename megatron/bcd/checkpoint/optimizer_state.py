@@ -59,6 +59,8 @@ class Part:
                 self.master.data.copy_(tensor.view_as(self.master))
             else:
                 self.state[name] = tensor.to(self.master.device, copy=True).view_as(self.master)
+        if not num_steps:  # masters only, of a phase before its first step: Adam sets up where it finds nothing
+            return
         if isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW):
             self.state["step"] = torch.tensor(float(num_steps), dtype=torch.float32)
         else:

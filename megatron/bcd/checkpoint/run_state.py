@@ -8,16 +8,16 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from megatron.bcd.blocks import Partition
-from megatron.bcd.config import RunConfig, run_config_from_dict, run_config_to_dict
+from megatron.bcd.config import RunConfig, run_config_to_dict
 from megatron.bcd.phases import PhaseSchedule, PhaseState
 
 FILE_NAME = "run_state.json"
 FORMAT_VERSION = 1
 
-_NETWORK = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-            "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "seq_length", "max_position_embeddings",
-            "position_embedding_type", "make_vocab_size_divisible_by", "untie_embeddings_and_output_weights", "swiglu",
-            "bf16", "fp16", "optimizer")  # fmt: skip
+_NETWORK = ("num_layers", "hidden_size", "swiglu", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+            "kv_channels", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "seq_length",
+            "max_position_embeddings", "position_embedding_type", "untie_embeddings_and_output_weights", "bf16", "fp16",
+            "optimizer")  # fmt: skip
 """Flags without which a run can't go on: the weights, or the state of the optimizer, would not fit."""
 _MAY_CHANGE = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "world_size", "num_workers")
 """Flags that a resumed run may change without a word, like all of the sections below."""
@@ -63,11 +63,6 @@ class RunState:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
-
-    @property
-    def config(self) -> RunConfig:
-        """The flags of the run that wrote this. Raises ValueError where they are of another version."""
-        return run_config_from_dict(self.flags)
 
 
 def from_json(text: str, *, path: str) -> RunState:

@@ -100,6 +100,7 @@ class Saver:
         error = self._agree(error)
         if error is not None:
             return self._give_up(one.iteration, error)
+        self._prune()
         self._reporter.note(
             f"checkpoint saved to {folder.iteration_folder(self.root, one.iteration)} "
             f"({time.monotonic() - one.started:,.1f} s)"
@@ -130,15 +131,18 @@ class Saver:
         records[".metadata"] = folder.file_record(os.path.join(aside, ".metadata"))
         folder.finish(aside, records)
         folder.publish(self.root, iteration)
-        if self._config.keep_last_checkpoints is not None:
-            folder.prune(self.root, self._config.keep_last_checkpoints)
+
+    def _prune(self) -> None:
+        keep = self._config.keep_last_checkpoints
+        error = self._attempt(lambda: folder.prune(self.root, keep)) if self._is_first and keep is not None else None
+        if error is not None:
+            self._reporter.warning(f"older checkpoints were not deleted ({error})")
 
     def _give_up(self, iteration: int, error: str) -> bool:
         if self._is_first:
             shutil.rmtree(folder.aside_folder(self.root, iteration), ignore_errors=True)
         self._reporter.warning(
-            f"checkpoint {iteration} was not saved ({error}); the one before it stays valid, and the next interval "
-            "tries again"
+            f"checkpoint {iteration} was not saved ({error}); those before it stay valid, and the next save tries again"
         )
         return False
 
@@ -146,7 +150,7 @@ class Saver:
     def _attempt(action: Any) -> str | None:
         try:
             action()
-        except (OSError, RuntimeError) as error:  # PyTorch's file writer raises RuntimeError on a full disk
+        except (OSError, RuntimeError, ValueError) as error:  # PyTorch's file writer raises RuntimeError on a full disk
             return _describe(error)
         return None
 
@@ -179,5 +183,6 @@ def _write(path: str, content: bytes) -> None:
 def _describe(error: BaseException) -> str:
     with contextlib.suppress(AttributeError):
         if error.strerror:  # type: ignore[attr-defined]
-            return f"{error.strerror}: {error.filename}"  # type: ignore[attr-defined]
+            where = f": {error.filename}" if error.filename else ""  # type: ignore[attr-defined]
+            return f"{error.strerror}{where}"  # type: ignore[attr-defined]
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -22,9 +22,9 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.bcd import platform
-from megatron.bcd.checkpoint_files.folder import file_record
+from megatron.bcd.checkpoint_files.folder import FileRecord, file_record
 
-Record = dict[str, Any]
+Record = FileRecord
 
 
 class _InProcessStrategy(TorchDistSaveShardedStrategy):
@@ -54,17 +54,25 @@ class ShardWrite:
         self.error: BaseException | None = None
         self.records: dict[str, Record] = {}
         self._in_background = in_background
-        live = {entry.data.untyped_storage().data_ptr() for entry in entries.values() if torch.is_tensor(entry.data)}
+        live = {
+            entry.data.untyped_storage().data_ptr()
+            for name, entry in entries.items()
+            if torch.is_tensor(entry.data) and not name.startswith("optimizer.")  # those are copies already
+        }
         sharded, _ = save_preprocess(dict(entries))  # type: ignore[arg-type]
         strategy = _InProcessStrategy()
         with platform.checkpoint_results_in_process():
             strategy.async_save(sharded, Path(aside))
         self._writer, self._finalize = strategy.writer, strategy.finalize
-        self._buckets = [
-            (path, key, (blobs, [(item, self._on_host(tensor, live)) for item, tensor in tensors]))
-            for path, key, (blobs, tensors) in self._writer.write_buckets
-        ]
-        platform.synchronize()
+        self._buckets: list[Any] = []
+        try:
+            self._buckets = [
+                (path, key, (blobs, [(item, self._on_host(tensor, live)) for item, tensor in tensors]))
+                for path, key, (blobs, tensors) in self._writer.write_buckets
+            ]
+            platform.synchronize()
+        except (RuntimeError, MemoryError) as error:  # no host memory: the other ranks hear of it in `finish`
+            self.error, self._buckets = error, []
         self._thread = threading.Thread(target=self._write, name="checkpoint writer", daemon=True)
 
     def _on_host(self, tensor: torch.Tensor, live: set[int]) -> torch.Tensor:

@@ -144,6 +144,16 @@ def bcd_shape(
     )
 
 
+def default_run_ahead(*, num_stages: int, pivot: int) -> int:
+    """Microbatches of run-ahead that hide the filling of the stages before the pivot stage.
+
+    The pivot stage works on them until the next one has come through `pivot` stages. Alone behind the prefix it takes
+    three units of time for each (forward, both gradients); with stages behind it, the first ones go faster. With unit
+    costs and messages of 0 to 0.2, up to 24 stages, more gains nothing and fewer costs up to a sixth of an iteration.
+    """
+    return -(-pivot // (3 if pivot == num_stages - 1 else 2))
+
+
 def stock_shape(shape: PlanShape) -> PlanShape:
     """Megatron Core's own schedule for the same phase."""
     return PlanShape(

@@ -85,6 +85,7 @@ class Reporter:
                     "consumed_samples": record.consumed_samples,
                     f"{record.split}_loss": record.loss,
                     f"{record.split}_perplexity": record.perplexity,
+                    **({"is_final": True} if record.is_final else {}),
                 }
             )
         self._write_scalars(evaluation_scalars(record), record.iteration)

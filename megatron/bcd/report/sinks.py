@@ -63,9 +63,10 @@ class MetricsFile:
         kept = []
         for number, line in enumerate(lines, start=1):
             try:
-                if json.loads(line)["iteration"] <= last:
+                values = json.loads(line)
+                if values["iteration"] <= last and not values.get("is_final"):  # the end is evaluated once more
                     kept.append(line + "\n")
-            except (ValueError, TypeError, KeyError):
+            except (ValueError, TypeError, KeyError, AttributeError):
                 raise ValueError(
                     f"--metrics-file {self._path}: line {number} is not a line of metrics, so the run cannot"
                     " go on in this file; give another file"

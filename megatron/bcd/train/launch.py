@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from dataclasses import asdict
 
@@ -37,13 +36,17 @@ def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str) -> None
         )
         if config.transformer.get("deterministic_mode"):
             platform.use_deterministic_algorithms()
-        lock, warnings = folders.claim(config.checkpoint.save)
+        save = config.checkpoint.save
+        is_new = not folders.exists(save)
+        claim = folders.Claim() if is_new else folders.claim(save)
         config = _resuming_after_restart(config)
         source = loader.find(config)
         reporter = _reporter(config, start_iteration=source.state.iteration if source and source.state else 0)
-        for warning in warnings:
-            reporter.warning(warning)
         trainer = Trainer(config, build_model, reporter, source=source)
+        if is_new:  # the first to make it: nothing that was asked for is wrong
+            claim = folders.claim(save)
+        for warning in claim.warnings:
+            reporter.warning(warning)
     try:
         with reporter:
             trainer.run()
@@ -54,13 +57,13 @@ def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str) -> None
         sys.exit(1)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-    lock.release()
+    claim.release()
 
 
 def _resuming_after_restart(config: RunConfig) -> RunConfig:
     """torchrun --max-restarts starts the same command again: go on from what it has saved, whatever --load says."""
     save = config.checkpoint.save
-    if save is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not folders.has_checkpoint(save):
+    if save is None or not platform.is_restart() or not folders.has_checkpoint(save):
         return config
     return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load=save, finetune=False))
 

@@ -105,7 +105,7 @@ class Trainer:
         self.schedule = PipelineSchedule(
             name=config.bcd.bcd_schedule, partition=self.partition, run_ahead=config.bcd.bcd_run_ahead
         )
-        self.saved_activations = SavedActivations()
+        self.saved_activations = SavedActivations(platform.allocator())
         self._measured: tuple[int, int] | None = None
         self._timers = Timers(log_level=0, log_option="max")
         reporter.banner(
@@ -174,7 +174,8 @@ class Trainer:
 
     def _count_skipped(self, result: StepResult) -> None:
         """End the run after --max-skipped-steps in a row; fp16's own search for a loss scale does not count."""
-        is_search = self.config.precision == "fp16" and math.isfinite(result.loss)
+        lowest = float(self.config.optimizer.get("min_loss_scale") or 1.0)
+        is_search = self.config.precision == "fp16" and self.active.loss_scale() > lowest
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped and not is_search else 0
         if self.skipped_in_a_row < self.config.training.max_skipped_steps:
             return
@@ -202,7 +203,7 @@ class Trainer:
             self.saver.finish()
         if self.schedule.is_ahead:  # forward-only stages have begun the next iteration: not before it is done
             return
-        self._is_stopped = self.stopping.reason is not None
+        self._is_stopped = self.stopping.reason is not None and not is_last
         is_end = is_last or self._is_stopped
         is_saved = True
         if self.saver is not None and (is_end or self._is_save_due(self.iteration, is_last=is_last)):
@@ -251,7 +252,7 @@ class Trainer:
         self, batches: Iterator[data.Batch], num_microbatches: int, *, forward_only: bool
     ) -> list[dict[str, Any]]:
         return self.schedule(
-            forward_step_func=forward_step,
+            forward_step_func=self._forward_step,
             data_iterator=batches,
             model=self.active.wrapped or self.model,
             num_microbatches=num_microbatches,
@@ -260,6 +261,11 @@ class Trainer:
             decoder_seq_length=self.config.model.seq_length,
             forward_only=forward_only,
         )
+
+    def _forward_step(self, batches: Iterator[data.Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
+        output = forward_step(batches, model)
+        self.saved_activations.after_forward()
+        return output
 
     def _num_microbatches_next(self) -> int:
         """Microbatches of the iteration after the coming one, if it follows directly and in the same phase; else 0."""

@@ -1,0 +1,140 @@
+"""What a checkpoint costs: time of the training loop, bytes on disk, and nothing that stays behind in the process."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import worlds
+from dist import World
+
+NUM_SAVES, NUM_BEFORE = 50, 6
+LIMIT_SECONDS = 0.5  # what the requirement allows an asynchronous save of this model to take from the training loop
+PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2, "bcd_layout": "submodel", "bcd_steps_per_block": 100}
+
+
+def config_of(text_data: str, root: Path, **flags: Any) -> Any:
+    return worlds.run_config(data_path=text_data, train_iters=2, save=root, keep_last_checkpoints=2, **PIPELINE | flags)
+
+
+def save_once_more(one: worlds.RecordingTrainer) -> float:
+    """A checkpoint with a number of its own; seconds that the training loop waits for it."""
+    one.iteration += 1
+    torch.distributed.barrier()
+    started = time.perf_counter()
+    assert one._save()
+    return time.perf_counter() - started
+
+
+def seconds_of_saves(config: Any) -> tuple[list[float], list[float]]:
+    """Of the training loop, and of the whole save."""
+    with worlds.trainer(config) as one:
+        one.run()
+        in_loop, whole = [], []
+        for _ in range(5):
+            started = time.perf_counter()
+            in_loop.append(save_once_more(one))
+            assert one.saver is not None and one.saver.finish()
+            whole.append(time.perf_counter() - started)
+        return in_loop, whole
+
+
+def test_an_asynchronous_save_hardly_stops_the_loop(world2: World, text_data: str, tmp_path: Path) -> None:
+    """Writing, hashing or waiting for the disk in the training loop. The quickest of five: others use this machine."""
+    config = config_of(text_data, tmp_path, async_save=True, hidden_size=128)
+    for rank, (in_loop, whole) in enumerate(world2.run(seconds_of_saves, config)):
+        print(f"rank {rank}: the loop waits {min(in_loop):.3f} s, the save takes {min(whole):.3f} s")
+        assert min(in_loop) < LIMIT_SECONDS
+
+
+def needed_bytes(config: Any) -> int:
+    """This rank's weights and the active block's state, after a run that saved at its end."""
+    with worlds.trainer(config) as one:
+        one.run()
+        return sum(weight.nbytes for weight in one.model.parameters()) + one.active.optimizer_state_bytes()
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("layout", ["spread", "submodel"])
+def test_bytes_on_disk(world2: World, text_data: str, tmp_path: Path, layout: str, precision: dict[str, Any]) -> None:
+    """State of frozen layers, a second copy of the weights, or views whose whole storage is written."""
+    untied = {"untie_embeddings_and_output_weights": True}  # a tied head is a copy, and not saved
+    config = config_of(text_data, tmp_path, hidden_size=256, bcd_layout=layout, **precision, **untied)
+    needed = sum(world2.run(needed_bytes, config))
+    on_disk = sum(path.stat().st_size for path in (tmp_path / "iter_0000002").rglob("*") if path.is_file())
+    print(f"{layout}: {needed:,} bytes of weights and active state, {on_disk:,} bytes on disk")
+    assert needed > 2 * 2**20
+    assert needed <= on_disk < 1.05 * needed
+
+
+class _Mallinfo(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks")
+        + ("keepcost",)
+    ]
+
+
+def allocated_bytes() -> int:
+    """Of C and PyTorch, what was not freed; the resident set holds freed memory, too, that glibc keeps for later."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = _Mallinfo
+    info = mallinfo()
+    return int(info.uordblks + info.hblkhd)
+
+
+def what_is_alive() -> dict[str, int]:
+    gc.collect()
+    process = psutil.Process()
+    objects = gc.get_objects()
+    tensors = [thing for thing in objects if issubclass(type(thing), torch.Tensor)]
+    return {
+        "threads": threading.active_count(),
+        "threads of the system": len(os.listdir("/proc/self/task")),
+        "processes": len(process.children(recursive=True)),
+        "files": len(os.listdir("/proc/self/fd")),
+        "tensors": len(tensors),
+        "tensor bytes": sum(tensor.nbytes for tensor in tensors),
+        "objects": len(objects),
+        "allocated bytes": allocated_bytes(),
+        "resident bytes": process.memory_info().rss,
+    }
+
+
+def alive_before_and_after(config: Any) -> tuple[dict[str, int], dict[str, int]]:
+    """Both after some saves, for the first ones fill caches."""
+    with worlds.trainer(config) as one:
+        one.run()
+        gc.unfreeze()  # the run has frozen what was there: it would not be looked at
+        for _ in range(NUM_BEFORE):
+            save_once_more(one)
+        assert one.saver is not None and one.saver.finish()
+        before = what_is_alive()
+        for _ in range(NUM_SAVES):
+            save_once_more(one)
+        assert one.saver.finish()
+        return before, what_is_alive()
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+def test_nothing_stays_behind(world2: World, text_data: str, tmp_path: Path, async_save: bool) -> None:
+    """A thread, process, file or copy of the weights per save: a long run dies of it, and orphans outlive it."""
+    config = config_of(text_data, tmp_path, async_save=async_save, hidden_size=128)
+    for before, after in world2.run(alive_before_and_after, config):
+        print(f"before {before}\nafter {NUM_SAVES} saves {after}")
+        more = {name: after[name] - before[name] for name in after}
+        del more["resident bytes"]
+        assert more.pop("objects") < NUM_SAVES
+        assert more.pop("allocated bytes") < 50 * 2**10 * NUM_SAVES, "the weights alone are 2,500 KiB"
+        assert set(more.values()) == {0}, more
+    assert len(list(tmp_path.glob("iter_*"))) == 2

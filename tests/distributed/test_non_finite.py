@@ -1,0 +1,155 @@
+"""A step whose loss or gradient is not finite: skipped on all ranks, counted; too many in a row end the run."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import resumed_runs
+import torch
+import worlds
+from dist import World
+
+from megatron.bcd.train import TrainingFailed
+from megatron.bcd.train import trainer as loop
+
+BAD_STEPS = (2, 3, 5)
+CUTS: dict[str, dict[str, Any]] = {
+    "data2": {"world_size": 2},
+    "pipeline2": {"world_size": 2, "pipeline_model_parallel_size": 2},
+}
+
+
+def config_of(text_data: str, cut: str, **flags: Any) -> Any:
+    base = {"data_path": text_data, "train_iters": 8, "bcd_steps_per_block": 4, "log_interval": 2}
+    return worlds.run_config(**base | CUTS[cut] | flags)
+
+
+class Spoiler:
+    """Hooks that spoil steps of a run on one rank, and compare weights and optimizer before and after each step."""
+
+    def __init__(self, what: str, steps: tuple[int, ...], *, rank: int) -> None:
+        self._what, self._steps = what, steps
+        self._is_here = torch.distributed.get_rank() == rank
+        self._original_loss = loop.reduce_losses
+        self._before: dict[str, torch.Tensor] = {}
+        self.changed: list[list[str]] = []
+        self.scheduler_steps: list[int] = []
+        self.is_bad = False
+
+    def hooks(self) -> dict[str, worlds.Hook]:
+        return {"after_build": self.after_build, "before_step": self.before_step, "after_step": self.after_step}
+
+    def after_build(self, one: worlds.RecordingTrainer) -> None:
+        original = one.active.optimizer.prepare_grads
+
+        def prepare_spoilt_grads() -> bool:
+            if self.is_bad and self._what == "gradient":
+                spoilt = next(p for p in one.active.active_parameters().values())
+                spoilt.main_grad.view(-1)[0] = math.inf
+            return original()
+
+        one.active.optimizer.prepare_grads = prepare_spoilt_grads
+
+    def before_step(self, one: worlds.RecordingTrainer) -> None:
+        self.is_bad = one.iteration in self._steps and self._is_here
+        loop.reduce_losses = self._spoilt_losses if self.is_bad and self._what == "loss" else self._original_loss
+        self._before = self._state(one)
+
+    def after_step(self, one: worlds.RecordingTrainer) -> None:
+        loop.reduce_losses = self._original_loss
+        now = self._state(one)
+        added = [name for name in now if name not in self._before]
+        self.changed.append(added + worlds.same_bits({name: now[name] for name in self._before}, self._before))
+        self.scheduler_steps.append(one.scheduler.num_steps)
+
+    def _spoilt_losses(self, reported: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        """A microbatch of this rank whose loss is not a number, before ranks are summed."""
+        for one in reported[:1]:
+            one["lm loss"][0] = math.nan
+        return self._original_loss(reported)
+
+    @staticmethod
+    def _state(one: worlds.RecordingTrainer) -> dict[str, torch.Tensor]:
+        states = [
+            (index, name, value.detach().clone().reshape(-1))
+            for optimizer in one.active.optimizers()
+            if not optimizer.is_stub_optimizer
+            for index, state in enumerate(optimizer.optimizer.state.values())
+            for name, value in state.items()
+        ]
+        return worlds.weights_of(one.model) | {f"{name} {index}": value for index, name, value in states}
+
+
+def spoilt_run(config: Any, what: str, steps: tuple[int, ...], *, rank: int) -> dict[str, Any]:
+    with worlds.parallel(config):
+        spoiler = Spoiler(what, steps, rank=rank)
+        one = worlds.RecordingTrainer(config, **spoiler.hooks())
+        try:
+            one.run()
+            failed = None
+        except TrainingFailed as error:
+            failed = str(error)
+        return {
+            "failed": failed,
+            "grad_norms": [step["grad_norm"] for step in one.results],
+            "losses": [step["loss"] for step in one.results],
+            "changed": spoiler.changed,
+            "scheduler_steps": spoiler.scheduler_steps,
+            "counted": [(record.iteration, record.skipped_iterations) for record in one.recorder.steps],
+            "logged": [record.loss for record in one.recorder.steps],
+            "weights": worlds.weights_of(one.model),
+        }
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("what", "cut", "rank"),
+    [("loss", "data2", 0), ("loss", "pipeline2", 1), ("gradient", "data2", 1), ("gradient", "pipeline2", 0)],
+)
+def test_a_bad_step_is_skipped_everywhere(
+    world2: World, text_data: str, what: str, cut: str, rank: int, precision: dict[str, Any]
+) -> None:
+    """One rank steps and the others do not, moments are poisoned for ever, or the step is not told."""
+    ranks = world2.run(spoilt_run, config_of(text_data, cut, **precision), what, BAD_STEPS, rank=rank)
+    for mine in ranks:
+        assert mine["failed"] is None
+        assert [step for step, norm in enumerate(mine["grad_norms"]) if norm is None] == [*BAD_STEPS]
+        assert [step for step, changed in enumerate(mine["changed"]) if not changed] == [*BAD_STEPS]
+        assert mine["counted"] == [(1, 0), (2, 0), (4, 2), (6, 1), (8, 0)]
+        good = [1, 2, 2, 2, 3, 3, 4, 5]
+        assert mine["scheduler_steps"] == [8 * done for done in good]
+        assert all(math.isfinite(mine["losses"][step]) for step in range(8) if step not in BAD_STEPS)
+        assert math.isfinite(mine["logged"][3]), "the mean of the steps that were done"
+        assert all(weight.isfinite().all() for weight in mine["weights"].values())
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_too_many_in_a_row(world2: World, text_data: str, tmp_path: Path, what: str) -> None:
+    """A run that turns on the spot till its time is over, or ranks that do not agree that it is."""
+    config = config_of(text_data, "pipeline2", save=tmp_path, save_interval=3, max_skipped_steps=3)
+    for mine in world2.run(spoilt_run, config, what, (1, 2, 4, 5, 6), rank=1):
+        assert len(mine["losses"]) == 7
+        assert mine["failed"].startswith("iteration 7: loss or gradient was not finite in 3 steps in a row")
+        assert f"the last good checkpoint is {tmp_path}/iter_0000006. " in mine["failed"], mine["failed"]
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000003", "iter_0000006"]
+
+
+def test_the_count_of_skipped_steps_is_resumed(world2: World, text_data: str, tmp_path: Path) -> None:
+    """A run that is restarted again and again would never reach its limit."""
+    config = config_of(text_data, "data2", max_skipped_steps=4)
+    saving = resumed_runs.with_checkpoints(config, save=str(tmp_path), exit_interval=3)
+    assert [part["failed"] for part in world2.run(spoilt_run, saving, "loss", (1, 2, 3, 4, 5), rank=0)] == [None, None]
+    loading = resumed_runs.with_checkpoints(config, load=str(tmp_path))
+    for mine in world2.run(spoilt_run, loading, "loss", (1, 2, 3, 4, 5), rank=0):
+        assert mine["failed"].startswith("iteration 5: loss or gradient was not finite in 4 steps in a row")
+
+
+def test_no_check(world2: World, text_data: str) -> None:
+    """--no-check-for-nan-in-loss-and-grad that skips all the same: runs could not be compared with stock's."""
+    config = config_of(text_data, "data2", no_check_for_nan_in_loss_and_grad=True)
+    for mine in world2.run(spoilt_run, config, "loss", BAD_STEPS, rank=0):
+        assert mine["failed"] is None and None not in mine["grad_norms"]
+        assert [] not in mine["changed"]

@@ -1,0 +1,251 @@
+"""Invariant 6: a forward-only stage holds no gradient, no optimizer state and no activation, and exchanges no backward
+message; what it holds at most does not depend on the number of microbatches."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import worlds
+from dist import World
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.bcd import pipeline
+from megatron.bcd.config import RunConfig
+from megatron.bcd.pipeline_plan.plan import MAX_SENDS_IN_FLIGHT
+
+SEQUENCE, MICRO_BATCH, HIDDEN = 32, 2, 64
+MESSAGE_BYTES = SEQUENCE * MICRO_BATCH * HIDDEN * 4  # fp32
+STEPS_PER_BLOCK = 3
+FEW, MANY = 2, 16  # microbatches
+COUNTED = (
+    "backward_messages",
+    "saved_activation_bytes",
+    "gradient_bytes",
+    "optimizer_state_bytes",
+    "model_state_bytes",
+)
+
+
+def config_of(num_stages: int, layout: str, num_microbatches: int, **flags: Any) -> RunConfig:
+    """A small run on so many stages, of no more ranks, that visits every block once."""
+    num_blocks = {"stage": num_stages, "submodel": 2 * num_stages}[layout]
+    values: dict[str, Any] = {
+        "num_layers": 2 * num_stages,
+        "hidden_size": HIDDEN,
+        "micro_batch_size": MICRO_BATCH,
+        "global_batch_size": MICRO_BATCH * num_microbatches,
+        "world_size": num_stages,
+        "pipeline_model_parallel_size": num_stages,
+        "bcd_layout": layout,
+        "bcd_num_blocks": None if layout == "stage" else 2,
+        "bcd_steps_per_block": STEPS_PER_BLOCK,
+        "train_iters": STEPS_PER_BLOCK * num_blocks,
+    }
+    return worlds.run_config(**values | flags)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of tensors that were made inside and are alive, each storage once, and the highest sum of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        for storage in _storages(result) - _storages((args, kwargs)) - set(self._known):
+            self._known.add(storage)
+            self.now += storage.nbytes()
+            weakref.finalize(storage, self._let_go, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def _let_go(self, num_bytes: int) -> None:
+        self.now -= num_bytes
+
+
+def _storages(tree: Any) -> set[torch.UntypedStorage]:
+    return {leaf.untyped_storage() for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)}
+
+
+class CountedRequest:
+    """A send that counts as under way until somebody has waited for it."""
+
+    def __init__(self, request: Any, count: dict[str, int]) -> None:
+        self._request, self._count = request, count
+        count["now"] += 1
+        count["peak"] = max(count["peak"], count["now"])
+
+    def wait(self) -> None:
+        self._request.wait()
+        self._count["now"] -= 1
+
+
+@contextlib.contextmanager
+def counting_sends(count: dict[str, int]) -> Iterator[None]:
+    """One-way sends that are under way: `now`, and `peak`, which may be set to 0 at any time."""
+    original = pipeline.OneWayLink._begin
+
+    def begin(link: pipeline.OneWayLink, tensor: Any, shape: Any) -> Any:
+        received, requests = original(link, tensor, shape)
+        if tensor is not None:
+            requests = {name: CountedRequest(request, count) for name, request in requests.items()}
+        return received, requests
+
+    pipeline.OneWayLink._begin = begin  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        pipeline.OneWayLink._begin = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def counting_messages(count: Counter[int]) -> Iterator[None]:
+    """What this rank hands to the backend, by the rank that it is for."""
+    original = vars(torch.distributed.ProcessGroup)["send"]  # an attribute lookup gives a function that binds no self
+
+    def send(group: Any, tensors: Any, rank_in_group: int, tag: int) -> Any:
+        count[torch.distributed.get_global_rank(group, rank_in_group)] += 1
+        return original(group, tensors, rank_in_group, tag)
+
+    torch.distributed.ProcessGroup.send = send  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.distributed.ProcessGroup.send = original  # type: ignore[method-assign]
+
+
+def measured_run(config: RunConfig) -> list[dict[str, Any]]:
+    """By step, on this rank: what the run itself counts (by rank) and what is seen from outside.
+
+    `sent_back`: messages to the stage before. `peak_bytes`: of tensors made in the schedule. `peak_sends`: one-way
+    sends under way at once. `weight_bytes`: of this rank.
+    """
+    steps: list[dict[str, Any]] = []
+    sends, messages = {"now": 0, "peak": 0}, Counter[int]()
+    with counting_sends(sends), counting_messages(messages), worlds.trainer(config) as one:
+        run_schedule = one._run_schedule
+
+        def measured(*args: Any, **kwargs: Any) -> list[dict[str, Any]]:
+            sends["peak"] = 0
+            messages.clear()
+            with LiveBytes() as live:
+                reported = run_schedule(*args, **kwargs)
+            steps.append({"peak_bytes": live.peak, "peak_sends": sends["peak"], "sent_back": messages[one.stage - 1]})
+            return reported
+
+        one._run_schedule = measured  # type: ignore[method-assign]
+        one.run()
+        assert sends["now"] == 0
+        weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in one.model.parameters())
+        for step, record in zip(steps, one.recorder.steps, strict=True):
+            step |= {name: getattr(record, name) for name in COUNTED} | {"block": record.block}
+            step["weight_bytes"] = weight_bytes
+        return steps
+
+
+Steps = list[list[dict[str, Any]]]
+"""By step and rank."""
+
+
+def measure(world: World, config: RunConfig) -> Steps:
+    ranks = world.run(measured_run, config)
+    return [list(step) for step in zip(*ranks, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def runs(world4: World, text_data: str) -> dict[tuple[str, int], Steps]:
+    """Runs on four stages in layout stage, so that block k's pivot stage is k; by schedule and microbatches."""
+    return {
+        (schedule, number): measure(world4, config_of(4, "stage", number, data_path=text_data, bcd_schedule=schedule))
+        for schedule in ("bcd", "stock")
+        for number in (FEW, MANY)
+    }
+
+
+def assert_counts(steps: Steps, *, pivots: list[int], num_microbatches: int) -> None:
+    """What invariant 6 says, of every step."""
+    num_stages = len(steps[0])
+    assert len(steps) == len(pivots) * STEPS_PER_BLOCK
+    for ranks in steps:
+        counted, pivot = ranks[0], pivots[ranks[0]["block"]]
+        # a stage behind the pivot stage sends one gradient per microbatch to the one before it
+        sent = [num_microbatches * (stage > pivot) for stage in range(num_stages)]
+        assert [rank["sent_back"] for rank in ranks] == sent
+        assert list(counted["backward_messages"]) == [
+            mine + from_next for mine, from_next in zip(sent, [*sent[1:], 0], strict=True)
+        ]
+        for stage, rank in enumerate(ranks):
+            forward_only = stage < pivot
+            assert (counted["saved_activation_bytes"][stage] == 0) == forward_only
+            if forward_only:
+                assert counted["gradient_bytes"][stage] == counted["optimizer_state_bytes"][stage] == 0
+                # after its own phase a stage keeps its weights in Megatron Core's padded buffer
+                assert counted["model_state_bytes"][stage] == pytest.approx(rank["weight_bytes"], rel=0.005)
+        assert counted["gradient_bytes"][pivot] > 0 and counted["optimizer_state_bytes"][pivot] > 0
+        assert counted["model_state_bytes"][pivot] > 1.5 * ranks[pivot]["weight_bytes"]
+
+
+@pytest.mark.parametrize("num_microbatches", [FEW, MANY])
+def test_a_forward_only_stage_holds_weights_only(runs: dict[tuple[str, int], Steps], num_microbatches: int) -> None:
+    """A gradient that is sent across the pivot or before it, a graph in the prefix, or state of a frozen stage."""
+    assert_counts(runs["bcd", num_microbatches], pivots=[0, 1, 2, 3], num_microbatches=num_microbatches)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"bf16": True},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"hidden_dropout": 0.1, "bcd_run_ahead": 0},
+    ],
+    ids=["fp32", "bf16", "recomputed", "without_run_ahead"],
+)
+def test_blocks_smaller_than_a_stage(world2: World, text_data: str, flags: dict[str, Any]) -> None:
+    """As above, where the pivot stage has a prefix or a suffix of its own."""
+    steps = measure(world2, config_of(2, "submodel", 4, data_path=text_data, **flags))
+    assert_counts(steps, pivots=[0, 0, 1, 1], num_microbatches=4)
+
+
+def test_the_counters_count(runs: dict[tuple[str, int], Steps]) -> None:
+    """Counters that are zero whatever happens: Megatron Core's schedule sends gradients down to the first stage, and
+    builds graphs in every stage that received something."""
+    for ranks in runs["stock", MANY]:
+        counted = ranks[0]
+        assert counted["backward_messages"] == (MANY, 2 * MANY, 2 * MANY, MANY)
+        assert [rank["sent_back"] for rank in ranks] == [0, MANY, MANY, MANY]
+        assert all(counted["saved_activation_bytes"][1:])
+        assert sum(counted["gradient_bytes"]) > 0 and sum(counted["optimizer_state_bytes"]) > 0
+
+
+def peak(steps: Steps, block: int, stage: int) -> int:
+    """The most that `stage` held at once in the phase of `block`, in bytes."""
+    return max(ranks[stage]["peak_bytes"] for ranks in steps if ranks[0]["block"] == block)
+
+
+def test_peak_memory_does_not_grow_with_microbatches(runs: dict[tuple[str, int], Steps]) -> None:
+    """Outputs, inputs or batches of a forward-only stage that are kept until the end of the iteration."""
+    few, many = runs["bcd", FEW], runs["bcd", MANY]
+    for pivot in range(1, 4):
+        for stage in range(pivot):
+            assert abs(peak(many, pivot, stage) - peak(few, pivot, stage)) <= MESSAGE_BYTES
+            # two outputs on their way, one input on its way, and what one layer needs at once
+            assert MESSAGE_BYTES < peak(many, pivot, stage) < 16 * MESSAGE_BYTES
+    stock_few, stock_many = runs["stock", FEW], runs["stock", MANY]
+    assert peak(stock_many, 3, 1) > peak(stock_few, 3, 1) + 16 * MESSAGE_BYTES, "what is measured can't grow"
+
+
+def test_sends_under_way_are_bounded(runs: dict[tuple[str, int], Steps]) -> None:
+    """A forward-only stage that fills its memory with outputs which nobody takes; or one that waits for each."""
+    for ranks in runs["bcd", MANY]:
+        pivot = ranks[0]["block"]
+        assert [rank["peak_sends"] for rank in ranks] == [MAX_SENDS_IN_FLIGHT * (stage < pivot) for stage in range(4)]

@@ -1,0 +1,273 @@
+"""The pipeline schedule changes no bit of what is learnt: against Megatron Core's own schedule in the same run."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import worlds
+from dist import World
+
+from megatron.bcd.blocks import partition
+from megatron.bcd.config import RunConfig
+from megatron.bcd.pipeline_plan.plan import PlanShape, default_run_ahead
+from megatron.bcd.train import trainer
+
+LAYOUTS = ("spread", "stage", "submodel")
+STEPS_PER_BLOCK = 3  # the first of a phase begins with nothing done ahead, the last runs no more ahead
+TINY: dict[str, Any] = {
+    "seq_length": 16,
+    "max_position_embeddings": 16,
+    "bcd_num_blocks": 2,
+    "bcd_steps_per_block": STEPS_PER_BLOCK,
+}
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+MORE_THAN_ALL = 9  # microbatches
+RUN_AHEAD: dict[int, tuple[int | None, ...]] = {1: (1,), 2: (0, MORE_THAN_ALL), 4: (1, None), 7: (None, MORE_THAN_ALL)}
+"""Values of --bcd-run-ahead by number of microbatches; None: the default."""
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}
+OVERLAP_BOTH = OVERLAP | {"overlap_param_gather": True}
+LAYERS_OF_LLAMA = {
+    "position_embedding_type": "rope",
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+}
+# by name: pipeline 2 and these
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": True},
+    "fp16_with_skipped_steps": {"fp16": True, "initial_loss_scale": 2**18, "hysteresis": 1},
+    "recomputed": FULL | DROPOUT,
+    "recomputed_bf16": FULL | DROPOUT | {"bf16": True, "recompute_num_layers": 2},
+    "recomputed_selectively": {"recompute_granularity": "selective"} | DROPOUT,
+    "untied": {"untie_embeddings_and_output_weights": True},
+    "as_llama": LAYERS_OF_LLAMA,
+    "per_token_loss": {"calculate_per_token_loss": True, "eod_mask_loss": True},
+    "uneven_stages": {"num_layers": 7},
+    "plain_optimizer": {"no_use_distributed_optimizer": True},
+}
+PARALLEL: dict[str, dict[str, Any]] = {
+    "tensor2": {"tensor_model_parallel_size": 2} | DROPOUT,
+    "data2": DROPOUT,
+    "data2_overlap": OVERLAP,
+    "data2_overlap_both": OVERLAP_BOTH,
+    "data2_overlap_both_bf16": OVERLAP_BOTH | {"bf16": True},
+    "data2_plain_optimizer_overlap": OVERLAP | {"no_use_distributed_optimizer": True},
+    "data2_per_token_loss": {"calculate_per_token_loss": True, "eod_mask_loss": True} | OVERLAP,
+}
+
+
+def config_of(num_stages: int, layout: str, **flags: Any) -> RunConfig:
+    """A tiny run on so many stages that visits every block once, or as long as the flags say."""
+    values: dict[str, Any] = {"world_size": num_stages, "pipeline_model_parallel_size": num_stages}
+    num_layers = num_stages if layout == "stage" else 2 * num_stages
+    values |= {"num_layers": num_layers, "bcd_layout": layout} | TINY | flags
+    if layout == "stage":
+        values["bcd_num_blocks"] = None
+    values.setdefault("train_iters", num_blocks_of(num_stages, layout) * values["bcd_steps_per_block"])
+    return worlds.run_config(**values)
+
+
+def num_blocks_of(num_stages: int, layout: str) -> int:
+    return {"spread": 2, "stage": num_stages, "submodel": 2 * num_stages}[layout]
+
+
+def pivots(config: RunConfig) -> list[int]:
+    """The pivot stage by block."""
+    cut = partition(
+        num_layers=config.num_layers,
+        num_stages=config.pipeline_size,
+        num_blocks=config.bcd.bcd_num_blocks,
+        layout=config.bcd.bcd_layout,
+        tied=config.tied,
+    )
+    return [block.pivot_stage for block in cut.blocks]
+
+
+def most_ahead(num_stages: int, pivot: int, run_ahead: int | None) -> int:
+    """What --bcd-run-ahead allows in a phase with this pivot stage, in microbatches."""
+    if not pivot:
+        return 0
+    return default_run_ahead(num_stages=num_stages, pivot=pivot) if run_ahead is None else run_ahead
+
+
+def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """A digest of each tensor's bits."""
+    return {
+        name: hashlib.sha256(tensor.detach().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+        for name, tensor in tensors.items()
+    }
+
+
+def record(config: RunConfig) -> dict[str, Any]:
+    """Run `config`: what a schedule must not change, as this rank saw it, and what the schedule did.
+
+    `gradients`, by step: digests of the DDP buffers as the optimizer finds them. `ahead`: by iteration, the
+    microbatches of it that were done ahead. `num_forwards`: calls of forward_step, evaluations included.
+    """
+    gradients: list[dict[str, str]] = []
+    ahead: list[int] = []
+    num_forwards = 0
+
+    def after_schedule(one: worlds.RecordingTrainer) -> None:
+        assert one.active.wrapped is not None
+        gradients.append(digests({str(i): buffer.grad_data for i, buffer in enumerate(one.active.wrapped.buffers)}))
+
+    def counting_forward_step(batches: Iterator[Any], model: torch.nn.Module) -> Any:
+        nonlocal num_forwards
+        num_forwards += 1
+        return original(batches, model)
+
+    original = trainer.forward_step
+    trainer.forward_step = counting_forward_step
+    try:
+        with worlds.trainer(config, after_schedule=after_schedule) as one:
+            execute = one.schedule.execute
+
+            def recording_execute(shape: PlanShape, **arguments: Any) -> list[Any]:
+                if shape.pivot < shape.num_stages:
+                    ahead.append(shape.done_ahead)
+                return execute(shape, **arguments)
+
+            one.schedule.execute = recording_execute  # type: ignore[method-assign]
+            one.run()
+            kept = worlds.outcome(one)
+    finally:
+        trainer.forward_step = original
+    compared = {name: kept[name] for name in ("steps", "metrics", "evaluations", "switches")}
+    compared |= {"gradients": gradients, "weights": digests(kept["weights"])}
+    return {"compared": compared, "ahead": ahead, "num_forwards": num_forwards}
+
+
+def compare(reference: RunConfig, others: list[RunConfig]) -> list[dict[str, Any]]:
+    """`record` of all, the reference's first; what the others' differs in comes as `different`."""
+    first = record(reference)
+    records = [first]
+    for other in others:
+        mine = record(other)
+        mine["different"] = [name for name, value in first["compared"].items() if mine["compared"][name] != value]
+        records.append(mine)
+    return records
+
+
+def assert_same_as_stock(world: World, stock: RunConfig, others: list[RunConfig]) -> list[list[dict[str, Any]]]:
+    """By rank: `compare`; no rank may see a difference, and every step must have done something."""
+    ranks = world.run(compare, stock, others)
+    for rank in ranks:
+        assert [other["different"] for other in rank[1:]] == [[]] * len(others)
+        assert all(record["num_forwards"] == rank[0]["num_forwards"] for record in rank)
+    steps = len(ranks[0][0]["compared"]["steps"])
+    gradients_of_a_step = {str([rank[0]["compared"]["gradients"][step] for rank in ranks]) for step in range(steps)}
+    taken = [step for step in ranks[0][0]["compared"]["steps"] if step["grad_norm"] is not None]
+    assert len(taken) > steps / 2 and len(gradients_of_a_step) >= len(taken), "no gradients are compared"
+    return ranks
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_every_block_learns_as_with_the_stock_schedule(
+    world2: World, world4: World, text_data: str, num_stages: int, layout: str
+) -> None:
+    """A microbatch in another order, or with the gradient, the dropout or the batch of another one; a loss that is
+    divided by another number; weights of before the step in what was run ahead."""
+    for num_microbatches, run_aheads in RUN_AHEAD.items():
+        flags = {"data_path": text_data, "global_batch_size": 2 * num_microbatches}
+        flags |= DROPOUT if num_microbatches in (2, 7) else {}
+        aheads = run_aheads
+        if layout == "spread":  # its pivot stage is the first: nobody can run ahead
+            aheads, flags["bcd_steps_per_block"] = (None,), 1
+        stock = config_of(num_stages, layout, bcd_schedule="stock", **flags)
+        others = [config_of(num_stages, layout, bcd_run_ahead=ahead, **flags) for ahead in aheads]
+        ranks = assert_same_as_stock(world2 if num_stages == 2 else world4, stock, others)
+        for number, run_ahead in enumerate(aheads, start=1):
+            expected = []
+            for pivot in pivots(stock):
+                done = min(most_ahead(num_stages, pivot, run_ahead), num_microbatches)
+                expected += [0] + [done] * (stock.bcd.bcd_steps_per_block - 1)
+            assert all(rank[number]["ahead"] == expected for rank in ranks), (num_microbatches, run_ahead)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options(world2: World, text_data: str, option: str) -> None:
+    """A forward-only stage that is left out of what an option asks of every stage, or a recomputed prefix."""
+    flags = {"data_path": text_data} | OPTIONS[option]
+    stock = config_of(2, "submodel", bcd_schedule="stock", **flags)
+    ranks = assert_same_as_stock(world2, stock, [config_of(2, "submodel", **flags)])
+    assert max(ranks[0][1]["ahead"]) == 1
+    if option == "fp16_with_skipped_steps":
+        assert any(step["grad_norm"] is None for step in ranks[0][1]["compared"]["steps"])
+
+
+@pytest.mark.parametrize("cut, layout", [*((cut, "submodel") for cut in PARALLEL), ("data2_overlap", "spread")])
+def test_with_tensor_and_data_parallel(world4: World, text_data: str, cut: str, layout: str) -> None:
+    """A reduction that a stage without gradients leaves out or begins too early, or messages to the wrong replica."""
+    flags = {"data_path": text_data, "world_size": 4, "global_batch_size": 12} | PARALLEL[cut]
+    stock = config_of(2, layout, bcd_schedule="stock", **flags)
+    assert_same_as_stock(world4, stock, [config_of(2, layout, **flags)])
+
+
+@pytest.mark.parametrize("num_stages, layout", [(2, "submodel"), (4, "stage")])
+def test_the_batch_size_ramp(world2: World, world4: World, text_data: str, num_stages: int, layout: str) -> None:
+    """Run-ahead by as many microbatches as the present iteration has, where the next one has more."""
+    ramp = {"train_iters": None, "train_samples": 94, "rampup_batch_size": (2, 2, 48), "bcd_steps_per_block": 4}
+    flags = {"data_path": text_data} | ramp
+    stock = config_of(num_stages, layout, bcd_schedule="stock", **flags)
+    others = [config_of(num_stages, layout, bcd_run_ahead=ahead, **flags) for ahead in (None, MORE_THAN_ALL)]
+    ranks = assert_same_as_stock(world2 if num_stages == 2 else world4, stock, others)
+    sizes = [line["global_batch_size"] for line in ranks[0][0]["compared"]["metrics"]]
+    assert set(sizes) == {2, 4, 6, 8}
+    # with all of the next iteration done ahead, the number is that iteration's
+    ahead = ranks[0][2]["ahead"]
+    begins_phase = [iteration % 4 == 0 for iteration in range(len(sizes))]
+    pivot_of = [pivots(stock)[iteration // 4 % len(pivots(stock))] for iteration in range(len(sizes))]
+    expected = [
+        0 if begins or not pivot else size // 2
+        for size, begins, pivot in zip(sizes, begins_phase, pivot_of, strict=True)
+    ]
+    assert ahead == expected
+    assert any(0 < before < size // 2 for before, size in zip(ahead, sizes[1:], strict=False))
+
+
+def weights_saved(config: RunConfig) -> dict[str, str]:
+    """Digests of what `config` loads."""
+    return digests(worlds.initial_weights(config))
+
+
+@pytest.mark.parametrize("num_stages, layout", [(2, "submodel"), (4, "stage")])
+def test_evaluations_checkpoints_and_the_end(
+    world2: World, world4: World, text_data: str, num_stages: int, layout: str, tmp_path: Any
+) -> None:
+    """Run-ahead into an evaluation, a checkpoint, the next phase or beyond the end: batches that are read and never
+    used, outputs of old weights, or an evaluation that takes a training microbatch for its own."""
+    world = world2 if num_stages == 2 else world4
+    num_blocks, in_phase, evaluated, saved, num_microbatches = num_blocks_of(num_stages, layout), 5, 4, 7, 3
+    iterations = num_blocks * in_phase + 2
+    flags = {"data_path": text_data, "bcd_steps_per_block": in_phase, "train_iters": iterations} | DROPOUT
+    flags |= {"eval_iters": 1, "eval_interval": evaluated, "save_interval": saved, "global_batch_size": 6}
+    stock = config_of(num_stages, layout, bcd_schedule="stock", save=str(tmp_path / "stock"), **flags)
+    bcd = config_of(num_stages, layout, save=str(tmp_path / "bcd"), **flags)
+    ranks = assert_same_as_stock(world, stock, [bcd])
+
+    evaluations = iterations // evaluated + 1
+    expected = []
+    for iteration in range(iterations):
+        pivot = pivots(bcd)[iteration // in_phase % num_blocks]
+        interrupted = iteration % in_phase == 0 or iteration % evaluated == 0 or iteration % saved == 0
+        expected.append(0 if interrupted else most_ahead(num_stages, pivot, None))
+    for rank in ranks:
+        assert rank[1]["ahead"] == expected
+        assert rank[1]["num_forwards"] == (iterations + evaluations) * num_microbatches
+        assert len(rank[1]["compared"]["evaluations"]) == evaluations
+    assert len({loss for *_, loss in ranks[0][1]["compared"]["evaluations"]}) == evaluations
+
+    loads = [
+        config_of(num_stages, layout, data_path=text_data, load=str(tmp_path / name), finetune=True)
+        for name in ("stock", "bcd")
+    ]
+    kept = [world.run(weights_saved, load) for load in loads]
+    assert kept[0] == kept[1] == [rank[1]["compared"]["weights"] for rank in ranks]

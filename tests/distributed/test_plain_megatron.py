@@ -1,0 +1,76 @@
+"""What this program saves, Megatron Core reads by itself: the same weights under the names of its own GPTModel."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import worlds
+from dist import World
+
+NUM_TOKENS, LENGTH = 257, 32
+SIZES = {"num_layers": 6, "hidden_size": 32, "num_attention_heads": 4}
+GPT = {
+    "transformer": SIZES,
+    "model": {"position_embedding_type": "learned_absolute", "share_embeddings_and_output_weights": True},
+    "swiglu": False,
+}
+LLAMA = {
+    "transformer": SIZES
+    | {"num_query_groups": 2, "ffn_hidden_size": 88, "normalization": "RMSNorm", "add_bias_linear": False},
+    "model": {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False},
+    "swiglu": True,
+}
+FLAGS: dict[str, dict[str, Any]] = {
+    "gpt": {},
+    "llama": {"num_query_groups": 2, "group_query_attention": True, "ffn_hidden_size": 88, "normalization": "RMSNorm"}
+    | {"disable_bias_linear": True, "position_embedding_type": "rope", "untie_embeddings_and_output_weights": True}
+    | {"swiglu": True},
+}
+
+
+def train_and_save(config: Any) -> None:
+    with worlds.trainer(config) as one:
+        one.run()
+
+
+def loss_of(config: Any) -> float:
+    """Mean loss of the loaded model on the same made-up tokens as plain_megatron.py's."""
+    with worlds.trainer(config) as one, torch.no_grad():
+        one.model.eval()
+        tokens = (torch.arange(2 * (LENGTH + 1)) * 7919 % NUM_TOKENS).view(2, LENGTH + 1)
+        positions = torch.arange(LENGTH).expand(2, LENGTH)
+        losses = one.model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+        return float(losses.double().mean())
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_plain_megatron_core_reads_our_weights(
+    world1: World, world2: World, text_data: str, repo_root: Path, tmp_path: Path, name: str
+) -> None:
+    """A key, a shape or a slice of our own: weights that only this program can read."""
+    saved = tmp_path / "saved"
+    cut = {"world_size": 2, "pipeline_model_parallel_size" if name == "gpt" else "tensor_model_parallel_size": 2}
+    world2.run(train_and_save, worlds.run_config(data_path=text_data, save=saved, **FLAGS[name] | cut))
+    loading = {"load": saved, "finetune": True}
+    (ours,) = world1.run(loss_of, worlds.run_config(data_path=text_data, **FLAGS[name] | loading))
+    (fresh,) = world1.run(loss_of, worlds.run_config(data_path=text_data, **FLAGS[name]))
+    assert abs(ours - fresh) > 1e-2, "the loss would not tell trained weights from new ones"
+    network = GPT if name == "gpt" else LLAMA
+    network |= {
+        "model": network["model"] | {"vocab_size": worlds.PADDED_VOCABULARY, "max_sequence_length": LENGTH},
+        "vocab_size": NUM_TOKENS,
+    }
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    command = [sys.executable, str(repo_root / "tests" / "plain_megatron.py"), str(saved / "iter_0000006")]
+    done = subprocess.run(
+        [*command, json.dumps(network)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert float(done.stdout.splitlines()[-1]) == pytest.approx(ours, rel=1e-5)

@@ -1,0 +1,129 @@
+"""A checkpoint fits every parallel layout: the same weights, and the optimizer state where blocks hold the same layers.
+
+No dropout: the random generators belong to the ranks that saved them, and other ranks are seeded anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import resumed_runs
+import torch
+import worlds
+from dist import World
+
+CUTS: dict[str, dict[str, Any]] = {
+    "one": {"bcd_num_blocks": 4},
+    "pipeline2": {"world_size": 2, "pipeline_model_parallel_size": 2, "bcd_num_blocks": 2},
+    "data2": {"world_size": 2, "bcd_num_blocks": 4},
+    "tensor2": {"world_size": 2, "tensor_model_parallel_size": 2, "bcd_num_blocks": 4},
+}
+# What is saved under each: gate and up lie side by side on every tensor-parallel rank, masters have bits of their own
+MODELS: dict[str, dict[str, Any]] = {
+    "one": {"swiglu": True},
+    "pipeline2": {},
+    "data2": {"bf16": True},
+    "tensor2": {"swiglu": True, "no_use_distributed_optimizer": True},
+}
+STEPS_PER_BLOCK = 3
+IN_FIRST_BLOCK, IN_SECOND_BLOCK = 14, 11
+"""Iterations inside a phase of a later cycle: the embedding's block with four blocks, the other one with two."""
+
+
+class Saved:
+    """Runs that stopped inside a phase, one per cut of the world, made when they are asked for."""
+
+    def __init__(self, worlds_by_size: dict[int, World], text_data: str, folder: Path) -> None:
+        self._worlds, self._text_data, self._folder = worlds_by_size, text_data, folder
+        self._whole: dict[str, tuple[dict[str, Any], str]] = {}
+
+    def run(self, function: Any, cut: str, flags: dict[str, Any], *args: Any) -> dict[str, Any]:
+        """Rank 0's result of `function` in the world that `cut` needs."""
+        base = {
+            "num_layers": 4,
+            "bcd_steps_per_block": STEPS_PER_BLOCK,
+            "train_iters": 17,
+            "data_path": self._text_data,
+        }
+        config = worlds.run_config(**base | CUTS[cut] | flags)
+        return self._worlds[CUTS[cut].get("world_size", 1)].run(function, config, *args)[0]
+
+    def under(self, cut: str, flags: dict[str, Any], stop: int) -> tuple[dict[str, Any], str]:
+        """Outcome of the uninterrupted run, and where the checkpoint of the one that stopped lies."""
+        key = repr((cut, flags))
+        if key not in self._whole:
+            root = str(self._folder / str(len(self._whole)))
+            self.run(resumed_runs.one_part, cut, flags | {"save": root, "exit_interval": stop})
+            self._whole[key] = self.run(resumed_runs.one_part, cut, flags), root
+        return self._whole[key]
+
+    def tensors(self, root: str) -> dict[str, torch.Tensor]:
+        """Of the oldest checkpoint below `root`."""
+        return self._worlds[1].run(resumed_runs.tensors_of, str(min(Path(root).glob("iter_*"))))[0]
+
+
+@pytest.fixture(scope="module")
+def saved(world1: World, world2: World, text_data: str, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved({1: world1, 2: world2}, text_data, tmp_path_factory.mktemp("saved"))
+
+
+def different(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
+    """Names of tensors that are not equal bit for bit."""
+    return [
+        name
+        for name in left
+        if left[name].shape != right[name].shape or worlds.same_bits({"": left[name]}, {"": right[name]})
+    ]
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.permutations(CUTS, 2)))
+def test_another_layout_goes_on_inside_the_phase(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
+    """Slices put together in another order, a gate taken for an up, moments of another layer or none at all."""
+    flags = {"bcd_layout": "submodel"} | MODELS[before]
+    whole, root = saved.under(before, flags, IN_FIRST_BLOCK)
+    resumed = saved.run(resumed_runs.resumed_and_saved_again, after, flags, root, str(tmp_path))
+    assert (resumed["began_at"], resumed["began_in"]) == (IN_FIRST_BLOCK, {"phase": 4, "step_in_phase": 2})
+    first, second = saved.tensors(root), saved.tensors(str(tmp_path))
+    assert first.keys() == second.keys()
+    assert {"optimizer.exp_avg.embedding.word_embeddings.weight"} <= first.keys()
+    assert different(first, second) == []
+    assert resumed["losses"] == pytest.approx(whole["losses"][IN_FIRST_BLOCK:], rel=1e-2 if "bf16" in flags else 2e-5)
+    assert resumed["blocks"] == whole["blocks"][IN_FIRST_BLOCK:] == [0, 1, 1]
+    assert any("random generators are seeded anew" in line for line in resumed["warnings"]), resumed["warnings"]
+
+
+@pytest.mark.parametrize(("before", "after"), [("one", "pipeline2"), ("pipeline2", "tensor2")])
+def test_where_blocks_differ_the_cycle_begins_again(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
+    """Moments of other layers taken for the block's, or a phase that goes on with a block that never was active."""
+    flags = {"bcd_layout": "spread", "bcd_num_blocks": 2}
+    whole, root = saved.under(before, flags, IN_SECOND_BLOCK)
+    resumed = saved.run(resumed_runs.resumed_and_saved_again, after, flags, root, str(tmp_path))
+    assert (resumed["began_at"], resumed["began_in"]) == (IN_SECOND_BLOCK, {"phase": 2, "step_in_phase": 0})
+    assert any("cycle 1 begins again" in line for line in resumed["warnings"]), resumed["warnings"]
+    first, second = saved.tensors(root), saved.tensors(str(tmp_path))
+    assert [name for name in first if name.startswith("optimizer.")]
+    assert [name for name in second if name.startswith("optimizer.")] == []
+    assert different(second, first) == []
+    # the first loss is of the weights alone
+    assert resumed["losses"][0] == pytest.approx(whole["losses"][IN_SECOND_BLOCK], rel=2e-5)
+    assert resumed["blocks"] == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_vocabulary_that_is_padded_further(saved: Saved, tmp_path: Path) -> None:
+    """The same flags on two tensor-parallel ranks pad to twice the multiple: a run that can't go on, or other rows."""
+    flags = {"bcd_layout": "submodel", "make_vocab_size_divisible_by": 128}
+    whole, root = saved.under("one", flags, IN_FIRST_BLOCK)
+    resumed = saved.run(resumed_runs.resumed_and_saved_again, "tensor2", flags, root, str(tmp_path))
+    first, second = saved.tensors(root), saved.tensors(str(tmp_path))
+    padded = [name for name in first if first[name].shape != second[name].shape]
+    assert {name.rpartition(".embedding.")[0] for name in padded} == {"", "optimizer.exp_avg", "optimizer.exp_avg_sq"}
+    for name in padded:
+        assert (len(first[name]), len(second[name])) == (384, 512)
+        first[name], second[name] = first[name][:257], second[name][:257]
+    assert different(first, second) == []
+    assert resumed["losses"] == pytest.approx(whole["losses"][IN_FIRST_BLOCK:], rel=0.2), (
+        "new padding joins the softmax"
+    )

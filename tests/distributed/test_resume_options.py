@@ -1,0 +1,123 @@
+"""What --no-load-optim, --no-load-rng, --finetune, --exit-interval and --keep-last-checkpoints take, leave and keep."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import resumed_runs
+import worlds
+from dist import World
+
+STOP, LAST = 5, 8
+PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2, "bcd_layout": "submodel", "bcd_num_blocks": 2}
+
+
+def config_of(text_data: str, **flags: Any) -> Any:
+    base = {"data_path": text_data, "train_iters": LAST, "bcd_steps_per_block": 3, "eval_iters": 1, "eval_interval": 4}
+    return worlds.run_config(**base | PIPELINE | flags)
+
+
+def resumed(config: Any, root: str, **options: Any) -> dict[str, Any]:
+    """Go on from `root`; the outcome, where the run began, and what Adam had before its first step."""
+    with worlds.trainer(resumed_runs.with_checkpoints(config, load=root, **options)) as one:
+        states = [dict(state) for optimizer in one.active.optimizers() if not optimizer.is_stub_optimizer
+                  for state in optimizer.optimizer.state.values()]  # fmt: skip
+        begin = {
+            "began_at": (one.iteration, one.consumed_samples, one.consumed_validation_samples),
+            "began_in": one.state.to_dict(),
+            "adam_steps": sorted({float(state["step"]) for state in states}),
+            "scheduler_steps": one.scheduler.num_steps,
+            "first_weights": worlds.weights_of(one.model),
+        }
+        one.run()
+        return worlds.outcome(one) | begin | {"said": one.recorder.notes + one.recorder.warnings}
+
+
+def weights_at_the_end(config: Any) -> dict[str, Any]:
+    with worlds.trainer(config) as one:
+        one.run()
+        return worlds.weights_of(one.model)
+
+
+@pytest.fixture(scope="module", params=[0.0, 0.1], ids=["plain", "dropout"])
+def stopped(request: pytest.FixtureRequest, world2: World, text_data: str, tmp_path_factory: Any) -> dict[str, Any]:
+    """A checkpoint inside a phase, with the uninterrupted run and the weights at the stop, by rank."""
+    config = config_of(text_data, hidden_dropout=request.param, attention_dropout=request.param)
+    root = str(tmp_path_factory.mktemp("stopped"))
+    saving = resumed_runs.with_checkpoints(config, save=root, exit_interval=STOP)
+    return {
+        "config": config,
+        "dropout": request.param,
+        "root": root,
+        "whole": world2.run(resumed_runs.one_part, config),
+        "weights": world2.run(weights_at_the_end, saving),
+    }
+
+
+def test_no_load_optim(world2: World, stopped: dict[str, Any]) -> None:
+    """Moments that are taken up all the same, or a learning rate that starts anew with them."""
+    found = world2.run(resumed, stopped["config"], stopped["root"], load_optim=False)
+    assert [rank["adam_steps"] for rank in found] == [[], []]
+    for rank, whole in zip(found, stopped["whole"], strict=True):
+        assert (rank["began_at"], rank["began_in"]) == ((STOP, STOP * 8, 8), {"phase": 1, "step_in_phase": 2})
+        assert rank["losses"][0] == whole["losses"][STOP], "weights, generators and data are those of the run"
+        assert rank["losses"][1] != whole["losses"][STOP + 1]
+        assert [step["learning_rate"] for step in rank["steps"]] == [
+            step["learning_rate"] for step in whole["steps"][STOP:]
+        ]
+    assert max(rank["adam_steps"] for rank in world2.run(resumed, stopped["config"], stopped["root"])) == [2.0]
+
+
+def test_no_load_rng(world2: World, stopped: dict[str, Any]) -> None:
+    """Generators that go on all the same, or that repeat the masks of the run's beginning."""
+    found = world2.run(resumed, stopped["config"], stopped["root"], load_rng=False)
+    for rank, whole in zip(found, stopped["whole"], strict=True):
+        assert rank["began_at"][0] == STOP
+        assert (rank["losses"] == whole["losses"][STOP:]) == (stopped["dropout"] == 0.0)
+        assert rank["losses"] == pytest.approx(whole["losses"][STOP:], rel=0.1)
+
+
+def test_finetune(world2: World, stopped: dict[str, Any]) -> None:
+    """A counter, a phase, moments or a data position that come along with the weights."""
+    found = world2.run(resumed, stopped["config"], stopped["root"], finetune=True)
+    for rank, weights, whole in zip(found, stopped["weights"], stopped["whole"], strict=True):
+        assert (rank["began_at"], rank["began_in"]) == ((0, 0, 0), {"phase": 0, "step_in_phase": 0})
+        assert rank["adam_steps"] == [] and rank["scheduler_steps"] == 0
+        assert worlds.same_bits(rank["first_weights"], weights) == []
+        assert len(rank["losses"]) == LAST
+        assert rank["losses"][0] < whole["losses"][0], "the weights are trained ones"
+    assert any("weights of" in line for line in found[0]["said"])
+
+
+def exits_until_the_end(config: Any, root: str) -> list[int]:
+    """The same command again and again; after which iterations it stopped, and what differs from one long run."""
+    parts: list[dict[str, Any]] = []
+    while not parts or parts[-1]["iteration"] < LAST:
+        parts.append(
+            resumed_runs.one_part(resumed_runs.with_checkpoints(config, save=root, load=root, exit_interval=3))
+        )
+    found = resumed_runs.differences(resumed_runs.one_part(config), parts)
+    assert found == [], found
+    return [part["iteration"] for part in parts]
+
+
+def test_exit_interval_and_the_same_command_again(world2: World, text_data: str, tmp_path: Path) -> None:
+    """A run that stops again where it began, or that ends without the last steps or the last evaluation."""
+    assert world2.run(exits_until_the_end, config_of(text_data), str(tmp_path)) == [[3, 6, LAST]] * 2
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == str(LAST)
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+def test_keep_last_checkpoints(world2: World, text_data: str, tmp_path: Path, async_save: bool) -> None:
+    """Old ones that stay, the newest that goes, or another that had nothing to do with this run."""
+    config = config_of(text_data, save=tmp_path, save_interval=2, keep_last_checkpoints=2, async_save=async_save)
+    (tmp_path / "iter_0000001").mkdir()  # no checksums: not ours
+    world2.run(resumed_runs.one_part, config)
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000001", "iter_0000006", "iter_0000008"]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "8"
+    shutil.rmtree(tmp_path / "iter_0000008")
+    found = world2.run(resumed, resumed_runs.with_checkpoints(config, save=None, async_save=False), str(tmp_path))
+    assert [rank["began_at"][0] for rank in found] == [6, 6]

@@ -1,0 +1,71 @@
+"""The folder of --save at the start of a run: one job at a time, on a disk that all nodes share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import worlds
+from dist import World
+
+from megatron.bcd.checkpoint import folders
+from megatron.bcd.checkpoint_files.folder_users import FolderLock
+
+
+def claims(roots: list[str], times: int = 1) -> list[str]:
+    """Claim the folder that `roots` names for this rank and let it go, so many times; what was said."""
+    with worlds.parallel(worlds.run_config(mock_data=True, split=None, world_size=2)):
+        said = []
+        for _ in range(times):
+            try:
+                claim = folders.claim(roots[torch.distributed.get_rank()])
+                claim.release()
+                said.append(f"claimed {list(claim.warnings)}")
+            except ValueError as refused:
+                said.append(str(refused))
+        return said
+
+
+def test_the_same_folder_on_every_rank(world2: World, tmp_path: Path) -> None:
+    """A lock that outlives its job, or a probe that stays behind."""
+    root = str(tmp_path / "new" / "saved")
+    assert world2.run(claims, [root, root], times=2) == [["claimed []"] * 2] * 2
+    assert [name for name in os.listdir(root) if name != ".lock"] == []
+
+
+def test_another_disk_on_one_node(world2: World, tmp_path: Path) -> None:
+    """Every node writes its own shards to its own disk, and no checkpoint of the run is ever whole."""
+    roots = [str(tmp_path / "here"), str(tmp_path / "elsewhere")]
+    os.mkdir(roots[1])
+    first, second = world2.run(claims, roots)
+    assert first[0].replace(roots[0], roots[1]) == second[0]
+    assert first[0].startswith(f"--save {roots[0]}: ") and "can't see what" in first[0], first
+    assert os.listdir(roots[1]) == []
+
+
+@pytest.mark.parametrize("name", ["a_file/saved", "/proc/saved"])
+def test_a_folder_that_can_not_be_made(world2: World, tmp_path: Path, name: str) -> None:
+    """Rank 0 alone sees the error, and the other waits for its word."""
+    (tmp_path / "a_file").write_text("")
+    root = str(tmp_path / name)
+    first, second = world2.run(claims, [root, root])
+    assert first == second
+    assert first[0].startswith(f"--save {root} can't be written ("), first
+
+
+def test_a_second_job(world2: World, tmp_path: Path) -> None:
+    """Two jobs that write the same checkpoints: each deletes what the other has not finished."""
+    root = str(tmp_path)
+    lock = FolderLock(root)
+    lock.acquire()
+    unfinished = tmp_path / "iter_0000007.incomplete"
+    unfinished.mkdir()
+    first, second = world2.run(claims, [root, root])
+    assert first == second
+    assert first[0].startswith(f"--save {root}: ") and f"pid {os.getpid()} " in first[0], first
+    assert unfinished.is_dir(), "it is the other job's"
+    lock.release()
+    assert world2.run(claims, [root, root]) == [["claimed []"]] * 2
+    assert not unfinished.exists()

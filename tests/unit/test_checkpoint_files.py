@@ -1,0 +1,392 @@
+"""Checkpoint folders: what a kill, a full disk, a flipped bit or another job leaves of them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from damaged_checkpoints import DAMAGE
+
+from megatron.bcd.checkpoint_files import folder
+from megatron.bcd.checkpoint_files.folder_users import FolderLock, SharedFolderProbe
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing between it and the test may catch it."""
+
+
+class Killer:
+    """Lets `fatal - 1` calls through that change the disk and kills the process at the next one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left: int | None = None
+        for owner, name in ((os, "rename"), (os, "replace"), (os, "unlink"), (shutil, "rmtree")):
+            monkeypatch.setattr(owner, name, self._mortal(getattr(owner, name)))
+        monkeypatch.setattr(os, "fsync", self._mortal(lambda file: None))
+
+    def _mortal(self, original: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: object, **kwargs: object) -> None:
+            if self.left is not None:
+                self.left -= 1
+                if self.left == 0:
+                    if original.__name__ == "rmtree":  # it takes many calls: killed after the first
+                        next(path for path in Path(str(args[0])).rglob("*") if path.is_file()).unlink()
+                    raise Killed
+            original(*args, **kwargs)
+
+        return call
+
+    def kill_at(self, fatal: int, call: Callable[[], object]) -> bool:
+        """Whether `call` was killed, at its call number `fatal`."""
+        self.left = fatal
+        try:
+            call()
+        except Killed:
+            return True
+        finally:
+            self.left = None
+        return False
+
+
+@pytest.fixture
+def killer(monkeypatch: pytest.MonkeyPatch) -> Killer:
+    return Killer(monkeypatch)
+
+
+def write(root: Path, iteration: int, content: str) -> None:
+    """A checkpoint under construction, finished."""
+    aside = Path(folder.aside_folder(str(root), iteration))
+    (aside / "objects").mkdir(parents=True)
+    (aside / "weights.distcp").write_text(content * 10)
+    (aside / "objects" / "state.pt").write_text(content)
+    names = ["weights.distcp", "objects/state.pt"]
+    folder.finish(str(aside), {name: folder.file_record(str(aside / name)) for name in names})
+
+
+def save(root: Path, iteration: int, content: str) -> None:
+    write(root, iteration, content)
+    folder.publish(str(root), iteration)
+
+
+def content_of(root: Path, iteration: int) -> str:
+    checkpoint = Path(folder.iteration_folder(str(root), iteration))
+    assert folder.damage(str(checkpoint)) is None
+    return (checkpoint / "objects" / "state.pt").read_text()
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def assert_no_half(root: Path) -> None:
+    """Every folder with a complete one's name is one."""
+    for path in root.iterdir():
+        if re.fullmatch(r"iter_\d+", path.name):
+            assert folder.damage(str(path)) is None
+
+
+def test_layout(tmp_path: Path) -> None:
+    """Would not be found by stock Megatron-LM, or hash its own checksums, or leave files without one."""
+    save(tmp_path, 7, "a")
+    save(tmp_path, 12345678, "b")
+    assert names(tmp_path) == ["iter_0000007", "iter_12345678", folder.TRACKER]
+    assert (tmp_path / folder.TRACKER).read_text() == "12345678"
+    checksums = json.loads((tmp_path / "iter_0000007" / folder.CHECKSUMS).read_text())
+    assert checksums == {
+        "files": {
+            "objects/state.pt": {"bytes": 1, "sha256": hashlib.sha256(b"a").hexdigest()},
+            "weights.distcp": {"bytes": 10, "sha256": hashlib.sha256(b"a" * 10).hexdigest()},
+        }
+    }
+    assert folder.candidates(str(tmp_path)) == [12345678, 7]
+
+
+@pytest.mark.parametrize("size", [0, 8 * 2**20, 8 * 2**20 + 1])
+def test_file_record(tmp_path: Path, size: int) -> None:
+    """Would hash the rest of the piece before a second time, or miss the last one."""
+    content = bytes(range(251)) * (size // 251 + 1)
+    (tmp_path / "file").write_bytes(content[:size])
+    expected = {"bytes": size, "sha256": hashlib.sha256(content[:size]).hexdigest()}
+    assert folder.file_record(str(tmp_path / "file")) == expected
+
+
+def test_finish_wants_a_record_of_every_file(tmp_path: Path) -> None:
+    """A rank whose files were forgotten would go unchecked; one whose files are elsewhere would pass."""
+    (tmp_path / "a").write_text("a")
+    record = folder.file_record(str(tmp_path / "a"))
+    with pytest.raises(ValueError, match=r"/a has no checksum"):
+        folder.finish(str(tmp_path), {})
+    with pytest.raises(ValueError, match=r"/b has a checksum and is not there"):
+        folder.finish(str(tmp_path), {"a": record, "b": record})
+    assert names(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("iteration", [7, 8], ids=["same_number", "next"])
+def test_publish_killed_anywhere(tmp_path: Path, killer: Killer, iteration: int) -> None:
+    """A kill between two calls that leaves no checkpoint, half of one, or leftovers for ever."""
+    for fatal in range(1, 100):
+        root = tmp_path / str(fatal)
+        save(root, 7, "old")
+        write(root, iteration, "new")
+        was_killed = killer.kill_at(fatal, lambda root=root: folder.publish(str(root), iteration))
+        assert_no_half(root)
+        # whoever cleans may be killed as well
+        for fatal_for_cleaner in range(1, 100):
+            if not killer.kill_at(fatal_for_cleaner, lambda root=root: folder.clean_leftovers(str(root))):
+                break
+            assert_no_half(root)
+        assert all(re.fullmatch(rf"iter_\d+|{folder.TRACKER}", name) for name in names(root))
+        newest = folder.candidates(str(root))[0]
+        assert content_of(root, newest) == "new" or (newest == 7 and content_of(root, 7) == "old" and was_killed)
+        if not was_killed:
+            break
+        save(root, iteration, "again")
+        assert content_of(root, folder.candidates(str(root))[0]) == "again"
+    assert 5 < fatal < 99
+
+
+def test_publish_loses_neither_when_renaming_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in the middle of a replacement would leave the old one under a name that no load looks for."""
+    save(tmp_path, 7, "old")
+    write(tmp_path, 7, "new")
+    rename = os.rename
+
+    def fail(source: str, target: str) -> None:
+        if source.endswith(".incomplete"):
+            raise OSError(errno.EIO, "broken disk")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(OSError, match="broken disk"):
+        folder.publish(str(tmp_path), 7)
+    assert content_of(tmp_path, 7) == "old"
+
+
+def test_publish_of_nothing(tmp_path: Path) -> None:
+    """An unfinished folder would take the place of a complete one."""
+    save(tmp_path, 7, "old")
+    Path(folder.aside_folder(str(tmp_path), 7)).mkdir()
+    with pytest.raises(FileNotFoundError):
+        folder.publish(str(tmp_path), 7)
+    assert content_of(tmp_path, 7) == "old"
+
+
+def test_prune(tmp_path: Path) -> None:
+    """Would delete the newest, the one to resume from, or somebody's stock checkpoint."""
+    for iteration in (1, 2, 3, 4, 20):
+        save(tmp_path, iteration, "x")
+    (tmp_path / "iter_0000000").mkdir()
+    (tmp_path / "iter_0000000" / "metadata.json").write_text("{}")
+    (tmp_path / folder.TRACKER).write_text("4")  # 20 belongs to a run that was given up: kept, and no candidate
+    assert folder.prune(str(tmp_path), 2) == [1, 2]
+    assert names(tmp_path)[:-1] == ["iter_0000000", "iter_0000003", "iter_0000004", "iter_0000020"]
+    assert folder.candidates(str(tmp_path)) == [4, 3]
+    assert folder.prune(str(tmp_path), 9) == []
+    with pytest.raises(ValueError, match="at least 1"):
+        folder.prune(str(tmp_path), 0)
+
+
+def test_prune_killed_anywhere(tmp_path: Path, killer: Killer) -> None:
+    """A half deleted folder under a complete one's name: the next resume would try it."""
+    for fatal in range(1, 100):
+        root = tmp_path / str(fatal)
+        for iteration in (1, 2, 3):
+            save(root, iteration, str(iteration))
+        was_killed = killer.kill_at(fatal, lambda root=root: folder.prune(str(root), 1))
+        assert_no_half(root)
+        assert content_of(root, folder.candidates(str(root))[0]) == "3"
+        folder.clean_leftovers(str(root))
+        assert not any("." in name for name in names(root) if name != folder.TRACKER)
+        if not was_killed:
+            break
+    assert 3 < fatal < 99
+    assert names(root) == ["iter_0000003", folder.TRACKER]
+
+
+def test_clean_leftovers(tmp_path: Path) -> None:
+    """Would delete the only copy of a checkpoint, touch files of others, or say nothing."""
+    root = str(tmp_path)
+    assert folder.clean_leftovers(str(tmp_path / "absent")) == []
+    save(tmp_path, 7, "old")
+    (tmp_path / "iter_0000007").rename(tmp_path / "iter_0000007.replaced")
+    save(tmp_path, 8, "new")
+    shutil.copytree(tmp_path / "iter_0000008", tmp_path / "iter_0000008.replaced")
+    write(tmp_path, 9, "unfinished")
+    others = ["iter_0000009.backup", "iter_9", "notes.incomplete"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    said = folder.clean_leftovers(root)
+    assert [line.removeprefix(root + "/").split(":")[0] for line in said] == [
+        "iter_0000007 restored",
+        "iter_0000008.replaced deleted",
+        "iter_0000009.incomplete deleted",
+    ]
+    assert names(tmp_path) == sorted(["iter_0000007", "iter_0000008", folder.TRACKER, *others])
+    assert (content_of(tmp_path, 7), content_of(tmp_path, 8)) == ("old", "new")
+
+
+def test_a_checkpoint_on_another_disk(tmp_path: Path) -> None:
+    """A link in place of a folder would stop the save that replaces it, after the training."""
+    root = tmp_path / "root"
+    save(root, 7, "old")
+    shutil.move(root / "iter_0000007", tmp_path / "elsewhere")
+    (root / "iter_0000007").symlink_to(tmp_path / "elsewhere")
+    assert content_of(root, 7) == "old"
+    save(root, 7, "new")
+    assert content_of(root, 7) == "new" and names(root) == ["iter_0000007", folder.TRACKER]
+    assert folder.damage(str(tmp_path / "elsewhere")) is None
+
+
+@pytest.mark.parametrize(
+    ("tracker", "expected"),
+    [
+        ("3", [3, 2, 1]),
+        ("3\n", [3, 2, 1]),
+        ("4", [3, 2, 1]),  # it names one that is not there
+        ("5", [5, 3, 2, 1]),  # stock's, without checksums
+        ("6", [6, 3, 2, 1]),
+        ("release", [6, 3, 2, 1]),
+        ("", [6, 3, 2, 1]),
+        ("9" * 5000, [6, 3, 2, 1]),
+        ("٣", [6, 3, 2, 1]),
+        (None, [6, 3, 2, 1]),
+    ],
+)
+def test_candidates(tmp_path: Path, tracker: str | None, expected: list[int]) -> None:
+    """A resume from a run that was given up, from a folder that nothing vouches for, or from none at all."""
+    for iteration in (1, 2, 3, 6):
+        save(tmp_path, iteration, "x")
+    (tmp_path / "iter_0000005").mkdir()
+    (tmp_path / "iter_0000007.incomplete").mkdir()
+    (tmp_path / "iter_08").mkdir()
+    if tracker is None:
+        (tmp_path / folder.TRACKER).unlink()
+    else:
+        (tmp_path / folder.TRACKER).write_text(tracker)
+    assert folder.candidates(str(tmp_path)) == expected
+
+
+def test_no_candidates(tmp_path: Path) -> None:
+    """An empty or absent root is a fresh start, not an error."""
+    assert folder.candidates(str(tmp_path)) == folder.candidates(str(tmp_path / "absent")) == []
+
+
+def test_foreign(tmp_path: Path) -> None:
+    """Would demand checksums of stock Megatron-LM's checkpoints, or take an empty folder for one."""
+    save(tmp_path, 7, "x")
+    assert not folder.is_foreign(folder.iteration_folder(str(tmp_path), 7))
+    assert not folder.is_foreign(str(tmp_path)) and not folder.is_foreign(str(tmp_path / "absent"))
+    (tmp_path / "metadata.json").write_text("{}")
+    assert folder.is_foreign(str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage(tmp_path: Path, kind: str) -> None:
+    """A file that is not what was written would be trained on, or end the run with a traceback."""
+    do_damage, expected = DAMAGE[kind]
+    save(tmp_path, 7, "x")
+    checkpoint = tmp_path / "iter_0000007"
+    do_damage(checkpoint)
+    said = folder.damage(str(checkpoint))
+    assert said is not None and "\n" not in said
+    assert said.startswith(f"{checkpoint}/") and expected in said
+
+
+def test_no_damage(tmp_path: Path) -> None:
+    """A note that somebody left in a checkpoint would make it useless."""
+    save(tmp_path, 7, "x")
+    (tmp_path / "iter_0000007" / "README").write_text("the good one")
+    assert folder.damage(str(tmp_path / "iter_0000007")) is None
+
+
+def test_damage_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that all hash everything, a file that none does, or one rank with nearly all bytes."""
+    aside = Path(folder.aside_folder(str(tmp_path), 1))
+    aside.mkdir()
+    sizes = {"a": 100, "b": 60, "c": 50, "d": 5, "e": 0}
+    for name, size in sizes.items():
+        (aside / name).write_bytes(b"x" * size)
+    folder.finish(str(aside), {name: folder.file_record(str(aside / name)) for name in sizes})
+    record = folder.file_record
+    hashed: list[list[str]] = []
+
+    def spy(path: str) -> folder.FileRecord:
+        hashed[-1].append(os.path.basename(path))
+        return record(path)
+
+    monkeypatch.setattr(folder, "file_record", spy)
+    for part in range(7):
+        hashed.append([])
+        assert folder.damage(str(aside), part=part, num_parts=7) is None
+    assert sorted(hashed) == [[], [], ["a"], ["b"], ["c"], ["d"], ["e"]]
+    hashed.clear()
+    for part in range(2):
+        hashed.append([])
+        assert folder.damage(str(aside), part=part, num_parts=2) is None
+    assert hashed == [["a", "d", "e"], ["b", "c"]]
+    (aside / "c").write_bytes(b"y" * 50)
+    assert [folder.damage(str(aside), part=part, num_parts=2) is None for part in range(2)] == [True, False]
+    (aside / "c").unlink()
+    assert all("c is missing" in str(folder.damage(str(aside), part=part, num_parts=2)) for part in range(2))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """256 KiB that can be filled and made read-only, or a skip that says so."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    try:
+        command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("needs the command mount")
+    if done.returncode != 0:
+        pytest.skip(f"needs the right to mount a small file system ({done.stderr.strip()})")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """A file that takes all space."""
+    with open(disk / "filler", "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"x" * 4096)
+    return disk / "filler"
+
+
+def test_full_and_read_only_disk(small_disk: Path) -> None:
+    """A disk that is full at a bad moment would cost the checkpoint before, or be reported as something else."""
+    root = small_disk / "root"
+    save(root, 7, "old")
+    write(root, 8, "new")
+    filler = fill(small_disk)
+    with pytest.raises(OSError, match="No space left"):
+        write(root, 9, "more")
+    with pytest.raises(OSError, match="No space left"):
+        folder.publish(str(root), 8)
+    assert folder.candidates(str(root)) == [7] and content_of(root, 7) == "old"
+    filler.unlink()
+    folder.clean_leftovers(str(root))
+    save(root, 8, "new")
+    assert folder.candidates(str(root)) == [8, 7] and content_of(root, 8) == "new"
+    write(root, 9, "more")
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    for call in (
+        lambda: folder.publish(str(root), 9),
+        lambda: folder.prune(str(root), 1),
+        lambda: folder.clean_leftovers(str(root)),
+        FolderLock(str(root)).acquire,
+        SharedFolderProbe(root=str(root), token="a").announce,
+    ):
+        with pytest.raises(OSError, match="Read-only"):
+            call()
+    assert folder.candidates(str(root)) == [8, 7] and content_of(root, 8) == "new"

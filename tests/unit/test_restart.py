@@ -1,0 +1,124 @@
+"""What a start needs of the one before it: torchrun's store, reader processes that end, the metrics file."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.bcd import platform
+from megatron.bcd.report import EvalRecord, Reporter
+
+TIMEOUT = datetime.timedelta(seconds=20)
+
+
+def number_by_rank(store: torch.distributed.Store, *, first: int) -> dict[int, int]:
+    """What three ranks agree on, of which rank `first` comes before the others."""
+    numbers = {}
+
+    def start(rank: int) -> None:
+        numbers[rank] = platform.number_of_start(store, rank=rank, world_size=3, timeout=TIMEOUT)
+
+    ranks = [threading.Thread(target=start, args=(rank,), daemon=True) for rank in range(3)]
+    ranks[first].start()
+    time.sleep(0.2)
+    for rank in ranks[:first] + ranks[first + 1 :]:
+        rank.start()
+    for rank in ranks:
+        rank.join(30)
+    return numbers
+
+
+def test_ranks_of_a_restart_meet() -> None:
+    """torchrun keeps its store over restarts: a rank that comes before rank 0 would take the address of a dead one."""
+    store = torch.distributed.HashStore()
+    seen = []
+    for first in (0, 1, 2, 1):
+        numbers = number_by_rank(store, first=first)
+        assert sorted(numbers) == [0, 1, 2] and len(set(numbers.values())) == 1
+        seen.append(numbers[0])
+    assert len(set(seen)) == 4, "each start has a number of its own"
+
+
+def test_ranks_meet_after_a_start_that_was_cut_short() -> None:
+    """A count of its own per rank, or of torchrun's, would differ for ever after a rank that died while it imported."""
+    store = torch.distributed.HashStore()
+    with pytest.raises(RuntimeError, match="rank 2 has waited 0:00:00.100000 for rank 0"):
+        platform.number_of_start(store, rank=2, world_size=3, timeout=datetime.timedelta(seconds=0.1))
+    store.add("bcd/starts", 1)  # all that is left of a rank 0 that came and was killed
+    numbers = number_by_rank(store, first=1)
+    assert sorted(numbers) == [0, 1, 2] and len(set(numbers.values())) == 1
+
+
+def test_readers_survive_a_signal_and_end_with_their_rank(repo_root: Path) -> None:
+    """A reader that dies of Slurm's SIGTERM ends the rank; one that ignores its rank's keeps a failed run for ever."""
+    program = textwrap.dedent("""
+        import signal
+        import torch
+        from megatron.bcd.data import _leave_signals_to_the_rank
+
+        def batches():
+            yield from torch.utils.data.DataLoader(
+                range(1000), num_workers=1, persistent_workers=True, worker_init_fn=_leave_signals_to_the_rank
+            )
+
+        def rank():
+            reader = batches()
+            next(reader)
+            print("reading", flush=True)
+            input()
+            for _ in range(100):
+                next(reader)
+            raise RuntimeError("after the signal")
+
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        rank()
+    """)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=repo_root,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        start_new_session=True,
+    ) as rank:
+        try:
+            assert rank.stdout is not None and rank.stdout.readline() == "reading\n"
+            os.killpg(rank.pid, signal.SIGTERM)
+            _, errors = rank.communicate("go on\n", timeout=60)
+            assert errors.endswith("RuntimeError: after the signal\n")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
+
+
+def test_the_end_is_told_once(tmp_path: Path) -> None:
+    """A run that is killed while it evaluates at the end, or started again when it is through, repeats its lines."""
+    path = tmp_path / "metrics.jsonl"
+    for start, is_extended in ((0, False), (8, False), (8, True)):
+        with Reporter(train_iters=8, start_iteration=start, metrics_file=str(path)) as reporter:
+            if not start:
+                reporter.evaluation(evaluation(8, is_final=False))
+            reporter.evaluation(evaluation(16 if is_extended else 8, is_final=True))
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [(line["iteration"], line.get("is_final", False)) for line in lines] == [
+            (8, False),
+            (16 if is_extended else 8, True),
+        ]
+
+
+def evaluation(iteration: int, *, is_final: bool) -> EvalRecord:
+    return EvalRecord(iteration=iteration, consumed_samples=iteration, split="validation", loss=2.0, is_final=is_final)

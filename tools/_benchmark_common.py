@@ -1,0 +1,176 @@
+"""What the timings of tools/benchmark.py share: clock, batches, weights, machine, output."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.metadata
+import json
+import os
+import platform as python_platform
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from io import StringIO
+from typing import Any, NoReturn
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from megatron.bcd import data, platform
+from megatron.bcd.blocks import Partition, partition
+from megatron.bcd.config import RunConfig
+from megatron.bcd.models import build_model
+from megatron.bcd.report.silent import SilentReporter
+from megatron.bcd.train import Trainer
+
+PROG = "tools/benchmark.py"
+SPARE_STEPS = 64  # more than fp16's loss scale can be halved
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ValueError, where argparse would leave the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
+
+
+def check_can_write(path: str) -> None:
+    """Try the folder of --json before hours are spent; raises ValueError where nothing can be written."""
+    folder = os.path.dirname(os.path.abspath(path))
+    if os.path.isdir(path):
+        raise ValueError(f"--json {path}: is a folder; give a file")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"--json {path}: {error.strerror}: {folder}; give a folder that can be written") from None
+
+
+def cut(config: RunConfig, *, num_blocks: int | None, layout: str) -> Partition:
+    """The blocks of another layout or number than the flags'. Raises ValueError where they don't fit the model."""
+    return partition(
+        num_layers=config.num_layers,
+        num_stages=config.pipeline_size,
+        num_blocks=num_blocks,
+        layout=layout,
+        tied=config.tied,
+    )
+
+
+class Bench:
+    """The one model that all turns train, with the training loop's own step, and the batches that they share."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.trainer = Trainer(config, build_model, SilentReporter())
+        dataset = self.trainer.splits.train
+        self.batches: Iterator[data.Batch] = (
+            data.no_batches() if dataset is None else data.batches(dataset, config, consumed_samples=0)
+        )
+        if self.trainer.active.wrapped is not None:  # it begins with block 0, and here every turn builds for itself
+            self.dispose()
+            self.separate_weights()
+        gc.freeze()  # as the training loop does
+
+    def build(self, block: int) -> None:
+        """Make `block` of the trainer's active set the active one."""
+        trainer = self.trainer
+        trainer.active.build(block)
+        trainer.scheduler.optimizer = trainer.active.optimizer
+        trainer.scheduler.step(0)
+
+    def dispose(self) -> None:
+        """Free what `build` made."""
+        self.trainer.scheduler.optimizer = None
+        self.trainer.active.dispose()
+
+    @torch.no_grad()
+    def separate_weights(self) -> None:
+        """Give each weight its own storage again.
+
+        The distributed optimizer leaves them as views of its buffer. Full training's buffer covers all of them, so a
+        block that moves its own into another would be counted, and would pay, for both.
+        """
+        for parameter in self.trainer.model.parameters():
+            parameter.data = parameter.data.clone()
+
+    def warm_up(self, num_steps: int, *, num_microbatches_next: int) -> list[float]:
+        """Untimed steps, in fp16 as many more as its loss scale takes to come down: a skipped step is a short one.
+        Returns the milliseconds of each all the same; another step follows directly upon them."""
+        times: list[float] = []
+        is_usual = False
+        while not is_usual or len(times) < num_steps:
+            result = self.trainer.train_step(self.batches, num_microbatches_next=num_microbatches_next)
+            times.append(result.milliseconds)
+            is_usual = not result.skipped or len(times) >= SPARE_STEPS
+        return times
+
+
+def now() -> float:
+    """Seconds, once the device has done its work."""
+    platform.synchronize()
+    return time.perf_counter()
+
+
+def now_on_all_ranks() -> float:
+    """Seconds, once all ranks are here."""
+    torch.distributed.barrier()
+    return now()
+
+
+def command_line(argv: Sequence[str], *, starts_ranks: bool = False) -> str:
+    """What was typed, torchrun included, so that the figures can be had again; `starts_ranks`: the tool calls torchrun
+    itself."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE")
+    launcher = ["python"] if ranks is None or starts_ranks else ["torchrun", "--nproc-per-node", ranks]
+    threads = os.environ.get("OMP_NUM_THREADS")
+    return (f"OMP_NUM_THREADS={threads} " if threads else "") + shlex.join([*launcher, PROG, *argv])
+
+
+def hardware() -> str:
+    """GPU or CPU model, threads, and the versions that decide the speed."""
+    device = platform.device()
+    if device.type == "cpu":
+        name = f"{_cpu_model()}, {torch.get_num_threads()} thread(s) per process of {os.cpu_count()} cores"
+    else:
+        name = f"{torch.get_device_module(device).get_device_name(device)}"
+    return f"{name}, torch {torch.__version__}, Megatron Core {importlib.metadata.version('megatron-core')}"
+
+
+def _cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else python_platform.processor() or python_platform.machine()
+
+
+def table(columns: Sequence[str], *, num_left: int) -> Table:
+    """An empty table whose first `num_left` columns hold words and the others numbers."""
+    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for index, column in enumerate(columns):
+        shown.add_column(column, justify="left" if index < num_left else "right", no_wrap=True)
+    return shown
+
+
+def print_table(shown: Table) -> None:
+    """Plain text where stdout is no terminal."""
+    if sys.stdout.isatty():
+        Console(highlight=False).print(shown)
+        return
+    text = StringIO()
+    Console(file=text, force_terminal=False, width=1000, highlight=False).print(shown)
+    print("\n".join(line.rstrip() for line in text.getvalue().splitlines()))
+
+
+def write_json(path: str, figures: dict[str, Any]) -> None:
+    """Written aside and renamed, so that the file is whole or as it was."""
+    aside = f"{path}.{os.getpid()}.tmp"
+    with open(aside, "w", encoding="utf-8") as file:
+        json.dump(figures, file, indent=1)
+        file.write("\n")
+    os.replace(aside, path)

@@ -1,0 +1,291 @@
+"""Times the BCD pipeline schedule beside Megatron Core's own: tools/benchmark.py --schedule.
+
+In each round every block of every layout is built once, and then steps with both schedules; which of them comes first
+alternates from round to round. A schedule's turn: untimed warm-up steps; timed steps, all together, each of which
+begins with what the one before ran ahead with and runs ahead itself; a traced step, which says how long every action
+took; and a step that runs nothing ahead. The plans predict the time of a step from the traced actions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from _benchmark_common import Bench, command_line, cut, hardware, now, now_on_all_ranks, print_table, table
+from _benchmark_figures import rotated
+from _benchmark_schedule_figures import (
+    ActionTimes,
+    LayoutMean,
+    RankTimes,
+    ScheduleFigures,
+    ScheduleTurn,
+    layout_means,
+    merged,
+    schedule_figures,
+    steady_shape,
+)
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from rich.table import Table
+
+from megatron.bcd.active_set import ActiveSet
+from megatron.bcd.blocks import LAYOUTS, Partition
+from megatron.bcd.config import RunConfig
+from megatron.bcd.models import implementation_here
+from megatron.bcd.pipeline import PipelineSchedule, TimedAction
+from megatron.bcd.pipeline_plan.plan import Kind, PlanShape, stage_actions, stock_shape
+
+DEFAULTS: dict[str, object] = {"hidden_size": 256, "seq_length": 128, "pipeline_model_parallel_size": 2}
+NUM_MICROBATCHES = 4
+NUM_ROUNDS = 8  # even: each schedule comes first equally often
+NUM_RANKS = 2
+NUM_TRACED_STEPS = 1
+REFUSED = ("bcd-layout", "bcd-schedule")  # all of them are timed
+STOCK, BCD = "stock", "bcd"
+
+
+def has_ranks() -> bool:
+    """Whether torchrun has started this process."""
+    return "RANK" in os.environ
+
+
+def start_ranks(script: str, argv: Sequence[str]) -> NoReturn:
+    """Become a torchrun with NUM_RANKS processes of `script`, one thread each unless OMP_NUM_THREADS says otherwise."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
+    command = [sys.executable, *launcher, os.path.abspath(script), *argv]
+    os.execve(sys.executable, command, {"OMP_NUM_THREADS": "1", **os.environ})
+
+
+def partitions(config: RunConfig) -> dict[str, Partition]:
+    """By layout. Raises ValueError where a layout does not fit the model."""
+    if config.pipeline_size == 1:
+        raise ValueError("--pipeline-model-parallel-size 1: --schedule needs at least 2 stages")
+    num_blocks = dict.fromkeys(LAYOUTS, config.bcd.bcd_num_blocks) | {"stage": None}
+    return {layout: cut(config, num_blocks=num, layout=layout) for layout, num in num_blocks.items()}
+
+
+def num_steps(config: RunConfig, *, num_rounds: int, num_steps_per_turn: int) -> int:
+    """Steps of a whole run, whose turns have `num_steps_per_turn` steps and one traced and one closing step."""
+    num_variants = sum(partition.num_blocks for partition in partitions(config).values())
+    return (1 + num_rounds * num_variants) * 2 * (num_steps_per_turn + NUM_TRACED_STEPS + 1)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What has a turn with both schedules."""
+
+    layout: str
+    block: int
+
+
+Turns = dict[Variant, dict[str, list[ScheduleTurn]]]
+"""By schedule, one per round."""
+
+
+class StockPlan(PipelineSchedule):
+    """Megatron Core's own schedule, executed action by action from its plan: only so can it be traced."""
+
+    def __call__(self, *, model: Any, num_microbatches: int, forward_only: bool = False, **arguments: Any) -> list[Any]:
+        shape = stock_shape(self._shape(num_microbatches, forward_only=forward_only))
+        return self.execute(shape, model=model, **arguments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layout:
+    """One layout's active set and schedules; `traced` gives the plan, step for step, that `timed` follows."""
+
+    partition: Partition
+    active: ActiveSet
+    timed: Mapping[str, PipelineSchedule]
+    traced: Mapping[str, PipelineSchedule]
+
+
+class ScheduleBenchmark:
+    """One model; for each layout an active set on it, and both schedules."""
+
+    def __init__(self, config: RunConfig, *, num_warm_up_steps: int, num_steps: int) -> None:
+        self.bench = Bench(config)
+        self.num_warm_up_steps, self.num_steps = num_warm_up_steps, num_steps
+        self._run_ahead = config.bcd.bcd_run_ahead
+        self.layouts = {layout: self._layout(config, partition) for layout, partition in partitions(config).items()}
+
+    def _layout(self, config: RunConfig, partition: Partition) -> _Layout:
+        trainer = self.bench.trainer
+        bcd = PipelineSchedule(name=BCD, partition=partition, run_ahead=self._run_ahead)
+        return _Layout(
+            partition=partition,
+            active=ActiveSet(model=trainer.model, config=config, partition=partition, stage=trainer.stage),
+            timed={STOCK: PipelineSchedule(name=STOCK, partition=partition, run_ahead=0), BCD: bcd},
+            traced={STOCK: StockPlan(name=STOCK, partition=partition, run_ahead=0), BCD: bcd},
+        )
+
+    def measure(self, num_rounds: int, argv: Sequence[str]) -> dict[str, Any] | None:
+        """Time, and show the table; on rank 0 the figures, else None."""
+        turns = self.run(num_rounds)
+        if torch.distributed.get_rank() != 0:
+            return None
+        rows = self.rows(turns)
+        figures = result(self.bench.trainer.config, rows, turns, argv)
+        show(figures, rows)
+        return figures
+
+    def run(self, num_rounds: int) -> Turns:
+        """The turns of every variant; the same on every rank."""
+        variants = [
+            Variant(name, block)
+            for name, layout in self.layouts.items()
+            for block in range(layout.partition.num_blocks)
+        ]
+        turns: Turns = {variant: {STOCK: [], BCD: []} for variant in variants}
+        self._turn(variants[0], (STOCK, BCD))  # the first steps of a process load kernels and fetch memory
+        for index in range(num_rounds):
+            order = (STOCK, BCD) if index % 2 == 0 else (BCD, STOCK)
+            for variant in rotated(variants, index):
+                for name, turn in self._turn(variant, order).items():
+                    turns[variant][name].append(turn)
+                _tell(f"round {index + 1}/{num_rounds}, {variant.layout} {variant.block}", turns[variant])
+        return turns
+
+    def _turn(self, variant: Variant, order: Sequence[str]) -> dict[str, ScheduleTurn]:
+        layout, trainer = self.layouts[variant.layout], self.bench.trainer
+        trainer.active = layout.active
+        self.bench.build(variant.block)
+        turns = {}
+        for name in order:
+            for schedule in (layout.timed[name], layout.traced[name]):
+                schedule.begin_phase(variant.block)
+            shape = self._shape(layout.partition, variant.block, name)
+            mine = self._measure(layout.timed[name], layout.traced[name], shape)
+            ranks: list[Any] = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(ranks, mine)
+            turns[name] = merged(ranks, shape)
+        self.bench.dispose()
+        self.bench.separate_weights()
+        return turns
+
+    def _shape(self, partition: Partition, block: int, name: str) -> PlanShape:
+        shape = steady_shape(partition, block, num_microbatches=get_num_microbatches(), run_ahead=self._run_ahead)
+        return stock_shape(shape) if name == STOCK else shape
+
+    def _measure(self, timed: PipelineSchedule, traced: PipelineSchedule, shape: PlanShape) -> RankTimes:
+        bench, trainer, following = self.bench, self.bench.trainer, shape.num_microbatches
+        trainer.schedule = timed
+        bench.warm_up(self.num_warm_up_steps, num_microbatches_next=following)
+        start = now_on_all_ranks()
+        for _ in range(self.num_steps):
+            trainer.train_step(bench.batches, num_microbatches_next=following)
+        step_ms = (now() - start) * 1e3 / self.num_steps
+        trainer.schedule = traced
+        steps = [self._traced_step(traced, shape) for _ in range(NUM_TRACED_STEPS)]
+        if shape.run_ahead:
+            trainer.train_step(bench.batches)  # what was run ahead with is used up, and nothing new is begun
+        return RankTimes(
+            step_ms=step_ms,
+            outside_ms=tuple(outside_ms for outside_ms, _ in steps),
+            actions=_by_kind(trainer.stage, [action for _, actions in steps for action in actions]),
+        )
+
+    def _traced_step(self, schedule: PipelineSchedule, shape: PlanShape) -> tuple[float, list[TimedAction]]:
+        """Milliseconds outside of the schedule's actions, and the actions."""
+        bench = self.bench
+        trace: list[TimedAction] = []
+        schedule.trace = trace
+        result = bench.trainer.train_step(bench.batches, num_microbatches_next=shape.num_microbatches)
+        schedule.trace = None
+        done = tuple(timed.action for timed in trace)
+        assert done == stage_actions(shape, bench.trainer.stage), "what is predicted is not what was done"
+        return result.milliseconds - (trace[-1].end - trace[0].start) * 1e3, trace
+
+    def rows(self, turns: Turns) -> list[ScheduleFigures]:
+        """The table's rows, one per layout and block."""
+        return [
+            schedule_figures(
+                of_variant[STOCK],
+                of_variant[BCD],
+                partition=self.layouts[variant.layout].partition,
+                block=variant.block,
+            )
+            for variant, of_variant in turns.items()
+        ]
+
+
+def _by_kind(stage: int, actions: Sequence[TimedAction]) -> tuple[ActionTimes, ...]:
+    times: dict[Kind, list[float]] = defaultdict(list)
+    for timed in actions:
+        times[timed.action.kind].append((timed.end - timed.start) * 1e3)
+    return tuple(ActionTimes(stage=stage, kind=kind, milliseconds=tuple(of_kind)) for kind, of_kind in times.items())
+
+
+def _tell(what: str, turns: Mapping[str, Sequence[ScheduleTurn]]) -> None:
+    if torch.distributed.get_rank() == 0:
+        times = ", ".join(f"{name} {turns[name][-1].step_ms:,.1f} ms" for name in (STOCK, BCD))
+        print(f"{what}: {times}", file=sys.stderr, flush=True)
+
+
+def result(config: RunConfig, rows: Sequence[ScheduleFigures], turns: Turns, argv: Sequence[str]) -> dict[str, Any]:
+    """Everything that --json writes: times in milliseconds."""
+    starts_ranks = torch.distributed.get_world_size() == NUM_RANKS and os.environ.get("OMP_NUM_THREADS") == "1"
+    return {
+        "command": command_line(argv, starts_ranks=starts_ranks),
+        "hardware": hardware(),
+        "implementation": implementation_here(config).describe(),
+        "world_size": torch.distributed.get_world_size(),
+        "pipeline_size": config.pipeline_size,
+        "num_microbatches": get_num_microbatches(),
+        "means": [dataclasses.asdict(mean) for mean in layout_means(rows)],
+        "mean_ratio": statistics.fmean(row.ratio for row in rows),
+        "blocks": [dataclasses.asdict(row) for row in rows],
+        "turns": {
+            f"{variant.layout} {variant.block}": {
+                name: [dataclasses.asdict(turn) for turn in of_schedule] for name, of_schedule in of_variant.items()
+            }
+            for variant, of_variant in turns.items()
+        },
+    }
+
+
+COLUMNS = ("layout", "block", "layers", "pivot", "stock ms", "BCD ms", "ratio", "predicted", "BCD predicted", "off",
+           "stock predicted", "off")  # fmt: skip
+
+
+def _table(rows: Sequence[ScheduleFigures], means: Sequence[LayoutMean]) -> Table:
+    shown = table(COLUMNS, num_left=3)
+    for mean in means:
+        of_layout = [row for row in rows if row.layout == mean.layout]
+        for row in of_layout:
+            shown.add_row(
+                row.layout,
+                str(row.block),
+                ", ".join((row.layers, *row.extras)),
+                str(row.pivot_stage),
+                f"{row.stock_ms:,.1f}",
+                f"{row.bcd_ms:,.1f}",
+                f"{row.ratio:.3f}",
+                f"{row.predicted_ratio:.3f}",
+                f"{row.predicted_bcd_ms:,.1f}",
+                f"{row.bcd_deviation:+.1%}",
+                f"{row.predicted_stock_ms:,.1f}",
+                f"{row.stock_deviation:+.1%}",
+            )
+        ratios = f"{mean.ratio:.3f}", f"{mean.predicted_ratio:.3f}"
+        shown.add_row(mean.layout, "mean", "", "", "", "", *ratios, style="bold", end_section=True)
+    return shown
+
+
+def show(figures: Mapping[str, Any], rows: Sequence[ScheduleFigures]) -> None:
+    """The table and what is needed to read it."""
+    print_table(_table(rows, layout_means(rows)))
+    print(
+        f"{figures['pipeline_size']} stages, {figures['num_microbatches']} microbatches\n"
+        "ratio: BCD schedule over stock schedule, median over the rounds\n"
+        "predicted: the plan's iteration time with the median times of its traced actions, plus what a step does\n"
+        "outside of the schedule (zero_grad, gradient and loss reduction, optimizer), which is measured\n"
+        "off: predicted over measured step time, minus 1\n"
+        f"{figures['hardware']}\n{figures['implementation']}\n{figures['command']}"
+    )
