@@ -84,7 +84,7 @@ def steady_shape(partition: Partition, block: int, *, num_microbatches: int, run
 
     `run_ahead` is --bcd-run-ahead; None: `default_run_ahead`.
     """
-    pivot = partition.blocks[block].pivot_stage
+    pivot = partition.pivot_stage(block)
     default = default_run_ahead(num_stages=partition.num_stages, pivot=pivot)
     ahead = min(default if run_ahead is None else run_ahead, num_microbatches) if pivot else 0
     return bcd_shape(
@@ -140,7 +140,7 @@ def schedule_figures(
         block=block,
         layers=partition.describe_layers(block),
         extras=partition.describe_extras(block),
-        pivot_stage=partition.blocks[block].pivot_stage,
+        pivot_stage=partition.pivot_stage(block),
         stock_ms=statistics.median(turn.step_ms for turn in stock),
         bcd_ms=statistics.median(turn.step_ms for turn in bcd),
         ratio=paired([turn.step_ms for turn in bcd], [turn.step_ms for turn in stock]),

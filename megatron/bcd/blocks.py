@@ -105,6 +105,8 @@ class Partition:
     blocks: tuple[Block, ...]
     tied: bool
     """Whether the output head is a copy of the embedding."""
+    always_active: frozenset[str] = frozenset()
+    """What is active in every phase: some of ``norms`` (all of them), ``embedding``, ``head``."""
 
     @property
     def num_layers(self) -> int:
@@ -129,13 +131,33 @@ class Partition:
         """Layers of pipeline stage ``stage`` that are active while block number ``block`` is."""
         return self.blocks[block].layers_on_stage(stage)
 
+    @property
+    def embedding_always_active(self) -> bool:
+        """Whether the embedding is active in every phase; a tied head takes it along."""
+        return "embedding" in self.always_active or (self.tied and "head" in self.always_active)
+
+    @property
+    def head_always_active(self) -> bool:
+        """Whether the output head is active in every phase; tied, it goes with the embedding."""
+        return self.embedding_always_active if self.tied else "head" in self.always_active
+
+    @property
+    def norms_always_active(self) -> bool:
+        """Whether all norms, the final one too, are active in every phase."""
+        return "norms" in self.always_active
+
+    @property
+    def has_prefix(self) -> bool:
+        """Whether any phase may have a prefix: not where something at the bottom of the model is active in all."""
+        return not (self.norms_always_active or self.embedding_always_active)
+
     def embedding_active(self, block: int) -> bool:
         """Whether the embedding, on the first stage, is active in the block's phase."""
-        return self.blocks[block].owns_embedding
+        return self.blocks[block].owns_embedding or self.embedding_always_active
 
     def final_norm_active(self, block: int) -> bool:
         """Whether the final norm, on the last stage, is active in the block's phase."""
-        return self.blocks[block].owns_final_norm
+        return self.blocks[block].owns_final_norm or self.norms_always_active
 
     def head_active(self, block: int) -> bool:
         """Whether the output head, on the last stage, is active in the block's phase.
@@ -143,35 +165,46 @@ class Partition:
         A tied head is the embedding's copy, active and frozen together with it; otherwise the all-reduce
         of the embedding's gradient would wait for a copy that has none.
         """
-        return self.embedding_active(block) if self.tied else self.final_norm_active(block)
+        if self.tied:
+            return self.embedding_active(block)
+        return self.blocks[block].owns_final_norm or self.head_always_active
 
     def stage_active(self, block: int, stage: int) -> bool:
-        """Whether stage ``stage`` holds anything active: layers, or the tied copy of the embedding."""
-        is_last = stage == self.num_stages - 1
-        return self.blocks[block].on_stage(stage) or (is_last and self.head_active(block))
+        """Whether stage ``stage`` holds anything active: layers, embedding, norms or head."""
+        return (
+            self.blocks[block].on_stage(stage)
+            or self.norms_always_active
+            or (stage == 0 and self.embedding_active(block))
+            or (stage == self.num_stages - 1 and (self.head_active(block) or self.final_norm_active(block)))
+        )
+
+    def pivot_stage(self, block: int) -> int:
+        """The first stage that sees a gradient in the block's phase."""
+        return self.blocks[block].pivot_stage if self.has_prefix else 0
 
     def forward_only(self, block: int, stage: int) -> bool:
         """Whether stage ``stage`` holds prefix only: it never sees a gradient in the block's phase."""
-        return stage < self.blocks[block].pivot_stage
+        return stage < self.pivot_stage(block)
 
     def prefix_layers(self, block: int) -> range:
         """Frozen layers before the first active one; empty while the embedding is active."""
-        return range(self.blocks[block].first_layer)
+        return range(self.blocks[block].first_layer if self.has_prefix else 0)
 
     def suffix_layers(self, block: int) -> tuple[int, ...]:
-        """Frozen layers after the first active one, ascending."""
-        active = self.blocks[block]
-        return tuple(sorted(set(range(active.first_layer, self.num_layers)).difference(active.layers)))
+        """Layers without active matrices that a gradient passes through, ascending."""
+        after_prefix = range(len(self.prefix_layers(block)), self.num_layers)
+        return tuple(layer for layer in after_prefix if layer not in self.blocks[block].layers)
 
     def describe_layers(self, block: int) -> str:
         """The block's layers for people, e.g. ``"0-3, 6-9"``."""
         return describe_layers(self.blocks[block].layers)
 
     def describe_extras(self, block: int) -> tuple[str, ...]:
-        """What the block holds beside layers: some of ``embedding``, ``final norm``, ``head``."""
+        """What the block holds beside layers: some of ``embedding``, ``all norms``, ``final norm``, ``head``."""
         held = {
             "embedding": self.embedding_active(block),
-            "final norm": self.final_norm_active(block),
+            "all norms": self.norms_always_active,
+            "final norm": self.final_norm_active(block) and not self.norms_always_active,
             "head": not self.tied and self.head_active(block),
         }
         return tuple(name for name, is_held in held.items() if is_held)
@@ -185,11 +218,13 @@ def partition(
     layout: str,
     tied: bool,
     layers_per_stage: Sequence[int] | None = None,
+    always_active: frozenset[str] = frozenset(),
 ) -> Partition:
     """Cut ``num_layers`` layers on ``num_stages`` pipeline stages into blocks (DESIGN, section 1).
 
     ``num_blocks`` is ``--bcd-num-blocks``; None takes the default: 3, or the number of stages in layout
-    ``stage``. ``layers_per_stage`` is the pipeline's own cut; None divides evenly. Raises ValueError, one
+    ``stage``. ``layers_per_stage`` is the pipeline's own cut; None divides evenly. ``always_active`` is
+    ``--bcd-always-active``. Raises ValueError, one
     line that names the flags, where the layout does not fit the model.
     """
     if layout not in LAYOUTS:
@@ -212,6 +247,7 @@ def partition(
         submodels=submodels,
         blocks=_group(submodels, parts=parts, layout=layout),
         tied=tied,
+        always_active=always_active,
     )
 
 

@@ -6,7 +6,7 @@ formula; what a run reports is counted from live storages. This room is pure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.bcd.blocks import Partition
 
@@ -173,9 +173,10 @@ def llama(
 
 def stage_parameters(shape: ModelShape, partition: Partition, *, padded_vocab_size: int) -> tuple[int, ...]:
     """Parameters that each pipeline stage holds at tensor-parallel size 1, the tied head's copy included."""
-    every_block = range(partition.num_blocks)
+    alone = replace(partition, always_active=frozenset())
     per_block = [
-        active_parameters(shape, partition, block, padded_vocab_size=padded_vocab_size) for block in every_block
+        active_parameters(shape, alone, block, padded_vocab_size=padded_vocab_size)
+        for block in range(partition.num_blocks)
     ]
     return tuple(sum(by_stage) for by_stage in zip(*per_block, strict=True))
 
@@ -189,6 +190,10 @@ def active_parameters(
     counts = [
         len(partition.active_layers(block, stage)) * shape.layer_parameters for stage in range(partition.num_stages)
     ]
+    if partition.norms_always_active:
+        for stage in range(partition.num_stages):
+            frozen = len(partition.stage_layers(stage)) - len(partition.active_layers(block, stage))
+            counts[stage] += frozen * 2 * shape.norm_parameters
     if partition.embedding_active(block):
         counts[0] += shape.embedding_parameters(padded_vocab_size)
     if partition.final_norm_active(block):
@@ -223,7 +228,7 @@ def layer_work(partition: Partition, block: int, *, stage: int | None = None, pr
     Embedding, head and optimizer step are left out. ``prefix_cached`` takes the prefix's F away.
     """
     layers = range(partition.num_layers) if stage is None else partition.stage_layers(stage)
-    first_active = partition.blocks[block].first_layer
+    first_active = len(partition.prefix_layers(block))
     after_prefix = sum(layer >= first_active for layer in layers)
     active = partition.blocks[block].layers if stage is None else partition.active_layers(block, stage)
     return LayerWork(

@@ -198,7 +198,7 @@ class PipelineSchedule:
         if forward_only:
             assert self._done_ahead == 0, "what a stage ran ahead with comes first"
             return evaluation_shape(num_stages=num_stages, num_microbatches=num_microbatches)
-        pivot = self._partition.blocks[self._block].pivot_stage
+        pivot = self._partition.pivot_stage(self._block)
         default = default_run_ahead(num_stages=num_stages, pivot=pivot)
         ahead = min(default if self._run_ahead is None else self._run_ahead, self._num_next) if pivot else 0
         shape = bcd_shape(

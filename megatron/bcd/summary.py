@@ -125,7 +125,9 @@ def _describe_pipeline(config: RunConfig, partition: Partition) -> tuple[str, ..
         return ()
     if config.bcd.bcd_schedule == "stock":
         return ("pipeline schedule stock: Megatron Core's 1F1B",)
-    forward_only = [block.pivot_stage for block in partition.blocks]
+    forward_only = [partition.pivot_stage(block.index) for block in partition.blocks]
+    if not partition.has_prefix:
+        return (f"pipeline schedule bcd: no stage runs forward only ({_why_no_prefix(config)})",)
     if not any(forward_only):
         return ("pipeline schedule bcd: every block begins on the first stage, so no stage runs forward only",)
     asked = config.bcd.bcd_run_ahead
@@ -137,6 +139,10 @@ def _describe_pipeline(config: RunConfig, partition: Partition) -> tuple[str, ..
         f"pipeline schedule bcd: forward-only stages by block {', '.join(map(str, forward_only))}; they run ahead "
         f"{', '.join(map(str, ahead))} microbatches",
     )
+
+
+def _why_no_prefix(config: RunConfig) -> str:
+    return f"--bcd-always-active {config.bcd.bcd_always_active} trains the bottom of the model in every phase"
 
 
 def _describe_training(config: RunConfig, global_batch_size: int, train_iters: int) -> str:

@@ -86,7 +86,7 @@ def pivots(config: RunConfig) -> list[int]:
         layout=config.bcd.bcd_layout,
         tied=config.tied,
     )
-    return [block.pivot_stage for block in cut.blocks]
+    return [cut.pivot_stage(block.index) for block in cut.blocks]
 
 
 def most_ahead(num_stages: int, pivot: int, run_ahead: int | None) -> int:

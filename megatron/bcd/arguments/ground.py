@@ -56,6 +56,7 @@ _RANGES: dict[str, _Range] = {
             "loss_scale_window",
             "bcd_num_blocks",
             "bcd_steps_per_block",
+            "bcd_greedy_microbatches",
         ),
         _AT_LEAST_1,
     ),
@@ -88,11 +89,14 @@ _RANGES: dict[str, _Range] = {
             "loss_scale",
             "initial_loss_scale",
             "min_loss_scale",
+            "bcd_prefix_cache_max_gib",
         ),
         _ABOVE_0,
     ),
     **dict.fromkeys(("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "lr_warmup_fraction"), _SHARE),
-    "rotary_percent": ("greater than 0 and at most 1", lambda value: 0 < value <= 1),
+    **dict.fromkeys(
+        ("rotary_percent", "bcd_sample_ratio"), ("greater than 0 and at most 1", lambda value: 0 < value <= 1)
+    ),
 }
 
 FLAG_NAMES = {row.field: row.name or dashed(row.field) for _, rows in CORE_SECTIONS.values() for row in rows}

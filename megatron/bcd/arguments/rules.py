@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.bcd.arguments import model_rules, table, training_rules
+from megatron.bcd.arguments import bcd_rules, model_rules, table, training_rules
 from megatron.bcd.arguments.ground import Run, check_ranges, flag_name, refuse_unless, side_by_side
 from megatron.bcd.blocks import partition
 from megatron.bcd.config import RunConfig
@@ -24,17 +24,16 @@ def check_run_config(config: RunConfig, *, given: Mapping[str, Any], world_size:
     model_rules.check_network(run, given)
     model_rules.check_compatible(run, given)
     model_rules.check_parallel(run, world_size)
-    partition(
+    blocks = partition(
         num_layers=run.num_layers,
         num_stages=run.pipeline_model_parallel_size,
         num_blocks=run.bcd_num_blocks,
         layout=run.bcd_layout,
         tied=config.tied,
+        always_active=config.bcd.always_active,
     )
-    refuse_unless(
-        run.bcd_run_ahead is None or run.bcd_schedule == "bcd",
-        "--bcd-run-ahead needs --bcd-schedule bcd: the stock schedule runs nothing ahead",
-    )
+    bcd_rules.check_phases(config, blocks, given)
+    bcd_rules.check_prefix_cache(run)
     model_rules.check_precision(run, given)
     model_rules.check_recomputation(run, given)
     training_rules.check_batch(run, world_size)

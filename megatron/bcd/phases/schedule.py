@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
+from megatron.bcd.config import RunConfig
 from megatron.bcd.phases.settings import PhaseSettings
 from megatron.bcd.phases.state import CycleEnd, PhaseState
 
@@ -32,6 +33,25 @@ class PhaseSchedule(PhaseSettings):
                 f"--bcd-block-lr-multipliers: {len(self.block_lr_multipliers)} given, must be one for each of the "
                 f"{self.num_blocks} blocks"
             )
+
+    @classmethod
+    def of(cls, config: RunConfig, *, num_blocks: int) -> PhaseSchedule:
+        """What the flags ask for. Raises ValueError that names the flag of a bad value."""
+        bcd = config.bcd
+        return cls(
+            num_blocks=num_blocks,
+            order=bcd.bcd_order,
+            switch=bcd.bcd_switch,
+            steps_per_block=bcd.bcd_steps_per_block,
+            plateau_window=bcd.bcd_plateau_window,
+            plateau_min_improvement=bcd.bcd_plateau_min_improvement,
+            min_steps_per_block=bcd.bcd_min_steps_per_block,
+            max_steps_per_block=bcd.bcd_max_steps_per_block,
+            stop_cycle_improvement=bcd.bcd_stop_cycle_improvement,
+            phase_warmup_steps=bcd.bcd_phase_warmup_steps,
+            block_lr_multipliers=tuple(bcd.bcd_block_lr_multipliers or ()),
+            seed=config.training.seed,
+        )
 
     def block(self, state: PhaseState) -> int:
         """Number of the block that is active in ``state``; in greedy order it must have been chosen."""

@@ -60,10 +60,9 @@ class Trainer:
             num_blocks=config.bcd.bcd_num_blocks,
             layout=config.bcd.bcd_layout,
             tied=config.tied,
+            always_active=config.bcd.always_active,
         )
-        self.phases = PhaseSchedule(
-            num_blocks=self.partition.num_blocks, steps_per_block=config.bcd.bcd_steps_per_block
-        )
+        self.phases = PhaseSchedule.of(config, num_blocks=self.partition.num_blocks)
         self.global_batch_size = data.global_batch_size(config)
         init_num_microbatches_calculator(
             torch.distributed.get_rank(),
