@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from megatron.bcd import cost
 from megatron.bcd.blocks import Partition
 from megatron.bcd.config import RunConfig
 from megatron.bcd.models import Implementation, count_parameters, gpt_of, is_active
+from megatron.bcd.phases import PhaseSchedule
 from megatron.bcd.pipeline_plan.plan import default_run_ahead
 from megatron.bcd.report import BlockSummary, RunSummary
+from megatron.bcd.subsets import PhaseSubset
 
 
 def summarize(
@@ -25,6 +28,8 @@ def summarize(
     global_batch_size: int,
     train_iters: int,
     implementation: Implementation,
+    phases: PhaseSchedule,
+    samples: PhaseSubset | None,
 ) -> RunSummary:
     """Collect the banner's figures from all ranks; a collective, the same on every rank."""
     data_size = parallel_state.get_data_parallel_world_size()
@@ -68,10 +73,10 @@ def summarize(
         total_parameters=total,
         blocks=tuple(blocks),
         layout=partition.layout,
-        steps_per_block=config.bcd.bcd_steps_per_block,
+        phases=phases.describe(),
         full_model_state_bytes=tuple(state_bytes(rank, rank["num_parameters"]) for rank in ranks),
         training=_describe_training(config, global_batch_size, train_iters),
-        notes=(implementation.describe(), *_describe_pipeline(config, partition)),
+        notes=(implementation.describe(), *_describe_pipeline(config, partition), *_describe_samples(samples)),
     )
 
 
@@ -143,6 +148,15 @@ def _describe_pipeline(config: RunConfig, partition: Partition) -> tuple[str, ..
 
 def _why_no_prefix(config: RunConfig) -> str:
     return f"--bcd-always-active {config.bcd.bcd_always_active} trains the bottom of the model in every phase"
+
+
+def _describe_samples(samples: PhaseSubset | None) -> tuple[str, ...]:
+    if samples is None:
+        return ()
+    return (
+        f"each phase trains on {samples.size:,} of the {samples.num_samples:,} sequences of an epoch; after "
+        f"{math.ceil(samples.num_samples / samples.size):,} phases all have been drawn",
+    )
 
 
 def _describe_training(config: RunConfig, global_batch_size: int, train_iters: int) -> str:

@@ -105,7 +105,7 @@ def gradients_of_all_blocks(config: RunConfig) -> list[dict[str, Any]]:
         for block in range(one.partition.num_blocks):
             one.active.build(block)
             one.active.zero_grad()
-            one._run_schedule(
+            one.run_schedule(
                 one._batches(one.splits.train, consumed_samples=0), get_num_microbatches(), forward_only=False
             )
             gradients = {}

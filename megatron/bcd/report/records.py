@@ -40,6 +40,8 @@ class StepRecord:
     skipped_iterations: int = 0
     """Steps that an fp16 overflow skipped since the last record."""
     global_batch_size: int = 0
+    data_seen: float = 0.0
+    """Share of one epoch of the training split that the run has trained on, 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +96,8 @@ class RunSummary:
     """The tied copy counted once."""
     blocks: tuple[BlockSummary, ...]
     layout: str
-    steps_per_block: int
+    phases: str
+    """Order and length of the phases."""
     full_model_state_bytes: tuple[int, ...]
     """By rank: what full-parameter training would need."""
     training: str

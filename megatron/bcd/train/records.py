@@ -36,7 +36,7 @@ def step_record(trainer: Trainer) -> StepRecord:
         phase=trainer.state.phase,
         block=trainer.phases.block(trainer.state),
         loss=statistics.fmean(result.loss for result in done or interval),
-        learning_rate=trainer.scheduler.get_lr({}),
+        learning_rate=trainer.learning_rate(),
         grad_norm=interval[-1].grad_norm,
         step_time_ms=milliseconds,
         tokens_per_second=get_current_global_batch_size() * trainer.config.model.seq_length / milliseconds * 1e3,
@@ -49,6 +49,7 @@ def step_record(trainer: Trainer) -> StepRecord:
         loss_scale=trainer.active.loss_scale() if trainer.config.precision == "fp16" else None,
         skipped_iterations=len(interval) - len(done),
         global_batch_size=get_current_global_batch_size(),
+        data_seen=trainer.samples.share_seen(),
     )
 
 

@@ -46,11 +46,15 @@ def take_up(trainer: Trainer, source: loader.Source | None) -> None:
         return
     saved, checkpoint = source.state, trainer.config.checkpoint
     trainer.iteration, trainer.consumed_samples = saved.iteration, saved.consumed_samples
-    trainer.consumed_validation_samples = saved.consumed_validation_samples
+    trainer.evaluation.consumed_samples = saved.consumed_validation_samples
+    is_same_phase = trainer.state.to_dict() == saved.phase
+    trainer.samples.take_up(
+        in_phase=saved.samples_in_phase if is_same_phase else 0, seen_before=saved.samples_seen_before
+    )
     trainer.interval = [StepResult(**step) for step in saved.interval]
     trainer.skipped_in_a_row = saved.skipped_steps
     trainer.scheduler.num_steps = saved.scheduler_steps
-    if checkpoint.load_optim and trainer.state.to_dict() == saved.phase:
+    if checkpoint.load_optim and is_same_phase:
         loader.load_optimizer(source, trainer.active)
     trainer.scheduler.step(0)  # the optimizer's groups get the learning rate of now
     message = loader.load_random_states(source) if checkpoint.load_rng else None
@@ -69,7 +73,9 @@ def state_of(trainer: Trainer) -> run_state.RunState:
     return run_state.RunState(
         iteration=trainer.iteration,
         consumed_samples=trainer.consumed_samples,
-        consumed_validation_samples=trainer.consumed_validation_samples,
+        consumed_validation_samples=trainer.evaluation.consumed_samples,
+        samples_in_phase=trainer.samples.in_phase,
+        samples_seen_before=trainer.samples.seen_before,
         phase=trainer.state.to_dict(),
         blocks=run_state.contents_of_blocks(trainer.partition),
         scheduler_steps=trainer.scheduler.num_steps,
