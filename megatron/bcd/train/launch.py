@@ -11,6 +11,7 @@ import torch
 from megatron.bcd import data, platform
 from megatron.bcd.checkpoint import folders, loader
 from megatron.bcd.config import RunConfig
+from megatron.bcd.prefix_cache import folders as caches
 from megatron.bcd.refusal import refusing
 from megatron.bcd.report import Reporter
 from megatron.bcd.report.silent import SilentReporter
@@ -45,7 +46,13 @@ def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str) -> None
         trainer = Trainer(config, build_model, reporter, source=source)
         if is_new:  # the first to make it: nothing that was asked for is wrong
             claim = folders.claim(save)
-        for warning in claim.warnings:
+        cache_claim = folders.claim(
+            config.bcd.bcd_prefix_cache,
+            flag="--bcd-prefix-cache",
+            contents="prefix caches",
+            clean=caches.clean_leftovers,
+        )
+        for warning in (*claim.warnings, *cache_claim.warnings):
             reporter.warning(warning)
     try:
         with reporter:
@@ -58,6 +65,7 @@ def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str) -> None
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     claim.release()
+    cache_claim.release()
 
 
 def _resuming_after_restart(config: RunConfig) -> RunConfig:
