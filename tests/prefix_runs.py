@@ -1,4 +1,7 @@
-"""Runs of a `dist.World` with a prefix cache, and what is counted of them. Like `worlds`, found by name in the ranks."""
+"""Runs of a `dist.World` with a prefix cache, and what is counted of them.
+
+Like `worlds`, found by name in the ranks.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -19,13 +20,13 @@ def layer_digests(model: torch.nn.Module, partition: Partition, *, stage: int, n
     """Digests of the embedding and of the first `num_layers` layers, over all stages and tensor-parallel ranks; the
     same on every rank. A collective."""
     offset = partition.stage_layers(stage).start
-    mine: dict[tuple[int, str, int], int] = {}
+    mine: dict[tuple[int, str, int], str] = {}
     if parallel_state.get_data_parallel_rank() == 0:
         for name, parameter in gpt_of(model).named_parameters():
             place = _place(name, offset)
             if place is not None and place <= num_layers:
                 within = name if place == 0 else name.split(".", 3)[3]
-                mine[place, within, parallel_state.get_tensor_model_parallel_rank()] = _bits_digest(parameter)
+                mine[place, within, parallel_state.get_tensor_model_parallel_rank()] = tensor_digest(parameter)
     ranks: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(ranks, mine)
     whole = sorted((key, digest) for rank in ranks for key, digest in rank.items())
@@ -43,9 +44,16 @@ def _place(name: str, offset: int) -> int | None:
 
 
 @torch.no_grad()
-def _bits_digest(tensor: torch.Tensor) -> int:
-    """64 bits from the bits and places of all elements: a sum, where they are, of a hash of both. Integers, so that the
-    order of summation does not count."""
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """A name for all bits of a tensor. SHA-256 in host memory; a GPU hashes its own, and sends 8 bytes."""
+    if tensor.device.type != "cpu":
+        return f"{bits_digest(tensor):016x}"
+    return sha256(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+
+
+def bits_digest(tensor: torch.Tensor) -> int:
+    """64 bits from the bits and places of all elements: a sum of a hash of both. Integers, so that the order of
+    summation does not count."""
     bits = tensor.detach().reshape(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
     total = 0
     for start in range(0, bits.numel(), _CHUNK):

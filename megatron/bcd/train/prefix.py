@@ -50,9 +50,9 @@ class Prefix:
         self._hits = 0
 
     @property
-    def is_serving(self) -> bool:
-        """Whether the present phase reads its prefix's outputs."""
-        return self._cache is not None
+    def cache(self) -> Cache | None:
+        """What the present phase reads its prefix's outputs from; None where it computes them."""
+        return self._cache
 
     def batches(self) -> Iterator[data.Batch]:
         """This rank's micro-batches from here on, to be asked for before each iteration; where a cache serves, with the
@@ -78,7 +78,7 @@ class Prefix:
             return folders.bytes_on_disk(self.root) if self.root and torch.distributed.get_rank() == 0 else 0
         return 0
 
-    def end_phase(self) -> None:
+    def close(self) -> None:
         """Stop reading ahead; the next batches are another phase's."""
         if self._served is not None:
             self._served.close()  # type: ignore[attr-defined]
@@ -93,7 +93,7 @@ class Prefix:
         return self._trainer.phases.block(self._trainer.state)
 
     def _begin_phase(self) -> None:
-        self.end_phase()
+        self.close()
         trainer = self._trainer
         self._phase = trainer.state.phase
         trainer.active.pause_parameter_gather()

@@ -61,7 +61,7 @@ def fill(
     plan, counts = _divide(trainer, cache, missing, sources)
     if not plan:
         return None, counts
-    filler = _Filler(trainer, cache)
+    filler = Filler(trainer, cache)
     error: str | None = None
     for start in range(0, len(plan), _MICROBATCHES_BETWEEN_TALKS):
         for work in plan[start : start + _MICROBATCHES_BETWEEN_TALKS]:
@@ -108,7 +108,7 @@ def _block(trainer: Trainer) -> int:
     return trainer.phases.block(trainer.state)
 
 
-class _Filler:
+class Filler:
     """What one rank does for its replica; writes go on in a thread while the next micro-batch is computed."""
 
     def __init__(self, trainer: Trainer, cache: Cache) -> None:
@@ -161,7 +161,7 @@ class _Filler:
             received = self._link.receive(self._shape(), more_follow=False)
         gpt_of(trainer.model).set_input_tensor(received)
         try:
-            return self._forward(batch)
+            return self.forward(batch)
         finally:
             gpt_of(trainer.model).set_input_tensor(None)
 
@@ -182,13 +182,13 @@ class _Filler:
         if trainer.config.data.reset_attention_mask:
             batch = data.batch_of(trainer.splits.train, self._cache.samples[self._padded(work.slots)].tolist())
         first = source.key.num_layers - trainer.partition.stage_layers(trainer.stage).start
-        return self._forward(
+        return self.forward(
             batch,
             decoder_input=hidden_states.to(platform.device()),
             extra_block_kwargs={"first_layer": first},
         )
 
-    def _forward(self, batch: data.Batch, **others: Any) -> torch.Tensor:
+    def forward(self, batch: data.Batch, **others: Any) -> torch.Tensor:
         """The model, up to the first active layer where it is on this stage."""
         with contextlib.ExitStack() as hooks:
             if self._trainer.stage == self._pivot:
