@@ -12,7 +12,7 @@ from megatron.bcd.config import RunConfig, run_config_to_dict
 from megatron.bcd.phases import PhaseSchedule, PhaseState
 
 FILE_NAME = "run_state.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _NETWORK = ("num_layers", "hidden_size", "swiglu", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
             "kv_channels", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "seq_length",
@@ -47,8 +47,9 @@ class RunState:
     """Contents of every block, as `contents_of_blocks` gives them."""
     scheduler_steps: int
     """The learning-rate scheduler's own count (samples)."""
-    optimizer_tensors: list[str]
-    optimizer_steps: int
+    optimizer_state: dict[str, dict[str, Any]]
+    """By owner, a block's number or "always" (`checkpoint.optimizer_state`): names of the tensors of each of its
+    parameters, and the steps that they have seen."""
     loss_scaler: dict[str, float] | None
     skipped_steps: int
     """In a row, up to now."""
