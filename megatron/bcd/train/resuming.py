@@ -36,14 +36,23 @@ def load_weights(trainer: Trainer, source: loader.Source | None) -> None:
         trainer.reporter.warning(restarted)
 
 
-def load_kept_state(trainer: Trainer, source: loader.Source | None) -> None:
-    """Before the first phase is built: what was kept of the other blocks. A collective.
+def take_up_counters(trainer: Trainer, source: loader.Source | None) -> None:
+    """Before the first phase is built: how far the run is in its data, and what was kept of the other blocks. A
+    collective.
 
     Raises:
         ValueError: the checkpoint can't be read.
     """
+    if source is None or source.state is None:
+        return
+    saved = source.state
+    trainer.iteration, trainer.consumed_samples = saved.iteration, saved.consumed_samples
+    trainer.evaluation.consumed_samples = saved.consumed_validation_samples
+    is_same_phase = trainer.state.to_dict() == saved.phase
+    trainer.samples.take_up(
+        in_phase=saved.samples_in_phase if is_same_phase else 0, seen_before=saved.samples_seen_before
+    )
     if _takes_optimizer_state(trainer, source):
-        assert source is not None
         loader.load_kept_state(source, trainer.active, next_block=_next_block(trainer))
 
 
@@ -60,7 +69,7 @@ def _next_block(trainer: Trainer) -> int | None:
 
 
 def take_up(trainer: Trainer, source: loader.Source | None) -> None:
-    """After the first phase is built: counters, optimizer state, random generators. A collective.
+    """After the first phase is built: optimizer state, scheduler, random generators. A collective.
 
     Raises:
         ValueError: the checkpoint can't be read.
@@ -68,12 +77,6 @@ def take_up(trainer: Trainer, source: loader.Source | None) -> None:
     if source is None or source.state is None:
         return
     saved, checkpoint = source.state, trainer.config.checkpoint
-    trainer.iteration, trainer.consumed_samples = saved.iteration, saved.consumed_samples
-    trainer.evaluation.consumed_samples = saved.consumed_validation_samples
-    is_same_phase = trainer.state.to_dict() == saved.phase
-    trainer.samples.take_up(
-        in_phase=saved.samples_in_phase if is_same_phase else 0, seen_before=saved.samples_seen_before
-    )
     trainer.interval = [StepResult(**step) for step in saved.interval]
     trainer.skipped_in_a_row = saved.skipped_steps
     trainer.scheduler.num_steps = saved.scheduler_steps

@@ -126,7 +126,7 @@ class Trainer:
             )
         )
         if not config.training.skip_train:
-            resuming.load_kept_state(self, source)
+            resuming.take_up_counters(self, source)
             platform.reset_peak_memory()
             self._begin_phase()
             self.scheduler = build_scheduler(self.config, self.active.optimizer, self.global_batch_size)
