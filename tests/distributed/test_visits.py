@@ -171,8 +171,8 @@ def test_learning_rate_of_blocks_and_phases(world1: World, text_data: str) -> No
     [rates] = world1.run(learning_rates, worlds.run_config(**flags))
     factors = [0.5, 1, 0.25, 0.5, 1, 2]
     assert [block for block, _, _ in rates] == [0, 0, 1, 1, 2, 2]
-    assert [own for _, own, _ in rates] == [{pytest.approx(factor * 1e-2)} for factor in factors]
-    assert [always for _, _, always in rates] == [{pytest.approx(1e-2)}] * 6
+    assert [own for _, own, _ in rates] == [{factor * 1e-2} for factor in factors]
+    assert [always for _, _, always in rates] == [{1e-2}] * 6
 
 
 class Recording:
@@ -218,7 +218,7 @@ def samples_of_phases(config: RunConfig) -> dict[str, Any]:
 def test_each_phase_trains_on_its_own_subset(world2: World, text_data: str, blend: bool) -> None:
     """A sample twice in one pass, another order on another rank, a subset that stays the same."""
     paths = ("3", text_data, "1", text_data) if blend else text_data
-    ratio = 0.0005 if blend else 0.002
+    ratio = 0.002 if blend else 0.008
     flags = {"data_path": paths, "bcd_sample_ratio": ratio, "bcd_steps_per_block": 4, "train_iters": 12, "seed": 5}
     first, second = world2.run(samples_of_phases, worlds.run_config(**flags | CUTS["data2"]))
     assert first["num_samples"] <= first["length"]
