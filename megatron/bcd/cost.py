@@ -32,8 +32,10 @@ class StateBudget:
         return self.weight + self.gradient + self.optimizer
 
 
-def state_budget(*, precision: str, optimizer: str = "adam", gradients_in_fp32: bool = True) -> StateBudget:
-    """The budget of DESIGN, section 2, and for SGD with momentum.
+def state_budget(
+    *, precision: str, optimizer: str = "adam", sgd_momentum: bool = True, gradients_in_fp32: bool = True
+) -> StateBudget:
+    """The budget of DESIGN, section 2, and for SGD; without momentum it has no state.
 
     ``gradients_in_fp32`` counts in 16-bit precision (--accumulate-allreduce-grads-in-fp32): without it gradients
     have 2 bytes. Raises ValueError for a precision or an optimizer that is not in PRECISIONS or OPTIMIZERS.
@@ -42,10 +44,32 @@ def state_budget(*, precision: str, optimizer: str = "adam", gradients_in_fp32: 
         raise ValueError(f"precision {precision}: must be one of {', '.join(PRECISIONS)}")
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"--optimizer {optimizer}: must be one of {', '.join(OPTIMIZERS)}")
-    moments = _OPTIMIZER_BYTES[optimizer]
+    moments = moment_bytes(optimizer, sgd_momentum=sgd_momentum)
     if precision == "fp32":
         return StateBudget(weight=4, gradient=4, optimizer=moments)
     return StateBudget(weight=2, gradient=4 if gradients_in_fp32 else 2, optimizer=moments + 4)
+
+
+def moment_bytes(optimizer: str, *, sgd_momentum: bool = True) -> int:
+    """Bytes of moments per active parameter: two of Adam's, or SGD's momentum."""
+    return 0 if optimizer == "sgd" and not sgd_momentum else _OPTIMIZER_BYTES[optimizer]
+
+
+def host_state_bytes(
+    *,
+    num_kept: int,
+    precision: str,
+    moments: int,
+    data_parallel_size: int = 1,
+    distributed_optimizer: bool = False,
+) -> int:
+    """Bytes of host memory of a rank that keeps state of ``num_kept`` parameters between their phases.
+
+    ``moments`` are the bytes of each that --bcd-optimizer-state keeps, 0 with reset. In bf16 2 bytes restore the
+    master, in fp16 it is kept whole; the one bf16 master in some 100,000 that is stored by itself is left out.
+    """
+    kept = moments + {"fp32": 0, "bf16": 2, "fp16": 4}[precision]
+    return -(-kept * num_kept // (data_parallel_size if distributed_optimizer else 1))
 
 
 def model_state_bytes(
@@ -54,6 +78,7 @@ def model_state_bytes(
     num_active: int,
     precision: str = "fp32",
     optimizer: str = "adam",
+    sgd_momentum: bool = True,
     gradients_in_fp32: bool = True,
     data_parallel_size: int = 1,
     distributed_optimizer: bool = False,
@@ -68,7 +93,9 @@ def model_state_bytes(
         raise ValueError(f"{num_active} active of {num_parameters} parameters: must be 0 to {num_parameters}")
     if data_parallel_size < 1:
         raise ValueError(f"data-parallel size {data_parallel_size}: must be at least 1")
-    budget = state_budget(precision=precision, optimizer=optimizer, gradients_in_fp32=gradients_in_fp32)
+    budget = state_budget(
+        precision=precision, optimizer=optimizer, sgd_momentum=sgd_momentum, gradients_in_fp32=gradients_in_fp32
+    )
     shards = data_parallel_size if distributed_optimizer else 1
     optimizer_bytes = -(-budget.optimizer * num_active // shards)
     return budget.weight * num_parameters + budget.gradient * num_active + optimizer_bytes

@@ -85,6 +85,11 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def empty_in_host_memory(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """A flat tensor; pinned where there is a GPU, so that copies need not wait for each other."""
+    return torch.empty(num_elements, dtype=dtype, pin_memory=has_cuda())
+
+
 def release_cached_memory() -> None:
     """Give freed GPU memory back to the driver, so that a phase's peak is this phase's own."""
     if has_cuda():

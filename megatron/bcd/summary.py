@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.bcd import cost
 from megatron.bcd.blocks import Partition
 from megatron.bcd.config import RunConfig
-from megatron.bcd.models import Implementation, count_parameters, gpt_of, is_active
+from megatron.bcd.models import Implementation, count_parameters, gpt_of, is_active, is_always_active
 from megatron.bcd.phases import PhaseSchedule
 from megatron.bcd.pipeline_plan.plan import default_run_ahead
 from megatron.bcd.report import BlockSummary, RunSummary
@@ -33,6 +34,8 @@ def summarize(
 ) -> RunSummary:
     """Collect the banner's figures from all ranks; a collective, the same on every rank."""
     data_size = parallel_state.get_data_parallel_world_size()
+    optimizer = str(config.optimizer.get("optimizer", "adam"))
+    has_momentum = config.optimizer.get("sgd_momentum") != 0.0
     ranks = _from_all_ranks(_this_rank(partition, model))
     # one data-parallel rank's stages and tensor slices make up the model
     one_replica = [rank for rank in ranks if rank["data_rank"] == 0]
@@ -48,6 +51,8 @@ def summarize(
             num_parameters=rank["num_parameters"],
             num_active=num_active,
             precision=config.precision,
+            optimizer=optimizer,
+            sgd_momentum=has_momentum,
             gradients_in_fp32=bool(config.ddp.get("grad_reduce_in_fp32")),
             data_parallel_size=data_size,
             distributed_optimizer=config.training.use_distributed_optimizer,
@@ -76,7 +81,13 @@ def summarize(
         phases=phases.describe(),
         full_model_state_bytes=tuple(state_bytes(rank, rank["num_parameters"]) for rank in ranks),
         training=_describe_training(config, global_batch_size, train_iters),
-        notes=(implementation.describe(), *_describe_pipeline(config, partition), *_describe_samples(samples)),
+        notes=(
+            implementation.describe(),
+            *_describe_kept_state(config, partition, [rank["num_between_phases"] for rank in ranks]),
+            *_describe_pipeline(config, partition),
+            *_describe_samples(samples),
+            *_describe_prefix_cache(config, partition),
+        ),
     )
 
 
@@ -90,6 +101,11 @@ def _this_rank(partition: Partition, model: torch.nn.Module) -> dict[str, Any]:
         "data_rank": parallel_state.get_data_parallel_rank(),
         "stage_parameters": count_parameters(model),
         "num_parameters": sum(parameter.numel() for parameter in parameters.values()),
+        "num_between_phases": sum(
+            parameter.numel()
+            for name, parameter in parameters.items()
+            if not is_always_active(name, partition=partition)
+        ),
         "tied_copy": 0
         if tied_copy is None
         else tied_copy.numel() * parallel_state.get_tensor_model_parallel_world_size(),
@@ -125,6 +141,28 @@ def _describe_model(config: RunConfig, vocab_size: int, padded_vocab_size: int) 
     return ", ".join(parts)
 
 
+def _describe_kept_state(config: RunConfig, partition: Partition, num_between_phases: Sequence[int]) -> tuple[str, ...]:
+    """What stays in host memory between a block's phases; nothing where there is one block."""
+    optimizer = str(config.optimizer.get("optimizer", "adam"))
+    moments = cost.moment_bytes(optimizer, sgd_momentum=config.optimizer.get("sgd_momentum") != 0.0)
+    is_host = config.bcd.bcd_optimizer_state == "host"
+    bytes_by_rank = [
+        cost.host_state_bytes(
+            num_kept=num_kept,
+            precision=config.precision,
+            moments=moments if is_host else 0,
+            data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            distributed_optimizer=config.training.use_distributed_optimizer,
+        )
+        for num_kept in num_between_phases
+    ]
+    if partition.num_blocks == 1 or config.training.skip_train or not max(bytes_by_rank):
+        return ()
+    kept = ["the optimizer's moments"] if is_host and moments else []
+    kept += {"fp32": [], "bf16": ["the low 16 bits of masters"], "fp16": ["masters"]}[config.precision]
+    return (f"kept in host memory between phases: {' and '.join(kept)}, {max(bytes_by_rank):,} bytes per rank",)
+
+
 def _describe_pipeline(config: RunConfig, partition: Partition) -> tuple[str, ...]:
     if partition.num_stages == 1:
         return ()
@@ -156,6 +194,21 @@ def _describe_samples(samples: PhaseSubset | None) -> tuple[str, ...]:
     return (
         f"each phase trains on {samples.size:,} of the {samples.num_samples:,} sequences of an epoch; after "
         f"{math.ceil(samples.num_samples / samples.size):,} phases all have been drawn",
+    )
+
+
+def _describe_prefix_cache(config: RunConfig, partition: Partition) -> tuple[str, ...]:
+    root = config.bcd.bcd_prefix_cache
+    if root is None:
+        return ()
+    if not partition.has_prefix:
+        return (f"prefix cache: off, no block has a prefix ({_why_no_prefix(config)})",)
+    lengths = [len(partition.prefix_layers(block.index)) for block in partition.blocks]
+    if not any(lengths):
+        return ("prefix cache: off, no block has a prefix (there is one block)",)
+    return (
+        f"prefix cache {root}: layers before the first active one, by block {', '.join(map(str, lengths))}; kept in "
+        f"{config.bcd.bcd_prefix_cache_dtype}",
     )
 
 

@@ -53,8 +53,13 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
+def device_bytes(one: worlds.RecordingTrainer) -> int:
+    return live_bytes() - one.active.kept.num_bytes
+
+
 def memory_of_a_run(config: RunConfig) -> dict[str, Any]:
-    """Live bytes before the first phase, at the end of every phase, and after every dispose; all on this rank."""
+    """Live bytes before the first phase, at the end of every phase, and after every dispose; all on this rank, less
+    what is kept in host memory, which on a CPU is the same memory."""
     start: list[int] = []
     in_phase: list[tuple[int, int, int]] = []
     between: list[tuple[int, int]] = []
@@ -64,10 +69,10 @@ def memory_of_a_run(config: RunConfig) -> dict[str, Any]:
             start.append(live_bytes())
 
     def before_switch(one: worlds.RecordingTrainer) -> None:
-        in_phase.append((one.results[-1]["block"], live_bytes(), one.active.model_state_bytes()))
+        in_phase.append((one.results[-1]["block"], device_bytes(one), one.active.model_state_bytes()))
 
     def after_dispose(one: worlds.RecordingTrainer) -> None:
-        between.append((one.results[-1]["block"], live_bytes()))
+        between.append((one.results[-1]["block"], device_bytes(one)))
 
     hooks = {"before_build": before_build, "before_switch": before_switch, "after_dispose": after_dispose}
     with worlds.trainer(config, **hooks) as one:

@@ -184,7 +184,7 @@ def rewrite_state(checkpoint: Path, change: Callable[[dict[str, Any]], None]) ->
 def test_a_newer_format(runs: ForkedRuns, workplace: Callable[[int], Path]) -> None:
     """A state that is read as if it were known, or an older checkpoint taken without a word."""
     place = workplace(2)
-    rewrite_state(place / "saved" / "iter_0000003", lambda state: state.update(format_version=2))
+    rewrite_state(place / "saved" / "iter_0000003", lambda state: state.update(format_version=3))
     before = digests(place)
     assert_refused(resume(runs, place, 2), "saved/iter_0000003/run_state.json", "format version 2")
     assert digests(place) == before

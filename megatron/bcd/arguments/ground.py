@@ -93,7 +93,10 @@ _RANGES: dict[str, _Range] = {
         ),
         _ABOVE_0,
     ),
-    **dict.fromkeys(("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "lr_warmup_fraction"), _SHARE),
+    **dict.fromkeys(
+        ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "sgd_momentum", "lr_warmup_fraction"),
+        _SHARE,
+    ),
     **dict.fromkeys(
         ("rotary_percent", "bcd_sample_ratio"), ("greater than 0 and at most 1", lambda value: 0 < value <= 1)
     ),

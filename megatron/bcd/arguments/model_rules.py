@@ -90,7 +90,8 @@ def check_parallel(run: Run, world_size: int) -> None:
         refuse_unless(run.overlap_grad_reduce, "--overlap-param-gather needs --overlap-grad-reduce")
         refuse_unless(
             run.use_distributed_optimizer,
-            "--overlap-param-gather needs the distributed optimizer: leave out --no-use-distributed-optimizer",
+            "--overlap-param-gather needs the distributed optimizer: leave out "
+            + ("--optimizer sgd" if run.optimizer == "sgd" else "--no-use-distributed-optimizer"),
         )
 
 
@@ -102,10 +103,18 @@ def check_precision(run: Run, given: Mapping[str, Any]) -> None:
             not given.get("grad_reduce_in_fp32"),
             "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 are both given: give one of them",
         )
-    refuse_unless(
-        run.optimizer == "adam",
-        f"--optimizer {run.optimizer}: must be adam" + (" (sgd is not supported)" if run.optimizer == "sgd" else ""),
-    )
+
+
+def check_optimizer(run: Run, given: Mapping[str, Any]) -> None:
+    if run.optimizer == "sgd":
+        refuse_unless(
+            not given.get("use_distributed_optimizer"),
+            "--use-distributed-optimizer does not go with --optimizer sgd: Megatron Core's is for Adam only",
+        )
+        for field in ("adam_beta1", "adam_beta2", "adam_eps", "decoupled_weight_decay"):
+            refuse_unless(field not in given, f"{flag_name(field)} does not go with --optimizer sgd")
+    else:
+        refuse_unless("sgd_momentum" not in given, "--sgd-momentum needs --optimizer sgd")
 
 
 def check_recomputation(run: Run, given: Mapping[str, Any]) -> None:

@@ -166,7 +166,7 @@ def _derive_network(values: dict[str, Any]) -> None:
         values["recompute_granularity"] = values["recompute_granularity"] or "selective"
 
 
-def _derive_training(values: dict[str, Any], *, world_size: int) -> None:
+def _derive_training(values: dict[str, Any], *, given: Mapping[str, Any], world_size: int) -> None:
     model_ranks = values["tensor_model_parallel_size"] * values["pipeline_model_parallel_size"]
     if values["global_batch_size"] is None and values["micro_batch_size"] and model_ranks > 0:
         values["global_batch_size"] = values["micro_batch_size"] * max(1, world_size // model_ranks)
@@ -175,6 +175,8 @@ def _derive_training(values: dict[str, Any], *, world_size: int) -> None:
     if values["fp16"] and values["loss_scale"] is None:
         # under dynamic scaling a gradient that is not finite is the scaler's signal, not an error
         values["check_for_nan_in_loss_and_grad"] = False
+    if values["optimizer"] == "sgd" and not given.get("use_distributed_optimizer"):
+        values["use_distributed_optimizer"] = False  # Megatron Core's takes Adam only
     for unit in ("iters", "samples"):
         if values[f"lr_decay_{unit}"] is None:
             values[f"lr_decay_{unit}"] = values[f"train_{unit}"]
@@ -245,7 +247,7 @@ def parse_run_config(
     given = _parse(sys.argv[1:] if argv is None else argv, prog=prog, flags=flags)
     values = {flag.field: flag.default for flag in flags} | given
     _derive_network(values)
-    _derive_training(values, world_size=world_size)
+    _derive_training(values, given=given, world_size=world_size)
     _derive_tokenizer(values)
     config = _assemble(flags, values)
     check_run_config(config, given=given, world_size=world_size)

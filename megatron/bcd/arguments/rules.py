@@ -35,6 +35,7 @@ def check_run_config(config: RunConfig, *, given: Mapping[str, Any], world_size:
     bcd_rules.check_phases(config, blocks, given)
     bcd_rules.check_prefix_cache(run)
     model_rules.check_precision(run, given)
+    model_rules.check_optimizer(run, given)
     model_rules.check_recomputation(run, given)
     training_rules.check_batch(run, world_size)
     training_rules.check_length(run, given)

@@ -59,7 +59,7 @@ INTERLEAVED = (
     "a pipeline stage holds consecutive layers; interleaved, every rank would hold a piece of the prefix and of the "
     "active block, and none could run forward only"
 )
-BASELINE = "the optimizer is Adam, on the device of the weights"
+BASELINE = "the optimizer is Adam or SGD, on the device of the weights"
 REFUSAL_REASONS = (
     ("--num-experts", "mixture of experts is not supported"),
     ("--num-moe-experts", "mixture of experts is not supported"),
@@ -88,11 +88,10 @@ REFUSAL_REASONS = (
     ("--fsdp-", "weights are not sharded; the optimizer state is"),
     ("--no-save-", "a checkpoint holds everything that a run needs to go on"),
     ("--exit-signal", "SIGTERM and SIGUSR1 save and stop in any case"),
-    ("--sgd-", BASELINE),
     ("--optimizer-cpu-offload", BASELINE),
     ("--optimizer-offload", BASELINE),
     ("--cpu-offloading", BASELINE),
-    ("--muon-", "the optimizer is Adam"),
+    ("--muon-", BASELINE),
     ("--multi-latent-attention", "attention is plain or grouped-query"),
     ("--mtp-", "multi-token prediction is not supported"),
     ("--mamba-", "models are transformers"),

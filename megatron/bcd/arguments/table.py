@@ -234,10 +234,22 @@ OPTIMIZER_FLAGS = (
         group=OPTIMIZER,
         help="weight decay on the norms of queries and keys too",
     ),
-    CoreFlag(field="optimizer", group=OPTIMIZER, help="the active block's optimizer; only adam yet"),
+    CoreFlag(
+        field="optimizer",
+        group=OPTIMIZER,
+        help="the active block's optimizer: adam (AdamW, unless --no-decoupled-weight-decay), or sgd with momentum, "
+        "which has no distributed optimizer",
+        choices=("adam", "sgd"),
+    ),
     CoreFlag(field="adam_beta1", group=OPTIMIZER, help="decay of Adam's first moment"),
     CoreFlag(field="adam_beta2", group=OPTIMIZER, help="decay of Adam's second moment"),
     CoreFlag(field="adam_eps", group=OPTIMIZER),
+    CoreFlag(
+        field="decoupled_weight_decay",
+        group=OPTIMIZER,
+        help="weight decay apart from the gradient, AdamW; without it part of the gradient, plain Adam",
+    ),
+    CoreFlag(field="sgd_momentum", group=OPTIMIZER, help="momentum of SGD; 0 keeps no state"),
     CoreFlag(
         field="clip_grad",
         group=OPTIMIZER,
@@ -359,7 +371,6 @@ METAVARS = {
     "wandb_project": "NAME",
     "wandb_entity": "NAME",
     "wandb_exp_name": "NAME",
-    "optimizer": "{adam}",
     "tokenizer_type": "TYPE",
     "recompute_modules": "MODULE",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.bcd import platform
 from megatron.bcd.active_set import ActiveSet
 from megatron.bcd.checkpoint import optimizer_state, random_states, run_state
+from megatron.bcd.checkpoint.optimizer_state import StateSummary
 from megatron.bcd.checkpoint.run_state import Layout, RunState
 from megatron.bcd.checkpoint_files import folder
 from megatron.bcd.checkpoint_files.safe_loading import only_data
@@ -163,19 +164,45 @@ def load_weights(source: Source, model: torch.nn.Module) -> None:
     gpt.load_state_dict(loaded["model"], strict=True)
 
 
+def load_kept_state(source: Source, active: ActiveSet, *, next_block: int | None) -> None:
+    """What was kept of the blocks but for `next_block`, the one that is built next if it is known; a collective, before
+    that.
+
+    Each is made active for a moment: so its parts are cut as they will be at its next visit.
+
+    Raises:
+        ValueError: as `load_weights`.
+    """
+    assert source.state is not None
+    for owner, summary in optimizer_state.summaries_from_dict(source.state.optimizer_state).items():
+        if owner in (optimizer_state.ALWAYS, str(next_block)):
+            continue
+        kept = optimizer_state.as_kept(summary, active)
+        if kept.names:
+            active.build(int(owner))
+            _take_over({owner: kept}, source, active)
+            active.dispose()
+
+
 def load_optimizer(source: Source, active: ActiveSet) -> None:
-    """Moments and masters of the active block, and fp16's loss scale; a collective, after `ActiveSet.build`.
+    """Moments and masters of the active block and of what is always active, and fp16's loss scale; a collective, after
+    `ActiveSet.build`.
 
     Raises:
         ValueError: as `load_weights`.
     """
     assert source.state is not None
     state = source.state
-    summary = optimizer_state.StateSummary(names=tuple(state.optimizer_tensors), num_steps=state.optimizer_steps)
-    loaded = _load({"optimizer": optimizer_state.requested_state(active, summary.names)}, source)
-    optimizer_state.take_over(active, summary, loaded.get("optimizer", {}))
+    wanted = optimizer_state.summaries_from_dict(state.optimizer_state)
+    wanted = {owner: wanted[owner] for owner in (str(active.block), optimizer_state.ALWAYS) if owner in wanted}
+    _take_over(wanted, source, active)
     if state.loss_scaler is not None:
         active.set_loss_scaler_state(state.loss_scaler)
+
+
+def _take_over(summaries: Mapping[str, StateSummary], source: Source, active: ActiveSet) -> None:
+    loaded = _load({"optimizer": optimizer_state.requested_state(active, summaries)}, source)
+    optimizer_state.take_over(active, summaries, loaded.get("optimizer", {}))
 
 
 def load_random_states(source: Source) -> str | None:

@@ -1,4 +1,5 @@
-"""The active block's optimizer state by parameter name, independent of the parallel layout.
+"""Optimizer state by parameter name, independent of the parallel layout: the active block's, what is kept of the
+others, and that of always-active parameters.
 
 Megatron Core's distributed optimizer cuts each parameter's state into flat parts, one per data-parallel rank. For a
 checkpoint the parts of a parameter are put together on one rank of the data-parallel group, another one for each
@@ -15,135 +16,106 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron.bcd.active_set import ActiveSet
+from megatron.bcd.kept_state import MASTER, Kept, Part
 from megatron.bcd.models import gpt_of
 
-MASTER = "master"
+ALWAYS = "always"
+"""The owner of always-active parameters; a block's is its number. An owner's parameters were stepped together."""
 Entry: TypeAlias = ShardedTensor | ShardedTensorFactory
 PREFIX = "optimizer"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """What this rank holds of one active parameter's state: elements `start` to `end` of the flat parameter."""
-
-    start: int
-    end: int
-    optimizer: torch.optim.Optimizer
-    group: dict[str, Any]
-    master: torch.Tensor
-    """What the optimizer steps; in fp32 it is the weight itself."""
-
-    @property
-    def state(self) -> dict[str, Any]:
-        return self.optimizer.state[self.master]
-
-    def tensors(self, *, with_master: bool) -> dict[str, torch.Tensor]:
-        """By name, flat: Adam's moments, and the master where it is not the weight itself."""
-        tensors = {name: value for name, value in self.state.items() if torch.is_tensor(value) and name != "step"}
-        if with_master:
-            tensors[MASTER] = self.master
-        return {name: tensor.detach().reshape(-1) for name, tensor in tensors.items()}
-
-    def num_steps(self) -> int:
-        """Steps that this state has seen; PyTorch keeps it by parameter, Apex and Transformer Engine by group."""
-        step = self.state.get("step", self.group.get("step", 0))
-        return int(step.item()) if torch.is_tensor(step) else int(step)
-
-    def set(self, tensors: Mapping[str, torch.Tensor], *, num_steps: int) -> None:
-        """Take over flat tensors of this part, and the number of steps."""
-        for name, tensor in tensors.items():
-            if name == MASTER:
-                self.master.data.copy_(tensor.view_as(self.master))
-            else:
-                self.state[name] = tensor.to(self.master.device, copy=True).view_as(self.master)
-        if not num_steps:  # masters only, of a phase before its first step: Adam sets up where it finds nothing
-            return
-        if isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW):
-            self.state["step"] = torch.tensor(float(num_steps), dtype=torch.float32)
-        else:
-            self.group["step"] = num_steps
-
-
-def parts(active: ActiveSet) -> dict[torch.nn.Parameter, Part]:
-    """This rank's part of every active parameter of which it holds some."""
-    found: dict[torch.nn.Parameter, Part] = {}
-    for optimizer in active.optimizers():
-        if optimizer.is_stub_optimizer:
-            continue
-        groups = optimizer.optimizer.param_groups
-        if isinstance(optimizer, DistributedOptimizer):
-            for parameter, (group, order) in optimizer.model_param_group_index_map.items():
-                where = optimizer._get_model_param_range_map(parameter)["param"]
-                found[parameter] = Part(
-                    start=where.start,
-                    end=where.end,
-                    optimizer=optimizer.optimizer,
-                    group=groups[group],
-                    master=groups[group]["params"][order],
-                )
-            continue
-        masters = {id(master): group for group in groups for master in group["params"]}
-        for parameter in active.active_parameters().values():
-            master = getattr(parameter, "main_param", parameter)
-            if id(master) in masters:
-                found[parameter] = Part(
-                    start=0,
-                    end=parameter.numel(),
-                    optimizer=optimizer.optimizer,
-                    group=masters[id(master)],
-                    master=master,
-                )
-    return found
-
-
-@dataclass(frozen=True, kw_only=True)
 class StateSummary:
-    """What there is to save, the same on every rank."""
+    """What there is of one owner, the same on every rank."""
 
     names: tuple[str, ...]
-    """Of the tensors that each active parameter has: exp_avg, exp_avg_sq, master; none before the first step."""
+    """Of the tensors that each of its parameters has: exp_avg, exp_avg_sq, master."""
     num_steps: int
 
 
-def summarize(active: ActiveSet) -> StateSummary:
-    """A collective over all ranks: one that holds nothing of the block asks the others."""
-    mine = parts(active).values()
-    names = {name for part in mine for name in part.tensors(with_master=active.has_own_masters)}
-    steps = {part.num_steps() for part in mine}
+def _held(active: ActiveSet) -> dict[str, Mapping[str, Part | Kept]]:
+    """This rank's share of each owner's state, by the parameter's name."""
+    held: dict[str, Mapping[str, Part | Kept]] = {str(block): kept for block, kept in active.kept.blocks.items()}
+    if active.block is not None:
+        held[str(active.block)] = active.own_parts()
+    held[ALWAYS] = active.always_active_parts()
+    return held
+
+
+def summarize(active: ActiveSet, *, is_current: bool) -> dict[str, StateSummary]:
+    """By owner, those that have state. `is_current` is False where the active block's phase is over, and only what it
+    would leave behind counts. A collective over all ranks: one that holds nothing of a block asks the others."""
+    mine = {
+        owner: ({name for one in held.values() for name in one.names()}, {one.num_steps() for one in held.values()})
+        for owner, held in _held(active).items()
+    }
     ranks: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(ranks, (names, steps))
-    all_steps = set().union(*(rank[1] for rank in ranks))
-    assert len(all_steps) <= 1, f"one block's parameters were stepped {sorted(all_steps)} times"
-    return StateSummary(
-        names=tuple(sorted(set().union(*(rank[0] for rank in ranks)))), num_steps=all_steps.pop() if all_steps else 0
-    )
+    torch.distributed.all_gather_object(ranks, mine)
+    summaries = {}
+    for owner in sorted(set().union(*ranks)):
+        held = [rank[owner] for rank in ranks if owner in rank]
+        names, steps = (set().union(*column) for column in zip(*held, strict=True))
+        assert len(steps) <= 1, f"parameters of one owner, {owner}, were stepped {sorted(steps)} times"
+        summary = StateSummary(names=tuple(sorted(names)), num_steps=steps.pop() if steps else 0)
+        if owner == str(active.block) and not is_current:
+            summary = as_kept(summary, active)
+        if summary.names:
+            summaries[owner] = summary
+    return summaries
 
 
-def sharded_state(active: ActiveSet, summary: StateSummary) -> dict[str, Entry]:
+def as_kept(summary: StateSummary, active: ActiveSet) -> StateSummary:
+    """What --bcd-optimizer-state keeps of it when the block's phase ends."""
+    if active.kept.moments:
+        return summary
+    return StateSummary(names=tuple(name for name in summary.names if name == MASTER), num_steps=0)
+
+
+def summaries_to_dict(summaries: Mapping[str, StateSummary]) -> dict[str, dict[str, Any]]:
+    """Plain values, for JSON."""
+    return {owner: {"names": list(one.names), "num_steps": one.num_steps} for owner, one in summaries.items()}
+
+
+def summaries_from_dict(values: Mapping[str, Mapping[str, Any]]) -> dict[str, StateSummary]:
+    """What `summaries_to_dict` gave."""
+    return {owner: StateSummary(names=tuple(one["names"]), num_steps=one["num_steps"]) for owner, one in values.items()}
+
+
+def sharded_state(active: ActiveSet, summaries: Mapping[str, StateSummary]) -> dict[str, Entry]:
     """This rank's share of the state for Megatron Core's dist_checkpointing, on the CPU; a collective over the
     data-parallel group."""
     group = parallel_state.get_data_parallel_group()
     sharded = _sharded_weights(active)
-    mine = parts(active)
-    is_cut = any(isinstance(optimizer, DistributedOptimizer) for optimizer in active.optimizers())
+    held = _held(active)
     entries: dict[str, Entry] = {}
-    for index, (name, parameter) in enumerate(active.active_parameters().items()):
-        owner = index % group.size()
-        part = mine.get(parameter)
-        tensors = part.tensors(with_master=active.has_own_masters) if part else {}
-        for state_name in summary.names:
-            whole = _put_together(parameter, part, tensors.get(state_name), owner=owner, group=group, is_cut=is_cut)
-            if whole is not None:
-                entries[f"{state_name}.{name}"] = _entry(sharded[name], whole, state_name, is_main=True)
+    for owner, summary in summaries.items():
+        for index, (name, parameter) in enumerate(_parameters(active, owner).items()):
+            part = held.get(owner, {}).get(name)
+            tensors = part.tensors() if part else {}
+            for state_name in summary.names:
+                whole = _put_together(
+                    parameter,
+                    part,
+                    tensors.get(state_name),
+                    owner=index % group.size(),
+                    group=group,
+                    is_cut=active.is_cut,
+                )
+                if whole is not None:
+                    entries[f"{state_name}.{name}"] = _entry(sharded[name], whole, state_name, is_main=True)
     return entries
+
+
+def _parameters(active: ActiveSet, owner: str) -> dict[str, torch.nn.Parameter]:
+    return active.always_active_parameters() if owner == ALWAYS else active.own_parameters(int(owner))
 
 
 def _put_together(
     parameter: torch.nn.Parameter,
-    part: Part | None,
+    part: Part | Kept | None,
     tensor: torch.Tensor | None,
     *,
     owner: int,
@@ -161,29 +133,30 @@ def _put_together(
     return flat.cpu().view(parameter.shape) if group.rank() == owner else None
 
 
-def requested_state(active: ActiveSet, names: tuple[str, ...]) -> dict[str, Entry]:
-    """The whole state of this rank's active parameters, to be filled by Megatron Core's dist_checkpointing."""
+def requested_state(active: ActiveSet, summaries: Mapping[str, StateSummary]) -> dict[str, Entry]:
+    """The whole state of this rank's parameters of these owners, to be filled by Megatron Core's dist_checkpointing."""
     sharded = _sharded_weights(active)
     return {
         f"{state_name}.{name}": _entry(
             sharded[name], torch.empty(parameter.shape, dtype=torch.float32), state_name, is_main=False
         )
-        for name, parameter in active.active_parameters().items()
-        for state_name in names
+        for owner, summary in summaries.items()
+        for name, parameter in _parameters(active, owner).items()
+        for state_name in summary.names
     }
 
 
-def take_over(active: ActiveSet, summary: StateSummary, loaded: Mapping[str, torch.Tensor]) -> None:
-    """Cut this rank's parts out of what was loaded."""
-    if not summary.names:
-        return
-    names = {parameter: name for name, parameter in active.active_parameters().items()}
-    for parameter, part in parts(active).items():
-        tensors = {
-            state_name: loaded[f"{state_name}.{names[parameter]}"].reshape(-1)[part.start : part.end]
-            for state_name in summary.names
-        }
-        part.set(tensors, num_steps=summary.num_steps)
+def take_over(active: ActiveSet, summaries: Mapping[str, StateSummary], loaded: Mapping[str, torch.Tensor]) -> None:
+    """Cut this rank's parts of the active block, and of what is always active, out of what was loaded."""
+    held = _held(active)
+    for owner, summary in summaries.items():
+        for name, part in held[owner].items():
+            assert isinstance(part, Part), f"{owner} is not active"
+            tensors = {
+                state_name: loaded[f"{state_name}.{name}"].reshape(-1)[part.start : part.end]
+                for state_name in summary.names
+            }
+            part.set(tensors, num_steps=summary.num_steps)
 
 
 def _entry(weight: Entry, tensor: torch.Tensor, state_name: str, *, is_main: bool) -> Entry:

@@ -51,8 +51,9 @@ class RunState:
     """Contents of every block, as `contents_of_blocks` gives them."""
     scheduler_steps: int
     """The learning-rate scheduler's own count (samples)."""
-    optimizer_tensors: list[str]
-    optimizer_steps: int
+    optimizer_state: dict[str, dict[str, Any]]
+    """By owner, a block's number or "always" (`checkpoint.optimizer_state`): names of the tensors of each of its
+    parameters, and the steps that they have seen."""
     loss_scaler: dict[str, float] | None
     skipped_steps: int
     """In a row, up to now."""

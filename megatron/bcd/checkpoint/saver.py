@@ -163,12 +163,12 @@ class Saver:
 
 
 def _entries(model: torch.nn.Module, active: ActiveSet, state: RunState) -> dict[str, Any]:
-    """Weights under the keys of plain Megatron Core, and the active block's optimizer state."""
+    """Weights under the keys of plain Megatron Core, and the optimizer state of every block that has some."""
     entries: dict[str, Any] = {f"model.{name}": entry for name, entry in gpt_of(model).sharded_state_dict().items()}
-    if state.optimizer_tensors:
-        summary = optimizer_state.StateSummary(names=tuple(state.optimizer_tensors), num_steps=state.optimizer_steps)
+    if state.optimizer_state:
+        summaries = optimizer_state.summaries_from_dict(state.optimizer_state)
         entries.update(
-            {f"optimizer.{name}": entry for name, entry in optimizer_state.sharded_state(active, summary).items()}
+            {f"optimizer.{name}": entry for name, entry in optimizer_state.sharded_state(active, summaries).items()}
         )
     return entries
 

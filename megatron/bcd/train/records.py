@@ -21,10 +21,11 @@ def step_record(trainer: Trainer) -> StepRecord:
     interval = trainer.interval
     done = [result for result in interval if not result.skipped]
     milliseconds = statistics.fmean(result.milliseconds for result in interval)
-    model_state, gradients, optimizer_state, peak, saved, messages, hits, cached = _gather(
+    model_state, gradients, optimizer_state, host_state, peak, saved, messages, hits, cached = _gather(
         trainer.active.model_state_bytes(),
         trainer.active.gradient_bytes(),
         trainer.active.optimizer_state_bytes(),
+        trainer.active.kept.num_bytes,
         platform.peak_memory_bytes(),
         trainer.saved_activations.peak_bytes,
         trainer.schedule.backward_messages,
@@ -46,6 +47,7 @@ def step_record(trainer: Trainer) -> StepRecord:
         peak_memory_bytes=peak,
         gradient_bytes=gradients,
         optimizer_state_bytes=optimizer_state,
+        host_state_bytes=host_state,
         saved_activation_bytes=saved,
         backward_messages=messages,
         loss_scale=trainer.active.loss_scale() if trainer.config.precision == "fp16" else None,

@@ -36,8 +36,40 @@ def load_weights(trainer: Trainer, source: loader.Source | None) -> None:
         trainer.reporter.warning(restarted)
 
 
+def take_up_counters(trainer: Trainer, source: loader.Source | None) -> None:
+    """Before the first phase is built: how far the run is in its data, and what was kept of the other blocks. A
+    collective.
+
+    Raises:
+        ValueError: the checkpoint can't be read.
+    """
+    if source is None or source.state is None:
+        return
+    saved = source.state
+    trainer.iteration, trainer.consumed_samples = saved.iteration, saved.consumed_samples
+    trainer.evaluation.consumed_samples = saved.consumed_validation_samples
+    is_same_phase = trainer.state.to_dict() == saved.phase
+    trainer.samples.take_up(
+        in_phase=saved.samples_in_phase if is_same_phase else 0, seen_before=saved.samples_seen_before
+    )
+    if _takes_optimizer_state(trainer, source):
+        loader.load_kept_state(source, trainer.active, next_block=_next_block(trainer))
+
+
+def _takes_optimizer_state(trainer: Trainer, source: loader.Source | None) -> bool:
+    """Whether it was saved, is wanted, and belongs to the same blocks."""
+    if source is None or source.state is None or not trainer.config.checkpoint.load_optim:
+        return False
+    return source.state.blocks == run_state.contents_of_blocks(trainer.partition)
+
+
+def _next_block(trainer: Trainer) -> int | None:
+    """The block of the coming step; None where greedy order has yet to choose it."""
+    return None if trainer.phases.needs_scores(trainer.state) else trainer.phases.block(trainer.state)
+
+
 def take_up(trainer: Trainer, source: loader.Source | None) -> None:
-    """After the first phase is built: counters, optimizer state, random generators. A collective.
+    """After the first phase is built: optimizer state, scheduler, random generators. A collective.
 
     Raises:
         ValueError: the checkpoint can't be read.
@@ -45,16 +77,10 @@ def take_up(trainer: Trainer, source: loader.Source | None) -> None:
     if source is None or source.state is None:
         return
     saved, checkpoint = source.state, trainer.config.checkpoint
-    trainer.iteration, trainer.consumed_samples = saved.iteration, saved.consumed_samples
-    trainer.evaluation.consumed_samples = saved.consumed_validation_samples
-    is_same_phase = trainer.state.to_dict() == saved.phase
-    trainer.samples.take_up(
-        in_phase=saved.samples_in_phase if is_same_phase else 0, seen_before=saved.samples_seen_before
-    )
     trainer.interval = [StepResult(**step) for step in saved.interval]
     trainer.skipped_in_a_row = saved.skipped_steps
     trainer.scheduler.num_steps = saved.scheduler_steps
-    if checkpoint.load_optim and is_same_phase:
+    if _takes_optimizer_state(trainer, source):
         loader.load_optimizer(source, trainer.active)
     trainer.scheduler.step(0)  # the optimizer's groups get the learning rate of now
     message = loader.load_random_states(source) if checkpoint.load_rng else None
@@ -67,9 +93,9 @@ def take_up(trainer: Trainer, source: loader.Source | None) -> None:
 
 def state_of(trainer: Trainer) -> run_state.RunState:
     """Where the run stands, the same on every rank. A collective."""
-    # after the last step of a phase the next block's turn has come, and it has no state yet
-    is_current = trainer.active.block == trainer.phases.block(trainer.state)
-    summary = optimizer_state.summarize(trainer.active)
+    # after the last step of a phase the next block's turn has come
+    is_current = trainer.active.block == _next_block(trainer)
+    summaries = optimizer_state.summarize(trainer.active, is_current=is_current)
     return run_state.RunState(
         iteration=trainer.iteration,
         consumed_samples=trainer.consumed_samples,
@@ -79,8 +105,7 @@ def state_of(trainer: Trainer) -> run_state.RunState:
         phase=trainer.state.to_dict(),
         blocks=run_state.contents_of_blocks(trainer.partition),
         scheduler_steps=trainer.scheduler.num_steps,
-        optimizer_tensors=list(summary.names) if is_current else [],
-        optimizer_steps=summary.num_steps if is_current else 0,
+        optimizer_state=optimizer_state.summaries_to_dict(summaries),
         loss_scaler=trainer.active.loss_scaler_state(),
         skipped_steps=trainer.skipped_in_a_row,
         interval=[asdict(step) for step in trainer.interval],

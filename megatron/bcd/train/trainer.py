@@ -128,6 +128,7 @@ class Trainer:
             )
         )
         if not config.training.skip_train:
+            resuming.take_up_counters(self, source)
             platform.reset_peak_memory()
             self._begin_phase()
             self.scheduler = build_scheduler(self.config, self.active.optimizer, self.global_batch_size)
@@ -143,6 +144,7 @@ class Trainer:
         if not training.skip_train:
             with self.stopping.listening():
                 self._train()
+            self.prefix.close()
             if self._is_stopped:
                 return
         if training.eval_iters:  # as stock does: on the next samples, also where an interval ended just now

@@ -5,34 +5,34 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
+from megatron.core.optimizer.optimizer_config import ParamKey
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import get_model_config
 
 from megatron.bcd import platform
+from megatron.bcd.active_set.bits import Watch, fingerprint, storage_bytes
 from megatron.bcd.blocks import Partition
 from megatron.bcd.config import RunConfig
-from megatron.bcd.models import DTYPES, gpt_of, is_active
+from megatron.bcd.kept_state import KeptState, Part, parts
+from megatron.bcd.models import DTYPES, gpt_of, is_active, is_always_active
 
 _BUILT_PARAMETER_ATTRIBUTES = ("main_grad", "main_param", "main_param_sharded", "grad_added_to_main_grad")
-
-Fingerprint = tuple[int, int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Watch:
-    """Weights of this rank as they were when the phase began."""
-
-    masters: Fingerprint
-    frozen: Fingerprint
-    has_masters: bool
+_ALWAYS_ACTIVE = "bcd_always_active"
+"""Of a parameter, and of the optimizer's groups of such parameters: active in every phase (--bcd-always-active)."""
 
 
 class ActiveSet:
@@ -41,6 +41,9 @@ class ActiveSet:
     `build` freezes, wraps the model in Megatron Core's DDP (buffers for the active parameters only) and builds the
     optimizer; `dispose` frees all of it, and the weights stay. Both are collectives: every rank calls them, also a
     rank that holds nothing of the block. In fp16 the dynamic loss scale goes on from phase to phase.
+
+    `dispose` leaves in host memory (`kept`) what --bcd-optimizer-state says and what 16-bit weights lack of their
+    masters; `build` of the same block brings it back. What is always active has one state for the whole run.
     """
 
     def __init__(self, *, model: torch.nn.Module, config: RunConfig, partition: Partition, stage: int) -> None:
@@ -50,10 +53,11 @@ class ActiveSet:
         self.block: int | None = None
         self.wrapped: DistributedDataParallel | None = None
         self.optimizer: MegatronOptimizer | None = None
+        self.kept = KeptState(moments=config.bcd.bcd_optimizer_state == "host")
         self._config = config
         self._model_config = get_model_config(model)
         self._loss_scaler_state: dict[str, float] | None = None
-        self._watch: _Watch | None = None
+        self._watch: Watch | None = None
 
     def build(self, block: int) -> None:
         """Make `block` the active one."""
@@ -64,7 +68,7 @@ class ActiveSet:
         self.wrapped = DistributedDataParallel(
             config=self._model_config, ddp_config=self._ddp_config(), module=self.model
         )
-        self.optimizer = get_megatron_optimizer(self._optimizer_config(), [self.wrapped])
+        self.optimizer = self._build_optimizer()
         for optimizer in self.optimizers():
             if (
                 not optimizer.get_parameters()
@@ -73,17 +77,26 @@ class ActiveSet:
         if self._loss_scaler_state is not None:
             self.set_loss_scaler_state(self._loss_scaler_state)
         self._connect()
-        self._watch = _Watch(
-            masters=_fingerprint(self._masters()),
-            frozen=_fingerprint(self._frozen()),
-            has_masters=any(master.numel() for master in self._masters()),
+        self.kept.bring_back(block, self.own_parts())
+        self.kept.bring_back_always_active(self.always_active_parts())
+        self._watch = Watch(
+            masters=fingerprint(self._own_masters()),
+            frozen=fingerprint(self._frozen()),
+            has_masters=any(master.numel() for master in self._own_masters()),
         )
 
     def dispose(self) -> None:
-        """Free gradients, optimizer state and buffers; nothing but the weights stays."""
-        assert self.wrapped is not None, "build() comes first"
+        """Hand over what is kept, and free gradients, optimizer state and buffers; on the device only weights stay."""
+        assert self.wrapped is not None and self.block is not None, "build() comes first"
         self.pause_parameter_gather()
         self._loss_scaler_state = self.loss_scaler_state()
+        self.kept.keep(self.block, self.own_parts())
+        if self.partition.always_active:
+            self.kept.keep_always_active(
+                self.always_active_parts(),
+                self.always_active_parameters(),
+                group=parallel_state.get_data_parallel_group() if self.is_cut else None,
+            )
         model_config = self._model_config
         model_config.grad_scale_func = model_config.finalize_model_grads_func = None
         model_config.no_sync_func = model_config.grad_sync_func = model_config.param_sync_func = None
@@ -116,6 +129,17 @@ class ActiveSet:
                 "use_distributed_optimizer": self._config.training.use_distributed_optimizer,
             }
         )
+
+    def _build_optimizer(self) -> MegatronOptimizer:
+        """What is always active steps more often than any block: groups of its own, because fused optimizers count
+        steps by group. Where nothing is, the groups are stock's."""
+        config = self._optimizer_config()
+        if not self.partition.always_active:
+            return get_megatron_optimizer(config, [self.wrapped])
+        for parameter in self.always_active_parameters().values():
+            setattr(parameter, _ALWAYS_ACTIVE, True)
+        overrides = get_standard_config_overrides(config) | {ParamKey(attr=_ALWAYS_ACTIVE): {_ALWAYS_ACTIVE: True}}
+        return get_megatron_optimizer(config, [self.wrapped], config_overrides=overrides)
 
     def _connect(self) -> None:
         """Hand the phase's wrapper and optimizer to Megatron Core's schedule, as its training loop does."""
@@ -169,6 +193,51 @@ class ActiveSet:
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    def scale_learning_rate(self, factor: float) -> None:
+        """Multiply the learning rate of the block's own parameters for the coming step; what is always active keeps
+        the global one. The scheduler must have set the rates since the last call (`scheduler.step(0)` sets them)."""
+        for group in self._own_groups():
+            group["lr"] *= factor
+
+    @torch.no_grad()
+    def block_gradient_norm(self) -> float:
+        """L2 norm of the gradient of the block's own parameters over all ranks, unscaled and before clipping; the same
+        on every rank. To be called after a backward pass and its reductions, in place of a step. A collective.
+
+        As in the norm of a step, tensor-parallel duplicates and the tied copy count once. inf or NaN where the gradient
+        is not finite.
+        """
+        assert self.optimizer is not None
+        loss_scaler = self.loss_scaler_state()
+        self.optimizer.prepare_grads()
+        if loss_scaler is not None:  # no step follows: what was seen must not change the scale
+            self.set_loss_scaler_state(loss_scaler)
+        squares = 0.0
+        for optimizer in self.optimizers():
+            gradients = [master.grad for master in self._counted_once(optimizer) if master.grad is not None]
+            group = optimizer.get_grad_stats_parallel_group()
+            squares += get_grad_norm_fp32(gradients, grad_stats_parallel_group=group) ** 2
+        return math.sqrt(squares)
+
+    def num_block_parameters(self) -> int:
+        """The block's own parameters over all ranks, counted as `block_gradient_norm` does. A collective."""
+        total = 0
+        for optimizer in self.optimizers():
+            mine = sum(master.numel() for master in self._counted_once(optimizer))
+            count = torch.tensor(mine, dtype=torch.int64, device=platform.device())
+            torch.distributed.all_reduce(count, group=optimizer.get_grad_stats_parallel_group())
+            total += int(count.item())
+        return total
+
+    def _counted_once(self, optimizer: Any) -> Iterator[torch.Tensor]:
+        """The optimizer's masters of the block's own parameters, but for those that another rank counts."""
+        for group in [] if optimizer.is_stub_optimizer else optimizer.optimizer.param_groups:
+            for master in [] if group.get(_ALWAYS_ACTIVE) else group["params"]:
+                if param_is_not_shared(master) and param_is_not_tensor_parallel_duplicate(
+                    master, getattr(optimizer, "tp_group", None)
+                ):
+                    yield master
+
     def loss_scaler_state(self) -> dict[str, float] | None:
         """fp16's dynamic loss scale and its counters; None where there is none."""
         scalers = [getattr(optimizer, "grad_scaler", None) for optimizer in self.optimizers()]
@@ -196,16 +265,16 @@ class ActiveSet:
 
     def model_state_bytes(self) -> int:
         """Bytes of this rank's model state, counted from the storages that are alive (shared ones once)."""
-        return _storage_bytes(self.state_tensors())
+        return storage_bytes(self.state_tensors())
 
     def gradient_bytes(self) -> int:
         """Of these, the gradient buffers."""
-        return _storage_bytes(self._gradients())
+        return storage_bytes(self._gradients())
 
     def optimizer_state_bytes(self) -> int:
         """Of these, moments and masters; in fp32 the weights themselves are the masters and don't count."""
         weights = {tensor.untyped_storage().data_ptr() for tensor in self.model.parameters()}
-        return _storage_bytes(
+        return storage_bytes(
             tensor for tensor in self._optimizer_state() if tensor.untyped_storage().data_ptr() not in weights
         )
 
@@ -226,15 +295,15 @@ class ActiveSet:
         """Compare the weights with those at the beginning of the phase, on all ranks together.
 
         To be called once a phase, after the first step whose learning rate and gradient are not zero. Returns what is
-        wrong, the same text on every rank: a stage that holds part of the block but none of whose masters changed, or
-        a rank whose frozen weights changed. None if all is well.
+        wrong, the same text on every rank: a stage that holds part of the block but none of whose masters changed
+        (those of always-active parameters don't count), or a rank whose frozen weights changed. None if all is well.
         """
         assert self._watch is not None, "build() comes first"
         mine = {
             "stage": self.stage,
             "has_masters": self._watch.has_masters,
-            "changed": _fingerprint(self._masters()) != self._watch.masters,
-            "thawed": _fingerprint(self._frozen()) != self._watch.frozen,
+            "changed": fingerprint(self._own_masters()) != self._watch.masters,
+            "thawed": fingerprint(self._frozen()) != self._watch.frozen,
         }
         ranks: list[dict[str, Any]] = [{} for _ in range(torch.distributed.get_world_size())]
         torch.distributed.all_gather_object(ranks, mine)
@@ -248,9 +317,36 @@ class ActiveSet:
         return None
 
     @property
-    def has_own_masters(self) -> bool:
-        """Whether masters are copies: in 16-bit precision; in fp32 the weights are their own."""
-        return self._config.precision != "fp32"
+    def is_cut(self) -> bool:
+        """Whether the distributed optimizer cuts each parameter's state into parts, one per data-parallel rank."""
+        is_distributed = self._config.training.use_distributed_optimizer
+        return is_distributed and parallel_state.get_data_parallel_world_size() > 1
+
+    def own_parameters(self, block: int) -> dict[str, torch.nn.Parameter]:
+        """This rank's parameters that are active in the block's phases only, by GPTModel's names, in its order."""
+        return {
+            name: parameter
+            for name, parameter in gpt_of(self.model).named_parameters()
+            if is_active(name, partition=self.partition, block=block, stage=self.stage)
+            and not is_always_active(name, partition=self.partition)
+        }
+
+    def always_active_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """This rank's parameters that are active in every phase."""
+        return {
+            name: parameter
+            for name, parameter in gpt_of(self.model).named_parameters()
+            if is_always_active(name, partition=self.partition)
+        }
+
+    def own_parts(self) -> dict[str, Part]:
+        """This rank's optimizer state of the active block's own parameters."""
+        assert self.block is not None, "build() comes first"
+        return parts(self.optimizers(), self.own_parameters(self.block))
+
+    def always_active_parts(self) -> dict[str, Part]:
+        """This rank's optimizer state of what is always active."""
+        return parts(self.optimizers(), self.always_active_parameters())
 
     def active_parameters(self) -> dict[str, torch.nn.Parameter]:
         """By GPTModel's names, in the model's order."""
@@ -266,21 +362,15 @@ class ActiveSet:
             if not optimizer.is_stub_optimizer:
                 yield from optimizer.get_parameters()
 
+    def _own_groups(self) -> Iterator[dict[str, Any]]:
+        for optimizer in self.optimizers():
+            if not optimizer.is_stub_optimizer:
+                yield from (group for group in optimizer.optimizer.param_groups if not group.get(_ALWAYS_ACTIVE))
+
+    def _own_masters(self) -> Iterator[torch.Tensor]:
+        """Of the block's own parameters."""
+        for group in self._own_groups():
+            yield from group["params"]
+
     def _frozen(self) -> Iterator[torch.Tensor]:
         return (parameter for parameter in self.model.parameters() if not parameter.requires_grad)
-
-
-def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
-    return sum(storages.values())
-
-
-@torch.no_grad()
-def _fingerprint(tensors: Iterator[torch.Tensor]) -> Fingerprint:
-    """Two sums over the bits of all tensors: equal if nothing changed, without keeping a copy."""
-    total = every_other = 0
-    for tensor in tensors:
-        bits = tensor.detach().reshape(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
-        total += int(bits.sum(dtype=torch.int64))
-        every_other += int(bits[::2].sum(dtype=torch.int64))
-    return total, every_other

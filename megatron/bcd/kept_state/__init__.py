@@ -1,0 +1,6 @@
+"""What stays of an optimizer when a phase ends: moments, and what 16-bit weights lack of their masters."""
+
+from megatron.bcd.kept_state.kept import Kept, KeptState
+from megatron.bcd.kept_state.part import MASTER, Part, parts
+
+__all__ = ["MASTER", "Kept", "KeptState", "Part", "parts"]
