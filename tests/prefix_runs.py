@@ -21,7 +21,6 @@ from megatron.bcd.config import RunConfig
 from megatron.bcd.prefix_cache import reader
 from megatron.bcd.prefix_cache.store import RecordStore
 from megatron.bcd.train import launch
-from megatron.bcd.train import launch
 
 FLAGS: dict[str, Any] = {"bcd_sample_ratio": 0.007, "bcd_steps_per_block": 4, "train_iters": 16, "eval_iters": 1,
                          "eval_interval": 7}  # fmt: skip

@@ -112,7 +112,7 @@ def test_bf16_within_its_rounding(
 def test_a_longer_prefix_starts_from_a_shorter_one(world1: World, text_data: str, tmp_path: Path) -> None:
     """Layers that run again though their outputs are there; outputs taken for another sample's."""
     whole = prefix_runs.FLAGS | {"data_path": text_data, "split": "1,99,0", "bcd_sample_ratio": 1.0, "eval_iters": 0,
-                                 "train_iters": 12}  # fmt: skip
+                                 "bcd_steps_per_block": 5, "train_iters": 15}  # fmt: skip
     computed = world1.run(worlds.train_run, worlds.run_config(**whole))[0]
     outcome = world1.run(prefix_runs.counted_run, worlds.run_config(**whole, bcd_prefix_cache=tmp_path))[0]
     assert outcome["losses"] == computed["losses"]
