@@ -1,9 +1,9 @@
 """Times steps whose prefix is read beside steps that compute it: tools/benchmark.py --prefix-cache.
 
-In each round every block with a prefix is built once, as a phase of its own: a new subset of the data, used NUM_USES
-times. It steps through that phase twice, once computing its prefix and once with the cache, which is filled right
-before; which comes first alternates. What a fill takes is compared with the prefix's forward passes alone, over the
-same samples in the same micro-batches, whose tokens lie ready.
+In each round every block with a prefix is built once, as a phase of its own: a new subset of the data, whose cache is
+filled, and which is used NUM_USES times. Steps that compute the prefix and steps with the cache go through the phase
+side by side, one of each in turn. What the fill took is compared with the prefix's forward passes alone, over the same
+samples in the same micro-batches, whose tokens lie ready; these come right after it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import numpy
 import torch
 from _benchmark_common import Bench, command_line, cut, hardware, now, print_table, table
+from _benchmark_figures import rotated
 
 from megatron.bcd import data
 from megatron.bcd.config import RunConfig
@@ -29,7 +30,7 @@ from megatron.bcd.phases import PhaseState
 from megatron.bcd.report.lines import format_bytes
 from megatron.bcd.train.prefix_fill import Filler
 
-NUM_ROUNDS = 6  # even: either way comes first equally often
+NUM_ROUNDS = 4
 NUM_STEPS = 15  # and one untimed: with 4 sequences a step, 16 samples are used 4 times
 NUM_USES = 4
 REFUSED = ("bcd-layout", "bcd-schedule", "bcd-order", "bcd-switch", "bcd-steps-per-block", "bcd-sample-ratio",
@@ -94,7 +95,10 @@ class CacheTurn:
 
     @property
     def ratio(self) -> float:
-        return statistics.median(self.served_ms) / statistics.median(self.computed_ms)
+        """Median over the pairs of steps that followed each other."""
+        return statistics.median(
+            served / computed for served, computed in zip(self.served_ms, self.computed_ms, strict=True)
+        )
 
 
 class PrefixCacheBenchmark:
@@ -126,33 +130,34 @@ class PrefixCacheBenchmark:
         trainer.state = PhaseState(phase=index * self.partition.num_blocks + block)
         self.bench.build(block)
         trainer.set_train_mode(True)
-        served = self._served(index) if index % 2 else None
-        trainer.schedule.begin_phase(block)
-        trainer.samples.end_phase()
-        computed_ms = self._steps(trainer.samples.batches(phase=trainer.state.phase, consumed_samples=0))
-        served = served or self._served(index)
-        self.bench.dispose()
-        self.bench.separate_weights()
-        return dataclasses.replace(served, computed_ms=computed_ms)
-
-    def _served(self, index: int) -> CacheTurn:
-        trainer = self.bench.trainer
         trainer.samples.end_phase()
         start = now()
-        batches = trainer.prefix.batches()
+        served = trainer.prefix.batches()
         fill_ms = (now() - start) * 1e3
         assert trainer.prefix.cache is not None, "the flags say so"
         samples = trainer.prefix.cache.samples
-        served_ms = self._steps(batches)
         forward_ms = self._forward_ms(samples)
+        trainer.samples.end_phase()
+        computed = trainer.samples.batches(phase=trainer.state.phase, consumed_samples=0)
+        times = self._steps({"computed": computed, "served": served}, index)
         trainer.prefix.close()
+        self.bench.dispose()
+        self.bench.separate_weights()
         return CacheTurn(
-            computed_ms=(),
-            served_ms=served_ms,
+            computed_ms=times["computed"],
+            served_ms=times["served"],
             fill_ms=fill_ms,
             forward_ms=forward_ms,
             num_samples=len(samples),
         )
+
+    def _steps(self, ways: dict[str, Any], index: int) -> dict[str, tuple[float, ...]]:
+        """Milliseconds of the timed steps, by way; one of each in turn, so that both meet the same machine."""
+        times: dict[str, list[float]] = {way: [] for way in ways}
+        for step in range(self.num_warm_up_steps + self.num_steps):
+            for way in rotated(list(ways), index + step):
+                times[way].append(self.bench.trainer.train_step(ways[way]).milliseconds)
+        return {way: tuple(of_way[self.num_warm_up_steps :]) for way, of_way in times.items()}
 
     @torch.no_grad()
     def _forward_ms(self, samples: numpy.ndarray) -> float:
@@ -170,11 +175,6 @@ class PrefixCacheBenchmark:
         taken = (now() - start) * 1e3
         filler.close()
         return taken
-
-    def _steps(self, batches: Any) -> tuple[float, ...]:
-        total = self.num_warm_up_steps + self.num_steps
-        times = [self.bench.trainer.train_step(batches).milliseconds for _ in range(total)]
-        return tuple(times[self.num_warm_up_steps :])
 
     def _figures(self, turns: dict[int, list[CacheTurn]], argv: Sequence[str]) -> dict[str, Any]:
         config = self.bench.trainer.config
