@@ -6,9 +6,9 @@ import itertools
 from typing import Any
 
 import pytest
+import switched_runs
 import torch
 from dist import World
-from test_kept_state import run
 
 PARTS = [",".join(some) for size in (1, 2, 3) for some in itertools.combinations(("norms", "embedding", "head"), size)]
 UNTIED = {"untie_embeddings_and_output_weights": True}
@@ -53,7 +53,9 @@ def test_one_state_for_the_whole_run(
     """Moments, a step count or a master that a switch drops or mixes up; memory that the banner does not count."""
     policy = {"bcd_optimizer_state": "host"} if is_host else {}
     network = UNTIED if is_untied else {}
-    ranks = run(world1, world2, cut, data_path=text_data, bcd_always_active=parts, **kind, **policy, **network)
+    ranks = switched_runs.run(
+        world1, world2, cut, data_path=text_data, bcd_always_active=parts, **kind, **policy, **network
+    )
     events = ranks[0]["told"]
     for index in range(1, len(events), 2):
         assert (events[index]["when"], events[index + 1]["when"]) == ("end", "begin")
