@@ -6,19 +6,12 @@ import re
 from typing import Any
 
 import pytest
-import torch
+import switched_runs
 import worlds
 from dist import World
 
 from megatron.bcd.config import RunConfig
-from megatron.bcd.kept_state import Part
 
-CUTS: dict[str, dict[str, Any]] = {
-    "one": {},
-    "data2": {"world_size": 2},
-    "pipeline2": {"world_size": 2, "pipeline_model_parallel_size": 2},
-    "submodel": {"world_size": 2, "pipeline_model_parallel_size": 2, "bcd_layout": "submodel"},
-}
 KINDS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": True},
@@ -31,50 +24,6 @@ HOST = {"bcd_optimizer_state": "host"}
 MOMENTS = {"adam": {"exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}}
 
 
-def copies(parts: dict[str, Part]) -> dict[str, tuple[int, int, int, dict[str, torch.Tensor]]]:
-    """By parameter: where the part lies, its steps, and its tensors."""
-    return {
-        name: (part.start, part.end, part.num_steps(), {key: one.clone() for key, one in part.tensors().items()})
-        for name, part in parts.items()
-    }
-
-
-def switches(config: RunConfig) -> dict[str, Any]:
-    """A run; the state of the block's own and of always-active parameters before and after every switch, by block."""
-    told: list[dict[str, Any]] = []
-
-    def look(one: worlds.RecordingTrainer, when: str) -> None:
-        own, always = copies(one.active.own_parts()), copies(one.active.always_active_parts())
-        told.append({"when": when, "block": one.active.block, "own": own, "always": always})
-
-    with worlds.trainer(
-        config, before_switch=lambda one: look(one, "end"), after_build=lambda one: look(one, "begin")
-    ) as one:
-        one.run()
-        metrics = [(record.block, record.model_state_bytes, record.host_state_bytes) for record in one.recorder.steps]
-        summary = one.recorder.summary
-        banner = [block.model_state_bytes for block in summary.blocks]
-        return {
-            "told": told,
-            "metrics": metrics,
-            "banner": banner,
-            "notes": summary.notes,
-            "losses": worlds.outcome(one)["losses"],
-        }
-
-
-def run(world1: World, world2: World, cut: str, **flags: Any) -> list[dict[str, Any]]:
-    cut_flags = CUTS[cut]
-    base = {"bcd_steps_per_block": 2, "bcd_num_blocks": 2, "num_layers": 4, "hidden_size": 64}
-    num_blocks = 4 if cut == "submodel" else 2
-    config = worlds.run_config(**base | {"train_iters": 4 * num_blocks + 1} | cut_flags | flags)
-    return (world2 if "world_size" in cut_flags else world1).run(switches, config)
-
-
-def different(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
-    return worlds.same_bits(left, right)
-
-
 @pytest.mark.parametrize(
     ("cut", "kind"),
     [("one", kind) for kind in KINDS]
@@ -82,7 +31,9 @@ def different(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
 )
 def test_host_gives_back_what_was(world1: World, world2: World, text_data: str, cut: str, kind: str) -> None:
     """A moment, a step count or a low bit of a master that is lost, of another visit, or of another block."""
-    reset, host = (run(world1, world2, cut, data_path=text_data, **KINDS[kind], **policy) for policy in ({}, HOST))
+    reset, host = (
+        switched_runs.run(world1, world2, cut, data_path=text_data, **KINDS[kind], **policy) for policy in ({}, HOST)
+    )
     names = MOMENTS["sgd" if "sgd" in kind else "adam"]
     masters = set() if kind in ("fp32", "sgd") else {"master"}
     for ranks, kept in ((host, names | masters), (reset, masters)):
@@ -99,7 +50,7 @@ def test_host_gives_back_what_was(world1: World, world2: World, text_data: str, 
                         assert (start, end) == before[:2]
                         assert set(tensors) == kept
                         assert steps == (before[2] if ranks is host else 0)
-                        assert different(tensors, {key: before[3][key] for key in tensors}) == []
+                        assert worlds.same_bits(tensors, {key: before[3][key] for key in tensors}) == []
                         num_compared += 1
             assert num_compared > 0
     # on the device a block costs the same under both policies, once it has stepped
@@ -111,7 +62,7 @@ def test_host_gives_back_what_was(world1: World, world2: World, text_data: str, 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16", "sgd"])
 def test_host_bytes_are_those_of_the_banner(world2: World, text_data: str, kind: str) -> None:
     """Host memory that grows from visit to visit, or that nobody was told of."""
-    ranks = run(world2, world2, "data2", data_path=text_data, **KINDS[kind], **HOST, train_iters=13)
+    ranks = switched_runs.run(world2, world2, "data2", data_path=text_data, **KINDS[kind], **HOST, train_iters=13)
     by_step = [host for *_, host in ranks[0]["metrics"]]
     assert by_step[0] == (0, 0) and 0 < by_step[2][0] < by_step[4][0]
     assert by_step[-1] == pytest.approx(by_step[4], rel=1e-3), "a handful of ties comes and goes"
