@@ -86,6 +86,7 @@ def summarize(
             *_describe_kept_state(config, partition, [rank["num_between_phases"] for rank in ranks]),
             *_describe_pipeline(config, partition),
             *_describe_samples(samples),
+            *_describe_prefix_cache(config, partition),
         ),
     )
 
@@ -193,6 +194,21 @@ def _describe_samples(samples: PhaseSubset | None) -> tuple[str, ...]:
     return (
         f"each phase trains on {samples.size:,} of the {samples.num_samples:,} sequences of an epoch; after "
         f"{math.ceil(samples.num_samples / samples.size):,} phases all have been drawn",
+    )
+
+
+def _describe_prefix_cache(config: RunConfig, partition: Partition) -> tuple[str, ...]:
+    root = config.bcd.bcd_prefix_cache
+    if root is None:
+        return ()
+    if not partition.has_prefix:
+        return (f"prefix cache: off, no block has a prefix ({_why_no_prefix(config)})",)
+    lengths = [len(partition.prefix_layers(block.index)) for block in partition.blocks]
+    if not any(lengths):
+        return ("prefix cache: off, no block has a prefix (there is one block)",)
+    return (
+        f"prefix cache {root}: layers before the first active one, by block {', '.join(map(str, lengths))}; kept in "
+        f"{config.bcd.bcd_prefix_cache_dtype}",
     )
 
 

@@ -1,6 +1,14 @@
 """Indexed datasets, their checks, and the batches of a run."""
 
-from megatron.bcd.data.batches import Batch, ConsecutiveBatches, SubsetBatches, batches, no_batches, subset_batches
+from megatron.bcd.data.batches import (
+    Batch,
+    ConsecutiveBatches,
+    SubsetBatches,
+    batch_of,
+    batches,
+    no_batches,
+    subset_batches,
+)
 from megatron.bcd.data.indexed import check_indexed_dataset
 from megatron.bcd.data.lengths import global_batch_size, num_iterations, num_samples
 from megatron.bcd.data.splits import SplitPlan, Splits, build_splits, plan_splits
@@ -11,6 +19,7 @@ __all__ = [
     "SplitPlan",
     "Splits",
     "SubsetBatches",
+    "batch_of",
     "batches",
     "build_splits",
     "check_indexed_dataset",

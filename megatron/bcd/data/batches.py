@@ -110,6 +110,12 @@ def subset_batches(
     return _loaded(dataset, sampler, config)
 
 
+def batch_of(dataset: Any, indices: Sequence[int]) -> Batch:
+    """The samples `indices` as one micro-batch on the device, read at once; see `batches`."""
+    batch = _collate([dataset[index] for index in indices])
+    return {name: tensor.to(platform.device(), non_blocking=True) for name, tensor in batch.items()}
+
+
 def _loaded(dataset: Any, sampler: Iterable[list[int]], config: RunConfig) -> Iterator[Batch]:
     workers = config.data.num_workers
     loader = torch.utils.data.DataLoader(

@@ -44,6 +44,10 @@ class StepRecord:
     global_batch_size: int = 0
     data_seen: float = 0.0
     """Share of one epoch of the training split that the run has trained on, 0 to 1."""
+    prefix_cache_hits: int = 0
+    """Samples since the last record whose prefix was read and not computed, over all ranks."""
+    prefix_cache_bytes: int = 0
+    """Of all caches below --bcd-prefix-cache."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,7 @@ from megatron.bcd.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.bcd.train import resuming
 from megatron.bcd.train.evaluation import Evaluation
 from megatron.bcd.train.greedy import gradient_scores
+from megatron.bcd.train.prefix import Prefix
 from megatron.bcd.train.records import step_record
 from megatron.bcd.train.samples import TrainingSamples
 from megatron.bcd.train.steps import StepResult, TrainingFailed
@@ -98,6 +99,7 @@ class Trainer:
         self.splits = data.build_splits(config, plan)  # the first to write: nothing that was asked for is wrong
         self.samples = TrainingSamples(config, dataset=self.splits.train, epoch_samples=plan.epoch_samples)
         self.evaluation = Evaluation(self)
+        self.prefix = Prefix(self, implementation)
         self.active = ActiveSet(model=self.model, config=config, partition=self.partition, stage=self.stage)
         self.saver = Saver(config.checkpoint, reporter) if config.checkpoint.save else None
         self.stopping = StopRequests(config.checkpoint)
@@ -142,6 +144,7 @@ class Trainer:
         if not training.skip_train:
             with self.stopping.listening():
                 self._train()
+            self.prefix.close()
             if self._is_stopped:
                 return
         if training.eval_iters:  # as stock does: on the next samples, also where an interval ended just now
@@ -159,7 +162,7 @@ class Trainer:
         is_last = self.phases.is_converged(self.state)  # a run that has converged is not gone on with
         while self.iteration < self.train_iters and not (is_last or self._is_stopped):
             update_num_microbatches(self.consumed_samples, consistency_check=False)
-            batches = self.samples.batches(phase=self.state.phase, consumed_samples=self.consumed_samples)
+            batches = self.prefix.batches()
             result = self.train_step(batches, num_microbatches_next=self._num_microbatches_next())
             self.interval.append(result)
             self.iteration += 1
