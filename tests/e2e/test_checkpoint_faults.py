@@ -181,12 +181,15 @@ def rewrite_state(checkpoint: Path, change: Callable[[dict[str, Any]], None]) ->
     checksums.write_text(json.dumps(records))
 
 
-def test_a_newer_format(runs: ForkedRuns, workplace: Callable[[int], Path]) -> None:
+@pytest.mark.parametrize("version", [1, 3])
+def test_another_format(runs: ForkedRuns, workplace: Callable[[int], Path], version: int) -> None:
     """A state that is read as if it were known, or an older checkpoint taken without a word."""
     place = workplace(2)
-    rewrite_state(place / "saved" / "iter_0000003", lambda state: state.update(format_version=3))
+    rewrite_state(place / "saved" / "iter_0000003", lambda state: state.update(format_version=version))
     before = digests(place)
-    assert_refused(resume(runs, place, 2), "saved/iter_0000003/run_state.json", "format version 2")
+    assert_refused(
+        resume(runs, place, 2), "saved/iter_0000003/run_state.json", f"format version {version}", "--finetune"
+    )
     assert digests(place) == before
 
 

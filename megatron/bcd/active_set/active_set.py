@@ -100,6 +100,7 @@ class ActiveSet:
         model_config = self._model_config
         model_config.grad_scale_func = model_config.finalize_model_grads_func = None
         model_config.no_sync_func = model_config.grad_sync_func = model_config.param_sync_func = None
+        in_buffer = list(self.active_parameters().values()) if self.partition.always_active else []
         self.wrapped.grad_accs.clear()
         gpt_of(self.model).set_input_tensor(None)  # a stage keeps what it received last, and its gradient
         for parameter in self.model.parameters():
@@ -109,6 +110,8 @@ class ActiveSet:
                     delattr(parameter, name)
         self.wrapped = self.optimizer = self.block = self._watch = None
         gc.collect()  # wrapper, buckets and hooks refer to each other
+        for parameter in in_buffer:  # else the buffer would live as long as the block, and the next one has a place for
+            parameter.data = parameter.data.clone()  # always-active parameters as well
         platform.release_cached_memory()
 
     def _ddp_config(self) -> DistributedDataParallelConfig:

@@ -1,0 +1,157 @@
+"""SGD, plain Adam, and what the loop asks of the active block's gradient and learning rate."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import worlds
+from dist import World
+
+from megatron.bcd.config import RunConfig
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"optimizer": "sgd"},
+    "sgd_plain": {"optimizer": "sgd", "sgd_momentum": 0},
+    "adam": {"no_decoupled_weight_decay": True},
+    "adamw": {},
+}
+PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2}
+
+
+def reference(config: RunConfig, parameters: dict[str, torch.Tensor]) -> torch.optim.Optimizer:
+    """PyTorch's own, with Megatron's groups: no weight decay on vectors."""
+    groups = [
+        {"params": [one for one in parameters.values() if one.dim() > 1], "weight_decay": 0.1},
+        {"params": [one for one in parameters.values() if one.dim() == 1], "weight_decay": 0.0},
+    ]
+    if config.optimizer.get("optimizer") == "sgd":
+        return torch.optim.SGD(groups, lr=1.0, momentum=config.optimizer.get("sgd_momentum", 0.9))
+    kind = torch.optim.AdamW if config.optimizer.get("decoupled_weight_decay", True) else torch.optim.Adam
+    return kind(groups, lr=1.0)
+
+
+def beside_a_reference(config: RunConfig) -> tuple[list[str], list[float]]:
+    """Step PyTorch's optimizer on copies with the same gradients; weights that differ in the end, bytes of a phase."""
+    copies: dict[str, torch.Tensor] = {}
+    optimizer: Any = None
+
+    def step_copies(one: worlds.RecordingTrainer) -> None:
+        nonlocal optimizer
+        parameters = one.active.active_parameters()
+        if optimizer is None:
+            copies.update({name: parameter.detach().clone() for name, parameter in parameters.items()})
+            optimizer = reference(config, copies)
+        for name, parameter in parameters.items():
+            copies[name].grad = parameter.main_grad.clone()
+        for group in optimizer.param_groups:
+            group["lr"] = one.active.optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
+        optimizer.step()
+
+    with worlds.trainer(config, after_schedule=step_copies) as one:
+        one.run()
+        weights = worlds.weights_of(one.model)
+        different = worlds.same_bits(
+            {name: weights[name] for name in copies}, {n: c.detach() for n, c in copies.items()}
+        )
+        counted, told = one.recorder.steps[-1].model_state_bytes[0], one.recorder.summary.blocks[0].model_state_bytes[0]
+        return different, [counted, told]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_it_is_pytorchs(world1: World, text_data: str, kind: str) -> None:
+    """Momentum that is not taken, weight decay of the other kind, state that the banner doesn't know."""
+    flags = {"data_path": text_data, "train_iters": 4, "bcd_steps_per_block": 9, "clip_grad": 0, "weight_decay": 0.1}
+    config = worlds.run_config(**flags, **OPTIMIZERS[kind], hidden_size=64, lr_warmup_iters=1)
+    ((different, (counted, told)),) = world1.run(beside_a_reference, config)
+    assert different == []
+    assert counted == pytest.approx(told, rel=0.01)
+
+
+def gradient_norms(config: RunConfig) -> dict[str, Any]:
+    """After every backward pass the block's norm as `block_gradient_norm` has it, and from the gradients themselves."""
+    asked: list[float] = []
+    own: list[float] = []
+    counts: list[int] = []
+    always: list[int] = []
+
+    def ask(one: worlds.RecordingTrainer) -> None:
+        parameters = one.active.own_parameters(one.active.block)
+        own.append(math.sqrt(sum(float(p.main_grad.double().square().sum()) for p in parameters.values())))
+        asked.append(one.active.block_gradient_norm())
+        counts.append(one.active.num_block_parameters())
+        always.append(sum(p.numel() for p in one.active.always_active_parameters().values()))
+
+    with worlds.trainer(config, after_schedule=ask) as one:
+        one.run()
+        scales = [step["loss_scale"] for step in one.results]
+        norms = [step["grad_norm"] for step in one.results]
+        return {"asked": asked, "own": own, "norms": norms, "counts": counts, "always": always, "scales": scales,
+                "total": one.recorder.summary.total_parameters}  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", [{}, {"no_use_distributed_optimizer": True}, PIPELINE], ids=["data2", "whole", "pipe2"])
+def test_the_blocks_gradient_norm(world2: World, text_data: str, cut: dict[str, Any]) -> None:
+    """A norm over one rank, over a tied copy as well, or that leaves its mark on the step that follows."""
+    config = worlds.run_config(**{"world_size": 2, "data_path": text_data, "train_iters": 4} | cut)
+    first, second = world2.run(gradient_norms, config)
+    assert first["asked"] == second["asked"] == first["norms"], "with nothing always active it is the step's norm"
+    assert first["counts"] == second["counts"] and sum(first["counts"][:3]) == first["total"]
+
+
+def test_the_blocks_gradient_norm_leaves_the_rest_out(world1: World, text_data: str) -> None:
+    """Always-active embeddings that decide which block is visited."""
+    flags = {"data_path": text_data, "train_iters": 3, "bcd_always_active": "norms,embedding"}
+    (plain,) = world1.run(gradient_norms, worlds.run_config(**flags))
+    assert plain["asked"] == pytest.approx(plain["own"], rel=1e-5)
+    assert all(asked < 0.99 * norm for asked, norm in zip(plain["asked"], plain["norms"], strict=True))
+    assert sum(plain["counts"]) + plain["always"][0] == plain["total"]
+
+
+def test_the_blocks_gradient_norm_is_unscaled(world1: World, text_data: str) -> None:
+    """fp16: a norm that carries the loss scale, or a question that moves it."""
+    flags = {
+        "data_path": text_data,
+        "train_iters": 3,
+        "fp16": True,
+        "initial_loss_scale": 1024,
+        "loss_scale_window": 100,
+    }
+    (found,) = world1.run(gradient_norms, worlds.run_config(**flags))
+    assert found["asked"] == pytest.approx([own / 1024 for own in found["own"]], rel=1e-3)
+    assert set(found["scales"]) == {1024.0}
+
+
+def scaled(config: RunConfig, factor: float) -> dict[str, Any]:
+    """A step with the block's learning rate scaled: what moved, or what the run said."""
+    with worlds.trainer(config, before_step=lambda one: one.active.scale_learning_rate(factor)) as one:
+        before = worlds.weights_of(one.model)
+        try:
+            one.run()
+        except RuntimeError as error:
+            return {"said": str(error)}
+        after = worlds.weights_of(one.model)
+        moved = {name: float((after[name] - before[name]).abs().max()) for name in after}
+        always = one.active.always_active_parameters()
+        return {
+            "own": max(moved[name] for name in moved if name not in always),
+            "always": max(moved[n] for n in always),
+        }
+
+
+def test_scale_learning_rate(world1: World, text_data: str) -> None:
+    """A block's factor that reaches what is always active, or nothing."""
+    flags = {"data_path": text_data, "train_iters": 1, "bcd_always_active": "norms", "weight_decay": 0}
+    config = worlds.run_config(**flags)
+    (whole,), (tenth,) = (world1.run(scaled, config, factor) for factor in (1.0, 0.1))
+    assert tenth["own"] == pytest.approx(0.1 * whole["own"], rel=1e-3)
+    assert tenth["always"] == whole["always"] > 0
+
+
+def test_always_active_parameters_do_not_hide_a_block_that_stands_still(world2: World, text_data: str) -> None:
+    """A stage whose part of the block is not stepped, while its norms are."""
+    flags = {"data_path": text_data, "train_iters": 1, "bcd_always_active": "norms", "weight_decay": 0}
+    for found in world2.run(scaled, worlds.run_config(**flags, **PIPELINE), 0.0):
+        assert "stage(s) [0, 1] did not change" in found["said"]
