@@ -20,7 +20,8 @@ CASES: dict[str, dict[str, Any]] = {
     "submodel": PIPELINE | {"bcd_layout": "submodel", "bcd_num_blocks": 2},
     "stage": PIPELINE | {"bcd_layout": "stage", "bcd_num_blocks": None},
     "spread": PIPELINE,
-    "stages4": {"world_size": 4, "pipeline_model_parallel_size": 4, "bcd_layout": "stage", "bcd_num_blocks": None},
+    "stages4": {"world_size": 4, "pipeline_model_parallel_size": 4, "bcd_layout": "stage", "bcd_num_blocks": None}
+    | {"bcd_steps_per_block": 2, "train_iters": 8, "bcd_sample_ratio": 0.003},
     "tensor2": {"world_size": 2, "tensor_model_parallel_size": 2},
 }
 
