@@ -2,8 +2,8 @@
 
 In each round every block with a prefix is built once, as a phase of its own: a new subset of the data, whose cache is
 filled NUM_FILLS times, and which is used NUM_USES times. Steps that compute the prefix and steps with the cache go
-through the phase side by side, one of each in turn. What a fill took is compared with the prefix's forward passes alone, over the same
-samples in the same micro-batches, whose tokens lie ready; these come right after each fill.
+through the phase side by side, one of each in turn. What a fill took is compared with the prefix's forward passes
+alone, over the same samples in the same micro-batches, whose tokens lie ready; these come right after each fill.
 """
 
 from __future__ import annotations
