@@ -7,11 +7,11 @@ import errno
 import fcntl
 import os
 import signal
-import time
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
