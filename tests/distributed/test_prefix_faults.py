@@ -109,10 +109,26 @@ def test_bf16_within_its_rounding(
     assert sum(outcome["hits"]) == 32
 
 
+ALL_SAMPLES: dict[str, Any] = {"split": "1,99,0", "bcd_sample_ratio": 1.0, "eval_iters": 0, "bcd_steps_per_block": 5}
+
+
+@pytest.mark.parametrize("case, num_blocks, num_layers", [("data2", 3, 2), ("submodel", 4, 3)])
+def test_ranks_start_from_a_shorter_prefix(
+    world2: World, text_data: str, tmp_path: Path, case: str, num_blocks: int, num_layers: int
+) -> None:
+    """Ranks that don't agree on what is taken from where; a later stage that begins with its embedding."""
+    cut = {"data2": {}, "submodel": {"pipeline_model_parallel_size": 2, "bcd_layout": "submodel", "bcd_num_blocks": 2}}
+    whole = prefix_runs.FLAGS | ALL_SAMPLES | {"data_path": text_data, "train_iters": 5 * num_blocks, "world_size": 2}
+    config = worlds.run_config(**whole | cut[case], bcd_prefix_cache=tmp_path)
+    computed = world2.run(worlds.train_run, worlds.run_config(**whole | cut[case]))
+    served = world2.run(prefix_runs.served_run, config)
+    assert [rank["losses"] for rank in served] == [rank["losses"] for rank in computed]
+    assert f"32 were taken from a prefix of {num_layers} layers" in served[0]["notes"][-1]
+
+
 def test_a_longer_prefix_starts_from_a_shorter_one(world1: World, text_data: str, tmp_path: Path) -> None:
     """Layers that run again though their outputs are there; outputs taken for another sample's."""
-    whole = prefix_runs.FLAGS | {"data_path": text_data, "split": "1,99,0", "bcd_sample_ratio": 1.0, "eval_iters": 0,
-                                 "bcd_steps_per_block": 5, "train_iters": 15}  # fmt: skip
+    whole = prefix_runs.FLAGS | ALL_SAMPLES | {"data_path": text_data, "train_iters": 15}
     computed = world1.run(worlds.train_run, worlds.run_config(**whole))[0]
     outcome = world1.run(prefix_runs.counted_run, worlds.run_config(**whole, bcd_prefix_cache=tmp_path))[0]
     assert outcome["losses"] == computed["losses"]
