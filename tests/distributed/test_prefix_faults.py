@@ -112,12 +112,16 @@ def test_bf16_within_its_rounding(
 ALL_SAMPLES: dict[str, Any] = {"split": "1,99,0", "bcd_sample_ratio": 1.0, "eval_iters": 0, "bcd_steps_per_block": 5}
 
 
-@pytest.mark.parametrize("case, num_blocks, num_layers", [("data2", 3, 2), ("submodel", 4, 3)])
+@pytest.mark.parametrize("case, num_blocks, num_layers", [("data2", 3, 2), ("tensor2", 3, 2), ("submodel", 4, 3)])
 def test_ranks_start_from_a_shorter_prefix(
     world2: World, text_data: str, tmp_path: Path, case: str, num_blocks: int, num_layers: int
 ) -> None:
     """Ranks that don't agree on what is taken from where; a later stage that begins with its embedding."""
-    cut = {"data2": {}, "submodel": {"pipeline_model_parallel_size": 2, "bcd_layout": "submodel", "bcd_num_blocks": 2}}
+    cut = {
+        "data2": {},
+        "tensor2": {"tensor_model_parallel_size": 2},
+        "submodel": {"pipeline_model_parallel_size": 2, "bcd_layout": "submodel", "bcd_num_blocks": 2},
+    }
     whole = prefix_runs.FLAGS | ALL_SAMPLES | {"data_path": text_data, "train_iters": 5 * num_blocks, "world_size": 2}
     config = worlds.run_config(**whole | cut[case], bcd_prefix_cache=tmp_path)
     computed = world2.run(worlds.train_run, worlds.run_config(**whole | cut[case]))

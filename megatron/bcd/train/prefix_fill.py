@@ -127,8 +127,9 @@ class Filler:
         if work is None or self._trainer.stage > self._pivot:
             return
         if work.source is not None:
-            if self._trainer.stage == self._pivot:
-                self._write(work, self._from_source(work, work.source))
+            output = self._from_source(work, work.source) if self._trainer.stage == self._pivot else None
+            if output is not None:
+                self._write(work, output)
             return
         output = self._computed(work)
         if self._trainer.stage == self._pivot:
@@ -167,16 +168,18 @@ class Filler:
             gpt_of(trainer.model).set_input_tensor(None)
 
     @torch.no_grad()
-    def _from_source(self, work: _Work, source: Cache) -> torch.Tensor:
-        """From an older cache, through the layers that it does not cover."""
+    def _from_source(self, work: _Work, source: Cache) -> torch.Tensor | None:
+        """From an older cache, through the layers that it does not cover; None where it can't be read any more."""
         trainer = self._trainer
         assert work.source_slots is not None
         slots = self._padded(work.source_slots)
+        hidden_states = torch.empty(0)
         try:
             hidden_states = reader.read(source, slots, self._dtype)
-        except (reader.DamagedRecord, OSError) as error:  # tensor-parallel ranks wait for each other in a layer
+        except (reader.DamagedRecord, OSError) as error:
             self._error = self._error or describe(error)
-            hidden_states = torch.zeros(self._shape(), dtype=self._dtype)
+        if self._is_stopped_on_a_tensor_rank():
+            return None
         if source.key.num_layers == self._cache.key.num_layers:
             return hidden_states
         batch: data.Batch = {}
@@ -203,6 +206,15 @@ class Filler:
             except _Reached as reached:
                 return reached.hidden_states
         return output
+
+    def _is_stopped_on_a_tensor_rank(self) -> bool:
+        """Whether one of those that compute a layer together lacks its input: the others would compute nonsense."""
+        if parallel_state.get_tensor_model_parallel_world_size() == 1:
+            return self._error is not None
+        stopped = torch.tensor([self._error is not None], dtype=torch.int32, device=platform.device())
+        group = parallel_state.get_tensor_model_parallel_group()
+        torch.distributed.all_reduce(stopped, op=torch.distributed.ReduceOp.MAX, group=group)
+        return bool(stopped.item())
 
     def _padded(self, slots: Slots) -> Slots:
         """As many as in training, so that the same kernels run: the last one again and again."""
