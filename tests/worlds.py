@@ -168,18 +168,18 @@ class RecordingTrainer(Trainer):
         self.call("after_step")
         return result
 
-    def _run_schedule(
+    def run_schedule(
         self, batches: Iterator[Any], num_microbatches: int, *, forward_only: bool
     ) -> list[dict[str, Any]]:
-        reported = super()._run_schedule(batches, num_microbatches, forward_only=forward_only)
+        reported = super().run_schedule(batches, num_microbatches, forward_only=forward_only)
         if not forward_only:
             self.call("after_schedule")
         return reported
 
-    def _advance_phase(self, loss: float, *, is_last: bool) -> None:
-        if not is_last and self.phases.after_step(self.state).phase != self.state.phase:
+    def _advance_phase(self, loss: float, *, is_last: bool) -> bool:
+        if not is_last and self.phases.after_step(self.state, loss=loss).phase != self.state.phase:
             self.call("before_switch")
-        super()._advance_phase(loss, is_last=is_last)
+        return super()._advance_phase(loss, is_last=is_last)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,8 @@ In each round full training and every block have one turn: build, untimed warm-u
 order rotates from round to round. All turns train the same model object with the training loop's own step. Takes the
 flags of pretrain_gpt_bcd.py; without them the model is the one above, on made-up tokens, without dropout.
 
+With --prefix-cache it times steps whose prefix comes from a cache beside steps that compute it, and what a fill takes.
+
 With --schedule it times the BCD pipeline schedule beside Megatron Core's own instead, for every layout and block, and
 what the plans predict; on two pipeline stages unless a flag says otherwise. It starts two processes where torchrun has
 started none.
@@ -25,6 +27,7 @@ from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+import _benchmark_prefix_cache as prefix_cache
 import _benchmark_schedule as schedule
 import torch
 from _benchmark_common import (
@@ -94,29 +97,43 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, RunConfig]:
         "--schedule", action="store_true", help="time the BCD pipeline schedule beside the stock one, in every layout"
     )
     group.add_argument(
+        "--prefix-cache", action="store_true", help="time steps with a prefix cache beside steps without one"
+    )
+    group.add_argument(
         "--rounds",
         type=int,
         metavar="N",
-        help=f"turns of each variant (default: {NUM_ROUNDS}, with --schedule {schedule.NUM_ROUNDS})",
+        help=f"turns of each variant (default: {NUM_ROUNDS}, with --schedule {schedule.NUM_ROUNDS}, with "
+        f"--prefix-cache {prefix_cache.NUM_ROUNDS})",
     )
-    group.add_argument("--steps", type=int, default=3, metavar="N", help="timed steps of a turn (default: 3)")
+    group.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help=f"timed steps of a turn (default: 3, with --prefix-cache {prefix_cache.NUM_STEPS})",
+    )
     group.add_argument(
         "--warm-up-steps", type=int, default=1, metavar="N", help="untimed steps before them (default: 1)"
     )
     group.add_argument("--json", metavar="FILE", help="write all figures and every single time to this file")
     own, rest = parser.parse_known_args(list(argv))
+    if own.schedule and own.prefix_cache:
+        raise ValueError("--schedule and --prefix-cache are two benchmarks: give one of them")
+    own_mode = schedule if own.schedule else prefix_cache if own.prefix_cache else None
     if own.rounds is None:
-        own.rounds = schedule.NUM_ROUNDS if own.schedule else NUM_ROUNDS
+        own.rounds = own_mode.NUM_ROUNDS if own_mode else NUM_ROUNDS
+    if own.steps is None:
+        own.steps = prefix_cache.NUM_STEPS if own.prefix_cache else 3
     given = {word.split("=", 1)[0] for word in rest}
     has_data = any(flag.endswith("-data-path") for flag in given)
-    defaults = DEFAULTS | (schedule.DEFAULTS if own.schedule else {}) | ({} if has_data else MOCK_DEFAULTS)
+    defaults = DEFAULTS | (own_mode.DEFAULTS if own_mode else {}) | ({} if has_data else MOCK_DEFAULTS)
     if given & {"-h", "--help"}:
         print(parser.format_help())
         parse_run_config(["--help"], prog=PROG, defaults=defaults)
     for flag in ("rounds", "steps", "warm_up_steps"):
         if getattr(own, flag) < 1:
             raise ValueError(f"--{flag.replace('_', '-')} {getattr(own, flag)}: must be at least 1")
-    for name in (*REFUSED, *(schedule.REFUSED if own.schedule else ())):
+    for name in (*REFUSED, *(own_mode.REFUSED if own_mode else ())):
         if f"--{name}" in given:
             raise ValueError(f"--{name} has no use in a benchmark: leave it out (--help describes every flag)")
     if own.json:
@@ -125,7 +142,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, RunConfig]:
     config = parse_run_config(
         rest, prog=PROG, defaults=defaults, world_size=schedule.NUM_RANKS if starts_ranks else None
     )
-    return own, _with_length(config, own, has_batch="--global-batch-size" in given)
+    config = _with_length(config, own, has_batch="--global-batch-size" in given)
+    return own, prefix_cache.with_phases(config, own) if own.prefix_cache else config
 
 
 def _with_length(config: RunConfig, own: argparse.Namespace, *, has_batch: bool) -> RunConfig:
@@ -300,7 +318,9 @@ def main(argv: Sequence[str]) -> None:
             pipeline_size=config.pipeline_size,
         )
         platform.seed_everything(config.training.seed)
-        kind = schedule.ScheduleBenchmark if own.schedule else Benchmark
+        kind: Any = Benchmark
+        if own.schedule or own.prefix_cache:
+            kind = schedule.ScheduleBenchmark if own.schedule else prefix_cache.PrefixCacheBenchmark
         benchmark = kind(config, num_warm_up_steps=own.warm_up_steps, num_steps=own.steps)
     figures = benchmark.measure(own.rounds, argv)
     if figures and own.json:

@@ -8,7 +8,7 @@ dataclasses (``arguments``) and travel in the three mappings of ``RunConfig``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 LAYOUTS = ("spread", "stage", "submodel")
@@ -334,6 +334,10 @@ class RunConfig:
     tokenizer: TokenizerConfig
     checkpoint: CheckpointConfig
     report: ReportConfig
+
+    def replace_section(self, section: str, **values: Any) -> RunConfig:
+        """The same with other values in a section of dataclass type."""
+        return replace(self, **{section: replace(getattr(self, section), **values)})
 
     @property
     def num_layers(self) -> int:

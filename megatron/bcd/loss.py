@@ -1,12 +1,13 @@
 """One microbatch forward, its loss, and the mean over a global batch, as Megatron Core's schedules want them.
 
-Tensor shapes: B micro-batch size, S sequence length.
+Tensor shapes: B micro-batch size, S sequence length, H hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -17,10 +18,20 @@ Batch = dict[str, torch.Tensor]
 
 
 def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
-    """One microbatch through this stage, for Megatron Core's schedules."""
+    """One microbatch through this stage, for Megatron Core's schedules.
+
+    Where the batch holds `prefix_output` [S, B, H], the stage begins with its first active layer.
+    """
     batch = next(batches)
+    served: dict[str, Any] = {}
+    if "prefix_output" in batch:
+        served = {"decoder_input": batch["prefix_output"], "extra_block_kwargs": {"behind_prefix": True}}
     output = model(
-        batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), labels=batch.get("labels")
+        batch.get("tokens"),
+        batch.get("position_ids"),
+        batch.get("attention_mask"),
+        labels=batch.get("labels"),
+        **served,
     )
     return output, partial(_loss, batch.get("loss_mask"))
 

@@ -194,20 +194,55 @@ class ScaledDotProductAttention(MegatronModule):
         return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 
 
-def _pass_through(*, hidden_states: Tensor, context: Any = None, **others: Any) -> tuple[Tensor, Any]:
+class _PassThrough(torch.nn.Module):
     """A layer that does nothing."""
-    return hidden_states, context
+
+    def forward(self, *, hidden_states: Tensor, context: Any = None, **others: Any) -> tuple[Tensor, Any]:
+        return hidden_states, context
+
+
+_pass_through = _PassThrough()
 
 
 class BcdTransformerBlock(TransformerBlock):
-    """Megatron Core's layers of one stage, whose full activation recomputation works behind a frozen prefix.
+    """Megatron Core's layers of one stage, which can begin behind a frozen prefix.
 
-    Megatron Core checkpoints with a re-entrant autograd function: where none of its inputs needs a gradient, its
-    output has no graph, and the active layers inside would silently get none. So the prefix runs without a graph and
-    is not recomputed, and the first active layer's input starts the graph.
+    With full activation recomputation: Megatron Core checkpoints with a re-entrant autograd function; where none of its
+    inputs needs a gradient, its output has no graph, and the active layers inside would silently get none. So the
+    prefix runs without a graph and is not recomputed, and the first active layer's input starts the graph.
+
+    With a prefix cache: `first_layer` says which of this stage's layers is the first to run.
     """
 
     num_prefix_layers = 0
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        first_layer: int | None = None,
+        behind_prefix: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        """As Megatron Core's. With `first_layer`, counted on this stage, `hidden_states` [S, B, H] are its input, on
+        any stage; with `behind_prefix` it is the first active layer."""
+        if behind_prefix:
+            first_layer = self._trainable_layers()[0]
+        if first_layer is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        self.input_tensor = hidden_states  # where a stage that is not the first looks for its input
+        layers: torch.nn.ModuleList = self.layers  # type: ignore[has-type]
+        # what does nothing stands in for the prefix: layers keep their places, by which recomputation asks for them
+        self.layers = torch.nn.ModuleList([*[_pass_through] * first_layer, *layers[first_layer:]])
+        try:
+            return super().forward(hidden_states, *args, **kwargs)
+        finally:
+            self.layers = layers
+            self.input_tensor = None
+
+    def _trainable_layers(self) -> list[int]:
+        """Of this stage, those with a parameter that is trained in this phase."""
+        return [i for i, layer in enumerate(self.layers) if any(p.requires_grad for p in layer.parameters())]
 
     def _get_layer(self, layer_number: int) -> Any:
         # the last chunk of --recompute-num-layers layers may be longer than what is left behind the prefix
@@ -224,7 +259,7 @@ class BcdTransformerBlock(TransformerBlock):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        trainable = [i for i, layer in enumerate(self.layers) if any(p.requires_grad for p in layer.parameters())]
+        trainable = self._trainable_layers()
         # the recomputation in backward asks for layers again: these two stay as they are until the next forward, and
         # are the same for every microbatch of a phase
         self.num_prefix_layers = 0 if hidden_states.requires_grad else (trainable[0] if trainable else len(self.layers))

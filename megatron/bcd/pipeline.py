@@ -139,15 +139,24 @@ class PipelineSchedule:
         self._partition = partition
         self._run_ahead = run_ahead
         self._block = 0
+        self._is_prefix_served = False
         self._num_next = self._done_ahead = 0
         self._communicator: CountingCommunicator | None = None
         self._link: OneWayLink | None = None
         self._groups: ProcessGroupCollection | None = None
 
-    def begin_phase(self, block: int) -> None:
-        """`block` is active from now on."""
+    def begin_phase(self, block: int, *, is_prefix_served: bool = False) -> None:
+        """`block` is active from now on. With `is_prefix_served` the pivot stage's batches bring its input along, and
+        the stages before it do nothing but take part in the collectives that end an iteration."""
         assert self._done_ahead == 0, "what a stage ran ahead with belongs to the phase before"
-        self._block = block
+        self._block, self._is_prefix_served = block, is_prefix_served
+
+    def prefix_link(self, model: torch.nn.Module) -> OneWayLink | None:
+        """For forward passes of the prefix outside of an iteration; None on one pipeline stage. A collective."""
+        if self._partition.num_stages == 1:
+            return None
+        self._set_up(model)
+        return self._link
 
     def prepare_next(self, num_microbatches: int) -> None:
         """The next training iteration follows directly upon the coming one, in the same phase, with so many
@@ -199,13 +208,18 @@ class PipelineSchedule:
             assert self._done_ahead == 0, "what a stage ran ahead with comes first"
             return evaluation_shape(num_stages=num_stages, num_microbatches=num_microbatches)
         pivot = self._partition.pivot_stage(self._block)
+        active = [self._partition.stage_active(self._block, stage) for stage in range(num_stages)]
+        if self._is_prefix_served:  # the pipeline begins with the pivot stage
+            return bcd_shape(
+                num_stages=num_stages - pivot, num_microbatches=num_microbatches, pivot=0, active=active[pivot:]
+            )
         default = default_run_ahead(num_stages=num_stages, pivot=pivot)
         ahead = min(default if self._run_ahead is None else self._run_ahead, self._num_next) if pivot else 0
         shape = bcd_shape(
             num_stages=num_stages,
             num_microbatches=num_microbatches,
             pivot=pivot,
-            active=[self._partition.stage_active(self._block, stage) for stage in range(num_stages)],
+            active=active,
             done_ahead=self._done_ahead,
             run_ahead=ahead,
         )
@@ -262,7 +276,8 @@ class _Iteration:
     ) -> None:
         self._shape, self._model, self._communicator, self._link = shape, model, communicator, link
         self._groups, self._trace = groups, trace
-        self._stage = groups.pp.rank()
+        # where the prefix is served, a plan has fewer stages than the pipeline: its last ones
+        self._stage = groups.pp.rank() - (groups.pp.size() - shape.num_stages)
         self._config = get_model_config(model)
         self._forward_step_func, self._batches = forward_step_func, data_iterator
         self._collect_non_loss_data, self._first_val_step = collect_non_loss_data, first_val_step
@@ -275,7 +290,7 @@ class _Iteration:
             tp_group=groups.tp,
             cp_group=groups.cp,
         )
-        self._actions = stage_actions(shape, self._stage)
+        self._actions = stage_actions(shape, self._stage) if self._stage >= 0 else ()
         self._is_training = shape.pivot < shape.num_stages
         self._is_after_prefix = self._stage > 0 and shape.is_one_way(self._stage - 1)
         self._num_to_receive = shape.done_ahead if self._is_pivot else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +13,10 @@ from megatron.bcd import cost
 from megatron.bcd.blocks import Partition
 from megatron.bcd.config import RunConfig
 from megatron.bcd.models import Implementation, count_parameters, gpt_of, is_active, is_always_active
+from megatron.bcd.phases import PhaseSchedule
 from megatron.bcd.pipeline_plan.plan import default_run_ahead
 from megatron.bcd.report import BlockSummary, RunSummary
+from megatron.bcd.subsets import PhaseSubset
 
 
 def summarize(
@@ -26,6 +29,8 @@ def summarize(
     global_batch_size: int,
     train_iters: int,
     implementation: Implementation,
+    phases: PhaseSchedule,
+    samples: PhaseSubset | None,
 ) -> RunSummary:
     """Collect the banner's figures from all ranks; a collective, the same on every rank."""
     data_size = parallel_state.get_data_parallel_world_size()
@@ -73,13 +78,15 @@ def summarize(
         total_parameters=total,
         blocks=tuple(blocks),
         layout=partition.layout,
-        steps_per_block=config.bcd.bcd_steps_per_block,
+        phases=phases.describe(),
         full_model_state_bytes=tuple(state_bytes(rank, rank["num_parameters"]) for rank in ranks),
         training=_describe_training(config, global_batch_size, train_iters),
         notes=(
             implementation.describe(),
             *_describe_kept_state(config, partition, [rank["num_between_phases"] for rank in ranks]),
             *_describe_pipeline(config, partition),
+            *_describe_samples(samples),
+            *_describe_prefix_cache(config, partition),
         ),
     )
 
@@ -179,6 +186,30 @@ def _describe_pipeline(config: RunConfig, partition: Partition) -> tuple[str, ..
 
 def _why_no_prefix(config: RunConfig) -> str:
     return f"--bcd-always-active {config.bcd.bcd_always_active} trains the bottom of the model in every phase"
+
+
+def _describe_samples(samples: PhaseSubset | None) -> tuple[str, ...]:
+    if samples is None:
+        return ()
+    return (
+        f"each phase trains on {samples.size:,} of the {samples.num_samples:,} sequences of an epoch; after "
+        f"{math.ceil(samples.num_samples / samples.size):,} phases all have been drawn",
+    )
+
+
+def _describe_prefix_cache(config: RunConfig, partition: Partition) -> tuple[str, ...]:
+    root = config.bcd.bcd_prefix_cache
+    if root is None:
+        return ()
+    if not partition.has_prefix:
+        return (f"prefix cache: off, no block has a prefix ({_why_no_prefix(config)})",)
+    lengths = [len(partition.prefix_layers(block.index)) for block in partition.blocks]
+    if not any(lengths):
+        return ("prefix cache: off, no block has a prefix (there is one block)",)
+    return (
+        f"prefix cache {root}: layers before the first active one, by block {', '.join(map(str, lengths))}; kept in "
+        f"{config.bcd.bcd_prefix_cache_dtype}",
+    )
 
 
 def _describe_training(config: RunConfig, global_batch_size: int, train_iters: int) -> str:

@@ -105,8 +105,8 @@ def gradients_of_all_blocks(config: RunConfig) -> list[dict[str, Any]]:
         for block in range(one.partition.num_blocks):
             one.active.build(block)
             one.active.zero_grad()
-            one._run_schedule(
-                one._batches(one.splits.train, consumed_samples=0), get_num_microbatches(), forward_only=False
+            one.run_schedule(
+                one.samples.look_ahead(phase=0, consumed_samples=0), get_num_microbatches(), forward_only=False
             )
             gradients = {}
             for name, parameter in gpt_of(one.model).named_parameters():
@@ -126,7 +126,7 @@ def gradients_of_all_blocks(config: RunConfig) -> list[dict[str, Any]]:
 def global_batch(config: RunConfig) -> dict[str, Tensor]:
     """All microbatches of the first step, put together along B."""
     with worlds.trainer(config) as one:
-        batches = one._batches(one.splits.train, consumed_samples=0)
+        batches = one.samples.look_ahead(phase=0, consumed_samples=0)
         microbatches = [next(batches) for _ in range(get_num_microbatches())]
         return {name: torch.cat([microbatch[name] for microbatch in microbatches]) for name in microbatches[0]}
 

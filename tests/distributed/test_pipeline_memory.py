@@ -132,7 +132,7 @@ def measured_run(config: RunConfig) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = []
     sends, messages = {"now": 0, "peak": 0}, Counter[int]()
     with counting_sends(sends), counting_messages(messages), worlds.trainer(config) as one:
-        run_schedule = one._run_schedule
+        run_schedule = one.run_schedule
 
         def measured(*args: Any, **kwargs: Any) -> list[dict[str, Any]]:
             sends["peak"] = 0
@@ -142,7 +142,7 @@ def measured_run(config: RunConfig) -> list[dict[str, Any]]:
             steps.append({"peak_bytes": live.peak, "peak_sends": sends["peak"], "sent_back": messages[one.stage - 1]})
             return reported
 
-        one._run_schedule = measured  # type: ignore[method-assign]
+        one.run_schedule = measured  # type: ignore[method-assign]
         one.run()
         assert sends["now"] == 0
         weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in one.model.parameters())

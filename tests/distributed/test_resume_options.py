@@ -26,7 +26,7 @@ def resumed(config: Any, root: str, **options: Any) -> dict[str, Any]:
         states = [dict(state) for optimizer in one.active.optimizers() if not optimizer.is_stub_optimizer
                   for state in optimizer.optimizer.state.values()]  # fmt: skip
         begin = {
-            "began_at": (one.iteration, one.consumed_samples, one.consumed_validation_samples),
+            "began_at": (one.iteration, one.consumed_samples, one.evaluation.consumed_samples),
             "began_in": one.state.to_dict(),
             "adam_steps": sorted({float(state["step"]) for state in states}),
             "scheduler_steps": one.scheduler.num_steps,

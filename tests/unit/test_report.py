@@ -58,7 +58,7 @@ def run_summary(num_ranks: int = 2) -> RunSummary:
             BlockSummary(index=1, layers="1", share=0.125, model_state_bytes=state(30)),
         ),
         layout="spread",
-        steps_per_block=10,
+        phases="10 steps per block, ascending order",
         full_model_state_bytes=tuple(2 * n for n in state(90)),
         training="60 iterations",
         notes=("attention: local",),

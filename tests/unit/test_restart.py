@@ -66,7 +66,7 @@ def test_readers_survive_a_signal_and_end_with_their_rank(repo_root: Path) -> No
     program = textwrap.dedent("""
         import signal
         import torch
-        from megatron.bcd.data import _leave_signals_to_the_rank
+        from megatron.bcd.data.batches import _leave_signals_to_the_rank
 
         def batches():
             yield from torch.utils.data.DataLoader(

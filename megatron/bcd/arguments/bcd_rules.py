@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,6 +53,10 @@ def check_prefix_cache(run: Run) -> None:
         )
         return
     name = f"--bcd-prefix-cache {run.bcd_prefix_cache}"
+    refuse_unless(
+        run.save is None or os.path.realpath(run.save) != os.path.realpath(run.bcd_prefix_cache),
+        f"{name} is the folder of --save: give each a folder of its own",
+    )
     refuse_unless(
         run.bcd_sample_ratio is not None,
         f"{name} needs --bcd-sample-ratio: without it no sample of a phase is used twice",

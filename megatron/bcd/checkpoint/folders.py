@@ -1,10 +1,12 @@
-"""The folder of --save at the start of a run: one job at a time, on a disk that every node sees."""
+"""The folders of --save and --bcd-prefix-cache at the start of a run: one job at a time, on a disk that all nodes
+see."""
 
 from __future__ import annotations
 
 import os
 import socket
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,7 @@ from megatron.bcd.checkpoint_files.folder_users import FolderLock, SharedFolderP
 
 @dataclass
 class Claim:
-    """The right to write below --save; the operating system takes it back when the process ends."""
+    """The right to write below a folder; the operating system takes it back when the process ends."""
 
     lock: FolderLock | None = None
     warnings: tuple[str, ...] = ()
@@ -26,7 +28,13 @@ class Claim:
             self.lock.release()
 
 
-def claim(root: str | None) -> Claim:
+def claim(
+    root: str | None,
+    *,
+    flag: str = "--save",
+    contents: str = "checkpoints",
+    clean: Callable[[str], Any] = folder.clean_leftovers,
+) -> Claim:
     """Lock `root` for this job, see that every node has it, remove what a killed run left. A collective.
 
     Raises:
@@ -39,14 +47,14 @@ def claim(root: str | None) -> Claim:
     token = uuid.uuid4().hex
     if is_first:
         try:
-            one.lock = FolderLock(root)
+            one.lock = FolderLock(root, flag=flag, contents=contents)
             warning = one.lock.acquire()
-            folder.clean_leftovers(root)
+            clean(root)
             SharedFolderProbe(root=root, token=token).announce()
         except ValueError as refused:
             error = str(refused)
         except OSError as failed:
-            error = f"--save {root} can't be written ({failed.strerror}): give a folder that can"
+            error = f"{flag} {root} can't be written ({failed.strerror}): give a folder that can"
     told: list[Any] = [(token, error)]
     torch.distributed.broadcast_object_list(told, src=0)
     token, error = told[0]
@@ -60,7 +68,7 @@ def claim(root: str | None) -> Claim:
     blind = sorted({host for host, sees in hosts if not sees})
     if blind:
         raise ValueError(
-            f"--save {root}: {', '.join(blind)} can't see what {hosts[0][0]} writes there; give a folder on a disk "
+            f"{flag} {root}: {', '.join(blind)} can't see what {hosts[0][0]} writes there; give a folder on a disk "
             "that all nodes share (NFS, Lustre, ...)"
         )
     one.warnings = (warning,) if warning else ()

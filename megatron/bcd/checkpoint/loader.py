@@ -164,8 +164,9 @@ def load_weights(source: Source, model: torch.nn.Module) -> None:
     gpt.load_state_dict(loaded["model"], strict=True)
 
 
-def load_kept_state(source: Source, active: ActiveSet, *, next_block: int) -> None:
-    """What was kept of the blocks but for `next_block`, the one that is built next; a collective, before that.
+def load_kept_state(source: Source, active: ActiveSet, *, next_block: int | None) -> None:
+    """What was kept of the blocks but for `next_block`, the one that is built next if it is known; a collective, before
+    that.
 
     Each is made active for a moment: so its parts are cut as they will be at its next visit.
 

@@ -41,6 +41,10 @@ class RunState:
     iteration: int
     consumed_samples: int
     consumed_validation_samples: int
+    samples_in_phase: int
+    """Training samples of the present phase, where --bcd-sample-ratio goes on."""
+    samples_seen_before: int
+    """Different training samples of the phases before."""
     phase: dict[str, Any]
     """PhaseState."""
     blocks: list[str]
@@ -127,14 +131,18 @@ def resumed_phase(saved: RunState, partition: Partition, phases: PhaseSchedule) 
     first block and step.
     """
     state = PhaseState.from_dict(saved.phase)
-    if saved.blocks == contents_of_blocks(partition):
-        return state, None
     cycle = state.phase // len(saved.blocks)
-    return (
-        PhaseState(phase=cycle * phases.num_blocks),
-        f"the checkpoint's blocks ({'; '.join(saved.blocks)}) are not those of this run "
-        f"({'; '.join(contents_of_blocks(partition))}): cycle {cycle} begins again, with new optimizer state",
-    )
+    if saved.blocks != contents_of_blocks(partition):
+        problem = (
+            f"the checkpoint's blocks ({'; '.join(saved.blocks)}) are not those of this run "
+            f"({'; '.join(contents_of_blocks(partition))})"
+        )
+    elif not phases.fits(state):
+        problem = f"--bcd-order {phases.order} can't go on amid a cycle of the checkpoint's order"
+    else:
+        return state, None
+    restarted = PhaseState(phase=cycle * phases.num_blocks)
+    return restarted, f"{problem}: cycle {cycle} begins again, with new optimizer state"
 
 
 def _side_by_side(sections: Mapping[str, Any]) -> dict[str, Any]:

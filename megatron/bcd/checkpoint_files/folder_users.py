@@ -1,4 +1,4 @@
-"""Who else uses a checkpoint root: another job that writes there, and nodes that do not see it. No collectives."""
+"""Who else uses a folder that a job writes in: another job, and nodes that do not see it. No collectives."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class FolderLock:
     The kernel releases it when that process ends, however it ends; no child process takes it over.
     """
 
-    def __init__(self, root: str) -> None:
-        self._root = root
+    def __init__(self, root: str, *, flag: str = "--save", contents: str = "checkpoints") -> None:
+        self._root, self._flag, self._contents = root, flag, contents
         self._file: int | None = None
 
     def acquire(self) -> str | None:
@@ -41,16 +41,16 @@ class FolderLock:
             holder = _read_holder(file)
             os.close(file)
             raise ValueError(
-                f"--save {self._root}: another job ({holder}) is writing checkpoints there; give another folder or "
-                "stop that job"
+                f"{self._flag} {self._root}: another job ({holder}) is writing {self._contents} there; give another "
+                "folder or stop that job"
             ) from None
         except OSError as error:
             os.close(file)
             if error.errno not in _NO_LOCKS_HERE:
                 raise
             return (
-                f"--save {self._root}: its file system can't lock files ({error.strerror}); two jobs that write "
-                "there would destroy each other's checkpoints"
+                f"{self._flag} {self._root}: its file system can't lock files ({error.strerror}); two jobs that write "
+                f"there would destroy each other's {self._contents}"
             )
         self._file = file
         # O_CLOEXEC ends at exec; a forked child shares the lock, and would keep it after this process was killed

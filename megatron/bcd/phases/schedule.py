@@ -117,8 +117,13 @@ class PhaseSchedule(PhaseSettings):
         )
 
     def is_switch(self, before: PhaseState, after: PhaseState) -> bool:
-        """Whether the active block differs; if not, nothing is rebuilt and the optimizer's moments go on."""
-        return before.phase != after.phase and self.block(before) != self.block(after)
+        """Whether the active block is built anew; if not, the same block goes on and its optimizer's moments, too.
+
+        Before a block is chosen in greedy order, others have been measured: then it is built anew in any case.
+        """
+        if before.phase == after.phase:
+            return False
+        return self.needs_scores(after) or self.block(before) != self.block(after)
 
     def may_end_with_next_step(self, state: PhaseState) -> bool:
         """Whether the coming step may be the phase's last; where not, it is not, whatever its loss.
@@ -163,6 +168,19 @@ class PhaseSchedule(PhaseSettings):
             return math.isinf(last.validation_loss)
         improvement = before.validation_loss - last.validation_loss
         return improvement < self.stop_cycle_improvement * abs(before.validation_loss)
+
+    @property
+    def least_steps(self) -> int:
+        """Steps that every phase has at least, unless the run ends."""
+        if self.switch == "steps":
+            return self.steps_per_block
+        least = max(self.min_steps_per_block, 2 * self.plateau_window)  # a best mean, and as long without a better one
+        return least if self.max_steps_per_block is None else min(least, self.max_steps_per_block)
+
+    @property
+    def scales_learning_rate(self) -> bool:
+        """Whether ``learning_rate_factor`` is ever other than 1."""
+        return bool(self.block_lr_multipliers or self.phase_warmup_steps)
 
     def learning_rate_factor(self, state: PhaseState) -> float:
         """What the coming step's learning rate is multiplied by: the block's multiplier and the phase's warm-up.

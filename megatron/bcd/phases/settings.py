@@ -58,6 +58,15 @@ class PhaseSettings:
             if not (math.isfinite(multiplier) and multiplier > 0):
                 raise ValueError(f"--bcd-block-lr-multipliers {multiplier}: each must be a finite number above 0")
 
+    def describe(self) -> str:
+        """Order and length of the phases, for people."""
+        if self.switch == "steps":
+            length = f"{self.steps_per_block:,} step{'' if self.steps_per_block == 1 else 's'} per block"
+        else:
+            most = "" if self.max_steps_per_block is None else f" to {self.max_steps_per_block:,}"
+            length = f"a block until its loss stops falling ({self.min_steps_per_block:,}{most or ' or more'} steps)"
+        return f"{length}, {self.order} order"
+
     def _check_warmup(self) -> None:
         _check_at_least("--bcd-phase-warmup-steps", self.phase_warmup_steps, 0)
         if self.switch == "steps":

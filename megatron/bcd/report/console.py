@@ -22,13 +22,12 @@ def banner_facts(summary: RunSummary) -> list[tuple[str, str]]:
     """Label and value of everything in the banner that is not the table of blocks."""
     stages = listed(summary.parameters_per_stage, lambda n: f"{n:,}", "stages")
     blocks = f"{len(summary.blocks)} block{'' if len(summary.blocks) == 1 else 's'}"
-    steps = f"{summary.steps_per_block:,} step{'' if summary.steps_per_block == 1 else 's'} per block"
     return [
         ("model", summary.model),
         ("parameters", f"{summary.total_parameters:,} (by pipeline stage: {stages})"),
         ("parallel", summary.parallel),
         ("training", summary.training),
-        ("layout", f"{summary.layout}, {blocks}, {steps}"),
+        ("layout", f"{summary.layout}, {blocks}, {summary.phases}"),
         *(("note", note) for note in summary.notes),
     ]
 

@@ -42,6 +42,12 @@ class StepRecord:
     skipped_iterations: int = 0
     """Steps that an fp16 overflow skipped since the last record."""
     global_batch_size: int = 0
+    data_seen: float = 0.0
+    """Share of one epoch of the training split that the run has trained on, 0 to 1."""
+    prefix_cache_hits: int = 0
+    """Samples since the last record whose prefix was read and not computed, over all ranks."""
+    prefix_cache_bytes: int = 0
+    """Of all caches below --bcd-prefix-cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +102,8 @@ class RunSummary:
     """The tied copy counted once."""
     blocks: tuple[BlockSummary, ...]
     layout: str
-    steps_per_block: int
+    phases: str
+    """Order and length of the phases."""
     full_model_state_bytes: tuple[int, ...]
     """By rank: what full-parameter training would need."""
     training: str

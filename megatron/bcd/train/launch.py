@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from dataclasses import asdict
 
@@ -11,6 +12,8 @@ import torch
 from megatron.bcd import data, platform
 from megatron.bcd.checkpoint import folders, loader
 from megatron.bcd.config import RunConfig
+from megatron.bcd.prefix_cache import folders as caches
+from megatron.bcd.prefix_cache.reader import DamagedRecord
 from megatron.bcd.refusal import refusing
 from megatron.bcd.report import Reporter
 from megatron.bcd.report.silent import SilentReporter
@@ -45,11 +48,15 @@ def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str) -> None
         trainer = Trainer(config, build_model, reporter, source=source)
         if is_new:  # the first to make it: nothing that was asked for is wrong
             claim = folders.claim(save)
-        for warning in claim.warnings:
+        cache_claim = claim_prefix_cache(config.bcd.bcd_prefix_cache)
+        for warning in (*claim.warnings, *cache_claim.warnings):
             reporter.warning(warning)
     try:
         with reporter:
             trainer.run()
+    except DamagedRecord as error:  # on this rank alone: the others wait in a collective until torchrun ends them
+        print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
     except TrainingFailed as error:
         if torch.distributed.get_rank() == 0:
             print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
@@ -58,6 +65,12 @@ def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str) -> None
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     claim.release()
+    cache_claim.release()
+
+
+def claim_prefix_cache(root: str | None) -> folders.Claim:
+    """See `folders.claim`. A collective."""
+    return folders.claim(root, flag="--bcd-prefix-cache", contents="prefix caches", clean=caches.clean_leftovers)
 
 
 def _resuming_after_restart(config: RunConfig) -> RunConfig:

@@ -21,7 +21,7 @@ def step_record(trainer: Trainer) -> StepRecord:
     interval = trainer.interval
     done = [result for result in interval if not result.skipped]
     milliseconds = statistics.fmean(result.milliseconds for result in interval)
-    model_state, gradients, optimizer_state, host_state, peak, saved, messages = _gather(
+    model_state, gradients, optimizer_state, host_state, peak, saved, messages, hits, cached = _gather(
         trainer.active.model_state_bytes(),
         trainer.active.gradient_bytes(),
         trainer.active.optimizer_state_bytes(),
@@ -29,6 +29,8 @@ def step_record(trainer: Trainer) -> StepRecord:
         platform.peak_memory_bytes(),
         trainer.saved_activations.peak_bytes,
         trainer.schedule.backward_messages,
+        trainer.prefix.take_hits(),
+        trainer.prefix.bytes_on_disk(),
     )
     return StepRecord(
         iteration=trainer.iteration,
@@ -37,7 +39,7 @@ def step_record(trainer: Trainer) -> StepRecord:
         phase=trainer.state.phase,
         block=trainer.phases.block(trainer.state),
         loss=statistics.fmean(result.loss for result in done or interval),
-        learning_rate=trainer.scheduler.get_lr({}),
+        learning_rate=trainer.learning_rate(),
         grad_norm=interval[-1].grad_norm,
         step_time_ms=milliseconds,
         tokens_per_second=get_current_global_batch_size() * trainer.config.model.seq_length / milliseconds * 1e3,
@@ -51,6 +53,9 @@ def step_record(trainer: Trainer) -> StepRecord:
         loss_scale=trainer.active.loss_scale() if trainer.config.precision == "fp16" else None,
         skipped_iterations=len(interval) - len(done),
         global_batch_size=get_current_global_batch_size(),
+        data_seen=trainer.samples.share_seen(),
+        prefix_cache_hits=sum(hits),
+        prefix_cache_bytes=max(cached),
     )
 
 

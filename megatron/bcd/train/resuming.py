@@ -36,15 +36,24 @@ def load_weights(trainer: Trainer, source: loader.Source | None) -> None:
         trainer.reporter.warning(restarted)
 
 
-def load_kept_state(trainer: Trainer, source: loader.Source | None) -> None:
-    """Before the first phase is built: what was kept of the other blocks. A collective.
+def take_up_counters(trainer: Trainer, source: loader.Source | None) -> None:
+    """Before the first phase is built: how far the run is in its data, and what was kept of the other blocks. A
+    collective.
 
     Raises:
         ValueError: the checkpoint can't be read.
     """
+    if source is None or source.state is None:
+        return
+    saved = source.state
+    trainer.iteration, trainer.consumed_samples = saved.iteration, saved.consumed_samples
+    trainer.evaluation.consumed_samples = saved.consumed_validation_samples
+    is_same_phase = trainer.state.to_dict() == saved.phase
+    trainer.samples.take_up(
+        in_phase=saved.samples_in_phase if is_same_phase else 0, seen_before=saved.samples_seen_before
+    )
     if _takes_optimizer_state(trainer, source):
-        assert source is not None
-        loader.load_kept_state(source, trainer.active, next_block=trainer.phases.block(trainer.state))
+        loader.load_kept_state(source, trainer.active, next_block=_next_block(trainer))
 
 
 def _takes_optimizer_state(trainer: Trainer, source: loader.Source | None) -> bool:
@@ -54,8 +63,13 @@ def _takes_optimizer_state(trainer: Trainer, source: loader.Source | None) -> bo
     return source.state.blocks == run_state.contents_of_blocks(trainer.partition)
 
 
+def _next_block(trainer: Trainer) -> int | None:
+    """The block of the coming step; None where greedy order has yet to choose it."""
+    return None if trainer.phases.needs_scores(trainer.state) else trainer.phases.block(trainer.state)
+
+
 def take_up(trainer: Trainer, source: loader.Source | None) -> None:
-    """After the first phase is built: counters, optimizer state, random generators. A collective.
+    """After the first phase is built: optimizer state, scheduler, random generators. A collective.
 
     Raises:
         ValueError: the checkpoint can't be read.
@@ -63,8 +77,6 @@ def take_up(trainer: Trainer, source: loader.Source | None) -> None:
     if source is None or source.state is None:
         return
     saved, checkpoint = source.state, trainer.config.checkpoint
-    trainer.iteration, trainer.consumed_samples = saved.iteration, saved.consumed_samples
-    trainer.consumed_validation_samples = saved.consumed_validation_samples
     trainer.interval = [StepResult(**step) for step in saved.interval]
     trainer.skipped_in_a_row = saved.skipped_steps
     trainer.scheduler.num_steps = saved.scheduler_steps
@@ -82,12 +94,14 @@ def take_up(trainer: Trainer, source: loader.Source | None) -> None:
 def state_of(trainer: Trainer) -> run_state.RunState:
     """Where the run stands, the same on every rank. A collective."""
     # after the last step of a phase the next block's turn has come
-    is_current = trainer.active.block == trainer.phases.block(trainer.state)
+    is_current = trainer.active.block == _next_block(trainer)
     summaries = optimizer_state.summarize(trainer.active, is_current=is_current)
     return run_state.RunState(
         iteration=trainer.iteration,
         consumed_samples=trainer.consumed_samples,
-        consumed_validation_samples=trainer.consumed_validation_samples,
+        consumed_validation_samples=trainer.evaluation.consumed_samples,
+        samples_in_phase=trainer.samples.in_phase,
+        samples_seen_before=trainer.samples.seen_before,
         phase=trainer.state.to_dict(),
         blocks=run_state.contents_of_blocks(trainer.partition),
         scheduler_steps=trainer.scheduler.num_steps,

@@ -28,11 +28,15 @@ from megatron.bcd.loss import forward_step, reduce_losses
 from megatron.bcd.lr_schedule import build_scheduler
 from megatron.bcd.phases import PhaseSchedule, PhaseState
 from megatron.bcd.pipeline import PipelineSchedule
-from megatron.bcd.report import EvalRecord, Reporter
+from megatron.bcd.report import Reporter
 from megatron.bcd.saved_activations import SavedActivations
 from megatron.bcd.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.bcd.train import resuming
+from megatron.bcd.train.evaluation import Evaluation
+from megatron.bcd.train.greedy import gradient_scores
+from megatron.bcd.train.prefix import Prefix
 from megatron.bcd.train.records import step_record
+from megatron.bcd.train.samples import TrainingSamples
 from megatron.bcd.train.steps import StepResult, TrainingFailed
 from megatron.bcd.train.stopping import StopRequests
 
@@ -88,11 +92,14 @@ class Trainer:
         self.model = build_model(config, vocab_size, implementation)
         if config.training.data_parallel_random_init:
             models.broadcast_from_first_replica(self.model)
-        self.iteration = self.consumed_samples = self.consumed_validation_samples = 0
+        self.iteration = self.consumed_samples = 0
         self.state = PhaseState()
         source = source or loader.find(config)
         resuming.load_weights(self, source)
         self.splits = data.build_splits(config, plan)  # the first to write: nothing that was asked for is wrong
+        self.samples = TrainingSamples(config, dataset=self.splits.train, epoch_samples=plan.epoch_samples)
+        self.evaluation = Evaluation(self)
+        self.prefix = Prefix(self, implementation)
         self.active = ActiveSet(model=self.model, config=config, partition=self.partition, stage=self.stage)
         self.saver = Saver(config.checkpoint, reporter) if config.checkpoint.save else None
         self.stopping = StopRequests(config.checkpoint)
@@ -100,7 +107,6 @@ class Trainer:
         self.interval: list[StepResult] = []
         self.skipped_in_a_row = 0
         self._switch_is_unchecked = True
-        self._validation_batches: Iterator[data.Batch] | None = None
         self.schedule = PipelineSchedule(
             name=config.bcd.bcd_schedule, partition=self.partition, run_ahead=config.bcd.bcd_run_ahead
         )
@@ -117,12 +123,14 @@ class Trainer:
                 global_batch_size=self.global_batch_size,
                 train_iters=self.train_iters,
                 implementation=implementation,
+                phases=self.phases,
+                samples=self.samples.subset,
             )
         )
         if not config.training.skip_train:
-            resuming.load_kept_state(self, source)
+            resuming.take_up_counters(self, source)
             platform.reset_peak_memory()
-            self._build(self.phases.block(self.state))
+            self._begin_phase()
             self.scheduler = build_scheduler(self.config, self.active.optimizer, self.global_batch_size)
             resuming.take_up(self, source)
 
@@ -136,27 +144,30 @@ class Trainer:
         if not training.skip_train:
             with self.stopping.listening():
                 self._train()
+            self.prefix.close()
             if self._is_stopped:
                 return
         if training.eval_iters:  # as stock does: on the next samples, also where an interval ended just now
-            self._evaluate("validation", is_final=True)
+            self.evaluation.run("validation", is_final=True)
         if training.eval_iters and self.splits.has_test:
-            self._evaluate("test", is_final=True)
+            self.evaluation.run("test", is_final=True)
 
     def _train(self) -> None:
         """The loop."""
         training, report = self.config.training, self.config.report
-        batches = self._batches(self.splits.train, consumed_samples=self.consumed_samples)
-        self._set_train_mode(True)
+        self.set_train_mode(True)
         gc.freeze()  # modules and data live as long as the run: a switch need not look through them for garbage
         if training.manual_gc:
             gc.disable()
-        while self.iteration < self.train_iters and not self._is_stopped:
+        is_last = self.phases.is_converged(self.state)  # a run that has converged is not gone on with
+        while self.iteration < self.train_iters and not (is_last or self._is_stopped):
             update_num_microbatches(self.consumed_samples, consistency_check=False)
+            batches = self.prefix.batches()
             result = self.train_step(batches, num_microbatches_next=self._num_microbatches_next())
             self.interval.append(result)
             self.iteration += 1
             self.consumed_samples += get_current_global_batch_size()
+            self.samples.after_step(get_current_global_batch_size())
             self.reporter.progress(self.iteration)
             self._check_switch_once(result)
             self._count_skipped(result)
@@ -166,8 +177,8 @@ class Trainer:
                 # as stock does, the first iteration is told at once and counts in the first interval as well
                 self.interval = self.interval if self.iteration == 1 else []
             if training.eval_iters and self.iteration % training.eval_interval == 0:
-                self._evaluate("validation")
-            self._advance_phase(result.loss, is_last=is_last)
+                self.evaluation.run("validation")
+            is_last = self._advance_phase(result.loss, is_last=is_last)
             self._stop_or_save(is_last=is_last)
             if training.manual_gc and training.manual_gc_interval and self.iteration % training.manual_gc_interval == 0:
                 gc.collect()
@@ -231,10 +242,13 @@ class Trainer:
         self.active.zero_grad()
         self.schedule.prepare_next(num_microbatches_next)
         with self._measuring_once_a_phase():
-            losses = self._run_schedule(batches, get_num_microbatches(), forward_only=False)
+            losses = self.run_schedule(batches, get_num_microbatches(), forward_only=False)
         loss_sum, num_tokens = reduce_losses(losses).tolist()
         loss = loss_sum / max(num_tokens, 1.0)
-        learning_rate = self.scheduler.get_lr({})
+        learning_rate = self.learning_rate()
+        if self.phases.scales_learning_rate:
+            self.scheduler.step(0)  # a step that is skipped would leave the rates scaled
+            self.active.scale_learning_rate(self.phases.learning_rate_factor(self.state))
         skips_non_finite = self.config.training.check_for_nan_in_loss_and_grad
         is_finite = math.isfinite(loss) or self.config.precision == "fp16"  # there the loss scale must hear of it
         grad_norm = self.active.step(skip_non_finite=skips_non_finite) if is_finite or not skips_non_finite else None
@@ -248,7 +262,7 @@ class Trainer:
             milliseconds=timer.elapsed() * 1e3,
         )
 
-    def _run_schedule(
+    def run_schedule(
         self, batches: Iterator[data.Batch], num_microbatches: int, *, forward_only: bool
     ) -> list[dict[str, Any]]:
         return self.schedule(
@@ -291,21 +305,51 @@ class Trainer:
         self._measured = now
         return self.saved_activations.measuring(self.model.parameters())
 
-    def _build(self, block: int) -> None:
+    def build(self, block: int) -> None:
+        """Make `block` the active one."""
         self.active.build(block)
         self.schedule.begin_phase(block)
 
-    def _advance_phase(self, loss: float, *, is_last: bool) -> None:
-        """Count the step; at the end of the phase make the next block active, unless no step follows."""
+    def _begin_phase(self) -> None:
+        """Make the present phase's block active; in greedy order choose it first."""
+        if self.phases.needs_scores(self.state):
+            self.state = self.phases.choose_block(self.state, gradient_scores(self))
+        self.build(self.phases.block(self.state))
+
+    def _advance_phase(self, loss: float, *, is_last: bool) -> bool:
+        """Count the step; at the end of the phase make the next block active, unless no step follows.
+
+        Returns whether no step follows: `is_last`, or a cycle has ended that improved too little.
+        """
         before, self.state = self.state, self.phases.after_step(self.state, loss=loss)
-        if is_last or not self.phases.is_switch(before, self.state):
-            return
+        if self.state.phase == before.phase:
+            return is_last
+        self.samples.end_phase()
+        if self.phases.stop_cycle_improvement is not None and self.phases.is_cycle_end(self.state):
+            self.state = self.phases.after_evaluation(self.state, self.evaluation.validation_loss_now())
+            if self.phases.is_converged(self.state) and not is_last:
+                self.reporter.note(self._describe_convergence())
+                is_last = True
+        if not is_last and self.phases.is_switch(before, self.state):
+            self._switch()
+        return is_last
+
+    def _describe_convergence(self) -> str:
+        before, last = (end.validation_loss for end in self.state.cycle_ends)
+        return (
+            f"the run ends after iteration {self.iteration}: cycle {self.phases.cycle(self.state) - 1} brought the "
+            f"validation loss from {before:.6f} to {last:.6f}, an improvement of less than "
+            f"--bcd-stop-cycle-improvement {self.phases.stop_cycle_improvement}"
+        )
+
+    def _switch(self) -> None:
+        """From the active block to that of the present phase."""
         timer = self._timers("switch", log_level=0)
         timer.start()
         self.scheduler.optimizer = None  # else the old optimizer and its gradients would outlive the new build
         self.active.dispose()
         platform.reset_peak_memory()  # a phase's peak includes the building of its own state
-        self._build(self.phases.block(self.state))
+        self._begin_phase()
         self.scheduler.optimizer = self.active.optimizer
         self.scheduler.step(0)  # the new optimizer's groups get the learning rate of now
         self._switch_is_unchecked = True
@@ -318,6 +362,10 @@ class Trainer:
             switch_time_ms=timer.elapsed() * 1e3,
         )
 
+    def learning_rate(self) -> float:
+        """Of the active block, in the coming step."""
+        return float(self.scheduler.get_lr({})) * self.phases.learning_rate_factor(self.state)
+
     def _check_switch_once(self, result: StepResult) -> None:
         """Once a phase, after the first step that had to change something: did it, and nothing else?"""
         if not self._switch_is_unchecked or result.skipped or not result.learning_rate or not result.grad_norm:
@@ -329,47 +377,5 @@ class Trainer:
         if problem:
             raise RuntimeError(f"iteration {self.iteration}, phase {self.state.phase}: {problem}")
 
-    @torch.no_grad()
-    def _evaluate(self, split: str, *, is_final: bool = False) -> None:
-        """Mean loss over the next --eval-iters global batches of a split."""
-        num_microbatches = self.global_batch_size // (
-            self.config.training.micro_batch_size * parallel_state.get_data_parallel_world_size()
-        )
-        batches = self._evaluation_batches(split)
-        self.active.pause_parameter_gather()
-        self._set_train_mode(False)
-        total = torch.zeros(2, device=platform.device(), dtype=torch.float64)
-        for _ in range(self.config.training.eval_iters):
-            total += reduce_losses(self._run_schedule(batches, num_microbatches, forward_only=True))
-        self._set_train_mode(True)
-        self.active.resume_parameter_gather()
-        if split == "validation":
-            self.consumed_validation_samples += self.config.training.eval_iters * self.global_batch_size
-        loss_sum, num_tokens = total.tolist()
-        self.reporter.evaluation(
-            EvalRecord(
-                iteration=self.iteration,
-                consumed_samples=self.consumed_samples,
-                split=split,
-                loss=loss_sum / max(num_tokens, 1.0),
-                is_final=is_final,
-            )
-        )
-
-    def _evaluation_batches(self, split: str) -> Iterator[data.Batch]:
-        """Each evaluation on the validation split goes on where the one before ended."""
-        if split == "test":
-            return self._batches(self.splits.test, consumed_samples=0)
-        if self._validation_batches is None:
-            self._validation_batches = self._batches(
-                self.splits.validation, consumed_samples=self.consumed_validation_samples
-            )
-        return self._validation_batches
-
-    def _batches(self, dataset: Any, *, consumed_samples: int) -> Iterator[data.Batch]:
-        if dataset is None:
-            return data.no_batches()
-        return data.batches(dataset, self.config, consumed_samples=consumed_samples)
-
-    def _set_train_mode(self, train: bool) -> None:
+    def set_train_mode(self, train: bool) -> None:
         (self.active.wrapped or self.model).train(train)

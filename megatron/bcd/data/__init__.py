@@ -1,0 +1,32 @@
+"""Indexed datasets, their checks, and the batches of a run."""
+
+from megatron.bcd.data.batches import (
+    Batch,
+    ConsecutiveBatches,
+    SubsetBatches,
+    batch_of,
+    batches,
+    no_batches,
+    subset_batches,
+)
+from megatron.bcd.data.indexed import check_indexed_dataset
+from megatron.bcd.data.lengths import global_batch_size, num_iterations, num_samples
+from megatron.bcd.data.splits import SplitPlan, Splits, build_splits, plan_splits
+
+__all__ = [
+    "Batch",
+    "ConsecutiveBatches",
+    "SplitPlan",
+    "Splits",
+    "SubsetBatches",
+    "batch_of",
+    "batches",
+    "build_splits",
+    "check_indexed_dataset",
+    "global_batch_size",
+    "no_batches",
+    "num_iterations",
+    "num_samples",
+    "plan_splits",
+    "subset_batches",
+]

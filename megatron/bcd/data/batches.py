@@ -1,0 +1,157 @@
+"""Micro-batches of this data-parallel rank.
+
+Tensor shapes: B micro-batch size, S sequence length.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy
+import torch
+from megatron.core import parallel_state
+
+from megatron.bcd import platform
+from megatron.bcd.config import RunConfig
+from megatron.bcd.subsets import PhaseSubset
+
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_MICROBATCHES_AT_ONCE = 256
+"""Of a subset: computed together, which is far quicker than one by one."""
+
+Batch = dict[str, torch.Tensor]
+
+
+class ConsecutiveBatches:
+    """Batch sampler: consecutive samples, dealt to the data-parallel ranks in runs of one micro-batch (Megatron-LM's
+    `single` order).
+
+    A last batch that would be too short is left out.
+    """
+
+    def __init__(
+        self, *, total_samples: int, consumed_samples: int, micro_batch_size: int, rank: int, num_ranks: int
+    ) -> None:
+        self.total_samples = total_samples
+        self.consumed_samples = consumed_samples
+        self.micro_batch_size = micro_batch_size
+        self.rank = rank
+        self.step = micro_batch_size * num_ranks
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in range(self.consumed_samples, self.total_samples - self.step + 1, self.step):
+            first = start + self.rank * self.micro_batch_size
+            yield list(range(first, first + self.micro_batch_size))
+
+    def __len__(self) -> int:
+        return max(0, (self.total_samples - self.consumed_samples) // self.step)
+
+
+class SubsetBatches:
+    """Batch sampler: the subset of one phase from a position on, pass after pass without an end, dealt to the
+    data-parallel ranks as `ConsecutiveBatches` does."""
+
+    def __init__(
+        self, *, subset: PhaseSubset, phase: int, position: int, micro_batch_size: int, rank: int, num_ranks: int
+    ) -> None:
+        """`position`: samples that the phase has trained on already, over all ranks."""
+        self.subset, self.phase, self.position = subset, phase, position
+        self.micro_batch_size = micro_batch_size
+        self.rank = rank
+        self.step = micro_batch_size * num_ranks
+
+    def __iter__(self) -> Iterator[list[int]]:
+        in_batch = self.rank * self.micro_batch_size + numpy.arange(self.micro_batch_size)
+        of_batches = self.step * numpy.arange(_MICROBATCHES_AT_ONCE)
+        for start in itertools.count(self.position, self.step * _MICROBATCHES_AT_ONCE):
+            positions = (start + of_batches[:, None] + in_batch[None, :]).reshape(-1)
+            yield from self.subset.samples(self.phase, positions).reshape(-1, self.micro_batch_size).tolist()
+
+
+def _collate(samples: Sequence[dict[str, Any]]) -> Batch:
+    return {name: torch.stack([torch.as_tensor(sample[name]) for sample in samples]) for name in samples[0]}
+
+
+def batches(
+    dataset: Any, config: RunConfig, *, consumed_samples: int, total_samples: int | None = None
+) -> Iterator[Batch]:
+    """Micro-batches of this data-parallel rank, on its device, from sample `consumed_samples` on.
+
+    `tokens`, `labels`, `position_ids` int64 [B, S], `loss_mask` float32 [B, S], and with --reset-attention-mask
+    `attention_mask` bool [B, 1, S, S], True = masked.
+    """
+    sampler = ConsecutiveBatches(
+        total_samples=len(dataset) if total_samples is None else total_samples,
+        consumed_samples=consumed_samples,
+        micro_batch_size=config.training.micro_batch_size,
+        rank=parallel_state.get_data_parallel_rank(),
+        num_ranks=parallel_state.get_data_parallel_world_size(),
+    )
+    return _loaded(dataset, sampler, config)
+
+
+def subset_batches(
+    dataset: Any, config: RunConfig, *, subset: PhaseSubset, phase: int, position: int
+) -> Iterator[Batch]:
+    """As `batches`, of the subset that `phase` trains on, from `position` of it on, without an end."""
+    sampler = SubsetBatches(
+        subset=subset,
+        phase=phase,
+        position=position,
+        micro_batch_size=config.training.micro_batch_size,
+        rank=parallel_state.get_data_parallel_rank(),
+        num_ranks=parallel_state.get_data_parallel_world_size(),
+    )
+    return _loaded(dataset, sampler, config)
+
+
+def batch_of(dataset: Any, indices: Sequence[int]) -> Batch:
+    """The samples `indices` as one micro-batch on the device, read at once; see `batches`."""
+    batch = _collate([dataset[index] for index in indices])
+    return {name: tensor.to(platform.device(), non_blocking=True) for name, tensor in batch.items()}
+
+
+def _loaded(dataset: Any, sampler: Iterable[list[int]], config: RunConfig) -> Iterator[Batch]:
+    workers = config.data.num_workers
+    loader = torch.utils.data.DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        collate_fn=_collate,
+        num_workers=workers,
+        pin_memory=platform.has_cuda(),
+        persistent_workers=workers > 0,
+        worker_init_fn=_leave_signals_to_the_rank,
+        generator=torch.Generator().manual_seed(config.training.seed),
+    )  # else the loader would draw from the model's generator
+    return _on_device(loader)
+
+
+def _leave_signals_to_the_rank(worker: int) -> None:
+    """Slurm signals every process of a job: a reader that died of it would end the rank before it has saved.
+
+    Its own rank's SIGTERM still ends a reader: Python sends one when a rank fails, and then waits without a limit.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    threading.Thread(target=_end_with_the_rank, name="signals", daemon=True).start()
+
+
+def _end_with_the_rank() -> None:
+    while signal.sigwaitinfo(_STOP_SIGNALS).si_pid != os.getppid():
+        pass
+    os._exit(0)
+
+
+def _on_device(loader: Iterable[Batch]) -> Iterator[Batch]:
+    device = platform.device()
+    for batch in loader:
+        yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def no_batches() -> Iterator[Batch]:
+    """What a stage in the middle of the pipeline reads: empty batches, for ever."""
+    return itertools.repeat({})

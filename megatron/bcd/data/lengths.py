@@ -1,0 +1,74 @@
+"""How many steps a run has, and how many sequences it draws."""
+
+from __future__ import annotations
+
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
+
+from megatron.bcd.config import RunConfig
+
+
+def global_batch_size(config: RunConfig) -> int:
+    """Sequences of one training step: --global-batch-size, or one micro-batch on every data-parallel rank."""
+    return config.training.global_batch_size or (
+        config.training.micro_batch_size * parallel_state.get_data_parallel_world_size()
+    )
+
+
+def num_iterations(config: RunConfig) -> int:
+    """Training steps of the run. With --train-samples as stock counts them: a last batch that is not full is left out.
+
+    Raises:
+        ValueError: --train-samples holds no full global batch.
+    """
+    training = config.training
+    if training.train_iters is not None or training.skip_train:
+        return training.train_iters or 0
+    samples, full_batch = training.train_samples or 0, global_batch_size(config)
+    consumed = iterations = 0
+    if training.rampup_batch_size:
+        start, increment, ramp = training.rampup_batch_size
+        calculator = RampupBatchsizeNumMicroBatchesCalculator(
+            full_batch,
+            training.micro_batch_size,
+            parallel_state.get_data_parallel_world_size(),
+            False,
+            1,  # a rank other than 0 prints nothing
+            start,
+            increment,
+            ramp,
+        )
+        while consumed <= ramp:
+            calculator.update(consumed, False)
+            if consumed + calculator.get_current_global_batch_size() > samples:
+                break
+            consumed += calculator.get_current_global_batch_size()
+            iterations += 1
+    iterations += max(0, samples - consumed) // full_batch
+    if iterations < 1:
+        raise ValueError(
+            f"--train-samples {samples} is less than one global batch; give at least --global-batch-size {full_batch}"
+        )
+    return iterations
+
+
+def _shortest_cycle(config: RunConfig) -> int:
+    """Steps of a cycle, or fewer."""
+    bcd = config.bcd
+    if bcd.bcd_switch == "steps":
+        return bcd.bcd_steps_per_block
+    return bcd.bcd_min_steps_per_block
+
+
+def num_samples(config: RunConfig, train_iters: int) -> tuple[int, int, int]:
+    """Sequences that the run draws from the training, validation and test split.
+
+    These are stock Megatron-LM's numbers: they decide the order of the samples.
+    """
+    training = config.training
+    batch = global_batch_size(config)
+    train = training.train_samples or train_iters * batch
+    evaluations = 1 if training.skip_train else train_iters // training.eval_interval + 1
+    if config.bcd.bcd_stop_cycle_improvement is not None:  # an evaluation follows every cycle
+        evaluations += train_iters // _shortest_cycle(config)
+    return train, evaluations * training.eval_iters * batch, training.eval_iters * batch

@@ -1,0 +1,182 @@
+"""The training, validation and test split: checked first, built when nothing that was asked for is wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.utils import get_blend_from_list
+
+from megatron.bcd.config import RunConfig
+from megatron.bcd.data.indexed import check_indexed_dataset
+from megatron.bcd.data.lengths import num_samples
+from megatron.bcd.subsets import PhaseSubset
+
+_DEFAULT_SPLIT = "969, 30, 1"  # Megatron-LM's
+_SPLIT_NAMES = ("training", "validation", "test")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Splits:
+    """Datasets of this rank; None where the split is empty or this stage needs no data."""
+
+    train: Any
+    validation: Any
+    test: Any
+    has_test: bool
+    """Whether the run has a test split, also where this stage has no data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitPlan:
+    """Data that was checked, before anything is written: Megatron Core's configuration, and sequences per split."""
+
+    dataset_config: GPTDatasetConfig
+    sizes: tuple[int, int, int]
+    epoch_samples: int
+    """Sequences of one epoch of the training split (see `_epoch_samples`)."""
+
+
+def plan_splits(config: RunConfig, tokenizer: Any, train_iters: int) -> SplitPlan:
+    """Check the data, reading only.
+
+    Raises:
+        ValueError: see `check_indexed_dataset`; or a split that is needed is shorter than one sequence.
+    """
+    dataset_config = _dataset_config(config, tokenizer)
+    sizes = num_samples(config, train_iters)
+    epoch_samples = sizes[0]  # made-up tokens have no other end
+    if not config.data.mock_data:
+        num_tokens = _check_splits(config, dataset_config, tokenizer.vocab_size, sizes)
+        epoch_samples = _epoch_samples(config, dataset_config, num_tokens)
+    if config.bcd.bcd_sample_ratio is not None and not config.training.skip_train:
+        sizes = (epoch_samples, *sizes[1:])
+        PhaseSubset(num_samples=epoch_samples, ratio=config.bcd.bcd_sample_ratio, seed=config.training.seed)
+    return SplitPlan(dataset_config=dataset_config, sizes=sizes, epoch_samples=epoch_samples)
+
+
+def _epoch_samples(config: RunConfig, dataset_config: GPTDatasetConfig, num_tokens: Sequence[int]) -> int:
+    """Sequences until every dataset of the training split has been read once, drawn by the blend's weights; without
+    weights as many as they hold together. `num_tokens`: of the training split, by prefix."""
+    blend = dataset_config.blend or dataset_config.blend_per_split[0]
+    # a sequence's labels reach one token into the next one
+    sequences = [(tokens - 1) // config.model.seq_length for tokens in num_tokens]
+    if blend is None or blend[1] is None or len(sequences) == 1:
+        return sum(sequences)
+    return max(math.ceil(n * sum(blend[1]) / weight) for n, weight in zip(sequences, blend[1], strict=True))
+
+
+def build_splits(config: RunConfig, plan: SplitPlan) -> Splits:
+    """Build the splits and write their index cache, on all ranks together (Megatron Core's builder has barriers).
+
+    Raises:
+        ValueError: the index cache can't be written.
+    """
+    dataset_config = plan.dataset_config
+    needs_data = (
+        parallel_state.is_pipeline_first_stage()
+        or parallel_state.is_pipeline_last_stage()
+        or config.data.reset_attention_mask
+    )
+    dataset_class = MockGPTDataset if config.data.mock_data else GPTDataset
+    try:
+        built = BlendedMegatronDatasetBuilder(
+            dataset_class, list(plan.sizes), lambda: needs_data, dataset_config
+        ).build()
+    except Exception as error:  # Megatron Core wraps what the disk says
+        reason = error if isinstance(error, OSError) else error.__cause__
+        if not isinstance(reason, OSError):
+            raise
+        raise ValueError(
+            f"--data-cache-path {config.data.data_cache_path or '(beside the data)'}: the index cache can't be "
+            f"written ({reason.strerror}: {reason.filename}); give a folder that can"
+        ) from error
+    bounds = dataset_config.split_matrix or dataset_config.blend_per_split
+    return Splits(train=built[0], validation=built[1], test=built[2], has_test=bounds[2] is not None)
+
+
+def _dataset_config(config: RunConfig, tokenizer: Any) -> GPTDatasetConfig:
+    data = config.data
+    per_split = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    fields: dict[str, Any] = {}
+    if any(per_split):
+        fields["blend_per_split"] = [get_blend_from_list(list(paths) if paths else None) for paths in per_split]
+    elif not data.mock_data:
+        fields["blend"] = get_blend_from_list(list(data.data_path or ()))
+        fields["split"] = data.split or _DEFAULT_SPLIT
+    return GPTDatasetConfig(
+        random_seed=config.training.seed,
+        sequence_length=config.model.seq_length,
+        tokenizer=tokenizer,
+        path_to_cache=data.data_cache_path,
+        reset_position_ids=data.reset_position_ids,
+        eod_mask_loss=data.eod_mask_loss,
+        reset_attention_mask=data.reset_attention_mask,
+        create_attention_mask=data.reset_attention_mask,  # plain causal attention needs no S x S mask per sample
+        **fields,
+    )
+
+
+def _check_splits(
+    config: RunConfig, dataset_config: GPTDatasetConfig, vocab_size: int, sizes: tuple[int, ...]
+) -> list[int]:
+    """Check every file of the blend, and that each split that is needed fills a sequence; a test split that does not
+    is left out. Returns the training split's tokens, by prefix."""
+    needed = sizes[0] > 0, config.training.eval_iters > 0, False
+    if dataset_config.blend is not None:
+        dataset_config.split_matrix[1:] = [
+            bounds if config.training.eval_iters else None for bounds in dataset_config.split_matrix[1:]
+        ]
+        return [
+            _check_shares(config, dataset_config, prefix, check_indexed_dataset(prefix, vocab_size), needed)
+            for prefix in dataset_config.blend[0]
+        ]
+    train_tokens = []
+    flags = ("--train-data-path", "--valid-data-path", "--test-data-path")
+    for i, blend in enumerate(dataset_config.blend_per_split):
+        if blend is None and needed[i]:
+            raise ValueError(
+                f"{flags[i]} is missing; with data per split give one for the {_SPLIT_NAMES[i]} split"
+                + (", or --eval-iters 0" if i == 1 else "")
+            )
+        for prefix in blend[0] if blend else ():
+            num_tokens = int(check_indexed_dataset(prefix, vocab_size, flags[i]).sum())
+            if i == 0:
+                train_tokens.append(num_tokens)
+            if num_tokens <= config.model.seq_length:
+                raise ValueError(
+                    f"{flags[i]} {prefix}: holds less than one sequence of {config.model.seq_length + 1:,} tokens"
+                )
+    return train_tokens
+
+
+def _check_shares(
+    config: RunConfig,
+    dataset_config: GPTDatasetConfig,
+    prefix: str,
+    documents: numpy.ndarray,
+    needed: tuple[bool, ...],
+) -> int:
+    """Check what --split gives of one prefix; Megatron Core wants a sequence of each, or builds for ever. Returns the
+    training split's tokens."""
+    train_tokens = 0
+    for i, name in enumerate(_SPLIT_NAMES):
+        first, last = (int(round(bound * len(documents))) for bound in dataset_config.split_matrix[i] or (0, 0))
+        num_tokens = int(documents[first:last].sum())
+        train_tokens = num_tokens if i == 0 else train_tokens
+        if num_tokens > config.model.seq_length:
+            continue
+        dataset_config.split_matrix[i] = None
+        if needed[i]:
+            raise ValueError(
+                f"--split {dataset_config.split}: the {name} split of {prefix} holds {num_tokens:,} tokens and one "
+                f"sequence needs {config.model.seq_length + 1:,}; give it a larger share"
+                + (", or --eval-iters 0" if i == 1 else "")
+            )
+    return train_tokens

@@ -1,0 +1,175 @@
+"""The caches below --bcd-prefix-cache: found, made, and deleted where another needs the room. No collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from dataclasses import dataclass
+
+import numpy
+
+from megatron.bcd.prefix_cache.key import CacheKey, digest_of
+from megatron.bcd.prefix_cache.store import FILE_NAME, RecordStore, Slots
+
+_FOLDER_NAME = re.compile(r"prefix_[0-9a-f]{32}(\.incomplete)?")
+_MANIFEST = "manifest.json"
+_SAMPLES = "samples.bin"
+
+
+class Cache:
+    """One cache: its key, which samples it holds, and their records. Slots are in the order of the samples."""
+
+    def __init__(self, root: str, key: CacheKey, samples: Slots) -> None:
+        """`samples`: dataset indices, ascending."""
+        self.key, self.samples = key, samples
+        self.folder = os.path.join(root, key.name)
+        self.store = RecordStore(self.folder, name=key.name, num_records=key.num_records, record_bytes=key.record_bytes)
+
+    def slots_of(self, samples: Slots) -> Slots:
+        """Where the records of these dataset indices are; -1 for those that the cache does not hold."""
+        places = numpy.searchsorted(self.samples, samples)
+        places[places == len(self.samples)] = 0
+        return numpy.where(self.samples[places] == samples, places, -1)
+
+
+def samples_digest(samples: Slots) -> str:
+    """The part of a key that stands for the dataset indices `samples`, ascending."""
+    return digest_of([numpy.ascontiguousarray(samples, dtype="<i8").tobytes()])
+
+
+def prepare(root: str, key: CacheKey, samples: Slots) -> Cache:
+    """The cache of `key`, its room taken; what is there of it already is kept. Raises OSError as the disk says."""
+    cache = Cache(root, key, samples)
+    if _read_key(cache.folder) != key:
+        delete(cache.folder)
+        aside = cache.folder + ".incomplete"
+        delete(aside)
+        os.makedirs(aside)
+        _write(os.path.join(aside, _SAMPLES), numpy.ascontiguousarray(samples, dtype="<i8").tobytes())
+        _write(os.path.join(aside, _MANIFEST), key.to_json().encode())
+        os.rename(aside, cache.folder)
+        _sync_folder(root)
+    cache.store.reserve()
+    return cache
+
+
+def shorter(root: str, key: CacheKey) -> list[Cache]:
+    """Caches whose records are the input of a layer of the prefix of `key`, or its outputs for other samples; the
+    longest prefix first. Which records are undamaged is not looked at."""
+    found = []
+    for folder in _own_folders(root):
+        other = _read_key(folder)
+        if other is None or other == key or not key.can_start_from(other):
+            continue
+        with contextlib.suppress(OSError, ValueError):
+            samples = numpy.fromfile(os.path.join(folder, _SAMPLES), dtype="<i8").astype(numpy.int64)
+            if len(samples) == other.num_records and samples_digest(samples) == other.samples:
+                found.append(Cache(root, other, samples))
+    return sorted(found, key=lambda cache: -cache.key.num_layers)
+
+
+def bytes_on_disk(root: str) -> int:
+    """Of all caches below `root`."""
+    return sum(_size(folder) for folder in _own_folders(root))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What a new cache would meet."""
+
+    is_enough: bool
+    reason: str = ""
+    """Why not."""
+    to_delete: tuple[str, ...] = ()
+    """Folders that have to go first."""
+
+
+def find_room(root: str, key: CacheKey, num_bytes: int, *, limit: int | None) -> Room:
+    """Whether a cache of `num_bytes` fits below `root`: within `limit`, for all caches together, and on the disk.
+
+    Older caches that are in the way are named for deletion: first those that this prefix can't be started from, and of
+    either kind the one first that was made first. Raises OSError as the disk says.
+    """
+    present = {folder: _size(folder) for folder in _own_folders(root)}
+    mine = present.pop(os.path.join(root, key.name), 0)
+    if limit is not None and num_bytes > limit:
+        return Room(is_enough=False, reason=f"more than --bcd-prefix-cache-max-gib {limit / 2**30:g}")
+    free = shutil.disk_usage(root).free + mine
+    useful = {cache.folder for cache in shorter(root, key)}
+    to_delete: list[str] = []
+    for folder in sorted(present, key=lambda folder: (folder in useful, os.stat(folder).st_mtime_ns)):
+        is_within_limit = limit is None or sum(present.values()) + num_bytes <= limit
+        if is_within_limit and num_bytes <= free:
+            break
+        to_delete.append(folder)
+        free += present.pop(folder)
+    if num_bytes > free:
+        return Room(is_enough=False, reason=f"the disk has room for {free / 2**30:,.2f} GiB")
+    return Room(is_enough=True, to_delete=tuple(to_delete))
+
+
+def clean_leftovers(root: str) -> None:
+    """Remove what a killed run left half made. Raises OSError as the disk says."""
+    for folder in _own_folders(root):
+        if folder.endswith(".incomplete"):
+            delete(folder)
+
+
+def delete(folder: str) -> None:
+    """Remove a cache, and nothing that is not one: of a folder with anything else in it no file is touched."""
+    if not os.path.lexists(folder):
+        return
+    if not _is_own(folder):
+        raise FileExistsError(17, "is no prefix cache, and in the way of one", folder)
+    for name in sorted(os.listdir(folder)):  # the manifest goes before the shards: what is left is no cache
+        os.unlink(os.path.join(folder, name))
+    os.rmdir(folder)
+
+
+def _own_folders(root: str) -> list[str]:
+    try:
+        names = sorted(os.listdir(root))
+    except FileNotFoundError:
+        return []
+    folders = (os.path.join(root, name) for name in names if _FOLDER_NAME.fullmatch(name))
+    return [folder for folder in folders if _is_own(folder)]
+
+
+def _is_own(folder: str) -> bool:
+    """Whether nothing else is in there than what this room writes."""
+    if os.path.islink(folder) or not os.path.isdir(folder):
+        return False
+    return all(name in (_MANIFEST, _SAMPLES) or FILE_NAME.fullmatch(name) for name in os.listdir(folder))
+
+
+def _read_key(folder: str) -> CacheKey | None:
+    with contextlib.suppress(OSError, ValueError):
+        with open(os.path.join(folder, _MANIFEST), encoding="utf-8") as file:
+            key = CacheKey.from_json(file.read())
+        return key if os.path.basename(folder) == key.name else None
+    return None
+
+
+def _size(folder: str) -> int:
+    total = 0
+    for name in os.listdir(folder):
+        with contextlib.suppress(FileNotFoundError):
+            total += os.stat(os.path.join(folder, name)).st_size
+    return total
+
+
+def _write(path: str, content: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: str) -> None:
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

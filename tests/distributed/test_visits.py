@@ -1,0 +1,251 @@
+"""Which block is active when, and on which samples it is trained: order, plateau, end, learning rate, subsets."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import resumed_runs
+import torch
+import worlds
+from dist import World
+
+from megatron.bcd.config import RunConfig
+from megatron.bcd.subsets import PhaseSubset
+
+PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2}
+CUTS: dict[str, dict[str, Any]] = {
+    "data2": {"world_size": 2},
+    "spread": PIPELINE,
+    "submodel": PIPELINE | {"bcd_layout": "submodel"},
+}
+
+
+def visits(result: dict[str, Any]) -> list[int]:
+    """The block of each phase."""
+    blocks = {step["phase"]: step["block"] for step in result["steps"]}
+    assert [*blocks] == [*range(len(blocks))]
+    return [*blocks.values()]
+
+
+@pytest.mark.parametrize("order", ["descending", "random"])
+def test_order(world2: World, text_data: str, order: str) -> None:
+    """Ranks that draw different orders, or an order that the loop does not ask for."""
+    flags = {"data_path": text_data, "train_iters": 12, "bcd_order": order, "seed": 7} | CUTS["submodel"]
+    ranks = world2.run(worlds.train_run, worlds.run_config(**flags))
+    assert visits(ranks[0]) == visits(ranks[1])
+    first, second = visits(ranks[0])[:6], visits(ranks[0])[6:]
+    assert sorted(first) == sorted(second) == [*range(6)]
+    if order == "descending":
+        assert first == second == [5, 4, 3, 2, 1, 0]
+    else:
+        assert first != second and first != sorted(first)
+
+
+def scores_and_choice(config: RunConfig) -> dict[str, Any]:
+    """What greedy order chose first, and the sum of squares of this rank's own share of each block's gradient."""
+    squares: dict[int, float] = {}
+    sizes: dict[int, int] = {}
+    generator = torch.random.get_rng_state
+
+    with worlds.trainer(config) as one:
+        chosen, drawn = one.phases.block(one.state), generator()
+        one.active.dispose()
+        batches = [*itertools.islice(one.samples.look_ahead(phase=0, consumed_samples=0), 4)]
+        one.set_train_mode(False)
+        for block in range(one.partition.num_blocks):
+            one.build(block)
+            one.active.zero_grad()
+            one.run_schedule(iter(batches), 4, forward_only=False)
+            named = one.active.active_parameters().items()
+            own = [p for name, p in named if "norm" not in name and not name.startswith("output_layer")]
+            squares[block] = sum(float(p.main_grad.double().square().sum()) for p in own)
+            sizes[block] = sum(p.numel() for p in own)
+            one.active.dispose()
+        return {"chosen": chosen, "squares": squares, "sizes": sizes, "generator": drawn}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_greedy_takes_the_largest_gradient(world2: World, text_data: str, cut: str) -> None:
+    """A score of one rank's share, of another block's gradient, of what is always active; one per block, not per
+    parameter."""
+    flags = {"data_path": text_data, "hidden_dropout": 0.1, "bcd_always_active": "norms"} | CUTS[cut]
+    greedy, plain = (worlds.run_config(bcd_order=order, **flags) for order in ("greedy", "ascending"))
+    ranks = world2.run(scores_and_choice, greedy)
+    means = {
+        block: sum(rank["squares"][block] for rank in ranks) / sum(rank["sizes"][block] for rank in ranks)
+        for block in ranks[0]["squares"]
+    }
+    assert ranks[0]["chosen"] == ranks[1]["chosen"] == max(means, key=lambda block: means[block])
+    others = world2.run(scores_and_choice, plain)
+    assert all(torch.equal(a["generator"], b["generator"]) for a, b in zip(ranks, others, strict=True))
+
+
+def test_greedy_starves_no_block(world2: World, text_data: str) -> None:
+    """A cycle that visits one block twice, and trains on the probe's batches or its gradient."""
+    flags = {"data_path": text_data, "train_iters": 9, "bcd_order": "greedy"} | CUTS["spread"]
+    ranks = world2.run(worlds.train_run, worlds.run_config(**flags))
+    order = visits(ranks[0])
+    assert [sorted(order[start : start + 3]) for start in (0, 3, 6)] == [[0, 1, 2]] * 3
+    assert ranks[0]["losses"] == ranks[1]["losses"]
+    assert ranks[0]["losses"][-1] < ranks[0]["losses"][0]
+
+
+PLATEAU = {
+    "bcd_switch": "plateau",
+    "bcd_steps_per_block": None,
+    "bcd_plateau_window": 2,
+    "bcd_plateau_min_improvement": 0.05,
+    "bcd_max_steps_per_block": 9,
+    "train_iters": 24,
+}
+
+
+def test_plateau(world2: World, text_data: str) -> None:
+    """Ranks that see different losses; a phase that ends by another rule than the mean of its losses."""
+    config = worlds.run_config(**{"data_path": text_data} | PLATEAU | CUTS["submodel"])
+    ranks = world2.run(worlds.train_run, config)
+    assert ranks[0]["steps"] == ranks[1]["steps"]
+    lengths = [*Counter(step["phase"] for step in ranks[0]["steps"]).values()]
+    assert len(set(lengths[:-1])) > 1 and all(4 <= length <= 9 for length in lengths[:-1])
+    start = 0
+    for length in lengths[:-1]:
+        losses = ranks[0]["losses"][start : start + length]
+        means = [math.fsum(pair) / 2 for pair in zip(losses, losses[1:], strict=False)]
+        best = means[0]
+        since = 0
+        for number, mean in enumerate(means[1:], start=1):
+            best, since = (mean, 0) if mean <= 0.95 * best else (best, since + 1)
+            assert (since == 2 or number + 2 == 9) == (number == len(means) - 1), (losses, number)
+        start += length
+
+
+def converging(config: RunConfig) -> dict[str, Any]:
+    with worlds.trainer(config) as one:
+        one.run()
+        return worlds.outcome(one) | {"notes": one.recorder.notes}
+
+
+def test_a_converged_run_ends(world2: World, text_data: str, tmp_path: Path) -> None:
+    """A run that trains on, is not saved, or goes on when it is started again."""
+    flags = {"data_path": text_data, "train_iters": 40, "eval_iters": 2, "lr": 1e-5, "bcd_steps_per_block": 2}
+    flags |= {"bcd_stop_cycle_improvement": 0.5, "save": tmp_path} | CUTS["data2"]
+    first, second = world2.run(converging, worlds.run_config(**flags))
+    assert len(first["losses"]) == len(second["losses"]) == 12, "two cycles of three blocks"
+    assert [at for at, split, _ in first["evaluations"] if split == "validation"] == [6, 12, 12]
+    assert any("cycle 1 brought the validation loss from" in note for note in first["notes"])
+    assert (tmp_path / "iter_0000012").is_dir()
+    again, _ = world2.run(converging, worlds.run_config(**flags | {"load": tmp_path}))
+    assert again["losses"] == []
+
+
+def learning_rates(config: RunConfig) -> list[tuple[int, set[float], set[float]]]:
+    """By step: block, and the rates of the block's own groups and of those that are always active."""
+    rates: list[tuple[int, set[float], set[float]]] = []
+
+    with worlds.trainer(config) as one:
+        step = one.active.step
+
+        def recording_step(**arguments: Any) -> Any:
+            groups = [group for each in one.active.optimizer.chained_optimizers for group in each.param_groups]
+            by_kind: tuple[set[float], set[float]] = (set(), set())
+            for group in groups:
+                if group["params"]:
+                    by_kind["bcd_always_active" in group].add(group["lr"])
+            rates.append((one.phases.block(one.state), *by_kind))
+            return step(**arguments)
+
+        one.active.step = recording_step  # type: ignore[method-assign]
+        one.run()
+    return rates
+
+
+def test_learning_rate_of_blocks_and_phases(world1: World, text_data: str) -> None:
+    """A factor that is not applied, applied to what is always active, or left behind for the next step."""
+    flags = {"bcd_phase_warmup_steps": 1, "bcd_block_lr_multipliers": (1, 0.5, 2), "bcd_always_active": "norms"}
+    flags |= {"data_path": text_data, "lr_decay_style": "constant", "bcd_steps_per_block": 2}
+    [rates] = world1.run(learning_rates, worlds.run_config(**flags))
+    factors = [0.5, 1, 0.25, 0.5, 1, 2]
+    assert [block for block, _, _ in rates] == [0, 0, 1, 1, 2, 2]
+    assert [own for _, own, _ in rates] == [{factor * 1e-2} for factor in factors]
+    assert [always for _, _, always in rates] == [{1e-2}] * 6
+
+
+class Recording:
+    """A dataset that keeps what was asked of it."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset, self.asked = dataset, list[int]()
+
+    def __getitem__(self, index: int) -> Any:
+        self.asked.append(index)
+        return self.dataset[index]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def samples_of_phases(config: RunConfig) -> dict[str, Any]:
+    """The samples that this rank trained on, by phase, and what the run said of them."""
+    phases: list[list[int]] = []
+    with worlds.trainer(config) as one:
+        recording = one.samples._dataset = Recording(one.splits.train)
+        advance = one._advance_phase
+
+        def recording_advance(loss: float, *, is_last: bool) -> bool:
+            phase = one.state.phase
+            phases.extend([] for _ in range(phase + 1 - len(phases)))
+            phases[phase] += recording.asked
+            recording.asked.clear()
+            return advance(loss, is_last=is_last)
+
+        one._advance_phase = recording_advance  # type: ignore[method-assign]
+        one.run()
+        return {
+            "phases": phases,
+            "num_samples": one.samples.epoch_samples,
+            "length": len(one.splits.train),
+            "seen": [record.data_seen for record in one.recorder.steps],
+            "notes": one.recorder.summary.notes,
+        }
+
+
+@pytest.mark.parametrize("blend", [False, True], ids=["one", "blend"])
+def test_each_phase_trains_on_its_own_subset(world2: World, text_data: str, blend: bool) -> None:
+    """A sample twice in one pass, another order on another rank, a subset that stays the same."""
+    paths = ("3", text_data, "1", text_data) if blend else text_data
+    ratio = 0.002 if blend else 0.008
+    flags = {"data_path": paths, "bcd_sample_ratio": ratio, "bcd_steps_per_block": 4, "train_iters": 12, "seed": 5}
+    first, second = world2.run(samples_of_phases, worlds.run_config(**flags | CUTS["data2"]))
+    assert first["num_samples"] <= first["length"]
+    subset = PhaseSubset(num_samples=first["num_samples"], ratio=ratio, seed=5)
+    assert 8 < subset.size < 32, "a subset of more than a step and less than a phase"
+    for phase, (mine, others) in enumerate(zip(first["phases"], second["phases"], strict=True)):
+        drawn = [
+            sample for start in range(0, len(mine), 2) for rank in (mine, others) for sample in rank[start : start + 2]
+        ]
+        assert drawn == subset.samples(phase, torch.arange(len(drawn)).numpy()).tolist()
+        assert sorted(drawn[: subset.size]) == sorted(subset.indices(phase).tolist())
+    assert first["seen"][-1] == pytest.approx(3 * subset.size / subset.num_samples)
+    assert any("each phase trains on" in note for note in first["notes"])
+
+
+VISITS: dict[str, dict[str, Any]] = {
+    "random_subset": {"bcd_order": "random", "bcd_sample_ratio": 0.002, "bcd_steps_per_block": 3},
+    "greedy_large_subset": {"bcd_order": "greedy", "bcd_sample_ratio": 0.9, "bcd_steps_per_block": 3},
+    "plateau_warmup": PLATEAU | {"train_iters": 9, "bcd_phase_warmup_steps": 3},
+    "one_block_subset": {"bcd_num_blocks": 1, "bcd_sample_ratio": 0.002, "bcd_steps_per_block": 3},
+}
+
+
+@pytest.mark.parametrize("visit", VISITS)
+@pytest.mark.parametrize("cut", ["data2", "submodel"])
+def test_resumed_equals_uninterrupted(world2: World, text_data: str, tmp_path: Path, cut: str, visit: str) -> None:
+    """A subset that begins again, a choice that is made twice, a mean of losses that is forgotten."""
+    flags = {"data_path": text_data, "hidden_dropout": 0.1, "train_iters": 9, "eval_iters": 1, "eval_interval": 4}
+    config = worlds.run_config(save=tmp_path, **flags | CUTS[cut] | VISITS[visit])
+    assert world2.run(resumed_runs.stopped_and_resumed, config, (1, 3, 5), str(tmp_path)) == [[]] * 2

@@ -1,0 +1,88 @@
+"""The prefix cache as a user starts it: the training and the benchmark."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TRAINING = shlex.split("""--num-layers 3 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2
+    --global-batch-size 4 --train-iters 8 --lr 1e-3 --hidden-dropout 0 --attention-dropout 0 --mock-data
+    --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 1 --eval-iters 1 --eval-interval 8 --log-interval 1
+    --bcd-steps-per-block 4 --bcd-order descending --bcd-sample-ratio 0.25 --bcd-num-blocks 3""")
+BENCHMARK = shlex.split("""tools/benchmark.py --prefix-cache
+    --num-layers 6 --hidden-size 64 --num-attention-heads 2 --seq-length 16
+    --vocab-size 127 --rounds 2 --steps 3""")
+
+
+def run(root: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *command], cwd=root, capture_output=True, text=True, timeout=240)
+
+
+def test_training(repo_root: Path, tmp_path: Path) -> None:
+    """A cache that is not used, not told of, or not in the metrics; a reader thread that keeps the process alive."""
+    metrics, cache = tmp_path / "metrics.jsonl", tmp_path / "cache"
+    files = ["--metrics-file", str(metrics), "--bcd-prefix-cache", str(cache)]
+    done = run(repo_root, "pretrain_gpt_bcd.py", *TRAINING, *files)
+    assert done.returncode == 0, done.stderr
+    assert f"prefix cache {cache}: layers before the first active one, by block 0, 1, 2; kept in fp32" in done.stdout
+    assert "phase 0 keeps 8 outputs of 2 layers, 0.0 MiB: samples are used 2.00 times" in done.stdout
+    steps = [line for line in map(json.loads, metrics.read_text().splitlines()) if "loss" in line]
+    assert [line["prefix_cache_hits"] for line in steps] == [4] * 8
+    folders = sorted(cache.glob("prefix_*"))
+    assert len(folders) == 2
+    on_disk = sum(path.stat().st_size for folder in folders for path in folder.iterdir())
+    assert steps[-1]["prefix_cache_bytes"] == on_disk > 2 * 8 * 16 * 32 * 4
+
+
+def test_training_without_a_prefix(repo_root: Path, tmp_path: Path) -> None:
+    """A banner that promises a cache where no block can have one."""
+    files = ["--bcd-prefix-cache", str(tmp_path), "--bcd-always-active", "norms"]
+    done = run(repo_root, "pretrain_gpt_bcd.py", *TRAINING, *files, "--train-iters", "1")
+    assert done.returncode == 0, done.stderr
+    reason = "--bcd-always-active norms trains the bottom of the model in every phase"
+    assert f"prefix cache: off, no block has a prefix ({reason})" in done.stdout
+    assert not list(tmp_path.glob("prefix_*"))
+
+
+def test_benchmark(repo_root: Path, tmp_path: Path) -> None:
+    """A bound of something else, a step that is not served, a cache that stays behind."""
+    done = run(repo_root, *BENCHMARK, "--json", str(tmp_path / "figures.json"))
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    rows = figures["blocks"]
+    assert [(row["block"], row["prefix_layers"]) for row in rows] == [(1, 2), (2, 4)]
+    assert [row["bound"] for row in rows] == pytest.approx([5 / 6, 3 / 5])
+    assert all(row["bytes_per_sample"] == 16 * 64 * 4 for row in rows)
+    for turns in figures["turns"].values():
+        assert [(turn["num_samples"], len(turn["computed_ms"]), len(turn["served_ms"])) for turn in turns] == [
+            (4, 3, 3)
+        ] * 2
+    lines = done.stdout.splitlines()
+    assert lines[0].split()[:3] == ["block", "layers", "prefix"] and [line.split()[0] for line in lines[1:3]] == [
+        "1",
+        "2",
+    ]
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--schedule"], "--schedule and --prefix-cache are two benchmarks: give one of them"),
+        (["--steps", "2"], "--steps 2 and --warm-up-steps 1: together"),
+        (["--bcd-num-blocks", "1"], "--bcd-num-blocks 1: no block has a prefix"),
+        (["--bcd-sample-ratio", "0.5"], "--bcd-sample-ratio has no use in a benchmark"),
+    ],
+)
+def test_benchmark_refuses(monkeypatch: pytest.MonkeyPatch, flags: list[str], message: str) -> None:
+    """Minutes of timing that mean nothing."""
+    import benchmark
+
+    base = [word for word in BENCHMARK[1:] if word not in ("--steps", "3")] + ["--micro-batch-size", "1"]
+    with pytest.raises(ValueError, match=f"^{message}"):
+        benchmark.parse([*base, *flags])

@@ -1,0 +1,94 @@
+"""Which samples a rank trains on: subsets dealt to ranks, and what one epoch of a blend is."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+from command_line import parse
+
+from megatron.bcd.data import ConsecutiveBatches, SubsetBatches, num_samples
+from megatron.bcd.data.splits import _epoch_samples
+from megatron.bcd.subsets import PhaseSubset
+from megatron.bcd.train.samples import TrainingSamples
+
+
+@pytest.mark.parametrize(("num_ranks", "position"), [(1, 0), (2, 0), (4, 24), (3, 6)])
+def test_a_subset_is_dealt_like_consecutive_samples(num_ranks: int, position: int) -> None:
+    """A rank that repeats another one's samples, or an order that depends on the number of ranks."""
+    subset = PhaseSubset(num_samples=1000, ratio=0.05, seed=3)
+    dealt: dict[str, list[int]] = {"subset": [], "consecutive": []}
+    for sampler in ("subset", "consecutive"):
+        common: dict[str, Any] = {"micro_batch_size": 2, "num_ranks": num_ranks}
+        streams = [
+            iter(SubsetBatches(subset=subset, phase=4, position=position, rank=rank, **common))
+            if sampler == "subset"
+            else iter(ConsecutiveBatches(total_samples=9000, consumed_samples=position, rank=rank, **common))
+            for rank in range(num_ranks)
+        ]
+        for _ in range(600 // num_ranks):
+            dealt[sampler] += itertools.chain.from_iterable(next(stream) for stream in streams)
+    assert dealt["subset"] == subset.samples(4, numpy.array(dealt["consecutive"])).tolist()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "weights", "expected"),
+    [
+        ([1001], None, 100),
+        ([1000], None, 99),
+        ([1001, 501], None, 150),
+        ([1001, 1001], [1.0, 1.0], 200),
+        ([1001, 1001], [3.0, 1.0], 400),
+        ([10001, 11], [0.5, 0.5], 2000),
+        ([1001], [7.0], 100),
+    ],
+)
+def test_an_epoch_reads_every_dataset_of_the_blend_once(
+    num_tokens: list[int], weights: list[float] | None, expected: int
+) -> None:
+    """An epoch after which part of a dataset was never drawn, or which repeats the only one."""
+    config = parse("--seq-length", "10", without=("--seq-length",))
+    blend = (["prefix"] * len(num_tokens), weights)
+    dataset_config: Any = SimpleNamespace(blend=blend, blend_per_split=None)
+    assert _epoch_samples(config, dataset_config, num_tokens) == expected
+
+
+def samples(*flags: str, epoch_samples: int = 100) -> TrainingSamples:
+    return TrainingSamples(parse(*flags), dataset=None, epoch_samples=epoch_samples)
+
+
+def test_share_of_the_data_that_was_seen() -> None:
+    """A pass over the same subset that counts again, a phase that counts samples it did not reach."""
+    subsets = samples("--bcd-sample-ratio", "0.3")
+    shares = []
+    for steps in (10, 2, 40):
+        for _ in range(steps):
+            subsets.after_step(8)
+        shares.append(subsets.share_seen())
+        subsets.end_phase()
+    assert shares == pytest.approx([0.3, 0.3 + 0.16, 0.76])
+    assert subsets.in_phase == 0 and subsets.seen_before == 76
+    plain = samples()
+    plain.after_step(64)
+    plain.end_phase()
+    plain.after_step(64)
+    assert plain.share_seen() == 1.0
+    assert samples("--skip-train", "--bcd-sample-ratio", "0.3").subset is None
+
+
+def test_a_subset_smaller_than_a_sample_is_refused() -> None:
+    """A phase that would wait for a sample for ever."""
+    with pytest.raises(ValueError, match="--bcd-sample-ratio 0.001: less than one of the 100 samples"):
+        samples("--bcd-sample-ratio", "0.001")
+
+
+def test_evaluations_of_cycles_have_their_validation_samples() -> None:
+    """A validation split that is too short for an evaluation after every cycle."""
+    plain = parse("--eval-iters", "2", "--eval-interval", "5", "--global-batch-size", "4")
+    cycles = ("--bcd-stop-cycle-improvement", "0.1", "--bcd-steps-per-block", "2")
+    more = parse("--eval-iters", "2", "--eval-interval", "5", "--global-batch-size", "4", *cycles)
+    assert num_samples(plain, 10)[1] == 3 * 2 * 4
+    assert num_samples(more, 10)[1] >= (3 + 10 // 6) * 2 * 4
