@@ -1,9 +1,9 @@
 """Times steps whose prefix is read beside steps that compute it: tools/benchmark.py --prefix-cache.
 
 In each round every block with a prefix is built once, as a phase of its own: a new subset of the data, whose cache is
-filled, and which is used NUM_USES times. Steps that compute the prefix and steps with the cache go through the phase
-side by side, one of each in turn. What the fill took is compared with the prefix's forward passes alone, over the same
-samples in the same micro-batches, whose tokens lie ready; these come right after it.
+filled NUM_FILLS times, and which is used NUM_USES times. Steps that compute the prefix and steps with the cache go
+through the phase side by side, one of each in turn. What a fill took is compared with the prefix's forward passes
+alone, over the same samples in the same micro-batches, whose tokens lie ready; these come right after each fill.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from megatron.bcd.config import RunConfig
 from megatron.bcd.cost import compute_ratio
 from megatron.bcd.models import implementation_here
 from megatron.bcd.phases import PhaseState
+from megatron.bcd.prefix_cache import folders
 from megatron.bcd.report.lines import format_bytes
 from megatron.bcd.train.prefix_fill import Filler
 
 NUM_ROUNDS = 4
 NUM_STEPS = 15  # and one untimed: with 4 sequences a step, 16 samples are used 4 times
 NUM_USES = 4
+NUM_FILLS = 3  # of each cache
 REFUSED = ("bcd-layout", "bcd-schedule", "bcd-order", "bcd-switch", "bcd-steps-per-block", "bcd-sample-ratio",
            "bcd-always-active", "data-path", "train-data-path")  # fmt: skip
 DEFAULTS: dict[str, object] = {"bcd_sample_ratio": 1.0}
@@ -87,10 +89,10 @@ class CacheTurn:
 
     computed_ms: tuple[float, ...]
     served_ms: tuple[float, ...]
-    fill_ms: float
-    """From the decision to keep the outputs until the first of them could be read."""
-    forward_ms: float
-    """The same samples through the prefix alone."""
+    fill_ms: tuple[float, ...]
+    """From the decision to keep the outputs until the first of them could be read, each time from nothing."""
+    forward_ms: tuple[float, ...]
+    """The same samples through the prefix alone, right after each fill."""
     num_samples: int
 
     @property
@@ -131,12 +133,15 @@ class PrefixCacheBenchmark:
         self.bench.build(block)
         trainer.set_train_mode(True)
         trainer.samples.end_phase()
-        start = now()
-        served = trainer.prefix.batches()
-        fill_ms = (now() - start) * 1e3
-        assert trainer.prefix.cache is not None, "the flags say so"
-        samples = trainer.prefix.cache.samples
-        forward_ms = self._forward_ms(samples)
+        fill_ms, forward_ms, num_samples = [], [], 0
+        for _ in range(NUM_FILLS):
+            self._forget()
+            start = now()
+            served = trainer.prefix.batches()
+            fill_ms.append((now() - start) * 1e3)
+            assert trainer.prefix.cache is not None, "the flags say so"
+            num_samples = trainer.prefix.cache.key.num_records
+            forward_ms.append(self._forward_ms(trainer.prefix.cache.samples))
         trainer.samples.end_phase()
         computed = trainer.samples.batches(phase=trainer.state.phase, consumed_samples=0)
         times = self._steps({"computed": computed, "served": served}, index)
@@ -146,10 +151,18 @@ class PrefixCacheBenchmark:
         return CacheTurn(
             computed_ms=times["computed"],
             served_ms=times["served"],
-            fill_ms=fill_ms,
-            forward_ms=forward_ms,
-            num_samples=len(samples),
+            fill_ms=tuple(fill_ms),
+            forward_ms=tuple(forward_ms),
+            num_samples=num_samples,
         )
+
+    def _forget(self) -> None:
+        """No cache of the present phase is there any more."""
+        prefix = self.bench.trainer.prefix
+        if prefix.cache is not None:
+            folder = prefix.cache.folder
+            prefix.close()
+            folders.delete(folder)
 
     def _steps(self, ways: dict[str, Any], index: int) -> dict[str, tuple[float, ...]]:
         """Milliseconds of the timed steps, by way; one of each in turn, so that both meet the same machine."""
@@ -201,9 +214,13 @@ class PrefixCacheBenchmark:
             "served_ms": statistics.median(time for turn in turns for time in turn.served_ms),
             "ratio": statistics.median(turn.ratio for turn in turns),
             "bound": (units - layers) / units,
-            "fill_ms_per_sample": statistics.median(turn.fill_ms / turn.num_samples for turn in turns),
-            "forward_ms_per_sample": statistics.median(turn.forward_ms / turn.num_samples for turn in turns),
-            "fill_ratio": statistics.median(turn.fill_ms / turn.forward_ms for turn in turns),
+            "fill_ms_per_sample": statistics.median(ms / turn.num_samples for turn in turns for ms in turn.fill_ms),
+            "forward_ms_per_sample": statistics.median(
+                ms / turn.num_samples for turn in turns for ms in turn.forward_ms
+            ),
+            "fill_ratio": statistics.median(
+                fill / forward for turn in turns for fill, forward in zip(turn.fill_ms, turn.forward_ms, strict=True)
+            ),
             "bytes_per_sample": config.model.seq_length * config.hidden_size * value_bytes,
         }
 

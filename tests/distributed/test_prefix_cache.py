@@ -20,15 +20,19 @@ CASES: dict[str, dict[str, Any]] = {
     "submodel": PIPELINE | {"bcd_layout": "submodel", "bcd_num_blocks": 2},
     "stage": PIPELINE | {"bcd_layout": "stage", "bcd_num_blocks": None},
     "spread": PIPELINE,
+    "stages4": {"world_size": 4, "pipeline_model_parallel_size": 4, "bcd_layout": "stage", "bcd_num_blocks": None}
+    | {"bcd_steps_per_block": 2, "train_iters": 8, "bcd_sample_ratio": 0.003},
     "tensor2": {"world_size": 2, "tensor_model_parallel_size": 2},
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_cached_is_computed(world1: World, world2: World, text_data: str, tmp_path: Path, case: str) -> None:
-    """An output that is of another sample, layer or weight, or that is rounded; a stage that computes all the same."""
+def test_cached_is_computed(
+    world1: World, world2: World, world4: World, text_data: str, tmp_path: Path, case: str
+) -> None:
+    """An output that is of another sample, layer or weight, or that is rounded."""
     flags = prefix_runs.FLAGS | {"data_path": text_data} | CASES[case]
-    world = world2 if "world_size" in flags else world1
+    world = {1: world1, 2: world2, 4: world4}[flags.get("world_size", 1)]
     computed = world.run(worlds.train_run, worlds.run_config(**flags | {"bcd_prefix_cache_dtype": None}))
     served = world.run(prefix_runs.served_run, worlds.run_config(**flags, bcd_prefix_cache=tmp_path))
     for mine, other in zip(served, computed, strict=True):
@@ -39,3 +43,13 @@ def test_cached_is_computed(world1: World, world2: World, text_data: str, tmp_pa
     with_prefix = sum(block > 0 for block in served[0]["blocks"])
     assert hits == with_prefix * 8, "every sample of the phases with a prefix"
     assert served[0]["warnings"] == []
+
+
+def test_a_prefix_runs_once_for_each_sample(world2: World, text_data: str, tmp_path: Path) -> None:
+    """A stage before the pivot stage that computes though its output is read, or a fill that computes too much."""
+    flags = prefix_runs.FLAGS | {"data_path": text_data, "eval_iters": 0, "train_iters": 8} | CASES["stage"]
+    first, second = world2.run(prefix_runs.counted_run, worlds.run_config(**flags, bcd_prefix_cache=tmp_path))
+    before, after = first["layers"]
+    assert {layer: after[layer] - before[layer] for layer in after} == dict.fromkeys(range(3), 8), "15 samples, by 2"
+    before, after = second["layers"]
+    assert {layer: after[layer] - before[layer] for layer in after} == dict.fromkeys(range(3, 6), 16), "4 steps"

@@ -59,6 +59,11 @@ BAD_RUNS: list[tuple[str, int, list[str]]] = [
     ("--bcd-sample-ratio 1.5", 1, ["--bcd-sample-ratio 1.5", "at most 1"]),
     ("--bcd-prefix-cache out/cache", 1, ["--bcd-prefix-cache out/cache", "--bcd-sample-ratio"]),
     ("--bcd-prefix-cache-max-gib 1", 1, ["--bcd-prefix-cache-max-gib", "--bcd-prefix-cache"]),
+    (
+        "--bcd-prefix-cache out/./run --save out/run --bcd-sample-ratio 0.1",
+        1,
+        ["--bcd-prefix-cache out/./run", "is the folder of --save"],
+    ),
     ("--bcd-prefix-cache out/cache --bcd-sample-ratio 0.1", 1, ["--bcd-prefix-cache out/cache", "--hidden-dropout 0"]),
     ("--global-batch-size 3", 1, ["--global-batch-size 3", "--micro-batch-size 2", "multiple of 2"]),
     ("--global-batch-size 2", 2, ["--global-batch-size 2", "data parallel size 2", "multiple of 4"]),

@@ -361,3 +361,22 @@ def test_which_states_fit_greedy_order() -> None:
     assert not greedy.fits(PhaseState(phase=4, visited=(3,)))
     assert ascending.fits(PhaseState(phase=4)) and ascending.fits(PhaseState(phase=3))
     assert not ascending.fits(PhaseState(phase=4, visited=(2,))) and not ascending.fits(PhaseState(phase=3, block=1))
+
+
+@pytest.mark.parametrize(
+    "settings, least",
+    [
+        ({"steps_per_block": 7}, 7),
+        ({"switch": "plateau", "plateau_window": 5}, 10),
+        ({"switch": "plateau", "plateau_window": 5, "min_steps_per_block": 30}, 30),
+        ({"switch": "plateau", "plateau_window": 5, "max_steps_per_block": 8}, 8),
+    ],
+)
+def test_least_steps(settings: dict[str, Any], least: int) -> None:
+    """What pays after more steps than a phase may have."""
+    schedule = PhaseSchedule(num_blocks=3, **settings)
+    assert schedule.least_steps == least
+    state, steps = PhaseState(), 0
+    while state.phase == 0:
+        state, steps = schedule.after_step(state, loss=1.0), steps + 1
+    assert steps == least

@@ -56,6 +56,7 @@ def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str) -> None
             trainer.run()
     except DamagedRecord as error:  # on this rank alone: the others wait in a collective until torchrun ends them
         print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
         os._exit(1)
     except TrainingFailed as error:
         if torch.distributed.get_rank() == 0:

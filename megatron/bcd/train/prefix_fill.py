@@ -62,15 +62,16 @@ def fill(
     if not plan:
         return None, counts
     filler = Filler(trainer, cache)
-    error: str | None = None
-    for start in range(0, len(plan), _MICROBATCHES_BETWEEN_TALKS):
-        for work in plan[start : start + _MICROBATCHES_BETWEEN_TALKS]:
-            filler.do(work)
-        error = _agree(filler.finish())
-        if error is not None:
-            break
-    filler.close()
-    return error, counts
+    try:
+        for start in range(0, len(plan), _MICROBATCHES_BETWEEN_TALKS):
+            for work in plan[start : start + _MICROBATCHES_BETWEEN_TALKS]:
+                filler.do(work)
+            error = _agree(filler.finish())
+            if error is not None:
+                return error, counts
+    finally:
+        filler.close()
+    return None, counts
 
 
 def describe(error: BaseException) -> str:
