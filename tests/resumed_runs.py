@@ -108,7 +108,7 @@ def differences(whole: dict[str, Any], parts: Sequence[dict[str, Any]]) -> list[
 def resumed_and_saved_again(config: RunConfig, root: str, copy: str) -> dict[str, Any]:
     """Go on from `root` to the end, but first save what was loaded below `copy`; the outcome, and where it began."""
     with worlds.trainer(with_checkpoints(config, save=copy, load=root)) as one:
-        begin = {"began_at": one.iteration, "began_in": one.state.to_dict()}
+        begin = {"began_at": one.iteration, "began_in": (one.state.phase, one.state.step_in_phase)}
         assert one._save()
         one.run()
         return worlds.outcome(one) | begin | {"warnings": one.recorder.warnings}

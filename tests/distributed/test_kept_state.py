@@ -80,7 +80,7 @@ def in_short_phases(config: RunConfig, *, is_cut: bool) -> list[float]:
             return
         one.scheduler.optimizer = None
         one.active.dispose()
-        one._build(block)
+        one.build(block)
         one.scheduler.optimizer = one.active.optimizer
         one.scheduler.step(0)
 

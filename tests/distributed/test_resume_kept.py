@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import resumed_runs
+import torch
 import worlds
 from dist import World
 from pairwise import Combination, all_combinations, pairwise
@@ -88,3 +89,30 @@ def test_kept_state_is_resumed_in_all_combinations(
 ) -> None:
     """Three options that break together what no two of them break."""
     check(case, world2, text_data, tmp_path)
+
+
+def kept_after_resuming(config: Any, root: str, **options: Any) -> dict[int, set[str]]:
+    """What there is of each block before the first step: names of tensors, of a parameter of any stage."""
+    with worlds.trainer(resumed_runs.with_checkpoints(config, load=root, **options)) as one:
+        one.active.dispose()
+        held: list[dict[int, set[str]]] = [{}, {}]
+        mine = {
+            block: set().union(*(part.names() for part in kept.values()))
+            for block, kept in one.active.kept.blocks.items()
+        }
+        torch.distributed.all_gather_object(held, mine)
+        return {block: set().union(*(rank.get(block, set()) for rank in held)) for block in held[0] | held[1]}
+
+
+def test_what_is_taken_of_what_was_kept(world2: World, text_data: str, tmp_path: Path) -> None:
+    """--no-load-optim that takes a frozen block's moments all the same; a run with another policy that takes them."""
+    flags = CUTS["submodel"] | {"data_path": text_data, "bf16": True, "num_layers": 4, "bcd_num_blocks": 2}
+    host, reset = (worlds.run_config(**flags, train_iters=6, bcd_optimizer_state=one) for one in ("host", "reset"))
+    stopping = resumed_runs.with_checkpoints(host, save=str(tmp_path), exit_interval=3)  # blocks 0, 1 and 2 are done
+    world2.run(resumed_runs.one_part, stopping)
+    moments, master = {"exp_avg", "exp_avg_sq"}, {"master"}
+    everything = moments | master
+    found = world2.run(kept_after_resuming, host, str(tmp_path))[0]
+    assert found == {0: everything, 1: everything, 2: everything, 3: master}
+    assert world2.run(kept_after_resuming, reset, str(tmp_path))[0] == dict.fromkeys(range(4), master)
+    assert world2.run(kept_after_resuming, host, str(tmp_path), load_optim=False)[0] == {3: master}
