@@ -117,7 +117,11 @@ class BcdConfig:
     )
     bcd_prefix_cache_dtype: str = option("fp32", "precision of what is kept", choices=CACHE_DTYPES)
     bcd_prefix_cache_max_gib: float | None = option(
-        None, "keep no more than so many GiB; a phase that needs more computes", type=float, metavar="GIB"
+        None,
+        "keep no more than so many GiB, all phases together; a phase that needs more computes; default: half of what "
+        "is free on the disk",
+        type=float,
+        metavar="GIB",
     )
     bcd_schedule: str = option(
         "bcd",

@@ -175,9 +175,10 @@ def test_a_full_disk(world1: World, flags: dict[str, Any], computed: dict[str, A
     """A run that ends, or dies of SIGBUS, where the disk has no room."""
     for disk in small_disk(tmp_path):
         (disk / "filler").write_bytes(bytes(230 * 2**10))
-        outcome = served(world1, flags, disk)
-        assert outcome["losses"] == computed["losses"] and sum(outcome["hits"]) == 0
-        assert "the disk has room for" in outcome["notes"][-1]
+        for limit, reason in ((None, "more than half of what is free"), (1, "the disk has room for")):
+            outcome = served(world1, flags | {"bcd_prefix_cache_max_gib": limit}, disk)
+            assert outcome["losses"] == computed["losses"] and sum(outcome["hits"]) == 0
+            assert reason in outcome["notes"][-1]
 
 
 def small_disk(tmp_path: Path) -> Iterator[Path]:

@@ -89,19 +89,22 @@ class Room:
 def find_room(root: str, key: CacheKey, num_bytes: int, *, limit: int | None) -> Room:
     """Whether a cache of `num_bytes` fits below `root`: within `limit`, for all caches together, and on the disk.
 
+    Without a limit it is half of what the disk has for them: every phase makes another one, and checkpoints need room.
     Older caches that are in the way are named for deletion: first those that this prefix can't be started from, and of
     either kind the one first that was made first. Raises OSError as the disk says.
     """
     present = {folder: _size(folder) for folder in _own_folders(root)}
     mine = present.pop(os.path.join(root, key.name), 0)
-    if limit is not None and num_bytes > limit:
-        return Room(is_enough=False, reason=f"more than --bcd-prefix-cache-max-gib {limit / 2**30:g}")
     free = shutil.disk_usage(root).free + mine
+    told = f"--bcd-prefix-cache-max-gib {limit / 2**30:g}" if limit is not None else "half of what is free on the disk"
+    if limit is None:
+        limit = (free + sum(present.values())) // 2
+    if num_bytes > limit:
+        return Room(is_enough=False, reason=f"more than {told}")
     useful = {cache.folder for cache in shorter(root, key)}
     to_delete: list[str] = []
     for folder in sorted(present, key=lambda folder: (folder in useful, os.stat(folder).st_mtime_ns)):
-        is_within_limit = limit is None or sum(present.values()) + num_bytes <= limit
-        if is_within_limit and num_bytes <= free:
+        if sum(present.values()) + num_bytes <= limit and num_bytes <= free:
             break
         to_delete.append(folder)
         free += present.pop(folder)
