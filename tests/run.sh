@@ -4,6 +4,8 @@
 #   bash tests/run.sh                       everything
 #   bash tests/run.sh -k blocks -x          arguments go to pytest
 #   bash tests/run.sh -m "not e2e"          the markers are unit, distributed, e2e
+#   bash tests/run.sh -n 0                  one file after another, in this process (two at once is the default: ranks
+#                                           that wait for each other leave half of two cores idle)
 #
 # Environment: BCD_PYTHON is an interpreter of your own (examples/setup_env.sh).
 set -euo pipefail
@@ -25,4 +27,4 @@ lint_imports() {
 step "lint: ruff check" "$PYTHON" -m ruff check .
 step "types: mypy" "$PYTHON" -m mypy
 step "import direction: import-linter" lint_imports
-step "tests: pytest" "$PYTHON" -m pytest "$@"
+step "tests: pytest" "$PYTHON" -m pytest -n 2 --dist loadfile "$@"
