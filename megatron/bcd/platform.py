@@ -60,6 +60,20 @@ def has_transformer_engine() -> bool:
     return has_cuda() and is_importable("transformer_engine.pytorch")
 
 
+def transformer_engine_version() -> str:
+    """Of the one that is used; empty where none is."""
+    if not has_transformer_engine():
+        return ""
+    import transformer_engine
+
+    return str(getattr(transformer_engine, "__version__", "unknown"))
+
+
+def device_name() -> str:
+    """The GPU's model, or "cpu"."""
+    return torch.cuda.get_device_name() if has_cuda() else "cpu"
+
+
 def has_apex() -> bool:
     """NVIDIA's Apex (not the unrelated PyPI package of that name) with its fused kernels, and a GPU."""
     return (
@@ -168,24 +182,30 @@ def initialize_distributed(*, backend: str, timeout_minutes: int, tensor_size: i
 
 
 def share_gloo_device() -> None:
-    """Let all of this process's gloo groups use one device; called once, before the first group.
+    """Let all of this process's gloo groups use one device (one for each network that GLOO_SOCKET_IFNAME names); to be
+    called before the first group is made.
 
     Each device has a thread that wakes up 100 times a second, and Megatron Core makes some twenty groups: idle ranks
     would take a tenth of a core from those that compute.
     """
     from torch.distributed import ProcessGroupGloo
 
-    if hasattr(ProcessGroupGloo, "bcd_shared_device"):
+    if hasattr(ProcessGroupGloo, "bcd_shared_devices"):
         return
-    ProcessGroupGloo.bcd_shared_device = ProcessGroupGloo.create_default_device()
+    networks = os.environ.get("GLOO_SOCKET_IFNAME")
+    ProcessGroupGloo.bcd_shared_devices = (
+        [ProcessGroupGloo.create_device(interface=name) for name in networks.split(",")]
+        if networks
+        else [ProcessGroupGloo.create_default_device()]
+    )
     original = ProcessGroupGloo.__init__
 
     def make(group: Any, store: Any, rank: int, size: int, timeout: Any = datetime.timedelta(minutes=30)) -> None:
         options = timeout
         if isinstance(timeout, datetime.timedelta):
             options = ProcessGroupGloo._Options()
-            options._timeout, options._threads = timeout, 2  # two: what it takes without options
-            options._devices = [ProcessGroupGloo.bcd_shared_device]
+            options._timeout, options._devices = timeout, ProcessGroupGloo.bcd_shared_devices
+            options._threads = 2 * len(options._devices)  # what it takes without options
         original(group, store, rank, size, options)
 
     ProcessGroupGloo.__init__ = make
@@ -262,6 +282,23 @@ def device_rng_state() -> torch.Tensor | None:
 
 def set_device_rng_state(state: torch.Tensor) -> None:
     torch.cuda.set_rng_state(state)
+
+
+@contextlib.contextmanager
+def random_generators_kept() -> Iterator[None]:
+    """What is drawn inside, dropout included, leaves PyTorch's generators and Megatron Core's tracker as they were."""
+    from megatron.core import tensor_parallel
+
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    states = {name: state.clone() for name, state in tracker.get_states().items()}
+    on_cpu, on_device = torch.get_rng_state(), device_rng_state()
+    try:
+        yield
+    finally:
+        tracker.set_states(states)
+        torch.set_rng_state(on_cpu)
+        if on_device is not None:
+            set_device_rng_state(on_device)
 
 
 def use_deterministic_algorithms() -> None:

@@ -14,6 +14,7 @@ import torch
 import worlds
 from dist import World
 
+from megatron.bcd import platform
 from megatron.bcd.config import RunConfig
 from megatron.bcd.subsets import PhaseSubset
 
@@ -56,11 +57,12 @@ def scores_and_choice(config: RunConfig) -> dict[str, Any]:
         chosen, drawn = one.phases.block(one.state), generator()
         one.active.dispose()
         batches = [*itertools.islice(one.samples.look_ahead(phase=0, consumed_samples=0), 4)]
-        one.set_train_mode(False)
+        one.set_train_mode(True)
         for block in range(one.partition.num_blocks):
             one.build(block)
             one.active.zero_grad()
-            one.run_schedule(iter(batches), 4, forward_only=False)
+            with platform.random_generators_kept():
+                one.run_schedule(iter(batches), 4, forward_only=False)
             named = one.active.active_parameters().items()
             own = [p for name, p in named if "norm" not in name and not name.startswith("output_layer")]
             squares[block] = sum(float(p.main_grad.double().square().sum()) for p in own)

@@ -58,6 +58,12 @@ BAD_RUNS: list[tuple[str, int, list[str]]] = [
     ("--bcd-sample-ratio 0", 1, ["--bcd-sample-ratio 0", "greater than 0"]),
     ("--bcd-sample-ratio 1.5", 1, ["--bcd-sample-ratio 1.5", "at most 1"]),
     ("--bcd-prefix-cache out/cache", 1, ["--bcd-prefix-cache out/cache", "--bcd-sample-ratio"]),
+    (
+        "--bcd-switch plateau --bcd-plateau-window 5 --bcd-max-steps-per-block 10",
+        1,
+        ["--bcd-max-steps-per-block 10", "2 x --bcd-plateau-window 5"],
+    ),
+    ("--bcd-prefix-cache-dtype bf16", 1, ["--bcd-prefix-cache-dtype", "--bcd-prefix-cache"]),
     ("--bcd-prefix-cache-max-gib 1", 1, ["--bcd-prefix-cache-max-gib", "--bcd-prefix-cache"]),
     (
         "--bcd-prefix-cache out/./run --save out/run --bcd-sample-ratio 0.1",

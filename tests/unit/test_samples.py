@@ -91,4 +91,6 @@ def test_evaluations_of_cycles_have_their_validation_samples() -> None:
     cycles = ("--bcd-stop-cycle-improvement", "0.1", "--bcd-steps-per-block", "2")
     more = parse("--eval-iters", "2", "--eval-interval", "5", "--global-batch-size", "4", *cycles)
     assert num_samples(plain, 10)[1] == 3 * 2 * 4
-    assert num_samples(more, 10)[1] >= (3 + 10 // 6) * 2 * 4
+    assert num_samples(more, 10)[1] == (3 + 10 // 6) * 2 * 4
+    plateau = ("--bcd-stop-cycle-improvement", "0.1", "--bcd-switch", "plateau", "--eval-iters", "2")
+    assert num_samples(parse(*plateau, "--global-batch-size", "4"), 1000)[1] == (2 + 1000 // 300) * 2 * 4

@@ -254,6 +254,10 @@ class ActiveSet:
                 {name: torch.tensor([value]) if name == "scale" else int(value) for name, value in state.items()}
             )
 
+    def remember_loss_scaler(self, state: Mapping[str, float] | None) -> None:
+        """Let the next `build` begin with what `loss_scaler_state` gave in another run."""
+        self._loss_scaler_state = None if state is None else dict(state)
+
     def loss_scale(self) -> float:
         assert self.optimizer is not None
         return float(self.optimizer.get_loss_scale().item())

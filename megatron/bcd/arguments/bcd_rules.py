@@ -31,6 +31,12 @@ def check_phases(config: RunConfig, partition: Partition, given: Mapping[str, An
             "--bcd-steps-per-block does not go with --bcd-switch plateau: give --bcd-min-steps-per-block and "
             "--bcd-max-steps-per-block",
         )
+    most = bcd.bcd_max_steps_per_block
+    refuse_unless(
+        bcd.bcd_switch != "plateau" or most is None or most > 2 * bcd.bcd_plateau_window,
+        f"--bcd-max-steps-per-block {most}: no phase would last long enough to end at a plateau; must be more than "
+        f"2 x --bcd-plateau-window {bcd.bcd_plateau_window}",
+    )
     refuse_unless(
         "bcd_greedy_microbatches" not in given or bcd.bcd_order == "greedy",
         "--bcd-greedy-microbatches needs --bcd-order greedy",
@@ -45,12 +51,13 @@ def check_phases(config: RunConfig, partition: Partition, given: Mapping[str, An
     )
 
 
-def check_prefix_cache(run: Run) -> None:
+def check_prefix_cache(run: Run, given: Mapping[str, Any]) -> None:
     if run.bcd_prefix_cache is None:
         refuse_unless(
             run.bcd_prefix_cache_max_gib is None,
             "--bcd-prefix-cache-max-gib needs --bcd-prefix-cache",
         )
+        refuse_unless("bcd_prefix_cache_dtype" not in given, "--bcd-prefix-cache-dtype needs --bcd-prefix-cache")
         return
     name = f"--bcd-prefix-cache {run.bcd_prefix_cache}"
     refuse_unless(

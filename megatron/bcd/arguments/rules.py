@@ -33,7 +33,7 @@ def check_run_config(config: RunConfig, *, given: Mapping[str, Any], world_size:
         always_active=config.bcd.always_active,
     )
     bcd_rules.check_phases(config, blocks, given)
-    bcd_rules.check_prefix_cache(run)
+    bcd_rules.check_prefix_cache(run, given)
     model_rules.check_precision(run, given)
     model_rules.check_optimizer(run, given)
     model_rules.check_recomputation(run, given)

@@ -135,14 +135,14 @@ def resumed_phase(saved: RunState, partition: Partition, phases: PhaseSchedule) 
     if saved.blocks != contents_of_blocks(partition):
         problem = (
             f"the checkpoint's blocks ({'; '.join(saved.blocks)}) are not those of this run "
-            f"({'; '.join(contents_of_blocks(partition))})"
+            f"({'; '.join(contents_of_blocks(partition))}), so their optimizer state is left behind"
         )
     elif not phases.fits(state):
         problem = f"--bcd-order {phases.order} can't go on amid a cycle of the checkpoint's order"
     else:
         return state, None
     restarted = PhaseState(phase=cycle * phases.num_blocks)
-    return restarted, f"{problem}: cycle {cycle} begins again, with new optimizer state"
+    return restarted, f"{problem}: cycle {cycle} begins again"
 
 
 def _side_by_side(sections: Mapping[str, Any]) -> dict[str, Any]:

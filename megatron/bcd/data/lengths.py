@@ -5,7 +5,9 @@ from __future__ import annotations
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
 
+from megatron.bcd.blocks import partition
 from megatron.bcd.config import RunConfig
+from megatron.bcd.phases import PhaseSchedule
 
 
 def global_batch_size(config: RunConfig) -> int:
@@ -53,11 +55,15 @@ def num_iterations(config: RunConfig) -> int:
 
 
 def _shortest_cycle(config: RunConfig) -> int:
-    """Steps of a cycle, or fewer."""
-    bcd = config.bcd
-    if bcd.bcd_switch == "steps":
-        return bcd.bcd_steps_per_block
-    return bcd.bcd_min_steps_per_block
+    """Steps that every cycle has at least."""
+    num_blocks = partition(
+        num_layers=config.num_layers,
+        num_stages=config.pipeline_size,
+        num_blocks=config.bcd.bcd_num_blocks,
+        layout=config.bcd.bcd_layout,
+        tied=config.tied,
+    ).num_blocks
+    return num_blocks * PhaseSchedule.of(config, num_blocks=num_blocks).least_steps
 
 
 def num_samples(config: RunConfig, train_iters: int) -> tuple[int, int, int]:

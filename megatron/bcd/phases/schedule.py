@@ -170,14 +170,6 @@ class PhaseSchedule(PhaseSettings):
         return improvement < self.stop_cycle_improvement * abs(before.validation_loss)
 
     @property
-    def least_steps(self) -> int:
-        """Steps that every phase has at least, unless the run ends."""
-        if self.switch == "steps":
-            return self.steps_per_block
-        least = max(self.min_steps_per_block, 2 * self.plateau_window)  # a best mean, and as long without a better one
-        return least if self.max_steps_per_block is None else min(least, self.max_steps_per_block)
-
-    @property
     def scales_learning_rate(self) -> bool:
         """Whether ``learning_rate_factor`` is ever other than 1."""
         return bool(self.block_lr_multipliers or self.phase_warmup_steps)

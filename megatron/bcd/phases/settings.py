@@ -58,13 +58,21 @@ class PhaseSettings:
             if not (math.isfinite(multiplier) and multiplier > 0):
                 raise ValueError(f"--bcd-block-lr-multipliers {multiplier}: each must be a finite number above 0")
 
+    @property
+    def least_steps(self) -> int:
+        """Steps that every phase has at least, unless the run ends."""
+        if self.switch == "steps":
+            return self.steps_per_block
+        least = max(self.min_steps_per_block, 2 * self.plateau_window)  # a best mean, and as long without a better one
+        return least if self.max_steps_per_block is None else min(least, self.max_steps_per_block)
+
     def describe(self) -> str:
         """Order and length of the phases, for people."""
         if self.switch == "steps":
             length = f"{self.steps_per_block:,} step{'' if self.steps_per_block == 1 else 's'} per block"
         else:
             most = "" if self.max_steps_per_block is None else f" to {self.max_steps_per_block:,}"
-            length = f"a block until its loss stops falling ({self.min_steps_per_block:,}{most or ' or more'} steps)"
+            length = f"a block until its loss stops falling ({self.least_steps:,}{most or ' or more'} steps)"
         return f"{length}, {self.order} order"
 
     def _check_warmup(self) -> None:

@@ -35,11 +35,12 @@ def to_records(hidden_states: torch.Tensor, dtype: str) -> list[Bytes]:
 def to_tensor(records: list[Bytes], cache: Cache, dtype: torch.dtype) -> torch.Tensor:
     """Records of some samples as [S, B, H] in host memory (page-locked where there is a GPU)."""
     kind, (length, hidden_size) = cache.key.dtype, cache.key.record_shape
-    batch = torch.empty(length, len(records), hidden_size, dtype=_TORCH[kind], pin_memory=platform.has_cuda())
-    places = batch.view(torch.int16).numpy() if kind == "bf16" else batch.numpy()
+    batch = torch.empty(length, len(records), hidden_size, dtype=dtype, pin_memory=platform.has_cuda())
+    of_records = batch if dtype == _TORCH[kind] else torch.empty(batch.shape, dtype=_TORCH[kind])
+    places = of_records.view(torch.int16).numpy() if kind == "bf16" else of_records.numpy()
     for place, record in enumerate(records):
         places[:, place] = record.view(_NUMPY[kind]).reshape(length, hidden_size)
-    return batch.to(dtype)
+    return batch if of_records is batch else batch.copy_(of_records)
 
 
 def read(cache: Cache, slots: Slots, dtype: torch.dtype) -> torch.Tensor:

@@ -48,7 +48,7 @@ def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str) -> None
         trainer = Trainer(config, build_model, reporter, source=source)
         if is_new:  # the first to make it: nothing that was asked for is wrong
             claim = folders.claim(save)
-        cache_claim = claim_prefix_cache(config.bcd.bcd_prefix_cache)
+        cache_claim = claim_prefix_cache(None if config.training.skip_train else config.bcd.bcd_prefix_cache)
         for warning in (*claim.warnings, *cache_claim.warnings):
             reporter.warning(warning)
     try:

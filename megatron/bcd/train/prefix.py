@@ -230,8 +230,9 @@ def _network(trainer: Trainer, implementation: Implementation) -> dict[str, Any]
         "positions": [config.data.reset_position_ids, config.data.reset_attention_mask],
         "micro_batch_size": config.training.micro_batch_size,
         "implementation": implementation.describe(),
-        "device": platform.device().type,
-        "versions": {name: version(name) for name in ("torch", "megatron-core")},
+        "device": platform.device_name(),
+        "versions": {name: version(name) for name in ("torch", "megatron-core")}
+        | {"transformer-engine": platform.transformer_engine_version()},
     }
 
 

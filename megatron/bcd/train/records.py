@@ -9,15 +9,16 @@ import torch
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 
 from megatron.bcd import platform
+from megatron.bcd.phases import PhaseState
 from megatron.bcd.report import StepRecord
 
 if TYPE_CHECKING:
     from megatron.bcd.train.trainer import Trainer
 
 
-def step_record(trainer: Trainer) -> StepRecord:
-    """One record for the steps since the last one; the loss is the mean of those that were not skipped, if any. A
-    collective."""
+def step_record(trainer: Trainer, state: PhaseState) -> StepRecord:
+    """One record for the steps since the last one, of which the last was in the phase `state`; the loss is the mean of
+    those that were not skipped, if any. A collective."""
     interval = trainer.interval
     done = [result for result in interval if not result.skipped]
     milliseconds = statistics.fmean(result.milliseconds for result in interval)
@@ -35,11 +36,11 @@ def step_record(trainer: Trainer) -> StepRecord:
     return StepRecord(
         iteration=trainer.iteration,
         consumed_samples=trainer.consumed_samples,
-        cycle=trainer.phases.cycle(trainer.state),
-        phase=trainer.state.phase,
-        block=trainer.phases.block(trainer.state),
+        cycle=trainer.phases.cycle(state),
+        phase=state.phase,
+        block=trainer.phases.block(state),
         loss=statistics.fmean(result.loss for result in done or interval),
-        learning_rate=trainer.learning_rate(),
+        learning_rate=trainer.learning_rate(state),
         grad_norm=interval[-1].grad_norm,
         step_time_ms=milliseconds,
         tokens_per_second=get_current_global_batch_size() * trainer.config.model.seq_length / milliseconds * 1e3,

@@ -48,6 +48,7 @@ def take_up_counters(trainer: Trainer, source: loader.Source | None) -> None:
     saved = source.state
     trainer.iteration, trainer.consumed_samples = saved.iteration, saved.consumed_samples
     trainer.evaluation.consumed_samples = saved.consumed_validation_samples
+    trainer.active.remember_loss_scaler(saved.loss_scaler)
     is_same_phase = trainer.state.to_dict() == saved.phase
     trainer.samples.take_up(
         in_phase=saved.samples_in_phase if is_same_phase else 0, seen_before=saved.samples_seen_before

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megatron.core import parallel_state
+
 from megatron.bcd import data
 from megatron.bcd.config import RunConfig
 from megatron.bcd.subsets import PhaseSubset
@@ -41,8 +43,11 @@ class TrainingSamples:
         return self._batches
 
     def look_ahead(self, *, phase: int, consumed_samples: int) -> Iterator[data.Batch]:
-        """The micro-batches that `batches` will give, without taking them from it."""
+        """The micro-batches that `batches` will give, without taking them from it; at the end of the data the last."""
         config = self._config.replace_section("data", num_workers=0)
+        if self._dataset is not None and self.subset is None:
+            one = config.training.micro_batch_size * parallel_state.get_data_parallel_world_size()
+            consumed_samples = min(consumed_samples, max(0, len(self._dataset) - one))
         return self._opened(config, phase=phase, consumed_samples=consumed_samples)
 
     def _opened(self, config: RunConfig, *, phase: int, consumed_samples: int) -> Iterator[data.Batch]:

@@ -130,6 +130,7 @@ class Trainer:
         if not config.training.skip_train:
             resuming.take_up_counters(self, source)
             platform.reset_peak_memory()
+            gc.freeze()  # modules and data live as long as the run: a switch need not look through them for garbage
             self._begin_phase()
             self.scheduler = build_scheduler(self.config, self.active.optimizer, self.global_batch_size)
             resuming.take_up(self, source)
@@ -156,7 +157,6 @@ class Trainer:
         """The loop."""
         training, report = self.config.training, self.config.report
         self.set_train_mode(True)
-        gc.freeze()  # modules and data live as long as the run: a switch need not look through them for garbage
         if training.manual_gc:
             gc.disable()
         is_last = self.phases.is_converged(self.state)  # a run that has converged is not gone on with
@@ -173,12 +173,16 @@ class Trainer:
             self._count_skipped(result)
             is_last = self.iteration == self.train_iters
             if self.iteration % report.log_interval == 0 or self.iteration == 1 or is_last:
-                self.reporter.step(step_record(self))
+                self.reporter.step(step_record(self, self.state))
                 # as stock does, the first iteration is told at once and counts in the first interval as well
                 self.interval = self.interval if self.iteration == 1 else []
             if training.eval_iters and self.iteration % training.eval_interval == 0:
                 self.evaluation.run("validation")
+            was_in = self.state
             is_last = self._advance_phase(result.loss, is_last=is_last)
+            if is_last and self.interval and self.iteration < self.train_iters:  # a run that ends by convergence
+                self.reporter.step(step_record(self, was_in))
+                self.interval = []
             self._stop_or_save(is_last=is_last)
             if training.manual_gc and training.manual_gc_interval and self.iteration % training.manual_gc_interval == 0:
                 gc.collect()
@@ -245,7 +249,7 @@ class Trainer:
             losses = self.run_schedule(batches, get_num_microbatches(), forward_only=False)
         loss_sum, num_tokens = reduce_losses(losses).tolist()
         loss = loss_sum / max(num_tokens, 1.0)
-        learning_rate = self.learning_rate()
+        learning_rate = self.learning_rate(self.state)
         if self.phases.scales_learning_rate:
             self.scheduler.step(0)  # a step that is skipped would leave the rates scaled
             self.active.scale_learning_rate(self.phases.learning_rate_factor(self.state))
@@ -362,9 +366,9 @@ class Trainer:
             switch_time_ms=timer.elapsed() * 1e3,
         )
 
-    def learning_rate(self) -> float:
-        """Of the active block, in the coming step."""
-        return float(self.scheduler.get_lr({})) * self.phases.learning_rate_factor(self.state)
+    def learning_rate(self, state: PhaseState) -> float:
+        """Of the block that is active in `state`, in the coming step."""
+        return float(self.scheduler.get_lr({})) * self.phases.learning_rate_factor(state)
 
     def _check_switch_once(self, result: StepResult) -> None:
         """Once a phase, after the first step that had to change something: did it, and nothing else?"""
