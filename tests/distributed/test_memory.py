@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -164,3 +165,25 @@ def test_a_stage_without_the_block_holds_weights_only(world2: World, text_data: 
         # after its own phase a stage keeps its weights in Megatron Core's padded buffer
         assert by_rank[frozen] == pytest.approx(weights[frozen], rel=0.01)
         assert by_rank[1 - frozen] > 1.3 * weights[1 - frozen]
+
+
+def outlived(config: RunConfig) -> list[tuple[int, str]]:
+    """Wrappers and optimizers that are alive though their phase is over, as a run leaves them: nothing is unfrozen."""
+    things: list[list[Any]] = []
+
+    def after_build(one: worlds.RecordingTrainer) -> None:
+        things.append([weakref.ref(one.active.wrapped), *(weakref.ref(each) for each in one.active.optimizers())])
+
+    with worlds.trainer(config, after_build=after_build) as one:
+        one.run()
+        return [
+            (phase, type(thing()).__name__)
+            for phase, built in enumerate(things[:-1])
+            for thing in built
+            if thing() is not None
+        ]
+
+
+def test_the_first_phase_is_freed_like_the_others(world1: World, text_data: str) -> None:
+    """What was built before the loop began is hidden from the garbage collector, which frees it never."""
+    assert world1.run(outlived, worlds.run_config(data_path=text_data)) == [[]]
