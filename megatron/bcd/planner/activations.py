@@ -36,10 +36,10 @@ def layer_bytes(recipe: Recipe) -> LayerBytes:
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
     attention = recipe.model.heads  # in fp32: the logarithm of the sum of each row of scores
     if shape.gated:
-        # norm input and output, query-key-value, rotated query and key, context, norm input and output; gate, up, product
+        # norm input and output, query-key-value, rotated query and key, context, the second norm's; gate, up, product
         active, suffix = 10 * hidden + 3 * ffn, 8 * hidden + 2 * ffn
     else:
-        # norm input and output, query-key-value, context, norm input and output; before and after GELU
+        # norm input and output, query-key-value, context, the second norm's; before and after GELU
         active, suffix = 8 * hidden + 2 * ffn, 6 * hidden + ffn
     scores = recipe.tokens * recipe.model.heads * (1 if shape.gated else 2) if recipe.unfused_attention else 0
     logits = recipe.padded_vocabulary * (4 if element == 4 else 6)

@@ -232,7 +232,10 @@ def fitting_runs(figures: Figures, models: Mapping[str, Model], cluster: Cluster
 
 
 def paper_of(published: Sequence[Published], models: Mapping[str, Model], cluster: Cluster) -> Paper:
-    """The paper beside a cluster that was fitted to its two small models. Raises ValueError where data lack something."""
+    """The paper beside a cluster that was fitted to its two small models.
+
+    Raises ValueError where a figure or a model is missing.
+    """
     figures = Figures(published)
     shares, host = fitting_runs(figures, models, cluster)
     return Paper(figures=figures, models=models, cluster=fit_host(host, fit_shares(shares, cluster)))

@@ -148,8 +148,10 @@ def bill_of(recipe: Recipe, seconds: float, *, tokens: float | None, multiplier:
 
 
 def multiplier_at(num_blocks: int, at_three: float) -> float:
-    """The B-F multiplier at another number of blocks: table 11 of the paper has 2.22, 2.78, 3.33 at 2, 3, 4 blocks (Adam),
-    which is (M + 2) / 5 of the value at three; 1 for one block."""
+    """The B-F multiplier at another number of blocks; 1 for one block.
+
+    Table 11 of the paper has 2.22, 2.78 and 3.33 at two, three and four blocks (Adam): (M + 2) / 5 of that at three.
+    """
     return 1.0 if num_blocks == 1 else at_three * (num_blocks + 2) / 5
 
 

@@ -116,7 +116,7 @@ def suited_pipelines(**fields: Any) -> list[Recipe]:
 
 
 def shortest_that_fits(suited: Sequence[Recipe]) -> Recipe:
-    """The one with the shortest pipeline that fits, and so the most data-parallel ranks; the longest where none does."""
+    """The one with the shortest pipeline that fits, so the most data-parallel ranks; the longest where none does."""
     return next((recipe for recipe in suited if fits(recipe)), suited[-1])
 
 

@@ -17,8 +17,8 @@ from megatron.bcd.planner.memory import phase_shape, stage_buffers
 from megatron.bcd.planner.recipe import Recipe
 
 _ADAM_PASSES = 11
-"""Elements of 4 bytes that a step reads or writes per parameter: the gradient for norm, clipping (2), step and zeroing, weight
-(2), both moments (4) and one more for the 16-bit weights or the square root."""
+"""Elements of 4 bytes that a step reads or writes per parameter: the gradient for norm, clipping (2), step and zeroing,
+the weight (2), both moments (4)."""
 _SIMULATED_ROUNDS = 2
 """Of more microbatches than so many times the stages, the pipeline goes on as it did."""
 

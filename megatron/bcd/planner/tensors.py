@@ -24,7 +24,7 @@ class Tensor:
     block: int
     """The block in whose phases it is active."""
     is_shared: bool = False
-    """The embedding, or the head that is its copy: Megatron Core gives it a bucket of its own."""
+    """The embedding with a copy on another stage, or that copy: Megatron Core gives it a bucket of its own."""
 
 
 def stage_tensors(shape: ModelShape, partition: Partition, stage: int, *, padded_vocabulary: int) -> tuple[Tensor, ...]:
@@ -38,7 +38,10 @@ def _stage_tensors(shape: ModelShape, partition: Partition, stage: int, vocabula
     assert partition.blocks[bottom].owns_embedding and partition.blocks[top].owns_final_norm
     if stage == 0:
         yield Tensor(
-            name="embedding.word_embeddings.weight", size=vocabulary * hidden, block=bottom, is_shared=shape.tied
+            name="embedding.word_embeddings.weight",
+            size=vocabulary * hidden,
+            block=bottom,
+            is_shared=shape.tied and last > 0,
         )
         if shape.num_positions:
             size = shape.num_positions * hidden
