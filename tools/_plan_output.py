@@ -167,7 +167,7 @@ def _bill(plan: Plan) -> str:
     more = "" if bill.multiplier == 1 else f" x B-F multiplier {bill.multiplier:.2f}"
     return (
         f"{bill.tokens / 1e9:,.1f} G tokens{more}: {bill.iterations:,} iterations, {bill.days:,.1f} days, "
-        f"{bill.gpu_hours:,.0f} GPU hours, ${bill.dollars:,.0f} (at ${cluster.usd_per_gpu_hour:g} per GPU hour)"
+        f"{bill.gpu_hours:,.0f} GPU hours, ${bill.dollars:,.0f} (${cluster.usd_per_gpu_hour:g} per GPU hour)"
     )
 
 

@@ -52,20 +52,29 @@ def layer_bytes(recipe: Recipe) -> LayerBytes:
     )
 
 
-def stage_activations(recipe: Recipe, sizes: LayerBytes, shape: PlanShape, stage: int, block: int) -> int:
-    """Bytes that a stage's activations reach in the block's phase, all its microbatches in flight together."""
+def stage_kept(recipe: Recipe, sizes: LayerBytes, shape: PlanShape, stage: int, block: int) -> int:
+    """Bytes that autograd keeps on a stage in the block's phase, all its microbatches in flight together."""
     if shape.is_forward_only(stage):
-        return sizes.working
+        return 0
     num_active = recipe.cut.active[stage][block]
     num_suffix = recipe.cut.after_prefix[stage][block] - num_active
     if recipe.recompute == "full":
         kept = (num_active + num_suffix) * sizes.input
-        once = sizes.active if num_active else sizes.suffix
     else:
-        kept, once = num_active * sizes.active + num_suffix * sizes.suffix, 0
+        kept = num_active * sizes.active + num_suffix * sizes.suffix
     if stage == shape.last:
         kept += sizes.head
-    return kept * shape.max_graphs(stage) + once + sizes.working
+    return kept * shape.max_graphs(stage)
+
+
+def stage_activations(recipe: Recipe, sizes: LayerBytes, shape: PlanShape, stage: int, block: int) -> int:
+    """Bytes that a stage's activations reach: what is kept, recomputed for one layer, and worked with."""
+    once = 0
+    if recipe.recompute == "full" and not shape.is_forward_only(stage):
+        once = sizes.active if recipe.cut.active[stage][block] else sizes.suffix
+        if stage == shape.last:  # the head's are gone when the first layer is recomputed
+            once = max(0, once - sizes.head)
+    return stage_kept(recipe, sizes, shape, stage, block) + once + sizes.working
 
 
 def stage_messages(sizes: LayerBytes, shape: PlanShape, stage: int) -> int:

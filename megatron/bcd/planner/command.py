@@ -6,6 +6,7 @@ from megatron.bcd.planner.recipe import Recipe
 
 SCRIPT = "pretrain_gpt_bcd.py"
 _INDENT = " \\\n    "
+_WIDTH = 112
 
 
 def network_flags(recipe: Recipe) -> list[str]:
@@ -57,14 +58,18 @@ def launcher(recipe: Recipe) -> str:
 
 def torchrun_command(recipe: Recipe, *, iterations: int) -> str:
     """The whole command. Its data are made up (--mock-data): put your own in place of the last line."""
-    lines = [
-        f"{launcher(recipe)} {SCRIPT}",
-        " ".join(network_flags(recipe)[:5]),
-        " ".join(network_flags(recipe)[5:]),
-        " ".join(layout_flags(recipe)[:2]),
-        " ".join(layout_flags(recipe)[2:]),
-        f"--train-iters {iterations} --lr 1e-4",
-        # NullTokenizer adds an end of document to its vocabulary
-        f"--mock-data --tokenizer-type NullTokenizer --vocab-size {recipe.model.vocabulary - 1}",
-    ]
-    return _INDENT.join(lines)
+    flags = [*network_flags(recipe), *layout_flags(recipe), f"--train-iters {iterations} --lr 1e-4"]
+    # NullTokenizer adds an end of document to its vocabulary
+    data = f"--mock-data --tokenizer-type NullTokenizer --vocab-size {recipe.model.vocabulary - 1}"
+    return _INDENT.join([f"{launcher(recipe)} {SCRIPT}", *_packed(flags), data])
+
+
+def _packed(flags: list[str]) -> list[str]:
+    """Lines of at most _WIDTH characters."""
+    lines = [flags[0]]
+    for flag in flags[1:]:
+        if len(lines[-1]) + 1 + len(flag) <= _WIDTH:
+            lines[-1] += f" {flag}"
+        else:
+            lines.append(flag)
+    return lines

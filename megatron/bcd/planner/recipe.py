@@ -13,6 +13,8 @@ from megatron.bcd.planner.tables import Cluster, Model
 METHODS = ("bcd", "full", "offload")
 """Block coordinate descent; full training; full training with the optimizer on the host."""
 RECOMPUTE = ("none", "full")
+MAX_GPUS, MAX_BATCH, MAX_TOKENS = 4096, 2**17, 2**24
+"""More is a mistake rather than a run that somebody wants to plan."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,15 +56,15 @@ class Recipe:
     """--make-vocab-size-divisible-by."""
 
     def __post_init__(self) -> None:
-        for flag, value in (
-            ("--num-gpus", self.num_gpus),
-            ("--pipeline-model-parallel-size", self.pipeline_size),
-            ("--micro-batch-size", self.micro_batch_size),
-            ("--global-batch-size", self.global_batch_size),
-            ("--seq-length", self.tokens),
+        for flag, value, most in (
+            ("--num-gpus", self.num_gpus, MAX_GPUS),
+            ("--pipeline-model-parallel-size", self.pipeline_size, MAX_GPUS),
+            ("--global-batch-size", self.global_batch_size, MAX_BATCH),
+            ("--micro-batch-size", self.micro_batch_size, MAX_BATCH),
+            ("--seq-length", self.tokens, MAX_TOKENS),
         ):
-            if value < 1:
-                raise ValueError(f"{flag} {value}: must be at least 1")
+            if not 1 <= value <= most:
+                raise ValueError(f"{flag} {value}: must be 1 to {most}")
         for flag, chosen, choices in (
             ("--method", self.method, METHODS),
             ("--recompute", self.recompute, RECOMPUTE),
@@ -77,7 +79,8 @@ class Recipe:
             )
         if self.num_gpus % self.pipeline_size:
             raise ValueError(
-                f"--pipeline-model-parallel-size {self.pipeline_size} does not divide --num-gpus {self.num_gpus}"
+                f"--pipeline-model-parallel-size {self.pipeline_size} does not divide --num-gpus {self.num_gpus}: "
+                "give a divisor"
             )
         per_step = self.micro_batch_size * self.data_size
         if self.global_batch_size % per_step:
@@ -86,7 +89,10 @@ class Recipe:
                 f"(--micro-batch-size {self.micro_batch_size} x {self.data_size} data-parallel ranks)"
             )
         if self.method != "bcd" and self.num_blocks not in (None, 1):
-            raise ValueError(f"--bcd-num-blocks {self.num_blocks} does not go with --method {self.method}")
+            raise ValueError(
+                f"--bcd-num-blocks {self.num_blocks} does not go with --method {self.method}, where all is active; leave "
+                "it out"
+            )
         _ = self.partition  # raises where the layout does not fit the model
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.bcd.planner.memory import fits
 from megatron.bcd.planner.plan import DEFAULT_MULTIPLIER, Plan, bill_of, make_plan
-from megatron.bcd.planner.recipe import RECOMPUTE, Recipe
+from megatron.bcd.planner.recipe import MAX_GPUS, RECOMPUTE, Recipe
 from megatron.bcd.planner.seconds import mean_seconds, phase_seconds
 
 SEARCHED_BLOCKS = (2, 3, 4, 5, 6)
@@ -105,7 +105,7 @@ def suited_pipelines(**fields: Any) -> list[Recipe]:
     ``fields`` are Recipe's without ``pipeline_size``. Raises ValueError, the first one's, where none does.
     """
     suited, reasons = [], []
-    for pipeline_size in _divisors(max(1, fields["num_gpus"])):
+    for pipeline_size in _divisors(min(max(1, fields["num_gpus"]), MAX_GPUS)):
         try:
             suited.append(Recipe(pipeline_size=pipeline_size, **fields))
         except ValueError as error:

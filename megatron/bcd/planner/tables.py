@@ -175,6 +175,8 @@ def _read(path: str | Path, kind: type[Row]) -> list[Row]:
     rows = []
     for (number, _), cells in zip(lines[1:], table, strict=False):
         try:
+            if len(cells) != len(columns):
+                raise ValueError(f"{len(cells)} cells in place of {len(columns)}")
             values = {name: wanted[name](cell.strip()) for name, cell in zip(columns, cells, strict=True)}
             rows.append(kind(**values))
         except ValueError as error:
