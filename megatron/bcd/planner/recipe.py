@@ -90,8 +90,8 @@ class Recipe:
             )
         if self.method != "bcd" and self.num_blocks not in (None, 1):
             raise ValueError(
-                f"--bcd-num-blocks {self.num_blocks} does not go with --method {self.method}, where all is active; leave "
-                "it out"
+                f"--bcd-num-blocks {self.num_blocks} does not go with --method {self.method}, where all is active; "
+                "leave it out"
             )
         _ = self.partition  # raises where the layout does not fit the model
 

@@ -119,7 +119,9 @@ def _message_seconds(recipe: Recipe) -> float:
     # ranks of one stage are neighbours, so a stage begins every data_size ranks
     nodes = [stage * recipe.data_size // recipe.gpus_per_node for stage in range(recipe.pipeline_size)]
     between = sum(nodes[stage] != nodes[stage + 1] for stage in range(last))
-    speeds = [cluster.network_gb_per_s] * between + [cluster.link_gb_per_s] * (last - between)
+    # all data-parallel ranks of a node send at once
+    network = cluster.network_gb_per_s / min(recipe.data_size, recipe.gpus_per_node)
+    speeds = [network] * between + [cluster.link_gb_per_s] * (last - between)
     return layer_bytes(recipe).input * sum(1 / (1e9 * speed) for speed in speeds) / last
 
 
