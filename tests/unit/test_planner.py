@@ -21,7 +21,7 @@ from megatron.bcd.planner.memory import fits, host_bytes, peak, phase_shape, ran
 from megatron.bcd.planner.plan import largest_micro_batch, make_plan, multiplier_at
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.search import fewest_gpus, layouts, search, shortest_that_fits, suited_pipelines
-from megatron.bcd.planner.seconds import head_work, layer_work, phase_seconds
+from megatron.bcd.planner.seconds import cycle_seconds, head_work, layer_work, mean_seconds, phase_seconds
 from megatron.bcd.planner.tables import GIB, Cluster, Model, read_clusters, read_models
 from megatron.bcd.planner.tensors import Tensor, buffer_of, stage_tensors
 
@@ -180,6 +180,19 @@ def test_many_microbatches_go_on_as_some(one: Recipe, number: int) -> None:
         phase = phase_seconds(one, block)
         assert phase.pipeline == pytest.approx(exact.iteration_time, rel=0.02)
         assert phase.bubble == pytest.approx(exact.bubble, abs=0.02)
+
+
+@pytest.mark.parametrize("layout", ["stage", "submodel"])
+def test_some_of_many_blocks_are_simulated(layout: str) -> None:
+    """A correction taken from blocks whose pipeline is another one."""
+    one = recipe("G-5.4B", num_gpus=8, pipeline_size=8, layout=layout, global_batch_size=20)
+    phases = cycle_seconds(one)
+    exact = tuple(phase_seconds(one, block.index) for block in one.partition.blocks)
+    assert len(phases) == len(exact) > 5
+    assert mean_seconds(phases) == pytest.approx(mean_seconds(exact), rel=0.01)
+    for phase, simulated in zip(phases, exact, strict=True):
+        assert phase.total == pytest.approx(simulated.total, rel=0.10)
+        assert phase.bubble == pytest.approx(simulated.bubble, abs=0.10)
 
 
 def test_what_makes_an_iteration_slow() -> None:

@@ -71,10 +71,6 @@ class Figures:
     def has(self, table: int | str, row: str, column: str) -> bool:
         return (str(table), row, column) in self._values
 
-    def rows(self, table: int) -> list[str]:
-        """In the table's order."""
-        return list(dict.fromkeys(each.row for each in self.all if each.table == str(table)))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Paper:

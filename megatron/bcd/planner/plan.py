@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.bcd.planner.memory import RankMemory, fits, host_bytes, peak, rank_memory
 from megatron.bcd.planner.recipe import Recipe
-from megatron.bcd.planner.seconds import PhaseSeconds, head_work, layer_work, mean_seconds, phase_seconds
+from megatron.bcd.planner.seconds import PhaseSeconds, cycle_seconds, head_work, layer_work, mean_seconds
 from megatron.bcd.planner.tables import GIB
 
 DEFAULT_MULTIPLIER = 2.44
@@ -112,7 +112,7 @@ def make_plan(recipe: Recipe, *, tokens: float | None = None, multiplier: float 
     if not 0 < multiplier < 1e6:
         raise ValueError(f"--bf-multiplier {multiplier:g}: must be more than 0 and less than 1e6")
     parameters = recipe.shape.num_parameters
-    phases = tuple(phase_seconds(recipe, block.index) for block in recipe.partition.blocks)
+    phases = cycle_seconds(recipe)
     seconds = mean_seconds(phases)
     tokens_per_iteration = recipe.global_batch_size * recipe.tokens
     return Plan(

@@ -12,6 +12,7 @@ from megatron.bcd.planner.recipe import MAX_GPUS, RECOMPUTE, Recipe
 from megatron.bcd.planner.seconds import mean_seconds, phase_seconds
 
 SEARCHED_BLOCKS = (2, 3, 4, 5, 6)
+"""In layout submodel the first two: it has so many on every stage."""
 _SIMULATED = 3
 """Of the cheapest by the rough time, those whose pipeline is simulated."""
 _MOST_GPUS = 512
@@ -34,7 +35,7 @@ def layouts(base: Recipe, *, num_blocks: Sequence[int] | None = None) -> Iterato
     elif base.layout == "stage":
         choices = (None,)
     else:
-        choices = num_blocks or SEARCHED_BLOCKS
+        choices = num_blocks or SEARCHED_BLOCKS[: 2 if base.layout == "submodel" else None]
     for pipeline_size in _divisors(base.num_gpus):
         per_rank, left = divmod(base.global_batch_size, base.num_gpus // pipeline_size)
         if left:
@@ -75,7 +76,9 @@ def search(
         phases = tuple(phase_seconds(recipe, block.index, is_rough=True) for block in recipe.partition.blocks)
         return bill_of(recipe, mean_seconds(phases), tokens=tokens, multiplier=multiplier).dollars
 
-    cheapest = sorted(fitting, key=rough_dollars)[:_SIMULATED]
+    by_price = sorted(fitting, key=rough_dollars)
+    is_quick = by_price[0].partition.num_blocks <= SEARCHED_BLOCKS[-1]
+    cheapest = by_price[: _SIMULATED if is_quick else 1]
     plans = [make_plan(recipe, tokens=tokens, multiplier=multiplier) for recipe in cheapest]
     return Found(
         num_tried=len(tried),

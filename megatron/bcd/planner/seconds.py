@@ -19,6 +19,7 @@ from megatron.bcd.planner.recipe import Recipe
 _ADAM_PASSES = 11
 """Elements of 4 bytes that a step reads or writes per parameter: the gradient for norm, clipping (2), step and zeroing,
 the weight (2), both moments (4)."""
+_SIMULATED_BLOCKS = 5
 _SIMULATED_ROUNDS = 2
 """Of more microbatches than so many times the stages, the pipeline goes on as it did."""
 
@@ -88,6 +89,27 @@ def phase_seconds(recipe: Recipe, block: int, *, is_rough: bool = False) -> Phas
         reductions=_reduction_seconds(recipe, max(buffer.size for buffer in buffers)),
         bubble=bubble,
     )
+
+
+def cycle_seconds(recipe: Recipe) -> tuple[PhaseSeconds, ...]:
+    """An iteration in the phase of every block.
+
+    Of more than _SIMULATED_BLOCKS blocks so many are simulated, spread evenly; the rough time of any other is corrected
+    as that of the nearest of these.
+    """
+    blocks = range(recipe.partition.num_blocks)
+    if len(blocks) <= _SIMULATED_BLOCKS:
+        return tuple(phase_seconds(recipe, block) for block in blocks)
+    chosen = [index * (len(blocks) - 1) // (_SIMULATED_BLOCKS - 1) for index in range(_SIMULATED_BLOCKS)]
+    simulated = {block: phase_seconds(recipe, block) for block in chosen}
+    rough = [phase_seconds(recipe, block, is_rough=True) for block in blocks]
+    phases = []
+    for phase in rough:
+        nearest = min(chosen, key=lambda block: abs(block - phase.block))
+        factor = simulated[nearest].pipeline / rough[nearest].pipeline
+        corrected = replace(phase, pipeline=factor * phase.pipeline, bubble=1 - (1 - phase.bubble) / factor)
+        phases.append(simulated.get(phase.block, corrected))
+    return tuple(phases)
 
 
 def mean_seconds(phases: tuple[PhaseSeconds, ...]) -> float:
