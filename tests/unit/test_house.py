@@ -17,7 +17,23 @@ import pytest
 from packaging.requirements import Requirement
 
 PLAN_ROOM = tuple(f"pipeline_plan.{name}" for name in ("check", "grid", "messages", "plan", "timing"))
-PURE_ROOMS = ("blocks", "config", "cost", "phases", "subsets", *PLAN_ROOM)
+PLANNER_ROOM = tuple(
+    f"planner.{name}"
+    for name in (
+        "activations",
+        "command",
+        "fit",
+        "memory",
+        "paper",
+        "plan",
+        "recipe",
+        "search",
+        "seconds",
+        "tables",
+        "tensors",
+    )
+)
+PURE_ROOMS = ("blocks", "config", "cost", "phases", "subsets", *PLAN_ROOM, *PLANNER_ROOM)
 SHELL_SCRIPTS = (".ci/run", "tests/run.sh", "examples/setup_env.sh", "examples/quickstart.sh")
 
 

@@ -1,0 +1,88 @@
+"""What autograd keeps of one microbatch, and what a layer needs to work: elements and bytes by a formula.
+
+Counted for Megatron Core's local layers without dropout, as `models` builds them: fused attention keeps query, key,
+value and output, and the element-wise functions of the MLP are fused on a GPU. A frozen layer behind the first active
+one keeps what its input's gradient needs: no input of a linear layer. A layer of the prefix keeps nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.bcd.pipeline_plan.plan import MAX_SENDS_IN_FLIGHT, PlanShape
+from megatron.bcd.planner.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerBytes:
+    """Bytes that one microbatch keeps, by what there is in a stage."""
+
+    active: int
+    """An active layer."""
+    suffix: int
+    """A frozen one that a gradient passes through."""
+    input: int
+    """A layer's input alone, as full recomputation keeps it; also a message from stage to stage."""
+    head: int
+    """Final norm, head and loss."""
+    working: int
+    """The largest gradients that one layer, or the head, holds for the time of its backward pass."""
+
+
+def layer_bytes(recipe: Recipe) -> LayerBytes:
+    """The formula for a recipe's microbatch."""
+    shape, element = recipe.shape, recipe.bytes_per_element
+    tokens = recipe.tokens * recipe.micro_batch_size
+    hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
+    attention = recipe.model.heads  # in fp32: the logarithm of the sum of each row of scores
+    if shape.gated:
+        # norm input and output, query-key-value, rotated query and key, context, the second norm's; gate, up, product
+        active, suffix = 10 * hidden + 3 * ffn, 8 * hidden + 2 * ffn
+    else:
+        # norm input and output, query-key-value, context, the second norm's; before and after GELU
+        active, suffix = 8 * hidden + 2 * ffn, 6 * hidden + ffn
+    scores = recipe.tokens * recipe.model.heads * (1 if shape.gated else 2) if recipe.unfused_attention else 0
+    logits = recipe.padded_vocabulary * (4 if element == 4 else 6)
+    return LayerBytes(
+        active=tokens * ((active + scores) * element + 4 * attention),
+        suffix=tokens * ((suffix + scores) * element + 4 * attention),
+        input=tokens * hidden * element,
+        head=tokens * (2 * hidden * element + 4 * recipe.padded_vocabulary),
+        working=tokens * max((2 * hidden + 2 * ffn) * element, logits - 4 * recipe.padded_vocabulary),
+    )
+
+
+def stage_kept(recipe: Recipe, sizes: LayerBytes, shape: PlanShape, stage: int, block: int) -> int:
+    """Bytes that autograd keeps on a stage in the block's phase, all its microbatches in flight together."""
+    if shape.is_forward_only(stage):
+        return 0
+    num_active = recipe.cut.active[stage][block]
+    num_suffix = recipe.cut.after_prefix[stage][block] - num_active
+    if recipe.recompute == "full":
+        kept = (num_active + num_suffix) * sizes.input
+    else:
+        kept = num_active * sizes.active + num_suffix * sizes.suffix
+    if stage == shape.last:
+        kept += sizes.head
+    return kept * shape.max_graphs(stage)
+
+
+def stage_activations(recipe: Recipe, sizes: LayerBytes, shape: PlanShape, stage: int, block: int) -> int:
+    """Bytes that a stage's activations reach: what is kept, recomputed for one layer, and worked with."""
+    once = 0
+    if recipe.recompute == "full" and not shape.is_forward_only(stage):
+        once = sizes.active if recipe.cut.active[stage][block] else sizes.suffix
+        if stage == shape.last:  # the head's are gone when the first layer is recomputed
+            once = max(0, once - sizes.head)
+    return stage_kept(recipe, sizes, shape, stage, block) + once + sizes.working
+
+
+def stage_messages(sizes: LayerBytes, shape: PlanShape, stage: int) -> int:
+    """Bytes of messages that wait or are under way, beside the inputs that activations count."""
+    if shape.num_stages == 1:
+        return 0
+    one = sizes.input
+    if shape.is_forward_only(stage):
+        return (1 + MAX_SENDS_IN_FLIGHT) * one
+    ahead = shape.run_ahead if stage == shape.pivot else 0
+    return (2 + ahead) * one

@@ -1,0 +1,75 @@
+"""The command line of a recipe."""
+
+from __future__ import annotations
+
+from megatron.bcd.planner.recipe import Recipe
+
+SCRIPT = "pretrain_gpt_bcd.py"
+_INDENT = " \\\n    "
+_WIDTH = 112
+
+
+def network_flags(recipe: Recipe) -> list[str]:
+    """The model."""
+    model = recipe.model
+    flags = [
+        f"--num-layers {model.layers}",
+        f"--hidden-size {model.hidden}",
+        f"--num-attention-heads {model.heads}",
+        f"--ffn-hidden-size {model.ffn}",
+        f"--seq-length {recipe.tokens}",
+    ]
+    if model.form == "llama":
+        flags += ["--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"]
+        flags += ["--untie-embeddings-and-output-weights"]
+    else:
+        flags += [f"--max-position-embeddings {recipe.tokens}"]
+    return [*flags, "--hidden-dropout 0 --attention-dropout 0"]
+
+
+def layout_flags(recipe: Recipe) -> list[str]:
+    """Method, ranks, batch, precision, recomputation."""
+    flags = [
+        f"--pipeline-model-parallel-size {recipe.pipeline_size}",
+        f"--micro-batch-size {recipe.micro_batch_size} --global-batch-size {recipe.global_batch_size}",
+        f"--make-vocab-size-divisible-by {recipe.vocabulary_multiple}",
+    ]
+    if recipe.precision != "fp32":
+        flags.append(f"--{recipe.precision}")
+    if recipe.recompute == "full":
+        flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+    if recipe.method == "bcd":
+        blocks = "" if recipe.layout == "stage" else f"--bcd-num-blocks {recipe.num_blocks or 3} "
+        flags.append(f"{blocks}--bcd-layout {recipe.layout}")
+    else:
+        flags.append("--bcd-num-blocks 1 --bcd-schedule stock")
+    if recipe.method == "offload":
+        flags.append("--optimizer-cpu-offload --optimizer-offload-fraction 1.0")
+    return flags
+
+
+def launcher(recipe: Recipe) -> str:
+    """torchrun, on one node or to be started on each."""
+    start = f"torchrun --nproc-per-node {recipe.gpus_per_node}"
+    if recipe.num_nodes == 1:
+        return start
+    return f"{start} --nnodes {recipe.num_nodes} --rdzv-backend c10d --rdzv-endpoint ${{HEAD_NODE:?}}:29500"
+
+
+def torchrun_command(recipe: Recipe, *, iterations: int) -> str:
+    """The whole command. Its data are made up (--mock-data): put your own in place of the last line."""
+    flags = [*network_flags(recipe), *layout_flags(recipe), f"--train-iters {iterations} --lr 1e-4"]
+    # NullTokenizer adds an end of document to its vocabulary
+    data = f"--mock-data --tokenizer-type NullTokenizer --vocab-size {recipe.model.vocabulary - 1}"
+    return _INDENT.join([f"{launcher(recipe)} {SCRIPT}", *_packed(flags), data])
+
+
+def _packed(flags: list[str]) -> list[str]:
+    """Lines of at most _WIDTH characters."""
+    lines = [flags[0]]
+    for flag in flags[1:]:
+        if len(lines[-1]) + 1 + len(flag) <= _WIDTH:
+            lines[-1] += f" {flag}"
+        else:
+            lines.append(flag)
+    return lines

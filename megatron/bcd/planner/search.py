@@ -1,0 +1,136 @@
+"""The cheapest layout that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.bcd.planner.memory import fits
+from megatron.bcd.planner.plan import DEFAULT_MULTIPLIER, Plan, bill_of, make_plan
+from megatron.bcd.planner.recipe import MAX_GPUS, RECOMPUTE, Recipe
+from megatron.bcd.planner.seconds import mean_seconds, phase_seconds
+
+SEARCHED_BLOCKS = (2, 3, 4, 5, 6)
+"""In layout submodel the first two: it has so many on every stage."""
+_SIMULATED = 3
+"""Of the cheapest by the rough time, those whose pipeline is simulated."""
+_MOST_GPUS = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search came to."""
+
+    num_tried: int
+    num_fitting: int
+    best: tuple[Plan, ...]
+    """The cheapest first."""
+
+
+def layouts(base: Recipe, *, num_blocks: Sequence[int] | None = None) -> Iterator[Recipe]:
+    """Every way to lay out the recipe on its GPUs: pipeline and data size, blocks, micro-batch, recomputation."""
+    if base.method != "bcd":
+        choices: Sequence[int | None] = (None,)
+    elif base.layout == "stage":
+        choices = (None,)
+    else:
+        choices = num_blocks or SEARCHED_BLOCKS[: 2 if base.layout == "submodel" else None]
+    for pipeline_size in _divisors(base.num_gpus):
+        per_rank, left = divmod(base.global_batch_size, base.num_gpus // pipeline_size)
+        if left:
+            continue
+        for blocks in choices:
+            for micro_batch_size in (size for size in _divisors(per_rank) if size & (size - 1) == 0):
+                for recompute in RECOMPUTE:
+                    try:
+                        yield replace(
+                            base,
+                            pipeline_size=pipeline_size,
+                            num_blocks=blocks,
+                            micro_batch_size=micro_batch_size,
+                            recompute=recompute,
+                        )
+                    except ValueError:  # more stages or blocks than the model has layers for
+                        continue
+
+
+def search(
+    base: Recipe,
+    *,
+    num_blocks: Sequence[int] | None = None,
+    tokens: float | None = None,
+    multiplier: float = DEFAULT_MULTIPLIER,
+) -> Found:
+    """The layouts that cost least in dollars, of those that fit.
+
+    ``num_blocks`` are the numbers of blocks to try. All layouts are timed roughly, the cheapest then by the
+    pipeline's plan. Raises ValueError where none fits, with the number of GPUs on which one would.
+    """
+    tried = list(layouts(base, num_blocks=num_blocks))
+    fitting = [recipe for recipe in tried if fits(recipe)]
+    if not fitting:
+        raise ValueError(_nothing_fits(base, num_blocks))
+
+    def rough_dollars(recipe: Recipe) -> float:
+        phases = tuple(phase_seconds(recipe, block.index, is_rough=True) for block in recipe.partition.blocks)
+        return bill_of(recipe, mean_seconds(phases), tokens=tokens, multiplier=multiplier).dollars
+
+    by_price = sorted(fitting, key=rough_dollars)
+    is_quick = by_price[0].partition.num_blocks <= SEARCHED_BLOCKS[-1]
+    cheapest = by_price[: _SIMULATED if is_quick else 1]
+    plans = [make_plan(recipe, tokens=tokens, multiplier=multiplier) for recipe in cheapest]
+    return Found(
+        num_tried=len(tried),
+        num_fitting=len(fitting),
+        best=tuple(sorted(plans, key=lambda plan: plan.bill.dollars)),
+    )
+
+
+def fewest_gpus(base: Recipe, *, num_blocks: Sequence[int] | None = None) -> int | None:
+    """The fewest GPUs on which some layout fits: powers of two, whole nodes above one."""
+    number = 1
+    while number <= _MOST_GPUS:
+        try:
+            batch = -(-base.global_batch_size // number) * number
+            asked = replace(base, num_gpus=number, pipeline_size=1, micro_batch_size=1, global_batch_size=batch)
+        except ValueError:
+            asked = None
+        if asked is not None and any(fits(each) for each in layouts(asked, num_blocks=num_blocks)):
+            return number
+        number *= 2
+    return None
+
+
+def suited_pipelines(**fields: Any) -> list[Recipe]:
+    """The recipe with every pipeline size that suits its GPUs, its model and its batch, the shortest first.
+
+    ``fields`` are Recipe's without ``pipeline_size``. Raises ValueError, the first one's, where none does.
+    """
+    suited, reasons = [], []
+    for pipeline_size in _divisors(min(max(1, fields["num_gpus"]), MAX_GPUS)):
+        try:
+            suited.append(Recipe(pipeline_size=pipeline_size, **fields))
+        except ValueError as error:
+            reasons.append(str(error))
+    if not suited:
+        raise ValueError(reasons[0])
+    return suited
+
+
+def shortest_that_fits(suited: Sequence[Recipe]) -> Recipe:
+    """The one with the shortest pipeline that fits, so the most data-parallel ranks; the longest where none does."""
+    return next((recipe for recipe in suited if fits(recipe)), suited[-1])
+
+
+def _nothing_fits(base: Recipe, num_blocks: Sequence[int] | None) -> str:
+    number = fewest_gpus(base, num_blocks=num_blocks)
+    remedy = f"--num-gpus {number} would do" if number else "take a smaller model or a GPU with more memory"
+    return (
+        f"--num-gpus {base.num_gpus}: no layout of {base.model.name} with --method {base.method} fits on so many "
+        f"{base.cluster.gpu}; {remedy}"
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

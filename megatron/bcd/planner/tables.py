@@ -1,0 +1,184 @@
+"""Models, clusters and published figures, read from CSV files that a user can edit.
+
+Lines that begin with # are comments; the first other line names the columns.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron.bcd.cost import ModelShape, gpt2, llama
+
+FORMS = ("gpt", "llama")
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A row of the model table."""
+
+    name: str
+    form: str
+    """gpt or llama."""
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    vocabulary: int
+    """Unpadded."""
+    sequence: int
+    """Tokens of a sequence unless a recipe says otherwise."""
+    source: str
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise ValueError(f"model {self.name}: form {self.form} must be one of {', '.join(FORMS)}")
+        for name in ("layers", "hidden", "heads", "ffn", "vocabulary", "sequence"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model {self.name}: {name} {getattr(self, name)} must be at least 1")
+        if self.hidden % self.heads:
+            raise ValueError(f"model {self.name}: hidden {self.hidden} is not divisible by heads {self.heads}")
+
+    def shape(self, sequence: int | None = None) -> ModelShape:
+        """What its number of parameters follows from; a GPT's position table reaches the end of ``sequence``."""
+        if self.form == "llama":
+            return llama(
+                num_layers=self.layers,
+                hidden_size=self.hidden,
+                ffn_hidden_size=self.ffn,
+                vocab_size=self.vocabulary,
+            )
+        return gpt2(
+            num_layers=self.layers,
+            hidden_size=self.hidden,
+            ffn_hidden_size=self.ffn,
+            vocab_size=self.vocabulary,
+            num_positions=self.sequence if sequence is None else sequence,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """A row of the cluster table: one kind of GPU, and what is between two of them."""
+
+    name: str
+    gpu: str
+    memory_gib: float
+    fp32_tflops: float
+    bf16_tflops: float
+    memory_gb_per_s: float
+    link_gb_per_s: float
+    """From GPU to GPU inside a node, one way."""
+    network_gb_per_s: float
+    """From node to node, one way."""
+    gpus_per_node: int
+    usd_per_gpu_hour: float
+    compute_share: float
+    """Share of the peak that matrix products achieve."""
+    memory_share: float
+    """Share of the memory bandwidth that element-wise work and the optimizer achieve."""
+    framework_gib: float
+    """Memory that no tensor of the run explains: driver context, workspaces, collectives' buffers, fragmentation."""
+    host_gb_per_s: float
+    """Bytes of model state per second that an optimizer on the host goes through, its transfers included."""
+    source: str
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"cluster {self.name}: {field.name} {value} must be a number, at least 0")
+        for name in ("fp32_tflops", "bf16_tflops", "memory_gb_per_s", "link_gb_per_s", "network_gb_per_s",
+                     "host_gb_per_s", "compute_share", "memory_share"):  # fmt: skip
+            if getattr(self, name) == 0:
+                raise ValueError(f"cluster {self.name}: {name} must be more than 0")
+        for name in ("compute_share", "memory_share"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"cluster {self.name}: {name} {getattr(self, name)} is a share, at most 1")
+        if self.gpus_per_node < 1:
+            raise ValueError(f"cluster {self.name}: gpus_per_node must be at least 1")
+
+    def peak_flops_per_s(self, precision: str) -> float:
+        """Of matrix products."""
+        return 1e12 * (self.fp32_tflops if precision == "fp32" else self.bf16_tflops)
+
+    def flops_per_s(self, precision: str) -> float:
+        """What matrix products achieve."""
+        return self.peak_flops_per_s(precision) * self.compute_share
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What element-wise work achieves."""
+        return 1e9 * self.memory_gb_per_s * self.memory_share
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """A figure that the paper prints."""
+
+    table: str
+    row: str
+    column: str
+    value: str
+
+
+Row = TypeVar("Row", Model, Cluster, Published)
+_CONVERTERS = {"str": str, "int": int, "float": float}
+
+
+def read_models(path: str | Path) -> dict[str, Model]:
+    """By name. Raises ValueError naming the file and line that is wrong."""
+    return _by_name(path, _read(path, Model))
+
+
+def read_clusters(path: str | Path) -> dict[str, Cluster]:
+    """By name. Raises ValueError naming the file and line that is wrong."""
+    return _by_name(path, _read(path, Cluster))
+
+
+def read_published(path: str | Path) -> list[Published]:
+    """In the file's order. Raises ValueError naming the file and line that is wrong."""
+    return _read(path, Published)
+
+
+def choose(known: Mapping[str, Row], name: str, *, flag: str) -> Row:
+    """The row of that name, in whatever case. Raises ValueError that lists the names."""
+    found = {key.lower(): row for key, row in known.items()}.get(name.lower())
+    if found is None:
+        raise ValueError(f"{flag} {name}: must be one of {', '.join(known)}")
+    return found
+
+
+def _by_name(path: str | Path, rows: list[Any]) -> dict[str, Any]:
+    named = {row.name: row for row in rows}
+    if not rows or len({name.lower() for name in named}) < len(rows):
+        raise ValueError(f"{path}: " + ("a name stands there twice" if rows else "has no row"))
+    return named
+
+
+def _read(path: str | Path, kind: type[Row]) -> list[Row]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read ({error})") from None
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip() and line[0] != "#"]
+    table = csv.reader(line for _, line in lines)
+    columns = next(table, [])
+    wanted = {field.name: _CONVERTERS[str(field.type)] for field in fields(kind)}
+    if sorted(columns) != sorted(wanted):
+        raise ValueError(f"{path}: its columns must be {','.join(wanted)}")
+    rows = []
+    for (number, _), cells in zip(lines[1:], table, strict=False):
+        try:
+            if len(cells) != len(columns):
+                raise ValueError(f"{len(cells)} cells in place of {len(columns)}")
+            values = {name: wanted[name](cell.strip()) for name, cell in zip(columns, cells, strict=True)}
+            rows.append(kind(**values))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+    return rows

@@ -1,0 +1,132 @@
+"""The parameters of a pipeline stage, one by one, as Megatron Core's GPTModel registers them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import lcm
+
+from megatron.bcd.blocks import Partition
+from megatron.bcd.cost import ModelShape
+
+_PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
+"""Elements: where Megatron Core's buffers begin a parameter and end a bucket for the distributed optimizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """One parameter of a stage."""
+
+    name: str
+    """GPTModel's, with local layers."""
+    size: int
+    """Elements."""
+    block: int
+    """The block in whose phases it is active."""
+    is_shared: bool = False
+    """The embedding with a copy on another stage, or that copy: Megatron Core gives it a bucket of its own."""
+
+
+def stage_tensors(shape: ModelShape, partition: Partition, stage: int, *, padded_vocabulary: int) -> tuple[Tensor, ...]:
+    """The parameters of a pipeline stage in GPTModel's order, at tensor-parallel size 1."""
+    return tuple(_stage_tensors(shape, partition, stage, padded_vocabulary))
+
+
+def _stage_tensors(shape: ModelShape, partition: Partition, stage: int, vocabulary: int) -> Iterator[Tensor]:
+    hidden, last = shape.hidden_size, partition.num_stages - 1
+    bottom, top = 0, len(partition.blocks) - 1
+    assert partition.blocks[bottom].owns_embedding and partition.blocks[top].owns_final_norm
+    if stage == 0:
+        yield Tensor(
+            name="embedding.word_embeddings.weight",
+            size=vocabulary * hidden,
+            block=bottom,
+            is_shared=shape.tied and last > 0,
+        )
+        if shape.num_positions:
+            size = shape.num_positions * hidden
+            yield Tensor(name="embedding.position_embeddings.weight", size=size, block=bottom)
+    owner = {layer: block.index for block in partition.blocks for layer in block.layers}
+    for index, layer in enumerate(partition.stage_layers(stage)):
+        for name, size in _layer(shape):
+            yield Tensor(name=f"decoder.layers.{index}.{name}", size=size, block=owner[layer])
+    if stage == last:
+        for part in ("weight", "bias") if shape.biases else ("weight",):
+            yield Tensor(name=f"decoder.final_layernorm.{part}", size=hidden, block=top)
+        if not shape.tied:
+            yield Tensor(name="output_layer.weight", size=vocabulary * hidden, block=top)
+        elif last > 0:
+            yield Tensor(name="output_layer.weight", size=vocabulary * hidden, block=bottom, is_shared=True)
+
+
+def _layer(shape: ModelShape) -> Iterator[tuple[str, int]]:
+    """Names and sizes of one layer's parameters."""
+    hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
+    inner = (2 if shape.gated else 1) * ffn
+    matrices = (
+        ("self_attention.linear_proj", hidden, hidden),
+        ("self_attention.linear_qkv", hidden, 3 * hidden),
+        ("mlp.linear_fc1", hidden, inner),
+        ("mlp.linear_fc2", ffn, hidden),
+    )
+    for norm, following in (("input_layernorm", matrices[:2]), ("pre_mlp_layernorm", matrices[2:])):
+        yield f"{norm}.weight", hidden
+        if shape.biases:
+            yield f"{norm}.bias", hidden
+        for name, inputs, outputs in following:
+            yield f"{name}.weight", inputs * outputs
+            if shape.biases:
+                yield f"{name}.bias", outputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buffer:
+    """Where Megatron Core's DDP puts the active parameters of a rank."""
+
+    size: int
+    """Elements, with padding."""
+    held: tuple[int, ...]
+    """By data-parallel rank: elements of parameters whose optimizer state it holds, without padding."""
+    pieces: tuple[int, ...]
+    """By data-parallel rank: parameters that it holds a part of."""
+
+
+def buffer_of(tensors: list[Tensor], *, data_size: int) -> Buffer:
+    """The buffer of these active parameters, given in GPTModel's order, for the distributed optimizer.
+
+    Parameters come in reverse order, each at a multiple of 64; a shared embedding has a bucket of its own; each
+    bucket is padded to what its ranks can share evenly, and every rank takes one slice of it.
+    """
+    buckets: list[tuple[int, int, list[tuple[int, int]]]] = []
+    start, bucket_start, inside = 0, 0, list[tuple[int, int]]()
+
+    def close(end: int) -> int:
+        nonlocal bucket_start, inside
+        end = _up(end, lcm(data_size, _BUCKET_ALIGNMENT))
+        buckets.append((bucket_start, end, inside))
+        bucket_start, inside = end, []
+        return end
+
+    for tensor in reversed(tensors):
+        start = _up(start, _PARAMETER_ALIGNMENT)
+        if tensor.is_shared and inside:
+            start = close(start)
+        inside.append((start, start + tensor.size))
+        start += tensor.size
+        if tensor.is_shared:
+            start = close(start)
+    if inside:
+        start = close(start)
+    held, pieces = [0] * data_size, [0] * data_size
+    for begin, end, spans in buckets:
+        slice_size = (end - begin) // data_size
+        for first, stop in spans:
+            for rank in range((first - begin) // slice_size, (stop - 1 - begin) // slice_size + 1):
+                low = begin + rank * slice_size
+                held[rank] += min(stop, low + slice_size) - max(first, low)
+                pieces[rank] += 1
+    return Buffer(size=start if tensors else 0, held=tuple(held), pieces=tuple(pieces))
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,344 @@
+"""planner: memory, time and money of a recipe (DESIGN, section 8)."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.bcd import cost
+from megatron.bcd.blocks import LAYOUTS
+from megatron.bcd.pipeline_plan.plan import build_plan
+from megatron.bcd.pipeline_plan.timing import predict
+from megatron.bcd.planner import seconds
+from megatron.bcd.planner.activations import layer_bytes, stage_kept
+from megatron.bcd.planner.memory import fits, host_bytes, peak, phase_shape, rank_memory
+from megatron.bcd.planner.plan import largest_micro_batch, make_plan, multiplier_at
+from megatron.bcd.planner.recipe import Recipe
+from megatron.bcd.planner.search import fewest_gpus, layouts, search, shortest_that_fits, suited_pipelines
+from megatron.bcd.planner.seconds import cycle_seconds, head_work, layer_work, mean_seconds, phase_seconds
+from megatron.bcd.planner.tables import GIB, Cluster, Model, read_clusters, read_models
+from megatron.bcd.planner.tensors import Tensor, buffer_of, stage_tensors
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = read_models(ROOT / "examples" / "models.csv")
+CLUSTERS = read_clusters(ROOT / "examples" / "clusters.csv")
+SMALL = Model(
+    name="small", form="gpt", layers=12, hidden=64, heads=4, ffn=256, vocabulary=500, sequence=128, source="made up"
+)
+
+
+def recipe(model: str | Model = SMALL, gpu: str = "rtx4090", **fields: Any) -> Recipe:
+    named = MODELS[model] if isinstance(model, str) else model
+    return Recipe(model=named, cluster=CLUSTERS[gpu], **({"num_gpus": 1} | fields))
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> Recipe:
+    """Small models in every layout."""
+    stages, layout = draw(st.integers(1, 4)), draw(st.sampled_from(LAYOUTS))
+    blocks = draw(st.integers(1, 4))
+    model = Model(
+        name="any",
+        form=draw(st.sampled_from(("gpt", "llama"))),
+        layers=draw(st.integers(stages * blocks, 24)),
+        hidden=draw(st.integers(1, 9)) * 8,
+        heads=4,
+        ffn=draw(st.integers(1, 90)),
+        vocabulary=draw(st.integers(1, 300)),
+        sequence=draw(st.sampled_from((16, 48))),
+        source="",
+    )
+    data = draw(st.integers(1, 4))
+    num_gpus = stages * data
+    return Recipe(
+        model=model,
+        cluster=replace(CLUSTERS["rtx4090"], gpus_per_node=num_gpus),
+        num_gpus=num_gpus,
+        pipeline_size=stages,
+        num_blocks=None if layout == "stage" else blocks,
+        layout=layout,
+        precision=draw(st.sampled_from(("fp32", "bf16"))),
+        micro_batch_size=draw(st.integers(1, 2)),
+        global_batch_size=2 * data * draw(st.integers(1, 6)),
+        recompute=draw(st.sampled_from(("none", "full"))),
+    )
+
+
+@given(recipes())
+def test_tensors_are_the_formulas_parameters(one: Recipe) -> None:
+    """A bias, a norm, a table or the head's copy that a stage forgets, or a tensor in the wrong block."""
+    shape, partition, padded = one.shape, one.partition, one.padded_vocabulary
+    stages = [stage_tensors(shape, partition, stage, padded_vocabulary=padded) for stage in range(one.pipeline_size)]
+    whole = cost.stage_parameters(shape, partition, padded_vocab_size=padded)
+    assert tuple(sum(tensor.size for tensor in stage) for stage in stages) == whole
+    for block in range(partition.num_blocks):
+        active = cost.active_parameters(shape, partition, block, padded_vocab_size=padded)
+        by_stage = (sum(tensor.size for tensor in stage if tensor.block == block) for stage in stages)
+        assert tuple(by_stage) == active
+
+
+@given(st.lists(st.tuples(st.integers(1, 1000), st.booleans()), max_size=20), st.integers(1, 9))
+def test_ranks_share_a_buffer(sizes: list[tuple[int, bool]], data_size: int) -> None:
+    """A part of a parameter that two data-parallel ranks hold, or none; a buffer that they cannot share evenly."""
+    tensors = [Tensor(name=str(i), size=size, block=0, is_shared=shared) for i, (size, shared) in enumerate(sizes)]
+    buffer = buffer_of(tensors, data_size=data_size)
+    assert sum(buffer.held) == sum(size for size, _ in sizes) <= buffer.size
+    assert buffer.size % data_size == 0
+    assert sum(buffer.pieces) >= len(sizes)
+    assert all((held > 0) == (pieces > 0) for held, pieces in zip(buffer.held, buffer.pieces, strict=True))
+
+
+@given(recipes())
+def test_model_state_is_the_budget_and_padding(one: Recipe) -> None:
+    """A budget of the planner's own that drifts away from the banner's."""
+    stages = cost.stage_parameters(one.shape, one.partition, padded_vocab_size=one.padded_vocabulary)
+    for data_rank in range(one.data_size):
+        for rank in rank_memory(one, data_rank=data_rank):
+            padded = one.padded_vocabulary
+            active = cost.active_parameters(one.shape, one.partition, rank.block, padded_vocab_size=padded)[rank.stage]
+            budget = cost.state_budget(precision=one.precision)
+            assert rank.weights >= budget.weight * stages[rank.stage]
+            assert rank.gradients >= budget.gradient * active
+            num_tensors = 13 * one.model.layers + 6
+            padding = num_tensors * 64 + 3 * 128 * one.data_size
+            assert rank.weights <= budget.weight * (stages[rank.stage] + padding * one.partition.num_blocks)
+            assert rank.gradients <= budget.gradient * (active + padding)
+            if not active:
+                assert rank.gradients == rank.optimizer == 0
+    # over its data-parallel ranks a stage holds each state once
+    first = [rank_memory(one, data_rank=rank)[0] for rank in range(one.data_size)]
+    active = cost.active_parameters(one.shape, one.partition, 0, padded_vocab_size=one.padded_vocabulary)[0]
+    counters = 4 * one.data_size * (13 * one.model.layers + 6)
+    assert 0 <= sum(rank.optimizer for rank in first) - budget.optimizer * active <= counters
+
+
+def test_a_papers_model_in_the_papers_bytes() -> None:
+    """Full training 16 bytes per parameter, a third active about 8: a factor that is lost in the sum over ranks."""
+    full = rank_memory(recipe("G-1.6B", method="full", vocabulary_multiple=1))[0]
+    assert full.model_state / MODELS["G-1.6B"].shape().num_parameters == pytest.approx(16, rel=1e-5)
+    third = rank_memory(recipe("G-1.6B", vocabulary_multiple=1))
+    assert sum(rank.model_state for rank in third) / 3 / GIB == pytest.approx(12.038, abs=0.002)
+
+
+@given(recipes())
+def test_more_in_a_microbatch_needs_more(one: Recipe) -> None:
+    """Activations that forget the micro-batch; recomputation that costs memory; a prefix that keeps anything."""
+    twice = replace(one, micro_batch_size=2 * one.micro_batch_size, global_batch_size=2 * one.global_batch_size)
+    for rank, larger in zip(rank_memory(one), rank_memory(twice), strict=True):
+        assert larger.activations == pytest.approx(2 * rank.activations, abs=2)
+        assert larger.model_state == rank.model_state
+    kept = replace(one, recompute="none")
+    spared = replace(one, recompute="full")
+    sizes = layer_bytes(one)
+    for block in range(one.partition.num_blocks):
+        shape = phase_shape(one, block)
+        for stage in range(one.pipeline_size):
+            less = stage_kept(spared, sizes, shape, stage, block)
+            assert less <= stage_kept(kept, sizes, shape, stage, block)
+            if shape.is_forward_only(stage):
+                assert stage_kept(kept, sizes, shape, stage, block) == 0
+
+
+def test_offload_moves_the_optimizer_to_the_host() -> None:
+    """State that is counted on both sides, or on none."""
+    offload = recipe("G-1.6B", method="offload")
+    full = recipe("G-1.6B", method="full")
+    assert peak(rank_memory(offload)).optimizer == 0
+    assert host_bytes(offload) == 12 * sum(
+        tensor.size for tensor in stage_tensors(full.shape, full.partition, 0, padded_vocabulary=full.padded_vocabulary)
+    )
+    assert host_bytes(full) == 0
+    assert phase_seconds(offload, 0).optimizer > phase_seconds(full, 0).optimizer
+
+
+def test_one_stage_does_one_thing_after_the_other() -> None:
+    """A pass that is forgotten or counted twice: F everywhere, D behind the prefix, W in the block."""
+    one = recipe(global_batch_size=3)
+    layer, head = layer_work(one).seconds(one), head_work(one).seconds(one)
+    passes = [(12 + 12 + 4, 3), (12 + 8 + 4, 2), (12 + 4 + 4, 2)]  # the tied head is active with the embedding
+    for block, (layers, heads) in enumerate(passes):
+        phase = phase_seconds(one, block)
+        assert phase.pipeline == pytest.approx(3 * (layers * layer + heads * head))
+        assert phase.bubble == pytest.approx(0)
+        assert phase.reductions == 0
+
+
+@settings(max_examples=25)
+@given(recipes(), st.integers(1, 60))
+def test_many_microbatches_go_on_as_some(one: Recipe, number: int) -> None:
+    """Extrapolating from microbatches in which the pipeline still fills."""
+    one = replace(one, global_batch_size=number * one.micro_batch_size * one.data_size)
+    for block in range(one.partition.num_blocks):
+        shape = phase_shape(one, block)
+        exact = predict(build_plan(shape), seconds._costs(one, shape, block))
+        phase = phase_seconds(one, block)
+        assert phase.pipeline == pytest.approx(exact.iteration_time, rel=0.02)
+        assert phase.bubble == pytest.approx(exact.bubble, abs=0.02)
+
+
+@pytest.mark.parametrize("layout", ["stage", "submodel"])
+def test_some_of_many_blocks_are_simulated(layout: str) -> None:
+    """A correction taken from blocks whose pipeline is another one."""
+    one = recipe("G-5.4B", num_gpus=8, pipeline_size=8, layout=layout, global_batch_size=20)
+    phases = cycle_seconds(one)
+    exact = tuple(phase_seconds(one, block.index) for block in one.partition.blocks)
+    assert len(phases) == len(exact) > 5
+    assert mean_seconds(phases) == pytest.approx(mean_seconds(exact), rel=0.01)
+    for phase, simulated in zip(phases, exact, strict=True):
+        assert phase.total == pytest.approx(simulated.total, rel=0.10)
+        assert phase.bubble == pytest.approx(simulated.bubble, abs=0.10)
+
+
+def test_what_makes_an_iteration_slow() -> None:
+    """Signs: recomputation, a slow network, a bubble, data-parallel reductions."""
+    base = recipe("G-5.4B", num_gpus=8, pipeline_size=8, method="full")
+    ms = make_plan(base).iteration_seconds
+    assert make_plan(replace(base, recompute="full")).iteration_seconds > 1.25 * ms
+    assert make_plan(replace(base, method="bcd")).iteration_seconds < ms
+    slow = replace(base.cluster, gpus_per_node=4, network_gb_per_s=0.1)
+    assert make_plan(replace(base, cluster=slow)).iteration_seconds > ms
+    more = make_plan(replace(base, global_batch_size=256))
+    assert more.bubble < make_plan(base).bubble
+    assert more.tokens_per_second > make_plan(base).tokens_per_second
+    data = make_plan(replace(base, pipeline_size=4))
+    assert data.phases[0].reductions > 0 == make_plan(base).phases[0].reductions
+    assert 0 < more.mfu < base.cluster.compute_share
+
+
+def test_largest_micro_batch_is_the_largest() -> None:
+    """A plan that promises a micro-batch which does not fit, or leaves one out."""
+    one = recipe("G-1.6B")
+    largest = largest_micro_batch(one)
+    assert largest is not None and fits(replace(one, micro_batch_size=largest))
+    assert not fits(replace(one, micro_batch_size=2 * largest))
+    assert largest_micro_batch(recipe("G-10B")) is None
+
+
+def test_bill() -> None:
+    """Days for one GPU, dollars for one day, a multiplier on full training."""
+    one = recipe("G-1.6B", num_blocks=4)
+    plan = make_plan(one, tokens=1e9, multiplier=2.0)
+    assert plan.bill.multiplier == pytest.approx(2.4)
+    assert plan.bill.iterations == -int(-2.4e9 // (64 * 1024))
+    hours = plan.bill.iterations * plan.iteration_seconds / 3600
+    assert plan.bill.days == pytest.approx(hours / 24)
+    assert plan.bill.dollars == pytest.approx(0.29 * hours)
+    assert make_plan(replace(one, method="full", num_blocks=None)).bill.multiplier == 1
+    assert make_plan(one).bill.tokens == 20 * one.shape.num_parameters
+
+
+def test_multiplier_of_other_numbers_of_blocks() -> None:
+    """Table 11 of the paper: 40, 50 and 60 epochs at two, three and four blocks, 18 in full training."""
+    for num_blocks, epochs in ((2, 40), (3, 50), (4, 60)):
+        assert multiplier_at(num_blocks, 50 / 18) == pytest.approx(epochs / 18)
+    assert multiplier_at(1, 3.0) == 1.0
+
+
+def test_search_finds_the_cheapest() -> None:
+    """A rough time that ranks layouts otherwise than the plan's, or a layout that is never tried."""
+    base = recipe("G-1.6B", num_gpus=2, global_batch_size=8)
+    found = search(base)
+    every = [make_plan(each) for each in layouts(base) if fits(each)]
+    assert len(every) == found.num_fitting < found.num_tried
+    assert found.best[0].bill.dollars == pytest.approx(min(plan.bill.dollars for plan in every), rel=0.01)
+    assert [plan.bill.dollars for plan in found.best] == sorted(plan.bill.dollars for plan in found.best)
+    assert {plan.recipe.partition.num_blocks for plan in search(base, num_blocks=[3]).best} == {3}
+
+
+def test_search_says_how_many_would_do() -> None:
+    """A refusal that leaves the user guessing, or a number that does not do either."""
+    base = recipe("G-20B", num_gpus=2)
+    with pytest.raises(ValueError, match=r"no layout of G-20B .* fits on so many RTX 4090; --num-gpus \d+ would do"):
+        search(base)
+    number = fewest_gpus(base)
+    assert number is not None
+    assert search(replace(base, num_gpus=number)).best
+    with pytest.raises(ValueError):
+        search(replace(base, num_gpus=number // 2))
+
+
+def test_shortest_pipeline_that_fits() -> None:
+    """A default that does not fit where a longer pipeline would."""
+    suited = suited_pipelines(model=MODELS["G-5.4B"], cluster=CLUSTERS["rtx4090"], num_gpus=8)
+    chosen = shortest_that_fits(suited)
+    assert fits(chosen)
+    assert not any(fits(each) for each in suited if each.pipeline_size < chosen.pipeline_size)
+    with pytest.raises(ValueError, match="--bcd-num-blocks 40"):
+        suited_pipelines(model=MODELS["G-5.4B"], cluster=CLUSTERS["rtx4090"], num_gpus=8, num_blocks=40)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"num_gpus": 0}, "--num-gpus 0: must be 1 to"),
+        ({"num_gpus": 4, "pipeline_size": 3}, "--pipeline-model-parallel-size 3 does not divide --num-gpus 4"),
+        ({"num_gpus": 9}, "--num-gpus 9: does not divide among 2 nodes"),
+        ({"num_gpus": 4, "global_batch_size": 6}, "--global-batch-size 6: must be a multiple of 4"),
+        ({"method": "full", "num_blocks": 3}, "--bcd-num-blocks 3 does not go with --method full"),
+        ({"method": "half"}, "--method half: must be one of bcd, full, offload"),
+        ({"recompute": "some"}, "--recompute some"),
+        ({"precision": "fp8"}, "--precision fp8"),
+        ({"num_blocks": 13}, "--num-layers 12 is too few"),
+    ],
+)
+def test_what_does_not_fit_together(fields: dict[str, Any], message: str) -> None:
+    """A traceback, or a plan for something else than what was asked."""
+    with pytest.raises(ValueError, match=message):
+        recipe(**fields)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (("hidden,", "width,"), "its columns must be"),
+        (("30,2048,16,8192", "30,2048,15,8192"), "line 6: model G-1.6B: hidden 2048 is not divisible by heads 15"),
+        (("G-1.6B,gpt,30", "G-1.6B,gpt,many"), "line 6: invalid literal for int"),
+        (("G-1.6B,gpt", "G-1.6B,bert"), "line 6: model G-1.6B: form bert"),
+        (("G-5.4B", "G-1.6B"), "stands there twice"),
+        (("G-1.6B,gpt,", "G-1.6B,"), "line 6: 8 cells in place of 9"),
+    ],
+)
+def test_a_broken_table_names_its_line(tmp_path: Path, change: tuple[str, str], message: str) -> None:
+    """An edit gone wrong that ends in a KeyError, or is taken for something else."""
+    text = (ROOT / "examples" / "models.csv").read_text()
+    (tmp_path / "models.csv").write_text(text.replace(*change, 1))
+    with pytest.raises(ValueError, match=message):
+        read_models(tmp_path / "models.csv")
+
+
+@pytest.mark.parametrize(
+    "field, value", [("compute_share", 1.2), ("memory_share", 0.0), ("gpus_per_node", 0), ("memory_gib", float("nan"))]
+)
+def test_a_cluster_that_cannot_be(field: str, value: float) -> None:
+    """A share of 120 %, or a division by zero later."""
+    with pytest.raises(ValueError, match=field):
+        replace(CLUSTERS["a100"], **{field: value})
+
+
+def test_clusters_have_prices_of_the_paper() -> None:
+    """Prices that somebody edits in the table that recipes and documents share."""
+    prices = {name: cluster.usd_per_gpu_hour for name, cluster in CLUSTERS.items()}
+    assert prices == {"rtx4090": 0.29, "a100": 1.20, "a800": 0.69}
+    assert all(isinstance(cluster, Cluster) for cluster in CLUSTERS.values())
+
+
+def test_a_shell_reads_the_tables(repo_root: Path) -> None:
+    """A quoted cell before the last one: a recipe that splits at commas would take the wrong column."""
+    program = """
+        while IFS=, read -r name form layers hidden heads ffn vocabulary sequence source; do
+            echo "$name $ffn $sequence"
+        done < <(grep -v '^#' examples/models.csv)
+        while IFS=, read -r name gpu memory fp32 bf16 bandwidth link network per_node price rest; do
+            echo "$name $per_node $price"
+        done < <(grep -v '^#' examples/clusters.csv)
+    """
+    done = subprocess.run(["bash", "-c", program], cwd=repo_root, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert "L-6.0B 9200 1024" in lines and "rtx4090 8 0.29" in lines
+    assert lines[0] == "name ffn sequence"

@@ -1,0 +1,169 @@
+"""The bill before the run: does a model fit on these GPUs, how fast will it train, for how much?
+
+    python tools/plan.py --model G-5.4B --gpu rtx4090 --num-gpus 4 --method bcd --bcd-num-blocks 3
+    python tools/plan.py --model G-5.4B --gpu rtx4090 --num-gpus 4 --search
+    python tools/plan.py --paper
+    python tools/plan.py --model tiny-gpt --gpu rtx4090 --num-gpus 2 --verify
+
+Nothing runs: memory and time follow from formulas and from the tables examples/models.csv and examples/clusters.csv,
+which may be edited. --paper recomputes the tables of the paper (arXiv 2506.12037), --verify builds the model of every
+rank on PyTorch's meta device and compares parameter counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from _plan_output import show_paper, show_plan, show_search
+
+from megatron.bcd.blocks import LAYOUTS
+from megatron.bcd.cost import PRECISIONS
+from megatron.bcd.planner.command import torchrun_command
+from megatron.bcd.planner.paper import Paper, paper_of
+from megatron.bcd.planner.plan import DEFAULT_MULTIPLIER, make_plan
+from megatron.bcd.planner.recipe import METHODS, RECOMPUTE, Recipe
+from megatron.bcd.planner.search import search, shortest_that_fits, suited_pipelines
+from megatron.bcd.planner.tables import choose, read_clusters, read_models, read_published
+
+PROG = "tools/plan.py"
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+DEFAULT_BATCH = 64
+_PAPER_CLUSTER = "rtx4090"
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ValueError, where argparse would leave the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Raises ValueError for a flag that is unknown, missing or no number."""
+    parser = Parser(
+        prog=PROG, allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", metavar="NAME", help="a row of the model table")
+    add("--gpu", metavar="NAME", help="a row of the cluster table")
+    add("--num-gpus", type=int, metavar="N", help="GPUs of the run")
+    add("--search", action="store_true", help="find the cheapest layout that fits")
+    add("--paper", action="store_true", help="recompute the paper's tables")
+    add("--verify", action="store_true", help="compare parameter counts with models on the meta device (needs torch)")
+    add("--json", action="store_true", help="print JSON and nothing else")
+    group = parser.add_argument_group("recipe", "as the training script's flags")
+    add = group.add_argument
+    add("--method", choices=METHODS, default="bcd", help="block coordinate descent, full training, or full training"
+        " with the optimizer on the host (default: bcd)")  # fmt: skip
+    add("--bcd-num-blocks", type=int, metavar="M", help="(default: 3; --search tries 2 to 6)")
+    add("--bcd-layout", choices=LAYOUTS, default="spread", help="(default: spread)")
+    add("--pipeline-model-parallel-size", type=int, metavar="N", help="(default: the smallest that fits)")
+    add("--seq-length", type=int, metavar="N", help="(default: the model table's)")
+    add("--micro-batch-size", type=int, default=1, metavar="N", help="(default: 1; --search tries powers of two)")
+    add("--global-batch-size", type=int, default=DEFAULT_BATCH, metavar="N", help="sequences of an iteration (default:"
+        f" {DEFAULT_BATCH})")  # fmt: skip
+    add("--recompute", nargs="?", const="full", choices=RECOMPUTE, default="none", help="recompute activations: none,"
+        " or full, which is also what the bare flag says (--search tries both)")  # fmt: skip
+    add("--precision", choices=PRECISIONS, default="fp32", help="(default: fp32)")
+    group = parser.add_argument_group("bill")
+    add = group.add_argument
+    add("--tokens", type=float, metavar="N", help="tokens that full training would read (default: 20 per parameter)")
+    add("--bf-multiplier", type=float, default=DEFAULT_MULTIPLIER, metavar="K", help="iterations that BCD needs with"
+        " three blocks over those of full training, to the same loss; other numbers of blocks are scaled as the paper's"
+        " table 11"
+        f" (default: {DEFAULT_MULTIPLIER}, the paper's two GPT-2 runs)")  # fmt: skip
+    group = parser.add_argument_group("data files")
+    add = group.add_argument
+    add("--models", metavar="FILE", default=os.path.join(ROOT, "examples", "models.csv"), help="the model table")
+    add("--clusters", metavar="FILE", default=os.path.join(ROOT, "examples", "clusters.csv"), help="the cluster table")
+    return parser.parse_args(argv)
+
+
+def recipe_of(arguments: argparse.Namespace) -> Recipe:
+    """What the flags ask for. Raises ValueError naming the flag that is missing or does not fit the others."""
+    for flag, given in (("--model", arguments.model), ("--gpu", arguments.gpu), ("--num-gpus", arguments.num_gpus)):
+        if given is None:
+            raise ValueError(f"{flag} is required (only --paper goes without)")
+    fields: dict[str, Any] = {
+        "model": choose(read_models(arguments.models), arguments.model, flag="--model"),
+        "cluster": choose(read_clusters(arguments.clusters), arguments.gpu, flag="--gpu"),
+        "num_gpus": arguments.num_gpus,
+        "method": arguments.method,
+        "num_blocks": arguments.bcd_num_blocks,
+        "layout": arguments.bcd_layout,
+        "precision": arguments.precision,
+        "sequence": arguments.seq_length,
+        "micro_batch_size": arguments.micro_batch_size,
+        "global_batch_size": arguments.global_batch_size,
+        "recompute": arguments.recompute,
+    }
+    if arguments.pipeline_model_parallel_size is not None:
+        return Recipe(pipeline_size=arguments.pipeline_model_parallel_size, **fields)
+    suited = suited_pipelines(**fields)
+    return suited[0] if arguments.search else shortest_that_fits(suited)
+
+
+def paper(arguments: argparse.Namespace) -> Paper:
+    """The paper's figures beside what recomputes them."""
+    clusters = read_clusters(arguments.clusters)
+    return paper_of(
+        read_published(os.path.join(ROOT, "docs", "paper_figures.csv")),
+        read_models(arguments.models),
+        choose(clusters, _PAPER_CLUSTER, flag="--clusters"),
+    )
+
+
+def run(argv: Sequence[str] | None) -> str:
+    """What is to be printed. Raises ValueError for what the user can mend."""
+    arguments = parse_arguments(argv)
+    modes = [name for name in ("search", "paper", "verify") if getattr(arguments, name)]
+    if len(modes) > 1:
+        raise ValueError(f"--{modes[0]} and --{modes[1]} are both given: give one of them")
+    if arguments.paper:
+        recomputed = paper(arguments)
+        return _json(recomputed.as_list()) if arguments.json else show_paper(recomputed)
+    recipe = recipe_of(arguments)
+    if arguments.verify:
+        from _plan_verify import show_counts, verify  # torch takes seconds to import
+
+        counts = verify(recipe)
+        return _json(counts) if arguments.json else show_counts(recipe, counts)
+    bill = {"tokens": arguments.tokens, "multiplier": arguments.bf_multiplier}
+    if arguments.search:
+        asked = None if arguments.bcd_num_blocks is None else [arguments.bcd_num_blocks]
+        found = search(recipe, num_blocks=asked, **bill)
+        if not arguments.json:
+            return show_search(found)
+        best = [plan.as_dict() | {"command": _command(plan)} for plan in found.best]
+        return _json({"tried": found.num_tried, "fitting": found.num_fitting, "best": best})
+    plan = make_plan(recipe, **bill)
+    return _json(plan.as_dict() | {"command": _command(plan)}) if arguments.json else show_plan(plan)
+
+
+def _command(plan: Any) -> str:
+    return torchrun_command(plan.recipe, iterations=plan.bill.iterations)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    # not through megatron.bcd.refusal: it is for ranks that fail together, and imports torch
+    try:
+        print(run(argv))
+    except ValueError as error:
+        print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
