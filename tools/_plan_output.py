@@ -37,9 +37,16 @@ def show_plan(plan: Plan) -> str:
         f"memory per rank, GiB (of {recipe.cluster.memory_gib:g})\n{_memory(plan)}\n{_fit(plan)}",
         f"time of an iteration, ms\n{_time(plan)}",
         _bill(plan),
-        f"command (made-up data: put yours in place of the last line)\n{_command(plan)}",
+        f"command ({_advice(plan)})\n{_command(plan)}",
     ]
     return "\n\n".join(parts)
+
+
+def _advice(plan: Plan) -> str:
+    """What to know before the command is used."""
+    if plan.recipe.method == "offload":
+        return "pretrain_gpt_bcd.py has no --optimizer-cpu-offload yet: these are stock Megatron-LM's flags"
+    return "made-up data: put yours in place of the last line"
 
 
 def show_search(found: Found) -> str:
