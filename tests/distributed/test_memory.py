@@ -184,6 +184,6 @@ def outlived(config: RunConfig) -> list[tuple[int, str]]:
         ]
 
 
-def test_the_first_phase_is_freed_like_the_others(world1: World, text_data: str) -> None:
-    """What was built before the loop began is hidden from the garbage collector, which frees it never."""
+def test_no_wrapper_outlives_its_phase(world1: World, text_data: str) -> None:
+    """Something that holds on to a phase's wrapper or optimizer after its switch."""
     assert world1.run(outlived, worlds.run_config(data_path=text_data)) == [[]]
