@@ -20,7 +20,7 @@ from megatron.bcd.active_set import ActiveSet
 from megatron.bcd.checkpoint import optimizer_state, random_states, run_state
 from megatron.bcd.checkpoint.run_state import RunState
 from megatron.bcd.checkpoint.writer import Record, ShardWrite
-from megatron.bcd.checkpoint_files import folder
+from megatron.bcd.checkpoint_files import durable, folder
 from megatron.bcd.config import CheckpointConfig
 from megatron.bcd.models import gpt_of
 from megatron.bcd.report import Reporter
@@ -90,7 +90,7 @@ class Saver:
             return True
         one, self._under_way = self._under_way, None
         one.write.finish()
-        error = one.error or (None if one.write.error is None else _describe(one.write.error))
+        error = one.error or (None if one.write.error is None else durable.describe(one.write.error))
         ranks: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(ranks, (error, one.records | one.write.records))
         error = next((rank[0] for rank in ranks if rank[0] is not None), None)
@@ -113,7 +113,7 @@ class Saver:
             return
         shutil.rmtree(aside, ignore_errors=True)
         os.makedirs(aside)
-        _write(os.path.join(aside, run_state.FILE_NAME), state.to_json().encode())
+        durable.write(os.path.join(aside, run_state.FILE_NAME), state.to_json().encode())
         torch.save({"iteration": state.iteration, "checkpoint_version": 3.0}, os.path.join(aside, _COMMON))
         save_config(CheckpointingConfig("torch_dist", 1), aside)
         for name in os.listdir(aside):
@@ -123,7 +123,7 @@ class Saver:
 
     def _write_random_states(self, aside: str, records: dict[str, Record]) -> None:
         name = random_states.file_name(torch.distributed.get_rank())
-        _write(os.path.join(aside, name), random_states.random_states())
+        durable.write(os.path.join(aside, name), random_states.random_states())
         records[name] = folder.file_record(os.path.join(aside, name))
 
     def _publish(self, iteration: int, records: dict[str, Record]) -> None:
@@ -151,7 +151,7 @@ class Saver:
         try:
             action()
         except (OSError, RuntimeError, ValueError) as error:  # PyTorch's file writer raises RuntimeError on a full disk
-            return _describe(error)
+            return durable.describe(error)
         return None
 
     @staticmethod
@@ -171,18 +171,3 @@ def _entries(model: torch.nn.Module, active: ActiveSet, state: RunState) -> dict
             {f"optimizer.{name}": entry for name, entry in optimizer_state.sharded_state(active, summaries).items()}
         )
     return entries
-
-
-def _write(path: str, content: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _describe(error: BaseException) -> str:
-    with contextlib.suppress(AttributeError):
-        if error.strerror:  # type: ignore[attr-defined]
-            where = f": {error.filename}" if error.filename else ""  # type: ignore[attr-defined]
-            return f"{error.strerror}{where}"  # type: ignore[attr-defined]
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

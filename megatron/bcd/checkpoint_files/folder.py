@@ -20,7 +20,6 @@ a kill, a full disk or a power cut leaves the checkpoint before the one at work.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -30,12 +29,13 @@ import stat
 from collections.abc import Mapping
 from typing import TypedDict
 
+from megatron.bcd.checkpoint_files import durable
+
 TRACKER = "latest_checkpointed_iteration.txt"
 CHECKSUMS = "checksums.json"
 
 _INCOMPLETE, _REPLACED, _REMOVED = ".incomplete", ".replaced", ".removed"
 _PIECE_BYTES = 8 * 2**20
-_NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 class FileRecord(TypedDict):
@@ -82,11 +82,11 @@ def finish(aside: str, records: Mapping[str, FileRecord]) -> None:
         fault = "has no checksum" if name in found else "has a checksum and is not there"
         raise ValueError(f"{os.path.join(aside, name)} {fault}")
     content = {"files": {name: records[name] for name in sorted(records)}}
-    _write(os.path.join(aside, CHECKSUMS), json.dumps(content, indent=1))
+    durable.write(os.path.join(aside, CHECKSUMS), json.dumps(content, indent=1).encode())
     for name in records:
-        _sync(os.path.join(aside, name))
+        durable.sync(os.path.join(aside, name))
     for folder, _, _ in os.walk(aside):
-        _sync(folder)
+        durable.sync(folder)
 
 
 def publish(root: str, iteration: int) -> None:
@@ -109,10 +109,10 @@ def publish(root: str, iteration: int) -> None:
         if os.path.lexists(replaced):
             os.rename(replaced, target)
         raise
-    _sync(root)
-    _write(os.path.join(root, TRACKER + ".new"), str(iteration))
+    durable.sync(root)
+    durable.write(os.path.join(root, TRACKER + ".new"), str(iteration).encode())
     os.replace(os.path.join(root, TRACKER + ".new"), os.path.join(root, TRACKER))
-    _sync(root)
+    durable.sync(root)
     _remove(replaced)
 
 
@@ -149,7 +149,7 @@ def clean_leftovers(root: str) -> list[str]:
             done.append(f"{target + _REPLACED} deleted")
         else:
             os.rename(target + _REPLACED, target)
-            _sync(root)
+            durable.sync(root)
             done.append(f"{target} restored: the job that was to replace it was killed")
     for suffix in (_INCOMPLETE, _REMOVED):
         for iteration in _iterations(root, suffix):
@@ -296,7 +296,7 @@ def _remove(folder: str) -> None:
     removed = folder.removesuffix(_REPLACED) + _REMOVED
     _delete(removed)
     os.rename(folder, removed)
-    _sync(os.path.dirname(folder))
+    durable.sync(os.path.dirname(folder))
     _delete(removed)
 
 
@@ -305,22 +305,3 @@ def _delete(folder: str) -> None:
         os.unlink(folder)
     elif os.path.lexists(folder):
         shutil.rmtree(folder)
-
-
-def _write(path: str, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(path: str) -> None:
-    """Bring a file or a folder's list of names to the disk."""
-    file = os.open(path or ".", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    except OSError as error:
-        if error.errno not in _NOT_SUPPORTED:  # some network file systems can't sync a folder
-            raise
-    finally:
-        os.close(file)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy
 
+from megatron.bcd.checkpoint_files import durable
 from megatron.bcd.prefix_cache.key import CacheKey, digest_of
 from megatron.bcd.prefix_cache.store import FILE_NAME, RecordStore, Slots
 
@@ -47,10 +48,10 @@ def prepare(root: str, key: CacheKey, samples: Slots) -> Cache:
         aside = cache.folder + ".incomplete"
         delete(aside)
         os.makedirs(aside)
-        _write(os.path.join(aside, _SAMPLES), numpy.ascontiguousarray(samples, dtype="<i8").tobytes())
-        _write(os.path.join(aside, _MANIFEST), key.to_json().encode())
+        durable.write(os.path.join(aside, _SAMPLES), numpy.ascontiguousarray(samples, dtype="<i8").tobytes())
+        durable.write(os.path.join(aside, _MANIFEST), key.to_json().encode())
         os.rename(aside, cache.folder)
-        _sync_folder(root)
+        durable.sync(root)
     cache.store.reserve()
     return cache
 
@@ -161,18 +162,3 @@ def _size(folder: str) -> int:
         with contextlib.suppress(FileNotFoundError):
             total += os.stat(os.path.join(folder, name)).st_size
     return total
-
-
-def _write(path: str, content: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: str) -> None:
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

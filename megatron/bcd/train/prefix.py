@@ -15,6 +15,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.bcd import data, platform
+from megatron.bcd.checkpoint_files import durable
 from megatron.bcd.models import DTYPES, Implementation
 from megatron.bcd.prefix_cache import folders, reader
 from megatron.bcd.prefix_cache.folders import Cache
@@ -181,7 +182,7 @@ class Prefix:
             try:
                 self._prepare(cache, plan)
             except OSError as error:
-                plan["error"] = prefix_fill.describe(error)
+                plan["error"] = durable.describe(error)
         told = [plan]
         torch.distributed.broadcast_object_list(told, src=0)
         return told[0]

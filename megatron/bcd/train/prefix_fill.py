@@ -17,6 +17,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.bcd import data, platform
+from megatron.bcd.checkpoint_files import durable
 from megatron.bcd.models import DTYPES, gpt_of
 from megatron.bcd.prefix_cache import reader
 from megatron.bcd.prefix_cache.folders import Cache
@@ -72,13 +73,6 @@ def fill(
     finally:
         filler.close()
     return None, counts
-
-
-def describe(error: BaseException) -> str:
-    """An error as a part of one line."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _divide(
@@ -177,7 +171,7 @@ class Filler:
         try:
             hidden_states = reader.read(source, slots, self._dtype)
         except (reader.DamagedRecord, OSError) as error:
-            self._error = self._error or describe(error)
+            self._error = self._error or durable.describe(error)
         if self._is_stopped_on_a_tensor_rank():
             return None
         if source.key.num_layers == self._cache.key.num_layers:
@@ -236,7 +230,7 @@ class Filler:
         try:
             action()
         except OSError as error:
-            self._error = self._error or describe(error)
+            self._error = self._error or durable.describe(error)
 
 
 def _reached(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> NoReturn:

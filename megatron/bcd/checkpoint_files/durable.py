@@ -1,0 +1,35 @@
+"""Writing that survives a loss of power, and what a disk said in one line."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+_NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+def write(path: str, content: bytes) -> None:
+    """Write a file, down to the disk. Raises OSError as the disk says."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: str) -> None:
+    """Bring a file or a folder's list of names to the disk."""
+    file = os.open(path or ".", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    except OSError as error:
+        if error.errno not in _NOT_SUPPORTED:  # some network file systems can't sync a folder
+            raise
+    finally:
+        os.close(file)
+
+
+def describe(error: BaseException) -> str:
+    """An error as a part of one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
