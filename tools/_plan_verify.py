@@ -17,10 +17,10 @@ from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.bcd import platform
-from megatron.bcd.arguments import parse_run_config
+from megatron.bcd.arguments import FORMS, parse_run_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.models import build_model, choose_implementation, gpt_of, is_active
-from megatron.bcd.planner.command import SCRIPT, torchrun_command
+from megatron.bcd.planner.command import SCRIPTS, torchrun_command
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.tensors import stage_tensors
 
@@ -69,8 +69,9 @@ def show_counts(recipe: Recipe, rows: list[dict[str, Any]]) -> str:
 def run_config(recipe: Recipe) -> RunConfig:
     """What the printed command says."""
     words = shlex.split(torchrun_command(recipe, iterations=1).replace("\\\n", ""))
-    flags = words[words.index(SCRIPT) + 1 :]
-    config = parse_run_config(flags, prog=SCRIPT, world_size=recipe.num_gpus)
+    script = SCRIPTS[recipe.model.form]
+    flags = words[words.index(script) + 1 :]
+    config = parse_run_config(flags, prog=script, defaults=FORMS[recipe.model.form], world_size=recipe.num_gpus)
     return replace(config, transformer={**config.transformer, "perform_initialization": False})
 
 

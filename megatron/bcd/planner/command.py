@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megatron.bcd.planner.recipe import Recipe
 
-SCRIPT = "pretrain_gpt_bcd.py"
+SCRIPTS = {"gpt": "pretrain_gpt_bcd.py", "llama": "pretrain_llama_bcd.py"}
+"""By the form of the model; each has the form's flags as its defaults."""
 _INDENT = " \\\n    "
 _WIDTH = 112
 
@@ -19,12 +20,9 @@ def network_flags(recipe: Recipe) -> list[str]:
         f"--ffn-hidden-size {model.ffn}",
         f"--seq-length {recipe.tokens}",
     ]
-    if model.form == "llama":
-        flags += ["--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"]
-        flags += ["--untie-embeddings-and-output-weights"]
-    else:
-        flags += [f"--max-position-embeddings {recipe.tokens}"]
-    return [*flags, "--hidden-dropout 0 --attention-dropout 0"]
+    if model.form == "gpt":
+        flags += [f"--max-position-embeddings {recipe.tokens} --hidden-dropout 0 --attention-dropout 0"]
+    return flags
 
 
 def layout_flags(recipe: Recipe) -> list[str]:
@@ -61,7 +59,7 @@ def torchrun_command(recipe: Recipe, *, iterations: int) -> str:
     flags = [*network_flags(recipe), *layout_flags(recipe), f"--train-iters {iterations} --lr 1e-4"]
     # NullTokenizer adds an end of document to its vocabulary
     data = f"--mock-data --tokenizer-type NullTokenizer --vocab-size {recipe.model.vocabulary - 1}"
-    return _INDENT.join([f"{launcher(recipe)} {SCRIPT}", *_packed(flags), data])
+    return _INDENT.join([f"{launcher(recipe)} {SCRIPTS[recipe.model.form]}", *_packed(flags), data])
 
 
 def _packed(flags: list[str]) -> list[str]:
