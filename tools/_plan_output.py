@@ -146,7 +146,7 @@ def _fit(plan: Plan) -> str:
         lines.append(f"the stages with the largest and the smallest peak, of {plan.recipe.pipeline_size}")
     lines.append("peak: the largest of activations with communication, and of the optimizer's work, beside the others")
     if plan.host_bytes:
-        lines.append(f"on the host, per rank: {plan.host_bytes / GIB:.1f} GiB of weights and moments")
+        lines.append(f"on the host, per rank: {plan.host_bytes / GIB:.1f} GiB of weights, gradients and moments")
     largest = plan.largest_micro_batch
     where = f"stage {peak.stage} in the phase of block {peak.block}"
     if plan.fits:

@@ -32,13 +32,11 @@ def verify(recipe: Recipe) -> list[dict[str, Any]]:
 
     Data-parallel ranks of a stage hold the same. Raises ValueError where any number or size differs.
     """
-    # offload changes where the optimizer is, not the model
-    built = replace(recipe, method="full") if recipe.method == "offload" else recipe
-    config = run_config(built)
+    config = run_config(recipe)
     rows = []
-    for stage in range(built.pipeline_size):
-        with rank_of_stage(built, stage):
-            rows.append(_compare(built, config, stage))
+    for stage in range(recipe.pipeline_size):
+        with rank_of_stage(recipe, stage):
+            rows.append(_compare(recipe, config, stage))
     wrong = [row["stage"] for row in rows if not row["equal"]]
     if wrong:
         raise ValueError(f"--verify: stages {wrong} hold other parameters than the planner counts: {rows[wrong[0]]}")

@@ -6,6 +6,7 @@ formula; what a run reports is counted from live storages. This room is pure.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from megatron.bcd.blocks import Partition
@@ -13,6 +14,8 @@ from megatron.bcd.blocks import Partition
 PRECISIONS = ("fp32", "bf16", "fp16")
 _OPTIMIZER_BYTES = {"adam": 8, "sgd": 4}
 OPTIMIZERS = tuple(_OPTIMIZER_BYTES)
+OFFLOADED_BYTES = 16
+"""Per parameter in host memory with --optimizer-cpu-offload: weight, gradient and Adam's two moments, all in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +85,13 @@ def model_state_bytes(
     gradients_in_fp32: bool = True,
     data_parallel_size: int = 1,
     distributed_optimizer: bool = False,
+    offload_fraction: float = 0.0,
 ) -> int:
     """Bytes of model state of a rank that holds ``num_parameters``, of which ``num_active`` are active.
 
     The distributed optimizer shards optimizer state, masters included, over the data-parallel group; weights
-    and gradients are whole on every rank. Its padding of buffers is left out. Raises ValueError if
+    and gradients are whole on every rank. Its padding of buffers is left out. ``offload_fraction`` of the optimizer
+    state is in host memory instead (--optimizer-cpu-offload), parameter by parameter. Raises ValueError if
     ``num_active`` is not within 0 and ``num_parameters`` or ``data_parallel_size`` < 1.
     """
     if not 0 <= num_active <= num_parameters:
@@ -97,7 +102,7 @@ def model_state_bytes(
         precision=precision, optimizer=optimizer, sgd_momentum=sgd_momentum, gradients_in_fp32=gradients_in_fp32
     )
     shards = data_parallel_size if distributed_optimizer else 1
-    optimizer_bytes = -(-budget.optimizer * num_active // shards)
+    optimizer_bytes = math.ceil((1 - offload_fraction) * budget.optimizer * num_active / shards)
     return budget.weight * num_parameters + budget.gradient * num_active + optimizer_bytes
 
 

@@ -94,6 +94,54 @@ def optimizer_implementation() -> str:
     return "Apex fused Adam" if module.startswith("apex") else "PyTorch AdamW"
 
 
+def check_can_offload() -> None:
+    """Raises ValueError where there is no GPU that --optimizer-cpu-offload could take something off."""
+    if not has_cuda():
+        raise ValueError(
+            "--optimizer-cpu-offload needs a CUDA GPU, and none is visible here: leave it out (without a GPU all is in "
+            "host memory anyway)"
+        )
+
+
+_set_gradients_of_offload: Any = None
+
+
+def patch_offload() -> None:
+    """Let Megatron Core's --optimizer-cpu-offload work without Transformer Engine, and in fp32; on any machine.
+
+    Its OptimizerConfig would compare the version of an absent Transformer Engine with another; and its optimizer is
+    given views of fp32 weights, which PyTorch takes for results of a computation unless they retain their gradient,
+    and looks for the gradient of those that stay on the device where Megatron Core does not put it.
+    """
+    global _set_gradients_of_offload
+    from megatron.core import utils
+    from megatron.core.optimizer import optimizer_config
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    if _set_gradients_of_offload is not None:
+        return
+    _set_gradients_of_offload = HybridDeviceOptimizer._set_sub_optimizer_grads
+
+    def is_te_min_version(version: str, check_equality: bool = True) -> bool:
+        return utils.get_te_version() is not None and utils.is_te_min_version(version, check_equality)
+
+    def add_param_group(self: Any, group: dict[str, Any]) -> None:
+        for weight in group["params"]:
+            if not weight.is_leaf:
+                weight.retain_grad()
+        torch.optim.Optimizer.add_param_group(self, group)
+
+    def set_gradients(self: Any) -> None:
+        _set_gradients_of_offload(self)
+        for weight, master in self.param_to_inner_param.items():
+            if master is weight:  # fp32, and not offloaded
+                weight.grad = getattr(weight, "decoupled_grad", weight.grad)
+
+    optimizer_config.is_te_min_version = is_te_min_version
+    HybridDeviceOptimizer.add_param_group = add_param_group
+    HybridDeviceOptimizer._set_sub_optimizer_grads = set_gradients
+
+
 def synchronize() -> None:
     if has_cuda():
         torch.cuda.synchronize()
@@ -150,6 +198,7 @@ def initialize_distributed(*, backend: str, timeout_minutes: int, tensor_size: i
     """
     from megatron.core import parallel_state
 
+    patch_offload()
     if backend == "auto":
         backend = "nccl" if has_cuda() else "gloo"
     if backend == "nccl" and not has_cuda():

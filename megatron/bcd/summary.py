@@ -56,6 +56,7 @@ def summarize(
             gradients_in_fp32=bool(config.ddp.get("grad_reduce_in_fp32")),
             data_parallel_size=data_size,
             distributed_optimizer=config.training.use_distributed_optimizer,
+            offload_fraction=_offload_fraction(config),
         )
 
     blocks = []
@@ -84,6 +85,7 @@ def summarize(
         notes=(
             implementation.describe(),
             *_describe_kept_state(config, partition, [rank["num_between_phases"] for rank in ranks]),
+            *_describe_offload(config, max(rank["num_parameters"] for rank in ranks), data_size),
             *_describe_pipeline(config, partition),
             *_describe_samples(samples),
             *_describe_prefix_cache(config, partition),
@@ -161,6 +163,24 @@ def _describe_kept_state(config: RunConfig, partition: Partition, num_between_ph
     kept = ["the optimizer's moments"] if is_host and moments else []
     kept += {"fp32": [], "bf16": ["the low 16 bits of masters"], "fp16": ["masters"]}[config.precision]
     return (f"kept in host memory between phases: {' and '.join(kept)}, {max(bytes_by_rank):,} bytes per rank",)
+
+
+def _offload_fraction(config: RunConfig) -> float:
+    """Share of the optimizer that is in host memory."""
+    if not config.optimizer.get("optimizer_cpu_offload"):
+        return 0.0
+    return float(config.optimizer["optimizer_offload_fraction"])
+
+
+def _describe_offload(config: RunConfig, num_parameters: int, data_size: int) -> tuple[str, ...]:
+    fraction = _offload_fraction(config)
+    if not fraction or config.training.skip_train:
+        return ()
+    held = math.ceil(cost.OFFLOADED_BYTES * fraction * num_parameters / data_size)
+    return (
+        f"optimizer offloaded to the host, {fraction:.0%} of it: weights, gradients and moments in fp32, {held:,} "
+        "bytes of host memory per rank",
+    )
 
 
 def _describe_pipeline(config: RunConfig, partition: Partition) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from megatron.bcd import platform
 from megatron.bcd.active_set.bits import Watch, fingerprint, storage_bytes
 from megatron.bcd.blocks import Partition
 from megatron.bcd.config import RunConfig
-from megatron.bcd.kept_state import KeptState, Part, parts
+from megatron.bcd.kept_state import KeptState, Part, Stepped, parts, stepped
 from megatron.bcd.models import DTYPES, gpt_of, is_active, is_always_active
 
 _BUILT_PARAMETER_ATTRIBUTES = ("main_grad", "main_param", "main_param_sharded", "grad_added_to_main_grad")
@@ -186,7 +186,10 @@ class ActiveSet:
         for optimizer in self.optimizers():
             if not optimizer.is_stub_optimizer and optimizer.get_parameters() and optimizer.config.clip_grad > 0.0:
                 clip_grad_by_total_norm_fp32(
-                    optimizer.get_parameters(), max_norm=optimizer.config.clip_grad, total_norm=norm
+                    optimizer.get_parameters(),
+                    max_norm=optimizer.config.clip_grad,
+                    total_norm=norm,
+                    use_decoupled_grad=optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
                 )
         self.optimizer.step_with_ready_grads()
         return norm
@@ -285,18 +288,26 @@ class ActiveSet:
             tensor for tensor in self._optimizer_state() if tensor.untyped_storage().data_ptr() not in weights
         )
 
+    def host_bytes(self) -> int:
+        """Bytes of this rank's optimizer state in host memory, no part of the model state: what is kept of frozen
+        blocks, and with --optimizer-cpu-offload masters, moments and gradients of what is stepped there."""
+        offloaded = list(self._optimizer_state(on_host=True))
+        gradients = (one.master.grad for one in self._stepped() if one.on_host and one.master.grad is not None)
+        return self.kept.num_bytes + storage_bytes([*offloaded, *gradients])
+
     def _gradients(self) -> Iterator[torch.Tensor]:
         for buffer in self.wrapped.buffers if self.wrapped is not None else ():
             if buffer.grad_data is not None:
                 yield buffer.grad_data
-        yield from (master.grad for master in self._masters() if master.grad is not None)
+        for one in self._stepped():
+            if not one.on_host and one.master.grad is not None:
+                yield one.master.grad
 
-    def _optimizer_state(self) -> Iterator[torch.Tensor]:
-        yield from self._masters()
-        for optimizer in self.optimizers():
-            if not optimizer.is_stub_optimizer:
-                for state in optimizer.optimizer.state.values():
-                    yield from (value for value in state.values() if torch.is_tensor(value))
+    def _optimizer_state(self, *, on_host: bool = False) -> Iterator[torch.Tensor]:
+        for one in self._stepped():
+            if one.on_host == on_host:
+                yield one.master
+                yield from (value for value in one.state.values() if torch.is_tensor(value))
 
     def check_switch(self) -> str | None:
         """Compare the weights with those at the beginning of the phase, on all ranks together.
@@ -363,11 +374,11 @@ class ActiveSet:
         """Megatron Core's optimizers of the phase."""
         return list(getattr(self.optimizer, "chained_optimizers", []))
 
-    def _masters(self) -> Iterator[torch.Tensor]:
+    def _stepped(self) -> Iterator[Stepped]:
         """The tensors that the optimizer steps: in 16-bit precision fp32 copies, this rank's shard of them."""
         for optimizer in self.optimizers():
             if not optimizer.is_stub_optimizer:
-                yield from optimizer.get_parameters()
+                yield from stepped(optimizer.optimizer).values()
 
     def _own_groups(self) -> Iterator[dict[str, Any]]:
         for optimizer in self.optimizers():
@@ -376,8 +387,7 @@ class ActiveSet:
 
     def _own_masters(self) -> Iterator[torch.Tensor]:
         """Of the block's own parameters."""
-        for group in self._own_groups():
-            yield from group["params"]
+        yield from (one.master for one in self._stepped() if not one.group.get(_ALWAYS_ACTIVE))
 
     def _frozen(self) -> Iterator[torch.Tensor]:
         return (parameter for parameter in self.model.parameters() if not parameter.requires_grad)

@@ -98,7 +98,8 @@ _RANGES: dict[str, _Range] = {
         _SHARE,
     ),
     **dict.fromkeys(
-        ("rotary_percent", "bcd_sample_ratio"), ("greater than 0 and at most 1", lambda value: 0 < value <= 1)
+        ("rotary_percent", "bcd_sample_ratio", "optimizer_offload_fraction"),
+        ("greater than 0 and at most 1", lambda value: 0 < value <= 1),
     ),
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.enums import AttnBackend
 
+from megatron.bcd import platform
 from megatron.bcd.arguments.flags import CORE_SECTIONS
 from megatron.bcd.arguments.ground import Run, flag_name, refuse_unless
 from megatron.bcd.config import RunConfig
@@ -52,6 +53,8 @@ def check_compatible(run: Run, given: Mapping[str, Any]) -> None:
             run.position_embedding_type != "learned_absolute",
             "--no-position-embedding: give --position-embedding-type rope or none instead",
         )
+    if "--use-precision-aware-optimizer" in given:
+        refuse_unless(run.optimizer_cpu_offload, "--use-precision-aware-optimizer needs --optimizer-cpu-offload")
     if "--no-create-attention-mask-in-dataloader" in given:
         refuse_unless(
             not run.reset_attention_mask,
@@ -117,6 +120,33 @@ def check_optimizer(run: Run, given: Mapping[str, Any]) -> None:
         refuse_unless("sgd_momentum" not in given, "--sgd-momentum needs --optimizer sgd")
 
 
+_OF_OFFLOAD = ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params")
+
+
+def check_offload(run: Run, num_blocks: int, given: Mapping[str, Any]) -> None:
+    """--optimizer-cpu-offload, stock Megatron-LM's: a baseline, without blocks."""
+    if not run.optimizer_cpu_offload:
+        for field in _OF_OFFLOAD:
+            refuse_unless(field not in given, f"{flag_name(field)} needs --optimizer-cpu-offload")
+        return
+    for flag, is_right in (
+        ("--optimizer sgd", run.optimizer == "adam"),
+        ("--no-decoupled-weight-decay", run.decoupled_weight_decay is not False),
+        ("--no-use-distributed-optimizer", run.use_distributed_optimizer),
+    ):
+        refuse_unless(is_right, f"--optimizer-cpu-offload does not go with {flag}: leave one of them out")
+    refuse_unless(
+        not run.fp16 or run.grad_reduce_in_fp32,
+        "--optimizer-cpu-offload with --fp16 needs --accumulate-allreduce-grads-in-fp32: the host steps in fp32",
+    )
+    refuse_unless(
+        num_blocks == 1,
+        f"--optimizer-cpu-offload is a baseline of full training, and there are {num_blocks} blocks: give "
+        "--bcd-num-blocks 1 with it, or leave it out (--bcd-optimizer-state host keeps the state of frozen blocks "
+        "in host memory)",
+    )
+
+
 def check_recomputation(run: Run, given: Mapping[str, Any]) -> None:
     granularity = run.recompute_granularity
     if granularity == "full":
@@ -145,6 +175,7 @@ def check_recomputation(run: Run, given: Mapping[str, Any]) -> None:
 
 def check_core_accepts(config: RunConfig) -> None:
     """Megatron Core's own rules: build its dataclasses once, as on a machine without any fused kernel."""
+    platform.patch_offload()
     transformer = dict(config.transformer)
     transformer |= dict.fromkeys((field for field in transformer if field.endswith("_fusion")), False)
     transformer |= {

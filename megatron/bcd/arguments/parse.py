@@ -200,6 +200,8 @@ def _following_core_fields(values: Mapping[str, Any]) -> Iterator[tuple[str, str
     yield "transformer", "bias_activation_fusion", is_fused
     for section in ("optimizer", "ddp"):
         yield section, "use_distributed_optimizer", values["use_distributed_optimizer"]
+    # as stock asks for beside it: offload is a branch of that code
+    yield "optimizer", "use_precision_aware_optimizer", values["optimizer_cpu_offload"]
     yield "ddp", "check_for_nan_in_grad", False  # it would end the run; a step that is not finite is skipped
 
 

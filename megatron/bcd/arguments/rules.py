@@ -36,6 +36,7 @@ def check_run_config(config: RunConfig, *, given: Mapping[str, Any], world_size:
     bcd_rules.check_prefix_cache(run, given)
     model_rules.check_precision(run, given)
     model_rules.check_optimizer(run, given)
+    model_rules.check_offload(run, blocks.num_blocks, given)
     model_rules.check_recomputation(run, given)
     training_rules.check_batch(run, world_size)
     training_rules.check_length(run, given)

@@ -255,6 +255,35 @@ OPTIMIZER_FLAGS = (
         group=OPTIMIZER,
         help="clip the active block's gradient to this norm; 0 clips never",
     ),
+    CoreFlag(
+        field="optimizer_cpu_offload",
+        group=OPTIMIZER,
+        help="baseline of full training: optimizer state and optimizer in host memory (needs --bcd-num-blocks 1 and a "
+        "GPU)",
+    ),
+    CoreFlag(
+        field="optimizer_offload_fraction",
+        group=OPTIMIZER,
+        default=1.0,
+        help="share of the optimizer that is in host memory",
+    ),
+    CoreFlag(
+        field="overlap_cpu_optimizer_d2h_h2d",
+        group=OPTIMIZER,
+        help="with offload: step one parameter while others are copied to and from the host",
+    ),
+    CoreFlag(
+        field="pin_cpu_grads",
+        group=OPTIMIZER,
+        name="--no-pin-cpu-grads",
+        help="with offload: gradients in page-locked memory",
+    ),
+    CoreFlag(
+        field="pin_cpu_params",
+        group=OPTIMIZER,
+        name="--no-pin-cpu-params",
+        help="with offload: weights in page-locked memory",
+    ),
     CoreFlag(field="loss_scale", group=PRECISION, help="fixed fp16 loss scale; default dynamic"),
     CoreFlag(field="initial_loss_scale", group=PRECISION, type=float, help="first dynamic fp16 loss scale"),
     CoreFlag(field="min_loss_scale", group=PRECISION, help="smallest dynamic fp16 loss scale"),

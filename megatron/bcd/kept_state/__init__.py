@@ -2,5 +2,6 @@
 
 from megatron.bcd.kept_state.kept import Kept, KeptState
 from megatron.bcd.kept_state.part import MASTER, Part, parts
+from megatron.bcd.kept_state.stepped import Stepped, stepped
 
-__all__ = ["MASTER", "Kept", "KeptState", "Part", "parts"]
+__all__ = ["MASTER", "Kept", "KeptState", "Part", "Stepped", "parts", "stepped"]

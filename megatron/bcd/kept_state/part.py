@@ -13,7 +13,11 @@ from typing import Any
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron.bcd.kept_state.stepped import Stepped, stepped
+
 MASTER = "master"
+_NO_MOMENTS = ("step", "master_param")
+"""Of an optimizer's state: Adam's counter; with offload the master itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +52,7 @@ class Part:
         return {
             name: value.detach().reshape(-1)
             for name, value in self.state.items()
-            if torch.is_tensor(value) and name != "step"
+            if torch.is_tensor(value) and name not in _NO_MOMENTS
         }
 
     def names(self) -> set[str]:
@@ -76,7 +80,10 @@ class Part:
         if not num_steps:  # masters only, of a phase before its first step: Adam sets up where it finds nothing
             return
         if isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW):
-            self.optimizer.state[self.master]["step"] = torch.tensor(float(num_steps), dtype=torch.float32)
+            where = self.master.device if self.group.get("fused") else "cpu"
+            self.optimizer.state[self.master]["step"] = torch.tensor(
+                float(num_steps), dtype=torch.float32, device=where
+            )
         else:
             self.group["step"] = num_steps
 
@@ -87,29 +94,18 @@ def parts(optimizers: Iterable[Any], parameters: Mapping[str, torch.nn.Parameter
     for optimizer in optimizers:
         if optimizer.is_stub_optimizer:
             continue
-        groups = optimizer.optimizer.param_groups
+        groups, steps = optimizer.optimizer.param_groups, stepped(optimizer.optimizer)
         if isinstance(optimizer, DistributedOptimizer):
             for parameter, (group, order) in optimizer.model_param_group_index_map.items():
                 where = optimizer._get_model_param_range_map(parameter)["param"]
-                found[parameter] = Part(
-                    parameter=parameter,
-                    start=where.start,
-                    end=where.end,
-                    optimizer=optimizer.optimizer,
-                    group=groups[group],
-                    master=groups[group]["params"][order],
-                )
+                found[parameter] = _part(parameter, steps[groups[group]["params"][order]], where.start, where.end)
             continue
-        masters = {id(master): group for group in groups for master in group["params"]}
         for parameter in parameters.values():
             master = getattr(parameter, "main_param", parameter)
-            if id(master) in masters:
-                found[parameter] = Part(
-                    parameter=parameter,
-                    start=0,
-                    end=parameter.numel(),
-                    optimizer=optimizer.optimizer,
-                    group=masters[id(master)],
-                    master=master,
-                )
+            if master in steps:
+                found[parameter] = _part(parameter, steps[master], 0, parameter.numel())
     return {name: found[parameter] for name, parameter in parameters.items() if parameter in found}
+
+
+def _part(parameter: torch.nn.Parameter, one: Stepped, start: int, end: int) -> Part:
+    return Part(parameter=parameter, start=start, end=end, optimizer=one.optimizer, group=one.group, master=one.master)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron.bcd.cost import ModelShape, moment_bytes, state_budget
+from megatron.bcd.cost import OFFLOADED_BYTES, ModelShape, state_budget
 from megatron.bcd.pipeline_plan.plan import PlanShape, bcd_shape, default_run_ahead
 from megatron.bcd.planner.activations import layer_bytes, stage_activations, stage_messages
 from megatron.bcd.planner.recipe import Cut, Recipe
@@ -105,11 +105,11 @@ def rank_memory(recipe: Recipe, *, data_rank: int = 0) -> tuple[RankMemory, ...]
 
 
 def host_bytes(recipe: Recipe) -> int:
-    """Bytes of host memory that the optimizer of one rank takes with method offload: weights in fp32 and moments."""
+    """Bytes of host memory that the optimizer of one rank takes with method offload: weights, gradients, moments."""
     if recipe.method != "offload":
         return 0
     held = max(max(stage_buffers(recipe, stage)[0].held) for stage in range(recipe.pipeline_size))
-    return (4 + moment_bytes("adam")) * held
+    return OFFLOADED_BYTES * held
 
 
 def peak(ranks: tuple[RankMemory, ...]) -> RankMemory:

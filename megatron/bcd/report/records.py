@@ -32,7 +32,7 @@ class StepRecord:
     optimizer_state_bytes: tuple[int, ...] = ()
     """By rank: of the model state, moments and masters."""
     host_state_bytes: tuple[int, ...] = ()
-    """By rank: what is kept of frozen blocks in host memory; no part of the model state."""
+    """By rank: optimizer state in host memory, of frozen blocks and with offload; no part of the model state."""
     saved_activation_bytes: tuple[int, ...] = ()
     """By rank: highest that autograd kept for the backward pass at once, measured in the phase's first iteration."""
     backward_messages: tuple[int, ...] = ()

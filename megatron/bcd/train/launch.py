@@ -28,6 +28,8 @@ def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str) -> None
     code 1, after one line, where training can't go on. SIGTERM and SIGUSR1 save, stop and return.
     """
     with refusing(ValueError, prog=prog):
+        if config.optimizer.get("optimizer_cpu_offload"):
+            platform.check_can_offload()
         platform.initialize_distributed(
             backend=config.training.distributed_backend,
             timeout_minutes=config.training.distributed_timeout_minutes,

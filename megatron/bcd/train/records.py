@@ -26,7 +26,7 @@ def step_record(trainer: Trainer, state: PhaseState) -> StepRecord:
         trainer.active.model_state_bytes(),
         trainer.active.gradient_bytes(),
         trainer.active.optimizer_state_bytes(),
-        trainer.active.kept.num_bytes,
+        trainer.active.host_bytes(),
         platform.peak_memory_bytes(),
         trainer.saved_activations.peak_bytes,
         trainer.schedule.backward_messages,
