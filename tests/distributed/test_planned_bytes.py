@@ -3,9 +3,11 @@ byte, and within 5 % what autograd keeps."""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
+import pretended_gpu
 import pytest
 import worlds
 from dist import World
@@ -21,6 +23,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "one": {},
     "one_block": {"bcd_num_blocks": 1},
     "data2_bf16": TWO | {"bf16": True},
+    "data2_bf16_offload": TWO
+    | {"bf16": True, "bcd_num_blocks": 1, "optimizer_cpu_offload": True, "no_pin_cpu_grads": True},
     "pipeline2": TWO | {"pipeline_model_parallel_size": 2},
     "pipeline2_submodel": TWO | {"pipeline_model_parallel_size": 2, "bcd_layout": "submodel", "num_layers": 7},
 }
@@ -37,6 +41,7 @@ def recipe_of(root: Path, flags: dict[str, Any]) -> Recipe:
         cluster=read_clusters(root / "examples" / "clusters.csv")["rtx4090"],
         num_gpus=flags.get("world_size", 1),
         pipeline_size=flags.get("pipeline_model_parallel_size", 1),
+        method="offload" if flags.get("optimizer_cpu_offload") else "bcd",
         num_blocks=flags.get("bcd_num_blocks", 3),
         layout=flags.get("bcd_layout", "spread"),
         precision="bf16" if flags.get("bf16") else "fp32",
@@ -75,7 +80,8 @@ def planned_activations(recipe: Recipe) -> list[list[int]]:
 
 def counted(config: RunConfig) -> list[tuple[list[int], list[int]]]:
     """Model state and kept activations of all ranks, by step."""
-    with worlds.trainer(config) as one:
+    offloads = config.optimizer["optimizer_cpu_offload"]
+    with pretended_gpu.pretended_gpu() if offloads else contextlib.nullcontext(), worlds.trainer(config) as one:
         one.run()
         return [(list(step.model_state_bytes), list(step.saved_activation_bytes)) for step in one.recorder.steps]
 

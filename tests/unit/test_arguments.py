@@ -253,12 +253,17 @@ def test_flag_names_are_stocks() -> None:
 @pytest.mark.parametrize("flag", COMPATIBLE_FLAGS, ids=lambda flag: flag.name)
 def test_compatible_flag_changes_nothing(flag: Any) -> None:
     """Would expose a flag that is accepted as already true and yet sets something, or takes any value."""
-    rope = ("--position-embedding-type", "rope")
+    rope: tuple[str, ...] = ("--position-embedding-type", "rope")
+    if flag.name == "--use-precision-aware-optimizer":  # true where the optimizer is offloaded
+        rope += ("--optimizer-cpu-offload", "--bcd-num-blocks", "1")
     value = ("7",) if flag.values is ANY_NUMBER else flag.values[:1]
     assert parse(*rope, flag.name, *value) == parse(*rope)
     if flag.values and flag.values is not ANY_NUMBER:
         with pytest.raises(ValueError, match=f"^{flag.name}: invalid choice"):
             parse(flag.name, "something-else")
+
+
+OFFLOAD = ("--optimizer-cpu-offload", "--bcd-num-blocks", "1")
 
 
 @pytest.mark.parametrize(
@@ -270,7 +275,15 @@ def test_compatible_flag_changes_nothing(flag: Any) -> None:
         (["--context-parallel-size", "2"], ["--context-parallel-size", "1"]),
         (["--fp8-format", "hybrid"], ["--fp8-format", "8 bits"]),
         (["--use-megatron-fsdp"], ["--use-megatron-fsdp", "not sharded"]),
-        (["--optimizer-cpu-offload"], ["--optimizer-cpu-offload", "the optimizer is Adam"]),
+        (["--optimizer-cpu-offload"], ["--optimizer-cpu-offload", "3 blocks", "--bcd-num-blocks 1"]),
+        ([*OFFLOAD, "--optimizer", "sgd"], ["--optimizer-cpu-offload", "--optimizer sgd"]),
+        ([*OFFLOAD, "--no-decoupled-weight-decay"], ["--optimizer-cpu-offload", "--no-decoupled-weight-decay"]),
+        ([*OFFLOAD, "--no-use-distributed-optimizer"], ["--optimizer-cpu-offload", "--no-use-distributed-optimizer"]),
+        ([*OFFLOAD, "--fp16"], ["--optimizer-cpu-offload", "--accumulate-allreduce-grads-in-fp32"]),
+        ([*OFFLOAD, "--optimizer-offload-fraction", "0"], ["--optimizer-offload-fraction 0", "greater than 0"]),
+        (["--overlap-cpu-optimizer-d2h-h2d"], ["--overlap-cpu-optimizer-d2h-h2d", "--optimizer-cpu-offload"]),
+        (["--no-pin-cpu-grads"], ["--no-pin-cpu-grads", "--optimizer-cpu-offload"]),
+        (["--use-precision-aware-optimizer"], ["--use-precision-aware-optimizer", "--optimizer-cpu-offload"]),
         (["--optimizer", "muon"], ["--optimizer", "muon", "adam"]),
         (["--optimizer", "sgd", "--use-distributed-optimizer"], ["--use-distributed-optimizer", "--optimizer sgd"]),
         (["--optimizer", "sgd", "--adam-beta1", "0.8"], ["--adam-beta1", "--optimizer sgd"]),
