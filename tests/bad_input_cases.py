@@ -189,6 +189,15 @@ DATA_CASES = (
         "a weight of nothing", "--data-path", "0", "data/text_document", "1", "data/other",
         named=("--data-path", "weight"), prepare=dataset(good_documents(), name="other"),
     ),
+    case(
+        "a blend without weights that ends", "--data-path", "data/text_document", "data/other", "--train-iters", "500",
+        "--eval-interval", "500", named=("--data-path", "read once", "training", "--data-path 1952 data/text_document"),
+        prepare=dataset(good_documents(), name="other"),
+    ),
+    case(
+        "a validation blend that ends", "--data-path", "data/text_document", "data/other", "--eval-iters", "20",
+        named=("--data-path", "read once", "validation"), prepare=dataset(good_documents(), name="other"),
+    ),
     case("no validation share", "--split", "100,0,0", named=("--split", "validation", "--eval-iters 0")),
     case("short validation split", "--split", "989,1,10", named=("--split 989,1,10", "validation")),
     case("short validation data", "--seq-length", "512", named=("--split", "validation", "513")),

@@ -47,14 +47,17 @@ def plan_splits(config: RunConfig, tokenizer: Any, train_iters: int) -> SplitPla
     """Check the data, reading only.
 
     Raises:
-        ValueError: see `check_indexed_dataset`; or a split that is needed is shorter than one sequence.
+        ValueError: see `check_indexed_dataset`; or a split that is needed is shorter than one sequence, or ends before
+            the run.
     """
     dataset_config = _dataset_config(config, tokenizer)
     sizes = num_samples(config, train_iters)
     epoch_samples = sizes[0]  # made-up tokens have no other end
     if not config.data.mock_data:
         num_tokens = _check_splits(config, dataset_config, tokenizer.vocab_size, sizes)
-        epoch_samples = _epoch_samples(config, dataset_config, num_tokens)
+        epoch_samples = _epoch_samples(config, dataset_config, num_tokens[0])
+        draws_anew = config.bcd.bcd_sample_ratio is not None
+        _check_blends(config, dataset_config, num_tokens, sizes if not draws_anew else (0, *sizes[1:]))
     if config.bcd.bcd_sample_ratio is not None and not config.training.skip_train:
         sizes = (epoch_samples, *sizes[1:])
         PhaseSubset(num_samples=epoch_samples, ratio=config.bcd.bcd_sample_ratio, seed=config.training.seed)
@@ -125,19 +128,20 @@ def _dataset_config(config: RunConfig, tokenizer: Any) -> GPTDatasetConfig:
 
 def _check_splits(
     config: RunConfig, dataset_config: GPTDatasetConfig, vocab_size: int, sizes: tuple[int, ...]
-) -> list[int]:
+) -> list[list[int]]:
     """Check every file of the blend, and that each split that is needed fills a sequence; a test split that does not
-    is left out. Returns the training split's tokens, by prefix."""
+    is left out. Returns tokens by split, then by prefix."""
     needed = sizes[0] > 0, config.training.eval_iters > 0, False
     if dataset_config.blend is not None:
         dataset_config.split_matrix[1:] = [
             bounds if config.training.eval_iters else None for bounds in dataset_config.split_matrix[1:]
         ]
-        return [
+        by_prefix = [
             _check_shares(config, dataset_config, prefix, check_indexed_dataset(prefix, vocab_size), needed)
             for prefix in dataset_config.blend[0]
         ]
-    train_tokens = []
+        return [list(tokens) for tokens in zip(*by_prefix, strict=True)]
+    tokens_by_split: list[list[int]] = [[], [], []]
     flags = ("--train-data-path", "--valid-data-path", "--test-data-path")
     for i, blend in enumerate(dataset_config.blend_per_split):
         if blend is None and needed[i]:
@@ -147,13 +151,33 @@ def _check_splits(
             )
         for prefix in blend[0] if blend else ():
             num_tokens = int(check_indexed_dataset(prefix, vocab_size, flags[i]).sum())
-            if i == 0:
-                train_tokens.append(num_tokens)
+            tokens_by_split[i].append(num_tokens)
             if num_tokens <= config.model.seq_length:
                 raise ValueError(
                     f"{flags[i]} {prefix}: holds less than one sequence of {config.model.seq_length + 1:,} tokens"
                 )
-    return train_tokens
+    return tokens_by_split
+
+
+def _check_blends(
+    config: RunConfig, dataset_config: GPTDatasetConfig, num_tokens: Sequence[Sequence[int]], sizes: Sequence[int]
+) -> None:
+    """Several datasets without weights are read once and no more; a test split that ends too early is left out."""
+    flags = ("--train-data-path", "--valid-data-path", "--test-data-path")
+    for i, name in enumerate(_SPLIT_NAMES):
+        blend = dataset_config.blend or dataset_config.blend_per_split[i]
+        sequences = sum((tokens - 1) // config.model.seq_length for tokens in num_tokens[i])
+        if blend is None or blend[1] is not None or len(blend[0]) == 1 or sizes[i] <= sequences:
+            continue
+        if name == "test":
+            (dataset_config.split_matrix or dataset_config.blend_per_split)[i] = None
+            continue
+        flag = "--data-path" if dataset_config.blend else flags[i]
+        weights = " ".join(f"{tokens} {prefix}" for tokens, prefix in zip(num_tokens[i], blend[0], strict=True))
+        raise ValueError(
+            f"{flag}: {len(blend[0])} datasets without weights are read once, and have {sequences:,} {name} sequences "
+            f"where the run draws {sizes[i]:,}; with weights they are read again, e.g. {flag} {weights}"
+        )
 
 
 def _check_shares(
@@ -162,14 +186,14 @@ def _check_shares(
     prefix: str,
     documents: numpy.ndarray,
     needed: tuple[bool, ...],
-) -> int:
-    """Check what --split gives of one prefix; Megatron Core wants a sequence of each, or builds for ever. Returns the
-    training split's tokens."""
-    train_tokens = 0
+) -> list[int]:
+    """Check what --split gives of one prefix; Megatron Core wants a sequence of each, or builds for ever. Returns its
+    tokens by split."""
+    tokens_by_split = []
     for i, name in enumerate(_SPLIT_NAMES):
         first, last = (int(round(bound * len(documents))) for bound in dataset_config.split_matrix[i] or (0, 0))
         num_tokens = int(documents[first:last].sum())
-        train_tokens = num_tokens if i == 0 else train_tokens
+        tokens_by_split.append(num_tokens)
         if num_tokens > config.model.seq_length:
             continue
         dataset_config.split_matrix[i] = None
@@ -179,4 +203,4 @@ def _check_shares(
                 f"sequence needs {config.model.seq_length + 1:,}; give it a larger share"
                 + (", or --eval-iters 0" if i == 1 else "")
             )
-    return train_tokens
+    return tokens_by_split
