@@ -135,8 +135,12 @@ def _from_all_ranks(mine: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _describe_model(config: RunConfig, built: TransformerConfig, vocab_size: int, padded_vocab_size: int) -> str:
-    has_rope = config.model.position_embedding_type == "rope"
-    is_llama = has_rope and config.model.swiglu and built.normalization == "RMSNorm" and not built.add_bias_linear
+    is_llama = (
+        config.model.position_embedding_type == "rope"
+        and config.model.swiglu
+        and built.normalization == "RMSNorm"
+        and not built.add_bias_linear
+    )
     heads, groups = built.num_attention_heads, built.num_query_groups
     parts = (
         "LLaMA" if is_llama else "GPT",
