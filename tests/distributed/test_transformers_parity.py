@@ -18,7 +18,6 @@ from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from torch import Tensor
 
-from megatron.bcd.arguments import FORMS, parse_run_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.models import gpt_of
 
@@ -39,6 +38,7 @@ SIZES: dict[str, Any] = {
 }
 GROUPED = {"ffn_hidden_size": 88, "group_query_attention": True, "num_query_groups": 2}
 NO_DROPOUT = {"hidden_dropout": 0, "attention_dropout": 0}
+UNFUSED = NO_DROPOUT | {"no_bias_gelu_fusion": True}
 EXACT, TANH = {"activation_function": "gelu"}, {"activation_function": "gelu_new"}
 PIPELINE = {"pipeline_model_parallel_size": 2, "bcd_layout": "submodel"}
 TENSOR = {"tensor_model_parallel_size": 2}
@@ -65,13 +65,21 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     ),
     "llama_pipeline2": ("llama", 2, GROUPED | PIPELINE, {}),
     "llama_tensor2": ("llama", 2, GROUPED | TENSOR, {}),
+    "llama_one_group_tensor2": ("llama", 2, {"group_query_attention": True} | TENSOR, {}),
+    "stablelm": (
+        "llama",
+        1,
+        {"normalization": "LayerNorm", "rotary_percent": 0.5},
+        {"model_type": "stablelm", "layer_norm_eps": 1e-5}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
     "qwen2": ("llama", 1, GROUPED | {"add_qkv_bias": True}, {"model_type": "qwen2"}),
     "qwen3": ("llama", 1, GROUPED | {"qk_layernorm": True, "kv_channels": 16}, {"model_type": "qwen3", "head_dim": 16}),
-    "gpt": ("gpt", 1, NO_DROPOUT | {"no_bias_gelu_fusion": True}, EXACT),
-    "gpt_epsilon": ("gpt", 1, NO_DROPOUT | {"norm_epsilon": 1e-2}, EXACT | {"layer_norm_epsilon": 1e-2}),
+    "gpt": ("gpt", 1, UNFUSED, EXACT),
+    "gpt_epsilon": ("gpt", 1, UNFUSED | {"norm_epsilon": 1e-2}, EXACT | {"layer_norm_epsilon": 1e-2}),
     "gpt_tanh": ("gpt", 1, NO_DROPOUT | {"openai_gelu": True}, TANH),
-    "gpt_tanh_unfused": ("gpt", 1, NO_DROPOUT | {"openai_gelu": True, "no_bias_gelu_fusion": True}, TANH),
-    "gpt_pipeline2": ("gpt", 2, NO_DROPOUT | PIPELINE, EXACT),
+    "gpt_tanh_unfused": ("gpt", 1, UNFUSED | {"openai_gelu": True}, TANH),
+    "gpt_pipeline2": ("gpt", 2, UNFUSED | PIPELINE, EXACT),
     "gpt_tensor2": ("gpt", 2, NO_DROPOUT | TENSOR | {"openai_gelu": True}, TANH),
 }
 LOGITS, GRADIENTS = 5e-5, 1e-5
@@ -80,10 +88,9 @@ LOGITS, GRADIENTS = 5e-5, 1e-5
 
 def config_of(form: str, num_ranks: int, data_path: str, **flags: Any) -> RunConfig:
     """As the script of that form parses its command line."""
-    tensor_size = flags.get("tensor_model_parallel_size", 1)
-    divisor = {"make_vocab_size_divisible_by": worlds.PADDED_VOCABULARY // tensor_size}
-    argv = worlds.argv_of(**SIZES | divisor | {"data_path": data_path} | flags)
-    return parse_run_config(argv, prog="test", defaults=FORMS[form], world_size=num_ranks)
+    divisor = worlds.PADDED_VOCABULARY // flags.get("tensor_model_parallel_size", 1)
+    values = SIZES | {"make_vocab_size_divisible_by": divisor, "data_path": data_path} | flags
+    return worlds.config_of(form=form, world_size=num_ranks, **values)
 
 
 def run_of(config: RunConfig) -> dict[str, Any]:
@@ -96,7 +103,7 @@ def run_of(config: RunConfig) -> dict[str, Any]:
         batch = {name: torch.cat([microbatch[name] for microbatch in microbatches]) for name in microbatches[0]}
         weights = {name: pieces(p, p) for name, p in _named(one)}
         logits = logits_of(one.model, batch)
-        gradients: list[dict[str, list[Tensor]]] = []
+        gradients: list[dict[str, dict[str, Any]]] = []
         for block in range(one.partition.num_blocks):
             one.active.build(block)
             one.active.zero_grad()
@@ -130,10 +137,8 @@ def _stride(parameter: Any) -> int:
 @torch.no_grad()
 def _draw(one: Any) -> None:
     """Random weights that depend on a parameter's name alone; biases and norms are no zeros and ones either."""
-    size, rank = (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_tensor_model_parallel_rank(),
-    )
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
     for name, parameter in _named(one):
         is_split = getattr(parameter, "tensor_model_parallel", False)
         shape = list(parameter.shape)
