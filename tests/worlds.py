@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 
 from megatron.bcd import blocks, platform
 from megatron.bcd.active_set import ActiveSet
-from megatron.bcd.arguments import parse_run_config
+from megatron.bcd.arguments import FORMS, parse_run_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.models import build_model, gpt_of
 from megatron.bcd.report import EvalRecord, Reporter, StepRecord
@@ -49,17 +49,18 @@ _SMALL_RUN: dict[str, object] = {
 }
 
 
-def run_config(**flags: object) -> RunConfig:
-    """A small run: the flags, and what is small about it where they don't say. `world_size` ranks, default 1."""
-    values = _SMALL_RUN | flags
+def run_config(**flags: Any) -> RunConfig:
+    """A small run: the flags, and what is small about it where they don't say. `world_size` ranks, default 1, of the
+    script of `form`, default gpt."""
+    values: dict[str, Any] = _SMALL_RUN | flags
     tensor_size = int(str(values.get("tensor_model_parallel_size", 1)))
     values.setdefault("make_vocab_size_divisible_by", PADDED_VOCABULARY // tensor_size)
     return config_of(**values)
 
 
-def config_of(*, world_size: int = 1, **flags: object) -> RunConfig:
-    """What the command line says that `argv_of` gives."""
-    return parse_run_config(argv_of(**flags), prog="test", world_size=world_size)
+def config_of(*, world_size: int = 1, form: str = "gpt", **flags: object) -> RunConfig:
+    """What the command line says that `argv_of` gives, to the script of that form."""
+    return parse_run_config(argv_of(**flags), prog="test", defaults=FORMS[form], world_size=world_size)
 
 
 def argv_of(**flags: object) -> list[str]:

@@ -167,6 +167,11 @@ class ModelConfig:
     )
     untie_embeddings_and_output_weights: bool = option(False, "give the output head its own weights")
     swiglu: bool = option(False, "gated linear units with SiLU instead of GELU")
+    openai_gelu: bool = option(
+        False,
+        "GELU in the tanh form of OpenAI's GPT-2, everywhere; without it GELU is exact where its kernel is not fused "
+        "(on CPUs, and with --no-bias-gelu-fusion), and in the tanh form in Megatron Core's fused kernel",
+    )
     transformer_impl: str = option(
         "auto",
         "layers: Transformer Engine's, or Megatron Core's local ones with PyTorch's scaled_dot_product_attention; "

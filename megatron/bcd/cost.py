@@ -110,7 +110,7 @@ def model_state_bytes(
 class ModelShape:
     """What the number of parameters of a dense decoder follows from; made by ``gpt2`` or ``llama``.
 
-    Lengths in elements. Attention is multi-head with as many key and value heads as query heads.
+    Lengths in elements.
     """
 
     num_layers: int
@@ -126,14 +126,19 @@ class ModelShape:
     """Whether linear layers have a bias and norms a shift (LayerNorm)."""
     gated: bool
     """Whether the MLP has a gate, a third matrix (SwiGLU)."""
+    query_size: int
+    """Of all query heads together; ``hidden_size`` unless heads have a width of their own (--kv-channels)."""
+    key_value_size: int
+    """Of all key heads together, and of all value heads: less than ``query_size`` with grouped-query attention."""
 
     @property
     def layer_parameters(self) -> int:
         """One transformer layer: attention, MLP and two norms."""
         hidden, ffn = self.hidden_size, self.ffn_hidden_size
         up_projections = 2 if self.gated else 1
-        matrices = 4 * hidden * hidden + (up_projections + 1) * hidden * ffn
-        linear_biases = 4 * hidden + up_projections * ffn + hidden if self.biases else 0
+        matrices = hidden * (2 * self.query_size + 2 * self.key_value_size) + (up_projections + 1) * hidden * ffn
+        attention_biases = self.query_size + 2 * self.key_value_size + hidden
+        linear_biases = attention_biases + up_projections * ffn + hidden if self.biases else 0
         return matrices + linear_biases + 2 * self.norm_parameters
 
     @property
@@ -180,16 +185,25 @@ def gpt2(
         tied=tied,
         biases=True,
         gated=False,
+        query_size=hidden_size,
+        key_value_size=hidden_size,
     )
 
 
 def llama(
-    *, num_layers: int, hidden_size: int, ffn_hidden_size: int, vocab_size: int = 32000, tied: bool = False
+    *,
+    num_layers: int,
+    hidden_size: int,
+    ffn_hidden_size: int,
+    vocab_size: int = 32000,
+    tied: bool = False,
+    query_size: int | None = None,
+    key_value_size: int | None = None,
 ) -> ModelShape:
-    """LLaMA form: no position table, RMSNorm, SwiGLU, no biases.
+    """LLaMA form: no position table, RMSNorm, SwiGLU, no biases; all heads together as wide as the model where None.
 
-    Untied it has L (4 H^2 + 3 H F + 2 H) + H + 2 V H parameters: the form that fits table 8 of the
-    paper (arXiv 2506.12037).
+    Untied, with heads like that, it has L (4 H^2 + 3 H F + 2 H) + H + 2 V H parameters: the form that fits
+    table 8 of the paper (arXiv 2506.12037).
     """
     return ModelShape(
         num_layers=num_layers,
@@ -200,6 +214,8 @@ def llama(
         tied=tied,
         biases=False,
         gated=True,
+        query_size=_or_default(query_size, hidden_size),
+        key_value_size=_or_default(key_value_size, _or_default(query_size, hidden_size)),
     )
 
 

@@ -99,6 +99,9 @@ def transformer_config(config: RunConfig, implementation: Implementation) -> Tra
     has_bias = fields.get("add_bias_linear", True)
     if not platform.has_cuda() or (not has_bias and not config.model.swiglu):
         fields["bias_activation_fusion"] = False
+    if config.model.openai_gelu and not fields["bias_activation_fusion"]:
+        # the fused kernel computes this form in any case, and Megatron Core takes it for torch's own GELU only
+        fields["activation_func"] = tanh_gelu
     if not platform.has_cuda():
         fields["bias_dropout_fusion"] = False
         fields["cross_entropy_loss_fusion"] = False
@@ -126,6 +129,18 @@ def transformer_config(config: RunConfig, implementation: Implementation) -> Tra
         return TransformerConfig(**fields)
     except AssertionError as error:
         raise ValueError(f"Megatron Core refuses these flags: {error}") from error
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    """GELU in the tanh form of OpenAI's GPT-2, element by element (--openai-gelu)."""
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+def describe_activation(config: TransformerConfig) -> str:
+    """What the feed-forward part computes on this machine."""
+    if config.gated_linear_unit:
+        return "SwiGLU"
+    return "GELU (tanh form)" if config.bias_activation_fusion or config.activation_func is tanh_gelu else "GELU"
 
 
 def _uneven_layout(num_layers: int, num_stages: int) -> list[list[str]]:

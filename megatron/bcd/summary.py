@@ -8,11 +8,19 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.bcd import cost
 from megatron.bcd.blocks import Partition
 from megatron.bcd.config import RunConfig
-from megatron.bcd.models import Implementation, count_parameters, gpt_of, is_active, is_always_active
+from megatron.bcd.models import (
+    Implementation,
+    count_parameters,
+    describe_activation,
+    gpt_of,
+    is_active,
+    is_always_active,
+)
 from megatron.bcd.phases import PhaseSchedule
 from megatron.bcd.pipeline_plan.plan import default_run_ahead
 from megatron.bcd.report import BlockSummary, RunSummary
@@ -72,7 +80,7 @@ def summarize(
             )
         )
     return RunSummary(
-        model=_describe_model(config, vocab_size, padded_vocab_size),
+        model=_describe_model(config, gpt_of(model).config, vocab_size, padded_vocab_size),
         parallel=f"pipeline {config.pipeline_size} x tensor {config.tensor_size} x data {data_size}, "
         f"{config.precision}",
         parameters_per_stage=per_stage,
@@ -128,14 +136,21 @@ def _from_all_ranks(mine: dict[str, Any]) -> list[dict[str, Any]]:
     return ranks
 
 
-def _describe_model(config: RunConfig, vocab_size: int, padded_vocab_size: int) -> str:
-    ffn = config.transformer.get("ffn_hidden_size") or 4 * config.hidden_size
+def _describe_model(config: RunConfig, built: TransformerConfig, vocab_size: int, padded_vocab_size: int) -> str:
+    is_llama = (
+        config.model.position_embedding_type == "rope"
+        and config.model.swiglu
+        and built.normalization == "RMSNorm"
+        and not built.add_bias_linear
+    )
+    heads, groups = built.num_attention_heads, built.num_query_groups
     parts = (
-        "GPT",
+        "LLaMA" if is_llama else "GPT",
         f"{config.num_layers} layers",
         f"hidden {config.hidden_size}",
-        f"{config.transformer['num_attention_heads']} heads",
-        f"ffn {ffn}",
+        f"{heads} heads" + (f" in {groups} query groups" if groups != heads else ""),
+        f"ffn {built.ffn_hidden_size}",
+        describe_activation(built),
         f"vocabulary {vocab_size:,} (padded {padded_vocab_size:,})",
         f"sequence {config.model.seq_length:,}",
         f"{'tied' if config.tied else 'untied'} head",

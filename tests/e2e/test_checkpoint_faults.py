@@ -73,13 +73,13 @@ def digests(place: Path) -> dict[str, str]:
     }
 
 
-def assert_refused(results: list[RankResult], *named: str, code: int = 2) -> None:
+def assert_refused(results: list[RankResult], *named: str, code: int = 2, prog: str = PROG) -> None:
     """Every rank ended with `code`, and rank 0 alone said one line, with all of `named` in it."""
     told = "\n".join(f"rank {i}: {rank.code}\n{rank.stdout}{rank.stderr}" for i, rank in enumerate(results))
     assert [rank.code for rank in results] == [code] * len(results), told
     assert [rank.stderr for rank in results[1:]] == [""] * (len(results) - 1), told
     (line,) = results[0].stderr.splitlines()
-    assert line.startswith(f"{PROG}: error: "), told
+    assert line.startswith(f"{prog}: error: "), told
     assert [name for name in named if name not in line] == [], line
 
 
@@ -255,17 +255,37 @@ def metrics(place: Path) -> list[dict[str, Any]]:
     return [{name: line[name] for name in names if name in line} for line in lines]
 
 
-def test_the_metrics_file_goes_on(runs: ForkedRuns, tmp_path: Path) -> None:
+GROUPED = ("--group-query-attention", "--num-query-groups", "2", "--ffn-hidden-size", "88", "--bcd-num-blocks", "3")
+
+
+@pytest.mark.parametrize(("form", "network"), [("gpt", ()), ("llama", GROUPED)], ids=["gpt", "llama"])
+def test_the_metrics_file_goes_on(runs: ForkedRuns, tmp_path: Path, form: str, network: tuple[str, ...]) -> None:
     """Lines that are there twice, or are missing, after a run that was lost behind its last checkpoint."""
+    script = f"pretrain_{form}_bcd"
     write_dataset(tmp_path / "data" / "text_document", good_documents())
     flags = ("--save", "saved", "--load", "saved", "--save-interval", "2", "--bcd-steps-per-block", "3")
-    words = command_line(*flags, "--train-iters", "8", "--eval-interval", "3", "--eval-iters", "1", num_ranks=2)
-    assert [rank.code for rank in runs.run(words, folder=tmp_path, num_ranks=2)] == [0, 0]
+    flags = (*flags, "--train-iters", "8", "--eval-interval", "3", "--eval-iters", "1", *network)
+    words = command_line(*flags, num_ranks=2)
+    results = runs.run(words, folder=tmp_path, num_ranks=2, script=script)
+    assert [rank.code for rank in results] == [0, 0]
+    assert {"gpt": "GPT, ", "llama": "LLaMA, "}[form] in results[0].stdout
     whole = metrics(tmp_path)
     assert [line["iteration"] for line in whole if "loss" in line] == [*range(1, 9)]
     assert [line["iteration"] for line in whole if "validation_loss" in line] == [3, 6, 8]
     (tmp_path / "saved" / folder.TRACKER).write_text("4")  # the run was killed after iteration 8, before it saved 6
-    results = runs.run(words, folder=tmp_path, num_ranks=2)
+    results = runs.run(words, folder=tmp_path, num_ranks=2, script=script)
     assert [(rank.code, rank.stderr) for rank in results] == [(0, "")] * 2
     assert "going on from saved/iter_0000004" in results[0].stdout
     assert metrics(tmp_path) == whole
+
+
+def test_the_llama_script_refuses_in_one_line(runs: ForkedRuns, workplace: Callable[[int], Path]) -> None:
+    """The other script's name, a default that no one is told of, or a GPT's weights in a LLaMA."""
+    place = workplace(2)
+    before = digests(place)
+    refused = {("--openai-gelu",): ("--openai-gelu", "--no-swiglu"), ("--load", "saved"): ("--load saved", "--swiglu")}
+    for flags, named in refused.items():
+        words = command_line(*FLAGS, *flags, num_ranks=2)
+        results = runs.run(words, folder=place, num_ranks=2, script="pretrain_llama_bcd")
+        assert_refused(results, *named, prog="pretrain_llama_bcd.py")
+    assert digests(place) == before

@@ -75,9 +75,14 @@ def test_model_state_of_the_papers_models(model: str) -> None:
 
 
 def test_parameters_of_well_known_models() -> None:
-    """Exposes a formula fitted to the paper's tables alone: GPT-2 small and LLaMA 7B are public counts."""
+    """Exposes a formula fitted to the paper's tables alone: GPT-2 small, LLaMA 7B, LLaMA 2 70B, LLaMA 3 8B (these two
+    with 8 key-value heads of 128) are public counts."""
     assert gpt2(num_layers=12, hidden_size=768).num_parameters == 124_439_808
     assert llama(num_layers=32, hidden_size=4096, ffn_hidden_size=11008).num_parameters == 6_738_415_616
+    of_70b = llama(num_layers=80, hidden_size=8192, ffn_hidden_size=28672, key_value_size=8 * 128)
+    assert of_70b.num_parameters == 68_976_648_192
+    of_8b = llama(num_layers=32, hidden_size=4096, ffn_hidden_size=14336, key_value_size=8 * 128, vocab_size=128256)
+    assert of_8b.num_parameters == 8_030_261_248
 
 
 @given(

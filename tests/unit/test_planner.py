@@ -70,10 +70,12 @@ def recipes(draw: st.DrawFn) -> Recipe:
     )
 
 
-@given(recipes())
-def test_tensors_are_the_formulas_parameters(one: Recipe) -> None:
-    """A bias, a norm, a table or the head's copy that a stage forgets, or a tensor in the wrong block."""
-    shape, partition, padded = one.shape, one.partition, one.padded_vocabulary
+@given(recipes(), st.integers(1, 64), st.integers(1, 64))
+def test_tensors_are_the_formulas_parameters(one: Recipe, query_size: int, key_value_size: int) -> None:
+    """A bias, a norm, a table or the head's copy that a stage forgets, a tensor in the wrong block, or key and value
+    heads that are counted as often as query heads."""
+    shape = replace(one.shape, query_size=query_size, key_value_size=key_value_size)
+    partition, padded = one.partition, one.padded_vocabulary
     stages = [stage_tensors(shape, partition, stage, padded_vocabulary=padded) for stage in range(one.pipeline_size)]
     whole = cost.stage_parameters(shape, partition, padded_vocab_size=padded)
     assert tuple(sum(tensor.size for tensor in stage) for stage in stages) == whole

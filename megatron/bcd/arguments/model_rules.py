@@ -31,14 +31,30 @@ def check_network(run: Run, given: Mapping[str, Any]) -> None:
             heads % groups == 0,
             f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}: give a divisor of {heads}",
         )
+    refuse_unless(
+        not (run.openai_gelu and run.swiglu),
+        "--openai-gelu does not go with --swiglu, which takes SiLU: leave one of them out "
+        "(--no-swiglu where --swiglu is the script's default)",
+    )
+
+
+def check_positions(run: Run, given: Mapping[str, Any]) -> None:
+    asked = given.get("position_embedding_type", "rope")
+    refuse_unless(
+        not given.get("use_rotary_position_embeddings") or asked == "rope",
+        f"--use-rotary-position-embeddings and --position-embedding-type {asked} are both given: give one of them",
+    )
     if run.position_embedding_type == "learned_absolute":
         refuse_unless(
             run.seq_length <= run.max_position_embeddings,
             f"--seq-length {run.seq_length} is larger than --max-position-embeddings "
             f"{run.max_position_embeddings}: the position table must reach the end of a sequence",
         )
-    if run.position_embedding_type == "rope":
-        rotated = int((run.kv_channels or hidden // heads) * run.rotary_percent)
+    if run.position_embedding_type != "rope":
+        for field in ("rotary_base", "rotary_percent", "rotary_interleaved"):
+            refuse_unless(field not in given, f"{flag_name(field)} needs --position-embedding-type rope")
+    else:
+        rotated = int((run.kv_channels or run.hidden_size // run.num_attention_heads) * run.rotary_percent)
         refuse_unless(
             rotated >= 2 and rotated % 2 == 0,
             f"--rotary-percent {run.rotary_percent} rotates {rotated} "

@@ -22,6 +22,7 @@ def check_run_config(config: RunConfig, *, given: Mapping[str, Any], world_size:
     _check_required(run)
     check_ranges(run)
     model_rules.check_network(run, given)
+    model_rules.check_positions(run, given)
     model_rules.check_compatible(run, given)
     model_rules.check_parallel(run, world_size)
     blocks = partition(

@@ -34,13 +34,14 @@ def layer_bytes(recipe: Recipe) -> LayerBytes:
     shape, element = recipe.shape, recipe.bytes_per_element
     tokens = recipe.tokens * recipe.micro_batch_size
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
+    heads = shape.query_size + shape.key_value_size  # query and context, key and value: twice this
     attention = recipe.model.heads  # in fp32: the logarithm of the sum of each row of scores
     if shape.gated:
         # norm input and output, query-key-value, rotated query and key, context, the second norm's; gate, up, product
-        active, suffix = 10 * hidden + 3 * ffn, 8 * hidden + 2 * ffn
+        active, suffix = 4 * hidden + 3 * heads + 3 * ffn, 2 * hidden + 3 * heads + 2 * ffn
     else:
         # norm input and output, query-key-value, context, the second norm's; before and after GELU
-        active, suffix = 8 * hidden + 2 * ffn, 6 * hidden + ffn
+        active, suffix = 4 * hidden + 2 * heads + 2 * ffn, 2 * hidden + 2 * heads + ffn
     scores = recipe.tokens * recipe.model.heads * (1 if shape.gated else 2) if recipe.unfused_attention else 0
     logits = recipe.padded_vocabulary * (4 if element == 4 else 6)
     return LayerBytes(

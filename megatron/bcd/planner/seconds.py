@@ -59,8 +59,9 @@ class Work:
 def layer_work(recipe: Recipe) -> Work:
     """One pass (forward, input gradient or weight gradient) of one transformer layer."""
     shape, tokens = recipe.shape, recipe.tokens * recipe.micro_batch_size
-    matrices = 4 * shape.hidden_size**2 + (3 if shape.gated else 2) * shape.hidden_size * shape.ffn_hidden_size
-    attention = 2 * recipe.tokens * shape.hidden_size
+    projections = 2 * shape.query_size + 2 * shape.key_value_size
+    matrices = shape.hidden_size * (projections + (3 if shape.gated else 2) * shape.ffn_hidden_size)
+    attention = 2 * recipe.tokens * shape.query_size
     return Work(flops=2 * tokens * (matrices + attention), traffic=2 * layer_bytes(recipe).active)
 
 

@@ -64,8 +64,8 @@ def _layer(shape: ModelShape) -> Iterator[tuple[str, int]]:
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
     inner = (2 if shape.gated else 1) * ffn
     matrices = (
-        ("self_attention.linear_proj", hidden, hidden),
-        ("self_attention.linear_qkv", hidden, 3 * hidden),
+        ("self_attention.linear_proj", shape.query_size, hidden),
+        ("self_attention.linear_qkv", hidden, shape.query_size + 2 * shape.key_value_size),
         ("mlp.linear_fc1", hidden, inner),
         ("mlp.linear_fc2", ffn, hidden),
     )

@@ -1,0 +1,282 @@
+"""The models are those of Hugging Face's transformers: the same logits and gradients from the same random weights.
+
+Shapes: B sequences, S tokens, V padded vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import huggingface_weights
+import pytest
+import torch
+import transformers
+import worlds
+from dist import World
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from torch import Tensor
+
+from megatron.bcd.config import RunConfig
+from megatron.bcd.models import gpt_of
+
+SIZES: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "max_position_embeddings": 33,  # transformers' own loss takes one token more
+    "micro_batch_size": 2,
+    "global_batch_size": 4,
+    "train_iters": 2,
+    "lr": 1e-3,
+    "eval_iters": 0,
+    "num_workers": 0,
+    "tokenizer_type": "ByteLevelTokenizer",
+    "bcd_num_blocks": 2,
+}
+GROUPED = {"ffn_hidden_size": 88, "group_query_attention": True, "num_query_groups": 2}
+NO_DROPOUT = {"hidden_dropout": 0, "attention_dropout": 0}
+UNFUSED = NO_DROPOUT | {"no_bias_gelu_fusion": True}
+EXACT, TANH = {"activation_function": "gelu"}, {"activation_function": "gelu_new"}
+PIPELINE = {"pipeline_model_parallel_size": 2, "bcd_layout": "submodel"}
+TENSOR = {"tensor_model_parallel_size": 2}
+# by name: script, ranks, flags, transformers' settings
+CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("llama", 1, {}, {}),
+    "llama_grouped": (
+        "llama",
+        1,
+        GROUPED | {"rotary_base": 500, "norm_epsilon": 1e-2, "kv_channels": 16},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rms_norm_eps": 1e-2, "head_dim": 16},
+    ),
+    "llama_one_group_tied": (
+        "llama",
+        1,
+        {"group_query_attention": True, "no_untie_embeddings_and_output_weights": True},
+        {"tie_word_embeddings": True},
+    ),
+    "llama_recomputed": (
+        "llama",
+        1,
+        GROUPED | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {},
+    ),
+    "llama_pipeline2": ("llama", 2, GROUPED | PIPELINE, {}),
+    "llama_tensor2": ("llama", 2, GROUPED | TENSOR, {}),
+    "llama_one_group_tensor2": ("llama", 2, {"group_query_attention": True} | TENSOR, {}),
+    "stablelm": (
+        "llama",
+        1,
+        {"normalization": "LayerNorm", "rotary_percent": 0.5},
+        {"model_type": "stablelm", "layer_norm_eps": 1e-5}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
+    "qwen2": ("llama", 1, GROUPED | {"add_qkv_bias": True}, {"model_type": "qwen2"}),
+    "qwen3": ("llama", 1, GROUPED | {"qk_layernorm": True, "kv_channels": 16}, {"model_type": "qwen3", "head_dim": 16}),
+    "gpt": ("gpt", 1, UNFUSED, EXACT),
+    "gpt_epsilon": ("gpt", 1, UNFUSED | {"norm_epsilon": 1e-2}, EXACT | {"layer_norm_epsilon": 1e-2}),
+    "gpt_tanh": ("gpt", 1, NO_DROPOUT | {"openai_gelu": True}, TANH),
+    "gpt_tanh_unfused": ("gpt", 1, UNFUSED | {"openai_gelu": True}, TANH),
+    "gpt_pipeline2": ("gpt", 2, UNFUSED | PIPELINE, EXACT),
+    "gpt_tensor2": ("gpt", 2, NO_DROPOUT | TENSOR | {"openai_gelu": True}, TANH),
+}
+LOGITS, GRADIENTS = 5e-5, 1e-5
+"""Largest absolute differences, of logits up to 5; of gradients also relative to a parameter's largest."""
+
+
+def config_of(form: str, num_ranks: int, data_path: str, **flags: Any) -> RunConfig:
+    """As the script of that form parses its command line."""
+    divisor = worlds.PADDED_VOCABULARY // flags.get("tensor_model_parallel_size", 1)
+    values = SIZES | {"make_vocab_size_divisible_by": divisor, "data_path": data_path} | flags
+    return worlds.config_of(form=form, world_size=num_ranks, **values)
+
+
+def run_of(config: RunConfig) -> dict[str, Any]:
+    """This rank's part: weights, the gradients of every block, logits (None before the last stage), the batch."""
+    with worlds.trainer(config) as one:
+        one.active.dispose()
+        _draw(one)
+        batches = one.samples.look_ahead(phase=0, consumed_samples=0)
+        microbatches = [next(batches) for _ in range(get_num_microbatches())]
+        batch = {name: torch.cat([microbatch[name] for microbatch in microbatches]) for name in microbatches[0]}
+        weights = {name: pieces(p, p) for name, p in _named(one)}
+        logits = logits_of(one.model, batch)
+        gradients: list[dict[str, dict[str, Any]]] = []
+        for block in range(one.partition.num_blocks):
+            one.active.build(block)
+            one.active.zero_grad()
+            one.run_schedule(
+                one.samples.look_ahead(phase=0, consumed_samples=0), get_num_microbatches(), forward_only=False
+            )
+            gradients.append({name: pieces(p, p.main_grad) for name, p in _named(one) if p.requires_grad})
+            one.active.dispose()
+        return {"weights": weights, "gradients": gradients, "logits": logits, "batch": batch}
+
+
+def _named(one: Any) -> list[tuple[str, Any]]:
+    """The stage's parameters by the names that they have in the whole model; a tied head's copy is the embedding."""
+    first = one.partition.stage_layers(one.stage).start
+    found = []
+    for name, parameter in gpt_of(one.model).named_parameters():
+        if name.startswith("decoder.layers."):
+            index, _, rest = name.removeprefix("decoder.layers.").partition(".")
+            name = f"decoder.layers.{int(index) + first}.{rest}"
+        if name == "output_layer.weight" and one.config.tied:
+            name = "embedding.word_embeddings.weight"
+        found.append((name, parameter))
+    return found
+
+
+def _stride(parameter: Any) -> int:
+    """Into how many parts of its own each tensor-parallel rank's share falls: gate and up are two."""
+    return int(getattr(parameter, "partition_stride", 1))
+
+
+@torch.no_grad()
+def _draw(one: Any) -> None:
+    """Random weights that depend on a parameter's name alone; biases and norms are no zeros and ones either."""
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    for name, parameter in _named(one):
+        is_split = getattr(parameter, "tensor_model_parallel", False)
+        shape = list(parameter.shape)
+        if is_split:
+            shape[parameter.partition_dim] *= size
+        drawn = 0.2 * torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+        drawn += "norm" in name and name.endswith("weight")
+        if is_split:
+            parts = drawn.chunk(size * _stride(parameter), dim=parameter.partition_dim)
+            drawn = torch.cat(parts[rank::size], dim=parameter.partition_dim)
+        parameter.copy_(drawn)
+
+
+def pieces(parameter: Any, tensor: Tensor) -> dict[str, Any]:
+    """A copy of a parameter's tensor, with what `whole` needs."""
+    is_split = getattr(parameter, "tensor_model_parallel", False)
+    return {
+        "tensor": tensor.detach().clone(),
+        "dim": parameter.partition_dim if is_split else None,
+        "stride": _stride(parameter),
+    }
+
+
+@torch.no_grad()
+def logits_of(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor | None:
+    """[B, S, V / tensor-parallel size] on the last stage, None before it."""
+    gpt = gpt_of(model)
+    batch_size, length = batch["tokens"].shape
+    stage_input = torch.empty(length, batch_size, gpt.config.hidden_size)
+    if not gpt.pre_process:
+        torch.distributed.recv(stage_input, parallel_state.get_pipeline_model_parallel_prev_rank())
+        gpt.set_input_tensor(stage_input)
+    output: Tensor = gpt(batch["tokens"], batch["position_ids"], None)
+    if gpt.post_process:
+        return output
+    torch.distributed.send(output, parallel_state.get_pipeline_model_parallel_next_rank())
+    return None
+
+
+def whole(ranks: list[dict[str, Any]]) -> Tensor:
+    """A parameter's tensor out of the parts of all ranks that hold it."""
+    dim, stride = ranks[0]["dim"], ranks[0]["stride"]
+    tensors = [rank["tensor"] for rank in ranks]
+    if dim is None or len(ranks) == 1:
+        assert all(torch.equal(tensor, tensors[0]) for tensor in tensors)
+        return tensors[0]
+    shares = [tensor.chunk(stride, dim=dim) for tensor in tensors]
+    return torch.cat([share[part] for part in range(stride) for share in shares], dim=dim)
+
+
+def merged(config: RunConfig, ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """The whole model's tensors by name; copies of a tied embedding must be equal."""
+    size = config.tensor_size
+    found: dict[str, Tensor] = {}
+    for start in range(0, len(ranks), size):
+        stage = ranks[start : start + size]
+        for name in stage[0]:
+            tensor = whole([rank[name] for rank in stage])
+            assert name not in found or torch.equal(found[name], tensor), name
+            found[name] = tensor
+    return found
+
+
+def reference_of(config: RunConfig, **settings: Any) -> torch.nn.Module:
+    """transformers' model of the same size."""
+    heads, length = config.transformer["num_attention_heads"], config.model.max_position_embeddings
+    if not config.model.swiglu:
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=worlds.PADDED_VOCABULARY,
+                n_positions=length,
+                n_embd=config.hidden_size,
+                n_layer=config.num_layers,
+                n_head=heads,
+                resid_pdrop=0,
+                embd_pdrop=0,
+                attn_pdrop=0,
+                bos_token_id=None,
+                eos_token_id=None,
+                **settings,
+            )
+        ).eval()
+    kind = settings.pop("model_type", "llama")
+    defaults = {"rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+    described = transformers.AutoConfig.for_model(
+        kind,
+        vocab_size=worlds.PADDED_VOCABULARY,
+        max_position_embeddings=length,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=config.transformer.get("num_query_groups", heads),
+        intermediate_size=config.transformer["ffn_hidden_size"],
+        **defaults | settings,
+    )
+    model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(described).eval()
+    return model
+
+
+def converted(config: RunConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    heads = config.transformer["num_attention_heads"]
+    if not config.model.swiglu:
+        return huggingface_weights.to_gpt2(tensors, num_heads=heads)
+    groups = config.transformer.get("num_query_groups", heads)
+    return huggingface_weights.to_llama(tensors, num_heads=heads, num_groups=groups)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_gradients(world1: World, world2: World, text_data: str, case: str) -> None:
+    """Rows of another head's query, gate for up, an epsilon or a rotation of another model, the wrong GELU, a gradient
+    that a block does not get whole."""
+    form, num_ranks, flags, settings = CASES[case]
+    config = config_of(form, num_ranks, text_data, **flags)
+    ranks = (world1 if num_ranks == 1 else world2).run(run_of, config)
+    reference = reference_of(config, **settings)
+    weights = converted(config, merged(config, [rank["weights"] for rank in ranks]))
+    parameters = dict(reference.named_parameters())
+    assert weights.keys() == parameters.keys()
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            assert parameter.shape == weights[name].shape, name
+            parameter.copy_(weights[name])
+
+    batch = ranks[0]["batch"]
+    assert batch["loss_mask"].min() == 1
+    tokens = torch.cat((batch["tokens"], batch["labels"][:, -1:]), dim=1)
+    output = reference(input_ids=tokens, labels=tokens)
+    output.loss.backward()
+
+    logits = torch.cat([rank["logits"] for rank in ranks if rank["logits"] is not None], dim=-1)
+    assert (logits - output.logits[:, :-1]).abs().max() < LOGITS
+    seen: set[str] = set()
+    for block in range(len(ranks[0]["gradients"])):
+        gradients = converted(config, merged(config, [rank["gradients"][block] for rank in ranks]))
+        assert seen.isdisjoint(gradients)
+        seen |= gradients.keys()
+        for name, gradient in gradients.items():
+            expected = parameters[name].grad
+            assert expected is not None
+            assert (gradient - expected).abs().max() < GRADIENTS * min(1.0, float(expected.abs().max())), name
+    assert seen == parameters.keys()

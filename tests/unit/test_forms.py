@@ -1,0 +1,165 @@
+"""Both scripts take the same architecture flags: LLaMA's defaults, how to undo each, and GELU in its two forms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from command_line import parse
+from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
+
+from megatron.bcd import platform
+from megatron.bcd.arguments import FORMS, parse_run_config
+from megatron.bcd.config import RunConfig
+from megatron.bcd.models import describe_activation, implementation_here, tanh_gelu, transformer_config
+
+# LLaMA's defaults by field: the words that the GPT script needs for each, and those that undo it in the LLaMA script
+WORDS: dict[str, tuple[str, str]] = {
+    "normalization": ("--normalization RMSNorm", "--normalization LayerNorm"),
+    "position_embedding_type": ("--position-embedding-type rope", "--position-embedding-type learned_absolute"),
+    "swiglu": ("--swiglu", "--no-swiglu"),
+    "add_bias_linear": ("--disable-bias-linear", "--add-bias-linear"),
+    "untie_embeddings_and_output_weights": (
+        "--untie-embeddings-and-output-weights",
+        "--no-untie-embeddings-and-output-weights",
+    ),
+    "hidden_dropout": ("--hidden-dropout 0", "--hidden-dropout 0.1"),
+    "attention_dropout": ("--attention-dropout 0", "--attention-dropout 0.1"),
+}
+# neither script has these by default
+OTHER_FLAGS = (
+    "",
+    "--group-query-attention --num-query-groups 2",
+    "--rotary-base 500000",
+    "--rotary-percent 0.5",
+    "--rotary-interleaved",
+    "--norm-epsilon 1e-6",
+    "--qk-layernorm",
+    "--add-qkv-bias",
+    "--kv-channels 32",
+    "--ffn-hidden-size 96",
+    "--use-rotary-position-embeddings --no-position-embedding",
+)
+
+
+def parse_as(form: str, *words: str) -> RunConfig:
+    return parse(*" ".join(words).split(), defaults=dict(FORMS[form]))
+
+
+def test_words_cover_llamas_defaults() -> None:
+    """A default that is added to the script and that the tests below don't know."""
+    assert WORDS.keys() == FORMS["llama"].keys() and not FORMS["gpt"]
+
+
+@pytest.mark.parametrize("other", OTHER_FLAGS)
+def test_gpt_with_llamas_flags_is_llama(other: str) -> None:
+    """A flag that one script reads in another way, or a default of LLaMA's that no flag of the GPT script gives."""
+    flags = [on for on, _ in WORDS.values()]
+    assert parse_as("gpt", *flags, other) == parse_as("llama", other) == parse_as("llama", *flags, other)
+    assert not other or parse_as("llama", other) != parse_as("llama") or "--use-rotary" in other
+
+
+@pytest.mark.parametrize("field", WORDS)
+def test_each_default_can_be_undone(field: str) -> None:
+    """A default of LLaMA's that stays whatever is given, or that takes another one along."""
+    undone = parse_as("llama", WORDS[field][1])
+    assert undone == parse_as("gpt", *(on for name, (on, _) in WORDS.items() if name != field))
+    assert undone != parse_as("llama")
+
+
+def test_all_defaults_can_be_undone() -> None:
+    """A LLaMA script that can't train a GPT: a value derived from a default instead of from what is given."""
+    assert parse_as("llama", *(off for _, off in WORDS.values())) == parse_as("gpt")
+
+
+def test_help_of_the_llama_script(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Help that names the other script, its defaults, or the spelling that changes nothing here."""
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(SystemExit):
+        parse_run_config(["--help"], prog="pretrain_llama_bcd.py", defaults=FORMS["llama"])
+    text = capsys.readouterr().out
+    assert "pretrain_llama_bcd.py" in text and "pretrain_gpt" not in text
+    for word in (
+        "--no-swiglu ",
+        "--add-bias-linear ",
+        "--no-untie-embeddings-and-output-weights",
+        "(default: RMSNorm)",
+    ):
+        assert word in text
+    assert "\n  --disable-bias-linear" not in text and "(default: rope)" in text
+
+
+@pytest.mark.parametrize(
+    ("form", "words", "named"),
+    [
+        ("gpt", "--openai-gelu --swiglu", ["--openai-gelu", "--swiglu", "leave one of them out"]),
+        ("llama", "--openai-gelu", ["--openai-gelu", "--no-swiglu"]),
+        ("gpt", "--rotary-base 500", ["--rotary-base needs --position-embedding-type rope"]),
+        ("llama", "--position-embedding-type none --rotary-interleaved", ["--rotary-interleaved needs"]),
+        ("llama", "--position-embedding-type learned_absolute --rotary-percent 0.5", ["--rotary-percent needs"]),
+        (
+            "llama",
+            "--position-embedding-type learned_absolute --use-rotary-position-embeddings",
+            ["--use-rotary-position-embeddings", "--position-embedding-type learned_absolute", "both"],
+        ),
+        (
+            "llama",
+            "--position-embedding-type learned_absolute --no-position-embedding",
+            ["--no-position-embedding", "--position-embedding-type"],
+        ),
+        ("llama", "--num-query-groups 2", ["--num-query-groups needs --group-query-attention"]),
+        ("llama", "--group-query-attention --num-query-groups 3", ["--num-query-groups 3", "divisor of 4"]),
+    ],
+)
+def test_flags_that_contradict_each_other(form: str, words: str, named: list[str]) -> None:
+    """A rotation, a GELU or groups that are asked for and silently not there."""
+    with pytest.raises(ValueError) as refusal:
+        parse_as(form, words)
+    assert "\n" not in str(refusal.value)
+    assert all(word in str(refusal.value) for word in named), str(refusal.value)
+
+
+def activation(*words: str) -> tuple[Any, bool, str]:
+    """What Megatron Core is told: function, whether its fused kernel is taken, and what the banner says."""
+    config = parse(*words)
+    built = transformer_config(config, implementation_here(config))
+    return built.activation_func, built.bias_activation_fusion, describe_activation(built)
+
+
+@pytest.mark.parametrize(
+    ("words", "on_cpu", "on_gpu"),
+    [
+        ((), "GELU", "GELU (tanh form)"),
+        (("--no-bias-gelu-fusion",), "GELU", "GELU"),
+        (("--disable-bias-linear",), "GELU", "GELU"),
+        (("--openai-gelu",), "GELU (tanh form)", "GELU (tanh form)"),
+        (("--openai-gelu", "--no-bias-gelu-fusion"), "GELU (tanh form)", "GELU (tanh form)"),
+        (("--openai-gelu", "--disable-bias-linear"), "GELU (tanh form)", "GELU (tanh form)"),
+        (("--swiglu",), "SwiGLU", "SwiGLU"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_gelu(words: tuple[str, ...], on_cpu: str, on_gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other form than was asked for, a fusion that Megatron Core refuses, or a banner that names the other form."""
+    for has_gpu, said in ((False, on_cpu), (True, on_gpu)):
+        monkeypatch.setattr(platform, "has_cuda", lambda has_gpu=has_gpu: has_gpu)
+        monkeypatch.setattr(platform, "has_transformer_engine", lambda: False)
+        function, is_fused, description = activation(*words)
+        assert description == said
+        if "GELU" in said and not said.startswith("SwiGLU"):
+            assert is_fused == (has_gpu and not {"--no-bias-gelu-fusion", "--disable-bias-linear"} & set(words))
+            assert (function is tanh_gelu) == ("--openai-gelu" in words and not is_fused)
+            assert function in (tanh_gelu, torch.nn.functional.gelu)
+
+
+def test_fused_gelu_is_the_tanh_form() -> None:
+    """The banner and --openai-gelu rely on what Megatron Core's fused kernel computes, here without compiling it."""
+    x, bias = torch.linspace(-4, 4, 101).requires_grad_(), torch.full((101,), 0.25)
+    with torch.compiler.set_stance("force_eager"):
+        fused = bias_gelu_impl(x, bias)
+        (fused_gradient,) = torch.autograd.grad(fused.sum(), x)
+    expected = tanh_gelu(x + bias)
+    torch.testing.assert_close(fused, expected)
+    torch.testing.assert_close(fused_gradient, torch.autograd.grad(expected.sum(), x)[0], rtol=1e-5, atol=1e-6)
+    assert (expected - torch.nn.functional.gelu(x + bias)).abs().max() > 1e-4
