@@ -42,7 +42,7 @@ fail() {
 # ---------------------------------------------------------------- what is asked for
 case " $* " in *" -h "* | *" --help "*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 [ $# -ge 3 ] || fail "MODEL METHOD CLUSTER are needed, as in: bash examples/pretrain.sh G-5.4B bcd rtx4090 (--help says more)"
-MODEL=$1 METHOD=$2 CLUSTER=$3
+METHOD=$2
 SCALE=${SCALE:-}
 [ -z "$SCALE" ] || [ "$SCALE" = tiny ] || fail "SCALE=$SCALE: must be tiny, or left out"
 RANKS=2  # of a tiny run, at most
@@ -59,7 +59,7 @@ planner_python() {
 PLANNER=$(planner_python)
 recipe() { "$PLANNER" "$ROOT/tools/recipe.py" "$@"; }
 
-# Sets MODEL_ARGS, PARALLEL_ARGS, TRAINING_ARGS, METHOD_ARGS and EXTRA_ARGS, and the numbers that the rest needs.
+# Sets MODEL, CLUSTER, MODEL_ARGS, PARALLEL_ARGS, TRAINING_ARGS, METHOD_ARGS and EXTRA_ARGS, and the numbers that the rest needs.
 RECIPE=$(recipe "$@" ${SCALE:+--tiny $RANKS})
 eval "$RECIPE"
 
@@ -90,7 +90,7 @@ TRAINING_ARGS+=(
 DATA_ARGS=(
     --data-path "${DATA_PATH:-DATA_PATH}"
     "${TOKENS[@]}"
-    --split 969,30,1
+    --split "969,30,1"
 )
 if [ "${MOCK_DATA:-}" = 1 ] && [ -z "$SCALE" ]; then
     DATA_ARGS=(--mock-data --tokenizer-type NullTokenizer --vocab-size $((VOCABULARY - 1)))  # it adds one token
@@ -128,7 +128,7 @@ print_command() {
     for word in "$@"; do
         printf -v quoted '%q' "$word"
         [[ $word =~ ^[A-Za-z0-9_./:,=-]+$ ]] && quoted=$word
-        if [[ $word == --* && ${#line} -gt 90 ]]; then
+        if [[ $word == --* && ${#line} -gt 80 ]]; then
             printf '%s \\\n' "$line"
             line="   "
         fi
@@ -138,7 +138,7 @@ print_command() {
 }
 
 if [ "${DRY_RUN:-}" = 1 ]; then
-    printf '%s\n\ncommand%s\n' "$PLAN" "${SCALE:+ (SCALE=tiny: a small model; the plan above is the recipe\'s own)}"
+    printf '%s\n\ncommand%s\n' "$PLAN" "${SCALE:+ (SCALE=tiny: a small model; the plan above is that of the whole one)}"
     print_command torchrun "${LAUNCHED[@]}"
     [ -z "$MISFIT" ] || printf '\nnote: %s\n' "$MISFIT"
     [ "$NUM_NODES" -eq 1 ] || [ -n "${HEAD_NODE:-}" ] || printf '\nnote: HEAD_NODE is the name of one of the nodes\n'

@@ -3,8 +3,8 @@
     python tools/recipe.py MODEL METHOD CLUSTER [--tiny N | --gpus-here N] [flags of the training script]
 
 Prints assignments for bash's eval: the flags by concern (MODEL_ARGS, PARALLEL_ARGS, TRAINING_ARGS, METHOD_ARGS), those
-that were given beside them (EXTRA_ARGS), SCRIPT, FORM, VOCABULARY, NUM_NODES, GPUS_PER_NODE, ITERATIONS, the PLAN as
-text, and MISFIT: why it does not fit and what would, or nothing. --tiny N scales the flags down to a run of seconds on
+that were given beside them (EXTRA_ARGS), names and numbers, the PLAN as text, and MISFIT: why it does not fit and what would, or
+nothing. --tiny N scales the flags down to a run of seconds on
 at most N ranks, --gpus-here N prints what fits on N GPUs of one node and nothing else. Reads NUM_GPUS, NNODES,
 GPUS_PER_NODE, MICRO_BATCH, GLOBAL_BATCH, PRECISION and RECOMPUTE from the environment. No torch.
 """
@@ -148,6 +148,8 @@ def as_bash(asked: Asked, *, tiny: int | None = None) -> str:
     plan = make_plan(asked.recipe)
     shown = asked.recipe if tiny is None else scaled_down(asked.recipe, num_gpus=tiny)
     values = {
+        "MODEL": asked.recipe.model.name,
+        "CLUSTER": asked.recipe.cluster.name,
         "SCRIPT": SCRIPTS[shown.model.form],
         "FORM": shown.model.form,
         "VOCABULARY": shown.model.vocabulary,
