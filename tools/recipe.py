@@ -3,10 +3,10 @@
     python tools/recipe.py MODEL METHOD CLUSTER [--tiny N | --gpus-here N] [flags of the training script]
 
 Prints assignments for bash's eval: the flags by concern (MODEL_ARGS, PARALLEL_ARGS, TRAINING_ARGS, METHOD_ARGS), those
-that were given beside them (EXTRA_ARGS), names and numbers, the PLAN as text, and MISFIT: why it does not fit and what would, or
-nothing. --tiny N scales the flags down to a run of seconds on
-at most N ranks, --gpus-here N prints what fits on N GPUs of one node and nothing else. Reads NUM_GPUS, NNODES,
-GPUS_PER_NODE, MICRO_BATCH, GLOBAL_BATCH, PRECISION and RECOMPUTE from the environment. No torch.
+that were given beside them (EXTRA_ARGS), names and numbers, the PLAN as text, and MISFIT: why it does not fit and what
+would, or nothing. --tiny N scales the flags down to a run of seconds on at most N ranks, --gpus-here N prints what fits
+on N GPUs of one node and nothing else. Reads NUM_GPUS, NNODES, GPUS_PER_NODE, MICRO_BATCH, GLOBAL_BATCH, PRECISION and
+RECOMPUTE from the environment. No torch.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, tup
     for word in extra:
         remedy = _ELSEWHERE.get(word.split("=", 1)[0])
         if remedy:
-            raise ValueError(f"{word.split('=', 1)[0]} is the recipe's own: {remedy}")
+            raise ValueError(f"{word.split('=', 1)[0]}: is the recipe's own, as the plan follows from it; {remedy}")
     return arguments, tuple(extra)
 
 

@@ -39,7 +39,11 @@ def placed(
         fields = {"pipeline_size": row.pipeline} | fields
     if num_gpus is None:
         alone = Recipe(
-            model=model, cluster=cluster, method=method, num_gpus=1, **fields | {"pipeline_size": 1, "recompute": "none"}
+            model=model,
+            cluster=cluster,
+            method=method,
+            num_gpus=1,
+            **fields | {"pipeline_size": 1, "recompute": "none"},
         )
         num_gpus = fewest(alone)
         if num_gpus is None:
