@@ -19,7 +19,8 @@
 #   NUM_GPUS                   GPUs in all (default: methods.csv, else the fewest that the planner lets it fit on)
 #   NNODES, GPUS_PER_NODE      the same by node, where nodes are not to be filled one after the other
 #   HEAD_NODE, MASTER_PORT     where several nodes meet (port 29500)
-#   DATA_PATH, TOKENIZER_ARGS  tokenized text (tools/preprocess_data.py) and the flags that it was made with
+#   DATA_PATH, TOKENIZER_ARGS  tokenized text (tools/preprocess_data.py) and the tokenizer's flags that made it; both are
+#                              words with blanks in between: a mixture is "weight prefix weight prefix"
 #   MOCK_DATA=1                made-up tokens in their place, to measure speed
 #   SAVE                       folder of the checkpoints; metrics go to SAVE.jsonl (out/MODEL-METHOD-CLUSTER)
 #   TRAIN_ITERS                steps (default: the plan's, 20 tokens per parameter times the B-F multiplier)
@@ -87,8 +88,9 @@ TRAINING_ARGS+=(
     --clip-grad 1.0
 )
 [ "$METHOD" != bcd ] || METHOD_ARGS+=(--bcd-steps-per-block "$STEPS_PER_BLOCK")
+read -r -a TEXT <<< "${DATA_PATH:-DATA_PATH}"  # one prefix, or weight prefix weight prefix
 DATA_ARGS=(
-    --data-path "${DATA_PATH:-DATA_PATH}"
+    --data-path "${TEXT[@]}"
     "${TOKENS[@]}"
     --split "969,30,1"
 )
@@ -152,7 +154,7 @@ check_data() {
     [ "${MOCK_DATA:-}" != 1 ] || return 0
     [ -n "${DATA_PATH:-}" ] || fail "DATA_PATH is not set: make it with tools/preprocess_data.py --input my.txt" \
         "--output-prefix out/my ... and give DATA_PATH=out/my_text_document, or MOCK_DATA=1 for made-up tokens"
-    for part in $DATA_PATH; do
+    for part in "${TEXT[@]}"; do
         case $part in *[!0-9.]*) ;; *) continue ;; esac  # the weight of a part in a mixture
         found=$part
         [ -f "$part.bin" ] && [ -f "$part.idx" ] || fail "DATA_PATH=$DATA_PATH: $part.bin and $part.idx are not" \
@@ -193,8 +195,8 @@ fi
 
 # ---------------------------------------------------------------- SCALE=tiny
 if [ "$METHOD" = offload ]; then
-    [ "$(gpus_here)" -ge "$GPUS_PER_NODE" ] || fail "METHOD offload needs CUDA also with SCALE=tiny: Megatron Core's" \
-        "optimizer on the host takes its gradients from a GPU; METHOD bcd and full run here"
+    [ "$(gpus_here)" -ge "$GPUS_PER_NODE" ] || fail "METHOD offload needs CUDA also with SCALE=tiny, here on" \
+        "$GPUS_PER_NODE GPUs: the optimizer on the host takes its gradients from them; bcd and full run without"
 else
     export CUDA_VISIBLE_DEVICES=
 fi

@@ -22,7 +22,7 @@ set -euo pipefail
 
 cd "${SLURM_SUBMIT_DIR:?is set by sbatch: sbatch examples/slurm.sh MODEL METHOD CLUSTER}"  # Slurm runs a copy of this file
 export NNODES=$SLURM_JOB_NUM_NODES
-export GPUS_PER_NODE=${GPUS_PER_NODE:-$SLURM_GPUS_ON_NODE}
+export GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:?is set by sbatch --gpus-per-node N}}
 export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}  # of two jobs on a node, each its own
 read -r HEAD_NODE < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export HEAD_NODE

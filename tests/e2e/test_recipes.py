@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,8 @@ OFFLOAD = ["--optimizer-cpu-offload", "--optimizer-offload-fraction", "1.0"]
 VARIABLES = ("NUM_GPUS", "NNODES", "GPUS_PER_NODE", "DATA_PATH", "TOKENIZER_ARGS", "MOCK_DATA", "SAVE", "TRAIN_ITERS",
              "MICRO_BATCH", "GLOBAL_BATCH", "PRECISION", "RECOMPUTE", "FORCE", "SCALE", "DRY_RUN", "OUT", "HEAD_NODE",
              "MASTER_PORT")  # fmt: skip
-BYTES = "--tokenizer-type ByteLevelTokenizer"
+SMALL = ("G-5.4B", "bcd", "rtx4090")
+TEXT = {"DATA_PATH": "text_document", "TOKENIZER_ARGS": "--tokenizer-type ByteLevelTokenizer"}
 
 
 def start(*words: str, cwd: Path, script: str = "pretrain.sh", **variables: str) -> subprocess.CompletedProcess[str]:
@@ -127,8 +129,8 @@ def test_every_recipe_is_a_command_that_fits(model: str) -> None:
             assert_agrees(config, asked.recipe)
 
 
-def test_the_papers_numbers_of_gpus() -> None:
-    """A row of the method table that is never read."""
+def test_where_a_recipe_runs() -> None:
+    """A row of the method table that is never read; a plan to the last of a GPU's memory; recomputation for nothing."""
     for words, nodes, per_node in (
         (("G-20B", "bcd", "rtx4090"), 2, 8),
         (("L-8.0B", "full", "rtx4090"), 2, 6),
@@ -136,6 +138,9 @@ def test_the_papers_numbers_of_gpus() -> None:
     ):
         found = recipe.asked_for(*recipe.parse_arguments(words), environment={}).recipe
         assert (found.num_nodes, found.gpus_per_node, found.pipeline_size) == (nodes, per_node, nodes * per_node)
+    for words, recompute in ((SMALL, "none"), (("G-5.4B", "full", "rtx4090"), "full")):
+        found = recipe.asked_for(*recipe.parse_arguments(words), environment={}).recipe
+        assert fits(replace(found, recompute="none")) and found.recompute == recompute
 
 
 @pytest.mark.parametrize(
@@ -147,7 +152,7 @@ def test_the_papers_numbers_of_gpus() -> None:
         (("l-6.0b", "bcd", "a800", "--bcd-num-blocks", "4", "--bcd-order", "random", "--seq-length", "512"), {}),
         (
             ("L-11B", "full", "a100"),
-            {"NNODES": "2", "GPUS_PER_NODE": "4", "HEAD_NODE": "first", "DATA_PATH": "my data"},
+            {"NNODES": "2", "GPUS_PER_NODE": "4", "HEAD_NODE": "first", "DATA_PATH": "0.3 a 0.7 b"},
         ),
         (("LLaMA-7B", "offload", "a100"), {"MOCK_DATA": "1", "TRAIN_ITERS": "7"}),
     ],
@@ -173,7 +178,7 @@ def test_dry_run(words: tuple[str, ...], variables: dict[str, str], stub: Path, 
     if "--bcd-order" in words:
         assert (config.bcd.bcd_order, config.bcd.bcd_num_blocks) == ("random", 4)
     if "HEAD_NODE" in variables:
-        assert launcher["--rdzv-endpoint"] == "first:29500" and config.data.data_path == ("my data",)
+        assert launcher["--rdzv-endpoint"] == "first:29500" and config.data.data_path == ("0.3", "a", "0.7", "b")
     if "MOCK_DATA" in variables:
         assert config.data.mock_data and config.training.train_iters == 7
     assert os.listdir(tmp_path) == ["stub"]
@@ -185,10 +190,6 @@ def test_dry_run_of_what_does_not_fit(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "does NOT fit: " in done.stdout and "NUM_GPUS=16 would fit" in done.stdout
     assert command_of(done.stdout)[:4] == ["torchrun", "--standalone", "--nproc-per-node", "4"]
-
-
-SMALL = ("G-5.4B", "bcd", "rtx4090")
-TEXT = {"DATA_PATH": "text_document", "TOKENIZER_ARGS": BYTES}
 
 
 @pytest.mark.parametrize(
@@ -292,7 +293,12 @@ def assert_runs_to_the_end(words: tuple[str, ...], out: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [("G-5.4B", "bcd", "rtx4090"), ("G-1.6B", "full", "a100"), ("L-6.0B", "bcd", "rtx4090"), ("L-23B", "full", "a800")],
+    [
+        ("G-1.6B", "bcd", "rtx4090"),
+        ("G-5.4B", "full", "a100"),
+        ("L-6.0B", "bcd", "rtx4090"),
+        ("L-1.5B", "full", "a800"),
+    ],
     ids="-".join,
 )
 def test_tiny(words: tuple[str, ...], out: Path) -> None:

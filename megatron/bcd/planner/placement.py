@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron.bcd.planner.memory import fits
+from megatron.bcd.planner.memory import fits, peak, rank_memory
 from megatron.bcd.planner.recipe import METHODS, RECOMPUTE, Recipe
-from megatron.bcd.planner.search import fewest_gpus, shortest_that_fits, suited_pipelines
-from megatron.bcd.planner.tables import Cluster, Model, Placement
+from megatron.bcd.planner.search import fewest_gpus, suited_pipelines
+from megatron.bcd.planner.tables import GIB, Cluster, Model, Placement
 
+_PLANNED_SHARE = 0.95
+"""Of a GPU's memory: a plan is a formula, and a run that ends for lack of memory is dearer than a recomputed layer."""
 _TINY_LAYERS, _TINY_HIDDEN, _TINY_HEADS, _TINY_SEQUENCE = 6, 64, 4, 64
 _BYTES = 257
 """ByteLevelTokenizer's tokens."""
@@ -28,8 +30,9 @@ def placed(
     """The recipe on ``num_gpus``; where None, on those of its row in the method table, else on the fewest that do.
 
     ``fields`` are Recipe's; what they leave out of ``pipeline_size`` and ``recompute`` is chosen: the row's or the
-    shortest pipeline that fits, with recomputation only where nothing fits without. Where nothing fits at all, the
-    longest pipeline with recomputation. Raises ValueError where no number of GPUs fits, or as Recipe does.
+    shortest pipeline that takes at most 95 % of a GPU's memory, with recomputation only where none does without. Where
+    nothing fits at all, the longest pipeline with recomputation. Raises ValueError where no number of GPUs fits, or as
+    Recipe does.
     """
     rows = {(row.method, row.model, row.cluster): row for row in placements}
     row = rows.get((method, model.name, cluster.name))
@@ -108,13 +111,16 @@ def scaled_down(recipe: Recipe, *, num_gpus: int = 2) -> Recipe:
 
 
 def _laid_out(*, recompute: str | None = None, pipeline_size: int | None = None, **fields: Any) -> Recipe:
-    """The first layout that fits, or the last one tried."""
-    choices = RECOMPUTE if recompute is None else (recompute,)
-    for choice in choices:
+    """The first layout that fits with room to spare, else the first that fits, else the last one."""
+    tried: list[Recipe] = []
+    for choice in RECOMPUTE if recompute is None else (recompute,):
         if pipeline_size is None:
-            recipe = shortest_that_fits(suited_pipelines(recompute=choice, **fields))
+            tried += suited_pipelines(recompute=choice, **fields)
         else:
-            recipe = Recipe(recompute=choice, pipeline_size=pipeline_size, **fields)
-        if fits(recipe):
-            break
-    return recipe
+            tried.append(Recipe(recompute=choice, pipeline_size=pipeline_size, **fields))
+    peaks = [peak(rank_memory(recipe)).total / GIB for recipe in tried]
+    for share in (_PLANNED_SHARE, 1.0):
+        for recipe, needed in zip(tried, peaks, strict=True):
+            if needed <= share * recipe.cluster.memory_gib:
+                return recipe
+    return tried[-1]
