@@ -172,7 +172,7 @@ gpus_here() {
 check_gpus() {
     local here
     here=$(gpus_here)
-    [ "$here" -gt 0 ] || fail "no GPU on this machine; DRY_RUN=1 prints command and plan, SCALE=tiny runs on the CPU"
+    [ "$here" -gt 0 ] || fail "torch sees no GPU on this machine; DRY_RUN=1 prints command and plan, SCALE=tiny runs on the CPU"
     [ "$here" -ge "$GPUS_PER_NODE" ] || fail "$here GPUs on this machine, $GPUS_PER_NODE needed" \
         "($NUM_NODES x $GPUS_PER_NODE); $(recipe "$@" --gpus-here "$here")"
 }
