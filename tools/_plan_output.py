@@ -31,22 +31,24 @@ def table(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
 
 def show_plan(plan: Plan) -> str:
     """Recipe, memory, time, bill, command."""
-    recipe = plan.recipe
+    return f"{show_figures(plan)}\n\ncommand ({_advice(plan)})\n{_command(plan)}"
+
+
+def show_figures(plan: Plan) -> str:
+    """Recipe, memory, time, bill."""
     parts = [
         _headline(plan),
-        f"memory per rank, GiB (of {recipe.cluster.memory_gib:g})\n{_memory(plan)}\n{_fit(plan)}",
+        f"memory per rank, GiB (of {plan.recipe.cluster.memory_gib:g})\n{_memory(plan)}\n{_fit(plan)}",
         f"time of an iteration, ms\n{_time(plan)}",
         _bill(plan),
-        f"command ({_advice(plan)})\n{_command(plan)}",
     ]
     return "\n\n".join(parts)
 
 
 def _advice(plan: Plan) -> str:
     """What to know before the command is used."""
-    if plan.recipe.method == "offload":
-        return "pretrain_gpt_bcd.py has no --optimizer-cpu-offload yet: these are stock Megatron-LM's flags"
-    return "made-up data: put yours in place of the last line"
+    needs = "needs a GPU; " if plan.recipe.method == "offload" else ""
+    return f"{needs}made-up data: put yours in place of the last line"
 
 
 def show_search(found: Found) -> str:

@@ -25,6 +25,7 @@ PLANNER_ROOM = tuple(
         "fit",
         "memory",
         "paper",
+        "placement",
         "plan",
         "recipe",
         "search",
@@ -34,7 +35,14 @@ PLANNER_ROOM = tuple(
     )
 )
 PURE_ROOMS = ("blocks", "config", "cost", "phases", "subsets", *PLAN_ROOM, *PLANNER_ROOM)
-SHELL_SCRIPTS = (".ci/run", "tests/run.sh", "examples/setup_env.sh", "examples/quickstart.sh")
+SHELL_SCRIPTS = (
+    ".ci/run",
+    "tests/run.sh",
+    "examples/setup_env.sh",
+    "examples/quickstart.sh",
+    "examples/pretrain.sh",
+    "examples/slurm.sh",
+)
 
 
 def pins(root: Path) -> dict[str, str]:

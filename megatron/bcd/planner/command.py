@@ -27,8 +27,17 @@ def network_flags(recipe: Recipe) -> list[str]:
 
 def layout_flags(recipe: Recipe) -> list[str]:
     """Method, ranks, batch, precision, recomputation."""
+    return [*parallel_flags(recipe), *training_flags(recipe), *method_flags(recipe)]
+
+
+def parallel_flags(recipe: Recipe) -> list[str]:
+    """Ranks."""
+    return [f"--pipeline-model-parallel-size {recipe.pipeline_size}"]
+
+
+def training_flags(recipe: Recipe) -> list[str]:
+    """Batch, padding of the vocabulary, precision, recomputation."""
     flags = [
-        f"--pipeline-model-parallel-size {recipe.pipeline_size}",
         f"--micro-batch-size {recipe.micro_batch_size} --global-batch-size {recipe.global_batch_size}",
         f"--make-vocab-size-divisible-by {recipe.vocabulary_multiple}",
     ]
@@ -36,11 +45,15 @@ def layout_flags(recipe: Recipe) -> list[str]:
         flags.append(f"--{recipe.precision}")
     if recipe.recompute == "full":
         flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+    return flags
+
+
+def method_flags(recipe: Recipe) -> list[str]:
+    """What makes it block coordinate descent, full training, or full training with the optimizer on the host."""
     if recipe.method == "bcd":
         blocks = "" if recipe.layout == "stage" else f"--bcd-num-blocks {recipe.num_blocks or 3} "
-        flags.append(f"{blocks}--bcd-layout {recipe.layout}")
-    else:
-        flags.append("--bcd-num-blocks 1 --bcd-schedule stock")
+        return [f"{blocks}--bcd-layout {recipe.layout}"]
+    flags = ["--bcd-num-blocks 1 --bcd-schedule stock"]
     if recipe.method == "offload":
         flags.append("--optimizer-cpu-offload --optimizer-offload-fraction 1.0")
     return flags

@@ -118,6 +118,25 @@ class Cluster:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Placement:
+    """A row of the method table: the GPUs that a model is trained on with a method unless a recipe says otherwise."""
+
+    method: str
+    model: str
+    cluster: str
+    nodes: int
+    gpus_per_node: int
+    pipeline: int
+    """Stages."""
+    source: str
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "gpus_per_node", "pipeline"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{self.method} {self.model}: {name} {getattr(self, name)} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Published:
     """A figure that the paper prints."""
 
@@ -127,7 +146,7 @@ class Published:
     value: str
 
 
-Row = TypeVar("Row", Model, Cluster, Published)
+Row = TypeVar("Row", Model, Cluster, Placement, Published)
 _CONVERTERS = {"str": str, "int": int, "float": float}
 
 
@@ -139,6 +158,11 @@ def read_models(path: str | Path) -> dict[str, Model]:
 def read_clusters(path: str | Path) -> dict[str, Cluster]:
     """By name. Raises ValueError naming the file and line that is wrong."""
     return _by_name(path, _read(path, Cluster))
+
+
+def read_placements(path: str | Path) -> list[Placement]:
+    """In the file's order. Raises ValueError naming the file and line that is wrong."""
+    return _read(path, Placement)
 
 
 def read_published(path: str | Path) -> list[Published]:

@@ -1,0 +1,219 @@
+#!/usr/bin/env bash
+# Trains one of the paper's models: a recipe for every model, method and cluster of the three tables beside this file.
+#
+#   bash examples/pretrain.sh MODEL METHOD CLUSTER [flags of the training script]
+#
+#   MODEL     a row of models.csv: G-0.15B G-1.6B G-5.4B G-10B G-20B L-1.5B L-6.0B L-8.0B L-11B L-23B LLaMA-7B
+#   METHOD    bcd (block coordinate descent), full (full training), offload (full training, optimizer on the host)
+#   CLUSTER   a row of clusters.csv: rtx4090 a100 a800
+#
+#   DRY_RUN=1 bash examples/pretrain.sh G-20B bcd rtx4090      the command and its plan; needs no torch, GPU or data
+#   SCALE=tiny bash examples/pretrain.sh L-6.0B bcd rtx4090    the same recipe with a small model, to its end, on the CPU
+#   DATA_PATH=out/my_text_document TOKENIZER_ARGS="--tokenizer-type GPT2BPETokenizer --vocab-file vocab.json \
+#       --merge-file merges.txt" bash examples/pretrain.sh G-5.4B bcd rtx4090 --bcd-order random
+#
+# On several nodes: the same command on each, with HEAD_NODE the name of one of them (examples/slurm.sh does it).
+# Started again, a run goes on from its newest checkpoint. Memory, pipeline and recomputation come from tools/plan.py.
+#
+# Environment:
+#   NUM_GPUS                   GPUs in all (default: methods.csv, else the fewest that the planner lets it fit on)
+#   NNODES, GPUS_PER_NODE      the same by node, where nodes are not to be filled one after the other
+#   HEAD_NODE, MASTER_PORT     where several nodes meet (port 29500)
+#   DATA_PATH, TOKENIZER_ARGS  tokenized text (tools/preprocess_data.py) and the tokenizer's flags that made it; both are
+#                              words with blanks in between: a mixture is "weight prefix weight prefix"
+#   MOCK_DATA=1                made-up tokens in their place, to measure speed
+#   SAVE                       folder of the checkpoints; metrics go to SAVE.jsonl (out/MODEL-METHOD-CLUSTER)
+#   TRAIN_ITERS                steps (default: the plan's, 20 tokens per parameter times the B-F multiplier)
+#   MICRO_BATCH, GLOBAL_BATCH  sequences (1 and 64)
+#   PRECISION, RECOMPUTE       fp32, bf16 or fp16 (fp32, as the paper); full or none (full only where needed)
+#   FORCE=1                    start also where the plan says that it does not fit
+#   OUT                        with SCALE=tiny: what to write to (out/recipes)
+#   BCD_PYTHON                 an interpreter of your own (examples/setup_env.sh)
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+NEAR=$ROOT/
+[ "$PWD" != "$ROOT" ] || NEAR=
+
+fail() {
+    printf 'pretrain.sh: error: %s\n' "$*" >&2
+    exit 2
+}
+
+# ---------------------------------------------------------------- what is asked for
+case " $* " in *" -h "* | *" --help "*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
+[ $# -ge 3 ] || fail "MODEL METHOD CLUSTER are needed, as in: bash examples/pretrain.sh G-5.4B bcd rtx4090 (--help says more)"
+METHOD=$2
+SCALE=${SCALE:-}
+[ -z "$SCALE" ] || [ "$SCALE" = tiny ] || fail "SCALE=$SCALE: must be tiny, or left out"
+RANKS=2  # of a tiny run, at most
+
+# Prints an interpreter for the planner, which needs nothing but the standard library.
+planner_python() {
+    local candidate
+    for candidate in "${BCD_PYTHON:-$ROOT/.venv/bin/python}" "${PYTHON3:-python3}" python3.13 python3.12 python3.11; do
+        "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$candidate"; return; }
+    done
+    fail "no Python from 3.11 on found; name one with BCD_PYTHON=/path/to/python"
+}
+
+PLANNER=$(planner_python)
+recipe() { "$PLANNER" "$ROOT/tools/recipe.py" "$@"; }
+
+# Sets MODEL, CLUSTER, MODEL_ARGS, PARALLEL_ARGS, TRAINING_ARGS, METHOD_ARGS and EXTRA_ARGS, and the numbers that the rest needs.
+RECIPE=$(recipe "$@" ${SCALE:+--tiny $RANKS})
+eval "$RECIPE"
+
+# ---------------------------------------------------------------- the recipe: what the planner does not decide
+SAVE=${SAVE:-out/$MODEL-$METHOD-$CLUSTER}
+OUT=${OUT:-out/recipes}
+LR=1e-4 LOG_INTERVAL=10 EVAL_INTERVAL=1000 EVAL_ITERS=10 SAVE_INTERVAL=500 STEPS_PER_BLOCK=100
+TOKENS=(--tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt)
+[ "$FORM" = gpt ] || TOKENS=(--tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model)
+[ -z "${TOKENIZER_ARGS:-}" ] || read -r -a TOKENS <<< "$TOKENIZER_ARGS"
+if [ "$SCALE" = tiny ]; then
+    SAVE=$OUT/$MODEL-$METHOD-$CLUSTER
+    LR=1e-3 LOG_INTERVAL=1 EVAL_INTERVAL=3 EVAL_ITERS=2 SAVE_INTERVAL=3 STEPS_PER_BLOCK=2
+    TRAIN_ITERS=$((NUM_BLOCKS > 1 ? NUM_BLOCKS * STEPS_PER_BLOCK : 4))  # one visit to every block
+    DATA_PATH=$OUT/text/stdlib_text_document
+    TOKENS=(--tokenizer-type ByteLevelTokenizer)
+fi
+
+TRAINING_ARGS+=(
+    --train-iters "${TRAIN_ITERS:-$ITERATIONS}"
+    --lr "$LR"
+    --lr-decay-style cosine
+    --lr-warmup-fraction 0.01
+    --weight-decay 0.1
+    --clip-grad 1.0
+)
+[ "$METHOD" != bcd ] || METHOD_ARGS+=(--bcd-steps-per-block "$STEPS_PER_BLOCK")
+read -r -a TEXT <<< "${DATA_PATH:-DATA_PATH}"  # one prefix, or weight prefix weight prefix
+DATA_ARGS=(
+    --data-path "${TEXT[@]}"
+    "${TOKENS[@]}"
+    --split "969,30,1"
+)
+if [ "${MOCK_DATA:-}" = 1 ] && [ -z "$SCALE" ]; then
+    DATA_ARGS=(--mock-data --tokenizer-type NullTokenizer --vocab-size $((VOCABULARY - 1)))  # it adds one token
+fi
+CHECKPOINT_ARGS=(
+    --save "$SAVE"
+    --load "$SAVE"
+    --save-interval "$SAVE_INTERVAL"
+    --keep-last-checkpoints 2
+)
+REPORT_ARGS=(
+    --log-interval "$LOG_INTERVAL"
+    --eval-interval "$EVAL_INTERVAL"
+    --eval-iters "$EVAL_ITERS"
+    --metrics-file "$SAVE.jsonl"
+)
+LAUNCH_ARGS=(--nproc-per-node "$GPUS_PER_NODE")
+if [ "$NUM_NODES" -gt 1 ]; then
+    MEETING=${HEAD_NODE:-HEAD_NODE}:${MASTER_PORT:-29500}
+    LAUNCH_ARGS+=(--nnodes "$NUM_NODES" --rdzv-backend c10d --rdzv-endpoint "$MEETING")
+else
+    LAUNCH_ARGS=(--standalone "${LAUNCH_ARGS[@]}")
+fi
+LAUNCHED=(
+    "${LAUNCH_ARGS[@]}" "$NEAR$SCRIPT"
+    "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${METHOD_ARGS[@]}"
+    "${DATA_ARGS[@]}" "${CHECKPOINT_ARGS[@]}" "${REPORT_ARGS[@]}" "${EXTRA_ARGS[@]}"
+)
+
+# ---------------------------------------------------------------- DRY_RUN: say it, and end
+# print_command WORD...: in lines that a shell can read, no flag apart from its value.
+print_command() {
+    local line=$1 word quoted
+    shift
+    for word in "$@"; do
+        printf -v quoted '%q' "$word"
+        [[ $word =~ ^[A-Za-z0-9_./:,=-]+$ ]] && quoted=$word
+        if [[ $word == --* && ${#line} -gt 80 ]]; then
+            printf '%s \\\n' "$line"
+            line="   "
+        fi
+        line+=" $quoted"
+    done
+    printf '%s\n' "$line"
+}
+
+if [ "${DRY_RUN:-}" = 1 ]; then
+    printf '%s\n\ncommand%s\n' "$PLAN" "${SCALE:+ (SCALE=tiny: a small model; the plan above is that of the whole one)}"
+    print_command torchrun "${LAUNCHED[@]}"
+    [ -z "$MISFIT" ] || printf '\nnote: %s\n' "$MISFIT"
+    [ "$NUM_NODES" -eq 1 ] || [ -n "${HEAD_NODE:-}" ] || printf '\nnote: HEAD_NODE is the name of one of the nodes\n'
+    [ -n "${DATA_PATH:-}${MOCK_DATA:-}" ] || printf '\nnote: DATA_PATH and the tokenizer'"'"'s files are yours to give\n'
+    exit 0
+fi
+
+# ---------------------------------------------------------------- checks: nothing starts before all of them
+check_data() {
+    local part found=
+    [ "${MOCK_DATA:-}" != 1 ] || return 0
+    [ -n "${DATA_PATH:-}" ] || fail "DATA_PATH is not set: make it with tools/preprocess_data.py --input my.txt" \
+        "--output-prefix out/my ... and give DATA_PATH=out/my_text_document, or MOCK_DATA=1 for made-up tokens"
+    for part in "${TEXT[@]}"; do
+        case $part in *[!0-9.]*) ;; *) continue ;; esac  # the weight of a part in a mixture
+        found=$part
+        [ -f "$part.bin" ] && [ -f "$part.idx" ] || fail "DATA_PATH=$DATA_PATH: $part.bin and $part.idx are not" \
+            "both there; tools/preprocess_data.py --output-prefix makes them"
+    done
+    [ -n "$found" ] || fail "DATA_PATH=$DATA_PATH: names no tokenized text"
+    [ -n "${TOKENIZER_ARGS:-}" ] || fail "TOKENIZER_ARGS is not set: give the flags that $found was made with, as in" \
+        "TOKENIZER_ARGS=\"${TOKENS[*]}\""
+}
+
+gpus_here() {
+    "$PYTHON" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)'
+}
+
+check_gpus() {
+    local here
+    here=$(gpus_here)
+    [ "$here" -gt 0 ] || fail "torch sees no GPU on this machine; DRY_RUN=1 prints command and plan, SCALE=tiny runs on the CPU"
+    [ "$here" -ge "$GPUS_PER_NODE" ] || fail "$here GPUs on this machine, $GPUS_PER_NODE needed" \
+        "($NUM_NODES x $GPUS_PER_NODE); $(recipe "$@" --gpus-here "$here")"
+}
+
+if [ -z "$SCALE" ]; then
+    check_data
+    [ -z "$MISFIT" ] || [ "${FORCE:-}" = 1 ] || fail "$MISFIT; FORCE=1 starts it all the same"
+    [ "$NUM_NODES" -eq 1 ] || [ -n "${HEAD_NODE:-}" ] || fail "HEAD_NODE is not set: $NUM_NODES nodes of" \
+        "$GPUS_PER_NODE GPUs meet at one of them; start this on each with its name, or give NUM_GPUS for one node"
+fi
+. "$ROOT/examples/setup_env.sh"
+
+# ---------------------------------------------------------------- train
+if [ -z "$SCALE" ]; then
+    check_gpus "$@"
+    # Slurm sends it to every process of a step: it is for the ranks, which save and end; torchrun would die of it.
+    trap '' USR1
+    exec "$PYTHON" -m torch.distributed.run "${LAUNCHED[@]}"
+fi
+
+# ---------------------------------------------------------------- SCALE=tiny
+if [ "$METHOD" = offload ]; then
+    [ "$(gpus_here)" -ge "$GPUS_PER_NODE" ] || fail "METHOD offload needs CUDA also with SCALE=tiny, here on" \
+        "$GPUS_PER_NODE GPUs: the optimizer on the host takes its gradients from them; bcd and full run without"
+else
+    export CUDA_VISIBLE_DEVICES=
+fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+# Made under another name: two runs at once, or one that was killed, leave no half text.
+if [ ! -d "$OUT/text" ]; then
+    mkdir -p "$OUT"
+    NEW=$(mktemp -d "$OUT/text.XXXXXX")
+    "$PYTHON" "$ROOT/examples/stdlib_text.py" --megabytes 0.5 --output "$NEW/stdlib.jsonl"
+    "$PYTHON" "$ROOT/tools/preprocess_data.py" --input "$NEW/stdlib.jsonl" --output-prefix "$NEW/stdlib" \
+        --tokenizer-type ByteLevelTokenizer --append-eod
+    mv -T "$NEW" "$OUT/text" 2>/dev/null || rm -r "$NEW"
+fi
+rm -rf "$SAVE" "$SAVE.jsonl"  # of an earlier tiny run, which this one would go on with
+"$PYTHON" -m torch.distributed.run "${LAUNCHED[@]}"
+[ "$(cat "$SAVE/latest_checkpointed_iteration.txt")" = "$TRAIN_ITERS" ] || fail "no checkpoint of the last step in $SAVE"
+printf '\n%s %s %s, scaled down: %s steps over %s block%s on %s process%s (pipeline %s), checkpoint in %s, metrics in %s\n' \
+    "$MODEL" "$METHOD" "$CLUSTER" "$TRAIN_ITERS" "$NUM_BLOCKS" "$([ "$NUM_BLOCKS" -eq 1 ] || echo s)" \
+    "$GPUS_PER_NODE" "$([ "$GPUS_PER_NODE" -eq 1 ] || echo es)" "$NUM_STAGES" "$SAVE" "$SAVE.jsonl"

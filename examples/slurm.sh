@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# A recipe under Slurm, on one node or several, that goes on until it is trained:
+#
+#   DATA_PATH=... TOKENIZER_ARGS=... sbatch --nodes 2 examples/slurm.sh G-20B bcd rtx4090 [flags of the training script]
+#
+# Submit it from the root of the repository, on a disk that all nodes share: text, environment and checkpoints are read
+# there. Words and variables are those of examples/pretrain.sh, which srun starts on every node; NNODES, GPUS_PER_NODE and
+# HEAD_NODE come from the job. Ten minutes before its time is up the ranks save and end with 0, the job goes back into the
+# queue under its own number, and continues from that checkpoint. A run that is trained, or fails, ends the job.
+#
+#SBATCH --job-name=megatron-bcd
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=32
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@600
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=slurm-%j.log
+set -euo pipefail
+
+cd "${SLURM_SUBMIT_DIR:?is set by sbatch: sbatch examples/slurm.sh MODEL METHOD CLUSTER}"  # Slurm runs a copy of this file
+export NNODES=$SLURM_JOB_NUM_NODES
+export GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:?is set by sbatch --gpus-per-node N}}
+export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}  # of two jobs on a node, each its own
+read -r HEAD_NODE < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export HEAD_NODE
+
+# "B:" above sends the signal to this shell only; srun passes it on to every process of the step (with Slurm's usual
+# process tracking, proctrack/cgroup: ranks are in process groups of their own).
+STOPPING=
+pass_on() {
+    STOPPING=1
+    kill -USR1 "$STEP" || true  # it may have ended just now
+}
+srun --kill-on-bad-exit=1 bash examples/pretrain.sh "$@" &
+STEP=$!
+trap pass_on USR1
+
+# A signal ends wait, not the step.
+CODE=0
+wait "$STEP" || CODE=$?
+while kill -0 "$STEP" 2>/dev/null; do
+    CODE=0
+    wait "$STEP" || CODE=$?
+done
+[ "$CODE" -eq 0 ] || exit "$CODE"
+[ -z "$STOPPING" ] || scontrol requeue "$SLURM_JOB_ID"

@@ -1,0 +1,344 @@
+"""examples/pretrain.sh and examples/slurm.sh: what they print, refuse, start, and that they run to the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import recipe
+
+from megatron.bcd.arguments import FORMS, parse_run_config
+from megatron.bcd.config import RunConfig
+from megatron.bcd.planner.memory import fits
+from megatron.bcd.planner.recipe import METHODS, Recipe
+from megatron.bcd.planner.tables import read_clusters, read_models
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+MODELS = tuple(read_models(EXAMPLES / "models.csv"))
+CLUSTERS = tuple(read_clusters(EXAMPLES / "clusters.csv"))
+OFFLOAD = ["--optimizer-cpu-offload", "--optimizer-offload-fraction", "1.0"]
+VARIABLES = ("NUM_GPUS", "NNODES", "GPUS_PER_NODE", "DATA_PATH", "TOKENIZER_ARGS", "MOCK_DATA", "SAVE", "TRAIN_ITERS",
+             "MICRO_BATCH", "GLOBAL_BATCH", "PRECISION", "RECOMPUTE", "FORCE", "SCALE", "DRY_RUN", "OUT", "HEAD_NODE",
+             "MASTER_PORT")  # fmt: skip
+SMALL = ("G-5.4B", "bcd", "rtx4090")
+TEXT = {"DATA_PATH": "text_document", "TOKENIZER_ARGS": "--tokenizer-type ByteLevelTokenizer"}
+
+
+def start(*words: str, cwd: Path, script: str = "pretrain.sh", **variables: str) -> subprocess.CompletedProcess[str]:
+    """A recipe as a user starts it, from another folder, with no variable but these."""
+    clean = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    return subprocess.run(
+        ["bash", str(EXAMPLES / script), *words],
+        cwd=cwd,
+        env=clean | {"BCD_PYTHON": sys.executable} | variables,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> Path:
+    """A folder for PYTHONPATH with a torch that has STUB_GPUS GPUs, and a launcher that says its words."""
+    distributed = tmp_path / "stub" / "torch" / "distributed"
+    distributed.mkdir(parents=True)
+    (distributed.parent / "__init__.py").write_text(
+        "import os\n"
+        "class cuda:\n"
+        "    device_count = staticmethod(lambda: int(os.environ['STUB_GPUS']))\n"
+        "    is_available = staticmethod(lambda: int(os.environ['STUB_GPUS']) > 0)\n"
+    )
+    (distributed / "__init__.py").touch()
+    (distributed / "run.py").write_text(
+        "import json, signal, sys\n"
+        "ignored = signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN\n"
+        "print(json.dumps({'words': sys.argv[1:], 'ignores USR1': ignored}))\n"
+    )
+    return tmp_path / "stub"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A folder to start in, which holds what looks like tokenized text."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    for suffix in ("bin", "idx"):
+        (folder / f"text_document.{suffix}").touch()
+    return folder
+
+
+def parsed(words: list[str], *, form: str, world_size: int) -> RunConfig:
+    """As the training script takes them; what moves the optimizer to the host needs CUDA, and is left out."""
+    at = words.index(OFFLOAD[0]) if OFFLOAD[0] in words else len(words)
+    assert words[at : at + len(OFFLOAD)] in (OFFLOAD, [])
+    return parse_run_config(
+        words[:at] + words[at + len(OFFLOAD) :], prog="test", defaults=FORMS[form], world_size=world_size
+    )
+
+
+def assert_agrees(config: RunConfig, planned: Recipe) -> None:
+    """The run has the layout, the batch, the method and the model that were planned."""
+    model = planned.model
+    assert (config.num_layers, config.hidden_size, config.model.seq_length) == (
+        model.layers,
+        model.hidden,
+        planned.tokens,
+    )
+    assert (
+        config.transformer["ffn_hidden_size"] == model.ffn and config.transformer["num_attention_heads"] == model.heads
+    )
+    assert config.model.swiglu == (model.form == "llama") and config.tied == (model.form == "gpt")
+    assert (config.pipeline_size, config.precision) == (planned.pipeline_size, planned.precision)
+    assert config.training.micro_batch_size == planned.micro_batch_size
+    assert config.training.global_batch_size == planned.global_batch_size
+    assert (config.transformer.get("recompute_granularity") == "full") == (planned.recompute == "full")
+    assert config.bcd.bcd_num_blocks == (planned.num_blocks or 3 if planned.method == "bcd" else 1)
+    assert config.bcd.bcd_schedule == ("bcd" if planned.method == "bcd" else "stock")
+
+
+def arrays_of(text: str) -> dict[str, list[str]]:
+    return {name: shlex.split(words) for name, words in re.findall(r"^(\w+)=\((.*)\)$", text, re.MULTILINE)}
+
+
+def command_of(stdout: str) -> list[str]:
+    """The words of the command that a dry run prints."""
+    return shlex.split(stdout[stdout.index("\ntorchrun ") :].split("\n\n")[0].replace("\\\n", ""))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_recipe_is_a_command_that_fits(model: str) -> None:
+    """A combination without a layout, with one that does not fit, or whose flags say otherwise than its plan."""
+    for method in METHODS:
+        for cluster in CLUSTERS:
+            asked = recipe.asked_for(*recipe.parse_arguments([model, method, cluster]), environment={})
+            assert fits(asked.recipe), (method, cluster)
+            arrays = arrays_of(recipe.as_bash(asked))
+            assert (arrays["METHOD_ARGS"][-3:] == OFFLOAD) == (method == "offload")
+            words = [word for name in ("MODEL", "PARALLEL", "TRAINING", "METHOD") for word in arrays[f"{name}_ARGS"]]
+            words += ["--train-iters", "1", "--lr", "1", "--mock-data", "--vocab-size", "9"]
+            config = parsed(words, form=asked.recipe.model.form, world_size=asked.recipe.num_gpus)
+            assert_agrees(config, asked.recipe)
+
+
+def test_where_a_recipe_runs() -> None:
+    """A row of the method table that is never read; a plan to the last of a GPU's memory; recomputation for nothing."""
+    for words, nodes, per_node in (
+        (("G-20B", "bcd", "rtx4090"), 2, 8),
+        (("L-8.0B", "full", "rtx4090"), 2, 6),
+        (("G-5.4B", "offload", "rtx4090"), 1, 4),
+    ):
+        found = recipe.asked_for(*recipe.parse_arguments(words), environment={}).recipe
+        assert (found.num_nodes, found.gpus_per_node, found.pipeline_size) == (nodes, per_node, nodes * per_node)
+    for words, recompute in ((SMALL, "none"), (("G-5.4B", "full", "rtx4090"), "full")):
+        found = recipe.asked_for(*recipe.parse_arguments(words), environment={}).recipe
+        assert fits(replace(found, recompute="none")) and found.recompute == recompute
+
+
+@pytest.mark.parametrize(
+    "words, variables",
+    [
+        (("G-20B", "bcd", "rtx4090"), {}),
+        (("G-1.6B", "full", "a100"), {"PRECISION": "bf16", "NUM_GPUS": "8", "MICRO_BATCH": "4", "GLOBAL_BATCH": "128"}),
+        (("G-5.4B", "offload", "rtx4090"), {}),
+        (("l-6.0b", "bcd", "a800", "--bcd-num-blocks", "4", "--bcd-order", "random", "--seq-length", "512"), {}),
+        (
+            ("L-11B", "full", "a100"),
+            {"NNODES": "2", "GPUS_PER_NODE": "4", "HEAD_NODE": "first", "DATA_PATH": "0.3 a 0.7 b"},
+        ),
+        (("LLaMA-7B", "offload", "a100"), {"MOCK_DATA": "1", "TRAIN_ITERS": "7"}),
+    ],
+)
+def test_dry_run(words: tuple[str, ...], variables: dict[str, str], stub: Path, tmp_path: Path) -> None:
+    """A dry run that needs torch, or prints a command of other numbers than the plan above it."""
+    (stub / "torch" / "__init__.py").write_text("raise ImportError('a dry run needs no torch')\n")
+    done = start(*words, cwd=tmp_path, DRY_RUN="1", PYTHONPATH=str(stub), **variables)
+    assert (done.returncode, done.stderr) == (0, "")
+    planned = recipe.asked_for(*recipe.parse_arguments(words), environment=variables).recipe
+    assert done.stdout.startswith(f"{planned.model.name}: ")
+    assert f"\npipeline {planned.pipeline_size} x data {planned.data_size}, " in done.stdout
+    assert "\nfits: " in done.stdout and "note: DATA_PATH" not in done.stdout[: done.stdout.index("\ntorchrun ")]
+    command = command_of(done.stdout)
+    at = next(i for i, word in enumerate(command) if word.endswith("_bcd.py"))
+    launcher = dict(zip(command[:at], command[1:at], strict=False))
+    nodes = int(launcher.get("--nnodes", "1"))
+    assert (nodes, int(launcher["--nproc-per-node"])) == (planned.num_nodes, planned.gpus_per_node)
+    assert ("--standalone" in command) == (nodes == 1)
+    config = parsed(command[at + 1 :], form=planned.model.form, world_size=planned.num_gpus)
+    assert_agrees(config, planned)
+    assert config.checkpoint.save == config.checkpoint.load == f"out/{planned.model.name}-{words[1]}-{words[2]}"
+    if "--bcd-order" in words:
+        assert (config.bcd.bcd_order, config.bcd.bcd_num_blocks) == ("random", 4)
+    if "HEAD_NODE" in variables:
+        assert launcher["--rdzv-endpoint"] == "first:29500" and config.data.data_path == ("0.3", "a", "0.7", "b")
+    if "MOCK_DATA" in variables:
+        assert config.data.mock_data and config.training.train_iters == 7
+    assert os.listdir(tmp_path) == ["stub"]
+
+
+def test_dry_run_of_what_does_not_fit(tmp_path: Path) -> None:
+    """An exit code, or a command without a word that it can't run."""
+    done = start("G-20B", "bcd", "rtx4090", cwd=tmp_path, DRY_RUN="1", NUM_GPUS="4")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "does NOT fit: " in done.stdout and "NUM_GPUS=16 would fit" in done.stdout
+    assert command_of(done.stdout)[:4] == ["torchrun", "--standalone", "--nproc-per-node", "4"]
+
+
+@pytest.mark.parametrize(
+    "words, variables, message",
+    [
+        (("G-5.4B", "bcd"), {}, "MODEL METHOD CLUSTER are needed"),
+        (("G-5B", *SMALL[1:]), {}, "MODEL G-5B: must be one of G-0.15B, G-1.6B"),
+        (("G-5.4B", "lora", "rtx4090"), {}, "METHOD lora: must be one of bcd, full, offload"),
+        (("G-5.4B", "bcd", "h100"), {}, "CLUSTER h100: must be one of rtx4090, a100, a800"),
+        (SMALL, {"SCALE": "small"}, "SCALE=small: must be tiny"),
+        (SMALL, {"NUM_GPUS": "four"}, "NUM_GPUS=four: must be a whole number"),
+        (SMALL, {"NUM_GPUS": "9"}, "NUM_GPUS=9: does not divide among 2 nodes"),
+        (SMALL, {"NUM_GPUS": "4", "NNODES": "2"}, "NUM_GPUS=4 is not NNODES=2 x GPUS_PER_NODE=8"),
+        (SMALL, {"MICRO_BATCH": "3"}, "GLOBAL_BATCH=64: must be a multiple of 3 (MICRO_BATCH=3 x 1"),
+        (SMALL, {"PRECISION": "fp8"}, "PRECISION=fp8: must be one of"),
+        (
+            (*SMALL, "--micro-batch-size", "2"),
+            {},
+            "is the recipe's own, as the plan follows from it; set MICRO_BATCH",
+        ),
+        ((*SMALL, "--tensor-model-parallel-size=2"), {}, "--tensor-model-parallel-size: is the recipe's own"),
+        (("G-5.4B", "full", "rtx4090", "--bcd-num-blocks", "3"), {}, "--bcd-num-blocks 3 does not go with"),
+        (SMALL, {}, "DATA_PATH is not set: make it with tools/preprocess_data.py"),
+        (SMALL, TEXT | {"DATA_PATH": "0.5 text_document 0.5 other"}, "other.bin and other.idx are not both there"),
+        (SMALL, {"DATA_PATH": "text_document"}, "TOKENIZER_ARGS is not set"),
+        (SMALL, TEXT | {"NUM_GPUS": "2"}, "does not fit on 2 x RTX 4090"),
+        (SMALL, TEXT | {"NNODES": "2"}, "HEAD_NODE is not set: 2 nodes of 8 GPUs meet"),
+        (SMALL, TEXT, "no GPU on this machine; DRY_RUN=1 prints"),
+        (SMALL, TEXT | {"STUB_GPUS": "2", "RECOMPUTE": "none"}, "2 GPUs on this machine, 4 needed (1 x 4); METHOD "),
+        (("G-20B", *SMALL[1:]), TEXT | {"STUB_GPUS": "1", "NUM_GPUS": "16", "HEAD_NODE": "n"}, "no method fits on "),
+        (("L-6.0B", "offload", "rtx4090"), {"SCALE": "tiny"}, "METHOD offload needs CUDA also with SCALE=tiny"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: tuple[str, ...], variables: dict[str, str], message: str, stub: Path, data: Path
+) -> None:
+    """A traceback, a run that starts all the same, a message without a remedy, or files left behind."""
+    before = sorted(os.listdir(data))
+    done = start(*words, cwd=data, **{"PYTHONPATH": str(stub), "STUB_GPUS": "0"} | variables)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith("pretrain.sh: error: ") and done.stderr.count("\n") == 1
+    assert message in done.stderr
+    assert [line for line in done.stdout.splitlines() if not line.startswith("setup: using BCD_PYTHON")] == []
+    assert sorted(os.listdir(data)) == before
+
+
+def test_what_would_fit_does(tmp_path: Path) -> None:
+    """A remedy that is refused in turn."""
+    few = recipe.run([*SMALL, "--gpus-here", "2"], {})
+    method, number = re.findall(r"METHOD (\w+) with NUM_GPUS=(\d+) would fit", few)[0]
+    assert (number, fits(recipe.asked_for(*recipe.parse_arguments(["G-5.4B", method, "rtx4090"]),
+                                          environment={"NUM_GPUS": number}).recipe)) == ("2", True)  # fmt: skip
+    assert "METHOD bcd with NUM_GPUS=1" in recipe.run(["L-8.0B", "full", "a100", "--gpus-here", "1"], {})
+
+
+@pytest.mark.parametrize(
+    "words, variables",
+    [
+        (SMALL, TEXT | {"STUB_GPUS": "4"}),
+        ((*SMALL, "--seed", "7"), TEXT | {"STUB_GPUS": "2", "NNODES": "2", "GPUS_PER_NODE": "2", "HEAD_NODE": "n0"}),
+        (("L-6.0B", "full", "rtx4090"), TEXT | {"STUB_GPUS": "8", "NUM_GPUS": "2", "FORCE": "1"}),
+    ],
+)
+def test_what_is_printed_is_what_is_started(
+    words: tuple[str, ...], variables: dict[str, str], stub: Path, data: Path
+) -> None:
+    """A dry run that shows another command; a signal for the ranks that ends torchrun before they have saved."""
+    environment = {"PYTHONPATH": str(stub)} | variables
+    printed = start(*words, cwd=data, DRY_RUN="1", **environment)
+    started = start(*words, cwd=data, **environment)
+    assert (started.returncode, started.stderr) == (0, "")
+    said = json.loads(started.stdout.splitlines()[-1])
+    assert ["torchrun", *said["words"]] == command_of(printed.stdout)
+    assert said["ignores USR1"]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where tiny runs write: the text is tokenized once."""
+    return tmp_path_factory.mktemp("out") / "recipes"
+
+
+def assert_runs_to_the_end(words: tuple[str, ...], out: Path) -> None:
+    """Every block was trained, evaluated and saved, in the pipeline that the recipe has."""
+    done = start(*words, cwd=out.parent, SCALE="tiny", OUT=str(out), CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stdout + done.stderr
+    planned = recipe.asked_for(*recipe.parse_arguments(words), environment={}).recipe
+    stages, ranks = min(2, planned.pipeline_size), min(2, planned.num_gpus)
+    blocks = 3 if planned.method == "bcd" else 1
+    steps = 6 if planned.method == "bcd" else 4
+    saved = out / "-".join(words)
+    lines = [json.loads(line) for line in Path(f"{saved}.jsonl").read_text().splitlines()]
+    trained = [line["block"] for line in lines if "loss" in line and "learning_rate" in line]
+    assert len(trained) == steps and set(trained) == set(range(blocks))
+    assert any("validation_loss" in line for line in lines)
+    assert (saved / "latest_checkpointed_iteration.txt").read_text() == str(steps)
+    assert re.search(rf"parallel +pipeline {stages} x tensor 1 x data {ranks // stages}, fp32", done.stdout)
+    last = f"scaled down: {steps} steps over {blocks} block{'s' if blocks > 1 else ''} on {ranks} process"
+    assert last in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("G-1.6B", "bcd", "rtx4090"),
+        ("G-5.4B", "full", "a100"),
+        ("L-6.0B", "bcd", "rtx4090"),
+        ("L-1.5B", "full", "a800"),
+    ],
+    ids="-".join,
+)
+def test_tiny(words: tuple[str, ...], out: Path) -> None:
+    """A recipe whose flags the training script refuses, or that trains some of the blocks, or saves nothing."""
+    assert_runs_to_the_end(words, out)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("method", ["bcd", "full"])
+def test_tiny_of_every_model(model: str, method: str, out: Path) -> None:
+    """As above, for those that it leaves out."""
+    assert_runs_to_the_end((model, method, "rtx4090"), out)
+
+
+@pytest.mark.parametrize("code, is_signalled, requeued", [(0, True, True), (0, False, False), (3, False, False)])
+def test_slurm(tmp_path: Path, code: int, is_signalled: bool, requeued: bool) -> None:
+    """A job that is requeued for ever, or not at all; a signal that reaches the batch shell only; a lost exit code."""
+    for name, body in {
+        "srun": f"""echo "srun $* NNODES=$NNODES GPUS_PER_NODE=$GPUS_PER_NODE HEAD_NODE=$HEAD_NODE" >> log
+            trap 'echo saved >> log; exit {code}' USR1
+            touch running
+            [ -n "$WAITS" ] || exit {code}
+            for i in $(seq 1000); do sleep 0.05; done""",
+        "scontrol": """if [ "$1" = show ]; then printf 'node7\\nnode8\\n'; else echo "scontrol $*" >> log; fi""",
+    }.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8",
+           "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "41", "WAITS": "1" * is_signalled}  # fmt: skip
+    clean = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    batch = subprocess.Popen(
+        ["bash", EXAMPLES / "slurm.sh", "G-20B", "bcd", "rtx4090", "--seed", "7"],
+        env=clean | job | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )
+    if is_signalled:
+        while not (tmp_path / "running").exists() and batch.poll() is None:
+            time.sleep(0.02)
+        batch.send_signal(signal.SIGUSR1)
+    assert batch.wait(timeout=60) == code
+    first, *rest = (tmp_path / "log").read_text().splitlines()
+    assert "bash examples/pretrain.sh G-20B bcd rtx4090 --seed 7 NNODES=2 GPUS_PER_NODE=8 HEAD_NODE=node7" in first
+    assert rest == ["saved"] * is_signalled + ["scontrol requeue 41"] * requeued

@@ -1,0 +1,223 @@
+"""A recipe as bash: what examples/pretrain.sh asks the planner, from the three tables beside it.
+
+    python tools/recipe.py MODEL METHOD CLUSTER [--tiny N | --gpus-here N] [flags of the training script]
+
+Prints assignments for bash's eval: the flags by concern (MODEL_ARGS, PARALLEL_ARGS, TRAINING_ARGS, METHOD_ARGS), those
+that were given beside them (EXTRA_ARGS), names and numbers, the PLAN as text, and MISFIT: why it does not fit and what
+would, or nothing. --tiny N scales the flags down to a run of seconds on at most N ranks, --gpus-here N prints what fits
+on N GPUs of one node and nothing else. Reads NUM_GPUS, NNODES, GPUS_PER_NODE, MICRO_BATCH, GLOBAL_BATCH, PRECISION and
+RECOMPUTE from the environment. No torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from _plan_output import show_figures
+
+from megatron.bcd.blocks import LAYOUTS
+from megatron.bcd.planner.command import SCRIPTS, method_flags, network_flags, parallel_flags, training_flags
+from megatron.bcd.planner.placement import fewest, placed, scaled_down, that_fits_on
+from megatron.bcd.planner.plan import Plan, make_plan
+from megatron.bcd.planner.recipe import METHODS, Recipe
+from megatron.bcd.planner.tables import GIB, choose, read_clusters, read_models, read_placements
+
+PROG = "pretrain.sh"
+EXAMPLES = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "examples")
+
+_VARIABLES = {
+    "--num-gpus": "NUM_GPUS",
+    "--micro-batch-size": "MICRO_BATCH",
+    "--global-batch-size": "GLOBAL_BATCH",
+    "--precision": "PRECISION",
+    "--recompute": "RECOMPUTE",
+}
+"""The planner's flags, by the names under which a recipe takes them."""
+_ELSEWHERE = {
+    **{flag: f"set {name}" for flag, name in _VARIABLES.items()},
+    **dict.fromkeys(("--bf16", "--fp16"), "set PRECISION"),
+    **dict.fromkeys(
+        ("--recompute-activations", "--recompute-granularity", "--recompute-method", "--recompute-num-layers"),
+        "set RECOMPUTE=full or RECOMPUTE=none",
+    ),
+    **dict.fromkeys(
+        ("--num-layers", "--hidden-size", "--num-attention-heads", "--ffn-hidden-size"),
+        "add a row to examples/models.csv",
+    ),
+    **dict.fromkeys(("--optimizer-cpu-offload", "--optimizer-offload-fraction"), "take METHOD offload"),
+    **dict.fromkeys(("--data-path", "--train-data-path", "--valid-data-path"), "set DATA_PATH"),
+    "--mock-data": "set MOCK_DATA=1",
+    "--tokenizer-type": "set TOKENIZER_ARGS",
+    "--bcd-schedule": "METHOD decides it",
+    "--tensor-model-parallel-size": "the plan knows tensor-parallel size 1 only; write the command yourself",
+}
+"""Flags that would make the command another one than the plan, and what to do in their place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the user wants: the recipe, and flags that the planner has no opinion on."""
+
+    recipe: Recipe
+    extra: tuple[str, ...]
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ValueError, where argparse would leave the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
+
+
+def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, tuple[str, ...]]:
+    """The recipe's flags, and the others in their order. Raises ValueError for one that belongs elsewhere."""
+    parser = Parser(prog=PROG, allow_abbrev=False, add_help=False)
+    add = parser.add_argument
+    for name in ("model", "method", "cluster"):
+        add(name)
+    add("--tiny", type=int)
+    add("--gpus-here", type=int)
+    add("--bcd-num-blocks", type=int)
+    add("--bcd-layout", choices=LAYOUTS, default="spread")
+    add("--pipeline-model-parallel-size", type=int)
+    add("--seq-length", type=int)
+    arguments, extra = parser.parse_known_args(argv)
+    for word in extra:
+        remedy = _ELSEWHERE.get(word.split("=", 1)[0])
+        if remedy:
+            raise ValueError(f"{word.split('=', 1)[0]}: is the recipe's own, as the plan follows from it; {remedy}")
+    return arguments, tuple(extra)
+
+
+def asked_for(arguments: argparse.Namespace, extra: tuple[str, ...], environment: Mapping[str, str]) -> Asked:
+    """Raises ValueError, one line, for a word that no table has, or numbers that do not fit each other."""
+    model = choose(read_models(os.path.join(EXAMPLES, "models.csv")), arguments.model, flag="MODEL")
+    cluster = choose(read_clusters(os.path.join(EXAMPLES, "clusters.csv")), arguments.cluster, flag="CLUSTER")
+    if arguments.method not in METHODS:
+        raise ValueError(f"METHOD {arguments.method}: must be one of {', '.join(METHODS)}")
+    fields: dict[str, Any] = {
+        "num_blocks": arguments.bcd_num_blocks,
+        "layout": arguments.bcd_layout,
+        "pipeline_size": arguments.pipeline_model_parallel_size,
+        "sequence": arguments.seq_length,
+        "num_gpus": _number(environment, "NUM_GPUS"),
+        "micro_batch_size": _number(environment, "MICRO_BATCH"),
+        "global_batch_size": _number(environment, "GLOBAL_BATCH"),
+        "precision": environment.get("PRECISION") or None,
+        "recompute": environment.get("RECOMPUTE") or None,
+    }
+    nodes, per_node = _number(environment, "NNODES"), _number(environment, "GPUS_PER_NODE")
+    if nodes is not None or per_node is not None:
+        cluster = replace(cluster, gpus_per_node=per_node or cluster.gpus_per_node)
+        together = (nodes or 1) * cluster.gpus_per_node
+        if fields["num_gpus"] not in (None, together):
+            raise ValueError(
+                f"NUM_GPUS={fields['num_gpus']} is not NNODES={nodes or 1} x GPUS_PER_NODE={cluster.gpus_per_node}: "
+                "give one or the other"
+            )
+        fields["num_gpus"] = together
+    recipe = placed(
+        model=model,
+        cluster=cluster,
+        method=arguments.method,
+        placements=read_placements(os.path.join(EXAMPLES, "methods.csv")),
+        **{name: value for name, value in fields.items() if value is not None},
+    )
+    return Asked(recipe=recipe, extra=extra)
+
+
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    text = environment.get(name, "")
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{name}={text}: must be a whole number, at least 1")
+    return int(text)
+
+
+def as_bash(asked: Asked, *, tiny: int | None = None) -> str:
+    """Assignments for eval. The plan is the recipe's own also where the flags are scaled down."""
+    plan = make_plan(asked.recipe)
+    shown = asked.recipe if tiny is None else scaled_down(asked.recipe, num_gpus=tiny)
+    values = {
+        "MODEL": asked.recipe.model.name,
+        "CLUSTER": asked.recipe.cluster.name,
+        "SCRIPT": SCRIPTS[shown.model.form],
+        "FORM": shown.model.form,
+        "VOCABULARY": shown.model.vocabulary,
+        "NUM_NODES": shown.num_nodes,
+        "GPUS_PER_NODE": shown.gpus_per_node,
+        "NUM_STAGES": shown.pipeline_size,
+        "NUM_BLOCKS": shown.partition.num_blocks,
+        "ITERATIONS": plan.bill.iterations,
+        "PLAN": show_figures(plan),
+        "MISFIT": misfit(plan),
+    }
+    arrays: dict[str, Sequence[str]] = {
+        "MODEL_ARGS": network_flags(shown),
+        "PARALLEL_ARGS": parallel_flags(shown),
+        "TRAINING_ARGS": training_flags(shown),
+        "METHOD_ARGS": method_flags(shown),
+    }
+    lines = [f"{name}={shlex.quote(str(value))}" for name, value in values.items()]
+    lines += [f"{name}=({' '.join(flags)})" for name, flags in arrays.items()]
+    return "\n".join([*lines, f"EXTRA_ARGS=({shlex.join(asked.extra)})"])
+
+
+def misfit(plan: Plan) -> str:
+    """Why the plan does not fit, and what would; empty where it fits."""
+    if plan.fits:
+        return ""
+    recipe, number = plan.recipe, fewest(plan.recipe)
+    if number is None:
+        remedy = "take a smaller model or a GPU with more memory"
+    elif number <= recipe.num_gpus:
+        remedy = "another pipeline size, MICRO_BATCH=1 or RECOMPUTE=full would fit"
+    else:
+        remedy = f"NUM_GPUS={number} would fit"
+    return (
+        f"{recipe.model.name} with METHOD {recipe.method} does not fit on {recipe.num_gpus} x {recipe.cluster.gpu}: "
+        f"{plan.peak.total / GIB:.1f} of {recipe.cluster.memory_gib:g} GiB by plan; {remedy}"
+    )
+
+
+def on_gpus_here(recipe: Recipe, here: int) -> str:
+    """What fits on the GPUs of this node, in the words of a recipe."""
+    other = that_fits_on(recipe, here)
+    if other is None:
+        number = fewest(recipe)
+        return "no method fits on these" + (f", and METHOD {recipe.method} fits on {number}" if number else "")
+    return f"METHOD {other.method} with NUM_GPUS={here} would fit"
+
+
+def run(argv: Sequence[str] | None, environment: Mapping[str, str]) -> str:
+    """What is to be printed. Raises ValueError for what the user can mend."""
+    arguments, extra = parse_arguments(argv)
+    asked = asked_for(arguments, extra, environment)
+    if arguments.gpus_here is not None:
+        return on_gpus_here(asked.recipe, arguments.gpus_here)
+    return as_bash(asked, tiny=arguments.tiny)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        print(run(argv, os.environ))
+    except ValueError as error:
+        line = " ".join(str(error).split())
+        for flag, name in _VARIABLES.items():
+            line = line.replace(f"{flag} ", f"{name}=")
+        print(f"{PROG}: error: {line}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
