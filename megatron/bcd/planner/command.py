@@ -20,6 +20,8 @@ def network_flags(recipe: Recipe) -> list[str]:
         f"--ffn-hidden-size {model.ffn}",
         f"--seq-length {recipe.tokens}",
     ]
+    if model.groups != model.heads:
+        flags.append(f"--group-query-attention --num-query-groups {model.groups}")
     if model.form == "gpt":
         flags += [f"--max-position-embeddings {recipe.tokens} --hidden-dropout 0 --attention-dropout 0"]
     return flags

@@ -95,6 +95,7 @@ def scaled_down(recipe: Recipe, *, num_gpus: int = 2) -> Recipe:
         layers=max(_TINY_LAYERS, stages * (recipe.num_blocks or 3)),
         hidden=_TINY_HIDDEN,
         heads=_TINY_HEADS,
+        groups=_TINY_HEADS // (2 if model.groups < model.heads else 1),
         ffn=2 * round(_TINY_HIDDEN * model.ffn / model.hidden / 2),
         vocabulary=_BYTES,
         sequence=_TINY_SEQUENCE,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +28,8 @@ class Model:
     layers: int
     hidden: int
     heads: int
+    groups: int
+    """Of heads that share keys and values (grouped-query attention); as many as heads where none do."""
     ffn: int
     vocabulary: int
     """Unpadded."""
@@ -38,28 +40,33 @@ class Model:
     def __post_init__(self) -> None:
         if self.form not in FORMS:
             raise ValueError(f"model {self.name}: form {self.form} must be one of {', '.join(FORMS)}")
-        for name in ("layers", "hidden", "heads", "ffn", "vocabulary", "sequence"):
+        for name in ("layers", "hidden", "heads", "groups", "ffn", "vocabulary", "sequence"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model {self.name}: {name} {getattr(self, name)} must be at least 1")
         if self.hidden % self.heads:
             raise ValueError(f"model {self.name}: hidden {self.hidden} is not divisible by heads {self.heads}")
+        if self.heads % self.groups:
+            raise ValueError(f"model {self.name}: heads {self.heads} is not divisible by groups {self.groups}")
 
     def shape(self, sequence: int | None = None) -> ModelShape:
         """What its number of parameters follows from; a GPT's position table reaches the end of ``sequence``."""
+        key_value_size = self.hidden // self.heads * self.groups
         if self.form == "llama":
             return llama(
                 num_layers=self.layers,
                 hidden_size=self.hidden,
                 ffn_hidden_size=self.ffn,
                 vocab_size=self.vocabulary,
+                key_value_size=key_value_size,
             )
-        return gpt2(
+        plain = gpt2(
             num_layers=self.layers,
             hidden_size=self.hidden,
             ffn_hidden_size=self.ffn,
             vocab_size=self.vocabulary,
             num_positions=self.sequence if sequence is None else sequence,
         )
+        return replace(plain, key_value_size=key_value_size)
 
 
 @dataclass(frozen=True, kw_only=True)
