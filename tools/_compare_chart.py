@@ -83,9 +83,9 @@ def _draw_times(axes: Axes, rows: Sequence[Row], figures: dict[str, Any]) -> Non
 
 def _ratios_text(rows: Sequence[Row], figures: dict[str, Any]) -> str:
     bcd = next((row for row in rows if row.name == "bcd" and row.ratio_to_full), None)
-    parts = ["median of the rounds"]
+    parts = []
     if bcd is not None:
-        parts.append(f"BCD {bcd.ratio_to_full:.2f} x full")
+        parts.append(f"BCD {bcd.ratio_to_full:.2f} x full training")
     if figures["peer"]:
         parts.append(f"{figures['peer']['tokens_per_second_ratio']:.2f} x BAdam's tokens/s")
-    return "; ".join(parts)
+    return "; ".join(parts) or "median of the rounds"

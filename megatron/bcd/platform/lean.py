@@ -18,7 +18,9 @@ def patch_megatron_core() -> None:
     from megatron.core.distributed import param_and_grad_buffer as buffers
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.tensor_parallel import layers
+    from megatron.core.transformer import mlp
 
+    mlp.bias_swiglu_impl = _swiglu
     rope_utils._apply_rotary_pos_emb_bshd = _rotary(rope_utils._apply_rotary_pos_emb_bshd)
     for name in ("linear_with_frozen_weight", "linear_with_grad_accumulation_and_async_allreduce"):
         setattr(layers, name, _linear(getattr(layers, name)))
@@ -71,6 +73,37 @@ def _unless_alone(megatron_region: Any) -> Any:
         return input_ if torch.distributed.get_world_size(group) == 1 else megatron_region(input_, group=group)
 
     return region
+
+
+class _SwiGlu(torch.autograd.Function):
+    """silu(gate) x up, where gate and up are the halves of one tensor [..., 2 F], bit for bit Megatron Core's without
+    fusion: that copies `up` to add an offset of zero, and puts the halves of the gradient together from parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        activated = torch.nn.functional.silu(gate)
+        ctx.save_for_backward(x, activated)
+        return activated * up
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x, activated = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        back = torch.empty_like(x)
+        of_gate, of_up = back.chunk(2, dim=-1)
+        torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)
+        torch.mul(gradient, activated, out=of_up)
+        return back
+
+
+def _swiglu(x: torch.Tensor, bias: torch.Tensor | None, *args: Any) -> torch.Tensor:
+    """In place of Megatron Core's `bias_swiglu_impl`, whose compiled functions are for a GPU."""
+    x = x if bias is None else x + bias
+    if x.requires_grad:
+        return _SwiGlu.apply(x)
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate).mul_(up)
 
 
 class _Rotary(torch.autograd.Function):
