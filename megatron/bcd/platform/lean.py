@@ -7,6 +7,7 @@ all there is; on a GPU their time hides behind the kernels, on a CPU it is a ten
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any
 
@@ -48,6 +49,7 @@ def _linear(megatron_linear: Any) -> Any:
     """What Megatron Core's linear layers compute, bit for bit, without its autograd function where nothing is to be
     communicated: PyTorch's own leaves out the gradient of an input that needs none, as behind a frozen prefix."""
 
+    @functools.wraps(megatron_linear)  # with its attributes: it looks for them under its own name
     def linear(
         input: torch.Tensor,
         weight: torch.Tensor,
