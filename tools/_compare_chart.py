@@ -37,9 +37,14 @@ def draw(path: str, rows: Sequence[Row], figures: dict[str, Any]) -> None:
         figure.savefig(path, format="png")
 
 
-def _bars(axes: Axes, rows: Sequence[Row], heights: Sequence[float], form: str) -> None:
+def _bars(axes: Axes, rows: Sequence[Row], heights: Sequence[float], form: str, *, inside: bool = False) -> None:
+    """One bar per method, with its figure above, or inside where something else is drawn at its top."""
     bars = axes.bar(range(len(rows)), heights, width=0.62, color=[COLOURS.get(row.name, FAINT) for row in rows])
-    axes.bar_label(bars, labels=[format(height, form) for height in heights], padding=4, fontsize=10.5, color=INK)
+    labels = [format(height, form) for height in heights]
+    if inside:
+        axes.bar_label(bars, labels=labels, label_type="center", fontsize=12, fontweight="bold", color="white")
+    else:
+        axes.bar_label(bars, labels=labels, padding=4, fontsize=10.5, color=INK)
     axes.set_xticks(range(len(rows)), [NAMES.get(row.name, row.name).replace(", ", ",\n") for row in rows])
     axes.tick_params(axis="x", length=0, labelcolor=INK)
     axes.grid(axis="y", color="#b5b5b5", linewidth=0.6, alpha=0.5)
@@ -62,7 +67,7 @@ def _draw_memory(axes: Axes, rows: Sequence[Row], name: str, title: str, subtitl
 
 def _draw_times(axes: Axes, rows: Sequence[Row], figures: dict[str, Any]) -> None:
     """Medians as bars, every round as a dot, what arithmetic alone would give as a line."""
-    _bars(axes, rows, [row.iteration_ms for row in rows], ",.0f")
+    _bars(axes, rows, [row.iteration_ms for row in rows], ",.0f", inside=True)
     full = next((row.iteration_ms for row in rows if row.name == "full"), None)
     for index, row in enumerate(rows):
         times = [turn["iteration_ms"] for turn in figures["turns"][row.name]]
