@@ -35,7 +35,7 @@ setup(
     packages=find_namespace_packages(include=["megatron.bcd", "megatron.bcd.*"]),
     package_data={"megatron.bcd": ["stock_flags.txt"]},
     python_requires=">=3.11",
-    # requirements.txt pins what was tested. The upper bounds are there because the patches of platform.py
+    # requirements.txt pins what was tested. The upper bounds are there because the patches of megatron/bcd/platform
     # belong to one minor release of Megatron Core, and were run with torch 2.13.
     install_requires=[
         "megatron-core==0.16.*",

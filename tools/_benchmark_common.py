@@ -7,7 +7,6 @@ import gc
 import importlib.metadata
 import json
 import os
-import platform as python_platform
 import shlex
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from io import StringIO
 from typing import Any, NoReturn
 
 import torch
+from _machine import cpu_model
 from rich.console import Console
 from rich.table import Table
 
@@ -134,19 +134,10 @@ def hardware() -> str:
     """GPU or CPU model, threads, and the versions that decide the speed."""
     device = platform.device()
     if device.type == "cpu":
-        name = f"{_cpu_model()}, {torch.get_num_threads()} thread(s) per process of {os.cpu_count()} cores"
+        name = f"{cpu_model()}, {torch.get_num_threads()} thread(s) per process of {os.cpu_count()} cores"
     else:
         name = f"{torch.get_device_module(device).get_device_name(device)}"
     return f"{name}, torch {torch.__version__}, Megatron Core {importlib.metadata.version('megatron-core')}"
-
-
-def _cpu_model() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else python_platform.processor() or python_platform.machine()
 
 
 def table(columns: Sequence[str], *, num_left: int) -> Table:

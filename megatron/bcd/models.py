@@ -97,7 +97,7 @@ def transformer_config(config: RunConfig, implementation: Implementation) -> Tra
     if config.model.swiglu:
         fields.update(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
     has_bias = fields.get("add_bias_linear", True)
-    if not platform.has_cuda() or (not has_bias and not config.model.swiglu):
+    if not config.model.swiglu and (not platform.has_cuda() or not has_bias):  # SwiGLU's has a form for the CPU
         fields["bias_activation_fusion"] = False
     if config.model.openai_gelu and not fields["bias_activation_fusion"]:
         # the fused kernel computes this form in any case, and Megatron Core takes it for torch's own GELU only

@@ -24,12 +24,15 @@ from typing import Any
 import numpy
 import torch
 
+from megatron.bcd.platform import lean
+
 _FACTORIES = ("empty", "full", "ones", "rand", "randn", "tensor", "zeros")
-_MODULES_WITH_CUDA_LITERALS = (
+_MODULES_FOR_CUDA = (
     "megatron.core.optimizer.clip_grads",
     "megatron.core.optimizer.grad_scaler",
     "megatron.core.optimizer.optimizer",
     "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.tensor_parallel.cross_entropy",
     "megatron.core.transformer.utils",
     "megatron.core.utils",
 )
@@ -37,6 +40,11 @@ _MODULES_WITH_CUDA_LITERALS = (
 
 def has_cuda() -> bool:
     return torch.cuda.is_available()
+
+
+def num_gpus() -> int:
+    """That this process sees; asks the driver and leaves no context on any of them."""
+    return torch.cuda.device_count() if has_cuda() else 0
 
 
 def device() -> torch.device:
@@ -396,6 +404,7 @@ class _TorchOnCpu(types.ModuleType):
         super().__init__("torch")
         for name in _FACTORIES:
             setattr(self, name, _on_cpu(getattr(torch, name)))
+        self.distributed = lean.DistributedForOneRank("torch.distributed")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -450,6 +459,7 @@ def patch_megatron_core() -> None:
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     # its tracker warns when the CPU's generator moves while the GPU's is in use: here they are one
     logging.getLogger(megatron_random.__name__).addFilter(lambda record: "CPU RNG state" not in record.getMessage())
+    lean.patch_megatron_core()
     torch_on_cpu = _TorchOnCpu()
-    for name in _MODULES_WITH_CUDA_LITERALS:
+    for name in _MODULES_FOR_CUDA:
         importlib.import_module(name).torch = torch_on_cpu  # type: ignore[attr-defined]

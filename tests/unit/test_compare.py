@@ -1,0 +1,225 @@
+"""tools/compare.py: its table from made-up numbers, the runs that it would start, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import compare
+import psutil
+import pytest
+import torch
+from _compare_export import split_qkv
+from _compare_figures import Planned, Turn, rotated, row_of, table_text, turn_of
+from _compare_runs import CannotRun, beside_peer, planned, run, variants_of
+
+PLANNED = Planned(model_state_bytes=2**20, peak_bytes=None, iteration_ms=None, full_flops=2e9, bound=2 / 3)
+
+
+def turn(*phases: list[float], state: tuple[int, ...] = (3,), loss: float | None = 1.0) -> Turn:
+    return Turn(step_ms=tuple(map(tuple, phases)), loss=loss, model_state_bytes=state, peak_memory_bytes=state)
+
+
+def line(phase: int, milliseconds: float, **changes: Any) -> dict[str, Any]:
+    return {"phase": phase, "step_time_ms": milliseconds, "loss": milliseconds, "model_state_bytes": [1, 2],
+            "peak_memory_bytes": [5, 6]} | changes  # fmt: skip
+
+
+def arguments(*flags: str) -> Any:
+    return compare.parse_arguments(["--model", "tiny", *flags])
+
+
+def test_first_steps_of_a_phase_are_not_counted() -> None:
+    """A switch, or the mean of the first two steps that a training's second line is, counted as a step."""
+    lines = [line(0, 99), line(0, 50), line(0, 10), line(0, 12), line(0, 11), {"validation_loss": 1}]
+    lines += [line(1, 99), line(1, 50), line(1, 20, model_state_bytes=[9, 1])]
+    found = turn_of(lines)
+    assert found.step_ms == ((10, 12, 11), (20,))
+    assert found.iteration_ms == (11 + 20) / 2, "every block has the same weight, whatever its number of steps"
+    assert (found.model_state_bytes, found.peak_memory_bytes, found.loss) == ((9, 2), (5, 6), 20)
+    with pytest.raises(ValueError, match="more than 2 are needed"):
+        turn_of(lines[:2])
+    with pytest.raises(ValueError, match="more than 2 are needed"):
+        turn_of([])
+
+
+def test_row_pairs_the_rounds() -> None:
+    """A ratio of medians follows a machine that slows down in the middle; memory of one rank for that of all."""
+    full = [turn([time], state=(4, 4)) for time in (100.0, 500.0, 100.0)]
+    bcd = [turn([time], state=(3, 2)) for time in (60.0, 350.0, 65.0)]
+    row = row_of("bcd", bcd, full, PLANNED, tokens_per_iteration=130, peak_flops_per_s=1e12)
+    assert (row.ratio_to_full, row.iteration_ms, row.tokens_per_second) == (0.65, 65, 2000)
+    assert (row.model_state_bytes, row.peak_memory_bytes, row.processes) == (5, 3, 2)
+    assert row.mfu == pytest.approx(2e9 / 0.065 / 2 / 1e12)
+    alone = row_of("bcd", bcd, None, PLANNED, tokens_per_iteration=130, peak_flops_per_s=None)
+    assert alone.ratio_to_full is None and alone.mfu is None
+
+
+def test_table_says_what_is_not_known() -> None:
+    """A figure in place of a dash, or columns of a GPU where there is none."""
+    row = row_of("full", [turn([10.0], loss=None)], None, PLANNED, tokens_per_iteration=1, peak_flops_per_s=None)
+    head, cells = (text.split() for text in table_text([row], on_gpu=False).splitlines())
+    assert (head[1], head.count("planned"), cells.count("-")) == ("processes", 1, 3)
+    assert table_text([row], on_gpu=True).splitlines()[0].split().count("planned") == 3
+
+
+def test_each_is_first_equally_often() -> None:
+    orders = [rotated(["full", "bcd", "badam"], index) for index in range(3)]
+    assert [order[0] for order in orders] == ["full", "bcd", "badam"]
+    assert all(sorted(order) == ["badam", "bcd", "full"] for order in orders)
+
+
+def test_all_take_the_same_steps_of_the_planned_command() -> None:
+    """Losses of different numbers of steps side by side, or a run that is not the one that was planned."""
+    recipe = compare.recipe_of(arguments("--num-gpus", "2", "--pipeline-model-parallel-size", "2"), num_here=0)
+    variants = variants_of(recipe, ["full", "bcd"], peer=True, steps=3)
+    assert [one.name for one in variants] == ["full", "bcd", "bcd, 1 process", "badam"]
+    assert {(one.num_iterations, one.steps_per_block) for one in variants} == {(15, 5)}
+    assert [one.recipe.num_gpus for one in variants] == [2, 2, 1, 1]
+    assert beside_peer(recipe, ["full", "bcd"]) == "bcd, 1 process"
+    full, bcd, alone, _ = variants
+    assert "--bcd-num-blocks 1 --bcd-schedule stock" in full.command()
+    assert bcd.command().startswith("torchrun --nproc-per-node 2 pretrain_llama_bcd.py --num-layers 6 ")
+    assert "--bcd-num-blocks 3 --bcd-layout spread" in bcd.command()
+    assert alone.command().startswith("python pretrain_llama_bcd.py ")
+    assert [round(planned(one, has_cluster=False).bound, 3) for one in (full, alone)] == [1, 0.667]
+    assert [one.name for one in variants_of(recipe, ["full"], peer=False, steps=1)] == ["full"]
+
+
+def test_heads_are_taken_apart_group_by_group() -> None:
+    """With grouped queries: a split into thirds, or heads in another order, is another model of the same size."""
+    weight = torch.arange(2 * 4 * 3).view(24, 1)  # 2 groups, each 2 query heads, a key and a value, of size 3
+    query, key, value = split_qkv(weight, groups=2, head_size=3)
+    assert query.flatten().tolist() == [*range(6), *range(12, 18)]
+    assert (key.flatten().tolist(), value.flatten().tolist()) == ([6, 7, 8, 18, 19, 20], [9, 10, 11, 21, 22, 23])
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--methods full,sgd", "--methods full,sgd: sgd must be one of bcd, full, offload"),
+        ("--methods full,full", "full stands there twice"),
+        ("--methods offload", "--methods offload needs a CUDA GPU, and this machine shows none"),
+        ("--model huge", "--model huge: must be one of"),
+        ("--rounds 0", "--rounds 0: must be at least 1"),
+        ("--steps x", "--steps: invalid int value"),
+        ("--round 3", "unrecognized arguments: --round 3"),
+        ("--gpu rtx4090", "--gpu rtx4090: this machine shows no GPU"),
+        ("--peak-tflops 0", "--peak-tflops 0: must be more than 0"),
+        ("--peer badam --precision bf16", "--precision bf16: --peer badam is measured in fp32"),
+        ("--peer badam --recompute", "--recompute: --peer badam is measured without"),
+        ("--methods full --bcd-num-blocks 2", "--bcd-num-blocks 2 has no use without method bcd"),
+        ("--bcd-num-blocks 7", "needs at least 7 layers"),
+        ("--num-gpus 3 --pipeline-model-parallel-size 2", "does not divide --num-gpus 3"),
+        ("--num-gpus 0", "--num-gpus 0: must be 1 to"),
+        ("--global-batch-size 5", "--global-batch-size 5: must be a multiple of 4"),
+    ],
+)
+def test_bad_flags(capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: str, message: str) -> None:
+    """A traceback, or hours of measuring something else than was asked for."""
+    output = tmp_path / "new"
+    assert compare.main(["--model", "tiny", *flags.split(), "--output", str(output)]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.startswith("tools/compare.py: error: ") and said.count("\n") == 1
+    assert not output.exists()
+
+
+def test_output_that_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Found out at the end, it would cost the whole measurement."""
+    (tmp_path / "file").write_text("as it was")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert compare.main(["--model", "tiny", "--output", str(path)]) == 2
+        assert f"--output {path}: " in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "as it was"
+
+
+def test_peer_that_is_not_installed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare.importlib.util, "find_spec", lambda name: None)
+    assert compare.main(["--model", "tiny", "--peer", "badam"]) == 2
+    assert "pip install badam==1.4 transformers==" in capsys.readouterr().err
+
+
+def test_more_gpus_than_are_here() -> None:
+    with pytest.raises(ValueError, match=r"--num-gpus 4: this machine shows 2 GPU\(s\)"):
+        compare.recipe_of(arguments("--num-gpus", "4"), num_here=2)
+    assert compare.recipe_of(arguments(), num_here=2).num_gpus == 2
+
+
+@pytest.mark.parametrize(
+    "program, message, memory",
+    [
+        ("raise MemoryError('CUDA out of memory. Tried to')", "out of memory", True),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "out of memory", True),
+        ("import sys; sys.stderr.write('x.py: error: --lr is bad\\n'); sys.exit(2)", "--lr is bad", False),
+        ("1 / 0", "ended with code 1: ZeroDivisionError", False),
+    ],
+)
+def test_why_a_run_has_no_figures(tmp_path: Path, program: str, message: str, memory: bool) -> None:
+    """Whatever goes wrong called out of memory, or hardware that is too small called a failure."""
+    with pytest.raises(CannotRun, match=message) as caught:
+        run([sys.executable, "-c", program], tmp_path / "log", threads=1)
+    assert caught.value.for_want_of_memory == memory
+
+
+def test_method_that_does_not_fit_leaves_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One method without memory would cost the figures of all."""
+
+    def measure(variant: Any, folder: Path, *, threads: int) -> Turn:
+        if variant.name == "full":
+            raise CannotRun("out of memory", for_want_of_memory=True)
+        return turn([1.0])
+
+    monkeypatch.setattr(compare, "measure", measure)
+    recipe = compare.recipe_of(arguments(), num_here=0)
+    comparison = compare.Comparison(variants_of(recipe, ["full", "bcd"], peer=False, steps=1), threads=1)
+    comparison.run(2, tmp_path)
+    assert comparison.not_run == {"full": "out of memory"} and not comparison.has_failed
+    assert len(comparison.turns["bcd"]) == 2
+    (row,) = compare.rows_of(comparison, has_cluster=False, peak_tflops=None)
+    assert (row.name, row.ratio_to_full) == ("bcd", None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_interrupted(repo_root: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """A run that goes on without the tool, with a GPU's memory in its hands, or half a file of figures."""
+    output = tmp_path / "out"
+    command = [sys.executable, "tools/compare.py", "--model", "tiny", "--methods", "bcd", "--output", str(output)]
+    tool = subprocess.Popen(command, cwd=repo_root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        started: list[psutil.Process] = []
+        while not started and tool.poll() is None:
+            time.sleep(0.1)
+            started = psutil.Process(tool.pid).children(recursive=True)
+        tool.send_signal(number)
+        assert tool.wait(timeout=60) == 128 + number
+        assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in started)
+        assert not output.exists()
+    finally:
+        tool.kill()
+        tool.communicate()
+
+
+def test_files_are_whole_or_as_they_were(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A chart that can't be drawn would leave new figures beside an old picture."""
+    import _compare_chart
+
+    for name in ("compare.json", "compare.png"):
+        (tmp_path / name).write_text("as it was")
+
+    def draw(*_: Any) -> None:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(_compare_chart, "draw", draw)
+    row = row_of("full", [turn([10.0])], None, PLANNED, tokens_per_iteration=1, peak_flops_per_s=None)
+    with pytest.raises(RuntimeError):
+        compare.write(str(tmp_path), {"machine": {}}, [row])
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(
+        ("compare.json", "compare.png"), "as it was"
+    )
+    compare.write(str(tmp_path), {"not_run": {}}, [])
+    assert json.loads((tmp_path / "compare.json").read_text()) == {"not_run": {}}
