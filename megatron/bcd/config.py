@@ -170,7 +170,7 @@ class ModelConfig:
     openai_gelu: bool = option(
         False,
         "GELU in the tanh form of OpenAI's GPT-2, everywhere; without it GELU is exact where its kernel is not fused "
-        "(on CPUs, and with --no-bias-gelu-fusion), and in the tanh form in Megatron Core's fused kernel",
+        "(on CPUs, without biases, and with --no-bias-gelu-fusion), and in the tanh form in Megatron Core's fused one",
     )
     transformer_impl: str = option(
         "auto",

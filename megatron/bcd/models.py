@@ -28,6 +28,7 @@ from megatron.bcd import platform
 from megatron.bcd.blocks import Partition, divide
 from megatron.bcd.config import RunConfig
 
+SCALED_DOT_PRODUCT = "scaled_dot_product_attention"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -49,11 +50,15 @@ def choose_implementation(
     *,
     attention_backend: str = "auto",
     normalization: str = "LayerNorm",
+    precision: str = "bf16",
     transformer_engine: bool,
     apex: bool,
     optimizer: str,
 ) -> Implementation:
     """The fast path where it exists, else Megatron Core's local modules.
+
+    Transformer Engine's fused attention is for 16-bit values: in fp32 it would keep the S x S scores of every head, so
+    its layers get PyTorch's.
 
     Raises:
         ValueError: Transformer Engine is asked for by name and can't be used here.
@@ -63,10 +68,14 @@ def choose_implementation(
             "--transformer-impl transformer_engine needs Transformer Engine and a GPU; install it, or use auto or local"
         )
     if transformer_engine and transformer_impl != "local":
+        takes_ours = precision == "fp32" and attention_backend != "unfused"
         return Implementation(
-            layers="transformer_engine", attention="Transformer Engine", norm="Transformer Engine", optimizer=optimizer
+            layers="transformer_engine",
+            attention=SCALED_DOT_PRODUCT if takes_ours else "Transformer Engine",
+            norm="Transformer Engine",
+            optimizer=optimizer,
         )
-    attention = "Megatron Core unfused" if attention_backend == "unfused" else "scaled_dot_product_attention"
+    attention = "Megatron Core unfused" if attention_backend == "unfused" else SCALED_DOT_PRODUCT
     norm = f"Apex fused {normalization}" if apex and normalization == "LayerNorm" else f"PyTorch {normalization}"
     return Implementation(layers="local", attention=attention, norm=norm, optimizer=optimizer)
 
@@ -77,6 +86,7 @@ def implementation_here(config: RunConfig) -> Implementation:
         config.model.transformer_impl,
         attention_backend=str(config.transformer.get("attention_backend", "auto")),
         normalization=str(config.transformer.get("normalization", "LayerNorm")),
+        precision=config.precision,
         transformer_engine=platform.has_transformer_engine(),
         apex=platform.has_apex(),
         optimizer=platform.optimizer_implementation(),
@@ -188,6 +198,10 @@ class ScaledDotProductAttention(MegatronModule):
         * D]."""
         assert attention_bias is None and packed_seq_params is None, "not offered by the flags"
         dropout = self.dropout if self.training else 0.0
+        heads_per_group = query.size(2) // key.size(2)
+        if heads_per_group > 1 and query.dtype == torch.float32 and platform.has_cuda():
+            # of PyTorch's kernels for GPUs none but the one that keeps S x S scores takes groups in fp32
+            key, value = (x.repeat_interleave(heads_per_group, dim=2) for x in (key, value))
         arguments: dict[str, Any] = {
             "dropout_p": dropout,
             "scale": self.softmax_scale,
@@ -300,11 +314,12 @@ class BcdTransformerBlock(TransformerBlock):
 def _layer_spec(config: RunConfig, implementation: Implementation) -> ModuleSpec:
     qk_layernorm = bool(config.transformer.get("qk_layernorm", False))
     if implementation.layers == "transformer_engine":
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_layernorm)
-    spec = get_gpt_layer_local_spec(
-        qk_layernorm=qk_layernorm, normalization=config.transformer.get("normalization", "LayerNorm")
-    )
-    if implementation.attention == "scaled_dot_product_attention":
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_layernorm)
+    else:
+        spec = get_gpt_layer_local_spec(
+            qk_layernorm=qk_layernorm, normalization=config.transformer.get("normalization", "LayerNorm")
+        )
+    if implementation.attention == SCALED_DOT_PRODUCT:
         spec.submodules.self_attention.submodules.core_attention = ScaledDotProductAttention
     return spec
 

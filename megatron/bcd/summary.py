@@ -194,7 +194,7 @@ def _describe_offload(config: RunConfig, num_parameters: int, data_size: int) ->
     held = math.ceil(cost.OFFLOADED_BYTES * fraction * num_parameters / data_size)
     return (
         f"optimizer offloaded to the host, {fraction:.0%} of it: weights, gradients and moments in fp32, {held:,} "
-        "bytes of host memory per rank",
+        "bytes of host memory per rank before page-locked memory is rounded up",
     )
 
 

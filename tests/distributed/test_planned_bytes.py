@@ -23,6 +23,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "one": {},
     "one_block": {"bcd_num_blocks": 1},
     "data2_bf16": TWO | {"bf16": True},
+    "grouped_queries": {"group_query_attention": True, "num_query_groups": 2},
+    "offload": {"bcd_num_blocks": 1, "optimizer_cpu_offload": True, "no_pin_cpu_grads": True},
     "data2_bf16_offload": TWO
     | {"bf16": True, "bcd_num_blocks": 1, "optimizer_cpu_offload": True, "no_pin_cpu_grads": True},
     "pipeline2": TWO | {"pipeline_model_parallel_size": 2},
@@ -33,9 +35,17 @@ RUNS: dict[str, dict[str, Any]] = {
 def recipe_of(root: Path, flags: dict[str, Any]) -> Recipe:
     """The planner's view of a small run."""
     model = Model(
-        name="small", form="gpt", layers=flags["num_layers"], hidden=40, heads=4, groups=4, ffn=160, vocabulary=257,
-        sequence=32, source="",
-    )  # fmt: skip
+        name="small",
+        form="gpt",
+        layers=flags["num_layers"],
+        hidden=40,
+        heads=4,
+        groups=flags.get("num_query_groups", 4),
+        ffn=160,
+        vocabulary=257,
+        sequence=32,
+        source="",
+    )
     return Recipe(
         model=model,
         cluster=read_clusters(root / "examples" / "clusters.csv")["rtx4090"],

@@ -112,6 +112,14 @@ def test_the_good_run(num_ranks: int, runs: ForkedRuns, workplace: Path) -> None
     assert [line["iteration"] for line in lines if "loss" in line] == [1]
 
 
+def test_two_datasets_without_weights(runs: ForkedRuns, workplace: Path) -> None:
+    """A blend that is refused for the end of a split that the run never reads."""
+    write_dataset(workplace / "data" / "other", good_documents())
+    words = command_line("--data-path", "data/text_document", "data/other", "--split", "100,0,0", "--eval-iters", "0")
+    (rank,) = runs.run(words, folder=workplace, num_ranks=1)
+    assert rank.code == 0, rank.stderr
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_good_load(num_ranks: int, runs: ForkedRuns, workplace: Path, checkpoint: Path) -> None:
     """As above for `test_load`, and a library's warning on stderr would make two lines of each refusal there."""

@@ -263,6 +263,7 @@ def test_compatible_flag_changes_nothing(flag: Any) -> None:
             parse(flag.name, "something-else")
 
 
+BF16 = ("--bf16", "--grad-reduce-in-bf16")
 OFFLOAD = ("--optimizer-cpu-offload", "--bcd-num-blocks", "1")
 
 
@@ -282,6 +283,11 @@ OFFLOAD = ("--optimizer-cpu-offload", "--bcd-num-blocks", "1")
         ([*OFFLOAD, "--fp16"], ["--optimizer-cpu-offload", "--accumulate-allreduce-grads-in-fp32"]),
         ([*OFFLOAD, "--optimizer-offload-fraction", "0"], ["--optimizer-offload-fraction 0", "greater than 0"]),
         (["--overlap-cpu-optimizer-d2h-h2d"], ["--overlap-cpu-optimizer-d2h-h2d", "--optimizer-cpu-offload"]),
+        (
+            [*OFFLOAD, "--overlap-cpu-optimizer-d2h-h2d", "--optimizer-offload-fraction", "0.5", *BF16],
+            ["--optimizer-offload-fraction below 1", "--grad-reduce-in-bf16"],
+        ),
+        ([*OFFLOAD, "--no-pin-cpu-params"], ["--no-pin-cpu-params", "pins"]),
         (["--no-pin-cpu-grads"], ["--no-pin-cpu-grads", "--optimizer-cpu-offload"]),
         (["--use-precision-aware-optimizer"], ["--use-precision-aware-optimizer", "--optimizer-cpu-offload"]),
         (["--optimizer", "muon"], ["--optimizer", "muon", "adam"]),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron.bcd import models
+from megatron.bcd import models, platform
 from megatron.bcd.blocks import partition
 from megatron.bcd.models import ScaledDotProductAttention, choose_implementation
 
@@ -37,6 +37,9 @@ def test_choice_details() -> None:
     """Would promise Apex's norm for RMSNorm, which it lacks, or flash attention where unfused was asked for."""
     absent = {"transformer_engine": False, "optimizer": "PyTorch AdamW"}
     assert choose_implementation("auto", apex=True, normalization="RMSNorm", **absent).norm == "PyTorch RMSNorm"
+    engine = {"transformer_engine": True, "apex": False, "optimizer": "Transformer Engine fused Adam"}
+    in_fp32 = choose_implementation("auto", precision="fp32", **engine)
+    assert (in_fp32.layers, in_fp32.attention) == ("transformer_engine", "scaled_dot_product_attention")
     unfused = choose_implementation("local", apex=False, attention_backend="unfused", **absent)
     assert unfused.attention == "Megatron Core unfused"
     with pytest.raises(ValueError, match="--transformer-impl transformer_engine needs"):
@@ -52,8 +55,10 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masked: t
 
 @pytest.mark.parametrize("num_groups", [4, 2])
 @pytest.mark.parametrize("with_mask", [False, True])
-def test_attention(num_groups: int, with_mask: bool) -> None:
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_attention(num_groups: int, with_mask: bool, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would scale twice, see the future, mix batch and sequence, or repeat the wrong key-value heads."""
+    monkeypatch.setattr(platform, "has_cuda", lambda: on_gpu)
     torch.manual_seed(0)
     q, k, v = (torch.randn(7, 3, heads, 8) for heads in (4, num_groups, num_groups))
     config = types.SimpleNamespace(attention_dropout=0.0, sequence_parallel=False)

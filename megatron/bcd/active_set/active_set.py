@@ -138,7 +138,11 @@ class ActiveSet:
         steps by group. Where nothing is, the groups are stock's."""
         config = self._optimizer_config()
         if not self.partition.always_active:
-            return get_megatron_optimizer(config, [self.wrapped])
+            optimizer = get_megatron_optimizer(config, [self.wrapped])
+            if config.optimizer_cpu_offload:  # of the two that Megatron Core makes, the first one's hooks hold it
+                gc.collect()
+                platform.release_cached_memory()
+            return optimizer
         for parameter in self.always_active_parameters().values():
             setattr(parameter, _ALWAYS_ACTIVE, True)
         overrides = get_standard_config_overrides(config) | {ParamKey(attr=_ALWAYS_ACTIVE): {_ALWAYS_ACTIVE: True}}

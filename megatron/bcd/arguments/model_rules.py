@@ -136,7 +136,7 @@ def check_optimizer(run: Run, given: Mapping[str, Any]) -> None:
         refuse_unless("sgd_momentum" not in given, "--sgd-momentum needs --optimizer sgd")
 
 
-_OF_OFFLOAD = ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params")
+_OF_OFFLOAD = ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads")
 
 
 def check_offload(run: Run, num_blocks: int, given: Mapping[str, Any]) -> None:
@@ -154,6 +154,14 @@ def check_offload(run: Run, num_blocks: int, given: Mapping[str, Any]) -> None:
     refuse_unless(
         not run.fp16 or run.grad_reduce_in_fp32,
         "--optimizer-cpu-offload with --fp16 needs --accumulate-allreduce-grads-in-fp32: the host steps in fp32",
+    )
+    refuse_unless(
+        not run.overlap_cpu_optimizer_d2h_h2d
+        or run.optimizer_offload_fraction == 1
+        or not given.get("grad_reduce_in_bf16"),
+        "--overlap-cpu-optimizer-d2h-h2d with --optimizer-offload-fraction below 1 does not go with "
+        "--grad-reduce-in-bf16: Megatron Core would step on gradients that are still being converted; leave one of "
+        "them out",
     )
     refuse_unless(
         num_blocks == 1,

@@ -89,6 +89,7 @@ REFUSAL_REASONS = (
     ("--fsdp-", "weights are not sharded; the optimizer state is"),
     ("--no-save-", "a checkpoint holds everything that a run needs to go on"),
     ("--exit-signal", "SIGTERM and SIGUSR1 save and stop in any case"),
+    ("--no-pin-cpu-params", "Megatron Core pins the host's weights whatever it says"),
     ("--cpu-offloading", "activations stay on the device"),
     ("--use-torch-optimizer-for-cpu-offload", BASELINE),
     ("--muon-", BASELINE),

@@ -278,12 +278,6 @@ OPTIMIZER_FLAGS = (
         name="--no-pin-cpu-grads",
         help="with offload: gradients in page-locked memory",
     ),
-    CoreFlag(
-        field="pin_cpu_params",
-        group=OPTIMIZER,
-        name="--no-pin-cpu-params",
-        help="with offload: weights in page-locked memory",
-    ),
     CoreFlag(field="loss_scale", group=PRECISION, help="fixed fp16 loss scale; default dynamic"),
     CoreFlag(field="initial_loss_scale", group=PRECISION, type=float, help="first dynamic fp16 loss scale"),
     CoreFlag(field="min_loss_scale", group=PRECISION, help="smallest dynamic fp16 loss scale"),

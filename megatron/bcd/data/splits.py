@@ -166,7 +166,7 @@ def _check_blends(
     flags = ("--train-data-path", "--valid-data-path", "--test-data-path")
     for i, name in enumerate(_SPLIT_NAMES):
         blend = dataset_config.blend or dataset_config.blend_per_split[i]
-        sequences = sum((tokens - 1) // config.model.seq_length for tokens in num_tokens[i])
+        sequences = sum(max(0, tokens - 1) // config.model.seq_length for tokens in num_tokens[i])
         if blend is None or blend[1] is not None or len(blend[0]) == 1 or sizes[i] <= sequences:
             continue
         if name == "test":

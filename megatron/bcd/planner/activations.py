@@ -34,7 +34,8 @@ def layer_bytes(recipe: Recipe) -> LayerBytes:
     shape, element = recipe.shape, recipe.bytes_per_element
     tokens = recipe.tokens * recipe.micro_batch_size
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
-    heads = shape.query_size + shape.key_value_size  # query and context, key and value: twice this
+    # query and context, key and value: twice this; in fp32 attention repeats keys and values for each query of a group
+    heads = shape.query_size + (shape.query_size if element == 4 else shape.key_value_size)
     attention = recipe.model.heads  # in fp32: the logarithm of the sum of each row of scores
     if shape.gated:
         # norm input and output, query-key-value, rotated query and key, context, the second norm's; gate, up, product
