@@ -59,7 +59,8 @@ def _largest(steps: Sequence[Mapping[str, Any]], name: str) -> tuple[int, ...]:
 class Planned:
     """What the planner says of a variant, all ranks together."""
 
-    model_state_bytes: int
+    model_state_bytes: int | None
+    """None for the peer, whose optimizer the planner does not know."""
     peak_bytes: int | None
     """Largest rank; None where there is no cluster to plan for."""
     iteration_ms: float | None

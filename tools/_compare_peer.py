@@ -42,9 +42,8 @@ def build_model(job: dict[str, Any], weights: dict[str, Tensor]) -> torch.nn.Mod
     if count != job["num_parameters"]:
         raise ValueError(f"{model_class.__name__} has {count:,} parameters, ours {job['num_parameters']:,}")
     unplaced = model.load_state_dict(weights, strict=False)
-    if unplaced.unexpected_keys or set(unplaced.missing_keys) - {
-        "lm_head.weight"
-    }:  # a tied head is no weight of its own
+    # a tied head is no weight of its own
+    if unplaced.unexpected_keys or set(unplaced.missing_keys) - {"lm_head.weight"}:
         raise ValueError(f"{model_class.__name__} and our model differ: {unplaced}")
     return model.to(platform.device()).train()
 

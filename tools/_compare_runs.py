@@ -117,9 +117,9 @@ def planned(variant: Variant, *, has_cluster: bool) -> Planned:
     peak_flops = recipe.num_gpus * recipe.cluster.peak_flops_per_s(recipe.precision)
     blocks = range(recipe.partition.num_blocks)
     return Planned(
-        model_state_bytes=state,
-        peak_bytes=plan.peak.total if has_cluster else None,
-        iteration_ms=1e3 * plan.iteration_seconds if has_cluster else None,
+        model_state_bytes=None if variant.is_peer else state,
+        peak_bytes=plan.peak.total if has_cluster and not variant.is_peer else None,
+        iteration_ms=1e3 * plan.iteration_seconds if has_cluster and not variant.is_peer else None,
         full_flops=plan.mfu * plan.iteration_seconds * peak_flops,
         bound=statistics.fmean(compute_ratio(recipe.partition, block) for block in blocks),
     )
