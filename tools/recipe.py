@@ -249,8 +249,10 @@ def on_gpus_here(asked: Asked, here: int) -> str:
 
 def run(argv: Sequence[str] | None, environment: Mapping[str, str]) -> str:
     """What is to be printed. Raises ValueError for what the user can mend."""
-    purpose, *words = sys.argv[1:] if argv is None else argv
+    purpose, *words = (sys.argv[1:] if argv is None else argv) or [""]
     name, _, number = purpose.partition("=")
+    if not (purpose == "whole" or name in ("tiny", "here") and number.isdecimal()):
+        raise ValueError("the first word must be whole, tiny=N or here=N; start examples/pretrain.sh, which gives it")
     asked = asked_for(*parse_arguments(words), environment)
     if name == "here":
         return on_gpus_here(asked, int(number))

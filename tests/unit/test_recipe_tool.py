@@ -47,7 +47,8 @@ def test_where_a_recipe_runs() -> None:
         found = planned_for(words, {})
         assert (found.num_gpus, found.pipeline_size, fits(found)) == (num_gpus, stages, True), words
         tiny = scaled_down(found)
-        assert tiny.num_nodes == 1 and tiny.partition.num_blocks == (2 if "stage" in words else tiny.num_blocks or 3)
+        assert tiny.partition.num_blocks == (2 if "stage" in words else 3)
+    assert scaled_down(planned_for(SMALL, {"NNODES": "4", "GPUS_PER_NODE": "1"})).num_nodes == 1
 
 
 def test_what_would_fit_does() -> None:
