@@ -61,11 +61,25 @@ PLANNER=$(planner_python)
 recipe() { "$PLANNER" "$ROOT/tools/recipe.py" "$@"; }
 
 # Sets MODEL, CLUSTER, MODEL_ARGS, PARALLEL_ARGS, TRAINING_ARGS, METHOD_ARGS and EXTRA_ARGS, and the numbers that the rest needs.
-RECIPE=$(recipe "$@" ${SCALE:+--tiny $RANKS})
+WHOLE=whole
+[ -z "$SCALE" ] || WHOLE=tiny=$RANKS
+RECIPE=$(recipe "$WHOLE" "$@")
 eval "$RECIPE"
+
+# given FLAG...: whether one of them is among the user's own.
+given() {
+    local word flag
+    for word in "${EXTRA_ARGS[@]}"; do
+        for flag in "$@"; do
+            [ "${word%%=*}" != "$flag" ] || return 0
+        done
+    done
+    return 1
+}
 
 # ---------------------------------------------------------------- the recipe: what the planner does not decide
 SAVE=${SAVE:-out/$MODEL-$METHOD-$CLUSTER}
+while [[ $SAVE == ?*/ ]]; do SAVE=${SAVE%/}; done
 OUT=${OUT:-out/recipes}
 LR=1e-4 LOG_INTERVAL=10 EVAL_INTERVAL=1000 EVAL_ITERS=10 SAVE_INTERVAL=500 STEPS_PER_BLOCK=100
 TOKENS=(--tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt)
@@ -74,21 +88,26 @@ TOKENS=(--tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file m
 if [ "$SCALE" = tiny ]; then
     SAVE=$OUT/$MODEL-$METHOD-$CLUSTER
     LR=1e-3 LOG_INTERVAL=1 EVAL_INTERVAL=3 EVAL_ITERS=2 SAVE_INTERVAL=3 STEPS_PER_BLOCK=2
-    TRAIN_ITERS=$((NUM_BLOCKS > 1 ? NUM_BLOCKS * STEPS_PER_BLOCK : 4))  # one visit to every block
+    TRAIN_ITERS= ITERATIONS=$((NUM_BLOCKS > 1 ? NUM_BLOCKS * STEPS_PER_BLOCK : 4))  # one visit to every block
     DATA_PATH=$OUT/text/stdlib_text_document
     TOKENS=(--tokenizer-type ByteLevelTokenizer)
 fi
 
+# A default gives way to a flag of the user's that the training script does not take beside it.
+[ -z "${TRAIN_ITERS:-}" ] && given --train-samples || TRAINING_ARGS+=(--train-iters "${TRAIN_ITERS:-$ITERATIONS}")
+given --lr-warmup-iters --lr-warmup-samples || TRAINING_ARGS+=(--lr-warmup-fraction 0.01)
 TRAINING_ARGS+=(
-    --train-iters "${TRAIN_ITERS:-$ITERATIONS}"
     --lr "$LR"
     --lr-decay-style cosine
-    --lr-warmup-fraction 0.01
     --weight-decay 0.1
     --clip-grad 1.0
 )
-[ "$METHOD" != bcd ] || METHOD_ARGS+=(--bcd-steps-per-block "$STEPS_PER_BLOCK")
-read -r -a TEXT <<< "${DATA_PATH:-DATA_PATH}"  # one prefix, or weight prefix weight prefix
+case "$METHOD ${EXTRA_ARGS[*]}" in
+    bcd*--bcd-switch[\ =]plateau*) ;;
+    bcd*) METHOD_ARGS+=(--bcd-steps-per-block "$STEPS_PER_BLOCK") ;;
+esac
+TEXT=("${DATA_PATH:-DATA_PATH}")
+[ -n "$SCALE" ] || read -r -a TEXT <<< "${TEXT[0]}"  # one prefix, or weight prefix weight prefix
 DATA_ARGS=(
     --data-path "${TEXT[@]}"
     "${TOKENS[@]}"
@@ -155,7 +174,7 @@ check_data() {
     [ -n "${DATA_PATH:-}" ] || fail "DATA_PATH is not set: make it with tools/preprocess_data.py --input my.txt" \
         "--output-prefix out/my ... and give DATA_PATH=out/my_text_document, or MOCK_DATA=1 for made-up tokens"
     for part in "${TEXT[@]}"; do
-        case $part in *[!0-9.]*) ;; *) continue ;; esac  # the weight of a part in a mixture
+        [[ ! $part =~ ^([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$ ]] || continue  # the weight of a part in a mixture
         found=$part
         [ -f "$part.bin" ] && [ -f "$part.idx" ] || fail "DATA_PATH=$DATA_PATH: $part.bin and $part.idx are not" \
             "both there; tools/preprocess_data.py --output-prefix makes them"
@@ -174,7 +193,7 @@ check_gpus() {
     here=$(gpus_here)
     [ "$here" -gt 0 ] || fail "torch sees no GPU on this machine; DRY_RUN=1 prints command and plan, SCALE=tiny runs on the CPU"
     [ "$here" -ge "$GPUS_PER_NODE" ] || fail "$here GPUs on this machine, $GPUS_PER_NODE needed" \
-        "($NUM_NODES x $GPUS_PER_NODE); $(recipe "$@" --gpus-here "$here")"
+        "($NUM_NODES x $GPUS_PER_NODE); $(recipe "here=$here" "$@")"
 }
 
 if [ -z "$SCALE" ]; then
@@ -188,6 +207,10 @@ fi
 # ---------------------------------------------------------------- train
 if [ -z "$SCALE" ]; then
     check_gpus "$@"
+    if [ "$METHOD" = offload ]; then  # Adam steps on the CPU, and torchrun gives a rank one thread unless told otherwise
+        THREADS=$(($(nproc) / GPUS_PER_NODE))
+        export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((THREADS > 0 ? THREADS : 1))}
+    fi
     # Slurm sends it to every process of a step: it is for the ranks, which save and end; torchrun would die of it.
     trap '' USR1
     exec "$PYTHON" -m torch.distributed.run "${LAUNCHED[@]}"
@@ -213,7 +236,8 @@ if [ ! -d "$OUT/text" ]; then
 fi
 rm -rf "$SAVE" "$SAVE.jsonl"  # of an earlier tiny run, which this one would go on with
 "$PYTHON" -m torch.distributed.run "${LAUNCHED[@]}"
-[ "$(cat "$SAVE/latest_checkpointed_iteration.txt")" = "$TRAIN_ITERS" ] || fail "no checkpoint of the last step in $SAVE"
+STEPS=$(cat "$SAVE/latest_checkpointed_iteration.txt")
+[ "$STEPS" = "$ITERATIONS" ] || given --train-iters --train-samples || fail "no checkpoint of the last step in $SAVE"
 printf '\n%s %s %s, scaled down: %s steps over %s block%s on %s process%s (pipeline %s), checkpoint in %s, metrics in %s\n' \
-    "$MODEL" "$METHOD" "$CLUSTER" "$TRAIN_ITERS" "$NUM_BLOCKS" "$([ "$NUM_BLOCKS" -eq 1 ] || echo s)" \
+    "$MODEL" "$METHOD" "$CLUSTER" "$STEPS" "$NUM_BLOCKS" "$([ "$NUM_BLOCKS" -eq 1 ] || echo s)" \
     "$GPUS_PER_NODE" "$([ "$GPUS_PER_NODE" -eq 1 ] || echo es)" "$NUM_STAGES" "$SAVE" "$SAVE.jsonl"

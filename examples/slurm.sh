@@ -5,8 +5,10 @@
 #
 # Submit it from the root of the repository, on a disk that all nodes share: text, environment and checkpoints are read
 # there. Words and variables are those of examples/pretrain.sh, which srun starts on every node; NNODES, GPUS_PER_NODE and
-# HEAD_NODE come from the job. Ten minutes before its time is up the ranks save and end with 0, the job goes back into the
-# queue under its own number, and continues from that checkpoint. A run that is trained, or fails, ends the job.
+# HEAD_NODE come from the job: it runs on the nodes and GPUs of the #SBATCH lines below, whatever methods.csv says. Others:
+# sbatch --nodes 1 --gpus-per-node 4 examples/slurm.sh G-5.4B ..., or edit the lines.
+# Ten minutes before its time is up the ranks save and end with 0, the job goes back into the queue under its own number,
+# and continues from that checkpoint. A run that is trained, or fails, ends the job.
 #
 #SBATCH --job-name=megatron-bcd
 #SBATCH --nodes=2
@@ -26,6 +28,7 @@ export GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:?is set by sbatch --g
 export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}  # of two jobs on a node, each its own
 read -r HEAD_NODE < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export HEAD_NODE
+export SRUN_CPUS_PER_TASK=${SRUN_CPUS_PER_TASK:-${SLURM_CPUS_PER_TASK:-1}}  # from Slurm 22.05 on srun does not inherit it
 
 # "B:" above sends the signal to this shell only; srun passes it on to every process of the step (with Slurm's usual
 # process tracking, proctrack/cgroup: ranks are in process groups of their own).

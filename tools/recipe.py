@@ -1,12 +1,13 @@
 """A recipe as bash: what examples/pretrain.sh asks the planner, from the three tables beside it.
 
-    python tools/recipe.py MODEL METHOD CLUSTER [--tiny N | --gpus-here N] [flags of the training script]
+    python tools/recipe.py whole|tiny=N|here=N MODEL METHOD CLUSTER [flags of the training script]
 
-Prints assignments for bash's eval: the flags by concern (MODEL_ARGS, PARALLEL_ARGS, TRAINING_ARGS, METHOD_ARGS), those
-that were given beside them (EXTRA_ARGS), names and numbers, the PLAN as text, and MISFIT: why it does not fit and what
-would, or nothing. --tiny N scales the flags down to a run of seconds on at most N ranks, --gpus-here N prints what fits
-on N GPUs of one node and nothing else. Reads NUM_GPUS, NNODES, GPUS_PER_NODE, MICRO_BATCH, GLOBAL_BATCH, PRECISION and
-RECOMPUTE from the environment. No torch.
+``whole`` prints assignments for bash's eval: the flags by concern (MODEL_ARGS, PARALLEL_ARGS, TRAINING_ARGS,
+METHOD_ARGS), those that were given beside them (EXTRA_ARGS), names and numbers, the PLAN as text, and MISFIT: why it
+does not fit and what would, or nothing. ``tiny=N`` scales the flags down to a run of seconds on at most N ranks,
+``here=N`` prints what fits on N GPUs of one node and nothing else. That word comes before the user's, so that none of
+theirs is taken for it. Reads NUM_GPUS, NNODES, GPUS_PER_NODE, MICRO_BATCH, GLOBAL_BATCH, PRECISION and RECOMPUTE from
+the environment. No torch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from _plan_output import show_figures
 
 from megatron.bcd.blocks import LAYOUTS
 from megatron.bcd.planner.command import SCRIPTS, method_flags, network_flags, parallel_flags, training_flags
-from megatron.bcd.planner.placement import fewest, placed, scaled_down, that_fits_on
+from megatron.bcd.planner.memory import fits
+from megatron.bcd.planner.placement import on_more_and_more, placed, scaled_down, that_fits_on
 from megatron.bcd.planner.plan import Plan, make_plan
 from megatron.bcd.planner.recipe import METHODS, Recipe
 from megatron.bcd.planner.tables import GIB, choose, read_clusters, read_models, read_placements
@@ -49,15 +51,42 @@ _ELSEWHERE = {
         "set RECOMPUTE=full or RECOMPUTE=none",
     ),
     **dict.fromkeys(
-        ("--num-layers", "--hidden-size", "--num-attention-heads", "--ffn-hidden-size"),
+        (
+            "--num-layers",
+            "--hidden-size",
+            "--num-attention-heads",
+            "--ffn-hidden-size",
+            "--group-query-attention",
+            "--no-group-query-attention",
+            "--num-query-groups",
+            "--swiglu",
+            "--no-swiglu",
+            "--position-embedding-type",
+            "--use-rotary-position-embeddings",
+            "--untie-embeddings-and-output-weights",
+            "--no-untie-embeddings-and-output-weights",
+        ),
         "add a row to examples/models.csv",
-    ),
+    ),  # fmt: skip
     **dict.fromkeys(("--optimizer-cpu-offload", "--optimizer-offload-fraction"), "take METHOD offload"),
     **dict.fromkeys(("--data-path", "--train-data-path", "--valid-data-path"), "set DATA_PATH"),
     "--mock-data": "set MOCK_DATA=1",
     "--tokenizer-type": "set TOKENIZER_ARGS",
     "--bcd-schedule": "METHOD decides it",
-    "--tensor-model-parallel-size": "the plan knows tensor-parallel size 1 only; write the command yourself",
+    "--max-position-embeddings": "give --seq-length",
+    **{
+        flag: f"the plan knows {known} only; write the command yourself"
+        for flag, known in {
+            "--tensor-model-parallel-size": "tensor-parallel size 1",
+            "--kv-channels": "heads of hidden size / heads",
+            "--attention-backend": "the default attention",
+            "--optimizer": "Adam",
+            "--no-use-distributed-optimizer": "the distributed optimizer",
+            "--grad-reduce-in-bf16": "gradients in fp32",
+            "--make-vocab-size-divisible-by": "the default padding of the vocabulary",
+            "--bcd-always-active": "blocks without parameters that are always active",
+        }.items()
+    },
 }
 """Flags that would make the command another one than the plan, and what to do in their place."""
 
@@ -67,6 +96,10 @@ class Asked:
     """What the user wants: the recipe, and flags that the planner has no opinion on."""
 
     recipe: Recipe
+    given: Mapping[str, Any]
+    """What ``placed`` made it from, but for the number of GPUs."""
+    by_node: bool
+    """Whether the number of GPUs was given by node."""
     extra: tuple[str, ...]
 
 
@@ -83,8 +116,6 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, tup
     add = parser.add_argument
     for name in ("model", "method", "cluster"):
         add(name)
-    add("--tiny", type=int)
-    add("--gpus-here", type=int)
     add("--bcd-num-blocks", type=int)
     add("--bcd-layout", choices=LAYOUTS, default="spread")
     add("--pipeline-model-parallel-size", type=int)
@@ -103,35 +134,36 @@ def asked_for(arguments: argparse.Namespace, extra: tuple[str, ...], environment
     cluster = choose(read_clusters(os.path.join(EXAMPLES, "clusters.csv")), arguments.cluster, flag="CLUSTER")
     if arguments.method not in METHODS:
         raise ValueError(f"METHOD {arguments.method}: must be one of {', '.join(METHODS)}")
-    fields: dict[str, Any] = {
+    asked = {
         "num_blocks": arguments.bcd_num_blocks,
         "layout": arguments.bcd_layout,
         "pipeline_size": arguments.pipeline_model_parallel_size,
         "sequence": arguments.seq_length,
-        "num_gpus": _number(environment, "NUM_GPUS"),
         "micro_batch_size": _number(environment, "MICRO_BATCH"),
         "global_batch_size": _number(environment, "GLOBAL_BATCH"),
         "precision": environment.get("PRECISION") or None,
         "recompute": environment.get("RECOMPUTE") or None,
     }
+    num_gpus = _number(environment, "NUM_GPUS")
     nodes, per_node = _number(environment, "NNODES"), _number(environment, "GPUS_PER_NODE")
-    if nodes is not None or per_node is not None:
+    by_node = nodes is not None or per_node is not None
+    if by_node:
         cluster = replace(cluster, gpus_per_node=per_node or cluster.gpus_per_node)
         together = (nodes or 1) * cluster.gpus_per_node
-        if fields["num_gpus"] not in (None, together):
+        if num_gpus not in (None, together):
             raise ValueError(
-                f"NUM_GPUS={fields['num_gpus']} is not NNODES={nodes or 1} x GPUS_PER_NODE={cluster.gpus_per_node}: "
+                f"NUM_GPUS={num_gpus} is not NNODES={nodes or 1} x GPUS_PER_NODE={cluster.gpus_per_node}: "
                 "give one or the other"
             )
-        fields["num_gpus"] = together
-    recipe = placed(
-        model=model,
-        cluster=cluster,
-        method=arguments.method,
-        placements=read_placements(os.path.join(EXAMPLES, "methods.csv")),
-        **{name: value for name, value in fields.items() if value is not None},
-    )
-    return Asked(recipe=recipe, extra=extra)
+        num_gpus = together
+    given = {
+        "model": model,
+        "cluster": cluster,
+        "method": arguments.method,
+        "placements": read_placements(os.path.join(EXAMPLES, "methods.csv")),
+        **{name: value for name, value in asked.items() if value is not None},
+    }
+    return Asked(recipe=placed(num_gpus=num_gpus, **given), given=given, by_node=by_node, extra=extra)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:
@@ -159,7 +191,7 @@ def as_bash(asked: Asked, *, tiny: int | None = None) -> str:
         "NUM_BLOCKS": shown.partition.num_blocks,
         "ITERATIONS": plan.bill.iterations,
         "PLAN": show_figures(plan),
-        "MISFIT": misfit(plan),
+        "MISFIT": misfit(asked, plan),
     }
     arrays: dict[str, Sequence[str]] = {
         "MODEL_ARGS": network_flags(shown),
@@ -172,39 +204,59 @@ def as_bash(asked: Asked, *, tiny: int | None = None) -> str:
     return "\n".join([*lines, f"EXTRA_ARGS=({shlex.join(asked.extra)})"])
 
 
-def misfit(plan: Plan) -> str:
+def misfit(asked: Asked, plan: Plan) -> str:
     """Why the plan does not fit, and what would; empty where it fits."""
     if plan.fits:
         return ""
-    recipe, number = plan.recipe, fewest(plan.recipe)
-    if number is None:
-        remedy = "take a smaller model or a GPU with more memory"
-    elif number <= recipe.num_gpus:
-        remedy = "another pipeline size, MICRO_BATCH=1 or RECOMPUTE=full would fit"
-    else:
-        remedy = f"NUM_GPUS={number} would fit"
+    recipe = plan.recipe
     return (
         f"{recipe.model.name} with METHOD {recipe.method} does not fit on {recipe.num_gpus} x {recipe.cluster.gpu}: "
-        f"{plan.peak.total / GIB:.1f} of {recipe.cluster.memory_gib:g} GiB by plan; {remedy}"
+        f"{plan.peak.total / GIB:.1f} of {recipe.cluster.memory_gib:g} GiB by plan; {remedy(asked)}"
     )
 
 
-def on_gpus_here(recipe: Recipe, here: int) -> str:
+def remedy(asked: Asked) -> str:
+    """The fewest GPUs on which it would fit, with as much as can be of what was asked for."""
+    eased, changes = dict(asked.given), []
+    for setting, value, words in (
+        ("", None, ""),
+        ("micro_batch_size", 1, "MICRO_BATCH=1"),
+        ("recompute", "full", "RECOMPUTE=full"),
+        ("pipeline_size", None, "no --pipeline-model-parallel-size"),
+    ):
+        if setting:
+            if eased.pop(setting, value) == value:
+                continue
+            eased |= {} if value is None else {setting: value}
+            changes.append(words)
+        *_, last = on_more_and_more(**eased)
+        if fits(last):
+            number = f"NUM_GPUS={last.num_gpus}"
+            if asked.by_node:
+                number = f"NNODES={last.num_nodes} GPUS_PER_NODE={last.gpus_per_node}"
+            return f"{number}{' with ' * bool(changes)}{' and '.join(changes)} would fit"
+    return "no number of GPUs does: take a smaller model, a GPU with more memory or a shorter --seq-length"
+
+
+def on_gpus_here(asked: Asked, here: int) -> str:
     """What fits on the GPUs of this node, in the words of a recipe."""
-    other = that_fits_on(recipe, here)
+    other = that_fits_on(here, **asked.given)
     if other is None:
-        number = fewest(recipe)
-        return "no method fits on these" + (f", and METHOD {recipe.method} fits on {number}" if number else "")
-    return f"METHOD {other.method} with NUM_GPUS={here} would fit"
+        return f"no method fits on these; with METHOD {asked.recipe.method} {remedy(asked)}"
+    number = f"NNODES=1 GPUS_PER_NODE={here}" if asked.by_node else f"NUM_GPUS={here}"
+    return f"METHOD {other.method} with {number} would fit"
 
 
 def run(argv: Sequence[str] | None, environment: Mapping[str, str]) -> str:
     """What is to be printed. Raises ValueError for what the user can mend."""
-    arguments, extra = parse_arguments(argv)
-    asked = asked_for(arguments, extra, environment)
-    if arguments.gpus_here is not None:
-        return on_gpus_here(asked.recipe, arguments.gpus_here)
-    return as_bash(asked, tiny=arguments.tiny)
+    purpose, *words = (sys.argv[1:] if argv is None else argv) or [""]
+    name, _, number = purpose.partition("=")
+    if not (purpose == "whole" or name in ("tiny", "here") and number.isdecimal()):
+        raise ValueError("the first word must be whole, tiny=N or here=N; start examples/pretrain.sh, which gives it")
+    asked = asked_for(*parse_arguments(words), environment)
+    if name == "here":
+        return on_gpus_here(asked, int(number))
+    return as_bash(asked, tiny=int(number) if name == "tiny" else None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -59,9 +59,10 @@ def stub(tmp_path: Path) -> Path:
     )
     (distributed / "__init__.py").touch()
     (distributed / "run.py").write_text(
-        "import json, signal, sys\n"
+        "import json, os, signal, sys\n"
         "ignored = signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN\n"
-        "print(json.dumps({'words': sys.argv[1:], 'ignores USR1': ignored}))\n"
+        "threads = os.environ.get('OMP_NUM_THREADS')\n"
+        "print(json.dumps({'words': sys.argv[1:], 'ignores USR1': ignored, 'threads': threads}))\n"
     )
     return tmp_path / "stub"
 
@@ -77,12 +78,13 @@ def data(tmp_path: Path) -> Path:
 
 
 def parsed(words: list[str], *, form: str, world_size: int) -> RunConfig:
-    """As the training script takes them; what moves the optimizer to the host needs CUDA, and is left out."""
-    at = words.index(OFFLOAD[0]) if OFFLOAD[0] in words else len(words)
-    assert words[at : at + len(OFFLOAD)] in (OFFLOAD, [])
-    return parse_run_config(
-        words[:at] + words[at + len(OFFLOAD) :], prog="test", defaults=FORMS[form], world_size=world_size
-    )
+    """As the training script takes them."""
+    return parse_run_config(words, prog="test", defaults=FORMS[form], world_size=world_size)
+
+
+def planned_for(words: Sequence[str], environment: Mapping[str, str]) -> Recipe:
+    """The recipe that these words and variables come to."""
+    return recipe.asked_for(*recipe.parse_arguments(words), environment=environment).recipe
 
 
 def assert_agrees(config: RunConfig, planned: Recipe) -> None:
@@ -102,6 +104,8 @@ def assert_agrees(config: RunConfig, planned: Recipe) -> None:
     assert config.training.global_batch_size == planned.global_batch_size
     assert (config.transformer.get("recompute_granularity") == "full") == (planned.recompute == "full")
     assert config.bcd.bcd_num_blocks == (planned.num_blocks or 3 if planned.method == "bcd" else 1)
+    assert config.optimizer["optimizer_cpu_offload"] == (planned.method == "offload")
+    assert planned.precision == "fp32" or config.ddp["grad_reduce_in_fp32"]
     assert config.bcd.bcd_schedule == ("bcd" if planned.method == "bcd" else "stock")
 
 
@@ -121,26 +125,25 @@ def test_every_recipe_is_a_command_that_fits(model: str) -> None:
         for cluster in CLUSTERS:
             asked = recipe.asked_for(*recipe.parse_arguments([model, method, cluster]), environment={})
             assert fits(asked.recipe), (method, cluster)
-            arrays = arrays_of(recipe.as_bash(asked))
-            assert (arrays["METHOD_ARGS"][-3:] == OFFLOAD) == (method == "offload")
-            words = [word for name in ("MODEL", "PARALLEL", "TRAINING", "METHOD") for word in arrays[f"{name}_ARGS"]]
-            words += ["--train-iters", "1", "--lr", "1", "--mock-data", "--vocab-size", "9"]
-            config = parsed(words, form=asked.recipe.model.form, world_size=asked.recipe.num_gpus)
-            assert_agrees(config, asked.recipe)
+            assert_is_a_command(asked)
 
 
-def test_where_a_recipe_runs() -> None:
-    """A row of the method table that is never read; a plan to the last of a GPU's memory; recomputation for nothing."""
-    for words, nodes, per_node in (
-        (("G-20B", "bcd", "rtx4090"), 2, 8),
-        (("L-8.0B", "full", "rtx4090"), 2, 6),
-        (("G-5.4B", "offload", "rtx4090"), 1, 4),
-    ):
-        found = recipe.asked_for(*recipe.parse_arguments(words), environment={}).recipe
-        assert (found.num_nodes, found.gpus_per_node, found.pipeline_size) == (nodes, per_node, nodes * per_node)
-    for words, recompute in ((SMALL, "none"), (("G-5.4B", "full", "rtx4090"), "full")):
-        found = recipe.asked_for(*recipe.parse_arguments(words), environment={}).recipe
-        assert fits(replace(found, recompute="none")) and found.recompute == recompute
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("method", METHODS)
+def test_16_bit_recipe(method: str, precision: str) -> None:
+    """A flag without which the training script refuses a method in a precision, or sums gradients in 16 bit."""
+    words = recipe.parse_arguments(["G-1.6B", method, "rtx4090"])
+    assert_is_a_command(recipe.asked_for(*words, environment={"PRECISION": precision}))
+
+
+def assert_is_a_command(asked: recipe.Asked) -> None:
+    """The training script takes the recipe's flags, for what was planned."""
+    arrays = arrays_of(recipe.as_bash(asked))
+    assert (arrays["METHOD_ARGS"][-3:] == OFFLOAD) == (asked.recipe.method == "offload")
+    words = [word for name in ("MODEL", "PARALLEL", "TRAINING", "METHOD") for word in arrays[f"{name}_ARGS"]]
+    words += ["--train-iters", "1", "--lr", "1", "--mock-data", "--vocab-size", "9"]
+    config = parsed(words, form=asked.recipe.model.form, world_size=asked.recipe.num_gpus)
+    assert_agrees(config, asked.recipe)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +165,7 @@ def test_dry_run(words: tuple[str, ...], variables: dict[str, str], stub: Path, 
     (stub / "torch" / "__init__.py").write_text("raise ImportError('a dry run needs no torch')\n")
     done = start(*words, cwd=tmp_path, DRY_RUN="1", PYTHONPATH=str(stub), **variables)
     assert (done.returncode, done.stderr) == (0, "")
-    planned = recipe.asked_for(*recipe.parse_arguments(words), environment=variables).recipe
+    planned = planned_for(words, variables)
     assert done.stdout.startswith(f"{planned.model.name}: ")
     assert f"\npipeline {planned.pipeline_size} x data {planned.data_size}, " in done.stdout
     assert "\nfits: " in done.stdout and "note: DATA_PATH" not in done.stdout[: done.stdout.index("\ntorchrun ")]
@@ -190,6 +193,10 @@ def test_dry_run_of_what_does_not_fit(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "does NOT fit: " in done.stdout and "NUM_GPUS=16 would fit" in done.stdout
     assert command_of(done.stdout)[:4] == ["torchrun", "--standalone", "--nproc-per-node", "4"]
+    done = start("G-20B", "full", "a100", "--seq-length", "400000", cwd=tmp_path, DRY_RUN="1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "does NOT fit: " in done.stdout and "no number of GPUs does: " in done.stdout
+    assert command_of(done.stdout)[:4] == ["torchrun", "--standalone", "--nproc-per-node", "8"]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +225,10 @@ def test_dry_run_of_what_does_not_fit(tmp_path: Path) -> None:
         (SMALL, TEXT | {"NUM_GPUS": "2"}, "does not fit on 2 x RTX 4090"),
         (SMALL, TEXT | {"NNODES": "2"}, "HEAD_NODE is not set: 2 nodes of 8 GPUs meet"),
         (SMALL, TEXT, "no GPU on this machine; DRY_RUN=1 prints"),
-        (SMALL, TEXT | {"STUB_GPUS": "2", "RECOMPUTE": "none"}, "2 GPUs on this machine, 4 needed (1 x 4); METHOD "),
+        (SMALL, TEXT | {"STUB_GPUS": "2"}, "2 GPUs on this machine, 4 needed (1 x 4); METHOD "),
+        (SMALL, TEXT | {"STUB_GPUS": "2", "RECOMPUTE": "none"}, "no method fits on these; with METHOD bcd NUM_GPUS=4 "),
+        (("G-20B", "full", "a100", "--seq-length", "400000"), TEXT, "does not fit on 8 x A100 80GB: "),
+        (SMALL, TEXT | {"DATA_PATH": "3e-1 text_document 0.7 other"}, ": other.bin and other.idx are not both there"),
         (("G-20B", *SMALL[1:]), TEXT | {"STUB_GPUS": "1", "NUM_GPUS": "16", "HEAD_NODE": "n"}, "no method fits on "),
         (("L-6.0B", "offload", "rtx4090"), {"SCALE": "tiny"}, "METHOD offload needs CUDA also with SCALE=tiny"),
     ],
@@ -236,13 +246,36 @@ def test_bad_input_is_one_line(
     assert sorted(os.listdir(data)) == before
 
 
-def test_what_would_fit_does(tmp_path: Path) -> None:
-    """A remedy that is refused in turn."""
-    few = recipe.run([*SMALL, "--gpus-here", "2"], {})
-    method, number = re.findall(r"METHOD (\w+) with NUM_GPUS=(\d+) would fit", few)[0]
-    assert (number, fits(recipe.asked_for(*recipe.parse_arguments(["G-5.4B", method, "rtx4090"]),
-                                          environment={"NUM_GPUS": number}).recipe)) == ("2", True)  # fmt: skip
-    assert "METHOD bcd with NUM_GPUS=1" in recipe.run(["L-8.0B", "full", "a100", "--gpus-here", "1"], {})
+def test_flags_of_the_user(tmp_path: Path) -> None:
+    """A default of the recipe's beside a rival with which it is refused; a word of the user's that the recipe takes as
+    its own; a folder whose name ends in a slash.
+    """
+    for flags, variables in (
+        (["--train-samples", "640", "--lr-warmup-samples=64", "--bcd-switch=plateau"], {}),
+        (["--bcd-switch", "plateau", "--lr-warmup-iters", "3"], {"TRAIN_ITERS": "7", "SAVE": "out/x/"}),
+    ):
+        command = command_of(start(*SMALL, *flags, cwd=tmp_path, DRY_RUN="1", **variables).stdout)
+        at = next(i for i, word in enumerate(command) if word.endswith("_bcd.py"))
+        config = parsed(command[at + 1 :], form="gpt", world_size=4)
+        length = (config.training.train_iters, config.training.train_samples)
+        assert length == ((7, None) if variables else (None, 640))
+        assert config.bcd.bcd_switch == "plateau" and config.schedule.lr_warmup_fraction is None
+        assert not variables or command[command.index("--metrics-file") + 1] == "out/x.jsonl"
+    flags = ["--gpus-here", "2", "--tiny", "2", "here=2"]
+    assert command_of(start(*SMALL, *flags, cwd=tmp_path, DRY_RUN="1").stdout)[-len(flags) :] == flags
+
+
+def test_threads_of_an_optimizer_on_the_host(stub: Path, data: Path) -> None:
+    """A CPU optimizer on one thread, as torchrun has it; a user's own number that is overruled."""
+    words = ("G-1.6B", "offload", "rtx4090")
+    bin_folder = stub.parent / "bin"
+    bin_folder.mkdir()
+    (bin_folder / "nproc").write_text("#!/usr/bin/env bash\necho 12\n")
+    (bin_folder / "nproc").chmod(0o755)
+    machine = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": str(stub), "STUB_GPUS": "4", "NUM_GPUS": "4"}
+    for given, threads in ("", "3"), ("5", "5"):
+        done = start(*words, cwd=data, OMP_NUM_THREADS=given, **machine, **TEXT)
+        assert json.loads(done.stdout.splitlines()[-1])["threads"] == threads, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -269,14 +302,14 @@ def test_what_is_printed_is_what_is_started(
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where tiny runs write: the text is tokenized once."""
-    return tmp_path_factory.mktemp("out") / "recipes"
+    return tmp_path_factory.mktemp("out") / "my recipes"
 
 
 def assert_runs_to_the_end(words: tuple[str, ...], out: Path) -> None:
     """Every block was trained, evaluated and saved, in the pipeline that the recipe has."""
     done = start(*words, cwd=out.parent, SCALE="tiny", OUT=str(out), CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout + done.stderr
-    planned = recipe.asked_for(*recipe.parse_arguments(words), environment={}).recipe
+    planned = planned_for(words, {})
     stages, ranks = min(2, planned.pipeline_size), min(2, planned.num_gpus)
     blocks = 3 if planned.method == "bcd" else 1
     steps = 6 if planned.method == "bcd" else 4
@@ -318,7 +351,7 @@ def test_tiny_of_every_model(model: str, method: str, out: Path) -> None:
 def test_slurm(tmp_path: Path, code: int, is_signalled: bool, requeued: bool) -> None:
     """A job that is requeued for ever, or not at all; a signal that reaches the batch shell only; a lost exit code."""
     for name, body in {
-        "srun": f"""echo "srun $* NNODES=$NNODES GPUS_PER_NODE=$GPUS_PER_NODE HEAD_NODE=$HEAD_NODE" >> log
+        "srun": f"""echo "$* $SRUN_CPUS_PER_TASK NNODES=$NNODES GPUS_PER_NODE=$GPUS_PER_NODE HEAD_NODE=$HEAD_NODE" >>log
             trap 'echo saved >> log; exit {code}' USR1
             touch running
             [ -n "$WAITS" ] || exit {code}
@@ -328,7 +361,8 @@ def test_slurm(tmp_path: Path, code: int, is_signalled: bool, requeued: bool) ->
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     job = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8",
-           "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "41", "WAITS": "1" * is_signalled}  # fmt: skip
+           "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "41", "SLURM_CPUS_PER_TASK": "32",
+           "WAITS": "1" * is_signalled}  # fmt: skip
     clean = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     batch = subprocess.Popen(
         ["bash", EXAMPLES / "slurm.sh", "G-20B", "bcd", "rtx4090", "--seed", "7"],
@@ -340,5 +374,5 @@ def test_slurm(tmp_path: Path, code: int, is_signalled: bool, requeued: bool) ->
         batch.send_signal(signal.SIGUSR1)
     assert batch.wait(timeout=60) == code
     first, *rest = (tmp_path / "log").read_text().splitlines()
-    assert "bash examples/pretrain.sh G-20B bcd rtx4090 --seed 7 NNODES=2 GPUS_PER_NODE=8 HEAD_NODE=node7" in first
+    assert "bash examples/pretrain.sh G-20B bcd rtx4090 --seed 7 32 NNODES=2 GPUS_PER_NODE=8 HEAD_NODE=node7" in first
     assert rest == ["saved"] * is_signalled + ["scontrol requeue 41"] * requeued

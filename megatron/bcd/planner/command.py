@@ -45,6 +45,8 @@ def training_flags(recipe: Recipe) -> list[str]:
     ]
     if recipe.precision != "fp32":
         flags.append(f"--{recipe.precision}")
+    if recipe.precision == "fp16":  # with --bf16 the default
+        flags.append("--accumulate-allreduce-grads-in-fp32")
     if recipe.recompute == "full":
         flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
     return flags

@@ -1,0 +1,92 @@
+"""tools/recipe.py: where a recipe runs, what it refuses, and what it says would fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+import recipe
+
+from megatron.bcd.planner.memory import fits
+from megatron.bcd.planner.placement import scaled_down
+from megatron.bcd.planner.plan import make_plan
+from megatron.bcd.planner.recipe import Recipe
+
+SMALL = ("G-5.4B", "bcd", "rtx4090")
+
+
+def planned_for(words: Sequence[str], environment: Mapping[str, str]) -> Recipe:
+    """The recipe that these words and variables come to."""
+    return recipe.asked_for(*recipe.parse_arguments(words), environment=environment).recipe
+
+
+def test_where_a_recipe_runs() -> None:
+    """A row of the method table that is never read, or not under Slurm; a plan to the last of a GPU's memory;
+    recomputation for nothing; layout stage with one block; a pipeline without a row that is never tried.
+    """
+    for words, nodes, per_node in (
+        (("G-20B", "bcd", "rtx4090"), 2, 8),
+        (("L-8.0B", "full", "rtx4090"), 2, 6),
+        (("G-5.4B", "offload", "rtx4090"), 1, 4),
+    ):
+        for environment in ({}, {"NNODES": str(nodes), "GPUS_PER_NODE": str(per_node)}):
+            found = planned_for(words, environment)
+            assert (found.num_nodes, found.gpus_per_node, found.pipeline_size) == (nodes, per_node, nodes * per_node)
+    for words, recompute in ((SMALL, "none"), (("G-5.4B", "full", "rtx4090"), "full")):
+        found = planned_for(words, {})
+        assert fits(replace(found, recompute="none")) and found.recompute == recompute
+    by_stage = ("--bcd-layout", "stage")
+    for words, num_gpus, stages in (
+        (("G-1.6B", "bcd", "a100", *by_stage), 2, 2),
+        (("G-1.6B", "bcd", "rtx4090", *by_stage), 2, 2),
+        (("G-1.6B", "bcd", "a100", *by_stage, "--bcd-num-blocks", "3"), 3, 3),
+        (("G-1.6B", "bcd", "a100", "--pipeline-model-parallel-size", "4"), 4, 4),
+    ):
+        found = planned_for(words, {})
+        assert (found.num_gpus, found.pipeline_size, fits(found)) == (num_gpus, stages, True), words
+        tiny = scaled_down(found)
+        assert tiny.partition.num_blocks == (2 if "stage" in words else 3)
+    assert scaled_down(planned_for(SMALL, {"NNODES": "4", "GPUS_PER_NODE": "1"})).num_nodes == 1
+
+
+def test_what_would_fit_does() -> None:
+    """A remedy that is refused in turn, or names half of what it takes."""
+    few = recipe.run(["here=2", *SMALL], {})
+    method, number = re.findall(r"METHOD (\w+) with NUM_GPUS=(\d+) would fit", few)[0]
+    assert (number, fits(planned_for(["G-5.4B", method, "rtx4090"], {"NUM_GPUS": number}))) == ("2", True)
+    assert "METHOD bcd with NUM_GPUS=1" in recipe.run(["here=1", "L-8.0B", "full", "a100"], {})
+    for words, variables, expected in (
+        (SMALL, {"NUM_GPUS": "1"}, r"NUM_GPUS=\d+"),
+        (SMALL, {"MICRO_BATCH": "16"}, r"NUM_GPUS=\d+"),
+        (SMALL, {"NNODES": "1", "GPUS_PER_NODE": "2"}, r"NNODES=\d+ GPUS_PER_NODE=\d+"),
+        (("L-23B", "full", "rtx4090"), {"MICRO_BATCH": "64", "NUM_GPUS": "8"}, r"NUM_GPUS=\d+ with MICRO_BATCH=1"),
+        (
+            ("L-8.0B", "full", "rtx4090", "--seq-length", "16384"),
+            {"MICRO_BATCH": "2", "RECOMPUTE": "none", "NUM_GPUS": "8"},
+            r"NUM_GPUS=\d+ with MICRO_BATCH=1 and RECOMPUTE=full",
+        ),
+        (
+            (*SMALL, "--pipeline-model-parallel-size", "1"),
+            {"NUM_GPUS": "4"},
+            r"NUM_GPUS=\d+ with no --pipeline-model-parallel-size",
+        ),
+    ):
+        asked = recipe.asked_for(*recipe.parse_arguments(words), environment=variables)
+        said = recipe.misfit(asked, make_plan(asked.recipe)).split("by plan; ")[1]
+        assert re.fullmatch(f"{expected} would fit", said), (words, said)
+        cured = {name: value for name, value in variables.items() if name not in ("NUM_GPUS", "NNODES")}
+        cured |= dict(re.findall(r"(\w+)=(\w+)", said))
+        assert fits(planned_for(words[:3] if "no --" in said else words, cured)), said
+
+
+@pytest.mark.parametrize("flag", [
+    "--num-query-groups", "--kv-channels", "--swiglu", "--no-swiglu", "--untie-embeddings-and-output-weights",
+    "--optimizer", "--bcd-always-active", "--make-vocab-size-divisible-by", "--max-position-embeddings",
+    "--no-use-distributed-optimizer", "--attention-backend", "--position-embedding-type", "--group-query-attention",
+])  # fmt: skip
+def test_flags_that_the_plan_follows_from(flag: str) -> None:
+    """A command that trains another model, or with another optimizer, than its plan says."""
+    with pytest.raises(ValueError, match=f"^{flag}: is the recipe's own"):
+        recipe.parse_arguments([*SMALL, flag, "1"])
