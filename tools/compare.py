@@ -201,11 +201,12 @@ class Comparison:
         for index in range(num_rounds):
             for name in rotated(list(self.turns), index) if self.turns else []:
                 try:
-                    self.turns[name].append(measure(self.variants[name], folder, threads=self._threads))
+                    turn = measure(self.variants[name], folder, threads=self._threads)
                 except CannotRun as error:
                     self._fail(name, error)
-            _tell(f"round {index + 1}/{num_rounds}: " + ", ".join(
-                f"{name} {turns[-1].iteration_ms:,.1f} ms" for name, turns in self.turns.items()))  # fmt: skip
+                    continue
+                self.turns[name].append(turn)
+                _tell(f"round {index + 1}/{num_rounds}: {name} {turn.iteration_ms:,.1f} ms")
 
     def _fail(self, name: str, error: CannotRun) -> None:
         self.has_failed |= not error.for_want_of_memory

@@ -158,10 +158,12 @@ def _json(value: Any) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     # not through megatron.bcd.refusal: it is for ranks that fail together, and imports torch
     try:
-        print(run(argv))
+        print(run(argv), flush=True)
     except ValueError as error:
         print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # "| head" has seen enough; Python would say so once more when it flushes at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
