@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-COLUMNS = "name,form,layers,hidden,heads,ffn,vocabulary,sequence,source"
+COLUMNS = "name,form,layers,hidden,heads,groups,ffn,vocabulary,sequence,source"
 
 
 def compared(root: Path, folder: Path, row: str, *flags: str) -> tuple[dict[str, Any], str]:
@@ -28,8 +28,8 @@ def compared(root: Path, folder: Path, row: str, *flags: str) -> tuple[dict[str,
 @pytest.mark.parametrize(
     "row, flags",
     [
-        ("small-llama,llama,3,32,4,64,256,16,test", ("--methods", "offload,full,bcd")),
-        ("small-gpt,gpt,3,32,4,64,250,16,test", ("--methods", "bcd", "--global-batch-size", "8")),
+        ("small-llama,llama,3,32,4,4,64,256,16,test", ("--methods", "offload,full,bcd")),
+        ("small-gpt,gpt,3,32,4,4,64,250,16,test", ("--methods", "bcd", "--global-batch-size", "8")),
     ],
 )
 def test_with_peer(repo_root: Path, tmp_path: Path, row: str, flags: tuple[str, ...]) -> None:

@@ -189,7 +189,14 @@ def test_interrupted(repo_root: Path, tmp_path: Path, number: signal.Signals) ->
     """A run that goes on without the tool, with a GPU's memory in its hands, or half a file of figures."""
     output = tmp_path / "out"
     command = [sys.executable, "tools/compare.py", "--model", "tiny", "--methods", "bcd", "--output", str(output)]
-    tool = subprocess.Popen(command, cwd=repo_root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    tool = subprocess.Popen(
+        command,
+        cwd=repo_root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        # what a shell starts in the background ignores an interrupt, and so would this
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         started: list[psutil.Process] = []
         while not started and tool.poll() is None:
