@@ -70,6 +70,111 @@ def test_swiglu(dtype: torch.dtype, biased: bool) -> None:
     assert torch.equal(before, x), "its input is still wanted"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("trained", [False, True])
+def test_rms_norm(dtype: torch.dtype, trained: bool) -> None:
+    """A term of the gradient that is lost, or rounded in another order than PyTorch's."""
+    x = torch.randn(9, 2, 48).to(dtype).requires_grad_()
+    weight = torch.randn(48).to(dtype).requires_grad_(trained)
+    build = lean._torch_norm(lambda cls, hidden, eps: torch.nn.RMSNorm(hidden, eps=eps))
+    norm = build(object, 48, eps=1e-3)
+
+    def mine(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(norm, {"weight": weight}, (x,))
+
+    def pytorchs(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, (48,), weight, 1e-3)
+
+    assert type(norm) is lean.RmsNorm
+    assert same(gradients(mine, x, weight), gradients(pytorchs, x, weight))
+
+
+def test_other_norms_stay() -> None:
+    norm = torch.nn.LayerNorm(4)
+    assert type(lean._torch_norm(lambda cls: norm)(object)) is torch.nn.LayerNorm
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [3, 64, 130])
+def test_cross_entropy(dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that is left out at the end of a part, or a gradient for another label."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy as Megatron
+
+    def megatron(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, top = Megatron.calculate_logits_max(logits.detach().clone())
+        *wheres, predicted, total, exponentials = Megatron.calculate_predicted_logits(logits, target, top, 0, 50)
+        softmax, loss = Megatron.calculate_cross_entropy_loss(exponentials, predicted, total)
+        operands = Megatron.prepare_gradient_calculation_operands(softmax, wheres[0])
+        upstream = torch.linspace(-1, 2, loss.numel()).view_as(loss)
+        return loss.clone(), Megatron.calculate_gradients(operands[0], operands[1], wheres[1], *operands[2:], upstream)
+
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 1)
+    cross_entropy = lean._cross_entropy(lambda *_: pytest.fail("this is what Megatron Core's is replaced for"))
+    logits = (4 * torch.randn(rows, 2, 50)).to(dtype).requires_grad_()
+    target = torch.randint(50, (rows, 2))
+    # logits are a layer's output, which may be overwritten
+    loss, gradient = gradients(lambda one: cross_entropy(one * 1, target), logits)
+    expected_loss, expected_gradient = megatron(logits, target)
+    assert torch.equal(loss, expected_loss)
+    assert torch.equal(gradient, expected_gradient.to(dtype))
+
+
+def test_cross_entropy_of_another_kind_is_megatron_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's part of the logits taken for all of them, or smoothing forgotten."""
+    from megatron.core import parallel_state
+
+    cross_entropy = lean._cross_entropy(lambda *_: "Megatron Core's")
+    logits, target = torch.randn(3, 2, 5), torch.randint(5, (3, 2))
+    for ranks, smoothing in ((2, 0.0), (1, 0.1)):
+        monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda ranks=ranks: ranks)
+        assert cross_entropy(logits, target, smoothing) == "Megatron Core's"
+
+
+def test_scale() -> None:
+    """The gradient left as it was, or scaled twice."""
+    gradients, copy = [torch.ones(3), torch.ones(2)], torch.empty(3)
+    lean._scale(0, None, [gradients, gradients], 0.5)
+    lean._scale(0, None, [gradients[:1], [copy]], 0.5)
+    assert [one.tolist() for one in (*gradients, copy)] == [[0.5] * 3, [0.5] * 2, [0.25] * 3]
+
+
+def in_buffer(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A weight as Megatron Core's wrapper leaves it at the beginning of an iteration, but for what is in the buffer."""
+    weight = weight.detach().clone().requires_grad_()
+    weight.main_grad = torch.full_like(weight, float("nan"), dtype=dtype)
+    weight.grad_added_to_main_grad = False
+    return weight
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_writes_its_gradient_into_the_buffer(dtype: torch.dtype) -> None:
+    """What was in the buffer before the iteration counted in, or a microbatch that overwrites the one before."""
+    linear = lean._linear(lambda *_, **__: "Megatron Core's")
+    weight, bias = in_buffer(torch.randn(4, 3).to(dtype)), torch.randn(4).to(dtype).requires_grad_()
+    expected = torch.zeros_like(weight)
+    for _ in range(3):
+        x = torch.randn(5, 2, 3).to(dtype).requires_grad_()
+        mine = gradients(lambda x, bias: linear(x, weight, bias, False, False, False), x, bias)
+        output, of_x, of_weight, of_bias = gradients(lambda x, w, b: x.matmul(w.t()) + b, x, weight, bias)
+        expected += of_weight
+        assert same(mine, [output, of_x, of_bias])
+        assert weight.grad is not None, "the reduction's hook waits for it"
+        assert torch.equal(weight.main_grad, expected)
+
+
+def test_linear_leaves_gradients_that_are_no_single_product() -> None:
+    """A tied weight's two gradients, or a buffer of another precision, overwritten by one product."""
+    linear = lean._linear(lambda *_, **__: "Megatron Core's")
+    tied = in_buffer(torch.randn(4, 3))
+    tied.zero_out_wgrad = True
+    wider = in_buffer(torch.randn(4, 3).bfloat16(), torch.float32)
+    for weight in (tied, wider):
+        linear(torch.randn(5, 3, dtype=weight.dtype), weight, None, False, False, False).sum().backward()
+        assert weight.grad is not None and weight.grad.abs().sum() > 0
+        assert not weight.grad_added_to_main_grad and weight.main_grad.isnan().all()
+
+
 def test_linear_leaves_out_what_nobody_wants() -> None:
     """Behind a frozen prefix the input's gradient is a fifth of a layer's work, for nothing."""
     weight, bias = torch.randn(4, 3, requires_grad=True), torch.randn(4, requires_grad=True)

@@ -70,9 +70,9 @@ class ActiveSet:
         )
         self.optimizer = self._build_optimizer()
         for optimizer in self.optimizers():
-            if (
-                not optimizer.get_parameters()
-            ):  # nothing to step here, but this rank still takes part in every reduction
+            platform.quicken_optimizer(optimizer.optimizer)
+            if not optimizer.get_parameters():
+                # nothing to step here, but this rank still takes part in every reduction
                 optimizer.is_stub_optimizer = True
         if self._loss_scaler_state is not None:
             self.set_loss_scaler_state(self._loss_scaler_state)

@@ -10,13 +10,11 @@ import contextlib
 import datetime
 import importlib
 import importlib.util
-import logging
 import os
 import queue
 import random
 import resource
 import time
-import types
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,18 +22,8 @@ from typing import Any
 import numpy
 import torch
 
-from megatron.bcd.platform import lean
-
-_FACTORIES = ("empty", "full", "ones", "rand", "randn", "tensor", "zeros")
-_MODULES_FOR_CUDA = (
-    "megatron.core.optimizer.clip_grads",
-    "megatron.core.optimizer.grad_scaler",
-    "megatron.core.optimizer.optimizer",
-    "megatron.core.pipeline_parallel.schedules",
-    "megatron.core.tensor_parallel.cross_entropy",
-    "megatron.core.transformer.utils",
-    "megatron.core.utils",
-)
+from megatron.bcd.platform import cpu
+from megatron.bcd.platform.offload import patch_offload
 
 
 def has_cuda() -> bool:
@@ -102,6 +90,12 @@ def optimizer_implementation() -> str:
     return "Apex fused Adam" if module.startswith("apex") else "PyTorch AdamW"
 
 
+def quicken_optimizer(optimizer: torch.optim.Optimizer | None) -> None:
+    """Take the quickest form of it that this device has."""
+    if not has_cuda():
+        cpu.take_fused_adam(optimizer)
+
+
 def check_can_offload() -> None:
     """Raises ValueError where there is no GPU that --optimizer-cpu-offload could take something off."""
     if not has_cuda():
@@ -109,45 +103,6 @@ def check_can_offload() -> None:
             "--optimizer-cpu-offload needs a CUDA GPU, and none is visible here: leave it out (without a GPU all is in "
             "host memory anyway)"
         )
-
-
-_set_gradients_of_offload: Any = None
-
-
-def patch_offload() -> None:
-    """Let Megatron Core's --optimizer-cpu-offload work without Transformer Engine, and in fp32; on any machine.
-
-    Its OptimizerConfig would compare the version of an absent Transformer Engine with another; and its optimizer is
-    given views of fp32 weights, which PyTorch takes for results of a computation unless they retain their gradient,
-    and looks for the gradient of those that stay on the device where Megatron Core does not put it.
-    """
-    global _set_gradients_of_offload
-    from megatron.core import utils
-    from megatron.core.optimizer import optimizer_config
-    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-
-    if _set_gradients_of_offload is not None:
-        return
-    _set_gradients_of_offload = HybridDeviceOptimizer._set_sub_optimizer_grads
-
-    def is_te_min_version(version: str, check_equality: bool = True) -> bool:
-        return utils.get_te_version() is not None and utils.is_te_min_version(version, check_equality)
-
-    def add_param_group(self: Any, group: dict[str, Any]) -> None:
-        for weight in group["params"]:
-            if not weight.is_leaf:
-                weight.retain_grad()
-        torch.optim.Optimizer.add_param_group(self, group)
-
-    def set_gradients(self: Any) -> None:
-        _set_gradients_of_offload(self)
-        for weight, master in self.param_to_inner_param.items():
-            if master is weight:  # fp32, and not offloaded
-                weight.grad = getattr(weight, "decoupled_grad", weight.grad)
-
-    optimizer_config.is_te_min_version = is_te_min_version
-    HybridDeviceOptimizer.add_param_group = add_param_group
-    HybridDeviceOptimizer._set_sub_optimizer_grads = set_gradients
 
 
 def synchronize() -> None:
@@ -161,9 +116,11 @@ def empty_in_host_memory(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def release_cached_memory() -> None:
-    """Give freed GPU memory back to the driver, so that a phase's peak is this phase's own."""
+    """Give freed memory back to the driver or the system, so that a phase's peak is this phase's own."""
     if has_cuda():
         torch.cuda.empty_cache()
+    else:
+        cpu.return_freed_memory()
 
 
 def reset_peak_memory() -> None:
@@ -225,7 +182,8 @@ def initialize_distributed(*, backend: str, timeout_minutes: int, tensor_size: i
             )
         torch.cuda.set_device(local_rank)
     else:
-        patch_megatron_core()
+        cpu.patch_megatron_core()
+        cpu.keep_freed_memory()
     if backend == "gloo":
         share_gloo_device()
     if not torch.distributed.is_initialized():
@@ -395,71 +353,3 @@ def checkpoint_results_in_process() -> Iterator[None]:
         yield
     finally:
         filesystem_async._get_write_results_queue = original
-
-
-class _TorchOnCpu(types.ModuleType):
-    """`torch` as Megatron Core's modules see it without a GPU: factory calls with device="cuda" make CPU tensors."""
-
-    def __init__(self) -> None:
-        super().__init__("torch")
-        for name in _FACTORIES:
-            setattr(self, name, _on_cpu(getattr(torch, name)))
-        self.distributed = lean.DistributedForOneRank("torch.distributed")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
-def _on_cpu(factory: Any) -> Any:
-    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        return factory(*args, **kwargs)
-
-    return make
-
-
-def _type_name_as_cuda(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Tensor.type() with the names that Megatron Core's optimizers compare with."""
-    result = _tensor_type(tensor, dtype, *args, **kwargs)
-    if dtype is None and isinstance(result, str):
-        return result.replace("torch.", "torch.cuda.", 1)
-    return result
-
-
-_tensor_type = torch.Tensor.type
-_patched = False
-
-
-def patch_megatron_core() -> None:
-    """Let Megatron Core run on this CPU: called once, only where there is no GPU.
-
-    Its CUDA random generator is the CPU's, its current device is the CPU, streams and synchronisation vanish.
-    """
-    global _patched
-    if _patched or has_cuda():
-        return
-    _patched = True
-
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        return None
-
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
-    torch.cuda.set_device = nothing
-    torch.cuda.synchronize = nothing
-    torch.cuda.empty_cache = nothing
-    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
-    torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    torch.cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]
-    torch.Tensor.type = _type_name_as_cuda  # type: ignore[method-assign,assignment]
-    from megatron.core.tensor_parallel import random as megatron_random
-
-    megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    # its tracker warns when the CPU's generator moves while the GPU's is in use: here they are one
-    logging.getLogger(megatron_random.__name__).addFilter(lambda record: "CPU RNG state" not in record.getMessage())
-    lean.patch_megatron_core()
-    torch_on_cpu = _TorchOnCpu()
-    for name in _MODULES_FOR_CUDA:
-        importlib.import_module(name).torch = torch_on_cpu  # type: ignore[attr-defined]

@@ -1,8 +1,11 @@
 """What Megatron Core computes on a CPU, the same bit for bit, without what only a GPU or several ranks have a use for.
 
 Its layers pass through autograd functions of its own, and its reductions through collectives, also where one rank is
-all there is; on a GPU their time hides behind the kernels, on a CPU it is a tenth of a small model's step. Applied by
-`patch_megatron_core` of this room, where there is no GPU.
+all there is; on a GPU their time hides behind the kernels, on a CPU it is a tenth of a small model's step. And on a GPU
+fused kernels go through memory once where these functions go through it several times; here that is done with what
+PyTorch has. Applied by `patch_megatron_core` of this room, where there is no GPU.
+
+Tensor shapes: S sequence length, B micro-batch size, H hidden size, N heads, D head size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,12 +19,18 @@ import torch
 
 def patch_megatron_core() -> None:
     """To be called once, with Megatron Core imported."""
+    from megatron.core import tensor_parallel
     from megatron.core.distributed import param_and_grad_buffer as buffers
     from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.optimizer import clip_grads
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer import mlp
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     mlp.bias_swiglu_impl = _swiglu
+    WrappedTorchNorm.__new__ = _torch_norm(WrappedTorchNorm.__new__)
+    tensor_parallel.vocab_parallel_cross_entropy = _cross_entropy(tensor_parallel.vocab_parallel_cross_entropy)
+    clip_grads.multi_tensor_scale_impl = _scale
     rope_utils._apply_rotary_pos_emb_bshd = _rotary(rope_utils._apply_rotary_pos_emb_bshd)
     for name in ("linear_with_frozen_weight", "linear_with_grad_accumulation_and_async_allreduce"):
         setattr(layers, name, _linear(getattr(layers, name)))
@@ -62,10 +71,43 @@ def _linear(megatron_linear: Any) -> Any:
         if gradient_accumulation_fusion or allreduce_dgrad or sequence_parallel or kwargs.get("grad_output_buffer"):
             flags = (gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel)
             return megatron_linear(input, weight, bias, *flags, **kwargs)
-        output = torch.matmul(input, weight.t())
+        accumulates = torch.is_grad_enabled() and _takes_gradient_in_place(weight)
+        output = _Linear.apply(input, weight) if accumulates else torch.matmul(input, weight.t())
         return output if bias is None else output + bias
 
     return linear
+
+
+def _takes_gradient_in_place(weight: torch.Tensor) -> bool:
+    """Whether the product that is this weight's gradient can be written where Megatron Core's buffer has it. A tied
+    weight's can't: its parts are added up before the buffer sees them."""
+    main_grad = getattr(weight, "main_grad", None)
+    is_whole = main_grad is not None and main_grad.dtype == weight.dtype and not hasattr(weight, "zero_out_wgrad")
+    return is_whole and weight.requires_grad
+
+
+class _Linear(torch.autograd.Function):
+    """x W^T, whose weight gradient goes straight into the gradient buffer, as with Megatron Core's
+    `gradient_accumulation_fusion` on a GPU: the first of an iteration without a copy and a sum with zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight  # its attributes are wanted, which a saved tensor has not
+        return torch.matmul(x, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:  # type: ignore[override]
+        [x], weight = ctx.saved_tensors, ctx.weight
+        back = torch.matmul(gradient, weight) if ctx.needs_input_grad[0] else None
+        factors = gradient.flatten(0, -2).t(), x.flatten(0, -2)
+        if weight.grad_added_to_main_grad:
+            weight.main_grad.add_(torch.mm(*factors))
+        else:
+            torch.mm(*factors, out=weight.main_grad)
+            weight.grad_added_to_main_grad = True
+        # a gradient there must be for the reduction's hook; nobody reads it
+        return back, torch.empty_like(weight)
 
 
 def _unless_alone(megatron_region: Any) -> Any:
@@ -108,11 +150,111 @@ def _swiglu(x: torch.Tensor, bias: torch.Tensor | None, *args: Any) -> torch.Ten
     return torch.nn.functional.silu(gate).mul_(up)
 
 
+class _RmsNormFunction(torch.autograd.Function):
+    """x / sqrt(mean(x^2) + epsilon) w over the last dimension, in float32: bit for bit PyTorch's composite one, which
+    keeps the normalised x and makes twice as many tensors in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        output = x * x
+        inverse = output.mean(-1, keepdim=True).add_(epsilon).rsqrt_()
+        torch.mul(x, inverse, out=output).mul_(weight)
+        ctx.save_for_backward(x, weight, inverse)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:  # type: ignore[override]
+        x, weight, inverse = ctx.saved_tensors
+        back = gradient * weight
+        product = back * x
+        of_mean = product.sum(-1, keepdim=True).mul_(-0.5).mul_(inverse.pow(3)).div_(x.size(-1)).mul_(2)
+        of_weight = None
+        if ctx.needs_input_grad[1]:
+            of_weight = torch.mul(x, inverse, out=product).mul_(gradient).flatten(0, -2).sum(0)
+        back *= inverse
+        back += torch.mul(x, of_mean, out=product)
+        return back, of_weight, None
+
+
+class RmsNorm(torch.nn.RMSNorm):
+    """PyTorch's module on `_RmsNormFunction`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != torch.float32 or self.weight.dtype != torch.float32:
+            return super().forward(x)
+        assert self.eps is not None, "Megatron Core always gives one"
+        return _RmsNormFunction.apply(x, self.weight, self.eps)
+
+
+def _torch_norm(megatron_new: Any) -> Any:
+    """Megatron Core's choice among PyTorch's norms, with `RmsNorm` for PyTorch's."""
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        norm: torch.nn.Module = megatron_new(cls, *args, **kwargs)
+        if type(norm) is torch.nn.RMSNorm:
+            norm.__class__ = RmsNorm
+        return norm
+
+    return new
+
+
+_ROWS_OF_LOGITS = 64
+"""So many at a time stay in a core's cache from one operation to the next, at a small vocabulary."""
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Megatron Core's cross-entropy of one tensor-parallel rank, bit for bit, in one pass through the logits: it goes
+    through them once per operation. As there, float32 logits become the softmax in place."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """logits [S, B, V], target [S, B]; returns float32 [S, B]."""
+        softmax = logits.float()
+        rows, labels = softmax.view(-1, logits.size(-1)), target.reshape(-1, 1)
+        losses = []
+        parts = zip(rows.split(_ROWS_OF_LOGITS), labels.split(_ROWS_OF_LOGITS), strict=True)
+        for row, label in parts:
+            row -= row.amax(dim=-1, keepdim=True)
+            of_label = row.gather(1, label)
+            total = torch.exp(row, out=row).sum(dim=-1, keepdim=True)
+            losses.append(torch.log(total) - of_label)
+            row /= total
+        ctx.save_for_backward(softmax, labels)
+        return torch.cat(losses).view_as(target)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        softmax, labels = ctx.saved_tensors
+        rows = softmax.view(-1, softmax.size(-1))
+        rows.scatter_add_(1, labels, rows.new_full((1, 1), -1.0).expand_as(labels))
+        rows *= gradient.reshape(-1, 1)
+        return softmax, None
+
+
+def _cross_entropy(megatron_cross_entropy: Any) -> Any:
+    """`_CrossEntropy` in place of Megatron Core's `vocab_parallel_cross_entropy` where one rank has all logits."""
+
+    def cross_entropy(logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+        from megatron.core import parallel_state
+
+        if label_smoothing or parallel_state.get_tensor_model_parallel_world_size() > 1:
+            return megatron_cross_entropy(logits, target, label_smoothing)
+        return _CrossEntropy.apply(logits, target)
+
+    return cross_entropy
+
+
+def _scale(chunk_size: int, noop_flag: Any, tensor_lists: list[list[torch.Tensor]], scale: float) -> None:
+    """In place of Megatron Core's `local_multi_tensor_scale`, which makes the product first and then copies it."""
+    for source, scaled in zip(*tensor_lists, strict=True):
+        torch.mul(source, scale, out=scaled)
+
+
 class _Rotary(torch.autograd.Function):
     """Rotary position embedding with halves that rotate: x cos + (-x_high, x_low) sin, bit for bit Megatron Core's.
 
-    Tensor shapes: S sequence length, B micro-batch size, N heads, D head size. Megatron Core makes seven tensors of
-    it, five of them whole; this makes one and two halves, and one again in backward.
+    Megatron Core makes seven tensors of it, five of them whole; this makes one and two halves, and one again in
+    backward.
     """
 
     @staticmethod

@@ -1,0 +1,77 @@
+"""What makes PyTorch quick on a CPU: its fused Adam, and freed memory that stays until a phase ends."""
+
+from __future__ import annotations
+
+import resource
+import types
+
+import pytest
+import torch
+
+from megatron.bcd.platform import cpu
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+
+
+def adam(optimizer: type[torch.optim.Optimizer], *, fused: bool, cuts: list[int]) -> torch.Tensor:
+    """Weights after ten steps on the same gradients, held in parts that end at `cuts`."""
+    generator = torch.Generator().manual_seed(1)
+    start = torch.randn(cuts[-1], generator=generator)
+    bounds = list(zip([0, *cuts], cuts, strict=False))
+    weights = [start[begin:end].clone().requires_grad_() for begin, end in bounds]
+    one = optimizer(weights, lr=1e-2, weight_decay=0.1)
+    if fused:
+        cpu.take_fused_adam(one)
+    for _ in range(10):
+        gradient = torch.randn(cuts[-1], generator=generator)
+        for weight, (begin, end) in zip(weights, bounds, strict=True):
+            weight.grad = gradient[begin:end].clone()
+        one.step()
+    return torch.cat([weight.detach() for weight in weights])
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam])
+def test_fused_adam(optimizer: type[torch.optim.Optimizer]) -> None:
+    """Another update; or one that depends on how ranks share the weights, so that a run on other ranks differs."""
+    plain, fused = (adam(optimizer, fused=fused, cuts=[10_007]) for fused in (False, True))
+    assert not torch.equal(plain, fused), "it is not in use"
+    assert torch.allclose(plain, fused, rtol=0, atol=1e-6)
+    assert torch.equal(fused, adam(optimizer, fused=True, cuts=[3, 17, 5_001, 10_007]))
+
+
+def test_other_optimizers_stay() -> None:
+    sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0, momentum=0.9)
+    for optimizer in (sgd, None):
+        cpu.take_fused_adam(optimizer)
+    assert not sgd.param_groups[0]["fused"]
+
+
+def page_faults(num_tensors: int) -> int:
+    """Of making and freeing that many tensors of 8 MiB, one after the other."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(num_tensors):
+        torch.ones(2 * 2**20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def test_freed_memory_is_there_for_the_next_step() -> None:
+    """Fresh pages in every step; or memory that a phase is done with counted in the peak of the next."""
+    if cpu._glibc() is None:
+        pytest.skip("the C library here is not glibc")
+    pages = 8 * 2**20 // resource.getpagesize()
+    cpu.keep_freed_memory()
+    page_faults(1)
+    assert page_faults(5) < pages
+    cpu.return_freed_memory()
+    assert page_faults(1) > pages // 2
+
+
+def test_without_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A traceback where the C library is another one."""
+    monkeypatch.setattr("ctypes.CDLL", lambda name: types.SimpleNamespace())
+    cpu._glibc.cache_clear()
+    try:
+        cpu.keep_freed_memory()
+        cpu.return_freed_memory()
+    finally:
+        cpu._glibc.cache_clear()
