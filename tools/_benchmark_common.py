@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib.metadata
 import json
@@ -13,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from io import StringIO
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from _machine import cpu_model
@@ -29,13 +28,6 @@ from megatron.bcd.train import Trainer
 
 PROG = "tools/benchmark.py"
 SPARE_STEPS = 64  # more than fp16's loss scale can be halved
-
-
-class Parser(argparse.ArgumentParser):
-    """Raises ValueError, where argparse would leave the process."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message.removeprefix("argument "))
 
 
 def check_can_write(path: str) -> None:

@@ -34,7 +34,6 @@ from _benchmark_common import (
     PROG,
     SPARE_STEPS,
     Bench,
-    Parser,
     check_can_write,
     command_line,
     cut,
@@ -46,6 +45,7 @@ from _benchmark_common import (
     write_json,
 )
 from _benchmark_figures import BlockFigures, Turn, block_figures, mean_ratio, rotated, slowest
+from _parser import Parser
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from rich.table import Table
 

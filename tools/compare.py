@@ -30,13 +30,14 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _compare_figures import Row, Turn, ratios, rotated, row_of, table_text
 from _compare_runs import PEER, CannotRun, Variant, beside_peer, measure, planned, run, variants_of
 from _machine import cpu_model
+from _parser import Parser
 
 from megatron.bcd.blocks import LAYOUTS
 from megatron.bcd.cost import PRECISIONS
@@ -49,13 +50,6 @@ MICROBATCHES = 4
 """Of an iteration, per pipeline stage, unless --global-batch-size says otherwise; one where there is one stage."""
 TOLERANCE = 1e-3
 """Relative, of the losses of two runs that are to be one training."""
-
-
-class Parser(argparse.ArgumentParser):
-    """Raises ValueError, where argparse would leave the process."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message.removeprefix("argument "))
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -17,10 +17,11 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from _parser import Parser
 from _plan_output import show_paper, show_plan, show_search
 
 from megatron.bcd.blocks import LAYOUTS
@@ -36,13 +37,6 @@ PROG = "tools/plan.py"
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DEFAULT_BATCH = 64
 _PAPER_CLUSTER = "rtx4090"
-
-
-class Parser(argparse.ArgumentParser):
-    """Raises ValueError, where argparse would leave the process."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message.removeprefix("argument "))
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

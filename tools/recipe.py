@@ -18,10 +18,11 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from _parser import Parser
 from _plan_output import show_figures
 
 from megatron.bcd.blocks import LAYOUTS
@@ -101,13 +102,6 @@ class Asked:
     by_node: bool
     """Whether the number of GPUs was given by node."""
     extra: tuple[str, ...]
-
-
-class Parser(argparse.ArgumentParser):
-    """Raises ValueError, where argparse would leave the process."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message.removeprefix("argument "))
 
 
 def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, tuple[str, ...]]:

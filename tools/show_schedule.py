@@ -14,9 +14,10 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from _parser import Parser
 
 from megatron.bcd.pipeline_plan.check import check_plan
 from megatron.bcd.pipeline_plan.grid import (
@@ -47,13 +48,6 @@ class Costs:
     backward: tuple[float, ...]
     backward_input: tuple[float, ...]
     message: float
-
-
-class Parser(argparse.ArgumentParser):
-    """Raises ValueError, where argparse would leave the process."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message.removeprefix("argument "))
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -49,7 +49,8 @@ def reduce_losses(per_microbatch: list[dict[str, torch.Tensor]]) -> torch.Tensor
     total = torch.zeros(2, device=platform.device())
     if parallel_state.is_pipeline_last_stage():
         total += torch.stack([losses["lm loss"] for losses in per_microbatch]).sum(dim=0)
-        torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        if parallel_state.get_data_parallel_world_size() > 1:
+            torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         torch.distributed.broadcast(
             total,

@@ -115,6 +115,7 @@ def transformer_config(config: RunConfig, implementation: Implementation) -> Tra
     if not platform.has_cuda():
         fields["bias_dropout_fusion"] = False
         fields["cross_entropy_loss_fusion"] = False
+        fields["fused_single_qkv_rope"] = _rotates_plainly(config)
     if implementation.layers == "local":
         fields["persist_layer_norm"] = False
         fields["apply_rope_fusion"] = False
@@ -139,6 +140,15 @@ def transformer_config(config: RunConfig, implementation: Implementation) -> Tra
         return TransformerConfig(**fields)
     except AssertionError as error:
         raise ValueError(f"Megatron Core refuses these flags: {error}") from error
+
+
+def _rotates_plainly(config: RunConfig) -> bool:
+    """Whether this room's rotary embedding for a CPU (`platform.lean`) computes what the flags ask for."""
+    fields = config.transformer
+    groups = int(fields.get("num_query_groups") or fields["num_attention_heads"])
+    is_plain = config.model.rotary_percent == 1.0 and not fields.get("rotary_interleaved")
+    is_alone = not fields.get("qk_layernorm") and groups >= config.tensor_size  # nothing between product and rotation
+    return config.model.position_embedding_type == "rope" and is_plain and is_alone
 
 
 def tanh_gelu(x: Tensor) -> Tensor:

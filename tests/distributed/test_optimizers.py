@@ -10,6 +10,7 @@ import torch
 import worlds
 from dist import World
 
+from megatron.bcd import platform
 from megatron.bcd.config import RunConfig
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -30,7 +31,7 @@ def reference(config: RunConfig, parameters: dict[str, torch.Tensor]) -> torch.o
     if config.optimizer.get("optimizer") == "sgd":
         return torch.optim.SGD(groups, lr=1.0, momentum=config.optimizer.get("sgd_momentum", 0.9))
     kind = torch.optim.AdamW if config.optimizer.get("decoupled_weight_decay", True) else torch.optim.Adam
-    return kind(groups, lr=1.0)
+    return kind(groups, lr=1.0, fused=not platform.has_cuda() or None)  # as `platform` has it on a CPU
 
 
 def beside_a_reference(config: RunConfig) -> tuple[list[str], list[float]]:

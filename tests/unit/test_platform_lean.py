@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings import rope_utils
 
 from megatron.bcd.platform import lean
 
@@ -25,29 +26,31 @@ def same(mine: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rotary(dtype: torch.dtype) -> None:
-    """A half that turns the other way, a gradient that does, or one length's cosines for another's."""
+@pytest.mark.parametrize(("groups", "queries"), [(3, 1), (2, 4)])
+def test_rotary(dtype: torch.dtype, groups: int, queries: int) -> None:
+    """A half that turns the other way, a gradient that does or that is another part's, or one length's cosines for
+    another's."""
+    sizes = [queries * 8, 8, 8]
 
-    def megatron(t: torch.Tensor, freqs: torch.Tensor, **_: Any) -> torch.Tensor:
-        low, high = t.chunk(2, dim=-1)
-        return t * freqs.cos().to(t.dtype) + torch.cat((-high, low), dim=-1) * freqs.sin().to(t.dtype)
+    def megatron(mixed: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+        query, key, value = mixed.split(sizes, dim=3)
+        query = query.reshape(*query.shape[:2], -1, 8)
+        turned = [
+            rope_utils._apply_rotary_pos_emb_bshd(x, freqs, rotary_interleaved=False, multi_latent_attention=False)
+            for x in (query, key)
+        ]
+        return torch.cat([*turned, value], dim=2)
 
-    rotate = lean._rotary(lambda *_, **__: pytest.fail("this is what Megatron Core's is replaced for"))
+    def mine(mixed: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+        return torch.cat(lean._rotated_qkv(mixed, freqs, freqs, sizes), dim=2)
+
     for length in (5, 7):
         freqs = torch.randn(length, 1, 1, 8)
-        x = torch.randn(length, 2, 3, 8).to(dtype).requires_grad_()
+        mixed = torch.randn(length, 2, groups, sum(sizes)).to(dtype).requires_grad_()
         for _ in range(2):
-            assert same(gradients(lambda t, f=freqs: rotate(t, f), x), gradients(lambda t, f=freqs: megatron(t, f), x))
-
-
-def test_rotary_of_another_kind_is_megatron_cores() -> None:
-    """Interleaved or scaled rotation, or one of a part of the head, computed as if it were the plain one."""
-    x, freqs = torch.randn(3, 1, 1, 8), torch.randn(3, 1, 1, 8)
-    rotate = lean._rotary(lambda *_, **__: "Megatron Core's")
-    assert torch.is_tensor(rotate(x, freqs, rotary_interleaved=False, multi_latent_attention=False, mscale=1.0))
-    others = [{"rotary_interleaved": True}, {"multi_latent_attention": True}, {"mscale": 2.0}]
-    assert [rotate(x, freqs, **other) for other in others] == ["Megatron Core's"] * 3
-    assert rotate(x, freqs[..., :4]) == "Megatron Core's"
+            assert same(
+                gradients(lambda x, f=freqs: mine(x, f), mixed), gradients(lambda x, f=freqs: megatron(x, f), mixed)
+            )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -24,7 +24,8 @@ def output(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
 
 def test_command_as_typed_without_torch(repo_root: Path, tmp_path: Path) -> None:
     """A tool that runs from the repository only, or that needs torch, or seconds, to print a table."""
-    program = "import runpy, sys; sys.argv = sys.argv[1:]\ntry: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    program = "import os, runpy, sys; sys.argv = sys.argv[1:]; sys.path[0] = os.path.dirname(sys.argv[0])\n"
+    program += "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
     program += "finally: assert not {'torch', 'megatron.core', 'matplotlib', 'rich'} & sys.modules.keys()"
     command = [sys.executable, "-c", program, repo_root / "tools" / "show_schedule.py", *EXAMPLE]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

@@ -70,7 +70,6 @@ class ActiveSet:
         )
         self.optimizer = self._build_optimizer()
         for optimizer in self.optimizers():
-            platform.quicken_optimizer(optimizer.optimizer)
             if not optimizer.get_parameters():
                 # nothing to step here, but this rank still takes part in every reduction
                 optimizer.is_stub_optimizer = True

@@ -90,12 +90,6 @@ def optimizer_implementation() -> str:
     return "Apex fused Adam" if module.startswith("apex") else "PyTorch AdamW"
 
 
-def quicken_optimizer(optimizer: torch.optim.Optimizer | None) -> None:
-    """Take the quickest form of it that this device has."""
-    if not has_cuda():
-        cpu.take_fused_adam(optimizer)
-
-
 def check_can_offload() -> None:
     """Raises ValueError where there is no GPU that --optimizer-cpu-offload could take something off."""
     if not has_cuda():

@@ -77,8 +77,11 @@ def patch_megatron_core() -> None:
     torch.cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]
     torch.Tensor.type = _type_name_as_cuda  # type: ignore[method-assign,assignment]
+    from megatron.core import optimizer
     from megatron.core.tensor_parallel import random as megatron_random
 
+    of_groups = "_get_megatron_optimizer_based_on_param_groups"
+    setattr(optimizer, of_groups, _with_fused_adam(getattr(optimizer, of_groups)))
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     # its tracker warns when the CPU's generator moves while the GPU's is in use: here they are one
@@ -87,6 +90,18 @@ def patch_megatron_core() -> None:
     torch_on_cpu = _TorchOnCpu()
     for name in _MODULES_FOR_CUDA:
         importlib.import_module(name).torch = torch_on_cpu  # type: ignore[attr-defined]
+
+
+def _with_fused_adam(build: Any) -> Any:
+    """Megatron Core's function that builds an optimizer, PyTorch's Adam inside it fused."""
+
+    @functools.wraps(build)
+    def build_fused(*args: Any, **kwargs: Any) -> Any:
+        built = build(*args, **kwargs)
+        take_fused_adam(built.optimizer)
+        return built
+
+    return build_fused
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3

@@ -5,7 +5,8 @@ all there is; on a GPU their time hides behind the kernels, on a CPU it is a ten
 fused kernels go through memory once where these functions go through it several times; here that is done with what
 PyTorch has. Applied by `patch_megatron_core` of this room, where there is no GPU.
 
-Tensor shapes: S sequence length, B micro-batch size, H hidden size, N heads, D head size, V vocabulary.
+Tensor shapes: S sequence length, B micro-batch size, G query groups, Q heads of a group, D head size, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -21,17 +22,16 @@ def patch_megatron_core() -> None:
     """To be called once, with Megatron Core imported."""
     from megatron.core import tensor_parallel
     from megatron.core.distributed import param_and_grad_buffer as buffers
-    from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.optimizer import clip_grads
     from megatron.core.tensor_parallel import layers
-    from megatron.core.transformer import mlp
+    from megatron.core.transformer import attention, mlp
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     mlp.bias_swiglu_impl = _swiglu
     WrappedTorchNorm.__new__ = _torch_norm(WrappedTorchNorm.__new__)
     tensor_parallel.vocab_parallel_cross_entropy = _cross_entropy(tensor_parallel.vocab_parallel_cross_entropy)
     clip_grads.multi_tensor_scale_impl = _scale
-    rope_utils._apply_rotary_pos_emb_bshd = _rotary(rope_utils._apply_rotary_pos_emb_bshd)
+    attention.apply_fused_qkv_rotary_pos_emb, attention.HAVE_FUSED_QKV_ROPE = _rotated_qkv, True
     for name in ("linear_with_frozen_weight", "linear_with_grad_accumulation_and_async_allreduce"):
         setattr(layers, name, _linear(getattr(layers, name)))
     for name in ("copy_to_tensor_model_parallel_region", "reduce_from_tensor_model_parallel_region"):
@@ -250,47 +250,60 @@ def _scale(chunk_size: int, noop_flag: Any, tensor_lists: list[list[torch.Tensor
         torch.mul(source, scale, out=scaled)
 
 
-class _Rotary(torch.autograd.Function):
-    """Rotary position embedding with halves that rotate: x cos + (-x_high, x_low) sin, bit for bit Megatron Core's.
+class _QueryKeyValue(torch.autograd.Function):
+    """Queries and keys in their rotary position embedding with halves that rotate, x cos + (-x_high, x_low) sin, and
+    values, bit for bit Megatron Core's.
 
-    Megatron Core makes seven tensors of it, five of them whole; this makes one and two halves, and one again in
-    backward.
+    Of each Megatron Core makes seven tensors, five of them whole; this makes one and two halves. And their gradients
+    are written side by side at once, as the layer before wants them.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x [S, B, N, D], cos and sin [S, 1, 1, D]."""
+    def forward(
+        ctx: Any, mixed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """mixed [S, B, G, Q + 2, D], Q queries with their key and value; cos and sin [S, 1, 1, 1, D].
+
+        Returns queries [S, B, G Q, D], keys and values [S, B, G, D].
+        """
         ctx.save_for_backward(cos, sin)
-        half = x.size(-1) // 2
-        rotated = x * cos
-        rotated[..., :half] -= x[..., half:] * sin[..., :half]
-        rotated[..., half:] += x[..., :half] * sin[..., half:]
-        return rotated
+        half, turned = mixed.size(-1) // 2, []
+        for x in (mixed[..., :-2, :], mixed[..., -2:-1, :]):
+            rotated = x * cos
+            rotated[..., :half] -= x[..., half:] * sin[..., :half]
+            rotated[..., half:] += x[..., :half] * sin[..., half:]
+            turned.append(rotated.flatten(2, 3))
+        return turned[0], turned[1], mixed[..., -1, :]
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        cos, sin = ctx.saved_tensors
-        half = gradient.size(-1) // 2
-        back = gradient * cos
-        back[..., :half] += gradient[..., half:] * sin[..., half:]
-        back[..., half:] -= gradient[..., :half] * sin[..., :half]
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        (cos, sin), (of_queries, of_keys, of_values) = ctx.saved_tensors, gradients
+        groups, half = of_keys.size(2), of_keys.size(3) // 2
+        queries = of_queries.size(2) // groups
+        back = of_keys.new_empty(*of_keys.shape[:3], queries + 2, of_keys.size(3))
+        parts = (
+            (of_queries.unflatten(2, (groups, queries)), back[..., :-2, :]),
+            (of_keys.unsqueeze(3), back[..., -2:-1, :]),
+        )
+        for gradient, part in parts:
+            torch.mul(gradient, cos, out=part)
+            part[..., :half] += gradient[..., half:] * sin[..., half:]
+            part[..., half:] -= gradient[..., :half] * sin[..., :half]
+        back[..., -1, :] = of_values
         return back, None, None
 
 
-def _rotary(megatron_rotary: Any) -> Any:
-    """`_Rotary` where it computes the same as Megatron Core's `_apply_rotary_pos_emb_bshd`, which takes cosine and sine
-    anew in every layer."""
-
-    def rotate(t: torch.Tensor, freqs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        is_plain = not any(args) and not kwargs.get("rotary_interleaved") and not kwargs.get("multi_latent_attention")
-        if not is_plain or kwargs.get("mscale", 1.0) != 1.0 or freqs.size(-1) != t.size(-1):
-            return megatron_rotary(t, freqs, *args, **kwargs)
-        if getattr(freqs, "bcd_cos_sin", (None,))[0] != t.dtype:  # Megatron Core makes one tensor per length
-            freqs.bcd_cos_sin = (t.dtype, freqs.cos().to(t.dtype), freqs.sin().to(t.dtype))  # type: ignore[attr-defined]
-        _, cos, sin = freqs.bcd_cos_sin  # type: ignore[attr-defined]
-        return _Rotary.apply(t, cos, sin)
-
-    return rotate
+def _rotated_qkv(
+    mixed: torch.Tensor, query_freqs: torch.Tensor, key_freqs: torch.Tensor, sizes: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """In place of Transformer Engine's function of the same signature, which Megatron Core calls with
+    `fused_single_qkv_rope`: mixed [S, B, G, Q D + D + D], freqs [S, 1, 1, D], the same for queries and keys."""
+    assert query_freqs is key_freqs and query_freqs.size(-1) == sizes[-1], "models.py asks for no other"
+    if getattr(query_freqs, "bcd_cos_sin", (None,))[0] != mixed.dtype:  # Megatron Core makes one tensor per length
+        freqs = query_freqs.unsqueeze(2)
+        query_freqs.bcd_cos_sin = (mixed.dtype, freqs.cos().to(mixed.dtype), freqs.sin().to(mixed.dtype))  # type: ignore[attr-defined]
+    _, cos, sin = query_freqs.bcd_cos_sin  # type: ignore[attr-defined]
+    return _QueryKeyValue.apply(mixed.unflatten(3, (-1, sizes[-1])), cos, sin)
 
 
 def _unless_in_place(collective: Any) -> Any:
