@@ -68,7 +68,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--peer", choices=[PEER], help="measure it beside, on one process, in fp32")
     add("--output", default=os.path.join("out", "compare"), metavar="FOLDER", help="(default: out/compare)")
     add("--rounds", type=int, default=5, metavar="N", help="turns of each method (default: 5)")
-    add("--steps", type=int, default=3, metavar="N", help="steps of each block in a turn that count (default: 3)")
+    add("--steps", type=int, default=6, metavar="N", help="steps of each block in a turn that count (default: 6)")
     add("--gpu", metavar="NAME", help="a row of the cluster table: peak for MFU, planned peak and time")
     add("--peak-tflops", type=float, metavar="X", help="of one process's device, for MFU in place of --gpu's")
     group = parser.add_argument_group("recipe", "as the training script's flags")
