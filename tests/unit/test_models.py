@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+from command_line import parse
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron.bcd import models, platform
@@ -87,3 +88,24 @@ def test_every_parameter_has_a_block() -> None:
     assert owners["output_layer.weight"] == owners["decoder.final_layernorm.weight"] == [2]
     with pytest.raises(KeyError):
         models.is_active("mtp.layers.0.weight", partition=cut, block=0, stage=0)
+
+
+ROPE = "--position-embedding-type rope"
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "plain"),
+    [
+        ("", 1, False),
+        (ROPE, 1, True),
+        (f"{ROPE} --rotary-interleaved", 1, False),
+        (f"{ROPE} --rotary-percent 0.5", 1, False),
+        (f"{ROPE} --qk-layernorm", 1, False),
+        (f"{ROPE} --group-query-attention --num-query-groups 2 --tensor-model-parallel-size 2", 2, True),
+        (f"{ROPE} --group-query-attention --num-query-groups 1 --tensor-model-parallel-size 2", 2, False),
+    ],
+)
+def test_rotation_for_a_cpu(flags: str, world_size: int, plain: bool) -> None:
+    """Another rotation computed as if it were the plain one: pairs beside each other, a part of the head, or queries
+    and keys that something else is done to first."""
+    assert models._rotates_plainly(parse(*flags.split(), world_size=world_size)) is plain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import types
@@ -69,16 +70,20 @@ print(later, step(), 20 * 8 * 2**20 // resource.getpagesize(), cpu._glibc() is n
 
 def test_freed_memory_is_there_for_the_next_step(repo_root: Path) -> None:
     """Fresh pages in every step; or memory that a phase is done with counted in the peak of the next."""
+    settings = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if settings.exists() and "[always]" in settings.read_text():
+        pytest.skip("pages of 2 MiB are taken everywhere here: there is little to count")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("LD_PRELOAD", "MALLOC_"))}
     later = {}
     for how in ("kept", "plain"):
         command = [sys.executable, "-c", PAGE_FAULTS, how]
-        done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, cwd=repo_root, env=clean, capture_output=True, text=True, check=True)
         *faults, is_glibc = done.stdout.split()
         if is_glibc != "True":
             pytest.skip("the C library here is not glibc")
         later[how], returned, pages = map(int, faults)
         assert returned > 0.8 * pages
-    assert later["kept"] < 0.2 * pages
+    assert later["kept"] < 0.6 * pages, "a third where glibc finds too small what lies between two others"
     assert later["plain"] > 0.8 * pages, "there is nothing to mend: leave it out"
 
 

@@ -123,7 +123,7 @@ def keep_freed_memory() -> None:
     """
     if _glibc() is not None:
         _glibc().mallopt(_MMAP_THRESHOLD, 32 * 2**20)
-        _glibc().mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+        _glibc().mallopt(_TRIM_THRESHOLD, -1)  # never
 
 
 def return_freed_memory() -> None:

@@ -56,7 +56,8 @@ class DistributedForOneRank(types.ModuleType):
 
 def _linear(megatron_linear: Any) -> Any:
     """What Megatron Core's linear layers compute, bit for bit, without its autograd function where nothing is to be
-    communicated: PyTorch's own leaves out the gradient of an input that needs none, as behind a frozen prefix."""
+    communicated: PyTorch's own and `_Linear` leave out the gradient of an input that needs none, as behind a frozen
+    prefix."""
 
     @functools.wraps(megatron_linear)  # with its attributes: it looks for them under its own name
     def linear(
@@ -101,12 +102,13 @@ class _Linear(torch.autograd.Function):
         [x], weight = ctx.saved_tensors, ctx.weight
         back = torch.matmul(gradient, weight) if ctx.needs_input_grad[0] else None
         factors = gradient.flatten(0, -2).t(), x.flatten(0, -2)
+        # the reduction's hook waits for a gradient, and does not read it
         if weight.grad_added_to_main_grad:
-            weight.main_grad.add_(torch.mm(*factors))
-        else:
-            torch.mm(*factors, out=weight.main_grad)
-            weight.grad_added_to_main_grad = True
-        # a gradient there must be for the reduction's hook; nobody reads it
+            product = torch.mm(*factors)
+            weight.main_grad.add_(product)
+            return back, product
+        torch.mm(*factors, out=weight.main_grad)
+        weight.grad_added_to_main_grad = True
         return back, torch.empty_like(weight)
 
 
@@ -204,7 +206,8 @@ _ROWS_OF_LOGITS = 64
 
 class _CrossEntropy(torch.autograd.Function):
     """Megatron Core's cross-entropy of one tensor-parallel rank, bit for bit, in one pass through the logits: it goes
-    through them once per operation. As there, float32 logits become the softmax in place."""
+    through them once per operation. As there, float32 logits become the softmax in place. A label that is no entry of
+    the vocabulary raises, where Megatron Core takes it for another rank's."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -129,6 +129,7 @@ class Trainer:
         )
         if not config.training.skip_train:
             resuming.take_up_counters(self, source)
+            platform.release_cached_memory()
             platform.reset_peak_memory()
             gc.freeze()  # modules and data live as long as the run: a switch need not look through them for garbage
             self._begin_phase()
