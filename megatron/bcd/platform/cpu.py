@@ -118,8 +118,7 @@ def _glibc() -> Any:
 def keep_freed_memory() -> None:
     """Let what is freed be there for what is allocated next, as PyTorch's allocator does on a GPU.
 
-    Else glibc hands it back to the system, and every step finds fresh pages, each of which costs a microsecond: up to a
-    tenth of a small model's step. Tensors above 32 MiB, glibc's limit, are handed back all the same.
+    Else glibc hands it back to the system, and every step finds fresh pages, each of which costs time. Tensors above 32 MiB, glibc's limit, are handed back all the same.
     """
     if _glibc() is not None:
         _glibc().mallopt(_MMAP_THRESHOLD, 32 * 2**20)
@@ -127,13 +126,13 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Hand back what is free, and count in no peak from now on."""
+    """Hand what is free back to the system, so that a peak that is measured from now on does not count it."""
     if _glibc() is not None:
         _glibc().malloc_trim(0)
 
 
 def take_fused_adam(optimizer: torch.optim.Optimizer | None) -> None:
-    """Let PyTorch's Adam go through its tensors once, not once per operation: a fifth of the time on a CPU. Megatron
+    """Let PyTorch's Adam go through its tensors once, not once per operation. Megatron
     Core asks PyTorch for that with --optimizer-cpu-offload only. The results differ by rounding."""
     if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         for group in optimizer.param_groups:
