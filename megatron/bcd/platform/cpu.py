@@ -118,7 +118,8 @@ def _glibc() -> Any:
 def keep_freed_memory() -> None:
     """Let what is freed be there for what is allocated next, as PyTorch's allocator does on a GPU.
 
-    Else glibc hands it back to the system, and every step finds fresh pages, each of which costs time. Tensors above 32 MiB, glibc's limit, are handed back all the same.
+    Else glibc hands it back to the system, and every step finds fresh pages, each of which costs time. Tensors above
+    32 MiB, glibc's limit, are handed back all the same.
     """
     if _glibc() is not None:
         _glibc().mallopt(_MMAP_THRESHOLD, 32 * 2**20)
