@@ -1,15 +1,15 @@
 """Pretrain a GPT with block coordinate descent: torchrun --nproc-per-node N pretrain_gpt_bcd.py --help."""
 
 from megatron.bcd.arguments import parse_run_config
-from megatron.bcd.models import build_model
-from megatron.bcd.refusal import refusing
-from megatron.bcd.train import pretrain
+from megatron.bcd.model.builder import build_model
+from megatron.bcd.runtime.exit import exit_on_error
+from megatron.bcd.training.pretrain import pretrain
 
 PROG = "pretrain_gpt_bcd.py"
 
 
 def main() -> None:
-    with refusing(ValueError, prog=PROG):
+    with exit_on_error(ValueError, prog=PROG):
         config = parse_run_config(prog=PROG)
     pretrain(config, build_model, prog=PROG)
 

@@ -1,16 +1,16 @@
 """Pretrain a LLaMA with block coordinate descent: torchrun --nproc-per-node N pretrain_llama_bcd.py --help."""
 
-from megatron.bcd.arguments import FORMS, parse_run_config
-from megatron.bcd.models import build_model
-from megatron.bcd.refusal import refusing
-from megatron.bcd.train import pretrain
+from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
+from megatron.bcd.model.builder import build_model
+from megatron.bcd.runtime.exit import exit_on_error
+from megatron.bcd.training.pretrain import pretrain
 
 PROG = "pretrain_llama_bcd.py"
 
 
 def main() -> None:
-    with refusing(ValueError, prog=PROG):
-        config = parse_run_config(prog=PROG, defaults=FORMS["llama"])
+    with exit_on_error(ValueError, prog=PROG):
+        config = parse_run_config(prog=PROG, defaults=FAMILY_DEFAULTS["llama"])
     pretrain(config, build_model, prog=PROG)
 
 

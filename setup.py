@@ -33,7 +33,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_namespace_packages(include=["megatron.bcd", "megatron.bcd.*"]),
-    package_data={"megatron.bcd": ["stock_flags.txt"]},
+    package_data={"megatron.bcd.arguments": ["megatron_flag_names.txt"]},
     python_requires=">=3.11",
     # requirements.txt pins what was tested. The upper bounds are there because the patches of megatron/bcd/platform
     # belong to one minor release of Megatron Core, and were run with torch 2.13.

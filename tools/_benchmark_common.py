@@ -19,12 +19,13 @@ from _machine import cpu_model
 from rich.console import Console
 from rich.table import Table
 
-from megatron.bcd import data, platform
-from megatron.bcd.blocks import Partition, partition
+from megatron.bcd import data
+from megatron.bcd.blocks.partition import Partition, partition
 from megatron.bcd.config import RunConfig
-from megatron.bcd.models import build_model
-from megatron.bcd.report.silent import SilentReporter
-from megatron.bcd.train import Trainer
+from megatron.bcd.metrics.silent import SilentReporter
+from megatron.bcd.model.builder import build_model
+from megatron.bcd.runtime import device
+from megatron.bcd.training.loop import Trainer
 
 PROG = "tools/benchmark.py"
 SPARE_STEPS = 64  # more than fp16's loss scale can be halved
@@ -103,7 +104,7 @@ class Bench:
 
 def now() -> float:
     """Seconds, once the device has done its work."""
-    platform.synchronize()
+    device.synchronize()
     return time.perf_counter()
 
 
@@ -124,11 +125,11 @@ def command_line(argv: Sequence[str], *, starts_ranks: bool = False) -> str:
 
 def hardware() -> str:
     """GPU or CPU model, threads, and the versions that decide the speed."""
-    device = platform.device()
-    if device.type == "cpu":
+    target = device.current()
+    if target.type == "cpu":
         name = f"{cpu_model()}, {torch.get_num_threads()} thread(s) per process of {os.cpu_count()} cores"
     else:
-        name = f"{torch.get_device_module(device).get_device_name(device)}"
+        name = f"{torch.get_device_module(target).get_device_name(target)}"
     return f"{name}, torch {torch.__version__}, Megatron Core {importlib.metadata.version('megatron-core')}"
 
 

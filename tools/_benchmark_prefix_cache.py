@@ -23,13 +23,13 @@ from _benchmark_common import Bench, command_line, cut, hardware, now, print_tab
 from _benchmark_figures import rotated
 
 from megatron.bcd import data
+from megatron.bcd.blocks.phase_state import PhaseState
 from megatron.bcd.config import RunConfig
-from megatron.bcd.cost import compute_ratio
-from megatron.bcd.models import implementation_here
-from megatron.bcd.phases import PhaseState
+from megatron.bcd.metrics.lines import format_bytes
+from megatron.bcd.model.implementation import implementation_here
+from megatron.bcd.planner.cost import compute_ratio
 from megatron.bcd.prefix_cache import folders
-from megatron.bcd.report.lines import format_bytes
-from megatron.bcd.train.prefix_fill import Filler
+from megatron.bcd.prefix_cache.fill import Filler
 
 NUM_ROUNDS = 4
 NUM_STEPS = 15  # and one untimed: with 4 sequences a step, 16 samples are used 4 times

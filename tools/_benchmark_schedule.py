@@ -34,12 +34,14 @@ from _benchmark_schedule_figures import (
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from rich.table import Table
 
-from megatron.bcd.active_set import ActiveSet
-from megatron.bcd.blocks import LAYOUTS, Partition
+from megatron.bcd.blocks.partition import LAYOUTS, Partition
 from megatron.bcd.config import RunConfig
-from megatron.bcd.models import implementation_here
-from megatron.bcd.pipeline import PipelineSchedule, TimedAction
-from megatron.bcd.pipeline_plan.plan import Kind, PlanShape, stage_actions, stock_shape
+from megatron.bcd.model.implementation import implementation_here
+from megatron.bcd.optim.active_block import ActiveBlock
+from megatron.bcd.pipeline.actions import Kind
+from megatron.bcd.pipeline.build import PlanShape, stage_actions, stock_shape
+from megatron.bcd.pipeline.executor import TimedAction
+from megatron.bcd.pipeline.schedule import PipelineSchedule
 
 DEFAULTS: dict[str, object] = {"hidden_size": 256, "seq_length": 128, "pipeline_model_parallel_size": 2}
 NUM_MICROBATCHES = 4
@@ -101,7 +103,7 @@ class _Layout:
     """One layout's active set and schedules; `traced` gives the plan, step for step, that `timed` follows."""
 
     partition: Partition
-    active: ActiveSet
+    active: ActiveBlock
     timed: Mapping[str, PipelineSchedule]
     traced: Mapping[str, PipelineSchedule]
 
@@ -120,7 +122,7 @@ class ScheduleBenchmark:
         bcd = PipelineSchedule(name=BCD, partition=partition, run_ahead=self._run_ahead)
         return _Layout(
             partition=partition,
-            active=ActiveSet(model=trainer.model, config=config, partition=partition, stage=trainer.stage),
+            active=ActiveBlock(model=trainer.model, config=config, partition=partition, stage=trainer.stage),
             timed={STOCK: PipelineSchedule(name=STOCK, partition=partition, run_ahead=0), BCD: bcd},
             traced={STOCK: StockPlan(name=STOCK, partition=partition, run_ahead=0), BCD: bcd},
         )
@@ -250,8 +252,8 @@ def result(config: RunConfig, rows: Sequence[ScheduleFigures], turns: Turns, arg
     }
 
 
-COLUMNS = ("layout", "block", "layers", "pivot", "stock ms", "BCD ms", "ratio", "predicted", "BCD predicted", "off",
-           "stock predicted", "off")  # fmt: skip
+COLUMNS = ("layout", "block", "layers", "first stage", "stock ms", "BCD ms", "ratio", "predicted", "BCD predicted",
+           "off", "stock predicted", "off")  # fmt: skip
 
 
 def _table(rows: Sequence[ScheduleFigures], means: Sequence[LayoutMean]) -> Table:
@@ -263,7 +265,7 @@ def _table(rows: Sequence[ScheduleFigures], means: Sequence[LayoutMean]) -> Tabl
                 row.layout,
                 str(row.block),
                 ", ".join((row.layers, *row.extras)),
-                str(row.pivot_stage),
+                str(row.first_trainable_stage),
                 f"{row.stock_ms:,.1f}",
                 f"{row.bcd_ms:,.1f}",
                 f"{row.ratio:.3f}",

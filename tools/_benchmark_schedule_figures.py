@@ -10,9 +10,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.bcd.blocks import Partition
-from megatron.bcd.pipeline_plan.plan import Kind, PlanShape, bcd_shape, build_plan, default_run_ahead
-from megatron.bcd.pipeline_plan.timing import ActionCosts, predict
+from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.pipeline.actions import Kind
+from megatron.bcd.pipeline.build import PlanShape, bcd_shape, build_plan, default_run_ahead
+from megatron.bcd.pipeline.simulate import ActionCosts, simulate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ class ScheduleFigures:
     block: int
     layers: str
     extras: tuple[str, ...]
-    pivot_stage: int
+    first_trainable_stage: int
     stock_ms: float
     bcd_ms: float
     ratio: float
@@ -84,13 +85,13 @@ def steady_shape(partition: Partition, block: int, *, num_microbatches: int, run
 
     `run_ahead` is --bcd-run-ahead; None: `default_run_ahead`.
     """
-    pivot = partition.pivot_stage(block)
-    default = default_run_ahead(num_stages=partition.num_stages, pivot=pivot)
-    ahead = min(default if run_ahead is None else run_ahead, num_microbatches) if pivot else 0
+    first_trainable = partition.first_trainable_stage(block)
+    default = default_run_ahead(num_stages=partition.num_stages, first_trainable=first_trainable)
+    ahead = min(default if run_ahead is None else run_ahead, num_microbatches) if first_trainable else 0
     return bcd_shape(
         num_stages=partition.num_stages,
         num_microbatches=num_microbatches,
-        pivot=pivot,
+        first_trainable=first_trainable,
         active=[partition.stage_active(block, stage) for stage in range(partition.num_stages)],
         done_ahead=ahead,
         run_ahead=ahead,
@@ -115,7 +116,7 @@ def merged(ranks: Sequence[RankTimes], shape: PlanShape) -> ScheduleTurn:
         actions=tuple(
             ActionTimes(stage=stage, kind=kind, milliseconds=tuple(times)) for (stage, kind), times in computed.items()
         ),
-        iteration_ms=predict(build_plan(shape), costs).iteration_time * 1e3,
+        iteration_ms=simulate(build_plan(shape), costs).iteration_time * 1e3,
     )
 
 
@@ -140,7 +141,7 @@ def schedule_figures(
         block=block,
         layers=partition.describe_layers(block),
         extras=partition.describe_extras(block),
-        pivot_stage=partition.pivot_stage(block),
+        first_trainable_stage=partition.first_trainable_stage(block),
         stock_ms=statistics.median(turn.step_ms for turn in stock),
         bcd_ms=statistics.median(turn.step_ms for turn in bcd),
         ratio=paired([turn.step_ms for turn in bcd], [turn.step_ms for turn in stock]),

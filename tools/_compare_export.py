@@ -22,13 +22,14 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import torch
 from torch import Tensor
 
-from megatron.bcd import data, platform
-from megatron.bcd.arguments import FORMS, parse_run_config
-from megatron.bcd.blocks import Partition
+from megatron.bcd import data
+from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
+from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
-from megatron.bcd.models import build_model, gpt_of
-from megatron.bcd.report.silent import SilentReporter
-from megatron.bcd.train import Trainer
+from megatron.bcd.metrics.silent import SilentReporter
+from megatron.bcd.model.builder import build_model, gpt_of
+from megatron.bcd.runtime import distributed, rng
+from megatron.bcd.training.loop import Trainer
 
 PROG = "tools/_compare_export.py"
 JOB_FILE, TENSORS_FILE = "job.json", "tensors.pt"
@@ -164,9 +165,9 @@ def samples(trainer: Trainer, num_microbatches: int) -> dict[str, Tensor]:
 
 def export(folder: str, form: str, argv: Sequence[str]) -> None:
     """Write JOB_FILE and TENSORS_FILE below `folder` for a model of that form."""
-    config = parse_run_config(list(argv), prog=PROG, defaults=FORMS[form])
-    platform.initialize_distributed(backend="auto", timeout_minutes=10, tensor_size=1, pipeline_size=1)
-    platform.seed_everything(config.training.seed)
+    config = parse_run_config(list(argv), prog=PROG, defaults=FAMILY_DEFAULTS[form])
+    distributed.initialize(backend="auto", timeout_minutes=10, tensor_size=1, pipeline_size=1)
+    rng.seed_everything(config.training.seed)
     trainer = Trainer(config, build_model, SilentReporter())
     weights = {name: weight.detach().cpu().clone() for name, weight in gpt_of(trainer.model).named_parameters()}
     vocabulary = weights["embedding.word_embeddings.weight"].size(0)

@@ -23,7 +23,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import torch
 from torch import Tensor
 
-from megatron.bcd import platform  # knows torch alone until it is asked for more
+from megatron.bcd.runtime import device, memory
 
 JOB_FILE, TENSORS_FILE = "job.json", "tensors.pt"  # as _compare_export.py, which would bring Megatron Core along
 
@@ -45,7 +45,7 @@ def build_model(job: dict[str, Any], weights: dict[str, Tensor]) -> torch.nn.Mod
     # a tied head is no weight of its own
     if unplaced.unexpected_keys or set(unplaced.missing_keys) - {"lm_head.weight"}:
         raise ValueError(f"{model_class.__name__} and our model differ: {unplaced}")
-    return model.to(platform.device()).train()
+    return model.to(device.current()).train()
 
 
 class Peer:
@@ -56,10 +56,10 @@ class Peer:
 
         self.job = job
         self.model = build_model(job, tensors["weights"])
-        device = platform.device()
+        target = device.current()
         # [microbatches, B, S]
-        self.tokens, self.labels = (tensors[name].to(device) for name in ("tokens", "labels"))
-        platform.reset_peak_memory()
+        self.tokens, self.labels = (tensors[name].to(target) for name in ("tokens", "labels"))
+        memory.reset_peak_memory()
         adam = torch.optim.AdamW(
             self.model.parameters(),
             lr=job["lr"],
@@ -102,13 +102,13 @@ class Peer:
                 "loss": loss,
                 "step_time_ms": backward_ms + (self._now() - start) * 1e3,
                 "model_state_bytes": [model_state_bytes],
-                "peak_memory_bytes": [platform.peak_memory_bytes()],
+                "peak_memory_bytes": [memory.peak_memory_bytes()],
                 "num_parameters": self.job["num_parameters"],
             }
 
     @staticmethod
     def _now() -> float:
-        platform.synchronize()
+        device.synchronize()
         return time.perf_counter()
 
     def _backward(self, step: int) -> float:

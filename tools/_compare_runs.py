@@ -15,10 +15,10 @@ from pathlib import Path
 import psutil
 from _compare_figures import WARM_UP_STEPS, Planned, Turn, turn_of
 
-from megatron.bcd.cost import compute_ratio
 from megatron.bcd.planner.command import SCRIPTS, layout_flags, network_flags
+from megatron.bcd.planner.cost import compute_ratio
+from megatron.bcd.planner.estimate import make_estimate
 from megatron.bcd.planner.memory import rank_memory
-from megatron.bcd.planner.plan import make_plan
 from megatron.bcd.planner.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,7 +108,7 @@ def beside_peer(recipe: Recipe, methods: list[str]) -> str:
 def planned(variant: Variant, *, has_cluster: bool) -> Planned:
     """What the planner says beforehand; without a cluster only what does not depend on one."""
     recipe = variant.recipe
-    plan = make_plan(recipe)
+    plan = make_estimate(recipe)
     state = 0
     for data_rank in range(recipe.data_size):
         ranks = rank_memory(recipe, data_rank=data_rank)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.bcd.planner.command import torchrun_command
+from megatron.bcd.planner.estimate import Plan
 from megatron.bcd.planner.fit import FITTED_MODELS
 from megatron.bcd.planner.memory import RankMemory
 from megatron.bcd.planner.paper import Paper, mean_error
-from megatron.bcd.planner.plan import Plan
 from megatron.bcd.planner.search import Found
 from megatron.bcd.planner.tables import GIB
 

@@ -16,13 +16,15 @@ import torch
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.bcd import platform
-from megatron.bcd.arguments import FORMS, parse_run_config
+from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
+from megatron.bcd.blocks.ownership import is_active
 from megatron.bcd.config import RunConfig
-from megatron.bcd.models import build_model, choose_implementation, gpt_of, is_active
+from megatron.bcd.model.builder import build_model, gpt_of
+from megatron.bcd.model.implementation import choose_implementation
 from megatron.bcd.planner.command import SCRIPTS, torchrun_command
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.tensors import stage_tensors
+from megatron.bcd.runtime import device, rng
 
 _META = torch.device("meta")
 
@@ -69,7 +71,9 @@ def run_config(recipe: Recipe) -> RunConfig:
     words = shlex.split(torchrun_command(recipe, iterations=1).replace("\\\n", ""))
     script = SCRIPTS[recipe.model.form]
     flags = words[words.index(script) + 1 :]
-    config = parse_run_config(flags, prog=script, defaults=FORMS[recipe.model.form], world_size=recipe.num_gpus)
+    config = parse_run_config(
+        flags, prog=script, defaults=FAMILY_DEFAULTS[recipe.model.form], world_size=recipe.num_gpus
+    )
     return replace(config, transformer={**config.transformer, "perform_initialization": False})
 
 
@@ -85,8 +89,8 @@ def rank_of_stage(recipe: Recipe, stage: int) -> Iterator[None]:
         )
         with (
             torch.device(_META),
-            mock.patch.object(platform, "device", return_value=_META),
-            mock.patch.object(platform, "draw_as_stock_warm_up_does"),
+            mock.patch.object(device, "current", return_value=_META),
+            mock.patch.object(rng, "draw_as_stock_warm_up_does"),
             mock.patch.object(torch.cuda, "current_device", return_value=_META),
             mock.patch.object(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),
         ):

@@ -10,9 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
-from megatron.bcd.pipeline_plan.grid import backward_messages, kept_activations, label, role
-from megatron.bcd.pipeline_plan.plan import Kind, PlanShape
-from megatron.bcd.pipeline_plan.timing import Span, Timeline
+from megatron.bcd.pipeline.actions import Kind
+from megatron.bcd.pipeline.build import PlanShape
+from megatron.bcd.pipeline.render import backward_messages, kept_activations, label, role
+from megatron.bcd.pipeline.simulate import Span, Timeline
 
 # Okabe and Ito's colours: told apart with any colour vision, and by brightness in print
 FILLS = {
@@ -122,8 +123,8 @@ def _label_axes(axes: Axes, timeline: Timeline, *, is_lowest: bool) -> None:
     plan = timeline.plan
     stages = range(plan.shape.num_stages)
     name = "Stock: Megatron Core's 1F1B" if plan.shape.is_stock else "BCD"
-    if not plan.shape.is_stock and plan.shape.pivot:
-        name = f"BCD: no backward before stage {plan.shape.pivot}"
+    if not plan.shape.is_stock and plan.shape.first_trainable:
+        name = f"BCD: no backward before stage {plan.shape.first_trainable}"
         name += f", run-ahead {plan.shape.run_ahead}" if plan.shape.run_ahead else ""
     figures = f"iteration time {timeline.iteration_time:g}   bubble {100 * timeline.bubble:.0f} %"
     axes.set_title(name, loc="left", fontsize=14, fontweight="bold", pad=12)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron.bcd.checkpoint_files.safe_loading import only_data
+from megatron.bcd.checkpoint.safe_loading import only_data
 
 FACTS = ("consumed_samples", "cycle", "phase", "block", "loss", "learning_rate", "grad_norm", "skipped_iterations",
          "global_batch_size", "backward_messages", "validation_loss", "test_loss")  # fmt: skip

@@ -49,15 +49,15 @@ from _parser import Parser
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from rich.table import Table
 
-from megatron.bcd import platform
-from megatron.bcd.active_set import ActiveSet
 from megatron.bcd.arguments import parse_run_config
 from megatron.bcd.config import RunConfig
-from megatron.bcd.cost import compute_ratio
-from megatron.bcd.models import implementation_here
-from megatron.bcd.pipeline import PipelineSchedule
-from megatron.bcd.refusal import refusing
-from megatron.bcd.report.lines import bytes_by_rank
+from megatron.bcd.metrics.lines import bytes_by_rank
+from megatron.bcd.model.implementation import implementation_here
+from megatron.bcd.optim.active_block import ActiveBlock
+from megatron.bcd.pipeline.schedule import PipelineSchedule
+from megatron.bcd.planner.cost import compute_ratio
+from megatron.bcd.runtime import distributed, rng
+from megatron.bcd.runtime.exit import exit_on_error
 
 FULL = -1  # the variant that is not a block
 DEFAULTS: dict[str, object] = {
@@ -174,7 +174,7 @@ class Benchmark:
         self.partition = trainer.partition
         self.blocks, self.blocks_schedule = trainer.active, trainer.schedule
         whole = cut(config, num_blocks=1, layout="spread")
-        self.full = ActiveSet(model=trainer.model, config=config, partition=whole, stage=trainer.stage)
+        self.full = ActiveBlock(model=trainer.model, config=config, partition=whole, stage=trainer.stage)
         self.full_schedule = PipelineSchedule(name=config.bcd.bcd_schedule, partition=whole, run_ahead=None)
 
     def measure(self, num_rounds: int, argv: Sequence[str]) -> dict[str, Any] | None:
@@ -307,17 +307,17 @@ def show(figures: dict[str, Any], rows: Sequence[BlockFigures]) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    with refusing(ValueError, prog=PROG):
+    with exit_on_error(ValueError, prog=PROG):
         own, config = parse(argv)
         if own.schedule and not schedule.has_ranks():
             schedule.start_ranks(__file__, argv)
-        platform.initialize_distributed(
+        distributed.initialize(
             backend=config.training.distributed_backend,
             timeout_minutes=config.training.distributed_timeout_minutes,
             tensor_size=config.tensor_size,
             pipeline_size=config.pipeline_size,
         )
-        platform.seed_everything(config.training.seed)
+        rng.seed_everything(config.training.seed)
         kind: Any = Benchmark
         if own.schedule or own.prefix_cache:
             kind = schedule.ScheduleBenchmark if own.schedule else prefix_cache.PrefixCacheBenchmark

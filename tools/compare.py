@@ -39,8 +39,8 @@ from _compare_runs import PEER, CannotRun, Variant, beside_peer, measure, planne
 from _machine import cpu_model
 from _parser import Parser
 
-from megatron.bcd.blocks import LAYOUTS
-from megatron.bcd.cost import PRECISIONS
+from megatron.bcd.blocks.partition import LAYOUTS
+from megatron.bcd.planner.cost import PRECISIONS
 from megatron.bcd.planner.recipe import METHODS, RECOMPUTE, Recipe
 from megatron.bcd.planner.tables import choose, read_clusters, read_models
 
@@ -257,7 +257,7 @@ def peer_figures(comparison: Comparison, beside: str) -> dict[str, Any] | None:
 def machine(*, num_here: int, threads: int) -> dict[str, Any]:
     """Hardware, versions, and how busy it is."""
     names = ("torch", "megatron-core", "transformers", PEER)
-    program = "from megatron.bcd import platform; print(platform.device_name())"
+    program = "from megatron.bcd.runtime import device; print(device.name())"
     gpu = (
         subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True) if num_here else None
     )
@@ -333,10 +333,10 @@ def write(output: str, figures: dict[str, Any], rows: Sequence[Row]) -> list[str
 
 def compare(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Check, measure, print, write; the exit code. Raises ValueError for what the user can mend."""
-    from megatron.bcd import platform  # knows torch, which takes seconds
+    from megatron.bcd.runtime import device
 
     methods = methods_of(arguments.methods)
-    num_here = platform.num_gpus()
+    num_here = device.num_gpus()
     check(arguments, methods, num_here=num_here)
     recipe = recipe_of(arguments, num_here=num_here)
     variants = variants_of(recipe, methods, peer=bool(arguments.peer), steps=arguments.steps)

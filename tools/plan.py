@@ -24,11 +24,11 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from _parser import Parser
 from _plan_output import show_paper, show_plan, show_search
 
-from megatron.bcd.blocks import LAYOUTS
-from megatron.bcd.cost import PRECISIONS
+from megatron.bcd.blocks.partition import LAYOUTS
 from megatron.bcd.planner.command import torchrun_command
+from megatron.bcd.planner.cost import PRECISIONS
+from megatron.bcd.planner.estimate import DEFAULT_MULTIPLIER, make_estimate
 from megatron.bcd.planner.paper import Paper, paper_of
-from megatron.bcd.planner.plan import DEFAULT_MULTIPLIER, make_plan
 from megatron.bcd.planner.recipe import METHODS, RECOMPUTE, Recipe
 from megatron.bcd.planner.search import search, shortest_that_fits, suited_pipelines
 from megatron.bcd.planner.tables import choose, read_clusters, read_models, read_published
@@ -137,7 +137,7 @@ def run(argv: Sequence[str] | None) -> str:
             return show_search(found)
         best = [plan.as_dict() | {"command": _command(plan)} for plan in found.best]
         return _json({"tried": found.num_tried, "fitting": found.num_fitting, "best": best})
-    plan = make_plan(recipe, **bill)
+    plan = make_estimate(recipe, **bill)
     return _json(plan.as_dict() | {"command": _command(plan)}) if arguments.json else show_plan(plan)
 
 
@@ -150,7 +150,7 @@ def _json(value: Any) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    # not through megatron.bcd.refusal: it is for ranks that fail together, and imports torch
+    # not through megatron.bcd.runtime.exit: it is for ranks that fail together, and imports torch
     try:
         print(run(argv), flush=True)
     except ValueError as error:

@@ -25,11 +25,11 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from _parser import Parser
 from _plan_output import show_figures
 
-from megatron.bcd.blocks import LAYOUTS
+from megatron.bcd.blocks.partition import LAYOUTS
 from megatron.bcd.planner.command import SCRIPTS, method_flags, network_flags, parallel_flags, training_flags
+from megatron.bcd.planner.estimate import Plan, make_estimate
 from megatron.bcd.planner.memory import fits
 from megatron.bcd.planner.placement import on_more_and_more, placed, scaled_down, that_fits_on
-from megatron.bcd.planner.plan import Plan, make_plan
 from megatron.bcd.planner.recipe import METHODS, Recipe
 from megatron.bcd.planner.tables import GIB, choose, read_clusters, read_models, read_placements
 
@@ -171,7 +171,7 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
 
 def as_bash(asked: Asked, *, tiny: int | None = None) -> str:
     """Assignments for eval. The plan is the recipe's own also where the flags are scaled down."""
-    plan = make_plan(asked.recipe)
+    plan = make_estimate(asked.recipe)
     shown = asked.recipe if tiny is None else scaled_down(asked.recipe, num_gpus=tiny)
     values = {
         "MODEL": asked.recipe.model.name,

@@ -19,18 +19,18 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _parser import Parser
 
-from megatron.bcd.pipeline_plan.check import check_plan
-from megatron.bcd.pipeline_plan.grid import (
+from megatron.bcd.pipeline.build import PlanShape, bcd_shape, build_plan, default_run_ahead, stock_shape
+from megatron.bcd.pipeline.render import (
     backward_messages,
     cell_unit,
     cell_width,
     describe,
-    draw_grid,
     kept_activations,
     legend,
+    render_grid,
 )
-from megatron.bcd.pipeline_plan.plan import PlanShape, bcd_shape, build_plan, default_run_ahead, stock_shape
-from megatron.bcd.pipeline_plan.timing import Timeline, action_costs, predict
+from megatron.bcd.pipeline.simulate import Timeline, action_costs, simulate
+from megatron.bcd.pipeline.validate import validate_plan
 
 PROG = "tools/show_schedule.py"
 STOCK, BCD = "stock", "bcd"
@@ -58,8 +58,21 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--stages", type=int, required=True, metavar="N", help="pipeline stages")
     add("--microbatches", type=int, required=True, metavar="N", help="microbatches of an iteration")
-    add("--pivot", type=int, required=True, metavar="STAGE", help="the pivot stage: holds the first active layer")
-    add("--active", type=int, nargs="+", metavar="STAGE", help="stages with active layers (default: the pivot stage)")
+    add(
+        "--pivot",
+        dest="first_trainable",
+        type=int,
+        required=True,
+        metavar="STAGE",
+        help="the first trainable stage: holds the first active layer",
+    )
+    add(
+        "--active",
+        type=int,
+        nargs="+",
+        metavar="STAGE",
+        help="stages with active layers (default: the first trainable stage)",
+    )
     add("--run-ahead", type=int, metavar="K", help="microbatches of the next iteration that forward-only stages run"
         " ahead with (default: what --bcd-run-ahead defaults to)")  # fmt: skip
     add("--schedule", choices=("both", STOCK, BCD), default="both", help="what to draw (default: both)")
@@ -77,24 +90,27 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def shape_of(arguments: argparse.Namespace) -> PlanShape:
     """BCD's shape in the middle of a phase; raises ValueError naming the flag that does not fit."""
-    stages, microbatches, pivot = arguments.stages, arguments.microbatches, arguments.pivot
+    stages, microbatches, first_trainable = arguments.stages, arguments.microbatches, arguments.first_trainable
     _check_range("--stages", stages, 1, MAX_STAGES)
     _check_range("--microbatches", microbatches, 1, MAX_MICROBATCHES)
-    _check_range("--pivot", pivot, 0, stages - 1)
-    active = sorted(set(arguments.active or [pivot]))
-    if active[0] != pivot or active[-1] >= stages:
+    _check_range("--pivot", first_trainable, 0, stages - 1)
+    active = sorted(set(arguments.active or [first_trainable]))
+    if active[0] != first_trainable or active[-1] >= stages:
         given = " ".join(map(str, arguments.active))
-        raise ValueError(f"--active {given}: the first must be the pivot stage {pivot}, the last at most {stages - 1}")
+        raise ValueError(
+            f"--active {given}: the first must be the first trainable stage {first_trainable}, the last at most "
+            f"{stages - 1}"
+        )
     run_ahead = arguments.run_ahead
     if run_ahead is None:
-        run_ahead = min(default_run_ahead(num_stages=stages, pivot=pivot), microbatches)
-    elif pivot == 0 and run_ahead:
+        run_ahead = min(default_run_ahead(num_stages=stages, first_trainable=first_trainable), microbatches)
+    elif first_trainable == 0 and run_ahead:
         raise ValueError(f"--run-ahead {run_ahead}: must be 0 with --pivot 0, where no stage is forward-only")
     _check_range("--run-ahead", run_ahead, 0, microbatches)
     return bcd_shape(
         num_stages=stages,
         num_microbatches=microbatches,
-        pivot=pivot,
+        first_trainable=first_trainable,
         active=[stage in active for stage in range(stages)],
         done_ahead=run_ahead,
         run_ahead=run_ahead,
@@ -128,9 +144,9 @@ def _by_stage(flag: str, times: Sequence[float], num_stages: int) -> tuple[float
 def timeline_of(shape: PlanShape, costs: Costs) -> Timeline:
     """The times of a plan that was checked."""
     plan = build_plan(shape)
-    check_plan(plan)
+    validate_plan(plan)
     by_stage = {"forward": costs.forward, "backward": costs.backward, "backward_input": costs.backward_input}
-    return predict(plan, action_costs(shape, **by_stage, message=costs.message))
+    return simulate(plan, action_costs(shape, **by_stage, message=costs.message))
 
 
 def headline(timeline: Timeline) -> str:
@@ -140,9 +156,11 @@ def headline(timeline: Timeline) -> str:
         is_idle = shape.num_stages > 1 and not shape.active[0]
         note = "; stage 0 receives gradients and has nothing to compute with them" if is_idle else ""
         return f"stock: Megatron Core's 1F1B{note}"
-    if shape.pivot == 0:
+    if shape.first_trainable == 0:
         return "bcd: 1F1B, no stage is forward-only"
-    return f"bcd: no backward before stage {shape.pivot}, run-ahead {shape.run_ahead}, in the middle of a phase"
+    return (
+        f"bcd: no backward before stage {shape.first_trainable}, run-ahead {shape.run_ahead}, in the middle of a phase"
+    )
 
 
 def comparison(stock: Timeline, bcd: Timeline) -> str:
@@ -175,7 +193,7 @@ def show(timelines: Sequence[Timeline]) -> str:
     unit, width = cell_unit(*timelines), cell_width(*timelines)
     parts = [f"{legend(*timelines)}\na cell is a time of {unit:g}"]
     for timeline in timelines:
-        parts.append(f"{headline(timeline)}\n\n{draw_grid(timeline, unit=unit, width=width)}\n\n{describe(timeline)}")
+        parts.append(f"{headline(timeline)}\n\n{render_grid(timeline, unit=unit, width=width)}\n\n{describe(timeline)}")
     if len(timelines) == 2:
         parts.append(comparison(*timelines))
     return "\n\n".join(parts)
@@ -210,7 +228,7 @@ def write_figure(path: str, timelines: Sequence[Timeline]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    # not through megatron.bcd.refusal: it is for ranks that fail together, and imports torch
+    # not through megatron.bcd.runtime.exit: it is for ranks that fail together, and imports torch
     try:
         run(argv)
     except ValueError as error:

@@ -31,7 +31,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _soak_job import KEPT_CHECKPOINTS, SAVE_INTERVAL, Files, Job, Process, Progress, SoakFailed, flags, torchrun
 
-from megatron.bcd.checkpoint_files import folder
+from megatron.bcd.checkpoint import layout
 
 PROG = "tools/soak.py"
 ITERATIONS_PER_KILL = 10
@@ -118,7 +118,7 @@ class KilledRun:
         self._wait_until_taken_up()
         for kill in kills:
             line = self._kill(kill)
-            expected = next(iter(folder.candidates(self._own.checkpoints)), None)
+            expected = next(iter(layout.candidates(self._own.checkpoints)), None)
             if self.job.exit_code is not None:
                 self._start()
             taken_up = self._wait_until_taken_up()
@@ -208,7 +208,7 @@ class KilledRun:
         stopped = self.job.stopped(since=output_before)
         if stopped != [(iteration, name)]:
             self.problems.append(f"{what}: the ranks said {stopped or 'nothing'}; see {self.job.log}")
-        if folder.read_tracker(self._own.checkpoints) != iteration:
+        if layout.read_tracker(self._own.checkpoints) != iteration:
             self.problems.append(f"{what}: that iteration was not saved; see {self.job.log}")
         if name == "SIGUSR1" and self.job.exit_code != 0:  # torchrun that gets SIGTERM itself never ends with 0
             self.problems.append(f"{what}: torchrun's exit code is {self.job.exit_code}; see {self.job.log}")
@@ -217,12 +217,12 @@ class KilledRun:
         """Every complete one is valid and the tracker names one; before its first move there may be one without."""
         root = self._own.checkpoints
         complete = complete_checkpoints(root)
-        damage = [folder.damage(folder.iteration_folder(root, iteration)) for iteration in complete]
+        damage = [layout.damage(layout.iteration_folder(root, iteration)) for iteration in complete]
         self.num_invalid += sum(fault is not None for fault in damage)
         self.problems += [f"{what}: {fault}" for fault in damage if fault is not None]
-        named = folder.read_tracker(root)
+        named = layout.read_tracker(root)
         if named not in complete and not (named is None and len(complete) <= 1):
-            self.problems.append(f"{what}: {folder.TRACKER} names {named}, and there are {complete}")
+            self.problems.append(f"{what}: {layout.TRACKER} names {named}, and there are {complete}")
 
     def _in_save(self) -> str:
         """Name of the checkpoint under construction; empty where there is none."""
@@ -278,7 +278,7 @@ def run_reference(own: Files, run_flags: list[str], *, num_ranks: int) -> None:
 def left_behind(root: str) -> list[str]:
     """What should not lie in the folder of a run that is through: half checkpoints, and more than were to be kept."""
     complete = complete_checkpoints(root)
-    good = {*(os.path.basename(folder.iteration_folder(root, one)) for one in complete), folder.TRACKER, ".lock"}
+    good = {*(os.path.basename(layout.iteration_folder(root, one)) for one in complete), layout.TRACKER, ".lock"}
     lines = [f"{os.path.join(root, name)} was left behind" for name in sorted(set(os.listdir(root)) - good)]
     if len(complete) != KEPT_CHECKPOINTS:
         lines.append(f"{root} holds {complete} and not {KEPT_CHECKPOINTS} checkpoints")
@@ -310,7 +310,7 @@ def soak(arguments: argparse.Namespace, base: Path) -> bool:
         from _soak_comparison import different_metrics, different_tensors  # torch takes seconds to import
 
         killed.problems += left_behind(own.checkpoints)
-        last = [folder.iteration_folder(files.checkpoints, num_iterations) for files in (reference, own)]
+        last = [layout.iteration_folder(files.checkpoints, num_iterations) for files in (reference, own)]
         tensors, metrics = different_tensors(*last), different_metrics(reference.metrics, own.metrics)
     for problem in (*killed.problems, *tensors[:NUM_SHOWN], *metrics[:NUM_SHOWN]):
         print(f"fault: {problem}")

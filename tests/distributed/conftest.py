@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import worlds
-from dist import World
+from support import worlds
+from support.dist import World
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,9 +6,9 @@ import itertools
 from typing import Any
 
 import pytest
-import switched_runs
 import torch
-from dist import World
+from support import switched_runs
+from support.dist import World
 
 PARTS = [",".join(some) for size in (1, 2, 3) for some in itertools.combinations(("norms", "embedding", "head"), size)]
 UNTIED = {"untie_embeddings_and_output_weights": True}
@@ -50,7 +50,8 @@ def test_one_state_for_the_whole_run(
     is_host: bool,
     is_untied: bool,
 ) -> None:
-    """Moments, a step count or a master that a switch drops or mixes up; memory that the banner does not count."""
+    """Moments, a step count or a main parameter that a switch drops or mixes up; memory that the banner does not
+    count."""
     policy = {"bcd_optimizer_state": "host"} if is_host else {}
     network = UNTIED if is_untied else {}
     ranks = switched_runs.run(

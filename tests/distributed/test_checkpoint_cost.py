@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import worlds
-from dist import World
+from support import worlds
+from support.dist import World
 
 NUM_SAVES, NUM_BEFORE = 50, 6
 LIMIT_SECONDS = 0.5  # what the requirement allows an asynchronous save of this model to take from the training loop

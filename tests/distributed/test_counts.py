@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import worlds
-from dist import World
+from support import worlds
+from support.dist import World
 
-from megatron.bcd import cost
-from megatron.bcd.blocks import partition
+from megatron.bcd.blocks.partition import partition
+from megatron.bcd.planner import cost
 
 CUTS: dict[str, dict[str, Any]] = {
     "one": {},

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import worlds
-from dist import World
+from support import worlds
+from support.dist import World
 
 from megatron.bcd.config import RunConfig
-from megatron.bcd.models import gpt_of
+from megatron.bcd.model.builder import gpt_of
 
 PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2}
 CUTS: dict[str, dict[str, Any]] = {
@@ -30,17 +30,18 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 def changes_of_every_step(config: RunConfig) -> list[dict[str, Any]]:
-    """After each step, against the end of the step before: names of changed parameters, masters changed and held."""
+    """After each step, against the end of the step before: names of changed parameters, main parameters changed and
+    held."""
     before: dict[str, Any] = {}
     steps = []
 
     def remember(one: worlds.RecordingTrainer) -> None:
         before["weights"] = worlds.weights_of(one.model)
-        before["masters"] = [master.detach().clone() for master in worlds.masters_of(one)]
+        before["main parameters"] = [main_param.detach().clone() for main_param in worlds.masters_of(one)]
 
     def compare(one: worlds.RecordingTrainer) -> None:
-        masters = worlds.masters_of(one)
-        changed = [not torch.equal(*pair) for pair in zip(masters, before["masters"], strict=True)]
+        main_params = worlds.masters_of(one)
+        changed = [not torch.equal(*pair) for pair in zip(main_params, before["main parameters"], strict=True)]
         named = dict(gpt_of(one.model).named_parameters())
         steps.append(
             {
@@ -48,7 +49,7 @@ def changes_of_every_step(config: RunConfig) -> list[dict[str, Any]]:
                 "changed": worlds.same_bits(worlds.weights_of(one.model), before["weights"]),
                 "active": [name for name, parameter in named.items() if parameter.requires_grad],
                 "frozen": [name for name, parameter in named.items() if not parameter.requires_grad],
-                "masters": len(masters),
+                "main parameters": len(main_params),
                 "changed_masters": sum(changed),
             }
         )
@@ -62,7 +63,7 @@ def changes_of_every_step(config: RunConfig) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("cut", CUTS)
 def test_only_the_active_block_changes(world1: World, world2: World, text_data: str, cut: str, precision: str) -> None:
-    """A frozen weight that is decayed, gathered or stepped; an active one, or its master, that is not."""
+    """A frozen weight that is decayed, gathered or stepped; an active one, or its main parameter, that is not."""
     num_blocks = {"stage": 2, "submodel": 6}.get(cut, 3)
     lengths = {"bcd_steps_per_block": 2, "train_iters": 2 * num_blocks + 2, "weight_decay": 0.1}
     flags = {"data_path": text_data} | lengths | CUTS[cut] | PRECISIONS[precision]
@@ -71,7 +72,7 @@ def test_only_the_active_block_changes(world1: World, world2: World, text_data: 
         assert [step["block"] for step in steps] == [i // 2 % num_blocks for i in range(len(steps))]
         for step in steps:
             assert set(step["changed"]).isdisjoint(step["frozen"])
-            assert step["changed_masters"] == step["masters"]
+            assert step["changed_masters"] == step["main parameters"]
             assert bool(step["changed"]) == bool(step["active"])
             if precision == "fp32":
                 assert step["changed"] == step["active"]

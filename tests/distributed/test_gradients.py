@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-import worlds
-from dist import World
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from support import worlds
+from support.dist import World
 from torch import Tensor
 from torch.nn import functional
 
-from megatron.bcd.blocks import partition
+from megatron.bcd.blocks.partition import partition
 from megatron.bcd.config import RunConfig
-from megatron.bcd.models import gpt_of
+from megatron.bcd.model.builder import gpt_of
 
 Weights = dict[str, Tensor]
 NUM_HEADS = 4

@@ -6,9 +6,8 @@ import re
 from typing import Any
 
 import pytest
-import switched_runs
-import worlds
-from dist import World
+from support import switched_runs, worlds
+from support.dist import World
 
 from megatron.bcd.config import RunConfig
 
@@ -30,13 +29,13 @@ MOMENTS = {"adam": {"exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}}
     + [("data2", "bf16"), ("data2", "fp32"), ("submodel", "bf16"), ("pipeline2", "sgd")],
 )
 def test_host_gives_back_what_was(world1: World, world2: World, text_data: str, cut: str, kind: str) -> None:
-    """A moment, a step count or a low bit of a master that is lost, of another visit, or of another block."""
+    """A moment, a step count or a low bit of a main parameter that is lost, of another visit, or of another block."""
     reset, host = (
         switched_runs.run(world1, world2, cut, data_path=text_data, **KINDS[kind], **policy) for policy in ({}, HOST)
     )
     names = MOMENTS["sgd" if "sgd" in kind else "adam"]
-    masters = set() if kind in ("fp32", "sgd") else {"master"}
-    for ranks, kept in ((host, names | masters), (reset, masters)):
+    main_params = set() if kind in ("fp32", "sgd") else {"master"}
+    for ranks, kept in ((host, names | main_params), (reset, main_params)):
         for rank in ranks:
             left: dict[int, Any] = {}
             num_compared = 0

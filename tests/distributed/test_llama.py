@@ -5,15 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import prefix_runs
 import pytest
-import resumed_runs
-import worlds
-from dist import World
+from support import prefix_runs, resumed_runs, worlds
+from support.dist import World
 
-from megatron.bcd import cost
-from megatron.bcd.blocks import partition
-from megatron.bcd.models import is_active
+from megatron.bcd.blocks.ownership import is_active
+from megatron.bcd.blocks.partition import partition
+from megatron.bcd.planner import cost
 
 LLAMA: dict[str, Any] = {
     "form": "llama",

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import resumed_runs
 import torch
-import worlds
-from dist import World
+from support import resumed_runs, worlds
+from support.dist import World
 
-from megatron.bcd.train import TrainingFailed
-from megatron.bcd.train import trainer as loop
+from megatron.bcd.training import loop as loop
+from megatron.bcd.training.train_step import TrainingFailed
 
 BAD_STEPS = (2, 3, 5)
 CUTS: dict[str, dict[str, Any]] = {

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pretended_gpu
 import pytest
-import worlds
-from dist import World
+from support import pretended_gpu, worlds
+from support.dist import World
 
 OFFLOAD: dict[str, Any] = {"optimizer_cpu_offload": True, "no_pin_cpu_grads": True}
 DATA2 = {"world_size": 2}
@@ -29,8 +28,8 @@ def config_of(text_data: str, **flags: Any) -> Any:
     ids=["data2-fp32-half", "data2-bf16-overlap", "pipeline2-fp16"],
 )
 def test_it_steps_as_on_the_device(world2: World, text_data: str, flags: dict[str, Any], more: dict[str, Any]) -> None:
-    """A gradient that is not clipped, decayed or copied, a master that is rounded, a weight that is not stepped, and
-    state on the device that is counted or planned though it has moved."""
+    """A gradient that is not clipped, decayed or copied, a main parameter that is rounded, a weight that is not
+    stepped, and state on the device that is counted or planned though it has moved."""
     ranks = world2.run(pretended_gpu.train_run, config_of(text_data, **flags, **OFFLOAD, **more))
     plain = world2.run(worlds.train_run, config_of(text_data, **flags))
     for rank, (one, other) in enumerate(zip(ranks, plain, strict=True)):
@@ -55,6 +54,7 @@ def test_the_share_on_the_host(world1: World, text_data: str, fraction: float) -
 
 @pytest.mark.parametrize("flags", [{}, {"bf16": True, "overlap_cpu_optimizer_d2h_h2d": True}], ids=["fp32", "bf16"])
 def test_it_goes_on_where_it_was(world2: World, text_data: str, tmp_path: Path, flags: dict[str, Any]) -> None:
-    """Moments, masters or the step counter of the host that a checkpoint does not hold, or that are not taken up."""
+    """Moments, main parameters or the step counter of the host that a checkpoint does not hold, or that are not taken
+    up."""
     config = config_of(text_data, **DATA2, **flags, **OFFLOAD)
     assert world2.run(pretended_gpu.stopped_and_resumed, config, [2, 3], str(tmp_path / "run")) == [[], []]

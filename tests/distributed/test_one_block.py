@@ -6,17 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-import worlds
-from dist import World
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.num_microbatches_calculator import get_num_microbatches, init_num_microbatches_calculator
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel_state import get_data_parallel_world_size
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
+from support import worlds
+from support.dist import World
 
-from megatron.bcd import data, loss, lr_schedule, models
+from megatron.bcd import data
 from megatron.bcd.config import RunConfig
+from megatron.bcd.model import builder, implementation, loss
+from megatron.bcd.optim import lr_schedule
 from megatron.bcd.tokenizer import build_tokenizer
 
 CUTS: dict[str, dict[str, Any]] = {
@@ -42,7 +44,7 @@ def plain_training(config: RunConfig) -> dict[str, Any]:
         splits = data.build_splits(
             config, data.plan_splits(config, build_tokenizer("ByteLevelTokenizer"), training.train_iters)
         )
-        model = models.build_model(config, worlds.PADDED_VOCABULARY, models.implementation_here(config))
+        model = builder.build_model(config, worlds.PADDED_VOCABULARY, implementation.implementation_here(config))
         is_sharded = training.use_distributed_optimizer
         wrapped = DistributedDataParallel(
             config=get_model_config(model),

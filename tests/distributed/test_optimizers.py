@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import worlds
-from dist import World
+from support import worlds
+from support.dist import World
 
-from megatron.bcd import platform
 from megatron.bcd.config import RunConfig
+from megatron.bcd.runtime import device
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd"},
@@ -31,7 +31,7 @@ def reference(config: RunConfig, parameters: dict[str, torch.Tensor]) -> torch.o
     if config.optimizer.get("optimizer") == "sgd":
         return torch.optim.SGD(groups, lr=1.0, momentum=config.optimizer.get("sgd_momentum", 0.9))
     kind = torch.optim.AdamW if config.optimizer.get("decoupled_weight_decay", True) else torch.optim.Adam
-    return kind(groups, lr=1.0, fused=not platform.has_cuda() or None)  # as `platform` has it on a CPU
+    return kind(groups, lr=1.0, fused=not device.has_cuda() or None)  # as `platform` has it on a CPU
 
 
 def beside_a_reference(config: RunConfig) -> tuple[list[str], list[float]]:

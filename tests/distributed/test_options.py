@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import worlds
-from dist import World
+from support import worlds
+from support.dist import World
 
 from megatron.bcd.config import RunConfig
 
@@ -71,7 +71,7 @@ def first_moments(config: RunConfig) -> dict[str, Any]:
     with worlds.trainer(config) as one:
         one.run()
         optimizers = [part.optimizer for part in one.active.optimizer.chained_optimizers]
-        moments = [optimizer.state[master]["exp_avg"] for optimizer in optimizers for master in optimizer.state]
+        moments = [optimizer.state[main_param]["exp_avg"] for optimizer in optimizers for main_param in optimizer.state]
         return {"norm": one.results[0]["grad_norm"], "moments": [moment.clone() for moment in moments]}
 
 

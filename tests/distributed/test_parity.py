@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import worlds
-from dist import World
+from support import worlds
+from support.dist import World
 
 Flags = Callable[..., dict[str, Any]]
 PIPELINE = {"pipeline_model_parallel_size": 2}

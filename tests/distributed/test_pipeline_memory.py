@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-import worlds
-from dist import World
+from support import worlds
+from support.dist import World
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.bcd import pipeline
 from megatron.bcd.config import RunConfig
-from megatron.bcd.pipeline_plan.plan import MAX_SENDS_IN_FLIGHT
+from megatron.bcd.pipeline.build import MAX_SENDS_IN_FLIGHT
 
 SEQUENCE, MICRO_BATCH, HIDDEN = 32, 2, 64
 MESSAGE_BYTES = SEQUENCE * MICRO_BATCH * HIDDEN * 4  # fp32
@@ -163,7 +163,8 @@ def measure(world: World, config: RunConfig) -> Steps:
 
 @pytest.fixture(scope="module")
 def runs(world4: World, text_data: str) -> dict[tuple[str, int], Steps]:
-    """Runs on four stages in layout stage, so that block k's pivot stage is k; by schedule and microbatches."""
+    """Runs on four stages in layout stage, so that block k's first trainable stage is k; by schedule and
+    microbatches."""
     return {
         (schedule, number): measure(world4, config_of(4, "stage", number, data_path=text_data, bcd_schedule=schedule))
         for schedule in ("bcd", "stock")
@@ -171,33 +172,34 @@ def runs(world4: World, text_data: str) -> dict[tuple[str, int], Steps]:
     }
 
 
-def assert_counts(steps: Steps, *, pivots: list[int], num_microbatches: int) -> None:
+def assert_counts(steps: Steps, *, first_trainable_stages: list[int], num_microbatches: int) -> None:
     """What invariant 6 says, of every step."""
     num_stages = len(steps[0])
-    assert len(steps) == len(pivots) * STEPS_PER_BLOCK
+    assert len(steps) == len(first_trainable_stages) * STEPS_PER_BLOCK
     for ranks in steps:
-        counted, pivot = ranks[0], pivots[ranks[0]["block"]]
-        # a stage behind the pivot stage sends one gradient per microbatch to the one before it
-        sent = [num_microbatches * (stage > pivot) for stage in range(num_stages)]
+        counted, first_trainable = ranks[0], first_trainable_stages[ranks[0]["block"]]
+        # a stage behind the first trainable stage sends one gradient per microbatch to the one before it
+        sent = [num_microbatches * (stage > first_trainable) for stage in range(num_stages)]
         assert [rank["sent_back"] for rank in ranks] == sent
         assert list(counted["backward_messages"]) == [
             mine + from_next for mine, from_next in zip(sent, [*sent[1:], 0], strict=True)
         ]
         for stage, rank in enumerate(ranks):
-            forward_only = stage < pivot
+            forward_only = stage < first_trainable
             assert (counted["saved_activation_bytes"][stage] == 0) == forward_only
             if forward_only:
                 assert counted["gradient_bytes"][stage] == counted["optimizer_state_bytes"][stage] == 0
                 # after its own phase a stage keeps its weights in Megatron Core's padded buffer
                 assert counted["model_state_bytes"][stage] == pytest.approx(rank["weight_bytes"], rel=0.005)
-        assert counted["gradient_bytes"][pivot] > 0 and counted["optimizer_state_bytes"][pivot] > 0
-        assert counted["model_state_bytes"][pivot] > 1.5 * ranks[pivot]["weight_bytes"]
+        assert counted["gradient_bytes"][first_trainable] > 0 and counted["optimizer_state_bytes"][first_trainable] > 0
+        assert counted["model_state_bytes"][first_trainable] > 1.5 * ranks[first_trainable]["weight_bytes"]
 
 
 @pytest.mark.parametrize("num_microbatches", [FEW, MANY])
 def test_a_forward_only_stage_holds_weights_only(runs: dict[tuple[str, int], Steps], num_microbatches: int) -> None:
-    """A gradient that is sent across the pivot or before it, a graph in the prefix, or state of a frozen stage."""
-    assert_counts(runs["bcd", num_microbatches], pivots=[0, 1, 2, 3], num_microbatches=num_microbatches)
+    """A gradient that is sent across the first trainable stage or before it, a graph in the prefix, or state of a
+    frozen stage."""
+    assert_counts(runs["bcd", num_microbatches], first_trainable_stages=[0, 1, 2, 3], num_microbatches=num_microbatches)
 
 
 @pytest.mark.parametrize(
@@ -211,9 +213,9 @@ def test_a_forward_only_stage_holds_weights_only(runs: dict[tuple[str, int], Ste
     ids=["fp32", "bf16", "recomputed", "without_run_ahead"],
 )
 def test_blocks_smaller_than_a_stage(world2: World, text_data: str, flags: dict[str, Any]) -> None:
-    """As above, where the pivot stage has a prefix or a suffix of its own."""
+    """As above, where the first trainable stage has a prefix or a suffix of its own."""
     steps = measure(world2, config_of(2, "submodel", 4, data_path=text_data, **flags))
-    assert_counts(steps, pivots=[0, 0, 1, 1], num_microbatches=4)
+    assert_counts(steps, first_trainable_stages=[0, 0, 1, 1], num_microbatches=4)
 
 
 def test_the_counters_count(runs: dict[tuple[str, int], Steps]) -> None:
@@ -235,11 +237,11 @@ def peak(steps: Steps, block: int, stage: int) -> int:
 def test_peak_memory_does_not_grow_with_microbatches(runs: dict[tuple[str, int], Steps]) -> None:
     """Outputs, inputs or batches of a forward-only stage that are kept until the end of the iteration."""
     few, many = runs["bcd", FEW], runs["bcd", MANY]
-    for pivot in range(1, 4):
-        for stage in range(pivot):
-            assert abs(peak(many, pivot, stage) - peak(few, pivot, stage)) <= MESSAGE_BYTES
+    for first_trainable in range(1, 4):
+        for stage in range(first_trainable):
+            assert abs(peak(many, first_trainable, stage) - peak(few, first_trainable, stage)) <= MESSAGE_BYTES
             # two outputs on their way, one input on its way, and what one layer needs at once
-            assert MESSAGE_BYTES < peak(many, pivot, stage) < 16 * MESSAGE_BYTES
+            assert MESSAGE_BYTES < peak(many, first_trainable, stage) < 16 * MESSAGE_BYTES
     stock_few, stock_many = runs["stock", FEW], runs["stock", MANY]
     assert peak(stock_many, 3, 1) > peak(stock_few, 3, 1) + 16 * MESSAGE_BYTES, "what is measured can't grow"
 
@@ -247,5 +249,7 @@ def test_peak_memory_does_not_grow_with_microbatches(runs: dict[tuple[str, int],
 def test_sends_under_way_are_bounded(runs: dict[tuple[str, int], Steps]) -> None:
     """A forward-only stage that fills its memory with outputs which nobody takes; or one that waits for each."""
     for ranks in runs["bcd", MANY]:
-        pivot = ranks[0]["block"]
-        assert [rank["peak_sends"] for rank in ranks] == [MAX_SENDS_IN_FLIGHT * (stage < pivot) for stage in range(4)]
+        first_trainable = ranks[0]["block"]
+        assert [rank["peak_sends"] for rank in ranks] == [
+            MAX_SENDS_IN_FLIGHT * (stage < first_trainable) for stage in range(4)
+        ]

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import worlds
-from dist import World
+from support import worlds
+from support.dist import World
 
-from megatron.bcd.blocks import partition
+from megatron.bcd.blocks.partition import partition
 from megatron.bcd.config import RunConfig
-from megatron.bcd.pipeline_plan.plan import PlanShape, default_run_ahead
-from megatron.bcd.train import trainer
+from megatron.bcd.pipeline.build import PlanShape, default_run_ahead
+from megatron.bcd.training import loop
 
 LAYOUTS = ("spread", "stage", "submodel")
 STEPS_PER_BLOCK = 3  # the first of a phase begins with nothing done ahead, the last runs no more ahead
@@ -77,8 +77,8 @@ def num_blocks_of(num_stages: int, layout: str) -> int:
     return {"spread": 2, "stage": num_stages, "submodel": 2 * num_stages}[layout]
 
 
-def pivots(config: RunConfig) -> list[int]:
-    """The pivot stage by block."""
+def first_trainable_stages(config: RunConfig) -> list[int]:
+    """The first trainable stage by block."""
     cut = partition(
         num_layers=config.num_layers,
         num_stages=config.pipeline_size,
@@ -86,14 +86,14 @@ def pivots(config: RunConfig) -> list[int]:
         layout=config.bcd.bcd_layout,
         tied=config.tied,
     )
-    return [cut.pivot_stage(block.index) for block in cut.blocks]
+    return [cut.first_trainable_stage(block.index) for block in cut.blocks]
 
 
-def most_ahead(num_stages: int, pivot: int, run_ahead: int | None) -> int:
-    """What --bcd-run-ahead allows in a phase with this pivot stage, in microbatches."""
-    if not pivot:
+def most_ahead(num_stages: int, first_trainable: int, run_ahead: int | None) -> int:
+    """What --bcd-run-ahead allows in a phase with this first trainable stage, in microbatches."""
+    if not first_trainable:
         return 0
-    return default_run_ahead(num_stages=num_stages, pivot=pivot) if run_ahead is None else run_ahead
+    return default_run_ahead(num_stages=num_stages, first_trainable=first_trainable) if run_ahead is None else run_ahead
 
 
 def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -123,14 +123,14 @@ def record(config: RunConfig) -> dict[str, Any]:
         num_forwards += 1
         return original(batches, model)
 
-    original = trainer.forward_step
-    trainer.forward_step = counting_forward_step
+    original = loop.forward_step
+    loop.forward_step = counting_forward_step
     try:
         with worlds.trainer(config, after_schedule=after_schedule) as one:
             execute = one.schedule.execute
 
             def recording_execute(shape: PlanShape, **arguments: Any) -> list[Any]:
-                if shape.pivot < shape.num_stages:
+                if shape.first_trainable < shape.num_stages:
                     ahead.append(shape.done_ahead)
                 return execute(shape, **arguments)
 
@@ -138,7 +138,7 @@ def record(config: RunConfig) -> dict[str, Any]:
             one.run()
             kept = worlds.outcome(one)
     finally:
-        trainer.forward_step = original
+        loop.forward_step = original
     compared = {name: kept[name] for name in ("steps", "metrics", "evaluations", "switches")}
     compared |= {"gradients": gradients, "weights": digests(kept["weights"])}
     return {"compared": compared, "ahead": ahead, "num_forwards": num_forwards}
@@ -179,15 +179,15 @@ def test_every_block_learns_as_with_the_stock_schedule(
         flags = {"data_path": text_data, "global_batch_size": 2 * num_microbatches}
         flags |= DROPOUT if num_microbatches in (2, 7) else {}
         aheads = run_aheads
-        if layout == "spread":  # its pivot stage is the first: nobody can run ahead
+        if layout == "spread":  # its first trainable stage is the first: nobody can run ahead
             aheads, flags["bcd_steps_per_block"] = (None,), 1
         stock = config_of(num_stages, layout, bcd_schedule="stock", **flags)
         others = [config_of(num_stages, layout, bcd_run_ahead=ahead, **flags) for ahead in aheads]
         ranks = assert_same_as_stock(world2 if num_stages == 2 else world4, stock, others)
         for number, run_ahead in enumerate(aheads, start=1):
             expected = []
-            for pivot in pivots(stock):
-                done = min(most_ahead(num_stages, pivot, run_ahead), num_microbatches)
+            for first_trainable in first_trainable_stages(stock):
+                done = min(most_ahead(num_stages, first_trainable, run_ahead), num_microbatches)
                 expected += [0] + [done] * (stock.bcd.bcd_steps_per_block - 1)
             assert all(rank[number]["ahead"] == expected for rank in ranks), (num_microbatches, run_ahead)
 
@@ -224,10 +224,13 @@ def test_the_batch_size_ramp(world2: World, world4: World, text_data: str, num_s
     # with all of the next iteration done ahead, the number is that iteration's
     ahead = ranks[0][2]["ahead"]
     begins_phase = [iteration % 4 == 0 for iteration in range(len(sizes))]
-    pivot_of = [pivots(stock)[iteration // 4 % len(pivots(stock))] for iteration in range(len(sizes))]
+    pivot_of = [
+        first_trainable_stages(stock)[iteration // 4 % len(first_trainable_stages(stock))]
+        for iteration in range(len(sizes))
+    ]
     expected = [
-        0 if begins or not pivot else size // 2
-        for size, begins, pivot in zip(sizes, begins_phase, pivot_of, strict=True)
+        0 if begins or not first_trainable else size // 2
+        for size, begins, first_trainable in zip(sizes, begins_phase, pivot_of, strict=True)
     ]
     assert ahead == expected
     assert any(0 < before < size // 2 for before, size in zip(ahead, sizes[1:], strict=False))
@@ -256,9 +259,9 @@ def test_evaluations_checkpoints_and_the_end(
     evaluations = iterations // evaluated + 1
     expected = []
     for iteration in range(iterations):
-        pivot = pivots(bcd)[iteration // in_phase % num_blocks]
+        first_trainable = first_trainable_stages(bcd)[iteration // in_phase % num_blocks]
         interrupted = iteration % in_phase == 0 or iteration % evaluated == 0 or iteration % saved == 0
-        expected.append(0 if interrupted else most_ahead(num_stages, pivot, None))
+        expected.append(0 if interrupted else most_ahead(num_stages, first_trainable, None))
     for rank in ranks:
         assert rank[1]["ahead"] == expected
         assert rank[1]["num_forwards"] == (iterations + evaluations) * num_microbatches

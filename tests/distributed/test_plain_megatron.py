@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-import worlds
-from dist import World
+from support import worlds
+from support.dist import World
 
 NUM_TOKENS, LENGTH = 257, 32
 SIZES = {"num_layers": 6, "hidden_size": 32, "num_attention_heads": 4}
@@ -68,7 +68,7 @@ def test_plain_megatron_core_reads_our_weights(
         "vocab_size": NUM_TOKENS,
     }
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    command = [sys.executable, str(repo_root / "tests" / "plain_megatron.py"), str(saved / "iter_0000006")]
+    command = [sys.executable, str(repo_root / "tests" / "support" / "plain_megatron.py"), str(saved / "iter_0000006")]
     done = subprocess.run(
         [*command, json.dumps(network)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
     )

@@ -7,10 +7,9 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-import pretended_gpu
 import pytest
-import worlds
-from dist import World
+from support import pretended_gpu, worlds
+from support.dist import World
 
 from megatron.bcd.config import RunConfig
 from megatron.bcd.planner.activations import layer_bytes, stage_kept
@@ -98,8 +97,8 @@ def counted(config: RunConfig) -> list[tuple[list[int], list[int]]]:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_planned_is_counted(repo_root: Path, world1: World, world2: World, text_data: str, name: str) -> None:
-    """A budget that forgets padding, masters, step counters, the head's copy or a shard, or activations of a stage: a
-    plan that fits, and a run that does not. The hidden size 40 is no multiple of any alignment."""
+    """A budget that forgets padding, main parameters, step counters, the head's copy or a shard, or activations of a
+    stage: a plan that fits, and a run that does not. The hidden size 40 is no multiple of any alignment."""
     flags = {"num_layers": 6, "hidden_size": 40} | RUNS[name]
     recipe = recipe_of(repo_root, flags)
     state = planned_state(recipe)

@@ -1,12 +1,12 @@
-"""bf16 with fp32 masters learns what fp32 learns."""
+"""bf16 with fp32 main parameters learns what fp32 learns."""
 
 from __future__ import annotations
 
 import statistics
 
 import pytest
-import worlds
-from dist import World
+from support import worlds
+from support.dist import World
 
 # The quickstart's recipe on a smaller model: the same depth, blocks, schedule and pipeline
 RECIPE = {

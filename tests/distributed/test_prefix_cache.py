@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import prefix_runs
 import pytest
-import worlds
-from dist import World
+from support import prefix_runs, worlds
+from support.dist import World
 
 PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2}
 CASES: dict[str, dict[str, Any]] = {
@@ -46,7 +45,8 @@ def test_cached_is_computed(
 
 
 def test_a_prefix_runs_once_for_each_sample(world2: World, text_data: str, tmp_path: Path) -> None:
-    """A stage before the pivot stage that computes though its output is read, or a fill that computes too much."""
+    """A stage before the first trainable stage that computes though its output is read, or a fill that computes too
+    much."""
     flags = prefix_runs.FLAGS | {"data_path": text_data, "eval_iters": 0, "train_iters": 8} | CASES["stage"]
     first, second = world2.run(prefix_runs.counted_run, worlds.run_config(**flags, bcd_prefix_cache=tmp_path))
     before, after = first["layers"]

@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import prefix_runs
 import pytest
-import resumed_runs
-import worlds
-from dist import World
+from support import prefix_runs, resumed_runs, worlds
+from support.dist import World
 
-from megatron.bcd.checkpoint_files.folder_users import FolderLock
+from megatron.bcd.runtime.dir_lock import DirLock
 
 NUM_RECORDS = 15  # of the text's sequences, the share of prefix_runs.FLAGS
 
@@ -203,7 +201,7 @@ def test_resume(world1: World, flags: dict[str, Any], tmp_path: Path, stop: int)
 
 def test_a_second_job(tmp_path: Path, world1: World) -> None:
     """Two jobs that fill and delete the same caches."""
-    lock = FolderLock(str(tmp_path), flag="--bcd-prefix-cache", contents="prefix caches")
+    lock = DirLock(str(tmp_path), flag="--bcd-prefix-cache", contents="prefix caches")
     lock.acquire()
     said = world1.run(prefix_runs.claimed, str(tmp_path))[0]
     assert said.startswith(f"--bcd-prefix-cache {tmp_path}: another job (pid ") and "prefix caches" in said

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import resumed_runs
-import worlds
-from dist import World
-from pairwise import Combination, all_combinations, pairwise
+from support import resumed_runs, worlds
+from support.dist import World
+from support.pairwise import Combination, all_combinations, pairwise
 
 NUM_ITERATIONS, STEPS_PER_BLOCK, LOG_INTERVAL = 8, 3, 3
 CUTS: dict[str, dict[str, Any]] = {

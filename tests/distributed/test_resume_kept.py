@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import resumed_runs
 import torch
-import worlds
-from dist import World
-from pairwise import Combination, all_combinations, pairwise
+from support import resumed_runs, worlds
+from support.dist import World
+from support.pairwise import Combination, all_combinations, pairwise
 
 CUTS: dict[str, dict[str, Any]] = {
     "data2": {"world_size": 2},
@@ -78,7 +77,8 @@ def check(case: Combination, world: World, text_data: str, folder: Path) -> None
 
 @by_name(CASES)
 def test_kept_state_is_resumed(world2: World, text_data: str, tmp_path: Path, case: Combination) -> None:
-    """Moments of a frozen block, low bits of a master, a step count of always-active parameters that are lost."""
+    """Moments of a frozen block, low bits of a main parameter, a step count of always-active parameters that are
+    lost."""
     check(case, world2, text_data, tmp_path)
 
 
@@ -110,9 +110,9 @@ def test_what_is_taken_of_what_was_kept(world2: World, text_data: str, tmp_path:
     host, reset = (worlds.run_config(**flags, train_iters=6, bcd_optimizer_state=one) for one in ("host", "reset"))
     stopping = resumed_runs.with_checkpoints(host, save=str(tmp_path), exit_interval=3)  # blocks 0, 1 and 2 are done
     world2.run(resumed_runs.one_part, stopping)
-    moments, master = {"exp_avg", "exp_avg_sq"}, {"master"}
-    everything = moments | master
+    moments, main_param = {"exp_avg", "exp_avg_sq"}, {"master"}
+    everything = moments | main_param
     found = world2.run(kept_after_resuming, host, str(tmp_path))[0]
-    assert found == {0: everything, 1: everything, 2: everything, 3: master}
-    assert world2.run(kept_after_resuming, reset, str(tmp_path))[0] == dict.fromkeys(range(4), master)
-    assert world2.run(kept_after_resuming, host, str(tmp_path), load_optim=False)[0] == {3: master}
+    assert found == {0: everything, 1: everything, 2: everything, 3: main_param}
+    assert world2.run(kept_after_resuming, reset, str(tmp_path))[0] == dict.fromkeys(range(4), main_param)
+    assert world2.run(kept_after_resuming, host, str(tmp_path), load_optim=False)[0] == {3: main_param}

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import resumed_runs
 import torch
-import worlds
-from dist import World
+from support import resumed_runs, worlds
+from support.dist import World
 
 CUTS: dict[str, dict[str, Any]] = {
     "one": {"bcd_num_blocks": 4},
@@ -21,8 +20,8 @@ CUTS: dict[str, dict[str, Any]] = {
     "data2": {"world_size": 2, "bcd_num_blocks": 4},
     "tensor2": {"world_size": 2, "tensor_model_parallel_size": 2, "bcd_num_blocks": 4},
 }
-# What is saved under each: gate and up lie side by side on every tensor-parallel rank, masters have bits of their own,
-# frozen blocks have moments, and what is always active has seen more steps than the block
+# What is saved under each: gate and up lie side by side on every tensor-parallel rank, main parameters have bits of
+# their own, frozen blocks have moments, and what is always active has seen more steps than the block
 MODELS: dict[str, dict[str, Any]] = {
     "one": {"swiglu": True},
     "pipeline2": {"bcd_optimizer_state": "host"},

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import resumed_runs
-import worlds
-from dist import World
+from support import resumed_runs, worlds
+from support.dist import World
 
 STOP, LAST = 5, 8
 PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2, "bcd_layout": "submodel", "bcd_num_blocks": 2}

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import resumed_runs
-import save_faults
-import worlds
-from dist import World
+from support import resumed_runs, save_faults, worlds
+from support.dist import World
 
-from megatron.bcd.checkpoint_files import folder
+from megatron.bcd.checkpoint import layout
 
 ONLY_ON_FIRST = ("rank 0's own files", "index of the shards", "checksums", "last renaming")
 ALL_CASES = [
@@ -70,8 +68,8 @@ def check(world: World, config: Any, name: str, root: Path, rank: int, whole: li
 def assert_only_these(root: Path, iterations: list[int]) -> None:
     """These checkpoints are there, whole, the last one named by the tracker, and nothing that is half."""
     assert sorted(path.name for path in root.glob("iter_*")) == [f"iter_{one:07d}" for one in iterations]
-    assert [folder.damage(folder.iteration_folder(str(root), one)) for one in iterations] == [None] * len(iterations)
-    assert folder.candidates(str(root)) == iterations[::-1]
+    assert [layout.damage(layout.iteration_folder(str(root), one)) for one in iterations] == [None] * len(iterations)
+    assert layout.candidates(str(root)) == iterations[::-1]
 
 
 @by_name(CASES)

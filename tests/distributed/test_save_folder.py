@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import worlds
-from dist import World
+from support import worlds
+from support.dist import World
 
-from megatron.bcd.checkpoint import folders
-from megatron.bcd.checkpoint_files.folder_users import FolderLock
+from megatron.bcd.checkpoint import claim
+from megatron.bcd.runtime.dir_lock import DirLock
 
 
 def claims(roots: list[str], times: int = 1) -> list[str]:
@@ -20,9 +20,9 @@ def claims(roots: list[str], times: int = 1) -> list[str]:
         said = []
         for _ in range(times):
             try:
-                claim = folders.claim(roots[torch.distributed.get_rank()])
-                claim.release()
-                said.append(f"claimed {list(claim.warnings)}")
+                held = claim.claim(roots[torch.distributed.get_rank()])
+                held.release()
+                said.append(f"claimed {list(held.warnings)}")
             except ValueError as refused:
                 said.append(str(refused))
         return said
@@ -58,7 +58,7 @@ def test_a_folder_that_can_not_be_made(world2: World, tmp_path: Path, name: str)
 def test_a_second_job(world2: World, tmp_path: Path) -> None:
     """Two jobs that write the same checkpoints: each deletes what the other has not finished."""
     root = str(tmp_path)
-    lock = FolderLock(root)
+    lock = DirLock(root)
     lock.acquire()
     unfinished = tmp_path / "iter_0000007.incomplete"
     unfinished.mkdir()

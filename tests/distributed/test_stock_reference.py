@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import worlds
-from dist import World
+from support import worlds
+from support.dist import World
 
 # 20 steps of 2,048 tokens with a vocabulary of 50,304: half a minute each on a quiet core
 pytestmark = pytest.mark.timeout(900)

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import resumed_runs
 import torch
-import worlds
-from dist import World
+from support import resumed_runs, worlds
+from support.dist import World
 
-from megatron.bcd.checkpoint_files import folder
+from megatron.bcd.checkpoint import layout
 
 LAST, ASKED_AT = 9, 4
 PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2, "bcd_layout": "submodel", "bcd_steps_per_block": 3}
@@ -65,7 +64,7 @@ def test_one_rank_is_asked_to_stop(world2: World, text_data: str, tmp_path: Path
     assert found[0]["stopped"] == found[1]["stopped"] <= ASKED_AT + 2
     reason = "--exit-duration-in-mins" if how == "time" else how
     assert any(line.startswith("stopping after iteration") and reason in line for line in found[0]["said"])
-    assert folder.candidates(str(tmp_path)) == [found[0]["stopped"]]
+    assert layout.candidates(str(tmp_path)) == [found[0]["stopped"]]
 
 
 def stopped_while_writing(config: Any, root: str) -> dict[str, Any]:
@@ -97,7 +96,7 @@ def test_sigterm_while_a_checkpoint_is_written(world2: World, text_data: str, tm
     found = world2.run(stopped_while_writing, config, str(tmp_path))
     assert [part["was_writing"] for part in found] == [[True], [True]]
     assert [part["differences"] + part["warnings"] for part in found] == [[], []]
-    saved = folder.candidates(str(tmp_path))
+    saved = layout.candidates(str(tmp_path))
     assert saved == [found[0]["stopped"], 3] and 3 < saved[0] <= ASKED_AT + 2
-    assert [folder.damage(folder.iteration_folder(str(tmp_path), one)) for one in saved] == [None, None]
+    assert [layout.damage(layout.iteration_folder(str(tmp_path), one)) for one in saved] == [None, None]
     assert list(tmp_path.glob("*.incomplete")) == []

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-import worlds
-from dist import World
+from support import worlds
+from support.dist import World
 
 from megatron.bcd.config import RunConfig
 
@@ -26,7 +26,7 @@ LOSS_SCALING = {"fp16": True, "initial_loss_scale": 2**20, "hysteresis": 1, "los
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("sharded", [True, False], ids=["distributed_optimizer", "plain_optimizer"])
 def test_every_rank_decides_alike(world2: World, text_data: str, cut: str, sharded: bool) -> None:
-    """A rank that skips a step, or ends a phase, when the others do not: masters drift apart, or a hang."""
+    """A rank that skips a step, or ends a phase, when the others do not: main parameters drift apart, or a hang."""
     flags = {"data_path": text_data, "bcd_steps_per_block": 4, "train_iters": 26} | LOSS_SCALING | CUTS[cut]
     config = worlds.run_config(no_use_distributed_optimizer=not sharded, **flags)
     first, second = world2.run(worlds.train_run, config)

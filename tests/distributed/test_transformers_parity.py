@@ -8,18 +8,17 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
-import huggingface_weights
 import pytest
 import torch
 import transformers
-import worlds
-from dist import World
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from support import huggingface_weights, worlds
+from support.dist import World
 from torch import Tensor
 
 from megatron.bcd.config import RunConfig
-from megatron.bcd.models import gpt_of
+from megatron.bcd.model.builder import gpt_of
 
 SIZES: dict[str, Any] = {
     "num_layers": 4,

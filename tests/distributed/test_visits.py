@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import resumed_runs
 import torch
-import worlds
-from dist import World
+from support import resumed_runs, worlds
+from support.dist import World
 
-from megatron.bcd import platform
+from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
-from megatron.bcd.subsets import PhaseSubset
+from megatron.bcd.runtime import rng
 
 PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2}
 CUTS: dict[str, dict[str, Any]] = {
@@ -61,7 +60,7 @@ def scores_and_choice(config: RunConfig) -> dict[str, Any]:
         for block in range(one.partition.num_blocks):
             one.build(block)
             one.active.zero_grad()
-            with platform.random_generators_kept():
+            with rng.random_generators_kept():
                 one.run_schedule(iter(batches), 4, forward_only=False)
             named = one.active.active_parameters().items()
             own = [p for name, p in named if "norm" not in name and not name.startswith("output_layer")]

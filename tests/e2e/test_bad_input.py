@@ -1,6 +1,6 @@
 """Bad input: one line that names the flag or file, exit code 2 of every rank, nothing written.
 
-Most cases run in forks of one process (``tests/forked_runs.py``), on 1 and on 2 ranks; a few run as a user runs them.
+Most cases run in forks of one process (``tests/support/forked_runs.py``), on 1 and on 2 ranks; a few as a user would.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bad_input_cases import (
+from support.bad_input_cases import (
     DATA_CASES,
     FLAG_CASES,
     LOAD_CASES,
@@ -28,7 +28,7 @@ from bad_input_cases import (
     good_documents,
     write_dataset,
 )
-from forked_runs import CANNOT_MOUNT, ForkedRuns, RankResult
+from support.forked_runs import CANNOT_MOUNT, ForkedRuns, RankResult
 
 PROG = "pretrain_gpt_bcd.py"
 EARLIER_METRICS = '{"iteration": 1, "loss": 1.0}\n'

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from megatron.bcd import cost
-from megatron.bcd.blocks import partition
+from megatron.bcd.blocks.partition import partition
+from megatron.bcd.planner import cost
 
 LAYERS, HIDDEN, SEQUENCE, VOCABULARY = 6, 64, 16, 128
 SIZES = (f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 2 --seq-length {SEQUENCE} "
@@ -119,7 +119,7 @@ def test_schedule(repo_root: Path, tmp_path: Path) -> None:
     figures, text = measured(repo_root, tmp_path, "--schedule", "--steps", "1")
     assert (figures["world_size"], figures["pipeline_size"], figures["num_microbatches"]) == (2, 2, 4)
     rows = figures["blocks"]
-    assert [(row["layout"], row["block"], row["pivot_stage"]) for row in rows] == (
+    assert [(row["layout"], row["block"], row["first_trainable_stage"]) for row in rows] == (
         [("spread", block, 0) for block in range(3)]
         + [("stage", block, block) for block in range(2)]
         + [("submodel", block, block // 3) for block in range(6)]

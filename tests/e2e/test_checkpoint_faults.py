@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_input_cases import command_line, good_documents, write_dataset
-from forked_runs import ForkedRuns, RankResult
+from support.bad_input_cases import command_line, good_documents, write_dataset
+from support.forked_runs import ForkedRuns, RankResult
 
-from megatron.bcd.checkpoint_files import folder
-from megatron.bcd.checkpoint_files.folder_users import FolderLock
+from megatron.bcd.checkpoint import layout
+from megatron.bcd.runtime.dir_lock import DirLock
 
 PROG = "pretrain_gpt_bcd.py"
 SAVED = 3  # iterations, each with a checkpoint
@@ -154,7 +154,7 @@ def test_the_newest_is_damaged(
     kept = [name for name in before if name.startswith(("saved/iter_0000001", "saved/iter_0000002", "data/"))]
     assert kept and [name for name in kept if older[name] != before[name]] == []
     # the damaged one was made anew by the same steps
-    assert [folder.damage(str(path)) for path in sorted((place / "saved").glob("iter_*"))] == [None] * 4
+    assert [layout.damage(str(path)) for path in sorted((place / "saved").glob("iter_*"))] == [None] * 4
     assert metrics(place)[:SAVED] == metrics(three[case.num_ranks])
 
 
@@ -177,7 +177,7 @@ def rewrite_state(checkpoint: Path, change: Callable[[dict[str, Any]], None]) ->
     change(state)
     path.write_text(json.dumps(state))
     records = json.loads(checksums.read_text())
-    records["files"]["run_state.json"] = folder.file_record(str(path))
+    records["files"]["run_state.json"] = layout.file_record(str(path))
     checksums.write_text(json.dumps(records))
 
 
@@ -226,7 +226,7 @@ def test_another_models_checkpoint(runs: ForkedRuns, workplace: Callable[[int], 
 def test_two_jobs_in_one_folder(runs: ForkedRuns, workplace: Callable[[int], Path], num_ranks: int) -> None:
     """Two jobs that delete each other's unfinished checkpoints; here this process is the first job."""
     place = workplace(num_ranks)
-    lock = FolderLock(str(place / "saved"))
+    lock = DirLock(str(place / "saved"))
     lock.acquire()
     before = digests(place)
     assert_refused(resume(runs, place, num_ranks), "--save saved", f"pid {os.getpid()} ")
@@ -245,7 +245,7 @@ def test_a_run_that_blows_up(runs: ForkedRuns, workplace: Callable[[int], Path],
     assert_refused(results, *named, code=1)
     assert "Traceback" not in results[0].stdout
     newest = re.findall(r"checkpoint is (saved/iter_\d+)", results[0].stderr)[0]
-    assert folder.damage(str(place / newest)) is None
+    assert layout.damage(str(place / newest)) is None
 
 
 def metrics(place: Path) -> list[dict[str, Any]]:
@@ -272,7 +272,7 @@ def test_the_metrics_file_goes_on(runs: ForkedRuns, tmp_path: Path, form: str, n
     whole = metrics(tmp_path)
     assert [line["iteration"] for line in whole if "loss" in line] == [*range(1, 9)]
     assert [line["iteration"] for line in whole if "validation_loss" in line] == [3, 6, 8]
-    (tmp_path / "saved" / folder.TRACKER).write_text("4")  # the run was killed after iteration 8, before it saved 6
+    (tmp_path / "saved" / layout.TRACKER).write_text("4")  # the run was killed after iteration 8, before it saved 6
     results = runs.run(words, folder=tmp_path, num_ranks=2, script=script)
     assert [(rank.code, rank.stderr) for rank in results] == [(0, "")] * 2
     assert "going on from saved/iter_0000004" in results[0].stdout

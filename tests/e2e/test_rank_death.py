@@ -130,14 +130,14 @@ def test_a_rank_that_is_killed(repo_root: Path, tmp_path: Path) -> None:
 
 def test_a_rank_that_hangs(repo_root: Path, tmp_path: Path) -> None:
     """A one-way message without a timeout: a forward-only stage that waits for ever in `send` for the receiver of its
-    outputs, or the pivot stage in `receive` for its inputs."""
+    outputs, or the first trainable stage in `receive` for its inputs."""
     waits = {1: ("in _finish_oldest_send", "send operation"), 0: ("in receive", "recv operation")}  # by who hangs
     with contextlib.ExitStack() as stack:
         jobs = {}
         for hanging in waits:  # both at once: torchrun gives a stopped process 30 s to hear SIGTERM
             (tmp_path / str(hanging)).mkdir()
             arguments = [str(hanging), "40", str(TIMEOUT_SECONDS), *FLAGS, "--bcd-steps-per-block", "1000"]
-            script = repo_root / "tests" / "hanging_rank.py"
+            script = repo_root / "tests" / "support" / "hanging_rank.py"
             jobs[hanging] = stack.enter_context(started(script, arguments, tmp_path / str(hanging)))
         wait_until({job: partial(is_stopped, job, hanging) for hanging, job in jobs.items()})
         for hanging, job in jobs.items():

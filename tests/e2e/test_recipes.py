@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import recipe
 
-from megatron.bcd.arguments import FORMS, parse_run_config
+from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.planner.memory import fits
 from megatron.bcd.planner.recipe import METHODS, Recipe
@@ -79,7 +79,7 @@ def data(tmp_path: Path) -> Path:
 
 def parsed(words: list[str], *, form: str, world_size: int) -> RunConfig:
     """As the training script takes them."""
-    return parse_run_config(words, prog="test", defaults=FORMS[form], world_size=world_size)
+    return parse_run_config(words, prog="test", defaults=FAMILY_DEFAULTS[form], world_size=world_size)
 
 
 def planned_for(words: Sequence[str], environment: Mapping[str, str]) -> Recipe:

@@ -18,10 +18,10 @@ from typing import Any
 
 import psutil
 import pytest
-from bad_input_cases import good_documents, write_dataset
-from forked_runs import ForkedRuns
+from support.bad_input_cases import good_documents, write_dataset
+from support.forked_runs import ForkedRuns
 
-from megatron.bcd.checkpoint_files import folder
+from megatron.bcd.checkpoint import layout
 
 LAST, SAVE_INTERVAL = 60, 10
 FLAGS = [
@@ -123,8 +123,8 @@ def test_the_same_command_after_every_end(repo_root: Path, tmp_path: Path) -> No
     with ForkedRuns(repo_root) as runs:
         assert [rank.code for rank in runs.run(FLAGS, folder=places["whole"], num_ranks=2)] == [0, 0]
         after_signals_and_a_kill(repo_root, place)
-        newest = folder.iteration_folder(str(place / "saved"), folder.candidates(str(place / "saved"))[0])
-        assert folder.damage(newest) is None
+        newest = layout.iteration_folder(str(place / "saved"), layout.candidates(str(place / "saved"))[0])
+        assert layout.damage(newest) is None
         results = runs.run(FLAGS, folder=place, num_ranks=2)
     assert [(rank.code, rank.stderr) for rank in results] == [(0, "")] * 2
     assert f"going on from saved/{os.path.basename(newest)}" in results[0].stdout
@@ -141,7 +141,7 @@ def after_signals_and_a_kill(root: Path, place: Path) -> None:
             for rank in one.ranks():
                 rank.send_signal(number)
             assert one.exit_code() == 0, one.output  # torchrun's, so every rank's
-            (saved,) = folder.candidates(str(place / "saved"))[:1]
+            (saved,) = layout.candidates(str(place / "saved"))[:1]
             assert f"stopping after iteration {saved}: signal {number.name}" in one.output
             assert stopped_at == 0 or f"after iteration {stopped_at}" in one.output
             assert stopped_at < saved == last_iteration(place) < LAST
@@ -153,7 +153,7 @@ def after_signals_and_a_kill(root: Path, place: Path) -> None:
 
 def weights(place: Path) -> dict[str, str]:
     """Checksums of the last checkpoint's shards: the same bits at the same places."""
-    records = json.loads((place / "saved" / f"iter_{LAST:07d}" / folder.CHECKSUMS).read_text())["files"]
+    records = json.loads((place / "saved" / f"iter_{LAST:07d}" / layout.CHECKSUMS).read_text())["files"]
     return {name: record["sha256"] for name, record in records.items() if name.endswith(".distcp")}
 
 

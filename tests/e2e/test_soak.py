@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from _soak_comparison import different_metrics, different_tensors
 from _soak_job import Files, Job, Progress, SoakFailed
 
-from megatron.bcd.checkpoint_files import folder
+from megatron.bcd.checkpoint import layout
 
 KILL = re.compile(
     r"kill +\d/4: (SIG\w+ to .+?) at iteration .*, (restarted by torchrun|started again), resumed from \d+"
@@ -170,26 +170,26 @@ def test_checkpoint_check(tmp_path: Path) -> None:
     """A damaged checkpoint, or a tracker that names none, that the tally does not count."""
     files = Files(folder=tmp_path)
     for iteration in (5, 10):
-        aside = Path(folder.aside_folder(files.checkpoints, iteration))
+        aside = Path(layout.aside_folder(files.checkpoints, iteration))
         aside.mkdir(parents=True)
         (aside / "weights").write_bytes(bytes(100))
-        folder.finish(str(aside), {"weights": folder.file_record(str(aside / "weights"))})
-        folder.publish(files.checkpoints, iteration)
+        layout.finish(str(aside), {"weights": layout.file_record(str(aside / "weights"))})
+        layout.publish(files.checkpoints, iteration)
     good = killed_run(files)
     good._check_checkpoints("a kill")
     assert (good.num_invalid, good.problems) == (0, [])
-    shard = Path(folder.iteration_folder(files.checkpoints, 5)) / "weights"
+    shard = Path(layout.iteration_folder(files.checkpoints, 5)) / "weights"
     shard.write_bytes(bytes(99))
-    (Path(files.checkpoints) / folder.TRACKER).write_text("15")
+    (Path(files.checkpoints) / layout.TRACKER).write_text("15")
     bad = killed_run(files)
     bad._check_checkpoints("a kill")
     assert bad.num_invalid == 1
     assert bad.problems == [
         f"a kill: {shard} is truncated: 99 bytes, 100 were written",
-        f"a kill: {folder.TRACKER} names 15, and there are [5, 10]",
+        f"a kill: {layout.TRACKER} names 15, and there are [5, 10]",
     ]
     assert soak.left_behind(files.checkpoints) == [f"{files.checkpoints} holds [5, 10] and not 3 checkpoints"]
-    Path(folder.aside_folder(files.checkpoints, 20)).mkdir()
+    Path(layout.aside_folder(files.checkpoints, 20)).mkdir()
     assert soak.left_behind(files.checkpoints)[0].endswith("iter_0000020.incomplete was left behind")
 
 

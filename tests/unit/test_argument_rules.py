@@ -6,9 +6,9 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from command_line import BASE, parse
+from support.command_line import BASE, parse
 
-from megatron.bcd.arguments.model_rules import check_core_accepts
+from megatron.bcd.arguments.validate_model import check_core_accepts
 
 # (flags beside BASE, world size, what the one line must contain)
 BAD_RUNS: list[tuple[str, int, list[str]]] = [

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import BASE, PROG, parse
+from support.command_line import BASE, PROG, parse
 
 from megatron.bcd.arguments import parse_run_config, run_config_from_dict, run_config_to_dict
 from megatron.bcd.arguments.flags import CORE_SECTIONS, OWN_SECTIONS, Flag, dashed, generate_flags
 from megatron.bcd.arguments.parse import _parser, stock_flags
-from megatron.bcd.arguments.stock import ANY_NUMBER, COMPATIBLE_FLAGS
+from megatron.bcd.arguments.unsupported_flags import ANY_NUMBER, COMPATIBLE_FLAGS
 from megatron.bcd.config import RunConfig
 
 # examples/gpt3/train_gpt3_175b_distributed.sh of Megatron-LM, with --rampup-batch-size as there

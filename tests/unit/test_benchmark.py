@@ -20,8 +20,9 @@ from _benchmark_schedule_figures import (
     steady_shape,
 )
 
-from megatron.bcd.blocks import Partition, partition
-from megatron.bcd.pipeline_plan.plan import Kind, bcd_shape, stock_shape
+from megatron.bcd.blocks.partition import Partition, partition
+from megatron.bcd.pipeline.actions import Kind
+from megatron.bcd.pipeline.build import bcd_shape, stock_shape
 
 
 def turn(*step_ms: float, first: float = 0.0, build: float = 0.0, dispose: float = 0.0, state: int = 1) -> Turn:
@@ -209,7 +210,7 @@ def schedule_turn(step_ms: float, *, iteration_ms: float, outside_ms: float = 0.
 
 def test_prediction_of_one_microbatch_on_two_stages() -> None:
     """A mean that a waiting message or one hiccup enters, or milliseconds taken for seconds."""
-    shape = stock_shape(bcd_shape(num_stages=2, num_microbatches=1, pivot=0, active=(True, True)))
+    shape = stock_shape(bcd_shape(num_stages=2, num_microbatches=1, first_trainable=0, active=(True, True)))
     first = rank(0, forward=[10, 10, 90], send_forward=[3, 2], receive_backward=[50, 60], backward=[20])
     last = rank(1, forward=[11, 12, 13], receive_forward=[14, 15], backward=[22], send_backward=[4])
     turn = merged([first, last], shape)
@@ -225,13 +226,14 @@ def test_prediction_of_one_microbatch_on_two_stages() -> None:
 
 def test_message_for_which_somebody_waits() -> None:
     """A one-way send returns before the message has moved: as the time of all messages it would make them free."""
-    shape = bcd_shape(num_stages=3, num_microbatches=1, pivot=1)
+    shape = bcd_shape(num_stages=3, num_microbatches=1, first_trainable=1)
     prefix = rank(0, forward_only=[10], send_forward=[0.1])
-    pivot = rank(1, receive_forward=[0.2], receive_ahead=[0.1], forward=[1], send_forward=[3], receive_backward=[9],
+    first_trainable = rank(1, receive_forward=[0.2], receive_ahead=[0.1], forward=[1], send_forward=[3],
+    receive_backward=[9],
                  backward=[1])  # fmt: skip
     last = rank(2, receive_forward=[5], forward=[1], backward_input=[1], send_backward=[4])
-    assert merged([prefix, pivot, last], shape).message_ms == 3
-    shape = bcd_shape(num_stages=2, num_microbatches=1, pivot=1)
+    assert merged([prefix, first_trainable, last], shape).message_ms == 3
+    shape = bcd_shape(num_stages=2, num_microbatches=1, first_trainable=1)
     last = rank(1, receive_forward=[0.2], forward=[1], backward=[1])
     assert merged([prefix, last], shape).message_ms == 0.1, "there is no other here"
 
@@ -248,13 +250,13 @@ def test_steady_iteration_hides_the_prefix() -> None:
 def test_how_far_a_steady_step_is_ahead(block: int, run_ahead: int | None, expected: int) -> None:
     """A plan that runs ahead otherwise than the schedule would be predicted, and not the one that was timed."""
     shape = steady_shape(two_stages("stage"), block, num_microbatches=4, run_ahead=run_ahead)
-    assert (shape.done_ahead, shape.run_ahead, shape.pivot) == (expected, expected, block)
+    assert (shape.done_ahead, shape.run_ahead, shape.first_trainable) == (expected, expected, block)
     assert shape.active == ((True, True) if block == 0 else (False, True)), "the tied head's copy is on the last stage"
 
 
 def test_slowest_rank_steps_and_the_one_that_waits_least_is_outside() -> None:
     """A rank's wait for the others in the loss reduction counted as the optimizer's time, on top of the iteration."""
-    shape = bcd_shape(num_stages=2, num_microbatches=1, pivot=1)
+    shape = bcd_shape(num_stages=2, num_microbatches=1, first_trainable=1)
     prefix = rank(0, step=30, outside=(25, 7, 26), forward_only=[1], send_forward=[0])
     last = rank(1, step=31, outside=(5, 24, 6), forward=[10], backward=[15])
     turn = merged([prefix, last], shape)
@@ -272,7 +274,7 @@ def test_schedule_figures_are_paired_by_round() -> None:
         for factor, ratio in zip(slowdown, ratios, strict=True)
     ]
     row = schedule_figures(stock, bcd, partition=two_stages("stage"), block=1)
-    assert (row.layout, row.block, row.pivot_stage) == ("stage", 1, 1)
+    assert (row.layout, row.block, row.first_trainable_stage) == ("stage", 1, 1)
     assert (row.layers, row.extras) == ("3-5", ("final norm",))
     assert (row.stock_ms, row.bcd_ms) == pytest.approx((100, 90))
     assert row.ratio == pytest.approx(0.8)

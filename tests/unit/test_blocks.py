@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.bcd.blocks import LAYOUTS, Partition, describe_layers, divide, partition
+from megatron.bcd.blocks.partition import LAYOUTS, Partition, describe_layers, divide, partition
 
 
 def _make(*, layers: int, stages: int, blocks: int | None = 3, layout: str = "spread", tied: bool = True) -> Partition:
@@ -99,13 +99,14 @@ def test_embedding_norm_and_head_have_one_owner(cut: Partition) -> None:
 
 @given(partitions())
 def test_prefix_active_suffix_are_all_layers(cut: Partition) -> None:
-    """Exposes a layer that is neither prefix, active nor suffix, or a prefix that is not before the pivot."""
+    """Exposes a layer that is neither prefix, active nor suffix, or a prefix that is not before the first trainable
+    stage."""
     for block in cut.blocks:
         prefix, suffix = cut.prefix_layers(block.index), cut.suffix_layers(block.index)
         assert sorted([*prefix, *block.layers, *suffix]) == list(range(cut.num_layers))
         assert list(prefix) == list(range(min(block.layers)))
         assert all(layer > block.first_layer for layer in suffix)
-        assert block.first_layer in cut.stage_layers(block.pivot_stage)
+        assert block.first_layer in cut.stage_layers(block.first_trainable_stage)
         if cut.embedding_active(block.index):
             assert not prefix
 

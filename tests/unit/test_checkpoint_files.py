@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from damaged_checkpoints import DAMAGE
+from support.damaged_checkpoints import DAMAGE
 
-from megatron.bcd.checkpoint_files import folder
-from megatron.bcd.checkpoint_files.folder_users import FolderLock, SharedFolderProbe
+from megatron.bcd.checkpoint import layout
+from megatron.bcd.runtime.dir_lock import DirLock, SharedFolderProbe
 
 
 class Killed(BaseException):
@@ -64,22 +64,22 @@ def killer(monkeypatch: pytest.MonkeyPatch) -> Killer:
 
 def write(root: Path, iteration: int, content: str) -> None:
     """A checkpoint under construction, finished."""
-    aside = Path(folder.aside_folder(str(root), iteration))
+    aside = Path(layout.aside_folder(str(root), iteration))
     (aside / "objects").mkdir(parents=True)
     (aside / "weights.distcp").write_text(content * 10)
     (aside / "objects" / "state.pt").write_text(content)
     names = ["weights.distcp", "objects/state.pt"]
-    folder.finish(str(aside), {name: folder.file_record(str(aside / name)) for name in names})
+    layout.finish(str(aside), {name: layout.file_record(str(aside / name)) for name in names})
 
 
 def save(root: Path, iteration: int, content: str) -> None:
     write(root, iteration, content)
-    folder.publish(str(root), iteration)
+    layout.publish(str(root), iteration)
 
 
 def content_of(root: Path, iteration: int) -> str:
-    checkpoint = Path(folder.iteration_folder(str(root), iteration))
-    assert folder.damage(str(checkpoint)) is None
+    checkpoint = Path(layout.iteration_folder(str(root), iteration))
+    assert layout.damage(str(checkpoint)) is None
     return (checkpoint / "objects" / "state.pt").read_text()
 
 
@@ -91,23 +91,23 @@ def assert_no_half(root: Path) -> None:
     """Every folder with a complete one's name is one."""
     for path in root.iterdir():
         if re.fullmatch(r"iter_\d+", path.name):
-            assert folder.damage(str(path)) is None
+            assert layout.damage(str(path)) is None
 
 
 def test_layout(tmp_path: Path) -> None:
     """Would not be found by stock Megatron-LM, or hash its own checksums, or leave files without one."""
     save(tmp_path, 7, "a")
     save(tmp_path, 12345678, "b")
-    assert names(tmp_path) == ["iter_0000007", "iter_12345678", folder.TRACKER]
-    assert (tmp_path / folder.TRACKER).read_text() == "12345678"
-    checksums = json.loads((tmp_path / "iter_0000007" / folder.CHECKSUMS).read_text())
+    assert names(tmp_path) == ["iter_0000007", "iter_12345678", layout.TRACKER]
+    assert (tmp_path / layout.TRACKER).read_text() == "12345678"
+    checksums = json.loads((tmp_path / "iter_0000007" / layout.CHECKSUMS).read_text())
     assert checksums == {
         "files": {
             "objects/state.pt": {"bytes": 1, "sha256": hashlib.sha256(b"a").hexdigest()},
             "weights.distcp": {"bytes": 10, "sha256": hashlib.sha256(b"a" * 10).hexdigest()},
         }
     }
-    assert folder.candidates(str(tmp_path)) == [12345678, 7]
+    assert layout.candidates(str(tmp_path)) == [12345678, 7]
 
 
 @pytest.mark.parametrize("size", [0, 8 * 2**20, 8 * 2**20 + 1])
@@ -116,17 +116,17 @@ def test_file_record(tmp_path: Path, size: int) -> None:
     content = bytes(range(251)) * (size // 251 + 1)
     (tmp_path / "file").write_bytes(content[:size])
     expected = {"bytes": size, "sha256": hashlib.sha256(content[:size]).hexdigest()}
-    assert folder.file_record(str(tmp_path / "file")) == expected
+    assert layout.file_record(str(tmp_path / "file")) == expected
 
 
 def test_finish_wants_a_record_of_every_file(tmp_path: Path) -> None:
     """A rank whose files were forgotten would go unchecked; one whose files are elsewhere would pass."""
     (tmp_path / "a").write_text("a")
-    record = folder.file_record(str(tmp_path / "a"))
+    record = layout.file_record(str(tmp_path / "a"))
     with pytest.raises(ValueError, match=r"/a has no checksum"):
-        folder.finish(str(tmp_path), {})
+        layout.finish(str(tmp_path), {})
     with pytest.raises(ValueError, match=r"/b has a checksum and is not there"):
-        folder.finish(str(tmp_path), {"a": record, "b": record})
+        layout.finish(str(tmp_path), {"a": record, "b": record})
     assert names(tmp_path) == ["a"]
 
 
@@ -137,20 +137,20 @@ def test_publish_killed_anywhere(tmp_path: Path, killer: Killer, iteration: int)
         root = tmp_path / str(fatal)
         save(root, 7, "old")
         write(root, iteration, "new")
-        was_killed = killer.kill_at(fatal, lambda root=root: folder.publish(str(root), iteration))
+        was_killed = killer.kill_at(fatal, lambda root=root: layout.publish(str(root), iteration))
         assert_no_half(root)
         # whoever cleans may be killed as well
         for fatal_for_cleaner in range(1, 100):
-            if not killer.kill_at(fatal_for_cleaner, lambda root=root: folder.clean_leftovers(str(root))):
+            if not killer.kill_at(fatal_for_cleaner, lambda root=root: layout.clean_leftovers(str(root))):
                 break
             assert_no_half(root)
-        assert all(re.fullmatch(rf"iter_\d+|{folder.TRACKER}", name) for name in names(root))
-        newest = folder.candidates(str(root))[0]
+        assert all(re.fullmatch(rf"iter_\d+|{layout.TRACKER}", name) for name in names(root))
+        newest = layout.candidates(str(root))[0]
         assert content_of(root, newest) == "new" or (newest == 7 and content_of(root, 7) == "old" and was_killed)
         if not was_killed:
             break
         save(root, iteration, "again")
-        assert content_of(root, folder.candidates(str(root))[0]) == "again"
+        assert content_of(root, layout.candidates(str(root))[0]) == "again"
     assert 5 < fatal < 99
 
 
@@ -167,16 +167,16 @@ def test_publish_loses_neither_when_renaming_fails(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(os, "rename", fail)
     with pytest.raises(OSError, match="broken disk"):
-        folder.publish(str(tmp_path), 7)
+        layout.publish(str(tmp_path), 7)
     assert content_of(tmp_path, 7) == "old"
 
 
 def test_publish_of_nothing(tmp_path: Path) -> None:
     """An unfinished folder would take the place of a complete one."""
     save(tmp_path, 7, "old")
-    Path(folder.aside_folder(str(tmp_path), 7)).mkdir()
+    Path(layout.aside_folder(str(tmp_path), 7)).mkdir()
     with pytest.raises(FileNotFoundError):
-        folder.publish(str(tmp_path), 7)
+        layout.publish(str(tmp_path), 7)
     assert content_of(tmp_path, 7) == "old"
 
 
@@ -186,13 +186,13 @@ def test_prune(tmp_path: Path) -> None:
         save(tmp_path, iteration, "x")
     (tmp_path / "iter_0000000").mkdir()
     (tmp_path / "iter_0000000" / "metadata.json").write_text("{}")
-    (tmp_path / folder.TRACKER).write_text("4")  # 20 belongs to a run that was given up: kept, and no candidate
-    assert folder.prune(str(tmp_path), 2) == [1, 2]
+    (tmp_path / layout.TRACKER).write_text("4")  # 20 belongs to a run that was given up: kept, and no candidate
+    assert layout.prune(str(tmp_path), 2) == [1, 2]
     assert names(tmp_path)[:-1] == ["iter_0000000", "iter_0000003", "iter_0000004", "iter_0000020"]
-    assert folder.candidates(str(tmp_path)) == [4, 3]
-    assert folder.prune(str(tmp_path), 9) == []
+    assert layout.candidates(str(tmp_path)) == [4, 3]
+    assert layout.prune(str(tmp_path), 9) == []
     with pytest.raises(ValueError, match="at least 1"):
-        folder.prune(str(tmp_path), 0)
+        layout.prune(str(tmp_path), 0)
 
 
 def test_prune_killed_anywhere(tmp_path: Path, killer: Killer) -> None:
@@ -201,21 +201,21 @@ def test_prune_killed_anywhere(tmp_path: Path, killer: Killer) -> None:
         root = tmp_path / str(fatal)
         for iteration in (1, 2, 3):
             save(root, iteration, str(iteration))
-        was_killed = killer.kill_at(fatal, lambda root=root: folder.prune(str(root), 1))
+        was_killed = killer.kill_at(fatal, lambda root=root: layout.prune(str(root), 1))
         assert_no_half(root)
-        assert content_of(root, folder.candidates(str(root))[0]) == "3"
-        folder.clean_leftovers(str(root))
-        assert not any("." in name for name in names(root) if name != folder.TRACKER)
+        assert content_of(root, layout.candidates(str(root))[0]) == "3"
+        layout.clean_leftovers(str(root))
+        assert not any("." in name for name in names(root) if name != layout.TRACKER)
         if not was_killed:
             break
     assert 3 < fatal < 99
-    assert names(root) == ["iter_0000003", folder.TRACKER]
+    assert names(root) == ["iter_0000003", layout.TRACKER]
 
 
 def test_clean_leftovers(tmp_path: Path) -> None:
     """Would delete the only copy of a checkpoint, touch files of others, or say nothing."""
     root = str(tmp_path)
-    assert folder.clean_leftovers(str(tmp_path / "absent")) == []
+    assert layout.clean_leftovers(str(tmp_path / "absent")) == []
     save(tmp_path, 7, "old")
     (tmp_path / "iter_0000007").rename(tmp_path / "iter_0000007.replaced")
     save(tmp_path, 8, "new")
@@ -224,13 +224,13 @@ def test_clean_leftovers(tmp_path: Path) -> None:
     others = ["iter_0000009.backup", "iter_9", "notes.incomplete"]
     for name in others:
         (tmp_path / name).mkdir()
-    said = folder.clean_leftovers(root)
+    said = layout.clean_leftovers(root)
     assert [line.removeprefix(root + "/").split(":")[0] for line in said] == [
         "iter_0000007 restored",
         "iter_0000008.replaced deleted",
         "iter_0000009.incomplete deleted",
     ]
-    assert names(tmp_path) == sorted(["iter_0000007", "iter_0000008", folder.TRACKER, *others])
+    assert names(tmp_path) == sorted(["iter_0000007", "iter_0000008", layout.TRACKER, *others])
     assert (content_of(tmp_path, 7), content_of(tmp_path, 8)) == ("old", "new")
 
 
@@ -242,8 +242,8 @@ def test_a_checkpoint_on_another_disk(tmp_path: Path) -> None:
     (root / "iter_0000007").symlink_to(tmp_path / "elsewhere")
     assert content_of(root, 7) == "old"
     save(root, 7, "new")
-    assert content_of(root, 7) == "new" and names(root) == ["iter_0000007", folder.TRACKER]
-    assert folder.damage(str(tmp_path / "elsewhere")) is None
+    assert content_of(root, 7) == "new" and names(root) == ["iter_0000007", layout.TRACKER]
+    assert layout.damage(str(tmp_path / "elsewhere")) is None
 
 
 @pytest.mark.parametrize(
@@ -269,24 +269,24 @@ def test_candidates(tmp_path: Path, tracker: str | None, expected: list[int]) ->
     (tmp_path / "iter_0000007.incomplete").mkdir()
     (tmp_path / "iter_08").mkdir()
     if tracker is None:
-        (tmp_path / folder.TRACKER).unlink()
+        (tmp_path / layout.TRACKER).unlink()
     else:
-        (tmp_path / folder.TRACKER).write_text(tracker)
-    assert folder.candidates(str(tmp_path)) == expected
+        (tmp_path / layout.TRACKER).write_text(tracker)
+    assert layout.candidates(str(tmp_path)) == expected
 
 
 def test_no_candidates(tmp_path: Path) -> None:
     """An empty or absent root is a fresh start, not an error."""
-    assert folder.candidates(str(tmp_path)) == folder.candidates(str(tmp_path / "absent")) == []
+    assert layout.candidates(str(tmp_path)) == layout.candidates(str(tmp_path / "absent")) == []
 
 
 def test_foreign(tmp_path: Path) -> None:
     """Would demand checksums of stock Megatron-LM's checkpoints, or take an empty folder for one."""
     save(tmp_path, 7, "x")
-    assert not folder.is_foreign(folder.iteration_folder(str(tmp_path), 7))
-    assert not folder.is_foreign(str(tmp_path)) and not folder.is_foreign(str(tmp_path / "absent"))
+    assert not layout.is_foreign(layout.iteration_folder(str(tmp_path), 7))
+    assert not layout.is_foreign(str(tmp_path)) and not layout.is_foreign(str(tmp_path / "absent"))
     (tmp_path / "metadata.json").write_text("{}")
-    assert folder.is_foreign(str(tmp_path))
+    assert layout.is_foreign(str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -296,7 +296,7 @@ def test_damage(tmp_path: Path, kind: str) -> None:
     save(tmp_path, 7, "x")
     checkpoint = tmp_path / "iter_0000007"
     do_damage(checkpoint)
-    said = folder.damage(str(checkpoint))
+    said = layout.damage(str(checkpoint))
     assert said is not None and "\n" not in said
     assert said.startswith(f"{checkpoint}/") and expected in said
 
@@ -305,38 +305,38 @@ def test_no_damage(tmp_path: Path) -> None:
     """A note that somebody left in a checkpoint would make it useless."""
     save(tmp_path, 7, "x")
     (tmp_path / "iter_0000007" / "README").write_text("the good one")
-    assert folder.damage(str(tmp_path / "iter_0000007")) is None
+    assert layout.damage(str(tmp_path / "iter_0000007")) is None
 
 
 def test_damage_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that all hash everything, a file that none does, or one rank with nearly all bytes."""
-    aside = Path(folder.aside_folder(str(tmp_path), 1))
+    aside = Path(layout.aside_folder(str(tmp_path), 1))
     aside.mkdir()
     sizes = {"a": 100, "b": 60, "c": 50, "d": 5, "e": 0}
     for name, size in sizes.items():
         (aside / name).write_bytes(b"x" * size)
-    folder.finish(str(aside), {name: folder.file_record(str(aside / name)) for name in sizes})
-    record = folder.file_record
+    layout.finish(str(aside), {name: layout.file_record(str(aside / name)) for name in sizes})
+    record = layout.file_record
     hashed: list[list[str]] = []
 
-    def spy(path: str) -> folder.FileRecord:
+    def spy(path: str) -> layout.FileRecord:
         hashed[-1].append(os.path.basename(path))
         return record(path)
 
-    monkeypatch.setattr(folder, "file_record", spy)
+    monkeypatch.setattr(layout, "file_record", spy)
     for part in range(7):
         hashed.append([])
-        assert folder.damage(str(aside), part=part, num_parts=7) is None
+        assert layout.damage(str(aside), part=part, num_parts=7) is None
     assert sorted(hashed) == [[], [], ["a"], ["b"], ["c"], ["d"], ["e"]]
     hashed.clear()
     for part in range(2):
         hashed.append([])
-        assert folder.damage(str(aside), part=part, num_parts=2) is None
+        assert layout.damage(str(aside), part=part, num_parts=2) is None
     assert hashed == [["a", "d", "e"], ["b", "c"]]
     (aside / "c").write_bytes(b"y" * 50)
-    assert [folder.damage(str(aside), part=part, num_parts=2) is None for part in range(2)] == [True, False]
+    assert [layout.damage(str(aside), part=part, num_parts=2) is None for part in range(2)] == [True, False]
     (aside / "c").unlink()
-    assert all("c is missing" in str(folder.damage(str(aside), part=part, num_parts=2)) for part in range(2))
+    assert all("c is missing" in str(layout.damage(str(aside), part=part, num_parts=2)) for part in range(2))
 
 
 @pytest.fixture
@@ -372,21 +372,21 @@ def test_full_and_read_only_disk(small_disk: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
         write(root, 9, "more")
     with pytest.raises(OSError, match="No space left"):
-        folder.publish(str(root), 8)
-    assert folder.candidates(str(root)) == [7] and content_of(root, 7) == "old"
+        layout.publish(str(root), 8)
+    assert layout.candidates(str(root)) == [7] and content_of(root, 7) == "old"
     filler.unlink()
-    folder.clean_leftovers(str(root))
+    layout.clean_leftovers(str(root))
     save(root, 8, "new")
-    assert folder.candidates(str(root)) == [8, 7] and content_of(root, 8) == "new"
+    assert layout.candidates(str(root)) == [8, 7] and content_of(root, 8) == "new"
     write(root, 9, "more")
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     for call in (
-        lambda: folder.publish(str(root), 9),
-        lambda: folder.prune(str(root), 1),
-        lambda: folder.clean_leftovers(str(root)),
-        FolderLock(str(root)).acquire,
+        lambda: layout.publish(str(root), 9),
+        lambda: layout.prune(str(root), 1),
+        lambda: layout.clean_leftovers(str(root)),
+        DirLock(str(root)).acquire,
         SharedFolderProbe(root=str(root), token="a").announce,
     ):
         with pytest.raises(OSError, match="Read-only"):
             call()
-    assert folder.candidates(str(root)) == [8, 7] and content_of(root, 8) == "new"
+    assert layout.candidates(str(root)) == [8, 7] and content_of(root, 8) == "new"

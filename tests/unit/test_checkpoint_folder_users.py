@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.bcd.checkpoint_files.folder_users import FolderLock, SharedFolderProbe
+from megatron.bcd.runtime.dir_lock import DirLock, SharedFolderProbe
 
 HOLDER = textwrap.dedent("""
     import os, subprocess, sys
-    from megatron.bcd.checkpoint_files.folder_users import FolderLock
-    lock = FolderLock(sys.argv[1])
+    from megatron.bcd.runtime.dir_lock import DirLock
+    lock = DirLock(sys.argv[1])
     assert lock.acquire() is None
     if os.fork() == 0:  # both children outlive their parent, until the test closes its end of standard input
         sys.stdin.read()
@@ -44,7 +44,7 @@ def lock_holder(repo_root: Path, root: Path) -> Iterator[subprocess.Popen[str]]:
         holder.stdin.close()
 
 
-def acquired_soon(lock: FolderLock) -> str | None:
+def acquired_soon(lock: DirLock) -> str | None:
     """A child that was forked just before the job died gives the lock back when it comes to run."""
     for _ in range(100):
         try:
@@ -57,7 +57,7 @@ def acquired_soon(lock: FolderLock) -> str | None:
 def test_lock_of_another_job(tmp_path: Path, repo_root: Path) -> None:
     """Two jobs that write into one folder; or a folder that stays locked after its job was killed."""
     root = tmp_path / "new" / "root"
-    lock = FolderLock(str(root))
+    lock = DirLock(str(root))
     with lock_holder(repo_root, root) as holder:
         expected = rf"--save {root}: another job \(pid {holder.pid} on host \S+ since \d+-\d+-\d+ \d+:\d+:\d+ UTC\) is"
         for _ in range(2):
@@ -67,10 +67,10 @@ def test_lock_of_another_job(tmp_path: Path, repo_root: Path) -> None:
         os.waitpid(holder.pid, 0)
         assert acquired_soon(lock) is None  # though the children of that job are alive
     with pytest.raises(ValueError, match=rf"pid {os.getpid()} on host"):
-        FolderLock(str(root)).acquire()
+        DirLock(str(root)).acquire()
     lock.release()
     lock.release()
-    again = FolderLock(str(root))
+    again = DirLock(str(root))
     assert again.acquire() is None
     again.release()
 
@@ -83,7 +83,7 @@ def test_lock_of_an_unknown_job(tmp_path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         with pytest.raises(ValueError, match=r"another job \(unknown\) is writing"):
-            FolderLock(str(tmp_path)).acquire()
+            DirLock(str(tmp_path)).acquire()
 
 
 def test_no_locks_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_no_locks_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    lock = FolderLock(str(tmp_path))
+    lock = DirLock(str(tmp_path))
     warning = lock.acquire()
     assert warning is not None and warning.startswith(f"--save {tmp_path}: its file system can't lock files (No locks")
     lock.release()

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.bcd.blocks import LAYOUTS, Partition, partition
-from megatron.bcd.cost import (
+from megatron.bcd.blocks.partition import LAYOUTS, Partition, partition
+from megatron.bcd.planner.cost import (
     OPTIMIZERS,
     PRECISIONS,
     LayerWork,
@@ -47,7 +47,7 @@ TABLE_8: dict[str, tuple[ModelShape, int, float, float]] = {
 MISPRINTED_FULL = "L-1.5B"
 
 
-def _cut(
+def _layer_counts(
     *, layers: int, stages: int = 1, blocks: int | None = 3, layout: str = "spread", tied: bool = True
 ) -> Partition:
     return partition(num_layers=layers, num_stages=stages, num_blocks=blocks, layout=layout, tied=tied)
@@ -111,7 +111,7 @@ def test_gpt2_is_the_closed_formula(layers: int, hidden: int, vocab: int, positi
     ],
 )
 def test_budget_per_parameter(precision: str, optimizer: str, weight: int, gradient: int, optimizer_bytes: int) -> None:
-    """Exposes a forgotten fp32 master or a 16-bit main gradient: full is 16 in fp32, 18 in bf16."""
+    """Exposes a forgotten fp32 main parameter or a 16-bit main gradient: full is 16 in fp32, 18 in bf16."""
     budget = state_budget(precision=precision, optimizer=optimizer)
     assert (budget.weight, budget.gradient, budget.optimizer) == (weight, gradient, optimizer_bytes)
     assert budget.full == weight + gradient + optimizer_bytes
@@ -183,7 +183,7 @@ def test_stage_parameters_sum_to_the_model(
     layout: str, stages: int, extra_layers: int, tied: bool, padding: int
 ) -> None:
     """Exposes a head's copy or a padding row counted wrong (invariant 10)."""
-    cut = _cut(
+    cut = _layer_counts(
         layers=3 * stages + extra_layers,
         stages=stages,
         blocks=None,
@@ -205,7 +205,7 @@ def test_stage_parameters_example() -> None:
     """Exposes an embedding, head or final norm on the wrong stage."""
     shape = gpt2(num_layers=6, hidden_size=4, vocab_size=10, num_positions=2)
     layer = 12 * 16 + 13 * 4
-    tied = _cut(layers=6, stages=2)
+    tied = _layer_counts(layers=6, stages=2)
     assert stage_parameters(shape, tied, padded_vocab_size=16) == (3 * layer + 18 * 4, 3 * layer + 16 * 4 + 8)
     assert active_parameters(shape, tied, 0, padded_vocab_size=16) == (layer + 18 * 4, layer + 16 * 4)
     assert active_parameters(shape, tied, 2, padded_vocab_size=16) == (layer, layer + 8)
@@ -214,7 +214,7 @@ def test_stage_parameters_example() -> None:
 def test_mean_state_over_blocks_is_8_bytes() -> None:
     """Exposes a block whose extras break the mean of 4 + 12/M bytes per parameter over a cycle."""
     shape = gpt2(num_layers=12, hidden_size=64, vocab_size=512, num_positions=64)
-    cut = _cut(layers=12)
+    cut = _layer_counts(layers=12)
     total = shape.num_parameters
     states = [
         model_state_bytes(
@@ -230,7 +230,7 @@ def test_mean_state_over_blocks_is_8_bytes() -> None:
 )
 def test_compute_bound_on_one_stage(prefix_cached: bool, ninths: tuple[int, ...]) -> None:
     """Exposes a benchmark bound that is not DESIGN's table: bottom, middle and top third."""
-    cut = _cut(layers=12)
+    cut = _layer_counts(layers=12)
     for block, expected in enumerate(ninths):
         assert compute_ratio(cut, block, prefix_cached=prefix_cached) == pytest.approx(expected / 9)
         assert total_compute_ratio(cut, block, prefix_cached=prefix_cached) == pytest.approx(expected / 9)
@@ -239,7 +239,7 @@ def test_compute_bound_on_one_stage(prefix_cached: bool, ninths: tuple[int, ...]
 @pytest.mark.parametrize("stages", [2, 4, 8])
 def test_compute_bound_of_spread_over_stages(stages: int) -> None:
     """Exposes a bound that forgets the slowest stage: 7/9 for it, a mean of (7 - 1/S)/9 for the sum."""
-    cut = _cut(layers=6 * stages, stages=stages)
+    cut = _layer_counts(layers=6 * stages, stages=stages)
     assert [compute_ratio(cut, block) for block in range(3)] == pytest.approx([7 / 9] * 3)
     mean = sum(total_compute_ratio(cut, block) for block in range(3)) / 3
     assert mean == pytest.approx((7 - 1 / stages) / 9)
@@ -247,7 +247,7 @@ def test_compute_bound_of_spread_over_stages(stages: int) -> None:
 
 def test_work_of_layout_stage_by_stage() -> None:
     """Exposes prefix stages charged for D, or suffix stages for W."""
-    cut = _cut(layers=8, stages=4, blocks=None, layout="stage")
+    cut = _layer_counts(layers=8, stages=4, blocks=None, layout="stage")
     works = [layer_work(cut, 1, stage=stage) for stage in range(4)]
     assert [work.total for work in works] == [2, 6, 4, 4]
     assert works[0] == LayerWork(forward=2, input_gradient=0, weight_gradient=0)
@@ -263,7 +263,7 @@ def test_work_of_layout_stage_by_stage() -> None:
 )
 def test_work_adds_up(layout: str, stages: int, extra_layers: int, prefix_cached: bool) -> None:
     """Exposes a stage's work counted twice, and BCD that computes more than full training."""
-    cut = _cut(layers=3 * stages + extra_layers, stages=stages, blocks=None, layout=layout)
+    cut = _layer_counts(layers=3 * stages + extra_layers, stages=stages, blocks=None, layout=layout)
     for block in range(cut.num_blocks):
         whole = layer_work(cut, block, prefix_cached=prefix_cached)
         by_stage = [layer_work(cut, block, stage=stage, prefix_cached=prefix_cached) for stage in range(stages)]
@@ -275,7 +275,7 @@ def test_work_adds_up(layout: str, stages: int, extra_layers: int, prefix_cached
 @given(layers=st.integers(4, 40), stages=st.integers(1, 4))
 def test_one_block_costs_full_training(layers: int, stages: int) -> None:
     """Exposes a saving where everything is active."""
-    cut = _cut(layers=layers, stages=stages, blocks=1)
+    cut = _layer_counts(layers=layers, stages=stages, blocks=1)
     assert compute_ratio(cut, 0) == total_compute_ratio(cut, 0) == 1.0
 
 

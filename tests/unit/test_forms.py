@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import parse
 from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
+from support.command_line import parse
 
-from megatron.bcd import platform
-from megatron.bcd.arguments import FORMS, parse_run_config
+from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
 from megatron.bcd.config import RunConfig
-from megatron.bcd.models import describe_activation, implementation_here, tanh_gelu, transformer_config
+from megatron.bcd.model.implementation import implementation_here
+from megatron.bcd.model.transformer_config import describe_activation, tanh_gelu, transformer_config
+from megatron.bcd.runtime import device, packages
 
 # LLaMA's defaults by field: the words that the GPT script needs for each, and those that undo it in the LLaMA script
 WORDS: dict[str, tuple[str, str]] = {
@@ -44,12 +45,12 @@ OTHER_FLAGS = (
 
 
 def parse_as(form: str, *words: str) -> RunConfig:
-    return parse(*" ".join(words).split(), defaults=dict(FORMS[form]))
+    return parse(*" ".join(words).split(), defaults=dict(FAMILY_DEFAULTS[form]))
 
 
 def test_words_cover_llamas_defaults() -> None:
     """A default that is added to the script and that the tests below don't know."""
-    assert WORDS.keys() == FORMS["llama"].keys() and not FORMS["gpt"]
+    assert WORDS.keys() == FAMILY_DEFAULTS["llama"].keys() and not FAMILY_DEFAULTS["gpt"]
 
 
 @pytest.mark.parametrize("other", OTHER_FLAGS)
@@ -77,7 +78,7 @@ def test_help_of_the_llama_script(capsys: pytest.CaptureFixture[str], monkeypatc
     """Help that names the other script, its defaults, or the spelling that changes nothing here."""
     monkeypatch.setenv("COLUMNS", "120")
     with pytest.raises(SystemExit):
-        parse_run_config(["--help"], prog="pretrain_llama_bcd.py", defaults=FORMS["llama"])
+        parse_run_config(["--help"], prog="pretrain_llama_bcd.py", defaults=FAMILY_DEFAULTS["llama"])
     text = capsys.readouterr().out
     assert "pretrain_llama_bcd.py" in text and "pretrain_gpt" not in text
     for word in (
@@ -143,8 +144,8 @@ def activation(*words: str) -> tuple[Any, bool, str]:
 def test_gelu(words: tuple[str, ...], on_cpu: str, on_gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other form than was asked for, a fusion that Megatron Core refuses, or a banner that names the other form."""
     for has_gpu, said in ((False, on_cpu), (True, on_gpu)):
-        monkeypatch.setattr(platform, "has_cuda", lambda has_gpu=has_gpu: has_gpu)
-        monkeypatch.setattr(platform, "has_transformer_engine", lambda: False)
+        monkeypatch.setattr(device, "has_cuda", lambda has_gpu=has_gpu: has_gpu)
+        monkeypatch.setattr(packages, "has_transformer_engine", lambda: False)
         function, is_fused, description = activation(*words)
         assert description == said
         if "GELU" in said and not said.startswith("SwiGLU"):

@@ -6,16 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron.bcd.checkpoint import loader
-from megatron.bcd.checkpoint_files import folder
+from megatron.bcd.checkpoint import layout, loader
 
 
 def root_with(tmp_path: Path, tracker: bytes, *iterations: int) -> str:
     for iteration in iterations:
-        path = Path(folder.iteration_folder(str(tmp_path), iteration))
+        path = Path(layout.iteration_folder(str(tmp_path), iteration))
         path.mkdir()
-        (path / folder.CHECKSUMS).write_text("{}")
-    (tmp_path / folder.TRACKER).write_bytes(tracker)
+        (path / layout.CHECKSUMS).write_text("{}")
+    (tmp_path / layout.TRACKER).write_bytes(tracker)
     return str(tmp_path)
 
 
@@ -27,7 +26,7 @@ def test_a_tracker_of_no_use_is_told(tmp_path: Path, tracker: bytes, words: str)
     """A run that starts afresh, or goes on from an older checkpoint, without a word."""
     iterations, problem = loader._candidates(root_with(tmp_path, tracker, 2, 5))
     assert iterations == [5, 2]
-    assert problem is not None and folder.TRACKER in problem and words in problem
+    assert problem is not None and layout.TRACKER in problem and words in problem
     assert "--load" in problem and "\n" not in problem
 
 
@@ -40,7 +39,7 @@ def test_a_tracker_without_any_checkpoint(tmp_path: Path) -> None:
 def test_a_sound_tracker_is_not_mentioned(tmp_path: Path) -> None:
     """A warning at every start."""
     assert loader._candidates(root_with(tmp_path, b"5", 2, 5, 7)) == ([5, 2], None)
-    (tmp_path / folder.TRACKER).unlink()
+    (tmp_path / layout.TRACKER).unlink()
     assert loader._candidates(str(tmp_path)) == ([7, 5, 2], None)
 
 

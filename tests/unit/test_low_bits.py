@@ -1,28 +1,28 @@
-"""A bf16 weight and what is kept beside it give back the exact fp32 master."""
+"""A bf16 weight and what is kept beside it give back the exact fp32 main parameter."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from megatron.bcd.kept_state import low_bits as room
+from megatron.bcd.optim import bf16_residual as room
 
 TIES = [0x3F7F8000, 0x3F808000, -0x80000000 + 0x3F7F8000, -0x80000000 + 0x3F808000]
 NON_FINITE = [0x7F800000, -0x80000000 + 0x7F800000, 0x7FC00000, 0x7F800001, 0x7FFFFFFF, -1]
 EDGES = [0, -0x80000000, 1, 0x7FFF, 0x8000, 0x8001, 0x18000, 0x7F7FFFFF, 0x7F7F8000, 0x7F7F7FFF]
 
 
-def there_and_back(bits: torch.Tensor) -> tuple[torch.Tensor, room.LowBits]:
-    master = bits.view(torch.float32)
-    weight = master.to(torch.bfloat16)
-    low = room.low_bits(master, weight, into=torch.empty(len(bits), dtype=torch.int16))
-    restored = torch.full_like(master, 7.0)
-    room.restore(low, weight, master=restored)
+def there_and_back(bits: torch.Tensor) -> tuple[torch.Tensor, room.Bf16Residual]:
+    main_param = bits.view(torch.float32)
+    weight = main_param.to(torch.bfloat16)
+    low = room.bf16_residual(main_param, weight, into=torch.empty(len(bits), dtype=torch.int16))
+    restored = torch.full_like(main_param, 7.0)
+    room.restore(low, weight, main_param=restored)
     return restored.view(torch.int32), low
 
 
 def test_ties_edges_and_what_is_not_finite() -> None:
-    """The two masters in the middle round to one weight, 65,536 apart; a NaN loses its payload."""
+    """The two main parameters in the middle round to one weight, 65,536 apart; a NaN loses its payload."""
     bits = torch.tensor(TIES + NON_FINITE + EDGES, dtype=torch.int32)
     assert torch.equal(
         bits[:2].view(torch.float32).to(torch.bfloat16).view(torch.int16), torch.tensor([0x3F80] * 2).short()
@@ -45,11 +45,11 @@ def test_any_bits(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
 
 
 def test_a_weight_that_is_no_rounding_of_its_master() -> None:
-    """A weight that another rule rounded, or that was changed: the master comes back all the same."""
-    master = torch.randn(1000, generator=torch.Generator().manual_seed(3))
+    """A weight that another rule rounded, or that was changed: the main parameter comes back all the same."""
+    main_param = torch.randn(1000, generator=torch.Generator().manual_seed(3))
     weight = torch.randn(1000, generator=torch.Generator().manual_seed(4)).to(torch.bfloat16)
-    low = room.low_bits(master, weight, into=torch.empty(1000, dtype=torch.int16))
-    restored = torch.empty_like(master)
-    room.restore(low, weight, master=restored)
-    assert torch.equal(restored, master)
+    low = room.bf16_residual(main_param, weight, into=torch.empty(1000, dtype=torch.int16))
+    restored = torch.empty_like(main_param)
+    room.restore(low, weight, main_param=restored)
+    assert torch.equal(restored, main_param)
     assert len(low.odd_places) > 900

@@ -7,12 +7,15 @@ import types
 
 import pytest
 import torch
-from command_line import parse
 from megatron.core.transformer.enums import AttnMaskType
+from support.command_line import parse
 
-from megatron.bcd import models, platform
-from megatron.bcd.blocks import partition
-from megatron.bcd.models import ScaledDotProductAttention, choose_implementation
+from megatron.bcd.blocks import ownership
+from megatron.bcd.blocks.partition import partition
+from megatron.bcd.model import transformer_config
+from megatron.bcd.model.attention import ScaledDotProductAttention
+from megatron.bcd.model.implementation import choose_implementation
+from megatron.bcd.runtime import device
 
 
 @pytest.mark.parametrize(
@@ -59,7 +62,7 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masked: t
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_attention(num_groups: int, with_mask: bool, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would scale twice, see the future, mix batch and sequence, or repeat the wrong key-value heads."""
-    monkeypatch.setattr(platform, "has_cuda", lambda: on_gpu)
+    monkeypatch.setattr(device, "has_cuda", lambda: on_gpu)
     torch.manual_seed(0)
     q, k, v = (torch.randn(7, 3, heads, 8) for heads in (4, num_groups, num_groups))
     config = types.SimpleNamespace(attention_dropout=0.0, sequence_parallel=False)
@@ -80,14 +83,14 @@ def test_every_parameter_has_a_block() -> None:
     names += ["decoder.final_layernorm.weight", "output_layer.weight"]
     cut = partition(num_layers=6, num_stages=1, num_blocks=3, layout="spread", tied=False)
     owners = {
-        name: [block for block in range(3) if models.is_active(name, partition=cut, block=block, stage=0)]
+        name: [block for block in range(3) if ownership.is_active(name, partition=cut, block=block, stage=0)]
         for name in names
     }
     assert {name: blocks for name, blocks in owners.items() if len(blocks) != 1} == {}
     assert owners["decoder.layers.2.mlp.linear_fc1.weight"] == [1]
     assert owners["output_layer.weight"] == owners["decoder.final_layernorm.weight"] == [2]
     with pytest.raises(KeyError):
-        models.is_active("mtp.layers.0.weight", partition=cut, block=0, stage=0)
+        ownership.is_active("mtp.layers.0.weight", partition=cut, block=0, stage=0)
 
 
 ROPE = "--position-embedding-type rope"
@@ -108,4 +111,4 @@ ROPE = "--position-embedding-type rope"
 def test_rotation_for_a_cpu(flags: str, world_size: int, plain: bool) -> None:
     """Another rotation computed as if it were the plain one: pairs beside each other, a part of the head, or queries
     and keys that something else is done to first."""
-    assert models._rotates_plainly(parse(*flags.split(), world_size=world_size)) is plain
+    assert transformer_config._rotates_plainly(parse(*flags.split(), world_size=world_size)) is plain

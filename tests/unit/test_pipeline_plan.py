@@ -11,11 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.bcd.pipeline_plan.check import PlanError, check_plan, check_sequence
-from megatron.bcd.pipeline_plan.messages import TWO_WAY
-from megatron.bcd.pipeline_plan.plan import (
-    Action,
-    Kind,
+from megatron.bcd.pipeline.actions import TWO_WAY, Action, Kind
+from megatron.bcd.pipeline.build import (
     Plan,
     PlanShape,
     bcd_shape,
@@ -24,17 +21,24 @@ from megatron.bcd.pipeline_plan.plan import (
     stage_actions,
     stock_shape,
 )
+from megatron.bcd.pipeline.validate import PlanError, validate_plan, validate_sequence
 
 
-def bcd(stages: int, microbatches: int, pivot: int, *, done: int = 0, ahead: int = 0) -> Plan:
-    """BCD's plan, the pivot stage alone active."""
-    shape = bcd_shape(num_stages=stages, num_microbatches=microbatches, pivot=pivot, done_ahead=done, run_ahead=ahead)
+def bcd(stages: int, microbatches: int, first_trainable: int, *, done: int = 0, ahead: int = 0) -> Plan:
+    """BCD's plan, the first trainable stage alone active."""
+    shape = bcd_shape(
+        num_stages=stages,
+        num_microbatches=microbatches,
+        first_trainable=first_trainable,
+        done_ahead=done,
+        run_ahead=ahead,
+    )
     return build_plan(shape)
 
 
-def stock(stages: int, microbatches: int, pivot: int = 0, *, all_active: bool = False) -> Plan:
-    active = [stage >= pivot if all_active else stage == pivot for stage in range(stages)]
-    shape = bcd_shape(num_stages=stages, num_microbatches=microbatches, pivot=pivot, active=active)
+def stock(stages: int, microbatches: int, first_trainable: int = 0, *, all_active: bool = False) -> Plan:
+    active = [stage >= first_trainable if all_active else stage == first_trainable for stage in range(stages)]
+    shape = bcd_shape(num_stages=stages, num_microbatches=microbatches, first_trainable=first_trainable, active=active)
     return build_plan(stock_shape(shape))
 
 
@@ -47,11 +51,13 @@ def sweep(num_stages: int) -> Iterator[PlanShape]:
     """Every training iteration, stock's and BCD's, and evaluation, of up to 16 microbatches."""
     for microbatches in range(1, 17):
         yield evaluation_shape(num_stages=num_stages, num_microbatches=microbatches)
-        for pivot in range(num_stages):
-            active = [stage >= pivot and (stage - pivot) % 2 == 0 for stage in range(num_stages)]
-            shape = bcd_shape(num_stages=num_stages, num_microbatches=microbatches, pivot=pivot, active=active)
+        for first_trainable in range(num_stages):
+            active = [stage >= first_trainable and (stage - first_trainable) % 2 == 0 for stage in range(num_stages)]
+            shape = bcd_shape(
+                num_stages=num_stages, num_microbatches=microbatches, first_trainable=first_trainable, active=active
+            )
             yield stock_shape(shape)
-            most = min(microbatches, 4) if pivot else 0
+            most = min(microbatches, 4) if first_trainable else 0
             for done in range(most + 1):
                 for ahead in range(most + 1):
                     yield replace(shape, done_ahead=done, run_ahead=ahead)
@@ -61,7 +67,7 @@ def sweep(num_stages: int) -> Iterator[PlanShape]:
 def test_every_plan_passes(num_stages: int) -> None:
     """A corner (one microbatch, fewer than stages, everything done ahead) in which a plan hangs or loses work."""
     for shape in sweep(num_stages):
-        check_plan(build_plan(shape))
+        validate_plan(build_plan(shape))
         stage_actions.cache_clear()  # two million actions, kept, would be a gigabyte
 
 
@@ -69,12 +75,16 @@ def test_every_plan_passes(num_stages: int) -> None:
 def shapes(draw: st.DrawFn) -> PlanShape:
     """Small enough to be read, with at least one message."""
     stages, microbatches = draw(st.integers(2, 5)), draw(st.integers(1, 6))
-    pivot = draw(st.integers(0, stages))
-    if pivot == stages:
+    first_trainable = draw(st.integers(0, stages))
+    if first_trainable == stages:
         return evaluation_shape(num_stages=stages, num_microbatches=microbatches)
-    counts = st.integers(0, min(microbatches, 3) if pivot else 0)
+    counts = st.integers(0, min(microbatches, 3) if first_trainable else 0)
     shape = bcd_shape(
-        num_stages=stages, num_microbatches=microbatches, pivot=pivot, done_ahead=draw(counts), run_ahead=draw(counts)
+        num_stages=stages,
+        num_microbatches=microbatches,
+        first_trainable=first_trainable,
+        done_ahead=draw(counts),
+        run_ahead=draw(counts),
     )
     return draw(st.sampled_from((shape, stock_shape(shape))))
 
@@ -112,9 +122,9 @@ def rereceived(actions: list[Action], position: int) -> list[Action]:
 def test_one_wrong_action_is_seen(mutate: Callable[[list[Action], int], list[Action]], place: Any) -> None:
     """A message or a pass that is missing, done twice, or another microbatch's, anywhere: training hangs or lies."""
     plan, stage, position = place
-    check_plan(plan)
+    validate_plan(plan)
     with pytest.raises(PlanError) as caught:
-        check_plan(with_stage(plan, stage, mutate(list(plan.stages[stage]), position)))
+        validate_plan(with_stage(plan, stage, mutate(list(plan.stages[stage]), position)))
     assert f"stage {stage}" in str(caught.value) or "deadlock" in str(caught.value)
     assert "microbatch" in str(caught.value) and "\n" not in str(caught.value)
 
@@ -129,7 +139,7 @@ def test_two_swapped_actions_are_seen(place: tuple[Plan, int, int], data: st.Dat
         second = data.draw(st.sampled_from(alike))
         actions[first], actions[second] = actions[second], actions[first]
         with pytest.raises(PlanError):
-            check_plan(with_stage(plan, stage, actions))
+            validate_plan(with_stage(plan, stage, actions))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +160,7 @@ def test_an_action_before_what_it_needs_is_seen(kinds: tuple[Kind, Kind], messag
     )
     actions[index : index + 2] = reversed(actions[index : index + 2])
     with pytest.raises(PlanError, match=f"stage 2, action {index} .*{message}"):
-        check_plan(with_stage(plan, 2, actions))
+        validate_plan(with_stage(plan, 2, actions))
 
 
 def separate(action: Action) -> list[Action]:
@@ -170,7 +180,7 @@ def test_separate_messages_deadlock(plan: Plan) -> None:
     """Two neighbours that both send first wait for ever where sends do; buffers hide it on small tensors."""
     apart = tuple(tuple(part for action in actions for part in separate(action)) for actions in plan.stages)
     with pytest.raises(PlanError) as caught:
-        check_plan(replace(plan, stages=apart))
+        validate_plan(replace(plan, stages=apart))
     assert str(caught.value).startswith("deadlock: stage ")
     assert "(send forward of microbatch" in str(caught.value) and " waits for stage 2" in str(caught.value)
 
@@ -195,9 +205,9 @@ def all_forward_first(num_stages: int, num_microbatches: int) -> Plan:
 
 def test_too_many_activations_are_seen() -> None:
     """A schedule that needs more memory than 1F1B."""
-    check_plan(all_forward_first(1, 1))
+    validate_plan(all_forward_first(1, 1))
     with pytest.raises(PlanError, match="stage 1, action 3 .*activations of 2 microbatches are kept, at most 1 may be"):
-        check_plan(all_forward_first(2, 2))
+        validate_plan(all_forward_first(2, 2))
 
 
 def test_backward_across_the_pivot_link_is_seen() -> None:
@@ -205,9 +215,9 @@ def test_backward_across_the_pivot_link_is_seen() -> None:
     shape = bcd(3, 2, 1).shape
     as_stock = replace(stock(3, 2, 1), shape=shape)
     with pytest.raises(PlanError, match=r"stage 0, action 0 \(forward of microbatch 0\): not on a forward-only stage"):
-        check_plan(as_stock)
+        validate_plan(as_stock)
     with pytest.raises(PlanError, match="stage 1, action 7 .*stage 0 is forward-only and takes no gradient"):
-        check_plan(replace(as_stock, stages=(build_plan(shape).stages[0], *as_stock.stages[1:])))
+        validate_plan(replace(as_stock, stages=(build_plan(shape).stages[0], *as_stock.stages[1:])))
 
 
 def test_other_wrong_plans_are_seen() -> None:
@@ -218,42 +228,42 @@ def test_other_wrong_plans_are_seen() -> None:
         return with_stage(plan, stage, [replace(a, kind=new) if a.kind is old else a for a in plan.stages[stage]])
 
     with pytest.raises(PlanError, match="stage 1, .*not on an active stage"):
-        check_plan(changed(1, Kind.BACKWARD, Kind.BACKWARD_INPUT))
+        validate_plan(changed(1, Kind.BACKWARD, Kind.BACKWARD_INPUT))
     with pytest.raises(PlanError, match="stage 2, .*not on a frozen stage"):
-        check_plan(changed(2, Kind.BACKWARD_INPUT, Kind.BACKWARD))
+        validate_plan(changed(2, Kind.BACKWARD_INPUT, Kind.BACKWARD))
     with pytest.raises(PlanError, match="receive forward of microbatch 2.*microbatch 2 is the next iteration's"):
-        check_plan(changed(1, Kind.RECEIVE_AHEAD, Kind.RECEIVE_FORWARD))
+        validate_plan(changed(1, Kind.RECEIVE_AHEAD, Kind.RECEIVE_FORWARD))
     with pytest.raises(PlanError, match="there is no stage 3"):
-        check_plan(with_stage(plan, 2, [*plan.stages[2], Action(Kind.SEND_FORWARD, 0)]))
+        validate_plan(with_stage(plan, 2, [*plan.stages[2], Action(Kind.SEND_FORWARD, 0)]))
     with pytest.raises(PlanError, match="actions of 2 stages for 3 stages"):
-        check_plan(replace(plan, stages=plan.stages[:2]))
+        validate_plan(replace(plan, stages=plan.stages[:2]))
     evaluation = build_plan(evaluation_shape(num_stages=2, num_microbatches=2))
     early = [evaluation.stages[1][index] for index in (2, 0, 1, 3)]
     with pytest.raises(PlanError, match="send forward of microbatch 0.* meets .*receive forward of microbatch 1"):
-        check_plan(with_stage(evaluation, 1, early))
+        validate_plan(with_stage(evaluation, 1, early))
     twice = [*plan.stages[2][:1], *plan.stages[2]]
     with pytest.raises(PlanError, match="stage 2, action 1 .*the input of microbatch 0 comes a second time"):
-        check_plan(with_stage(plan, 2, twice))
+        validate_plan(with_stage(plan, 2, twice))
     both_ends = with_stage(plan, 0, list(plan.stages[0][:-1]))
     both_ends = with_stage(both_ends, 1, [a for a in plan.stages[1] if a.kind is not Kind.RECEIVE_AHEAD])
     with pytest.raises(PlanError, match="stage 0: the output of microbatch 2 is never used"):
-        check_plan(both_ends)
+        validate_plan(both_ends)
 
 
 @pytest.mark.parametrize("plan", [stock(3, 4), bcd(3, 4, 1), bcd(3, 4, 0)])
 def test_a_microbatch_that_nobody_does_is_seen(plan: Plan) -> None:
     """A last batch that all stages leave out alike: every message still has both its ends."""
     with pytest.raises(PlanError, match="stage 0: no forward of microbatch 4"):
-        check_plan(replace(plan, shape=replace(plan.shape, num_microbatches=5)))
+        validate_plan(replace(plan, shape=replace(plan.shape, num_microbatches=5)))
     with pytest.raises(PlanError, match="stage 0, .*forward.* of microbatch 3.*: none is due any more"):
-        check_plan(replace(plan, shape=replace(plan.shape, num_microbatches=3)))
+        validate_plan(replace(plan, shape=replace(plan.shape, num_microbatches=3)))
 
 
 def test_sequences() -> None:
-    """What runs ahead and is not used is lost, what is used and was not run ahead hangs the pivot stage."""
+    """What runs ahead and is not used is lost, what is used and was not run ahead hangs the first trainable stage."""
     first, middle, last = bcd(3, 4, 1, ahead=2), bcd(3, 4, 1, done=2, ahead=2), bcd(3, 4, 1, done=2)
-    check_sequence([first, middle, middle, last, first])
-    check_sequence([last, bcd(3, 8, 2), build_plan(evaluation_shape(num_stages=3, num_microbatches=2))])
+    validate_sequence([first, middle, middle, last, first])
+    validate_sequence([last, bcd(3, 8, 2), build_plan(evaluation_shape(num_stages=3, num_microbatches=2))])
     for wrong, message in (
         ([first, middle, first], "iterations 1 and 2: stage 0 runs ahead with 2 microbatches, then 0 are done"),
         ([last, middle], "iterations 0 and 1: stage 0 runs ahead with 0 microbatches, then 2 are done"),
@@ -262,7 +272,7 @@ def test_sequences() -> None:
         ([first, replace(middle, stages=())], "iteration 1: actions of 0 stages"),
     ):
         with pytest.raises(PlanError, match=message):
-            check_sequence(wrong)
+            validate_sequence(wrong)
 
 
 class Recorder:

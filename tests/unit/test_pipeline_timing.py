@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.bcd.pipeline_plan.grid import backward_messages, cell_unit, describe, draw_grid, kept_activations, legend
-from megatron.bcd.pipeline_plan.plan import (
+from megatron.bcd.pipeline.actions import Action, Kind
+from megatron.bcd.pipeline.build import (
     MAX_SENDS_IN_FLIGHT,
-    Action,
-    Kind,
     Plan,
     PlanShape,
     bcd_shape,
@@ -21,16 +19,19 @@ from megatron.bcd.pipeline_plan.plan import (
     evaluation_shape,
     stock_shape,
 )
-from megatron.bcd.pipeline_plan.timing import ActionCosts, Timeline, action_costs, predict, unit_costs
+from megatron.bcd.pipeline.render import backward_messages, cell_unit, describe, kept_activations, legend, render_grid
+from megatron.bcd.pipeline.simulate import ActionCosts, Timeline, action_costs, simulate, unit_costs
 
 
-def shape_of(stages: int, microbatches: int, pivot: int = 0, *, ahead: int = 0, all_active: bool = False) -> PlanShape:
-    """BCD's shape in the middle of a phase; the pivot stage alone is active, or every stage from it on."""
-    active = [stage == pivot or (all_active and stage > pivot) for stage in range(stages)]
+def shape_of(
+    stages: int, microbatches: int, first_trainable: int = 0, *, ahead: int = 0, all_active: bool = False
+) -> PlanShape:
+    """BCD's shape in the middle of a phase; the first trainable stage alone is active, or every stage from it on."""
+    active = [stage == first_trainable or (all_active and stage > first_trainable) for stage in range(stages)]
     return bcd_shape(
         num_stages=stages,
         num_microbatches=microbatches,
-        pivot=pivot,
+        first_trainable=first_trainable,
         active=active,
         done_ahead=ahead,
         run_ahead=ahead,
@@ -39,7 +40,7 @@ def shape_of(stages: int, microbatches: int, pivot: int = 0, *, ahead: int = 0, 
 
 def times(shape: PlanShape, *, message: float = 0.0) -> Timeline:
     """With unit costs."""
-    return predict(build_plan(shape), ActionCosts(seconds=unit_costs(shape).seconds, message=message))
+    return simulate(build_plan(shape), ActionCosts(seconds=unit_costs(shape).seconds, message=message))
 
 
 def computed(timeline: Timeline, stage: int) -> str:
@@ -84,39 +85,45 @@ def test_at_most_two_sends_are_in_flight() -> None:
     # stage 1 takes inputs at 1, 4, 7, ...: output 2 may leave at 3, output 3 when input 1 is taken at 4
     assert computed(timeline, 0) == "F0:0-1 F1:1-2 F2:2-3 F3:3-4 F4:4-5 F5:7-8"
     slow = {(0, Kind.FORWARD_ONLY): 0.0, (1, Kind.FORWARD): 10.0, (1, Kind.BACKWARD): 0.0}
-    sends = predict(build_plan(shape_of(2, 6, 1)), ActionCosts(seconds=slow)).spans[0]
+    sends = simulate(build_plan(shape_of(2, 6, 1)), ActionCosts(seconds=slow)).spans[0]
     assert [span.end for span in sends if span.action.kind is Kind.SEND_FORWARD] == [0, 0, 0, 10, 20, 30]
 
 
 def test_receive_ahead_does_not_wait_and_frees_the_sender() -> None:
-    """A pivot stage that waits for the next iteration's inputs before its own last forward."""
+    """A first trainable stage that waits for the next iteration's inputs before its own last forward."""
     shape = shape_of(2, 1, 1, ahead=1)
     costs = ActionCosts(seconds={(0, Kind.FORWARD_ONLY): 9, (1, Kind.FORWARD): 1, (1, Kind.BACKWARD): 2})
-    timeline = predict(build_plan(shape), costs)
+    timeline = simulate(build_plan(shape), costs)
     assert (ends_from(timeline, 1), timeline.iteration_time) == (3, 9)
     assert [span.action.kind for span in timeline.critical_path] == [Kind.FORWARD_ONLY, Kind.SEND_FORWARD]
 
 
 @pytest.mark.parametrize("num_stages", range(2, 8))
 def test_run_ahead_hides_the_filling(num_stages: int) -> None:
-    """Run-ahead that starts too late: the pivot stage must go as if it were the first stage of a shorter pipeline."""
-    for pivot in range(1, num_stages):
+    """Run-ahead that starts too late: the first trainable stage must go as if it were the first stage of a shorter
+    pipeline."""
+    for first_trainable in range(1, num_stages):
         for num_microbatches in range(1, 11):
-            alone = times(shape_of(num_stages - pivot, num_microbatches)).iteration_time
-            ahead = times(shape_of(num_stages, num_microbatches, pivot, ahead=min(pivot, num_microbatches)))
-            assert ends_from(ahead, pivot) == alone
-            assert ends_from(times(shape_of(num_stages, num_microbatches, pivot)), pivot) == alone + pivot
+            alone = times(shape_of(num_stages - first_trainable, num_microbatches)).iteration_time
+            ahead = times(
+                shape_of(num_stages, num_microbatches, first_trainable, ahead=min(first_trainable, num_microbatches))
+            )
+            assert ends_from(ahead, first_trainable) == alone
+            assert (
+                ends_from(times(shape_of(num_stages, num_microbatches, first_trainable)), first_trainable)
+                == alone + first_trainable
+            )
 
 
 def test_default_run_ahead_is_as_good_as_any() -> None:
     """A default that leaves part of the filling, or that stages behind the others have to wait for."""
     for num_stages in range(2, 8):
-        for pivot in range(1, num_stages):
+        for first_trainable in range(1, num_stages):
             for num_microbatches in (1, 2, 4, 8):
-                default = default_run_ahead(num_stages=num_stages, pivot=pivot)
-                assert 1 <= default <= pivot
+                default = default_run_ahead(num_stages=num_stages, first_trainable=first_trainable)
+                assert 1 <= default <= first_trainable
                 all_times = [
-                    times(shape_of(num_stages, num_microbatches, pivot, ahead=ahead)).iteration_time
+                    times(shape_of(num_stages, num_microbatches, first_trainable, ahead=ahead)).iteration_time
                     for ahead in range(num_microbatches + 1)
                 ]
                 assert all_times[min(default, num_microbatches)] == min(all_times)
@@ -125,9 +132,11 @@ def test_default_run_ahead_is_as_good_as_any() -> None:
 def test_bcd_is_never_slower_than_stock() -> None:
     """A schedule that gives away with waiting what it saves in work."""
     for num_stages in range(2, 8):
-        for pivot in range(num_stages):
+        for first_trainable in range(num_stages):
             for num_microbatches in range(1, 11):
-                shape = shape_of(num_stages, num_microbatches, pivot, ahead=min(pivot, num_microbatches))
+                shape = shape_of(
+                    num_stages, num_microbatches, first_trainable, ahead=min(first_trainable, num_microbatches)
+                )
                 assert times(shape).iteration_time <= times(stock_shape(shape)).iteration_time
 
 
@@ -135,15 +144,17 @@ def test_bcd_is_never_slower_than_stock() -> None:
 def timelines(draw: st.DrawFn) -> Timeline:
     """A plan with whole costs, so that sums are exact; messages take no time."""
     stages, microbatches = draw(st.integers(1, 5)), draw(st.integers(1, 7))
-    pivot = draw(st.integers(0, stages))
-    if pivot == stages:
+    first_trainable = draw(st.integers(0, stages))
+    if first_trainable == stages:
         shape = evaluation_shape(num_stages=stages, num_microbatches=microbatches)
     else:
-        shape = shape_of(stages, microbatches, pivot, ahead=draw(st.integers(0, microbatches if pivot else 0)))
+        shape = shape_of(
+            stages, microbatches, first_trainable, ahead=draw(st.integers(0, microbatches if first_trainable else 0))
+        )
         shape = draw(st.sampled_from((shape, stock_shape(shape))))
     costs = st.lists(st.integers(0, 5), min_size=stages, max_size=stages)
     given = action_costs(shape, forward=draw(costs), backward=draw(costs), backward_input=draw(costs))
-    return predict(build_plan(shape), given)
+    return simulate(build_plan(shape), given)
 
 
 @given(timelines())
@@ -175,10 +186,10 @@ def test_bad_costs_and_plans() -> None:
         with pytest.raises(ValueError, match="must be a time"):
             ActionCosts(seconds={}, message=cost)
     with pytest.raises(ValueError, match="stage 0 has no cost of a forward"):
-        predict(build_plan(shape), ActionCosts(seconds={}))
+        simulate(build_plan(shape), ActionCosts(seconds={}))
     alone = Plan(shape=shape, stages=((Action(Kind.RECEIVE_BACKWARD, 1),), ()))
     with pytest.raises(ValueError, match="stage 0 waits for ever in receive backward of microbatch 1"):
-        predict(alone, unit_costs(shape))
+        simulate(alone, unit_costs(shape))
 
 
 def test_frozen_first_stage_of_stock_has_no_backward_work() -> None:
@@ -203,7 +214,7 @@ def test_counts_by_stage() -> None:
 def test_grid_text() -> None:
     """A shifted column, a label of the wrong microbatch, idle time that is not shown."""
     timeline = times(shape_of(3, 3, 1, ahead=1))
-    assert draw_grid(timeline) + "\n" == dedent("""\
+    assert render_grid(timeline) + "\n" == dedent("""\
         time            0              5              10
         stage 0 prefix  f1 f2 f0' .  .  .  .  .  .  .
         stage 1 active  F0 F1  . B0--- F2 B1--- B2---
@@ -226,9 +237,9 @@ def test_grid_of_any_costs(forward: tuple[float, ...], unit: float) -> None:
     """A short action that vanishes or covers its neighbour where costs are no multiples of each other."""
     shape = shape_of(3, 5, 1)
     costs = action_costs(shape, forward=forward, backward=(2.3, 1.7, 2.1), backward_input=(1.3, 1.3, 1.3))
-    timeline = predict(build_plan(shape), costs)
+    timeline = simulate(build_plan(shape), costs)
     assert cell_unit(timeline) == pytest.approx(unit)
-    rows = draw_grid(timeline).splitlines()[1:]
+    rows = render_grid(timeline).splitlines()[1:]
     for row, spans in zip(rows, timeline.spans, strict=True):
         shown = [cell.strip("-") for cell in row.split()[3:] if cell != "."]
         assert len(shown) == sum(span.action.kind.computes for span in spans)
@@ -238,5 +249,5 @@ def test_grid_without_time() -> None:
     """A division by the time of an iteration that takes none."""
     shape = shape_of(3, 5, 1)
     zeros = [0.0] * 3
-    nothing = predict(build_plan(shape), action_costs(shape, forward=zeros, backward=zeros, backward_input=zeros))
-    assert nothing.bubble == 0 and draw_grid(nothing).endswith("stage 2 frozen")
+    nothing = simulate(build_plan(shape), action_costs(shape, forward=zeros, backward=zeros, backward_input=zeros))
+    assert nothing.bubble == 0 and render_grid(nothing).endswith("stage 2 frozen")

@@ -133,7 +133,7 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], flags: tuple[
 )
 def test_the_training_script_takes_the_command(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]) -> None:
     """A flag that the script does not know, or that means another layout than the one that was planned."""
-    from megatron.bcd.arguments import FORMS, parse_run_config
+    from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
 
     data = planned(capsys, "--gpu", "rtx4090", *flags)
     assert max(map(len, data["command"].splitlines())) <= 120
@@ -141,7 +141,7 @@ def test_the_training_script_takes_the_command(capsys: pytest.CaptureFixture[str
     recipe, model = data["recipe"], data["model"]
     start = words.index(f"pretrain_{model['form']}_bcd.py")
     config = parse_run_config(
-        words[start + 1 :], prog="test", defaults=FORMS[model["form"]], world_size=recipe["num_gpus"]
+        words[start + 1 :], prog="test", defaults=FAMILY_DEFAULTS[model["form"]], world_size=recipe["num_gpus"]
     )
     nodes = int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1
     assert nodes * int(words[words.index("--nproc-per-node") + 1]) == recipe["num_gpus"]

@@ -11,17 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.bcd import cost
-from megatron.bcd.blocks import LAYOUTS
-from megatron.bcd.pipeline_plan.plan import build_plan
-from megatron.bcd.pipeline_plan.timing import predict
-from megatron.bcd.planner import seconds
+from megatron.bcd.blocks.partition import LAYOUTS
+from megatron.bcd.pipeline.build import build_plan
+from megatron.bcd.pipeline.simulate import simulate
+from megatron.bcd.planner import cost, step_time
 from megatron.bcd.planner.activations import layer_bytes, stage_kept
+from megatron.bcd.planner.estimate import largest_micro_batch, make_estimate, multiplier_at
 from megatron.bcd.planner.memory import fits, host_bytes, peak, phase_shape, rank_memory
-from megatron.bcd.planner.plan import largest_micro_batch, make_plan, multiplier_at
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.search import fewest_gpus, layouts, search, shortest_that_fits, suited_pipelines
-from megatron.bcd.planner.seconds import cycle_seconds, head_work, layer_work, mean_seconds, phase_seconds
+from megatron.bcd.planner.step_time import cycle_seconds, head_work, layer_work, mean_seconds, phase_seconds
 from megatron.bcd.planner.tables import GIB, Cluster, Model, read_clusters, read_models
 from megatron.bcd.planner.tensors import Tensor, buffer_of, stage_tensors
 
@@ -180,7 +179,7 @@ def test_many_microbatches_go_on_as_some(one: Recipe, number: int) -> None:
     one = replace(one, global_batch_size=number * one.micro_batch_size * one.data_size)
     for block in range(one.partition.num_blocks):
         shape = phase_shape(one, block)
-        exact = predict(build_plan(shape), seconds._costs(one, shape, block))
+        exact = simulate(build_plan(shape), step_time._costs(one, shape, block))
         phase = phase_seconds(one, block)
         assert phase.pipeline == pytest.approx(exact.iteration_time, rel=0.03)
         assert phase.bubble == pytest.approx(exact.bubble, abs=0.02)
@@ -202,16 +201,16 @@ def test_some_of_many_blocks_are_simulated(layout: str) -> None:
 def test_what_makes_an_iteration_slow() -> None:
     """Signs: recomputation, a slow network, a bubble, data-parallel reductions."""
     base = recipe("G-5.4B", num_gpus=8, pipeline_size=8, method="full")
-    ms = make_plan(base).iteration_seconds
-    assert make_plan(replace(base, recompute="full")).iteration_seconds > 1.25 * ms
-    assert make_plan(replace(base, method="bcd")).iteration_seconds < ms
+    ms = make_estimate(base).iteration_seconds
+    assert make_estimate(replace(base, recompute="full")).iteration_seconds > 1.25 * ms
+    assert make_estimate(replace(base, method="bcd")).iteration_seconds < ms
     slow = replace(base.cluster, gpus_per_node=4, network_gb_per_s=0.1)
-    assert make_plan(replace(base, cluster=slow)).iteration_seconds > ms
-    more = make_plan(replace(base, global_batch_size=256))
-    assert more.bubble < make_plan(base).bubble
-    assert more.tokens_per_second > make_plan(base).tokens_per_second
-    data = make_plan(replace(base, pipeline_size=4))
-    assert data.phases[0].reductions > 0 == make_plan(base).phases[0].reductions
+    assert make_estimate(replace(base, cluster=slow)).iteration_seconds > ms
+    more = make_estimate(replace(base, global_batch_size=256))
+    assert more.bubble < make_estimate(base).bubble
+    assert more.tokens_per_second > make_estimate(base).tokens_per_second
+    data = make_estimate(replace(base, pipeline_size=4))
+    assert data.phases[0].reductions > 0 == make_estimate(base).phases[0].reductions
     assert 0 < more.mfu < base.cluster.compute_share
 
 
@@ -227,14 +226,14 @@ def test_largest_micro_batch_is_the_largest() -> None:
 def test_bill() -> None:
     """Days for one GPU, dollars for one day, a multiplier on full training."""
     one = recipe("G-1.6B", num_blocks=4)
-    plan = make_plan(one, tokens=1e9, multiplier=2.0)
+    plan = make_estimate(one, tokens=1e9, multiplier=2.0)
     assert plan.bill.multiplier == pytest.approx(2.4)
     assert plan.bill.iterations == -int(-2.4e9 // (64 * 1024))
     hours = plan.bill.iterations * plan.iteration_seconds / 3600
     assert plan.bill.days == pytest.approx(hours / 24)
     assert plan.bill.dollars == pytest.approx(0.29 * hours)
-    assert make_plan(replace(one, method="full", num_blocks=None)).bill.multiplier == 1
-    assert make_plan(one).bill.tokens == 20 * one.shape.num_parameters
+    assert make_estimate(replace(one, method="full", num_blocks=None)).bill.multiplier == 1
+    assert make_estimate(one).bill.tokens == 20 * one.shape.num_parameters
 
 
 def test_multiplier_of_other_numbers_of_blocks() -> None:
@@ -248,7 +247,7 @@ def test_search_finds_the_cheapest() -> None:
     """A rough time that ranks layouts otherwise than the plan's, or a layout that is never tried."""
     base = recipe("G-1.6B", num_gpus=2, global_batch_size=8)
     found = search(base)
-    every = [make_plan(each) for each in layouts(base) if fits(each)]
+    every = [make_estimate(each) for each in layouts(base) if fits(each)]
     assert len(every) == found.num_fitting < found.num_tried
     assert found.best[0].bill.dollars == pytest.approx(min(plan.bill.dollars for plan in every), rel=0.01)
     assert [plan.bill.dollars for plan in found.best] == sorted(plan.bill.dollars for plan in found.best)

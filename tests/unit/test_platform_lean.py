@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 
-from megatron.bcd.platform import lean
+from megatron.bcd.runtime import cpu_kernels
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -42,7 +42,7 @@ def test_rotary(dtype: torch.dtype, groups: int, queries: int) -> None:
         return torch.cat([*turned, value], dim=2)
 
     def mine(mixed: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-        return torch.cat(lean._rotated_qkv(mixed, freqs, freqs, sizes), dim=2)
+        return torch.cat(cpu_kernels._rotated_qkv(mixed, freqs, freqs, sizes), dim=2)
 
     for length in (5, 7):
         freqs = torch.randn(length, 1, 1, 8)
@@ -65,11 +65,11 @@ def test_swiglu(dtype: torch.dtype, biased: bool) -> None:
         return torch.nn.functional.silu(gate) * (up + 0.0)
 
     inputs = [x, bias] if biased else [x]
-    assert same(gradients(lambda *given: lean._swiglu(*given, *[None] * (2 - len(given))), *inputs),
+    assert same(gradients(lambda *given: cpu_kernels._swiglu(*given, *[None] * (2 - len(given))), *inputs),
                 gradients(megatron, *inputs))  # fmt: skip
     before = x.detach().clone()
     with torch.no_grad():
-        assert torch.equal(lean._swiglu(before, None), megatron(x))
+        assert torch.equal(cpu_kernels._swiglu(before, None), megatron(x))
     assert torch.equal(before, x), "its input is still wanted"
 
 
@@ -77,7 +77,7 @@ def test_swiglu(dtype: torch.dtype, biased: bool) -> None:
 def test_rms_norm(trained: bool) -> None:
     """A term of the gradient that is lost, or rounded in another order than PyTorch's."""
     x, weight = torch.randn(9, 2, 48, requires_grad=True), torch.randn(48, requires_grad=trained)
-    build = lean._torch_norm(lambda cls, hidden, eps: torch.nn.RMSNorm(hidden, eps=eps))
+    build = cpu_kernels._torch_norm(lambda cls, hidden, eps: torch.nn.RMSNorm(hidden, eps=eps))
     norm = build(object, 48, eps=1e-3)
 
     def mine(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -86,21 +86,21 @@ def test_rms_norm(trained: bool) -> None:
     def pytorchs(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.rms_norm(x, (48,), weight, 1e-3)
 
-    assert type(norm) is lean.RmsNorm
+    assert type(norm) is cpu_kernels.RmsNorm
     assert same(gradients(mine, x, weight), gradients(pytorchs, x, weight))
 
 
 def test_rms_norm_of_16_bits_is_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Squares summed up in 16 bits."""
-    monkeypatch.setattr(lean, "_RmsNormFunction", None)
-    norm = lean.RmsNorm(48, eps=1e-3).bfloat16()
+    monkeypatch.setattr(cpu_kernels, "_RmsNormFunction", None)
+    norm = cpu_kernels.RmsNorm(48, eps=1e-3).bfloat16()
     x = torch.randn(9, 48).bfloat16()
     assert torch.equal(norm(x), torch.nn.functional.rms_norm(x, (48,), norm.weight, 1e-3))
 
 
 def test_other_norms_stay() -> None:
     norm = torch.nn.LayerNorm(4)
-    assert type(lean._torch_norm(lambda cls: norm)(object)) is torch.nn.LayerNorm
+    assert type(cpu_kernels._torch_norm(lambda cls: norm)(object)) is torch.nn.LayerNorm
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -119,7 +119,7 @@ def test_cross_entropy(dtype: torch.dtype, rows: int, monkeypatch: pytest.Monkey
         return loss.clone(), Megatron.calculate_gradients(operands[0], operands[1], wheres[1], *operands[2:], upstream)
 
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 1)
-    cross_entropy = lean._cross_entropy(lambda *_: pytest.fail("this is what Megatron Core's is replaced for"))
+    cross_entropy = cpu_kernels._cross_entropy(lambda *_: pytest.fail("this is what Megatron Core's is replaced for"))
     logits = (4 * torch.randn(rows, 2, 50)).to(dtype).requires_grad_()
     target = torch.randint(50, (rows, 2))
     # logits are a layer's output, which may be overwritten
@@ -133,7 +133,7 @@ def test_cross_entropy_of_another_kind_is_megatron_cores(monkeypatch: pytest.Mon
     """A rank's part of the logits taken for all of them, or smoothing forgotten."""
     from megatron.core import parallel_state
 
-    cross_entropy = lean._cross_entropy(lambda *_: "Megatron Core's")
+    cross_entropy = cpu_kernels._cross_entropy(lambda *_: "Megatron Core's")
     logits, target = torch.randn(3, 2, 5), torch.randint(5, (3, 2))
     for ranks, smoothing in ((2, 0.0), (1, 0.1)):
         monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda ranks=ranks: ranks)
@@ -143,8 +143,8 @@ def test_cross_entropy_of_another_kind_is_megatron_cores(monkeypatch: pytest.Mon
 def test_scale() -> None:
     """The gradient left as it was, or scaled twice."""
     gradients, copy = [torch.ones(3), torch.ones(2)], torch.empty(3)
-    lean._scale(0, None, [gradients, gradients], 0.5)
-    lean._scale(0, None, [gradients[:1], [copy]], 0.5)
+    cpu_kernels._scale(0, None, [gradients, gradients], 0.5)
+    cpu_kernels._scale(0, None, [gradients[:1], [copy]], 0.5)
     assert [one.tolist() for one in (*gradients, copy)] == [[0.5] * 3, [0.5] * 2, [0.25] * 3]
 
 
@@ -159,7 +159,7 @@ def in_buffer(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.T
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 def test_linear_writes_its_gradient_into_the_buffer(dtype: torch.dtype) -> None:
     """What was in the buffer before the iteration counted in, or a microbatch that overwrites the one before."""
-    linear = lean._linear(lambda *_, **__: "Megatron Core's")
+    linear = cpu_kernels._linear(lambda *_, **__: "Megatron Core's")
     weight, bias = in_buffer(torch.randn(4, 3).to(dtype)), torch.randn(4).to(dtype).requires_grad_()
     expected = torch.zeros_like(weight)
     for _ in range(3):
@@ -174,7 +174,7 @@ def test_linear_writes_its_gradient_into_the_buffer(dtype: torch.dtype) -> None:
 
 def test_linear_leaves_gradients_that_are_no_single_product() -> None:
     """A tied weight's two gradients, or a buffer of another precision, overwritten by one product."""
-    linear = lean._linear(lambda *_, **__: "Megatron Core's")
+    linear = cpu_kernels._linear(lambda *_, **__: "Megatron Core's")
     tied = in_buffer(torch.randn(4, 3))
     tied.zero_out_wgrad = True
     wider = in_buffer(torch.randn(4, 3).bfloat16(), torch.float32)
@@ -187,7 +187,7 @@ def test_linear_leaves_gradients_that_are_no_single_product() -> None:
 def test_linear_leaves_out_what_nobody_wants() -> None:
     """Behind a frozen prefix the input's gradient is a fifth of a layer's work, for nothing."""
     weight, bias = torch.randn(4, 3, requires_grad=True), torch.randn(4, requires_grad=True)
-    linear = lean._linear(lambda *_, **__: "Megatron Core's")
+    linear = cpu_kernels._linear(lambda *_, **__: "Megatron Core's")
     output = linear(torch.randn(5, 2, 3), weight, bias, False, False, False, tp_group=None)
     wanted = {name for name, _ in _nodes(output.grad_fn) if name.startswith("Mm")}
     assert wanted == {"MmBackward0"}
@@ -209,10 +209,10 @@ def test_collectives_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = iter([1, 2, 1, 1, 2])
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: next(sizes))
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: "reduced")
-    reduce = lean.DistributedForOneRank("torch.distributed").all_reduce
+    reduce = cpu_kernels.DistributedForOneRank("torch.distributed").all_reduce
     buffer = torch.zeros(4)
     assert [reduce(buffer), reduce(buffer)] == [None, "reduced"]
     assert reduce(buffer, async_op=True) == "reduced"
-    gather = lean._unless_in_place(lambda *_, **__: "gathered")
+    gather = cpu_kernels._unless_in_place(lambda *_, **__: "gathered")
     found = [gather(buffer, buffer[:4]), gather(buffer, buffer.clone()), gather(buffer, buffer)]
     assert found == [None, "gathered", "gathered"]

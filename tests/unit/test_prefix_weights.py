@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.bcd.prefix_cache.weights import bits_digest, tensor_digest
+from megatron.bcd.prefix_cache.weight_digests import bits_digest, tensor_digest
 
 
 @pytest.mark.parametrize("digest", [bits_digest, tensor_digest])
@@ -26,9 +26,9 @@ def test_any_bit_and_any_place_count(digest: object, dtype: torch.dtype) -> None
 
 def test_chunks_are_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Places that are counted from the beginning of each chunk."""
-    from megatron.bcd.prefix_cache import weights
+    from megatron.bcd.prefix_cache import weight_digests
 
     tensor = torch.arange(1000, dtype=torch.float32)
     whole = bits_digest(tensor)
-    monkeypatch.setattr(weights, "_CHUNK", 300)
+    monkeypatch.setattr(weight_digests, "_CHUNK", 300)
     assert bits_digest(tensor) == whole

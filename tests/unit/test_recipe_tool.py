@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import recipe
 
+from megatron.bcd.planner.estimate import make_estimate
 from megatron.bcd.planner.memory import fits
 from megatron.bcd.planner.placement import scaled_down
-from megatron.bcd.planner.plan import make_plan
 from megatron.bcd.planner.recipe import Recipe
 
 SMALL = ("G-5.4B", "bcd", "rtx4090")
@@ -74,7 +74,7 @@ def test_what_would_fit_does() -> None:
         ),
     ):
         asked = recipe.asked_for(*recipe.parse_arguments(words), environment=variables)
-        said = recipe.misfit(asked, make_plan(asked.recipe)).split("by plan; ")[1]
+        said = recipe.misfit(asked, make_estimate(asked.recipe)).split("by plan; ")[1]
         assert re.fullmatch(f"{expected} would fit", said), (words, said)
         cured = {name: value for name, value in variables.items() if name not in ("NUM_GPUS", "NNODES")}
         cured |= dict(re.findall(r"(\w+)=(\w+)", said))

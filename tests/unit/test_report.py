@@ -13,7 +13,9 @@ from typing import Any, ClassVar
 import pytest
 from rich.console import Console
 
-from megatron.bcd.report import BlockSummary, EvalRecord, Reporter, RunSummary, StepRecord, format_bytes
+from megatron.bcd.metrics.lines import format_bytes
+from megatron.bcd.metrics.reporter import Reporter
+from megatron.bcd.metrics.schema import BlockSummary, EvalMetrics, RunSummary, StepMetrics
 
 MIB = 2**20
 REQUIRED_KEYS = {
@@ -22,8 +24,8 @@ REQUIRED_KEYS = {
 }
 
 
-def step_record(iteration: int = 10, **changes: Any) -> StepRecord:
-    record = StepRecord(
+def collect_step_metrics(iteration: int = 10, **changes: Any) -> StepMetrics:
+    record = StepMetrics(
         iteration=iteration,
         consumed_samples=16 * iteration,
         cycle=0,
@@ -40,8 +42,8 @@ def step_record(iteration: int = 10, **changes: Any) -> StepRecord:
     return dataclasses.replace(record, **changes)
 
 
-def eval_record(iteration: int = 10, *, split: str = "validation", loss: float = 2.0) -> EvalRecord:
-    return EvalRecord(iteration=iteration, consumed_samples=16 * iteration, split=split, loss=loss)
+def eval_record(iteration: int = 10, *, split: str = "validation", loss: float = 2.0) -> EvalMetrics:
+    return EvalMetrics(iteration=iteration, consumed_samples=16 * iteration, split=split, loss=loss)
 
 
 def run_summary(num_ranks: int = 2) -> RunSummary:
@@ -83,7 +85,7 @@ def tell_everything(reporter: Reporter, num_ranks: int = 2) -> None:
     reporter.banner(run_summary(num_ranks))
     reporter.note("a note\nover two lines")
     reporter.warning("mind the gap")
-    reporter.step(step_record())
+    reporter.step(collect_step_metrics())
     reporter.progress(11)
     reporter.phase(iteration=10, cycle=1, phase=2, block=0, switch_time_ms=12.3)
     reporter.evaluation(eval_record())
@@ -100,8 +102,8 @@ def test_step_line_in_a_log_file() -> None:
     """A line that lost a figure, or that was wrapped at the console's width (40 here)."""
     console = log_console()
     with Reporter(train_iters=60, console=console) as reporter:
-        reporter.step(step_record())
-        reporter.step(step_record(11, grad_norm=None, loss_scale=65536.0, skipped_iterations=2))
+        reporter.step(collect_step_metrics())
+        reporter.step(collect_step_metrics(11, grad_norm=None, loss_scale=65536.0, skipped_iterations=2))
     first, second = printed(console).splitlines()
     assert first == (
         "iteration       10/      60 | cycle 0 | block 1 | loss 9.876543E+00 | lr 3.333333E-04"
@@ -185,9 +187,9 @@ def test_metrics_lines(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "m.jsonl"
     with Reporter(train_iters=60, metrics_file=str(path), console=log_console()) as reporter:
         reporter.phase(iteration=9, cycle=0, phase=1, block=1, switch_time_ms=12.5)
-        reporter.step(step_record())
+        reporter.step(collect_step_metrics())
         assert len(metrics(path)) == 1, "lines must be flushed one by one"
-        reporter.step(step_record(11))
+        reporter.step(collect_step_metrics(11))
         reporter.evaluation(eval_record(11))
         reporter.evaluation(eval_record(11, split="test", loss=3.0))
     first, second, validation, test = metrics(path)
@@ -208,7 +210,7 @@ def test_metrics_stay_json_when_training_diverges(tmp_path: Path) -> None:
     """NaN or Infinity written as such: not JSON, so strict readers lose the whole file."""
     path = tmp_path / "m.jsonl"
     with Reporter(train_iters=60, metrics_file=str(path), console=log_console()) as reporter:
-        reporter.step(step_record(loss=math.nan, grad_norm=math.inf))
+        reporter.step(collect_step_metrics(loss=math.nan, grad_norm=math.inf))
         reporter.evaluation(eval_record(loss=math.nan))
     step, evaluation = metrics(path)
     assert step["loss"] is None and step["grad_norm"] is None
@@ -223,7 +225,7 @@ def test_a_fresh_run_replaces_the_file_at_its_first_line(tmp_path: Path) -> None
     Reporter(train_iters=60, metrics_file=str(path), console=log_console()).close()
     assert path.read_text() == "an older run\n"
     with Reporter(train_iters=60, metrics_file=str(path), console=log_console()) as reporter:
-        reporter.step(step_record(1))
+        reporter.step(collect_step_metrics(1))
     assert [line["iteration"] for line in metrics(path)] == [1]
     assert [file.name for file in tmp_path.iterdir()] == ["m.jsonl"]
 
@@ -233,14 +235,14 @@ def test_a_resumed_run_drops_what_it_repeats(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     with Reporter(train_iters=60, metrics_file=str(path), console=log_console()) as reporter:
         for iteration in range(1, 8):
-            reporter.step(step_record(iteration))
+            reporter.step(collect_step_metrics(iteration))
         reporter.evaluation(eval_record(4))
     before = path.read_text().splitlines()
     with path.open("a") as file:
         file.write('{"iteration": 8, "lo')
     resumed = Reporter(train_iters=60, start_iteration=4, metrics_file=str(path), console=log_console())
     with resumed as reporter:
-        reporter.step(step_record(5))
+        reporter.step(collect_step_metrics(5))
     assert [line["iteration"] for line in metrics(path)] == [1, 2, 3, 4, 4, 5]
     assert path.read_text().splitlines()[:4] == before[:4]
 
@@ -252,7 +254,7 @@ def test_metrics_through_a_link_and_to_a_device(tmp_path: Path) -> None:
     link.symlink_to(target)
     for path in (str(link), "/dev/null"):
         with Reporter(train_iters=60, metrics_file=path, console=log_console()) as reporter:
-            reporter.step(step_record(1))
+            reporter.step(collect_step_metrics(1))
     assert link.is_symlink() and len(metrics(target)) == 1
     assert Path("/dev/null").is_char_device()
 
@@ -347,7 +349,7 @@ def test_wandb_run(monkeypatch: pytest.MonkeyPatch) -> None:
         run_config={"lr": 1e-3},
         console=log_console(),
     ) as reporter:
-        reporter.step(step_record())
+        reporter.step(collect_step_metrics())
         reporter.evaluation(eval_record())
     assert wandb.settings == {"project": "p", "name": "e", "entity": None, "dir": "d", "config": {"lr": 1e-3}}
     assert [step for step, _ in wandb.logged] == [10, 10]
@@ -368,6 +370,8 @@ def test_wandb_that_is_absent_or_refuses(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_import_needs_no_torch() -> None:
     """A bottom-row room that drags torch into the planning tools."""
-    code = "import sys, megatron.bcd.report; sys.exit('torch' in sys.modules or 'megatron.core' in sys.modules)"
+    code = (
+        "import sys, megatron.bcd.metrics.reporter; sys.exit('torch' in sys.modules or 'megatron.core' in sys.modules)"
+    )
     root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.bcd import platform
-from megatron.bcd.report import EvalRecord, Reporter
+from megatron.bcd.metrics.reporter import Reporter
+from megatron.bcd.metrics.schema import EvalMetrics
+from megatron.bcd.runtime import distributed
 
 TIMEOUT = datetime.timedelta(seconds=20)
 
@@ -28,7 +29,7 @@ def number_by_rank(store: torch.distributed.Store, *, first: int) -> dict[int, i
     numbers = {}
 
     def start(rank: int) -> None:
-        numbers[rank] = platform.number_of_start(store, rank=rank, world_size=3, timeout=TIMEOUT)
+        numbers[rank] = distributed.number_of_start(store, rank=rank, world_size=3, timeout=TIMEOUT)
 
     ranks = [threading.Thread(target=start, args=(rank,), daemon=True) for rank in range(3)]
     ranks[first].start()
@@ -55,7 +56,7 @@ def test_ranks_meet_after_a_start_that_was_cut_short() -> None:
     """A count of its own per rank, or of torchrun's, would differ for ever after a rank that died while it imported."""
     store = torch.distributed.HashStore()
     with pytest.raises(RuntimeError, match="rank 2 has waited 0:00:00.100000 for rank 0"):
-        platform.number_of_start(store, rank=2, world_size=3, timeout=datetime.timedelta(seconds=0.1))
+        distributed.number_of_start(store, rank=2, world_size=3, timeout=datetime.timedelta(seconds=0.1))
     store.add("bcd/starts", 1)  # all that is left of a rank 0 that came and was killed
     numbers = number_by_rank(store, first=1)
     assert sorted(numbers) == [0, 1, 2] and len(set(numbers.values())) == 1
@@ -120,5 +121,5 @@ def test_the_end_is_told_once(tmp_path: Path) -> None:
         ]
 
 
-def evaluation(iteration: int, *, is_final: bool) -> EvalRecord:
-    return EvalRecord(iteration=iteration, consumed_samples=iteration, split="validation", loss=2.0, is_final=is_final)
+def evaluation(iteration: int, *, is_final: bool) -> EvalMetrics:
+    return EvalMetrics(iteration=iteration, consumed_samples=iteration, split="validation", loss=2.0, is_final=is_final)

@@ -25,13 +25,13 @@ from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_read
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.msc_utils import MultiStorageClientFeature
 from megatron.core.transformer.enums import AttnBackend
+from support.unsafe_pickles import TRICKS, text
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint import FileSystemReader, filesystem, metadata, planner
 from torch.distributed.checkpoint.api import CheckpointException
-from unsafe_pickles import TRICKS, text
 
-from megatron.bcd.checkpoint_files import safe_loading
-from megatron.bcd.checkpoint_files.safe_loading import UnsafeFileError, only_data
+from megatron.bcd.checkpoint import safe_loading
+from megatron.bcd.checkpoint.safe_loading import UnsafeFileError, only_data
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{message}")

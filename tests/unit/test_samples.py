@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy
 import pytest
-from command_line import parse
+from support.command_line import parse
 
+from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.data import ConsecutiveBatches, SubsetBatches, num_samples
+from megatron.bcd.data.samples import TrainingSamples
 from megatron.bcd.data.splits import _epoch_samples
-from megatron.bcd.subsets import PhaseSubset
-from megatron.bcd.train.samples import TrainingSamples
 
 
 @pytest.mark.parametrize(("num_ranks", "position"), [(1, 0), (2, 0), (4, 24), (3, 6)])

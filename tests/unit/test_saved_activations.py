@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.bcd.saved_activations import SavedActivations
+from megatron.bcd.runtime.activation_meter import ActivationMeter
 
 ROWS, INPUTS, HIDDEN, OUTPUTS = 5, 4, 8, 3
 INPUT_BYTES, HIDDEN_BYTES = ROWS * INPUTS * 4, ROWS * HIDDEN * 4  # fp32
@@ -21,11 +21,11 @@ def model() -> nn.Sequential:
 
 
 @pytest.fixture
-def meter() -> SavedActivations:
-    return SavedActivations()
+def meter() -> ActivationMeter:
+    return ActivationMeter()
 
 
-def test_linear_and_relu(model: nn.Sequential, meter: SavedActivations) -> None:
+def test_linear_and_relu(model: nn.Sequential, meter: ActivationMeter) -> None:
     """Weights that are counted, or a tensor that two operations save that is counted twice: the first layer saves its
     input; the ReLU saves its output and the second layer its input, which are one tensor."""
     with meter.measuring(model.parameters()):
@@ -36,7 +36,7 @@ def test_linear_and_relu(model: nn.Sequential, meter: SavedActivations) -> None:
     assert meter.peak_bytes == INPUT_BYTES + HIDDEN_BYTES
 
 
-def test_gradients_are_the_same(model: nn.Sequential, meter: SavedActivations) -> None:
+def test_gradients_are_the_same(model: nn.Sequential, meter: ActivationMeter) -> None:
     """A hook that hands another tensor back than it was given."""
     inputs = torch.arange(ROWS * INPUTS, dtype=torch.float32).view(ROWS, INPUTS)
     model(inputs).square().sum().backward()
@@ -49,7 +49,7 @@ def test_gradients_are_the_same(model: nn.Sequential, meter: SavedActivations) -
     assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
 
 
-def test_weights_count_where_they_are_not_named(model: nn.Sequential, meter: SavedActivations) -> None:
+def test_weights_count_where_they_are_not_named(model: nn.Sequential, meter: ActivationMeter) -> None:
     """A meter that leaves everything out: the second weight is saved for the input gradient, the first one isn't, for
     its input needs none."""
     with meter.measuring(()):
@@ -59,7 +59,7 @@ def test_weights_count_where_they_are_not_named(model: nn.Sequential, meter: Sav
     assert meter._live_bytes == 0
 
 
-def test_a_frozen_prefix_saves_nothing(model: nn.Sequential, meter: SavedActivations) -> None:
+def test_a_frozen_prefix_saves_nothing(model: nn.Sequential, meter: ActivationMeter) -> None:
     """A count of the forward pass's tensors, where autograd keeps none."""
     model[0].requires_grad_(False)
     with meter.measuring(model.parameters()):
@@ -71,7 +71,7 @@ def test_a_frozen_prefix_saves_nothing(model: nn.Sequential, meter: SavedActivat
     assert meter.peak_bytes == 0
 
 
-def test_views_share_a_storage(meter: SavedActivations) -> None:
+def test_views_share_a_storage(meter: ActivationMeter) -> None:
     """Views counted by their own size: a slice keeps its whole storage alive, two slices keep it once."""
     whole = torch.ones(ROWS, INPUTS)
     factor = torch.ones(INPUTS, requires_grad=True)
@@ -84,7 +84,7 @@ def test_views_share_a_storage(meter: SavedActivations) -> None:
         assert meter._live_bytes == 0
 
 
-def test_the_peak_is_that_of_graphs_that_are_alive_together(model: nn.Sequential, meter: SavedActivations) -> None:
+def test_the_peak_is_that_of_graphs_that_are_alive_together(model: nn.Sequential, meter: ActivationMeter) -> None:
     """A peak that adds up over microbatches, or that the next measurement inherits."""
     weights = list(model.parameters())
     one = INPUT_BYTES + HIDDEN_BYTES
@@ -105,7 +105,7 @@ def test_the_peak_is_that_of_graphs_that_are_alive_together(model: nn.Sequential
     assert (meter.peak_bytes, meter._live_bytes) == (0, 0)
 
 
-def test_recomputed_activations_count_while_they_live(model: nn.Sequential, meter: SavedActivations) -> None:
+def test_recomputed_activations_count_while_they_live(model: nn.Sequential, meter: ActivationMeter) -> None:
     """A peak without what the backward pass builds again."""
     inputs = torch.ones(ROWS, INPUTS, requires_grad=True)
     with meter.measuring(model.parameters()):
@@ -122,7 +122,7 @@ def test_recomputed_activations_count_while_they_live(model: nn.Sequential, mete
 def test_an_allocator_is_asked_after_each_forward_pass() -> None:
     """A GPU's count that includes what was there before, or what a stage without a graph allocates."""
     allocated = 100
-    meter = SavedActivations(lambda: allocated)
+    meter = ActivationMeter(lambda: allocated)
     meter.after_forward()  # outside: not counted
     with meter.measuring([]):
         allocated = 130

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.bcd.subsets import Permutation, PhaseSubset
+from megatron.bcd.blocks.subsets import Permutation, PhaseSubset
 
 
 @st.composite

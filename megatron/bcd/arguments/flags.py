@@ -1,4 +1,4 @@
-"""Flags from dataclasses: ``config.py``'s own, and the fields of Megatron Core's that ``table.py`` lists."""
+"""Flags from dataclasses: ``config.py``'s own, and the fields of Megatron Core's that ``megatron_flags.py`` lists."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Any
 
-from megatron.bcd import config as sections
-from megatron.bcd.arguments import table
+from megatron.bcd.arguments import megatron_flags
+from megatron.bcd.config import sections as sections
 
 with warnings.catch_warnings():
     # each warns that Apex and Transformer Engine are absent; the run's banner says what is used instead
@@ -27,19 +27,19 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 OWN_SECTIONS: dict[str, tuple[Any, str]] = {
-    "bcd": (sections.BcdConfig, table.BCD),
-    "model": (sections.ModelConfig, table.NETWORK),
-    "training": (sections.TrainingConfig, table.TRAINING),
-    "schedule": (sections.ScheduleConfig, table.LEARNING_RATE),
-    "data": (sections.DataConfig, table.DATA),
-    "tokenizer": (sections.TokenizerConfig, table.TOKENIZER),
-    "checkpoint": (sections.CheckpointConfig, table.CHECKPOINTS),
-    "report": (sections.ReportConfig, table.REPORT),
+    "bcd": (sections.BcdConfig, megatron_flags.BCD),
+    "model": (sections.ModelConfig, megatron_flags.NETWORK),
+    "training": (sections.TrainingConfig, megatron_flags.TRAINING),
+    "schedule": (sections.ScheduleConfig, megatron_flags.LEARNING_RATE),
+    "data": (sections.DataConfig, megatron_flags.DATA),
+    "tokenizer": (sections.TokenizerConfig, megatron_flags.TOKENIZER),
+    "checkpoint": (sections.CheckpointConfig, megatron_flags.CHECKPOINTS),
+    "report": (sections.ReportConfig, megatron_flags.REPORT),
 }
-CORE_SECTIONS: dict[str, tuple[Any, tuple[table.CoreFlag, ...]]] = {
-    "transformer": (TransformerConfig, table.TRANSFORMER_FLAGS),
-    "optimizer": (OptimizerConfig, table.OPTIMIZER_FLAGS),
-    "ddp": (DistributedDataParallelConfig, table.DDP_FLAGS),
+CORE_SECTIONS: dict[str, tuple[Any, tuple[megatron_flags.CoreFlag, ...]]] = {
+    "transformer": (TransformerConfig, megatron_flags.TRANSFORMER_FLAGS),
+    "optimizer": (OptimizerConfig, megatron_flags.OPTIMIZER_FLAGS),
+    "ddp": (DistributedDataParallelConfig, megatron_flags.DDP_FLAGS),
 }
 
 
@@ -131,10 +131,10 @@ def _help_from(docstring: str) -> str:
     return sentence if not first_word.istitle() else sentence[:1].lower() + sentence[1:]
 
 
-def _core_flag(section: str, core: Any, row: table.CoreFlag, hints: Mapping[str, Any], default: Any) -> Flag:
+def _core_flag(section: str, core: Any, row: megatron_flags.CoreFlag, hints: Mapping[str, Any], default: Any) -> Flag:
     field = next(field for field in dataclasses.fields(core) if field.name == row.field)
-    if default is table.FIELD:
-        default = field.default if row.default is table.FIELD else row.default
+    if default is megatron_flags.FIELD:
+        default = field.default if row.default is megatron_flags.FIELD else row.default
     if isinstance(default, enum.Enum):
         default = default.name
     kind, choices, nargs = _plain_type(hints[row.field])
@@ -153,21 +153,21 @@ def _core_flag(section: str, core: Any, row: table.CoreFlag, hints: Mapping[str,
         off_names=off_names,
         choices=row.choices or choices,
         nargs=nargs,
-        metavar=table.METAVARS.get(row.field),
+        metavar=megatron_flags.METAVARS.get(row.field),
     )
 
 
 def _own_flag(section: str, field: dataclasses.Field[Any], group: str, default: Any) -> Flag:
-    default = field.default if default is table.FIELD else default
+    default = field.default if default is megatron_flags.FIELD else default
     is_switch = isinstance(field.default, bool)
     if is_switch:
         names, off_names = _switch_names(field.name, None, default)
     else:
-        names, off_names = (dashed(field.name), *table.ALIASES.get(field.name, ())), ()
+        names, off_names = (dashed(field.name), *megatron_flags.ALIASES.get(field.name, ())), ()
     return Flag(
         field=field.name,
         sections=(section,),
-        group=table.FIELD_GROUPS.get(field.name, group),
+        group=megatron_flags.FIELD_GROUPS.get(field.name, group),
         help=field.metadata["help"],
         default=default,
         type=bool if is_switch else field.metadata["type"] or str,
@@ -175,7 +175,7 @@ def _own_flag(section: str, field: dataclasses.Field[Any], group: str, default: 
         off_names=off_names,
         choices=field.metadata["choices"],
         nargs=field.metadata["nargs"],
-        metavar=field.metadata["metavar"] or table.METAVARS.get(field.name),
+        metavar=field.metadata["metavar"] or megatron_flags.METAVARS.get(field.name),
     )
 
 
@@ -189,8 +189,8 @@ def generate_flags(defaults: Mapping[str, object] | None = None) -> tuple[Flag, 
     flags: list[Flag] = []
     for section, (core, rows) in CORE_SECTIONS.items():
         hints = typing.get_type_hints(core)
-        flags += [_core_flag(section, core, row, hints, defaults.get(row.field, table.FIELD)) for row in rows]
-    for row in table.DERIVED_FLAGS:
+        flags += [_core_flag(section, core, row, hints, defaults.get(row.field, megatron_flags.FIELD)) for row in rows]
+    for row in megatron_flags.DERIVED_FLAGS:
         default = bool(defaults.get(row.field, row.default))
         names, off_names = _switch_names(row.field, None, default)
         flags.append(
@@ -207,7 +207,7 @@ def generate_flags(defaults: Mapping[str, object] | None = None) -> tuple[Flag, 
         )
     for section, (own, group) in OWN_SECTIONS.items():
         for field in dataclasses.fields(own):
-            flags.append(_own_flag(section, field, group, defaults.get(field.name, table.FIELD)))
+            flags.append(_own_flag(section, field, group, defaults.get(field.name, megatron_flags.FIELD)))
     unknown = set(defaults) - {flag.field for flag in flags}
     if unknown:
         raise ValueError(f"defaults for {', '.join(sorted(unknown))}: no flag sets such a field")

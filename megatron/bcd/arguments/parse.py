@@ -14,9 +14,9 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from megatron.bcd.arguments import stock, table
+from megatron.bcd.arguments import megatron_flags, unsupported_flags
 from megatron.bcd.arguments.flags import CORE_SECTIONS, OWN_SECTIONS, Flag, dashed, generate_flags
-from megatron.bcd.arguments.rules import check_run_config
+from megatron.bcd.arguments.validate import check_run_config
 from megatron.bcd.config import RunConfig
 
 
@@ -40,7 +40,7 @@ def _default_text(flag: Flag) -> str:
 
 def _help_text(flag: Flag) -> str:
     on_by_default = " (on; this flag switches it off)" if flag.default is True else ""
-    required = " (required)" if flag.field in table.REQUIRED else ""
+    required = " (required)" if flag.field in megatron_flags.REQUIRED else ""
     choices = ": " + ", ".join(map(str, flag.choices)) if flag.choices and flag.metavar else ""
     return (flag.help + choices + _default_text(flag) + on_by_default + required).replace("%", "%%")
 
@@ -67,11 +67,11 @@ def _add_flag(group: Any, flag: Flag) -> None:
             group.add_argument(name, **common, help=text, action="store_const", const=value)
 
 
-def _add_compatible_flag(group: Any, flag: stock.CompatibleFlag) -> None:
+def _add_compatible_flag(group: Any, flag: unsupported_flags.CompatibleFlag) -> None:
     common: dict[str, Any] = {"dest": flag.name, "default": argparse.SUPPRESS, "help": flag.why}
     if not flag.values:
         group.add_argument(flag.name, **common, action="store_const", const=True)
-    elif flag.values is stock.ANY_NUMBER:
+    elif flag.values is unsupported_flags.ANY_NUMBER:
         group.add_argument(flag.name, **common, type=int, metavar="N")
     else:
         group.add_argument(flag.name, **common, choices=flag.values)
@@ -92,11 +92,14 @@ def _parser(prog: str, flags: Iterable[Flag]) -> _Parser:
         description="Train with block coordinate descent on Megatron Core. Flags are Megatron-LM's, "
         "and --bcd-*; a flag of Megatron-LM that is not listed here is refused.",
     )
-    groups = {title: parser.add_argument_group(title, table.GROUP_DESCRIPTIONS.get(title)) for title in table.GROUPS}
-    for flag in sorted(flags, key=lambda flag: flag.field not in table.REQUIRED):
+    groups = {
+        title: parser.add_argument_group(title, megatron_flags.GROUP_DESCRIPTIONS.get(title))
+        for title in megatron_flags.GROUPS
+    }
+    for flag in sorted(flags, key=lambda flag: flag.field not in megatron_flags.REQUIRED):
         _add_flag(groups[flag.group], flag)
-    for row in stock.COMPATIBLE_FLAGS:
-        _add_compatible_flag(groups[table.COMPATIBILITY], row)
+    for row in unsupported_flags.COMPATIBLE_FLAGS:
+        _add_compatible_flag(groups[megatron_flags.COMPATIBILITY], row)
     parser.add_argument_group("help").add_argument("-h", "--help", action="help", help="show this text and exit")
     return parser
 
@@ -108,7 +111,8 @@ def stock_flags() -> frozenset[str]:
     names = {dashed(field.name) for field in core_fields if not field.name.startswith("_")}
     for field in core_fields:
         names.update(field.metadata.get("argparse_meta", {}).get("arg_names", ()))
-    listed = importlib.resources.files("megatron.bcd").joinpath("stock_flags.txt").read_text(encoding="utf-8")
+    file = importlib.resources.files("megatron.bcd.arguments") / "megatron_flag_names.txt"
+    listed = file.read_text(encoding="utf-8")
     names.update(name for line in listed.splitlines() if (name := line.split("#")[0].strip()))
     return frozenset(names)
 
@@ -129,7 +133,7 @@ def _check_names(argv: Sequence[str], known: frozenset[str]) -> None:
         if name in known_to_stock or _positive(name) in fields_of_stock:
             starts = {name, _positive(name)}
             reason = next(
-                (why for start, why in stock.REFUSAL_REASONS if any(n.startswith(start) for n in starts)),
+                (why for start, why in unsupported_flags.REFUSAL_REASONS if any(n.startswith(start) for n in starts)),
                 "--help lists those it does",
             )
             raise ValueError(f"{name} is a Megatron-LM flag that Megatron-BCD does not support ({reason})")

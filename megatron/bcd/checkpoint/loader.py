@@ -13,15 +13,14 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.base import LoadCommonStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.bcd import platform
-from megatron.bcd.active_set import ActiveSet
-from megatron.bcd.checkpoint import optimizer_state, random_states, run_state
+from megatron.bcd.checkpoint import layout, optimizer_state, random_states, run_state
 from megatron.bcd.checkpoint.optimizer_state import StateSummary
 from megatron.bcd.checkpoint.run_state import Layout, RunState
-from megatron.bcd.checkpoint_files import folder
-from megatron.bcd.checkpoint_files.safe_loading import only_data
+from megatron.bcd.checkpoint.safe_loading import only_data
 from megatron.bcd.config import RunConfig
-from megatron.bcd.models import gpt_of
+from megatron.bcd.model.builder import gpt_of
+from megatron.bcd.optim.active_block import ActiveBlock
+from megatron.bcd.runtime import device
 
 T = TypeVar("T")
 
@@ -62,7 +61,7 @@ def current_layout() -> Layout:
         tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
         data_size=parallel_state.get_data_parallel_world_size(),
-        device=platform.device().type,
+        device=device.current().type,
     )
 
 
@@ -79,7 +78,7 @@ def find(config: RunConfig) -> Source | None:
     iterations, problem = _from_first(lambda: _candidates(root))
     messages = [problem] if problem else []
     for iteration in iterations:
-        path = folder.iteration_folder(root, iteration)
+        path = layout.iteration_folder(root, iteration)
         if _from_first(lambda path=path: _is_foreign(path)):  # type: ignore[misc]
             return _foreign(config, root, path, tuple(messages))
         damage = _damage(path)
@@ -97,12 +96,12 @@ def _candidates(root: str) -> tuple[list[int], str | None]:
     Raises:
         ValueError: that file is there, and no checkpoint is.
     """
-    iterations, named = folder.candidates(root), folder.read_tracker(root)
+    iterations, named = layout.candidates(root), layout.read_tracker(root)
     problem = None
-    if named is None and os.path.lexists(os.path.join(root, folder.TRACKER)):
-        problem = f"--load {root}: {folder.TRACKER} holds no iteration number"
+    if named is None and os.path.lexists(os.path.join(root, layout.TRACKER)):
+        problem = f"--load {root}: {layout.TRACKER} holds no iteration number"
     elif named is not None and named not in iterations:
-        problem = f"--load {root}: {folder.TRACKER} names {folder.iteration_folder(root, named)}, which is not there"
+        problem = f"--load {root}: {layout.TRACKER} names {layout.iteration_folder(root, named)}, which is not there"
     if problem and not iterations:
         raise ValueError(f"{problem}, and there is no other checkpoint; give a folder that has one")
     return iterations, problem
@@ -110,14 +109,14 @@ def _candidates(root: str) -> tuple[list[int], str | None]:
 
 def _is_foreign(path: str) -> bool:
     """Another program's; one of ours that has lost its checksums is damaged."""
-    return folder.is_foreign(path) and not os.path.lexists(os.path.join(path, run_state.FILE_NAME))
+    return layout.is_foreign(path) and not os.path.lexists(os.path.join(path, run_state.FILE_NAME))
 
 
 def _damage(path: str) -> str | None:
     """Each rank reads its share of the files; the first problem found, on every rank."""
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     try:
-        mine = folder.damage(path, part=rank, num_parts=num_ranks)
+        mine = layout.damage(path, part=rank, num_parts=num_ranks)
     except OSError as error:
         mine = f"{error.strerror}: {error.filename}"
     problems: list[str | None] = [None] * num_ranks
@@ -128,7 +127,7 @@ def _damage(path: str) -> str | None:
 def _foreign(config: RunConfig, root: str, path: str, messages: tuple[str, ...]) -> Source:
     if not (config.checkpoint.finetune or config.training.skip_train):
         raise ValueError(
-            f"--load {root}: {path} was not written by this program (it has no {folder.CHECKSUMS}), so a run can't go "
+            f"--load {root}: {path} was not written by this program (it has no {layout.CHECKSUMS}), so a run can't go "
             "on from it; add --finetune to start at iteration 0 with its weights"
         )
     return Source(root=root, path=path, state=None, messages=messages)
@@ -164,7 +163,7 @@ def load_weights(source: Source, model: torch.nn.Module) -> None:
     gpt.load_state_dict(loaded["model"], strict=True)
 
 
-def load_kept_state(source: Source, active: ActiveSet, *, next_block: int | None) -> None:
+def load_kept_state(source: Source, active: ActiveBlock, *, next_block: int | None) -> None:
     """What was kept of the blocks but for `next_block`, the one that is built next if it is known; a collective, before
     that.
 
@@ -184,9 +183,9 @@ def load_kept_state(source: Source, active: ActiveSet, *, next_block: int | None
             active.dispose()
 
 
-def load_optimizer(source: Source, active: ActiveSet) -> None:
-    """Moments and masters of the active block and of what is always active, and fp16's loss scale; a collective, after
-    `ActiveSet.build`.
+def load_optimizer(source: Source, active: ActiveBlock) -> None:
+    """Moments and main parameters of the active block and of what is always active, and fp16's loss scale; a
+    collective, after `ActiveBlock.build`.
 
     Raises:
         ValueError: as `load_weights`.
@@ -200,7 +199,7 @@ def load_optimizer(source: Source, active: ActiveSet) -> None:
         active.set_loss_scaler_state(state.loss_scaler)
 
 
-def _take_over(summaries: Mapping[str, StateSummary], source: Source, active: ActiveSet) -> None:
+def _take_over(summaries: Mapping[str, StateSummary], source: Source, active: ActiveBlock) -> None:
     loaded = _load({"optimizer": optimizer_state.requested_state(active, summaries)}, source)
     optimizer_state.take_over(active, summaries, loaded.get("optimizer", {}))
 

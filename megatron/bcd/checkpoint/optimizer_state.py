@@ -1,7 +1,7 @@
 """Optimizer state by parameter name, independent of the parallel layout: the active block's, what is kept of the
 others, and that of always-active parameters.
 
-Megatron Core's distributed optimizer cuts each parameter's state into flat parts, one per data-parallel rank. For a
+Megatron Core's distributed optimizer cuts each parameter's state into flat shards, one per data-parallel rank. For a
 checkpoint the parts of a parameter are put together on one rank of the data-parallel group, another one for each
 parameter in turn, and saved in the shape and sharding of the weight itself.
 """
@@ -17,9 +17,10 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 
-from megatron.bcd.active_set import ActiveSet
-from megatron.bcd.kept_state import MASTER, Kept, Part
-from megatron.bcd.models import gpt_of
+from megatron.bcd.model.builder import gpt_of
+from megatron.bcd.optim.active_block import ActiveBlock
+from megatron.bcd.optim.block_state import KeptShard
+from megatron.bcd.optim.param_shard import MAIN_PARAM, ParamShard
 
 ALWAYS = "always"
 """The owner of always-active parameters; a block's is its number. An owner's parameters were stepped together."""
@@ -32,20 +33,22 @@ class StateSummary:
     """What there is of one owner, the same on every rank."""
 
     names: tuple[str, ...]
-    """Of the tensors that each of its parameters has: exp_avg, exp_avg_sq, master."""
+    """Of the tensors that each of its parameters has: exp_avg, exp_avg_sq, main parameter."""
     num_steps: int
 
 
-def _held(active: ActiveSet) -> dict[str, Mapping[str, Part | Kept]]:
+def _held(active: ActiveBlock) -> dict[str, Mapping[str, ParamShard | KeptShard]]:
     """This rank's share of each owner's state, by the parameter's name."""
-    held: dict[str, Mapping[str, Part | Kept]] = {str(block): kept for block, kept in active.kept.blocks.items()}
+    held: dict[str, Mapping[str, ParamShard | KeptShard]] = {
+        str(block): kept for block, kept in active.kept.blocks.items()
+    }
     if active.block is not None:
-        held[str(active.block)] = active.own_parts()
-    held[ALWAYS] = active.always_active_parts()
+        held[str(active.block)] = active.own_shards()
+    held[ALWAYS] = active.always_active_shards()
     return held
 
 
-def summarize(active: ActiveSet, *, is_current: bool) -> dict[str, StateSummary]:
+def summarize(active: ActiveBlock, *, is_current: bool) -> dict[str, StateSummary]:
     """By owner, those that have state. `is_current` is False where the active block's phase is over, and only what it
     would leave behind counts. A collective over all ranks: one that holds nothing of a block asks the others."""
     mine = {
@@ -67,11 +70,11 @@ def summarize(active: ActiveSet, *, is_current: bool) -> dict[str, StateSummary]
     return summaries
 
 
-def as_kept(summary: StateSummary, active: ActiveSet) -> StateSummary:
+def as_kept(summary: StateSummary, active: ActiveBlock) -> StateSummary:
     """What --bcd-optimizer-state keeps of it when the block's phase ends."""
     if active.kept.moments:
         return summary
-    return StateSummary(names=tuple(name for name in summary.names if name == MASTER), num_steps=0)
+    return StateSummary(names=tuple(name for name in summary.names if name == MAIN_PARAM), num_steps=0)
 
 
 def summaries_to_dict(summaries: Mapping[str, StateSummary]) -> dict[str, dict[str, Any]]:
@@ -84,7 +87,7 @@ def summaries_from_dict(values: Mapping[str, Mapping[str, Any]]) -> dict[str, St
     return {owner: StateSummary(names=tuple(one["names"]), num_steps=one["num_steps"]) for owner, one in values.items()}
 
 
-def sharded_state(active: ActiveSet, summaries: Mapping[str, StateSummary]) -> dict[str, Entry]:
+def sharded_state(active: ActiveBlock, summaries: Mapping[str, StateSummary]) -> dict[str, Entry]:
     """This rank's share of the state for Megatron Core's dist_checkpointing, on the CPU; a collective over the
     data-parallel group."""
     group = parallel_state.get_data_parallel_group()
@@ -93,12 +96,12 @@ def sharded_state(active: ActiveSet, summaries: Mapping[str, StateSummary]) -> d
     entries: dict[str, Entry] = {}
     for owner, summary in summaries.items():
         for index, (name, parameter) in enumerate(_parameters(active, owner).items()):
-            part = held.get(owner, {}).get(name)
-            tensors = part.tensors() if part else {}
+            shard = held.get(owner, {}).get(name)
+            tensors = shard.tensors() if shard else {}
             for state_name in summary.names:
                 whole = _put_together(
                     parameter,
-                    part,
+                    shard,
                     tensors.get(state_name),
                     owner=index % group.size(),
                     group=group,
@@ -109,13 +112,13 @@ def sharded_state(active: ActiveSet, summaries: Mapping[str, StateSummary]) -> d
     return entries
 
 
-def _parameters(active: ActiveSet, owner: str) -> dict[str, torch.nn.Parameter]:
+def _parameters(active: ActiveBlock, owner: str) -> dict[str, torch.nn.Parameter]:
     return active.always_active_parameters() if owner == ALWAYS else active.own_parameters(int(owner))
 
 
 def _put_together(
     parameter: torch.nn.Parameter,
-    part: Part | Kept | None,
+    shard: ParamShard | KeptShard | None,
     tensor: torch.Tensor | None,
     *,
     owner: int,
@@ -126,14 +129,14 @@ def _put_together(
     if tensor is not None and (group.size() == 1 or not is_cut):
         return tensor.to("cpu", copy=True).view(parameter.shape) if group.rank() == owner else None
     flat = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-    if tensor is not None and part is not None:
-        flat[part.start : part.end] = tensor
+    if tensor is not None and shard is not None:
+        flat[shard.start : shard.end] = tensor
     bits = flat.view(torch.int32)  # each element comes from one rank: as integers, even -0.0 stays what it is
     torch.distributed.reduce(bits, dst=torch.distributed.get_global_rank(group, owner), group=group)
     return flat.cpu().view(parameter.shape) if group.rank() == owner else None
 
 
-def requested_state(active: ActiveSet, summaries: Mapping[str, StateSummary]) -> dict[str, Entry]:
+def requested_state(active: ActiveBlock, summaries: Mapping[str, StateSummary]) -> dict[str, Entry]:
     """The whole state of this rank's parameters of these owners, to be filled by Megatron Core's dist_checkpointing."""
     sharded = _sharded_weights(active)
     return {
@@ -146,17 +149,17 @@ def requested_state(active: ActiveSet, summaries: Mapping[str, StateSummary]) ->
     }
 
 
-def take_over(active: ActiveSet, summaries: Mapping[str, StateSummary], loaded: Mapping[str, torch.Tensor]) -> None:
-    """Cut this rank's parts of the active block, and of what is always active, out of what was loaded."""
+def take_over(active: ActiveBlock, summaries: Mapping[str, StateSummary], loaded: Mapping[str, torch.Tensor]) -> None:
+    """LayerCounts this rank's parts of the active block, and of what is always active, out of what was loaded."""
     held = _held(active)
     for owner, summary in summaries.items():
-        for name, part in held[owner].items():
-            assert isinstance(part, Part), f"{owner} is not active"
+        for name, shard in held[owner].items():
+            assert isinstance(shard, ParamShard), f"{owner} is not active"
             tensors = {
-                state_name: loaded[f"{state_name}.{name}"].reshape(-1)[part.start : part.end]
+                state_name: loaded[f"{state_name}.{name}"].reshape(-1)[shard.start : shard.end]
                 for state_name in summary.names
             }
-            part.set(tensors, num_steps=summary.num_steps)
+            shard.set(tensors, num_steps=summary.num_steps)
 
 
 def _entry(weight: Entry, tensor: torch.Tensor, state_name: str, *, is_main: bool) -> Entry:
@@ -166,6 +169,6 @@ def _entry(weight: Entry, tensor: torch.Tensor, state_name: str, *, is_main: boo
     return entry
 
 
-def _sharded_weights(active: ActiveSet) -> dict[str, Entry]:
+def _sharded_weights(active: ActiveBlock) -> dict[str, Entry]:
     """Each layer under its own key: only some layers have state."""
     return gpt_of(active.model).sharded_state_dict(metadata={"non_homogeneous_layers": True})

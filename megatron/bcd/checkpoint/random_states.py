@@ -11,7 +11,7 @@ from megatron.core import tensor_parallel
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as safetensors_bytes
 
-from megatron.bcd import platform
+from megatron.bcd.runtime import device, rng
 
 _TRACKER = "tracker."
 
@@ -30,7 +30,7 @@ def random_states() -> bytes:
         "numpy": torch.from_numpy(keys.astype(numpy.int64)),
         "torch": torch.get_rng_state(),
     }
-    device_state = platform.device_rng_state()
+    device_state = rng.device_rng_state()
     if device_state is not None:
         tensors["device"] = device_state
     for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items():
@@ -51,14 +51,14 @@ def restore_random_states(path: str) -> None:
             numbers = json.loads(file.metadata()["numbers"])
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: random states can't be read ({error})") from error
-    if ("device" in tensors) != platform.has_cuda():
+    if ("device" in tensors) != device.has_cuda():
         raise ValueError(f"{path}: random states of a machine {'with' if 'device' in tensors else 'without'} a GPU")
     random.setstate((3, tuple(tensors["python"].tolist()), numbers["python_gauss"]))
     position, has_gauss, gauss = numbers["numpy"]
     numpy.random.set_state(("MT19937", tensors["numpy"].numpy().astype(numpy.uint32), position, has_gauss, gauss))
     torch.set_rng_state(tensors["torch"])
     if "device" in tensors:
-        platform.set_device_rng_state(tensors["device"])
+        rng.set_device_rng_state(tensors["device"])
     tracker = tensor_parallel.get_cuda_rng_tracker()
     tracker.set_states(
         {name.removeprefix(_TRACKER): state for name, state in tensors.items() if name.startswith(_TRACKER)}

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from megatron.bcd.blocks import Partition
+from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.blocks.phase_state import PhaseState
+from megatron.bcd.blocks.schedule import BlockSchedule
 from megatron.bcd.config import RunConfig, run_config_to_dict
-from megatron.bcd.phases import PhaseSchedule, PhaseState
 
 FILE_NAME = "run_state.json"
 FORMAT_VERSION = 2
@@ -124,7 +125,7 @@ def changed_flags(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
     ]
 
 
-def resumed_phase(saved: RunState, partition: Partition, phases: PhaseSchedule) -> tuple[PhaseState, str | None]:
+def resumed_phase(saved: RunState, partition: Partition, phases: BlockSchedule) -> tuple[PhaseState, str | None]:
     """The phase to go on with, and a message where it can't be the saved one.
 
     The saved phase goes on where every block still holds the same layers; otherwise the cycle begins again, at its

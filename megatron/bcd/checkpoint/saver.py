@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
-from megatron.bcd.active_set import ActiveSet
-from megatron.bcd.checkpoint import optimizer_state, random_states, run_state
+from megatron.bcd.checkpoint import layout, optimizer_state, random_states, run_state
 from megatron.bcd.checkpoint.run_state import RunState
-from megatron.bcd.checkpoint.writer import Record, ShardWrite
-from megatron.bcd.checkpoint_files import durable, folder
+from megatron.bcd.checkpoint.shard_writer import Record, ShardWrite
 from megatron.bcd.config import CheckpointConfig
-from megatron.bcd.models import gpt_of
-from megatron.bcd.report import Reporter
+from megatron.bcd.metrics.reporter import Reporter
+from megatron.bcd.model.builder import gpt_of
+from megatron.bcd.optim.active_block import ActiveBlock
+from megatron.bcd.runtime import atomic_io
 
 _COMMON = "common.pt"
 
@@ -48,11 +48,11 @@ class Saver:
         self._is_first = torch.distributed.get_rank() == 0
         self._under_way: _UnderWay | None = None
 
-    def save(self, state: RunState, model: torch.nn.Module, active: ActiveSet) -> bool:
+    def save(self, state: RunState, model: torch.nn.Module, active: ActiveBlock) -> bool:
         """Write checkpoint `state.iteration`; with --async-save only begin to. False where that failed at once."""
         self.finish()
         started = time.monotonic()
-        aside = folder.aside_folder(self.root, state.iteration)
+        aside = layout.aside_folder(self.root, state.iteration)
         records: dict[str, Record] = {}
         error = self._agree(self._attempt(lambda: self._prepare(aside, state, records)))
         if error is not None:
@@ -70,7 +70,7 @@ class Saver:
         answer: list[str | None] = [None]
         if self._is_first:
             with contextlib.suppress(OSError):
-                answer = [folder.iteration_folder(self.root, one) for one in folder.candidates(self.root)[:1]] or answer
+                answer = [layout.iteration_folder(self.root, one) for one in layout.candidates(self.root)[:1]] or answer
         torch.distributed.broadcast_object_list(answer, src=0)
         return answer[0]
 
@@ -90,7 +90,7 @@ class Saver:
             return True
         one, self._under_way = self._under_way, None
         one.write.finish()
-        error = one.error or (None if one.write.error is None else durable.describe(one.write.error))
+        error = one.error or (None if one.write.error is None else atomic_io.describe(one.write.error))
         ranks: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(ranks, (error, one.records | one.write.records))
         error = next((rank[0] for rank in ranks if rank[0] is not None), None)
@@ -102,7 +102,7 @@ class Saver:
             return self._give_up(one.iteration, error)
         self._prune()
         self._reporter.note(
-            f"checkpoint saved to {folder.iteration_folder(self.root, one.iteration)} "
+            f"checkpoint saved to {layout.iteration_folder(self.root, one.iteration)} "
             f"({time.monotonic() - one.started:,.1f} s)"
         )
         return True
@@ -113,34 +113,34 @@ class Saver:
             return
         shutil.rmtree(aside, ignore_errors=True)
         os.makedirs(aside)
-        durable.write(os.path.join(aside, run_state.FILE_NAME), state.to_json().encode())
+        atomic_io.write(os.path.join(aside, run_state.FILE_NAME), state.to_json().encode())
         torch.save({"iteration": state.iteration, "checkpoint_version": 3.0}, os.path.join(aside, _COMMON))
         save_config(CheckpointingConfig("torch_dist", 1), aside)
         for name in os.listdir(aside):
             with open(os.path.join(aside, name), "rb") as file:
                 os.fsync(file.fileno())
-            records[name] = folder.file_record(file.name)
+            records[name] = layout.file_record(file.name)
 
     def _write_random_states(self, aside: str, records: dict[str, Record]) -> None:
         name = random_states.file_name(torch.distributed.get_rank())
-        durable.write(os.path.join(aside, name), random_states.random_states())
-        records[name] = folder.file_record(os.path.join(aside, name))
+        atomic_io.write(os.path.join(aside, name), random_states.random_states())
+        records[name] = layout.file_record(os.path.join(aside, name))
 
     def _publish(self, iteration: int, records: dict[str, Record]) -> None:
-        aside = folder.aside_folder(self.root, iteration)
-        records[".metadata"] = folder.file_record(os.path.join(aside, ".metadata"))
-        folder.finish(aside, records)
-        folder.publish(self.root, iteration)
+        aside = layout.aside_folder(self.root, iteration)
+        records[".metadata"] = layout.file_record(os.path.join(aside, ".metadata"))
+        layout.finish(aside, records)
+        layout.publish(self.root, iteration)
 
     def _prune(self) -> None:
         keep = self._config.keep_last_checkpoints
-        error = self._attempt(lambda: folder.prune(self.root, keep)) if self._is_first and keep is not None else None
+        error = self._attempt(lambda: layout.prune(self.root, keep)) if self._is_first and keep is not None else None
         if error is not None:
             self._reporter.warning(f"older checkpoints were not deleted ({error})")
 
     def _give_up(self, iteration: int, error: str) -> bool:
         if self._is_first:
-            shutil.rmtree(folder.aside_folder(self.root, iteration), ignore_errors=True)
+            shutil.rmtree(layout.aside_folder(self.root, iteration), ignore_errors=True)
         self._reporter.warning(
             f"checkpoint {iteration} was not saved ({error}); those before it stay valid, and the next save tries again"
         )
@@ -151,7 +151,7 @@ class Saver:
         try:
             action()
         except (OSError, RuntimeError, ValueError) as error:  # PyTorch's file writer raises RuntimeError on a full disk
-            return durable.describe(error)
+            return atomic_io.describe(error)
         return None
 
     @staticmethod
@@ -162,7 +162,7 @@ class Saver:
         return next((one for one in ranks if one is not None), None)
 
 
-def _entries(model: torch.nn.Module, active: ActiveSet, state: RunState) -> dict[str, Any]:
+def _entries(model: torch.nn.Module, active: ActiveBlock, state: RunState) -> dict[str, Any]:
     """Weights under the keys of plain Megatron Core, and the optimizer state of every block that has some."""
     entries: dict[str, Any] = {f"model.{name}": entry for name, entry in gpt_of(model).sharded_state_dict().items()}
     if state.optimizer_state:

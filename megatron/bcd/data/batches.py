@@ -16,9 +16,9 @@ import numpy
 import torch
 from megatron.core import parallel_state
 
-from megatron.bcd import platform
+from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
-from megatron.bcd.subsets import PhaseSubset
+from megatron.bcd.runtime import device
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _MICROBATCHES_AT_ONCE = 256
@@ -113,7 +113,7 @@ def subset_batches(
 def batch_of(dataset: Any, indices: Sequence[int]) -> Batch:
     """The samples `indices` as one micro-batch on the device, read at once; see `batches`."""
     batch = _collate([dataset[index] for index in indices])
-    return {name: tensor.to(platform.device(), non_blocking=True) for name, tensor in batch.items()}
+    return {name: tensor.to(device.current(), non_blocking=True) for name, tensor in batch.items()}
 
 
 def _loaded(dataset: Any, sampler: Iterable[list[int]], config: RunConfig) -> Iterator[Batch]:
@@ -123,7 +123,7 @@ def _loaded(dataset: Any, sampler: Iterable[list[int]], config: RunConfig) -> It
         batch_sampler=sampler,
         collate_fn=_collate,
         num_workers=workers,
-        pin_memory=platform.has_cuda(),
+        pin_memory=device.has_cuda(),
         persistent_workers=workers > 0,
         worker_init_fn=_leave_signals_to_the_rank,
         generator=torch.Generator().manual_seed(config.training.seed),
@@ -147,9 +147,9 @@ def _end_with_the_rank() -> None:
 
 
 def _on_device(loader: Iterable[Batch]) -> Iterator[Batch]:
-    device = platform.device()
+    target = device.current()
     for batch in loader:
-        yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        yield {name: tensor.to(target, non_blocking=True) for name, tensor in batch.items()}
 
 
 def no_batches() -> Iterator[Batch]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
 
-from megatron.bcd.blocks import partition
+from megatron.bcd.blocks.partition import partition
+from megatron.bcd.blocks.schedule import BlockSchedule
 from megatron.bcd.config import RunConfig
-from megatron.bcd.phases import PhaseSchedule
 
 
 def global_batch_size(config: RunConfig) -> int:
@@ -63,7 +63,7 @@ def _shortest_cycle(config: RunConfig) -> int:
         layout=config.bcd.bcd_layout,
         tied=config.tied,
     ).num_blocks
-    return num_blocks * PhaseSchedule.of(config, num_blocks=num_blocks).least_steps
+    return num_blocks * BlockSchedule.of(config, num_blocks=num_blocks).least_steps
 
 
 def num_samples(config: RunConfig, train_iters: int) -> tuple[int, int, int]:

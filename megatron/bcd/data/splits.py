@@ -13,10 +13,10 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.utils import get_blend_from_list
 
+from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
 from megatron.bcd.data.indexed import check_indexed_dataset
 from megatron.bcd.data.lengths import num_samples
-from megatron.bcd.subsets import PhaseSubset
 
 _DEFAULT_SPLIT = "969, 30, 1"  # Megatron-LM's
 _SPLIT_NAMES = ("training", "validation", "test")

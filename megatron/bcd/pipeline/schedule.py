@@ -11,11 +11,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from megatron.bcd import platform
-from megatron.bcd.blocks import Partition
-from megatron.bcd.pipeline.iteration import Iteration, TimedAction
-from megatron.bcd.pipeline.links import CountingCommunicator, OneWayLink
-from megatron.bcd.pipeline_plan.plan import PlanShape, bcd_shape, default_run_ahead, evaluation_shape
+from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.pipeline.build import PlanShape, bcd_shape, default_run_ahead, evaluation_shape
+from megatron.bcd.pipeline.executor import StageExecutor, TimedAction
+from megatron.bcd.pipeline.p2p import CountingCommunicator, OneWayLink
+from megatron.bcd.runtime import device
 
 _OF_A_PHASE = ("grad_scale_func", "finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
 
@@ -45,8 +45,8 @@ class PipelineSchedule:
         self._groups: ProcessGroupCollection | None = None
 
     def begin_phase(self, block: int, *, is_prefix_served: bool = False) -> None:
-        """`block` is active from now on. With `is_prefix_served` the pivot stage's batches bring its input along, and
-        the stages before it do nothing but take part in the collectives that end an iteration."""
+        """`block` is active from now on. With `is_prefix_served` the first trainable stage's batches bring its input
+        along, and the stages before it do nothing but take part in the collectives that end an iteration."""
         assert self._done_ahead == 0, "what a stage ran ahead with belongs to the phase before"
         self._block, self._is_prefix_served = block, is_prefix_served
 
@@ -96,7 +96,9 @@ class PipelineSchedule:
         """Execute this rank's part of the plan of `shape`."""
         self._set_up(model)
         assert self._communicator is not None and self._groups is not None and self._link is not None
-        iteration = Iteration(shape, model, self._communicator, self._link, self._groups, trace=self.trace, **arguments)
+        iteration = StageExecutor(
+            shape, model, self._communicator, self._link, self._groups, trace=self.trace, **arguments
+        )
         return iteration.run()
 
     def _shape(self, num_microbatches: int, *, forward_only: bool) -> PlanShape:
@@ -104,18 +106,21 @@ class PipelineSchedule:
         if forward_only:
             assert self._done_ahead == 0, "what a stage ran ahead with comes first"
             return evaluation_shape(num_stages=num_stages, num_microbatches=num_microbatches)
-        pivot = self._partition.pivot_stage(self._block)
+        first_trainable = self._partition.first_trainable_stage(self._block)
         active = [self._partition.stage_active(self._block, stage) for stage in range(num_stages)]
-        if self._is_prefix_served:  # the pipeline begins with the pivot stage
+        if self._is_prefix_served:  # the pipeline begins with the first trainable stage
             return bcd_shape(
-                num_stages=num_stages - pivot, num_microbatches=num_microbatches, pivot=0, active=active[pivot:]
+                num_stages=num_stages - first_trainable,
+                num_microbatches=num_microbatches,
+                first_trainable=0,
+                active=active[first_trainable:],
             )
-        default = default_run_ahead(num_stages=num_stages, pivot=pivot)
-        ahead = min(default if self._run_ahead is None else self._run_ahead, self._num_next) if pivot else 0
+        default = default_run_ahead(num_stages=num_stages, first_trainable=first_trainable)
+        ahead = min(default if self._run_ahead is None else self._run_ahead, self._num_next) if first_trainable else 0
         shape = bcd_shape(
             num_stages=num_stages,
             num_microbatches=num_microbatches,
-            pivot=pivot,
+            first_trainable=first_trainable,
             active=active,
             done_ahead=self._done_ahead,
             run_ahead=ahead,
@@ -135,7 +140,7 @@ class PipelineSchedule:
             self._communicator = CountingCommunicator(self._groups.pp, config)
             self._link = OneWayLink(self._communicator)
             # batched messages of some of a group's ranks must not be the first thing that the group does
-            torch.distributed.all_reduce(torch.zeros(1, device=platform.device()), group=self._groups.pp)
+            torch.distributed.all_reduce(torch.zeros(1, device=device.current()), group=self._groups.pp)
 
 
 def _process_groups() -> ProcessGroupCollection:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.bcd.pipeline_plan.plan import MAX_SENDS_IN_FLIGHT, PlanShape
+from megatron.bcd.pipeline.build import MAX_SENDS_IN_FLIGHT, PlanShape
 from megatron.bcd.planner.recipe import Recipe
 
 
@@ -86,5 +86,5 @@ def stage_messages(sizes: LayerBytes, shape: PlanShape, stage: int) -> int:
     one = sizes.input
     if shape.is_forward_only(stage):
         return (1 + MAX_SENDS_IN_FLIGHT) * one
-    ahead = shape.run_ahead if stage == shape.pivot else 0
+    ahead = shape.run_ahead if stage == shape.first_trainable else 0
     return (2 + ahead) * one

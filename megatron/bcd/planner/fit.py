@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron.bcd.planner.recipe import Recipe
-from megatron.bcd.planner.seconds import mean_seconds, phase_seconds
+from megatron.bcd.planner.step_time import mean_seconds, phase_seconds
 from megatron.bcd.planner.tables import Cluster, Model
 
 FITTED_MODELS = ("G-1.6B", "L-1.5B")

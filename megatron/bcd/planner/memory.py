@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron.bcd.cost import OFFLOADED_BYTES, ModelShape, state_budget
-from megatron.bcd.pipeline_plan.plan import PlanShape, bcd_shape, default_run_ahead
+from megatron.bcd.pipeline.build import PlanShape, bcd_shape, default_run_ahead
 from megatron.bcd.planner.activations import layer_bytes, stage_activations, stage_messages
-from megatron.bcd.planner.recipe import Cut, Recipe
+from megatron.bcd.planner.cost import OFFLOADED_BYTES, ModelShape, state_budget
+from megatron.bcd.planner.recipe import LayerCounts, Recipe
 from megatron.bcd.planner.tables import GIB
 from megatron.bcd.planner.tensors import Buffer, Tensor, buffer_of, stage_tensors
 
@@ -26,7 +26,7 @@ class RankMemory:
     """With the padding of the buffers in which each phase leaves its block."""
     gradients: int
     optimizer: int
-    """Moments, masters and step counters of the rank's part; 0 where the host holds them."""
+    """Moments, main parameters and step counters of the rank's part; 0 where the host holds them."""
     activations: int
     optimizer_work: int
     """What PyTorch's Adam needs during its step, when activations are gone."""
@@ -51,7 +51,9 @@ def stage_buffers(recipe: Recipe, stage: int) -> tuple[Buffer, ...]:
 
 
 @lru_cache(maxsize=1024)  # a search asks again for every micro-batch size
-def _buffers(shape: ModelShape, cut: Cut, padded_vocabulary: int, data_size: int) -> tuple[tuple[Buffer, ...], ...]:
+def _buffers(
+    shape: ModelShape, cut: LayerCounts, padded_vocabulary: int, data_size: int
+) -> tuple[tuple[Buffer, ...], ...]:
     partition, stages = cut.partition, []
     for stage in range(partition.num_stages):
         active: list[list[Tensor]] = [[] for _ in partition.blocks]
@@ -64,12 +66,14 @@ def _buffers(shape: ModelShape, cut: Cut, padded_vocabulary: int, data_size: int
 def phase_shape(recipe: Recipe, block: int) -> PlanShape:
     """The pipeline plan of an iteration in the middle of the block's phase."""
     partition = recipe.partition
-    pivot = partition.pivot_stage(block)
-    ahead = min(default_run_ahead(num_stages=partition.num_stages, pivot=pivot), recipe.num_microbatches)
+    first_trainable = partition.first_trainable_stage(block)
+    ahead = min(
+        default_run_ahead(num_stages=partition.num_stages, first_trainable=first_trainable), recipe.num_microbatches
+    )
     return bcd_shape(
         num_stages=partition.num_stages,
         num_microbatches=recipe.num_microbatches,
-        pivot=pivot,
+        first_trainable=first_trainable,
         active=[partition.stage_active(block, stage) for stage in range(partition.num_stages)],
         done_ahead=ahead,
         run_ahead=ahead,

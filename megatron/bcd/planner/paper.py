@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.bcd.cost import model_state_bytes
+from megatron.bcd.planner.cost import model_state_bytes
 from megatron.bcd.planner.fit import FITTED_MODELS, Timed, fit_host, fit_shares, iteration_ms, paper_recipe
 from megatron.bcd.planner.tables import GIB, Cluster, Model, Published
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from megatron.bcd import blocks
-from megatron.bcd.blocks import Partition
-from megatron.bcd.cost import PRECISIONS, ModelShape
+from megatron.bcd.blocks.partition import Partition, partition
+from megatron.bcd.planner.cost import PRECISIONS, ModelShape
 from megatron.bcd.planner.tables import Cluster, Model
 
 METHODS = ("bcd", "full", "offload")
@@ -18,7 +17,7 @@ MAX_GPUS, MAX_BATCH, MAX_TOKENS = 4096, 2**17, 2**24
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Cut:
+class LayerCounts:
     """A partition, and numbers of layers by stage, then by block."""
 
     partition: Partition
@@ -141,10 +140,10 @@ class Recipe:
         return self.cut.partition
 
     @cached_property
-    def cut(self) -> Cut:
+    def cut(self) -> LayerCounts:
         """The partition, and how many layers of every stage are what in every phase."""
         is_bcd = self.method == "bcd"
-        return _cut(
+        return _layer_counts(
             self.model.layers,
             self.pipeline_size,
             self.num_blocks if is_bcd else 1,
@@ -154,17 +153,15 @@ class Recipe:
 
 
 @lru_cache(maxsize=1024)  # a search asks for the same cut with many batches
-def _cut(num_layers: int, num_stages: int, num_blocks: int | None, layout: str, tied: bool) -> Cut:
-    partition = blocks.partition(
-        num_layers=num_layers, num_stages=num_stages, num_blocks=num_blocks, layout=layout, tied=tied
-    )
-    stages = [partition.stage_layers(stage) for stage in range(num_stages)]
-    prefixes = [len(partition.prefix_layers(block.index)) for block in partition.blocks]
-    return Cut(
-        partition=partition,
+def _layer_counts(num_layers: int, num_stages: int, num_blocks: int | None, layout: str, tied: bool) -> LayerCounts:
+    blocks = partition(num_layers=num_layers, num_stages=num_stages, num_blocks=num_blocks, layout=layout, tied=tied)
+    stages = [blocks.stage_layers(stage) for stage in range(num_stages)]
+    prefixes = [len(blocks.prefix_layers(block.index)) for block in blocks.blocks]
+    return LayerCounts(
+        partition=blocks,
         layers=tuple(map(len, stages)),
         active=tuple(
-            tuple(len(block.layers_on_stage(stage)) for block in partition.blocks) for stage in range(num_stages)
+            tuple(len(block.layers_on_stage(stage)) for block in blocks.blocks) for stage in range(num_stages)
         ),
         after_prefix=tuple(tuple(sum(layer >= first for layer in layers) for first in prefixes) for layers in stages),
     )

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron.bcd.planner.estimate import DEFAULT_MULTIPLIER, Plan, bill_of, make_estimate
 from megatron.bcd.planner.memory import fits
-from megatron.bcd.planner.plan import DEFAULT_MULTIPLIER, Plan, bill_of, make_plan
 from megatron.bcd.planner.recipe import MAX_GPUS, RECOMPUTE, Recipe
-from megatron.bcd.planner.seconds import mean_seconds, phase_seconds
+from megatron.bcd.planner.step_time import mean_seconds, phase_seconds
 
 SEARCHED_BLOCKS = (2, 3, 4, 5, 6)
 """In layout submodel the first two: it has so many on every stage."""
@@ -79,7 +79,7 @@ def search(
     by_price = sorted(fitting, key=rough_dollars)
     is_quick = by_price[0].partition.num_blocks <= SEARCHED_BLOCKS[-1]
     cheapest = by_price[: _SIMULATED if is_quick else 1]
-    plans = [make_plan(recipe, tokens=tokens, multiplier=multiplier) for recipe in cheapest]
+    plans = [make_estimate(recipe, tokens=tokens, multiplier=multiplier) for recipe in cheapest]
     return Found(
         num_tried=len(tried),
         num_fitting=len(fitting),

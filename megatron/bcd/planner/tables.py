@@ -12,9 +12,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron.bcd.cost import ModelShape, gpt2, llama
+from megatron.bcd.planner.cost import ModelShape, gpt2, llama
 
-FORMS = ("gpt", "llama")
+FAMILY_DEFAULTS = ("gpt", "llama")
 GIB = 2**30
 
 
@@ -38,8 +38,8 @@ class Model:
     source: str
 
     def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            raise ValueError(f"model {self.name}: form {self.form} must be one of {', '.join(FORMS)}")
+        if self.form not in FAMILY_DEFAULTS:
+            raise ValueError(f"model {self.name}: form {self.form} must be one of {', '.join(FAMILY_DEFAULTS)}")
         for name in ("layers", "hidden", "heads", "groups", "ffn", "vocabulary", "sequence"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model {self.name}: {name} {getattr(self, name)} must be at least 1")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import lcm
 
-from megatron.bcd.blocks import Partition
-from megatron.bcd.cost import ModelShape
+from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.planner.cost import ModelShape
 
 _PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
 """Elements: where Megatron Core's buffers begin a parameter and end a bucket for the distributed optimizer."""

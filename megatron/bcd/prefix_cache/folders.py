@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy
 
-from megatron.bcd.checkpoint_files import durable
 from megatron.bcd.prefix_cache.key import CacheKey, digest_of
 from megatron.bcd.prefix_cache.store import FILE_NAME, RecordStore, Slots
+from megatron.bcd.runtime import atomic_io
 
 _FOLDER_NAME = re.compile(r"prefix_[0-9a-f]{32}(\.incomplete)?")
 _MANIFEST = "manifest.json"
@@ -48,10 +48,10 @@ def prepare(root: str, key: CacheKey, samples: Slots) -> Cache:
         aside = cache.folder + ".incomplete"
         delete(aside)
         os.makedirs(aside)
-        durable.write(os.path.join(aside, _SAMPLES), numpy.ascontiguousarray(samples, dtype="<i8").tobytes())
-        durable.write(os.path.join(aside, _MANIFEST), key.to_json().encode())
+        atomic_io.write(os.path.join(aside, _SAMPLES), numpy.ascontiguousarray(samples, dtype="<i8").tobytes())
+        atomic_io.write(os.path.join(aside, _MANIFEST), key.to_json().encode())
         os.rename(aside, cache.folder)
-        durable.sync(root)
+        atomic_io.sync(root)
     cache.store.reserve()
     return cache
 

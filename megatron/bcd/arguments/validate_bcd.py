@@ -1,0 +1,76 @@
+"""Rules of block coordinate descent: phases, learning rate, samples and what is kept between phases."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.bcd.arguments.ranges import Run, flag_name, refuse_unless
+from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.blocks.schedule import BlockSchedule
+from megatron.bcd.config import RunConfig
+
+_NEEDS_PLATEAU = (
+    "bcd_plateau_window",
+    "bcd_plateau_min_improvement",
+    "bcd_min_steps_per_block",
+    "bcd_max_steps_per_block",
+)
+
+
+def check_phases(config: RunConfig, partition: Partition, given: Mapping[str, Any]) -> None:
+    bcd = config.bcd
+    BlockSchedule.of(config, num_blocks=partition.num_blocks)
+    if bcd.bcd_switch != "plateau":
+        for field in _NEEDS_PLATEAU:
+            refuse_unless(field not in given, f"{flag_name(field)} needs --bcd-switch plateau")
+    else:
+        refuse_unless(
+            "bcd_steps_per_block" not in given,
+            "--bcd-steps-per-block does not go with --bcd-switch plateau: give --bcd-min-steps-per-block and "
+            "--bcd-max-steps-per-block",
+        )
+    most = bcd.bcd_max_steps_per_block
+    refuse_unless(
+        bcd.bcd_switch != "plateau" or most is None or most > 2 * bcd.bcd_plateau_window,
+        f"--bcd-max-steps-per-block {most}: no phase would last long enough to end at a plateau; must be more than "
+        f"2 x --bcd-plateau-window {bcd.bcd_plateau_window}",
+    )
+    refuse_unless(
+        "bcd_greedy_microbatches" not in given or bcd.bcd_order == "greedy",
+        "--bcd-greedy-microbatches needs --bcd-order greedy",
+    )
+    refuse_unless(
+        bcd.bcd_stop_cycle_improvement is None or config.training.eval_iters > 0,
+        "--bcd-stop-cycle-improvement needs --eval-iters above 0: it compares validation losses",
+    )
+    refuse_unless(
+        bcd.bcd_run_ahead is None or bcd.bcd_schedule == "bcd",
+        "--bcd-run-ahead needs --bcd-schedule bcd: the stock schedule runs nothing ahead",
+    )
+
+
+def check_prefix_cache(run: Run, given: Mapping[str, Any]) -> None:
+    if run.bcd_prefix_cache is None:
+        refuse_unless(
+            run.bcd_prefix_cache_max_gib is None,
+            "--bcd-prefix-cache-max-gib needs --bcd-prefix-cache",
+        )
+        refuse_unless("bcd_prefix_cache_dtype" not in given, "--bcd-prefix-cache-dtype needs --bcd-prefix-cache")
+        return
+    name = f"--bcd-prefix-cache {run.bcd_prefix_cache}"
+    refuse_unless(
+        run.save is None or os.path.realpath(run.save) != os.path.realpath(run.bcd_prefix_cache),
+        f"{name} is the folder of --save: give each a folder of its own",
+    )
+    refuse_unless(
+        run.bcd_sample_ratio is not None,
+        f"{name} needs --bcd-sample-ratio: without it no sample of a phase is used twice",
+    )
+    refuse_unless(
+        not run.hidden_dropout and not run.attention_dropout,
+        f"{name} needs --hidden-dropout 0 and --attention-dropout 0: what is kept would hold one draw of it for ever",
+    )
+    refuse_unless(run.bcd_schedule == "bcd", f"{name} needs --bcd-schedule bcd: the stock schedule runs every stage")
+    refuse_unless(not run.sequence_parallel, f"{name} does not go with --sequence-parallel")

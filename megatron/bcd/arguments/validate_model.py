@@ -1,0 +1,218 @@
+"""Rules of the network, of the ranks it is spread over, and of Megatron Core itself."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.transformer.enums import AttnBackend
+
+from megatron.bcd.arguments.flags import CORE_SECTIONS
+from megatron.bcd.arguments.ranges import Run, flag_name, refuse_unless
+from megatron.bcd.config import RunConfig
+from megatron.bcd.runtime import offload
+
+
+def check_network(run: Run, given: Mapping[str, Any]) -> None:
+    hidden, heads = run.hidden_size, run.num_attention_heads
+    if run.kv_channels is None:
+        refuse_unless(
+            hidden % heads == 0,
+            f"--hidden-size {hidden} is not divisible by --num-attention-heads "
+            f"{heads}: give a multiple of {heads}, or --kv-channels",
+        )
+    groups = run.num_query_groups
+    if groups is None:
+        refuse_unless("num_query_groups" not in given, "--num-query-groups needs --group-query-attention")
+    else:
+        refuse_unless(
+            heads % groups == 0,
+            f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}: give a divisor of {heads}",
+        )
+    refuse_unless(
+        not (run.openai_gelu and run.swiglu),
+        "--openai-gelu does not go with --swiglu, which takes SiLU: leave one of them out "
+        "(--no-swiglu where --swiglu is the script's default)",
+    )
+
+
+def check_positions(run: Run, given: Mapping[str, Any]) -> None:
+    asked = given.get("position_embedding_type", "rope")
+    refuse_unless(
+        not given.get("use_rotary_position_embeddings") or asked == "rope",
+        f"--use-rotary-position-embeddings and --position-embedding-type {asked} are both given: give one of them",
+    )
+    if run.position_embedding_type == "learned_absolute":
+        refuse_unless(
+            run.seq_length <= run.max_position_embeddings,
+            f"--seq-length {run.seq_length} is larger than --max-position-embeddings "
+            f"{run.max_position_embeddings}: the position table must reach the end of a sequence",
+        )
+    if run.position_embedding_type != "rope":
+        for field in ("rotary_base", "rotary_percent", "rotary_interleaved"):
+            refuse_unless(field not in given, f"{flag_name(field)} needs --position-embedding-type rope")
+    else:
+        rotated = int((run.kv_channels or run.hidden_size // run.num_attention_heads) * run.rotary_percent)
+        refuse_unless(
+            rotated >= 2 and rotated % 2 == 0,
+            f"--rotary-percent {run.rotary_percent} rotates {rotated} "
+            "channels of a head: must be an even number of them",
+        )
+
+
+def check_compatible(run: Run, given: Mapping[str, Any]) -> None:
+    """Flags accepted for compatibility, where what they ask for is not done after all."""
+    if "--no-position-embedding" in given:
+        refuse_unless(
+            run.position_embedding_type != "learned_absolute",
+            "--no-position-embedding: give --position-embedding-type rope or none instead",
+        )
+    if "--use-precision-aware-optimizer" in given:
+        refuse_unless(run.optimizer_cpu_offload, "--use-precision-aware-optimizer needs --optimizer-cpu-offload")
+    if "--no-create-attention-mask-in-dataloader" in given:
+        refuse_unless(
+            not run.reset_attention_mask,
+            "--no-create-attention-mask-in-dataloader: --reset-attention-mask needs that mask; give only one of them",
+        )
+
+
+def check_parallel(run: Run, world_size: int) -> None:
+    tensor, pipeline = run.tensor_model_parallel_size, run.pipeline_model_parallel_size
+    refuse_unless(
+        world_size % (tensor * pipeline) == 0,
+        f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline} does not divide "
+        f"the world size {world_size}: start a multiple of {tensor * pipeline} processes "
+        "(torchrun --nproc-per-node)",
+    )
+    for field in ("num_attention_heads", "ffn_hidden_size", "hidden_size"):
+        size = getattr(run, field)
+        refuse_unless(
+            size is None or size % tensor == 0,
+            f"{flag_name(field)} {size} is not divisible by "
+            f"--tensor-model-parallel-size {tensor}: give a multiple of {tensor}",
+        )
+    groups = run.num_query_groups
+    refuse_unless(
+        groups is None or groups % tensor == 0 or tensor % groups == 0,
+        f"--num-query-groups {groups}: must be a multiple or a divisor of --tensor-model-parallel-size {tensor}",
+    )
+    if run.sequence_parallel:
+        refuse_unless(tensor > 1, "--sequence-parallel needs --tensor-model-parallel-size greater than 1")
+        refuse_unless(
+            run.seq_length % tensor == 0,
+            f"--seq-length {run.seq_length} is not divisible by "
+            f"--tensor-model-parallel-size {tensor}, which --sequence-parallel needs",
+        )
+    if run.overlap_param_gather:
+        refuse_unless(run.overlap_grad_reduce, "--overlap-param-gather needs --overlap-grad-reduce")
+        refuse_unless(
+            run.use_distributed_optimizer,
+            "--overlap-param-gather needs the distributed optimizer: leave out "
+            + ("--optimizer sgd" if run.optimizer == "sgd" else "--no-use-distributed-optimizer"),
+        )
+
+
+def check_precision(run: Run, given: Mapping[str, Any]) -> None:
+    refuse_unless(not (run.fp16 and run.bf16), "--fp16 and --bf16 are both given: give one of them")
+    if given.get("grad_reduce_in_bf16"):
+        refuse_unless(run.bf16, "--grad-reduce-in-bf16 needs --bf16")
+        refuse_unless(
+            not given.get("grad_reduce_in_fp32"),
+            "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 are both given: give one of them",
+        )
+
+
+def check_optimizer(run: Run, given: Mapping[str, Any]) -> None:
+    if run.optimizer == "sgd":
+        refuse_unless(
+            not given.get("use_distributed_optimizer"),
+            "--use-distributed-optimizer does not go with --optimizer sgd: Megatron Core's is for Adam only",
+        )
+        for field in ("adam_beta1", "adam_beta2", "adam_eps", "decoupled_weight_decay"):
+            refuse_unless(field not in given, f"{flag_name(field)} does not go with --optimizer sgd")
+    else:
+        refuse_unless("sgd_momentum" not in given, "--sgd-momentum needs --optimizer sgd")
+
+
+_OF_OFFLOAD = ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads")
+
+
+def check_offload(run: Run, num_blocks: int, given: Mapping[str, Any]) -> None:
+    """--optimizer-cpu-offload, stock Megatron-LM's: a baseline, without blocks."""
+    if not run.optimizer_cpu_offload:
+        for field in _OF_OFFLOAD:
+            refuse_unless(field not in given, f"{flag_name(field)} needs --optimizer-cpu-offload")
+        return
+    for flag, is_right in (
+        ("--optimizer sgd", run.optimizer == "adam"),
+        ("--no-decoupled-weight-decay", run.decoupled_weight_decay is not False),
+        ("--no-use-distributed-optimizer", run.use_distributed_optimizer),
+    ):
+        refuse_unless(is_right, f"--optimizer-cpu-offload does not go with {flag}: leave one of them out")
+    refuse_unless(
+        not run.fp16 or run.grad_reduce_in_fp32,
+        "--optimizer-cpu-offload with --fp16 needs --accumulate-allreduce-grads-in-fp32: the host steps in fp32",
+    )
+    refuse_unless(
+        not run.overlap_cpu_optimizer_d2h_h2d
+        or run.optimizer_offload_fraction == 1
+        or not given.get("grad_reduce_in_bf16"),
+        "--overlap-cpu-optimizer-d2h-h2d with --optimizer-offload-fraction below 1 does not go with "
+        "--grad-reduce-in-bf16: Megatron Core would step on gradients that are still being converted; leave one of "
+        "them out",
+    )
+    refuse_unless(
+        num_blocks == 1,
+        f"--optimizer-cpu-offload is a baseline of full training, and there are {num_blocks} blocks: give "
+        "--bcd-num-blocks 1 with it, or leave it out (--bcd-optimizer-state host keeps the state of frozen blocks "
+        "in host memory)",
+    )
+
+
+def check_recomputation(run: Run, given: Mapping[str, Any]) -> None:
+    granularity = run.recompute_granularity
+    if granularity == "full":
+        refuse_unless(
+            not given.get("recompute_activations"),
+            "--recompute-activations and --recompute-granularity full are both given: give one of them",
+        )
+        refuse_unless(
+            run.recompute_method and run.recompute_num_layers,
+            "--recompute-granularity full needs --recompute-method and --recompute-num-layers",
+        )
+    else:
+        for field in ("recompute_method", "recompute_num_layers", "distribute_saved_activations"):
+            refuse_unless(not getattr(run, field), f"{flag_name(field)} needs --recompute-granularity full")
+    refuse_unless(
+        run.recompute_modules is None or granularity == "selective",
+        "--recompute-modules needs --recompute-granularity selective",
+    )
+    if run.distribute_saved_activations:
+        refuse_unless(
+            run.tensor_model_parallel_size > 1 and not run.sequence_parallel,
+            "--distribute-saved-activations needs --tensor-model-parallel-size greater than 1, "
+            "without --sequence-parallel",
+        )
+
+
+def check_core_accepts(config: RunConfig) -> None:
+    """Megatron Core's own rules: build its dataclasses once, as on a machine without any fused kernel."""
+    offload.patch_offload()
+    transformer = dict(config.transformer)
+    transformer |= dict.fromkeys((field for field in transformer if field.endswith("_fusion")), False)
+    transformer |= {
+        "params_dtype": torch.float32,
+        "pipeline_model_parallel_size": 1,
+        "attention_backend": AttnBackend[transformer["attention_backend"]],
+    }
+    sections = {"transformer": transformer, "optimizer": config.optimizer, "ddp": config.ddp}
+    for name, values in sections.items():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                CORE_SECTIONS[name][0](**values)
+        except (AssertionError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split()) or "it does not say why"
+            raise ValueError(f"Megatron Core refuses these flags: {reason}") from error

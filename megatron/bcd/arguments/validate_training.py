@@ -1,0 +1,191 @@
+"""Rules of the batches, of the length of the run and its learning rate, and of what is read and written."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.bcd.arguments.ranges import Run, flag_name, refuse_unless
+
+
+def check_batch(run: Run, world_size: int) -> None:
+    ranks = world_size // (run.tensor_model_parallel_size * run.pipeline_model_parallel_size)
+    micro, total = run.micro_batch_size, run.global_batch_size
+    step = micro * ranks
+    product = f"--micro-batch-size {micro} x data parallel size {ranks}"
+    refuse_unless(
+        total % step == 0,
+        f"--global-batch-size {total} is not divisible by {product}: give a multiple of {step}",
+    )
+    if run.rampup_batch_size is None:
+        return
+    start, increment, samples = run.rampup_batch_size
+    name = f"--rampup-batch-size {start} {increment} {samples}"
+    refuse_unless(
+        start > 0 and increment > 0 and samples >= 0,
+        f"{name}: start and increment must be greater than 0, samples at least 0",
+    )
+    refuse_unless(
+        start % step == 0 and increment % step == 0,
+        f"{name}: start and increment must be divisible by {product}, so by {step}",
+    )
+    refuse_unless(
+        start <= total and (total - start) % increment == 0,
+        f"{name}: whole increments must lead from {start} to --global-batch-size {total}",
+    )
+
+
+def check_length(run: Run, given: Mapping[str, Any]) -> None:
+    refuse_unless(
+        run.train_iters is None or run.train_samples is None,
+        "--train-iters and --train-samples are both given: give one of them",
+    )
+    if run.train_iters is None and run.train_samples is None:
+        return
+    length, other = ("--train-iters", "samples") if run.train_samples is None else ("--train-samples", "iters")
+    unit = "iters" if other == "samples" else "samples"
+    for field in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        refuse_unless(
+            not given.get(f"{field}_{other}"),
+            f"{flag_name(f'{field}_{other}')} does not go with {length}: give {flag_name(f'{field}_{unit}')}",
+        )
+
+
+def check_learning_rate(run: Run, given: Mapping[str, Any]) -> None:
+    for low, high in (("min_lr", "lr"), ("lr_warmup_init", "lr"), ("decoupled_min_lr", "decoupled_lr")):
+        low_value, high_value = getattr(run, low), getattr(run, high)
+        refuse_unless(
+            low_value is None or high_value is None or low_value <= high_value,
+            f"{flag_name(low)} {low_value}: must be at most {flag_name(high)} {high_value}",
+        )
+    refuse_unless(
+        run.decoupled_min_lr is None or run.decoupled_lr is not None,
+        "--decoupled-min-lr needs --decoupled-lr",
+    )
+    unit = "iters" if run.train_samples is None else "samples"
+    warmup, decay = getattr(run, f"lr_warmup_{unit}"), getattr(run, f"lr_decay_{unit}")
+    if run.lr_warmup_fraction is not None:
+        refuse_unless(not warmup, f"--lr-warmup-fraction and --lr-warmup-{unit} are both given: give one of them")
+    if decay is None:
+        return
+    whole = f"--lr-decay-{unit}" if f"lr_decay_{unit}" in given else f"--train-{unit}"
+    refuse_unless(
+        warmup < decay,
+        f"--lr-warmup-{unit} {warmup}: must be less than the length of the decay, {whole} {decay}",
+    )
+    if run.lr_decay_style == "WSD":
+        last = getattr(run, f"lr_wsd_decay_{unit}")
+        refuse_unless(last is not None, f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}")
+        refuse_unless(
+            last <= decay - warmup,
+            f"--lr-wsd-decay-{unit} {last}: must be at most {decay - warmup}, "
+            f"what the warm-up leaves of {whole} {decay}",
+        )
+
+
+def check_weight_decay(run: Run, given: Mapping[str, Any]) -> None:
+    ends = [name for name in ("start_weight_decay", "end_weight_decay") if name in given]
+    if run.weight_decay_incr_style == "constant":
+        refuse_unless(
+            not ends,
+            f"{flag_name(ends[0]) if ends else ''} needs --weight-decay-incr-style linear or cosine; "
+            "a constant one is --weight-decay",
+        )
+        return
+    refuse_unless(
+        len(ends) == 2,
+        f"--weight-decay-incr-style {run.weight_decay_incr_style} needs --start-weight-decay and --end-weight-decay",
+    )
+    start, end = run.start_weight_decay, run.end_weight_decay
+    refuse_unless(
+        start <= end,
+        f"--start-weight-decay {start} is larger than --end-weight-decay {end}: must be at most that",
+    )
+
+
+def check_data(run: Run) -> None:
+    per_split = [
+        flag_name(name) for name in ("train_data_path", "valid_data_path", "test_data_path") if getattr(run, name)
+    ]
+    sources = ["--mock-data"] * run.mock_data + ["--data-path"] * bool(run.data_path) + per_split[:1]
+    refuse_unless(len(sources) == 1, f"{' and '.join(sources)} are both given: give one of them")
+    if run.split is not None:
+        refuse_unless(run.data_path, f"--split {run.split} needs --data-path")
+        _check_split(run.split)
+    for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        _check_blend(flag_name(field), getattr(run, field))
+
+
+def _check_split(split: str) -> None:
+    try:
+        shares = [float(share) for share in re.split(r"[,/]", split)]
+    except ValueError:
+        shares = []
+    refuse_unless(
+        len(shares) == 3 and all(0 <= share < math.inf for share in shares) and sum(shares) > 0,
+        f"--split {split!r}: must be three numbers of at least 0, not all of them 0: the shares of training, "
+        "validation and test, e.g. 95,5,0",
+    )
+
+
+def _check_blend(flag: str, words: tuple[str, ...] | None) -> None:
+    """Megatron's two forms: prefixes alone, or weight prefix weight prefix ..."""
+    if not words or len(words) % 2:
+        return
+    weights = [re.fullmatch(r"[0-9.]+(e-?[0-9]+)?", word) is not None for word in words[::2]]
+    refuse_unless(
+        all(weights) or not any(weights),
+        f"{flag} {' '.join(words)}: give a weight before every prefix, or before none",
+    )
+    refuse_unless(
+        not all(weights) or all(float(word) > 0 for word in words[::2]),
+        f"{flag} {' '.join(words)}: every weight must be greater than 0; leave a prefix out instead",
+    )
+
+
+def check_checkpoints(run: Run) -> None:
+    refuse_unless(run.save_interval is None or run.save, "--save-interval needs --save")
+    refuse_unless(not run.finetune or run.load, "--finetune needs --load")
+    refuse_unless(not run.async_save or run.save, "--async-save needs --save")
+    refuse_unless(run.keep_last_checkpoints is None or run.save, "--keep-last-checkpoints needs --save")
+    refuse_unless(
+        run.load is None or not Path(run.load).exists() or Path(run.load).is_dir(),
+        f"--load {run.load} is a file: give a folder",
+    )
+
+
+def check_outputs(run: Run) -> None:
+    for field in ("save", "tensorboard_dir", "wandb_save_dir"):
+        folder = getattr(run, field)
+        if folder is not None:
+            _check_can_write(flag_name(field), folder, Path(folder).absolute())
+    if run.metrics_file is not None:
+        file = Path(run.metrics_file).absolute()
+        refuse_unless(not file.is_dir(), f"--metrics-file {run.metrics_file} is a folder: give a file")
+        refuse_unless(
+            not file.exists() or os.access(file, os.W_OK),
+            f"--metrics-file {run.metrics_file} can't be written: give a file that can",
+        )
+        _check_can_write("--metrics-file", run.metrics_file, file.parent)
+
+
+def _check_can_write(flag: str, asked: str, folder: Path) -> None:
+    """Try a file in the folder, or in the nearest one above it that exists: nothing is left behind.
+
+    Root passes every permission check, and a read-only mount shows only when something is written.
+    """
+    try:
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        refuse_unless(folder.is_dir(), f"{flag} {asked} can't be written: {folder} is a file, not a folder")
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{flag} {asked} can't be written ({error.strerror}: {folder}): give a folder that can"
+        ) from error

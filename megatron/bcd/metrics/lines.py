@@ -1,0 +1,59 @@
+"""Records as text: one line each, the same on a terminal and in a log file."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from megatron.bcd.metrics.schema import BlockSummary, EvalMetrics, StepMetrics
+
+MIB = 2**20
+GIB = 2**30
+_NUM_SHOWN = 4  # a longer list is told by its ends, or a line would not fit a screen
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`num_bytes` in MiB, from 1 GiB on in GiB, with one decimal."""
+    return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:,.1f} MiB"
+
+
+def listed(values: Sequence[float], show: Callable[[float], str], noun: str) -> str:
+    """All of a short list; of a long one its ends: "1.0 MiB to 3.0 MiB over 64 ranks"."""
+    if len(values) <= _NUM_SHOWN:
+        return ", ".join(show(value) for value in values) or "-"
+    ends = dict.fromkeys((show(min(values)), show(max(values))))
+    return f"{' to '.join(ends)} over {len(values)} {noun}"
+
+
+def bytes_by_rank(by_rank: Sequence[int]) -> str:
+    return listed(by_rank, format_bytes, "ranks")
+
+
+def highest_by_rank(blocks: Iterable[BlockSummary]) -> tuple[int, ...]:
+    """DESIGN's "model state": a rank's figure is its maximum over the phases."""
+    return tuple(max(column) for column in zip(*(b.model_state_bytes for b in blocks), strict=True))
+
+
+def step_line(record: StepMetrics, *, train_iters: int) -> str:
+    """The log line of `record`: one line, greppable, the same on a terminal and in a log file."""
+    norm = "-" if record.grad_norm is None else f"{record.grad_norm:.3f}"
+    parts = [
+        f"iteration {record.iteration:8d}/{train_iters:8d}",
+        f"cycle {record.cycle}",
+        f"block {record.block}",
+        f"loss {record.loss:.6E}",
+        f"lr {record.learning_rate:.6E}",
+        f"grad norm {norm}",
+        f"{record.step_time_ms:,.1f} ms/step",
+        f"{record.tokens_per_second:,.0f} tokens/s",
+    ]
+    peak, state = max(record.peak_memory_bytes, default=0), max(record.model_state_bytes, default=0)
+    parts.append(f"memory {format_bytes(peak)} (model state {format_bytes(state)})")
+    if record.loss_scale is not None:
+        parts.append(f"loss scale {record.loss_scale:,.0f}")
+    if record.skipped_iterations:
+        parts.append(f"skipped iterations {record.skipped_iterations}")
+    return " | ".join(parts)
+
+
+def evaluation_line(record: EvalMetrics) -> str:
+    """The log line of an evaluation."""
+    when = "at the end, iteration" if record.is_final else "at iteration"
+    return f"{record.split} {when} {record.iteration:8d} | loss {record.loss:.6E} | perplexity {record.perplexity:,.3f}"

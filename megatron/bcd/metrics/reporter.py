@@ -1,0 +1,133 @@
+"""Reporter: takes records, tells them everywhere."""
+
+import dataclasses
+from collections.abc import Mapping
+from types import TracebackType
+
+from rich.console import Console
+
+from megatron.bcd.metrics.console import Screen
+from megatron.bcd.metrics.lines import evaluation_line, step_line
+from megatron.bcd.metrics.schema import EvalMetrics, RunSummary, StepMetrics
+from megatron.bcd.metrics.sinks import MetricsFile, TensorBoard, Wandb, evaluation_scalars, step_scalars
+
+
+class Reporter:
+    """Console, metrics file, TensorBoard and Weights & Biases of one run; a context manager.
+
+    Figures of a resumed run (`start_iteration` > 0) continue the metrics file: lines after
+    `start_iteration` are dropped, because the run repeats them. A fresh run replaces the file, but
+    only at its first line.
+
+    Raises ValueError, one line that names the flag, when --metrics-file or --tensorboard-dir cannot
+    be written or --wandb-project cannot be used.
+    """
+
+    def __init__(
+        self,
+        *,
+        train_iters: int,
+        start_iteration: int = 0,
+        metrics_file: str | None = None,
+        tensorboard_dir: str | None = None,
+        wandb_project: str | None = None,
+        wandb_exp_name: str | None = None,
+        wandb_entity: str | None = None,
+        wandb_save_dir: str | None = None,
+        run_config: Mapping[str, object] | None = None,
+        console: Console | None = None,
+    ) -> None:
+        self._train_iters = train_iters
+        self._contents: dict[int, str] = {}
+        self._switch_time_ms = 0.0
+        self._screen = Screen(console, train_iters=train_iters, start_iteration=start_iteration)
+        self._metrics = MetricsFile(metrics_file, start_iteration=start_iteration) if metrics_file else None
+        self._scalar_sinks: list[TensorBoard | Wandb] = []
+        if tensorboard_dir:
+            self._scalar_sinks.append(TensorBoard(tensorboard_dir, start_iteration=start_iteration))
+        if wandb_project:
+            self._scalar_sinks.append(
+                Wandb(
+                    project=wandb_project,
+                    name=wandb_exp_name or None,
+                    entity=wandb_entity or None,
+                    dir=wandb_save_dir or None,
+                    config=dict(run_config or {}),
+                )
+            )
+
+    def banner(self, summary: RunSummary) -> None:
+        """Tells what will run; phase lines name the layers of these blocks from now on."""
+        self._contents = {block.index: block.contents for block in summary.blocks}
+        self._screen.banner(summary)
+
+    def step(self, record: StepMetrics) -> None:
+        """One log line, one metrics line, one point of every curve."""
+        self._screen.line(step_line(record, train_iters=self._train_iters), block=record.block)
+        self._screen.advance(record.iteration, record)
+        if self._metrics is not None:
+            # Switches since the last line; their own lines would have no loss.
+            self._metrics.write({**dataclasses.asdict(record), "switch_time_ms": self._switch_time_ms})
+        self._switch_time_ms = 0.0
+        self._write_scalars(step_scalars(record), record.iteration)
+
+    def progress(self, iteration: int) -> None:
+        """Moves the progress line of a terminal between log steps; no output elsewhere."""
+        self._screen.advance(iteration)
+
+    def evaluation(self, record: EvalMetrics) -> None:
+        """One log line and one metrics line without `loss`, so that training curves stay clean."""
+        self._screen.line(evaluation_line(record), style="bold")
+        if self._metrics is not None:
+            self._metrics.write(
+                {
+                    "iteration": record.iteration,
+                    "consumed_samples": record.consumed_samples,
+                    f"{record.split}_loss": record.loss,
+                    f"{record.split}_perplexity": record.perplexity,
+                    **({"is_final": True} if record.is_final else {}),
+                }
+            )
+        self._write_scalars(evaluation_scalars(record), record.iteration)
+
+    def phase(self, *, iteration: int, cycle: int, phase: int, block: int, switch_time_ms: float) -> None:
+        """One line at a switch; `iteration` is the number of steps done before it."""
+        contents = self._contents.get(block, "")
+        text = (
+            f"-- phase {phase} at iteration {iteration}: cycle {cycle}, block {block}"
+            f"{', ' if contents else ''}{contents} active (switch {switch_time_ms:,.0f} ms)"
+        )
+        self._screen.line(text, block=block)
+        self._switch_time_ms += switch_time_ms
+        self._write_scalars({"bcd/switch-time-ms": switch_time_ms}, iteration)
+
+    def note(self, text: str) -> None:
+        """A line that asks for nothing."""
+        self._screen.line(text)
+
+    def warning(self, text: str) -> None:
+        """A line that the user should act on."""
+        self._screen.line(f"warning: {text}", style="yellow")
+
+    def _write_scalars(self, scalars: Mapping[str, float], iteration: int) -> None:
+        for sink in self._scalar_sinks:
+            sink.write(scalars, iteration=iteration)
+
+    def close(self) -> None:
+        """Gives the terminal back and closes every file; may be called twice."""
+        self._screen.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        while self._scalar_sinks:
+            self._scalar_sinks.pop().close()
+
+    def __enter__(self) -> "Reporter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,19 @@
+"""The reporter of every rank but the first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.bcd.metrics.reporter import Reporter
+
+
+class SilentReporter(Reporter):
+    """Takes what `Reporter` takes and tells nothing, so that all ranks run the same lines."""
+
+    def __init__(self) -> None:
+        pass
+
+    def banner(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    step = progress = evaluation = phase = note = warning = close = banner

@@ -1,0 +1,175 @@
+"""Where the figures go besides the console: metrics file, TensorBoard, Weights & Biases."""
+
+import importlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from typing import IO, Any
+
+from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
+
+
+def json_line(values: Mapping[str, object]) -> str:
+    """`values` as one line of strict JSON, floats unrounded.
+
+    JSON has no NaN or infinity: such a value becomes null and its name goes into `non_finite`,
+    as in {"loss": null, "non_finite": {"loss": "nan"}}.
+    """
+    broken = {k: repr(v) for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
+    clean = {k: None if k in broken else v for k, v in values.items()}
+    if broken:
+        clean["non_finite"] = broken
+    return json.dumps(clean, allow_nan=False)
+
+
+def _try_to_write(folder: str) -> None:
+    """Raise OSError where no file can be made in `folder`, or in the nearest one above it that exists; leave none."""
+    while not os.path.lexists(folder):
+        folder = os.path.dirname(folder)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+class MetricsFile:
+    """JSON lines, each flushed.
+
+    Checked when constructed, touched at the first write: a run that never starts harms no file.
+    """
+
+    def __init__(self, path: str, *, start_iteration: int) -> None:
+        """Raises ValueError naming --metrics-file when the file cannot be written or, on resume, read."""
+        self._path = os.path.realpath(path)  # replacing a link would leave its target behind
+        self._file: IO[str] | None = None
+        self._kept: list[str] = []
+        # A pipe or device takes lines but must not be renamed over.
+        self._in_place = os.path.exists(self._path) and not os.path.isfile(self._path)
+        try:
+            if os.path.isdir(self._path):
+                raise IsADirectoryError(21, "is a folder")
+            if not self._in_place:
+                _try_to_write(os.path.dirname(self._path))
+                if start_iteration > 0 and os.path.exists(self._path):
+                    self._kept = self._lines_until(start_iteration)
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not a text file"
+            raise ValueError(f"--metrics-file {path}: {reason}; give a file that can be written") from error
+
+    def _lines_until(self, last: int) -> list[str]:
+        with open(self._path, encoding="utf-8") as file:
+            lines = file.read().split("\n")
+        lines.pop()  # "" after the last newline, or the torn line of a run that was killed
+        kept = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                values = json.loads(line)
+                if values["iteration"] <= last and not values.get("is_final"):  # the end is evaluated once more
+                    kept.append(line + "\n")
+            except (ValueError, TypeError, KeyError, AttributeError):
+                raise ValueError(
+                    f"--metrics-file {self._path}: line {number} is not a line of metrics, so the run cannot"
+                    " go on in this file; give another file"
+                ) from None
+        return kept
+
+    def write(self, values: Mapping[str, object]) -> None:
+        if self._file is None:
+            self._file = self._open()
+        self._file.write(json_line(values) + "\n")
+        self._file.flush()
+
+    def _open(self) -> IO[str]:
+        if not self._in_place:
+            os.makedirs(os.path.dirname(self._path), exist_ok=True)
+            aside = f"{self._path}.{os.getpid()}.tmp"
+            with open(aside, "w", encoding="utf-8") as file:
+                file.writelines(self._kept)
+            os.replace(aside, self._path)
+        return open(self._path, "a", encoding="utf-8")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def step_scalars(record: StepMetrics) -> dict[str, float]:
+    """Megatron's tag names where Megatron has them (its iteration-time is in seconds), "bcd/..." else."""
+    scalars: dict[str, float | None] = {
+        "lm loss": record.loss,
+        "learning-rate": record.learning_rate,
+        "grad-norm": record.grad_norm,
+        "loss-scale": record.loss_scale,
+        "batch-size": record.global_batch_size or None,
+        "consumed-samples": record.consumed_samples,
+        "iteration-time": record.step_time_ms / 1000.0,
+        "tokens-per-sec": record.tokens_per_second,
+        "bcd/cycle": record.cycle,
+        "bcd/phase": record.phase,
+        "bcd/block": record.block,
+        "bcd/skipped-iterations": record.skipped_iterations,
+    }
+    for rank, num_bytes in enumerate(record.model_state_bytes):
+        scalars[f"bcd/model-state-bytes/rank {rank}"] = num_bytes
+    for rank, num_bytes in enumerate(record.peak_memory_bytes):
+        scalars[f"bcd/peak-memory-bytes/rank {rank}"] = num_bytes
+    return {tag: value for tag, value in scalars.items() if value is not None}
+
+
+def evaluation_scalars(record: EvalMetrics) -> dict[str, float]:
+    """Megatron's tag names: "lm loss validation", "lm loss validation ppl"."""
+    tag = f"lm loss {record.split}"
+    return {tag: record.loss, f"{tag} ppl": record.perplexity}
+
+
+class TensorBoard:
+    """Checked when constructed, made at the first write, as the metrics file."""
+
+    def __init__(self, folder: str, *, start_iteration: int) -> None:
+        """Raises ValueError naming --tensorboard-dir where it is not installed or not writable."""
+        try:
+            self._module = importlib.import_module("torch.utils.tensorboard")
+        except ImportError as error:
+            raise ValueError("--tensorboard-dir needs TensorBoard: pip install tensorboard") from error
+        try:
+            _try_to_write(os.path.abspath(folder))
+        except OSError as error:
+            reason = f"{error.strerror}; give a folder that can be written"
+            raise ValueError(f"--tensorboard-dir {folder}: {reason}") from error
+        self._folder = folder
+        # After a resume TensorBoard must forget the points that the run is about to repeat.
+        self._purge_step = start_iteration + 1 if start_iteration > 0 else None
+        self._writer: Any = None
+
+    def write(self, scalars: Mapping[str, float], *, iteration: int) -> None:
+        if self._writer is None:
+            self._writer = self._module.SummaryWriter(self._folder, purge_step=self._purge_step)
+        for tag, value in scalars.items():
+            self._writer.add_scalar(tag, value, iteration)
+        self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class Wandb:
+    def __init__(self, **settings: Any) -> None:
+        """Starts a Weights & Biases run; raises ValueError naming --wandb-project where that fails."""
+        try:
+            module: Any = importlib.import_module("wandb")
+        except ImportError as error:
+            raise ValueError("--wandb-project needs Weights & Biases: pip install wandb") from error
+        try:
+            self._run: Any = module.init(**settings)
+        except Exception as error:  # wandb has no common error class over its versions
+            reason = " ".join(str(error).split()) or type(error).__name__
+            project = settings["project"]
+            raise ValueError(f"--wandb-project {project}: wandb did not start: {reason}") from error
+
+    def write(self, scalars: Mapping[str, float], *, iteration: int) -> None:
+        self._run.log(dict(scalars), step=iteration)
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,1 @@
+"""The model of one pipeline stage, on Megatron Core."""

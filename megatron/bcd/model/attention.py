@@ -1,0 +1,81 @@
+"""Core attention on PyTorch's scaled_dot_product_attention.
+
+Tensor shapes: S sequence length, B micro-batch size, N attention heads and G query groups on this tensor-parallel
+rank, D head size, H hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron.bcd.runtime import device
+
+
+class ScaledDotProductAttention(MegatronModule):
+    """Core attention of the local layers on `torch.nn.functional.scaled_dot_product_attention`.
+
+    Megatron Core's local DotProductAttention materialises the S x S scores of every head; this takes PyTorch's flash
+    kernels on CPU and GPU. Causal where no mask is given. The signature is Megatron Core's.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        self.attn_mask_type = attn_mask_type
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Query [S, B, N, D], key and value [S, B, G, D], mask [B or 1, 1, S, S] with True = masked; returns [S, B, N
+        * D]."""
+        assert attention_bias is None and packed_seq_params is None, "not offered by the flags"
+        dropout = self.dropout if self.training else 0.0
+        heads_per_group = query.size(2) // key.size(2)
+        if heads_per_group > 1 and query.dtype == torch.float32 and device.has_cuda():
+            # of PyTorch's kernels for GPUs none but the one that keeps S x S scores takes groups in fp32
+            key, value = (x.repeat_interleave(heads_per_group, dim=2) for x in (key, value))
+        arguments: dict[str, Any] = {
+            "dropout_p": dropout,
+            "scale": self.softmax_scale,
+            "enable_gqa": key.size(2) != query.size(2),
+        }
+        if attention_mask is None:
+            arguments["is_causal"] = (attn_mask_type or self.attn_mask_type) == AttnMaskType.causal
+        else:
+            arguments["attn_mask"] = ~attention_mask
+        query_bnsd, key_bgsd, value_bgsd = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        if dropout and not self.config.sequence_parallel:
+            # each tensor-parallel rank drops its own heads' scores
+            with tensor_parallel.get_cuda_rng_tracker().fork():
+                context = torch.nn.functional.scaled_dot_product_attention(
+                    query_bnsd, key_bgsd, value_bgsd, **arguments
+                )
+        else:
+            context = torch.nn.functional.scaled_dot_product_attention(query_bnsd, key_bgsd, value_bgsd, **arguments)
+        return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)

@@ -1,0 +1,100 @@
+"""The layers of one pipeline stage, which can begin behind a frozen prefix.
+
+Tensor shapes: S sequence length, B micro-batch size, H hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_block import TransformerBlock
+from torch import Tensor
+
+
+class _PassThrough(torch.nn.Module):
+    """A layer that does nothing."""
+
+    def forward(self, *, hidden_states: Tensor, context: Any = None, **others: Any) -> tuple[Tensor, Any]:
+        return hidden_states, context
+
+
+_pass_through = _PassThrough()
+
+
+class BcdTransformerBlock(TransformerBlock):
+    """Megatron Core's layers of one stage, which can begin behind a frozen prefix.
+
+    With full activation recomputation: Megatron Core checkpoints with a re-entrant autograd function; where none of its
+    inputs needs a gradient, its output has no graph, and the active layers inside would silently get none. So the
+    prefix runs without a graph and is not recomputed, and the first active layer's input starts the graph.
+
+    With a prefix cache: `first_layer` says which of this stage's layers is the first to run.
+    """
+
+    num_prefix_layers = 0
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        first_layer: int | None = None,
+        behind_prefix: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        """As Megatron Core's. With `first_layer`, counted on this stage, `hidden_states` [S, B, H] are its input, on
+        any stage; with `behind_prefix` it is the first active layer."""
+        if behind_prefix:
+            first_layer = self._trainable_layers()[0]
+        if first_layer is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        self.input_tensor = hidden_states  # where a stage that is not the first looks for its input
+        layers: torch.nn.ModuleList = self.layers  # type: ignore[has-type]
+        # what does nothing stands in for the prefix: layers keep their places, by which recomputation asks for them
+        self.layers = torch.nn.ModuleList([*[_pass_through] * first_layer, *layers[first_layer:]])
+        try:
+            return super().forward(hidden_states, *args, **kwargs)
+        finally:
+            self.layers = layers
+            self.input_tensor = None
+
+    def _trainable_layers(self) -> list[int]:
+        """Of this stage, those with a parameter that is trained in this phase."""
+        return [i for i, layer in enumerate(self.layers) if any(p.requires_grad for p in layer.parameters())]
+
+    def _get_layer(self, layer_number: int) -> Any:
+        # the last chunk of --recompute-num-layers layers may be longer than what is left behind the prefix
+        index = self.num_prefix_layers + layer_number
+        return self.layers[index] if index < len(self.layers) else _pass_through
+
+    def _checkpointed_forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor,
+        context: Tensor,
+        context_mask: Tensor,  # type: ignore[override]
+        rotary_pos_emb: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        trainable = self._trainable_layers()
+        # the recomputation in backward asks for layers again: these two stay as they are until the next forward, and
+        # are the same for every microbatch of a phase
+        self.num_prefix_layers = 0 if hidden_states.requires_grad else (trainable[0] if trainable else len(self.layers))
+        self.num_layers_per_pipeline_rank = len(self.layers) - self.num_prefix_layers
+        with torch.no_grad():
+            for layer in self.layers[: self.num_prefix_layers]:
+                hidden_states, context = layer(
+                    hidden_states=hidden_states,
+                    attention_mask=attention_mask,
+                    context=context,
+                    context_mask=context_mask,
+                    rotary_pos_emb=rotary_pos_emb,
+                )
+        if not self.num_layers_per_pipeline_rank:
+            return hidden_states
+        if not hidden_states.requires_grad:
+            hidden_states = hidden_states.detach().requires_grad_()
+        return super()._checkpointed_forward(
+            hidden_states, attention_mask, context, context_mask, rotary_pos_emb, *args, **kwargs
+        )

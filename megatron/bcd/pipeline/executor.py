@@ -1,0 +1,238 @@
+"""One iteration of one stage: its part of the plan, action by action, with Megatron Core's passes and messages."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.schedules import (
+    backward_step,
+    deallocate_output_tensor,
+    forward_step,
+    get_tensor_shapes,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config, get_model_type
+
+from megatron.bcd.pipeline.actions import Action, Kind
+from megatron.bcd.pipeline.build import PlanShape, stage_actions
+from megatron.bcd.pipeline.p2p import CountingCommunicator, OneWayLink
+from megatron.bcd.runtime import device
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedAction:
+    """An action that was executed, and when: seconds of a clock that never goes back."""
+
+    action: Action
+    start: float
+    end: float
+
+
+class StageExecutor:
+    """One iteration of one stage: what is under way, and what each kind of action does to it."""
+
+    def __init__(
+        self,
+        shape: PlanShape,
+        model: torch.nn.Module,
+        communicator: CountingCommunicator,
+        link: OneWayLink,
+        groups: ProcessGroupCollection,
+        *,
+        trace: list[TimedAction] | None,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        force_all_reduce: bool = False,
+    ) -> None:
+        self._shape, self._model, self._communicator, self._link = shape, model, communicator, link
+        self._groups, self._trace = groups, trace
+        # where the prefix is served, a plan has fewer stages than the pipeline: its last ones
+        self._stage = groups.pp.rank() - (groups.pp.size() - shape.num_stages)
+        self._config = get_model_config(model)
+        self._forward_step_func, self._batches = forward_step_func, data_iterator
+        self._collect_non_loss_data, self._first_val_step = collect_non_loss_data, first_val_step
+        self._force_all_reduce = force_all_reduce
+        [self._tensor_shape] = get_tensor_shapes(
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            config=self._config,
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+        )
+        self._actions = stage_actions(shape, self._stage) if self._stage >= 0 else ()
+        self._is_training = shape.first_trainable < shape.num_stages
+        self._is_after_prefix = self._stage > 0 and shape.is_one_way(self._stage - 1)
+        self._num_to_receive = shape.done_ahead if self._is_first_trainable else 0
+        self._num_to_receive += sum(action.kind is Kind.RECEIVE_FORWARD for action in self._actions)
+        self._num_backwards = sum(action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) for action in self._actions)
+        # by microbatch; inputs until the forward pass, where they need a gradient until the backward pass
+        self._inputs: dict[int, torch.Tensor] = {}
+        self._outputs: dict[int, torch.Tensor] = {}
+        self._output_gradients: dict[int, torch.Tensor] = {}
+        self._input_gradients: dict[int, torch.Tensor] = {}
+        self._reported: list[Any] = []
+        self._num_tokens = torch.zeros([], dtype=torch.int, device=device.current())
+        self._no_sync: contextlib.AbstractContextManager[Any] | None = None
+
+    @property
+    def _is_first_trainable(self) -> bool:
+        return self._stage == self._shape.first_trainable
+
+    def run(self) -> list[Any]:
+        do = self._handlers()
+        self._defer_gradient_reduction()
+        for action in self._actions:
+            start = self._now()
+            do[action.kind](action.microbatch, action.received)
+            if self._trace is not None:
+                self._trace.append(TimedAction(action=action, start=start, end=self._now()))
+        self._link.finish_sends()
+        if self._is_training:
+            self._finish_gradients()
+        return self._reported
+
+    def _handlers(self) -> dict[Kind, Callable[[int, int | None], None]]:
+        return {
+            Kind.FORWARD: self._forward,
+            Kind.FORWARD_ONLY: self._forward_only,
+            Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward,
+            Kind.SEND_FORWARD: self._send_forward,
+            Kind.RECEIVE_FORWARD: self._receive_forward,
+            Kind.SEND_BACKWARD: self._send_backward,
+            Kind.RECEIVE_BACKWARD: self._receive_backward,
+            Kind.SEND_FORWARD_RECEIVE_BACKWARD: self._send_forward_receive_backward,
+            Kind.SEND_BACKWARD_RECEIVE_FORWARD: self._send_backward_receive_forward,
+            Kind.RECEIVE_AHEAD: self._receive_ahead,
+        }
+
+    def _forward(self, microbatch: int, _: int | None = None) -> None:
+        if microbatch < self._shape.done_ahead and self._is_first_trainable:
+            self._receive_forward(microbatch)
+        received = self._inputs.pop(microbatch, None)
+        self._outputs[microbatch] = self._forward_step(microbatch, received)
+        if received is not None and received.requires_grad:
+            self._inputs[microbatch] = received
+
+    def _forward_only(self, microbatch: int, _: int | None = None) -> None:
+        with torch.no_grad():
+            output = self._forward_step(microbatch, self._inputs.pop(microbatch, None))
+        if self._stage < self._shape.last:
+            self._outputs[microbatch] = output
+
+    def _forward_step(self, microbatch: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
+        is_next = microbatch >= self._shape.num_microbatches
+        number = microbatch - self._shape.num_microbatches if is_next else microbatch
+        is_first = self._is_training or self._first_val_step is not False
+        output, num_tokens = forward_step(
+            self._forward_step_func,
+            self._batches,
+            self._model,
+            self._shape.num_microbatches,
+            input_tensor,
+            self._reported,
+            self._config,
+            cp_group_size=self._groups.cp.size(),
+            collect_non_loss_data=self._collect_non_loss_data,
+            is_first_microbatch=is_first and number == 0,
+            current_microbatch=number,
+            is_last_stage=self._stage == self._shape.last,
+        )
+        self._num_tokens += num_tokens
+        return output
+
+    def _backward(self, microbatch: int, _: int | None = None) -> None:
+        self._num_backwards -= 1
+        # as Megatron Core does: only the first stage of those that run backward overlaps the reduction with its last
+        # backward pass, the others reduce while they would wait
+        if not self._num_backwards and (self._config.grad_sync_func is None or self._is_first_trainable):
+            self._allow_gradient_reduction()
+        gradient = backward_step(
+            self._inputs.pop(microbatch, None),
+            self._outputs.pop(microbatch),
+            self._output_gradients.pop(microbatch, None),
+            get_model_type(self._model),
+            self._config,
+        )
+        if gradient is not None:
+            self._input_gradients[microbatch] = gradient
+
+    def _send_forward(self, microbatch: int, _: int | None = None) -> None:
+        if self._shape.is_one_way(self._stage):
+            self._link.send(self._outputs.pop(microbatch))
+            return
+        self._communicator.send_forward(self._outputs[microbatch], is_last_stage=False)
+        self._free_output(microbatch)
+
+    def _receive_forward(self, microbatch: int, _: int | None = None) -> None:
+        if self._is_after_prefix:
+            self._num_to_receive -= 1
+            self._inputs[microbatch] = self._link.receive(self._tensor_shape, more_follow=self._num_to_receive > 0)
+        else:
+            self._inputs[microbatch] = self._communicator.recv_forward(self._tensor_shape, is_first_stage=False)
+
+    def _send_backward(self, microbatch: int, _: int | None = None) -> None:
+        self._communicator.send_backward(self._input_gradients.pop(microbatch), is_first_stage=False)
+
+    def _receive_backward(self, microbatch: int, _: int | None = None) -> None:
+        self._output_gradients[microbatch] = self._communicator.recv_backward(self._tensor_shape, is_last_stage=False)
+
+    def _send_forward_receive_backward(self, sent: int, received: int | None) -> None:
+        assert received is not None
+        self._output_gradients[received] = self._communicator.send_forward_recv_backward(
+            self._outputs[sent], self._tensor_shape, is_last_stage=False
+        )
+        self._free_output(sent)
+
+    def _send_backward_receive_forward(self, sent: int, received: int | None) -> None:
+        assert received is not None
+        self._inputs[received] = self._communicator.send_backward_recv_forward(
+            self._input_gradients.pop(sent), self._tensor_shape, is_first_stage=False
+        )
+
+    def _receive_ahead(self, microbatch: int, _: int | None = None) -> None:
+        self._link.begin_receive(self._tensor_shape)
+
+    def _free_output(self, microbatch: int) -> None:
+        deallocate_output_tensor(self._outputs[microbatch], self._config.deallocate_pipeline_outputs)
+
+    def _defer_gradient_reduction(self) -> None:
+        if self._is_training:
+            self._no_sync = (self._config.no_sync_func or contextlib.nullcontext)()
+            self._no_sync.__enter__()
+
+    def _allow_gradient_reduction(self) -> None:
+        if self._no_sync is not None:
+            self._no_sync.__exit__(None, None, None)
+            self._no_sync = None
+
+    def _finish_gradients(self) -> None:
+        """Reduce what is not reduced yet: over data parallel ranks, tied embeddings, sequence-parallel norms."""
+        if self._no_sync is not None:
+            self._allow_gradient_reduction()
+            if self._config.grad_sync_func is not None:
+                self._config.grad_sync_func(self._model.parameters())
+        if self._config.finalize_model_grads_func is not None:
+            self._config.finalize_model_grads_func(
+                [self._model],
+                self._num_tokens if self._config.calculate_per_token_loss else None,
+                pg_collection=self._groups,
+                force_all_reduce=self._force_all_reduce,
+            )
+
+    def _now(self) -> float:
+        if self._trace is None:
+            return 0.0
+        device.synchronize()
+        return time.perf_counter()

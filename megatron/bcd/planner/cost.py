@@ -1,0 +1,303 @@
+"""What a phase costs: parameters, bytes of model state, compute (DESIGN, section 2).
+
+Model state is weights + gradients + optimizer state, no activations. Every figure here is a budget from a
+formula; what a run reports is counted from live storages. This room is pure.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from megatron.bcd.blocks.partition import Partition
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+_OPTIMIZER_BYTES = {"adam": 8, "sgd": 4}
+OPTIMIZERS = tuple(_OPTIMIZER_BYTES)
+OFFLOADED_BYTES = 16
+"""Per parameter in host memory with --optimizer-cpu-offload: weight, gradient and Adam's two moments, all in fp32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBudget:
+    """Bytes of model state per parameter, before any sharding."""
+
+    weight: int
+    """Every parameter, active or frozen."""
+    gradient: int
+    """Active parameters: Megatron's main gradient."""
+    optimizer: int
+    """Active parameters: moments, and the fp32 main parameter where weights have 16 bits."""
+
+    @property
+    def full(self) -> int:
+        """Bytes per parameter while everything is active: 16 in fp32 with Adam, 18 in mixed precision."""
+        return self.weight + self.gradient + self.optimizer
+
+
+def state_budget(
+    *, precision: str, optimizer: str = "adam", sgd_momentum: bool = True, gradients_in_fp32: bool = True
+) -> StateBudget:
+    """The budget of DESIGN, section 2, and for SGD; without momentum it has no state.
+
+    ``gradients_in_fp32`` counts in 16-bit precision (--accumulate-allreduce-grads-in-fp32): without it gradients
+    have 2 bytes. Raises ValueError for a precision or an optimizer that is not in PRECISIONS or OPTIMIZERS.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision {precision}: must be one of {', '.join(PRECISIONS)}")
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"--optimizer {optimizer}: must be one of {', '.join(OPTIMIZERS)}")
+    moments = moment_bytes(optimizer, sgd_momentum=sgd_momentum)
+    if precision == "fp32":
+        return StateBudget(weight=4, gradient=4, optimizer=moments)
+    return StateBudget(weight=2, gradient=4 if gradients_in_fp32 else 2, optimizer=moments + 4)
+
+
+def moment_bytes(optimizer: str, *, sgd_momentum: bool = True) -> int:
+    """Bytes of moments per active parameter: two of Adam's, or SGD's momentum."""
+    return 0 if optimizer == "sgd" and not sgd_momentum else _OPTIMIZER_BYTES[optimizer]
+
+
+def host_state_bytes(
+    *,
+    num_kept: int,
+    precision: str,
+    moments: int,
+    data_parallel_size: int = 1,
+    distributed_optimizer: bool = False,
+) -> int:
+    """Bytes of host memory of a rank that keeps state of ``num_kept`` parameters between their phases.
+
+    ``moments`` are the bytes of each that --bcd-optimizer-state keeps, 0 with reset. In bf16 2 bytes restore the
+    main parameter, in fp16 it is kept whole; the one bf16 main parameter in some 100,000 that is stored by itself is
+    left out.
+    """
+    kept = moments + {"fp32": 0, "bf16": 2, "fp16": 4}[precision]
+    return -(-kept * num_kept // (data_parallel_size if distributed_optimizer else 1))
+
+
+def model_state_bytes(
+    *,
+    num_parameters: int,
+    num_active: int,
+    precision: str = "fp32",
+    optimizer: str = "adam",
+    sgd_momentum: bool = True,
+    gradients_in_fp32: bool = True,
+    data_parallel_size: int = 1,
+    distributed_optimizer: bool = False,
+    offload_fraction: float = 0.0,
+) -> int:
+    """Bytes of model state of a rank that holds ``num_parameters``, of which ``num_active`` are active.
+
+    The distributed optimizer shards optimizer state, main parameters included, over the data-parallel group; weights
+    and gradients are whole on every rank. Its padding of buffers is left out. ``offload_fraction`` of the optimizer
+    state is in host memory instead (--optimizer-cpu-offload), parameter by parameter. Raises ValueError if
+    ``num_active`` is not within 0 and ``num_parameters`` or ``data_parallel_size`` < 1.
+    """
+    if not 0 <= num_active <= num_parameters:
+        raise ValueError(f"{num_active} active of {num_parameters} parameters: must be 0 to {num_parameters}")
+    if data_parallel_size < 1:
+        raise ValueError(f"data-parallel size {data_parallel_size}: must be at least 1")
+    budget = state_budget(
+        precision=precision, optimizer=optimizer, sgd_momentum=sgd_momentum, gradients_in_fp32=gradients_in_fp32
+    )
+    shards = data_parallel_size if distributed_optimizer else 1
+    optimizer_bytes = math.ceil((1 - offload_fraction) * budget.optimizer * num_active / shards)
+    return budget.weight * num_parameters + budget.gradient * num_active + optimizer_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What the number of parameters of a dense decoder follows from; made by ``gpt2`` or ``llama``.
+
+    Lengths in elements.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    vocab_size: int
+    """Unpadded."""
+    num_positions: int
+    """Rows of the learned position table; 0 where there is none."""
+    tied: bool
+    """Whether the output head is the embedding."""
+    biases: bool
+    """Whether linear layers have a bias and norms a shift (LayerNorm)."""
+    gated: bool
+    """Whether the MLP has a gate, a third matrix (SwiGLU)."""
+    query_size: int
+    """Of all query heads together; ``hidden_size`` unless heads have a width of their own (--kv-channels)."""
+    key_value_size: int
+    """Of all key heads together, and of all value heads: less than ``query_size`` with grouped-query attention."""
+
+    @property
+    def layer_parameters(self) -> int:
+        """One transformer layer: attention, MLP and two norms."""
+        hidden, ffn = self.hidden_size, self.ffn_hidden_size
+        up_projections = 2 if self.gated else 1
+        matrices = hidden * (2 * self.query_size + 2 * self.key_value_size) + (up_projections + 1) * hidden * ffn
+        attention_biases = self.query_size + 2 * self.key_value_size + hidden
+        linear_biases = attention_biases + up_projections * ffn + hidden if self.biases else 0
+        return matrices + linear_biases + 2 * self.norm_parameters
+
+    @property
+    def norm_parameters(self) -> int:
+        """One norm, the final one too."""
+        return (2 if self.biases else 1) * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """The whole model, unpadded vocabulary, a tied copy counted once (DESIGN, invariant 10)."""
+        layers = self.num_layers * self.layer_parameters
+        tables = self.embedding_parameters() + (0 if self.tied else self.head_parameters())
+        return layers + tables + self.norm_parameters
+
+    def embedding_parameters(self, vocab_size: int | None = None) -> int:
+        """Word and position tables; ``vocab_size`` gives a padded vocabulary."""
+        return (_or_default(vocab_size, self.vocab_size) + self.num_positions) * self.hidden_size
+
+    def head_parameters(self, vocab_size: int | None = None) -> int:
+        """The output head as a matrix of its own, or as a tied copy."""
+        return _or_default(vocab_size, self.vocab_size) * self.hidden_size
+
+
+def gpt2(
+    *,
+    num_layers: int,
+    hidden_size: int,
+    vocab_size: int = 50257,
+    num_positions: int = 1024,
+    ffn_hidden_size: int | None = None,
+    tied: bool = True,
+) -> ModelShape:
+    """GPT-2 form: learned positions, LayerNorm, biases; FFN of 4 x hidden where None.
+
+    Tied, with 4 x hidden, it has L (12 H^2 + 13 H) + (V + S) H + 2 H parameters: the form that fits
+    table 8 of the paper (arXiv 2506.12037).
+    """
+    return ModelShape(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        ffn_hidden_size=_or_default(ffn_hidden_size, 4 * hidden_size),
+        vocab_size=vocab_size,
+        num_positions=num_positions,
+        tied=tied,
+        biases=True,
+        gated=False,
+        query_size=hidden_size,
+        key_value_size=hidden_size,
+    )
+
+
+def llama(
+    *,
+    num_layers: int,
+    hidden_size: int,
+    ffn_hidden_size: int,
+    vocab_size: int = 32000,
+    tied: bool = False,
+    query_size: int | None = None,
+    key_value_size: int | None = None,
+) -> ModelShape:
+    """LLaMA form: no position table, RMSNorm, SwiGLU, no biases; all heads together as wide as the model where None.
+
+    Untied, with heads like that, it has L (4 H^2 + 3 H F + 2 H) + H + 2 V H parameters: the form that fits
+    table 8 of the paper (arXiv 2506.12037).
+    """
+    return ModelShape(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        ffn_hidden_size=ffn_hidden_size,
+        vocab_size=vocab_size,
+        num_positions=0,
+        tied=tied,
+        biases=False,
+        gated=True,
+        query_size=_or_default(query_size, hidden_size),
+        key_value_size=_or_default(key_value_size, _or_default(query_size, hidden_size)),
+    )
+
+
+def stage_parameters(shape: ModelShape, partition: Partition, *, padded_vocab_size: int) -> tuple[int, ...]:
+    """Parameters that each pipeline stage holds at tensor-parallel size 1, the tied head's copy included."""
+    alone = replace(partition, always_active=frozenset())
+    per_block = [
+        active_parameters(shape, alone, block, padded_vocab_size=padded_vocab_size)
+        for block in range(partition.num_blocks)
+    ]
+    return tuple(sum(by_stage) for by_stage in zip(*per_block, strict=True))
+
+
+def active_parameters(
+    shape: ModelShape, partition: Partition, block: int, *, padded_vocab_size: int
+) -> tuple[int, ...]:
+    """Parameters of each pipeline stage that are active in the block's phase, at tensor-parallel size 1."""
+    assert (shape.num_layers, shape.tied) == (partition.num_layers, partition.tied)
+    last = partition.num_stages - 1
+    counts = [
+        len(partition.active_layers(block, stage)) * shape.layer_parameters for stage in range(partition.num_stages)
+    ]
+    if partition.norms_always_active:
+        for stage in range(partition.num_stages):
+            frozen = len(partition.stage_layers(stage)) - len(partition.active_layers(block, stage))
+            counts[stage] += frozen * 2 * shape.norm_parameters
+    if partition.embedding_active(block):
+        counts[0] += shape.embedding_parameters(padded_vocab_size)
+    if partition.final_norm_active(block):
+        counts[last] += shape.norm_parameters
+    # On a single stage a tied head is the embedding itself, not a copy.
+    if partition.head_active(block) and not (partition.tied and last == 0):
+        counts[last] += shape.head_parameters(padded_vocab_size)
+    return tuple(counts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWork:
+    """Compute of one step, in units of one layer's forward pass (DESIGN, section 2)."""
+
+    forward: int
+    """Layers that run forward (F)."""
+    input_gradient: int
+    """Layers that compute their input's gradient (D)."""
+    weight_gradient: int
+    """Layers that compute their weights' gradients (W)."""
+
+    @property
+    def total(self) -> int:
+        """F + D + W, each counted as 1."""
+        return self.forward + self.input_gradient + self.weight_gradient
+
+
+def layer_work(partition: Partition, block: int, *, stage: int | None = None, prefix_cached: bool = False) -> LayerWork:
+    """Compute of the block's phase on one pipeline stage, or summed over all of them where None.
+
+    As in DESIGN's table, every active layer counts a D, also the first one, whose own input needs none.
+    Embedding, head and optimizer step are left out. ``prefix_cached`` takes the prefix's F away.
+    """
+    layers = range(partition.num_layers) if stage is None else partition.stage_layers(stage)
+    first_active = len(partition.prefix_layers(block))
+    after_prefix = sum(layer >= first_active for layer in layers)
+    active = partition.blocks[block].layers if stage is None else partition.active_layers(block, stage)
+    return LayerWork(
+        forward=after_prefix if prefix_cached else len(layers),
+        input_gradient=after_prefix,
+        weight_gradient=len(active),
+    )
+
+
+def compute_ratio(partition: Partition, block: int, *, prefix_cached: bool = False) -> float:
+    """Bound of step time in the block's phase over full training's: slowest stage over slowest stage."""
+    stages = range(partition.num_stages)
+    slowest = max(layer_work(partition, block, stage=stage, prefix_cached=prefix_cached).total for stage in stages)
+    return slowest / (3 * max(partition.layers_per_stage))
+
+
+def total_compute_ratio(partition: Partition, block: int, *, prefix_cached: bool = False) -> float:
+    """Arithmetic of the block's phase over full training's, summed over all stages."""
+    return layer_work(partition, block, prefix_cached=prefix_cached).total / (3 * partition.num_layers)
+
+
+def _or_default(value: int | None, default: int) -> int:
+    return default if value is None else value

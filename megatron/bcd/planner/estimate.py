@@ -1,0 +1,170 @@
+"""The bill of a recipe: memory, fit, time, tokens per second, days and dollars."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from megatron.bcd.planner.memory import RankMemory, fits, host_bytes, peak, rank_memory
+from megatron.bcd.planner.recipe import Recipe
+from megatron.bcd.planner.step_time import PhaseTime, cycle_seconds, head_work, layer_work, mean_seconds
+from megatron.bcd.planner.tables import GIB
+
+DEFAULT_MULTIPLIER = 2.44
+"""The paper's two GPT-2 runs with Adam and three blocks, 2.78 and 2.09 (table 2)."""
+DEFAULT_TOKENS_PER_PARAMETER = 20
+"""Hoffmann et al. 2022."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bill:
+    """What it costs to train on a number of tokens, or to the loss that full training reaches with them."""
+
+    tokens: float
+    """That full training would read."""
+    multiplier: float
+    """B-F multiplier at this number of blocks; 1 where all parameters are active."""
+    iterations: int
+    days: float
+    gpu_hours: float
+    dollars: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that the planner says about a recipe."""
+
+    recipe: Recipe
+    parameters: int
+    """Of the model, unpadded."""
+    ranks: tuple[RankMemory, ...]
+    """Data-parallel rank 0 of every stage, in every phase."""
+    host_bytes: int
+    """Per rank, where the optimizer is on the host."""
+    largest_micro_batch: int | None
+    """That fits, of those that divide the batch; None where none does."""
+    phases: tuple[PhaseTime, ...]
+    iteration_seconds: float
+    """Mean over a cycle."""
+    bubble: float
+    """Mean over a cycle."""
+    tokens_per_second: float
+    mfu: float
+    """Arithmetic of full training on the tokens, over the GPUs' peak: what BCD leaves out counts as done."""
+    bill: Bill
+
+    @property
+    def peak(self) -> RankMemory:
+        return peak(self.ranks)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak.total <= self.recipe.cluster.memory_gib * GIB
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON. Bytes, seconds, dollars."""
+        recipe = self.recipe
+        return {
+            "model": asdict(recipe.model) | {"parameters": self.parameters},
+            "cluster": asdict(recipe.cluster),
+            "recipe": {
+                "method": recipe.method,
+                "num_gpus": recipe.num_gpus,
+                "num_nodes": recipe.num_nodes,
+                "pipeline_size": recipe.pipeline_size,
+                "data_size": recipe.data_size,
+                "num_blocks": recipe.partition.num_blocks,
+                "layout": recipe.partition.layout,
+                "precision": recipe.precision,
+                "sequence": recipe.tokens,
+                "micro_batch_size": recipe.micro_batch_size,
+                "global_batch_size": recipe.global_batch_size,
+                "num_microbatches": recipe.num_microbatches,
+                "recompute": recipe.recompute,
+            },
+            "memory": {
+                "fits": self.fits,
+                "available_bytes": int(recipe.cluster.memory_gib * GIB),
+                "peak_bytes": self.peak.total,
+                "host_bytes": self.host_bytes,
+                "largest_micro_batch": self.largest_micro_batch,
+                "ranks": [asdict(rank) | {"model_state": rank.model_state, "total": rank.total} for rank in self.ranks],
+            },
+            "time": {
+                "phases": [asdict(phase) | {"total": phase.total} for phase in self.phases],
+                "iteration_seconds": self.iteration_seconds,
+                "bubble": self.bubble,
+                "tokens_per_second": self.tokens_per_second,
+                "mfu": self.mfu,
+            },
+            "bill": asdict(self.bill),
+        }
+
+
+def make_estimate(recipe: Recipe, *, tokens: float | None = None, multiplier: float = DEFAULT_MULTIPLIER) -> Plan:
+    """The plan of a recipe.
+
+    ``tokens`` are those that full training would read, 20 per parameter where None; ``multiplier`` is the B-F
+    multiplier at three blocks. Raises ValueError, one line, for numbers that are none.
+    """
+    if tokens is not None and not 0 < tokens < 1e18:
+        raise ValueError(f"--tokens {tokens:g}: must be more than 0 and less than 1e18")
+    if not 0 < multiplier < 1e6:
+        raise ValueError(f"--bf-multiplier {multiplier:g}: must be more than 0 and less than 1e6")
+    parameters = recipe.shape.num_parameters
+    phases = cycle_seconds(recipe)
+    seconds = mean_seconds(phases)
+    tokens_per_iteration = recipe.global_batch_size * recipe.tokens
+    return Plan(
+        recipe=recipe,
+        parameters=parameters,
+        ranks=rank_memory(recipe),
+        host_bytes=host_bytes(recipe),
+        largest_micro_batch=largest_micro_batch(recipe),
+        phases=phases,
+        iteration_seconds=seconds,
+        bubble=sum(phase.bubble for phase in phases) / len(phases),
+        tokens_per_second=tokens_per_iteration / seconds,
+        mfu=_full_flops(recipe) / seconds / (recipe.num_gpus * recipe.cluster.peak_flops_per_s(recipe.precision)),
+        bill=bill_of(recipe, seconds, tokens=tokens, multiplier=multiplier),
+    )
+
+
+def bill_of(recipe: Recipe, seconds: float, *, tokens: float | None, multiplier: float) -> Bill:
+    """The bill at so many seconds per iteration."""
+    wanted = DEFAULT_TOKENS_PER_PARAMETER * recipe.shape.num_parameters if tokens is None else tokens
+    scaled = multiplier_at(recipe.partition.num_blocks, multiplier)
+    iterations = -int(-wanted * scaled // (recipe.global_batch_size * recipe.tokens))
+    hours = iterations * seconds / 3600
+    gpu_hours = hours * recipe.num_gpus
+    return Bill(
+        tokens=wanted,
+        multiplier=scaled,
+        iterations=iterations,
+        days=hours / 24,
+        gpu_hours=gpu_hours,
+        dollars=gpu_hours * recipe.cluster.usd_per_gpu_hour,
+    )
+
+
+def multiplier_at(num_blocks: int, at_three: float) -> float:
+    """The B-F multiplier at another number of blocks; 1 for one block.
+
+    Table 11 of the paper has 2.22, 2.78 and 3.33 at two, three and four blocks (Adam): (M + 2) / 5 of that at three.
+    """
+    return 1.0 if num_blocks == 1 else at_three * (num_blocks + 2) / 5
+
+
+def largest_micro_batch(recipe: Recipe) -> int | None:
+    """The largest micro-batch that fits, of those that divide the batch of a data-parallel rank."""
+    per_rank = recipe.global_batch_size // recipe.data_size
+    for size in (size for size in range(per_rank, 0, -1) if per_rank % size == 0):
+        if fits(replace(recipe, micro_batch_size=size)):
+            return size
+    return None
+
+
+def _full_flops(recipe: Recipe) -> float:
+    """Of a full-training iteration without recomputation: three passes through layers and head."""
+    layers = recipe.model.layers * layer_work(recipe).flops
+    return 3 * (layers + head_work(recipe).flops) * recipe.num_microbatches * recipe.data_size

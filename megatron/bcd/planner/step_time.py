@@ -1,0 +1,197 @@
+"""The time of an iteration: a roofline for every layer, the pipeline's plan, the optimizer, the reductions.
+
+A layer's time is that of its matrix products at the share of the peak that they achieve, plus that of its
+element-wise work at the share of the memory bandwidth: what a layer keeps for its backward pass is written and read
+once in the forward pass, and as often for either gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron.bcd.pipeline.actions import Kind
+from megatron.bcd.pipeline.build import PlanShape, build_plan, default_run_ahead
+from megatron.bcd.pipeline.simulate import ActionCosts, action_costs, simulate
+from megatron.bcd.planner.activations import layer_bytes
+from megatron.bcd.planner.cost import state_budget
+from megatron.bcd.planner.memory import phase_shape, stage_buffers
+from megatron.bcd.planner.recipe import Recipe
+
+_ADAM_PASSES = 11
+"""Elements of 4 bytes that a step reads or writes per parameter: the gradient for norm, clipping (2), step and zeroing,
+the weight (2), both moments (4)."""
+_SIMULATED_BLOCKS = 5
+_SIMULATED_ROUNDS = 2
+"""Of more microbatches than so many times the stages, the pipeline goes on as it did."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseTime:
+    """One iteration in the phase of a block."""
+
+    block: int
+    pipeline: float
+    """Forward and backward of all microbatches, with waiting."""
+    optimizer: float
+    """The slowest rank's step."""
+    reductions: float
+    """Gradients and weights over the data-parallel ranks."""
+    bubble: float
+    """The part of the pipeline's time in which a stage does not compute, over all stages."""
+
+    @property
+    def total(self) -> float:
+        return self.pipeline + self.optimizer + self.reductions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one microbatch asks of a GPU in one pass through one layer, or through the head."""
+
+    flops: float
+    traffic: float
+    """Bytes of element-wise work."""
+
+    def seconds(self, recipe: Recipe) -> float:
+        cluster = recipe.cluster
+        return self.flops / cluster.flops_per_s(recipe.precision) + self.traffic / cluster.bytes_per_s
+
+
+def layer_work(recipe: Recipe) -> Work:
+    """One pass (forward, input gradient or weight gradient) of one transformer layer."""
+    shape, tokens = recipe.shape, recipe.tokens * recipe.micro_batch_size
+    projections = 2 * shape.query_size + 2 * shape.key_value_size
+    matrices = shape.hidden_size * (projections + (3 if shape.gated else 2) * shape.ffn_hidden_size)
+    attention = 2 * recipe.tokens * shape.query_size
+    return Work(flops=2 * tokens * (matrices + attention), traffic=2 * layer_bytes(recipe).active)
+
+
+def head_work(recipe: Recipe) -> Work:
+    """One pass of the output head and its loss."""
+    tokens = recipe.tokens * recipe.micro_batch_size
+    elements = tokens * recipe.padded_vocabulary
+    return Work(flops=2 * elements * recipe.shape.hidden_size, traffic=8 * elements)
+
+
+def phase_seconds(recipe: Recipe, block: int, *, is_rough: bool = False) -> PhaseTime:
+    """An iteration in the middle of the block's phase.
+
+    ``is_rough`` takes filling, emptying and the slowest stage in place of the plan's simulation: quick, and right where
+    the stages do as much.
+    """
+    shape = phase_shape(recipe, block)
+    costs = _costs(recipe, shape, block)
+    pipeline, bubble = _rough_seconds(shape, costs) if is_rough else _pipeline_seconds(shape, costs)
+    buffers = [stage_buffers(recipe, stage)[block] for stage in range(recipe.pipeline_size)]
+    held = max(max(buffer.held) for buffer in buffers)
+    return PhaseTime(
+        block=block,
+        pipeline=pipeline,
+        optimizer=_step_seconds(recipe, held),
+        reductions=_reduction_seconds(recipe, max(buffer.size for buffer in buffers)),
+        bubble=bubble,
+    )
+
+
+def cycle_seconds(recipe: Recipe) -> tuple[PhaseTime, ...]:
+    """An iteration in the phase of every block.
+
+    Of more than _SIMULATED_BLOCKS blocks so many are simulated, spread evenly; the rough time of any other is corrected
+    as that of the nearest of these.
+    """
+    blocks = range(recipe.partition.num_blocks)
+    if len(blocks) <= _SIMULATED_BLOCKS:
+        return tuple(phase_seconds(recipe, block) for block in blocks)
+    chosen = [index * (len(blocks) - 1) // (_SIMULATED_BLOCKS - 1) for index in range(_SIMULATED_BLOCKS)]
+    simulated = {block: phase_seconds(recipe, block) for block in chosen}
+    rough = [phase_seconds(recipe, block, is_rough=True) for block in blocks]
+    phases = []
+    for phase in rough:
+        nearest = min(chosen, key=lambda block: abs(block - phase.block))
+        factor = simulated[nearest].pipeline / rough[nearest].pipeline
+        corrected = replace(phase, pipeline=factor * phase.pipeline, bubble=1 - (1 - phase.bubble) / factor)
+        phases.append(simulated.get(phase.block, corrected))
+    return tuple(phases)
+
+
+def mean_seconds(phases: tuple[PhaseTime, ...]) -> float:
+    """Of an iteration over a cycle: every block is active for as many steps."""
+    return sum(phase.total for phase in phases) / len(phases)
+
+
+def _costs(recipe: Recipe, shape: PlanShape, block: int) -> ActionCosts:
+    partition, cut = recipe.partition, recipe.cut
+    layer, head = layer_work(recipe).seconds(recipe), head_work(recipe).seconds(recipe)
+    forward, backward = [], []
+    for stage in range(shape.num_stages):
+        num_active, num_inputs = cut.active[stage][block], cut.after_prefix[stage][block]
+        recomputed = num_inputs if recipe.recompute == "full" else 0
+        forward.append(cut.layers[stage] * layer)
+        backward.append((num_inputs + num_active + recomputed) * layer)
+        if stage == shape.last:
+            forward[-1] += head
+            backward[-1] += (1 + partition.head_active(block)) * head
+    message = _message_seconds(recipe)
+    return action_costs(shape, forward=forward, backward=backward, backward_input=backward, message=message)
+
+
+def _message_seconds(recipe: Recipe) -> float:
+    """The mean over the pipeline's links: exact where one message follows the other."""
+    if recipe.pipeline_size == 1:
+        return 0.0
+    cluster, last = recipe.cluster, recipe.pipeline_size - 1
+    # ranks of one stage are neighbours, so a stage begins every data_size ranks
+    nodes = [stage * recipe.data_size // recipe.gpus_per_node for stage in range(recipe.pipeline_size)]
+    between = sum(nodes[stage] != nodes[stage + 1] for stage in range(last))
+    # all data-parallel ranks of a node send at once
+    network = cluster.network_gb_per_s / min(recipe.data_size, recipe.gpus_per_node)
+    speeds = [network] * between + [cluster.link_gb_per_s] * (last - between)
+    return layer_bytes(recipe).input * sum(1 / (1e9 * speed) for speed in speeds) / last
+
+
+def _pipeline_seconds(shape: PlanShape, costs: ActionCosts) -> tuple[float, float]:
+    """Time and bubble of the plan; of many microbatches some are simulated, the others go on at the
+    pace of the last of these."""
+    simulated = _with_microbatches(shape, min(shape.num_microbatches, _SIMULATED_ROUNDS * shape.num_stages))
+    timeline = simulate(build_plan(simulated), costs)
+    more = (shape.num_microbatches - simulated.num_microbatches) / simulated.num_microbatches
+    if not more:
+        return timeline.iteration_time, timeline.bubble
+    fewer = _with_microbatches(shape, simulated.num_microbatches - shape.num_stages)
+    slope = (timeline.iteration_time - simulate(build_plan(fewer), costs).iteration_time) / shape.num_stages
+    total = timeline.iteration_time + more * simulated.num_microbatches * slope
+    return total, 1 - sum(timeline.busy_times) * (1 + more) / (total * shape.num_stages)
+
+
+def _rough_seconds(shape: PlanShape, costs: ActionCosts) -> tuple[float, float]:
+    """Every stage from the first trainable stage on once, and the slowest for all other microbatches."""
+    forward = [costs.of(stage, Kind.FORWARD) for stage in range(shape.num_stages)]
+    both = [forward[stage] + costs.of(stage, Kind.BACKWARD) for stage in range(shape.first_trainable, shape.num_stages)]
+    slowest = max(*both, *forward)
+    total = sum(both) + 2 * (len(both) - 1) * costs.message + (shape.num_microbatches - 1) * slowest
+    busy = shape.num_microbatches * (sum(both) + sum(forward[: shape.first_trainable]))
+    return total, 1 - busy / (total * shape.num_stages)
+
+
+def _with_microbatches(shape: PlanShape, number: int) -> PlanShape:
+    ahead = min(default_run_ahead(num_stages=shape.num_stages, first_trainable=shape.first_trainable), number)
+    return replace(shape, num_microbatches=number, done_ahead=ahead, run_ahead=ahead)
+
+
+def _step_seconds(recipe: Recipe, held: int) -> float:
+    """The optimizer's step on the parameters that a rank holds the state of."""
+    traffic = 4 * _ADAM_PASSES * held
+    if recipe.method == "offload":
+        return traffic / (1e9 * recipe.cluster.host_gb_per_s)
+    return traffic / recipe.cluster.bytes_per_s
+
+
+def _reduction_seconds(recipe: Recipe, size: int) -> float:
+    """Reduce-scatter of the gradients and all-gather of the weights, nothing of it overlapped."""
+    ranks = recipe.data_size
+    if ranks == 1:
+        return 0.0
+    budget, cluster = state_budget(precision=recipe.precision), recipe.cluster
+    # ranks of one stage are neighbours
+    speed = cluster.link_gb_per_s if ranks <= recipe.gpus_per_node else cluster.network_gb_per_s
+    return (budget.gradient + budget.weight) * size * (ranks - 1) / ranks / (1e9 * speed)

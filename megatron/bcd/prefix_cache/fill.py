@@ -1,0 +1,250 @@
+"""Computes what a prefix cache lacks: the training's own forward passes, up to the first active layer.
+
+Tensor shapes: S sequence length, B micro-batch size, H hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy
+import torch
+from megatron.core import parallel_state
+
+from megatron.bcd import data
+from megatron.bcd.model.builder import gpt_of
+from megatron.bcd.model.implementation import DTYPES
+from megatron.bcd.prefix_cache import serve
+from megatron.bcd.prefix_cache.folders import Cache
+from megatron.bcd.prefix_cache.store import Bytes, Slots
+from megatron.bcd.runtime import atomic_io, device
+
+if TYPE_CHECKING:
+    from megatron.bcd.training.loop import Trainer
+
+_MICROBATCHES_BETWEEN_TALKS = 16
+"""After so many all ranks tell each other how they fare: those that only wait must not wait longer than a collective
+may take."""
+_WRITES_UNDER_WAY = 4
+Counts = dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """One micro-batch of one data-parallel replica."""
+
+    slots: Slots
+    """Records to make, at most B."""
+    source: Cache | None = None
+    """An older cache that holds the input of a layer of the prefix."""
+    source_slots: Slots | None = None
+
+
+class _Reached(Exception):
+    """The first active layer's input is there; nothing behind it is needed."""
+
+    def __init__(self, hidden_states: torch.Tensor) -> None:
+        self.hidden_states = hidden_states
+
+
+def fill(
+    trainer: Trainer, cache: Cache, missing: Slots, sources: list[tuple[Cache, Slots]]
+) -> tuple[str | None, Counts]:
+    """Write the records of the slots `missing`, each by one data-parallel replica. A collective.
+
+    `sources` are older caches and where they hold the missing samples (-1: nowhere), the best one first. Returns what
+    went wrong on any rank, or None; and how many records were made in which way.
+    """
+    plan, counts = _divide(trainer, cache, missing, sources)
+    if not plan:
+        return None, counts
+    filler = Filler(trainer, cache)
+    try:
+        for start in range(0, len(plan), _MICROBATCHES_BETWEEN_TALKS):
+            for work in plan[start : start + _MICROBATCHES_BETWEEN_TALKS]:
+                filler.do(work)
+            error = _agree(filler.finish())
+            if error is not None:
+                return error, counts
+    finally:
+        filler.close()
+    return None, counts
+
+
+def _divide(
+    trainer: Trainer, cache: Cache, missing: Slots, sources: list[tuple[Cache, Slots]]
+) -> tuple[list[_Work | None], Counts]:
+    """This replica's micro-batches, as many as the others'; None where it has fewer."""
+    first_layer = trainer.partition.stage_layers(trainer.partition.first_trainable_stage(_block(trainer))).start
+    size, counts = trainer.config.training.micro_batch_size, Counts()
+    number, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    is_open = numpy.ones(len(missing), dtype=bool)
+    works: list[_Work | None] = []
+    for source, slots in (*sources, (None, numpy.zeros_like(missing))):
+        if source is not None and source.key.num_layers < first_layer:
+            continue  # stages before the first trainable stage would have to begin in their middle
+        chosen = numpy.flatnonzero(is_open & (slots >= 0))
+        is_open[chosen] = False
+        how = "were computed" if source is None else f"were taken from a prefix of {source.key.num_layers} layers"
+        counts[how] = counts.get(how, 0) + len(chosen)
+        share = -(-len(chosen) // ranks)
+        mine = chosen[number * share : (number + 1) * share]
+        for start in range(0, share, size):
+            at = mine[start : start + size]
+            works.append(_Work(slots=missing[at], source=source, source_slots=slots[at]) if len(at) else None)
+    return works, counts
+
+
+def _block(trainer: Trainer) -> int:
+    return trainer.phases.block(trainer.state)
+
+
+class Filler:
+    """What one rank does for its replica; writes go on in a thread while the next micro-batch is computed."""
+
+    def __init__(self, trainer: Trainer, cache: Cache) -> None:
+        self._trainer, self._cache = trainer, cache
+        self._dtype = DTYPES[trainer.config.precision]
+        self._first_trainable = trainer.partition.first_trainable_stage(_block(trainer))
+        self._first_layer = cache.key.num_layers - trainer.partition.stage_layers(trainer.stage).start
+        self._link = trainer.schedule.prefix_link(trainer.model)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="prefix-fill")
+        self._writes: deque[Future[None]] = deque()
+        self._error: str | None = None
+
+    def do(self, work: _Work | None) -> None:
+        """One micro-batch. Not a collective over replicas; all ranks of one come here together."""
+        if work is None or self._trainer.stage > self._first_trainable:
+            return
+        if work.source is not None:
+            output = self._from_source(work, work.source) if self._trainer.stage == self._first_trainable else None
+            if output is not None:
+                self._write(work, output)
+            return
+        output = self._computed(work)
+        if self._trainer.stage == self._first_trainable:
+            self._write(work, output)
+        else:
+            assert self._link is not None
+            self._link.send(output)
+
+    def finish(self) -> str | None:
+        """Wait for what is under way; what has gone wrong here so far."""
+        if self._link is not None:
+            self._link.finish_sends()
+        while self._writes:
+            self._attempt(self._writes.popleft().result)
+        self._attempt(self._cache.store.close)
+        return self._error
+
+    def close(self) -> None:
+        self._writer.shutdown()
+
+    @torch.no_grad()
+    def _computed(self, work: _Work) -> torch.Tensor:
+        """From the tokens: this stage's output, or what enters the first active layer, [S, B, H]."""
+        trainer, stage = self._trainer, self._trainer.stage
+        batch: data.Batch = {}
+        if stage == 0 or trainer.config.data.reset_attention_mask:
+            batch = data.batch_of(trainer.splits.train, self._cache.samples[self._padded(work.slots)].tolist())
+        received = None
+        if stage > 0:
+            assert self._link is not None
+            received = self._link.receive(self._shape(), more_follow=False)
+        gpt_of(trainer.model).set_input_tensor(received)
+        try:
+            return self.forward(batch)
+        finally:
+            gpt_of(trainer.model).set_input_tensor(None)
+
+    @torch.no_grad()
+    def _from_source(self, work: _Work, source: Cache) -> torch.Tensor | None:
+        """From an older cache, through the layers that it does not cover; None where it can't be read any more."""
+        trainer = self._trainer
+        assert work.source_slots is not None
+        slots = self._padded(work.source_slots)
+        hidden_states = torch.empty(0)
+        try:
+            hidden_states = serve.read(source, slots, self._dtype)
+        except (serve.DamagedRecord, OSError) as error:
+            self._error = self._error or atomic_io.describe(error)
+        if self._is_stopped_on_a_tensor_rank():
+            return None
+        if source.key.num_layers == self._cache.key.num_layers:
+            return hidden_states
+        batch: data.Batch = {}
+        if trainer.config.data.reset_attention_mask:
+            batch = data.batch_of(trainer.splits.train, self._cache.samples[self._padded(work.slots)].tolist())
+        first = source.key.num_layers - trainer.partition.stage_layers(trainer.stage).start
+        return self.forward(
+            batch,
+            decoder_input=hidden_states.to(device.current()),
+            extra_block_kwargs={"first_layer": first},
+        )
+
+    def forward(self, batch: data.Batch, **others: Any) -> torch.Tensor:
+        """The model, up to the first active layer where it is on this stage."""
+        with contextlib.ExitStack() as hooks:
+            if self._trainer.stage == self._first_trainable:
+                layer = gpt_of(self._trainer.model).decoder.layers[self._first_layer]
+                hook = layer.register_forward_pre_hook(_reached, with_kwargs=True)
+                hooks.callback(hook.remove)
+            try:
+                output: torch.Tensor = self._trainer.model(
+                    batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), **others
+                )
+            except _Reached as reached:
+                return reached.hidden_states
+        return output
+
+    def _is_stopped_on_a_tensor_rank(self) -> bool:
+        """Whether one of those that compute a layer together lacks its input: the others would compute nonsense."""
+        if parallel_state.get_tensor_model_parallel_world_size() == 1:
+            return self._error is not None
+        stopped = torch.tensor([self._error is not None], dtype=torch.int32, device=device.current())
+        group = parallel_state.get_tensor_model_parallel_group()
+        torch.distributed.all_reduce(stopped, op=torch.distributed.ReduceOp.MAX, group=group)
+        return bool(stopped.item())
+
+    def _padded(self, slots: Slots) -> Slots:
+        """As many as in training, so that the same kernels run: the last one again and again."""
+        return numpy.pad(slots, (0, self._trainer.config.training.micro_batch_size - len(slots)), mode="edge")
+
+    def _shape(self) -> tuple[int, ...]:
+        length, hidden_size = self._cache.key.record_shape
+        return length, self._trainer.config.training.micro_batch_size, hidden_size
+
+    def _write(self, work: _Work, hidden_states: torch.Tensor) -> None:
+        if parallel_state.get_tensor_model_parallel_rank() != 0 or self._error is not None:
+            return
+        records = serve.to_records(hidden_states, self._cache.key.dtype)
+        self._writes.append(self._writer.submit(_write_records, self._cache, work.slots, records))
+        while len(self._writes) > _WRITES_UNDER_WAY:
+            self._attempt(self._writes.popleft().result)
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except OSError as error:
+            self._error = self._error or atomic_io.describe(error)
+
+
+def _reached(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> NoReturn:
+    raise _Reached(kwargs["hidden_states"])
+
+
+def _write_records(cache: Cache, slots: Slots, records: list[Bytes]) -> None:
+    for slot, record in zip(slots.tolist(), records, strict=False):  # what fills a micro-batch up is not written
+        cache.store.write(slot, record)
+
+
+def _agree(error: str | None) -> str | None:
+    """The first rank's error, on every rank; None where there is none."""
+    ranks: list[str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(ranks, error)
+    return next((one for one in ranks if one is not None), None)

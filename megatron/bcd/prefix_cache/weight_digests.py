@@ -1,0 +1,65 @@
+"""Names for the weights of a prefix, as they are now."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.model.builder import gpt_of
+from megatron.bcd.prefix_cache.key import digest_of
+
+_CHUNK = 1 << 22
+_ODD = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # odd, as int64: SplitMix64's
+
+
+def layer_digests(model: torch.nn.Module, partition: Partition, *, stage: int, num_layers: int) -> tuple[str, ...]:
+    """Digests of the embedding and of the first `num_layers` layers, over all stages and tensor-parallel ranks; the
+    same on every rank. A collective."""
+    offset = partition.stage_layers(stage).start
+    mine: dict[tuple[int, str, int], str] = {}
+    if parallel_state.get_data_parallel_rank() == 0:
+        for name, parameter in gpt_of(model).named_parameters():
+            place = _place(name, offset)
+            if place is not None and place <= num_layers:
+                within = name if place == 0 else name.split(".", 3)[3]
+                mine[place, within, parallel_state.get_tensor_model_parallel_rank()] = tensor_digest(parameter)
+    ranks: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(ranks, mine)
+    whole = sorted((key, digest) for rank in ranks for key, digest in rank.items())
+    return tuple(
+        digest_of([f"{within} {rank} {digest}" for (at, within, rank), digest in whole if at == place])
+        for place in range(num_layers + 1)
+    )
+
+
+def _place(name: str, offset: int) -> int | None:
+    """0 for the embedding, 1 for layer 0, and so on; None for what comes after the layers."""
+    if name.startswith("embedding."):
+        return 0
+    return 1 + offset + int(name.split(".")[2]) if name.startswith("decoder.layers.") else None
+
+
+@torch.no_grad()
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """A name for all bits of a tensor. SHA-256 in host memory; a GPU hashes its own, and sends 8 bytes."""
+    if tensor.device.type != "cpu":
+        return f"{bits_digest(tensor):016x}"
+    return sha256(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+
+
+def bits_digest(tensor: torch.Tensor) -> int:
+    """64 bits from the bits and places of all elements: a sum of a hash of both. Integers, so that the order of
+    summation does not count."""
+    bits = tensor.detach().reshape(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+    total = 0
+    for start in range(0, bits.numel(), _CHUNK):
+        chunk = bits[start : start + _CHUNK].to(torch.int64)
+        places = torch.arange(start, start + chunk.numel(), device=chunk.device, dtype=torch.int64)
+        mixed = (chunk + places * _ODD[0]) * _ODD[1]
+        mixed = (mixed ^ (mixed >> 29)) * _ODD[2]
+        total += int((mixed ^ (mixed >> 32)).sum())
+    return total % 2**64

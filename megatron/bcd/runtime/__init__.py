@@ -1,0 +1,1 @@
+"""Device, process groups, random generators, exit, files: what every other package stands on."""

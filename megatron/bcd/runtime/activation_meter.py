@@ -1,0 +1,83 @@
+"""Counts what autograd keeps for the backward pass: bytes that are alive, and their peak."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+
+class _Saved:
+    """One saved tensor; tells the meter when the graph lets go of it."""
+
+    __slots__ = ("_meter", "tensor")
+
+    def __init__(self, meter: ActivationMeter, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._meter = meter
+        meter._keep(tensor)
+
+    def __del__(self) -> None:
+        self._meter._let_go(self.tensor)
+
+
+class ActivationMeter:
+    """Live bytes of the tensors that autograd saved while `measuring`, storages counted once, weights left out.
+
+    `peak_bytes` is the highest since the last `measuring` began. Recomputed activations count while they live.
+
+    With `allocated_bytes`, a GPU's allocator is asked after every forward pass instead (`after_forward`), which counts
+    the stage's output too. Hooks would hand Megatron Core's fused weight gradients a weight that is not the parameter.
+    """
+
+    def __init__(self, allocated_bytes: Callable[[], int] | None = None) -> None:
+        self.peak_bytes = 0
+        self._allocated_bytes = allocated_bytes
+        self._bytes_before: int | None = None
+        self._live_bytes = 0
+        self._uses: Counter[int] = Counter()
+        self._left_out: frozenset[int] = frozenset()
+
+    @contextlib.contextmanager
+    def measuring(self, weights: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Count what is saved inside; `weights` are there anyway and do not count."""
+        self.peak_bytes = self._live_bytes
+        if self._allocated_bytes is not None:
+            self.peak_bytes, self._bytes_before = 0, self._allocated_bytes()
+            yield
+            self._bytes_before = None
+            return
+        self._left_out = frozenset(weight.untyped_storage().data_ptr() for weight in weights)
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def after_forward(self) -> None:
+        """To be called after the forward pass of each microbatch; without a graph nothing is kept."""
+        if self._allocated_bytes is not None and self._bytes_before is not None and torch.is_grad_enabled():
+            self.peak_bytes = max(self.peak_bytes, self._allocated_bytes() - self._bytes_before)
+
+    def _pack(self, tensor: torch.Tensor) -> _Saved | torch.Tensor:
+        if tensor.untyped_storage().data_ptr() in self._left_out:
+            return tensor
+        # detached: an operation's own output would keep its graph alive, and the graph what is returned here
+        return _Saved(self, tensor.detach())
+
+    @staticmethod
+    def _unpack(saved: _Saved | torch.Tensor) -> torch.Tensor:
+        return saved.tensor if isinstance(saved, _Saved) else saved
+
+    def _keep(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._uses[storage.data_ptr()] += 1
+        if self._uses[storage.data_ptr()] == 1:
+            self._live_bytes += storage.nbytes()
+            self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+
+    def _let_go(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._uses[storage.data_ptr()] -= 1
+        if not self._uses[storage.data_ptr()]:
+            del self._uses[storage.data_ptr()]
+            self._live_bytes -= storage.nbytes()

@@ -1,0 +1,96 @@
+"""The end of a run whose flags, files or machine don't fit: one line, exit code 2, on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+
+_PATIENCE_SECONDS = 30.0
+_ending = threading.Lock()
+
+
+@contextlib.contextmanager
+def exit_on_error(*kinds: type[Exception], prog: str) -> Iterator[None]:
+    """Turn an error of the given kinds, on any rank, into one line on stderr and exit code 2 of every rank.
+
+    A rank whose code in here is sound ends too, also out of a collective in which it waits for the others.
+    """
+    is_over = threading.Event()
+    if _world_size() > 1:
+        threading.Thread(target=_end_with_the_others, args=(is_over, prog), daemon=True).start()
+    try:
+        yield
+    except kinds as error:
+        exit_with_error(str(error), prog=prog)
+    finally:
+        is_over.set()
+
+
+def exit_with_error(message: str, *, prog: str) -> NoReturn:
+    """End this process with exit code 2 after one line from rank 0.
+
+    Every rank is waited for, for `_PATIENCE_SECONDS`, else torchrun would kill the slower ones with a signal of its
+    own. Where rank 0 does not come, the rank that saw the fault tells it.
+    """
+    _ending.acquire()  # never released: of this rank's two threads one speaks
+    ctypes.CDLL(None).signal(int(signal.SIGTERM), ctypes.c_void_p(1))  # SIG_IGN; Python's own is for the main thread
+    rank, world_size = int(os.environ.get("RANK", "0")), _world_size()
+    line = f"{prog}: error: {' '.join(message.split())}"
+    if rank == 0:
+        print(line, file=sys.stderr, flush=True)
+    if world_size > 1 and not _all_ranks_refuse(message, world_size) and rank != 0:
+        print(f"{line} (seen by rank {rank} only)", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(2)  # a process group whose other ranks wait in a collective can't be torn down
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _refusals() -> Any:
+    """The store that torchrun keeps, cut down to what exit_on_error ranks tell each other in this start of the
+    workers."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise RuntimeError("no torchrun here")  # another launcher: nobody keeps a store before the process group does
+    patience = datetime.timedelta(seconds=_PATIENCE_SECONDS)
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = torch.distributed.TCPStore(*address, is_master=False, timeout=patience)
+    return torch.distributed.PrefixStore(f"bcd/refusal/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _all_ranks_refuse(message: str, world_size: int) -> bool:
+    """Tell the other ranks; whether all of them arrive here in time."""
+    try:
+        store = _refusals()
+        store.set("message", message)
+        store.add("ranks", 1)
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while store.add("ranks", 0) < world_size:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
+    except Exception:  # no store, no waiting: the exit code is what counts
+        return True
+
+
+def _end_with_the_others(is_over: threading.Event, prog: str) -> None:
+    """Until `is_over`, look whether another rank has refused, and refuse with it."""
+    try:
+        store = _refusals()
+        while not is_over.wait(0.1):
+            if store.check(["message"]):
+                exit_with_error(store.get("message").decode(), prog=prog)
+    except Exception:  # no store, or it went away with torchrun
+        return

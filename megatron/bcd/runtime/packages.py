@@ -1,0 +1,50 @@
+"""Optional packages: Transformer Engine and Apex, used where they are importable and there is a GPU."""
+
+from __future__ import annotations
+
+import importlib
+
+from megatron.bcd.runtime import device
+
+
+def is_importable(module: str) -> bool:
+    """Whether ``import module`` works here; a package that is installed but broken counts as absent."""
+    try:
+        importlib.import_module(module)
+    except Exception:  # a broken binary package may raise anything at import
+        return False
+    return True
+
+
+def has_transformer_engine() -> bool:
+    """Transformer Engine is importable and there is a GPU to run it on."""
+    return device.has_cuda() and is_importable("transformer_engine.pytorch")
+
+
+def transformer_engine_version() -> str:
+    """Of the one that is used; empty where none is."""
+    if not has_transformer_engine():
+        return ""
+    import transformer_engine
+
+    return str(getattr(transformer_engine, "__version__", "unknown"))
+
+
+def has_apex() -> bool:
+    """NVIDIA's Apex (not the unrelated PyPI package of that name) with its fused kernels, and a GPU."""
+    return (
+        device.has_cuda()
+        and is_importable("apex.optimizers")
+        and is_importable("apex.normalization")
+        and is_importable("amp_C")
+    )
+
+
+def optimizer_implementation() -> str:
+    """Where Megatron Core takes its Adam from; it decides by importability when it is imported."""
+    from megatron.core.optimizer import Adam
+
+    module = Adam.__module__
+    if module.startswith("transformer_engine"):
+        return "Transformer Engine fused Adam"
+    return "Apex fused Adam" if module.startswith("apex") else "PyTorch AdamW"

@@ -1,0 +1,80 @@
+"""Random generators: seeding as stock Megatron-LM does, saving and restoring."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Iterator
+
+import numpy
+import torch
+
+from megatron.bcd.runtime import device
+
+
+def seed_everything(seed: int, *, data_parallel_random_init: bool = False) -> None:
+    """Seed Python, NumPy, PyTorch and Megatron Core's tracker as stock Megatron-LM does: each stage its own seed."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    if data_parallel_random_init:
+        seed += 10 * parallel_state.get_data_parallel_rank()
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    state = torch.get_rng_state()
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    torch.set_rng_state(state)  # on a CPU the tracker above drew on the very generator that initialises the weights
+
+
+def device_rng_state() -> torch.Tensor | None:
+    """State of the GPU's random generator; None where the CPU's is the only one."""
+    return torch.cuda.get_rng_state() if device.has_cuda() else None
+
+
+def set_device_rng_state(state: torch.Tensor) -> None:
+    torch.cuda.set_rng_state(state)
+
+
+@contextlib.contextmanager
+def random_generators_kept() -> Iterator[None]:
+    """What is drawn inside, dropout included, leaves PyTorch's generators and Megatron Core's tracker as they were."""
+    from megatron.core import tensor_parallel
+
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    states = {name: state.clone() for name, state in tracker.get_states().items()}
+    on_cpu, on_device = torch.get_rng_state(), device_rng_state()
+    try:
+        yield
+    finally:
+        tracker.set_states(states)
+        torch.set_rng_state(on_cpu)
+        if on_device is not None:
+            set_device_rng_state(on_device)
+
+
+def use_deterministic_algorithms() -> None:
+    """Make PyTorch take deterministic kernels only, and fail where there is none (--deterministic-mode)."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's attention asks for it
+    torch.use_deterministic_algorithms(True)
+
+
+def draw_as_stock_warm_up_does(
+    *, seq_length: int, micro_batch_size: int, hidden_size: int, ffn_hidden_size: int, dtype: torch.dtype
+) -> None:
+    """Draw from the CPU's generator what stock Megatron-LM draws on a CPU before it builds the model.
+
+    It warms its fused functions up (bias + GELU, bias + dropout + residual, 5 times with and 5 times without gradient)
+    on random tensors of its device. On a GPU they leave the generator that initialises the weights alone; on a CPU they
+    advance it, and without them the initial weights are not stock's. ``ffn_hidden_size`` is this tensor-parallel
+    rank's part.
+    """
+    torch.rand(ffn_hidden_size, dtype=dtype)
+    torch.rand(seq_length, micro_batch_size, ffn_hidden_size, dtype=dtype)
+    hidden = torch.rand(seq_length, micro_batch_size, hidden_size, dtype=dtype)
+    torch.rand(seq_length, micro_batch_size, hidden_size, dtype=dtype)
+    torch.rand(hidden_size, dtype=dtype)
+    for _ in range(10):
+        torch.nn.functional.dropout(hidden, p=0.1, training=True)

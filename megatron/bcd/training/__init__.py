@@ -1,0 +1,1 @@
+"""The run: setup, state, phase, loop, evaluation, resume."""

@@ -1,0 +1,260 @@
+"""The start banner: what this run is, and what memory it will need against full-parameter training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.bcd.blocks.ownership import is_active, is_always_active
+from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.blocks.schedule import BlockSchedule
+from megatron.bcd.blocks.subsets import PhaseSubset
+from megatron.bcd.config import RunConfig
+from megatron.bcd.metrics.schema import BlockSummary, RunSummary
+from megatron.bcd.model.builder import count_parameters, gpt_of
+from megatron.bcd.model.implementation import Implementation
+from megatron.bcd.model.transformer_config import describe_activation
+from megatron.bcd.pipeline.build import default_run_ahead
+from megatron.bcd.planner import cost
+
+
+def summarize(
+    *,
+    config: RunConfig,
+    partition: Partition,
+    model: torch.nn.Module,
+    vocab_size: int,
+    padded_vocab_size: int,
+    global_batch_size: int,
+    train_iters: int,
+    implementation: Implementation,
+    phases: BlockSchedule,
+    samples: PhaseSubset | None,
+) -> RunSummary:
+    """Collect the banner's figures from all ranks; a collective, the same on every rank."""
+    data_size = parallel_state.get_data_parallel_world_size()
+    optimizer = str(config.optimizer.get("optimizer", "adam"))
+    has_momentum = config.optimizer.get("sgd_momentum") != 0.0
+    ranks = _from_all_ranks(_this_rank(partition, model))
+    # one data-parallel rank's stages and tensor slices make up the model
+    one_replica = [rank for rank in ranks if rank["data_rank"] == 0]
+    per_stage = tuple(
+        next(rank["stage_parameters"] for rank in one_replica if rank["stage"] == stage)
+        for stage in range(partition.num_stages)
+    )
+    tied_copy = next(rank["tied_copy"] for rank in one_replica if rank["stage"] == partition.num_stages - 1)
+    total = sum(per_stage) - tied_copy
+
+    def state_bytes(rank: dict[str, Any], num_active: int) -> int:
+        return cost.model_state_bytes(
+            num_parameters=rank["num_parameters"],
+            num_active=num_active,
+            precision=config.precision,
+            optimizer=optimizer,
+            sgd_momentum=has_momentum,
+            gradients_in_fp32=bool(config.ddp.get("grad_reduce_in_fp32")),
+            data_parallel_size=data_size,
+            distributed_optimizer=config.training.use_distributed_optimizer,
+            offload_fraction=_offload_fraction(config),
+        )
+
+    blocks = []
+    for block in partition.blocks:
+        active = sum(rank["active"][block.index] for rank in one_replica)
+        blocks.append(
+            BlockSummary(
+                index=block.index,
+                layers=partition.describe_layers(block.index),
+                extras=", ".join(partition.describe_extras(block.index)),
+                share=active / sum(rank["num_parameters"] for rank in one_replica),
+                model_state_bytes=tuple(state_bytes(rank, rank["active"][block.index]) for rank in ranks),
+            )
+        )
+    return RunSummary(
+        model=_describe_model(config, gpt_of(model).config, vocab_size, padded_vocab_size),
+        parallel=f"pipeline {config.pipeline_size} x tensor {config.tensor_size} x data {data_size}, "
+        f"{config.precision}",
+        parameters_per_stage=per_stage,
+        total_parameters=total,
+        blocks=tuple(blocks),
+        layout=partition.layout,
+        phases=phases.describe(),
+        full_model_state_bytes=tuple(state_bytes(rank, rank["num_parameters"]) for rank in ranks),
+        training=_describe_training(config, global_batch_size, train_iters),
+        notes=(
+            implementation.describe(),
+            *_describe_kept_state(config, partition, [rank["num_between_phases"] for rank in ranks]),
+            *_describe_offload(config, max(rank["num_parameters"] for rank in ranks), data_size),
+            *_describe_pipeline(config, partition),
+            *_describe_samples(samples),
+            *_describe_prefix_cache(config, partition),
+        ),
+    )
+
+
+def _this_rank(partition: Partition, model: torch.nn.Module) -> dict[str, Any]:
+    gpt = gpt_of(model)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    parameters = dict(gpt.named_parameters())
+    tied_copy = parameters["output_layer.weight"] if partition.tied and "output_layer.weight" in parameters else None
+    return {
+        "stage": stage,
+        "data_rank": parallel_state.get_data_parallel_rank(),
+        "stage_parameters": count_parameters(model),
+        "num_parameters": sum(parameter.numel() for parameter in parameters.values()),
+        "num_between_phases": sum(
+            parameter.numel()
+            for name, parameter in parameters.items()
+            if not is_always_active(name, partition=partition)
+        ),
+        "tied_copy": 0
+        if tied_copy is None
+        else tied_copy.numel() * parallel_state.get_tensor_model_parallel_world_size(),
+        "active": [
+            sum(
+                parameter.numel()
+                for name, parameter in parameters.items()
+                if is_active(name, partition=partition, block=block.index, stage=stage)
+            )
+            for block in partition.blocks
+        ],
+    }
+
+
+def _from_all_ranks(mine: dict[str, Any]) -> list[dict[str, Any]]:
+    ranks: list[dict[str, Any]] = [{} for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather_object(ranks, mine)
+    return ranks
+
+
+def _describe_model(config: RunConfig, built: TransformerConfig, vocab_size: int, padded_vocab_size: int) -> str:
+    is_llama = (
+        config.model.position_embedding_type == "rope"
+        and config.model.swiglu
+        and built.normalization == "RMSNorm"
+        and not built.add_bias_linear
+    )
+    heads, groups = built.num_attention_heads, built.num_query_groups
+    parts = (
+        "LLaMA" if is_llama else "GPT",
+        f"{config.num_layers} layers",
+        f"hidden {config.hidden_size}",
+        f"{heads} heads" + (f" in {groups} query groups" if groups != heads else ""),
+        f"ffn {built.ffn_hidden_size}",
+        describe_activation(built),
+        f"vocabulary {vocab_size:,} (padded {padded_vocab_size:,})",
+        f"sequence {config.model.seq_length:,}",
+        f"{'tied' if config.tied else 'untied'} head",
+    )
+    return ", ".join(parts)
+
+
+def _describe_kept_state(config: RunConfig, partition: Partition, num_between_phases: Sequence[int]) -> tuple[str, ...]:
+    """What stays in host memory between a block's phases; nothing where there is one block."""
+    optimizer = str(config.optimizer.get("optimizer", "adam"))
+    moments = cost.moment_bytes(optimizer, sgd_momentum=config.optimizer.get("sgd_momentum") != 0.0)
+    is_host = config.bcd.bcd_optimizer_state == "host"
+    bytes_by_rank = [
+        cost.host_state_bytes(
+            num_kept=num_kept,
+            precision=config.precision,
+            moments=moments if is_host else 0,
+            data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            distributed_optimizer=config.training.use_distributed_optimizer,
+        )
+        for num_kept in num_between_phases
+    ]
+    if partition.num_blocks == 1 or config.training.skip_train or not max(bytes_by_rank):
+        return ()
+    kept = ["the optimizer's moments"] if is_host and moments else []
+    kept += {"fp32": [], "bf16": ["the low 16 bits of main parameters"], "fp16": ["main parameters"]}[config.precision]
+    return (f"kept in host memory between phases: {' and '.join(kept)}, {max(bytes_by_rank):,} bytes per rank",)
+
+
+def _offload_fraction(config: RunConfig) -> float:
+    """Share of the optimizer that is in host memory."""
+    if not config.optimizer.get("optimizer_cpu_offload"):
+        return 0.0
+    return float(config.optimizer["optimizer_offload_fraction"])
+
+
+def _describe_offload(config: RunConfig, num_parameters: int, data_size: int) -> tuple[str, ...]:
+    fraction = _offload_fraction(config)
+    if not fraction or config.training.skip_train:
+        return ()
+    held = math.ceil(cost.OFFLOADED_BYTES * fraction * num_parameters / data_size)
+    return (
+        f"optimizer offloaded to the host, {fraction:.0%} of it: weights, gradients and moments in fp32, {held:,} "
+        "bytes of host memory per rank before page-locked memory is rounded up",
+    )
+
+
+def _describe_pipeline(config: RunConfig, partition: Partition) -> tuple[str, ...]:
+    if partition.num_stages == 1:
+        return ()
+    if config.bcd.bcd_schedule == "stock":
+        return ("pipeline schedule stock: Megatron Core's 1F1B",)
+    forward_only = [partition.first_trainable_stage(block.index) for block in partition.blocks]
+    if not partition.has_prefix:
+        return (f"pipeline schedule bcd: no stage runs forward only ({_why_no_prefix(config)})",)
+    if not any(forward_only):
+        return ("pipeline schedule bcd: every block begins on the first stage, so no stage runs forward only",)
+    asked = config.bcd.bcd_run_ahead
+    ahead = [
+        default_run_ahead(num_stages=partition.num_stages, first_trainable=first_trainable)
+        if asked is None
+        else asked * (first_trainable > 0)
+        for first_trainable in forward_only
+    ]
+    return (
+        f"pipeline schedule bcd: forward-only stages by block {', '.join(map(str, forward_only))}; they run ahead "
+        f"{', '.join(map(str, ahead))} microbatches",
+    )
+
+
+def _why_no_prefix(config: RunConfig) -> str:
+    return f"--bcd-always-active {config.bcd.bcd_always_active} trains the bottom of the model in every phase"
+
+
+def _describe_samples(samples: PhaseSubset | None) -> tuple[str, ...]:
+    if samples is None:
+        return ()
+    return (
+        f"each phase trains on {samples.size:,} of the {samples.num_samples:,} sequences of an epoch; after "
+        f"{math.ceil(samples.num_samples / samples.size):,} phases all have been drawn",
+    )
+
+
+def _describe_prefix_cache(config: RunConfig, partition: Partition) -> tuple[str, ...]:
+    root = config.bcd.bcd_prefix_cache
+    if root is None:
+        return ()
+    if not partition.has_prefix:
+        return (f"prefix cache: off, no block has a prefix ({_why_no_prefix(config)})",)
+    lengths = [len(partition.prefix_layers(block.index)) for block in partition.blocks]
+    if not any(lengths):
+        return ("prefix cache: off, no block has a prefix (there is one block)",)
+    return (
+        f"prefix cache {root}: layers before the first active one, by block {', '.join(map(str, lengths))}; kept in "
+        f"{config.bcd.bcd_prefix_cache_dtype}",
+    )
+
+
+def _describe_training(config: RunConfig, global_batch_size: int, train_iters: int) -> str:
+    training, optimizer = config.training, config.optimizer
+    if training.skip_train:
+        return "evaluation only"
+    parts = (
+        f"{train_iters:,} iterations",
+        f"global batch {global_batch_size} of micro-batches of {training.micro_batch_size}",
+        f"lr {optimizer.get('lr')} {config.schedule.lr_decay_style}",
+        str(optimizer.get("optimizer", "adam")),
+        f"clip {optimizer.get('clip_grad', 1.0)}",
+        f"seed {training.seed}",
+    )
+    return ", ".join(parts)

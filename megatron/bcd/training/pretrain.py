@@ -1,0 +1,100 @@
+"""From a RunConfig to the end of the process: groups, seeds, folders, the run, the exit code."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from dataclasses import asdict
+
+import torch
+
+from megatron.bcd import data
+from megatron.bcd.checkpoint import claim, loader
+from megatron.bcd.config import RunConfig
+from megatron.bcd.metrics.reporter import Reporter
+from megatron.bcd.metrics.silent import SilentReporter
+from megatron.bcd.prefix_cache import folders as caches
+from megatron.bcd.prefix_cache.serve import DamagedRecord
+from megatron.bcd.runtime import device, distributed, rng
+from megatron.bcd.runtime.exit import exit_on_error
+from megatron.bcd.training.loop import ModelBuilder, Trainer
+from megatron.bcd.training.train_step import TrainingFailed
+
+
+def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str) -> None:
+    """Run what `config` says, on all ranks that torchrun started.
+
+    Exits with code 2, after one line from rank 0 and before any training, where data, files or machine don't fit; with
+    code 1, after one line, where training can't go on. SIGTERM and SIGUSR1 save, stop and return.
+    """
+    with exit_on_error(ValueError, prog=prog):
+        if config.optimizer.get("optimizer_cpu_offload"):
+            device.check_can_offload()
+        distributed.initialize(
+            backend=config.training.distributed_backend,
+            timeout_minutes=config.training.distributed_timeout_minutes,
+            tensor_size=config.tensor_size,
+            pipeline_size=config.pipeline_size,
+        )
+        rng.seed_everything(config.training.seed, data_parallel_random_init=config.training.data_parallel_random_init)
+        if config.transformer.get("deterministic_mode"):
+            rng.use_deterministic_algorithms()
+        save = config.checkpoint.save
+        is_new = not claim.exists(save)
+        held = claim.Claim() if is_new else claim.claim(save)
+        config = _resuming_after_restart(config)
+        source = loader.find(config)
+        reporter = _reporter(config, start_iteration=source.state.iteration if source and source.state else 0)
+        trainer = Trainer(config, build_model, reporter, source=source)
+        if is_new:  # the first to make it: nothing that was asked for is wrong
+            held = claim.claim(save)
+        cache_claim = claim_prefix_cache(None if config.training.skip_train else config.bcd.bcd_prefix_cache)
+        for warning in (*held.warnings, *cache_claim.warnings):
+            reporter.warning(warning)
+    try:
+        with reporter:
+            trainer.run()
+    except DamagedRecord as error:  # on this rank alone: the others wait in a collective until torchrun ends them
+        print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)
+    except TrainingFailed as error:
+        if torch.distributed.get_rank() == 0:
+            print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
+        torch.distributed.barrier()
+        sys.exit(1)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    held.release()
+    cache_claim.release()
+
+
+def claim_prefix_cache(root: str | None) -> claim.Claim:
+    """See `claim.claim`. A collective."""
+    return claim.claim(root, flag="--bcd-prefix-cache", contents="prefix caches", clean=caches.clean_leftovers)
+
+
+def _resuming_after_restart(config: RunConfig) -> RunConfig:
+    """torchrun --max-restarts starts the same command again: go on from what it has saved, whatever --load says."""
+    save = config.checkpoint.save
+    if save is None or not distributed.is_restart() or not claim.has_checkpoint(save):
+        return config
+    return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load=save, finetune=False))
+
+
+def _reporter(config: RunConfig, *, start_iteration: int) -> Reporter:
+    report = config.report
+    if torch.distributed.get_rank() != 0:
+        return SilentReporter()
+    return Reporter(
+        train_iters=data.num_iterations(config),
+        start_iteration=start_iteration,
+        metrics_file=report.metrics_file,
+        tensorboard_dir=report.tensorboard_dir,
+        wandb_project=report.wandb_project,
+        wandb_exp_name=report.wandb_exp_name,
+        wandb_entity=report.wandb_entity,
+        wandb_save_dir=report.wandb_save_dir,
+        run_config=asdict(config),
+    )

@@ -1,0 +1,55 @@
+"""A script for torchrun: a run in which one rank stops for good in the middle of an iteration, as on a sick machine.
+
+    torchrun ... hanging_rank.py RANK MICROBATCH TIMEOUT [flags of pretrain_gpt_bcd.py]
+
+The last block is active. RANK stops itself (SIGSTOP) before its forward pass number MICROBATCH, counted over the run;
+messages between stages time out after TIMEOUT seconds.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import os
+import signal
+import sys
+from typing import Any
+
+import torch
+
+from megatron.bcd.arguments import parse_run_config
+from megatron.bcd.blocks.phase_state import PhaseState
+from megatron.bcd.model.builder import build_model
+from megatron.bcd.runtime import distributed
+from megatron.bcd.training import loop
+from megatron.bcd.training.pretrain import pretrain
+
+
+def main() -> None:
+    rank, microbatch, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    config = parse_run_config(sys.argv[4:], prog="hanging_rank.py")
+    # ranks may take long to import and to build the data; only what comes after has the short timeout
+    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(minutes=2))
+    initialize = distributed.initialize
+    distributed.initialize = lambda **values: initialize(**values | {"timeout_minutes": seconds / 60})
+    loop.PhaseState = functools.partial(PhaseState, phase=config.pipeline_size - 1)  # type: ignore[assignment,misc]
+    if torch.distributed.get_rank() == rank:
+        stop_before(microbatch)
+    pretrain(config, build_model, prog="hanging_rank.py")
+
+
+def stop_before(microbatch: int) -> None:
+    original, count = loop.forward_step, 0
+
+    def forward_step(*args: Any) -> Any:
+        nonlocal count
+        if count == microbatch:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        count += 1
+        return original(*args)
+
+    loop.forward_step = forward_step
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Runs of a `dist.World` that save and go on in a fresh Trainer, and where they differ from one that was never stopped.
+
+Like `worlds`, found by name in the rank's processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+
+from megatron.bcd.checkpoint import layout, shard_writer
+from megatron.bcd.config import RunConfig
+from support import worlds
+
+
+def with_checkpoints(config: RunConfig, **changes: Any) -> RunConfig:
+    """`config` with other flags of its checkpoint group."""
+    return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, **changes))
+
+
+def one_part(config: RunConfig, **hooks: worlds.Hook) -> dict[str, Any]:
+    """`worlds.train_run`, and what the run said."""
+    with worlds.trainer(config, **hooks) as one:
+        one.run()
+        said = {"notes": one.recorder.notes, "warnings": one.recorder.warnings, "iteration": one.iteration}
+        return worlds.outcome(one) | said
+
+
+def stopped_and_resumed(config: RunConfig, stops: Sequence[int], root: str) -> list[str]:
+    """Stop and save after each of the iterations `stops`, and go on to the end; differences from the whole run."""
+    whole = one_part(with_checkpoints(config, save=None, async_save=False))
+    load, parts = None, []
+    for stop in stops:
+        parts.append(one_part(with_checkpoints(config, save=root, load=load, exit_interval=stop)))
+        if parts[-1]["iteration"] != stop:
+            return [f"stopped after iteration {parts[-1]['iteration']} in place of {stop}"]
+        load = root
+    parts.append(one_part(with_checkpoints(config, save=None, async_save=False, load=root)))
+    return differences(whole, parts)
+
+
+def saved_in_passing(config: RunConfig, iteration: int, root: str) -> list[str]:
+    """Save after `iteration` and train on; then go on from there again. Differences of both from a run that saves
+    nothing. With --async-save the files are written while the steps after it change the weights."""
+    whole = one_part(with_checkpoints(config, save=None, async_save=False))
+    saving = with_checkpoints(config, save=root, save_interval=iteration)
+    with writes_held_back() as release:
+
+        def let_write(one: worlds.RecordingTrainer) -> None:
+            if one.iteration >= iteration or not config.checkpoint.async_save:
+                release.set()
+
+        passing = one_part(saving, after_step=let_write)
+    found = [f"while saving: {line}" for line in differences(whole, [passing])]
+    point_to(root, iteration)
+    late = one_part(with_checkpoints(config, save=None, async_save=False, load=root))
+    return found + [f"resumed: {line}" for line in differences(whole, [late])]
+
+
+@contextlib.contextmanager
+def writes_held_back() -> Iterator[threading.Event]:
+    """Until the event is set, no weight is written to a file; a minute at most."""
+    release = threading.Event()
+    original = shard_writer.FileSystemWriterAsync.write_preloaded_data
+
+    def write_later(*args: Any, **kwargs: Any) -> Any:
+        release.wait(60)
+        return original(*args, **kwargs)
+
+    shard_writer.FileSystemWriterAsync.write_preloaded_data = staticmethod(write_later)
+    try:
+        yield release
+    finally:
+        release.set()
+        shard_writer.FileSystemWriterAsync.write_preloaded_data = staticmethod(original)
+
+
+def point_to(root: str, iteration: int) -> None:
+    """Let the tracker name an older checkpoint, as if the run had been killed soon after it."""
+    temporary = os.path.join(root, f"tracker_of_{os.getpid()}")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(str(iteration))
+    os.replace(temporary, os.path.join(root, layout.TRACKER))
+
+
+def differences(whole: dict[str, Any], parts: Sequence[dict[str, Any]]) -> list[str]:
+    """Where `parts`, one after the other, are not `whole` bit for bit. The first part may begin late, no other may."""
+    found = []
+    for name in ("steps", "metrics", "evaluations"):
+        expected, seen = whole[name], [value for part in parts for value in part[name]]
+        if len(parts) == 1:
+            expected = expected[len(expected) - len(seen) :]
+        pairs = [f"{name}: {two} in place of {one}" for one, two in zip(expected, seen, strict=False) if one != two]
+        found += [f"{len(pairs)} differ, {pairs[0]}"] if pairs else []
+        found += [f"{len(seen)} {name} in place of {len(expected)}"] if len(seen) != len(expected) else []
+    different = worlds.same_bits(whole["weights"], parts[-1]["weights"])
+    return found + ([f"{len(different)} weights differ: {different[:3]}"] if different else [])
+
+
+def resumed_and_saved_again(config: RunConfig, root: str, copy: str) -> dict[str, Any]:
+    """Go on from `root` to the end, but first save what was loaded below `copy`; the outcome, and where it began."""
+    with worlds.trainer(with_checkpoints(config, save=copy, load=root)) as one:
+        begin = {"began_at": one.iteration, "began_in": (one.state.phase, one.state.step_in_phase)}
+        assert one._save()
+        one.run()
+        return worlds.outcome(one) | begin | {"warnings": one.recorder.warnings}
+
+
+def tensors_of(checkpoint: str) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole, read by Megatron Core without a model."""
+    with worlds.parallel(worlds.run_config(mock_data=True, split=None)):
+        loaded = dist_checkpointing.load_plain_tensors(checkpoint)
+    return {name: tensor for name, tensor in loaded.items() if torch.is_tensor(tensor)}

@@ -1,0 +1,323 @@
+"""What ranks of a `dist.World` do: small runs, and what is recorded of them.
+
+Everything here is found by name in the rank's processes, so results are plain values, arrays and tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core import num_microbatches_calculator, parallel_state
+from torch.distributed import distributed_c10d
+
+from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
+from megatron.bcd.blocks import partition
+from megatron.bcd.config import RunConfig
+from megatron.bcd.metrics.reporter import Reporter
+from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
+from megatron.bcd.model.builder import build_model, gpt_of
+from megatron.bcd.optim.active_block import ActiveBlock
+from megatron.bcd.runtime import distributed, rng
+from megatron.bcd.training import loop as loop
+from megatron.bcd.training.loop import Trainer
+from megatron.bcd.training.train_step import StepResult
+
+PADDED_VOCABULARY = 264  # of 257 byte-level tokens, on one and on two tensor-parallel ranks
+_SMALL_RUN: dict[str, object] = {
+    "num_layers": 6,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "max_position_embeddings": 32,
+    "micro_batch_size": 2,
+    "global_batch_size": 8,
+    "train_iters": 6,
+    "lr": 1e-2,
+    "hidden_dropout": 0,
+    "attention_dropout": 0,
+    "use_cpu_initialization": True,
+    "tokenizer_type": "ByteLevelTokenizer",
+    "split": "90,10,0",
+    "num_workers": 0,
+    "eval_iters": 0,
+    "log_interval": 1,
+    "bcd_num_blocks": 3,
+    "bcd_steps_per_block": 1,
+}
+
+
+def run_config(**flags: Any) -> RunConfig:
+    """A small run: the flags, and what is small about it where they don't say. `world_size` ranks, default 1, of the
+    script of `form`, default gpt."""
+    values: dict[str, Any] = _SMALL_RUN | flags
+    tensor_size = int(str(values.get("tensor_model_parallel_size", 1)))
+    values.setdefault("make_vocab_size_divisible_by", PADDED_VOCABULARY // tensor_size)
+    return config_of(**values)
+
+
+def config_of(*, world_size: int = 1, form: str = "gpt", **flags: object) -> RunConfig:
+    """What the command line says that `argv_of` gives, to the script of that form."""
+    return parse_run_config(argv_of(**flags), prog="test", defaults=FAMILY_DEFAULTS[form], world_size=world_size)
+
+
+def argv_of(**flags: object) -> list[str]:
+    """Flags by field name as a command line: True is a switch, None or False is left out."""
+    argv: list[str] = []
+    for name, value in flags.items():
+        if value is None or value is False:
+            continue
+        argv.append("--" + name.replace("_", "-"))
+        if value is not True:
+            argv += [str(word) for word in (value if isinstance(value, tuple | list) else (value,))]
+    return argv
+
+
+class Recorder(Reporter):
+    """Keeps what a run tells, on every rank."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepMetrics] = []
+        self.evaluations: list[EvalMetrics] = []
+        self.switches: list[int] = []
+        self.notes: list[str] = []
+        self.warnings: list[str] = []
+        self.summary: Any = None
+
+    def banner(self, summary: Any) -> None:
+        self.summary = summary
+
+    def step(self, record: StepMetrics) -> None:
+        self.steps.append(record)
+
+    def evaluation(self, record: EvalMetrics) -> None:
+        self.evaluations.append(record)
+
+    def phase(self, **values: Any) -> None:
+        self.switches.append(values["iteration"])
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def warning(self, text: str) -> None:
+        self.warnings.append(text)
+
+    def progress(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    close = progress
+
+
+Hook = Callable[["RecordingTrainer"], None]
+
+
+class _ToldActiveSet(ActiveBlock):
+    """An ActiveBlock that tells its trainer what it did."""
+
+    def __init__(self, owner: RecordingTrainer, **kwargs: Any) -> None:
+        self._owner = owner
+        super().__init__(**kwargs)
+
+    def build(self, block: int) -> None:
+        self._owner.call("before_build")
+        super().build(block)
+        self._owner.call("after_build")
+
+    def dispose(self) -> None:
+        super().dispose()
+        self._owner.call("after_dispose")
+
+
+class RecordingTrainer(Trainer):
+    """A Trainer that keeps every step's result, and calls whoever wants to act in between.
+
+    Hooks by name: before_build, after_build, before_step, after_schedule (gradients are whole, the optimizer has not
+    stepped), after_step, before_switch (also where the same block follows, but not where the run ends), after_dispose.
+    """
+
+    def __init__(self, config: RunConfig, **hooks: Hook) -> None:
+        self.results: list[dict[str, Any]] = []
+        self.hooks = hooks
+        self.recorder = Recorder()
+        original = loop.ActiveBlock
+        loop.ActiveBlock = functools.partial(_ToldActiveSet, self)  # type: ignore[assignment,misc]
+        try:
+            super().__init__(config, build_model, self.recorder)
+        finally:
+            loop.ActiveBlock = original  # type: ignore[misc]
+
+    def call(self, name: str) -> None:
+        if name in self.hooks:
+            self.hooks[name](self)
+
+    def train_step(self, batches: Iterator[Any], **kwargs: Any) -> StepResult:
+        self.call("before_step")
+        result = super().train_step(batches, **kwargs)
+        self.results.append(
+            {
+                "phase": self.state.phase,
+                "block": self.phases.block(self.state),
+                "step": self.state.step_in_phase,
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "learning_rate": result.learning_rate,
+                "loss_scale": self.active.loss_scale(),
+            }
+        )
+        self.call("after_step")
+        return result
+
+    def run_schedule(
+        self, batches: Iterator[Any], num_microbatches: int, *, forward_only: bool
+    ) -> list[dict[str, Any]]:
+        reported = super().run_schedule(batches, num_microbatches, forward_only=forward_only)
+        if not forward_only:
+            self.call("after_schedule")
+        return reported
+
+    def _advance_phase(self, loss: float, *, is_last: bool) -> bool:
+        if not is_last and self.phases.after_step(self.state, loss=loss).phase != self.state.phase:
+            self.call("before_switch")
+        return super()._advance_phase(loss, is_last=is_last)
+
+
+@contextlib.contextmanager
+def parallel(config: RunConfig) -> Iterator[None]:
+    """This rank's world cut as `config` says, with the seeds set; nothing of it is left afterwards."""
+    _cut_world(config.tensor_size, config.pipeline_size)
+    rng.seed_everything(config.training.seed, data_parallel_random_init=config.training.data_parallel_random_init)
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.collect()
+
+
+def _cut_world(tensor_size: int, pipeline_size: int) -> None:
+    """Parallel groups of these sizes: kept where they are there already, else in place of those of the run before."""
+    torch.set_num_threads(1)
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    if parallel_state.model_parallel_is_initialized():
+        torch.distributed.barrier()
+        sizes = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+        )
+        if sizes == (tensor_size, pipeline_size):
+            return
+        parallel_state.destroy_model_parallel()
+        for group in [group for group in distributed_c10d._world.pg_map if group != torch.distributed.group.WORLD]:
+            torch.distributed.destroy_process_group(group)
+    distributed.initialize(backend="gloo", timeout_minutes=2, tensor_size=tensor_size, pipeline_size=pipeline_size)
+
+
+@contextlib.contextmanager
+def trainer(config: RunConfig, **hooks: Hook) -> Iterator[RecordingTrainer]:
+    """A Trainer of this rank, ready to `run`, its first block active."""
+    with parallel(config):
+        yield RecordingTrainer(config, **hooks)
+
+
+def train_run(config: RunConfig, *, blocks_of_stages: int | None = None) -> dict[str, Any]:
+    """Run `config`; per-step results, evaluations and metrics as this rank saw them, and its last weights.
+
+    With `blocks_of_stages` one pipeline stage takes the blocks that so many stages would form.
+    """
+    with blocks_as_of(blocks_of_stages), trainer(config) as one:
+        one.run()
+        return outcome(one)
+
+
+@contextlib.contextmanager
+def blocks_as_of(num_stages: int | None) -> Iterator[None]:
+    """Trainers of one stage form the blocks that `num_stages` stages would: the same layers, all on stage 0."""
+    original = loop.partition
+
+    def on_one_stage(**arguments: Any) -> partition.Partition:
+        assert arguments["num_stages"] == 1
+        stages = {"num_stages": num_stages} | ({"num_blocks": None} if arguments["layout"] == "stage" else {})
+        cut = original(**(arguments | stages))
+        moved = {submodel: dataclasses.replace(submodel, stage=0) for submodel in cut.submodels}
+        return dataclasses.replace(
+            cut,
+            layers_per_stage=(cut.num_layers,),
+            submodels=tuple(moved.values()),
+            blocks=tuple(
+                partition.Block(index=block.index, submodels=tuple(moved[submodel] for submodel in block.submodels))
+                for block in cut.blocks
+            ),
+        )
+
+    if num_stages is not None:
+        loop.partition = on_one_stage
+    try:
+        yield
+    finally:
+        loop.partition = original
+
+
+def outcome(one: RecordingTrainer) -> dict[str, Any]:
+    """What is compared between runs, as plain values."""
+    return {
+        "steps": one.results,
+        "losses": [step["loss"] for step in one.results],
+        "grad_norms": [step["grad_norm"] for step in one.results],
+        "blocks": [step["block"] for step in one.results],
+        "metrics": [
+            {
+                "iteration": record.iteration,
+                "consumed_samples": record.consumed_samples,
+                "loss": record.loss,
+                "grad_norm": record.grad_norm,
+                "learning_rate": record.learning_rate,
+                "global_batch_size": record.global_batch_size,
+            }
+            for record in one.recorder.steps
+        ],
+        "evaluations": [(record.iteration, record.split, record.loss) for record in one.recorder.evaluations],
+        "model_state_bytes": [record.model_state_bytes for record in one.recorder.steps],
+        "switches": one.recorder.switches,
+        "weights": weights_of(one.model),
+        "parameters_per_stage": one.recorder.summary.parameters_per_stage,
+        "total_parameters": one.recorder.summary.total_parameters,
+    }
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of this rank's parameters by GPTModel's names."""
+    return {name: parameter.detach().clone() for name, parameter in gpt_of(model).named_parameters()}
+
+
+def initial_weights(config: RunConfig) -> dict[str, torch.Tensor]:
+    """`weights_of` the model before its first step."""
+    with trainer(config) as one:
+        return weights_of(one.model)
+
+
+def masters_of(one: RecordingTrainer) -> list[torch.Tensor]:
+    """The tensors that this rank's optimizer steps, found in the PyTorch optimizer itself."""
+    return [
+        main_param
+        for optimizer in one.active.optimizer.chained_optimizers  # type: ignore[union-attr]
+        if optimizer.optimizer is not None
+        for group in optimizer.optimizer.param_groups
+        for main_param in group["params"]
+        if main_param.numel()
+    ]
+
+
+def save_initial_weights(config: RunConfig, folder: str) -> None:
+    """Draw the weights of `config` and write them as a checkpoint that any layout can load."""
+    with trainer(dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, save=folder))) as one:
+        assert one._save()
+
+
+def same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
+    """Names whose tensors differ in any bit (NaN equals itself)."""
+    assert left.keys() == right.keys()
+    return [name for name in left if left[name].view(torch.uint8).ne(right[name].view(torch.uint8)).any()]

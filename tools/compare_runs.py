@@ -1,0 +1,342 @@
+"""Whether two versions of this code train the same, bit for bit: the same small runs with both, compared.
+
+    python tools/compare_runs.py --before main                   # with the working tree that this file lies in
+    python tools/compare_runs.py --before v1.0 --after /other/checkout --only grid,resume --output out/logs
+
+Each configuration (--list) is trained with the code before and after, by one Python interpreter, on the CPU, on text
+that is made once. Compared are all lines of the metrics files but for times and peak memory, and all tensors of the
+last checkpoints. Revisions are exported, folders are copied first, so both may change meanwhile. One line for each
+configuration: equal, or the first difference. Exit code 0 where all are equal, 1 where not, 2 for bad flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import filecmp
+import io
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from _bit_compare_configurations import CONFIGURATIONS, GPT, LLAMA, Configuration
+from _bit_compare_records import NoRecords, run_difference
+from _parser import Parser
+
+PROG = "tools/compare_runs.py"
+ROOT = Path(__file__).resolve().parents[1]
+SIDES = ("before", "after")
+NEEDED = (GPT, LLAMA, "megatron", "tools", "examples")
+"""Of a checkout, what is run or imported."""
+TEXT = "tokenized-text"
+"""The name of what is compared first, and of its folder."""
+TEXT_MEGABYTES = "0.6"
+START_SECONDS = 600.0
+"""After which a start hangs."""
+_SCHEDULER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
+
+
+class RunFailed(RuntimeError):
+    """A run did not end well: one line."""
+
+
+class Stopped(RuntimeError):
+    """The user, or a scheduler, ends the comparison."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What both sides share."""
+
+    checkouts: dict[str, Path]
+    output: Path
+    stop: threading.Event
+    """Set: end all processes and start none."""
+
+    @property
+    def data(self) -> Path:
+        """Prefix of the tokenized text that all runs read: the one made by the code before."""
+        return self.output / TEXT / "before" / "stdlib_text_document"
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Raises ValueError for a flag that is unknown, missing or no number."""
+    parser = Parser(
+        prog=PROG, allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--before", metavar="REV|FOLDER", help="a git revision, or the folder of a checkout")
+    add("--after", metavar="REV|FOLDER", help="the same (default: the working tree that this tool lies in)")
+    add("--only", metavar="NAME,...", help="these configurations (default: all)")
+    add("--list", action="store_true", help="show the configurations and end")
+    add("--jobs", type=int, default=1, metavar="N", help="configurations at the same time (default: 1)")
+    add("--output", metavar="FOLDER", help="keep logs, metrics files and checkpoints here (default: kept nowhere)")
+    return parser.parse_args(argv)
+
+
+def chosen(only: str | None) -> list[Configuration]:
+    """In the order of the list. Raises ValueError naming what is no configuration."""
+    known = {configuration.name: configuration for configuration in CONFIGURATIONS}
+    names = list(known) if only is None else [name.strip() for name in only.split(",")]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"--only {only}: {name or 'an empty name'} is no configuration; --list shows them")
+    return [configuration for name, configuration in known.items() if name in names]
+
+
+# ---------------------------------------------------------------- the two versions
+
+
+def materialise(flag: str, version: str, folder: Path) -> None:
+    """Put the code of a checkout's folder or of a git revision below ``folder``, so that nothing changes it any more.
+
+    Raises:
+        ValueError: it is neither, or lacks what is run.
+    """
+    if Path(version).is_dir():
+        _check_complete(flag, version, Path(version))
+        folder.mkdir()
+        for name in NEEDED:
+            source = Path(version, name)
+            if source.is_dir():
+                shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy2(source, folder / name)
+        return
+    commit = _git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{version}^{{commit}}")
+    archive = _git("archive", "--format=tar", commit.decode().strip()) if commit else None
+    if not archive:
+        raise ValueError(f"{flag} {version}: neither a folder nor a git revision; give one of them")
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        files.extractall(folder, filter="data")
+    _check_complete(flag, version, folder)
+
+
+def _check_complete(flag: str, version: str, folder: Path) -> None:
+    missing = [name for name in NEEDED if not (folder / name).exists()]
+    if missing:
+        raise ValueError(f"{flag} {version}: lacks {', '.join(missing)}; give a checkout of this project")
+
+
+def _git(*words: str) -> bytes | None:
+    """What git says in this tool's checkout; None where it fails, or is not there."""
+    try:
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+# ---------------------------------------------------------------- processes
+
+
+def run_process(argv: Sequence[str], *, checkout: Path, log: Path, stop: threading.Event) -> None:
+    """Start, wait, and leave no process, however it ends; the log is added to.
+
+    Raises:
+        RunFailed: it ended with an error, or hangs.
+        Stopped: ``stop`` was set.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in _SCHEDULER}
+    # One thread, no GPU: sums in one order. The path keeps an installed megatron.bcd from being taken instead.
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    environment |= {"PYTHONPATH": str(checkout), "COLUMNS": "200"}
+    end = time.monotonic() + START_SECONDS
+    with open(log, "ab") as output:
+        start = output.tell()
+        process = subprocess.Popen(
+            argv,
+            cwd=checkout,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # an interrupt at the terminal is for this tool: it ends them
+        )
+        try:
+            while process.poll() is None and not stop.is_set() and time.monotonic() < end:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(0.2)
+            code = process.poll()
+        finally:
+            _kill(process)
+    if stop.is_set():
+        raise Stopped
+    if code != 0:
+        said = log.read_bytes()[start:].decode(errors="replace")
+        raise RunFailed(f"hangs for {START_SECONDS:,.0f} s" if code is None else _last_words(code, said))
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End it and all that it has started; torchrun's ranks have sessions of their own."""
+    if process.poll() is None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            top = psutil.Process(process.pid)
+            top.suspend()  # else torchrun would see its ranks die, and answer
+            for one in [*top.children(recursive=True), top]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
+    process.wait()
+
+
+def _last_words(code: int, text: str) -> str:
+    """The error that a failed process told: the tool's own line, else an exception's, else the last line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    own = [line for line in lines if re.search(r"\S: error: ", line)]
+    raised = [line for line in lines if re.search(r"\b\w+(?:Error|Exception|Failed)\b: ", line)]
+    return f"ended with code {code}: {([*own, *raised] or lines[-1:] or ['without a word'])[0]}"
+
+
+# ---------------------------------------------------------------- data, runs, comparison
+
+
+def make_data(task: Task) -> str | None:
+    """Tokenize the standard library's text with both versions; what is not the same, or None.
+
+    Raises:
+        RunFailed: the code before can't.
+    """
+    for side in SIDES:
+        folder = task.output / TEXT / side
+        folder.mkdir(parents=True)
+        text, prefix = folder / "stdlib.jsonl", folder / "stdlib"
+        fetch = ["examples/stdlib_text.py", "--megabytes", TEXT_MEGABYTES, "--output", str(text)]
+        tokenize = ["tools/preprocess_data.py", "--input", str(text), "--output-prefix", str(prefix), "--append-eod",
+                    "--tokenizer-type", "ByteLevelTokenizer", "--workers", "1"]  # fmt: skip
+        try:
+            for words in (fetch, tokenize):
+                run_process([sys.executable, *words], checkout=task.checkouts[side], log=folder / "log", stop=task.stop)
+        except RunFailed as error:
+            if side == "before":
+                raise RunFailed(f"{words[0]} before {error}") from None
+            return f"{words[0]} after {error}"
+    before, after = (task.data.parents[1] / side / task.data.name for side in SIDES)
+    for suffix in (".bin", ".idx"):
+        if not filecmp.cmp(f"{before}{suffix}", f"{after}{suffix}", shallow=False):
+            return f"{before.name}{suffix} is not the same"
+    return None
+
+
+def run_configuration(configuration: Configuration, task: Task) -> None:
+    """All starts, before and after. Raises RunFailed naming the side and the start."""
+    for side in SIDES:
+        folder = task.output / configuration.name / side
+        folder.mkdir(parents=True)
+        for number, start in enumerate(configuration.starts, start=1):
+            checkout = task.checkouts["before" if start.always_before else side]
+            argv = start.argv(folder=folder, data=task.data)
+            try:
+                run_process(argv, checkout=checkout, log=folder / "log", stop=task.stop)
+            except RunFailed as error:
+                which = f", start {number}," if len(configuration.starts) > 1 else ""
+                raise RunFailed(f"{side}{which} {error}") from None
+
+
+def compare_all(configurations: Sequence[Configuration], task: Task, *, jobs: int) -> list[str]:
+    """Run and compare, a line for each as soon as it is through; the names of those that are not equal."""
+    different = []
+    with ThreadPoolExecutor(jobs) as pool:
+        runs = {pool.submit(run_configuration, each, task): each.name for each in configurations}
+        try:
+            for run in as_completed(runs):
+                name = runs[run]
+                if not _tell(name, _verdict(run.result, task.output / name)):
+                    different.append(name)
+        except BaseException:
+            task.stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    return different
+
+
+def _verdict(wait: object, folder: Path) -> str | None:
+    """What is not equal, None where nothing is."""
+    assert callable(wait)
+    try:
+        wait()
+        found = run_difference(*(folder / side for side in SIDES))
+    except (RunFailed, NoRecords) as error:
+        return str(error)
+    return str(found) if found else None
+
+
+def _tell(name: str, problem: str | None) -> bool:
+    """One line; whether all is well."""
+    width = max(len(configuration.name) for configuration in CONFIGURATIONS)
+    print(f"{name:<{width}}  {problem or 'equal'}", flush=True)
+    return problem is None
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """The exit code. Raises ValueError for what the user can mend."""
+    configurations = chosen(arguments.only)
+    if arguments.list:
+        for each in configurations:
+            print(f"{each.name:<20}{each.about}")
+        return 0
+    if arguments.before is None:
+        raise ValueError("--before is required: a git revision, or the folder of a checkout")
+    if arguments.jobs < 1:
+        raise ValueError(f"--jobs {arguments.jobs}: must be at least 1")
+    with tempfile.TemporaryDirectory(prefix="compare_runs_") as temporary, _output(arguments.output) as output:
+        checkouts = {side: Path(temporary, side) for side in SIDES}
+        materialise("--before", arguments.before, checkouts["before"])
+        materialise("--after", arguments.after or str(ROOT), checkouts["after"])
+        task = Task(checkouts=checkouts, output=output, stop=threading.Event())
+        try:
+            different = [] if _tell(TEXT, make_data(task)) else [TEXT]
+        except RunFailed as error:
+            _tell(TEXT, str(error))
+            return 1
+        started = time.monotonic()
+        different += compare_all(configurations, task, jobs=arguments.jobs)
+    total, seconds = len(configurations) + 1, time.monotonic() - started
+    print(f"{f'{len(different)} of {total} not equal' if different else f'all {total} equal'} ({seconds:,.0f} s)")
+    if different and not arguments.output:
+        print("--output FOLDER keeps the logs")
+    return 1 if different else 0
+
+
+@contextlib.contextmanager
+def _output(folder: str | None) -> Iterator[Path]:
+    """An empty folder; a temporary one where none is asked for. Raises ValueError where it can't be had."""
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="compare_runs_") as temporary:
+            yield Path(temporary)
+        return
+    path = Path(folder).absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        is_empty = not any(path.iterdir())
+    except OSError as error:
+        raise ValueError(f"--output {folder} can't be written ({error.strerror}): give another folder") from error
+    if not is_empty:
+        raise ValueError(f"--output {folder} is not empty: give a new folder")
+    yield path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        return compare(parse_arguments(argv))
+    except ValueError as error:
+        print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no process outlives this tool
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
