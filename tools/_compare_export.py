@@ -184,11 +184,11 @@ def export(folder: str, form: str, argv: Sequence[str]) -> None:
         "steps_per_block": config.bcd.bcd_steps_per_block,
         "num_steps": num_steps,
         "microbatches_per_step": per_step,
-        "lr": optimizer["lr"],
-        "betas": [optimizer["adam_beta1"], optimizer["adam_beta2"]],
-        "eps": optimizer["adam_eps"],
-        "weight_decay": optimizer["weight_decay"],
-        "clip_grad": optimizer["clip_grad"],
+        "lr": optimizer.lr,
+        "betas": [optimizer.adam_beta1, optimizer.adam_beta2],
+        "eps": optimizer.adam_eps,
+        "weight_decay": optimizer.weight_decay,
+        "clip_grad": optimizer.clip_grad,
     }
     with open(os.path.join(folder, JOB_FILE), "w", encoding="utf-8") as file:
         json.dump(job, file, indent=1)

@@ -16,7 +16,7 @@ from support import worlds
 from support.dist import World
 
 from megatron.bcd import data
-from megatron.bcd.config import RunConfig
+from megatron.bcd.config import RunConfig, core_keywords
 from megatron.bcd.model import builder, implementation, loss
 from megatron.bcd.optim import lr_schedule
 from megatron.bcd.tokenizer import build_tokenizer
@@ -52,7 +52,7 @@ def plain_training(config: RunConfig) -> dict[str, Any]:
             module=model,
         )
         optimizer = get_megatron_optimizer(
-            OptimizerConfig(**{**config.optimizer, "use_distributed_optimizer": is_sharded}), [wrapped]
+            OptimizerConfig(**{**core_keywords(config.optimizer), "use_distributed_optimizer": is_sharded}), [wrapped]
         )
         scheduler = lr_schedule.build_scheduler(config, optimizer, training.global_batch_size)
         model_config = get_model_config(model)

@@ -28,9 +28,9 @@ def reference(config: RunConfig, parameters: dict[str, torch.Tensor]) -> torch.o
         {"params": [one for one in parameters.values() if one.dim() > 1], "weight_decay": 0.1},
         {"params": [one for one in parameters.values() if one.dim() == 1], "weight_decay": 0.0},
     ]
-    if config.optimizer.get("optimizer") == "sgd":
-        return torch.optim.SGD(groups, lr=1.0, momentum=config.optimizer.get("sgd_momentum", 0.9))
-    kind = torch.optim.AdamW if config.optimizer.get("decoupled_weight_decay", True) else torch.optim.Adam
+    if config.optimizer.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=1.0, momentum=config.optimizer.sgd_momentum)
+    kind = torch.optim.AdamW if config.optimizer.decoupled_weight_decay else torch.optim.Adam
     return kind(groups, lr=1.0, fused=not device.has_cuda() or None)  # as `platform` has it on a CPU
 
 

@@ -104,8 +104,8 @@ def assert_agrees(config: RunConfig, planned: Recipe) -> None:
     assert config.training.global_batch_size == planned.global_batch_size
     assert (config.transformer.get("recompute_granularity") == "full") == (planned.recompute == "full")
     assert config.bcd.bcd_num_blocks == (planned.num_blocks or 3 if planned.method == "bcd" else 1)
-    assert config.optimizer["optimizer_cpu_offload"] == (planned.method == "offload")
-    assert planned.precision == "fp32" or config.ddp["grad_reduce_in_fp32"]
+    assert config.optimizer.optimizer_cpu_offload == (planned.method == "offload")
+    assert planned.precision == "fp32" or config.ddp.grad_reduce_in_fp32
     assert config.bcd.bcd_schedule == ("bcd" if planned.method == "bcd" else "stock")
 
 

@@ -15,7 +15,7 @@ from megatron.bcd.arguments import parse_run_config, run_config_from_dict, run_c
 from megatron.bcd.arguments.flags import CORE_SECTIONS, OWN_SECTIONS, Flag, dashed, generate_flags
 from megatron.bcd.arguments.parse import _parser, stock_flags
 from megatron.bcd.arguments.unsupported_flags import ANY_NUMBER, COMPATIBLE_FLAGS
-from megatron.bcd.config import RunConfig
+from megatron.bcd.config import RunConfig, core_keywords
 
 # examples/gpt3/train_gpt3_175b_distributed.sh of Megatron-LM, with --rampup-batch-size as there
 GPT3_RECIPE = """
@@ -52,7 +52,7 @@ def test_gpt3_recipe_parses_with_bcd_flags(tmp_path: Path) -> None:
     """Would expose a flag of Megatron-LM's own GPT-3 example that is missing, or a rule that refuses it."""
     words = GPT3_RECIPE.replace("FOLDER", str(tmp_path / "run")).split()
     config = parse_run_config([*words, "--bcd-num-blocks", "2"], prog=PROG, world_size=128)
-    assert config.precision == "fp16" and config.optimizer["fp16"] is True
+    assert config.precision == "fp16" and config.optimizer.fp16 is True
     assert config.tokenizer.tokenizer_type == "GPT2BPETokenizer"
     assert config.training.rampup_batch_size == (16, 16, 5859375)
     assert config.schedule.lr_decay_iters == 430000 and config.schedule.lr_warmup_fraction == 0.001
@@ -71,8 +71,8 @@ def test_llama_recipe_parses() -> None:
     assert transformer["bias_activation_fusion"] is True and transformer["apply_rope_fusion"] is True
     assert transformer["layernorm_epsilon"] == 1e-6
     assert config.model.rotary_base == 500000 and not config.tied
-    assert config.ddp["overlap_param_gather"] is config.optimizer["overlap_param_gather"] is True
-    assert config.ddp["grad_reduce_in_fp32"] is True
+    assert config.ddp.overlap_param_gather is config.optimizer.overlap_param_gather is True
+    assert config.ddp.grad_reduce_in_fp32 is True
 
 
 def test_stock_defaults() -> None:
@@ -106,8 +106,8 @@ def test_stock_defaults() -> None:
         "clip_grad": 1.0,
     }
     optimizer |= {"min_lr": 0.0, "initial_loss_scale": 2.0**32, "min_loss_scale": 1.0, "hysteresis": 2}
-    assert {field: config.optimizer[field] for field in optimizer} == optimizer
-    assert config.ddp["grad_reduce_in_fp32"] is False and config.ddp["check_for_nan_in_grad"] is False
+    assert {field: getattr(config.optimizer, field) for field in optimizer} == optimizer
+    assert config.ddp.grad_reduce_in_fp32 is False and config.ddp.check_for_nan_in_grad is False
     assert config.training.global_batch_size == 2 and config.training.seed == 1234
     assert config.training.eval_iters == 100 and config.data.num_workers == 2
     assert config.schedule.lr_decay_style == "linear" and config.schedule.lr_decay_iters == 10
@@ -330,6 +330,25 @@ def test_run_config_survives_json() -> None:
     del broken["bcd"]
     with pytest.raises(ValueError, match="must have the sections"):
         run_config_from_dict(broken)
+
+
+@pytest.mark.parametrize("extra", [(), ("--fp16", "--loss-scale", "128", "--decoupled-lr", "0.1"), ("--skip-train",)])
+def test_core_keywords_are_what_the_flags_set(extra: tuple[str, ...]) -> None:
+    """Would expose a typed section with another set of fields than its flags, or a None that hides Megatron Core's
+    default."""
+    config = parse(*extra)
+    written = json.loads(json.dumps(run_config_to_dict(config)))
+    derived = {
+        "optimizer": {"use_distributed_optimizer", "use_precision_aware_optimizer"},
+        "ddp": {"use_distributed_optimizer", "check_for_nan_in_grad"},
+    }
+    for section, settings in (("optimizer", config.optimizer), ("ddp", config.ddp)):
+        core, keywords = CORE_SECTIONS[section][0], core_keywords(settings)
+        set_by_flags = {flag.field for flag in generate_flags() if section in flag.sections}
+        assert {field.name for field in dataclasses.fields(settings)} == set_by_flags | derived[section]
+        assert keywords == written[section] and None not in keywords.values()
+        built = core(**keywords)
+        assert {field: getattr(built, field) for field in keywords} == keywords
 
 
 def test_world_size_comes_from_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,7 @@ def test_defaults_are_the_published_measurement() -> None:
 def test_flags_of_training_are_taken() -> None:
     """A default that wins over a flag would measure another model than the one that was asked for."""
     _, config = benchmark.parse(["--num-layers", "6", "--global-batch-size", "6", "--bf16", "--lr", "1"])
-    assert (config.num_layers, config.precision, config.optimizer["lr"]) == (6, "bf16", 1)
+    assert (config.num_layers, config.precision, config.optimizer.lr) == (6, "bf16", 1)
     assert config.training.global_batch_size == 6
     _, config = benchmark.parse(["--data-path", "some", "--tokenizer-type", "ByteLevelTokenizer"])
     assert not config.data.mock_data and config.tokenizer.tokenizer_type == "ByteLevelTokenizer"

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Any
 
+from megatron.bcd import config
 from megatron.bcd.arguments import megatron_flags
-from megatron.bcd.config import sections as sections
 
 with warnings.catch_warnings():
     # each warns that Apex and Transformer Engine are absent; the run's banner says what is used instead
@@ -27,14 +27,14 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 OWN_SECTIONS: dict[str, tuple[Any, str]] = {
-    "bcd": (sections.BcdConfig, megatron_flags.BCD),
-    "model": (sections.ModelConfig, megatron_flags.NETWORK),
-    "training": (sections.TrainingConfig, megatron_flags.TRAINING),
-    "schedule": (sections.ScheduleConfig, megatron_flags.LEARNING_RATE),
-    "data": (sections.DataConfig, megatron_flags.DATA),
-    "tokenizer": (sections.TokenizerConfig, megatron_flags.TOKENIZER),
-    "checkpoint": (sections.CheckpointConfig, megatron_flags.CHECKPOINTS),
-    "report": (sections.ReportConfig, megatron_flags.REPORT),
+    "bcd": (config.BcdConfig, megatron_flags.BCD),
+    "model": (config.ModelConfig, megatron_flags.NETWORK),
+    "training": (config.TrainingConfig, megatron_flags.TRAINING),
+    "schedule": (config.ScheduleConfig, megatron_flags.LEARNING_RATE),
+    "data": (config.DataConfig, megatron_flags.DATA),
+    "tokenizer": (config.TokenizerConfig, megatron_flags.TOKENIZER),
+    "checkpoint": (config.CheckpointConfig, megatron_flags.CHECKPOINTS),
+    "report": (config.ReportConfig, megatron_flags.REPORT),
 }
 CORE_SECTIONS: dict[str, tuple[Any, tuple[megatron_flags.CoreFlag, ...]]] = {
     "transformer": (TransformerConfig, megatron_flags.TRANSFORMER_FLAGS),

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from megatron.bcd.arguments import megatron_flags, unsupported_flags
 from megatron.bcd.arguments.flags import CORE_SECTIONS, OWN_SECTIONS, Flag, dashed, generate_flags
 from megatron.bcd.arguments.validate import check_run_config
-from megatron.bcd.config import RunConfig
+from megatron.bcd.config import DdpSettings, OptimizerSettings, RunConfig
 
 
 class _Parser(argparse.ArgumentParser):
@@ -221,8 +221,12 @@ def _assemble(flags: tuple[Flag, ...], values: Mapping[str, Any]) -> RunConfig:
     for section, field, value in _following_core_fields(values):
         parts[section][field] = value
     own: dict[str, Any] = {section: kind(**parts[section]) for section, (kind, _) in OWN_SECTIONS.items()}
-    core: dict[str, Any] = {section: parts[section] for section in CORE_SECTIONS}
-    return RunConfig(**core, **own)
+    return RunConfig(
+        transformer=parts["transformer"],
+        optimizer=OptimizerSettings(**parts["optimizer"]),
+        ddp=DdpSettings(**parts["ddp"]),
+        **own,
+    )
 
 
 def parse_run_config(

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.bcd.arguments.flags import CORE_SECTIONS
 from megatron.bcd.arguments.ranges import Run, flag_name, refuse_unless
 from megatron.bcd.config import RunConfig
-from megatron.bcd.runtime import offload
 
 
 def check_network(run: Run, given: Mapping[str, Any]) -> None:
@@ -198,8 +197,10 @@ def check_recomputation(run: Run, given: Mapping[str, Any]) -> None:
 
 
 def check_core_accepts(config: RunConfig) -> None:
-    """Megatron Core's own rules: build its dataclasses once, as on a machine without any fused kernel."""
-    offload.patch_offload()
+    """The rules of Megatron Core's TransformerConfig: build it once, as on a machine without any fused kernel.
+
+    `check_offload` covers what its OptimizerConfig checks of the fields that flags set; its DDP class checks none.
+    """
     transformer = dict(config.transformer)
     transformer |= dict.fromkeys((field for field in transformer if field.endswith("_fusion")), False)
     transformer |= {
@@ -207,12 +208,10 @@ def check_core_accepts(config: RunConfig) -> None:
         "pipeline_model_parallel_size": 1,
         "attention_backend": AttnBackend[transformer["attention_backend"]],
     }
-    sections = {"transformer": transformer, "optimizer": config.optimizer, "ddp": config.ddp}
-    for name, values in sections.items():
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                CORE_SECTIONS[name][0](**values)
-        except (AssertionError, ValueError, RuntimeError) as error:
-            reason = " ".join(str(error).split()) or "it does not say why"
-            raise ValueError(f"Megatron Core refuses these flags: {reason}") from error
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            TransformerConfig(**transformer)
+    except (AssertionError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split()) or "it does not say why"
+        raise ValueError(f"Megatron Core refuses these flags: {reason}") from error

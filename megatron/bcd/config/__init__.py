@@ -1,29 +1,31 @@
-"""What a run is configured with: one frozen dataclass per group of flags. Pure."""
+"""The configuration of a run: one frozen dataclass per group of flags. Pure."""
 
+from megatron.bcd.config.bcd import BcdConfig
+from megatron.bcd.config.core import DdpSettings, OptimizerSettings, core_keywords
+from megatron.bcd.config.run import RunConfig, run_config_from_dict, run_config_to_dict
 from megatron.bcd.config.sections import (
-    BcdConfig,
     CheckpointConfig,
     DataConfig,
     ModelConfig,
     ReportConfig,
-    RunConfig,
     ScheduleConfig,
     TokenizerConfig,
     TrainingConfig,
-    run_config_from_dict,
-    run_config_to_dict,
 )
 
 __all__ = [
     "BcdConfig",
     "CheckpointConfig",
     "DataConfig",
+    "DdpSettings",
     "ModelConfig",
+    "OptimizerSettings",
     "ReportConfig",
     "RunConfig",
     "ScheduleConfig",
     "TokenizerConfig",
     "TrainingConfig",
+    "core_keywords",
     "run_config_from_dict",
     "run_config_to_dict",
 ]

@@ -25,7 +25,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.bcd.blocks.ownership import is_active, is_always_active
 from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.config import RunConfig
+from megatron.bcd.config import RunConfig, core_keywords
 from megatron.bcd.model.builder import gpt_of
 from megatron.bcd.model.implementation import DTYPES
 from megatron.bcd.optim.block_state import BlockStateStore
@@ -118,23 +118,14 @@ class ActiveBlock:
         memory.release_cached_memory()
 
     def _ddp_config(self) -> DistributedDataParallelConfig:
-        fields = dict(self._config.ddp)
-        if not fields.get("overlap_grad_reduce"):
-            fields["bucket_size"] = None
-        elif fields.get("bucket_size") is None:
-            fields["bucket_size"] = max(40_000_000, 1_000_000 * parallel_state.get_data_parallel_world_size())
+        ddp = self._config.ddp
+        bucket_size = ddp.bucket_size or max(40_000_000, 1_000_000 * parallel_state.get_data_parallel_world_size())
         return DistributedDataParallelConfig(
-            **{**fields, "use_distributed_optimizer": self._config.training.use_distributed_optimizer}
+            **{**core_keywords(ddp), "bucket_size": bucket_size if ddp.overlap_grad_reduce else None}
         )
 
     def _optimizer_config(self) -> OptimizerConfig:
-        return OptimizerConfig(
-            **{
-                **self._config.optimizer,
-                "params_dtype": DTYPES[self._config.precision],
-                "use_distributed_optimizer": self._config.training.use_distributed_optimizer,
-            }
-        )
+        return OptimizerConfig(**core_keywords(self._config.optimizer), params_dtype=DTYPES[self._config.precision])
 
     def _build_optimizer(self) -> MegatronOptimizer:
         """What is always active steps more often than any block: groups of its own, because fused optimizers count
@@ -154,10 +145,10 @@ class ActiveBlock:
     def _connect(self) -> None:
         """Hand the phase's wrapper and optimizer to Megatron Core's schedule, as its training loop does."""
         assert self.wrapped is not None and self.optimizer is not None
-        model_config, ddp = self._model_config, self._config.ddp
+        model_config = self._model_config
         model_config.grad_scale_func = self.optimizer.scale_loss
         model_config.finalize_model_grads_func = finalize_model_grads
-        if ddp.get("overlap_grad_reduce"):
+        if self._config.ddp.overlap_grad_reduce:
             model_config.no_sync_func = self.wrapped.no_sync
             if self._model_config.pipeline_model_parallel_size > 1:
                 model_config.grad_sync_func = self.wrapped.start_grad_sync

@@ -26,12 +26,12 @@ def build_scheduler(config: RunConfig, optimizer: Any, global_batch_size: int) -
         )
     if schedule.lr_warmup_fraction is not None:
         warmup_steps = schedule.lr_warmup_fraction * decay_steps
-    weight_decay = config.optimizer.get("weight_decay", 0.01)
+    weight_decay = config.optimizer.weight_decay
     return OptimizerParamScheduler(
         optimizer,
         init_lr=schedule.lr_warmup_init,
-        max_lr=config.optimizer.get("lr") or 0.0,
-        min_lr=config.optimizer.get("min_lr") or 0.0,
+        max_lr=config.optimizer.lr or 0.0,
+        min_lr=config.optimizer.min_lr or 0.0,
         lr_warmup_steps=warmup_steps,  # type: ignore[arg-type]
         lr_decay_steps=decay_steps,
         lr_decay_style=schedule.lr_decay_style,

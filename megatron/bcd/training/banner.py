@@ -38,8 +38,8 @@ def summarize(
 ) -> RunSummary:
     """Collect the banner's figures from all ranks; a collective, the same on every rank."""
     data_size = parallel_state.get_data_parallel_world_size()
-    optimizer = str(config.optimizer.get("optimizer", "adam"))
-    has_momentum = config.optimizer.get("sgd_momentum") != 0.0
+    optimizer = config.optimizer.optimizer
+    has_momentum = config.optimizer.sgd_momentum != 0.0
     ranks = _from_all_ranks(_this_rank(partition, model))
     # one data-parallel rank's stages and tensor slices make up the model
     one_replica = [rank for rank in ranks if rank["data_rank"] == 0]
@@ -57,7 +57,7 @@ def summarize(
             precision=config.precision,
             optimizer=optimizer,
             sgd_momentum=has_momentum,
-            gradients_in_fp32=bool(config.ddp.get("grad_reduce_in_fp32")),
+            gradients_in_fp32=config.ddp.grad_reduce_in_fp32,
             data_parallel_size=data_size,
             distributed_optimizer=config.training.use_distributed_optimizer,
             offload_fraction=_offload_fraction(config),
@@ -156,8 +156,8 @@ def _describe_model(config: RunConfig, built: TransformerConfig, vocab_size: int
 
 def _describe_kept_state(config: RunConfig, partition: Partition, num_between_phases: Sequence[int]) -> tuple[str, ...]:
     """What stays in host memory between a block's phases; nothing where there is one block."""
-    optimizer = str(config.optimizer.get("optimizer", "adam"))
-    moments = cost.moment_bytes(optimizer, sgd_momentum=config.optimizer.get("sgd_momentum") != 0.0)
+    optimizer = config.optimizer.optimizer
+    moments = cost.moment_bytes(optimizer, sgd_momentum=config.optimizer.sgd_momentum != 0.0)
     is_host = config.bcd.bcd_optimizer_state == "host"
     bytes_by_rank = [
         cost.host_state_bytes(
@@ -178,9 +178,9 @@ def _describe_kept_state(config: RunConfig, partition: Partition, num_between_ph
 
 def _offload_fraction(config: RunConfig) -> float:
     """Share of the optimizer that is in host memory."""
-    if not config.optimizer.get("optimizer_cpu_offload"):
+    if not config.optimizer.optimizer_cpu_offload:
         return 0.0
-    return float(config.optimizer["optimizer_offload_fraction"])
+    return config.optimizer.optimizer_offload_fraction
 
 
 def _describe_offload(config: RunConfig, num_parameters: int, data_size: int) -> tuple[str, ...]:
@@ -252,9 +252,9 @@ def _describe_training(config: RunConfig, global_batch_size: int, train_iters: i
     parts = (
         f"{train_iters:,} iterations",
         f"global batch {global_batch_size} of micro-batches of {training.micro_batch_size}",
-        f"lr {optimizer.get('lr')} {config.schedule.lr_decay_style}",
-        str(optimizer.get("optimizer", "adam")),
-        f"clip {optimizer.get('clip_grad', 1.0)}",
+        f"lr {optimizer.lr} {config.schedule.lr_decay_style}",
+        optimizer.optimizer,
+        f"clip {optimizer.clip_grad}",
         f"seed {training.seed}",
     )
     return ", ".join(parts)

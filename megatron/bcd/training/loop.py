@@ -194,7 +194,7 @@ class Trainer:
 
     def _count_skipped(self, result: StepResult) -> None:
         """End the run after --max-skipped-steps in a row; fp16's own search for a loss scale does not count."""
-        lowest = float(self.config.optimizer.get("min_loss_scale") or 1.0)
+        lowest = self.config.optimizer.min_loss_scale
         is_search = self.config.precision == "fp16" and self.active.loss_scale() > lowest
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped and not is_search else 0
         if self.skipped_in_a_row < self.config.training.max_skipped_steps:

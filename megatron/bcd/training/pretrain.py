@@ -29,7 +29,7 @@ def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str) -> None
     code 1, after one line, where training can't go on. SIGTERM and SIGUSR1 save, stop and return.
     """
     with exit_on_error(ValueError, prog=prog):
-        if config.optimizer.get("optimizer_cpu_offload"):
+        if config.optimizer.optimizer_cpu_offload:
             device.check_can_offload()
         distributed.initialize(
             backend=config.training.distributed_backend,
