@@ -17,10 +17,11 @@ from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
-from megatron.bcd.blocks.ownership import is_active
+from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import build_model, gpt_of
 from megatron.bcd.model.implementation import choose_implementation
+from megatron.bcd.planner import cost
 from megatron.bcd.planner.command import SCRIPTS, torchrun_command
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.tensors import stage_tensors
@@ -117,11 +118,14 @@ def _compare(recipe: Recipe, config: RunConfig, stage: int) -> dict[str, Any]:
         sum(
             size
             for name, size in parameters.items()
-            if is_active(name, partition=recipe.partition, block=block, stage=stage)
+            if ownership(name, partition=recipe.partition, stage=stage).is_active(block)
         )
         for block in blocks
     ]
-    formula_by_block = [sum(tensor.size for tensor in tensors if tensor.block == block) for block in blocks]
+    formula_by_block = [
+        cost.active_parameters(recipe.shape, recipe.partition, block, padded_vocab_size=recipe.padded_vocabulary)[stage]
+        for block in blocks
+    ]
     return {
         "stage": stage,
         "layers": len(recipe.partition.stage_layers(stage)),

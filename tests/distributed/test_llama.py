@@ -9,7 +9,7 @@ import pytest
 from support import prefix_runs, resumed_runs, worlds
 from support.dist import World
 
-from megatron.bcd.blocks.ownership import is_active
+from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import partition
 from megatron.bcd.planner import cost
 
@@ -62,7 +62,8 @@ def test_norms_are_always_active(world2: World, text_data: str) -> None:
         norms = [name for name in trained if "norm" in name]
         assert len(norms) == 4 * 3 + (stage == 1)
         for name, was_trained in trained.items():
-            assert was_trained == (name in norms or is_active(name, partition=cut, block=0, stage=stage)), name
+            owned = ownership(name, partition=cut, stage=stage)
+            assert was_trained == (name in norms or owned.block == 0), name
 
 
 @pytest.mark.parametrize("extra", [{}, {"kv_channels": 16, "num_query_groups": 1}], ids=["grouped", "one_wide_group"])

@@ -10,8 +10,6 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from support.command_line import parse
 
-from megatron.bcd.blocks import ownership
-from megatron.bcd.blocks.partition import partition
 from megatron.bcd.model import transformer_config
 from megatron.bcd.model.attention import ScaledDotProductAttention
 from megatron.bcd.model.implementation import choose_implementation
@@ -74,23 +72,6 @@ def test_attention(num_groups: int, with_mask: bool, on_gpu: bool, monkeypatch: 
     spread_k, spread_v = (x.repeat_interleave(4 // num_groups, dim=2) for x in (k, v))
     expected = plain_attention(q, spread_k, spread_v, masked)
     torch.testing.assert_close(attention(q, k, v, mask), expected)
-
-
-def test_every_parameter_has_a_block() -> None:
-    """Would leave a parameter out of every phase, or train it in two."""
-    names = ["embedding.word_embeddings.weight", "embedding.position_embeddings.weight"]
-    names += [f"decoder.layers.{layer}.mlp.linear_fc1.weight" for layer in range(6)]
-    names += ["decoder.final_layernorm.weight", "output_layer.weight"]
-    cut = partition(num_layers=6, num_stages=1, num_blocks=3, layout="spread", tied=False)
-    owners = {
-        name: [block for block in range(3) if ownership.is_active(name, partition=cut, block=block, stage=0)]
-        for name in names
-    }
-    assert {name: blocks for name, blocks in owners.items() if len(blocks) != 1} == {}
-    assert owners["decoder.layers.2.mlp.linear_fc1.weight"] == [1]
-    assert owners["output_layer.weight"] == owners["decoder.final_layernorm.weight"] == [2]
-    with pytest.raises(KeyError):
-        ownership.is_active("mtp.layers.0.weight", partition=cut, block=0, stage=0)
 
 
 ROPE = "--position-embedding-type rope"

@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import get_model_config
 
-from megatron.bcd.blocks.ownership import is_active, is_always_active
+from megatron.bcd.blocks.ownership import Ownership, ownership
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig, core_keywords
 from megatron.bcd.model.builder import gpt_of
@@ -68,7 +68,7 @@ class ActiveBlock:
         assert self.wrapped is None, "dispose() of the phase before comes first"
         self.block = block
         for name, parameter in gpt_of(self.model).named_parameters():
-            parameter.requires_grad_(is_active(name, partition=self.partition, block=block, stage=self.stage))
+            parameter.requires_grad_(self._ownership(name).is_active(block))
         self.wrapped = DistributedDataParallel(
             config=self._model_config, ddp_config=self._ddp_config(), module=self.model
         )
@@ -347,8 +347,7 @@ class ActiveBlock:
         return {
             name: parameter
             for name, parameter in gpt_of(self.model).named_parameters()
-            if is_active(name, partition=self.partition, block=block, stage=self.stage)
-            and not is_always_active(name, partition=self.partition)
+            if (owned := self._ownership(name)).block == block and not owned.is_always_active
         }
 
     def always_active_parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -356,8 +355,11 @@ class ActiveBlock:
         return {
             name: parameter
             for name, parameter in gpt_of(self.model).named_parameters()
-            if is_always_active(name, partition=self.partition)
+            if self._ownership(name).is_always_active
         }
+
+    def _ownership(self, name: str) -> Ownership:
+        return ownership(name, partition=self.partition, stage=self.stage)
 
     def own_shards(self) -> dict[str, ParamShard]:
         """This rank's optimizer state of the active block's own parameters."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import lcm
 
+from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.planner.cost import ModelShape
 
@@ -22,41 +23,39 @@ class Tensor:
     size: int
     """Elements."""
     block: int
-    """The block in whose phases it is active."""
+    """The block that owns it."""
     is_shared: bool = False
     """The embedding with a copy on another stage, or that copy: Megatron Core gives it a bucket of its own."""
 
 
 def stage_tensors(shape: ModelShape, partition: Partition, stage: int, *, padded_vocabulary: int) -> tuple[Tensor, ...]:
     """The parameters of a pipeline stage in GPTModel's order, at tensor-parallel size 1."""
-    return tuple(_stage_tensors(shape, partition, stage, padded_vocabulary))
-
-
-def _stage_tensors(shape: ModelShape, partition: Partition, stage: int, vocabulary: int) -> Iterator[Tensor]:
-    hidden, last = shape.hidden_size, partition.num_stages - 1
-    bottom, top = 0, len(partition.blocks) - 1
-    assert partition.blocks[bottom].owns_embedding and partition.blocks[top].owns_final_norm
-    if stage == 0:
-        yield Tensor(
-            name="embedding.word_embeddings.weight",
-            size=vocabulary * hidden,
-            block=bottom,
-            is_shared=shape.tied and last > 0,
+    has_copy = shape.tied and partition.num_stages > 1
+    return tuple(
+        Tensor(
+            name=name,
+            size=size,
+            block=ownership(name, partition=partition, stage=stage).block,
+            is_shared=has_copy and name in ("embedding.word_embeddings.weight", "output_layer.weight"),
         )
+        for name, size in _names_and_sizes(shape, partition, stage, padded_vocabulary)
+    )
+
+
+def _names_and_sizes(shape: ModelShape, partition: Partition, stage: int, vocabulary: int) -> Iterator[tuple[str, int]]:
+    hidden, last = shape.hidden_size, partition.num_stages - 1
+    if stage == 0:
+        yield "embedding.word_embeddings.weight", vocabulary * hidden
         if shape.num_positions:
-            size = shape.num_positions * hidden
-            yield Tensor(name="embedding.position_embeddings.weight", size=size, block=bottom)
-    owner = {layer: block.index for block in partition.blocks for layer in block.layers}
-    for index, layer in enumerate(partition.stage_layers(stage)):
+            yield "embedding.position_embeddings.weight", shape.num_positions * hidden
+    for index in range(len(partition.stage_layers(stage))):
         for name, size in _layer(shape):
-            yield Tensor(name=f"decoder.layers.{index}.{name}", size=size, block=owner[layer])
+            yield f"decoder.layers.{index}.{name}", size
     if stage == last:
         for part in ("weight", "bias") if shape.biases else ("weight",):
-            yield Tensor(name=f"decoder.final_layernorm.{part}", size=hidden, block=top)
-        if not shape.tied:
-            yield Tensor(name="output_layer.weight", size=vocabulary * hidden, block=top)
-        elif last > 0:
-            yield Tensor(name="output_layer.weight", size=vocabulary * hidden, block=bottom, is_shared=True)
+            yield f"decoder.final_layernorm.{part}", hidden
+        if not shape.tied or last > 0:  # on a single stage a tied head is the embedding itself
+            yield "output_layer.weight", vocabulary * hidden
 
 
 def _layer(shape: ModelShape) -> Iterator[tuple[str, int]]:

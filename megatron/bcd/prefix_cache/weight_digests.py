@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
+from megatron.bcd.blocks.ownership import Ownership, ownership
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.model.builder import gpt_of
 from megatron.bcd.prefix_cache.key import digest_of
@@ -19,11 +20,10 @@ _ODD = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # odd, a
 def layer_digests(model: torch.nn.Module, partition: Partition, *, stage: int, num_layers: int) -> tuple[str, ...]:
     """Digests of the embedding and of the first `num_layers` layers, over all stages and tensor-parallel ranks; the
     same on every rank. A collective."""
-    offset = partition.stage_layers(stage).start
     mine: dict[tuple[int, str, int], str] = {}
     if parallel_state.get_data_parallel_rank() == 0:
         for name, parameter in gpt_of(model).named_parameters():
-            place = _place(name, offset)
+            place = _place(ownership(name, partition=partition, stage=stage))
             if place is not None and place <= num_layers:
                 within = name if place == 0 else name.split(".", 3)[3]
                 mine[place, within, parallel_state.get_tensor_model_parallel_rank()] = tensor_digest(parameter)
@@ -36,11 +36,11 @@ def layer_digests(model: torch.nn.Module, partition: Partition, *, stage: int, n
     )
 
 
-def _place(name: str, offset: int) -> int | None:
+def _place(owned: Ownership) -> int | None:
     """0 for the embedding, 1 for layer 0, and so on; None for what comes after the layers."""
-    if name.startswith("embedding."):
+    if owned.module == "embedding":
         return 0
-    return 1 + offset + int(name.split(".")[2]) if name.startswith("decoder.layers.") else None
+    return None if owned.layer is None else 1 + owned.layer
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.bcd.blocks.ownership import is_active, is_always_active
+from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.blocks.schedule import BlockSchedule
 from megatron.bcd.blocks.subsets import PhaseSubset
@@ -101,6 +101,7 @@ def _this_rank(partition: Partition, model: torch.nn.Module) -> dict[str, Any]:
     gpt = gpt_of(model)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     parameters = dict(gpt.named_parameters())
+    owned = {name: ownership(name, partition=partition, stage=stage) for name in parameters}
     tied_copy = parameters["output_layer.weight"] if partition.tied and "output_layer.weight" in parameters else None
     return {
         "stage": stage,
@@ -108,19 +109,13 @@ def _this_rank(partition: Partition, model: torch.nn.Module) -> dict[str, Any]:
         "stage_parameters": count_parameters(model),
         "num_parameters": sum(parameter.numel() for parameter in parameters.values()),
         "num_between_phases": sum(
-            parameter.numel()
-            for name, parameter in parameters.items()
-            if not is_always_active(name, partition=partition)
+            parameter.numel() for name, parameter in parameters.items() if not owned[name].is_always_active
         ),
         "tied_copy": 0
         if tied_copy is None
         else tied_copy.numel() * parallel_state.get_tensor_model_parallel_world_size(),
         "active": [
-            sum(
-                parameter.numel()
-                for name, parameter in parameters.items()
-                if is_active(name, partition=partition, block=block.index, stage=stage)
-            )
+            sum(parameter.numel() for name, parameter in parameters.items() if owned[name].is_active(block.index))
             for block in partition.blocks
         ],
     }
