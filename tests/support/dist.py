@@ -19,9 +19,11 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 TIMEOUT_SECONDS = 240.0  # below pytest's own, so that a world that hangs is ended here and tells where
 MAX_THREADS = 400  # gloo leaves threads behind for every set of groups; a world that has so many starts afresh
@@ -94,7 +96,10 @@ class World:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="world_")
         atexit.register(self.close)  # ranks are no daemons, for those may not start processes
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["support.imported"])
+        with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # it gets no other search path
+            forkserver.ensure_running()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             environment = {
@@ -153,7 +158,7 @@ def _serve(connection: Connection, environment: dict[str, str], log: str) -> Non
         try:
             path, name, args, kwargs = pickle.loads(connection.recv_bytes())
         except EOFError:
-            return
+            os._exit(0)  # nothing of a world outlives it, and the interpreter's own end takes seconds
         try:
             is_success, content = True, pickle.dumps(_find(path, name)(*args, **kwargs))
         except BaseException:

@@ -1,0 +1,11 @@
+"""What ranks find imported: `dist` forks them from a server process that has imported this."""
+
+import gc
+
+from megatron.core import dist_checkpointing  # noqa: F401
+
+from megatron.bcd.arguments.flags import generate_flags
+from support import worlds  # noqa: F401
+
+generate_flags()  # fills a cache
+gc.collect()
