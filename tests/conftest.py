@@ -21,8 +21,8 @@ SHARED = ROOT.parent / "shared"
 _LEFT_OUT = pytest.StashKey[int]()
 
 # The same examples each time, and no deadline: no test may time anything.
-hypothesis.settings.register_profile("house", deadline=None, derandomize=True, database=None)
-hypothesis.settings.load_profile("house")
+hypothesis.settings.register_profile("project", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("project")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,0 +1,128 @@
+"""examples/setup_env.sh: what it installs, when it installs again, and which Python it refuses."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+
+class FakeRepository:
+    """A repository with setup_env.sh and a ``python3`` that only logs its calls."""
+
+    def __init__(self, root: Path, folder: Path) -> None:
+        self.root = folder / "repository"
+        self.bin = folder / "bin"
+        self.log = folder / "log"
+        (self.root / "examples").mkdir(parents=True)
+        self.bin.mkdir()
+        shutil.copy(root / "examples" / "setup_env.sh", self.root / "examples")
+        (self.root / "requirements.txt").write_text("torch==2.13.0\nrich==15.0.0\n")
+        fake = self.bin / "python3"
+        # "-m venv DIR" copies itself there; "-m pip install" fails while the file no-network exists.
+        fake.write_text(
+            textwrap.dedent(f"""\
+            #!/usr/bin/env bash
+            case "$*" in
+              *"-m venv"*) echo venv >> {self.log}; dir="${{@: -1}}"; rm -rf "$dir"; mkdir -p "$dir/bin"
+                           cp "$0" "$dir/bin/python" ;;
+              *"-m pip install"*) echo "pip ${{@: -1}}" >> {self.log}; [ ! -e {folder}/no-network ] ;;
+              *"-m pip --version"*) ;;
+              *) exec {sys.executable} "$@" ;;
+            esac
+            """)
+        )
+        fake.chmod(0o755)
+
+    def setup(self, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Runs setup_env.sh from another folder; ``calls`` then holds its calls of Python."""
+        self.log.write_text("")
+        clean = {name: value for name, value in os.environ.items() if name not in ("BCD_PYTHON", "PYTHON3")}
+        clean["PATH"] = f"{self.bin}:{clean['PATH']}"
+        return subprocess.run(
+            ["bash", self.root / "examples" / "setup_env.sh"],
+            cwd=self.bin,
+            text=True,
+            capture_output=True,
+            env=clean | environment,
+        )
+
+    @property
+    def calls(self) -> list[str]:
+        return self.log.read_text().splitlines()
+
+
+@pytest.fixture
+def repository(repo_root: Path, tmp_path: Path) -> FakeRepository:
+    return FakeRepository(repo_root, tmp_path)
+
+
+def test_setup_installs_torch_first_then_does_nothing(repository: FakeRepository) -> None:
+    """torch after the other pins may come as another build; a setup that never ends is slow."""
+    assert repository.setup().returncode == 0
+    assert repository.calls == ["venv", "pip torch==2.13.0", f"pip {repository.root / 'requirements.txt'}"]
+    again = repository.setup()
+    assert (again.returncode, repository.calls, again.stdout) == (0, [], "")
+
+
+def test_setup_follows_requirements(repository: FakeRepository) -> None:
+    """A stamp that ignores the pins would leave old packages after a pull."""
+    repository.setup()
+    with (repository.root / "requirements.txt").open("a") as requirements:
+        requirements.write("numpy==2.4.6\n")
+    assert repository.setup().returncode == 0
+    assert repository.calls == ["pip torch==2.13.0", f"pip {repository.root / 'requirements.txt'}"]
+
+
+def test_setup_repairs_what_was_cut_short(repository: FakeRepository, tmp_path: Path) -> None:
+    """A pip that was killed leaves packages that look installed; trusting them fails later, in an import."""
+    (tmp_path / "no-network").touch()
+    failed = repository.setup()
+    assert failed.returncode == 1
+    assert "could not install torch==2.13.0" in failed.stderr
+    (tmp_path / "no-network").unlink()
+    assert repository.setup().returncode == 0
+    assert repository.calls[0] == "venv", "starts afresh instead of trusting a half-made environment"
+    assert repository.setup().returncode == 0 and repository.calls == []
+
+
+def test_setup_repairs_a_venv_without_python(repository: FakeRepository) -> None:
+    """A moved or upgraded system Python leaves a .venv whose interpreter is gone."""
+    repository.setup()
+    (repository.root / ".venv" / "bin" / "python").unlink()
+    assert repository.setup().returncode == 0
+    assert repository.calls[0] == "venv"
+
+
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        ({"PYTHON3": "/bin/false"}, "no Python 3.11 to 3.13 among: /bin/false"),
+        ({"BCD_PYTHON": "/nowhere/python"}, "BCD_PYTHON=/nowhere/python is not a Python 3.11 to 3.13 that runs"),
+    ],
+)
+def test_setup_says_which_python_is_wrong(
+    repository: FakeRepository, environment: dict[str, str], message: str
+) -> None:
+    """A wrong interpreter must be one line, and must not leave half an environment behind."""
+    done = repository.setup(**environment)
+    assert done.returncode == 1
+    assert message in done.stderr and done.stderr.count("\n") == 1
+    assert not (repository.root / ".venv").exists()
+
+
+def test_setup_uses_the_users_python_and_installs_nothing(repository: FakeRepository) -> None:
+    """BCD_PYTHON is somebody's GPU environment: changing its torch would destroy it."""
+    (repository.root / "requirements.txt").write_text("pytest==1.0\n# tests/run.sh\nno-such-package==1.0\n")
+    done = repository.setup(BCD_PYTHON=sys.executable)
+    assert done.returncode == 0, done.stderr
+    assert repository.calls == [] and not (repository.root / ".venv").exists()
+    (repository.root / "requirements.txt").write_text("no-such-package==1.0\nmegatron-core==0.15.0\n")
+    done = repository.setup(BCD_PYTHON=sys.executable)
+    assert done.returncode == 1
+    assert "lacks no-such-package==1.0 megatron-core==0.15.0;" in done.stderr
