@@ -42,6 +42,7 @@ from megatron.bcd.pipeline.actions import Kind
 from megatron.bcd.pipeline.build import PlanShape, stage_actions, stock_shape
 from megatron.bcd.pipeline.executor import TimedAction
 from megatron.bcd.pipeline.schedule import PipelineSchedule
+from megatron.bcd.runtime import collectives
 
 DEFAULTS: dict[str, object] = {"hidden_size": 256, "seq_length": 128, "pipeline_model_parallel_size": 2}
 NUM_MICROBATCHES = 4
@@ -164,9 +165,7 @@ class ScheduleBenchmark:
                 schedule.begin_phase(variant.block)
             shape = self._shape(layout.partition, variant.block, name)
             mine = self._measure(layout.timed[name], layout.traced[name], shape)
-            ranks: list[Any] = [None] * torch.distributed.get_world_size()
-            torch.distributed.all_gather_object(ranks, mine)
-            turns[name] = merged(ranks, shape)
+            turns[name] = merged(collectives.gather_objects(mine), shape)
         self.bench.dispose()
         self.bench.separate_weights()
         return turns

@@ -56,7 +56,7 @@ from megatron.bcd.model.implementation import implementation_here
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.planner.cost import compute_ratio
-from megatron.bcd.runtime import distributed, rng
+from megatron.bcd.runtime import collectives, distributed, rng
 from megatron.bcd.runtime.exit import exit_on_error
 
 FULL = -1  # the variant that is not a block
@@ -195,9 +195,7 @@ class Benchmark:
         for index in range(num_rounds):
             for variant in rotated(variants, index):
                 mine = self._turn(variant)
-                ranks: list[Any] = [None] * torch.distributed.get_world_size()
-                torch.distributed.all_gather_object(ranks, mine)
-                turns[variant].append(slowest(ranks))
+                turns[variant].append(slowest(collectives.gather_objects(mine)))
             self._tell(index, num_rounds, turns)
         return turns
 

@@ -38,7 +38,7 @@ PATCHES: dict[str, Callable[[], Any]] = {
     "shard": lambda: mock.patch.object(filesystem_async, "_write_item", _fails(errno.ENOSPC)),
     "checksum of a shard": lambda: mock.patch.object(shard_writer, "file_record", _fails(errno.EIO)),
     "copy in host memory": lambda: mock.patch.object(shard_writer.ShardWrite, "_on_host", _out_of_memory),
-    "random states": lambda: mock.patch.object(saver.durable, "write", _fails(errno.EDQUOT)),
+    "random states": lambda: mock.patch.object(saver.atomic_io, "write", _fails(errno.EDQUOT)),
     "rank 0's own files": lambda: mock.patch.object(saver, "save_config", _fails(errno.EACCES)),
     "index of the shards": lambda: mock.patch.object(
         filesystem_async.FileSystemWriterAsync, "finish", _fails(errno.EIO)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron.bcd.checkpoint import layout
+from megatron.bcd.runtime import collectives
 from megatron.bcd.runtime.dir_lock import DirLock, SharedFolderProbe
 
 
@@ -42,28 +43,24 @@ def claim(
     """
     if root is None:
         return Claim()
-    is_first = torch.distributed.get_rank() == 0
-    one, warning, error = Claim(), None, None
-    token = uuid.uuid4().hex
-    if is_first:
-        try:
-            one.lock = DirLock(root, flag=flag, contents=contents)
-            warning = one.lock.acquire()
-            clean(root)
-            SharedFolderProbe(root=root, token=token).announce()
-        except ValueError as refused:
-            error = str(refused)
-        except OSError as failed:
-            error = f"{flag} {root} can't be written ({failed.strerror}): give a folder that can"
-    told: list[Any] = [(token, error)]
-    torch.distributed.broadcast_object_list(told, src=0)
-    token, error = told[0]
-    if error is not None:
-        raise ValueError(error)
+    one = Claim()
+
+    def take() -> str:
+        one.lock = DirLock(root, flag=flag, contents=contents)
+        warning = one.lock.acquire()
+        one.warnings = (warning,) if warning else ()
+        clean(root)
+        token = uuid.uuid4().hex
+        SharedFolderProbe(root=root, token=token).announce()
+        return token
+
+    try:
+        token = collectives.on_rank_0(take)
+    except OSError as failed:
+        raise ValueError(f"{flag} {root} can't be written ({failed.strerror}): give a folder that can") from None
     probe = SharedFolderProbe(root=root, token=token)
-    hosts: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(hosts, (socket.gethostname(), probe.is_visible()))
-    if is_first:
+    hosts = collectives.gather_objects((socket.gethostname(), probe.is_visible()))
+    if torch.distributed.get_rank() == 0:
         probe.withdraw()
     blind = sorted({host for host, sees in hosts if not sees})
     if blind:
@@ -71,19 +68,14 @@ def claim(
             f"{flag} {root}: {', '.join(blind)} can't see what {hosts[0][0]} writes there; give a folder on a disk "
             "that all nodes share (NFS, Lustre, ...)"
         )
-    one.warnings = (warning,) if warning else ()
     return one
 
 
 def exists(root: str | None) -> bool:
     """Whether rank 0 sees the folder; the same on every rank. A collective."""
-    answer = [root is not None and os.path.isdir(root)]
-    torch.distributed.broadcast_object_list(answer, src=0)
-    return bool(answer[0])
+    return collectives.on_rank_0(lambda: root is not None and os.path.isdir(root))
 
 
 def has_checkpoint(root: str) -> bool:
     """Whether rank 0 sees a checkpoint below `root`; the same on every rank. A collective."""
-    answer = [bool(layout.candidates(root)) if torch.distributed.get_rank() == 0 else None]
-    torch.distributed.broadcast_object_list(answer, src=0)
-    return bool(answer[0])
+    return collectives.on_rank_0(lambda: bool(layout.candidates(root)))

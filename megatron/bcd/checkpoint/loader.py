@@ -20,7 +20,7 @@ from megatron.bcd.checkpoint.safe_loading import only_data
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import gpt_of
 from megatron.bcd.optim.active_block import ActiveBlock
-from megatron.bcd.runtime import device
+from megatron.bcd.runtime import collectives, device
 
 T = TypeVar("T")
 
@@ -119,9 +119,7 @@ def _damage(path: str) -> str | None:
         mine = layout.damage(path, part=rank, num_parts=num_ranks)
     except OSError as error:
         mine = f"{error.strerror}: {error.filename}"
-    problems: list[str | None] = [None] * num_ranks
-    torch.distributed.all_gather_object(problems, mine)
-    return next((problem for problem in problems if problem), None)
+    return collectives.first_error(mine)
 
 
 def _foreign(config: RunConfig, root: str, path: str, messages: tuple[str, ...]) -> Source:
@@ -264,13 +262,7 @@ def _unreadable(source: Source, error: BaseException) -> ValueError:
 
 def _from_first(look: Callable[[], T]) -> T:
     """What rank 0 sees, on every rank: a disk may show the ranks different states."""
-    answer: list[Any] = [None, None]
-    if torch.distributed.get_rank() == 0:
-        try:
-            answer = [look(), None]
-        except (OSError, ValueError) as error:
-            answer = [None, str(error)]
-    torch.distributed.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise ValueError(answer[1])
-    return answer[0]
+    try:
+        return collectives.on_rank_0(look)
+    except OSError as error:
+        raise ValueError(str(error)) from None

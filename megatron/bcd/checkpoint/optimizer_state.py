@@ -21,6 +21,7 @@ from megatron.bcd.model.builder import gpt_of
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.block_state import KeptShard
 from megatron.bcd.optim.param_shard import MAIN_PARAM, ParamShard
+from megatron.bcd.runtime import collectives
 
 ALWAYS = "always"
 """The owner of always-active parameters; a block's is its number. An owner's parameters were stepped together."""
@@ -55,8 +56,7 @@ def summarize(active: ActiveBlock, *, is_current: bool) -> dict[str, StateSummar
         owner: ({name for one in held.values() for name in one.names()}, {one.num_steps() for one in held.values()})
         for owner, held in _held(active).items()
     }
-    ranks: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(ranks, mine)
+    ranks = collectives.gather_objects(mine)
     summaries = {}
     for owner in sorted(set().union(*ranks)):
         held = [rank[owner] for rank in ranks if owner in rank]

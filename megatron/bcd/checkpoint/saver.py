@@ -23,7 +23,7 @@ from megatron.bcd.config import CheckpointConfig
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.model.builder import gpt_of
 from megatron.bcd.optim.active_block import ActiveBlock
-from megatron.bcd.runtime import atomic_io
+from megatron.bcd.runtime import atomic_io, collectives
 
 _COMMON = "common.pt"
 
@@ -54,7 +54,7 @@ class Saver:
         started = time.monotonic()
         aside = layout.aside_folder(self.root, state.iteration)
         records: dict[str, Record] = {}
-        error = self._agree(self._attempt(lambda: self._prepare(aside, state, records)))
+        error = collectives.first_error(self._attempt(lambda: self._prepare(aside, state, records)))
         if error is not None:
             return self._give_up(state.iteration, error)
         error = self._attempt(lambda: self._write_random_states(aside, records))
@@ -67,12 +67,14 @@ class Saver:
 
     def newest(self) -> str | None:
         """The newest complete checkpoint, as rank 0 sees it; None where there is none."""
-        answer: list[str | None] = [None]
-        if self._is_first:
+
+        def look() -> str | None:
             with contextlib.suppress(OSError):
-                answer = [layout.iteration_folder(self.root, one) for one in layout.candidates(self.root)[:1]] or answer
-        torch.distributed.broadcast_object_list(answer, src=0)
-        return answer[0]
+                for iteration in layout.candidates(self.root):
+                    return layout.iteration_folder(self.root, iteration)
+            return None
+
+        return collectives.on_rank_0(look)
 
     @property
     def is_writing(self) -> bool:
@@ -91,13 +93,12 @@ class Saver:
         one, self._under_way = self._under_way, None
         one.write.finish()
         error = one.error or (None if one.write.error is None else atomic_io.describe(one.write.error))
-        ranks: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(ranks, (error, one.records | one.write.records))
+        ranks = collectives.gather_objects((error, one.records | one.write.records))
         error = next((rank[0] for rank in ranks if rank[0] is not None), None)
         if error is None and self._is_first:
             records = {name: record for rank in ranks for name, record in rank[1].items()}
             error = self._attempt(lambda: self._publish(one.iteration, records))
-        error = self._agree(error)
+        error = collectives.first_error(error)
         if error is not None:
             return self._give_up(one.iteration, error)
         self._prune()
@@ -153,13 +154,6 @@ class Saver:
         except (OSError, RuntimeError, ValueError) as error:  # PyTorch's file writer raises RuntimeError on a full disk
             return atomic_io.describe(error)
         return None
-
-    @staticmethod
-    def _agree(error: str | None) -> str | None:
-        """The first rank's error, on every rank; None where there is none."""
-        ranks: list[str | None] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(ranks, error)
-        return next((one for one in ranks if one is not None), None)
 
 
 def _entries(model: torch.nn.Module, active: ActiveBlock, state: RunState) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from megatron.bcd.optim.block_state import BlockStateStore
 from megatron.bcd.optim.fingerprint import Watch, fingerprint, storage_bytes
 from megatron.bcd.optim.optimizer_params import OptimizerParam, optimizer_params
 from megatron.bcd.optim.param_shard import ParamShard, param_shards
-from megatron.bcd.runtime import device, memory
+from megatron.bcd.runtime import collectives, device, memory
 
 _BUILT_PARAMETER_ATTRIBUTES = ("main_grad", "main_param", "main_param_sharded", "grad_added_to_main_grad")
 _ALWAYS_ACTIVE = "bcd_always_active"
@@ -325,8 +325,7 @@ class ActiveBlock:
             "changed": fingerprint(self._own_main_params()) != self._watch.main_params,
             "thawed": fingerprint(self._frozen()) != self._watch.frozen,
         }
-        ranks: list[dict[str, Any]] = [{} for _ in range(torch.distributed.get_world_size())]
-        torch.distributed.all_gather_object(ranks, mine)
+        ranks = collectives.gather_objects(mine)
         stages = {rank["stage"] for rank in ranks if rank["has_masters"]}
         idle = sorted(stages - {rank["stage"] for rank in ranks if rank["changed"]})
         thawed = [index for index, rank in enumerate(ranks) if rank["thawed"]]

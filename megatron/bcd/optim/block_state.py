@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from megatron.bcd.optim.bf16_residual import Bf16Residual, bf16_residual, restore
 from megatron.bcd.optim.param_shard import MAIN_PARAM, ParamShard
-from megatron.bcd.runtime import device, memory
+from megatron.bcd.runtime import collectives, device, memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,10 +154,8 @@ def _put_together(
     group: torch.distributed.ProcessGroup,
 ) -> dict[str, _Whole]:
     """Each parameter's tensors whole on every rank of the group, in host memory."""
-    mine = {(one.steps, *one.tensors) for one in cut.values()}
-    ranks: list[set[tuple]] = [set() for _ in range(group.size())]
-    torch.distributed.all_gather_object(ranks, mine, group=group)
-    kinds = set().union(*ranks)
+    mine: set[tuple[Any, ...]] = {(one.steps, *one.tensors) for one in cut.values()}
+    kinds = mine.union(*collectives.gather_objects(mine, group))
     if not kinds:
         return {}
     assert len(kinds) == 1, f"always-active parameters were not stepped together: {kinds}"

@@ -22,7 +22,7 @@ from megatron.bcd.prefix_cache.folders import Cache
 from megatron.bcd.prefix_cache.key import CacheKey, digest_of
 from megatron.bcd.prefix_cache.store import Slots
 from megatron.bcd.prefix_cache.weight_digests import layer_digests
-from megatron.bcd.runtime import atomic_io, device, packages
+from megatron.bcd.runtime import atomic_io, collectives, device, packages
 
 if TYPE_CHECKING:
     from megatron.bcd.training.loop import Trainer
@@ -162,29 +162,28 @@ class Prefix:
 
     def _key(self, samples: Slots, num_layers: int) -> CacheKey:
         trainer = self._trainer
-        told = [_describe_data(trainer) if torch.distributed.get_rank() == 0 else ""]
-        torch.distributed.broadcast_object_list(told, src=0)
         return CacheKey(
             prefix=layer_digests(trainer.model, trainer.partition, stage=trainer.stage, num_layers=num_layers),
             samples=folders.samples_digest(samples),
             num_records=len(samples),
             record_shape=(trainer.config.model.seq_length, trainer.config.hidden_size),
             dtype=trainer.config.bcd.bcd_prefix_cache_dtype,
-            data=told[0],
+            data=collectives.on_rank_0(lambda: _describe_data(trainer)),
             network=self._network,
         )
 
     def _prepare_on_first(self, cache: Cache) -> dict[str, Any]:
         """On rank 0: look for room, take it, and find caches to start from. Its answer on every rank."""
         plan: dict[str, Any] = {"error": None, "reason": "", "shorter": []}
-        if torch.distributed.get_rank() == 0:
+
+        def prepare() -> dict[str, Any]:
             try:
                 self._prepare(cache, plan)
             except OSError as error:
                 plan["error"] = atomic_io.describe(error)
-        told = [plan]
-        torch.distributed.broadcast_object_list(told, src=0)
-        return told[0]
+            return plan
+
+        return collectives.on_rank_0(prepare)
 
     def _prepare(self, cache: Cache, plan: dict[str, Any]) -> None:
         root, limit = str(self.root), self._trainer.config.bcd.bcd_prefix_cache_max_gib

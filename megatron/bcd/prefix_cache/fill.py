@@ -22,7 +22,7 @@ from megatron.bcd.model.implementation import DTYPES
 from megatron.bcd.prefix_cache import serve
 from megatron.bcd.prefix_cache.folders import Cache
 from megatron.bcd.prefix_cache.store import Bytes, Slots
-from megatron.bcd.runtime import atomic_io, device
+from megatron.bcd.runtime import atomic_io, collectives, device
 
 if TYPE_CHECKING:
     from megatron.bcd.training.loop import Trainer
@@ -68,7 +68,7 @@ def fill(
         for start in range(0, len(plan), _MICROBATCHES_BETWEEN_TALKS):
             for work in plan[start : start + _MICROBATCHES_BETWEEN_TALKS]:
                 filler.do(work)
-            error = _agree(filler.finish())
+            error = collectives.first_error(filler.finish())
             if error is not None:
                 return error, counts
     finally:
@@ -241,10 +241,3 @@ def _reached(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> NoRet
 def _write_records(cache: Cache, slots: Slots, records: list[Bytes]) -> None:
     for slot, record in zip(slots.tolist(), records, strict=False):  # what fills a micro-batch up is not written
         cache.store.write(slot, record)
-
-
-def _agree(error: str | None) -> str | None:
-    """The first rank's error, on every rank; None where there is none."""
-    ranks: list[str | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(ranks, error)
-    return next((one for one in ranks if one is not None), None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hashlib import sha256
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -12,6 +11,7 @@ from megatron.bcd.blocks.ownership import Ownership, ownership
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.model.builder import gpt_of
 from megatron.bcd.prefix_cache.key import digest_of
+from megatron.bcd.runtime import collectives
 
 _CHUNK = 1 << 22
 _ODD = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # odd, as int64: SplitMix64's
@@ -27,9 +27,7 @@ def layer_digests(model: torch.nn.Module, partition: Partition, *, stage: int, n
             if place is not None and place <= num_layers:
                 within = name if place == 0 else name.split(".", 3)[3]
                 mine[place, within, parallel_state.get_tensor_model_parallel_rank()] = tensor_digest(parameter)
-    ranks: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(ranks, mine)
-    whole = sorted((key, digest) for rank in ranks for key, digest in rank.items())
+    whole = sorted((key, digest) for rank in collectives.gather_objects(mine) for key, digest in rank.items())
     return tuple(
         digest_of([f"{within} {rank} {digest}" for (at, within, rank), digest in whole if at == place])
         for place in range(num_layers + 1)

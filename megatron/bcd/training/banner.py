@@ -21,6 +21,7 @@ from megatron.bcd.model.implementation import Implementation
 from megatron.bcd.model.transformer_config import describe_activation
 from megatron.bcd.pipeline.build import default_run_ahead
 from megatron.bcd.planner import cost
+from megatron.bcd.runtime import collectives
 
 
 def summarize(
@@ -40,7 +41,7 @@ def summarize(
     data_size = parallel_state.get_data_parallel_world_size()
     optimizer = config.optimizer.optimizer
     has_momentum = config.optimizer.sgd_momentum != 0.0
-    ranks = _from_all_ranks(_this_rank(partition, model))
+    ranks = collectives.gather_objects(_this_rank(partition, model))
     # one data-parallel rank's stages and tensor slices make up the model
     one_replica = [rank for rank in ranks if rank["data_rank"] == 0]
     per_stage = tuple(
@@ -119,12 +120,6 @@ def _this_rank(partition: Partition, model: torch.nn.Module) -> dict[str, Any]:
             for block in partition.blocks
         ],
     }
-
-
-def _from_all_ranks(mine: dict[str, Any]) -> list[dict[str, Any]]:
-    ranks: list[dict[str, Any]] = [{} for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather_object(ranks, mine)
-    return ranks
 
 
 def _describe_model(config: RunConfig, built: TransformerConfig, vocab_size: int, padded_vocab_size: int) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING
 
-import torch
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 
 from megatron.bcd.blocks.phase_state import PhaseState
 from megatron.bcd.metrics.schema import StepMetrics
-from megatron.bcd.runtime import device, memory
+from megatron.bcd.runtime import collectives, memory
 
 if TYPE_CHECKING:
     from megatron.bcd.training.loop import Trainer
@@ -22,7 +21,7 @@ def collect_step_metrics(trainer: Trainer, state: PhaseState) -> StepMetrics:
     interval = trainer.interval
     done = [result for result in interval if not result.skipped]
     milliseconds = statistics.fmean(result.milliseconds for result in interval)
-    model_state, gradients, optimizer_state, host_state, peak, saved, messages, hits, cached = _gather(
+    model_state, gradients, optimizer_state, host_state, peak, saved, messages, hits, cached = _by_value(
         trainer.active.model_state_bytes(),
         trainer.active.gradient_bytes(),
         trainer.active.optimizer_state_bytes(),
@@ -60,9 +59,6 @@ def collect_step_metrics(trainer: Trainer, state: PhaseState) -> StepMetrics:
     )
 
 
-def _gather(*values: int) -> list[tuple[int, ...]]:
+def _by_value(*values: int) -> list[tuple[int, ...]]:
     """Each value from every rank, by rank."""
-    mine = torch.tensor(values, dtype=torch.int64, device=device.current())
-    ranks = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather(ranks, mine)
-    return [tuple(column) for column in zip(*(rank.tolist() for rank in ranks), strict=True)]
+    return list(zip(*collectives.gather_integers(*values), strict=True))

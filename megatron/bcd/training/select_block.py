@@ -7,10 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
-
 from megatron.bcd import data
-from megatron.bcd.runtime import rng
+from megatron.bcd.runtime import collectives, rng
 
 if TYPE_CHECKING:
     from megatron.bcd.training.loop import Trainer
@@ -38,9 +36,7 @@ def gradient_scores(trainer: Trainer) -> Mapping[int, float]:
         scores[block] = norm / math.sqrt(max(1, trainer.active.num_block_parameters()))
         trainer.active.dispose()
     # replicas that reduce on their own may differ in a last bit, and must not in what they choose
-    told = [scores]
-    torch.distributed.broadcast_object_list(told, src=0)
-    return told[0]
+    return collectives.on_rank_0(lambda: scores)
 
 
 def _gradient_norm(trainer: Trainer, batches: list[data.Batch]) -> float:

@@ -1,0 +1,53 @@
+"""Collectives over Python objects: rank 0 decides for all, every rank reports to all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from megatron.bcd.runtime import device
+
+T = TypeVar("T")
+
+
+def on_rank_0(function: Callable[[], T]) -> T:
+    """Call `function` on rank 0 and return its result on every rank. A collective over all ranks.
+
+    For what the ranks could see differently: a shared disk, a sum in another order.
+
+    Raises:
+        Exception: what `function` raises on rank 0, on every rank.
+    """
+    answer: list[Any] = [None, None]
+    if torch.distributed.get_rank() == 0:
+        try:
+            answer[0] = function()
+        except Exception as error:
+            answer[1] = error
+    torch.distributed.broadcast_object_list(answer, src=0)
+    result, failure = answer
+    if failure is not None:
+        raise failure
+    return result
+
+
+def first_error(error: str | None) -> str | None:
+    """The error of the lowest rank that has one, on every rank; None if no rank has one. A collective."""
+    return next((one for one in gather_objects(error) if one is not None), None)
+
+
+def gather_objects(value: T, group: torch.distributed.ProcessGroup | None = None) -> list[T]:
+    """Every rank's `value`, by rank; of `group`, or of all ranks. A collective."""
+    ranks: list[T] = [value] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(ranks, value, group=group)
+    return ranks
+
+
+def gather_integers(*values: int) -> list[tuple[int, ...]]:
+    """Every rank's `values` (64 bits each), by rank; cheaper than `gather_objects`. A collective over all ranks."""
+    mine = torch.tensor(values, dtype=torch.int64, device=device.current())
+    ranks = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(ranks, mine)
+    return [tuple(rank.tolist()) for rank in ranks]
