@@ -27,7 +27,7 @@ from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
 from megatron.bcd.metrics.silent import SilentReporter
-from megatron.bcd.model.builder import build_model, gpt_of
+from megatron.bcd.model.builder import build_model, unwrap_model
 from megatron.bcd.runtime import distributed, rng
 from megatron.bcd.training.loop import Trainer
 
@@ -169,7 +169,7 @@ def export(folder: str, form: str, argv: Sequence[str]) -> None:
     distributed.initialize(backend="auto", timeout_minutes=10, tensor_size=1, pipeline_size=1)
     rng.seed_everything(config.training.seed)
     trainer = Trainer(config, build_model, SilentReporter())
-    weights = {name: weight.detach().cpu().clone() for name, weight in gpt_of(trainer.model).named_parameters()}
+    weights = {name: weight.detach().cpu().clone() for name, weight in unwrap_model(trainer.model).named_parameters()}
     vocabulary = weights["embedding.word_embeddings.weight"].size(0)
     training, optimizer = config.training, config.optimizer
     assert training.global_batch_size is not None, "the parser fills it in"

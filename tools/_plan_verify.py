@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
 from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.config import RunConfig
-from megatron.bcd.model.builder import build_model, gpt_of
+from megatron.bcd.model.builder import build_model, unwrap_model
 from megatron.bcd.model.implementation import choose_implementation
 from megatron.bcd.planner import cost
 from megatron.bcd.planner.command import SCRIPTS, torchrun_command
@@ -109,7 +109,7 @@ def _compare(recipe: Recipe, config: RunConfig, stage: int) -> dict[str, Any]:
         apex=False,
         optimizer="none",
     )
-    model = gpt_of(build_model(config, recipe.padded_vocabulary, implementation))
+    model = unwrap_model(build_model(config, recipe.padded_vocabulary, implementation))
     parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
     tensors = stage_tensors(recipe.shape, recipe.partition, stage, padded_vocabulary=recipe.padded_vocabulary)
     planned = {tensor.name: tensor.size for tensor in tensors}

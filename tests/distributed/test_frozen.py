@@ -10,7 +10,7 @@ from support import worlds
 from support.dist import World
 
 from megatron.bcd.config import RunConfig
-from megatron.bcd.model.builder import gpt_of
+from megatron.bcd.model.builder import unwrap_model
 
 PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2}
 CUTS: dict[str, dict[str, Any]] = {
@@ -42,7 +42,7 @@ def changes_of_every_step(config: RunConfig) -> list[dict[str, Any]]:
     def compare(one: worlds.RecordingTrainer) -> None:
         main_params = worlds.masters_of(one)
         changed = [not torch.equal(*pair) for pair in zip(main_params, before["main parameters"], strict=True)]
-        named = dict(gpt_of(one.model).named_parameters())
+        named = dict(unwrap_model(one.model).named_parameters())
         steps.append(
             {
                 "block": one.results[-1]["block"],

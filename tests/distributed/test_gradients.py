@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from megatron.bcd.blocks.partition import partition
 from megatron.bcd.config import RunConfig
-from megatron.bcd.model.builder import gpt_of
+from megatron.bcd.model.builder import unwrap_model
 
 Weights = dict[str, Tensor]
 NUM_HEADS = 4
@@ -109,7 +109,7 @@ def gradients_of_all_blocks(config: RunConfig) -> list[dict[str, Any]]:
                 one.samples.look_ahead(phase=0, consumed_samples=0), get_num_microbatches(), forward_only=False
             )
             gradients = {}
-            for name, parameter in gpt_of(one.model).named_parameters():
+            for name, parameter in unwrap_model(one.model).named_parameters():
                 assert parameter.grad is None, f"{name} keeps a second gradient"
                 assert parameter.requires_grad == hasattr(parameter, "main_grad"), name
                 if name.startswith("decoder.layers."):

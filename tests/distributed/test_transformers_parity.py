@@ -18,7 +18,7 @@ from support.dist import World
 from torch import Tensor
 
 from megatron.bcd.config import RunConfig
-from megatron.bcd.model.builder import gpt_of
+from megatron.bcd.model.builder import unwrap_model
 
 SIZES: dict[str, Any] = {
     "num_layers": 4,
@@ -118,7 +118,7 @@ def _named(one: Any) -> list[tuple[str, Any]]:
     """The stage's parameters by the names that they have in the whole model; a tied head's copy is the embedding."""
     first = one.partition.stage_layers(one.stage).start
     found = []
-    for name, parameter in gpt_of(one.model).named_parameters():
+    for name, parameter in unwrap_model(one.model).named_parameters():
         if name.startswith("decoder.layers."):
             index, _, rest = name.removeprefix("decoder.layers.").partition(".")
             name = f"decoder.layers.{int(index) + first}.{rest}"
@@ -164,7 +164,7 @@ def pieces(parameter: Any, tensor: Tensor) -> dict[str, Any]:
 @torch.no_grad()
 def logits_of(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor | None:
     """[B, S, V / tensor-parallel size] on the last stage, None before it."""
-    gpt = gpt_of(model)
+    gpt = unwrap_model(model)
     batch_size, length = batch["tokens"].shape
     stage_input = torch.empty(length, batch_size, gpt.config.hidden_size)
     if not gpt.pre_process:

@@ -21,7 +21,7 @@ from megatron.bcd.blocks import partition
 from megatron.bcd.config import RunConfig
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
-from megatron.bcd.model.builder import build_model, gpt_of
+from megatron.bcd.model.builder import build_model, unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.runtime import distributed, rng
 from megatron.bcd.training import loop as loop
@@ -290,7 +290,7 @@ def outcome(one: RecordingTrainer) -> dict[str, Any]:
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Copies of this rank's parameters by GPTModel's names."""
-    return {name: parameter.detach().clone() for name, parameter in gpt_of(model).named_parameters()}
+    return {name: parameter.detach().clone() for name, parameter in unwrap_model(model).named_parameters()}
 
 
 def initial_weights(config: RunConfig) -> dict[str, torch.Tensor]:

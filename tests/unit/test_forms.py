@@ -12,7 +12,7 @@ from support.command_line import parse
 from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.implementation import implementation_here
-from megatron.bcd.model.transformer_config import describe_activation, tanh_gelu, transformer_config
+from megatron.bcd.model.transformer_config import build_transformer_config, describe_activation, tanh_gelu
 from megatron.bcd.runtime import device, packages
 
 # LLaMA's defaults by field: the words that the GPT script needs for each, and those that undo it in the LLaMA script
@@ -124,7 +124,7 @@ def test_flags_that_contradict_each_other(form: str, words: str, named: list[str
 def activation(*words: str) -> tuple[Any, bool, str]:
     """What Megatron Core is told: function, whether its fused kernel is taken, and what the banner says."""
     config = parse(*words)
-    built = transformer_config(config, implementation_here(config))
+    built = build_transformer_config(config, implementation_here(config))
     return built.activation_func, built.bias_activation_fusion, describe_activation(built)
 
 

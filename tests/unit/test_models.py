@@ -92,4 +92,4 @@ ROPE = "--position-embedding-type rope"
 def test_rotation_for_a_cpu(flags: str, world_size: int, plain: bool) -> None:
     """Another rotation computed as if it were the plain one: pairs beside each other, a part of the head, or queries
     and keys that something else is done to first."""
-    assert transformer_config._rotates_plainly(parse(*flags.split(), world_size=world_size)) is plain
+    assert transformer_config._has_plain_rotation(parse(*flags.split(), world_size=world_size)) is plain

@@ -18,7 +18,7 @@ from megatron.bcd.checkpoint.optimizer_state import StateSummary
 from megatron.bcd.checkpoint.run_state import Layout, RunState
 from megatron.bcd.checkpoint.safe_loading import only_data
 from megatron.bcd.config import RunConfig
-from megatron.bcd.model.builder import gpt_of
+from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.runtime import collectives, device
 
@@ -154,7 +154,7 @@ def load_weights(source: Source, model: torch.nn.Module) -> None:
     Raises:
         ValueError: the checkpoint is of another model, or can't be read, or holds more than data.
     """
-    gpt = gpt_of(model)
+    gpt = unwrap_model(model)
     sharded = gpt.sharded_state_dict()
     _check_same_model(sharded, source)
     loaded = _load({"model": sharded}, source)

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 
-from megatron.bcd.model.builder import gpt_of
+from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.block_state import KeptShard
 from megatron.bcd.optim.param_shard import MAIN_PARAM, ParamShard
@@ -171,4 +171,4 @@ def _entry(weight: Entry, tensor: torch.Tensor, state_name: str, *, is_main: boo
 
 def _sharded_weights(active: ActiveBlock) -> dict[str, Entry]:
     """Each layer under its own key: only some layers have state."""
-    return gpt_of(active.model).sharded_state_dict(metadata={"non_homogeneous_layers": True})
+    return unwrap_model(active.model).sharded_state_dict(metadata={"non_homogeneous_layers": True})

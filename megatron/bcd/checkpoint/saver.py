@@ -21,7 +21,7 @@ from megatron.bcd.checkpoint.run_state import RunState
 from megatron.bcd.checkpoint.shard_writer import Record, ShardWrite
 from megatron.bcd.config import CheckpointConfig
 from megatron.bcd.metrics.reporter import Reporter
-from megatron.bcd.model.builder import gpt_of
+from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.runtime import atomic_io, collectives
 
@@ -158,7 +158,8 @@ class Saver:
 
 def _entries(model: torch.nn.Module, active: ActiveBlock, state: RunState) -> dict[str, Any]:
     """Weights under the keys of plain Megatron Core, and the optimizer state of every block that has some."""
-    entries: dict[str, Any] = {f"model.{name}": entry for name, entry in gpt_of(model).sharded_state_dict().items()}
+    weights = unwrap_model(model).sharded_state_dict()
+    entries: dict[str, Any] = {f"model.{name}": entry for name, entry in weights.items()}
     if state.optimizer_state:
         summaries = optimizer_state.summaries_from_dict(state.optimizer_state)
         entries.update(

@@ -22,8 +22,8 @@ from megatron.bcd.runtime import device
 class ScaledDotProductAttention(MegatronModule):
     """Core attention of the local layers on `torch.nn.functional.scaled_dot_product_attention`.
 
-    Megatron Core's local DotProductAttention materialises the S x S scores of every head; this takes PyTorch's flash
-    kernels on CPU and GPU. Causal where no mask is given. The signature is Megatron Core's.
+    Megatron Core's local DotProductAttention materialises the S x S scores of every head; this uses PyTorch's flash
+    kernels on CPU and GPU. Causal if no mask is given. The signatures are Megatron Core's.
     """
 
     def __init__(
@@ -52,13 +52,16 @@ class ScaledDotProductAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Query [S, B, N, D], key and value [S, B, G, D], mask [B or 1, 1, S, S] with True = masked; returns [S, B, N
-        * D]."""
-        assert attention_bias is None and packed_seq_params is None, "not offered by the flags"
+        """Query [S, B, N, D], key and value [S, B, G, D], mask [B or 1, 1, S, S], True where masked.
+
+        Returns:
+            The context, [S, B, N * D].
+        """
+        assert attention_bias is None and packed_seq_params is None, "no flag sets these"
         dropout = self.dropout if self.training else 0.0
         heads_per_group = query.size(2) // key.size(2)
         if heads_per_group > 1 and query.dtype == torch.float32 and device.has_cuda():
-            # of PyTorch's kernels for GPUs none but the one that keeps S x S scores takes groups in fp32
+            # in fp32 on a GPU, only PyTorch's kernel that keeps the S x S scores supports grouped queries
             key, value = (x.repeat_interleave(heads_per_group, dim=2) for x in (key, value))
         arguments: dict[str, Any] = {
             "dropout_p": dropout,
@@ -71,7 +74,7 @@ class ScaledDotProductAttention(MegatronModule):
             arguments["attn_mask"] = ~attention_mask
         query_bnsd, key_bgsd, value_bgsd = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if dropout and not self.config.sequence_parallel:
-            # each tensor-parallel rank drops its own heads' scores
+            # tensor-parallel ranks hold different heads, so their dropout masks must differ
             with tensor_parallel.get_cuda_rng_tracker().fork():
                 context = torch.nn.functional.scaled_dot_product_attention(
                     query_bnsd, key_bgsd, value_bgsd, **arguments

@@ -1,4 +1,4 @@
-"""The model of one pipeline stage."""
+"""Builds the model of one pipeline stage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.bcd.config import RunConfig
 from megatron.bcd.model.attention import ScaledDotProductAttention
 from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, Implementation
 from megatron.bcd.model.transformer_block import BcdTransformerBlock
-from megatron.bcd.model.transformer_config import transformer_config
+from megatron.bcd.model.transformer_config import build_transformer_config
 from megatron.bcd.runtime import device, rng
 
 
@@ -34,12 +34,17 @@ def _layer_spec(config: RunConfig, implementation: Implementation) -> ModuleSpec
 
 
 def build_model(config: RunConfig, padded_vocab_size: int, implementation: Implementation) -> torch.nn.Module:
-    """This rank's stage of the model on its device, in the run's precision, all parameters trainable.
+    """Build this rank's pipeline stage on its device, in the run's precision, with all parameters trainable.
 
-    Needs initialised parallel groups and random generators. Returns a GPTModel, inside a Float16Module in 16-bit
-    precision.
+    Parallel groups and random generators must be initialised.
+
+    Returns:
+        A GPTModel; in 16-bit precision wrapped in a Float16Module.
+
+    Raises:
+        ValueError: as `build_transformer_config`.
     """
-    stage_config = transformer_config(config, implementation)
+    stage_config = build_transformer_config(config, implementation)
     if not device.has_cuda():
         rng.draw_as_stock_warm_up_does(
             seq_length=config.model.seq_length,
@@ -60,6 +65,8 @@ def build_model(config: RunConfig, padded_vocab_size: int, implementation: Imple
         rotary_percent=config.model.rotary_percent,
         rotary_base=config.model.rotary_base,
     )
+    # GPTModel takes no class for its decoder; BcdTransformerBlock only overrides methods, so the class can be changed
+    # after the decoder is built
     model.decoder.__class__ = BcdTransformerBlock
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -71,21 +78,20 @@ def build_model(config: RunConfig, padded_vocab_size: int, implementation: Imple
 
 @torch.no_grad()
 def broadcast_from_first_replica(model: torch.nn.Module) -> None:
-    """Give every data-parallel rank the weights of the first, where each drew its own (--data-parallel-random-init)."""
+    """Copy the weights of the first data-parallel rank to the others (--data-parallel-random-init). A collective."""
     group = parallel_state.get_data_parallel_group()
     for parameter in model.parameters():
         torch.distributed.broadcast(parameter, src=parallel_state.get_data_parallel_src_rank(), group=group)
 
 
-def gpt_of(model: torch.nn.Module) -> GPTModel:
-    """The GPTModel inside its wrappers."""
+def unwrap_model(model: torch.nn.Module) -> GPTModel:
+    """The GPTModel inside DDP and Float16Module wrappers."""
     while hasattr(model, "module"):
         model = model.module
     return model  # type: ignore[return-value]
 
 
 def count_parameters(model: torch.nn.Module) -> int:
-    """Parameters of this stage over all its tensor-parallel ranks (split ones times the ranks, replicated ones
-    once)."""
+    """Number of parameters of this stage over its tensor-parallel ranks; replicated parameters count once."""
     ranks = parallel_state.get_tensor_model_parallel_world_size()
     return sum(p.numel() * (ranks if getattr(p, "tensor_model_parallel", False) else 1) for p in model.parameters())

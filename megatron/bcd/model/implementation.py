@@ -1,10 +1,8 @@
-"""Which modules and kernels this machine offers, and so which the model is built from."""
+"""Choice of the modules and kernels that the model is built from: Transformer Engine, Apex or local."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
 
 from megatron.bcd.config import RunConfig
 from megatron.bcd.runtime import packages
@@ -12,14 +10,12 @@ from megatron.bcd.runtime import packages
 SCALED_DOT_PRODUCT = "scaled_dot_product_attention"
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
-    """Which modules and kernels this machine offers, and so which the model is made of."""
+    """The modules and kernels that the model is built from."""
 
-    layers: str  # "transformer_engine" or "local"
+    layers: str
+    """`transformer_engine` or `local`."""
     attention: str
     norm: str
     optimizer: str
@@ -38,23 +34,22 @@ def choose_implementation(
     apex: bool,
     optimizer: str,
 ) -> Implementation:
-    """The fast path where it exists, else Megatron Core's local modules.
+    """Transformer Engine's layers if available, else Megatron Core's local ones.
 
-    Transformer Engine's fused attention is for 16-bit values: in fp32 it would keep the S x S scores of every head, so
-    its layers get PyTorch's.
+    In fp32 Transformer Engine's attention would keep the S x S scores of every head, so its layers use PyTorch's.
 
     Raises:
-        ValueError: Transformer Engine is asked for by name and can't be used here.
+        ValueError: `transformer_impl` is `transformer_engine`, which is not available.
     """
     if transformer_impl == "transformer_engine" and not transformer_engine:
         raise ValueError(
             "--transformer-impl transformer_engine needs Transformer Engine and a GPU; install it, or use auto or local"
         )
     if transformer_engine and transformer_impl != "local":
-        takes_ours = precision == "fp32" and attention_backend != "unfused"
+        uses_sdpa = precision == "fp32" and attention_backend != "unfused"
         return Implementation(
             layers="transformer_engine",
-            attention=SCALED_DOT_PRODUCT if takes_ours else "Transformer Engine",
+            attention=SCALED_DOT_PRODUCT if uses_sdpa else "Transformer Engine",
             norm="Transformer Engine",
             optimizer=optimizer,
         )
@@ -64,7 +59,11 @@ def choose_implementation(
 
 
 def implementation_here(config: RunConfig) -> Implementation:
-    """`choose_implementation` for this run on this machine."""
+    """`choose_implementation` for this run, from the packages that can be imported.
+
+    Raises:
+        ValueError: as `choose_implementation`.
+    """
     return choose_implementation(
         config.model.transformer_impl,
         attention_backend=str(config.transformer.get("attention_backend", "auto")),

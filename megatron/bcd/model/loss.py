@@ -1,4 +1,4 @@
-"""One microbatch forward, its loss, and the mean over a global batch, as Megatron Core's schedules want them.
+"""The forward step of one microbatch, its loss, and the sum over a global batch, for Megatron Core's schedules.
 
 Tensor shapes: B micro-batch size, S sequence length, H hidden size.
 """
@@ -18,34 +18,38 @@ Batch = dict[str, torch.Tensor]
 
 
 def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
-    """One microbatch through this stage, for Megatron Core's schedules.
+    """Run one microbatch through this stage.
 
-    Where the batch holds `prefix_output` [S, B, H], the stage begins with its first active layer.
+    If the batch holds `prefix_output` [S, B, H], the stage starts at its first active layer.
+
+    Returns:
+        The stage's output (token losses [B, S] on the last stage), and the function that reduces it to the loss.
     """
     batch = next(batches)
-    served: dict[str, Any] = {}
+    from_prefix: dict[str, Any] = {}
     if "prefix_output" in batch:
-        served = {"decoder_input": batch["prefix_output"], "extra_block_kwargs": {"behind_prefix": True}}
+        from_prefix = {"decoder_input": batch["prefix_output"], "extra_block_kwargs": {"behind_prefix": True}}
     output = model(
         batch.get("tokens"),
         batch.get("position_ids"),
         batch.get("attention_mask"),
         labels=batch.get("labels"),
-        **served,
+        **from_prefix,
     )
     return output, partial(_loss, batch.get("loss_mask"))
 
 
 def _loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the unmasked token losses [B, S] and their number; the schedule divides one by the other."""
+    """Sum and number of the unmasked token losses [B, S]; the schedule divides the sum by the number."""
     loss = torch.sum(losses.float().view(-1) * loss_mask.view(-1))
     num_tokens = loss_mask.sum().to(torch.int)
-    # the schedule divides `loss` in place: what is reported needs memory of its own
+    # the schedule divides `loss` in place, so the reported value is a copy
     return loss, num_tokens, {"lm loss": torch.stack([loss.detach().clone(), num_tokens.float()])}
 
 
 def reduce_losses(per_microbatch: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-    """Sum of losses and of tokens over microbatches and data-parallel ranks, the same on every stage: float32 [2]."""
+    """Sums of the losses and of the tokens over microbatches and data-parallel ranks, float32 [2], equal on every
+    stage. A collective."""
     total = torch.zeros(2, device=device.current())
     if parallel_state.is_pipeline_last_stage():
         total += torch.stack([losses["lm loss"] for losses in per_microbatch]).sum(dim=0)

@@ -1,4 +1,4 @@
-"""The layers of one pipeline stage, which can begin behind a frozen prefix.
+"""The layers of one pipeline stage, which can start after a frozen prefix.
 
 Tensor shapes: S sequence length, B micro-batch size, H hidden size.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class _PassThrough(torch.nn.Module):
-    """A layer that does nothing."""
+    """A layer that returns its input."""
 
     def forward(self, *, hidden_states: Tensor, context: Any = None, **others: Any) -> tuple[Tensor, Any]:
         return hidden_states, context
@@ -23,16 +23,17 @@ _pass_through = _PassThrough()
 
 
 class BcdTransformerBlock(TransformerBlock):
-    """Megatron Core's layers of one stage, which can begin behind a frozen prefix.
+    """Megatron Core's layers of one stage, which can start after a frozen prefix.
 
-    With full activation recomputation: Megatron Core checkpoints with a re-entrant autograd function; where none of its
-    inputs needs a gradient, its output has no graph, and the active layers inside would silently get none. So the
-    prefix runs without a graph and is not recomputed, and the first active layer's input starts the graph.
+    With full activation recomputation, Megatron Core checkpoints with a re-entrant autograd function: if none of its
+    inputs requires a gradient, its output has no graph, and active layers inside get no gradient. So the prefix runs
+    without a graph and is not recomputed, and the input of the first active layer starts the graph.
 
-    With a prefix cache: `first_layer` says which of this stage's layers is the first to run.
+    With a prefix cache, `forward` starts at a later layer.
     """
 
     num_prefix_layers = 0
+    """Layers of this stage that the current forward pass runs without a graph, under recomputation."""
 
     def forward(
         self,
@@ -42,15 +43,19 @@ class BcdTransformerBlock(TransformerBlock):
         behind_prefix: bool = False,
         **kwargs: Any,
     ) -> Tensor:
-        """As Megatron Core's. With `first_layer`, counted on this stage, `hidden_states` [S, B, H] are its input, on
-        any stage; with `behind_prefix` it is the first active layer."""
+        """As Megatron Core's, but layers before `first_layer` (number on this stage) are skipped.
+
+        Args:
+            hidden_states: input of the first layer to run, [S, B, H]; with `first_layer`, on any stage.
+            behind_prefix: the first layer to run is the first active one.
+        """
         if behind_prefix:
             first_layer = self._trainable_layers()[0]
         if first_layer is None:
             return super().forward(hidden_states, *args, **kwargs)
-        self.input_tensor = hidden_states  # where a stage that is not the first looks for its input
+        self.input_tensor = hidden_states  # stages after the first read their input here
         layers: torch.nn.ModuleList = self.layers  # type: ignore[has-type]
-        # what does nothing stands in for the prefix: layers keep their places, by which recomputation asks for them
+        # skipped layers are replaced, not removed: recomputation looks layers up by index
         self.layers = torch.nn.ModuleList([*[_pass_through] * first_layer, *layers[first_layer:]])
         try:
             return super().forward(hidden_states, *args, **kwargs)
@@ -59,11 +64,11 @@ class BcdTransformerBlock(TransformerBlock):
             self.input_tensor = None
 
     def _trainable_layers(self) -> list[int]:
-        """Of this stage, those with a parameter that is trained in this phase."""
+        """Numbers, on this stage, of the layers with an active parameter."""
         return [i for i, layer in enumerate(self.layers) if any(p.requires_grad for p in layer.parameters())]
 
     def _get_layer(self, layer_number: int) -> Any:
-        # the last chunk of --recompute-num-layers layers may be longer than what is left behind the prefix
+        # the last chunk of --recompute-num-layers layers may be longer than the number of layers left
         index = self.num_prefix_layers + layer_number
         return self.layers[index] if index < len(self.layers) else _pass_through
 
@@ -78,8 +83,8 @@ class BcdTransformerBlock(TransformerBlock):
         **kwargs: Any,
     ) -> Tensor:
         trainable = self._trainable_layers()
-        # the recomputation in backward asks for layers again: these two stay as they are until the next forward, and
-        # are the same for every microbatch of a phase
+        # read again by the recomputation in backward, so both must stay until the next forward; they are equal for all
+        # microbatches of a phase
         self.num_prefix_layers = 0 if hidden_states.requires_grad else (trainable[0] if trainable else len(self.layers))
         self.num_layers_per_pipeline_rank = len(self.layers) - self.num_prefix_layers
         with torch.no_grad():

@@ -9,15 +9,18 @@ from torch import Tensor
 
 from megatron.bcd.blocks.partition import divide
 from megatron.bcd.config import RunConfig
-from megatron.bcd.model.implementation import DTYPES, Implementation
+from megatron.bcd.model.implementation import Implementation
 from megatron.bcd.runtime import device, packages
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Of weights and activations, by the run's precision."""
 
-def transformer_config(config: RunConfig, implementation: Implementation) -> TransformerConfig:
-    """Megatron Core's configuration: what the flags say, and what follows from precision, activation and machine.
+
+def build_transformer_config(config: RunConfig, implementation: Implementation) -> TransformerConfig:
+    """Megatron Core's configuration from the flags, the precision and the available kernels.
 
     Raises:
-        ValueError: Megatron Core refuses the combination.
+        ValueError: a flag needs kernels that are not installed, or Megatron Core rejects the combination.
     """
     fields = dict(config.transformer)
     dtype = DTYPES[config.precision]
@@ -27,15 +30,15 @@ def transformer_config(config: RunConfig, implementation: Implementation) -> Tra
     if config.model.swiglu:
         fields.update(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
     has_bias = fields.get("add_bias_linear", True)
-    if not config.model.swiglu and (not device.has_cuda() or not has_bias):  # SwiGLU's has a form for the CPU
+    if not config.model.swiglu and (not device.has_cuda() or not has_bias):  # of the fusions, SwiGLU's runs on a CPU
         fields["bias_activation_fusion"] = False
     if config.model.openai_gelu and not fields["bias_activation_fusion"]:
-        # the fused kernel computes this form in any case, and Megatron Core takes it for torch's own GELU only
+        # the fused kernel always computes the tanh form, but Megatron Core accepts it for torch's GELU only
         fields["activation_func"] = tanh_gelu
     if not device.has_cuda():
         fields["bias_dropout_fusion"] = False
         fields["cross_entropy_loss_fusion"] = False
-        fields["fused_single_qkv_rope"] = _rotates_plainly(config)
+        fields["fused_single_qkv_rope"] = _has_plain_rotation(config)
     if implementation.layers == "local":
         fields["persist_layer_norm"] = False
         fields["apply_rope_fusion"] = False
@@ -49,7 +52,7 @@ def transformer_config(config: RunConfig, implementation: Implementation) -> Tra
                 "--sequence-parallel needs the layer norms of Apex or Transformer Engine, which are not importable "
                 "here; leave it out"
             )
-    # with Transformer Engine too: the output head is Megatron Core's own linear layer
+    # also with Transformer Engine: the output head is Megatron Core's own linear layer
     if not device.has_cuda() or not packages.is_importable("fused_weight_gradient_mlp_cuda"):
         fields["gradient_accumulation_fusion"] = False
     if not device.has_cuda() or not packages.is_importable("scaled_masked_softmax_cuda"):
@@ -62,29 +65,31 @@ def transformer_config(config: RunConfig, implementation: Implementation) -> Tra
         raise ValueError(f"Megatron Core refuses these flags: {error}") from error
 
 
-def _rotates_plainly(config: RunConfig) -> bool:
-    """Whether this room's rotary embedding for a CPU (`platform.lean`) computes what the flags ask for."""
+def _has_plain_rotation(config: RunConfig) -> bool:
+    """Whether the fused rotary embedding of `runtime.cpu_kernels` applies: all of each head, in halves, straight after
+    the projection."""
     fields = config.transformer
     groups = int(fields.get("num_query_groups") or fields["num_attention_heads"])
     is_plain = config.model.rotary_percent == 1.0 and not fields.get("rotary_interleaved")
-    is_alone = not fields.get("qk_layernorm") and groups >= config.tensor_size  # nothing between product and rotation
+    # nothing comes between projection and rotation
+    is_alone = not fields.get("qk_layernorm") and groups >= config.tensor_size
     return config.model.position_embedding_type == "rope" and is_plain and is_alone
 
 
 def tanh_gelu(x: Tensor) -> Tensor:
-    """GELU in the tanh form of OpenAI's GPT-2, element by element (--openai-gelu)."""
+    """GELU in the tanh form of OpenAI's GPT-2 (--openai-gelu), elementwise."""
     return torch.nn.functional.gelu(x, approximate="tanh")
 
 
 def describe_activation(config: TransformerConfig) -> str:
-    """What the feed-forward part computes on this machine."""
+    """Name of the MLP's activation, for people."""
     if config.gated_linear_unit:
         return "SwiGLU"
     return "GELU (tanh form)" if config.bias_activation_fusion or config.activation_func is tanh_gelu else "GELU"
 
 
 def _uneven_layout(num_layers: int, num_stages: int) -> list[list[str]]:
-    """Megatron Core's layer layout for layers that don't divide by stages: the same cut as `blocks.divide`."""
+    """Megatron Core's pipeline layout if stages differ in their number of layers: as `blocks.partition.divide`."""
     stages = [["decoder"] * len(layers) for layers in divide(num_layers, num_stages)]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")

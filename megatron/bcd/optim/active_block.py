@@ -26,8 +26,8 @@ from megatron.core.utils import get_model_config
 from megatron.bcd.blocks.ownership import Ownership, ownership
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig, core_keywords
-from megatron.bcd.model.builder import gpt_of
-from megatron.bcd.model.implementation import DTYPES
+from megatron.bcd.model.builder import unwrap_model
+from megatron.bcd.model.transformer_config import DTYPES
 from megatron.bcd.optim.block_state import BlockStateStore
 from megatron.bcd.optim.fingerprint import Watch, fingerprint, storage_bytes
 from megatron.bcd.optim.optimizer_params import OptimizerParam, optimizer_params
@@ -67,7 +67,7 @@ class ActiveBlock:
         """Make `block` the active one."""
         assert self.wrapped is None, "dispose() of the phase before comes first"
         self.block = block
-        for name, parameter in gpt_of(self.model).named_parameters():
+        for name, parameter in unwrap_model(self.model).named_parameters():
             parameter.requires_grad_(self._ownership(name).is_active(block))
         self.wrapped = DistributedDataParallel(
             config=self._model_config, ddp_config=self._ddp_config(), module=self.model
@@ -105,7 +105,7 @@ class ActiveBlock:
         model_config.no_sync_func = model_config.grad_sync_func = model_config.param_sync_func = None
         in_buffer = list(self.active_parameters().values()) if self.partition.always_active else []
         self.wrapped.grad_accs.clear()
-        gpt_of(self.model).set_input_tensor(None)  # a stage keeps what it received last, and its gradient
+        unwrap_model(self.model).set_input_tensor(None)  # a stage keeps what it received last, and its gradient
         for parameter in self.model.parameters():
             parameter.grad = None
             for name in _BUILT_PARAMETER_ATTRIBUTES:
@@ -345,7 +345,7 @@ class ActiveBlock:
         """This rank's parameters that are active in the block's phases only, by GPTModel's names, in its order."""
         return {
             name: parameter
-            for name, parameter in gpt_of(self.model).named_parameters()
+            for name, parameter in unwrap_model(self.model).named_parameters()
             if (owned := self._ownership(name)).block == block and not owned.is_always_active
         }
 
@@ -353,7 +353,7 @@ class ActiveBlock:
         """This rank's parameters that are active in every phase."""
         return {
             name: parameter
-            for name, parameter in gpt_of(self.model).named_parameters()
+            for name, parameter in unwrap_model(self.model).named_parameters()
             if self._ownership(name).is_always_active
         }
 
@@ -371,7 +371,7 @@ class ActiveBlock:
 
     def active_parameters(self) -> dict[str, torch.nn.Parameter]:
         """By GPTModel's names, in the model's order."""
-        return {name: p for name, p in gpt_of(self.model).named_parameters() if p.requires_grad}
+        return {name: p for name, p in unwrap_model(self.model).named_parameters() if p.requires_grad}
 
     def optimizers(self) -> list[Any]:
         """Megatron Core's optimizers of the phase."""

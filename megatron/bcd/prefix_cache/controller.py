@@ -16,7 +16,8 @@ from megatron.core import parallel_state
 
 from megatron.bcd import data
 from megatron.bcd.metrics.lines import format_bytes
-from megatron.bcd.model.implementation import DTYPES, Implementation
+from megatron.bcd.model.implementation import Implementation
+from megatron.bcd.model.transformer_config import DTYPES
 from megatron.bcd.prefix_cache import fill, folders, serve
 from megatron.bcd.prefix_cache.folders import Cache
 from megatron.bcd.prefix_cache.key import CacheKey, digest_of

@@ -17,8 +17,8 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.bcd import data
-from megatron.bcd.model.builder import gpt_of
-from megatron.bcd.model.implementation import DTYPES
+from megatron.bcd.model.builder import unwrap_model
+from megatron.bcd.model.transformer_config import DTYPES
 from megatron.bcd.prefix_cache import serve
 from megatron.bcd.prefix_cache.folders import Cache
 from megatron.bcd.prefix_cache.store import Bytes, Slots
@@ -156,11 +156,11 @@ class Filler:
         if stage > 0:
             assert self._link is not None
             received = self._link.receive(self._shape(), more_follow=False)
-        gpt_of(trainer.model).set_input_tensor(received)
+        unwrap_model(trainer.model).set_input_tensor(received)
         try:
             return self.forward(batch)
         finally:
-            gpt_of(trainer.model).set_input_tensor(None)
+            unwrap_model(trainer.model).set_input_tensor(None)
 
     @torch.no_grad()
     def _from_source(self, work: _Work, source: Cache) -> torch.Tensor | None:
@@ -191,7 +191,7 @@ class Filler:
         """The model, up to the first active layer where it is on this stage."""
         with contextlib.ExitStack() as hooks:
             if self._trainer.stage == self._first_trainable:
-                layer = gpt_of(self._trainer.model).decoder.layers[self._first_layer]
+                layer = unwrap_model(self._trainer.model).decoder.layers[self._first_layer]
                 hook = layer.register_forward_pre_hook(_reached, with_kwargs=True)
                 hooks.callback(hook.remove)
             try:

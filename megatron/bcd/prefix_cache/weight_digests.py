@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 
 from megatron.bcd.blocks.ownership import Ownership, ownership
 from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.model.builder import gpt_of
+from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.prefix_cache.key import digest_of
 from megatron.bcd.runtime import collectives
 
@@ -22,7 +22,7 @@ def layer_digests(model: torch.nn.Module, partition: Partition, *, stage: int, n
     same on every rank. A collective."""
     mine: dict[tuple[int, str, int], str] = {}
     if parallel_state.get_data_parallel_rank() == 0:
-        for name, parameter in gpt_of(model).named_parameters():
+        for name, parameter in unwrap_model(model).named_parameters():
             place = _place(ownership(name, partition=partition, stage=stage))
             if place is not None and place <= num_layers:
                 within = name if place == 0 else name.split(".", 3)[3]

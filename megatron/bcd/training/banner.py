@@ -16,7 +16,7 @@ from megatron.bcd.blocks.schedule import BlockSchedule
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
 from megatron.bcd.metrics.schema import BlockSummary, RunSummary
-from megatron.bcd.model.builder import count_parameters, gpt_of
+from megatron.bcd.model.builder import count_parameters, unwrap_model
 from megatron.bcd.model.implementation import Implementation
 from megatron.bcd.model.transformer_config import describe_activation
 from megatron.bcd.pipeline.build import default_run_ahead
@@ -77,7 +77,7 @@ def summarize(
             )
         )
     return RunSummary(
-        model=_describe_model(config, gpt_of(model).config, vocab_size, padded_vocab_size),
+        model=_describe_model(config, unwrap_model(model).config, vocab_size, padded_vocab_size),
         parallel=f"pipeline {config.pipeline_size} x tensor {config.tensor_size} x data {data_size}, "
         f"{config.precision}",
         parameters_per_stage=per_stage,
@@ -99,7 +99,7 @@ def summarize(
 
 
 def _this_rank(partition: Partition, model: torch.nn.Module) -> dict[str, Any]:
-    gpt = gpt_of(model)
+    gpt = unwrap_model(model)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     parameters = dict(gpt.named_parameters())
     owned = {name: ownership(name, partition=partition, stage=stage) for name in parameters}
