@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.bcd import data
-from megatron.bcd.blocks.partition import Partition, partition
+from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.metrics.silent import SilentReporter
 from megatron.bcd.model.builder import build_model
@@ -45,13 +45,7 @@ def check_can_write(path: str) -> None:
 
 def cut(config: RunConfig, *, num_blocks: int | None, layout: str) -> Partition:
     """The blocks of another layout or number than the flags'. Raises ValueError where they don't fit the model."""
-    return partition(
-        num_layers=config.num_layers,
-        num_stages=config.pipeline_size,
-        num_blocks=num_blocks,
-        layout=layout,
-        tied=config.tied,
-    )
+    return partition_from_config(config.replace_section("bcd", bcd_num_blocks=num_blocks, bcd_layout=layout))
 
 
 class Bench:

@@ -34,8 +34,8 @@ from _benchmark_schedule_figures import (
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from rich.table import Table
 
-from megatron.bcd.blocks.partition import LAYOUTS, Partition
-from megatron.bcd.config import RunConfig
+from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.config import LAYOUTS, RunConfig
 from megatron.bcd.model.implementation import implementation_here
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.pipeline.actions import Kind

@@ -39,7 +39,7 @@ from _compare_runs import PEER, CannotRun, Variant, beside_peer, measure, planne
 from _machine import cpu_model
 from _parser import Parser
 
-from megatron.bcd.blocks.partition import LAYOUTS
+from megatron.bcd.config import LAYOUTS, BcdConfig
 from megatron.bcd.planner.cost import PRECISIONS
 from megatron.bcd.planner.recipe import METHODS, RECOMPUTE, Recipe
 from megatron.bcd.planner.tables import choose, read_clusters, read_models
@@ -76,7 +76,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--num-gpus", type=int, metavar="N", help="processes (default: one per GPU that is here, without CUDA one)")
     add("--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="(default: 1)")
     add("--bcd-num-blocks", type=int, metavar="M", help="(default: 3)")
-    add("--bcd-layout", choices=LAYOUTS, default="spread", help="(default: spread)")
+    add("--bcd-layout", choices=LAYOUTS, default=BcdConfig.bcd_layout, help="(default: %(default)s)")
     add("--micro-batch-size", type=int, default=4, metavar="N", help="(default: 4)")
     add("--global-batch-size", type=int, metavar="N", help="sequences of an iteration (default: one microbatch, with a"
         f" pipeline {MICROBATCHES} per stage)")  # fmt: skip

@@ -24,7 +24,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from _parser import Parser
 from _plan_output import show_paper, show_plan, show_search
 
-from megatron.bcd.blocks.partition import LAYOUTS
+from megatron.bcd.config import LAYOUTS, BcdConfig
 from megatron.bcd.planner.command import torchrun_command
 from megatron.bcd.planner.cost import PRECISIONS
 from megatron.bcd.planner.estimate import DEFAULT_MULTIPLIER, make_estimate
@@ -57,7 +57,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--method", choices=METHODS, default="bcd", help="block coordinate descent, full training, or full training"
         " with the optimizer on the host (default: bcd)")  # fmt: skip
     add("--bcd-num-blocks", type=int, metavar="M", help="(default: 3; --search tries 2 to 6)")
-    add("--bcd-layout", choices=LAYOUTS, default="spread", help="(default: spread)")
+    add("--bcd-layout", choices=LAYOUTS, default=BcdConfig.bcd_layout, help="(default: %(default)s)")
     add("--pipeline-model-parallel-size", type=int, metavar="N", help="(default: the smallest that fits)")
     add("--seq-length", type=int, metavar="N", help="(default: the model table's)")
     add("--micro-batch-size", type=int, default=1, metavar="N", help="(default: 1; --search tries powers of two)")

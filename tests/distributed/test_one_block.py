@@ -42,7 +42,10 @@ def plain_training(config: RunConfig) -> dict[str, Any]:
             get_data_parallel_world_size(),
         )
         splits = data.build_splits(
-            config, data.plan_splits(config, build_tokenizer("ByteLevelTokenizer"), training.train_iters)
+            config,
+            data.plan_splits(
+                config, build_tokenizer("ByteLevelTokenizer"), training.train_iters, least_steps_per_cycle=1
+            ),
         )
         model = builder.build_model(config, worlds.PADDED_VOCABULARY, implementation.implementation_here(config))
         is_sharded = training.use_distributed_optimizer

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.bcd.blocks.partition import LAYOUTS, Partition, describe_layers, divide, partition
+from megatron.bcd.blocks.partition import Partition, describe_layers, divide, partition
+from megatron.bcd.config import LAYOUTS
 
 
 def _make(*, layers: int, stages: int, blocks: int | None = 3, layout: str = "spread", tied: bool = True) -> Partition:

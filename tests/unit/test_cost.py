@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.bcd.blocks.partition import LAYOUTS, Partition, partition
+from megatron.bcd.blocks.partition import Partition, partition
+from megatron.bcd.config import LAYOUTS
 from megatron.bcd.planner.cost import (
     OPTIMIZERS,
     PRECISIONS,

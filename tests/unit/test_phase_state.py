@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.block_schedules import block_schedule
 
 from megatron.bcd.blocks.phase_state import PhaseState
-from megatron.bcd.blocks.schedule import BlockSchedule
-from megatron.bcd.blocks.settings import BlockScheduleSettings
 
 NAN, INF = float("nan"), float("inf")
 
@@ -69,7 +68,6 @@ def test_incomplete_state_is_refused(missing: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_blocks": 0}, "--bcd-num-blocks 0: must be at least 1"),
         ({"order": "down"}, "--bcd-order down: must be one of ascending, descending, random, greedy"),
         ({"switch": "never"}, "--bcd-switch never: must be one of steps, plateau"),
         ({"steps_per_block": 0}, "--bcd-steps-per-block 0: must be at least 1"),
@@ -99,13 +97,4 @@ def test_incomplete_state_is_refused(missing: str) -> None:
 def test_bad_settings_name_the_flag(settings: dict[str, Any], message: str) -> None:
     """Exposes a division by zero, or a run without end, in place of one line that names the flag."""
     with pytest.raises(ValueError, match=message):
-        BlockSchedule(**{"num_blocks": 3, **settings})
-
-
-def test_settings_stand_alone() -> None:
-    """Exposes settings that can't be checked before the number of blocks is known, or that a schedule does not take."""
-    settings = BlockScheduleSettings(
-        order="random", switch="plateau", phase_warmup_steps=300, block_lr_multipliers=(1.0, 2.0)
-    )
-    schedule = BlockSchedule(num_blocks=2, **dataclasses.asdict(settings))
-    assert (schedule.order, schedule.switch, schedule.block_lr_multipliers) == ("random", "plateau", (1.0, 2.0))
+        block_schedule(num_blocks=3, **settings)

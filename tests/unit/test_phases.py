@@ -12,22 +12,23 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.block_schedules import block_schedule
 
 from megatron.bcd.blocks.phase_state import CycleEnd, PhaseState
 from megatron.bcd.blocks.schedule import BlockSchedule
-from megatron.bcd.blocks.settings import ORDERS
+from megatron.bcd.config import ORDERS
 
 NAN, INF = float("nan"), float("inf")
 
 schedules = st.builds(
-    BlockSchedule,
+    block_schedule,
     num_blocks=st.integers(1, 7),
     steps_per_block=st.integers(1, 12),
     order=st.sampled_from(["ascending", "descending", "random"]),
     seed=st.integers(-5, 5),
 )
 plateau_schedules = st.builds(
-    lambda least, more, **other: BlockSchedule(
+    lambda least, more, **other: block_schedule(
         switch="plateau", min_steps_per_block=least, max_steps_per_block=None if more is None else least + more, **other
     ),
     num_blocks=st.integers(1, 3),
@@ -56,7 +57,9 @@ def _states(schedule: BlockSchedule, steps: int) -> list[PhaseState]:
 
 
 def _blocks(schedule: BlockSchedule, phases: int) -> list[int]:
-    return [schedule.block(schedule.at_iteration(phase * schedule.steps_per_block)) for phase in range(phases)]
+    return [
+        schedule.block(schedule.at_iteration(phase * schedule.settings.bcd_steps_per_block)) for phase in range(phases)
+    ]
 
 
 @given(schedule=schedules, iteration=st.integers(0, 120))
@@ -68,14 +71,14 @@ def test_closed_form_equals_stepping(schedule: BlockSchedule, iteration: int) ->
 @pytest.mark.parametrize("settings", [{"order": "greedy"}, {"switch": "plateau"}])
 def test_no_closed_form_where_losses_decide(settings: dict[str, Any]) -> None:
     """Exposes a phase that is foretold from the iteration although scores or losses decide it."""
-    with pytest.raises(ValueError, match="not known beforehand"):
-        BlockSchedule(num_blocks=2, **settings).at_iteration(3)
+    with pytest.raises(ValueError, match="not known in advance"):
+        block_schedule(num_blocks=2, **settings).at_iteration(3)
 
 
 @given(schedule=schedules)
 def test_each_phase_lasts_its_steps(schedule: BlockSchedule) -> None:
     """Exposes an off-by-one at the switch, or a cycle counted wrong."""
-    length, blocks = schedule.steps_per_block, schedule.num_blocks
+    length, blocks = schedule.settings.bcd_steps_per_block, schedule.num_blocks
     for iteration, state in enumerate(_states(schedule, 3 * blocks * length)):
         assert schedule.cycle(state) == iteration // (length * blocks)
         assert state.phase == iteration // length
@@ -84,15 +87,15 @@ def test_each_phase_lasts_its_steps(schedule: BlockSchedule) -> None:
 
 def test_ascending_and_descending() -> None:
     """Exposes an order that runs the other way, or not from the first block again."""
-    assert _blocks(BlockSchedule(num_blocks=3), 7) == [0, 1, 2, 0, 1, 2, 0]
-    assert _blocks(BlockSchedule(num_blocks=3, order="descending"), 7) == [2, 1, 0, 2, 1, 0, 2]
+    assert _blocks(block_schedule(num_blocks=3), 7) == [0, 1, 2, 0, 1, 2, 0]
+    assert _blocks(block_schedule(num_blocks=3, order="descending"), 7) == [2, 1, 0, 2, 1, 0, 2]
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @given(num_blocks=st.integers(1, 6))
 def test_a_cycle_visits_every_block_once(order: str, num_blocks: int) -> None:
     """Exposes a block that starves, in any order."""
-    schedule = BlockSchedule(num_blocks=num_blocks, steps_per_block=2, order=order)
+    schedule = block_schedule(num_blocks=num_blocks, steps_per_block=2, order=order)
     states = _states(schedule, 10 * num_blocks - 1)
     for cycle in range(5):
         begun = [state for state in states if schedule.cycle(state) == cycle and state.step_in_phase == 0]
@@ -102,14 +105,14 @@ def test_a_cycle_visits_every_block_once(order: str, num_blocks: int) -> None:
 @given(num_blocks=st.integers(2, 6), seed=st.integers())
 def test_random_order_never_repeats_a_block_at_once(num_blocks: int, seed: int) -> None:
     """Exposes a cycle that begins with the block that has just been trained."""
-    blocks = _blocks(BlockSchedule(num_blocks=num_blocks, order="random", seed=seed), 20 * num_blocks)
+    blocks = _blocks(block_schedule(num_blocks=num_blocks, order="random", seed=seed), 20 * num_blocks)
     assert all(before != after for before, after in pairwise(blocks))
 
 
 def test_random_order_is_random_and_the_same_everywhere() -> None:
     """Exposes an order that depends on the Python version or on hash randomization: ranks would part, and resumed runs
     go another way. Also one that ignores seed or cycle, or keeps a block from some place."""
-    schedule = BlockSchedule(num_blocks=5, order="random", seed=1234)
+    schedule = block_schedule(num_blocks=5, order="random", seed=1234)
     assert _blocks(schedule, 15) == [4, 1, 0, 2, 3, 4, 0, 2, 1, 3, 4, 2, 0, 3, 1]
     cycles = {seed: _blocks(dataclasses.replace(schedule, seed=seed), 500) for seed in (1, 2)}
     assert cycles[1] != cycles[2]
@@ -121,7 +124,7 @@ def test_random_order_is_random_and_the_same_everywhere() -> None:
 
 def test_greedy_takes_the_largest_score_that_the_cycle_has_not_visited() -> None:
     """Exposes the smallest score taken, a visited block taken again, or visits that are kept beyond the cycle."""
-    schedule = BlockSchedule(num_blocks=3, steps_per_block=1, order="greedy")
+    schedule = block_schedule(num_blocks=3, steps_per_block=1, order="greedy")
     state, blocks = PhaseState(), []
     for scores in ({0: 1.0, 1: 3.0, 2: 2.0}, {0: 5.0, 1: 9.0, 2: 6.0}, None, {0: 8.0, 1: 7.0, 2: 6.0}):
         assert schedule.needs_scores(state) == (scores is not None), "one block is left at a cycle's end"
@@ -139,14 +142,14 @@ def test_greedy_takes_the_largest_score_that_the_cycle_has_not_visited() -> None
 )
 def test_greedy_with_ties_and_overflow(scores: Sequence[float], block: int) -> None:
     """Exposes a choice that depends on the order of a dictionary, or an overflow taken for the largest gradient."""
-    schedule = BlockSchedule(num_blocks=3, order="greedy")
+    schedule = block_schedule(num_blocks=3, order="greedy")
     for given_order in (range(3), reversed(range(3))):
         assert schedule.block(schedule.choose_block(PhaseState(), {b: scores[b] for b in given_order})) == block
 
 
 def test_greedy_has_no_block_before_the_choice() -> None:
     """Exposes a step on a block that nobody chose."""
-    schedule = BlockSchedule(num_blocks=2, order="greedy")
+    schedule = block_schedule(num_blocks=2, order="greedy")
     with pytest.raises(AssertionError, match="no block was chosen"):
         schedule.after_step(PhaseState())
 
@@ -154,7 +157,7 @@ def test_greedy_has_no_block_before_the_choice() -> None:
 @given(schedule=schedules)
 def test_switches_only_between_phases_of_different_blocks(schedule: BlockSchedule) -> None:
     """Exposes a rebuild amid a phase, or one that throws the moments away when the block stays the same."""
-    states = _states(schedule, 3 * schedule.num_blocks * schedule.steps_per_block)
+    states = _states(schedule, 3 * schedule.num_blocks * schedule.settings.bcd_steps_per_block)
     for before, after in pairwise(states):
         is_new_phase = after.phase != before.phase
         assert schedule.is_switch(before, after) == (is_new_phase and schedule.num_blocks > 1)
@@ -164,7 +167,7 @@ def test_switches_only_between_phases_of_different_blocks(schedule: BlockSchedul
 
 def test_greedy_may_go_on_with_its_block() -> None:
     """Exposes a rebuild where a new cycle chose the block that is active."""
-    schedule = BlockSchedule(num_blocks=2, steps_per_block=1, order="greedy")
+    schedule = block_schedule(num_blocks=2, steps_per_block=1, order="greedy")
     before = PhaseState(phase=1, visited=(0,))
     after = schedule.after_step(before)
     assert not schedule.is_switch(before, schedule.choose_block(after, {0: 1.0, 1: 2.0}))
@@ -173,7 +176,7 @@ def test_greedy_may_go_on_with_its_block() -> None:
 
 def test_example() -> None:
     """Exposes a change of the documented counting from 0."""
-    schedule = BlockSchedule(num_blocks=3, steps_per_block=10)
+    schedule = block_schedule(num_blocks=3, steps_per_block=10)
     state = schedule.at_iteration(45)
     assert state == PhaseState(phase=4, step_in_phase=5)
     assert (schedule.block(state), schedule.cycle(state)) == (1, 1)
@@ -181,7 +184,7 @@ def test_example() -> None:
 
 def test_stepping_ignores_the_loss_and_keeps_the_old_state() -> None:
     """Exposes a fixed-length phase that depends on the loss, and a state changed in place."""
-    schedule = BlockSchedule(num_blocks=2, steps_per_block=2)
+    schedule = block_schedule(num_blocks=2, steps_per_block=2)
     before = PhaseState(phase=1, step_in_phase=1)
     for loss in (None, 1.0, NAN):
         assert schedule.after_step(before, loss=loss) == PhaseState(phase=2)
@@ -190,21 +193,22 @@ def test_stepping_ignores_the_loss_and_keeps_the_old_state() -> None:
 
 def test_shorter_phases_after_a_resume_end_the_long_one() -> None:
     """Exposes a phase without end where a run resumes past the new --bcd-steps-per-block."""
-    schedule = BlockSchedule(num_blocks=3, steps_per_block=5)
+    schedule = block_schedule(num_blocks=3, steps_per_block=5)
     assert schedule.after_step(PhaseState(phase=2, step_in_phase=8)) == PhaseState(phase=3)
 
 
 def _plateau_length(schedule: BlockSchedule, phase_losses: Sequence[float]) -> int | None:
     """Steps until the phase ends, from all its losses at once; None if they do not suffice."""
-    window, best, best_step = schedule.plateau_window, math.inf, None
+    settings = schedule.settings
+    window, best, best_step = settings.bcd_plateau_window, math.inf, None
     for step in range(1, len(phase_losses) + 1):
         finite = [loss for loss in phase_losses[:step] if math.isfinite(loss)][-window:]
         if len(finite) == window and math.isfinite(phase_losses[step - 1]):
             mean = math.fsum(finite) / window
-            if best_step is None or (mean < best and best - mean >= schedule.plateau_min_improvement * abs(best)):
+            if best_step is None or (mean < best and best - mean >= settings.bcd_plateau_min_improvement * abs(best)):
                 best, best_step = mean, step
-        plateau = best_step is not None and step - best_step >= window and step >= schedule.min_steps_per_block
-        if plateau or step == schedule.max_steps_per_block:
+        plateau = best_step is not None and step - best_step >= window and step >= settings.bcd_min_steps_per_block
+        if plateau or step == settings.bcd_max_steps_per_block:
             return step
     return None
 
@@ -220,12 +224,12 @@ def test_plateau(schedule: BlockSchedule, phase_losses: list[float]) -> None:
         state = schedule.after_step(state, loss=loss)
         assert state.phase == (step == length)
         assert may_end or state.phase == 0
-        assert len(state.recent_losses) <= schedule.plateau_window
+        assert len(state.recent_losses) <= schedule.settings.bcd_plateau_window
 
 
 def test_plateau_example() -> None:
     """Exposes a change of the documented meaning: best mean at step 4, window 3, so step 7 is the last one."""
-    schedule = BlockSchedule(num_blocks=2, switch="plateau", plateau_window=3, plateau_min_improvement=0.1)
+    schedule = block_schedule(num_blocks=2, switch="plateau", plateau_window=3, plateau_min_improvement=0.1)
     state, announced = PhaseState(), []
     for loss in (9.0, 6.0, 6.0, 3.0, 5.0, 6.0, 4.0):
         assert state.phase == 0
@@ -237,7 +241,7 @@ def test_plateau_example() -> None:
 
 def test_constant_loss_is_a_plateau() -> None:
     """Exposes a phase that never ends because an equal mean counts as an improvement of 0."""
-    schedule = BlockSchedule(num_blocks=2, switch="plateau", plateau_window=2, plateau_min_improvement=0.0)
+    schedule = block_schedule(num_blocks=2, switch="plateau", plateau_window=2, plateau_min_improvement=0.0)
     state = PhaseState()
     for _ in range(4):
         state = schedule.after_step(state, loss=1.5)
@@ -249,7 +253,7 @@ def test_constant_loss_is_a_plateau() -> None:
 )
 def test_least_improvement(first_loss: float, next_loss: float, length: int) -> None:
     """Exposes an improvement of exactly the least one that does not count, or a smaller one that does."""
-    schedule = BlockSchedule(num_blocks=2, switch="plateau", plateau_window=1, plateau_min_improvement=0.25)
+    schedule = block_schedule(num_blocks=2, switch="plateau", plateau_window=1, plateau_min_improvement=0.25)
     state = schedule.after_step(schedule.after_step(PhaseState(), loss=first_loss), loss=next_loss)
     assert state.phase == (length == 2)
     assert length == 2 or schedule.after_step(state, loss=next_loss).phase == 1
@@ -260,7 +264,7 @@ def test_least_and_most_steps(loss: float) -> None:
     """Exposes a bound that is one step off: a plateau would end each of these phases after 2 steps, or none."""
     settings: dict[str, Any] = {"num_blocks": 2, "switch": "plateau", "plateau_window": 1}
     for least, most, length in ((5, 9, 5 if loss == 1.0 else 9), (1, 1, 1), (7, 7, 7)):
-        schedule = BlockSchedule(min_steps_per_block=least, max_steps_per_block=most, **settings)
+        schedule = block_schedule(min_steps_per_block=least, max_steps_per_block=most, **settings)
         state = PhaseState()
         for step in range(length):
             assert (state.phase, state.step_in_phase) == (0, step)
@@ -271,7 +275,7 @@ def test_least_and_most_steps(loss: float) -> None:
 def test_plateau_needs_the_loss() -> None:
     """Exposes a caller that forgets the loss: the phase would last to its maximum, or for ever."""
     with pytest.raises(AssertionError, match="decides on the loss"):
-        BlockSchedule(num_blocks=2, switch="plateau").after_step(PhaseState())
+        block_schedule(num_blocks=2, switch="plateau").after_step(PhaseState())
 
 
 @given(schedule=plateau_schedules, run=st.lists(losses, max_size=40))
@@ -292,7 +296,7 @@ def test_going_on_from_json_takes_every_decision_alike(schedule: BlockSchedule, 
 def _after_cycles(schedule: BlockSchedule, validation_losses: Sequence[float]) -> PhaseState:
     state = schedule.after_evaluation(PhaseState(), 0.001)
     for loss in validation_losses:
-        for _ in range(schedule.num_blocks * schedule.steps_per_block):
+        for _ in range(schedule.num_blocks * schedule.settings.bcd_steps_per_block):
             assert not schedule.is_cycle_end(state) or state.step_in_phase == 0
             state = schedule.after_evaluation(schedule.after_step(state), loss)
             if not schedule.is_cycle_end(state):
@@ -320,18 +324,18 @@ def _after_cycles(schedule: BlockSchedule, validation_losses: Sequence[float]) -
 @pytest.mark.parametrize("num_blocks", [1, 3])
 def test_outer_criterion(validation_losses: list[float], is_converged: bool, num_blocks: int) -> None:
     """Exposes a run that stops, or goes on, for another reason than the last cycle's improvement on the one before."""
-    schedule = BlockSchedule(num_blocks=num_blocks, steps_per_block=2, stop_cycle_improvement=0.125)
+    schedule = block_schedule(num_blocks=num_blocks, steps_per_block=2, stop_cycle_improvement=0.125)
     state = _after_cycles(schedule, validation_losses)
     assert schedule.is_converged(state) == is_converged
     assert not schedule.is_converged(PhaseState(phase=state.phase))
-    assert not dataclasses.replace(schedule, stop_cycle_improvement=None).is_converged(state)
+    assert not block_schedule(num_blocks=num_blocks, steps_per_block=2).is_converged(state)
     assert len(state.cycle_ends) <= 2, "bounded however long the run"
 
 
 def test_outer_criterion_compares_neighbouring_cycles_once() -> None:
     """Exposes an evaluation that is made twice (by --eval-interval and at the cycle's end) and compared with itself,
     and a cycle compared with another than the one before it."""
-    schedule = BlockSchedule(num_blocks=2, steps_per_block=1, stop_cycle_improvement=0.1)
+    schedule = block_schedule(num_blocks=2, steps_per_block=1, stop_cycle_improvement=0.1)
     state = _after_cycles(schedule, [4.0, 3.0])
     assert schedule.after_evaluation(state, 3.0) == state
     ends = (CycleEnd(cycle=0, validation_loss=4.0), CycleEnd(cycle=2, validation_loss=4.0))
@@ -340,7 +344,7 @@ def test_outer_criterion_compares_neighbouring_cycles_once() -> None:
 
 def test_a_cycle_ends_between_phases_only() -> None:
     """Exposes a run that evaluates at its start, or throughout the first phase of a cycle."""
-    schedule = BlockSchedule(num_blocks=2, steps_per_block=2)
+    schedule = block_schedule(num_blocks=2, steps_per_block=2)
     ends = [iteration for iteration in range(13) if schedule.is_cycle_end(schedule.at_iteration(iteration))]
     assert ends == [4, 8, 12]
 
@@ -348,16 +352,16 @@ def test_a_cycle_ends_between_phases_only() -> None:
 def test_learning_rate_factor() -> None:
     """Exposes a first step at rate 0, a warm-up that is one step off, or the multiplier of another block."""
     settings: dict[str, Any] = {"steps_per_block": 5, "phase_warmup_steps": 3, "order": "descending"}
-    schedule = BlockSchedule(num_blocks=2, block_lr_multipliers=(1.0, 2.0), **settings)
+    schedule = block_schedule(num_blocks=2, block_lr_multipliers=(1.0, 2.0), **settings)
     factors = [schedule.learning_rate_factor(schedule.at_iteration(iteration)) for iteration in range(10)]
     assert factors == [0.5, 1.0, 1.5, 2.0, 2.0, 0.25, 0.5, 0.75, 1.0, 1.0]
-    assert BlockSchedule(num_blocks=1, **settings).learning_rate_factor(PhaseState()) == 1.0, "there is no switch"
-    assert BlockSchedule(num_blocks=2).learning_rate_factor(PhaseState()) == 1.0
+    assert block_schedule(num_blocks=1, **settings).learning_rate_factor(PhaseState()) == 1.0, "there is no switch"
+    assert block_schedule(num_blocks=2).learning_rate_factor(PhaseState()) == 1.0
 
 
 def test_which_states_fit_greedy_order() -> None:
     """Exposes a resumed run that takes up greedy order amid a cycle of another order, or the other way round."""
-    greedy, ascending = (BlockSchedule(num_blocks=3, order=order) for order in ("greedy", "ascending"))
+    greedy, ascending = (block_schedule(num_blocks=3, order=order) for order in ("greedy", "ascending"))
     assert greedy.fits(PhaseState(phase=4, visited=(2,), block=1)) and greedy.fits(PhaseState(phase=3))
     assert not greedy.fits(PhaseState(phase=4)) and not greedy.fits(PhaseState(phase=3, visited=(1,)))
     assert not greedy.fits(PhaseState(phase=4, visited=(3,)))
@@ -376,7 +380,7 @@ def test_which_states_fit_greedy_order() -> None:
 )
 def test_least_steps(settings: dict[str, Any], least: int) -> None:
     """What pays after more steps than a phase may have."""
-    schedule = BlockSchedule(num_blocks=3, **settings)
+    schedule = block_schedule(num_blocks=3, **settings)
     assert schedule.least_steps == least
     state, steps = PhaseState(), 0
     while state.phase == 0:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.bcd.blocks.partition import LAYOUTS
+from megatron.bcd.config import LAYOUTS
 from megatron.bcd.pipeline.build import build_plan
 from megatron.bcd.pipeline.simulate import simulate
 from megatron.bcd.planner import cost, step_time

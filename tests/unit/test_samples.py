@@ -10,7 +10,10 @@ import numpy
 import pytest
 from support.command_line import parse
 
+from megatron.bcd.blocks.partition import partition_from_config
+from megatron.bcd.blocks.schedule import block_schedule_from_config
 from megatron.bcd.blocks.subsets import PhaseSubset
+from megatron.bcd.config import RunConfig
 from megatron.bcd.data import ConsecutiveBatches, SubsetBatches, num_samples
 from megatron.bcd.data.samples import TrainingSamples
 from megatron.bcd.data.splits import _epoch_samples
@@ -85,12 +88,17 @@ def test_a_subset_smaller_than_a_sample_is_refused() -> None:
         samples("--bcd-sample-ratio", "0.001")
 
 
+def validation_samples(config: RunConfig, train_iters: int) -> int:
+    schedule = block_schedule_from_config(config, partition_from_config(config))
+    return num_samples(config, train_iters, least_steps_per_cycle=schedule.least_steps_per_cycle)[1]
+
+
 def test_evaluations_of_cycles_have_their_validation_samples() -> None:
     """A validation split that is too short for an evaluation after every cycle."""
     plain = parse("--eval-iters", "2", "--eval-interval", "5", "--global-batch-size", "4")
     cycles = ("--bcd-stop-cycle-improvement", "0.1", "--bcd-steps-per-block", "2")
     more = parse("--eval-iters", "2", "--eval-interval", "5", "--global-batch-size", "4", *cycles)
-    assert num_samples(plain, 10)[1] == 3 * 2 * 4
-    assert num_samples(more, 10)[1] == (3 + 10 // 6) * 2 * 4
+    assert validation_samples(plain, 10) == 3 * 2 * 4
+    assert validation_samples(more, 10) == (3 + 10 // 6) * 2 * 4
     plateau = ("--bcd-stop-cycle-improvement", "0.1", "--bcd-switch", "plateau", "--eval-iters", "2")
-    assert num_samples(parse(*plateau, "--global-batch-size", "4"), 1000)[1] == (2 + 1000 // 300) * 2 * 4
+    assert validation_samples(parse(*plateau, "--global-batch-size", "4"), 1000) == (2 + 1000 // 300) * 2 * 4

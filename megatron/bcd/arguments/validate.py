@@ -12,7 +12,8 @@ from typing import Any
 
 from megatron.bcd.arguments import megatron_flags, validate_bcd, validate_model, validate_training
 from megatron.bcd.arguments.ranges import Run, check_ranges, flag_name, refuse_unless, side_by_side
-from megatron.bcd.blocks.partition import partition
+from megatron.bcd.blocks.partition import partition_from_config
+from megatron.bcd.blocks.schedule import block_schedule_from_config
 from megatron.bcd.config import RunConfig
 
 
@@ -25,19 +26,13 @@ def check_run_config(config: RunConfig, *, given: Mapping[str, Any], world_size:
     validate_model.check_positions(run, given)
     validate_model.check_compatible(run, given)
     validate_model.check_parallel(run, world_size)
-    blocks = partition(
-        num_layers=run.num_layers,
-        num_stages=run.pipeline_model_parallel_size,
-        num_blocks=run.bcd_num_blocks,
-        layout=run.bcd_layout,
-        tied=config.tied,
-        always_active=config.bcd.always_active,
-    )
-    validate_bcd.check_phases(config, blocks, given)
+    partition = partition_from_config(config)
+    block_schedule_from_config(config, partition)
+    validate_bcd.check_phases(config, given)
     validate_bcd.check_prefix_cache(run, given)
     validate_model.check_precision(run, given)
     validate_model.check_optimizer(run, given)
-    validate_model.check_offload(run, blocks.num_blocks, given)
+    validate_model.check_offload(run, partition.num_blocks, given)
     validate_model.check_recomputation(run, given)
     validate_training.check_batch(run, world_size)
     validate_training.check_length(run, given)

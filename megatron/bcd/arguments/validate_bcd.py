@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.bcd.arguments.ranges import Run, flag_name, refuse_unless
-from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.blocks.schedule import BlockSchedule
 from megatron.bcd.config import RunConfig
 
 _NEEDS_PLATEAU = (
@@ -19,9 +17,8 @@ _NEEDS_PLATEAU = (
 )
 
 
-def check_phases(config: RunConfig, partition: Partition, given: Mapping[str, Any]) -> None:
+def check_phases(config: RunConfig, given: Mapping[str, Any]) -> None:
     bcd = config.bcd
-    BlockSchedule.of(config, num_blocks=partition.num_blocks)
     if bcd.bcd_switch != "plateau":
         for field in _NEEDS_PLATEAU:
             refuse_unless(field not in given, f"{flag_name(field)} needs --bcd-switch plateau")

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-LAYOUTS = ("spread", "stage", "submodel")
-DEFAULT_NUM_BLOCKS = 3
+from megatron.bcd.config import DEFAULT_NUM_BLOCKS, LAYOUTS, RunConfig
 
 
 def divide(total: int, parts: int) -> tuple[range, ...]:
-    """LayerCounts ``range(total)`` into ``parts`` contiguous ranges, as even as possible, larger ones first.
+    """Divide ``range(total)`` into ``parts`` contiguous ranges, as even as possible, larger ones first.
 
     Parts are empty where ``parts`` exceeds ``total``. Raises ValueError if ``parts`` < 1 or ``total`` < 0.
     """
@@ -210,6 +209,18 @@ class Partition:
         return tuple(name for name, is_held in held.items() if is_held)
 
 
+def partition_from_config(config: RunConfig) -> Partition:
+    """The partition of a run. Raises ValueError, one line that names the flags, where it does not fit the model."""
+    return partition(
+        num_layers=config.num_layers,
+        num_stages=config.pipeline_size,
+        num_blocks=config.bcd.bcd_num_blocks,
+        layout=config.bcd.bcd_layout,
+        tied=config.tied,
+        always_active=config.bcd.always_active,
+    )
+
+
 def partition(
     *,
     num_layers: int,
@@ -220,12 +231,14 @@ def partition(
     layers_per_stage: Sequence[int] | None = None,
     always_active: frozenset[str] = frozenset(),
 ) -> Partition:
-    """LayerCounts ``num_layers`` layers on ``num_stages`` pipeline stages into blocks (DESIGN, section 1).
+    """Divide ``num_layers`` layers on ``num_stages`` pipeline stages into blocks.
 
-    ``num_blocks`` is ``--bcd-num-blocks``; None takes the default: 3, or the number of stages in layout
-    ``stage``. ``layers_per_stage`` is the pipeline's own cut; None divides evenly. ``always_active`` is
-    ``--bcd-always-active``. Raises ValueError, one
-    line that names the flags, where the layout does not fit the model.
+    ``num_blocks`` is ``--bcd-num-blocks``; None takes the default: ``DEFAULT_NUM_BLOCKS``, or the number of stages in
+    layout ``stage``. ``layers_per_stage`` gives each stage's number of layers; None divides evenly. ``always_active``
+    is ``--bcd-always-active``.
+
+    Raises:
+        ValueError: the layout does not fit the model; one line that names the flags.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"--bcd-layout {layout}: must be one of {', '.join(LAYOUTS)}")
@@ -240,7 +253,7 @@ def partition(
     else:
         sizes = tuple(layers_per_stage)
         _check_stages(sizes, num_layers=num_layers, num_stages=num_stages, parts=parts, layout=layout)
-    submodels = _layer_counts(sizes, parts)
+    submodels = _submodels(sizes, parts)
     return Partition(
         layout=layout,
         layers_per_stage=sizes,
@@ -302,7 +315,7 @@ def _consecutive(sizes: Sequence[int]) -> tuple[range, ...]:
     return tuple(range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0)))
 
 
-def _layer_counts(layers_per_stage: Sequence[int], parts: int) -> tuple[Submodel, ...]:
+def _submodels(layers_per_stage: Sequence[int], parts: int) -> tuple[Submodel, ...]:
     num_submodels = len(layers_per_stage) * parts
     submodels: list[Submodel] = []
     for stage, held in enumerate(_consecutive(layers_per_stage)):

@@ -139,7 +139,7 @@ def resumed_phase(saved: RunState, partition: Partition, phases: BlockSchedule) 
             f"({'; '.join(contents_of_blocks(partition))}), so their optimizer state is left behind"
         )
     elif not phases.fits(state):
-        problem = f"--bcd-order {phases.order} can't go on amid a cycle of the checkpoint's order"
+        problem = f"--bcd-order {phases.settings.bcd_order} can't go on amid a cycle of the checkpoint's order"
     else:
         return state, None
     restarted = PhaseState(phase=cycle * phases.num_blocks)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron.bcd.config.option import option
 
+DEFAULT_NUM_BLOCKS = 3
 LAYOUTS = ("spread", "stage", "submodel")
 SCHEDULES = ("bcd", "stock")
 ORDERS = ("ascending", "descending", "random", "greedy")
@@ -22,7 +23,7 @@ class BcdConfig:
     bcd_num_blocks: int | None = option(
         None,
         "number of blocks M; each stage is cut into M submodels. 1 is ordinary full-parameter training. "
-        "Default 3; with --bcd-layout stage it is the number of pipeline stages",
+        f"Default {DEFAULT_NUM_BLOCKS}; with --bcd-layout stage it is the number of pipeline stages",
         type=int,
     )
     bcd_layout: str = option(

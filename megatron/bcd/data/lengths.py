@@ -5,8 +5,6 @@ from __future__ import annotations
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
 
-from megatron.bcd.blocks.partition import partition
-from megatron.bcd.blocks.schedule import BlockSchedule
 from megatron.bcd.config import RunConfig
 
 
@@ -54,27 +52,16 @@ def num_iterations(config: RunConfig) -> int:
     return iterations
 
 
-def _shortest_cycle(config: RunConfig) -> int:
-    """Steps that every cycle has at least."""
-    num_blocks = partition(
-        num_layers=config.num_layers,
-        num_stages=config.pipeline_size,
-        num_blocks=config.bcd.bcd_num_blocks,
-        layout=config.bcd.bcd_layout,
-        tied=config.tied,
-    ).num_blocks
-    return num_blocks * BlockSchedule.of(config, num_blocks=num_blocks).least_steps
-
-
-def num_samples(config: RunConfig, train_iters: int) -> tuple[int, int, int]:
+def num_samples(config: RunConfig, train_iters: int, *, least_steps_per_cycle: int) -> tuple[int, int, int]:
     """Sequences that the run draws from the training, validation and test split.
 
-    These are stock Megatron-LM's numbers: they decide the order of the samples.
+    These are stock Megatron-LM's numbers: they decide the order of the samples. `least_steps_per_cycle` is
+    `BlockSchedule.least_steps_per_cycle`.
     """
     training = config.training
     batch = global_batch_size(config)
     train = training.train_samples or train_iters * batch
     evaluations = 1 if training.skip_train else train_iters // training.eval_interval + 1
     if config.bcd.bcd_stop_cycle_improvement is not None:  # an evaluation follows every cycle
-        evaluations += train_iters // _shortest_cycle(config)
+        evaluations += train_iters // least_steps_per_cycle
     return train, evaluations * training.eval_iters * batch, training.eval_iters * batch

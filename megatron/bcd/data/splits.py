@@ -43,7 +43,7 @@ class SplitPlan:
     """Sequences of one epoch of the training split (see `_epoch_samples`)."""
 
 
-def plan_splits(config: RunConfig, tokenizer: Any, train_iters: int) -> SplitPlan:
+def plan_splits(config: RunConfig, tokenizer: Any, train_iters: int, *, least_steps_per_cycle: int) -> SplitPlan:
     """Check the data, reading only.
 
     Raises:
@@ -51,7 +51,7 @@ def plan_splits(config: RunConfig, tokenizer: Any, train_iters: int) -> SplitPla
             the run.
     """
     dataset_config = _dataset_config(config, tokenizer)
-    sizes = num_samples(config, train_iters)
+    sizes = num_samples(config, train_iters, least_steps_per_cycle=least_steps_per_cycle)
     epoch_samples = sizes[0]  # made-up tokens have no other end
     if not config.data.mock_data:
         num_tokens = _check_splits(config, dataset_config, tokenizer.vocab_size, sizes)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from megatron.bcd.blocks.partition import Partition, partition
+from megatron.bcd.config import BcdConfig
 from megatron.bcd.planner.cost import PRECISIONS, ModelShape
 from megatron.bcd.planner.tables import Cluster, Model
 
@@ -42,7 +43,7 @@ class Recipe:
     pipeline_size: int = 1
     num_blocks: int | None = None
     """Of bcd; None: the default."""
-    layout: str = "spread"
+    layout: str = BcdConfig.bcd_layout
     precision: str = "fp32"
     sequence: int | None = None
     """None: the model's own."""

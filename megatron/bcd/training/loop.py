@@ -19,9 +19,9 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.timers import Timers
 
 from megatron.bcd import data
-from megatron.bcd.blocks.partition import Partition, partition
+from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.blocks.phase_state import PhaseState
-from megatron.bcd.blocks.schedule import BlockSchedule
+from megatron.bcd.blocks.schedule import block_schedule_from_config
 from megatron.bcd.checkpoint import loader
 from megatron.bcd.checkpoint.saver import Saver
 from megatron.bcd.config import RunConfig
@@ -62,15 +62,8 @@ class Trainer:
         self.config = config
         self.reporter = reporter
         self.stage = parallel_state.get_pipeline_model_parallel_rank()
-        self.partition: Partition = partition(
-            num_layers=config.num_layers,
-            num_stages=config.pipeline_size,
-            num_blocks=config.bcd.bcd_num_blocks,
-            layout=config.bcd.bcd_layout,
-            tied=config.tied,
-            always_active=config.bcd.always_active,
-        )
-        self.phases = BlockSchedule.of(config, num_blocks=self.partition.num_blocks)
+        self.partition = partition_from_config(config)
+        self.phases = block_schedule_from_config(config, self.partition)
         self.global_batch_size = data.global_batch_size(config)
         init_num_microbatches_calculator(
             torch.distributed.get_rank(),
@@ -91,7 +84,9 @@ class Trainer:
             tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, config.tensor_size
         )
         self.train_iters = data.num_iterations(config)
-        plan = data.plan_splits(config, tokenizer, self.train_iters)
+        plan = data.plan_splits(
+            config, tokenizer, self.train_iters, least_steps_per_cycle=self.phases.least_steps_per_cycle
+        )
         implementation = implementation_here(config)
         self.model = build_model(config, vocab_size, implementation)
         if config.training.data_parallel_random_init:
@@ -334,7 +329,7 @@ class Trainer:
         if self.state.phase == before.phase:
             return is_last
         self.samples.end_phase()
-        if self.phases.stop_cycle_improvement is not None and self.phases.is_cycle_end(self.state):
+        if self.config.bcd.bcd_stop_cycle_improvement is not None and self.phases.is_cycle_end(self.state):
             self.state = self.phases.after_evaluation(self.state, self.evaluation.validation_loss_now())
             if self.phases.is_converged(self.state) and not is_last:
                 self.reporter.note(self._describe_convergence())
@@ -348,7 +343,7 @@ class Trainer:
         return (
             f"the run ends after iteration {self.iteration}: cycle {self.phases.cycle(self.state) - 1} brought the "
             f"validation loss from {before:.6f} to {last:.6f}, an improvement of less than "
-            f"--bcd-stop-cycle-improvement {self.phases.stop_cycle_improvement}"
+            f"--bcd-stop-cycle-improvement {self.config.bcd.bcd_stop_cycle_improvement}"
         )
 
     def _switch(self) -> None:
