@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.bcd.planner.command import torchrun_command
-from megatron.bcd.planner.estimate import Plan
+from megatron.bcd.planner.estimate import Estimate
 from megatron.bcd.planner.fit import FITTED_MODELS
 from megatron.bcd.planner.memory import RankMemory
 from megatron.bcd.planner.paper import Paper, mean_error
-from megatron.bcd.planner.search import Found
+from megatron.bcd.planner.search import SearchResult
 from megatron.bcd.planner.tables import GIB
 
 _MOST_ROWS = 12
@@ -29,45 +29,45 @@ def table(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     return "\n".join(lines)
 
 
-def show_plan(plan: Plan) -> str:
+def show_estimate(estimate: Estimate) -> str:
     """Recipe, memory, time, bill, command."""
-    return f"{show_figures(plan)}\n\ncommand ({_advice(plan)})\n{_command(plan)}"
+    return f"{show_figures(estimate)}\n\ncommand ({_advice(estimate)})\n{_command(estimate)}"
 
 
-def show_figures(plan: Plan) -> str:
+def show_figures(estimate: Estimate) -> str:
     """Recipe, memory, time, bill."""
     parts = [
-        _headline(plan),
-        f"memory per rank, GiB (of {plan.recipe.cluster.memory_gib:g})\n{_memory(plan)}\n{_fit(plan)}",
-        f"time of an iteration, ms\n{_time(plan)}",
-        _bill(plan),
+        _headline(estimate),
+        f"memory per rank, GiB (of {estimate.recipe.cluster.memory_gib:g})\n{_memory(estimate)}\n{_fit(estimate)}",
+        f"time of an iteration, ms\n{_time(estimate)}",
+        _bill(estimate),
     ]
     return "\n\n".join(parts)
 
 
-def _advice(plan: Plan) -> str:
+def _advice(estimate: Estimate) -> str:
     """What to know before the command is used."""
-    needs = "needs a GPU; " if plan.recipe.method == "offload" else ""
+    needs = "needs a GPU; " if estimate.recipe.method == "offload" else ""
     return f"{needs}made-up data: put yours in place of the last line"
 
 
-def show_search(found: Found) -> str:
-    """The cheapest layouts, and the cheapest one's plan."""
+def show_search(found: SearchResult) -> str:
+    """The cheapest layouts, and the cheapest one's estimate."""
     rows = [("layout", "GiB", "iteration s", "tokens/s", "B-F multiplier", "days", "dollars")]
-    for plan in found.best:
+    for estimate in found.best:
         rows.append(
             (
-                _layout(plan),
-                f"{plan.peak.total / GIB:.1f}",
-                f"{plan.iteration_seconds:.2f}",
-                f"{plan.tokens_per_second:,.0f}",
-                f"{plan.bill.multiplier:.2f}",
-                f"{plan.bill.days:,.1f}",
-                f"{plan.bill.dollars:,.0f}",
+                _layout(estimate),
+                f"{estimate.peak.total / GIB:.1f}",
+                f"{estimate.iteration_seconds:.2f}",
+                f"{estimate.tokens_per_second:,.0f}",
+                f"{estimate.cost.multiplier:.2f}",
+                f"{estimate.cost.days:,.1f}",
+                f"{estimate.cost.dollars:,.0f}",
             )
         )
     head = f"{found.num_tried} layouts tried, {found.num_fitting} fit; the cheapest"
-    return f"{head}\n{table(rows)}\n\n{show_plan(found.best[0])}"
+    return f"{head}\n{table(rows)}\n\n{show_estimate(found.best[0])}"
 
 
 def show_paper(paper: Paper) -> str:
@@ -95,19 +95,19 @@ def show_paper(paper: Paper) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _headline(plan: Plan) -> str:
-    recipe = plan.recipe
+def _headline(estimate: Estimate) -> str:
+    recipe = estimate.recipe
     nodes = f"{recipe.num_nodes} node{'s' if recipe.num_nodes > 1 else ''} of {recipe.gpus_per_node}"
     return (
-        f"{recipe.model.name}: {plan.parameters:,} parameters, {recipe.method}, on {recipe.num_gpus} x "
+        f"{recipe.model.name}: {estimate.parameters:,} parameters, {recipe.method}, on {recipe.num_gpus} x "
         f"{recipe.cluster.gpu} ({nodes})\n"
-        f"{_layout(plan)}, {recipe.precision}, sequence {recipe.tokens:,}, global batch {recipe.global_batch_size} "
+        f"{_layout(estimate)}, {recipe.precision}, sequence {recipe.tokens:,}, global batch {recipe.global_batch_size} "
         f"({recipe.num_microbatches} microbatches)"
     )
 
 
-def _layout(plan: Plan) -> str:
-    recipe = plan.recipe
+def _layout(estimate: Estimate) -> str:
+    recipe = estimate.recipe
     blocks = recipe.partition.num_blocks
     parts = [f"pipeline {recipe.pipeline_size} x data {recipe.data_size}"]
     if recipe.method == "bcd":
@@ -118,10 +118,10 @@ def _layout(plan: Plan) -> str:
     return ", ".join(parts)
 
 
-def _memory(plan: Plan) -> str:
+def _memory(estimate: Estimate) -> str:
     names = ("weights", "gradients", "optimizer", "activations", "optimizer_work", "communication", "framework")
     rows = [("stage", "block", *(name.replace("_", " ") for name in names), "peak")]
-    for rank in _shown(plan.ranks):
+    for rank in _shown(estimate.ranks):
         figures = [getattr(rank, name) for name in names]
         cells = (f"{figure / GIB:.2f}" for figure in (*figures, rank.total))
         rows.append((str(rank.stage), str(rank.block), *cells))
@@ -140,18 +140,18 @@ def _total(rank: RankMemory) -> int:
     return rank.total
 
 
-def _fit(plan: Plan) -> str:
-    peak = plan.peak
-    shown = _shown(plan.ranks)
+def _fit(estimate: Estimate) -> str:
+    peak = estimate.peak
+    shown = _shown(estimate.ranks)
     lines = []
-    if len(shown) < len(plan.ranks):
-        lines.append(f"the stages with the largest and the smallest peak, of {plan.recipe.pipeline_size}")
+    if len(shown) < len(estimate.ranks):
+        lines.append(f"the stages with the largest and the smallest peak, of {estimate.recipe.pipeline_size}")
     lines.append("peak: the largest of activations with communication, and of the optimizer's work, beside the others")
-    if plan.host_bytes:
-        lines.append(f"on the host, per rank: {plan.host_bytes / GIB:.1f} GiB of weights, gradients and moments")
-    largest = plan.largest_micro_batch
+    if estimate.host_bytes:
+        lines.append(f"on the host, per rank: {estimate.host_bytes / GIB:.1f} GiB of weights, gradients and moments")
+    largest = estimate.largest_micro_batch
     where = f"stage {peak.stage} in the phase of block {peak.block}"
-    if plan.fits:
+    if estimate.fits:
         lines.append(f"fits: {peak.total / GIB:.1f} GiB on {where}; the largest micro-batch that fits is {largest}")
     else:
         lines.append(
@@ -161,18 +161,18 @@ def _fit(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _time(plan: Plan) -> str:
+def _time(estimate: Estimate) -> str:
     rows = [("block", "pipeline", "optimizer", "reductions", "total", "bubble")]
-    for phase in plan.phases:
+    for phase in estimate.phases:
         seconds = (phase.pipeline, phase.optimizer, phase.reductions, phase.total)
         rows.append((str(phase.block), *(f"{1e3 * second:,.0f}" for second in seconds), f"{100 * phase.bubble:.0f} %"))
-    rows.append(("mean", "", "", "", f"{1e3 * plan.iteration_seconds:,.0f}", f"{100 * plan.bubble:.0f} %"))
-    speed = f"{plan.tokens_per_second:,.0f} tokens/s, MFU {100 * plan.mfu:.1f} % (arithmetic of full training)"
+    rows.append(("mean", "", "", "", f"{1e3 * estimate.iteration_seconds:,.0f}", f"{100 * estimate.bubble:.0f} %"))
+    speed = f"{estimate.tokens_per_second:,.0f} tokens/s, MFU {100 * estimate.mfu:.1f} % (arithmetic of full training)"
     return f"{table(rows)}\n{speed}"
 
 
-def _bill(plan: Plan) -> str:
-    bill, cluster = plan.bill, plan.recipe.cluster
+def _bill(estimate: Estimate) -> str:
+    bill, cluster = estimate.cost, estimate.recipe.cluster
     more = "" if bill.multiplier == 1 else f" x B-F multiplier {bill.multiplier:.2f}"
     return (
         f"{bill.tokens / 1e9:,.1f} G tokens{more}: {bill.iterations:,} iterations, {bill.days:,.1f} days, "
@@ -180,5 +180,5 @@ def _bill(plan: Plan) -> str:
     )
 
 
-def _command(plan: Plan) -> str:
-    return torchrun_command(plan.recipe, iterations=plan.bill.iterations)
+def _command(estimate: Estimate) -> str:
+    return torchrun_command(estimate.recipe, iterations=estimate.cost.iterations)

@@ -22,15 +22,15 @@ from typing import Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _parser import Parser
-from _plan_output import show_paper, show_plan, show_search
+from _plan_output import show_estimate, show_paper, show_search
 
 from megatron.bcd.config import LAYOUTS, BcdConfig
 from megatron.bcd.planner.command import torchrun_command
 from megatron.bcd.planner.cost import PRECISIONS
 from megatron.bcd.planner.estimate import DEFAULT_MULTIPLIER, make_estimate
-from megatron.bcd.planner.paper import Paper, paper_of
+from megatron.bcd.planner.paper import Paper, recompute_paper
 from megatron.bcd.planner.recipe import METHODS, RECOMPUTE, Recipe
-from megatron.bcd.planner.search import search, shortest_that_fits, suited_pipelines
+from megatron.bcd.planner.search import search, shortest_that_fits, valid_pipelines
 from megatron.bcd.planner.tables import choose, read_clusters, read_models, read_published
 
 PROG = "tools/plan.py"
@@ -100,14 +100,14 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
     }
     if arguments.pipeline_model_parallel_size is not None:
         return Recipe(pipeline_size=arguments.pipeline_model_parallel_size, **fields)
-    suited = suited_pipelines(**fields)
+    suited = valid_pipelines(**fields)
     return suited[0] if arguments.search else shortest_that_fits(suited)
 
 
 def paper(arguments: argparse.Namespace) -> Paper:
     """The paper's figures beside what recomputes them."""
     clusters = read_clusters(arguments.clusters)
-    return paper_of(
+    return recompute_paper(
         read_published(os.path.join(ROOT, "docs", "paper_figures.csv")),
         read_models(arguments.models),
         choose(clusters, _PAPER_CLUSTER, flag="--clusters"),
@@ -135,14 +135,14 @@ def run(argv: Sequence[str] | None) -> str:
         found = search(recipe, num_blocks=asked, **bill)
         if not arguments.json:
             return show_search(found)
-        best = [plan.as_dict() | {"command": _command(plan)} for plan in found.best]
+        best = [estimate.as_dict() | {"command": _command(estimate)} for estimate in found.best]
         return _json({"tried": found.num_tried, "fitting": found.num_fitting, "best": best})
-    plan = make_estimate(recipe, **bill)
-    return _json(plan.as_dict() | {"command": _command(plan)}) if arguments.json else show_plan(plan)
+    estimate = make_estimate(recipe, **bill)
+    return _json(estimate.as_dict() | {"command": _command(estimate)}) if arguments.json else show_estimate(estimate)
 
 
-def _command(plan: Any) -> str:
-    return torchrun_command(plan.recipe, iterations=plan.bill.iterations)
+def _command(estimate: Any) -> str:
+    return torchrun_command(estimate.recipe, iterations=estimate.cost.iterations)
 
 
 def _json(value: Any) -> str:

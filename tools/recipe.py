@@ -27,9 +27,9 @@ from _plan_output import show_figures
 
 from megatron.bcd.config import LAYOUTS, BcdConfig
 from megatron.bcd.planner.command import SCRIPTS, method_flags, network_flags, parallel_flags, training_flags
-from megatron.bcd.planner.estimate import Plan, make_estimate
+from megatron.bcd.planner.estimate import Estimate, make_estimate
 from megatron.bcd.planner.memory import fits
-from megatron.bcd.planner.placement import on_more_and_more, placed, scaled_down, that_fits_on
+from megatron.bcd.planner.placement import fit_on, grow_until_fits, place, scaled_down
 from megatron.bcd.planner.recipe import METHODS, Recipe
 from megatron.bcd.planner.tables import GIB, choose, read_clusters, read_models, read_placements
 
@@ -89,7 +89,7 @@ _ELSEWHERE = {
         }.items()
     },
 }
-"""Flags that would make the command another one than the plan, and what to do in their place."""
+"""Flags that would make the command another one than the estimate, and what to do in their place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class Asked:
 
     recipe: Recipe
     given: Mapping[str, Any]
-    """What ``placed`` made it from, but for the number of GPUs."""
+    """What ``place`` made it from, but for the number of GPUs."""
     by_node: bool
     """Whether the number of GPUs was given by node."""
     extra: tuple[str, ...]
@@ -157,7 +157,7 @@ def asked_for(arguments: argparse.Namespace, extra: tuple[str, ...], environment
         "placements": read_placements(os.path.join(EXAMPLES, "methods.csv")),
         **{name: value for name, value in asked.items() if value is not None},
     }
-    return Asked(recipe=placed(num_gpus=num_gpus, **given), given=given, by_node=by_node, extra=extra)
+    return Asked(recipe=place(num_gpus=num_gpus, **given), given=given, by_node=by_node, extra=extra)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:
@@ -171,7 +171,7 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
 
 def as_bash(asked: Asked, *, tiny: int | None = None) -> str:
     """Assignments for eval. The plan is the recipe's own also where the flags are scaled down."""
-    plan = make_estimate(asked.recipe)
+    estimate = make_estimate(asked.recipe)
     shown = asked.recipe if tiny is None else scaled_down(asked.recipe, num_gpus=tiny)
     values = {
         "MODEL": asked.recipe.model.name,
@@ -183,9 +183,9 @@ def as_bash(asked: Asked, *, tiny: int | None = None) -> str:
         "GPUS_PER_NODE": shown.gpus_per_node,
         "NUM_STAGES": shown.pipeline_size,
         "NUM_BLOCKS": shown.partition.num_blocks,
-        "ITERATIONS": plan.bill.iterations,
-        "PLAN": show_figures(plan),
-        "MISFIT": misfit(asked, plan),
+        "ITERATIONS": estimate.cost.iterations,
+        "PLAN": show_figures(estimate),
+        "MISFIT": misfit(asked, estimate),
     }
     arrays: dict[str, Sequence[str]] = {
         "MODEL_ARGS": network_flags(shown),
@@ -198,14 +198,14 @@ def as_bash(asked: Asked, *, tiny: int | None = None) -> str:
     return "\n".join([*lines, f"EXTRA_ARGS=({shlex.join(asked.extra)})"])
 
 
-def misfit(asked: Asked, plan: Plan) -> str:
+def misfit(asked: Asked, estimate: Estimate) -> str:
     """Why the plan does not fit, and what would; empty where it fits."""
-    if plan.fits:
+    if estimate.fits:
         return ""
-    recipe = plan.recipe
+    recipe = estimate.recipe
     return (
         f"{recipe.model.name} with METHOD {recipe.method} does not fit on {recipe.num_gpus} x {recipe.cluster.gpu}: "
-        f"{plan.peak.total / GIB:.1f} of {recipe.cluster.memory_gib:g} GiB by plan; {remedy(asked)}"
+        f"{estimate.peak.total / GIB:.1f} of {recipe.cluster.memory_gib:g} GiB by plan; {remedy(asked)}"
     )
 
 
@@ -223,7 +223,7 @@ def remedy(asked: Asked) -> str:
                 continue
             eased |= {} if value is None else {setting: value}
             changes.append(words)
-        *_, last = on_more_and_more(**eased)
+        *_, last = grow_until_fits(**eased)
         if fits(last):
             number = f"NUM_GPUS={last.num_gpus}"
             if asked.by_node:
@@ -234,7 +234,7 @@ def remedy(asked: Asked) -> str:
 
 def on_gpus_here(asked: Asked, here: int) -> str:
     """What fits on the GPUs of this node, in the words of a recipe."""
-    other = that_fits_on(here, **asked.given)
+    other = fit_on(here, **asked.given)
     if other is None:
         return f"no method fits on these; with METHOD {asked.recipe.method} {remedy(asked)}"
     number = f"NNODES=1 GPUS_PER_NODE={here}" if asked.by_node else f"NUM_GPUS={here}"

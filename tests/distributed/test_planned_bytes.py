@@ -12,7 +12,7 @@ from support import pretended_gpu, worlds
 from support.dist import World
 
 from megatron.bcd.config import RunConfig
-from megatron.bcd.planner.activations import layer_bytes, stage_kept
+from megatron.bcd.planner.activations import layer_bytes, stage_saved_bytes
 from megatron.bcd.planner.memory import phase_shape, rank_memory
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.tables import Model, read_clusters
@@ -79,7 +79,7 @@ def planned_activations(recipe: Recipe) -> list[list[int]]:
     """Bytes that autograd keeps, by block, then by rank."""
     return [
         [
-            stage_kept(recipe, layer_bytes(recipe), phase_shape(recipe, block), stage, block)
+            stage_saved_bytes(recipe, layer_bytes(recipe), phase_shape(recipe, block), stage, block)
             for stage in range(recipe.pipeline_size)
             for _ in range(recipe.data_size)
         ]

@@ -110,7 +110,7 @@ def test_paper_is_a_list_of_cells(capsys: pytest.CaptureFixture[str]) -> None:
         ((*EXAMPLE, "--search", "--paper"), "--search and --paper are both given"),
         (
             (*EXAMPLE[:5], "1", "--search"),
-            "--num-gpus 1: no layout of G-5.4B with --method bcd fits on so many RTX 4090",
+            "--num-gpus 1: no layout of G-5.4B with --method bcd fits on this many RTX 4090",
         ),
     ],
 )

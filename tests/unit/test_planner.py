@@ -15,12 +15,12 @@ from megatron.bcd.config import LAYOUTS
 from megatron.bcd.pipeline.build import build_plan
 from megatron.bcd.pipeline.simulate import simulate
 from megatron.bcd.planner import cost, step_time
-from megatron.bcd.planner.activations import layer_bytes, stage_kept
+from megatron.bcd.planner.activations import layer_bytes, stage_saved_bytes
 from megatron.bcd.planner.estimate import largest_micro_batch, make_estimate, multiplier_at
 from megatron.bcd.planner.memory import fits, host_bytes, peak, phase_shape, rank_memory
 from megatron.bcd.planner.recipe import Recipe
-from megatron.bcd.planner.search import fewest_gpus, layouts, search, shortest_that_fits, suited_pipelines
-from megatron.bcd.planner.step_time import cycle_seconds, head_work, layer_work, mean_seconds, phase_seconds
+from megatron.bcd.planner.search import fewest_gpus, layouts, search, shortest_that_fits, valid_pipelines
+from megatron.bcd.planner.step_time import cycle_seconds, head_pass, layer_pass, mean_seconds, phase_seconds
 from megatron.bcd.planner.tables import GIB, Cluster, Model, read_clusters, read_models
 from megatron.bcd.planner.tensors import Tensor, buffer_of, stage_tensors
 
@@ -142,10 +142,10 @@ def test_more_in_a_microbatch_needs_more(one: Recipe) -> None:
     for block in range(one.partition.num_blocks):
         shape = phase_shape(one, block)
         for stage in range(one.pipeline_size):
-            less = stage_kept(spared, sizes, shape, stage, block)
-            assert less <= stage_kept(kept, sizes, shape, stage, block)
+            less = stage_saved_bytes(spared, sizes, shape, stage, block)
+            assert less <= stage_saved_bytes(kept, sizes, shape, stage, block)
             if shape.is_forward_only(stage):
-                assert stage_kept(kept, sizes, shape, stage, block) == 0
+                assert stage_saved_bytes(kept, sizes, shape, stage, block) == 0
 
 
 def test_offload_moves_the_optimizer_to_the_host() -> None:
@@ -163,7 +163,7 @@ def test_offload_moves_the_optimizer_to_the_host() -> None:
 def test_one_stage_does_one_thing_after_the_other() -> None:
     """A pass that is forgotten or counted twice: F everywhere, D behind the prefix, W in the block."""
     one = recipe(global_batch_size=3)
-    layer, head = layer_work(one).seconds(one), head_work(one).seconds(one)
+    layer, head = layer_pass(one).seconds(one), head_pass(one).seconds(one)
     passes = [(12 + 12 + 4, 3), (12 + 8 + 4, 2), (12 + 4 + 4, 2)]  # the tied head is active with the embedding
     for block, (layers, heads) in enumerate(passes):
         phase = phase_seconds(one, block)
@@ -227,13 +227,13 @@ def test_bill() -> None:
     """Days for one GPU, dollars for one day, a multiplier on full training."""
     one = recipe("G-1.6B", num_blocks=4)
     plan = make_estimate(one, tokens=1e9, multiplier=2.0)
-    assert plan.bill.multiplier == pytest.approx(2.4)
-    assert plan.bill.iterations == -int(-2.4e9 // (64 * 1024))
-    hours = plan.bill.iterations * plan.iteration_seconds / 3600
-    assert plan.bill.days == pytest.approx(hours / 24)
-    assert plan.bill.dollars == pytest.approx(0.29 * hours)
-    assert make_estimate(replace(one, method="full", num_blocks=None)).bill.multiplier == 1
-    assert make_estimate(one).bill.tokens == 20 * one.shape.num_parameters
+    assert plan.cost.multiplier == pytest.approx(2.4)
+    assert plan.cost.iterations == -int(-2.4e9 // (64 * 1024))
+    hours = plan.cost.iterations * plan.iteration_seconds / 3600
+    assert plan.cost.days == pytest.approx(hours / 24)
+    assert plan.cost.dollars == pytest.approx(0.29 * hours)
+    assert make_estimate(replace(one, method="full", num_blocks=None)).cost.multiplier == 1
+    assert make_estimate(one).cost.tokens == 20 * one.shape.num_parameters
 
 
 def test_multiplier_of_other_numbers_of_blocks() -> None:
@@ -249,15 +249,15 @@ def test_search_finds_the_cheapest() -> None:
     found = search(base)
     every = [make_estimate(each) for each in layouts(base) if fits(each)]
     assert len(every) == found.num_fitting < found.num_tried
-    assert found.best[0].bill.dollars == pytest.approx(min(plan.bill.dollars for plan in every), rel=0.01)
-    assert [plan.bill.dollars for plan in found.best] == sorted(plan.bill.dollars for plan in found.best)
+    assert found.best[0].cost.dollars == pytest.approx(min(plan.cost.dollars for plan in every), rel=0.01)
+    assert [plan.cost.dollars for plan in found.best] == sorted(plan.cost.dollars for plan in found.best)
     assert {plan.recipe.partition.num_blocks for plan in search(base, num_blocks=[3]).best} == {3}
 
 
 def test_search_says_how_many_would_do() -> None:
     """A refusal that leaves the user guessing, or a number that does not do either."""
     base = recipe("G-20B", num_gpus=2)
-    with pytest.raises(ValueError, match=r"no layout of G-20B .* fits on so many RTX 4090; --num-gpus \d+ would do"):
+    with pytest.raises(ValueError, match=r"no layout of G-20B .* fits on this many RTX 4090; --num-gpus \d+ would fit"):
         search(base)
     number = fewest_gpus(base)
     assert number is not None
@@ -268,12 +268,12 @@ def test_search_says_how_many_would_do() -> None:
 
 def test_shortest_pipeline_that_fits() -> None:
     """A default that does not fit where a longer pipeline would."""
-    suited = suited_pipelines(model=MODELS["G-5.4B"], cluster=CLUSTERS["rtx4090"], num_gpus=8)
+    suited = valid_pipelines(model=MODELS["G-5.4B"], cluster=CLUSTERS["rtx4090"], num_gpus=8)
     chosen = shortest_that_fits(suited)
     assert fits(chosen)
     assert not any(fits(each) for each in suited if each.pipeline_size < chosen.pipeline_size)
     with pytest.raises(ValueError, match="--bcd-num-blocks 40"):
-        suited_pipelines(model=MODELS["G-5.4B"], cluster=CLUSTERS["rtx4090"], num_gpus=8, num_blocks=40)
+        valid_pipelines(model=MODELS["G-5.4B"], cluster=CLUSTERS["rtx4090"], num_gpus=8, num_blocks=40)
 
 
 @pytest.mark.parametrize(
@@ -281,9 +281,9 @@ def test_shortest_pipeline_that_fits() -> None:
     [
         ({"num_gpus": 0}, "--num-gpus 0: must be 1 to"),
         ({"num_gpus": 4, "pipeline_size": 3}, "--pipeline-model-parallel-size 3 does not divide --num-gpus 4"),
-        ({"num_gpus": 9}, "--num-gpus 9: does not divide among 2 nodes"),
+        ({"num_gpus": 9}, "--num-gpus 9: cannot be divided evenly among 2 nodes"),
         ({"num_gpus": 4, "global_batch_size": 6}, "--global-batch-size 6: must be a multiple of 4"),
-        ({"method": "full", "num_blocks": 3}, "--bcd-num-blocks 3 does not go with --method full"),
+        ({"method": "full", "num_blocks": 3}, "--bcd-num-blocks 3 cannot be combined with --method full"),
         ({"method": "half"}, "--method half: must be one of bcd, full, offload"),
         ({"recompute": "some"}, "--recompute some"),
         ({"precision": "fp8"}, "--precision fp8"),
@@ -303,8 +303,8 @@ def test_what_does_not_fit_together(fields: dict[str, Any], message: str) -> Non
         (("30,2048,16,16", "30,2048,15,16"), "line 7: model G-1.6B: hidden 2048 is not divisible by heads 15"),
         (("G-1.6B,gpt,30", "G-1.6B,gpt,many"), "line 7: invalid literal for int"),
         (("G-1.6B,gpt", "G-1.6B,bert"), "line 7: model G-1.6B: form bert"),
-        (("G-5.4B", "G-1.6B"), "stands there twice"),
-        (("G-1.6B,gpt,", "G-1.6B,"), "line 7: 9 cells in place of 10"),
+        (("G-5.4B", "G-1.6B"), "contains a name twice"),
+        (("G-1.6B,gpt,", "G-1.6B,"), "line 7: 9 cells instead of 10"),
         (("30,2048,16,16", "30,2048,16,3"), "line 7: model G-1.6B: heads 16 is not divisible by groups 3"),
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.bcd.planner.fit import FITTED_MODELS, fit_host, fit_shares, iteration_ms
-from megatron.bcd.planner.paper import Cell, Figures, Paper, fitting_runs, mean_error, paper_of
+from megatron.bcd.planner.paper import Cell, Figures, Paper, fitting_runs, mean_error, recompute_paper
 from megatron.bcd.planner.tables import read_clusters, read_models, read_published
 
 TABLES = (3, 4, 5, 6, 7, 8, 12, 13, 14, 15, 16)
@@ -46,7 +46,7 @@ DO_NOT_FOLLOW = {(5, "G-1.6B"), (5, "G-5.4B"), (5, "G-20B"), (12, "G-1.6B"), (12
 @pytest.fixture(scope="module")
 def paper() -> Paper:
     root = Path(__file__).resolve().parents[2]
-    return paper_of(
+    return recompute_paper(
         read_published(root / "docs" / "paper_figures.csv"),
         read_models(root / "examples" / "models.csv"),
         read_clusters(root / "examples" / "clusters.csv")["rtx4090"],

@@ -1,1 +1,1 @@
-"""What a run reports: console, metrics file, TensorBoard, Weights & Biases. Only rank 0 has a Reporter."""
+"""Output of a run: console, metrics file, TensorBoard, Weights & Biases. Only rank 0 has a Reporter."""

@@ -19,7 +19,7 @@ _REFRESH_SECONDS = 0.1
 
 
 def banner_facts(summary: RunSummary) -> list[tuple[str, str]]:
-    """Label and value of everything in the banner that is not the table of blocks."""
+    """Label and value of everything in the banner except the table of blocks."""
     stages = listed(summary.parameters_per_stage, lambda n: f"{n:,}", "stages")
     blocks = f"{len(summary.blocks)} block{'' if len(summary.blocks) == 1 else 's'}"
     return [
@@ -76,10 +76,10 @@ def _banner_lines(summary: RunSummary) -> list[str]:
 
 
 class Screen:
-    """Prints lines; on a terminal it also keeps a progress line below them."""
+    """Prints lines; on a terminal also a progress line below them."""
 
     def __init__(self, console: Console | None, *, train_iters: int, start_iteration: int) -> None:
-        # Left to itself rich obeys FORCE_COLOR, which would put control characters into a log file.
+        # By default rich obeys FORCE_COLOR, which would write control characters into a log file.
         self._console = console or Console(force_terminal=sys.stdout.isatty(), highlight=False)
         self._live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._train_iters = train_iters
@@ -97,7 +97,7 @@ class Screen:
             self.line(line)
 
     def line(self, text: str, *, style: str = "", block: int | None = None) -> None:
-        """`text` as one line, whatever its length: neither wrapped nor cut."""
+        """Print `text` as one line, neither wrapped nor cut."""
         rich_text = Text(" ".join(text.splitlines()), style=style)
         if block is not None:
             rich_text.highlight_words([" | "], "dim")
@@ -106,7 +106,7 @@ class Screen:
         self._console.print(rich_text, soft_wrap=True, highlight=False)
 
     def advance(self, iteration: int, record: StepMetrics | None = None) -> None:
-        """Moves the progress line to `iteration`; a record refreshes what it says."""
+        """Move the progress line to `iteration`; a record updates its text."""
         if not self._live:
             return
         if self._progress is None:
@@ -120,7 +120,7 @@ class Screen:
             self._refreshed = now
 
     def _started_progress(self) -> Progress:
-        # Refreshed by hand: a refreshing thread would hold locks while data workers are forked.
+        # No refresh thread: it would hold locks while data workers are forked.
         progress = Progress(
             TextColumn("iteration {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=None),
@@ -136,7 +136,7 @@ class Screen:
         return progress
 
     def _doing(self, record: StepMetrics) -> str:
-        """Block, loss, speed and time to go, from the mean step so far: blocks differ in speed."""
+        """Block, loss, speed and remaining time from the mean step so far (blocks differ in speed)."""
         self._busy_ms += record.step_time_ms * max(0, record.iteration - self._last)
         self._last = max(self._last, record.iteration)
         done = self._last - self._start

@@ -1,4 +1,4 @@
-"""Records as text: one line each, the same on a terminal and in a log file."""
+"""Metrics as text: one line each, the same on a terminal and in a log file."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -6,16 +6,16 @@ from megatron.bcd.metrics.schema import BlockSummary, EvalMetrics, StepMetrics
 
 MIB = 2**20
 GIB = 2**30
-_NUM_SHOWN = 4  # a longer list is told by its ends, or a line would not fit a screen
+_NUM_SHOWN = 4  # of a longer list only minimum and maximum are printed, to fit a screen
 
 
 def format_bytes(num_bytes: float) -> str:
-    """`num_bytes` in MiB, from 1 GiB on in GiB, with one decimal."""
+    """`num_bytes` in MiB, or in GiB from 1 GiB, with one decimal."""
     return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:,.1f} MiB"
 
 
 def listed(values: Sequence[float], show: Callable[[float], str], noun: str) -> str:
-    """All of a short list; of a long one its ends: "1.0 MiB to 3.0 MiB over 64 ranks"."""
+    """A short list in full; of a long one the minimum and maximum: "1.0 MiB to 3.0 MiB over 64 ranks"."""
     if len(values) <= _NUM_SHOWN:
         return ", ".join(show(value) for value in values) or "-"
     ends = dict.fromkeys((show(min(values)), show(max(values))))
@@ -27,12 +27,12 @@ def bytes_by_rank(by_rank: Sequence[int]) -> str:
 
 
 def highest_by_rank(blocks: Iterable[BlockSummary]) -> tuple[int, ...]:
-    """DESIGN's "model state": a rank's figure is its maximum over the phases."""
+    """Model state by rank: the maximum over the phases."""
     return tuple(max(column) for column in zip(*(b.model_state_bytes for b in blocks), strict=True))
 
 
 def step_line(record: StepMetrics, *, train_iters: int) -> str:
-    """The log line of `record`: one line, greppable, the same on a terminal and in a log file."""
+    """The log line of one log step."""
     norm = "-" if record.grad_norm is None else f"{record.grad_norm:.3f}"
     parts = [
         f"iteration {record.iteration:8d}/{train_iters:8d}",

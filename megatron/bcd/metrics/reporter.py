@@ -1,4 +1,4 @@
-"""Reporter: takes records, tells them everywhere."""
+"""Reporter: writes metrics to the console and to all sinks."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,12 +15,11 @@ from megatron.bcd.metrics.sinks import MetricsFile, TensorBoard, Wandb, evaluati
 class Reporter:
     """Console, metrics file, TensorBoard and Weights & Biases of one run; a context manager.
 
-    Figures of a resumed run (`start_iteration` > 0) continue the metrics file: lines after
-    `start_iteration` are dropped, because the run repeats them. A fresh run replaces the file, but
-    only at its first line.
+    A resumed run (`start_iteration` > 0) appends to the metrics file; lines after `start_iteration` are dropped,
+    because the run repeats them. A fresh run replaces the file when it writes its first line.
 
-    Raises ValueError, one line that names the flag, when --metrics-file or --tensorboard-dir cannot
-    be written or --wandb-project cannot be used.
+    Raises ValueError, one line that names the flag, if --metrics-file or --tensorboard-dir cannot be written or
+    --wandb-project cannot be used.
     """
 
     def __init__(
@@ -57,26 +56,26 @@ class Reporter:
             )
 
     def banner(self, summary: RunSummary) -> None:
-        """Tells what will run; phase lines name the layers of these blocks from now on."""
+        """Print what will run; later phase lines name the layers of these blocks."""
         self._contents = {block.index: block.contents for block in summary.blocks}
         self._screen.banner(summary)
 
     def step(self, record: StepMetrics) -> None:
-        """One log line, one metrics line, one point of every curve."""
+        """Write one log line, one metrics line and one point of every curve."""
         self._screen.line(step_line(record, train_iters=self._train_iters), block=record.block)
         self._screen.advance(record.iteration, record)
         if self._metrics is not None:
-            # Switches since the last line; their own lines would have no loss.
+            # of all switches since the last line
             self._metrics.write({**dataclasses.asdict(record), "switch_time_ms": self._switch_time_ms})
         self._switch_time_ms = 0.0
         self._write_scalars(step_scalars(record), record.iteration)
 
     def progress(self, iteration: int) -> None:
-        """Moves the progress line of a terminal between log steps; no output elsewhere."""
+        """Move a terminal's progress line between log steps; no other output."""
         self._screen.advance(iteration)
 
     def evaluation(self, record: EvalMetrics) -> None:
-        """One log line and one metrics line without `loss`, so that training curves stay clean."""
+        """Write one log line, and one metrics line without `loss`, which is for training losses."""
         self._screen.line(evaluation_line(record), style="bold")
         if self._metrics is not None:
             self._metrics.write(
@@ -91,7 +90,7 @@ class Reporter:
         self._write_scalars(evaluation_scalars(record), record.iteration)
 
     def phase(self, *, iteration: int, cycle: int, phase: int, block: int, switch_time_ms: float) -> None:
-        """One line at a switch; `iteration` is the number of steps done before it."""
+        """Print one line at a switch; `iteration` is the number of steps done before it."""
         contents = self._contents.get(block, "")
         text = (
             f"-- phase {phase} at iteration {iteration}: cycle {cycle}, block {block}"
@@ -102,11 +101,11 @@ class Reporter:
         self._write_scalars({"bcd/switch-time-ms": switch_time_ms}, iteration)
 
     def note(self, text: str) -> None:
-        """A line that asks for nothing."""
+        """Print a line that needs no action."""
         self._screen.line(text)
 
     def warning(self, text: str) -> None:
-        """A line that the user should act on."""
+        """Print a line that the user should act on."""
         self._screen.line(f"warning: {text}", style="yellow")
 
     def _write_scalars(self, scalars: Mapping[str, float], iteration: int) -> None:
@@ -114,7 +113,7 @@ class Reporter:
             sink.write(scalars, iteration=iteration)
 
     def close(self) -> None:
-        """Gives the terminal back and closes every file; may be called twice."""
+        """Restore the terminal and close every file; may be called twice."""
         self._screen.close()
         if self._metrics is not None:
             self._metrics.close()

@@ -1,4 +1,4 @@
-"""The facts of a run that are told: one dataclass per kind."""
+"""Schema of what a run reports: one dataclass per kind."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ class StepMetrics:
     """One log step of training, already reduced over all ranks."""
 
     iteration: int
-    """Optimizer steps done, this one included."""
+    """Optimizer steps done, including this one."""
     consumed_samples: int
     cycle: int
     phase: int
@@ -18,7 +18,7 @@ class StepMetrics:
     """Mean over the log interval, as Megatron logs it."""
     learning_rate: float
     grad_norm: float | None
-    """Norm of the active block's gradient before clipping; None if it was not computed."""
+    """Norm of the active block's gradient before clipping; None if not computed."""
     step_time_ms: float
     """Mean milliseconds per iteration over the log interval."""
     tokens_per_second: float
@@ -28,26 +28,26 @@ class StepMetrics:
     peak_memory_bytes: tuple[int, ...]
     """By rank."""
     gradient_bytes: tuple[int, ...] = ()
-    """By rank: of the model state, the gradient buffers."""
+    """By rank: gradient buffers, part of the model state."""
     optimizer_state_bytes: tuple[int, ...] = ()
-    """By rank: of the model state, moments and main parameters."""
+    """By rank: moments and main parameters, part of the model state."""
     host_state_bytes: tuple[int, ...] = ()
-    """By rank: optimizer state in host memory, of frozen blocks and with offload; no part of the model state."""
+    """By rank: optimizer state in host memory (frozen blocks, offload), not part of the model state."""
     saved_activation_bytes: tuple[int, ...] = ()
-    """By rank: highest that autograd kept for the backward pass at once, measured in the phase's first iteration."""
+    """By rank: peak of what autograd saves for the backward pass, measured in the phase's first iteration."""
     backward_messages: tuple[int, ...] = ()
-    """By rank: gradients sent to and received from other pipeline stages in the last iteration."""
+    """By rank: gradient messages sent and received in the last iteration."""
     loss_scale: float | None = None
     """fp16 only."""
     skipped_iterations: int = 0
-    """Steps that an fp16 overflow skipped since the last record."""
+    """Steps skipped by an fp16 overflow since the last log step."""
     global_batch_size: int = 0
     data_seen: float = 0.0
     """Share of one epoch of the training split that the run has trained on, 0 to 1."""
     prefix_cache_hits: int = 0
-    """Samples since the last record whose prefix was read and not computed, over all ranks."""
+    """Samples since the last log step whose prefix was read from the cache, over all ranks."""
     prefix_cache_bytes: int = 0
-    """Of all caches below --bcd-prefix-cache."""
+    """Size of all caches below --bcd-prefix-cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class EvalMetrics:
     split: str
     loss: float
     is_final: bool = False
-    """After the last training step: on samples of its own, also where an interval's evaluation came just before."""
+    """The evaluation after the last training step, on the next samples; it may follow an interval's evaluation."""
 
     def __post_init__(self) -> None:
         assert self.split in ("validation", "test"), self.split
@@ -72,7 +72,7 @@ class EvalMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSummary:
-    """One block, as the banner shows it."""
+    """One block in the banner."""
 
     index: int
     layers: str
@@ -80,9 +80,9 @@ class BlockSummary:
     share: float
     """Of the model's parameters, 0 to 1."""
     extras: str = ""
-    """What else the block owns: "embedding", "final norm, head"."""
+    """Other parameters of the block: "embedding", "final norm, head"."""
     model_state_bytes: tuple[int, ...]
-    """By rank, while this block is active; estimated before the run."""
+    """By rank, while this block is active; an estimate."""
 
     @property
     def contents(self) -> str:
@@ -93,19 +93,19 @@ class BlockSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """What the start banner shows."""
+    """Contents of the start banner."""
 
     model: str
     parallel: str
     parameters_per_stage: tuple[int, ...]
     total_parameters: int
-    """The tied copy counted once."""
+    """A tied head counted once."""
     blocks: tuple[BlockSummary, ...]
     layout: str
     phases: str
     """Order and length of the phases."""
     full_model_state_bytes: tuple[int, ...]
-    """By rank: what full-parameter training would need."""
+    """By rank, in full-parameter training."""
     training: str
     notes: tuple[str, ...] = ()
-    """Such as the implementation chosen for attention, norm and optimizer."""
+    """For example the implementation of attention, norm and optimizer."""

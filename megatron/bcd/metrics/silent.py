@@ -8,7 +8,7 @@ from megatron.bcd.metrics.reporter import Reporter
 
 
 class SilentReporter(Reporter):
-    """Takes what `Reporter` takes and tells nothing, so that all ranks run the same lines."""
+    """Same interface as `Reporter`, no output, so that all ranks run the same code."""
 
     def __init__(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Where the figures go besides the console: metrics file, TensorBoard, Weights & Biases."""
+"""Sinks for metrics besides the console: metrics file, TensorBoard, Weights & Biases."""
 
 import importlib
 import json
@@ -14,8 +14,8 @@ from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
 def json_line(values: Mapping[str, object]) -> str:
     """`values` as one line of strict JSON, floats unrounded.
 
-    JSON has no NaN or infinity: such a value becomes null and its name goes into `non_finite`,
-    as in {"loss": null, "non_finite": {"loss": "nan"}}.
+    JSON has no NaN or infinity: such a value becomes null, and `non_finite` holds it as text:
+    {"loss": null, "non_finite": {"loss": "nan"}}.
     """
     broken = {k: repr(v) for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
     clean = {k: None if k in broken else v for k, v in values.items()}
@@ -25,7 +25,7 @@ def json_line(values: Mapping[str, object]) -> str:
 
 
 def _try_to_write(folder: str) -> None:
-    """Raise OSError where no file can be made in `folder`, or in the nearest one above it that exists; leave none."""
+    """Raise OSError if no file can be created in `folder` or its nearest existing parent; leave none behind."""
     while not os.path.lexists(folder):
         folder = os.path.dirname(folder)
     with tempfile.TemporaryFile(dir=folder):
@@ -35,15 +35,15 @@ def _try_to_write(folder: str) -> None:
 class MetricsFile:
     """JSON lines, each flushed.
 
-    Checked when constructed, touched at the first write: a run that never starts harms no file.
+    Checked on construction, written from the first line on: a run that does not start leaves the file as it was.
     """
 
     def __init__(self, path: str, *, start_iteration: int) -> None:
-        """Raises ValueError naming --metrics-file when the file cannot be written or, on resume, read."""
-        self._path = os.path.realpath(path)  # replacing a link would leave its target behind
+        """Raises ValueError naming --metrics-file if the file cannot be written or, on resume, read."""
+        self._path = os.path.realpath(path)  # os.replace on a link would leave its target unchanged
         self._file: IO[str] | None = None
         self._kept: list[str] = []
-        # A pipe or device takes lines but must not be renamed over.
+        # a pipe or device must not be renamed over
         self._in_place = os.path.exists(self._path) and not os.path.isfile(self._path)
         try:
             if os.path.isdir(self._path):
@@ -59,17 +59,17 @@ class MetricsFile:
     def _lines_until(self, last: int) -> list[str]:
         with open(self._path, encoding="utf-8") as file:
             lines = file.read().split("\n")
-        lines.pop()  # "" after the last newline, or the torn line of a run that was killed
+        lines.pop()  # "" after the last newline, or the incomplete line of a killed run
         kept = []
         for number, line in enumerate(lines, start=1):
             try:
                 values = json.loads(line)
-                if values["iteration"] <= last and not values.get("is_final"):  # the end is evaluated once more
+                if values["iteration"] <= last and not values.get("is_final"):  # the final evaluation is repeated
                     kept.append(line + "\n")
             except (ValueError, TypeError, KeyError, AttributeError):
                 raise ValueError(
                     f"--metrics-file {self._path}: line {number} is not a line of metrics, so the run cannot"
-                    " go on in this file; give another file"
+                    " continue this file; give another file"
                 ) from None
         return kept
 
@@ -95,7 +95,7 @@ class MetricsFile:
 
 
 def step_scalars(record: StepMetrics) -> dict[str, float]:
-    """Megatron's tag names where Megatron has them (its iteration-time is in seconds), "bcd/..." else."""
+    """Megatron's tags where they exist (its iteration-time is in seconds), else "bcd/..."."""
     scalars: dict[str, float | None] = {
         "lm loss": record.loss,
         "learning-rate": record.learning_rate,
@@ -118,16 +118,16 @@ def step_scalars(record: StepMetrics) -> dict[str, float]:
 
 
 def evaluation_scalars(record: EvalMetrics) -> dict[str, float]:
-    """Megatron's tag names: "lm loss validation", "lm loss validation ppl"."""
+    """Megatron's tags: "lm loss validation", "lm loss validation ppl"."""
     tag = f"lm loss {record.split}"
     return {tag: record.loss, f"{tag} ppl": record.perplexity}
 
 
 class TensorBoard:
-    """Checked when constructed, made at the first write, as the metrics file."""
+    """TensorBoard events; checked on construction, created at the first write."""
 
     def __init__(self, folder: str, *, start_iteration: int) -> None:
-        """Raises ValueError naming --tensorboard-dir where it is not installed or not writable."""
+        """Raises ValueError naming --tensorboard-dir if TensorBoard is missing or the folder is not writable."""
         try:
             self._module = importlib.import_module("torch.utils.tensorboard")
         except ImportError as error:
@@ -138,7 +138,7 @@ class TensorBoard:
             reason = f"{error.strerror}; give a folder that can be written"
             raise ValueError(f"--tensorboard-dir {folder}: {reason}") from error
         self._folder = folder
-        # After a resume TensorBoard must forget the points that the run is about to repeat.
+        # drops the points that a resumed run repeats
         self._purge_step = start_iteration + 1 if start_iteration > 0 else None
         self._writer: Any = None
 
@@ -156,14 +156,14 @@ class TensorBoard:
 
 class Wandb:
     def __init__(self, **settings: Any) -> None:
-        """Starts a Weights & Biases run; raises ValueError naming --wandb-project where that fails."""
+        """Start a Weights & Biases run; raises ValueError naming --wandb-project if that fails."""
         try:
             module: Any = importlib.import_module("wandb")
         except ImportError as error:
             raise ValueError("--wandb-project needs Weights & Biases: pip install wandb") from error
         try:
             self._run: Any = module.init(**settings)
-        except Exception as error:  # wandb has no common error class over its versions
+        except Exception as error:  # wandb's versions share no error class
             reason = " ".join(str(error).split()) or type(error).__name__
             project = settings["project"]
             raise ValueError(f"--wandb-project {project}: wandb did not start: {reason}") from error

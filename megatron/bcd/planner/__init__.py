@@ -1,6 +1,6 @@
-"""The bill before the run: memory per rank, time of an iteration, tokens per second, days, money (design, section 9).
+"""Estimates of a run before it starts: memory per rank, iteration time, throughput, days, cost (docs/planner.md).
 
-`tables` reads the data files, `recipe` is one run as the planner knows it, `memory` and `seconds` say what it needs,
-`plan` puts both together, `search` looks for the cheapest layout, `placement` says where a recipe runs, `command` is
-the command line; `fit` and `paper` hold it against the paper's tables. All of it is arithmetic: pure.
+`tables` reads the data files, `recipe` describes one run, `memory` and `step_time` compute what it needs, `estimate`
+combines both, `search` finds the cheapest layout, `placement` chooses the number of GPUs, `command` builds the command
+line. `fit` and `paper` compare the formulas with the paper's tables. Pure arithmetic: no torch.
 """

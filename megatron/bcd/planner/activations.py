@@ -1,8 +1,8 @@
-"""What autograd keeps of one microbatch, and what a layer needs to work: elements and bytes by a formula.
+"""Activations that autograd saves for one microbatch, and a layer's working memory: closed formulas in bytes.
 
-Counted for Megatron Core's local layers without dropout, as `models` builds them: fused attention keeps query, key,
-value and output, and the element-wise functions of the MLP are fused on a GPU. A frozen layer behind the first active
-one keeps what its input's gradient needs: no input of a linear layer. A layer of the prefix keeps nothing.
+Counted for Megatron Core's local layers without dropout, as `model.builder` builds them. Fused attention saves query,
+key, value and output; the element-wise functions of the MLP are fused on a GPU. A layer of the suffix saves what its
+input gradient needs: no input of a linear layer. A layer of the prefix saves nothing.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from megatron.bcd.planner.recipe import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBytes:
-    """Bytes that one microbatch keeps, by what there is in a stage."""
+    """Saved bytes of one microbatch, by kind of layer."""
 
     active: int
     """An active layer."""
     suffix: int
-    """A frozen one that a gradient passes through."""
+    """A frozen layer that passes a gradient back."""
     input: int
-    """A layer's input alone, as full recomputation keeps it; also a message from stage to stage."""
+    """A layer's input, which full recomputation saves; also the size of a message between stages."""
     head: int
     """Final norm, head and loss."""
     working: int
-    """The largest gradients that one layer, or the head, holds for the time of its backward pass."""
+    """The largest gradients that one layer, or the head, holds during its backward pass."""
 
 
 def layer_bytes(recipe: Recipe) -> LayerBytes:
-    """The formula for a recipe's microbatch."""
+    """The formula for one microbatch of the recipe."""
     shape, element = recipe.shape, recipe.bytes_per_element
     tokens = recipe.tokens * recipe.micro_batch_size
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
@@ -54,12 +54,12 @@ def layer_bytes(recipe: Recipe) -> LayerBytes:
     )
 
 
-def stage_kept(recipe: Recipe, sizes: LayerBytes, shape: PlanShape, stage: int, block: int) -> int:
-    """Bytes that autograd keeps on a stage in the block's phase, all its microbatches in flight together."""
+def stage_saved_bytes(recipe: Recipe, sizes: LayerBytes, shape: PlanShape, stage: int, block: int) -> int:
+    """Bytes that autograd saves on a stage in the block's phase, over all microbatches in flight."""
     if shape.is_forward_only(stage):
         return 0
-    num_active = recipe.cut.active[stage][block]
-    num_suffix = recipe.cut.after_prefix[stage][block] - num_active
+    num_active = recipe.layer_counts.active[stage][block]
+    num_suffix = recipe.layer_counts.after_prefix[stage][block] - num_active
     if recipe.recompute == "full":
         kept = (num_active + num_suffix) * sizes.input
     else:
@@ -70,17 +70,17 @@ def stage_kept(recipe: Recipe, sizes: LayerBytes, shape: PlanShape, stage: int, 
 
 
 def stage_activations(recipe: Recipe, sizes: LayerBytes, shape: PlanShape, stage: int, block: int) -> int:
-    """Bytes that a stage's activations reach: what is kept, recomputed for one layer, and worked with."""
+    """Peak of a stage's activations: saved, recomputed for one layer, and working memory."""
     once = 0
     if recipe.recompute == "full" and not shape.is_forward_only(stage):
-        once = sizes.active if recipe.cut.active[stage][block] else sizes.suffix
-        if stage == shape.last:  # the head's are gone when the first layer is recomputed
+        once = sizes.active if recipe.layer_counts.active[stage][block] else sizes.suffix
+        if stage == shape.last:  # the head's are freed before the first layer is recomputed
             once = max(0, once - sizes.head)
-    return stage_kept(recipe, sizes, shape, stage, block) + once + sizes.working
+    return stage_saved_bytes(recipe, sizes, shape, stage, block) + once + sizes.working
 
 
 def stage_messages(sizes: LayerBytes, shape: PlanShape, stage: int) -> int:
-    """Bytes of messages that wait or are under way, beside the inputs that activations count."""
+    """Bytes of queued messages and messages in flight, beside the inputs counted as activations."""
     if shape.num_stages == 1:
         return 0
     one = sizes.input

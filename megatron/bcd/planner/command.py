@@ -5,13 +5,13 @@ from __future__ import annotations
 from megatron.bcd.planner.recipe import Recipe
 
 SCRIPTS = {"gpt": "pretrain_gpt_bcd.py", "llama": "pretrain_llama_bcd.py"}
-"""By the form of the model; each has the form's flags as its defaults."""
+"""By model family; each script has its family's flags as defaults."""
 _INDENT = " \\\n    "
 _WIDTH = 112
 
 
 def network_flags(recipe: Recipe) -> list[str]:
-    """The model."""
+    """Flags of the model."""
     model = recipe.model
     flags = [
         f"--num-layers {model.layers}",
@@ -28,17 +28,17 @@ def network_flags(recipe: Recipe) -> list[str]:
 
 
 def layout_flags(recipe: Recipe) -> list[str]:
-    """Method, ranks, batch, precision, recomputation."""
+    """Flags of method, ranks, batch, precision and recomputation."""
     return [*parallel_flags(recipe), *training_flags(recipe), *method_flags(recipe)]
 
 
 def parallel_flags(recipe: Recipe) -> list[str]:
-    """Ranks."""
+    """Flags of the parallel sizes."""
     return [f"--pipeline-model-parallel-size {recipe.pipeline_size}"]
 
 
 def training_flags(recipe: Recipe) -> list[str]:
-    """Batch, padding of the vocabulary, precision, recomputation."""
+    """Flags of batch, vocabulary padding, precision and recomputation."""
     flags = [
         f"--micro-batch-size {recipe.micro_batch_size} --global-batch-size {recipe.global_batch_size}",
         f"--make-vocab-size-divisible-by {recipe.vocabulary_multiple}",
@@ -53,7 +53,7 @@ def training_flags(recipe: Recipe) -> list[str]:
 
 
 def method_flags(recipe: Recipe) -> list[str]:
-    """What makes it block coordinate descent, full training, or full training with the optimizer on the host."""
+    """Flags that choose block coordinate descent, full training, or full training with the optimizer on the host."""
     if recipe.method == "bcd":
         blocks = "" if recipe.layout == "stage" else f"--bcd-num-blocks {recipe.num_blocks or 3} "
         return [f"{blocks}--bcd-layout {recipe.layout}"]
@@ -64,7 +64,7 @@ def method_flags(recipe: Recipe) -> list[str]:
 
 
 def launcher(recipe: Recipe) -> str:
-    """torchrun, on one node or to be started on each."""
+    """torchrun; with several nodes the command is to be started on each."""
     start = f"torchrun --nproc-per-node {recipe.gpus_per_node}"
     if recipe.num_nodes == 1:
         return start
@@ -72,9 +72,9 @@ def launcher(recipe: Recipe) -> str:
 
 
 def torchrun_command(recipe: Recipe, *, iterations: int) -> str:
-    """The whole command. Its data are made up (--mock-data): put your own in place of the last line."""
+    """The whole command, with --mock-data on its last line in place of the user's data."""
     flags = [*network_flags(recipe), *layout_flags(recipe), f"--train-iters {iterations} --lr 1e-4"]
-    # NullTokenizer adds an end of document to its vocabulary
+    # NullTokenizer adds an end-of-document token to its vocabulary
     data = f"--mock-data --tokenizer-type NullTokenizer --vocab-size {recipe.model.vocabulary - 1}"
     return _INDENT.join([f"{launcher(recipe)} {SCRIPTS[recipe.model.form]}", *_packed(flags), data])
 

@@ -1,7 +1,7 @@
-"""What a phase costs: parameters, bytes of model state, compute (DESIGN, section 2).
+"""Parameters, bytes of model state and compute of a phase, by closed formulas (docs/concepts.md).
 
-Model state is weights + gradients + optimizer state, no activations. Every figure here is a budget from a
-formula; what a run reports is counted from live storages. This room is pure.
+Model state is weights + gradients + optimizer state, without activations. What a run reports is counted from live
+storages instead (`optim.state_bytes`). Pure.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StateBudget:
     gradient: int
     """Active parameters: Megatron's main gradient."""
     optimizer: int
-    """Active parameters: moments, and the fp32 main parameter where weights have 16 bits."""
+    """Active parameters: moments, and the fp32 main parameter of 16-bit weights."""
 
     @property
     def full(self) -> int:
@@ -38,10 +38,10 @@ class StateBudget:
 def state_budget(
     *, precision: str, optimizer: str = "adam", sgd_momentum: bool = True, gradients_in_fp32: bool = True
 ) -> StateBudget:
-    """The budget of DESIGN, section 2, and for SGD; without momentum it has no state.
+    """Bytes per parameter with Adam or SGD; SGD without momentum has no state.
 
-    ``gradients_in_fp32`` counts in 16-bit precision (--accumulate-allreduce-grads-in-fp32): without it gradients
-    have 2 bytes. Raises ValueError for a precision or an optimizer that is not in PRECISIONS or OPTIMIZERS.
+    ``gradients_in_fp32`` (--accumulate-allreduce-grads-in-fp32) applies to 16-bit precision: without it gradients
+    have 2 bytes. Raises ValueError for a precision or optimizer that is not in PRECISIONS or OPTIMIZERS.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision {precision}: must be one of {', '.join(PRECISIONS)}")
@@ -66,11 +66,11 @@ def host_state_bytes(
     data_parallel_size: int = 1,
     distributed_optimizer: bool = False,
 ) -> int:
-    """Bytes of host memory of a rank that keeps state of ``num_kept`` parameters between their phases.
+    """Host memory in bytes of a rank that keeps state of ``num_kept`` parameters between their phases.
 
-    ``moments`` are the bytes of each that --bcd-optimizer-state keeps, 0 with reset. In bf16 2 bytes restore the
-    main parameter, in fp16 it is kept whole; the one bf16 main parameter in some 100,000 that is stored by itself is
-    left out.
+    ``moments`` is the bytes per parameter that --bcd-optimizer-state keeps, 0 with reset. In bf16, 2 bytes restore the
+    main parameter; in fp16 it is kept whole. The one bf16 main parameter in some 100,000 that is stored in full is not
+    counted.
     """
     kept = moments + {"fp32": 0, "bf16": 2, "fp16": 4}[precision]
     return -(-kept * num_kept // (data_parallel_size if distributed_optimizer else 1))
@@ -88,12 +88,12 @@ def model_state_bytes(
     distributed_optimizer: bool = False,
     offload_fraction: float = 0.0,
 ) -> int:
-    """Bytes of model state of a rank that holds ``num_parameters``, of which ``num_active`` are active.
+    """Model state in bytes of a rank that holds ``num_parameters``, of which ``num_active`` are active.
 
     The distributed optimizer shards optimizer state, main parameters included, over the data-parallel group; weights
-    and gradients are whole on every rank. Its padding of buffers is left out. ``offload_fraction`` of the optimizer
-    state is in host memory instead (--optimizer-cpu-offload), parameter by parameter. Raises ValueError if
-    ``num_active`` is not within 0 and ``num_parameters`` or ``data_parallel_size`` < 1.
+    and gradients are replicated. Buffer padding is not counted. ``offload_fraction`` of the optimizer state is in
+    host memory (--optimizer-cpu-offload). Raises ValueError if ``num_active`` is not between 0 and
+    ``num_parameters``, or ``data_parallel_size`` < 1.
     """
     if not 0 <= num_active <= num_parameters:
         raise ValueError(f"{num_active} active of {num_parameters} parameters: must be 0 to {num_parameters}")
@@ -109,7 +109,7 @@ def model_state_bytes(
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What the number of parameters of a dense decoder follows from; made by ``gpt2`` or ``llama``.
+    """Sizes of a dense decoder that determine its number of parameters; made by ``gpt2`` or ``llama``.
 
     Lengths in elements.
     """
@@ -120,7 +120,7 @@ class ModelShape:
     vocab_size: int
     """Unpadded."""
     num_positions: int
-    """Rows of the learned position table; 0 where there is none."""
+    """Rows of the learned position table; 0 without one."""
     tied: bool
     """Whether the output head is the embedding."""
     biases: bool
@@ -128,9 +128,9 @@ class ModelShape:
     gated: bool
     """Whether the MLP has a gate, a third matrix (SwiGLU)."""
     query_size: int
-    """Of all query heads together; ``hidden_size`` unless heads have a width of their own (--kv-channels)."""
+    """Width of all query heads; differs from ``hidden_size`` with --kv-channels."""
     key_value_size: int
-    """Of all key heads together, and of all value heads: less than ``query_size`` with grouped-query attention."""
+    """Width of all key heads, and of all value heads: less than ``query_size`` with grouped-query attention."""
 
     @property
     def layer_parameters(self) -> int:
@@ -144,22 +144,22 @@ class ModelShape:
 
     @property
     def norm_parameters(self) -> int:
-        """One norm, the final one too."""
+        """One norm, also the final one."""
         return (2 if self.biases else 1) * self.hidden_size
 
     @property
     def num_parameters(self) -> int:
-        """The whole model, unpadded vocabulary, a tied copy counted once (DESIGN, invariant 10)."""
+        """The whole model, with the unpadded vocabulary and a tied head counted once."""
         layers = self.num_layers * self.layer_parameters
         tables = self.embedding_parameters() + (0 if self.tied else self.head_parameters())
         return layers + tables + self.norm_parameters
 
     def embedding_parameters(self, vocab_size: int | None = None) -> int:
-        """Word and position tables; ``vocab_size`` gives a padded vocabulary."""
+        """Word and position tables; pass ``vocab_size`` for a padded vocabulary."""
         return (_or_default(vocab_size, self.vocab_size) + self.num_positions) * self.hidden_size
 
     def head_parameters(self, vocab_size: int | None = None) -> int:
-        """The output head as a matrix of its own, or as a tied copy."""
+        """The output head: a separate matrix, or the tied copy."""
         return _or_default(vocab_size, self.vocab_size) * self.hidden_size
 
 
@@ -172,10 +172,10 @@ def gpt2(
     ffn_hidden_size: int | None = None,
     tied: bool = True,
 ) -> ModelShape:
-    """GPT-2 form: learned positions, LayerNorm, biases; FFN of 4 x hidden where None.
+    """GPT-2: learned positions, LayerNorm, biases; FFN of 4 x hidden by default.
 
-    Tied, with 4 x hidden, it has L (12 H^2 + 13 H) + (V + S) H + 2 H parameters: the form that fits
-    table 8 of the paper (arXiv 2506.12037).
+    Tied, with an FFN of 4 x hidden: L (12 H^2 + 13 H) + (V + S) H + 2 H parameters, as in table 8 of the paper
+    (arXiv 2506.12037).
     """
     return ModelShape(
         num_layers=num_layers,
@@ -201,10 +201,10 @@ def llama(
     query_size: int | None = None,
     key_value_size: int | None = None,
 ) -> ModelShape:
-    """LLaMA form: no position table, RMSNorm, SwiGLU, no biases; all heads together as wide as the model where None.
+    """LLaMA: no position table, RMSNorm, SwiGLU, no biases; by default all heads together are as wide as the model.
 
-    Untied, with heads like that, it has L (4 H^2 + 3 H F + 2 H) + H + 2 V H parameters: the form that fits
-    table 8 of the paper (arXiv 2506.12037).
+    Untied, with that width: L (4 H^2 + 3 H F + 2 H) + H + 2 V H parameters, as in table 8 of the paper
+    (arXiv 2506.12037).
     """
     return ModelShape(
         num_layers=num_layers,
@@ -247,7 +247,7 @@ def active_parameters(
         counts[0] += shape.embedding_parameters(padded_vocab_size)
     if partition.final_norm_active(block):
         counts[last] += shape.norm_parameters
-    # On a single stage a tied head is the embedding itself, not a copy.
+    # on a single stage a tied head is the embedding itself, not a copy
     if partition.head_active(block) and not (partition.tied and last == 0):
         counts[last] += shape.head_parameters(padded_vocab_size)
     return tuple(counts)
@@ -255,14 +255,14 @@ def active_parameters(
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWork:
-    """Compute of one step, in units of one layer's forward pass (DESIGN, section 2)."""
+    """Compute of one step, in units of one layer's forward pass (docs/concepts.md)."""
 
     forward: int
     """Layers that run forward (F)."""
     input_gradient: int
-    """Layers that compute their input's gradient (D)."""
+    """Layers that compute their input gradient (D)."""
     weight_gradient: int
-    """Layers that compute their weights' gradients (W)."""
+    """Layers that compute their weight gradients (W)."""
 
     @property
     def total(self) -> int:
@@ -271,10 +271,10 @@ class LayerWork:
 
 
 def layer_work(partition: Partition, block: int, *, stage: int | None = None, prefix_cached: bool = False) -> LayerWork:
-    """Compute of the block's phase on one pipeline stage, or summed over all of them where None.
+    """Compute of the block's phase on one pipeline stage, or summed over all stages if ``stage`` is None.
 
-    As in DESIGN's table, every active layer counts a D, also the first one, whose own input needs none.
-    Embedding, head and optimizer step are left out. ``prefix_cached`` takes the prefix's F away.
+    Every active layer counts a D, also the first one, whose input needs none. Embedding, head and optimizer step are
+    not counted. ``prefix_cached`` drops the prefix's F.
     """
     layers = range(partition.num_layers) if stage is None else partition.stage_layers(stage)
     first_active = len(partition.prefix_layers(block))
@@ -288,14 +288,14 @@ def layer_work(partition: Partition, block: int, *, stage: int | None = None, pr
 
 
 def compute_ratio(partition: Partition, block: int, *, prefix_cached: bool = False) -> float:
-    """Bound of step time in the block's phase over full training's: slowest stage over slowest stage."""
+    """Step time in the block's phase over full training, by compute of the slowest stage."""
     stages = range(partition.num_stages)
     slowest = max(layer_work(partition, block, stage=stage, prefix_cached=prefix_cached).total for stage in stages)
     return slowest / (3 * max(partition.layers_per_stage))
 
 
 def total_compute_ratio(partition: Partition, block: int, *, prefix_cached: bool = False) -> float:
-    """Arithmetic of the block's phase over full training's, summed over all stages."""
+    """Compute of the block's phase over full training, summed over all stages."""
     return layer_work(partition, block, prefix_cached=prefix_cached).total / (3 * partition.num_layers)
 
 

@@ -1,4 +1,4 @@
-"""The bill of a recipe: memory, fit, time, tokens per second, days and dollars."""
+"""The estimate of a recipe: memory, fit, time, tokens per second, days and dollars."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.bcd.planner.memory import RankMemory, fits, host_bytes, peak, rank_memory
 from megatron.bcd.planner.recipe import Recipe
-from megatron.bcd.planner.step_time import PhaseTime, cycle_seconds, head_work, layer_work, mean_seconds
+from megatron.bcd.planner.step_time import PhaseTime, cycle_seconds, head_pass, layer_pass, mean_seconds
 from megatron.bcd.planner.tables import GIB
 
 DEFAULT_MULTIPLIER = 2.44
@@ -17,11 +17,11 @@ DEFAULT_TOKENS_PER_PARAMETER = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bill:
-    """What it costs to train on a number of tokens, or to the loss that full training reaches with them."""
+class TrainingCost:
+    """Cost of training to the loss that full training reaches on a number of tokens."""
 
     tokens: float
-    """That full training would read."""
+    """Read by full training."""
     multiplier: float
     """B-F multiplier at this number of blocks; 1 where all parameters are active."""
     iterations: int
@@ -31,8 +31,8 @@ class Bill:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Everything that the planner says about a recipe."""
+class Estimate:
+    """Memory, time and cost of a recipe."""
 
     recipe: Recipe
     parameters: int
@@ -40,9 +40,9 @@ class Plan:
     ranks: tuple[RankMemory, ...]
     """Data-parallel rank 0 of every stage, in every phase."""
     host_bytes: int
-    """Per rank, where the optimizer is on the host."""
+    """Per rank; 0 unless the optimizer is on the host."""
     largest_micro_batch: int | None
-    """That fits, of those that divide the batch; None where none does."""
+    """The largest that fits and divides the batch; None if none does."""
     phases: tuple[PhaseTime, ...]
     iteration_seconds: float
     """Mean over a cycle."""
@@ -50,8 +50,8 @@ class Plan:
     """Mean over a cycle."""
     tokens_per_second: float
     mfu: float
-    """Arithmetic of full training on the tokens, over the GPUs' peak: what BCD leaves out counts as done."""
-    bill: Bill
+    """FLOPs of full training on the same tokens over the GPUs' peak: work that BCD skips counts as done."""
+    cost: TrainingCost
 
     @property
     def peak(self) -> RankMemory:
@@ -97,15 +97,15 @@ class Plan:
                 "tokens_per_second": self.tokens_per_second,
                 "mfu": self.mfu,
             },
-            "bill": asdict(self.bill),
+            "bill": asdict(self.cost),
         }
 
 
-def make_estimate(recipe: Recipe, *, tokens: float | None = None, multiplier: float = DEFAULT_MULTIPLIER) -> Plan:
-    """The plan of a recipe.
+def make_estimate(recipe: Recipe, *, tokens: float | None = None, multiplier: float = DEFAULT_MULTIPLIER) -> Estimate:
+    """Estimate a recipe.
 
-    ``tokens`` are those that full training would read, 20 per parameter where None; ``multiplier`` is the B-F
-    multiplier at three blocks. Raises ValueError, one line, for numbers that are none.
+    ``tokens`` is what full training would read, by default 20 per parameter; ``multiplier`` is the B-F multiplier at
+    three blocks. Raises ValueError if either is out of range.
     """
     if tokens is not None and not 0 < tokens < 1e18:
         raise ValueError(f"--tokens {tokens:g}: must be more than 0 and less than 1e18")
@@ -115,7 +115,7 @@ def make_estimate(recipe: Recipe, *, tokens: float | None = None, multiplier: fl
     phases = cycle_seconds(recipe)
     seconds = mean_seconds(phases)
     tokens_per_iteration = recipe.global_batch_size * recipe.tokens
-    return Plan(
+    return Estimate(
         recipe=recipe,
         parameters=parameters,
         ranks=rank_memory(recipe),
@@ -126,19 +126,20 @@ def make_estimate(recipe: Recipe, *, tokens: float | None = None, multiplier: fl
         bubble=sum(phase.bubble for phase in phases) / len(phases),
         tokens_per_second=tokens_per_iteration / seconds,
         mfu=_full_flops(recipe) / seconds / (recipe.num_gpus * recipe.cluster.peak_flops_per_s(recipe.precision)),
-        bill=bill_of(recipe, seconds, tokens=tokens, multiplier=multiplier),
+        cost=training_cost(recipe, seconds, tokens=tokens, multiplier=multiplier),
     )
 
 
-def bill_of(recipe: Recipe, seconds: float, *, tokens: float | None, multiplier: float) -> Bill:
-    """The bill at so many seconds per iteration."""
-    wanted = DEFAULT_TOKENS_PER_PARAMETER * recipe.shape.num_parameters if tokens is None else tokens
+def training_cost(recipe: Recipe, seconds: float, *, tokens: float | None, multiplier: float) -> TrainingCost:
+    """The cost at ``seconds`` per iteration."""
+    if tokens is None:
+        tokens = DEFAULT_TOKENS_PER_PARAMETER * recipe.shape.num_parameters
     scaled = multiplier_at(recipe.partition.num_blocks, multiplier)
-    iterations = -int(-wanted * scaled // (recipe.global_batch_size * recipe.tokens))
+    iterations = -int(-tokens * scaled // (recipe.global_batch_size * recipe.tokens))
     hours = iterations * seconds / 3600
     gpu_hours = hours * recipe.num_gpus
-    return Bill(
-        tokens=wanted,
+    return TrainingCost(
+        tokens=tokens,
         multiplier=scaled,
         iterations=iterations,
         days=hours / 24,
@@ -148,7 +149,7 @@ def bill_of(recipe: Recipe, seconds: float, *, tokens: float | None, multiplier:
 
 
 def multiplier_at(num_blocks: int, at_three: float) -> float:
-    """The B-F multiplier at another number of blocks; 1 for one block.
+    """The B-F multiplier at ``num_blocks``; 1 for one block.
 
     Table 11 of the paper has 2.22, 2.78 and 3.33 at two, three and four blocks (Adam): (M + 2) / 5 of that at three.
     """
@@ -156,7 +157,7 @@ def multiplier_at(num_blocks: int, at_three: float) -> float:
 
 
 def largest_micro_batch(recipe: Recipe) -> int | None:
-    """The largest micro-batch that fits, of those that divide the batch of a data-parallel rank."""
+    """The largest micro-batch that fits and divides the batch of a data-parallel rank."""
     per_rank = recipe.global_batch_size // recipe.data_size
     for size in (size for size in range(per_rank, 0, -1) if per_rank % size == 0):
         if fits(replace(recipe, micro_batch_size=size)):
@@ -165,6 +166,6 @@ def largest_micro_batch(recipe: Recipe) -> int | None:
 
 
 def _full_flops(recipe: Recipe) -> float:
-    """Of a full-training iteration without recomputation: three passes through layers and head."""
-    layers = recipe.model.layers * layer_work(recipe).flops
-    return 3 * (layers + head_work(recipe).flops) * recipe.num_microbatches * recipe.data_size
+    """FLOPs of one iteration of full training without recomputation: three passes through layers and head."""
+    layers = recipe.model.layers * layer_pass(recipe).flops
+    return 3 * (layers + head_pass(recipe).flops) * recipe.num_microbatches * recipe.data_size

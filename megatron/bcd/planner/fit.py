@@ -1,8 +1,8 @@
-"""What a GPU achieves, fitted on the paper's G-1.6B and L-1.5B alone (tables 3, 4, 15, 16 of arXiv 2506.12037).
+"""Achieved shares of a GPU, fitted on the paper's G-1.6B and L-1.5B (tables 3, 4, 15, 16 of arXiv 2506.12037).
 
-The paper does not say its batch. Its times grow with the model and not with the model over the GPUs, so one
-microbatch goes through the pipeline at a time; here it is one sequence of 1,024 tokens. Only the product of tokens
-and achieved share is seen.
+The paper does not state its batch. Its times grow with the model size and not with the model size per GPU, so one
+microbatch passes through the pipeline at a time; one sequence of 1,024 tokens is assumed. Only the product of tokens
+and achieved share can be observed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FITTED_MODELS = ("G-1.6B", "L-1.5B")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timed:
+class TimedRun:
     """A run of the paper, and the time of its iteration."""
 
     recipe: Recipe
@@ -40,16 +40,16 @@ def paper_recipe(model: Model, cluster: Cluster, *, num_gpus: int, num_blocks: i
 
 
 def iteration_ms(recipe: Recipe) -> float:
-    """Mean over the blocks."""
+    """Mean iteration time over the blocks, in milliseconds."""
     phases = tuple(phase_seconds(recipe, block.index) for block in recipe.partition.blocks)
     return 1e3 * mean_seconds(phases)
 
 
-def fit_shares(runs: Sequence[Timed], cluster: Cluster) -> Cluster:
-    """The cluster with the compute and the memory share that make the squares of these runs' relative errors smallest.
+def fit_shares(runs: Sequence[TimedRun], cluster: Cluster) -> Cluster:
+    """The cluster with the compute and memory shares that minimise the squared relative errors of these runs.
 
     With one microbatch the time is linear in the inverse of each share, so this is linear least squares. Raises
-    ValueError where the runs do not tell the two apart.
+    ValueError if the runs do not separate the two.
     """
     compute, memory, left = [], [], []
     for run in runs:
@@ -64,7 +64,7 @@ def fit_shares(runs: Sequence[Timed], cluster: Cluster) -> Cluster:
         left.append(1 - base / run.ms)
     determinant = _dot(compute, compute) * _dot(memory, memory) - _dot(compute, memory) ** 2
     if determinant <= 1e-12:
-        raise ValueError("the runs do not tell the compute share from the memory share")
+        raise ValueError("the runs do not separate the compute share from the memory share")
     inverse_compute = (
         _dot(memory, memory) * _dot(compute, left) - _dot(compute, memory) * _dot(memory, left)
     ) / determinant
@@ -74,8 +74,8 @@ def fit_shares(runs: Sequence[Timed], cluster: Cluster) -> Cluster:
     return replace(cluster, compute_share=1 / inverse_compute, memory_share=1 / inverse_memory)
 
 
-def fit_host(runs: Sequence[Timed], cluster: Cluster) -> Cluster:
-    """The cluster with the host's speed that does the same for runs with the optimizer on the host."""
+def fit_host(runs: Sequence[TimedRun], cluster: Cluster) -> Cluster:
+    """The cluster with the host bandwidth that minimises the same errors for runs with the optimizer on the host."""
     host, left = [], []
     for run in runs:
         slow, fast = (

@@ -13,23 +13,23 @@ from megatron.bcd.planner.tables import GIB
 from megatron.bcd.planner.tensors import Buffer, Tensor, buffer_of, stage_tensors
 
 STEP_COUNTER_BYTES = 4
-"""PyTorch's Adam counts the steps of every parameter that it holds a part of."""
+"""PyTorch's Adam has one step counter per parameter that the rank holds a part of."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes of one rank of a stage in one phase, from the second cycle on."""
+    """Bytes of one rank in one phase, from the second cycle on."""
 
     stage: int
     block: int
     weights: int
-    """With the padding of the buffers in which each phase leaves its block."""
+    """With the padding of the buffers in which the phases leave their blocks."""
     gradients: int
     optimizer: int
-    """Moments, main parameters and step counters of the rank's part; 0 where the host holds them."""
+    """Moments, main parameters and step counters of the rank's shard; 0 if they are on the host."""
     activations: int
     optimizer_work: int
-    """What PyTorch's Adam needs during its step, when activations are gone."""
+    """Temporary memory of PyTorch's Adam during its step, when activations are already freed."""
     communication: int
     framework: int
 
@@ -47,10 +47,10 @@ class RankMemory:
 
 def stage_buffers(recipe: Recipe, stage: int) -> tuple[Buffer, ...]:
     """The buffer of each phase of a stage, by block."""
-    return _buffers(recipe.shape, recipe.cut, recipe.padded_vocabulary, recipe.data_size)[stage]
+    return _buffers(recipe.shape, recipe.layer_counts, recipe.padded_vocabulary, recipe.data_size)[stage]
 
 
-@lru_cache(maxsize=1024)  # a search asks again for every micro-batch size
+@lru_cache(maxsize=1024)  # a search needs the same buffers for every micro-batch size
 def _buffers(
     shape: ModelShape, cut: LayerCounts, padded_vocabulary: int, data_size: int
 ) -> tuple[tuple[Buffer, ...], ...]:
@@ -64,7 +64,7 @@ def _buffers(
 
 
 def phase_shape(recipe: Recipe, block: int) -> PlanShape:
-    """The pipeline plan of an iteration in the middle of the block's phase."""
+    """Shape of the pipeline schedule in the middle of the block's phase."""
     partition = recipe.partition
     first_trainable = partition.first_trainable_stage(block)
     ahead = min(
@@ -81,7 +81,7 @@ def phase_shape(recipe: Recipe, block: int) -> PlanShape:
 
 
 def rank_memory(recipe: Recipe, *, data_rank: int = 0) -> tuple[RankMemory, ...]:
-    """Every stage's rank in every phase, by stage, then by block."""
+    """One rank per stage in every phase, ordered by stage, then by block."""
     budget = state_budget(precision=recipe.precision)
     is_on_host = recipe.method == "offload"
     shapes = [phase_shape(recipe, block.index) for block in recipe.partition.blocks]
@@ -109,7 +109,7 @@ def rank_memory(recipe: Recipe, *, data_rank: int = 0) -> tuple[RankMemory, ...]
 
 
 def host_bytes(recipe: Recipe) -> int:
-    """Bytes of host memory that the optimizer of one rank takes with method offload: weights, gradients, moments."""
+    """Host memory of one rank's optimizer with method offload: weights, gradients, moments."""
     if recipe.method != "offload":
         return 0
     held = max(max(stage_buffers(recipe, stage)[0].held) for stage in range(recipe.pipeline_size))
@@ -117,10 +117,10 @@ def host_bytes(recipe: Recipe) -> int:
 
 
 def peak(ranks: tuple[RankMemory, ...]) -> RankMemory:
-    """The rank and phase that need most."""
+    """The rank and phase with the largest peak."""
     return max(ranks, key=lambda rank: rank.total)
 
 
 def fits(recipe: Recipe) -> bool:
-    """Whether every rank's peak is within the memory of its GPU."""
+    """Whether every rank's peak is within its GPU's memory."""
     return peak(rank_memory(recipe)).total <= recipe.cluster.memory_gib * GIB

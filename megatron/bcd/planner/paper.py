@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.bcd.planner.cost import model_state_bytes
-from megatron.bcd.planner.fit import FITTED_MODELS, Timed, fit_host, fit_shares, iteration_ms, paper_recipe
+from megatron.bcd.planner.fit import FITTED_MODELS, TimedRun, fit_host, fit_shares, iteration_ms, paper_recipe
 from megatron.bcd.planner.tables import GIB, Cluster, Model, Published
 
 AVERAGE_MULTIPLIER = 1.25
-"""What the published averages were computed with; the text says 1.39."""
+"""The multiplier behind the published averages; the paper's text says 1.39."""
 COST_TOLERANCE = 0.6
 """Percentage points."""
 FULL_GPU = {5: "RTX 4090", 6: "A100", 7: "A800", 12: "RTX 4090", 13: "A100", 14: "A800"}
@@ -34,7 +34,7 @@ SETTING = "a setting: taken as given"
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One figure of a table."""
+    """One number of a table."""
 
     table: int
     row: str
@@ -51,12 +51,12 @@ class Cell:
 
     @property
     def is_simulated(self) -> bool:
-        """Whether the simulation gave it: a time."""
+        """Whether it is a time, recomputed by simulation."""
         return self.recomputed is not None and self.column.endswith("_ms")
 
 
 class Figures:
-    """The published figures by table, row and column; raises ValueError for one that is missing."""
+    """The published numbers by table, row and column; raises ValueError for a missing one."""
 
     def __init__(self, published: Sequence[Published]) -> None:
         self.all = published
@@ -74,7 +74,7 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class Paper:
-    """The published figures beside what recomputes them."""
+    """The published numbers, and the tables that recompute them."""
 
     figures: Figures
     models: Mapping[str, Model]
@@ -82,7 +82,7 @@ class Paper:
     """The RTX 4090 nodes, with the fitted shares."""
 
     def cells(self) -> list[Cell]:
-        """Every cell of the tables, in their order."""
+        """Every cell, in the tables' order."""
         found = []
         for each in self.figures.all:
             if "." not in each.table:
@@ -122,7 +122,7 @@ class Paper:
         )
 
     def _memory(self, table: int, row: str, column: str) -> tuple[float, str]:
-        """Model state of the whole model, GiB: 16 bytes per parameter, with a third active 8."""
+        """Model state of the whole model in GiB: 16 bytes per parameter, 8 with a third active."""
         parameters = _model(self.models, row).shape().num_parameters
         if column == "bcd_mem_gib":
             gib = (4 * parameters + 12 * parameters / 3) / GIB
@@ -135,7 +135,7 @@ class Paper:
         return gib, INCONSISTENT_MEMORY.get((table, row, column), note)
 
     def _reduction(self, table: int, row: str, column: str, published: float) -> tuple[float, str]:
-        """100 (1 - k n_BCD t_BCD price / (n_full t_full price)), without prices for GPU hours."""
+        """100 (1 - k n_BCD t_BCD price / (n_full t_full price)); GPU hours are without prices."""
         figures, gpu, is_cost = self.figures, FULL_GPU[table], table < 10
         is_worst = "worst" in column
         multiplier = figures("4.2.3", "B-F multiplier", "worst") if is_worst else AVERAGE_MULTIPLIER
@@ -174,7 +174,7 @@ class Paper:
         return nodes * per_node * self.figures(4, twice if is_twice else row, "distributed_iter_ms")
 
     def _time(self, table: int, row: str, column: str, published: float) -> tuple[float, str]:
-        run = timed(self.figures, self.models, self.cluster, table, row, column)
+        run = timed_run(self.figures, self.models, self.cluster, table, row, column)
         recomputed = iteration_ms(run.recipe)
         error = f"{100 * (recomputed / published - 1):+.0f} %"
         if row in FITTED_MODELS:
@@ -190,8 +190,10 @@ def _model(models: Mapping[str, Model], row: str) -> Model:
     return models[name]
 
 
-def timed(figures: Figures, models: Mapping[str, Model], cluster: Cluster, table: int, row: str, column: str) -> Timed:
-    """The run behind a published time."""
+def timed_run(
+    figures: Figures, models: Mapping[str, Model], cluster: Cluster, table: int, row: str, column: str
+) -> TimedRun:
+    """The run whose iteration time is published in this cell."""
     method, num_blocks, per_node = "bcd", 3, 8
     if table == 4:
         side = "bcd" if column.startswith("bcd") else "distributed"
@@ -207,14 +209,16 @@ def timed(figures: Figures, models: Mapping[str, Model], cluster: Cluster, table
         per_node = min(gpus, 8)
     nodes = replace(cluster, gpus_per_node=per_node)
     recipe = paper_recipe(_model(models, row), nodes, num_gpus=gpus, num_blocks=num_blocks, method=method)
-    return Timed(recipe=recipe, ms=figures(table, row, column))
+    return TimedRun(recipe=recipe, ms=figures(table, row, column))
 
 
-def fitting_runs(figures: Figures, models: Mapping[str, Model], cluster: Cluster) -> tuple[list[Timed], list[Timed]]:
-    """The cells of the fit: times of the two models in tables 4, 15 and 16, and beside them offload's in table 3."""
+def fitting_runs(
+    figures: Figures, models: Mapping[str, Model], cluster: Cluster
+) -> tuple[list[TimedRun], list[TimedRun]]:
+    """The runs of the two fits: times of the fitted models in tables 4, 15 and 16, and offload's in table 3."""
 
-    def of(table: int, row: str, column: str) -> Timed:
-        return timed(figures, models, cluster, table, row, column)
+    def of(table: int, row: str, column: str) -> TimedRun:
+        return timed_run(figures, models, cluster, table, row, column)
 
     shares = [
         of(table, row, column)
@@ -227,10 +231,10 @@ def fitting_runs(figures: Figures, models: Mapping[str, Model], cluster: Cluster
     return shares, [of(3, row, "offload_adam_iter_ms") for row in FITTED_MODELS]
 
 
-def paper_of(published: Sequence[Published], models: Mapping[str, Model], cluster: Cluster) -> Paper:
-    """The paper beside a cluster that was fitted to its two small models.
+def recompute_paper(published: Sequence[Published], models: Mapping[str, Model], cluster: Cluster) -> Paper:
+    """The paper's numbers with a cluster fitted to its two small models.
 
-    Raises ValueError where a figure or a model is missing.
+    Raises ValueError if a number or a model is missing.
     """
     figures = Figures(published)
     shares, host = fitting_runs(figures, models, cluster)
@@ -238,7 +242,7 @@ def paper_of(published: Sequence[Published], models: Mapping[str, Model], cluste
 
 
 def mean_error(cells: Sequence[Cell], *, table: int = 4) -> float:
-    """Mean absolute relative error of the predicted times of a table: rows that no fit has seen."""
+    """Mean absolute relative error of a table's predicted times: rows that are not in the fit."""
     errors = [
         abs(cell.recomputed / cell.published - 1)
         for cell in cells

@@ -1,4 +1,4 @@
-"""Where a recipe runs unless the user says otherwise: how many GPUs, which pipeline, with or without recomputation."""
+"""Default placement of a recipe: number of GPUs, pipeline size, with or without recomputation."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 from megatron.bcd.planner.memory import fits, peak, rank_memory
 from megatron.bcd.planner.recipe import MAX_GPUS, METHODS, RECOMPUTE, Recipe
-from megatron.bcd.planner.search import suited_pipelines
+from megatron.bcd.planner.search import valid_pipelines
 from megatron.bcd.planner.tables import GIB, Cluster, Model, Placement
 
 _PLANNED_SHARE = 0.95
-"""Of a GPU's memory: a plan is a formula, and a run that ends for lack of memory is dearer than a recomputed layer."""
+"""Of a GPU's memory: the estimate is a formula, and running out of memory costs more than recomputing a layer."""
 _MOST_GPUS = 512
 _TINY_LAYERS, _TINY_HIDDEN, _TINY_HEADS, _TINY_SEQUENCE = 6, 64, 4, 64
 _BYTES = 257
-"""ByteLevelTokenizer's tokens."""
+"""Vocabulary of ByteLevelTokenizer."""
 
 
-def placed(
+def place(
     *,
     model: Model,
     cluster: Cluster,
@@ -28,13 +28,12 @@ def placed(
     num_gpus: int | None = None,
     **fields: Any,
 ) -> Recipe:
-    """The recipe on ``num_gpus``; where None, on those of its row in the method table, else on the fewest that do.
+    """The recipe on ``num_gpus``; if None, on the GPUs of its row in the method table, else on the fewest that fit.
 
-    ``fields`` are Recipe's; what they leave out of ``pipeline_size`` and ``recompute`` is chosen: the row's, where the
-    recipe runs on as many GPUs, or the shortest pipeline that takes at most 95 % of a GPU's memory, with recomputation
-    only where none does without. Layout ``stage`` has a block for each stage, so at least two stages where it can.
-    Where nothing fits at all, the longest pipeline with recomputation, on one node unless told otherwise. Raises
-    ValueError as Recipe does.
+    ``fields`` are Recipe's. A missing ``pipeline_size`` or ``recompute`` is chosen: the row's pipeline if the number
+    of GPUs is the row's, else the shortest pipeline that takes at most 95 % of a GPU's memory, with recomputation only
+    if none fits without. Layout ``stage`` has one block per stage, so it gets at least two stages if possible. If
+    nothing fits: the longest pipeline with recomputation, on one node by default. Raises ValueError as Recipe does.
     """
     rows = {(row.method, row.model, row.cluster): row for row in placements}
     row = rows.get((method, model.name, cluster.name))
@@ -44,29 +43,29 @@ def placed(
             cluster = replace(cluster, gpus_per_node=row.gpus_per_node)
             num_gpus = row.nodes * row.gpus_per_node
         fields = {"pipeline_size": row.pipeline} | fields
-    asked = {"model": model, "cluster": cluster, "method": method, **fields}
+    settings = {"model": model, "cluster": cluster, "method": method, **fields}
     if num_gpus is not None:
-        return _laid_out(num_gpus=num_gpus, **asked)
-    tried = list(on_more_and_more(placements=placements, **asked))
+        return _choose_layout(num_gpus=num_gpus, **settings)
+    tried = list(grow_until_fits(placements=placements, **settings))
     if fits(tried[-1]):
         return tried[-1]
     return next((each for each in tried if each.num_gpus >= cluster.gpus_per_node), tried[-1])
 
 
-def on_more_and_more(**asked: Any) -> Iterator[Recipe]:
-    """What ``placed`` makes of these on 1, 2, 4, ... GPUs, or such multiples of a given pipeline, until one fits.
+def grow_until_fits(**settings: Any) -> Iterator[Recipe]:
+    """``place`` on 1, 2, 4, ... GPUs (or such multiples of a given pipeline) until a recipe fits.
 
-    Where none does, the last one is the largest. Raises ValueError, the first one's, where no number suits.
+    If none fits, the last one has the most GPUs. Raises the first ValueError if no number of GPUs is valid.
     """
-    by_stage = asked["method"] == "bcd" and asked.get("layout") == "stage"
-    stages = asked.get("pipeline_size") or (asked.get("num_blocks") or 2 if by_stage else 1)
+    by_stage = settings["method"] == "bcd" and settings.get("layout") == "stage"
+    stages = settings.get("pipeline_size") or (settings.get("num_blocks") or 2 if by_stage else 1)
     numbers = [min(max(stages, 1), MAX_GPUS)]
     while 2 * numbers[-1] <= _MOST_GPUS:
         numbers.append(2 * numbers[-1])
     reasons, found = [], False
     for number in numbers:
         try:
-            recipe = placed(num_gpus=number, **asked)
+            recipe = place(num_gpus=number, **settings)
         except ValueError as error:  # more stages than layers, a batch that does not divide
             reasons.append(error)
         else:
@@ -78,15 +77,15 @@ def on_more_and_more(**asked: Any) -> Iterator[Recipe]:
         raise reasons[0]
 
 
-def that_fits_on(num_gpus: int, **asked: Any) -> Recipe | None:
-    """What is asked for on so many GPUs, with another method where its own does not fit; None where no method does."""
-    cluster = asked["cluster"]
-    asked["cluster"] = replace(cluster, gpus_per_node=max(num_gpus, cluster.gpus_per_node))
-    own = asked["method"]
+def fit_on(num_gpus: int, **settings: Any) -> Recipe | None:
+    """The recipe on ``num_gpus`` of one node, with another method if its own does not fit; None if no method fits."""
+    cluster = settings["cluster"]
+    settings["cluster"] = replace(cluster, gpus_per_node=max(num_gpus, cluster.gpus_per_node))
+    own = settings["method"]
     for method in (own, *(each for each in METHODS if each != own)):
         blocks = {} if method == own else {"num_blocks": None}
         try:
-            other = placed(num_gpus=num_gpus, **asked | {"method": method} | blocks)
+            other = place(num_gpus=num_gpus, **settings | {"method": method} | blocks)
         except ValueError:  # more stages than layers, a batch that does not divide
             continue
         if fits(other):
@@ -95,10 +94,10 @@ def that_fits_on(num_gpus: int, **asked: Any) -> Recipe | None:
 
 
 def scaled_down(recipe: Recipe, *, num_gpus: int = 2) -> Recipe:
-    """The same recipe as a run of seconds: a small model of the same form, on at most ``num_gpus`` ranks.
+    """The same recipe with a small model of the same family, on at most ``num_gpus`` ranks of one node.
 
-    Method, layout, number of blocks (but in layout ``stage``, where it is that of the stages), precision and
-    recomputation stay, and a pipeline stays a pipeline. One node; its vocabulary is ByteLevelTokenizer's.
+    Method, layout, number of blocks (in layout ``stage``: one per stage), precision and recomputation stay, and a
+    pipeline stays a pipeline. The vocabulary is ByteLevelTokenizer's.
     """
     model, ranks = recipe.model, min(num_gpus, recipe.num_gpus)
     stages = min(recipe.pipeline_size, ranks)
@@ -125,12 +124,12 @@ def scaled_down(recipe: Recipe, *, num_gpus: int = 2) -> Recipe:
     )
 
 
-def _laid_out(*, recompute: str | None = None, pipeline_size: int | None = None, **fields: Any) -> Recipe:
-    """The first layout that fits with room to spare, else the first that fits, else the last one."""
+def _choose_layout(*, recompute: str | None = None, pipeline_size: int | None = None, **fields: Any) -> Recipe:
+    """The first layout within _PLANNED_SHARE of the memory, else the first that fits, else the last one."""
     tried: list[Recipe] = []
     for choice in RECOMPUTE if recompute is None else (recompute,):
         if pipeline_size is None:
-            suited = suited_pipelines(recompute=choice, **fields)
+            suited = valid_pipelines(recompute=choice, **fields)
             if fields["method"] == "bcd" and fields.get("layout") == "stage":
                 suited = [recipe for recipe in suited if recipe.pipeline_size > 1] or suited
             tried += suited

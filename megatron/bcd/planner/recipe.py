@@ -1,4 +1,4 @@
-"""One run as the planner knows it: a model on a cluster, with a method and a layout."""
+"""Description of one run for the planner: a model on a cluster, with a method and a layout."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ METHODS = ("bcd", "full", "offload")
 """Block coordinate descent; full training; full training with the optimizer on the host."""
 RECOMPUTE = ("none", "full")
 MAX_GPUS, MAX_BATCH, MAX_TOKENS = 4096, 2**17, 2**24
-"""More is a mistake rather than a run that somebody wants to plan."""
+"""Larger values are taken for typing errors."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerCounts:
-    """A partition, and numbers of layers by stage, then by block."""
+    """A partition and its numbers of layers, indexed by stage, then by block."""
 
     partition: Partition
     layers: tuple[int, ...]
-    """Of a stage, in all phases."""
+    """By stage."""
     active: tuple[tuple[int, ...], ...]
     after_prefix: tuple[tuple[int, ...], ...]
-    """Active ones and those of the suffix."""
+    """Active layers and layers of the suffix."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that memory and time follow from. Tensor-parallel size 1, Adam, distributed optimizer.
+    """All inputs of the memory and time formulas. Tensor-parallel size 1, Adam, distributed optimizer.
 
-    Raises ValueError, one line that names the flag, where the numbers do not fit each other.
+    Raises ValueError, one line that names the flag, for an invalid combination.
     """
 
     model: Model
@@ -42,16 +42,16 @@ class Recipe:
     method: str = "bcd"
     pipeline_size: int = 1
     num_blocks: int | None = None
-    """Of bcd; None: the default."""
+    """For method bcd; None: the default."""
     layout: str = BcdConfig.bcd_layout
     precision: str = "fp32"
     sequence: int | None = None
-    """None: the model's own."""
+    """None: the model's default."""
     micro_batch_size: int = 1
     global_batch_size: int = 64
     recompute: str = "none"
     unfused_attention: bool = False
-    """Scores of every head in memory, as in Megatron Core's own attention and in the paper's time."""
+    """Attention scores in memory, as in Megatron Core's own attention; assumed for the paper's runs."""
     vocabulary_multiple: int = 128
     """--make-vocab-size-divisible-by."""
 
@@ -74,7 +74,7 @@ class Recipe:
                 raise ValueError(f"{flag} {chosen}: must be one of {', '.join(choices)}")
         if self.num_gpus % self.num_nodes:
             raise ValueError(
-                f"--num-gpus {self.num_gpus}: does not divide among {self.num_nodes} nodes of at most "
+                f"--num-gpus {self.num_gpus}: cannot be divided evenly among {self.num_nodes} nodes of at most "
                 f"{self.cluster.gpus_per_node} GPUs"
             )
         if self.num_gpus % self.pipeline_size:
@@ -90,10 +90,10 @@ class Recipe:
             )
         if self.method != "bcd" and self.num_blocks not in (None, 1):
             raise ValueError(
-                f"--bcd-num-blocks {self.num_blocks} does not go with --method {self.method}, where all is active; "
-                "leave it out"
+                f"--bcd-num-blocks {self.num_blocks} cannot be combined with --method {self.method}, where all "
+                "parameters are active; leave it out"
             )
-        _ = self.partition  # raises where the layout does not fit the model
+        _ = self.partition  # raises if the layout does not fit the model
 
     @property
     def tokens(self) -> int:
@@ -107,27 +107,27 @@ class Recipe:
 
     @property
     def num_microbatches(self) -> int:
-        """Of one iteration."""
+        """Per iteration."""
         return self.global_batch_size // (self.micro_batch_size * self.data_size)
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that hold the GPUs, as few as can."""
+        """The fewest nodes that hold the GPUs."""
         return -(-self.num_gpus // self.cluster.gpus_per_node)
 
     @property
     def gpus_per_node(self) -> int:
-        """Of each node."""
+        """Used on each node."""
         return self.num_gpus // self.num_nodes
 
     @property
     def bytes_per_element(self) -> int:
-        """Of an activation or a weight."""
+        """Bytes of one activation or weight."""
         return 4 if self.precision == "fp32" else 2
 
     @cached_property
     def shape(self) -> ModelShape:
-        """What its number of parameters follows from."""
+        """Sizes that determine the number of parameters."""
         return self.model.shape(self.tokens)
 
     @property
@@ -137,12 +137,12 @@ class Recipe:
 
     @cached_property
     def partition(self) -> Partition:
-        """Which layers form which block; one block where all is active."""
-        return self.cut.partition
+        """Which layers form which block; one block for methods full and offload."""
+        return self.layer_counts.partition
 
     @cached_property
-    def cut(self) -> LayerCounts:
-        """The partition, and how many layers of every stage are what in every phase."""
+    def layer_counts(self) -> LayerCounts:
+        """The partition with its numbers of layers by stage and phase."""
         is_bcd = self.method == "bcd"
         return _layer_counts(
             self.model.layers,
@@ -153,7 +153,7 @@ class Recipe:
         )
 
 
-@lru_cache(maxsize=1024)  # a search asks for the same cut with many batches
+@lru_cache(maxsize=1024)  # a search tries many batch sizes with the same partition
 def _layer_counts(num_layers: int, num_stages: int, num_blocks: int | None, layout: str, tied: bool) -> LayerCounts:
     blocks = partition(num_layers=num_layers, num_stages=num_stages, num_blocks=num_blocks, layout=layout, tied=tied)
     stages = [blocks.stage_layers(stage) for stage in range(num_stages)]

@@ -6,30 +6,30 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.bcd.planner.estimate import DEFAULT_MULTIPLIER, Plan, bill_of, make_estimate
+from megatron.bcd.planner.estimate import DEFAULT_MULTIPLIER, Estimate, make_estimate, training_cost
 from megatron.bcd.planner.memory import fits
 from megatron.bcd.planner.recipe import MAX_GPUS, RECOMPUTE, Recipe
 from megatron.bcd.planner.step_time import mean_seconds, phase_seconds
 
 SEARCHED_BLOCKS = (2, 3, 4, 5, 6)
-"""In layout submodel the first two: it has so many on every stage."""
+"""Layout submodel tries only the first two, because it has that many blocks on every stage."""
 _SIMULATED = 3
-"""Of the cheapest by the rough time, those whose pipeline is simulated."""
+"""Number of layouts, cheapest by rough time, whose pipeline is simulated."""
 _MOST_GPUS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """What a search came to."""
+class SearchResult:
+    """Result of a search."""
 
     num_tried: int
     num_fitting: int
-    best: tuple[Plan, ...]
-    """The cheapest first."""
+    best: tuple[Estimate, ...]
+    """Cheapest first."""
 
 
 def layouts(base: Recipe, *, num_blocks: Sequence[int] | None = None) -> Iterator[Recipe]:
-    """Every way to lay out the recipe on its GPUs: pipeline and data size, blocks, micro-batch, recomputation."""
+    """Every layout of the recipe on its GPUs: pipeline and data size, blocks, micro-batch, recomputation."""
     if base.method != "bcd":
         choices: Sequence[int | None] = (None,)
     elif base.layout == "stage":
@@ -61,11 +61,11 @@ def search(
     num_blocks: Sequence[int] | None = None,
     tokens: float | None = None,
     multiplier: float = DEFAULT_MULTIPLIER,
-) -> Found:
-    """The layouts that cost least in dollars, of those that fit.
+) -> SearchResult:
+    """The layouts with the lowest cost in dollars, of those that fit.
 
-    ``num_blocks`` are the numbers of blocks to try. All layouts are timed roughly, the cheapest then by the
-    pipeline's plan. Raises ValueError where none fits, with the number of GPUs on which one would.
+    ``num_blocks`` are the numbers of blocks to try. All layouts get a rough time; the cheapest are then simulated.
+    Raises ValueError if none fits, with the number of GPUs on which one would.
     """
     tried = list(layouts(base, num_blocks=num_blocks))
     fitting = [recipe for recipe in tried if fits(recipe)]
@@ -74,21 +74,21 @@ def search(
 
     def rough_dollars(recipe: Recipe) -> float:
         phases = tuple(phase_seconds(recipe, block.index, is_rough=True) for block in recipe.partition.blocks)
-        return bill_of(recipe, mean_seconds(phases), tokens=tokens, multiplier=multiplier).dollars
+        return training_cost(recipe, mean_seconds(phases), tokens=tokens, multiplier=multiplier).dollars
 
     by_price = sorted(fitting, key=rough_dollars)
     is_quick = by_price[0].partition.num_blocks <= SEARCHED_BLOCKS[-1]
     cheapest = by_price[: _SIMULATED if is_quick else 1]
-    plans = [make_estimate(recipe, tokens=tokens, multiplier=multiplier) for recipe in cheapest]
-    return Found(
+    estimates = [make_estimate(recipe, tokens=tokens, multiplier=multiplier) for recipe in cheapest]
+    return SearchResult(
         num_tried=len(tried),
         num_fitting=len(fitting),
-        best=tuple(sorted(plans, key=lambda plan: plan.bill.dollars)),
+        best=tuple(sorted(estimates, key=lambda estimate: estimate.cost.dollars)),
     )
 
 
 def fewest_gpus(base: Recipe, *, num_blocks: Sequence[int] | None = None) -> int | None:
-    """The fewest GPUs on which some layout fits: powers of two, whole nodes above one."""
+    """The fewest GPUs on which some layout fits, among powers of two; None if there are none."""
     number = 1
     while number <= _MOST_GPUS:
         try:
@@ -102,10 +102,10 @@ def fewest_gpus(base: Recipe, *, num_blocks: Sequence[int] | None = None) -> int
     return None
 
 
-def suited_pipelines(**fields: Any) -> list[Recipe]:
-    """The recipe with every pipeline size that suits its GPUs, its model and its batch, the shortest first.
+def valid_pipelines(**fields: Any) -> list[Recipe]:
+    """The recipe with every valid pipeline size, shortest first.
 
-    ``fields`` are Recipe's without ``pipeline_size``. Raises ValueError, the first one's, where none does.
+    ``fields`` are Recipe's without ``pipeline_size``. Raises the first ValueError if no size is valid.
     """
     suited, reasons = [], []
     for pipeline_size in _divisors(min(max(1, fields["num_gpus"]), MAX_GPUS)):
@@ -119,15 +119,15 @@ def suited_pipelines(**fields: Any) -> list[Recipe]:
 
 
 def shortest_that_fits(suited: Sequence[Recipe]) -> Recipe:
-    """The one with the shortest pipeline that fits, so the most data-parallel ranks; the longest where none does."""
+    """The shortest pipeline that fits, which has the most data-parallel ranks; the longest if none fits."""
     return next((recipe for recipe in suited if fits(recipe)), suited[-1])
 
 
 def _nothing_fits(base: Recipe, num_blocks: Sequence[int] | None) -> str:
     number = fewest_gpus(base, num_blocks=num_blocks)
-    remedy = f"--num-gpus {number} would do" if number else "take a smaller model or a GPU with more memory"
+    remedy = f"--num-gpus {number} would fit" if number else "take a smaller model or a GPU with more memory"
     return (
-        f"--num-gpus {base.num_gpus}: no layout of {base.model.name} with --method {base.method} fits on so many "
+        f"--num-gpus {base.num_gpus}: no layout of {base.model.name} with --method {base.method} fits on this many "
         f"{base.cluster.gpu}; {remedy}"
     )
 

@@ -1,8 +1,8 @@
-"""The time of an iteration: a roofline for every layer, the pipeline's plan, the optimizer, the reductions.
+"""Iteration time: a roofline per layer, the simulated pipeline, the optimizer step, the reductions.
 
-A layer's time is that of its matrix products at the share of the peak that they achieve, plus that of its
-element-wise work at the share of the memory bandwidth: what a layer keeps for its backward pass is written and read
-once in the forward pass, and as often for either gradient.
+A layer takes the time of its matrix products at the achieved share of the peak, plus the time of its element-wise
+work at the achieved share of the memory bandwidth. What a layer saves for its backward pass is written and read once
+in the forward pass, and once more for each gradient.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megatron.bcd.planner.memory import phase_shape, stage_buffers
 from megatron.bcd.planner.recipe import Recipe
 
 _ADAM_PASSES = 11
-"""Elements of 4 bytes that a step reads or writes per parameter: the gradient for norm, clipping (2), step and zeroing,
+"""4-byte elements read or written per parameter in one step: the gradient for norm, clipping (2), step and zeroing,
 the weight (2), both moments (4)."""
 _SIMULATED_BLOCKS = 5
 _SIMULATED_ROUNDS = 2
-"""Of more microbatches than so many times the stages, the pipeline goes on as it did."""
+"""Microbatches simulated, in multiples of the stages; the rest are extrapolated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +31,13 @@ class PhaseTime:
 
     block: int
     pipeline: float
-    """Forward and backward of all microbatches, with waiting."""
+    """Forward and backward of all microbatches, bubbles included."""
     optimizer: float
     """The slowest rank's step."""
     reductions: float
-    """Gradients and weights over the data-parallel ranks."""
+    """Reduce-scatter of gradients and all-gather of weights."""
     bubble: float
-    """The part of the pipeline's time in which a stage does not compute, over all stages."""
+    """Share of the pipeline's time in which stages are idle, over all stages."""
 
     @property
     def total(self) -> float:
@@ -45,8 +45,8 @@ class PhaseTime:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """What one microbatch asks of a GPU in one pass through one layer, or through the head."""
+class PassCost:
+    """Work of one microbatch in one pass (forward, input gradient or weight gradient) of a layer or the head."""
 
     flops: float
     traffic: float
@@ -57,27 +57,26 @@ class Work:
         return self.flops / cluster.flops_per_s(recipe.precision) + self.traffic / cluster.bytes_per_s
 
 
-def layer_work(recipe: Recipe) -> Work:
-    """One pass (forward, input gradient or weight gradient) of one transformer layer."""
+def layer_pass(recipe: Recipe) -> PassCost:
+    """One pass of one transformer layer."""
     shape, tokens = recipe.shape, recipe.tokens * recipe.micro_batch_size
     projections = 2 * shape.query_size + 2 * shape.key_value_size
     matrices = shape.hidden_size * (projections + (3 if shape.gated else 2) * shape.ffn_hidden_size)
     attention = 2 * recipe.tokens * shape.query_size
-    return Work(flops=2 * tokens * (matrices + attention), traffic=2 * layer_bytes(recipe).active)
+    return PassCost(flops=2 * tokens * (matrices + attention), traffic=2 * layer_bytes(recipe).active)
 
 
-def head_work(recipe: Recipe) -> Work:
-    """One pass of the output head and its loss."""
+def head_pass(recipe: Recipe) -> PassCost:
+    """One pass of the output head and the loss."""
     tokens = recipe.tokens * recipe.micro_batch_size
     elements = tokens * recipe.padded_vocabulary
-    return Work(flops=2 * elements * recipe.shape.hidden_size, traffic=8 * elements)
+    return PassCost(flops=2 * elements * recipe.shape.hidden_size, traffic=8 * elements)
 
 
 def phase_seconds(recipe: Recipe, block: int, *, is_rough: bool = False) -> PhaseTime:
     """An iteration in the middle of the block's phase.
 
-    ``is_rough`` takes filling, emptying and the slowest stage in place of the plan's simulation: quick, and right where
-    the stages do as much.
+    ``is_rough`` replaces the simulation by fill, drain and the slowest stage: fast, and exact for balanced stages.
     """
     shape = phase_shape(recipe, block)
     costs = _costs(recipe, shape, block)
@@ -94,10 +93,10 @@ def phase_seconds(recipe: Recipe, block: int, *, is_rough: bool = False) -> Phas
 
 
 def cycle_seconds(recipe: Recipe) -> tuple[PhaseTime, ...]:
-    """An iteration in the phase of every block.
+    """One iteration in the phase of every block.
 
-    Of more than _SIMULATED_BLOCKS blocks so many are simulated, spread evenly; the rough time of any other is corrected
-    as that of the nearest of these.
+    At most _SIMULATED_BLOCKS blocks are simulated, evenly spaced. The rough time of the others is corrected by the
+    factor of the nearest simulated one.
     """
     blocks = range(recipe.partition.num_blocks)
     if len(blocks) <= _SIMULATED_BLOCKS:
@@ -115,13 +114,13 @@ def cycle_seconds(recipe: Recipe) -> tuple[PhaseTime, ...]:
 
 
 def mean_seconds(phases: tuple[PhaseTime, ...]) -> float:
-    """Of an iteration over a cycle: every block is active for as many steps."""
+    """Mean iteration time of a cycle: every block is active for the same number of steps."""
     return sum(phase.total for phase in phases) / len(phases)
 
 
 def _costs(recipe: Recipe, shape: PlanShape, block: int) -> ActionCosts:
-    partition, cut = recipe.partition, recipe.cut
-    layer, head = layer_work(recipe).seconds(recipe), head_work(recipe).seconds(recipe)
+    partition, cut = recipe.partition, recipe.layer_counts
+    layer, head = layer_pass(recipe).seconds(recipe), head_pass(recipe).seconds(recipe)
     forward, backward = [], []
     for stage in range(shape.num_stages):
         num_active, num_inputs = cut.active[stage][block], cut.after_prefix[stage][block]
@@ -136,11 +135,11 @@ def _costs(recipe: Recipe, shape: PlanShape, block: int) -> ActionCosts:
 
 
 def _message_seconds(recipe: Recipe) -> float:
-    """The mean over the pipeline's links: exact where one message follows the other."""
+    """Mean over the pipeline's links: exact if messages follow one another."""
     if recipe.pipeline_size == 1:
         return 0.0
     cluster, last = recipe.cluster, recipe.pipeline_size - 1
-    # ranks of one stage are neighbours, so a stage begins every data_size ranks
+    # ranks of one stage are neighbours, so a stage starts every data_size ranks
     nodes = [stage * recipe.data_size // recipe.gpus_per_node for stage in range(recipe.pipeline_size)]
     between = sum(nodes[stage] != nodes[stage + 1] for stage in range(last))
     # all data-parallel ranks of a node send at once
@@ -150,8 +149,7 @@ def _message_seconds(recipe: Recipe) -> float:
 
 
 def _pipeline_seconds(shape: PlanShape, costs: ActionCosts) -> tuple[float, float]:
-    """Time and bubble of the plan; of many microbatches some are simulated, the others go on at the
-    pace of the last of these."""
+    """Time and bubble; of many microbatches the first are simulated, the rest continue at the same pace."""
     simulated = _with_microbatches(shape, min(shape.num_microbatches, _SIMULATED_ROUNDS * shape.num_stages))
     timeline = simulate(build_plan(simulated), costs)
     more = (shape.num_microbatches - simulated.num_microbatches) / simulated.num_microbatches
@@ -164,7 +162,7 @@ def _pipeline_seconds(shape: PlanShape, costs: ActionCosts) -> tuple[float, floa
 
 
 def _rough_seconds(shape: PlanShape, costs: ActionCosts) -> tuple[float, float]:
-    """Every stage from the first trainable stage on once, and the slowest for all other microbatches."""
+    """Every stage from the first trainable one once, and the slowest stage for all other microbatches."""
     forward = [costs.of(stage, Kind.FORWARD) for stage in range(shape.num_stages)]
     both = [forward[stage] + costs.of(stage, Kind.BACKWARD) for stage in range(shape.first_trainable, shape.num_stages)]
     slowest = max(*both, *forward)
@@ -179,7 +177,7 @@ def _with_microbatches(shape: PlanShape, number: int) -> PlanShape:
 
 
 def _step_seconds(recipe: Recipe, held: int) -> float:
-    """The optimizer's step on the parameters that a rank holds the state of."""
+    """The optimizer step on the parameters whose state a rank holds."""
     traffic = 4 * _ADAM_PASSES * held
     if recipe.method == "offload":
         return traffic / (1e9 * recipe.cluster.host_gb_per_s)
@@ -187,7 +185,7 @@ def _step_seconds(recipe: Recipe, held: int) -> float:
 
 
 def _reduction_seconds(recipe: Recipe, size: int) -> float:
-    """Reduce-scatter of the gradients and all-gather of the weights, nothing of it overlapped."""
+    """Reduce-scatter of the gradients and all-gather of the weights, without overlap."""
     ranks = recipe.data_size
     if ranks == 1:
         return 0.0

@@ -1,6 +1,6 @@
-"""Models, clusters and published figures, read from CSV files that a user can edit.
+"""Models, clusters and published numbers, read from CSV files that users can edit.
 
-Lines that begin with # are comments; the first other line names the columns.
+Lines that start with # are comments; the first other line names the columns.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Model:
     hidden: int
     heads: int
     groups: int
-    """Of heads that share keys and values (grouped-query attention); as many as heads where none do."""
+    """Query groups of grouped-query attention; equal to ``heads`` without it."""
     ffn: int
     vocabulary: int
     """Unpadded."""
     sequence: int
-    """Tokens of a sequence unless a recipe says otherwise."""
+    """Default tokens per sequence."""
     source: str
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class Model:
             raise ValueError(f"model {self.name}: heads {self.heads} is not divisible by groups {self.groups}")
 
     def shape(self, sequence: int | None = None) -> ModelShape:
-        """What its number of parameters follows from; a GPT's position table reaches the end of ``sequence``."""
+        """Sizes that determine the number of parameters; a GPT's position table has ``sequence`` rows."""
         key_value_size = self.hidden // self.heads * self.groups
         if self.form == "llama":
             return llama(
@@ -71,7 +71,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A row of the cluster table: one kind of GPU, and what is between two of them."""
+    """A row of the cluster table: one kind of GPU and its interconnect."""
 
     name: str
     gpu: str
@@ -80,9 +80,9 @@ class Cluster:
     bf16_tflops: float
     memory_gb_per_s: float
     link_gb_per_s: float
-    """From GPU to GPU inside a node, one way."""
+    """GPU to GPU inside a node, one way."""
     network_gb_per_s: float
-    """From node to node, one way."""
+    """Node to node, one way."""
     gpus_per_node: int
     usd_per_gpu_hour: float
     compute_share: float
@@ -90,9 +90,9 @@ class Cluster:
     memory_share: float
     """Share of the memory bandwidth that element-wise work and the optimizer achieve."""
     framework_gib: float
-    """Memory that no tensor of the run explains: driver context, workspaces, collectives' buffers, fragmentation."""
+    """Memory outside the run's tensors: driver context, workspaces, communication buffers, fragmentation."""
     host_gb_per_s: float
-    """Bytes of model state per second that an optimizer on the host goes through, its transfers included."""
+    """Rate at which an optimizer on the host processes model state, transfers included."""
     source: str
 
     def __post_init__(self) -> None:
@@ -111,22 +111,22 @@ class Cluster:
             raise ValueError(f"cluster {self.name}: gpus_per_node must be at least 1")
 
     def peak_flops_per_s(self, precision: str) -> float:
-        """Of matrix products."""
+        """Peak of matrix products."""
         return 1e12 * (self.fp32_tflops if precision == "fp32" else self.bf16_tflops)
 
     def flops_per_s(self, precision: str) -> float:
-        """What matrix products achieve."""
+        """Achieved rate of matrix products."""
         return self.peak_flops_per_s(precision) * self.compute_share
 
     @property
     def bytes_per_s(self) -> float:
-        """What element-wise work achieves."""
+        """Achieved memory bandwidth of element-wise work."""
         return 1e9 * self.memory_gb_per_s * self.memory_share
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """A row of the method table: the GPUs that a model is trained on with a method unless a recipe says otherwise."""
+    """A row of the method table: the default GPUs of a model and method."""
 
     method: str
     model: str
@@ -145,7 +145,7 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """A figure that the paper prints."""
+    """A number published in the paper."""
 
     table: str
     row: str
@@ -158,27 +158,27 @@ _CONVERTERS = {"str": str, "int": int, "float": float}
 
 
 def read_models(path: str | Path) -> dict[str, Model]:
-    """By name. Raises ValueError naming the file and line that is wrong."""
+    """By name. Raises ValueError with the file and line at fault."""
     return _by_name(path, _read(path, Model))
 
 
 def read_clusters(path: str | Path) -> dict[str, Cluster]:
-    """By name. Raises ValueError naming the file and line that is wrong."""
+    """By name. Raises ValueError with the file and line at fault."""
     return _by_name(path, _read(path, Cluster))
 
 
 def read_placements(path: str | Path) -> list[Placement]:
-    """In the file's order. Raises ValueError naming the file and line that is wrong."""
+    """In the file's order. Raises ValueError with the file and line at fault."""
     return _read(path, Placement)
 
 
 def read_published(path: str | Path) -> list[Published]:
-    """In the file's order. Raises ValueError naming the file and line that is wrong."""
+    """In the file's order. Raises ValueError with the file and line at fault."""
     return _read(path, Published)
 
 
 def choose(known: Mapping[str, Row], name: str, *, flag: str) -> Row:
-    """The row of that name, in whatever case. Raises ValueError that lists the names."""
+    """The row of that name, ignoring case. Raises ValueError with the list of names."""
     found = {key.lower(): row for key, row in known.items()}.get(name.lower())
     if found is None:
         raise ValueError(f"{flag} {name}: must be one of {', '.join(known)}")
@@ -188,7 +188,7 @@ def choose(known: Mapping[str, Row], name: str, *, flag: str) -> Row:
 def _by_name(path: str | Path, rows: list[Any]) -> dict[str, Any]:
     named = {row.name: row for row in rows}
     if not rows or len({name.lower() for name in named}) < len(rows):
-        raise ValueError(f"{path}: " + ("a name stands there twice" if rows else "has no row"))
+        raise ValueError(f"{path}: " + ("contains a name twice" if rows else "has no row"))
     return named
 
 
@@ -200,15 +200,15 @@ def _read(path: str | Path, kind: type[Row]) -> list[Row]:
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip() and line[0] != "#"]
     table = csv.reader(line for _, line in lines)
     columns = next(table, [])
-    wanted = {field.name: _CONVERTERS[str(field.type)] for field in fields(kind)}
-    if sorted(columns) != sorted(wanted):
-        raise ValueError(f"{path}: its columns must be {','.join(wanted)}")
+    converters = {field.name: _CONVERTERS[str(field.type)] for field in fields(kind)}
+    if sorted(columns) != sorted(converters):
+        raise ValueError(f"{path}: its columns must be {','.join(converters)}")
     rows = []
     for (number, _), cells in zip(lines[1:], table, strict=False):
         try:
             if len(cells) != len(columns):
-                raise ValueError(f"{len(cells)} cells in place of {len(columns)}")
-            values = {name: wanted[name](cell.strip()) for name, cell in zip(columns, cells, strict=True)}
+                raise ValueError(f"{len(cells)} cells instead of {len(columns)}")
+            values = {name: converters[name](cell.strip()) for name, cell in zip(columns, cells, strict=True)}
             rows.append(kind(**values))
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None

@@ -11,7 +11,7 @@ from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.planner.cost import ModelShape
 
 _PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
-"""Elements: where Megatron Core's buffers begin a parameter and end a bucket for the distributed optimizer."""
+"""Alignment, in elements, of parameters and of bucket ends in Megatron Core's buffers with distributed optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Tensor:
     block: int
     """The block that owns it."""
     is_shared: bool = False
-    """The embedding with a copy on another stage, or that copy: Megatron Core gives it a bucket of its own."""
+    """The embedding with a copy on another stage, or that copy: Megatron Core gives it a separate bucket."""
 
 
 def stage_tensors(shape: ModelShape, partition: Partition, stage: int, *, padded_vocabulary: int) -> tuple[Tensor, ...]:
@@ -59,7 +59,7 @@ def _names_and_sizes(shape: ModelShape, partition: Partition, stage: int, vocabu
 
 
 def _layer(shape: ModelShape) -> Iterator[tuple[str, int]]:
-    """Names and sizes of one layer's parameters."""
+    """Names and sizes (elements) of one layer's parameters."""
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
     inner = (2 if shape.gated else 1) * ffn
     matrices = (
@@ -80,21 +80,21 @@ def _layer(shape: ModelShape) -> Iterator[tuple[str, int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Buffer:
-    """Where Megatron Core's DDP puts the active parameters of a rank."""
+    """Megatron Core's DDP buffer of a rank's active parameters."""
 
     size: int
     """Elements, with padding."""
     held: tuple[int, ...]
-    """By data-parallel rank: elements of parameters whose optimizer state it holds, without padding."""
+    """By data-parallel rank: elements whose optimizer state it holds, without padding."""
     pieces: tuple[int, ...]
-    """By data-parallel rank: parameters that it holds a part of."""
+    """By data-parallel rank: number of parameters that it holds a part of."""
 
 
 def buffer_of(tensors: list[Tensor], *, data_size: int) -> Buffer:
-    """The buffer of these active parameters, given in GPTModel's order, for the distributed optimizer.
+    """The buffer of these active parameters, given in GPTModel's order, with distributed optimizer.
 
-    Parameters come in reverse order, each at a multiple of 64; a shared embedding has a bucket of its own; each
-    bucket is padded to what its ranks can share evenly, and every rank takes one slice of it.
+    Parameters are laid out in reverse order at multiples of 64; a shared embedding has a separate bucket. Each bucket
+    is padded so that its ranks share it evenly, one slice each.
     """
     buckets: list[tuple[int, int, list[tuple[int, int]]]] = []
     start, bucket_start, inside = 0, 0, list[tuple[int, int]]()
