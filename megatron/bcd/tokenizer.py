@@ -1,11 +1,10 @@
-"""Tokenizers: text -> token ids, under Megatron's --tokenizer-type names.
+"""Tokenizers: text to token ids, under Megatron's --tokenizer-type names. Pure.
 
-Ids equal stock Megatron-LM core_v0.16.1 without --legacy-tokenizer, for every type it has too
-(ByteLevelTokenizer is ours). One deliberate difference: GPT2BPETokenizer reads a literal
-"<|endoftext|>" in the text as ordinary text, as OpenAI's encoder and the legacy tokenizer do, so
-that a document cannot forge a document boundary.
+Ids equal those of stock Megatron-LM core_v0.16.1 without --legacy-tokenizer. ByteLevelTokenizer is not in stock. One
+deliberate difference: GPT2BPETokenizer reads a literal "<|endoftext|>" in the text as ordinary text, as OpenAI's
+encoder and the legacy tokenizer do, so that a document cannot forge a document boundary.
 
-No torch and no Megatron Core here: preprocessing workers start in a fraction of a second.
+Without torch and Megatron Core, preprocessing workers start in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -14,30 +13,18 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-
-TOKENIZER_TYPES = (
-    "ByteLevelTokenizer",
-    "GPT2BPETokenizer",
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "Llama2Tokenizer",
-    "HuggingFaceTokenizer",
-    "NullTokenizer",
-)
-"""Accepted values of --tokenizer-type. The three SentencePiece names are one tokenizer, as in
-Megatron Core 0.16.1's build_tokenizer; none of them prepends a begin-of-sentence id."""
 
 NO_PAD = -1
 """The pad id of a tokenizer without one: Megatron Core's own value for "in no dataset"."""
 
 
 class Tokenizer(ABC):
-    """What datasets, models and preprocessing ask of a tokenizer.
+    """Interface of all tokenizers.
 
-    Quacks like Megatron Core's MegatronTokenizerBase as far as GPTDataset looks: `vocab_size`, `eod`,
-    `pad` and `unique_identifiers` (hashed into the name of the dataset's index cache).
+    It has what GPTDataset uses of Megatron Core's MegatronTokenizerBase: `vocab_size`, `eod`, `pad` and
+    `unique_identifiers` (hashed into the name of the dataset's index cache).
     """
 
     def __init__(self, *, vocab_size: int, eod: int, pad: int = NO_PAD, **identifiers: str) -> None:
@@ -69,12 +56,12 @@ class Tokenizer(ABC):
 
     @property
     def pad(self) -> int:
-        """Id whose labels are left out of the loss; NO_PAD where there is none apart from `eod`."""
+        """Id whose labels are left out of the loss; NO_PAD if there is none beside `eod`."""
         return self._pad
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, str]:
-        """Class, files and options as JSON-able text: equal for tokenizers built alike."""
+        """Class, files and options as text; equal for tokenizers built alike."""
         return self._unique_identifiers
 
 
@@ -169,8 +156,8 @@ class SentencePieceTokenizer(Tokenizer):
 class HuggingFaceTokenizer(Tokenizer):
     """A local Hugging Face folder: its tokenizer.json where there is one, else AutoTokenizer.
 
-    eod is the folder's eos_token, or its sep_token where it names no eos_token. Special tokens that
-    stand in the text are read as such; none is added. Nothing is fetched and no code from the folder runs.
+    eod is the folder's eos_token, or its sep_token if it names no eos_token. Special tokens in the text are read as
+    such; none is added. Nothing is downloaded and no code from the folder runs.
     Raises ValueError naming --tokenizer-model when the folder is absent, unreadable or names no eos_token.
     """
 
@@ -179,7 +166,7 @@ class HuggingFaceTokenizer(Tokenizer):
         if not os.path.isdir(folder):
             raise ValueError(
                 f"--tokenizer-model {folder} is not a folder; "
-                "HuggingFaceTokenizer needs a local one (nothing is fetched)"
+                "HuggingFaceTokenizer needs a local one (nothing is downloaded)"
             )
         self._engine: Any
         if os.path.isfile(os.path.join(folder, "tokenizer.json")):
@@ -199,7 +186,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 'set "eos_token" in its tokenizer_config.json to a token of its vocabulary'
             )
         super().__init__(
-            # Not len(vocab): ids may have holes, and the embedding must hold the largest.
+            # Not len(vocab): ids may have gaps, and the embedding must hold the largest.
             vocab_size=max(vocab.values()) + 1,
             eod=vocab[eod_token],
             pad=vocab.get(special.get("pad_token", ""), NO_PAD),
@@ -215,7 +202,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """Text that is numbers already, "17 4 256"; for --mock-data and for text tokenized elsewhere.
+    """Text that consists of ids, "17 4 256"; for --mock-data and for text tokenized elsewhere.
 
     `vocab_size` ids 0..vocab_size-1 plus eod = vocab_size, so vocab_size + 1 in all, as in Megatron.
     """
@@ -240,6 +227,22 @@ class NullTokenizer(Tokenizer):
         return " ".join(str(i) for i in ids)
 
 
+_BUILDERS: dict[str, tuple[Callable[..., Tokenizer], tuple[str, ...]]] = {
+    "ByteLevelTokenizer": (ByteLevelTokenizer, ()),
+    "GPT2BPETokenizer": (GPT2BPETokenizer, ("vocab_file", "merge_file")),
+    "SentencePieceTokenizer": (SentencePieceTokenizer, ("tokenizer_model",)),
+    "GPTSentencePieceTokenizer": (SentencePieceTokenizer, ("tokenizer_model",)),
+    "Llama2Tokenizer": (SentencePieceTokenizer, ("tokenizer_model",)),
+    "HuggingFaceTokenizer": (HuggingFaceTokenizer, ("tokenizer_model",)),
+    "NullTokenizer": (NullTokenizer, ("vocab_size",)),
+}
+"""Class, and the arguments that it takes, by --tokenizer-type. The three SentencePiece names are one tokenizer, as in
+Megatron Core 0.16.1's build_tokenizer; none of them prepends a begin-of-sentence id."""
+
+TOKENIZER_TYPES = tuple(_BUILDERS)
+"""Values of --tokenizer-type."""
+
+
 def build_tokenizer(
     tokenizer_type: str,
     *,
@@ -248,22 +251,25 @@ def build_tokenizer(
     tokenizer_model: str | None = None,
     vocab_size: int | None = None,
 ) -> Tokenizer:
-    """The tokenizer that Megatron's flags of the same names ask for.
+    """The tokenizer of Megatron's flags of the same names.
 
     Arguments that the type does not use are ignored, as stock recipes pass them.
-    Raises ValueError, one line that names the flag, for an unknown type or an absent or malformed file.
+
+    Raises:
+        ValueError: the type is unknown, or a file is absent or malformed; one line that names the flag.
     """
-    if tokenizer_type == "ByteLevelTokenizer":
-        return ByteLevelTokenizer()
-    if tokenizer_type == "GPT2BPETokenizer":
-        return GPT2BPETokenizer(vocab_file=vocab_file, merge_file=merge_file)
-    if tokenizer_type in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
-        return SentencePieceTokenizer(tokenizer_model=tokenizer_model)
-    if tokenizer_type == "HuggingFaceTokenizer":
-        return HuggingFaceTokenizer(tokenizer_model=tokenizer_model)
-    if tokenizer_type == "NullTokenizer":
-        return NullTokenizer(vocab_size=vocab_size)
-    raise ValueError(f"--tokenizer-type {tokenizer_type} is not supported; choose from {', '.join(TOKENIZER_TYPES)}")
+    if tokenizer_type not in _BUILDERS:
+        raise ValueError(
+            f"--tokenizer-type {tokenizer_type} is not supported; choose from {', '.join(TOKENIZER_TYPES)}"
+        )
+    build, names = _BUILDERS[tokenizer_type]
+    given = {
+        "vocab_file": vocab_file,
+        "merge_file": merge_file,
+        "tokenizer_model": tokenizer_model,
+        "vocab_size": vocab_size,
+    }
+    return build(**{name: given[name] for name in names})
 
 
 def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int) -> int:
@@ -339,7 +345,7 @@ def _load_tokenizer_json(folder: str) -> tuple[Any, dict[str, str]]:
         engine = Engine.from_file(os.path.join(folder, "tokenizer.json"))
     except Exception as error:  # the library raises bare Exception
         raise ValueError(f"--tokenizer-model {folder}: cannot read its tokenizer.json: {_one_line(error)}") from error
-    # A model's input limits, saved along with it, must not cut or fill up documents.
+    # A model's input limits, saved along with it, must not truncate or pad documents.
     engine.no_truncation()
     engine.no_padding()
     return engine, _special_tokens(folder)
@@ -363,7 +369,7 @@ def _load_with_transformers(folder: str) -> tuple[Any, dict[str, str]]:
 
 
 def _special_tokens(folder: str) -> dict[str, str]:
-    """eos_token and the like, from the folder's two small JSON files (the second only fills gaps)."""
+    """eos_token and the like, from the folder's two small JSON files; the first takes precedence."""
     special: dict[str, str] = {}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         path = os.path.join(folder, name)

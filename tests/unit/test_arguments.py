@@ -202,7 +202,7 @@ def test_core_flag_matches_its_field(flag: Flag) -> None:
     allowed = {kind for kind in (typing.get_args(hint) or (hint,)) if isinstance(kind, type)}
     texts = {int: "3", float: "0.5", str: "text"}
     if flag.type is bool:
-        words, value = [flag.shown], flag.default is not True
+        words, value = [flag.shown[-1]], flag.default is not True
         assert bool in allowed
     else:
         text = str(flag.choices[-1]) if flag.choices else texts[flag.type]
@@ -245,7 +245,7 @@ def test_flag_names_are_stocks() -> None:
     """Would expose a misspelt name: every flag is stock Megatron-LM's, a --bcd- one, or listed here."""
     ours = {"--metrics-file", "--no-use-distributed-optimizer", "--keep-last-checkpoints", "--max-skipped-steps"}
     ours.add("--no-decoupled-weight-decay")  # not among the flags of core_v0.16.1, which has the field
-    shown = {flag.shown for flag in generate_flags()} | {flag.name for flag in COMPATIBLE_FLAGS}
+    shown = {flag.shown[-1] for flag in generate_flags()} | {flag.name for flag in COMPATIBLE_FLAGS}
     unknown = {name for name in shown - stock_flags() - ours if not name.startswith("--bcd-")}
     assert unknown == set()
 
@@ -366,12 +366,31 @@ def test_help_shows_every_flag(capsys: pytest.CaptureFixture[str], monkeypatch: 
             parse_run_config(["--foo", "--help"], prog=PROG)
         assert left.value.code == 0
         text = capsys.readouterr().out
-        assert all(flag.shown in text for flag in generate_flags())
+        assert all(name in text for flag in generate_flags() for name in flag.shown)
         assert all(flag.name in text for flag in COMPATIBLE_FLAGS)
     first, second = (text.index(title) for title in ("block coordinate descent:", "network size:"))
     assert first < second < text.index("accepted for compatibility:")
     assert max(len(line) for line in text.splitlines()) <= 120
     assert "--initial-loss-scale X" in text and "(default: 4294967296)" in text
+
+
+def test_help_shows_both_spellings_of_what_is_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would expose a default that --help hides, or an off-switch that does not say what it switches off."""
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit):
+        parse_run_config(["--help"], prog=PROG)
+    text = capsys.readouterr().out
+    assert "  --use-distributed-optimizer, --no-use-distributed-optimizer\n" in text
+    for words in (
+        "shard the active block's optimizer state over the data-parallel ranks "
+        "(default: on; --no-use-distributed-optimizer switches it off)",
+        "fused mask and softmax kernel, where installed (default: on; --no-masked-softmax-fusion switches it off)",
+    ):
+        assert f"{words}\n" in text
+    for word, value in (("--no-use-distributed-optimizer", False), ("--use-distributed-optimizer", True)):
+        assert parse(word).training.use_distributed_optimizer is value
 
 
 def test_field_names_are_unique() -> None:

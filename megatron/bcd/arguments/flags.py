@@ -56,17 +56,22 @@ class Flag:
     type: Any
     """``bool`` is a switch; anything else turns the text into the value."""
     names: tuple[str, ...]
-    """Spellings that set the value, or switch it on; the first is shown."""
+    """Spellings that set the value, or switch it on."""
     off_names: tuple[str, ...] = ()
-    """Spellings that switch it off; the first is shown where the default is on."""
+    """Spellings that switch it off."""
     choices: tuple[Any, ...] | None = None
     nargs: str | int | None = None
     metavar: str | tuple[str, ...] | None = None
 
     @property
-    def shown(self) -> str:
-        """The spelling that changes the default."""
-        return self.off_names[0] if self.default is True else self.names[0]
+    def shown(self) -> tuple[str, ...]:
+        """The spellings that ``--help`` shows: the first, and the first that switches off where the default is on."""
+        return (self.names[0], self.off_names[0]) if self.default is True else self.names[:1]
+
+    @property
+    def hidden(self) -> tuple[str, ...]:
+        """The other spellings."""
+        return tuple(name for name in (*self.names, *self.off_names) if name not in self.shown)
 
 
 def dashed(field: str) -> str:

@@ -21,7 +21,7 @@ from megatron.bcd.config import DdpSettings, OptimizerSettings, RunConfig
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises ValueError instead of leaving the process: every rank parses, and one of them speaks."""
+    """Raises ValueError instead of exiting: every rank parses, and only one reports."""
 
     def print_help(self, file: Any = None) -> None:
         if os.environ.get("RANK", "0") == "0":  # once, not once per rank
@@ -31,7 +31,21 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(re.sub(r"^argument (--[\w-]+)(?:/--[\w-]+)*", r"\1", message))
 
 
+class _Switch(argparse.Action):
+    """Sets True for a spelling in `const` and False for any other."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, *, const: tuple[str, ...], **common: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, const=const, **common)
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, option in self.const)
+
+
 def _default_text(flag: Flag) -> str:
+    if flag.default is True:
+        return f" (default: on; {flag.off_names[0]} switches it off)"
     if flag.type is bool or flag.default in (None, "") or "default" in flag.help.lower():
         return ""
     is_whole = isinstance(flag.default, float) and flag.default.is_integer()
@@ -39,10 +53,9 @@ def _default_text(flag: Flag) -> str:
 
 
 def _help_text(flag: Flag) -> str:
-    on_by_default = " (on; this flag switches it off)" if flag.default is True else ""
     required = " (required)" if flag.field in megatron_flags.REQUIRED else ""
     choices = ": " + ", ".join(map(str, flag.choices)) if flag.choices and flag.metavar else ""
-    return (flag.help + choices + _default_text(flag) + on_by_default + required).replace("%", "%%")
+    return (flag.help + choices + _default_text(flag) + required).replace("%", "%%")
 
 
 def _add_flag(group: Any, flag: Flag) -> None:
@@ -61,10 +74,9 @@ def _add_flag(group: Any, flag: Flag) -> None:
         for alias in flag.names[1:]:
             group.add_argument(alias, **common, help=argparse.SUPPRESS, type=flag.type, nargs=flag.nargs)
         return
-    for names, value in ((flag.names, True), (flag.off_names, False)):
-        for name in names:
-            text = _help_text(flag) if name == flag.shown else argparse.SUPPRESS
-            group.add_argument(name, **common, help=text, action="store_const", const=value)
+    for names, text in ((flag.shown, _help_text(flag)), (flag.hidden, argparse.SUPPRESS)):
+        if names:
+            group.add_argument(*names, **common, help=text, action=_Switch, const=flag.names)
 
 
 def _add_compatible_flag(group: Any, flag: unsupported_flags.CompatibleFlag) -> None:

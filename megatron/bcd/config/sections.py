@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.bcd.config.option import option
+from megatron.bcd.tokenizer import TOKENIZER_TYPES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,15 +133,7 @@ class TokenizerConfig:
     tokenizer_type: str | None = option(
         None,
         "tokenizer",
-        choices=(
-            "ByteLevelTokenizer",
-            "GPT2BPETokenizer",
-            "SentencePieceTokenizer",
-            "GPTSentencePieceTokenizer",
-            "Llama2Tokenizer",
-            "HuggingFaceTokenizer",
-            "NullTokenizer",
-        ),
+        choices=TOKENIZER_TYPES,
     )
     vocab_file: str | None = option(None, "GPT-2 BPE vocabulary (vocab.json, encoder.json)")
     merge_file: str | None = option(None, "GPT-2 BPE merges (merges.txt, vocab.bpe)")
