@@ -38,6 +38,7 @@ setup(
     # requirements.txt pins what was tested. The upper bounds are there because the patches of megatron/bcd/platform
     # belong to one minor release of Megatron Core, and were run with torch 2.13.
     install_requires=[
+        "filelock>=4.2",
         "megatron-core==0.16.*",
         "numpy",
         "psutil",

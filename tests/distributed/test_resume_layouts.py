@@ -102,7 +102,7 @@ def test_where_blocks_differ_the_cycle_begins_again(saved: Saved, tmp_path: Path
     whole, root = saved.under(before, flags, IN_SECOND_BLOCK)
     resumed = saved.run(resumed_runs.resumed_and_saved_again, after, flags, root, str(tmp_path))
     assert (resumed["began_at"], resumed["began_in"]) == (IN_SECOND_BLOCK, (2, 0))
-    assert any("cycle 1 begins again" in line for line in resumed["warnings"]), resumed["warnings"]
+    assert any("cycle 1 restarts" in line for line in resumed["warnings"]), resumed["warnings"]
     first, second = saved.tensors(root), saved.tensors(str(tmp_path))
     assert [name for name in first if name.startswith("optimizer.")]
     assert [name for name in second if name.startswith("optimizer.")] == []

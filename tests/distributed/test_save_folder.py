@@ -10,7 +10,7 @@ import torch
 from support import worlds
 from support.dist import World
 
-from megatron.bcd.checkpoint import claim
+from megatron.bcd.checkpoint.saver import claim_save_folder
 from megatron.bcd.runtime.dir_lock import DirLock
 
 
@@ -20,7 +20,7 @@ def claims(roots: list[str], times: int = 1) -> list[str]:
         said = []
         for _ in range(times):
             try:
-                held = claim.claim(roots[torch.distributed.get_rank()])
+                held = claim_save_folder(roots[torch.distributed.get_rank()])
                 held.release()
                 said.append(f"claimed {list(held.warnings)}")
             except ValueError as refused:
@@ -58,7 +58,7 @@ def test_a_folder_that_can_not_be_made(world2: World, tmp_path: Path, name: str)
 def test_a_second_job(world2: World, tmp_path: Path) -> None:
     """Two jobs that write the same checkpoints: each deletes what the other has not finished."""
     root = str(tmp_path)
-    lock = DirLock(root)
+    lock = DirLock(root, flag="--save", contents="checkpoints")
     lock.acquire()
     unfinished = tmp_path / "iter_0000007.incomplete"
     unfinished.mkdir()

@@ -177,7 +177,7 @@ def rewrite_state(checkpoint: Path, change: Callable[[dict[str, Any]], None]) ->
     change(state)
     path.write_text(json.dumps(state))
     records = json.loads(checksums.read_text())
-    records["files"]["run_state.json"] = layout.file_record(str(path))
+    records["files"]["run_state.json"] = layout.file_digest(str(path))
     checksums.write_text(json.dumps(records))
 
 
@@ -226,7 +226,7 @@ def test_another_models_checkpoint(runs: ForkedRuns, workplace: Callable[[int], 
 def test_two_jobs_in_one_folder(runs: ForkedRuns, workplace: Callable[[int], Path], num_ranks: int) -> None:
     """Two jobs that delete each other's unfinished checkpoints; here this process is the first job."""
     place = workplace(num_ranks)
-    lock = DirLock(str(place / "saved"))
+    lock = DirLock(str(place / "saved"), flag="--save", contents="checkpoints")
     lock.acquire()
     before = digests(place)
     assert_refused(resume(runs, place, num_ranks), "--save saved", f"pid {os.getpid()} ")

@@ -170,10 +170,10 @@ def test_checkpoint_check(tmp_path: Path) -> None:
     """A damaged checkpoint, or a tracker that names none, that the tally does not count."""
     files = Files(folder=tmp_path)
     for iteration in (5, 10):
-        aside = Path(layout.aside_folder(files.checkpoints, iteration))
+        aside = Path(layout.incomplete_folder(files.checkpoints, iteration))
         aside.mkdir(parents=True)
         (aside / "weights").write_bytes(bytes(100))
-        layout.finish(str(aside), {"weights": layout.file_record(str(aside / "weights"))})
+        layout.finish(str(aside), {"weights": layout.file_digest(str(aside / "weights"))})
         layout.publish(files.checkpoints, iteration)
     good = killed_run(files)
     good._check_checkpoints("a kill")
@@ -189,7 +189,7 @@ def test_checkpoint_check(tmp_path: Path) -> None:
         f"a kill: {layout.TRACKER} names 15, and there are [5, 10]",
     ]
     assert soak.left_behind(files.checkpoints) == [f"{files.checkpoints} holds [5, 10] and not 3 checkpoints"]
-    Path(layout.aside_folder(files.checkpoints, 20)).mkdir()
+    Path(layout.incomplete_folder(files.checkpoints, 20)).mkdir()
     assert soak.left_behind(files.checkpoints)[0].endswith("iter_0000020.incomplete was left behind")
 
 

@@ -17,7 +17,8 @@ import pytest
 from support.damaged_checkpoints import DAMAGE
 
 from megatron.bcd.checkpoint import layout
-from megatron.bcd.runtime.dir_lock import DirLock, SharedFolderProbe
+from megatron.bcd.runtime.dir_claim import SharedDiskProbe
+from megatron.bcd.runtime.dir_lock import DirLock
 
 
 class Killed(BaseException):
@@ -64,12 +65,12 @@ def killer(monkeypatch: pytest.MonkeyPatch) -> Killer:
 
 def write(root: Path, iteration: int, content: str) -> None:
     """A checkpoint under construction, finished."""
-    aside = Path(layout.aside_folder(str(root), iteration))
+    aside = Path(layout.incomplete_folder(str(root), iteration))
     (aside / "objects").mkdir(parents=True)
     (aside / "weights.distcp").write_text(content * 10)
     (aside / "objects" / "state.pt").write_text(content)
     names = ["weights.distcp", "objects/state.pt"]
-    layout.finish(str(aside), {name: layout.file_record(str(aside / name)) for name in names})
+    layout.finish(str(aside), {name: layout.file_digest(str(aside / name)) for name in names})
 
 
 def save(root: Path, iteration: int, content: str) -> None:
@@ -111,18 +112,18 @@ def test_layout(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 8 * 2**20, 8 * 2**20 + 1])
-def test_file_record(tmp_path: Path, size: int) -> None:
+def test_file_digest(tmp_path: Path, size: int) -> None:
     """Would hash the rest of the piece before a second time, or miss the last one."""
     content = bytes(range(251)) * (size // 251 + 1)
     (tmp_path / "file").write_bytes(content[:size])
     expected = {"bytes": size, "sha256": hashlib.sha256(content[:size]).hexdigest()}
-    assert layout.file_record(str(tmp_path / "file")) == expected
+    assert layout.file_digest(str(tmp_path / "file")) == expected
 
 
 def test_finish_wants_a_record_of_every_file(tmp_path: Path) -> None:
     """A rank whose files were forgotten would go unchecked; one whose files are elsewhere would pass."""
     (tmp_path / "a").write_text("a")
-    record = layout.file_record(str(tmp_path / "a"))
+    record = layout.file_digest(str(tmp_path / "a"))
     with pytest.raises(ValueError, match=r"/a has no checksum"):
         layout.finish(str(tmp_path), {})
     with pytest.raises(ValueError, match=r"/b has a checksum and is not there"):
@@ -174,7 +175,7 @@ def test_publish_loses_neither_when_renaming_fails(tmp_path: Path, monkeypatch: 
 def test_publish_of_nothing(tmp_path: Path) -> None:
     """An unfinished folder would take the place of a complete one."""
     save(tmp_path, 7, "old")
-    Path(layout.aside_folder(str(tmp_path), 7)).mkdir()
+    Path(layout.incomplete_folder(str(tmp_path), 7)).mkdir()
     with pytest.raises(FileNotFoundError):
         layout.publish(str(tmp_path), 7)
     assert content_of(tmp_path, 7) == "old"
@@ -310,20 +311,20 @@ def test_no_damage(tmp_path: Path) -> None:
 
 def test_damage_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that all hash everything, a file that none does, or one rank with nearly all bytes."""
-    aside = Path(layout.aside_folder(str(tmp_path), 1))
+    aside = Path(layout.incomplete_folder(str(tmp_path), 1))
     aside.mkdir()
     sizes = {"a": 100, "b": 60, "c": 50, "d": 5, "e": 0}
     for name, size in sizes.items():
         (aside / name).write_bytes(b"x" * size)
-    layout.finish(str(aside), {name: layout.file_record(str(aside / name)) for name in sizes})
-    record = layout.file_record
+    layout.finish(str(aside), {name: layout.file_digest(str(aside / name)) for name in sizes})
+    record = layout.file_digest
     hashed: list[list[str]] = []
 
-    def spy(path: str) -> layout.FileRecord:
+    def spy(path: str) -> layout.FileDigest:
         hashed[-1].append(os.path.basename(path))
         return record(path)
 
-    monkeypatch.setattr(layout, "file_record", spy)
+    monkeypatch.setattr(layout, "file_digest", spy)
     for part in range(7):
         hashed.append([])
         assert layout.damage(str(aside), part=part, num_parts=7) is None
@@ -384,8 +385,8 @@ def test_full_and_read_only_disk(small_disk: Path) -> None:
         lambda: layout.publish(str(root), 9),
         lambda: layout.prune(str(root), 1),
         lambda: layout.clean_leftovers(str(root)),
-        DirLock(str(root)).acquire,
-        SharedFolderProbe(root=str(root), token="a").announce,
+        DirLock(str(root), flag="--save", contents="checkpoints").acquire,
+        SharedDiskProbe(root=str(root), token="a").create,
     ):
         with pytest.raises(OSError, match="Read-only"):
             call()

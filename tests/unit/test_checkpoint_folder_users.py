@@ -17,12 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron.bcd.runtime.dir_lock import DirLock, SharedFolderProbe
+from megatron.bcd.runtime.dir_claim import SharedDiskProbe
+from megatron.bcd.runtime.dir_lock import DirLock
 
 HOLDER = textwrap.dedent("""
     import os, subprocess, sys
     from megatron.bcd.runtime.dir_lock import DirLock
-    lock = DirLock(sys.argv[1])
+    lock = DirLock(sys.argv[1], flag="--save", contents="checkpoints")
     assert lock.acquire() is None
     if os.fork() == 0:  # both children outlive their parent, until the test closes its end of standard input
         sys.stdin.read()
@@ -44,6 +45,10 @@ def lock_holder(repo_root: Path, root: Path) -> Iterator[subprocess.Popen[str]]:
         holder.stdin.close()
 
 
+def save_lock(root: Path) -> DirLock:
+    return DirLock(str(root), flag="--save", contents="checkpoints")
+
+
 def acquired_soon(lock: DirLock) -> str | None:
     """A child that was forked just before the job died gives the lock back when it comes to run."""
     for _ in range(100):
@@ -57,7 +62,7 @@ def acquired_soon(lock: DirLock) -> str | None:
 def test_lock_of_another_job(tmp_path: Path, repo_root: Path) -> None:
     """Two jobs that write into one folder; or a folder that stays locked after its job was killed."""
     root = tmp_path / "new" / "root"
-    lock = DirLock(str(root))
+    lock = save_lock(root)
     with lock_holder(repo_root, root) as holder:
         expected = rf"--save {root}: another job \(pid {holder.pid} on host \S+ since \d+-\d+-\d+ \d+:\d+:\d+ UTC\) is"
         for _ in range(2):
@@ -67,10 +72,10 @@ def test_lock_of_another_job(tmp_path: Path, repo_root: Path) -> None:
         os.waitpid(holder.pid, 0)
         assert acquired_soon(lock) is None  # though the children of that job are alive
     with pytest.raises(ValueError, match=rf"pid {os.getpid()} on host"):
-        DirLock(str(root)).acquire()
+        save_lock(root).acquire()
     lock.release()
     lock.release()
-    again = DirLock(str(root))
+    again = save_lock(root)
     assert again.acquire() is None
     again.release()
 
@@ -83,7 +88,7 @@ def test_lock_of_an_unknown_job(tmp_path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         with pytest.raises(ValueError, match=r"another job \(unknown\) is writing"):
-            DirLock(str(tmp_path)).acquire()
+            save_lock(tmp_path).acquire()
 
 
 def test_no_locks_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +99,7 @@ def test_no_locks_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    lock = DirLock(str(tmp_path))
+    lock = save_lock(tmp_path)
     warning = lock.acquire()
     assert warning is not None and warning.startswith(f"--save {tmp_path}: its file system can't lock files (No locks")
     lock.release()
@@ -106,13 +111,13 @@ def test_no_locks_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shared_folder(tmp_path: Path) -> None:
     """Nodes that write to disks of their own would be noticed by the first load; a slow disk is no reason to stop."""
     root = tmp_path / "root"
-    probe = SharedFolderProbe(root=str(root), token="a1")
+    probe = SharedDiskProbe(root=str(root), token="a1")
     assert not probe.is_visible(timeout=0)
-    late = threading.Timer(0.3, probe.announce)
+    late = threading.Timer(0.3, probe.create)
     late.start()
     assert probe.is_visible(timeout=60)
     late.join()
-    assert not SharedFolderProbe(root=str(root), token="b2").is_visible(timeout=0.2)
-    probe.withdraw()
-    probe.withdraw()
+    assert not SharedDiskProbe(root=str(root), token="b2").is_visible(timeout=0.2)
+    probe.remove()
+    probe.remove()
     assert not probe.is_visible(timeout=0) and list(root.iterdir()) == []

@@ -1,20 +1,20 @@
-"""What a checkpoint is on disk. No collectives: the caller decides which rank calls what.
+"""Files and folders of checkpoints. No collectives: the caller decides which rank calls what.
 
-Below a root (--save, --load), as stock Megatron-LM lays it out::
+Below a root (--save, --load), as in stock Megatron-LM::
 
     iter_0000007/                        complete
     iter_0000007/checksums.json          {"files": {name: {"bytes": n, "sha256": hex}}}, all other files in it
-    latest_checkpointed_iteration.txt    the number of the newest; moves last
-    .lock                                held by the job that writes here (`folder_users`)
+    latest_checkpointed_iteration.txt    number of the newest, written last: the tracker
+    .lock                                held by the job that writes here (`runtime.dir_lock`)
 
-and for a moment, or after a kill, until `clean_leftovers`::
+and during a save, or after a killed one until `clean_leftovers`::
 
-    iter_0000007.incomplete/             under construction
-    iter_0000007.replaced/               complete; another of that number takes its place
-    iter_0000007.removed/                on its way out, perhaps half deleted
+    iter_0000007.incomplete/             being written
+    iter_0000007.replaced/               complete; being replaced by another of that number
+    iter_0000007.removed/                being deleted
 
-Nothing is ever changed inside a folder with a complete one's name: such a name appears and disappears by renaming. So
-a kill, a full disk or a power cut leaves the checkpoint before the one at work. An OSError reaches the caller as it is.
+A complete folder is never modified: its name appears and disappears by renaming. So a kill, a full disk or a power cut
+leaves the previous checkpoint intact. OSError is not caught.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _INCOMPLETE, _REPLACED, _REMOVED = ".incomplete", ".replaced", ".removed"
 _PIECE_BYTES = 8 * 2**20
 
 
-class FileRecord(TypedDict):
+class FileDigest(TypedDict):
     """Size in bytes and SHA-256 (64 hexadecimal digits) of one file."""
 
     bytes: int
@@ -46,65 +46,65 @@ class FileRecord(TypedDict):
 
 
 def iteration_folder(root: str, iteration: int) -> str:
-    """Where checkpoint `iteration` lies when it is complete."""
+    """Folder of checkpoint `iteration` once it is complete."""
     return os.path.join(root, f"iter_{iteration:07d}")
 
 
-def aside_folder(root: str, iteration: int) -> str:
-    """Where checkpoint `iteration` is written before `publish`."""
+def incomplete_folder(root: str, iteration: int) -> str:
+    """Folder in which checkpoint `iteration` is written, until `publish`."""
     return iteration_folder(root, iteration) + _INCOMPLETE
 
 
 # --- writing
 
 
-def file_record(path: str) -> FileRecord:
-    """Size and checksum of a file. Reads 8 MiB at a time and hashes without the GIL: threads can share the work."""
-    digest, size = hashlib.sha256(), 0
+def file_digest(path: str) -> FileDigest:
+    """Size and SHA-256 of a file. Reads 8 MiB at a time; hashing releases the GIL."""
+    sha256, size = hashlib.sha256(), 0
     piece = memoryview(bytearray(_PIECE_BYTES))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(piece):
-            digest.update(piece[:count])
+            sha256.update(piece[:count])
             size += count
-    return {"bytes": size, "sha256": digest.hexdigest()}
+    return {"bytes": size, "sha256": sha256.hexdigest()}
 
 
-def finish(aside: str, records: Mapping[str, FileRecord]) -> None:
-    """Write ``checksums.json`` into `aside` and bring the folder to the disk. `records` by name relative to `aside`.
+def finish(folder: str, digests: Mapping[str, FileDigest]) -> None:
+    """Write ``checksums.json`` into `folder` and sync the folder. `digests` by name relative to `folder`.
 
-    Files written by other machines have to be synced by their writers; syncing them again here costs nothing.
+    Files written by other nodes must be synced by their writers; syncing them again here costs nothing.
 
     Raises:
-        ValueError: a file has no record, or a record no file.
+        ValueError: a file has no digest, or a digest no file.
     """
-    found = _files_in(aside)
-    for name in sorted(found ^ records.keys()):
+    found = _files_in(folder)
+    for name in sorted(found ^ digests.keys()):
         fault = "has no checksum" if name in found else "has a checksum and is not there"
-        raise ValueError(f"{os.path.join(aside, name)} {fault}")
-    content = {"files": {name: records[name] for name in sorted(records)}}
-    atomic_io.write(os.path.join(aside, CHECKSUMS), json.dumps(content, indent=1).encode())
-    for name in records:
-        atomic_io.sync(os.path.join(aside, name))
-    for folder, _, _ in os.walk(aside):
-        atomic_io.sync(folder)
+        raise ValueError(f"{os.path.join(folder, name)} {fault}")
+    content = {"files": {name: digests[name] for name in sorted(digests)}}
+    atomic_io.write(os.path.join(folder, CHECKSUMS), json.dumps(content, indent=1).encode())
+    for name in digests:
+        atomic_io.sync(os.path.join(folder, name))
+    for parent, _, _ in os.walk(folder):
+        atomic_io.sync(parent)
 
 
 def publish(root: str, iteration: int) -> None:
-    """Make the finished `aside_folder` the complete checkpoint `iteration`, then let the tracker name it.
+    """Rename the finished `incomplete_folder` to the complete checkpoint `iteration`, then update the tracker.
 
-    A complete one of the same number is replaced; until the new one has its name, the old one is whole.
+    A complete one of the same number is replaced, and stays intact until the new one has its name.
 
     Raises:
-        FileNotFoundError: there is no finished `aside_folder`; nothing was changed.
+        FileNotFoundError: there is no finished `incomplete_folder`; nothing was changed.
     """
-    aside, target = aside_folder(root, iteration), iteration_folder(root, iteration)
+    folder, target = incomplete_folder(root, iteration), iteration_folder(root, iteration)
     replaced = target + _REPLACED
-    os.stat(os.path.join(aside, CHECKSUMS))
+    os.stat(os.path.join(folder, CHECKSUMS))
     if os.path.lexists(target):
         _remove(replaced)
         os.rename(target, replaced)
     try:
-        os.rename(aside, target)
+        os.rename(folder, target)
     except OSError:
         if os.path.lexists(replaced):
             os.rename(replaced, target)
@@ -117,9 +117,10 @@ def publish(root: str, iteration: int) -> None:
 
 
 def prune(root: str, keep: int) -> list[int]:
-    """Delete all but the newest `keep` complete checkpoints up to the one that the tracker names, and never that one.
+    """Delete all but the newest `keep` complete checkpoints, never the tracker's nor newer ones.
 
-    Folders without ``checksums.json`` are not ours: they do not count and stay. Returns the deleted iterations.
+    Folders without ``checksums.json`` are another program's: they are not counted and not deleted. Returns the deleted
+    iterations.
 
     Raises:
         ValueError: `keep` is below 1.
@@ -127,7 +128,7 @@ def prune(root: str, keep: int) -> list[int]:
     if keep < 1:
         raise ValueError(f"{keep} checkpoints to keep; keep at least 1")
     named = read_tracker(root)
-    # what lies above the tracker's belongs to a run that was given up, and is no candidate any more
+    # those after the tracker's belong to an abandoned run
     usable = [iteration for iteration in _complete(root) if named is None or iteration <= named]
     old = [iteration for iteration in usable[:-keep] if iteration != named]
     for iteration in old:
@@ -136,10 +137,10 @@ def prune(root: str, keep: int) -> list[int]:
 
 
 def clean_leftovers(root: str) -> list[str]:
-    """Put right what a killed job left in `root`; only under its lock, and not while a checkpoint is written.
+    """Clean up after a killed job. The caller holds the lock of `root` and writes no checkpoint.
 
-    An unfinished checkpoint is deleted. One that was to be replaced gets its name back where its successor never
-    came. Returns one line for each.
+    An unfinished checkpoint is deleted. One that was being replaced gets its name back if the new one is missing.
+    Returns one line for each.
     """
     done = []
     for iteration in _iterations(root, _REPLACED):
@@ -150,7 +151,7 @@ def clean_leftovers(root: str) -> list[str]:
         else:
             os.rename(target + _REPLACED, target)
             atomic_io.sync(root)
-            done.append(f"{target} restored: the job that was to replace it was killed")
+            done.append(f"{target} restored: the job that was replacing it was killed")
     for suffix in (_INCOMPLETE, _REMOVED):
         for iteration in _iterations(root, suffix):
             leftover = iteration_folder(root, iteration) + suffix
@@ -165,7 +166,7 @@ def clean_leftovers(root: str) -> list[str]:
 
 
 def read_tracker(root: str) -> int | None:
-    """The iteration that the tracker names; None where it is missing or holds no number."""
+    """The iteration that the tracker names; None if it is missing or holds no number."""
     try:
         with open(os.path.join(root, TRACKER), "rb") as file:
             text = file.read(32).strip()
@@ -175,10 +176,10 @@ def read_tracker(root: str) -> int | None:
 
 
 def candidates(root: str) -> list[int]:
-    """Iterations worth trying, best first; empty where there is no checkpoint.
+    """Iterations to try, best first; empty if there is no checkpoint.
 
-    The one that the tracker names (ours or a stock Megatron-LM's), then complete ones of ours below it, newest first:
-    what lies above it belongs to a run that was given up. Without a readable tracker all complete ones of ours.
+    First the tracker's (ours or stock Megatron-LM's), then our complete ones before it, newest first: those after it
+    belong to an abandoned run. Without a readable tracker, all our complete ones.
     """
     newest_first = _complete(root)[::-1]
     named = read_tracker(root)
@@ -195,20 +196,20 @@ def is_foreign(folder: str) -> bool:
 
 
 def damage(folder: str, *, part: int = 0, num_parts: int = 1) -> str | None:
-    """One line about the first file of a complete checkpoint that is not as it was written; None where all are.
+    """One line about the first file of a complete checkpoint that is not as it was written; None if all are.
 
-    Every part compares all sizes; the files are divided by bytes over `num_parts`, and part `part` reads and hashes
-    its own. A file that ``checksums.json`` does not name is left out: nothing says how it should be.
+    Every part compares all sizes. The files are divided by bytes over `num_parts`, and part `part` reads and hashes its
+    own. A file that ``checksums.json`` does not list is ignored.
     """
     checksums = os.path.join(folder, CHECKSUMS)
     try:
-        records = _read_records(checksums)
+        digests = _read_digests(checksums)
     except FileNotFoundError:
         return f"{checksums} is missing"
     except (OSError, ValueError, RecursionError) as error:
         return f"{checksums} is damaged ({' '.join(str(error).split())[:100]})"
-    for name in sorted(records):
-        path, expected = os.path.join(folder, name), records[name]["bytes"]
+    for name in sorted(digests):
+        path, expected = os.path.join(folder, name), digests[name]["bytes"]
         try:
             status = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -220,17 +221,17 @@ def damage(folder: str, *, part: int = 0, num_parts: int = 1) -> str | None:
         if status.st_size != expected:
             fault = "is truncated" if status.st_size < expected else "is too long"
             return f"{path} {fault}: {status.st_size} bytes, {expected} were written"
-    for name in _share(records, part, num_parts):
+    for name in _share(digests, part, num_parts):
         path = os.path.join(folder, name)
         try:
-            if file_record(path) != records[name]:
+            if file_digest(path) != digests[name]:
                 return f"{path} is damaged: its checksum is not that of what was written"
         except OSError as error:
             return f"{path} can't be read ({error.strerror})"
     return None
 
 
-# --- parts of the above
+# --- helpers
 
 
 def _iterations(root: str, suffix: str = "") -> list[int]:
@@ -254,43 +255,43 @@ def _complete(root: str) -> list[int]:
 
 
 def _files_in(folder: str) -> set[str]:
-    """Relative names of all files below `folder`, without its ``checksums.json``."""
+    """Relative names of all files below `folder` but its ``checksums.json``."""
     found = {
         os.path.relpath(os.path.join(parent, name), folder) for parent, _, names in os.walk(folder) for name in names
     }
     return found - {CHECKSUMS}
 
 
-def _read_records(path: str) -> dict[str, FileRecord]:
+def _read_digests(path: str) -> dict[str, FileDigest]:
     """The content of ``checksums.json``. Raises OSError and ValueError (also UnicodeDecodeError), RecursionError."""
     with open(path, encoding="utf-8") as file:
         content = json.load(file)
     files = content.get("files") if isinstance(content, dict) else None
     if not isinstance(files, dict):
         raise ValueError("no table of files")
-    for name, record in files.items():
+    for name, digest in files.items():
         outside = os.path.isabs(name) or name.split("/")[0] == ".." or name != os.path.normpath(name)
         if outside or name == "." or b"\0" in os.fsencode(name):
             raise ValueError(f"{name!r} is not a file inside")
-        if not isinstance(record, dict) or [type(record.get(key)) for key in ("bytes", "sha256")] != [int, str]:
+        if not isinstance(digest, dict) or [type(digest.get(key)) for key in ("bytes", "sha256")] != [int, str]:
             raise ValueError(f"{name!r} has no size and checksum")
-    return {name: {"bytes": record["bytes"], "sha256": record["sha256"]} for name, record in files.items()}
+    return {name: {"bytes": digest["bytes"], "sha256": digest["sha256"]} for name, digest in files.items()}
 
 
-def _share(records: Mapping[str, FileRecord], part: int, num_parts: int) -> list[str]:
-    """Names of the files that `part` hashes, in order: the largest first, each to the part with least bytes so far."""
+def _share(digests: Mapping[str, FileDigest], part: int, num_parts: int) -> list[str]:
+    """Sorted names of the files that `part` hashes: largest first, each to the part with the fewest bytes so far."""
     load = [0] * num_parts
     mine = []
-    for name in sorted(records, key=lambda name: (-records[name]["bytes"], name)):
+    for name in sorted(digests, key=lambda name: (-digests[name]["bytes"], name)):
         taker = load.index(min(load))
-        load[taker] += records[name]["bytes"]
+        load[taker] += digests[name]["bytes"]
         if taker == part:
             mine.append(name)
     return sorted(mine)
 
 
 def _remove(folder: str) -> None:
-    """Delete a whole checkpoint, if it is there, under a name that no half of it can be taken for a whole one."""
+    """Delete a complete checkpoint, if there is one: first rename it, so that half of it never looks complete."""
     if not os.path.lexists(folder):
         return
     removed = folder.removesuffix(_REPLACED) + _REMOVED
@@ -301,7 +302,7 @@ def _remove(folder: str) -> None:
 
 
 def _delete(folder: str) -> None:
-    if os.path.islink(folder):  # a checkpoint that its user moved to another disk
+    if os.path.islink(folder):  # the user has moved the checkpoint to another disk
         os.unlink(folder)
     elif os.path.lexists(folder):
         shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""Reads checkpoints: finds the newest valid one, checks that it fits, and takes from it what was asked for."""
+"""Loads checkpoints: finds the newest valid one, checks that it fits the run, and loads its parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.bcd.checkpoint import layout, optimizer_state, random_states, run_state
 from megatron.bcd.checkpoint.optimizer_state import StateSummary
-from megatron.bcd.checkpoint.run_state import Layout, RunState
+from megatron.bcd.checkpoint.run_state import ParallelLayout, RunState
 from megatron.bcd.checkpoint.safe_loading import only_data
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import unwrap_model
@@ -27,18 +27,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A checkpoint that was found whole."""
+    """A checkpoint whose files are intact."""
 
     root: str
     path: str
     state: RunState | None
-    """None with --finetune, --skip-train and checkpoints of other programs: only the weights are taken."""
+    """None if only the weights are loaded: --finetune, --skip-train, another program's checkpoint."""
     messages: tuple[str, ...] = ()
-    """What the user should know, such as damaged newer checkpoints that were passed over."""
+    """Warnings for the user, such as newer checkpoints that are damaged."""
 
 
 class _NoCommon(LoadCommonStrategy):
-    """Megatron Core reads ``common.pt`` whatever is asked for; nothing in it is needed here."""
+    """Keeps Megatron Core from reading ``common.pt``, which is not needed."""
 
     def __init__(self) -> None:
         pass
@@ -56,8 +56,9 @@ class _NoCommon(LoadCommonStrategy):
         pass
 
 
-def current_layout() -> Layout:
-    return Layout(
+def current_layout() -> ParallelLayout:
+    """The parallel sizes and the device type of this run."""
+    return ParallelLayout(
         tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
         data_size=parallel_state.get_data_parallel_world_size(),
@@ -66,54 +67,59 @@ def current_layout() -> Layout:
 
 
 def find(config: RunConfig) -> Source | None:
-    """The newest valid checkpoint below --load, verified by all ranks together; None where there is none. A collective.
+    """The newest valid checkpoint below --load; None if there is none. A collective: all ranks share the reading.
 
     Raises:
-        ValueError: there are checkpoints and none is valid; or the newest valid one is of another format version or of
-            another network; or it is not this program's and neither --finetune nor --skip-train is given.
+        ValueError: there are checkpoints but none is valid; or the newest valid one has another format version or
+            another network; or another program wrote it and neither --finetune nor --skip-train is given.
     """
     root = config.checkpoint.load
     if root is None:
         return None
-    iterations, problem = _from_first(lambda: _candidates(root))
+    iterations, problem = _on_rank_0(lambda: _candidates(root))
     messages = [problem] if problem else []
     for iteration in iterations:
         path = layout.iteration_folder(root, iteration)
-        if _from_first(lambda path=path: _is_foreign(path)):  # type: ignore[misc]
+        if _on_rank_0(lambda path=path: _is_foreign(path)):  # type: ignore[misc]
             return _foreign(config, root, path, tuple(messages))
         damage = _damage(path)
         if damage is None:
             return _fitting(config, root, path, tuple(messages))
-        messages.append(f"a damaged checkpoint is passed over: {damage}")
+        messages.append(f"skipped a damaged checkpoint: {damage}")
     if messages:
-        raise ValueError(f"--load {root}: no checkpoint in it is valid; {'; '.join(messages)}")
+        raise ValueError(f"--load {root}: it has no valid checkpoint; {'; '.join(messages)}")
     return None
 
 
+def has_checkpoint(root: str) -> bool:
+    """Whether rank 0 sees a checkpoint below `root`, on every rank. A collective."""
+    return collectives.on_rank_0(lambda: bool(layout.candidates(root)))
+
+
 def _candidates(root: str) -> tuple[list[int], str | None]:
-    """Iterations worth trying, best first, and what is wrong with the file that names the newest.
+    """Iterations to try, best first, and what is wrong with the tracker, if anything.
 
     Raises:
-        ValueError: that file is there, and no checkpoint is.
+        ValueError: there is a tracker but no checkpoint.
     """
     iterations, named = layout.candidates(root), layout.read_tracker(root)
     problem = None
     if named is None and os.path.lexists(os.path.join(root, layout.TRACKER)):
         problem = f"--load {root}: {layout.TRACKER} holds no iteration number"
     elif named is not None and named not in iterations:
-        problem = f"--load {root}: {layout.TRACKER} names {layout.iteration_folder(root, named)}, which is not there"
+        problem = f"--load {root}: {layout.TRACKER} names {layout.iteration_folder(root, named)}, which is missing"
     if problem and not iterations:
         raise ValueError(f"{problem}, and there is no other checkpoint; give a folder that has one")
     return iterations, problem
 
 
 def _is_foreign(path: str) -> bool:
-    """Another program's; one of ours that has lost its checksums is damaged."""
+    """Whether another program wrote it. One of ours without its checksums is damaged, not foreign."""
     return layout.is_foreign(path) and not os.path.lexists(os.path.join(path, run_state.FILE_NAME))
 
 
 def _damage(path: str) -> str | None:
-    """Each rank reads its share of the files; the first problem found, on every rank."""
+    """The first problem that a rank finds in its share of the files, on every rank. A collective."""
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     try:
         mine = layout.damage(path, part=rank, num_parts=num_ranks)
@@ -125,8 +131,8 @@ def _damage(path: str) -> str | None:
 def _foreign(config: RunConfig, root: str, path: str, messages: tuple[str, ...]) -> Source:
     if not (config.checkpoint.finetune or config.training.skip_train):
         raise ValueError(
-            f"--load {root}: {path} was not written by this program (it has no {layout.CHECKSUMS}), so a run can't go "
-            "on from it; add --finetune to start at iteration 0 with its weights"
+            f"--load {root}: {path} was not written by this program (it has no {layout.CHECKSUMS}), so a run can't "
+            "resume from it; add --finetune to start at iteration 0 with its weights"
         )
     return Source(root=root, path=path, state=None, messages=messages)
 
@@ -140,7 +146,7 @@ def _fitting(config: RunConfig, root: str, path: str, messages: tuple[str, ...])
 
     if config.checkpoint.finetune or config.training.skip_train:
         return Source(root=root, path=path, state=None, messages=messages)
-    state = run_state.from_json(_from_first(read), path=f"--load {root}: {file}")
+    state = run_state.from_json(_on_rank_0(read), path=f"--load {root}: {file}")
     run_state.check_same_network(state.flags, config, source=f"--load {root}: {path}")
     changed = run_state.changed_flags(state.flags, config)
     if changed:
@@ -149,10 +155,10 @@ def _fitting(config: RunConfig, root: str, path: str, messages: tuple[str, ...])
 
 
 def load_weights(source: Source, model: torch.nn.Module) -> None:
-    """A collective.
+    """Load the weights into `model`. A collective.
 
     Raises:
-        ValueError: the checkpoint is of another model, or can't be read, or holds more than data.
+        ValueError: the checkpoint is of another model, can't be read, or contains more than data.
     """
     gpt = unwrap_model(model)
     sharded = gpt.sharded_state_dict()
@@ -162,10 +168,10 @@ def load_weights(source: Source, model: torch.nn.Module) -> None:
 
 
 def load_kept_state(source: Source, active: ActiveBlock, *, next_block: int | None) -> None:
-    """What was kept of the blocks but for `next_block`, the one that is built next if it is known; a collective, before
-    that.
+    """Load the kept state of all blocks but `next_block`, the one to be built next if it is known.
 
-    Each is made active for a moment: so its parts are cut as they will be at its next visit.
+    Call it before that block is built. A collective. Each block is built briefly, so that its state is sharded as at
+    its next phase.
 
     Raises:
         ValueError: as `load_weights`.
@@ -177,13 +183,14 @@ def load_kept_state(source: Source, active: ActiveBlock, *, next_block: int | No
         kept = optimizer_state.as_kept(summary, active)
         if kept.names:
             active.build(int(owner))
-            _take_over({owner: kept}, source, active)
+            _load_state({owner: kept}, source, active)
             active.dispose()
 
 
 def load_optimizer(source: Source, active: ActiveBlock) -> None:
-    """Moments and main parameters of the active block and of what is always active, and fp16's loss scale; a
-    collective, after `ActiveBlock.build`.
+    """Load moments and main parameters of the active block and of always-active parameters, and fp16's loss scale.
+
+    Call it after `ActiveBlock.build`. A collective.
 
     Raises:
         ValueError: as `load_weights`.
@@ -192,22 +199,22 @@ def load_optimizer(source: Source, active: ActiveBlock) -> None:
     state = source.state
     wanted = optimizer_state.summaries_from_dict(state.optimizer_state)
     wanted = {owner: wanted[owner] for owner in (str(active.block), optimizer_state.ALWAYS) if owner in wanted}
-    _take_over(wanted, source, active)
+    _load_state(wanted, source, active)
     if state.loss_scaler is not None:
         active.set_loss_scaler_state(state.loss_scaler)
 
 
-def _take_over(summaries: Mapping[str, StateSummary], source: Source, active: ActiveBlock) -> None:
+def _load_state(summaries: Mapping[str, StateSummary], source: Source, active: ActiveBlock) -> None:
     loaded = _load({"optimizer": optimizer_state.requested_state(active, summaries)}, source)
-    optimizer_state.take_over(active, summaries, loaded.get("optimizer", {}))
+    optimizer_state.set_state(active, summaries, loaded.get("optimizer", {}))
 
 
 def load_random_states(source: Source) -> str | None:
-    """This rank's generators; a message, the same on every rank, where the ranks are cut in another way."""
+    """Restore this rank's generators. A message, the same on every rank, if the parallel layout differs."""
     assert source.state is not None
-    if Layout(**source.state.layout) != current_layout():
+    if ParallelLayout(**source.state.layout) != current_layout():
         return (
-            "random generators are seeded anew: the checkpoint's belong to ranks that were cut in another way "
+            "random generators are seeded anew: the checkpoint was written with another parallel layout "
             f"({source.state.layout})"
         )
     random_states.restore_random_states(
@@ -220,12 +227,12 @@ def _load(sharded: dict[str, Any], source: Source) -> dict[str, Any]:
     try:
         with only_data():
             return dist_checkpointing.load(sharded, source.path, common_strategy=_NoCommon())  # type: ignore[return-value]
-    except (Exception, CheckpointException) as error:  # the readers below raise many kinds
+    except (Exception, CheckpointException) as error:  # the readers raise many types
         raise _unreadable(source, error) from error
 
 
 def _check_same_model(sharded: dict[str, Any], source: Source) -> None:
-    """Compare names and whole shapes of this rank's weights with what the checkpoint says it holds, reading no weight.
+    """Compare names and whole shapes of this rank's weights with the checkpoint's index.
 
     Raises:
         ValueError: one is absent or of another shape, or the checkpoint can't be read.
@@ -246,13 +253,13 @@ def _check_same_model(sharded: dict[str, Any], source: Source) -> None:
         else:
             found = f"is {list(there.global_shape)} in it"
         raise ValueError(
-            f"--load {source.root}: {source.path} is of another model: {tensor.key} {found} and {here} here; give the "
-            "flags of the run that saved it"
+            f"--load {source.root}: {source.path} is of another model: {tensor.key} {found} and {here} in this run; "
+            "give the flags of the run that saved it"
         )
 
 
 def _unreadable(source: Source, error: BaseException) -> ValueError:
-    if isinstance(error, CheckpointException) and error.failures:  # its own text is every rank's traceback
+    if isinstance(error, CheckpointException) and error.failures:  # its text has every rank's traceback
         error = next(iter(error.failures.values()))[0]
     reason = " ".join([type(error).__name__, *str(error).split()])[:200]
     return ValueError(
@@ -260,9 +267,9 @@ def _unreadable(source: Source, error: BaseException) -> ValueError:
     )
 
 
-def _from_first(look: Callable[[], T]) -> T:
-    """What rank 0 sees, on every rank: a disk may show the ranks different states."""
+def _on_rank_0(read: Callable[[], T]) -> T:
+    """The result of `read` on rank 0, on every rank. Raises ValueError also in place of OSError."""
     try:
-        return collectives.on_rank_0(look)
+        return collectives.on_rank_0(read)
     except OSError as error:
         raise ValueError(str(error)) from None

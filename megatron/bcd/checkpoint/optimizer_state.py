@@ -1,9 +1,9 @@
-"""Optimizer state by parameter name, independent of the parallel layout: the active block's, what is kept of the
-others, and that of always-active parameters.
+"""Optimizer state by parameter name, independent of the parallel sizes: of the active block, of blocks whose state is
+kept, and of always-active parameters.
 
-Megatron Core's distributed optimizer cuts each parameter's state into flat shards, one per data-parallel rank. For a
-checkpoint the parts of a parameter are put together on one rank of the data-parallel group, another one for each
-parameter in turn, and saved in the shape and sharding of the weight itself.
+Megatron Core's distributed optimizer splits each parameter's state into flat shards, one per data-parallel rank. For a
+checkpoint, the shards of a parameter are gathered on one rank of the data-parallel group (parameters take turns), and
+saved in the shape and sharding of the weight.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from megatron.bcd.optim.param_shard import MAIN_PARAM, ParamShard
 from megatron.bcd.runtime import collectives
 
 ALWAYS = "always"
-"""The owner of always-active parameters; a block's is its number. An owner's parameters were stepped together."""
+"""Owner of the always-active parameters; other owners are block numbers. An owner's parameters step together."""
 Entry: TypeAlias = ShardedTensor | ShardedTensorFactory
 PREFIX = "optimizer"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateSummary:
-    """What there is of one owner, the same on every rank."""
+    """What state one owner has; the same on every rank."""
 
     names: tuple[str, ...]
-    """Of the tensors that each of its parameters has: exp_avg, exp_avg_sq, main parameter."""
+    """Names of each parameter's tensors: exp_avg, exp_avg_sq, main parameter."""
     num_steps: int
 
 
 def _held(active: ActiveBlock) -> dict[str, Mapping[str, ParamShard | KeptShard]]:
-    """This rank's share of each owner's state, by the parameter's name."""
+    """This rank's share of each owner's state, by owner and parameter name."""
     held: dict[str, Mapping[str, ParamShard | KeptShard]] = {
         str(block): kept for block, kept in active.kept.blocks.items()
     }
@@ -50,8 +50,10 @@ def _held(active: ActiveBlock) -> dict[str, Mapping[str, ParamShard | KeptShard]
 
 
 def summarize(active: ActiveBlock, *, is_current: bool) -> dict[str, StateSummary]:
-    """By owner, those that have state. `is_current` is False where the active block's phase is over, and only what it
-    would leave behind counts. A collective over all ranks: one that holds nothing of a block asks the others."""
+    """Summaries of the owners that have state. A collective over all ranks.
+
+    `is_current` is False if the active block's phase is over: then only what --bcd-optimizer-state keeps is counted.
+    """
     mine = {
         owner: ({name for one in held.values() for name in one.names()}, {one.num_steps() for one in held.values()})
         for owner, held in _held(active).items()
@@ -71,24 +73,24 @@ def summarize(active: ActiveBlock, *, is_current: bool) -> dict[str, StateSummar
 
 
 def as_kept(summary: StateSummary, active: ActiveBlock) -> StateSummary:
-    """What --bcd-optimizer-state keeps of it when the block's phase ends."""
+    """What --bcd-optimizer-state keeps of an owner's state at the end of its phase."""
     if active.kept.moments:
         return summary
     return StateSummary(names=tuple(name for name in summary.names if name == MAIN_PARAM), num_steps=0)
 
 
 def summaries_to_dict(summaries: Mapping[str, StateSummary]) -> dict[str, dict[str, Any]]:
-    """Plain values, for JSON."""
+    """JSON values."""
     return {owner: {"names": list(one.names), "num_steps": one.num_steps} for owner, one in summaries.items()}
 
 
 def summaries_from_dict(values: Mapping[str, Mapping[str, Any]]) -> dict[str, StateSummary]:
-    """What `summaries_to_dict` gave."""
+    """The inverse of `summaries_to_dict`."""
     return {owner: StateSummary(names=tuple(one["names"]), num_steps=one["num_steps"]) for owner, one in values.items()}
 
 
 def sharded_state(active: ActiveBlock, summaries: Mapping[str, StateSummary]) -> dict[str, Entry]:
-    """This rank's share of the state for Megatron Core's dist_checkpointing, on the CPU; a collective over the
+    """This rank's share of the state for Megatron Core's dist_checkpointing, on the CPU. A collective over the
     data-parallel group."""
     group = parallel_state.get_data_parallel_group()
     sharded = _sharded_weights(active)
@@ -99,7 +101,7 @@ def sharded_state(active: ActiveBlock, summaries: Mapping[str, StateSummary]) ->
             shard = held.get(owner, {}).get(name)
             tensors = shard.tensors() if shard else {}
             for state_name in summary.names:
-                whole = _put_together(
+                whole = _gather(
                     parameter,
                     shard,
                     tensors.get(state_name),
@@ -116,7 +118,7 @@ def _parameters(active: ActiveBlock, owner: str) -> dict[str, torch.nn.Parameter
     return active.always_active_parameters() if owner == ALWAYS else active.own_parameters(int(owner))
 
 
-def _put_together(
+def _gather(
     parameter: torch.nn.Parameter,
     shard: ParamShard | KeptShard | None,
     tensor: torch.Tensor | None,
@@ -125,19 +127,19 @@ def _put_together(
     group: torch.distributed.ProcessGroup,
     is_cut: bool,
 ) -> torch.Tensor | None:
-    """The whole tensor on rank `owner` of the group, None on the others."""
+    """The whole tensor, of the parameter's shape, on rank `owner` of the group; None on the others. A collective."""
     if tensor is not None and (group.size() == 1 or not is_cut):
         return tensor.to("cpu", copy=True).view(parameter.shape) if group.rank() == owner else None
     flat = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
     if tensor is not None and shard is not None:
         flat[shard.start : shard.end] = tensor
-    bits = flat.view(torch.int32)  # each element comes from one rank: as integers, even -0.0 stays what it is
+    bits = flat.view(torch.int32)  # each element is 0 on all ranks but one: an integer sum keeps -0.0
     torch.distributed.reduce(bits, dst=torch.distributed.get_global_rank(group, owner), group=group)
     return flat.cpu().view(parameter.shape) if group.rank() == owner else None
 
 
 def requested_state(active: ActiveBlock, summaries: Mapping[str, StateSummary]) -> dict[str, Entry]:
-    """The whole state of this rank's parameters of these owners, to be filled by Megatron Core's dist_checkpointing."""
+    """Whole tensors for the state of this rank's parameters, for Megatron Core's dist_checkpointing to fill."""
     sharded = _sharded_weights(active)
     return {
         f"{state_name}.{name}": _entry(
@@ -149,8 +151,8 @@ def requested_state(active: ActiveBlock, summaries: Mapping[str, StateSummary]) 
     }
 
 
-def take_over(active: ActiveBlock, summaries: Mapping[str, StateSummary], loaded: Mapping[str, torch.Tensor]) -> None:
-    """LayerCounts this rank's parts of the active block, and of what is always active, out of what was loaded."""
+def set_state(active: ActiveBlock, summaries: Mapping[str, StateSummary], loaded: Mapping[str, torch.Tensor]) -> None:
+    """Copy this rank's shards of the active block and of always-active parameters from what was loaded."""
     held = _held(active)
     for owner, summary in summaries.items():
         for name, shard in held[owner].items():
@@ -164,11 +166,11 @@ def take_over(active: ActiveBlock, summaries: Mapping[str, StateSummary], loaded
 
 def _entry(weight: Entry, tensor: torch.Tensor, state_name: str, *, is_main: bool) -> Entry:
     entry = make_sharded_optimizer_tensor(weight, tensor, f"{PREFIX}.{state_name}")
-    if is_main:  # data-parallel replicas are one: who holds the whole tensor saves it
+    if is_main:  # the one rank that holds the whole tensor saves it
         entry = replace(entry, replica_id=(*entry.replica_id[:-1], 0))  # type: ignore[misc]
     return entry
 
 
 def _sharded_weights(active: ActiveBlock) -> dict[str, Entry]:
-    """Each layer under its own key: only some layers have state."""
+    """Each layer under a key of its own, because only some layers have state."""
     return unwrap_model(active.model).sharded_state_dict(metadata={"non_homogeneous_layers": True})

@@ -1,4 +1,4 @@
-"""The random generators of one rank as tensors: Python's, NumPy's, PyTorch's and Megatron Core's tracker's."""
+"""States of one rank's random generators: Python's, NumPy's, PyTorch's and those of Megatron Core's tracker."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _TRACKER = "tracker."
 
 
 def file_name(rank: int) -> str:
+    """Name of the file of a rank, in the folder of a checkpoint."""
     return f"random_states_{rank:05d}.safetensors"
 
 
 def random_states() -> bytes:
-    """Every generator of this process, as the contents of a safetensors file."""
+    """The state of every generator of this process, as the bytes of a safetensors file."""
     version, python_state, python_gauss = random.getstate()
     kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     assert version == 3 and kind == "MT19937" and isinstance(keys, numpy.ndarray)
@@ -40,10 +41,10 @@ def random_states() -> bytes:
 
 
 def restore_random_states(path: str) -> None:
-    """Set every generator of this process to what `random_states` wrote.
+    """Set every generator of this process from a file of `random_states`.
 
     Raises:
-        ValueError: the file is damaged, or is of a machine of another kind (with and without a GPU).
+        ValueError: the file is damaged, or was written with a GPU and is read without one, or the other way round.
     """
     try:
         with safe_open(path, framework="pt") as file:

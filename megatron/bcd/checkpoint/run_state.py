@@ -1,4 +1,4 @@
-"""Where a run stands, beside weights, optimizer state and random generators: one JSON file of a checkpoint. Pure."""
+"""``run_state.json`` of a checkpoint: counters, phase and flags of a run. Plain Python, no torch."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _NETWORK = ("num_layers", "hidden_size", "swiglu", "ffn_hidden_size", "num_atten
             "kv_channels", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "seq_length",
             "max_position_embeddings", "position_embedding_type", "untie_embeddings_and_output_weights", "bf16", "fp16",
             "optimizer")  # fmt: skip
-"""Flags without which a run can't go on: the weights, or the state of the optimizer, would not fit."""
+"""Flags that must not change: the weights or the optimizer state would not fit."""
 _MAY_CHANGE = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "world_size", "num_workers")
-"""Flags that a resumed run may change without a word, like all of the sections below."""
+"""Flags that a resumed run may change without a message, like all of the sections below."""
 _SECTIONS_THAT_MAY_CHANGE = ("checkpoint", "report")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """How the ranks were cut: random generators belong to it."""
+class ParallelLayout:
+    """Parallel sizes and device type. Random generators can be restored only in the same one."""
 
     tensor_size: int
     pipeline_size: int
@@ -37,45 +37,46 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """Plain values only; written as JSON, floats unrounded."""
+    """JSON values only; floats are not rounded. Field names are keys of the file."""
 
     iteration: int
     consumed_samples: int
     consumed_validation_samples: int
     samples_in_phase: int
-    """Training samples of the present phase, where --bcd-sample-ratio goes on."""
+    """Training samples of the current phase (--bcd-sample-ratio)."""
     samples_seen_before: int
-    """Different training samples of the phases before."""
+    """Distinct training samples of the phases before."""
     phase: dict[str, Any]
-    """PhaseState."""
+    """`PhaseState` as a dictionary."""
     blocks: list[str]
-    """Contents of every block, as `contents_of_blocks` gives them."""
+    """See `contents_of_blocks`."""
     scheduler_steps: int
     """The learning-rate scheduler's own count (samples)."""
     optimizer_state: dict[str, dict[str, Any]]
-    """By owner, a block's number or "always" (`checkpoint.optimizer_state`): names of the tensors of each of its
-    parameters, and the steps that they have seen."""
+    """By owner, a block's number or "always" (see `checkpoint.optimizer_state`): the names of each parameter's tensors,
+    and the number of optimizer steps."""
     loss_scaler: dict[str, float] | None
     skipped_steps: int
-    """In a row, up to now."""
+    """In a row, until now."""
     interval: list[dict[str, Any]]
-    """Steps since the last log line."""
+    """Results of the steps since the last log line."""
     layout: dict[str, Any]
-    """Layout."""
+    """`ParallelLayout`."""
     flags: dict[str, Any]
-    """RunConfig."""
+    """`RunConfig`."""
     versions: dict[str, str] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
+        """The content of the file."""
         return json.dumps(asdict(self), indent=1)
 
 
 def from_json(text: str, *, path: str) -> RunState:
-    """What `to_json` wrote.
+    """Parse what `to_json` wrote; `path` is for messages.
 
     Raises:
-        ValueError: it is damaged, or its format is newer than this program.
+        ValueError: it is damaged, or has another format version.
     """
     try:
         values = json.loads(text)
@@ -84,8 +85,8 @@ def from_json(text: str, *, path: str) -> RunState:
         raise ValueError(f"{path} is damaged ({error})") from error
     if version != FORMAT_VERSION:
         raise ValueError(
-            f"{path}: format version {version}, and this program reads {FORMAT_VERSION}; take a Megatron-BCD that "
-            "reads it, or --finetune to take the weights only"
+            f"{path}: format version {version}, but this program reads {FORMAT_VERSION}; use a Megatron-BCD "
+            "that reads it, or add --finetune to load the weights only"
         )
     expected = {own.name for own in fields(RunState)}
     if set(values) != expected:
@@ -94,7 +95,7 @@ def from_json(text: str, *, path: str) -> RunState:
 
 
 def contents_of_blocks(partition: Partition) -> list[str]:
-    """What each block holds, whatever stage it lies on."""
+    """Layers and other modules of each block, independent of the pipeline stage that they are on."""
     return [
         " + ".join((partition.describe_layers(block.index), *partition.describe_extras(block.index)))
         for block in partition.blocks
@@ -102,18 +103,22 @@ def contents_of_blocks(partition: Partition) -> list[str]:
 
 
 def check_same_network(saved: Mapping[str, Any], config: RunConfig, *, source: str) -> None:
-    """Raise ValueError that names the first flag whose value the weights depend on and that differs."""
+    """Compare the flags on which weights and optimizer state depend.
+
+    Raises:
+        ValueError: one differs; names the first.
+    """
     before, now = _side_by_side(saved), _side_by_side(run_config_to_dict(config))
     for name in _NETWORK:
         if before.get(name) != now.get(name):
             raise ValueError(
-                f"{source} was written with {_flag(name)} {_show(before.get(name))}, and this run has "
+                f"{source} was written with {_flag(name)} {_show(before.get(name))}, but this run has "
                 f"{_show(now.get(name))}: give the same value, or another --load"
             )
 
 
 def changed_flags(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """Other flags that differ, as ``--lr 0.1 (was 0.2)``: the run goes on with the new ones, but not as it was."""
+    """Other flags that differ, as ``--lr 0.1 (was 0.2)``. The run resumes with the new values."""
     now = run_config_to_dict(config)
     kept = [section for section in now if section not in _SECTIONS_THAT_MAY_CHANGE]
     before_flat = _side_by_side({section: saved.get(section, {}) for section in kept})
@@ -126,24 +131,24 @@ def changed_flags(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
 
 
 def resumed_phase(saved: RunState, partition: Partition, phases: BlockSchedule) -> tuple[PhaseState, str | None]:
-    """The phase to go on with, and a message where it can't be the saved one.
+    """The phase to resume with, and a message if it is not the saved one.
 
-    The saved phase goes on where every block still holds the same layers; otherwise the cycle begins again, at its
-    first block and step.
+    The saved phase is resumed if every block still holds the same layers; otherwise the cycle restarts at its first
+    block and step.
     """
     state = PhaseState.from_dict(saved.phase)
     cycle = state.phase // len(saved.blocks)
     if saved.blocks != contents_of_blocks(partition):
         problem = (
             f"the checkpoint's blocks ({'; '.join(saved.blocks)}) are not those of this run "
-            f"({'; '.join(contents_of_blocks(partition))}), so their optimizer state is left behind"
+            f"({'; '.join(contents_of_blocks(partition))}), so their optimizer state is not loaded"
         )
     elif not phases.fits(state):
-        problem = f"--bcd-order {phases.settings.bcd_order} can't go on amid a cycle of the checkpoint's order"
+        problem = f"--bcd-order {phases.settings.bcd_order} can't resume in the middle of a cycle of another order"
     else:
         return state, None
     restarted = PhaseState(phase=cycle * phases.num_blocks)
-    return restarted, f"{problem}: cycle {cycle} begins again"
+    return restarted, f"{problem}: cycle {cycle} restarts"
 
 
 def _side_by_side(sections: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Megatron Core's distributed checkpoint format, written inside the process that trains.
+"""Writes Megatron Core's distributed checkpoint format inside the training process.
 
-Megatron Core forks writer processes and starts a manager process for their results. A writer that is killed leaves the
-training waiting for ever, and a rank that is killed leaves the manager behind. Here the same bytes are written by this
-process, at once or by a thread, and a file that can't be written is an answer, not an exception on one rank alone.
+Megatron Core forks writer processes and starts a manager process for their results. If a writer is killed, training
+waits for ever; if a rank is killed, its manager stays behind. Here this process, or a thread of it, writes the same
+bytes, and a file that can't be written becomes an error value instead of an exception on one rank.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.bcd.checkpoint.layout import FileRecord, file_record
+from megatron.bcd.checkpoint.layout import FileDigest, file_digest
 from megatron.bcd.runtime import compat, device
-
-Record = FileRecord
 
 
 class _InProcessStrategy(TorchDistSaveShardedStrategy):
-    """Plans as Megatron Core does and leaves the writing to `ShardWrite`."""
+    """Megatron Core's planning of who writes what; the writing is left to `ShardWrite`."""
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1, thread_count=1)
@@ -42,17 +40,17 @@ class _InProcessStrategy(TorchDistSaveShardedStrategy):
 
 
 class ShardWrite:
-    """The weights and the optimizer state of one checkpoint on their way to the disk.
+    """Writes the weights and the optimizer state of one checkpoint.
 
-    Constructing it is a collective that plans who writes what and copies this rank's tensors to host memory; `start`
-    writes them, in the background if asked; `finish` is a collective that completes the shards' index.
+    The constructor is a collective: it assigns shards to ranks and copies this rank's tensors to host memory. `start`
+    writes this rank's files. `finish` is a collective: it writes the index of all shards.
     """
 
     def __init__(
-        self, entries: dict[str, ShardedTensor | ShardedTensorFactory], aside: str, *, in_background: bool
+        self, entries: dict[str, ShardedTensor | ShardedTensorFactory], folder: str, *, in_background: bool
     ) -> None:
         self.error: BaseException | None = None
-        self.records: dict[str, Record] = {}
+        self.digests: dict[str, FileDigest] = {}
         self._in_background = in_background
         live = {
             entry.data.untyped_storage().data_ptr()
@@ -62,7 +60,7 @@ class ShardWrite:
         sharded, _ = save_preprocess(dict(entries))  # type: ignore[arg-type]
         strategy = _InProcessStrategy()
         with compat.checkpoint_results_in_process():
-            strategy.async_save(sharded, Path(aside))
+            strategy.async_save(sharded, Path(folder))
         self._writer, self._finalize = strategy.writer, strategy.finalize
         self._buckets: list[Any] = []
         try:
@@ -71,18 +69,19 @@ class ShardWrite:
                 for path, key, (blobs, tensors) in self._writer.write_buckets
             ]
             device.synchronize()
-        except (RuntimeError, MemoryError) as error:  # no host memory: the other ranks hear of it in `finish`
+        except (RuntimeError, MemoryError) as error:  # out of host memory: `finish` reports it to the other ranks
             self.error, self._buckets = error, []
         self._thread = threading.Thread(target=self._write, name="checkpoint writer", daemon=True)
 
     def _on_host(self, tensor: torch.Tensor, live: set[int]) -> torch.Tensor:
-        """A copy where training would change the tensor while it is written; planning has copied some already."""
+        """A copy, unless training does not change the tensor while it is written; planning has copied some already."""
         if tensor.device.type != "cpu":
             return tensor.to("cpu", non_blocking=True)
         is_live = tensor.untyped_storage().data_ptr() in live
         return tensor.clone() if self._in_background and is_live else tensor
 
     def start(self) -> None:
+        """Write this rank's files, in a thread if in the background."""
         if self._in_background:
             self._thread.start()
         else:
@@ -90,10 +89,11 @@ class ShardWrite:
 
     @property
     def is_writing(self) -> bool:
+        """Whether the thread runs."""
         return self._thread.is_alive()
 
     def _write(self) -> None:
-        """Each bucket is a file; what Megatron Core's writer answers for it goes where its finalisation looks."""
+        """Write each bucket as a file, and put the writer's results where Megatron Core's finalization reads them."""
         answers: dict[int, Any] = {}
         for index, bucket in enumerate(self._buckets):
             results: queue.Queue[Any] = queue.Queue()
@@ -116,26 +116,26 @@ class ShardWrite:
         try:
             if self.error is None:
                 for path, key, _ in self._writer.write_buckets:
-                    self.records[key] = file_record(path)
+                    self.digests[key] = file_digest(path)
         except OSError as error:
             self.error = error
         if self._writer.results_queue is not None:
             self._writer.results_queue.put(self.error if self.error is not None else answers)
 
     def finish(self) -> None:
-        """Wait for this rank's files, and let rank 0 write the index of all; a collective. Look at `error` then."""
+        """Wait for this rank's files, and write the index on rank 0. A collective. Sets `error` on failure."""
         if self._thread.ident is not None:
             self._thread.join()
-        index_writer = self._writer.finish
+        write_index = self._writer.finish
 
-        def finish_and_tell(*args: Any, **kwargs: Any) -> None:
-            vars(args[0] if args else kwargs["metadata"]).pop("all_local_plans", None)  # a cache that nobody reads
+        def write_index_without_raising(*args: Any, **kwargs: Any) -> None:
+            vars(args[0] if args else kwargs["metadata"]).pop("all_local_plans", None)  # a cache that nothing reads
             try:  # an exception here would leave the other ranks in the broadcast that follows
-                index_writer(*args, **kwargs)
+                write_index(*args, **kwargs)
             except OSError as error:
                 self.error = error
 
-        self._writer.finish = finish_and_tell
+        self._writer.finish = write_index_without_raising
         try:
             self._finalize()
         except CheckpointException as failed:

@@ -10,13 +10,14 @@ from dataclasses import asdict
 import torch
 
 from megatron.bcd import data
-from megatron.bcd.checkpoint import claim, loader
+from megatron.bcd.checkpoint import loader
+from megatron.bcd.checkpoint.saver import claim_save_folder
 from megatron.bcd.config import RunConfig
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.silent import SilentReporter
 from megatron.bcd.prefix_cache import folders as caches
 from megatron.bcd.prefix_cache.serve import DamagedRecord
-from megatron.bcd.runtime import device, distributed, rng
+from megatron.bcd.runtime import device, dir_claim, distributed, rng
 from megatron.bcd.runtime.exit import exit_on_error
 from megatron.bcd.training.loop import ModelBuilder, Trainer
 from megatron.bcd.training.train_step import TrainingFailed
@@ -41,16 +42,16 @@ def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str) -> None
         if config.transformer.get("deterministic_mode"):
             rng.use_deterministic_algorithms()
         save = config.checkpoint.save
-        is_new = not claim.exists(save)
-        held = claim.Claim() if is_new else claim.claim(save)
+        is_new = not dir_claim.exists(save)
+        save_claim = dir_claim.DirClaim() if is_new else claim_save_folder(save)
         config = _resuming_after_restart(config)
         source = loader.find(config)
         reporter = _reporter(config, start_iteration=source.state.iteration if source and source.state else 0)
         trainer = Trainer(config, build_model, reporter, source=source)
         if is_new:  # the first to make it: nothing that was asked for is wrong
-            held = claim.claim(save)
+            save_claim = claim_save_folder(save)
         cache_claim = claim_prefix_cache(None if config.training.skip_train else config.bcd.bcd_prefix_cache)
-        for warning in (*held.warnings, *cache_claim.warnings):
+        for warning in (*save_claim.warnings, *cache_claim.warnings):
             reporter.warning(warning)
     try:
         with reporter:
@@ -66,19 +67,19 @@ def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str) -> None
         sys.exit(1)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-    held.release()
+    save_claim.release()
     cache_claim.release()
 
 
-def claim_prefix_cache(root: str | None) -> claim.Claim:
-    """See `claim.claim`. A collective."""
-    return claim.claim(root, flag="--bcd-prefix-cache", contents="prefix caches", clean=caches.clean_leftovers)
+def claim_prefix_cache(root: str | None) -> dir_claim.DirClaim:
+    """See `dir_claim.claim`. A collective."""
+    return dir_claim.claim(root, flag="--bcd-prefix-cache", contents="prefix caches", clean=caches.clean_leftovers)
 
 
 def _resuming_after_restart(config: RunConfig) -> RunConfig:
     """torchrun --max-restarts starts the same command again: go on from what it has saved, whatever --load says."""
     save = config.checkpoint.save
-    if save is None or not distributed.is_restart() or not claim.has_checkpoint(save):
+    if save is None or not distributed.is_restart() or not loader.has_checkpoint(save):
         return config
     return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load=save, finetune=False))
 
