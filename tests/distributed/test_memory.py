@@ -40,8 +40,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def live_bytes() -> int:
-    """Bytes of all tensors that are alive in this process, shared storages once."""
-    gc.unfreeze()  # frozen objects are hidden from the list
+    """Bytes of all tensors that are alive in this process, shared storages once; not of what `worlds` has frozen."""
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
@@ -50,7 +49,6 @@ def live_bytes() -> int:
             if thing.grad is not None:
                 storages[thing.grad.untyped_storage().data_ptr()] = thing.grad.untyped_storage().nbytes()
     storages.pop(0, None)
-    gc.freeze()  # else every collection of the run looks through all modules
     return sum(storages.values())
 
 
@@ -175,7 +173,7 @@ def outlived(config: RunConfig) -> list[tuple[int, str]]:
     def after_build(one: worlds.RecordingTrainer) -> None:
         things.append([weakref.ref(one.active.wrapped), *(weakref.ref(each) for each in one.active.optimizers())])
 
-    with worlds.trainer(config, after_build=after_build) as one:
+    with worlds.trainer(config, freezes=True, after_build=after_build) as one:
         one.run()
         return [
             (phase, type(thing()).__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from support import worlds
 from support.dist import World
+from support.pairwise import Combination, all_combinations, pairwise
 
 from megatron.bcd.config import RunConfig
 
@@ -27,23 +29,44 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cut", [{}, PIPELINE, PIPELINE | {"bcd_layout": "submodel"}], ids=["one", "spread", "sub"])
-def test_recomputation_changes_nothing(
-    world1: World, world2: World, text_data: str, cut: dict[str, Any], kind: str
-) -> None:
+CUTS: dict[str, dict[str, Any]] = {"one": {}, "spread": PIPELINE, "submodel": PIPELINE | {"bcd_layout": "submodel"}}
+FACTORS = {"cut": [*CUTS], "kind": [*KINDS], "recomputation": [*RECOMPUTATION]}
+RECOMPUTED = pairwise(FACTORS, lambda case: True)
+MORE_RECOMPUTED = [case for case in all_combinations(FACTORS, lambda case: True) if case not in RECOMPUTED]
+
+
+@functools.cache
+def not_recomputed(world: World, text_data: str, cut: str, kind: str) -> list[dict[str, Any]]:
+    """The run that all recomputations of this cut and kind are compared with."""
+    return world.run(worlds.train_run, recomputed_config(text_data, cut, kind))
+
+
+def recomputed_config(text_data: str, cut: str, kind: str, **recomputation: Any) -> RunConfig:
+    num_blocks = 6 if cut == "submodel" else 3
+    flags = {"data_path": text_data, "train_iters": num_blocks + 1} | CUTS[cut] | KINDS[kind]
+    return worlds.run_config(**flags, **recomputation)
+
+
+def check_recomputation(world: World, text_data: str, cut: str, kind: str, recomputation: str) -> None:
+    plain = not_recomputed(world, text_data, cut, kind)
+    config = recomputed_config(text_data, cut, kind, **RECOMPUTATION[recomputation])
+    for mine, other in zip(world.run(worlds.train_run, config), plain, strict=True):
+        assert mine["losses"] == other["losses"]
+        assert mine["grad_norms"] == other["grad_norms"]
+        assert worlds.same_bits(mine["weights"], other["weights"]) == []
+
+
+@pytest.mark.parametrize("case", RECOMPUTED, ids=lambda case: "-".join(case.values()))
+def test_recomputation_changes_nothing(world1: World, world2: World, text_data: str, case: Combination) -> None:
     """Activations that are recomputed with other dropout, not at all, or cut off the graph behind a frozen prefix."""
-    num_blocks = 6 if "bcd_layout" in cut else 3
-    flags = {"data_path": text_data, "train_iters": num_blocks + 1} | cut | KINDS[kind]
-    world = world2 if cut else world1
-    plain = world.run(worlds.train_run, worlds.run_config(**flags))
-    for name, recomputation in RECOMPUTATION.items():
-        for mine, other in zip(
-            world.run(worlds.train_run, worlds.run_config(**flags, **recomputation)), plain, strict=True
-        ):
-            assert mine["losses"] == other["losses"], name
-            assert mine["grad_norms"] == other["grad_norms"], name
-            assert worlds.same_bits(mine["weights"], other["weights"]) == [], name
+    check_recomputation(world1 if case["cut"] == "one" else world2, text_data, **case)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", MORE_RECOMPUTED, ids=lambda case: "-".join(case.values()))
+def test_recomputation_in_all_combinations(world1: World, world2: World, text_data: str, case: Combination) -> None:
+    """As above, for those that it leaves out."""
+    check_recomputation(world1 if case["cut"] == "one" else world2, text_data, **case)
 
 
 def test_recomputed_chunks_need_not_fit_behind_the_prefix(world1: World, text_data: str) -> None:

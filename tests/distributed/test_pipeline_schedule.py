@@ -28,6 +28,14 @@ DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 MORE_THAN_ALL = 9  # microbatches
 RUN_AHEAD: dict[int, tuple[int | None, ...]] = {1: (1,), 2: (0, MORE_THAN_ALL), 4: (1, None), 7: (None, MORE_THAN_ALL)}
 """Values of --bcd-run-ahead by number of microbatches; None: the default."""
+# number of stages, layout, number of microbatches
+SCHEDULES = [
+    *((2, layout, number) for layout in LAYOUTS for number in RUN_AHEAD),
+    *((4, "spread", 7), (4, "stage", 2), (4, "stage", 7), (4, "submodel", 4)),
+]
+MORE_SCHEDULES = [
+    (4, layout, number) for layout in LAYOUTS for number in RUN_AHEAD if (4, layout, number) not in SCHEDULES
+]
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}
 OVERLAP_BOTH = OVERLAP | {"overlap_param_gather": True}
@@ -168,28 +176,39 @@ def assert_same_as_stock(world: World, stock: RunConfig, others: list[RunConfig]
     return ranks
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("num_stages", [2, 4])
+def check_schedule(world: World, text_data: str, layout: str, num_microbatches: int) -> None:
+    flags = {"data_path": text_data, "global_batch_size": 2 * num_microbatches}
+    flags |= DROPOUT if num_microbatches in (2, 7) else {}
+    aheads = RUN_AHEAD[num_microbatches]
+    if layout == "spread":  # its first trainable stage is the first: no stage can run ahead
+        aheads, flags["bcd_steps_per_block"] = (None,), 1
+    stock = config_of(world.size, layout, bcd_schedule="stock", **flags)
+    others = [config_of(world.size, layout, bcd_run_ahead=ahead, **flags) for ahead in aheads]
+    ranks = assert_same_as_stock(world, stock, others)
+    for number, run_ahead in enumerate(aheads, start=1):
+        expected = []
+        for first_trainable in first_trainable_stages(stock):
+            done = min(most_ahead(world.size, first_trainable, run_ahead), num_microbatches)
+            expected += [0] + [done] * (stock.bcd.bcd_steps_per_block - 1)
+        assert all(rank[number]["ahead"] == expected for rank in ranks), (num_microbatches, run_ahead)
+
+
+@pytest.mark.parametrize("num_stages, layout, num_microbatches", SCHEDULES)
 def test_every_block_learns_as_with_the_stock_schedule(
-    world2: World, world4: World, text_data: str, num_stages: int, layout: str
+    world2: World, world4: World, text_data: str, num_stages: int, layout: str, num_microbatches: int
 ) -> None:
     """A microbatch in another order, or with the gradient, the dropout or the batch of another one; a loss that is
     divided by another number; weights of before the step in what was run ahead."""
-    for num_microbatches, run_aheads in RUN_AHEAD.items():
-        flags = {"data_path": text_data, "global_batch_size": 2 * num_microbatches}
-        flags |= DROPOUT if num_microbatches in (2, 7) else {}
-        aheads = run_aheads
-        if layout == "spread":  # its first trainable stage is the first: nobody can run ahead
-            aheads, flags["bcd_steps_per_block"] = (None,), 1
-        stock = config_of(num_stages, layout, bcd_schedule="stock", **flags)
-        others = [config_of(num_stages, layout, bcd_run_ahead=ahead, **flags) for ahead in aheads]
-        ranks = assert_same_as_stock(world2 if num_stages == 2 else world4, stock, others)
-        for number, run_ahead in enumerate(aheads, start=1):
-            expected = []
-            for first_trainable in first_trainable_stages(stock):
-                done = min(most_ahead(num_stages, first_trainable, run_ahead), num_microbatches)
-                expected += [0] + [done] * (stock.bcd.bcd_steps_per_block - 1)
-            assert all(rank[number]["ahead"] == expected for rank in ranks), (num_microbatches, run_ahead)
+    check_schedule(world2 if num_stages == 2 else world4, text_data, layout, num_microbatches)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_stages, layout, num_microbatches", MORE_SCHEDULES)
+def test_more_schedules_of_four_stages(
+    world4: World, text_data: str, num_stages: int, layout: str, num_microbatches: int
+) -> None:
+    """As above, for the numbers of microbatches that it leaves to two stages."""
+    check_schedule(world4, text_data, layout, num_microbatches)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -203,7 +222,14 @@ def test_options(world2: World, text_data: str, option: str) -> None:
         assert any(step["grad_norm"] is None for step in ranks[0][1]["compared"]["steps"])
 
 
-@pytest.mark.parametrize("cut, layout", [*((cut, "submodel") for cut in PARALLEL), ("data2_overlap", "spread")])
+IN_OTHERS = ("data2_overlap", "data2_overlap_both")  # options that others of PARALLEL have too
+PARALLEL_CASES = [
+    *(pytest.param(cut, "submodel", marks=[pytest.mark.long] if cut in IN_OTHERS else []) for cut in PARALLEL),
+    ("data2_overlap", "spread"),
+]
+
+
+@pytest.mark.parametrize("cut, layout", PARALLEL_CASES)
 def test_with_tensor_and_data_parallel(world4: World, text_data: str, cut: str, layout: str) -> None:
     """A reduction that a stage without gradients leaves out or begins too early, or messages to the wrong replica."""
     flags = {"data_path": text_data, "world_size": 4, "global_batch_size": 12} | PARALLEL[cut]

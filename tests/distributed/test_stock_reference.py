@@ -16,6 +16,7 @@ from support.dist import World
 # 20 steps of 2,048 tokens with a vocabulary of 50,304: half a minute each on a quiet core
 pytestmark = pytest.mark.timeout(900)
 RUNS = ("gpt_pp1", "gpt_dp2", "gpt_tp2", "gpt_full_recompute", "llama_pp1", "llama_pp2")
+HALF = 10  # iterations, and the first evaluation
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +92,25 @@ def test_curve(
     world1: World, world2: World, wikitext: str, bpe_files: dict[str, Any], reference: dict[str, Any], run: str
 ) -> None:
     """Seeds, initialisation, sample order, weight-decay groups, schedule or loss averaging that are not stock's."""
-    stock = reference["runs"][run]
-    flags = flags_of(reference, run, {"data_path": wikitext} | bpe_files)
-    world = (world1, world2)[stock["world_size"] - 1]
-    config = worlds.config_of(world_size=world.size, **flags)
+    # The first half: the entry script's run above is whole
+    iterations = [line for line in reference["runs"][run]["iterations"] if line["iteration"] <= HALF]
+    stock = {"iterations": iterations, "validation_loss": {HALF: reference["runs"][run]["validation_loss"][str(HALF)]}}
+    world = (world1, world2)[reference["runs"][run]["world_size"] - 1]
+    check_curve(world, flags_of(reference, run, {"data_path": wikitext} | bpe_files), stock, exit_interval=HALF)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("run", RUNS)
+def test_whole_curve(
+    world1: World, world2: World, wikitext: str, bpe_files: dict[str, Any], reference: dict[str, Any], run: str
+) -> None:
+    """As above, where the learning rate has come down."""
+    world = (world1, world2)[reference["runs"][run]["world_size"] - 1]
+    check_curve(world, flags_of(reference, run, {"data_path": wikitext} | bpe_files), reference["runs"][run])
+
+
+def check_curve(world: World, flags: dict[str, Any], stock: dict[str, Any], **more_flags: Any) -> None:
+    config = worlds.config_of(world_size=world.size, **flags, **more_flags)
     for outcome in world.run(worlds.train_run, config, timeout=840):
         evaluations = [(iteration, loss) for iteration, _, loss in outcome["evaluations"]]
         assert_is_stock(outcome["metrics"], evaluations, stock)

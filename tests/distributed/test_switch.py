@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import worlds
 from support.dist import World
+from support.pairwise import Combination, all_combinations, pairwise
 
 from megatron.bcd.config import RunConfig
 
@@ -23,8 +24,14 @@ CUTS: dict[str, dict[str, Any]] = {
 LOSS_SCALING = {"fp16": True, "initial_loss_scale": 2**20, "hysteresis": 1, "loss_scale_window": 3}
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("sharded", [True, False], ids=["distributed_optimizer", "plain_optimizer"])
+@pytest.mark.parametrize(
+    "cut, sharded",
+    [
+        pytest.param(cut, sharded, marks=[] if sharded == (number % 2 == 0) else [pytest.mark.long])
+        for number, cut in enumerate(CUTS)
+        for sharded in (True, False)
+    ],
+)
 def test_every_rank_decides_alike(world2: World, text_data: str, cut: str, sharded: bool) -> None:
     """A rank that skips a step, or ends a phase, when the others do not: main parameters drift apart, or a hang."""
     flags = {"data_path": text_data, "bcd_steps_per_block": 4, "train_iters": 26} | LOSS_SCALING | CUTS[cut]
@@ -107,27 +114,33 @@ def test_an_untied_head_belongs_to_the_last_block(world2: World, text_data: str,
         assert torch.equal(embeddings[phase], embeddings[phase - 1]) == (phase % num_blocks != 0)
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+OVERLAP_FACTORS = {"cut": ["data2", "pipeline2_data2"], "layout": ["spread", "submodel"], "precision": ["fp32", "bf16"]}
+ALL_OVERLAPS = all_combinations(OVERLAP_FACTORS, lambda case: True)
+OVERLAPS = pairwise(OVERLAP_FACTORS, lambda case: True)
+
+
 @pytest.mark.parametrize(
-    "cut",
-    [{"world_size": 2}, {"world_size": 4, "pipeline_model_parallel_size": 2}],
-    ids=["data2", "pipeline2_data2"],
+    "case",
+    [pytest.param(case, marks=[] if case in OVERLAPS else [pytest.mark.long]) for case in ALL_OVERLAPS],
+    ids=lambda case: "-".join(case.values()),
 )
-@pytest.mark.parametrize("layout", ["spread", "submodel"])
 def test_overlapped_communication_survives_switches(
-    world2: World, world4: World, text_data: str, cut: dict[str, Any], precision: dict[str, Any], layout: str
+    world2: World, world4: World, text_data: str, case: Combination
 ) -> None:
     """Weights that are not gathered when a switch or an evaluation reads them, or gradients of half a bucket."""
-    flags = {"data_path": text_data, "bcd_steps_per_block": 2, "train_iters": 14, "bcd_layout": layout}
+    is_bf16 = case["precision"] == "bf16"
+    cut = {"world_size": 2} if case["cut"] == "data2" else {"world_size": 4, "pipeline_model_parallel_size": 2}
+    flags = {"data_path": text_data, "bcd_steps_per_block": 2, "train_iters": 14, "bcd_layout": case["layout"]}
+    flags |= {"bf16": is_bf16} | cut
     evaluation = {"eval_iters": 1, "eval_interval": 3, "ddp_bucket_size": 3000}
-    world = world2 if cut["world_size"] == 2 else world4
-    plain = world.run(worlds.train_run, worlds.run_config(**flags, **evaluation, **cut, **precision))
+    world = world2 if case["cut"] == "data2" else world4
+    plain = world.run(worlds.train_run, worlds.run_config(**flags, **evaluation))
     for overlap in ({"overlap_grad_reduce": True}, {"overlap_grad_reduce": True, "overlap_param_gather": True}):
-        config = worlds.run_config(**flags, **evaluation, **cut, **precision, **overlap)
+        config = worlds.run_config(**flags, **evaluation, **overlap)
         for mine, other in zip(world.run(worlds.train_run, config), plain, strict=True):
             assert mine["blocks"] == other["blocks"]
-            assert mine["losses"] == pytest.approx(other["losses"], rel=1e-2 if precision else 2e-5)
+            assert mine["losses"] == pytest.approx(other["losses"], rel=1e-2 if is_bf16 else 2e-5)
             assert len(mine["evaluations"]) == 5
             assert [loss for *_, loss in mine["evaluations"]] == pytest.approx(
-                [loss for *_, loss in other["evaluations"]], rel=1e-2 if precision else 2e-5
+                [loss for *_, loss in other["evaluations"]], rel=1e-2 if is_bf16 else 2e-5
             )

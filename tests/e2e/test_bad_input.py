@@ -1,6 +1,7 @@
 """Bad input: one line that names the flag or file, exit code 2 of every rank, nothing written.
 
-Most cases run in forks of one process (``tests/support/forked_runs.py``), on 1 and on 2 ranks; a few as a user would.
+Most cases run in forks of one process (``tests/support/forked_runs.py``), on 2 ranks where they can; a few as a user
+would.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,12 +41,6 @@ def snapshot(folder: Path) -> dict[str, str]:
         for path in sorted(folder.rglob("*"))
         if path.name != ".lock"
     }
-
-
-@pytest.fixture(scope="module")
-def runs(repo_root: Path) -> Iterator[ForkedRuns]:
-    with ForkedRuns(repo_root) as server:
-        yield server
 
 
 @pytest.fixture
@@ -87,9 +81,19 @@ def assert_one_line(text: str, *named: str) -> None:
 
 
 def with_ranks(cases: tuple[Case, ...]) -> pytest.MarkDecorator:
+    """Each case on the most ranks that it is for; on fewer with --long."""
     return pytest.mark.parametrize(
         ("case", "num_ranks"),
-        [pytest.param(case, n, id=f"{case.name}, {n}".replace(" ", "_")) for case in cases for n in case.ranks],
+        [
+            pytest.param(
+                case,
+                num_ranks,
+                id=f"{case.name}, {num_ranks}".replace(" ", "_"),
+                marks=[] if num_ranks == max(case.ranks) else [pytest.mark.long],
+            )
+            for case in cases
+            for num_ranks in case.ranks
+        ],
     )
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,6 @@ SAVED = 3  # iterations, each with a checkpoint
 FLAGS = ("--save", "saved", "--save-interval", "1", "--eval-iters", "0", "--bcd-steps-per-block", "2")
 FLAGS = (*FLAGS, "--train-iters", str(SAVED + 1))
 Damage = Callable[[Path], object]
-
-
-@pytest.fixture(scope="module")
-def runs(repo_root: Path) -> Iterator[ForkedRuns]:
-    with ForkedRuns(repo_root) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

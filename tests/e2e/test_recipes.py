@@ -327,10 +327,10 @@ def assert_runs_to_the_end(words: tuple[str, ...], out: Path) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("G-1.6B", "bcd", "rtx4090"),
+        pytest.param(("G-1.6B", "bcd", "rtx4090"), marks=pytest.mark.long),
         ("G-5.4B", "full", "a100"),
         ("L-6.0B", "bcd", "rtx4090"),
-        ("L-1.5B", "full", "a800"),
+        pytest.param(("L-1.5B", "full", "a800"), marks=pytest.mark.long),
     ],
     ids="-".join,
 )

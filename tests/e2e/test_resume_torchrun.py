@@ -113,19 +113,18 @@ def start(root: Path, place: Path, *flags: str) -> Iterator[Start]:
 
 
 @pytest.mark.timeout(900)  # three starts of torchrun
-def test_the_same_command_after_every_end(repo_root: Path, tmp_path: Path) -> None:
+def test_the_same_command_after_every_end(repo_root: Path, runs: ForkedRuns, tmp_path: Path) -> None:
     """A signal that kills in place of stopping, an exit code that a scheduler takes for a failure, a step lost or
     done twice."""
     places = {name: tmp_path / name for name in ("whole", "parts")}
     for place in places.values():
         write_dataset(place / "data" / "text_document", good_documents())
     place = places["parts"]
-    with ForkedRuns(repo_root) as runs:
-        assert [rank.code for rank in runs.run(FLAGS, folder=places["whole"], num_ranks=2)] == [0, 0]
-        after_signals_and_a_kill(repo_root, place)
-        newest = layout.iteration_folder(str(place / "saved"), layout.candidates(str(place / "saved"))[0])
-        assert layout.damage(newest) is None
-        results = runs.run(FLAGS, folder=place, num_ranks=2)
+    assert [rank.code for rank in runs.run(FLAGS, folder=places["whole"], num_ranks=2)] == [0, 0]
+    after_signals_and_a_kill(repo_root, place)
+    newest = layout.iteration_folder(str(place / "saved"), layout.candidates(str(place / "saved"))[0])
+    assert layout.damage(newest) is None
+    results = runs.run(FLAGS, folder=place, num_ranks=2)
     assert [(rank.code, rank.stderr) for rank in results] == [(0, "")] * 2
     assert f"going on from saved/{os.path.basename(newest)}" in results[0].stdout
     assert lines(place) == lines(places["whole"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -90,6 +91,8 @@ def _serve() -> None:
     os.dup2(2, 1)  # nothing that a library prints may get between the answers
     generate_flags = importlib.import_module("megatron.bcd.arguments.flags").generate_flags
     generate_flags()  # fills a cache that every fork then has
+    gc.collect()
+    gc.freeze()  # a fork's garbage collector need not look through what was imported
     for line in sys.stdin:
         request = json.loads(line)
         main = importlib.import_module(request["script"]).main

@@ -9,3 +9,4 @@ from support import worlds  # noqa: F401
 
 generate_flags()  # fills a cache
 gc.collect()
+gc.freeze()
