@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Lint, types, import direction and all tests; stops at the first step that fails.
 #
-#   bash tests/run.sh                       everything
+#   bash tests/run.sh                       the default suite: about 15 minutes on two cores
+#   bash tests/run.sh --long                with the tests marked long: full products of options, hours
 #   bash tests/run.sh -k blocks -x          arguments go to pytest
 #   bash tests/run.sh -m "not e2e"          the markers are unit, distributed, e2e
-#   bash tests/run.sh -n 0                  one file after another, in this process (two at once is the default: ranks
-#                                           that wait for each other leave half of two cores idle)
+#   bash tests/run.sh -n 0                  one file after another, in this process (the default is two at once)
 #
+# What the tests prove: docs/testing.md.
 # Environment: BCD_PYTHON is an interpreter of your own (examples/setup_env.sh).
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/../examples/setup_env.sh"

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
+import preprocess_data
 import pytest
 from support import worlds
 from support.dist import World
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def _world(size: int) -> Iterator[World]:
@@ -46,14 +42,9 @@ def text_data(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("text")
     text = "\n".join(line for line in inspect.getsource(argparse).splitlines() if line.strip())
     (folder / "text.txt").write_text(text, encoding="utf-8")
-    subprocess.run(
-        [sys.executable, "tools/preprocess_data.py", "--input", str(folder / "text.txt")]
-        + ["--output-prefix", str(folder / "text"), "--tokenizer-type", "ByteLevelTokenizer"]
-        + ["--append-eod", "--workers", "1"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-    )
+    arguments = ["--input", str(folder / "text.txt"), "--output-prefix", str(folder / "text")]
+    arguments += ["--tokenizer-type", "ByteLevelTokenizer", "--append-eod", "--workers", "1"]
+    assert preprocess_data.main(arguments) == 0
     return str(folder / "text_text_document")
 
 

@@ -1,4 +1,6 @@
-"""What ranks find imported: `dist` forks them from a server process that has imported this."""
+"""What ranks find imported: `dist` forks them from a server process that has imported this module."""
+
+from __future__ import annotations
 
 import gc
 
@@ -9,4 +11,4 @@ from support import worlds  # noqa: F401
 
 generate_flags()  # fills a cache
 gc.collect()
-gc.freeze()
+gc.freeze()  # a rank's garbage collector need not look through all this
