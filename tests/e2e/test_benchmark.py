@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.forked_runs import ForkedRuns
 
 from megatron.bcd.blocks.partition import partition
 from megatron.bcd.planner import cost
@@ -25,11 +26,16 @@ def run(root: Path, *flags: str, ranks: int = 1) -> subprocess.CompletedProcess[
     return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=240)
 
 
-def measured(root: Path, folder: Path, *flags: str, ranks: int = 1) -> tuple[dict[str, Any], str]:
-    done = run(root, *flags, "--json", str(folder / "figures.json"), ranks=ranks)
+def measured(root: Path, folder: Path, *flags: str) -> tuple[dict[str, Any], str]:
+    done = run(root, *flags, "--json", str(folder / "figures.json"))
     assert done.returncode == 0, done.stderr
+    return written(folder), done.stdout
+
+
+def written(folder: Path) -> dict[str, Any]:
     assert [path.name for path in folder.iterdir()] == ["figures.json"], "nothing else may be left behind"
-    return json.loads((folder / "figures.json").read_text()), done.stdout
+    figures: dict[str, Any] = json.loads((folder / "figures.json").read_text())
+    return figures
 
 
 def expected_state(num_stages: int, layout: str) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
@@ -80,12 +86,13 @@ def test_one_process(repo_root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["spread", "submodel"])
-def test_two_stages(repo_root: Path, tmp_path: Path, layout: str) -> None:
+def test_two_stages(runs: ForkedRuns, tmp_path: Path, layout: str) -> None:
     """A stage without anything active that does not take part in a switch would hang; two ranks that write would
     tear the file."""
-    figures, text = measured(
-        repo_root, tmp_path, "--pipeline-model-parallel-size", "2", "--bcd-layout", layout, ranks=2
-    )
+    flags = ["--pipeline-model-parallel-size", "2", "--bcd-layout", layout, "--json", "figures.json"]
+    ranks = runs.run([*SIZES, *flags], folder=tmp_path, num_ranks=2, script="benchmark")
+    assert [rank.code for rank in ranks] == [0, 0], ranks[0].stderr
+    figures, text = written(tmp_path), "".join(rank.stdout for rank in ranks)
     assert figures["world_size"] == 2
     bounds = {"spread": [7 / 9, 7 / 9, 7 / 9], "submodel": [7 / 9, 6 / 9, 6 / 9, 7 / 9, 6 / 9, 5 / 9]}[layout]
     assert [row["bound"] for row in figures["blocks"]] == pytest.approx(bounds)
@@ -159,9 +166,10 @@ def test_bad_input(repo_root: Path, tmp_path: Path, ranks: int) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
 
 
-def test_bad_input_for_the_ranks_that_it_starts(repo_root: Path) -> None:
+def test_bad_input_for_the_ranks_that_it_starts(runs: ForkedRuns, tmp_path: Path) -> None:
     """Found out by the ranks only, one wrong flag would end in torchrun's report and another exit code."""
-    done = run(repo_root, "--schedule", "--bcd-layout", "stage")
-    assert done.returncode == 2
+    flags = ["--schedule", "--bcd-layout", "stage"]
+    (done,) = runs.run([*SIZES, *flags], folder=tmp_path, num_ranks=1, script="benchmark")
+    assert done.code == 2
     assert done.stderr.startswith("tools/benchmark.py: error: --bcd-layout has no use")
     assert done.stderr.count("\n") == 1

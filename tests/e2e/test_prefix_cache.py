@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.forked_runs import ForkedRuns
 
 TRAINING = shlex.split("""--num-layers 3 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2
     --global-batch-size 4 --train-iters 8 --lr 1e-3 --hidden-dropout 0 --attention-dropout 0 --mock-data
@@ -39,11 +40,11 @@ def test_training(repo_root: Path, tmp_path: Path) -> None:
     assert steps[-1]["prefix_cache_bytes"] == on_disk > 2 * 8 * 16 * 32 * 4
 
 
-def test_training_without_a_prefix(repo_root: Path, tmp_path: Path) -> None:
+def test_training_without_a_prefix(runs: ForkedRuns, tmp_path: Path) -> None:
     """A banner that promises a cache where no block can have one."""
     files = ["--bcd-prefix-cache", str(tmp_path), "--bcd-always-active", "norms"]
-    done = run(repo_root, "pretrain_gpt_bcd.py", *TRAINING, *files, "--train-iters", "1")
-    assert done.returncode == 0, done.stderr
+    (done,) = runs.run([*TRAINING, *files, "--train-iters", "1"], folder=tmp_path, num_ranks=1)
+    assert done.code == 0, done.stderr
     reason = "--bcd-always-active norms trains the bottom of the model in every phase"
     assert f"prefix cache: off, no block has a prefix ({reason})" in done.stdout
     assert not list(tmp_path.glob("prefix_*"))

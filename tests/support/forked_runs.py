@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import inspect
 import json
 import os
 import signal
@@ -43,7 +44,11 @@ class ForkedRuns:
     """Client: starts the server, with `root` to import from, and stops it on exit."""
 
     def __init__(self, root: Path) -> None:
-        environment = os.environ | {"PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {
+            "PYTHONPATH": f"{root}:{root / 'tools'}",
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+        }
         self._server = subprocess.Popen(
             [sys.executable, __file__],
             cwd=root,
@@ -62,7 +67,7 @@ class ForkedRuns:
         script: str = "pretrain_gpt_bcd",
         read_only: Path | None = None,
     ) -> list[RankResult]:
-        """Run `main` of the module `script` with `argv` in `folder`, `read_only` mounted so: the results by rank."""
+        """Run `main` of the module `script` (also of tools/) with `argv` in `folder`, `read_only` mounted so: the results by rank."""
         assert self._server.stdin is not None and self._server.stdout is not None
         request = {
             "script": script,
@@ -159,7 +164,7 @@ def _start(main: Any, rank: int, request: dict[str, Any], environment: dict[str,
         sys.argv = [f"{request['script']}.py", *request["argv"]]
         if request["read_only"]:
             _mount_read_only(request["read_only"])
-        main()
+        main(*([request["argv"]] if inspect.signature(main).parameters else []))
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
