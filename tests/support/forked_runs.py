@@ -45,7 +45,7 @@ class ForkedRuns:
 
     def __init__(self, root: Path) -> None:
         environment = os.environ | {
-            "PYTHONPATH": f"{root}:{root / 'tools'}",
+            "PYTHONPATH": os.pathsep.join(map(str, (root, root / "tools"))),
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
         }
@@ -67,7 +67,7 @@ class ForkedRuns:
         script: str = "pretrain_gpt_bcd",
         read_only: Path | None = None,
     ) -> list[RankResult]:
-        """Run `main` of the module `script` (also of tools/) with `argv` in `folder`, `read_only` mounted so: the results by rank."""
+        """Run `main` of the module `script` with `argv` in `folder`, `read_only` mounted so: the results by rank."""
         assert self._server.stdin is not None and self._server.stdout is not None
         request = {
             "script": script,
