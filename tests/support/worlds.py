@@ -244,7 +244,7 @@ def train_run(config: RunConfig, *, blocks_of_stages: int | None = None) -> dict
 @contextlib.contextmanager
 def blocks_as_of(num_stages: int | None) -> Iterator[None]:
     """Trainers of one stage form the blocks that `num_stages` stages would: the same layers, all on stage 0."""
-    original = loop.partition
+    original = partition.partition
 
     def on_one_stage(**arguments: Any) -> partition.Partition:
         assert arguments["num_stages"] == 1
@@ -262,11 +262,11 @@ def blocks_as_of(num_stages: int | None) -> Iterator[None]:
         )
 
     if num_stages is not None:
-        loop.partition = on_one_stage
+        partition.partition = on_one_stage
     try:
         yield
     finally:
-        loop.partition = original
+        partition.partition = original
 
 
 def outcome(one: RecordingTrainer) -> dict[str, Any]:
