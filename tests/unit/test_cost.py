@@ -1,4 +1,4 @@
-"""cost.py: parameters, bytes of model state, compute (DESIGN, section 2)."""
+"""Parameters, bytes of model state and compute of a model, in closed form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""phases: what a checkpoint keeps of them, and the settings that a user gives (DESIGN, sections 1 and 6)."""
+"""PhaseState: what a checkpoint keeps of it, and the settings that a user gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""planner: memory, time and money of a recipe (DESIGN, section 8)."""
+"""planner: memory, time and money of a recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""phases: visit order, switch decision, end of the run, learning rate (DESIGN, sections 1 and 3)."""
+"""BlockSchedule: order of blocks, switches, end of the run, learning rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""blocks.py: the cut of a model into submodels and blocks (DESIGN, section 1)."""
+"""The partition of a model into stages, submodels and blocks."""
 
 from __future__ import annotations
 

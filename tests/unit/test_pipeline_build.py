@@ -1,4 +1,4 @@
-"""pipeline_plan: every plan passes its check, and the check sees what is wrong (DESIGN, section 2)."""
+"""Pipeline plans: every plan passes its check, and the check finds what is wrong."""
 
 from __future__ import annotations
 

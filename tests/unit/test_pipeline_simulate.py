@@ -1,4 +1,4 @@
-"""pipeline_plan: the times of a plan's actions, and the grid drawn from them (DESIGN, section 2)."""
+"""Pipeline plans: the times of their actions, and the grid drawn from them."""
 
 from __future__ import annotations
 
