@@ -1,4 +1,4 @@
-"""Which samples the loop trains on, phase by phase, and how much of the data it has seen."""
+"""Which samples of the training split a phase trains on, and how much of the data a run has seen."""
 
 from __future__ import annotations
 
@@ -24,52 +24,44 @@ class TrainingSamples:
             else PhaseSubset(num_samples=epoch_samples, ratio=ratio, seed=config.training.seed)
         )
         self.epoch_samples = epoch_samples
-        self.in_phase = 0
-        """Samples that the present phase has trained on, repetitions included."""
-        self.seen_before = 0
-        """Different samples that earlier phases trained on, those of different phases added up."""
         self._config = config
         self._dataset = dataset
         self._batches: Iterator[data.Batch] | None = None
 
-    def restore_after_build(self, *, in_phase: int, seen_before: int) -> None:
-        """Go on where a checkpoint was taken; before the first batch."""
-        self.in_phase, self.seen_before = in_phase, seen_before
+    def batches(self, *, phase: int, consumed_samples: int, position: int) -> Iterator[data.Batch]:
+        """This rank's micro-batches from here on; with subsets to the end of the phase, else of the run.
 
-    def batches(self, *, phase: int, consumed_samples: int) -> Iterator[data.Batch]:
-        """This rank's micro-batches from here on; with subsets to the end of the phase, else of the run."""
+        `position`: samples that the phase has trained on.
+        """
         if self._batches is None:
-            self._batches = self._opened(self._config, phase=phase, consumed_samples=consumed_samples)
+            self._batches = self._open(self._config, phase, consumed_samples, position)
         return self._batches
 
-    def look_ahead(self, *, phase: int, consumed_samples: int) -> Iterator[data.Batch]:
-        """The micro-batches that `batches` will give, without taking them from it; at the end of the data the last."""
+    def look_ahead(self, *, phase: int, consumed_samples: int, position: int) -> Iterator[data.Batch]:
+        """The micro-batches that `batches` will return, read separately; at the end of the data its last ones."""
         config = self._config.replace_section("data", num_workers=0)
         if self._dataset is not None and self.subset is None:
             one = config.training.micro_batch_size * parallel_state.get_data_parallel_world_size()
             consumed_samples = min(consumed_samples, max(0, len(self._dataset) - one))
-        return self._opened(config, phase=phase, consumed_samples=consumed_samples)
+        return self._open(config, phase, consumed_samples, position)
 
-    def _opened(self, config: RunConfig, *, phase: int, consumed_samples: int) -> Iterator[data.Batch]:
+    def end_phase(self) -> None:
+        """The next batch is the next phase's first."""
+        if self.subset is not None:
+            self._batches = None
+
+    def num_distinct(self, num_in_phase: int) -> int:
+        """Different samples among the first `num_in_phase` of a phase."""
+        return num_in_phase if self.subset is None else min(num_in_phase, self.subset.size)
+
+    def share_seen(self, *, in_phase: int, seen_before: int) -> float:
+        """Share of the epoch that the run has trained on: exact until phases repeat samples of earlier ones, at most
+        1."""
+        return min(1.0, (seen_before + self.num_distinct(in_phase)) / max(1, self.epoch_samples))
+
+    def _open(self, config: RunConfig, phase: int, consumed_samples: int, position: int) -> Iterator[data.Batch]:
         if self._dataset is None:
             return data.no_batches()
         if self.subset is None:
             return data.batches(self._dataset, config, consumed_samples=consumed_samples)
-        return data.subset_batches(self._dataset, config, subset=self.subset, phase=phase, position=self.in_phase)
-
-    def after_step(self, num_samples: int) -> None:
-        self.in_phase += num_samples
-
-    def end_phase(self) -> None:
-        """The next batch is the next phase's first."""
-        self.seen_before += self._seen_in_phase()
-        self.in_phase = 0
-        if self.subset is not None:
-            self._batches = None
-
-    def share_seen(self) -> float:
-        """Share of the epoch that the run has trained on: exact until phases draw what earlier ones had, 1 at most."""
-        return min(1.0, (self.seen_before + self._seen_in_phase()) / max(1, self.epoch_samples))
-
-    def _seen_in_phase(self) -> int:
-        return self.in_phase if self.subset is None else min(self.in_phase, self.subset.size)
+        return data.subset_batches(self._dataset, config, subset=self.subset, phase=phase, position=position)

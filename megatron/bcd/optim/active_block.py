@@ -3,6 +3,7 @@ switch."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 from collections.abc import Iterator, Mapping
@@ -158,6 +159,15 @@ class ActiveBlock:
         are whole."""
         if self.wrapped is not None and self.wrapped.use_forward_hook and self.wrapped.remove_forward_pre_hook_handles:
             self.wrapped.disable_forward_pre_hook(param_sync=True)
+
+    @contextlib.contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """Inside, every rank holds all weights of its stage, also with --overlap-param-gather."""
+        self.pause_parameter_gather()
+        try:
+            yield
+        finally:
+            self.resume_parameter_gather()
 
     def resume_parameter_gather(self) -> None:
         """The opposite of `pause_parameter_gather`."""

@@ -1,6 +1,6 @@
-"""Pre-inference (arXiv 2506.12037, section 3.2.2): what enters the first active layer, kept on disk by sample.
+"""Pre-inference (arXiv 2506.12037, section 3.2.2): the input of the first active layer, cached on disk by sample.
 
-`key` says which caches are the same, `store` holds the records of one, `folders` those below --bcd-prefix-cache,
-`weights` names the weights of a prefix, `reader` hands records to the training loop. When to fill and serve one is
-decided in `train`.
+`key` identifies a cache, `store` holds its entries, `folders` finds, creates and deletes the caches below
+--bcd-prefix-cache, `weight_digests` identifies the weights of a prefix, `fill` computes missing entries, `serve` reads
+them ahead of the training loop, and `controller` decides per phase.
 """

@@ -10,28 +10,87 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy
 import torch
 from megatron.core import parallel_state
 
 from megatron.bcd import data
+from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.model.transformer_config import DTYPES
+from megatron.bcd.pipeline.p2p import OneWayLink
 from megatron.bcd.prefix_cache import serve
 from megatron.bcd.prefix_cache.folders import Cache
 from megatron.bcd.prefix_cache.store import Bytes, Slots
 from megatron.bcd.runtime import atomic_io, collectives, device
-
-if TYPE_CHECKING:
-    from megatron.bcd.training.loop import Trainer
 
 _MICROBATCHES_BETWEEN_TALKS = 16
 """After so many all ranks tell each other how they fare: those that only wait must not wait longer than a collective
 may take."""
 _WRITES_UNDER_WAY = 4
 Counts = dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefix:
+    """The frozen layers before the first active one, and what their forward passes need."""
+
+    model: torch.nn.Module
+    partition: Partition
+    stage: int
+    """Pipeline stage of this rank."""
+    block: int
+    """The active block."""
+    dataset: Any
+    """Training split; None on a stage that needs no data."""
+    dtype: torch.dtype
+    """Of the model."""
+    micro_batch_size: int
+    has_attention_mask: bool
+    """Whether every stage needs the batch, for its mask (--reset-attention-mask)."""
+    link: OneWayLink | None
+    """To the neighbouring stages; None on one pipeline stage."""
+
+    @classmethod
+    def of(
+        cls,
+        config: RunConfig,
+        *,
+        model: torch.nn.Module,
+        partition: Partition,
+        stage: int,
+        block: int,
+        dataset: Any,
+        link: OneWayLink | None,
+    ) -> Prefix:
+        return cls(
+            model=model,
+            partition=partition,
+            stage=stage,
+            block=block,
+            dataset=dataset,
+            dtype=DTYPES[config.precision],
+            micro_batch_size=config.training.micro_batch_size,
+            has_attention_mask=config.data.reset_attention_mask,
+            link=link,
+        )
+
+    @property
+    def last_stage(self) -> int:
+        """The first trainable stage: the last one that holds a part of the prefix, or its output."""
+        return self.partition.first_trainable_stage(self.block)
+
+    @property
+    def ends_here(self) -> bool:
+        """Whether the first active layer is on this rank's stage."""
+        return self.stage == self.last_stage
+
+    def local_layer(self, layer: int) -> int:
+        """A layer of the model, counted on this stage."""
+        return layer - self.partition.stage_layers(self.stage).start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,18 +111,16 @@ class _Reached(Exception):
         self.hidden_states = hidden_states
 
 
-def fill(
-    trainer: Trainer, cache: Cache, missing: Slots, sources: list[tuple[Cache, Slots]]
-) -> tuple[str | None, Counts]:
+def fill(prefix: Prefix, cache: Cache, missing: Slots, sources: list[tuple[Cache, Slots]]) -> tuple[str | None, Counts]:
     """Write the records of the slots `missing`, each by one data-parallel replica. A collective.
 
     `sources` are older caches and where they hold the missing samples (-1: nowhere), the best one first. Returns what
     went wrong on any rank, or None; and how many records were made in which way.
     """
-    plan, counts = _divide(trainer, cache, missing, sources)
+    plan, counts = _divide(prefix, cache, missing, sources)
     if not plan:
         return None, counts
-    filler = Filler(trainer, cache)
+    filler = Filler(prefix, cache)
     try:
         for start in range(0, len(plan), _MICROBATCHES_BETWEEN_TALKS):
             for work in plan[start : start + _MICROBATCHES_BETWEEN_TALKS]:
@@ -77,11 +134,11 @@ def fill(
 
 
 def _divide(
-    trainer: Trainer, cache: Cache, missing: Slots, sources: list[tuple[Cache, Slots]]
+    prefix: Prefix, cache: Cache, missing: Slots, sources: list[tuple[Cache, Slots]]
 ) -> tuple[list[_Work | None], Counts]:
     """This replica's micro-batches, as many as the others'; None where it has fewer."""
-    first_layer = trainer.partition.stage_layers(trainer.partition.first_trainable_stage(_block(trainer))).start
-    size, counts = trainer.config.training.micro_batch_size, Counts()
+    first_layer = prefix.partition.stage_layers(prefix.last_stage).start
+    size, counts = prefix.micro_batch_size, Counts()
     number, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     is_open = numpy.ones(len(missing), dtype=bool)
     works: list[_Work | None] = []
@@ -100,43 +157,35 @@ def _divide(
     return works, counts
 
 
-def _block(trainer: Trainer) -> int:
-    return trainer.phases.block(trainer.state)
-
-
 class Filler:
     """What one rank does for its replica; writes go on in a thread while the next micro-batch is computed."""
 
-    def __init__(self, trainer: Trainer, cache: Cache) -> None:
-        self._trainer, self._cache = trainer, cache
-        self._dtype = DTYPES[trainer.config.precision]
-        self._first_trainable = trainer.partition.first_trainable_stage(_block(trainer))
-        self._first_layer = cache.key.num_layers - trainer.partition.stage_layers(trainer.stage).start
-        self._link = trainer.schedule.prefix_link(trainer.model)
+    def __init__(self, prefix: Prefix, cache: Cache) -> None:
+        self._prefix, self._cache = prefix, cache
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="prefix-fill")
         self._writes: deque[Future[None]] = deque()
         self._error: str | None = None
 
     def do(self, work: _Work | None) -> None:
         """One micro-batch. Not a collective over replicas; all ranks of one come here together."""
-        if work is None or self._trainer.stage > self._first_trainable:
+        if work is None or self._prefix.stage > self._prefix.last_stage:
             return
         if work.source is not None:
-            output = self._from_source(work, work.source) if self._trainer.stage == self._first_trainable else None
+            output = self._from_source(work, work.source) if self._prefix.ends_here else None
             if output is not None:
                 self._write(work, output)
             return
         output = self._computed(work)
-        if self._trainer.stage == self._first_trainable:
+        if self._prefix.ends_here:
             self._write(work, output)
         else:
-            assert self._link is not None
-            self._link.send(output)
+            assert self._prefix.link is not None
+            self._prefix.link.send(output)
 
     def finish(self) -> str | None:
         """Wait for what is under way; what has gone wrong here so far."""
-        if self._link is not None:
-            self._link.finish_sends()
+        if self._prefix.link is not None:
+            self._prefix.link.finish_sends()
         while self._writes:
             self._attempt(self._writes.popleft().result)
         self._attempt(self._cache.store.close)
@@ -148,54 +197,51 @@ class Filler:
     @torch.no_grad()
     def _computed(self, work: _Work) -> torch.Tensor:
         """From the tokens: this stage's output, or what enters the first active layer, [S, B, H]."""
-        trainer, stage = self._trainer, self._trainer.stage
-        batch: data.Batch = {}
-        if stage == 0 or trainer.config.data.reset_attention_mask:
-            batch = data.batch_of(trainer.splits.train, self._cache.samples[self._padded(work.slots)].tolist())
+        prefix = self._prefix
+        batch = self._batch(work) if prefix.stage == 0 or prefix.has_attention_mask else {}
         received = None
-        if stage > 0:
-            assert self._link is not None
-            received = self._link.receive(self._shape(), more_follow=False)
-        unwrap_model(trainer.model).set_input_tensor(received)
+        if prefix.stage > 0:
+            assert self._prefix.link is not None
+            received = self._prefix.link.receive(self._shape(), more_follow=False)
+        unwrap_model(prefix.model).set_input_tensor(received)
         try:
             return self.forward(batch)
         finally:
-            unwrap_model(trainer.model).set_input_tensor(None)
+            unwrap_model(prefix.model).set_input_tensor(None)
 
     @torch.no_grad()
     def _from_source(self, work: _Work, source: Cache) -> torch.Tensor | None:
         """From an older cache, through the layers that it does not cover; None where it can't be read any more."""
-        trainer = self._trainer
         assert work.source_slots is not None
         slots = self._padded(work.source_slots)
         hidden_states = torch.empty(0)
         try:
-            hidden_states = serve.read(source, slots, self._dtype)
+            hidden_states = serve.read(source, slots, self._prefix.dtype)
         except (serve.DamagedRecord, OSError) as error:
             self._error = self._error or atomic_io.describe(error)
         if self._is_stopped_on_a_tensor_rank():
             return None
         if source.key.num_layers == self._cache.key.num_layers:
             return hidden_states
-        batch: data.Batch = {}
-        if trainer.config.data.reset_attention_mask:
-            batch = data.batch_of(trainer.splits.train, self._cache.samples[self._padded(work.slots)].tolist())
-        first = source.key.num_layers - trainer.partition.stage_layers(trainer.stage).start
         return self.forward(
-            batch,
+            self._batch(work) if self._prefix.has_attention_mask else {},
             decoder_input=hidden_states.to(device.current()),
-            extra_block_kwargs={"first_layer": first},
+            extra_block_kwargs={"first_layer": self._prefix.local_layer(source.key.num_layers)},
         )
+
+    def _batch(self, work: _Work) -> data.Batch:
+        return data.batch_of(self._prefix.dataset, self._cache.samples[self._padded(work.slots)].tolist())
 
     def forward(self, batch: data.Batch, **others: Any) -> torch.Tensor:
         """The model, up to the first active layer where it is on this stage."""
         with contextlib.ExitStack() as hooks:
-            if self._trainer.stage == self._first_trainable:
-                layer = unwrap_model(self._trainer.model).decoder.layers[self._first_layer]
+            if self._prefix.ends_here:
+                first_active = self._prefix.local_layer(self._cache.key.num_layers)
+                layer = unwrap_model(self._prefix.model).decoder.layers[first_active]
                 hook = layer.register_forward_pre_hook(_reached, with_kwargs=True)
                 hooks.callback(hook.remove)
             try:
-                output: torch.Tensor = self._trainer.model(
+                output: torch.Tensor = self._prefix.model(
                     batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), **others
                 )
             except _Reached as reached:
@@ -213,11 +259,11 @@ class Filler:
 
     def _padded(self, slots: Slots) -> Slots:
         """As many as in training, so that the same kernels run: the last one again and again."""
-        return numpy.pad(slots, (0, self._trainer.config.training.micro_batch_size - len(slots)), mode="edge")
+        return numpy.pad(slots, (0, self._prefix.micro_batch_size - len(slots)), mode="edge")
 
     def _shape(self) -> tuple[int, ...]:
         length, hidden_size = self._cache.key.record_shape
-        return length, self._trainer.config.training.micro_batch_size, hidden_size
+        return length, self._prefix.micro_batch_size, hidden_size
 
     def _write(self, work: _Work, hidden_states: torch.Tensor) -> None:
         if parallel_state.get_tensor_model_parallel_rank() != 0 or self._error is not None:

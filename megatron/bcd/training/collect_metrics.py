@@ -1,62 +1,90 @@
-"""The record of a log step, gathered from all ranks."""
+"""The metrics of a log step, gathered from all ranks."""
 
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING
 
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 
 from megatron.bcd.blocks.phase_state import PhaseState
+from megatron.bcd.blocks.schedule import BlockSchedule
+from megatron.bcd.config import RunConfig
+from megatron.bcd.data.samples import TrainingSamples
 from megatron.bcd.metrics.schema import StepMetrics
+from megatron.bcd.prefix_cache.controller import PrefixCache
 from megatron.bcd.runtime import collectives, memory
+from megatron.bcd.training.forward_backward import ForwardBackward
+from megatron.bcd.training.state import TrainState
+from megatron.bcd.training.train_step import TrainStep
 
-if TYPE_CHECKING:
-    from megatron.bcd.training.loop import Trainer
 
+class StepMetricsCollector:
+    """Collects what one log line says."""
 
-def collect_step_metrics(trainer: Trainer, state: PhaseState) -> StepMetrics:
-    """One record for the steps since the last one, of which the last was in the phase `state`; the loss is the mean of
-    those that were not skipped, if any. A collective."""
-    interval = trainer.interval
-    done = [result for result in interval if not result.skipped]
-    milliseconds = statistics.fmean(result.milliseconds for result in interval)
-    model_state, gradients, optimizer_state, host_state, peak, saved, messages, hits, cached = _by_value(
-        trainer.active.model_state_bytes(),
-        trainer.active.gradient_bytes(),
-        trainer.active.optimizer_state_bytes(),
-        trainer.active.host_bytes(),
-        memory.peak_memory_bytes(),
-        trainer.activation_meter.peak_bytes,
-        trainer.schedule.backward_messages,
-        trainer.prefix.take_hits(),
-        trainer.prefix.bytes_on_disk(),
-    )
-    return StepMetrics(
-        iteration=trainer.iteration,
-        consumed_samples=trainer.consumed_samples,
-        cycle=trainer.phases.cycle(state),
-        phase=state.phase,
-        block=trainer.phases.block(state),
-        loss=statistics.fmean(result.loss for result in done or interval),
-        learning_rate=trainer.learning_rate(state),
-        grad_norm=interval[-1].grad_norm,
-        step_time_ms=milliseconds,
-        tokens_per_second=get_current_global_batch_size() * trainer.config.model.seq_length / milliseconds * 1e3,
-        model_state_bytes=model_state,
-        peak_memory_bytes=peak,
-        gradient_bytes=gradients,
-        optimizer_state_bytes=optimizer_state,
-        host_state_bytes=host_state,
-        saved_activation_bytes=saved,
-        backward_messages=messages,
-        loss_scale=trainer.active.loss_scale() if trainer.config.precision == "fp16" else None,
-        skipped_iterations=len(interval) - len(done),
-        global_batch_size=get_current_global_batch_size(),
-        data_seen=trainer.samples.share_seen(),
-        prefix_cache_hits=sum(hits),
-        prefix_cache_bytes=max(cached),
-    )
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        block_schedule: BlockSchedule,
+        forward_backward: ForwardBackward,
+        train_step: TrainStep,
+        samples: TrainingSamples,
+        prefix_cache: PrefixCache,
+    ) -> None:
+        self._seq_length = config.model.seq_length
+        self._has_loss_scale = config.precision == "fp16"
+        self._block_schedule = block_schedule
+        self._forward_backward = forward_backward
+        self._train_step = train_step
+        self._samples = samples
+        self._prefix_cache = prefix_cache
+
+    def collect(self, state: TrainState, *, phase_state: PhaseState | None = None) -> StepMetrics:
+        """Metrics of the steps since the last log line; the loss is the mean of those that were not skipped, if any. A
+        collective.
+
+        `phase_state`: of the last of these steps, where `state` is already in the next phase.
+        """
+        phase_state = state.phase_state if phase_state is None else phase_state
+        active, interval = self._forward_backward.active, state.interval
+        done = [result for result in interval if not result.skipped]
+        milliseconds = statistics.fmean(result.milliseconds for result in interval)
+        model_state, gradients, optimizer_state, host_state, peak, saved, messages, hits, cached = _by_value(
+            active.model_state_bytes(),
+            active.gradient_bytes(),
+            active.optimizer_state_bytes(),
+            active.host_bytes(),
+            memory.peak_memory_bytes(),
+            self._forward_backward.meter.peak_bytes,
+            self._forward_backward.pipeline.backward_messages,
+            self._prefix_cache.take_hits(),
+            self._prefix_cache.bytes_on_disk(),
+        )
+        return StepMetrics(
+            iteration=state.iteration,
+            consumed_samples=state.consumed_samples,
+            cycle=self._block_schedule.cycle(phase_state),
+            phase=phase_state.phase,
+            block=self._block_schedule.block(phase_state),
+            loss=statistics.fmean(result.loss for result in done or interval),
+            learning_rate=self._train_step.learning_rate(phase_state),
+            grad_norm=interval[-1].grad_norm,
+            step_time_ms=milliseconds,
+            tokens_per_second=get_current_global_batch_size() * self._seq_length / milliseconds * 1e3,
+            model_state_bytes=model_state,
+            peak_memory_bytes=peak,
+            gradient_bytes=gradients,
+            optimizer_state_bytes=optimizer_state,
+            host_state_bytes=host_state,
+            saved_activation_bytes=saved,
+            backward_messages=messages,
+            loss_scale=active.loss_scale() if self._has_loss_scale else None,
+            skipped_iterations=len(interval) - len(done),
+            global_batch_size=get_current_global_batch_size(),
+            data_seen=self._samples.share_seen(in_phase=state.samples_in_phase, seen_before=state.samples_seen_before),
+            prefix_cache_hits=sum(hits),
+            prefix_cache_bytes=max(cached),
+        )
 
 
 def _by_value(*values: int) -> list[tuple[int, ...]]:

@@ -3,76 +3,94 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import parallel_state
 
 from megatron.bcd import data
+from megatron.bcd.config import RunConfig
+from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import EvalMetrics
 from megatron.bcd.model.loss import reduce_losses
 from megatron.bcd.runtime import device
+from megatron.bcd.training.forward_backward import ForwardBackward
+from megatron.bcd.training.state import TrainState
 
-if TYPE_CHECKING:
-    from megatron.bcd.training.loop import Trainer
 
+class Evaluator:
+    """Evaluates on the next samples of the validation split, or on the first ones of the test split."""
 
-class Evaluation:
-    """Each evaluation on the validation split goes on where the one before ended."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.consumed_samples = 0
-        """Of the validation split."""
-        self._trainer = trainer
-        self._batches: Iterator[data.Batch] | None = None
+    def __init__(
+        self, config: RunConfig, *, splits: data.Splits, forward_backward: ForwardBackward, reporter: Reporter
+    ) -> None:
+        self._config = config
+        self._splits = splits
+        self._forward_backward = forward_backward
+        self._reporter = reporter
+        self._global_batch_size = data.global_batch_size(config)
+        self._validation_batches: Iterator[data.Batch] | None = None
         self._last: tuple[int, float] | None = None
 
     @torch.no_grad()
-    def run(self, split: str, *, is_final: bool = False) -> float:
+    def run(self, split: str, state: TrainState, *, is_final: bool = False) -> float:
         """Mean loss per token over the next --eval-iters global batches of a split, the same on every rank."""
-        trainer = self._trainer
-        training = trainer.config.training
-        num_microbatches = trainer.global_batch_size // (
+        training = self._config.training
+        num_microbatches = self._global_batch_size // (
             training.micro_batch_size * parallel_state.get_data_parallel_world_size()
         )
-        batches = self._batches_of(split)
-        trainer.active.pause_parameter_gather()
-        trainer.set_train_mode(False)
+        batches = self._batches(split, state)
         total = torch.zeros(2, device=device.current(), dtype=torch.float64)
-        for _ in range(training.eval_iters):
-            total += reduce_losses(trainer.run_schedule(batches, num_microbatches, forward_only=True))
-        trainer.set_train_mode(True)
-        trainer.active.resume_parameter_gather()
+        module = self._forward_backward.module
+        with self._forward_backward.active.whole_parameters():
+            module.eval()
+            for _ in range(training.eval_iters):
+                total += reduce_losses(self._forward_backward(batches, num_microbatches, forward_only=True))
+            module.train()
         if split == "validation":
-            self.consumed_samples += training.eval_iters * trainer.global_batch_size
+            state.consumed_validation_samples += training.eval_iters * self._global_batch_size
         loss_sum, num_tokens = total.tolist()
         loss = loss_sum / max(num_tokens, 1.0)
-        trainer.reporter.evaluation(
+        self._reporter.evaluation(
             EvalMetrics(
-                iteration=trainer.iteration,
-                consumed_samples=trainer.consumed_samples,
+                iteration=state.iteration,
+                consumed_samples=state.consumed_samples,
                 split=split,
                 loss=loss,
                 is_final=is_final,
             )
         )
         if split == "validation":
-            self._last = trainer.iteration, loss
+            self._last = state.iteration, loss
         return loss
 
-    def validation_loss_now(self) -> float:
-        """The validation loss after this iteration: of the evaluation that was just made, or else of another one."""
-        if self._last is not None and self._last[0] == self._trainer.iteration:
-            return self._last[1]
-        return self.run("validation")
+    def at_end(self, state: TrainState) -> None:
+        """Evaluate on both splits after the last step, as stock does: on further validation samples, also where an
+        interval ended just now."""
+        if not self._config.training.eval_iters:
+            return
+        self.run("validation", state, is_final=True)
+        if self._splits.has_test:
+            self.run("test", state, is_final=True)
 
-    def _batches_of(self, split: str) -> Iterator[data.Batch]:
-        splits, config = self._trainer.splits, self._trainer.config
-        dataset = splits.test if split == "test" else splits.validation
+    def is_due(self, iteration: int) -> bool:
+        """Whether --eval-interval asks for an evaluation after this iteration."""
+        training = self._config.training
+        return bool(training.eval_iters) and iteration % training.eval_interval == 0
+
+    def validation_loss(self, state: TrainState) -> float:
+        """The validation loss after the present iteration: of an evaluation just made, else of a new one."""
+        if self._last is not None and self._last[0] == state.iteration:
+            return self._last[1]
+        return self.run("validation", state)
+
+    def _batches(self, split: str, state: TrainState) -> Iterator[data.Batch]:
+        dataset = self._splits.test if split == "test" else self._splits.validation
         if dataset is None:
             return data.no_batches()
         if split == "test":
-            return data.batches(dataset, config, consumed_samples=0)
-        if self._batches is None:
-            self._batches = data.batches(dataset, config, consumed_samples=self.consumed_samples)
-        return self._batches
+            return data.batches(dataset, self._config, consumed_samples=0)
+        if self._validation_batches is None:
+            self._validation_batches = data.batches(
+                dataset, self._config, consumed_samples=state.consumed_validation_samples
+            )
+        return self._validation_batches

@@ -19,43 +19,36 @@ from megatron.bcd.prefix_cache import folders as caches
 from megatron.bcd.prefix_cache.serve import DamagedRecord
 from megatron.bcd.runtime import device, dir_claim, distributed, rng
 from megatron.bcd.runtime.exit import exit_on_error
-from megatron.bcd.training.loop import ModelBuilder, Trainer
+from megatron.bcd.training import loop, restore
+from megatron.bcd.training.setup import ModelBuilder, setup
 from megatron.bcd.training.train_step import TrainingFailed
 
 
 def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str) -> None:
-    """Run what `config` says, on all ranks that torchrun started.
+    """Run `config` on all ranks that torchrun started.
 
-    Exits with code 2, after one line from rank 0 and before any training, where data, files or machine don't fit; with
-    code 1, after one line, where training can't go on. SIGTERM and SIGUSR1 save, stop and return.
+    Exits with code 2, after one line from rank 0 and before any training, if data, files or machine don't fit; with
+    code 1, after one line, if training can't continue. SIGTERM and SIGUSR1 save, stop and return.
     """
     with exit_on_error(ValueError, prog=prog):
-        if config.optimizer.optimizer_cpu_offload:
-            device.check_can_offload()
-        distributed.initialize(
-            backend=config.training.distributed_backend,
-            timeout_minutes=config.training.distributed_timeout_minutes,
-            tensor_size=config.tensor_size,
-            pipeline_size=config.pipeline_size,
-        )
-        rng.seed_everything(config.training.seed, data_parallel_random_init=config.training.data_parallel_random_init)
-        if config.transformer.get("deterministic_mode"):
-            rng.use_deterministic_algorithms()
-        save = config.checkpoint.save
-        is_new = not dir_claim.exists(save)
-        save_claim = dir_claim.DirClaim() if is_new else claim_save_folder(save)
+        _initialize(config)
+        save_dir = config.checkpoint.save
+        is_new = not dir_claim.exists(save_dir)
+        save_claim = dir_claim.DirClaim() if is_new else claim_save_folder(save_dir)
         config = _resuming_after_restart(config)
         source = loader.find(config)
         reporter = _reporter(config, start_iteration=source.state.iteration if source and source.state else 0)
-        trainer = Trainer(config, build_model, reporter, source=source)
-        if is_new:  # the first to make it: nothing that was asked for is wrong
-            save_claim = claim_save_folder(save)
+        components = setup(config, build_model, reporter, source=source)
+        if is_new:  # created only after everything has been checked
+            save_claim = claim_save_folder(save_dir)
         cache_claim = claim_prefix_cache(None if config.training.skip_train else config.bcd.bcd_prefix_cache)
         for warning in (*save_claim.warnings, *cache_claim.warnings):
             reporter.warning(warning)
+        start = restore.start_evaluation if config.training.skip_train else restore.start
+        state = start(components, source)
     try:
         with reporter:
-            trainer.run()
+            loop.run(components, state)
     except DamagedRecord as error:  # on this rank alone: the others wait in a collective until torchrun ends them
         print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()
@@ -71,13 +64,29 @@ def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str) -> None
     cache_claim.release()
 
 
+def _initialize(config: RunConfig) -> None:
+    """Process groups, random generators, deterministic kernels."""
+    training = config.training
+    if config.optimizer.optimizer_cpu_offload:
+        device.check_can_offload()
+    distributed.initialize(
+        backend=training.distributed_backend,
+        timeout_minutes=training.distributed_timeout_minutes,
+        tensor_size=config.tensor_size,
+        pipeline_size=config.pipeline_size,
+    )
+    rng.seed_everything(training.seed, data_parallel_random_init=training.data_parallel_random_init)
+    if config.transformer.get("deterministic_mode"):
+        rng.use_deterministic_algorithms()
+
+
 def claim_prefix_cache(root: str | None) -> dir_claim.DirClaim:
     """See `dir_claim.claim`. A collective."""
     return dir_claim.claim(root, flag="--bcd-prefix-cache", contents="prefix caches", clean=caches.clean_leftovers)
 
 
 def _resuming_after_restart(config: RunConfig) -> RunConfig:
-    """torchrun --max-restarts starts the same command again: go on from what it has saved, whatever --load says."""
+    """torchrun --max-restarts starts the same command again: resume from --save, whatever --load says."""
     save = config.checkpoint.save
     if save is None or not distributed.is_restart() or not loader.has_checkpoint(save):
         return config

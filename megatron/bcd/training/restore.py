@@ -1,117 +1,117 @@
-"""Between a Trainer and its checkpoints: where a run stands, and how one takes up where another stood."""
+"""Between a run and its checkpoints: what is saved of its state, and how a run resumes from it."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import gc
 from importlib.metadata import version
-from typing import TYPE_CHECKING
 
 from megatron.bcd import __version__
+from megatron.bcd.blocks.phase_state import PhaseState
+from megatron.bcd.blocks.schedule import BlockSchedule
 from megatron.bcd.checkpoint import loader, optimizer_state, run_state
 from megatron.bcd.config import run_config_to_dict
-from megatron.bcd.runtime import rng
-from megatron.bcd.training.train_step import StepResult
-
-if TYPE_CHECKING:
-    from megatron.bcd.training.loop import Trainer
+from megatron.bcd.runtime import memory, rng
+from megatron.bcd.training.setup import Components
+from megatron.bcd.training.state import TrainState
 
 
-def load_weights(trainer: Trainer, source: loader.Source | None) -> None:
-    """Before the first phase is built: weights, and the phase to build. A collective.
+def start(components: Components, source: loader.Source | None) -> TrainState:
+    """The state of a run that is about to train, its first phase entered: a new one, or that of the checkpoint
+    `source`, whose weights `setup` has loaded. A collective.
 
     Raises:
-        ValueError: the checkpoint is of another model, or can't be read.
+        ValueError: the checkpoint can't be read.
     """
+    state = TrainState()
+    _report_source(components, source)
+    saved = None if source is None else source.state
+    if saved is not None:
+        _load_counters(state, saved, components)
+    takes_optimizer = saved is not None and _takes_optimizer_state(components, saved)
+    if source is not None and takes_optimizer:
+        next_block = _next_block(state.phase_state, components.block_schedule)
+        loader.load_kept_state(source, components.active, next_block=next_block)
+    memory.release_cached_memory()
+    memory.reset_peak_memory()
+    gc.freeze()  # modules and data live as long as the run: collections at a switch need not visit them
+
+    def on_built() -> None:
+        if source is not None and saved is not None:
+            _restore_built(components, source, saved, takes_optimizer=takes_optimizer)
+
+    components.phase.enter(state, on_built=on_built)
+    return state
+
+
+def start_evaluation(components: Components, source: loader.Source | None) -> TrainState:
+    """The state of a run that only evaluates (--skip-train)."""
+    _report_source(components, source)
+    return TrainState()
+
+
+def _report_source(components: Components, source: loader.Source | None) -> None:
+    load, reporter = components.config.checkpoint.load, components.reporter
     if source is None:
-        if trainer.config.checkpoint.load is not None:
-            trainer.reporter.note(f"--load {trainer.config.checkpoint.load} holds no checkpoint: starting afresh")
+        if load is not None:
+            reporter.note(f"--load {load} holds no checkpoint: starting from iteration 0")
         return
     for message in source.messages:
-        trainer.reporter.warning(message)
-    loader.load_weights(source, trainer.model)
+        reporter.warning(message)
     if source.state is None:
-        trainer.reporter.note(f"weights of {source.path} loaded")
-        return
-    trainer.state, restarted = run_state.resumed_phase(source.state, trainer.partition, trainer.phases)
+        reporter.note(f"weights of {source.path} loaded")
+
+
+def _load_counters(state: TrainState, saved: run_state.RunState, components: Components) -> None:
+    """Set the counters. Where the saved phase can't continue, its cycle starts again."""
+    state.load_state_dict(vars(saved))
+    state.phase_state, restarted = run_state.resumed_phase(saved, components.partition, components.block_schedule)
     if restarted is not None:
-        trainer.reporter.warning(restarted)
+        components.reporter.warning(restarted)
+    if state.phase_state.to_dict() != saved.phase:
+        state.samples_in_phase = 0
+    components.active.remember_loss_scaler(saved.loss_scaler)
+    components.lr_scheduler.num_steps = saved.scheduler_steps
 
 
-def restore_counters(trainer: Trainer, source: loader.Source | None) -> None:
-    """Before the first phase is built: how far the run is in its data, and what was kept of the other blocks. A
-    collective.
-
-    Raises:
-        ValueError: the checkpoint can't be read.
-    """
-    if source is None or source.state is None:
-        return
-    saved = source.state
-    trainer.iteration, trainer.consumed_samples = saved.iteration, saved.consumed_samples
-    trainer.evaluation.consumed_samples = saved.consumed_validation_samples
-    trainer.active.remember_loss_scaler(saved.loss_scaler)
-    is_same_phase = trainer.state.to_dict() == saved.phase
-    trainer.samples.restore_after_build(
-        in_phase=saved.samples_in_phase if is_same_phase else 0, seen_before=saved.samples_seen_before
-    )
-    if _takes_optimizer_state(trainer, source):
-        loader.load_kept_state(source, trainer.active, next_block=_next_block(trainer))
+def _takes_optimizer_state(components: Components, saved: run_state.RunState) -> bool:
+    """Whether it is wanted, and belongs to the same blocks."""
+    is_same = saved.blocks == run_state.contents_of_blocks(components.partition)
+    return components.config.checkpoint.load_optim and is_same
 
 
-def _takes_optimizer_state(trainer: Trainer, source: loader.Source | None) -> bool:
-    """Whether it was saved, is wanted, and belongs to the same blocks."""
-    if source is None or source.state is None or not trainer.config.checkpoint.load_optim:
-        return False
-    return source.state.blocks == run_state.contents_of_blocks(trainer.partition)
-
-
-def _next_block(trainer: Trainer) -> int | None:
-    """The block of the coming step; None where greedy order has yet to choose it."""
-    return None if trainer.phases.needs_scores(trainer.state) else trainer.phases.block(trainer.state)
-
-
-def restore_after_build(trainer: Trainer, source: loader.Source | None) -> None:
-    """After the first phase is built: optimizer state, scheduler, random generators. A collective.
-
-    Raises:
-        ValueError: the checkpoint can't be read.
-    """
-    if source is None or source.state is None:
-        return
-    saved, checkpoint = source.state, trainer.config.checkpoint
-    trainer.interval = [StepResult(**step) for step in saved.interval]
-    trainer.skipped_in_a_row = saved.skipped_steps
-    trainer.scheduler.num_steps = saved.scheduler_steps
-    if _takes_optimizer_state(trainer, source):
-        loader.load_optimizer(source, trainer.active)
-    trainer.scheduler.step(0)  # the optimizer's groups get the learning rate of now
-    message = loader.load_random_states(source) if checkpoint.load_rng else None
-    if message is not None or not checkpoint.load_rng:
-        rng.seed_everything(trainer.config.training.seed + saved.iteration)
+def _restore_built(
+    components: Components, source: loader.Source, saved: run_state.RunState, *, takes_optimizer: bool
+) -> None:
+    """Optimizer state of the active block, and random generators."""
+    config, reporter = components.config, components.reporter
+    if takes_optimizer:
+        loader.load_optimizer(source, components.active)
+    message = loader.load_random_states(source) if config.checkpoint.load_rng else None
+    if message is not None or not config.checkpoint.load_rng:
+        rng.seed_everything(config.training.seed + saved.iteration)
     if message is not None:
-        trainer.reporter.warning(message)
-    trainer.reporter.note(f"going on from {source.path}, after iteration {saved.iteration}")
+        reporter.warning(message)
+    reporter.note(f"resuming from {source.path}, after iteration {saved.iteration}")
 
 
-def state_of(trainer: Trainer) -> run_state.RunState:
-    """Where the run stands, the same on every rank. A collective."""
-    # after the last step of a phase the next block's turn has come
-    is_current = trainer.active.block == _next_block(trainer)
-    summaries = optimizer_state.summarize(trainer.active, is_current=is_current)
+def _next_block(phase_state: PhaseState, block_schedule: BlockSchedule) -> int | None:
+    """The block of the coming step; None if greedy order has not selected it yet."""
+    return None if block_schedule.needs_scores(phase_state) else block_schedule.block(phase_state)
+
+
+def state_to_save(components: Components, state: TrainState) -> run_state.RunState:
+    """Everything of a checkpoint that is not a tensor, the same on every rank. A collective."""
+    active = components.active
+    # after the last step of a phase the next block is due, while the present one is still built
+    is_current = active.block == _next_block(state.phase_state, components.block_schedule)
+    summaries = optimizer_state.summarize(active, is_current=is_current)
     return run_state.RunState(
-        iteration=trainer.iteration,
-        consumed_samples=trainer.consumed_samples,
-        consumed_validation_samples=trainer.evaluation.consumed_samples,
-        samples_in_phase=trainer.samples.in_phase,
-        samples_seen_before=trainer.samples.seen_before,
-        phase=trainer.state.to_dict(),
-        blocks=run_state.contents_of_blocks(trainer.partition),
-        scheduler_steps=trainer.scheduler.num_steps,
+        **state.state_dict(),
+        blocks=run_state.contents_of_blocks(components.partition),
+        scheduler_steps=components.lr_scheduler.num_steps,
         optimizer_state=optimizer_state.summaries_to_dict(summaries),
-        loss_scaler=trainer.active.loss_scaler_state(),
-        skipped_steps=trainer.skipped_in_a_row,
-        interval=[asdict(step) for step in trainer.interval],
-        layout=asdict(loader.current_layout()),
-        flags=run_config_to_dict(trainer.config),
+        loss_scaler=active.loss_scaler_state(),
+        layout=vars(loader.current_layout()),
+        flags=run_config_to_dict(components.config),
         versions={name: version(name) for name in ("torch", "megatron-core")} | {"megatron-bcd": __version__},
     )

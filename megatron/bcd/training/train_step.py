@@ -1,12 +1,26 @@
-"""What a training step gives, and how training fails."""
+"""One training step: forward and backward passes, learning rate, optimizer step."""
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_num_microbatches
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.timers import Timers
+
+from megatron.bcd import data
+from megatron.bcd.blocks.phase_state import PhaseState
+from megatron.bcd.blocks.schedule import BlockSchedule
+from megatron.bcd.config import RunConfig
+from megatron.bcd.model.loss import reduce_losses
+from megatron.bcd.training.forward_backward import ForwardBackward
 
 
 class TrainingFailed(RuntimeError):
-    """Training can't go on, and every rank knows: one line that says why and where to go on from."""
+    """Training can't continue, detected on every rank: one line with the reason and the checkpoint to resume from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,10 +28,73 @@ class StepResult:
     """What one training step gave, equal on every rank."""
 
     loss: float
-    grad_norm: float | None  # None if the step was skipped
-    learning_rate: float  # the one that the step used
+    grad_norm: float | None
+    """None if the step was skipped."""
+    learning_rate: float
+    """The rate that the step used."""
     milliseconds: float
 
     @property
     def skipped(self) -> bool:
         return self.grad_norm is None
+
+
+class TrainStep:
+    """Called once per iteration."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        forward_backward: ForwardBackward,
+        block_schedule: BlockSchedule,
+        lr_scheduler: OptimizerParamScheduler,
+        timers: Timers,
+    ) -> None:
+        self._forward_backward = forward_backward
+        self._block_schedule = block_schedule
+        self._lr_scheduler = lr_scheduler
+        self._timers = timers
+        self._skips_non_finite = config.training.check_for_nan_in_loss_and_grad
+        self._has_loss_scale = config.precision == "fp16"
+        self._metered: tuple[int, int] | None = None
+
+    def __call__(
+        self, batches: Iterator[data.Batch], phase_state: PhaseState, *, num_microbatches_next: int = 0
+    ) -> StepResult:
+        """Train on the next global batch. If another step of the same phase follows directly, `num_microbatches_next`
+        is its number of microbatches, and forward-only stages run ahead with them."""
+        active = self._forward_backward.active
+        timer = self._timers("train-step", log_level=0)
+        timer.start()
+        active.zero_grad()
+        self._forward_backward.pipeline.prepare_next(num_microbatches_next)
+        with self._metering_once_per_phase(phase_state):
+            losses = self._forward_backward(batches, get_num_microbatches(), forward_only=False)
+        loss_sum, num_tokens = reduce_losses(losses).tolist()
+        loss = loss_sum / max(num_tokens, 1.0)
+        learning_rate = self.learning_rate(phase_state)
+        if self._block_schedule.scales_learning_rate:
+            self._lr_scheduler.step(0)  # undoes the scaling of a step that was skipped
+            active.scale_learning_rate(self._block_schedule.learning_rate_factor(phase_state))
+        # with fp16 the optimizer must see the overflow, to lower the loss scale
+        is_stepped = math.isfinite(loss) or self._has_loss_scale or not self._skips_non_finite
+        grad_norm = active.step(skip_non_finite=self._skips_non_finite) if is_stepped else None
+        if grad_norm is not None:
+            self._lr_scheduler.step(get_current_global_batch_size())
+        timer.stop()
+        return StepResult(
+            loss=loss, grad_norm=grad_norm, learning_rate=learning_rate, milliseconds=timer.elapsed() * 1e3
+        )
+
+    def learning_rate(self, phase_state: PhaseState) -> float:
+        """The rate of the active block's parameters in the coming step."""
+        return float(self._lr_scheduler.get_lr({})) * self._block_schedule.learning_rate_factor(phase_state)
+
+    def _metering_once_per_phase(self, phase_state: PhaseState) -> contextlib.AbstractContextManager[None]:
+        """Count saved activations in a phase's first iteration, and after a change of the batch size."""
+        now = (phase_state.phase, get_num_microbatches())
+        if now == self._metered:
+            return contextlib.nullcontext()
+        self._metered = now
+        return self._forward_backward.meter.measuring(self._forward_backward.active.model.parameters())

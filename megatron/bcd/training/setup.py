@@ -1,0 +1,201 @@
+"""Builds everything that a run consists of, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.timers import Timers
+
+from megatron.bcd import data
+from megatron.bcd.blocks.partition import Partition, partition
+from megatron.bcd.blocks.schedule import BlockSchedule
+from megatron.bcd.checkpoint import loader
+from megatron.bcd.checkpoint.saver import Saver
+from megatron.bcd.config import RunConfig
+from megatron.bcd.data.samples import TrainingSamples
+from megatron.bcd.metrics.reporter import Reporter
+from megatron.bcd.model import builder
+from megatron.bcd.model.implementation import Implementation, implementation_here
+from megatron.bcd.optim.active_block import ActiveBlock
+from megatron.bcd.optim.lr_schedule import build_scheduler
+from megatron.bcd.pipeline.schedule import PipelineSchedule
+from megatron.bcd.prefix_cache.controller import PrefixCache
+from megatron.bcd.runtime import memory
+from megatron.bcd.runtime.activation_meter import ActivationMeter
+from megatron.bcd.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
+from megatron.bcd.training.banner import summarize
+from megatron.bcd.training.collect_metrics import StepMetricsCollector
+from megatron.bcd.training.evaluate import Evaluator
+from megatron.bcd.training.forward_backward import ForwardBackward
+from megatron.bcd.training.phase import Phase
+from megatron.bcd.training.stop import StopRequests
+from megatron.bcd.training.train_step import TrainStep
+
+ModelBuilder = Callable[[RunConfig, int, Implementation], torch.nn.Module]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Components:
+    """The parts of a run on this rank. What changes during the run is in `TrainState` and in the parts themselves."""
+
+    config: RunConfig
+    reporter: Reporter
+    partition: Partition
+    block_schedule: BlockSchedule
+    train_iters: int
+    model: torch.nn.Module
+    splits: data.Splits
+    samples: TrainingSamples
+    active: ActiveBlock
+    pipeline: PipelineSchedule
+    lr_scheduler: OptimizerParamScheduler
+    forward_backward: ForwardBackward
+    train_step: TrainStep
+    phase: Phase
+    evaluator: Evaluator
+    metrics: StepMetricsCollector
+    prefix_cache: PrefixCache
+    saver: Saver | None
+    """None without --save."""
+    stop: StopRequests
+
+
+def setup(
+    config: RunConfig, build_model: ModelBuilder, reporter: Reporter, *, source: loader.Source | None = None
+) -> Components:
+    """Build a run; a collective. Prints the banner.
+
+    Needs initialised parallel groups and seeded random generators. `source` is the checkpoint to load the weights from.
+    Files (the index cache of the data) are written only after everything has been checked.
+
+    Raises:
+        ValueError: data, tokenizer, model or checkpoint do not fit the flags or this machine; one line.
+    """
+    blocks = partition(
+        num_layers=config.num_layers,
+        num_stages=config.pipeline_size,
+        num_blocks=config.bcd.bcd_num_blocks,
+        layout=config.bcd.bcd_layout,
+        tied=config.tied,
+        always_active=config.bcd.always_active,
+    )
+    block_schedule = BlockSchedule.of(config, num_blocks=blocks.num_blocks)
+    _init_num_microbatches(config)
+    tokenizer = _tokenizer(config)
+    vocab_size = padded_vocab_size(tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, config.tensor_size)
+    train_iters = data.num_iterations(config)
+    split_plan = data.plan_splits(config, tokenizer, train_iters)
+    implementation = implementation_here(config)
+    model = build_model(config, vocab_size, implementation)
+    if config.training.data_parallel_random_init:
+        builder.broadcast_from_first_replica(model)
+    if source is not None:
+        loader.load_weights(source, model)
+    splits = data.build_splits(config, split_plan)
+
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    samples = TrainingSamples(config, dataset=splits.train, epoch_samples=split_plan.epoch_samples)
+    active = ActiveBlock(model=model, config=config, partition=blocks, stage=stage)
+    pipeline = PipelineSchedule(name=config.bcd.bcd_schedule, partition=blocks, run_ahead=config.bcd.bcd_run_ahead)
+    meter = ActivationMeter(memory.allocator())
+    forward_backward = ForwardBackward(config, active=active, pipeline=pipeline, meter=meter)
+    # each phase attaches its own optimizer
+    lr_scheduler = build_scheduler(config, SimpleNamespace(param_groups=[]), data.global_batch_size(config))
+    timers = Timers(log_level=0, log_option="max")
+    train_step = TrainStep(
+        config,
+        forward_backward=forward_backward,
+        block_schedule=block_schedule,
+        lr_scheduler=lr_scheduler,
+        timers=timers,
+    )
+    prefix_cache = PrefixCache(
+        config,
+        model=model,
+        partition=blocks,
+        stage=stage,
+        dataset=splits.train,
+        samples=samples,
+        pipeline=pipeline,
+        implementation=implementation,
+        reporter=reporter,
+    )
+    reporter.banner(
+        summarize(
+            config=config,
+            partition=blocks,
+            model=model,
+            vocab_size=tokenizer.vocab_size,
+            padded_vocab_size=vocab_size,
+            global_batch_size=data.global_batch_size(config),
+            train_iters=train_iters,
+            implementation=implementation,
+            phases=block_schedule,
+            samples=samples.subset,
+        )
+    )
+    return Components(
+        config=config,
+        reporter=reporter,
+        partition=blocks,
+        block_schedule=block_schedule,
+        train_iters=train_iters,
+        model=model,
+        splits=splits,
+        samples=samples,
+        active=active,
+        pipeline=pipeline,
+        lr_scheduler=lr_scheduler,
+        forward_backward=forward_backward,
+        train_step=train_step,
+        phase=Phase(
+            config,
+            forward_backward=forward_backward,
+            block_schedule=block_schedule,
+            samples=samples,
+            prefix_cache=prefix_cache,
+            lr_scheduler=lr_scheduler,
+            train_iters=train_iters,
+            timers=timers,
+            reporter=reporter,
+        ),
+        evaluator=Evaluator(config, splits=splits, forward_backward=forward_backward, reporter=reporter),
+        metrics=StepMetricsCollector(
+            config,
+            block_schedule=block_schedule,
+            forward_backward=forward_backward,
+            train_step=train_step,
+            samples=samples,
+            prefix_cache=prefix_cache,
+        ),
+        prefix_cache=prefix_cache,
+        saver=Saver(config.checkpoint, reporter) if config.checkpoint.save else None,
+        stop=StopRequests(config.checkpoint),
+    )
+
+
+def _init_num_microbatches(config: RunConfig) -> None:
+    init_num_microbatches_calculator(
+        torch.distributed.get_rank(),
+        list(config.training.rampup_batch_size or ()) or None,
+        data.global_batch_size(config),
+        config.training.micro_batch_size,
+        parallel_state.get_data_parallel_world_size(),
+    )
+
+
+def _tokenizer(config: RunConfig) -> Tokenizer:
+    flags = config.tokenizer
+    return build_tokenizer(
+        flags.tokenizer_type or "NullTokenizer",
+        vocab_file=flags.vocab_file,
+        merge_file=flags.merge_file,
+        tokenizer_model=flags.tokenizer_model,
+        vocab_size=flags.vocab_size,
+    )

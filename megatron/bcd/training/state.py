@@ -1,0 +1,71 @@
+"""The counters of a run: with weights, optimizer state and random generators, all that a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megatron.bcd.blocks.phase_state import PhaseState
+from megatron.bcd.training.train_step import StepResult
+
+
+@dataclass(kw_only=True)
+class TrainState:
+    """Where a run stands. The same on every rank."""
+
+    iteration: int = 0
+    """Training steps done, skipped ones included."""
+    consumed_samples: int = 0
+    """Of the training split."""
+    consumed_validation_samples: int = 0
+    """Each evaluation continues in the validation split where the one before it ended, as in stock Megatron-LM."""
+    phase_state: PhaseState = field(default_factory=PhaseState)
+    samples_in_phase: int = 0
+    """Training samples of the present phase, repeated ones included."""
+    samples_seen_before: int = 0
+    """Distinct training samples of each earlier phase, summed over these phases."""
+    skipped_steps: int = 0
+    """Consecutive steps skipped up to now because their loss or gradient was not finite."""
+    interval: list[StepResult] = field(default_factory=list)
+    """Steps since the last log line."""
+
+    def after_step(self, result: StepResult, *, num_samples: int) -> None:
+        """Count a step of `num_samples` samples over all ranks."""
+        self.interval.append(result)
+        self.iteration += 1
+        self.consumed_samples += num_samples
+        self.samples_in_phase += num_samples
+
+    def after_phase(self, *, num_distinct_samples: int) -> None:
+        """The present phase is over; it trained on `num_distinct_samples` different samples."""
+        self.samples_seen_before += num_distinct_samples
+        self.samples_in_phase = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, under the names of the checkpoint format."""
+        return {
+            "iteration": self.iteration,
+            "consumed_samples": self.consumed_samples,
+            "consumed_validation_samples": self.consumed_validation_samples,
+            "phase": self.phase_state.to_dict(),
+            "samples_in_phase": self.samples_in_phase,
+            "samples_seen_before": self.samples_seen_before,
+            "skipped_steps": self.skipped_steps,
+            "interval": [asdict(step) for step in self.interval],
+        }
+
+    def load_state_dict(self, values: Mapping[str, Any]) -> None:
+        """Set every counter to what `state_dict` returned; other entries are ignored.
+
+        Raises:
+            ValueError: the phase state is damaged.
+        """
+        self.iteration = values["iteration"]
+        self.consumed_samples = values["consumed_samples"]
+        self.consumed_validation_samples = values["consumed_validation_samples"]
+        self.phase_state = PhaseState.from_dict(values["phase"])
+        self.samples_in_phase = values["samples_in_phase"]
+        self.samples_seen_before = values["samples_seen_before"]
+        self.skipped_steps = values["skipped_steps"]
+        self.interval = [StepResult(**step) for step in values["interval"]]
