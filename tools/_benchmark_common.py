@@ -24,8 +24,12 @@ from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.metrics.silent import SilentReporter
 from megatron.bcd.model.builder import build_model
+from megatron.bcd.optim.active_block import ActiveBlock
+from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.runtime import device
-from megatron.bcd.training.loop import Trainer
+from megatron.bcd.training.setup import setup
+from megatron.bcd.training.state import TrainState
+from megatron.bcd.training.train_step import StepResult
 
 PROG = "tools/benchmark.py"
 SPARE_STEPS = 64  # more than fp16's loss scale can be halved
@@ -52,27 +56,46 @@ class Bench:
     """The one model that all turns train, with the training loop's own step, and the batches that they share."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.trainer = Trainer(config, build_model, SilentReporter())
-        dataset = self.trainer.splits.train
+        self.components = setup(config, build_model, SilentReporter())
+        self.state = TrainState()
+        dataset = self.components.splits.train
         self.batches: Iterator[data.Batch] = (
             data.no_batches() if dataset is None else data.batches(dataset, config, consumed_samples=0)
         )
-        if self.trainer.active.wrapped is not None:  # it begins with block 0, and here every turn builds for itself
-            self.dispose()
-            self.separate_weights()
         gc.freeze()  # as the training loop does
 
+    @property
+    def active(self) -> ActiveBlock:
+        """The one that is built and stepped."""
+        return self.components.forward_backward.active
+
+    @property
+    def stage(self) -> int:
+        return self.components.active.stage
+
+    def use(self, active: ActiveBlock, pipeline: PipelineSchedule) -> None:
+        """Train with these from the next `build` on, instead of those of the flags."""
+        self.components.forward_backward.active = active
+        self.components.forward_backward.pipeline = pipeline
+
     def build(self, block: int) -> None:
-        """Make `block` of the trainer's active set the active one."""
-        trainer = self.trainer
-        trainer.active.build(block)
-        trainer.scheduler.optimizer = trainer.active.optimizer
-        trainer.scheduler.step(0)
+        """Make `block` the active one."""
+        self.active.build(block)
+        self.components.lr_scheduler.optimizer = self.active.optimizer
+        self.components.lr_scheduler.step(0)
+
+    def step(self, *, num_microbatches_next: int = 0, batches: Iterator[data.Batch] | None = None) -> StepResult:
+        """One training step; see `TrainStep`."""
+        return self.components.train_step(
+            self.batches if batches is None else batches,
+            self.state.phase_state,
+            num_microbatches_next=num_microbatches_next,
+        )
 
     def dispose(self) -> None:
         """Free what `build` made."""
-        self.trainer.scheduler.optimizer = None
-        self.trainer.active.dispose()
+        self.components.lr_scheduler.optimizer = None
+        self.active.dispose()
 
     @torch.no_grad()
     def separate_weights(self) -> None:
@@ -81,7 +104,7 @@ class Bench:
         The distributed optimizer leaves them as views of its buffer. Full training's buffer covers all of them, so a
         block that moves its own into another would be counted, and would pay, for both.
         """
-        for parameter in self.trainer.model.parameters():
+        for parameter in self.components.model.parameters():
             parameter.data = parameter.data.clone()
 
     def warm_up(self, num_steps: int, *, num_microbatches_next: int) -> list[float]:
@@ -90,7 +113,7 @@ class Bench:
         times: list[float] = []
         is_usual = False
         while not is_usual or len(times) < num_steps:
-            result = self.trainer.train_step(self.batches, num_microbatches_next=num_microbatches_next)
+            result = self.step(num_microbatches_next=num_microbatches_next)
             times.append(result.milliseconds)
             is_usual = not result.skipped or len(times) >= SPARE_STEPS
         return times

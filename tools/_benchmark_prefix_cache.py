@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 from _benchmark_common import Bench, command_line, cut, hardware, now, print_table, table
 from _benchmark_figures import rotated
@@ -109,7 +108,7 @@ class PrefixCacheBenchmark:
     def __init__(self, config: RunConfig, *, num_warm_up_steps: int, num_steps: int) -> None:
         self.bench = Bench(config)
         self.num_warm_up_steps, self.num_steps = num_warm_up_steps, num_steps
-        self.partition = self.bench.trainer.partition
+        self.partition = self.bench.components.partition
         self.blocks = [block.index for block in self.partition.blocks if self.partition.prefix_layers(block.index)]
 
     def measure(self, num_rounds: int, argv: Sequence[str]) -> dict[str, Any] | None:
@@ -128,26 +127,30 @@ class PrefixCacheBenchmark:
         return figures
 
     def _turn(self, index: int, block: int) -> CacheTurn:
-        trainer = self.bench.trainer
-        trainer.state = PhaseState(phase=index * self.partition.num_blocks + block)
-        self.bench.build(block)
-        trainer.set_train_mode(True)
-        trainer.samples.end_phase()
+        bench, samples, cache = self.bench, self.bench.components.samples, self.bench.components.prefix_cache
+        phase = index * self.partition.num_blocks + block
+        bench.state.phase_state = PhaseState(phase=phase)
+        bench.build(block)
+        bench.components.forward_backward.module.train()
+        samples.end_phase()
+        num_uses = bench.components.block_schedule.least_steps * data.global_batch_size(bench.components.config)
         fill_ms, forward_ms, num_samples = [], [], 0
         for _ in range(NUM_FILLS):
             self._forget()
             start = now()
-            served = trainer.prefix.batches()
+            is_served = cache.begin_phase(phase, block, num_samples=num_uses)
             fill_ms.append((now() - start) * 1e3)
-            assert trainer.prefix.cache is not None, "the flags say so"
-            num_samples = trainer.prefix.cache.key.num_records
-            forward_ms.append(self._forward_ms(trainer.prefix.cache.samples))
-        trainer.samples.end_phase()
-        computed = trainer.samples.batches(phase=trainer.state.phase, consumed_samples=0)
+            assert is_served and cache.cache is not None, "the flags say so"
+            bench.components.pipeline.begin_phase(block, is_prefix_served=True)
+            num_samples = cache.cache.key.num_records
+            forward_ms.append(self._forward_ms(cache.cache))
+        served = cache.serve(samples.batches(phase=phase, consumed_samples=0, position=0), position=0)
+        samples.end_phase()
+        computed = samples.batches(phase=phase, consumed_samples=0, position=0)
         times = self._steps({"computed": computed, "served": served}, index)
-        trainer.prefix.close()
-        self.bench.dispose()
-        self.bench.separate_weights()
+        cache.close()
+        bench.dispose()
+        bench.separate_weights()
         return CacheTurn(
             computed_ms=times["computed"],
             served_ms=times["served"],
@@ -158,10 +161,10 @@ class PrefixCacheBenchmark:
 
     def _forget(self) -> None:
         """No cache of the present phase is there any more."""
-        prefix = self.bench.trainer.prefix
-        if prefix.cache is not None:
-            folder = prefix.cache.folder
-            prefix.close()
+        prefix_cache = self.bench.components.prefix_cache
+        if prefix_cache.cache is not None:
+            folder = prefix_cache.cache.folder
+            prefix_cache.close()
             folders.delete(folder)
 
     def _steps(self, ways: dict[str, Any], index: int) -> dict[str, tuple[float, ...]]:
@@ -169,17 +172,16 @@ class PrefixCacheBenchmark:
         times: dict[str, list[float]] = {way: [] for way in ways}
         for step in range(self.num_warm_up_steps + self.num_steps):
             for way in rotated(list(ways), index + step):
-                times[way].append(self.bench.trainer.train_step(ways[way]).milliseconds)
+                times[way].append(self.bench.step(batches=ways[way]).milliseconds)
         return {way: tuple(of_way[self.num_warm_up_steps :]) for way, of_way in times.items()}
 
     @torch.no_grad()
-    def _forward_ms(self, samples: numpy.ndarray) -> float:
-        trainer = self.bench.trainer
-        assert trainer.prefix.cache is not None
-        filler = Filler(trainer, trainer.prefix.cache)
-        size = trainer.config.training.micro_batch_size
+    def _forward_ms(self, cache: folders.Cache) -> float:
+        components, samples = self.bench.components, cache.samples
+        filler = Filler(components.prefix_cache.prefix(), cache)
+        size = components.config.training.micro_batch_size
         batches = [
-            data.batch_of(trainer.splits.train, samples[start : start + size].tolist())
+            data.batch_of(components.splits.train, samples[start : start + size].tolist())
             for start in range(0, len(samples), size)
         ]
         start = now()
@@ -190,7 +192,7 @@ class PrefixCacheBenchmark:
         return taken
 
     def _figures(self, turns: dict[int, list[CacheTurn]], argv: Sequence[str]) -> dict[str, Any]:
-        config = self.bench.trainer.config
+        config = self.bench.components.config
         return {
             "command": command_line(argv),
             "hardware": hardware(),
@@ -204,7 +206,7 @@ class PrefixCacheBenchmark:
     def _row(self, block: int, turns: Sequence[CacheTurn]) -> dict[str, Any]:
         layers = len(self.partition.prefix_layers(block))
         units = _UNITS_OF_FULL_TRAINING * self.partition.num_layers * compute_ratio(self.partition, block)
-        config = self.bench.trainer.config
+        config = self.bench.components.config
         value_bytes = 2 if config.bcd.bcd_prefix_cache_dtype == "bf16" else 4
         return {
             "block": block,

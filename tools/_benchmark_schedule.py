@@ -119,11 +119,12 @@ class ScheduleBenchmark:
         self.layouts = {layout: self._layout(config, partition) for layout, partition in partitions(config).items()}
 
     def _layout(self, config: RunConfig, partition: Partition) -> _Layout:
-        trainer = self.bench.trainer
         bcd = PipelineSchedule(name=BCD, partition=partition, run_ahead=self._run_ahead)
         return _Layout(
             partition=partition,
-            active=ActiveBlock(model=trainer.model, config=config, partition=partition, stage=trainer.stage),
+            active=ActiveBlock(
+                model=self.bench.components.model, config=config, partition=partition, stage=self.bench.stage
+            ),
             timed={STOCK: PipelineSchedule(name=STOCK, partition=partition, run_ahead=0), BCD: bcd},
             traced={STOCK: StockPlan(name=STOCK, partition=partition, run_ahead=0), BCD: bcd},
         )
@@ -134,7 +135,7 @@ class ScheduleBenchmark:
         if torch.distributed.get_rank() != 0:
             return None
         rows = self.rows(turns)
-        figures = result(self.bench.trainer.config, rows, turns, argv)
+        figures = result(self.bench.components.config, rows, turns, argv)
         show(figures, rows)
         return figures
 
@@ -156,8 +157,8 @@ class ScheduleBenchmark:
         return turns
 
     def _turn(self, variant: Variant, order: Sequence[str]) -> dict[str, ScheduleTurn]:
-        layout, trainer = self.layouts[variant.layout], self.bench.trainer
-        trainer.active = layout.active
+        layout = self.layouts[variant.layout]
+        self.bench.use(layout.active, layout.timed[order[0]])
         self.bench.build(variant.block)
         turns = {}
         for name in order:
@@ -175,21 +176,21 @@ class ScheduleBenchmark:
         return stock_shape(shape) if name == STOCK else shape
 
     def _measure(self, timed: PipelineSchedule, traced: PipelineSchedule, shape: PlanShape) -> RankTimes:
-        bench, trainer, following = self.bench, self.bench.trainer, shape.num_microbatches
-        trainer.schedule = timed
+        bench, following = self.bench, shape.num_microbatches
+        bench.use(bench.active, timed)
         bench.warm_up(self.num_warm_up_steps, num_microbatches_next=following)
         start = now_on_all_ranks()
         for _ in range(self.num_steps):
-            trainer.train_step(bench.batches, num_microbatches_next=following)
+            bench.step(num_microbatches_next=following)
         step_ms = (now() - start) * 1e3 / self.num_steps
-        trainer.schedule = traced
+        bench.use(bench.active, traced)
         steps = [self._traced_step(traced, shape) for _ in range(NUM_TRACED_STEPS)]
         if shape.run_ahead:
-            trainer.train_step(bench.batches)  # what was run ahead with is used up, and nothing new is begun
+            bench.step()  # what was run ahead with is used up, and nothing new is begun
         return RankTimes(
             step_ms=step_ms,
             outside_ms=tuple(outside_ms for outside_ms, _ in steps),
-            actions=_by_kind(trainer.stage, [action for _, actions in steps for action in actions]),
+            actions=_by_kind(bench.stage, [action for _, actions in steps for action in actions]),
         )
 
     def _traced_step(self, schedule: PipelineSchedule, shape: PlanShape) -> tuple[float, list[TimedAction]]:
@@ -197,10 +198,10 @@ class ScheduleBenchmark:
         bench = self.bench
         trace: list[TimedAction] = []
         schedule.trace = trace
-        result = bench.trainer.train_step(bench.batches, num_microbatches_next=shape.num_microbatches)
+        result = bench.step(num_microbatches_next=shape.num_microbatches)
         schedule.trace = None
         done = tuple(timed.action for timed in trace)
-        assert done == stage_actions(shape, bench.trainer.stage), "what is predicted is not what was done"
+        assert done == stage_actions(shape, bench.stage), "what is predicted is not what was done"
         return result.milliseconds - (trace[-1].end - trace[0].start) * 1e3, trace
 
     def rows(self, turns: Turns) -> list[ScheduleFigures]:

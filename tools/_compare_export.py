@@ -29,7 +29,7 @@ from megatron.bcd.config import RunConfig
 from megatron.bcd.metrics.silent import SilentReporter
 from megatron.bcd.model.builder import build_model, unwrap_model
 from megatron.bcd.runtime import distributed, rng
-from megatron.bcd.training.loop import Trainer
+from megatron.bcd.training.setup import setup
 
 PROG = "tools/_compare_export.py"
 JOB_FILE, TENSORS_FILE = "job.json", "tensors.pt"
@@ -155,9 +155,9 @@ def block_prefixes(partition: Partition, *, llama: bool) -> list[list[str]]:
     return blocks
 
 
-def samples(trainer: Trainer, num_microbatches: int) -> dict[str, Tensor]:
+def samples(config: RunConfig, dataset: Any, num_microbatches: int) -> dict[str, Tensor]:
     """Tokens and labels of the first microbatches that the run trains on, [microbatches, B, S]."""
-    batches = data.batches(trainer.splits.train, trainer.config, consumed_samples=0)
+    batches = data.batches(dataset, config, consumed_samples=0)
     taken = [next(batches) for _ in range(num_microbatches)]
     assert all(bool(batch["loss_mask"].all()) for batch in taken), "made-up data mask nothing"
     return {name: torch.stack([batch[name].cpu() for batch in taken]) for name in ("tokens", "labels")}
@@ -168,19 +168,21 @@ def export(folder: str, form: str, argv: Sequence[str]) -> None:
     config = parse_run_config(list(argv), prog=PROG, defaults=FAMILY_DEFAULTS[form])
     distributed.initialize(backend="auto", timeout_minutes=10, tensor_size=1, pipeline_size=1)
     rng.seed_everything(config.training.seed)
-    trainer = Trainer(config, build_model, SilentReporter())
-    weights = {name: weight.detach().cpu().clone() for name, weight in unwrap_model(trainer.model).named_parameters()}
+    components = setup(config, build_model, SilentReporter())
+    weights = {name: weight.detach().cpu().clone() for name, weight in unwrap_model(components.model).named_parameters()}
     vocabulary = weights["embedding.word_embeddings.weight"].size(0)
     training, optimizer = config.training, config.optimizer
     assert training.global_batch_size is not None, "the parser fills it in"
     per_step, num_steps = training.global_batch_size // training.micro_batch_size, data.num_iterations(config)
     tensors = {"weights": (llama_state if is_llama(config) else gpt2_state)(weights, config)}
-    torch.save(tensors | samples(trainer, per_step * num_steps), os.path.join(folder, TENSORS_FILE))
+    torch.save(
+        tensors | samples(config, components.splits.train, per_step * num_steps), os.path.join(folder, TENSORS_FILE)
+    )
     job = {
         "form": "llama" if is_llama(config) else "gpt",
         "model": model_settings(config, vocabulary),
         "num_parameters": sum(weight.numel() for weight in weights.values()),
-        "blocks": block_prefixes(trainer.partition, llama=is_llama(config)),
+        "blocks": block_prefixes(components.partition, llama=is_llama(config)),
         "steps_per_block": config.bcd.bcd_steps_per_block,
         "num_steps": num_steps,
         "microbatches_per_step": per_step,

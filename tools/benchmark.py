@@ -170,11 +170,11 @@ class Benchmark:
     def __init__(self, config: RunConfig, *, num_warm_up_steps: int, num_steps: int) -> None:
         self.bench = Bench(config)
         self.num_warm_up_steps, self.num_steps = num_warm_up_steps, num_steps
-        trainer = self.bench.trainer
-        self.partition = trainer.partition
-        self.blocks, self.blocks_schedule = trainer.active, trainer.schedule
+        components = self.bench.components
+        self.partition = components.partition
+        self.blocks, self.blocks_schedule = components.active, components.pipeline
         whole = cut(config, num_blocks=1, layout="spread")
-        self.full = ActiveBlock(model=trainer.model, config=config, partition=whole, stage=trainer.stage)
+        self.full = ActiveBlock(model=components.model, config=config, partition=whole, stage=self.bench.stage)
         self.full_schedule = PipelineSchedule(name=config.bcd.bcd_schedule, partition=whole, run_ahead=None)
 
     def measure(self, num_rounds: int, argv: Sequence[str]) -> dict[str, Any] | None:
@@ -183,7 +183,7 @@ class Benchmark:
         if torch.distributed.get_rank() != 0:
             return None
         rows = self.rows(turns)
-        figures = result(self.bench.trainer.config, rows, turns, argv)
+        figures = result(self.bench.components.config, rows, turns, argv)
         show(figures, rows)
         return figures
 
@@ -200,20 +200,20 @@ class Benchmark:
         return turns
 
     def _turn(self, variant: int) -> Turn:
-        bench, trainer = self.bench, self.bench.trainer
-        is_full = variant == FULL
-        trainer.active = self.full if is_full else self.blocks
-        trainer.schedule = self.full_schedule if is_full else self.blocks_schedule
+        bench, is_full = self.bench, variant == FULL
+        active = self.full if is_full else self.blocks
+        pipeline = self.full_schedule if is_full else self.blocks_schedule
+        bench.use(active, pipeline)
         start = now_on_all_ranks()
         bench.build(max(variant, 0))
-        trainer.schedule.begin_phase(max(variant, 0))
+        pipeline.begin_phase(max(variant, 0))
         build_ms = (now() - start) * 1e3
         num_microbatches = get_num_microbatches()
         warm_up_ms = bench.warm_up(self.num_warm_up_steps, num_microbatches_next=num_microbatches)
         # all steps but the last prepare the next one, as in training
         following = [num_microbatches] * (self.num_steps - 1) + [0]
-        step_ms = [trainer.train_step(bench.batches, num_microbatches_next=num).milliseconds for num in following]
-        model_state_bytes = trainer.active.model_state_bytes()
+        step_ms = [bench.step(num_microbatches_next=num).milliseconds for num in following]
+        model_state_bytes = active.model_state_bytes()
         start = now_on_all_ranks()
         bench.dispose()
         dispose_ms = (now() - start) * 1e3

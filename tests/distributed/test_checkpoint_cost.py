@@ -25,24 +25,24 @@ def config_of(text_data: str, root: Path, **flags: Any) -> Any:
     return worlds.run_config(data_path=text_data, train_iters=2, save=root, keep_last_checkpoints=2, **PIPELINE | flags)
 
 
-def save_once_more(one: worlds.RecordingTrainer) -> float:
+def save_once_more(one: worlds.RecordedRun) -> float:
     """A checkpoint with a number of its own; seconds that the training loop waits for it."""
     one.iteration += 1
     torch.distributed.barrier()
     started = time.perf_counter()
-    assert one._save()
+    assert one.save()
     return time.perf_counter() - started
 
 
 def seconds_of_saves(config: Any) -> tuple[list[float], list[float]]:
     """Of the training loop, and of the whole save."""
-    with worlds.trainer(config) as one:
+    with worlds.started(config) as one:
         one.run()
         in_loop, whole = [], []
         for _ in range(5):
             started = time.perf_counter()
             in_loop.append(save_once_more(one))
-            assert one.saver is not None and one.saver.finish()
+            assert one.components.saver is not None and one.components.saver.finish()
             whole.append(time.perf_counter() - started)
         return in_loop, whole
 
@@ -57,7 +57,7 @@ def test_an_asynchronous_save_hardly_stops_the_loop(world2: World, text_data: st
 
 def needed_bytes(config: Any) -> int:
     """This rank's weights and the active block's state, after a run that saved at its end."""
-    with worlds.trainer(config) as one:
+    with worlds.started(config) as one:
         one.run()
         return sum(weight.nbytes for weight in one.model.parameters()) + one.active.optimizer_state_bytes()
 
@@ -113,16 +113,16 @@ def what_is_alive() -> dict[str, int]:
 
 def alive_before_and_after(config: Any) -> tuple[dict[str, int], dict[str, int]]:
     """Both after some saves, for the first ones fill caches."""
-    with worlds.trainer(config) as one:
+    with worlds.started(config) as one:
         one.run()
         gc.unfreeze()  # the run has frozen what was there: it would not be looked at
         for _ in range(NUM_BEFORE):
             save_once_more(one)
-        assert one.saver is not None and one.saver.finish()
+        assert one.components.saver is not None and one.components.saver.finish()
         before = what_is_alive()
         for _ in range(NUM_SAVES):
             save_once_more(one)
-        assert one.saver.finish()
+        assert one.components.saver.finish()
         return before, what_is_alive()
 
 

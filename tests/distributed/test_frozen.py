@@ -35,11 +35,11 @@ def changes_of_every_step(config: RunConfig) -> list[dict[str, Any]]:
     before: dict[str, Any] = {}
     steps = []
 
-    def remember(one: worlds.RecordingTrainer) -> None:
+    def remember(one: worlds.RecordedRun) -> None:
         before["weights"] = worlds.weights_of(one.model)
         before["main parameters"] = [main_param.detach().clone() for main_param in worlds.masters_of(one)]
 
-    def compare(one: worlds.RecordingTrainer) -> None:
+    def compare(one: worlds.RecordedRun) -> None:
         main_params = worlds.masters_of(one)
         changed = [not torch.equal(*pair) for pair in zip(main_params, before["main parameters"], strict=True)]
         named = dict(unwrap_model(one.model).named_parameters())
@@ -55,7 +55,7 @@ def changes_of_every_step(config: RunConfig) -> list[dict[str, Any]]:
         )
         remember(one)
 
-    with worlds.trainer(config, after_build=remember, after_step=compare) as one:
+    with worlds.started(config, after_build=remember, after_step=compare) as one:
         one.run()
     return steps
 
@@ -85,8 +85,8 @@ def test_only_the_active_block_changes(world1: World, world2: World, text_data: 
 def run_with_a_fault(config: RunConfig, fault: str, rank: int) -> str:
     """Train, and from phase 1 on let that rank's optimizer step nothing, or write one frozen weight; how it ended."""
 
-    def provoke(one: worlds.RecordingTrainer) -> None:
-        if one.state.phase == 0 or torch.distributed.get_rank() != rank:
+    def provoke(one: worlds.RecordedRun) -> None:
+        if one.state.phase_state.phase == 0 or torch.distributed.get_rank() != rank:
             return
         if fault == "idle":
             for group in one.active.optimizer.param_groups:
@@ -96,7 +96,7 @@ def run_with_a_fault(config: RunConfig, fault: str, rank: int) -> str:
             with torch.no_grad():
                 frozen[-1].view(-1)[-1] += 1e-2
 
-    with worlds.trainer(config, before_step=provoke) as one:
+    with worlds.started(config, before_step=provoke) as one:
         try:
             one.run()
         except RuntimeError as error:
@@ -129,7 +129,7 @@ def checks_of_a_run(config: RunConfig, zero_gradient_at: list[int]) -> list[int]
     """Iterations after whose step the run compared its weights."""
     checked: list[int] = []
 
-    def zero_gradient(one: worlds.RecordingTrainer) -> None:
+    def zero_gradient(one: worlds.RecordedRun) -> None:
         if one.iteration + 1 not in zero_gradient_at:
             return
         model_config = one.active._model_config
@@ -142,7 +142,7 @@ def checks_of_a_run(config: RunConfig, zero_gradient_at: list[int]) -> list[int]
 
         model_config.finalize_model_grads_func = reduce_and_zero
 
-    with worlds.trainer(config, before_step=zero_gradient) as one:
+    with worlds.started(config, before_step=zero_gradient) as one:
         check = one.active.check_switch
 
         def counted() -> str | None:

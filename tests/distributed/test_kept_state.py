@@ -73,17 +73,17 @@ def test_host_bytes_are_those_of_the_banner(world2: World, text_data: str, kind:
 def in_short_phases(config: RunConfig, *, is_cut: bool) -> list[float]:
     """Losses, with the active block frozen and made active again before every further step, or not."""
 
-    def freeze_and_return(one: worlds.RecordingTrainer) -> None:
+    def freeze_and_return(one: worlds.RecordedRun) -> None:
         block = one.active.block
         if one.iteration == 0:
             return
-        one.scheduler.optimizer = None
+        one.components.lr_scheduler.optimizer = None
         one.active.dispose()
         one.build(block)
-        one.scheduler.optimizer = one.active.optimizer
-        one.scheduler.step(0)
+        one.components.lr_scheduler.optimizer = one.active.optimizer
+        one.components.lr_scheduler.step(0)
 
-    with worlds.trainer(config, **({"before_step": freeze_and_return} if is_cut else {})) as one:
+    with worlds.started(config, **({"before_step": freeze_and_return} if is_cut else {})) as one:
         one.run()
         return worlds.outcome(one)["losses"]
 

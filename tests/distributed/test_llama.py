@@ -46,7 +46,7 @@ def test_cached_prefix_is_computed(world2: World, text_data: str, tmp_path: Path
 
 def trained_in_first_phase(config: Any) -> dict[str, bool]:
     """By this rank's parameters: whether a step changed it."""
-    with worlds.trainer(config) as one:
+    with worlds.started(config) as one:
         before = worlds.weights_of(one.model)
         one.run()
         changed = worlds.same_bits(before, worlds.weights_of(one.model))
@@ -90,7 +90,7 @@ def test_parameters(world2: World, text_data: str, extra: dict[str, Any]) -> Non
 
 
 def banner(config: Any) -> str:
-    with worlds.trainer(config) as one:
+    with worlds.started(config) as one:
         return str(one.recorder.summary.model)
 
 

@@ -52,7 +52,7 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
-def device_bytes(one: worlds.RecordingTrainer) -> int:
+def device_bytes(one: worlds.RecordedRun) -> int:
     return live_bytes() - one.active.kept.num_bytes
 
 
@@ -63,18 +63,18 @@ def memory_of_a_run(config: RunConfig) -> dict[str, Any]:
     in_phase: list[tuple[int, int, int]] = []
     between: list[tuple[int, int]] = []
 
-    def before_build(one: worlds.RecordingTrainer) -> None:
+    def before_build(one: worlds.RecordedRun) -> None:
         if not start:
             start.append(live_bytes())
 
-    def before_switch(one: worlds.RecordingTrainer) -> None:
+    def before_switch(one: worlds.RecordedRun) -> None:
         in_phase.append((one.results[-1]["block"], device_bytes(one), one.active.model_state_bytes()))
 
-    def after_dispose(one: worlds.RecordingTrainer) -> None:
+    def after_dispose(one: worlds.RecordedRun) -> None:
         between.append((one.results[-1]["block"], device_bytes(one)))
 
     hooks = {"before_build": before_build, "before_switch": before_switch, "after_dispose": after_dispose}
-    with worlds.trainer(config, **hooks) as one:
+    with worlds.started(config, **hooks) as one:
         one.run()
         weights = sum(parameter.numel() * parameter.element_size() for parameter in one.model.parameters())
     return {"start": start[0], "in_phase": in_phase, "between": between, "weights": weights}
@@ -171,10 +171,10 @@ def outlived(config: RunConfig) -> list[tuple[int, str]]:
     """Wrappers and optimizers that are alive though their phase is over, as a run leaves them: nothing is unfrozen."""
     things: list[list[Any]] = []
 
-    def after_build(one: worlds.RecordingTrainer) -> None:
+    def after_build(one: worlds.RecordedRun) -> None:
         things.append([weakref.ref(one.active.wrapped), *(weakref.ref(each) for each in one.active.optimizers())])
 
-    with worlds.trainer(config, freezes=True, after_build=after_build) as one:
+    with worlds.started(config, freezes=True, after_build=after_build) as one:
         one.run()
         return [
             (phase, type(thing()).__name__)

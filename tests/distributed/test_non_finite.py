@@ -11,7 +11,7 @@ import torch
 from support import resumed_runs, worlds
 from support.dist import World
 
-from megatron.bcd.training import loop as loop
+from megatron.bcd.training import train_step
 from megatron.bcd.training.train_step import TrainingFailed
 
 BAD_STEPS = (2, 3, 5)
@@ -32,7 +32,7 @@ class Spoiler:
     def __init__(self, what: str, steps: tuple[int, ...], *, rank: int) -> None:
         self._what, self._steps = what, steps
         self._is_here = torch.distributed.get_rank() == rank
-        self._original_loss = loop.reduce_losses
+        self._original_loss = train_step.reduce_losses
         self._before: dict[str, torch.Tensor] = {}
         self.changed: list[list[str]] = []
         self.scheduler_steps: list[int] = []
@@ -41,7 +41,7 @@ class Spoiler:
     def hooks(self) -> dict[str, worlds.Hook]:
         return {"after_build": self.after_build, "before_step": self.before_step, "after_step": self.after_step}
 
-    def after_build(self, one: worlds.RecordingTrainer) -> None:
+    def after_build(self, one: worlds.RecordedRun) -> None:
         original = one.active.optimizer.prepare_grads
 
         def prepare_spoilt_grads() -> bool:
@@ -52,17 +52,17 @@ class Spoiler:
 
         one.active.optimizer.prepare_grads = prepare_spoilt_grads
 
-    def before_step(self, one: worlds.RecordingTrainer) -> None:
+    def before_step(self, one: worlds.RecordedRun) -> None:
         self.is_bad = one.iteration in self._steps and self._is_here
-        loop.reduce_losses = self._spoilt_losses if self.is_bad and self._what == "loss" else self._original_loss
+        train_step.reduce_losses = self._spoilt_losses if self.is_bad and self._what == "loss" else self._original_loss
         self._before = self._state(one)
 
-    def after_step(self, one: worlds.RecordingTrainer) -> None:
-        loop.reduce_losses = self._original_loss
+    def after_step(self, one: worlds.RecordedRun) -> None:
+        train_step.reduce_losses = self._original_loss
         now = self._state(one)
         added = [name for name in now if name not in self._before]
         self.changed.append(added + worlds.same_bits({name: now[name] for name in self._before}, self._before))
-        self.scheduler_steps.append(one.scheduler.num_steps)
+        self.scheduler_steps.append(one.components.lr_scheduler.num_steps)
 
     def _spoilt_losses(self, reported: list[dict[str, torch.Tensor]]) -> torch.Tensor:
         """A microbatch of this rank whose loss is not a number, before ranks are summed."""
@@ -71,7 +71,7 @@ class Spoiler:
         return self._original_loss(reported)
 
     @staticmethod
-    def _state(one: worlds.RecordingTrainer) -> dict[str, torch.Tensor]:
+    def _state(one: worlds.RecordedRun) -> dict[str, torch.Tensor]:
         states = [
             (index, name, value.detach().clone().reshape(-1))
             for optimizer in one.active.optimizers()
@@ -85,7 +85,7 @@ class Spoiler:
 def spoilt_run(config: Any, what: str, steps: tuple[int, ...], *, rank: int) -> dict[str, Any]:
     with worlds.parallel(config):
         spoiler = Spoiler(what, steps, rank=rank)
-        one = worlds.RecordingTrainer(config, **spoiler.hooks())
+        one = worlds.RecordedRun(config, **spoiler.hooks())
         try:
             one.run()
             failed = None

@@ -99,11 +99,11 @@ def run_and_watch_builds(config: RunConfig) -> dict[str, Any]:
     """Identity of the optimizer and its step count (Adam's own) after each step."""
     seen: list[tuple[int, float]] = []
 
-    def look(one: worlds.RecordingTrainer) -> None:
+    def look(one: worlds.RecordedRun) -> None:
         inner = one.active.optimizer.chained_optimizers[0].optimizer
         seen.append((id(one.active.optimizer), float(next(iter(inner.state.values()))["step"])))
 
-    with worlds.trainer(config, after_step=look) as one:
+    with worlds.started(config, after_step=look) as one:
         one.run()
         return {"seen": seen, **worlds.outcome(one)}
 

@@ -39,7 +39,7 @@ def beside_a_reference(config: RunConfig) -> tuple[list[str], list[float]]:
     copies: dict[str, torch.Tensor] = {}
     optimizer: Any = None
 
-    def step_copies(one: worlds.RecordingTrainer) -> None:
+    def step_copies(one: worlds.RecordedRun) -> None:
         nonlocal optimizer
         parameters = one.active.active_parameters()
         if optimizer is None:
@@ -51,7 +51,7 @@ def beside_a_reference(config: RunConfig) -> tuple[list[str], list[float]]:
             group["lr"] = one.active.optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
         optimizer.step()
 
-    with worlds.trainer(config, after_schedule=step_copies) as one:
+    with worlds.started(config, after_schedule=step_copies) as one:
         one.run()
         weights = worlds.weights_of(one.model)
         different = worlds.same_bits(
@@ -78,14 +78,14 @@ def gradient_norms(config: RunConfig) -> dict[str, Any]:
     counts: list[int] = []
     always: list[int] = []
 
-    def ask(one: worlds.RecordingTrainer) -> None:
+    def ask(one: worlds.RecordedRun) -> None:
         parameters = one.active.own_parameters(one.active.block)
         own.append(math.sqrt(sum(float(p.main_grad.double().square().sum()) for p in parameters.values())))
         asked.append(one.active.block_gradient_norm())
         counts.append(one.active.num_block_parameters())
         always.append(sum(p.numel() for p in one.active.always_active_parameters().values()))
 
-    with worlds.trainer(config, after_schedule=ask) as one:
+    with worlds.started(config, after_schedule=ask) as one:
         one.run()
         scales = [step["loss_scale"] for step in one.results]
         norms = [step["grad_norm"] for step in one.results]
@@ -127,7 +127,7 @@ def test_the_blocks_gradient_norm_is_unscaled(world1: World, text_data: str) -> 
 
 def scaled(config: RunConfig, factor: float) -> dict[str, Any]:
     """A step with the block's learning rate scaled: what moved, or what the run said."""
-    with worlds.trainer(config, before_step=lambda one: one.active.scale_learning_rate(factor)) as one:
+    with worlds.started(config, before_step=lambda one: one.active.scale_learning_rate(factor)) as one:
         before = worlds.weights_of(one.model)
         try:
             one.run()

@@ -91,7 +91,7 @@ def test_gradient_accumulation(world1: World, world2: World, initial_weights: Fl
 
 def first_moments(config: RunConfig) -> dict[str, Any]:
     """Adam's first moments after one step, a tenth of the gradient that it was given, and the norm that is logged."""
-    with worlds.trainer(config) as one:
+    with worlds.started(config) as one:
         one.run()
         optimizers = [part.optimizer for part in one.active.optimizer.chained_optimizers]
         moments = [optimizer.state[main_param]["exp_avg"] for optimizer in optimizers for main_param in optimizer.state]

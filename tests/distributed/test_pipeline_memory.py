@@ -131,18 +131,19 @@ def measured_run(config: RunConfig) -> list[dict[str, Any]]:
     """
     steps: list[dict[str, Any]] = []
     sends, messages = {"now": 0, "peak": 0}, Counter[int]()
-    with counting_sends(sends), counting_messages(messages), worlds.trainer(config) as one:
-        run_schedule = one.run_schedule
+    with counting_sends(sends), counting_messages(messages), worlds.started(config) as one:
 
-        def measured(*args: Any, **kwargs: Any) -> list[dict[str, Any]]:
+        def measured(forward_backward: Any, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
             sends["peak"] = 0
             messages.clear()
             with LiveBytes() as live:
-                reported = run_schedule(*args, **kwargs)
-            steps.append({"peak_bytes": live.peak, "peak_sends": sends["peak"], "sent_back": messages[one.stage - 1]})
+                reported = forward_backward(*args, **kwargs)
+            steps.append(
+                {"peak_bytes": live.peak, "peak_sends": sends["peak"], "sent_back": messages[one.active.stage - 1]}
+            )
             return reported
 
-        one.run_schedule = measured  # type: ignore[method-assign]
+        one.forward_backward.wrapper = measured
         one.run()
         assert sends["now"] == 0
         weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in one.model.parameters())

@@ -14,7 +14,7 @@ from support.dist import World
 from megatron.bcd.blocks.partition import partition
 from megatron.bcd.config import RunConfig
 from megatron.bcd.pipeline.build import PlanShape, default_run_ahead
-from megatron.bcd.training import loop
+from megatron.bcd.training import forward_backward
 
 LAYOUTS = ("spread", "stage", "submodel")
 STEPS_PER_BLOCK = 3  # the first of a phase begins with nothing done ahead, the last runs no more ahead
@@ -122,7 +122,7 @@ def record(config: RunConfig) -> dict[str, Any]:
     ahead: list[int] = []
     num_forwards = 0
 
-    def after_schedule(one: worlds.RecordingTrainer) -> None:
+    def after_schedule(one: worlds.RecordedRun) -> None:
         assert one.active.wrapped is not None
         gradients.append(digests({str(i): buffer.grad_data for i, buffer in enumerate(one.active.wrapped.buffers)}))
 
@@ -131,22 +131,22 @@ def record(config: RunConfig) -> dict[str, Any]:
         num_forwards += 1
         return original(batches, model)
 
-    original = loop.forward_step
-    loop.forward_step = counting_forward_step
+    original = forward_backward.forward_step
+    forward_backward.forward_step = counting_forward_step
     try:
-        with worlds.trainer(config, after_schedule=after_schedule) as one:
-            execute = one.schedule.execute
+        with worlds.started(config, after_schedule=after_schedule) as one:
+            execute = one.components.pipeline.execute
 
             def recording_execute(shape: PlanShape, **arguments: Any) -> list[Any]:
                 if shape.first_trainable < shape.num_stages:
                     ahead.append(shape.done_ahead)
                 return execute(shape, **arguments)
 
-            one.schedule.execute = recording_execute  # type: ignore[method-assign]
+            one.components.pipeline.execute = recording_execute  # type: ignore[method-assign]
             one.run()
             kept = worlds.outcome(one)
     finally:
-        loop.forward_step = original
+        forward_backward.forward_step = original
     compared = {name: kept[name] for name in ("steps", "metrics", "evaluations", "switches")}
     compared |= {"gradients": gradients, "weights": digests(kept["weights"])}
     return {"compared": compared, "ahead": ahead, "num_forwards": num_forwards}

@@ -36,13 +36,13 @@ FLAGS: dict[str, dict[str, Any]] = {
 
 
 def train_and_save(config: Any) -> None:
-    with worlds.trainer(config) as one:
+    with worlds.started(config) as one:
         one.run()
 
 
 def loss_of(config: Any) -> float:
     """Mean loss of the loaded model on the same made-up tokens as plain_megatron.py's."""
-    with worlds.trainer(config) as one, torch.no_grad():
+    with worlds.started(config) as one, torch.no_grad():
         one.model.eval()
         tokens = (torch.arange(2 * (LENGTH + 1)) * 7919 % NUM_TOKENS).view(2, LENGTH + 1)
         positions = torch.arange(LENGTH).expand(2, LENGTH)

@@ -93,7 +93,7 @@ def test_kept_state_is_resumed_in_all_combinations(
 
 def kept_after_resuming(config: Any, root: str, **options: Any) -> dict[int, set[str]]:
     """What there is of each block before the first step: names of tensors, of a parameter of any stage."""
-    with worlds.trainer(resumed_runs.with_checkpoints(config, load=root, **options)) as one:
+    with worlds.started(resumed_runs.with_checkpoints(config, load=root, **options)) as one:
         one.active.dispose()
         held: list[dict[int, set[str]]] = [{}, {}]
         mine = {

@@ -21,14 +21,14 @@ def config_of(text_data: str, **flags: Any) -> Any:
 
 def resumed(config: Any, root: str, **options: Any) -> dict[str, Any]:
     """Go on from `root`; the outcome, where the run began, and what Adam had before its first step."""
-    with worlds.trainer(resumed_runs.with_checkpoints(config, load=root, **options)) as one:
+    with worlds.started(resumed_runs.with_checkpoints(config, load=root, **options)) as one:
         states = [dict(state) for optimizer in one.active.optimizers() if not optimizer.is_stub_optimizer
                   for state in optimizer.optimizer.state.values()]  # fmt: skip
         begin = {
-            "began_at": (one.iteration, one.consumed_samples, one.evaluation.consumed_samples),
-            "began_in": one.state.to_dict(),
+            "began_at": (one.iteration, one.state.consumed_samples, one.state.consumed_validation_samples),
+            "began_in": one.state.phase_state.to_dict(),
             "adam_steps": sorted({float(state["step"]) for state in states}),
-            "scheduler_steps": one.scheduler.num_steps,
+            "scheduler_steps": one.components.lr_scheduler.num_steps,
             "first_weights": worlds.weights_of(one.model),
         }
         one.run()
@@ -36,7 +36,7 @@ def resumed(config: Any, root: str, **options: Any) -> dict[str, Any]:
 
 
 def weights_at_the_end(config: Any) -> dict[str, Any]:
-    with worlds.trainer(config) as one:
+    with worlds.started(config) as one:
         one.run()
         return worlds.weights_of(one.model)
 

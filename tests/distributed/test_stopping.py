@@ -30,11 +30,11 @@ class Asking:
         self._how = how
         self._is_asked = torch.distributed.get_rank() == rank
 
-    def __call__(self, one: worlds.RecordingTrainer) -> None:
+    def __call__(self, one: worlds.RecordedRun) -> None:
         if one.iteration != ASKED_AT or not self._is_asked:
             return
         if self._how == "time":
-            one.stopping._duration = 0.0
+            one.components.stop._duration = 0.0
         else:
             signal.raise_signal(signal.Signals[self._how])
 
@@ -74,9 +74,9 @@ def stopped_while_writing(config: Any, root: str) -> dict[str, Any]:
         ask = Asking("SIGTERM", rank=1)
         was_writing = []
 
-        def ask_and_go_on(one: worlds.RecordingTrainer) -> None:
+        def ask_and_go_on(one: worlds.RecordedRun) -> None:
             if one.iteration == ASKED_AT:
-                was_writing.append(one.saver is not None and one.saver.is_writing)
+                was_writing.append(one.components.saver is not None and one.components.saver.is_writing)
                 threading.Timer(0.5, release.set).start()
             ask(one)
 

@@ -70,13 +70,13 @@ def embeddings_after_every_phase(config: RunConfig) -> list[dict[str, torch.Tens
     """This rank's word embedding and output head, where it has them, at the end of every phase."""
     phases: list[dict[str, torch.Tensor]] = []
 
-    def look(one: worlds.RecordingTrainer) -> None:
+    def look(one: worlds.RecordedRun) -> None:
         one.active.pause_parameter_gather()
         weights = worlds.weights_of(one.model)
         phases.append({name: weights[name] for name in weights if "word_embeddings" in name or "output" in name})
         one.active.resume_parameter_gather()
 
-    with worlds.trainer(config, before_switch=look) as one:
+    with worlds.started(config, before_switch=look) as one:
         one.run()
     return phases
 

@@ -52,16 +52,16 @@ def scores_and_choice(config: RunConfig) -> dict[str, Any]:
     sizes: dict[int, int] = {}
     generator = torch.random.get_rng_state
 
-    with worlds.trainer(config) as one:
-        chosen, drawn = one.phases.block(one.state), generator()
+    with worlds.started(config) as one:
+        chosen, drawn = one.block, generator()
         one.active.dispose()
-        batches = [*itertools.islice(one.samples.look_ahead(phase=0, consumed_samples=0), 4)]
-        one.set_train_mode(True)
-        for block in range(one.partition.num_blocks):
+        batches = [*itertools.islice(one.components.samples.look_ahead(phase=0, consumed_samples=0, position=0), 4)]
+        one.forward_backward.module.train()
+        for block in range(one.components.partition.num_blocks):
             one.build(block)
             one.active.zero_grad()
             with rng.random_generators_kept():
-                one.run_schedule(iter(batches), 4, forward_only=False)
+                one.forward_backward(iter(batches), 4, forward_only=False)
             named = one.active.active_parameters().items()
             own = [p for name, p in named if "norm" not in name and not name.startswith("output_layer")]
             squares[block] = sum(float(p.main_grad.double().square().sum()) for p in own)
@@ -126,7 +126,7 @@ def test_plateau(world2: World, text_data: str) -> None:
 
 
 def converging(config: RunConfig) -> dict[str, Any]:
-    with worlds.trainer(config) as one:
+    with worlds.started(config) as one:
         one.run()
         return worlds.outcome(one) | {"notes": one.recorder.notes}
 
@@ -148,7 +148,7 @@ def learning_rates(config: RunConfig) -> list[tuple[int, set[float], set[float]]
     """By step: block, and the rates of the block's own groups and of those that are always active."""
     rates: list[tuple[int, set[float], set[float]]] = []
 
-    with worlds.trainer(config) as one:
+    with worlds.started(config) as one:
         step = one.active.step
 
         def recording_step(**arguments: Any) -> Any:
@@ -157,7 +157,7 @@ def learning_rates(config: RunConfig) -> list[tuple[int, set[float], set[float]]
             for group in groups:
                 if group["params"]:
                     by_kind["bcd_always_active" in group].add(group["lr"])
-            rates.append((one.phases.block(one.state), *by_kind))
+            rates.append((one.block, *by_kind))
             return step(**arguments)
 
         one.active.step = recording_step  # type: ignore[method-assign]
@@ -193,23 +193,21 @@ class Recording:
 def samples_of_phases(config: RunConfig) -> dict[str, Any]:
     """The samples that this rank trained on, by phase, and what the run said of them."""
     phases: list[list[int]] = []
-    with worlds.trainer(config) as one:
-        recording = one.samples._dataset = Recording(one.splits.train)
-        advance = one._advance_phase
+    with worlds.started(config) as one:
+        recording = one.components.samples._dataset = Recording(one.components.splits.train)
 
-        def recording_advance(loss: float, *, is_last: bool) -> bool:
-            phase = one.state.phase
+        def after_step(one: worlds.RecordedRun) -> None:
+            phase = one.state.phase_state.phase
             phases.extend([] for _ in range(phase + 1 - len(phases)))
             phases[phase] += recording.asked
             recording.asked.clear()
-            return advance(loss, is_last=is_last)
 
-        one._advance_phase = recording_advance  # type: ignore[method-assign]
+        one.hooks["after_step"] = after_step
         one.run()
         return {
             "phases": phases,
-            "num_samples": one.samples.epoch_samples,
-            "length": len(one.splits.train),
+            "num_samples": one.components.samples.epoch_samples,
+            "length": len(one.components.splits.train),
             "seen": [record.data_seen for record in one.recorder.steps],
             "notes": one.recorder.summary.notes,
         }

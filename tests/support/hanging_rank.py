@@ -21,8 +21,9 @@ from megatron.bcd.arguments import parse_run_config
 from megatron.bcd.blocks.phase_state import PhaseState
 from megatron.bcd.model.builder import build_model
 from megatron.bcd.runtime import distributed
-from megatron.bcd.training import loop
+from megatron.bcd.training import forward_backward, restore
 from megatron.bcd.training.pretrain import pretrain
+from megatron.bcd.training.state import TrainState
 
 
 def main() -> None:
@@ -32,14 +33,15 @@ def main() -> None:
     torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(minutes=2))
     initialize = distributed.initialize
     distributed.initialize = lambda **values: initialize(**values | {"timeout_minutes": seconds / 60})
-    loop.PhaseState = functools.partial(PhaseState, phase=config.pipeline_size - 1)  # type: ignore[assignment,misc]
+    first = PhaseState(phase=config.pipeline_size - 1)
+    restore.TrainState = functools.partial(TrainState, phase_state=first)  # type: ignore[assignment,misc]
     if torch.distributed.get_rank() == rank:
         stop_before(microbatch)
     pretrain(config, build_model, prog="hanging_rank.py")
 
 
 def stop_before(microbatch: int) -> None:
-    original, count = loop.forward_step, 0
+    original, count = forward_backward.forward_step, 0
 
     def forward_step(*args: Any) -> Any:
         nonlocal count
@@ -48,7 +50,7 @@ def stop_before(microbatch: int) -> None:
         count += 1
         return original(*args)
 
-    loop.forward_step = forward_step
+    forward_backward.forward_step = forward_step
 
 
 if __name__ == "__main__":

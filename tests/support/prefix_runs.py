@@ -28,7 +28,7 @@ FLAGS: dict[str, Any] = {"bcd_sample_ratio": 0.007, "bcd_steps_per_block": 4, "t
 
 def served_run(config: RunConfig) -> dict[str, Any]:
     """`worlds.train_run`, and what the cache did."""
-    with worlds.trainer(config) as one:
+    with worlds.started(config) as one:
         one.run()
         return worlds.outcome(one) | {
             "hits": [record.prefix_cache_hits for record in one.recorder.steps],
@@ -60,14 +60,14 @@ def counted_run(config: RunConfig) -> dict[str, Any]:
     by_phase: list[dict[int, int]] = []
     with (
         layers_counted() as counts,
-        worlds.trainer(config, before_switch=lambda _: by_phase.append(dict(counts))) as one,
+        worlds.started(config, before_switch=lambda _: by_phase.append(dict(counts))) as one,
     ):
         one.run()
         by_phase.append(dict(counts))
         return {"layers": by_phase, "notes": notes_of(one), "losses": [step["loss"] for step in one.results]}
 
 
-def notes_of(one: worlds.RecordingTrainer) -> list[str]:
+def notes_of(one: worlds.RecordedRun) -> list[str]:
     return [note for note in one.recorder.notes if note.startswith("prefix cache: phase")]
 
 
@@ -84,7 +84,7 @@ def killed_in_fill(config: RunConfig, after: int) -> None:
     original = RecordStore.write
     RecordStore.write = write  # type: ignore[method-assign]
     try:
-        with worlds.trainer(config) as one:
+        with worlds.started(config) as one:
             one.run()
     except KeyboardInterrupt:
         return
@@ -96,17 +96,17 @@ def killed_in_fill(config: RunConfig, after: int) -> None:
 def damaged_in_phase(config: RunConfig, root: str) -> str:
     """A run whose cache another program writes into once its first phase with a prefix has begun; how it ends."""
 
-    def damage(one: worlds.RecordingTrainer) -> None:
+    def damage(one: worlds.RecordedRun) -> None:
         for path in Path(root).rglob("shard_*.bin"):
             path.write_bytes(bytes(path.stat().st_size))
 
-    with worlds.trainer(config, after_step=damage) as one:
+    with worlds.started(config, after_step=damage) as one:
         try:
             one.run()
         except serve.DamagedRecord as error:
             return str(error)
         finally:
-            one.prefix.close()
+            one.components.prefix_cache.close()
     return "went through"
 
 

@@ -57,7 +57,7 @@ def pretended_gpu() -> Iterator[None]:
 
 def train_run(config: RunConfig) -> dict[str, Any]:
     """`worlds.train_run`, and by step bytes in host memory, of this rank."""
-    with pretended_gpu(), worlds.trainer(config) as one:
+    with pretended_gpu(), worlds.started(config) as one:
         one.run()
         rank = torch.distributed.get_rank()
         steps = one.recorder.steps

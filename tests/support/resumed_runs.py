@@ -27,7 +27,7 @@ def with_checkpoints(config: RunConfig, **changes: Any) -> RunConfig:
 
 def one_part(config: RunConfig, **hooks: worlds.Hook) -> dict[str, Any]:
     """`worlds.train_run`, and what the run said."""
-    with worlds.trainer(config, **hooks) as one:
+    with worlds.started(config, **hooks) as one:
         one.run()
         said = {"notes": one.recorder.notes, "warnings": one.recorder.warnings, "iteration": one.iteration}
         return worlds.outcome(one) | said
@@ -53,7 +53,7 @@ def saved_in_passing(config: RunConfig, iteration: int, root: str) -> list[str]:
     saving = with_checkpoints(config, save=root, save_interval=iteration)
     with writes_held_back() as release:
 
-        def let_write(one: worlds.RecordingTrainer) -> None:
+        def let_write(one: worlds.RecordedRun) -> None:
             if one.iteration >= iteration or not config.checkpoint.async_save:
                 release.set()
 
@@ -106,9 +106,12 @@ def differences(whole: dict[str, Any], parts: Sequence[dict[str, Any]]) -> list[
 
 def resumed_and_saved_again(config: RunConfig, root: str, copy: str) -> dict[str, Any]:
     """Go on from `root` to the end, but first save what was loaded below `copy`; the outcome, and where it began."""
-    with worlds.trainer(with_checkpoints(config, save=copy, load=root)) as one:
-        begin = {"began_at": one.iteration, "began_in": (one.state.phase, one.state.step_in_phase)}
-        assert one._save()
+    with worlds.started(with_checkpoints(config, save=copy, load=root)) as one:
+        begin = {
+            "began_at": one.iteration,
+            "began_in": (one.state.phase_state.phase, one.state.phase_state.step_in_phase),
+        }
+        assert one.save()
         one.run()
         return worlds.outcome(one) | begin | {"warnings": one.recorder.warnings}
 

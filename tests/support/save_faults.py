@@ -75,11 +75,11 @@ class Fault:
         self._is_here = torch.distributed.get_rank() == rank
         self._fault = contextlib.ExitStack()
 
-    def before_step(self, one: worlds.RecordingTrainer) -> None:
+    def before_step(self, one: worlds.RecordedRun) -> None:
         if one.iteration == FAULTY_SAVE - 1 and self._is_here:
             self._fault.enter_context(self._make())
         if one.iteration == FAULTY_SAVE + 1:  # the step after this one finishes what is written in the background
-            while one.saver is not None and one.saver.is_writing:
+            while one.components.saver is not None and one.components.saver.is_writing:
                 time.sleep(0.01)
         if one.iteration == FAULTY_SAVE + 2 and not self._for_ever:
             self.close()

@@ -34,11 +34,11 @@ def switches(config: RunConfig) -> dict[str, Any]:
     """A run; the state of the block's own and of always-active parameters before and after every switch, by block."""
     told: list[dict[str, Any]] = []
 
-    def look(one: worlds.RecordingTrainer, when: str) -> None:
+    def look(one: worlds.RecordedRun, when: str) -> None:
         own, always = copies(one.active.own_shards()), copies(one.active.always_active_shards())
         told.append({"when": when, "block": one.active.block, "own": own, "always": always})
 
-    with worlds.trainer(
+    with worlds.started(
         config, before_switch=lambda one: look(one, "end"), after_build=lambda one: look(one, "begin")
     ) as one:
         one.run()

@@ -19,15 +19,19 @@ from torch.distributed import distributed_c10d
 
 from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
 from megatron.bcd.blocks import partition
+from megatron.bcd.blocks.phase_state import PhaseState
+from megatron.bcd.checkpoint import loader
 from megatron.bcd.config import RunConfig
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
 from megatron.bcd.model.builder import build_model, unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.runtime import distributed, rng
-from megatron.bcd.training import loop as loop
-from megatron.bcd.training.loop import Trainer
-from megatron.bcd.training.train_step import StepResult
+from megatron.bcd.training import loop, restore, save, setup
+from megatron.bcd.training.forward_backward import ForwardBackward
+from megatron.bcd.training.phase import Phase
+from megatron.bcd.training.state import TrainState
+from megatron.bcd.training.train_step import StepResult, TrainStep
 
 PADDED_VOCABULARY = 264  # of 257 byte-level tokens, on one and on two tensor-parallel ranks
 _SMALL_RUN: dict[str, object] = {
@@ -114,28 +118,82 @@ class Recorder(Reporter):
     close = progress
 
 
-Hook = Callable[["RecordingTrainer"], None]
+Hook = Callable[["RecordedRun"], None]
 
 
-class _ToldActiveSet(ActiveBlock):
-    """An ActiveBlock that tells its trainer what it did."""
+class _HookedActiveBlock(ActiveBlock):
+    """An ActiveBlock that calls the run's hooks."""
 
-    def __init__(self, owner: RecordingTrainer, **kwargs: Any) -> None:
-        self._owner = owner
+    def __init__(self, run: RecordedRun, **kwargs: Any) -> None:
+        self._run = run
         super().__init__(**kwargs)
 
     def build(self, block: int) -> None:
-        self._owner.call("before_build")
+        self._run.call("before_build")
         super().build(block)
-        self._owner.call("after_build")
+        self._run.call("after_build")
 
     def dispose(self) -> None:
         super().dispose()
-        self._owner.call("after_dispose")
+        self._run.call("after_dispose")
 
 
-class RecordingTrainer(Trainer):
-    """A Trainer that keeps every step's result, and calls whoever wants to act in between.
+class _HookedForwardBackward(ForwardBackward):
+    """A ForwardBackward that calls the run's hooks; `wrapper` may stand around each call."""
+
+    wrapper: Callable[..., Any] | None = None
+
+    def __init__(self, run: RecordedRun, *args: Any, **kwargs: Any) -> None:
+        self._run = run
+        super().__init__(*args, **kwargs)
+
+    def __call__(self, batches: Iterator[Any], num_microbatches: int, *, forward_only: bool) -> list[dict[str, Any]]:
+        inner = super().__call__ if self.wrapper is None else functools.partial(self.wrapper, super().__call__)
+        reported = inner(batches, num_microbatches, forward_only=forward_only)
+        if not forward_only:
+            self._run.call("after_schedule")
+        return reported
+
+
+class _HookedTrainStep(TrainStep):
+    """A TrainStep that calls the run's hooks and keeps every result."""
+
+    def __init__(self, run: RecordedRun, *args: Any, **kwargs: Any) -> None:
+        self._run = run
+        super().__init__(*args, **kwargs)
+
+    def __call__(self, batches: Iterator[Any], phase_state: PhaseState, **kwargs: Any) -> StepResult:
+        self._run.call("before_step")
+        result = super().__call__(batches, phase_state, **kwargs)
+        self._run.results.append(
+            {
+                "phase": phase_state.phase,
+                "block": self._block_schedule.block(phase_state),
+                "step": phase_state.step_in_phase,
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "learning_rate": result.learning_rate,
+                "loss_scale": self._run.active.loss_scale(),
+            }
+        )
+        self._run.call("after_step")
+        return result
+
+
+class _HookedPhase(Phase):
+    """A Phase that calls the run's hooks."""
+
+    def __init__(self, run: RecordedRun, *args: Any, **kwargs: Any) -> None:
+        self._run = run
+        super().__init__(*args, **kwargs)
+
+    def advance(self, state: TrainState, before: PhaseState) -> None:
+        self._run.call("before_switch")
+        super().advance(state, before)
+
+
+class RecordedRun:
+    """A run that keeps every step's result, and calls whoever wants to act in between; its first phase is entered.
 
     Hooks by name: before_build, after_build, before_step, after_schedule (gradients are whole, the optimizer has not
     stepped), after_step, before_switch (also where the same block follows, but not where the run ends), after_dispose.
@@ -145,46 +203,54 @@ class RecordingTrainer(Trainer):
         self.results: list[dict[str, Any]] = []
         self.hooks = hooks
         self.recorder = Recorder()
-        original = loop.ActiveBlock
-        loop.ActiveBlock = functools.partial(_ToldActiveSet, self)  # type: ignore[assignment,misc]
-        try:
-            super().__init__(config, build_model, self.recorder)
-        finally:
-            loop.ActiveBlock = original  # type: ignore[misc]
+        hooked = {
+            "ActiveBlock": _HookedActiveBlock,
+            "ForwardBackward": _HookedForwardBackward,
+            "TrainStep": _HookedTrainStep,
+            "Phase": _HookedPhase,
+        }
+        source = loader.find(config)
+        with contextlib.ExitStack() as patches:
+            for name, kind in hooked.items():
+                patches.enter_context(mock.patch.object(setup, name, functools.partial(kind, self)))
+            self.components = setup.setup(config, build_model, self.recorder, source=source)
+        start = restore.start_evaluation if config.training.skip_train else restore.start
+        self.state = start(self.components, source)
+
+    def run(self) -> None:
+        loop.run(self.components, self.state)
+
+    def save(self) -> bool:
+        return save.save(self.components, self.state)
+
+    def build(self, block: int) -> None:
+        self.active.build(block)
+        self.components.pipeline.begin_phase(block)
 
     def call(self, name: str) -> None:
         if name in self.hooks:
             self.hooks[name](self)
 
-    def train_step(self, batches: Iterator[Any], **kwargs: Any) -> StepResult:
-        self.call("before_step")
-        result = super().train_step(batches, **kwargs)
-        self.results.append(
-            {
-                "phase": self.state.phase,
-                "block": self.phases.block(self.state),
-                "step": self.state.step_in_phase,
-                "loss": result.loss,
-                "grad_norm": result.grad_norm,
-                "learning_rate": result.learning_rate,
-                "loss_scale": self.active.loss_scale(),
-            }
-        )
-        self.call("after_step")
-        return result
+    @property
+    def active(self) -> ActiveBlock:
+        return self.components.active
 
-    def run_schedule(
-        self, batches: Iterator[Any], num_microbatches: int, *, forward_only: bool
-    ) -> list[dict[str, Any]]:
-        reported = super().run_schedule(batches, num_microbatches, forward_only=forward_only)
-        if not forward_only:
-            self.call("after_schedule")
-        return reported
+    @property
+    def model(self) -> torch.nn.Module:
+        return self.components.model
 
-    def _advance_phase(self, loss: float, *, is_last: bool) -> bool:
-        if not is_last and self.phases.after_step(self.state, loss=loss).phase != self.state.phase:
-            self.call("before_switch")
-        return super()._advance_phase(loss, is_last=is_last)
+    @property
+    def forward_backward(self) -> _HookedForwardBackward:
+        return self.components.forward_backward  # type: ignore[return-value]
+
+    @property
+    def iteration(self) -> int:
+        return self.state.iteration
+
+    @property
+    def block(self) -> int:
+        """The block that the schedule says is active."""
+        return self.components.block_schedule.block(self.state.phase_state)
 
 
 @contextlib.contextmanager
@@ -225,10 +291,10 @@ def _cut_world(tensor_size: int, pipeline_size: int) -> None:
 
 
 @contextlib.contextmanager
-def trainer(config: RunConfig, *, freezes: bool = False, **hooks: Hook) -> Iterator[RecordingTrainer]:
-    """A Trainer of this rank, ready to `run`, its first block active; `freezes` as in `parallel`."""
+def started(config: RunConfig, *, freezes: bool = False, **hooks: Hook) -> Iterator[RecordedRun]:
+    """A run on this rank, its first block active; `freezes` as in `parallel`."""
     with parallel(config, freezes=freezes):
-        yield RecordingTrainer(config, **hooks)
+        yield RecordedRun(config, **hooks)
 
 
 def train_run(config: RunConfig, *, blocks_of_stages: int | None = None) -> dict[str, Any]:
@@ -236,14 +302,14 @@ def train_run(config: RunConfig, *, blocks_of_stages: int | None = None) -> dict
 
     With `blocks_of_stages` one pipeline stage takes the blocks that so many stages would form.
     """
-    with blocks_as_of(blocks_of_stages), trainer(config) as one:
+    with blocks_as_of(blocks_of_stages), started(config) as one:
         one.run()
         return outcome(one)
 
 
 @contextlib.contextmanager
 def blocks_as_of(num_stages: int | None) -> Iterator[None]:
-    """Trainers of one stage form the blocks that `num_stages` stages would: the same layers, all on stage 0."""
+    """Runs on one stage form the blocks that `num_stages` stages would: the same layers, all on stage 0."""
     original = partition.partition
 
     def on_one_stage(**arguments: Any) -> partition.Partition:
@@ -269,7 +335,7 @@ def blocks_as_of(num_stages: int | None) -> Iterator[None]:
         partition.partition = original
 
 
-def outcome(one: RecordingTrainer) -> dict[str, Any]:
+def outcome(one: RecordedRun) -> dict[str, Any]:
     """What is compared between runs, as plain values."""
     return {
         "steps": one.results,
@@ -303,11 +369,11 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def initial_weights(config: RunConfig) -> dict[str, torch.Tensor]:
     """`weights_of` the model before its first step."""
-    with trainer(config) as one:
+    with started(config) as one:
         return weights_of(one.model)
 
 
-def masters_of(one: RecordingTrainer) -> list[torch.Tensor]:
+def masters_of(one: RecordedRun) -> list[torch.Tensor]:
     """The tensors that this rank's optimizer steps, found in the PyTorch optimizer itself."""
     return [
         main_param
@@ -321,8 +387,8 @@ def masters_of(one: RecordingTrainer) -> list[torch.Tensor]:
 
 def save_initial_weights(config: RunConfig, folder: str) -> None:
     """Draw the weights of `config` and write them as a checkpoint that any layout can load."""
-    with trainer(dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, save=folder))) as one:
-        assert one._save()
+    with started(dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, save=folder))) as one:
+        assert one.save()
 
 
 def same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:

@@ -161,8 +161,11 @@ def test_turns_are_run_as_training_runs_them(monkeypatch: pytest.MonkeyPatch) ->
     def named(name: str) -> Any:
         return SimpleNamespace(name=name, begin_phase=lambda block: seen.append((name, block)), model_state_bytes=int)
 
-    def train_step(batches: Any, *, num_microbatches_next: int) -> Any:
-        seen.append((trainer.active.name, trainer.schedule.name, num_microbatches_next))
+    def use(active: Any, pipeline: Any) -> None:
+        used[:] = [active.name, pipeline.name]
+
+    def step(*, num_microbatches_next: int) -> Any:
+        seen.append((*used, num_microbatches_next))
         return SimpleNamespace(milliseconds=1.0)
 
     def warm_up(num_steps: int, *, num_microbatches_next: int) -> list[float]:
@@ -172,13 +175,13 @@ def test_turns_are_run_as_training_runs_them(monkeypatch: pytest.MonkeyPatch) ->
     def nothing(*args: Any) -> None:
         return None
 
-    trainer = SimpleNamespace(train_step=train_step)
+    used: list[str] = []
     for name in ("now", "now_on_all_ranks"):
         monkeypatch.setattr(benchmark, name, lambda: 0.0)
     monkeypatch.setattr(benchmark, "get_num_microbatches", lambda: 4)
     turns = object.__new__(benchmark.Benchmark)
     turns.bench = SimpleNamespace(
-        trainer=trainer, batches=None, warm_up=warm_up, build=nothing, dispose=nothing, separate_weights=nothing
+        use=use, step=step, warm_up=warm_up, build=nothing, dispose=nothing, separate_weights=nothing
     )
     turns.num_warm_up_steps, turns.num_steps = 1, 3
     turns.blocks, turns.blocks_schedule = named("blocks"), named("blocks' schedule")

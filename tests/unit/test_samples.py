@@ -17,6 +17,10 @@ from megatron.bcd.config import RunConfig
 from megatron.bcd.data import ConsecutiveBatches, SubsetBatches, num_samples
 from megatron.bcd.data.samples import TrainingSamples
 from megatron.bcd.data.splits import _epoch_samples
+from megatron.bcd.training.state import TrainState
+from megatron.bcd.training.train_step import StepResult
+
+NO_STEP: dict[str, Any] = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, "milliseconds": 1.0}
 
 
 @pytest.mark.parametrize(("num_ranks", "position"), [(1, 0), (2, 0), (4, 24), (3, 6)])
@@ -65,20 +69,16 @@ def samples(*flags: str, epoch_samples: int = 100) -> TrainingSamples:
 
 def test_share_of_the_data_that_was_seen() -> None:
     """A pass over the same subset that counts again, a phase that counts samples it did not reach."""
-    subsets = samples("--bcd-sample-ratio", "0.3")
+    subsets, state, result = samples("--bcd-sample-ratio", "0.3"), TrainState(), StepResult(**NO_STEP)
     shares = []
     for steps in (10, 2, 40):
         for _ in range(steps):
-            subsets.after_step(8)
-        shares.append(subsets.share_seen())
-        subsets.end_phase()
+            state.after_step(result, num_samples=8)
+        shares.append(subsets.share_seen(in_phase=state.samples_in_phase, seen_before=state.samples_seen_before))
+        state.after_phase(num_distinct_samples=subsets.num_distinct(state.samples_in_phase))
     assert shares == pytest.approx([0.3, 0.3 + 0.16, 0.76])
-    assert subsets.in_phase == 0 and subsets.seen_before == 76
-    plain = samples()
-    plain.after_step(64)
-    plain.end_phase()
-    plain.after_step(64)
-    assert plain.share_seen() == 1.0
+    assert state.samples_in_phase == 0 and state.samples_seen_before == 76
+    assert samples().share_seen(in_phase=64, seen_before=64) == 1.0
     assert samples("--skip-train", "--bcd-sample-ratio", "0.3").subset is None
 
 

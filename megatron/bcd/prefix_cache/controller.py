@@ -97,6 +97,18 @@ class PrefixCache:
             self._served = self._with_prefix_outputs(batches, self._cache, position)
         return self._served
 
+    def prefix(self) -> fill.Prefix:
+        """The present phase's prefix, ready for forward passes. A collective."""
+        return fill.Prefix.of(
+            self._config,
+            model=self._model,
+            partition=self._partition,
+            stage=self._stage,
+            block=self._block,
+            dataset=self._dataset,
+            link=self._pipeline.prefix_link(self._model),
+        )
+
     def take_hits(self) -> int:
         """Samples served to this rank since the last call; counted once over tensor-parallel ranks."""
         hits, self._hits = self._hits, 0
@@ -146,16 +158,7 @@ class PrefixCache:
     def _filled(self, cache: Cache, missing: Slots, shorter: list[Cache]) -> Cache | None:
         start = time.monotonic()
         sources = [(one, _there(one, cache.samples[missing])) for one in shorter] if len(missing) else []
-        prefix = fill.Prefix.of(
-            self._config,
-            model=self._model,
-            partition=self._partition,
-            stage=self._stage,
-            block=self._block,
-            dataset=self._dataset,
-            link=self._pipeline.prefix_link(self._model),
-        )
-        error, counts = fill.fill(prefix, cache, missing, sources)
+        error, counts = fill.fill(self.prefix(), cache, missing, sources)
         if error is not None:
             self._give_up(cache, error)
             return None

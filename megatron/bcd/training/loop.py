@@ -75,7 +75,7 @@ def _advance(components: Components, state: TrainState, loss: float, *, is_last:
     is_converged = False
     state.after_phase(num_distinct_samples=samples.num_distinct(state.samples_in_phase))
     samples.end_phase()
-    if schedule.stop_cycle_improvement is not None and schedule.is_cycle_end(state.phase_state):
+    if components.config.bcd.bcd_stop_cycle_improvement is not None and schedule.is_cycle_end(state.phase_state):
         loss = components.evaluator.validation_loss(state)
         state.phase_state = schedule.after_evaluation(state.phase_state, loss)
         is_converged = schedule.is_converged(state.phase_state) and not is_last
@@ -96,7 +96,7 @@ def _describe_convergence(components: Components, state: TrainState) -> str:
     return (
         f"the run ends after iteration {state.iteration}: cycle {schedule.cycle(state.phase_state) - 1} brought the "
         f"validation loss from {before:.6f} to {last:.6f}, an improvement of less than "
-        f"--bcd-stop-cycle-improvement {schedule.stop_cycle_improvement}"
+        f"--bcd-stop-cycle-improvement {components.config.bcd.bcd_stop_cycle_improvement}"
     )
 
 

@@ -13,8 +13,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.timers import Timers
 
 from megatron.bcd import data
-from megatron.bcd.blocks.partition import Partition, partition
-from megatron.bcd.blocks.schedule import BlockSchedule
+from megatron.bcd.blocks.partition import Partition, partition_from_config
+from megatron.bcd.blocks.schedule import BlockSchedule, block_schedule_from_config
 from megatron.bcd.checkpoint import loader
 from megatron.bcd.checkpoint.saver import Saver
 from megatron.bcd.config import RunConfig
@@ -77,20 +77,15 @@ def setup(
     Raises:
         ValueError: data, tokenizer, model or checkpoint do not fit the flags or this machine; one line.
     """
-    blocks = partition(
-        num_layers=config.num_layers,
-        num_stages=config.pipeline_size,
-        num_blocks=config.bcd.bcd_num_blocks,
-        layout=config.bcd.bcd_layout,
-        tied=config.tied,
-        always_active=config.bcd.always_active,
-    )
-    block_schedule = BlockSchedule.of(config, num_blocks=blocks.num_blocks)
+    blocks = partition_from_config(config)
+    block_schedule = block_schedule_from_config(config, blocks)
     _init_num_microbatches(config)
     tokenizer = _tokenizer(config)
     vocab_size = padded_vocab_size(tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, config.tensor_size)
     train_iters = data.num_iterations(config)
-    split_plan = data.plan_splits(config, tokenizer, train_iters)
+    split_plan = data.plan_splits(
+        config, tokenizer, train_iters, least_steps_per_cycle=block_schedule.least_steps_per_cycle
+    )
     implementation = implementation_here(config)
     model = build_model(config, vocab_size, implementation)
     if config.training.data_parallel_random_init:
