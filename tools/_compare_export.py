@@ -169,7 +169,9 @@ def export(folder: str, form: str, argv: Sequence[str]) -> None:
     distributed.initialize(backend="auto", timeout_minutes=10, tensor_size=1, pipeline_size=1)
     rng.seed_everything(config.training.seed)
     components = setup(config, build_model, SilentReporter())
-    weights = {name: weight.detach().cpu().clone() for name, weight in unwrap_model(components.model).named_parameters()}
+    weights = {
+        name: weight.detach().cpu().clone() for name, weight in unwrap_model(components.model).named_parameters()
+    }
     vocabulary = weights["embedding.word_embeddings.weight"].size(0)
     training, optimizer = config.training, config.optimizer
     assert training.global_batch_size is not None, "the parser fills it in"
