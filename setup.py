@@ -1,4 +1,4 @@
-"""Installs ``megatron.bcd`` beside the ``megatron.core`` of the megatron-core wheel.
+"""Installs ``megatron.bcd`` next to the ``megatron.core`` of the megatron-core wheel.
 
 ``megatron`` is a namespace that the two share, so this package must never contain ``megatron/__init__.py``.
 """
@@ -35,8 +35,8 @@ setup(
     packages=find_namespace_packages(include=["megatron.bcd", "megatron.bcd.*"]),
     package_data={"megatron.bcd.arguments": ["megatron_flag_names.txt"]},
     python_requires=">=3.11",
-    # requirements.txt pins what was tested. The upper bounds are there because the patches of megatron/bcd/platform
-    # belong to one minor release of Megatron Core, and were run with torch 2.13.
+    # requirements.txt pins what was tested. Upper bounds: the patches in megatron/bcd/runtime are for one minor release
+    # of Megatron Core, and were run with torch 2.13.
     install_requires=[
         "filelock>=4.2",
         "megatron-core==0.16.*",

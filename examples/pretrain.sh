@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains one of the paper's models: a recipe for every model, method and cluster of the three tables beside this file.
+# Trains one of the paper's models: a recipe for every model, method and cluster of the three tables in this folder.
 #
 #   bash examples/pretrain.sh MODEL METHOD CLUSTER [flags of the training script]
 #
@@ -7,26 +7,26 @@
 #   METHOD    bcd (block coordinate descent), full (full training), offload (full training, optimizer on the host)
 #   CLUSTER   a row of clusters.csv: rtx4090 a100 a800
 #
-#   DRY_RUN=1 bash examples/pretrain.sh G-20B bcd rtx4090      the command and its plan; needs no torch, GPU or data
+#   DRY_RUN=1 bash examples/pretrain.sh G-20B bcd rtx4090      the command and its estimate; needs no torch, GPU or data
 #   SCALE=tiny bash examples/pretrain.sh L-6.0B bcd rtx4090    the same recipe with a small model, to its end, on the CPU
 #   DATA_PATH=out/my_text_document TOKENIZER_ARGS="--tokenizer-type GPT2BPETokenizer --vocab-file vocab.json \
 #       --merge-file merges.txt" bash examples/pretrain.sh G-5.4B bcd rtx4090 --bcd-order random
 #
 # On several nodes: the same command on each, with HEAD_NODE the name of one of them (examples/slurm.sh does it).
-# Started again, a run goes on from its newest checkpoint. Memory, pipeline and recomputation come from tools/plan.py.
+# A restarted run resumes from its newest checkpoint. Memory, pipeline and recomputation come from tools/plan.py.
 #
 # Environment:
-#   NUM_GPUS                   GPUs in all (default: methods.csv, else the fewest that the planner lets it fit on)
-#   NNODES, GPUS_PER_NODE      the same by node, where nodes are not to be filled one after the other
-#   HEAD_NODE, MASTER_PORT     where several nodes meet (port 29500)
+#   NUM_GPUS                   GPUs in total (default: methods.csv, else the fewest on which it fits)
+#   NNODES, GPUS_PER_NODE      the same per node, to leave GPUs of a node unused
+#   HEAD_NODE, MASTER_PORT     rendezvous of several nodes (port 29500)
 #   DATA_PATH, TOKENIZER_ARGS  tokenized text (tools/preprocess_data.py) and the tokenizer's flags that made it; both are
-#                              words with blanks in between: a mixture is "weight prefix weight prefix"
-#   MOCK_DATA=1                made-up tokens in their place, to measure speed
+#                              words separated by blanks: a blend is "weight prefix weight prefix"
+#   MOCK_DATA=1                mock tokens instead, to measure speed
 #   SAVE                       folder of the checkpoints; metrics go to SAVE.jsonl (out/MODEL-METHOD-CLUSTER)
-#   TRAIN_ITERS                steps (default: the plan's, 20 tokens per parameter times the B-F multiplier)
+#   TRAIN_ITERS                steps (default: the estimate's, 20 tokens per parameter times the B-F multiplier)
 #   MICRO_BATCH, GLOBAL_BATCH  sequences (1 and 64)
 #   PRECISION, RECOMPUTE       fp32, bf16 or fp16 (fp32, as the paper); full or none (full only where needed)
-#   FORCE=1                    start also where the plan says that it does not fit
+#   FORCE=1                    start even if the estimate does not fit
 #   OUT                        with SCALE=tiny: what to write to (out/recipes)
 #   BCD_PYTHON                 an interpreter of your own (examples/setup_env.sh)
 set -euo pipefail
@@ -40,21 +40,21 @@ fail() {
     exit 2
 }
 
-# ---------------------------------------------------------------- what is asked for
+# ---------------------------------------------------------------- arguments
 case " $* " in *" -h "* | *" --help "*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
-[ $# -ge 3 ] || fail "MODEL METHOD CLUSTER are needed, as in: bash examples/pretrain.sh G-5.4B bcd rtx4090 (--help says more)"
+[ $# -ge 3 ] || fail "MODEL METHOD CLUSTER are needed, as in: bash examples/pretrain.sh G-5.4B bcd rtx4090 (see --help)"
 METHOD=$2
 SCALE=${SCALE:-}
 [ -z "$SCALE" ] || [ "$SCALE" = tiny ] || fail "SCALE=$SCALE: must be tiny, or left out"
 RANKS=2  # of a tiny run, at most
 
-# Prints an interpreter for the planner, which needs nothing but the standard library.
+# Prints an interpreter for the planner, which needs only the standard library.
 planner_python() {
     local candidate
     for candidate in "${BCD_PYTHON:-$ROOT/.venv/bin/python}" "${PYTHON3:-python3}" python3.13 python3.12 python3.11; do
         "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$candidate"; return; }
     done
-    fail "no Python from 3.11 on found; name one with BCD_PYTHON=/path/to/python"
+    fail "no Python 3.11 or newer found; name one with BCD_PYTHON=/path/to/python"
 }
 
 PLANNER=$(planner_python)
@@ -66,7 +66,7 @@ WHOLE=whole
 RECIPE=$(recipe "$WHOLE" "$@")
 eval "$RECIPE"
 
-# given FLAG...: whether one of them is among the user's own.
+# given FLAG...: whether the user gave one of them.
 given() {
     local word flag
     for word in "${EXTRA_ARGS[@]}"; do
@@ -77,7 +77,7 @@ given() {
     return 1
 }
 
-# ---------------------------------------------------------------- the recipe: what the planner does not decide
+# ---------------------------------------------------------------- settings that the planner does not choose
 SAVE=${SAVE:-out/$MODEL-$METHOD-$CLUSTER}
 while [[ $SAVE == ?*/ ]]; do SAVE=${SAVE%/}; done
 OUT=${OUT:-out/recipes}
@@ -93,7 +93,7 @@ if [ "$SCALE" = tiny ]; then
     TOKENS=(--tokenizer-type ByteLevelTokenizer)
 fi
 
-# A default gives way to a flag of the user's that the training script does not take beside it.
+# Omit a default that conflicts with one of the user's flags.
 [ -z "${TRAIN_ITERS:-}" ] && given --train-samples || TRAINING_ARGS+=(--train-iters "${TRAIN_ITERS:-$ITERATIONS}")
 given --lr-warmup-iters --lr-warmup-samples || TRAINING_ARGS+=(--lr-warmup-fraction 0.01)
 TRAINING_ARGS+=(
@@ -141,8 +141,8 @@ LAUNCHED=(
     "${DATA_ARGS[@]}" "${CHECKPOINT_ARGS[@]}" "${REPORT_ARGS[@]}" "${EXTRA_ARGS[@]}"
 )
 
-# ---------------------------------------------------------------- DRY_RUN: say it, and end
-# print_command WORD...: in lines that a shell can read, no flag apart from its value.
+# ---------------------------------------------------------------- DRY_RUN: print and exit
+# print_command WORD...: as shell input, each flag on one line with its value.
 print_command() {
     local line=$1 word quoted
     shift
@@ -159,11 +159,11 @@ print_command() {
 }
 
 if [ "${DRY_RUN:-}" = 1 ]; then
-    printf '%s\n\ncommand%s\n' "$PLAN" "${SCALE:+ (SCALE=tiny: a small model; the plan above is that of the whole one)}"
+    printf '%s\n\ncommand%s\n' "$PLAN" "${SCALE:+ (SCALE=tiny: a small model; the estimate above is that of the full model)}"
     print_command torchrun "${LAUNCHED[@]}"
     [ -z "$MISFIT" ] || printf '\nnote: %s\n' "$MISFIT"
     [ "$NUM_NODES" -eq 1 ] || [ -n "${HEAD_NODE:-}" ] || printf '\nnote: HEAD_NODE is the name of one of the nodes\n'
-    [ -n "${DATA_PATH:-}${MOCK_DATA:-}" ] || printf '\nnote: DATA_PATH and the tokenizer'"'"'s files are yours to give\n'
+    [ -n "${DATA_PATH:-}${MOCK_DATA:-}" ] || printf '\nnote: DATA_PATH and the tokenizer'"'"'s files must be given\n'
     exit 0
 fi
 
@@ -172,9 +172,9 @@ check_data() {
     local part found=
     [ "${MOCK_DATA:-}" != 1 ] || return 0
     [ -n "${DATA_PATH:-}" ] || fail "DATA_PATH is not set: make it with tools/preprocess_data.py --input my.txt" \
-        "--output-prefix out/my ... and give DATA_PATH=out/my_text_document, or MOCK_DATA=1 for made-up tokens"
+        "--output-prefix out/my ... and give DATA_PATH=out/my_text_document, or MOCK_DATA=1 for mock tokens"
     for part in "${TEXT[@]}"; do
-        [[ ! $part =~ ^([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$ ]] || continue  # the weight of a part in a mixture
+        [[ ! $part =~ ^([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$ ]] || continue  # a weight of a blend
         found=$part
         [ -f "$part.bin" ] && [ -f "$part.idx" ] || fail "DATA_PATH=$DATA_PATH: $part.bin and $part.idx are not" \
             "both there; tools/preprocess_data.py --output-prefix makes them"
@@ -191,14 +191,14 @@ gpus_here() {
 check_gpus() {
     local here
     here=$(gpus_here)
-    [ "$here" -gt 0 ] || fail "torch sees no GPU on this machine; DRY_RUN=1 prints command and plan, SCALE=tiny runs on the CPU"
+    [ "$here" -gt 0 ] || fail "torch sees no GPU on this machine; DRY_RUN=1 prints command and estimate, SCALE=tiny runs on the CPU"
     [ "$here" -ge "$GPUS_PER_NODE" ] || fail "$here GPUs on this machine, $GPUS_PER_NODE needed" \
         "($NUM_NODES x $GPUS_PER_NODE); $(recipe "here=$here" "$@")"
 }
 
 if [ -z "$SCALE" ]; then
     check_data
-    [ -z "$MISFIT" ] || [ "${FORCE:-}" = 1 ] || fail "$MISFIT; FORCE=1 starts it all the same"
+    [ -z "$MISFIT" ] || [ "${FORCE:-}" = 1 ] || fail "$MISFIT; FORCE=1 starts it anyway"
     [ "$NUM_NODES" -eq 1 ] || [ -n "${HEAD_NODE:-}" ] || fail "HEAD_NODE is not set: $NUM_NODES nodes of" \
         "$GPUS_PER_NODE GPUs meet at one of them; start this on each with its name, or give NUM_GPUS for one node"
 fi
@@ -207,11 +207,11 @@ fi
 # ---------------------------------------------------------------- train
 if [ -z "$SCALE" ]; then
     check_gpus "$@"
-    if [ "$METHOD" = offload ]; then  # Adam steps on the CPU, and torchrun gives a rank one thread unless told otherwise
+    if [ "$METHOD" = offload ]; then  # Adam steps on the CPU, and torchrun's default is one thread per rank
         THREADS=$(($(nproc) / GPUS_PER_NODE))
         export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((THREADS > 0 ? THREADS : 1))}
     fi
-    # Slurm sends it to every process of a step: it is for the ranks, which save and end; torchrun would die of it.
+    # Slurm sends it to every process of a step. It is for the ranks, which save and exit; it would kill torchrun.
     trap '' USR1
     exec "$PYTHON" -m torch.distributed.run "${LAUNCHED[@]}"
 fi
@@ -225,7 +225,7 @@ else
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-# Made under another name: two runs at once, or one that was killed, leave no half text.
+# Written under a temporary name, so that concurrent or killed runs leave no partial text.
 if [ ! -d "$OUT/text" ]; then
     mkdir -p "$OUT"
     NEW=$(mktemp -d "$OUT/text.XXXXXX")
@@ -234,7 +234,7 @@ if [ ! -d "$OUT/text" ]; then
         --tokenizer-type ByteLevelTokenizer --append-eod
     mv -T "$NEW" "$OUT/text" 2>/dev/null || rm -r "$NEW"
 fi
-rm -rf "$SAVE" "$SAVE.jsonl"  # of an earlier tiny run, which this one would go on with
+rm -rf "$SAVE" "$SAVE.jsonl"  # an earlier tiny run would be resumed
 "$PYTHON" -m torch.distributed.run "${LAUNCHED[@]}"
 STEPS=$(cat "$SAVE/latest_checkpointed_iteration.txt")
 [ "$STEPS" = "$ITERATIONS" ] || given --train-iters --train-samples || fail "no checkpoint of the last step in $SAVE"

@@ -5,10 +5,10 @@
 #
 # Sets up .venv, tokenizes the source of Python's standard library, trains a small GPT with block coordinate descent,
 # trains the same GPT with full-parameter updates, and compares the two. Safe to repeat: the environment and the
-# tokenized text are used again, both models are trained anew.
+# tokenized text are reused, both models are trained again.
 #
-# Environment: OUT is the folder to write to (default out/quickstart), ITERS the training steps of each model,
-# TEXT_MB how much text to take, BCD_PYTHON an interpreter of your own (examples/setup_env.sh).
+# Environment: OUT is the output folder (default out/quickstart), ITERS the training steps of each model, TEXT_MB the
+# amount of text, BCD_PYTHON an existing interpreter (examples/setup_env.sh).
 set -euo pipefail
 
 OUT=${OUT:-}
@@ -34,7 +34,7 @@ if cmp -s "$OUT/stdlib.jsonl.now" "$OUT/stdlib.jsonl" && [ -s "$DATA.bin" ] && [
     rm "$OUT/stdlib.jsonl.now"
     echo "already tokenized: $DATA.bin"
 else
-    # The old tokens go first, so that a killed run never leaves them beside another text.
+    # Old tokens are removed first, so that a killed run never leaves them next to another text.
     rm -f "$DATA.bin" "$DATA.idx"
     mv "$OUT/stdlib.jsonl.now" "$OUT/stdlib.jsonl"
     "$PYTHON" tools/preprocess_data.py --input "$OUT/stdlib.jsonl" --output-prefix "$OUT/stdlib" \
@@ -48,7 +48,7 @@ if [ "$GPUS" -eq 0 ]; then
     WHERE="2 processes on the CPU"
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 else
-    # A power of two, so that the global batch divides among any number of cards.
+    # A power of two, so that the global batch is divisible for any number of GPUs.
     PROCESSES=1
     while [ $((PROCESSES * 2)) -le "$GPUS" ] && [ "$PROCESSES" -lt 8 ]; do PROCESSES=$((PROCESSES * 2)); done
     WHERE="$PROCESSES of $GPUS GPUs"

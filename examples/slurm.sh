@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# A recipe under Slurm, on one node or several, that goes on until it is trained:
+# A recipe under Slurm, on one node or several, requeued until it is trained:
 #
 #   DATA_PATH=... TOKENIZER_ARGS=... sbatch --nodes 2 examples/slurm.sh G-20B bcd rtx4090 [flags of the training script]
 #
 # Submit it from the root of the repository, on a disk that all nodes share: text, environment and checkpoints are read
 # there. Words and variables are those of examples/pretrain.sh, which srun starts on every node; NNODES, GPUS_PER_NODE and
-# HEAD_NODE come from the job: it runs on the nodes and GPUs of the #SBATCH lines below, whatever methods.csv says. Others:
+# HEAD_NODE come from the job: it runs on the nodes and GPUs of the #SBATCH lines below, not those of methods.csv. Others:
 # sbatch --nodes 1 --gpus-per-node 4 examples/slurm.sh G-5.4B ..., or edit the lines.
-# Ten minutes before its time is up the ranks save and end with 0, the job goes back into the queue under its own number,
-# and continues from that checkpoint. A run that is trained, or fails, ends the job.
+# Ten minutes before the time limit the ranks save and exit with 0; the job is requeued under the same number and
+# resumes from that checkpoint. The job ends when the run is trained or fails.
 #
 #SBATCH --job-name=megatron-bcd
 #SBATCH --nodes=2
@@ -31,7 +31,7 @@ export HEAD_NODE
 export SRUN_CPUS_PER_TASK=${SRUN_CPUS_PER_TASK:-${SLURM_CPUS_PER_TASK:-1}}  # from Slurm 22.05 on srun does not inherit it
 
 # "B:" above sends the signal to this shell only; srun passes it on to every process of the step (with Slurm's usual
-# process tracking, proctrack/cgroup: ranks are in process groups of their own).
+# process tracking, proctrack/cgroup: ranks are in separate process groups).
 STOPPING=
 pass_on() {
     STOPPING=1

@@ -1,4 +1,4 @@
-"""Real text that every machine has: the Python standard library's source, as JSON lines ``{"text": source}``.
+"""Writes the Python standard library's source as JSON lines ``{"text": source}``: real text without a download.
 
 One document per ``*.py`` file in the order of their paths, test code left out, up to ``--megabytes`` of text:
 the same bytes each time for one Python version.
@@ -49,7 +49,7 @@ def main() -> int:
 
     texts = list(documents(Path(sysconfig.get_path("stdlib")), int(args.megabytes * 1e6)))
     if not texts:
-        return fail(parser.prog, f"--megabytes {args.megabytes:g} has no room for one file; give more")
+        return fail(parser.prog, f"--megabytes {args.megabytes:g} is too small for one file; give more")
     unfinished = args.output.with_name(args.output.name + ".new")
     try:
         args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The figures of tools/benchmark.py: which variant has its turn when, and what its times say. Pure.
+"""Order of the turns in tools/benchmark.py, and the numbers computed from their times. Pure.
 
 A variant is full-parameter training or one block of BCD; in a round every variant has one turn. Times in milliseconds.
 """
@@ -44,7 +44,7 @@ class BlockFigures:
     ratio: float
     """Median over the rounds of BCD / full, each the median of its round's steps."""
     bound: float
-    """The ratio that the arithmetic of the layers allows (DESIGN, section 2)."""
+    """The ratio that the arithmetic of the layers allows (docs/concepts.md)."""
     full_model_state_bytes: tuple[int, ...]
     """By rank."""
     model_state_bytes: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Times steps whose prefix is read beside steps that compute it: tools/benchmark.py --prefix-cache.
+"""Times steps that read their prefix from a cache and steps that compute it: tools/benchmark.py --prefix-cache.
 
 In each round every block with a prefix is built once, as a phase of its own: a new subset of the data, whose cache is
 filled NUM_FILLS times, and which is used NUM_USES times. Steps that compute the prefix and steps with the cache go

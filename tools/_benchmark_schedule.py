@@ -1,4 +1,4 @@
-"""Times the BCD pipeline schedule beside Megatron Core's own: tools/benchmark.py --schedule.
+"""Times the BCD pipeline schedule and Megatron Core's 1F1B: tools/benchmark.py --schedule.
 
 In each round every block of every layout is built once, and then steps with both schedules; which of them comes first
 alternates from round to round. A schedule's turn: untimed warm-up steps; timed steps, all together, each of which

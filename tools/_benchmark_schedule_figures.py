@@ -1,4 +1,4 @@
-"""The figures of tools/benchmark.py --schedule: what its times say, and what the plans predict. Pure.
+"""Numbers of tools/benchmark.py --schedule: measured times and predictions of the schedules. Pure.
 
 A turn is one schedule with one block active, in one round. Times in milliseconds.
 """

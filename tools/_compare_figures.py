@@ -1,4 +1,4 @@
-"""The figures of tools/compare.py: what a run's metrics say, and the table's rows. Pure.
+"""Numbers of tools/compare.py: read from a run's metrics, and combined into the table's rows. Pure.
 
 A variant is a method of the table, or the peer; in a round every variant has one turn, a run of its own. Times in
 milliseconds.
@@ -57,10 +57,10 @@ def _largest(steps: Sequence[Mapping[str, Any]], name: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """What the planner says of a variant, all ranks together."""
+    """The planner's estimate of a variant, over all ranks."""
 
     model_state_bytes: int | None
-    """None for the peer, whose optimizer the planner does not know."""
+    """None for the peer, whose optimizer the planner does not model."""
     peak_bytes: int | None
     """Largest rank; None where there is no cluster to plan for."""
     iteration_ms: float | None
@@ -101,7 +101,7 @@ def row_of(
 ) -> Row:
     """A variant's line from its turns and full training's, both by round.
 
-    ``peak_flops_per_s`` is that of one process's device; None where nobody has said.
+    ``peak_flops_per_s`` is that of one process's device; None if not given.
     """
     iteration_ms = statistics.median(turn.iteration_ms for turn in turns)
     processes = len(turns[0].model_state_bytes)

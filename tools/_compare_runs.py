@@ -1,4 +1,4 @@
-"""The runs of tools/compare.py: which command each variant is, and one run of it from start to end."""
+"""Runs of tools/compare.py: the command of each variant, and one execution of it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _KILLED = (-9, 137)
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """What has a turn in every round."""
+    """One method, or the peer: it has one turn in every round."""
 
     name: str
     recipe: Recipe
-    """The peer's: that of the BCD run that it is measured beside."""
+    """For the peer: the recipe of the BCD run that it is compared with."""
     steps_per_block: int
     num_iterations: int
 
@@ -80,7 +80,7 @@ class Variant:
 def variants_of(recipe: Recipe, methods: list[str], *, peer: bool, steps: int) -> list[Variant]:
     """By the table's order. The peer is one process, and so is the BCD run beside it, if need be one of its own.
 
-    Raises ValueError where a method does not go with the layout.
+    Raises ValueError if a method cannot use the layout.
     """
     alone = replace(recipe, num_gpus=1, pipeline_size=1, layout="spread")
     num_blocks = recipe.partition.num_blocks if "bcd" in methods else 1
@@ -106,7 +106,7 @@ def beside_peer(recipe: Recipe, methods: list[str]) -> str:
 
 
 def planned(variant: Variant, *, has_cluster: bool) -> Planned:
-    """What the planner says beforehand; without a cluster only what does not depend on one."""
+    """The planner's estimate; without a cluster only what does not depend on one."""
     recipe = variant.recipe
     plan = make_estimate(recipe)
     state = 0
@@ -126,7 +126,7 @@ def planned(variant: Variant, *, has_cluster: bool) -> Planned:
 
 
 class CannotRun(RuntimeError):
-    """A variant has no figures: one line that says why."""
+    """A variant could not be measured; the message is one line with the reason."""
 
     def __init__(self, message: str, *, for_want_of_memory: bool = False) -> None:
         super().__init__(message)

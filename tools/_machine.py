@@ -1,4 +1,4 @@
-"""What a measurement says about the machine that it was made on; without torch."""
+"""Description of the machine for a measurement; without torch."""
 
 from __future__ import annotations
 

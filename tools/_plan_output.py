@@ -1,4 +1,4 @@
-"""What tools/plan.py prints for people."""
+"""Text output of tools/plan.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.bcd.planner.search import SearchResult
 from megatron.bcd.planner.tables import GIB
 
 _MOST_ROWS = 12
-"""Of the memory table: more ranks than that, and only those with the largest and the smallest peak are shown."""
+"""Rows of the memory table; with more ranks, only the stages with the largest and smallest peak are shown."""
 
 
 def table(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
@@ -30,25 +30,25 @@ def table(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
 
 
 def show_estimate(estimate: Estimate) -> str:
-    """Recipe, memory, time, bill, command."""
+    """Recipe, memory, time, cost, command."""
     return f"{show_figures(estimate)}\n\ncommand ({_advice(estimate)})\n{_command(estimate)}"
 
 
 def show_figures(estimate: Estimate) -> str:
-    """Recipe, memory, time, bill."""
+    """Recipe, memory, time, cost."""
     parts = [
         _headline(estimate),
         f"memory per rank, GiB (of {estimate.recipe.cluster.memory_gib:g})\n{_memory(estimate)}\n{_fit(estimate)}",
         f"time of an iteration, ms\n{_time(estimate)}",
-        _bill(estimate),
+        _cost(estimate),
     ]
     return "\n\n".join(parts)
 
 
 def _advice(estimate: Estimate) -> str:
-    """What to know before the command is used."""
+    """Requirements of the printed command."""
     needs = "needs a GPU; " if estimate.recipe.method == "offload" else ""
-    return f"{needs}made-up data: put yours in place of the last line"
+    return f"{needs}mock data: replace the last line by your own"
 
 
 def show_search(found: SearchResult) -> str:
@@ -146,7 +146,7 @@ def _fit(estimate: Estimate) -> str:
     lines = []
     if len(shown) < len(estimate.ranks):
         lines.append(f"the stages with the largest and the smallest peak, of {estimate.recipe.pipeline_size}")
-    lines.append("peak: the largest of activations with communication, and of the optimizer's work, beside the others")
+    lines.append("peak: model state and framework, and the larger of activations with communication and optimizer work")
     if estimate.host_bytes:
         lines.append(f"on the host, per rank: {estimate.host_bytes / GIB:.1f} GiB of weights, gradients and moments")
     largest = estimate.largest_micro_batch
@@ -156,7 +156,7 @@ def _fit(estimate: Estimate) -> str:
     else:
         lines.append(
             f"does NOT fit: {peak.total / GIB:.1f} GiB on {where}; "
-            + (f"micro-batch {largest} would fit" if largest else "no micro-batch does: try --search, or more GPUs")
+            + (f"micro-batch {largest} would fit" if largest else "no micro-batch fits: try --search, or more GPUs")
         )
     return "\n".join(lines)
 
@@ -171,12 +171,12 @@ def _time(estimate: Estimate) -> str:
     return f"{table(rows)}\n{speed}"
 
 
-def _bill(estimate: Estimate) -> str:
-    bill, cluster = estimate.cost, estimate.recipe.cluster
-    more = "" if bill.multiplier == 1 else f" x B-F multiplier {bill.multiplier:.2f}"
+def _cost(estimate: Estimate) -> str:
+    cost, cluster = estimate.cost, estimate.recipe.cluster
+    more = "" if cost.multiplier == 1 else f" x B-F multiplier {cost.multiplier:.2f}"
     return (
-        f"{bill.tokens / 1e9:,.1f} G tokens{more}: {bill.iterations:,} iterations, {bill.days:,.1f} days, "
-        f"{bill.gpu_hours:,.0f} GPU hours, ${bill.dollars:,.0f} (${cluster.usd_per_gpu_hour:g} per GPU hour)"
+        f"{cost.tokens / 1e9:,.1f} G tokens{more}: {cost.iterations:,} iterations, {cost.days:,.1f} days, "
+        f"{cost.gpu_hours:,.0f} GPU hours, ${cost.dollars:,.0f} (${cluster.usd_per_gpu_hour:g} per GPU hour)"
     )
 
 

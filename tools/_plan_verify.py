@@ -48,7 +48,7 @@ def verify(recipe: Recipe) -> list[dict[str, Any]]:
     formula = recipe.shape.num_parameters + padding * (1 if recipe.shape.tied else 2)
     if whole != formula:
         raise ValueError(
-            f"--verify: the stages hold {whole:,} parameters together, the closed formula says {formula:,}"
+            f"--verify: the stages hold {whole:,} parameters together, the closed formula gives {formula:,}"
         )
     return rows
 
@@ -68,7 +68,7 @@ def show_counts(recipe: Recipe, rows: list[dict[str, Any]]) -> str:
 
 
 def run_config(recipe: Recipe) -> RunConfig:
-    """What the printed command says."""
+    """Numbers from the printed command."""
     words = shlex.split(torchrun_command(recipe, iterations=1).replace("\\\n", ""))
     script = SCRIPTS[recipe.model.form]
     flags = words[words.index(script) + 1 :]

@@ -1,18 +1,17 @@
-"""Times BCD steps beside full-parameter steps, alternately and in one run: ratio, bound, model state, switch.
+"""Times BCD steps and full-parameter steps alternately in one run: ratio, bound, model state, switch.
 
     python tools/benchmark.py --num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 256
     torchrun --nproc-per-node 2 tools/benchmark.py --pipeline-model-parallel-size 2 --json out/benchmark.json
     python tools/benchmark.py --schedule
 
-In each round full training and every block have one turn: build, untimed warm-up steps, timed steps, dispose; the
-order rotates from round to round. All turns train the same model object with the training loop's own step. Takes the
-flags of pretrain_gpt_bcd.py; without them the model is the one above, on made-up tokens, without dropout.
+In each round full training and every block have one turn: build, untimed warm-up steps, timed steps, dispose. The
+order rotates from round to round. All turns train the same model with the training loop's step. Takes the flags of
+pretrain_gpt_bcd.py; the default is the model above with mock data, without dropout.
 
-With --prefix-cache it times steps whose prefix comes from a cache beside steps that compute it, and what a fill takes.
+--prefix-cache times steps that read their prefix from a cache, steps that compute it, and a fill.
 
-With --schedule it times the BCD pipeline schedule beside Megatron Core's own instead, for every layout and block, and
-what the plans predict; on two pipeline stages unless a flag says otherwise. It starts two processes where torchrun has
-started none.
+--schedule times the BCD pipeline schedule and Megatron Core's 1F1B for every layout and block, with predictions; by
+default on two pipeline stages. Without torchrun it starts two processes.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ DEFAULTS: dict[str, object] = {
 MOCK_DEFAULTS: dict[str, object] = {"mock_data": True, "tokenizer_type": "NullTokenizer", "vocab_size": 1023}
 NUM_MICROBATCHES = 2
 NUM_ROUNDS = 7
-# Flags of training that a benchmark has no use for: refused, not ignored.
+# Training flags that a benchmark does not use: refused, not ignored.
 REFUSED = ("train-iters", "train-samples", "rampup-batch-size", "skip-train", "save", "save-interval", "eval-iters",
            "eval-interval", "log-interval", "metrics-file", "tensorboard-dir", "wandb-project", "wandb-entity",
            "wandb-exp-name", "wandb-save-dir", "manual-gc", "manual-gc-interval")  # fmt: skip
@@ -94,11 +93,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, RunConfig]:
                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     group = parser.add_argument_group("benchmark")
     group.add_argument(
-        "--schedule", action="store_true", help="time the BCD pipeline schedule beside the stock one, in every layout"
+        "--schedule", action="store_true", help="time the BCD and the stock pipeline schedule, in every layout"
     )
-    group.add_argument(
-        "--prefix-cache", action="store_true", help="time steps with a prefix cache beside steps without one"
-    )
+    group.add_argument("--prefix-cache", action="store_true", help="time steps with and without a prefix cache")
     group.add_argument(
         "--rounds",
         type=int,
@@ -115,7 +112,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, RunConfig]:
     group.add_argument(
         "--warm-up-steps", type=int, default=1, metavar="N", help="untimed steps before them (default: 1)"
     )
-    group.add_argument("--json", metavar="FILE", help="write all figures and every single time to this file")
+    group.add_argument("--json", metavar="FILE", help="write all numbers and every single time to this file")
     own, rest = parser.parse_known_args(list(argv))
     if own.schedule and own.prefix_cache:
         raise ValueError("--schedule and --prefix-cache are two benchmarks: give one of them")

@@ -1,16 +1,16 @@
-"""Full training, block coordinate descent and offload on the same model, data, batch and hardware, in one run.
+"""Compares full training, block coordinate descent and offload on the same model, data, batch and hardware.
 
     python tools/compare.py --model tiny --methods full,bcd --peer badam --output out/compare
     python tools/compare.py --model G-1.6B --methods full,bcd,offload --gpu rtx4090
 
-In every round each method has one turn: the planner's command, started anew as processes of its own, so that memory
-is this method's alone and what was planned is what is measured. The first two steps after the start and after each
-switch are not counted. All methods take as many steps on the same samples; who begins rotates from round to round, and
-ratios are those of one round, since machines wobble.
+In every round each method has one turn: the planner's command in new processes, so that memory is this method's alone
+and the measured run is the planned one. The first two steps after the start and after each switch are not counted. All
+methods take the same number of steps on the same samples. The order rotates from round to round, and ratios are taken
+within a round, because the machine's speed varies.
 
---peer badam trains transformers' model of the same size with BAdam (PyPI) on one process: the same initial weights,
-samples, blocks of layers and optimizer settings. Prints a table in the shape of the paper's tables 3 and 4, and writes
-compare.json and compare.png below --output. Exit code 1 where a method failed for another reason than this hardware.
+--peer badam trains transformers' model of the same size with BAdam (PyPI) in one process: same initial weights,
+samples, blocks and optimizer settings. Prints a table like the paper's tables 3 and 4, and writes compare.json and
+compare.png to --output. Exit code 1 if a method failed for a reason other than memory.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from megatron.bcd.planner.tables import choose, read_clusters, read_models
 PROG = "tools/compare.py"
 ROOT = Path(__file__).resolve().parents[1]
 MICROBATCHES = 4
-"""Of an iteration, per pipeline stage, unless --global-batch-size says otherwise; one where there is one stage."""
+"""Default per iteration and pipeline stage; one microbatch with a single stage."""
 TOLERANCE = 1e-3
-"""Relative, of the losses of two runs that are to be one training."""
+"""Largest relative difference between the losses of two runs that count as the same training."""
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -65,12 +65,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="LIST",
         help=f"of {', '.join(METHODS)}, with commas (default: full,bcd)",
     )
-    add("--peer", choices=[PEER], help="measure it beside, on one process, in fp32")
+    add("--peer", choices=[PEER], help="compare with this package, in one process, in fp32")
     add("--output", default=os.path.join("out", "compare"), metavar="FOLDER", help="(default: out/compare)")
     add("--rounds", type=int, default=5, metavar="N", help="turns of each method (default: 5)")
-    add("--steps", type=int, default=6, metavar="N", help="steps of each block in a turn that count (default: 6)")
+    add("--steps", type=int, default=6, metavar="N", help="counted steps of each block in a turn (default: 6)")
     add("--gpu", metavar="NAME", help="a row of the cluster table: peak for MFU, planned peak and time")
-    add("--peak-tflops", type=float, metavar="X", help="of one process's device, for MFU in place of --gpu's")
+    add("--peak-tflops", type=float, metavar="X", help="peak of one process's device, for MFU, instead of --gpu's")
     group = parser.add_argument_group("recipe", "as the training script's flags")
     add = group.add_argument
     add("--num-gpus", type=int, metavar="N", help="processes (default: one per GPU that is here, without CUDA one)")
@@ -97,7 +97,7 @@ def methods_of(text: str) -> list[str]:
         if word not in METHODS:
             raise ValueError(f"--methods {text}: {word or 'an empty name'} must be one of {', '.join(METHODS)}")
         if words.count(word) > 1:
-            raise ValueError(f"--methods {text}: {word} stands there twice")
+            raise ValueError(f"--methods {text}: {word} is given twice")
     return [name for name in ("full", "offload", "bcd") if name in words]
 
 
@@ -129,7 +129,7 @@ def recipe_of(arguments: argparse.Namespace, *, num_here: int) -> Recipe:
 
 
 def check(arguments: argparse.Namespace, methods: Sequence[str], *, num_here: int) -> None:
-    """Raises ValueError for what can be known before hours are spent."""
+    """Raises ValueError for errors that can be found before the first run."""
     for name in ("rounds", "steps"):
         if getattr(arguments, name) < 1:
             raise ValueError(f"--{name} {getattr(arguments, name)}: must be at least 1")
@@ -179,7 +179,7 @@ class Comparison:
         self._threads = threads
 
     def leave_out(self, name: str, why: str) -> None:
-        """Take a variant out of the rounds, and say so."""
+        """Remove a variant from the rounds and print why."""
         self.not_run[name] = why
         del self.turns[name]
         _tell(f"{name} is not run: {why}")
@@ -332,7 +332,7 @@ def write(output: str, figures: dict[str, Any], rows: Sequence[Row]) -> list[str
 
 
 def compare(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Check, measure, print, write; the exit code. Raises ValueError for what the user can mend."""
+    """Check, measure, print, write; the exit code. Raises ValueError for a user's mistake."""
     from megatron.bcd.runtime import device
 
     methods = methods_of(arguments.methods)

@@ -1,13 +1,13 @@
-"""The bill before the run: does a model fit on these GPUs, how fast will it train, for how much?
+"""Estimates before a run: does a model fit on these GPUs, how fast does it train, what does it cost?
 
     python tools/plan.py --model G-5.4B --gpu rtx4090 --num-gpus 4 --method bcd --bcd-num-blocks 3
     python tools/plan.py --model G-5.4B --gpu rtx4090 --num-gpus 4 --search
     python tools/plan.py --paper
     python tools/plan.py --model tiny-gpt --gpu rtx4090 --num-gpus 2 --verify
 
-Nothing runs: memory and time follow from formulas and from the tables examples/models.csv and examples/clusters.csv,
-which may be edited. --paper recomputes the tables of the paper (arXiv 2506.12037), --verify builds the model of every
-rank on PyTorch's meta device and compares parameter counts.
+Nothing is run: memory and time follow from formulas and from the editable tables examples/models.csv and
+examples/clusters.csv. --paper recomputes the tables of the paper (arXiv 2506.12037), --verify builds the model of
+every rank on PyTorch's meta device and compares parameter counts. See docs/planner.md.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PAPER_CLUSTER = "rtx4090"
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Raises ValueError for a flag that is unknown, missing or no number."""
+    """Raises ValueError for an unknown or missing flag, or an invalid value."""
     parser = Parser(
         prog=PROG, allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -52,7 +52,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--paper", action="store_true", help="recompute the paper's tables")
     add("--verify", action="store_true", help="compare parameter counts with models on the meta device (needs torch)")
     add("--json", action="store_true", help="print JSON and nothing else")
-    group = parser.add_argument_group("recipe", "as the training script's flags")
+    group = parser.add_argument_group("recipe", "same names as the training script's flags")
     add = group.add_argument
     add("--method", choices=METHODS, default="bcd", help="block coordinate descent, full training, or full training"
         " with the optimizer on the host (default: bcd)")  # fmt: skip
@@ -64,13 +64,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--global-batch-size", type=int, default=DEFAULT_BATCH, metavar="N", help="sequences of an iteration (default:"
         f" {DEFAULT_BATCH})")  # fmt: skip
     add("--recompute", nargs="?", const="full", choices=RECOMPUTE, default="none", help="recompute activations: none,"
-        " or full, which is also what the bare flag says (--search tries both)")  # fmt: skip
+        " or full; the bare flag means full (--search tries both)")  # fmt: skip
     add("--precision", choices=PRECISIONS, default="fp32", help="(default: fp32)")
-    group = parser.add_argument_group("bill")
+    group = parser.add_argument_group("cost")
     add = group.add_argument
     add("--tokens", type=float, metavar="N", help="tokens that full training would read (default: 20 per parameter)")
-    add("--bf-multiplier", type=float, default=DEFAULT_MULTIPLIER, metavar="K", help="iterations that BCD needs with"
-        " three blocks over those of full training, to the same loss; other numbers of blocks are scaled as the paper's"
+    add("--bf-multiplier", type=float, default=DEFAULT_MULTIPLIER, metavar="K", help="iterations of BCD with three"
+        " blocks over those of full training to the same loss; scaled to other numbers of blocks as in the paper's"
         " table 11"
         f" (default: {DEFAULT_MULTIPLIER}, the paper's two GPT-2 runs)")  # fmt: skip
     group = parser.add_argument_group("data files")
@@ -81,10 +81,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def recipe_of(arguments: argparse.Namespace) -> Recipe:
-    """What the flags ask for. Raises ValueError naming the flag that is missing or does not fit the others."""
+    """The recipe of the flags. Raises ValueError naming a missing or invalid flag."""
     for flag, given in (("--model", arguments.model), ("--gpu", arguments.gpu), ("--num-gpus", arguments.num_gpus)):
         if given is None:
-            raise ValueError(f"{flag} is required (only --paper goes without)")
+            raise ValueError(f"{flag} is required (except with --paper)")
     fields: dict[str, Any] = {
         "model": choose(read_models(arguments.models), arguments.model, flag="--model"),
         "cluster": choose(read_clusters(arguments.clusters), arguments.gpu, flag="--gpu"),
@@ -105,7 +105,7 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
 
 
 def paper(arguments: argparse.Namespace) -> Paper:
-    """The paper's figures beside what recomputes them."""
+    """The paper's numbers, recomputed."""
     clusters = read_clusters(arguments.clusters)
     return recompute_paper(
         read_published(os.path.join(ROOT, "docs", "paper_figures.csv")),
@@ -115,7 +115,7 @@ def paper(arguments: argparse.Namespace) -> Paper:
 
 
 def run(argv: Sequence[str] | None) -> str:
-    """What is to be printed. Raises ValueError for what the user can mend."""
+    """The text to print. Raises ValueError for a user's mistake."""
     arguments = parse_arguments(argv)
     modes = [name for name in ("search", "paper", "verify") if getattr(arguments, name)]
     if len(modes) > 1:
@@ -129,15 +129,15 @@ def run(argv: Sequence[str] | None) -> str:
 
         counts = verify(recipe)
         return _json(counts) if arguments.json else show_counts(recipe, counts)
-    bill = {"tokens": arguments.tokens, "multiplier": arguments.bf_multiplier}
+    cost = {"tokens": arguments.tokens, "multiplier": arguments.bf_multiplier}
     if arguments.search:
-        asked = None if arguments.bcd_num_blocks is None else [arguments.bcd_num_blocks]
-        found = search(recipe, num_blocks=asked, **bill)
+        num_blocks = None if arguments.bcd_num_blocks is None else [arguments.bcd_num_blocks]
+        found = search(recipe, num_blocks=num_blocks, **cost)
         if not arguments.json:
             return show_search(found)
         best = [estimate.as_dict() | {"command": _command(estimate)} for estimate in found.best]
         return _json({"tried": found.num_tried, "fitting": found.num_fitting, "best": best})
-    estimate = make_estimate(recipe, **bill)
+    estimate = make_estimate(recipe, **cost)
     return _json(estimate.as_dict() | {"command": _command(estimate)}) if arguments.json else show_estimate(estimate)
 
 
@@ -150,13 +150,13 @@ def _json(value: Any) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    # not through megatron.bcd.runtime.exit: it is for ranks that fail together, and imports torch
+    # not through megatron.bcd.runtime.exit, which is for several ranks and imports torch
     try:
         print(run(argv), flush=True)
     except ValueError as error:
         print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # "| head" has seen enough; Python would say so once more when it flushes at the end
+    except BrokenPipeError:  # as with "| head"; Python would raise it again in its final flush
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

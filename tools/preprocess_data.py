@@ -5,8 +5,8 @@
         --append-eod --workers 8
 
 Flags and bytes are those of stock Megatron-LM core_v0.16.1's tool of this name, with plain text as a
-second input format. Documents keep their order, whatever the number of workers. The files appear under
-their names only when they are complete.
+second input format. Documents keep their order with any number of workers. The files get their names only
+when they are complete.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def encode_batches(batches: Iterable[Batch], encoder: Encoder, num_workers: int)
                 yield pending.popleft().result()
         except BrokenExecutor as error:
             raise ValueError(
-                f"--workers {num_workers}: a worker was killed, perhaps for want of memory; try fewer"
+                f"--workers {num_workers}: a worker was killed, perhaps for lack of memory; try fewer"
             ) from error
         finally:
             for future in pending:

@@ -1,13 +1,12 @@
-"""A recipe as bash: what examples/pretrain.sh asks the planner, from the three tables beside it.
+"""Prints a recipe as bash for examples/pretrain.sh: the planner's choices, from the three tables in examples/.
 
     python tools/recipe.py whole|tiny=N|here=N MODEL METHOD CLUSTER [flags of the training script]
 
-``whole`` prints assignments for bash's eval: the flags by concern (MODEL_ARGS, PARALLEL_ARGS, TRAINING_ARGS,
-METHOD_ARGS), those that were given beside them (EXTRA_ARGS), names and numbers, the PLAN as text, and MISFIT: why it
-does not fit and what would, or nothing. ``tiny=N`` scales the flags down to a run of seconds on at most N ranks,
-``here=N`` prints what fits on N GPUs of one node and nothing else. That word comes before the user's, so that none of
-theirs is taken for it. Reads NUM_GPUS, NNODES, GPUS_PER_NODE, MICRO_BATCH, GLOBAL_BATCH, PRECISION and RECOMPUTE from
-the environment. No torch.
+``whole`` prints assignments for bash's eval: flags by concern (MODEL_ARGS, PARALLEL_ARGS, TRAINING_ARGS, METHOD_ARGS),
+the user's other flags (EXTRA_ARGS), names and numbers, the estimate as text (PLAN), and MISFIT: why it does not fit and
+what would, or empty. ``tiny=N`` scales the flags down to a run of seconds on at most N ranks. ``here=N`` prints only
+what fits on N GPUs of one node. This word comes first, so that none of the user's words is mistaken for it. Reads
+NUM_GPUS, NNODES, GPUS_PER_NODE, MICRO_BATCH, GLOBAL_BATCH, PRECISION and RECOMPUTE from the environment. No torch.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _VARIABLES = {
     "--precision": "PRECISION",
     "--recompute": "RECOMPUTE",
 }
-"""The planner's flags, by the names under which a recipe takes them."""
+"""The planner's flags and their environment variables."""
 _ELSEWHERE = {
     **{flag: f"set {name}" for flag, name in _VARIABLES.items()},
     **dict.fromkeys(("--bf16", "--fp16"), "set PRECISION"),
@@ -76,8 +75,8 @@ _ELSEWHERE = {
     "--bcd-schedule": "METHOD decides it",
     "--max-position-embeddings": "give --seq-length",
     **{
-        flag: f"the plan knows {known} only; write the command yourself"
-        for flag, known in {
+        flag: f"the estimate covers {covered} only; write the command yourself"
+        for flag, covered in {
             "--tensor-model-parallel-size": "tensor-parallel size 1",
             "--kv-channels": "heads of hidden size / heads",
             "--attention-backend": "the default attention",
@@ -89,23 +88,23 @@ _ELSEWHERE = {
         }.items()
     },
 }
-"""Flags that would make the command another one than the estimate, and what to do in their place."""
+"""Flags with which the command would differ from the estimate, and what to do instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What the user wants: the recipe, and flags that the planner has no opinion on."""
+class Request:
+    """The user's recipe, and flags that do not affect the estimate."""
 
     recipe: Recipe
     given: Mapping[str, Any]
-    """What ``place`` made it from, but for the number of GPUs."""
+    """Arguments of ``place`` for it, without the number of GPUs."""
     by_node: bool
-    """Whether the number of GPUs was given by node."""
+    """Whether the number of GPUs was given per node."""
     extra: tuple[str, ...]
 
 
 def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, tuple[str, ...]]:
-    """The recipe's flags, and the others in their order. Raises ValueError for one that belongs elsewhere."""
+    """The recipe's flags, and all others in their order. Raises ValueError for a flag in _ELSEWHERE."""
     parser = Parser(prog=PROG, allow_abbrev=False, add_help=False)
     add = parser.add_argument
     for name in ("model", "method", "cluster"):
@@ -118,17 +117,19 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, tup
     for word in extra:
         remedy = _ELSEWHERE.get(word.split("=", 1)[0])
         if remedy:
-            raise ValueError(f"{word.split('=', 1)[0]}: is the recipe's own, as the plan follows from it; {remedy}")
+            raise ValueError(
+                f"{word.split('=', 1)[0]}: is set by the recipe, because the estimate depends on it; {remedy}"
+            )
     return arguments, tuple(extra)
 
 
-def asked_for(arguments: argparse.Namespace, extra: tuple[str, ...], environment: Mapping[str, str]) -> Asked:
-    """Raises ValueError, one line, for a word that no table has, or numbers that do not fit each other."""
+def request_of(arguments: argparse.Namespace, extra: tuple[str, ...], environment: Mapping[str, str]) -> Request:
+    """Raises ValueError, one line, for a name that no table has, or an invalid combination of numbers."""
     model = choose(read_models(os.path.join(EXAMPLES, "models.csv")), arguments.model, flag="MODEL")
     cluster = choose(read_clusters(os.path.join(EXAMPLES, "clusters.csv")), arguments.cluster, flag="CLUSTER")
     if arguments.method not in METHODS:
         raise ValueError(f"METHOD {arguments.method}: must be one of {', '.join(METHODS)}")
-    asked = {
+    settings = {
         "num_blocks": arguments.bcd_num_blocks,
         "layout": arguments.bcd_layout,
         "pipeline_size": arguments.pipeline_model_parallel_size,
@@ -155,9 +156,9 @@ def asked_for(arguments: argparse.Namespace, extra: tuple[str, ...], environment
         "cluster": cluster,
         "method": arguments.method,
         "placements": read_placements(os.path.join(EXAMPLES, "methods.csv")),
-        **{name: value for name, value in asked.items() if value is not None},
+        **{name: value for name, value in settings.items() if value is not None},
     }
-    return Asked(recipe=place(num_gpus=num_gpus, **given), given=given, by_node=by_node, extra=extra)
+    return Request(recipe=place(num_gpus=num_gpus, **given), given=given, by_node=by_node, extra=extra)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:
@@ -169,13 +170,13 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
     return int(text)
 
 
-def as_bash(asked: Asked, *, tiny: int | None = None) -> str:
-    """Assignments for eval. The plan is the recipe's own also where the flags are scaled down."""
-    estimate = make_estimate(asked.recipe)
-    shown = asked.recipe if tiny is None else scaled_down(asked.recipe, num_gpus=tiny)
+def as_bash(request: Request, *, tiny: int | None = None) -> str:
+    """Assignments for eval. PLAN is the full recipe's estimate also if the flags are scaled down."""
+    estimate = make_estimate(request.recipe)
+    shown = request.recipe if tiny is None else scaled_down(request.recipe, num_gpus=tiny)
     values = {
-        "MODEL": asked.recipe.model.name,
-        "CLUSTER": asked.recipe.cluster.name,
+        "MODEL": request.recipe.model.name,
+        "CLUSTER": request.recipe.cluster.name,
         "SCRIPT": SCRIPTS[shown.model.form],
         "FORM": shown.model.form,
         "VOCABULARY": shown.model.vocabulary,
@@ -185,7 +186,7 @@ def as_bash(asked: Asked, *, tiny: int | None = None) -> str:
         "NUM_BLOCKS": shown.partition.num_blocks,
         "ITERATIONS": estimate.cost.iterations,
         "PLAN": show_figures(estimate),
-        "MISFIT": misfit(asked, estimate),
+        "MISFIT": misfit(request, estimate),
     }
     arrays: dict[str, Sequence[str]] = {
         "MODEL_ARGS": network_flags(shown),
@@ -195,23 +196,23 @@ def as_bash(asked: Asked, *, tiny: int | None = None) -> str:
     }
     lines = [f"{name}={shlex.quote(str(value))}" for name, value in values.items()]
     lines += [f"{name}=({' '.join(flags)})" for name, flags in arrays.items()]
-    return "\n".join([*lines, f"EXTRA_ARGS=({shlex.join(asked.extra)})"])
+    return "\n".join([*lines, f"EXTRA_ARGS=({shlex.join(request.extra)})"])
 
 
-def misfit(asked: Asked, estimate: Estimate) -> str:
-    """Why the plan does not fit, and what would; empty where it fits."""
+def misfit(request: Request, estimate: Estimate) -> str:
+    """Why it does not fit, and what would; empty if it fits."""
     if estimate.fits:
         return ""
     recipe = estimate.recipe
     return (
         f"{recipe.model.name} with METHOD {recipe.method} does not fit on {recipe.num_gpus} x {recipe.cluster.gpu}: "
-        f"{estimate.peak.total / GIB:.1f} of {recipe.cluster.memory_gib:g} GiB by plan; {remedy(asked)}"
+        f"{estimate.peak.total / GIB:.1f} of {recipe.cluster.memory_gib:g} GiB estimated; {remedy(request)}"
     )
 
 
-def remedy(asked: Asked) -> str:
-    """The fewest GPUs on which it would fit, with as much as can be of what was asked for."""
-    eased, changes = dict(asked.given), []
+def remedy(request: Request) -> str:
+    """The fewest GPUs on which it would fit, with as few changed settings as possible."""
+    eased, changes = dict(request.given), []
     for setting, value, words in (
         ("", None, ""),
         ("micro_batch_size", 1, "MICRO_BATCH=1"),
@@ -226,31 +227,31 @@ def remedy(asked: Asked) -> str:
         *_, last = grow_until_fits(**eased)
         if fits(last):
             number = f"NUM_GPUS={last.num_gpus}"
-            if asked.by_node:
+            if request.by_node:
                 number = f"NNODES={last.num_nodes} GPUS_PER_NODE={last.gpus_per_node}"
             return f"{number}{' with ' * bool(changes)}{' and '.join(changes)} would fit"
-    return "no number of GPUs does: take a smaller model, a GPU with more memory or a shorter --seq-length"
+    return "no number of GPUs is enough: take a smaller model, a GPU with more memory or a shorter --seq-length"
 
 
-def on_gpus_here(asked: Asked, here: int) -> str:
-    """What fits on the GPUs of this node, in the words of a recipe."""
-    other = fit_on(here, **asked.given)
+def on_gpus_here(request: Request, here: int) -> str:
+    """The method that fits on this node's GPUs, in a recipe's settings."""
+    other = fit_on(here, **request.given)
     if other is None:
-        return f"no method fits on these; with METHOD {asked.recipe.method} {remedy(asked)}"
-    number = f"NNODES=1 GPUS_PER_NODE={here}" if asked.by_node else f"NUM_GPUS={here}"
+        return f"no method fits on these; with METHOD {request.recipe.method} {remedy(request)}"
+    number = f"NNODES=1 GPUS_PER_NODE={here}" if request.by_node else f"NUM_GPUS={here}"
     return f"METHOD {other.method} with {number} would fit"
 
 
 def run(argv: Sequence[str] | None, environment: Mapping[str, str]) -> str:
-    """What is to be printed. Raises ValueError for what the user can mend."""
+    """The text to print. Raises ValueError for a user's mistake."""
     purpose, *words = (sys.argv[1:] if argv is None else argv) or [""]
     name, _, number = purpose.partition("=")
     if not (purpose == "whole" or name in ("tiny", "here") and number.isdecimal()):
         raise ValueError("the first word must be whole, tiny=N or here=N; start examples/pretrain.sh, which gives it")
-    asked = asked_for(*parse_arguments(words), environment)
+    request = request_of(*parse_arguments(words), environment)
     if name == "here":
-        return on_gpus_here(asked, int(number))
-    return as_bash(asked, tiny=int(number) if name == "tiny" else None)
+        return on_gpus_here(request, int(number))
+    return as_bash(request, tiny=int(number) if name == "tiny" else None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -48,7 +48,7 @@ class Figures:
     file: str
     iterations: int
     model_state_bytes: tuple[int, ...] | None
-    """By rank, maximum over the phases (DESIGN's "model state")."""
+    """By rank, maximum over the phases."""
     mean_model_state_bytes: tuple[float, ...] | None
     """By rank, mean over the blocks."""
     step_time_ms: float | None
@@ -104,7 +104,7 @@ def _parsed(line: str, *, where: str) -> dict[str, Any]:
     lost = values.pop("non_finite", {})
     if not (isinstance(lost, dict) and set(map(str, lost.values())) <= {"nan", "inf", "-inf"}):
         raise ValueError(f"{where}: non_finite does not name values that are nan, inf or -inf")
-    # null stands for NaN or infinity: a diverged run can still be shown.
+    # null is NaN or infinity: a diverged run can still be shown
     values.update({key: float(value) for key, value in lost.items()})
     for kind in _NUMBERS.keys() & values.keys():
         for key in (kind, *_NUMBERS[kind]):
@@ -272,12 +272,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--run", action="append", required=True, metavar="NAME=FILE", help="a run; may be given several times"
     )
     parser.add_argument("--figure", metavar="FILE", help="draw the loss curves (.png, .svg or .pdf)")
-    parser.add_argument("--json", metavar="FILE", help="write the table's figures as JSON")
+    parser.add_argument("--json", metavar="FILE", help="write the table as JSON")
     return parser.parse_args(argv)
 
 
 def report(arguments: argparse.Namespace) -> None:
-    """Reads everything before it writes anything; raises ValueError for what the user can mend."""
+    """Reads everything before it writes anything; raises ValueError for a user's mistake."""
     if arguments.figure and os.path.splitext(arguments.figure)[1][1:].lower() not in FIGURE_FORMATS:
         endings = ", ".join(f".{name}" for name in FIGURE_FORMATS)
         raise ValueError(f"--figure {arguments.figure}: unknown kind of picture; end it in one of {endings}")

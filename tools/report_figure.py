@@ -1,4 +1,4 @@
-"""The picture of tools/report.py: loss curves over the shaded phases, beside them model state per rank."""
+"""The picture of tools/report.py: loss curves over the shaded phases, and model state per rank."""
 
 import math
 import statistics

@@ -1,4 +1,4 @@
-"""Draws the pipeline schedule of one phase: Megatron Core's own, and the one of BCD below it.
+"""Draws the pipeline schedule of one phase: Megatron Core's 1F1B, and BCD's below it.
 
     python tools/show_schedule.py --stages 4 --microbatches 8 --pivot 2
     python tools/show_schedule.py --stages 4 --microbatches 8 --pivot 2 --figure out/schedule.png
@@ -200,7 +200,7 @@ def show(timelines: Sequence[Timeline]) -> str:
 
 
 def run(argv: Sequence[str] | None) -> None:
-    """Raises ValueError for what the user can mend; the picture is written before anything is printed."""
+    """Raises ValueError for a user's mistake; the picture is written before anything is printed."""
     arguments = parse_arguments(argv)
     shape, costs = shape_of(arguments), costs_of(arguments)
     shapes = {STOCK: stock_shape(shape), BCD: shape}

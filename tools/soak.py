@@ -1,11 +1,11 @@
-"""Kills a small run again and again until it is through, and compares it with one that nobody touched.
+"""Kills a small run repeatedly until it is finished, and compares it with an uninterrupted one.
 
     python tools/soak.py --kills 20 --seed 7
 
-Ranks, torchrun or all of them are killed or told to stop, in training and while a checkpoint is written; torchrun
-restarts the ranks, or the same command is started again. After every kill no process may stay, every checkpoint must
-be valid and the next start must go on from the newest. At the end weights, optimizer state and metrics must be those
-of the untouched run, bit for bit. Linux only. Exit code 0 where all that holds, 1 where not, 2 for bad flags.
+Ranks, torchrun or both are killed or signalled to stop, in training and while a checkpoint is written; torchrun
+restarts the ranks, or the same command is started again. After every kill no process may remain, every checkpoint must
+be valid, and the next start must resume from the newest. At the end weights, optimizer state and metrics must equal
+those of the uninterrupted run, bit for bit. Linux only. Exit code 0 if all of this holds, 1 if not, 2 for bad flags.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def complete_checkpoints(root: str) -> list[int]:
 
 
 def run_reference(own: Files, run_flags: list[str], *, num_ranks: int) -> None:
-    """The run that nobody touches. Raises SoakFailed where it does not end well."""
+    """The uninterrupted run. Raises SoakFailed if it fails."""
     command = torchrun(run_flags, num_ranks=num_ranks, max_restarts=0)
     job = Job(command, own.folder / "start.log", num_ranks=num_ranks, max_restarts=0)
     try:
@@ -334,7 +334,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog=PROG, allow_abbrev=False, description=__doc__,
                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--kills", type=int, default=20, metavar="N", help="default: 20")
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the moments and kinds (default: 1)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of moments and kinds (default: 1)")
     parser.add_argument(
         "--iterations",
         type=int,
@@ -342,7 +342,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help=f"of the run (default: {ITERATIONS_PER_KILL} per kill, and {MARGIN})",
     )
     parser.add_argument(
-        "--folder", metavar="PATH", help="kept; default a temporary one, removed where all is well and named where not"
+        "--folder", metavar="PATH", help="kept; default a temporary folder, removed on success and named on failure"
     )
     parser.add_argument("--pipeline-size", type=int, default=2, metavar="N", help="stages and ranks (default: 2)")
     arguments = parser.parse_args(argv)

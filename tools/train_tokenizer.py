@@ -3,8 +3,8 @@
     python tools/train_tokenizer.py --input corpus.txt --vocab-size 8000 --output-prefix out/corpus_sp
 
 writes out/corpus_sp.model, for --tokenizer-type SentencePieceTokenizer --tokenizer-model
-out/corpus_sp.model. The model loses nothing: text is not normalised, white space is kept, and a
-character without a piece of its own is spelt in bytes.
+out/corpus_sp.model. The model is lossless: text is not normalised, white space is kept, and a character
+that is not a piece is encoded in bytes.
 """
 
 from __future__ import annotations
@@ -125,15 +125,14 @@ def build_parser() -> argparse.ArgumentParser:
     add_input_flags(parser)
     group = parser.add_argument_group("model")
     group.add_argument("--output-prefix", required=True, metavar="PREFIX", help="folders are created")
-    group.add_argument("--vocab-size", type=int, required=True, metavar="N", help="ids in all")
+    group.add_argument("--vocab-size", type=int, required=True, metavar="N", help="total number of ids")
     group.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe", help="default: bpe")
     group.add_argument(
         "--character-coverage",
         type=float,
         default=0.9995,
         metavar="SHARE",
-        help="share of the text's characters that get pieces of their own; the rest is spelt in bytes "
-        "(default: 0.9995)",
+        help="share of the text's characters that become pieces; the rest is encoded in bytes (default: 0.9995)",
     )
     group.add_argument(
         "--input-sentence-size",

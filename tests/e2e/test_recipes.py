@@ -84,7 +84,7 @@ def parsed(words: list[str], *, form: str, world_size: int) -> RunConfig:
 
 def planned_for(words: Sequence[str], environment: Mapping[str, str]) -> Recipe:
     """The recipe that these words and variables come to."""
-    return recipe.asked_for(*recipe.parse_arguments(words), environment=environment).recipe
+    return recipe.request_of(*recipe.parse_arguments(words), environment=environment).recipe
 
 
 def assert_agrees(config: RunConfig, planned: Recipe) -> None:
@@ -123,7 +123,7 @@ def test_every_recipe_is_a_command_that_fits(model: str) -> None:
     """A combination without a layout, with one that does not fit, or whose flags say otherwise than its plan."""
     for method in METHODS:
         for cluster in CLUSTERS:
-            asked = recipe.asked_for(*recipe.parse_arguments([model, method, cluster]), environment={})
+            asked = recipe.request_of(*recipe.parse_arguments([model, method, cluster]), environment={})
             assert fits(asked.recipe), (method, cluster)
             assert_is_a_command(asked)
 
@@ -133,10 +133,10 @@ def test_every_recipe_is_a_command_that_fits(model: str) -> None:
 def test_16_bit_recipe(method: str, precision: str) -> None:
     """A flag without which the training script refuses a method in a precision, or sums gradients in 16 bit."""
     words = recipe.parse_arguments(["G-1.6B", method, "rtx4090"])
-    assert_is_a_command(recipe.asked_for(*words, environment={"PRECISION": precision}))
+    assert_is_a_command(recipe.request_of(*words, environment={"PRECISION": precision}))
 
 
-def assert_is_a_command(asked: recipe.Asked) -> None:
+def assert_is_a_command(asked: recipe.Request) -> None:
     """The training script takes the recipe's flags, for what was planned."""
     arrays = arrays_of(recipe.as_bash(asked))
     assert (arrays["METHOD_ARGS"][-3:] == OFFLOAD) == (asked.recipe.method == "offload")
@@ -215,9 +215,9 @@ def test_dry_run_of_what_does_not_fit(tmp_path: Path) -> None:
         (
             (*SMALL, "--micro-batch-size", "2"),
             {},
-            "is the recipe's own, as the plan follows from it; set MICRO_BATCH",
+            "is set by the recipe, because the estimate depends on it; set MICRO_BATCH",
         ),
-        ((*SMALL, "--tensor-model-parallel-size=2"), {}, "--tensor-model-parallel-size: is the recipe's own"),
+        ((*SMALL, "--tensor-model-parallel-size=2"), {}, "--tensor-model-parallel-size: is set by the recipe"),
         (("G-5.4B", "full", "rtx4090", "--bcd-num-blocks", "3"), {}, "--bcd-num-blocks 3 does not go with"),
         (SMALL, {}, "DATA_PATH is not set: make it with tools/preprocess_data.py"),
         (SMALL, TEXT | {"DATA_PATH": "0.5 text_document 0.5 other"}, "other.bin and other.idx are not both there"),

@@ -103,7 +103,7 @@ def test_heads_are_taken_apart_group_by_group() -> None:
     "flags, message",
     [
         ("--methods full,sgd", "--methods full,sgd: sgd must be one of bcd, full, offload"),
-        ("--methods full,full", "full stands there twice"),
+        ("--methods full,full", "full is given twice"),
         ("--methods offload", "--methods offload needs a CUDA GPU, and this machine shows none"),
         ("--model huge", "--model huge: must be one of"),
         ("--rounds 0", "--rounds 0: must be at least 1"),

@@ -230,7 +230,7 @@ def test_mean_state_over_blocks_is_8_bytes() -> None:
     ("prefix_cached", "ninths"), [(False, (7, 6, 5)), (True, (7, 5, 3))], ids=["computed", "cached"]
 )
 def test_compute_bound_on_one_stage(prefix_cached: bool, ninths: tuple[int, ...]) -> None:
-    """Exposes a benchmark bound that is not DESIGN's table: bottom, middle and top third."""
+    """Exposes a benchmark bound that is not that of docs/concepts.md: bottom, middle and top third."""
     cut = _layer_counts(layers=12)
     for block, expected in enumerate(ninths):
         assert compute_ratio(cut, block, prefix_cached=prefix_cached) == pytest.approx(expected / 9)

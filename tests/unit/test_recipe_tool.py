@@ -19,7 +19,7 @@ SMALL = ("G-5.4B", "bcd", "rtx4090")
 
 def planned_for(words: Sequence[str], environment: Mapping[str, str]) -> Recipe:
     """The recipe that these words and variables come to."""
-    return recipe.asked_for(*recipe.parse_arguments(words), environment=environment).recipe
+    return recipe.request_of(*recipe.parse_arguments(words), environment=environment).recipe
 
 
 def test_where_a_recipe_runs() -> None:
@@ -73,8 +73,8 @@ def test_what_would_fit_does() -> None:
             r"NUM_GPUS=\d+ with no --pipeline-model-parallel-size",
         ),
     ):
-        asked = recipe.asked_for(*recipe.parse_arguments(words), environment=variables)
-        said = recipe.misfit(asked, make_estimate(asked.recipe)).split("by plan; ")[1]
+        asked = recipe.request_of(*recipe.parse_arguments(words), environment=variables)
+        said = recipe.misfit(asked, make_estimate(asked.recipe)).split("estimated; ")[1]
         assert re.fullmatch(f"{expected} would fit", said), (words, said)
         cured = {name: value for name, value in variables.items() if name not in ("NUM_GPUS", "NNODES")}
         cured |= dict(re.findall(r"(\w+)=(\w+)", said))
@@ -88,5 +88,5 @@ def test_what_would_fit_does() -> None:
 ])  # fmt: skip
 def test_flags_that_the_plan_follows_from(flag: str) -> None:
     """A command that trains another model, or with another optimizer, than its plan says."""
-    with pytest.raises(ValueError, match=f"^{flag}: is the recipe's own"):
+    with pytest.raises(ValueError, match=f"^{flag}: is set by the recipe"):
         recipe.parse_arguments([*SMALL, flag, "1"])

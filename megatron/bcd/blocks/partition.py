@@ -1,4 +1,4 @@
-"""Which layers form which block (DESIGN, section 1).
+"""Which layers form which block (docs/concepts.md).
 
 A model is a row of transformer layers, cut into pipeline stages, each stage into submodels, and the
 submodels are grouped into blocks by a layout. Layers, stages, submodels and blocks count from 0, in depth
@@ -38,7 +38,7 @@ def describe_layers(layers: Sequence[int]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Submodel:
-    """A run of whole consecutive layers inside one pipeline stage (DESIGN, section 1)."""
+    """A run of whole consecutive layers inside one pipeline stage (docs/concepts.md)."""
 
     index: int
     """Place in depth order over the whole model."""

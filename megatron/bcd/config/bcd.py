@@ -18,7 +18,7 @@ CACHE_DTYPES = ("bf16", "fp32")
 
 @dataclass(frozen=True, kw_only=True)
 class BcdConfig:
-    """Block coordinate descent (DESIGN words: block, phase, layout)."""
+    """Block coordinate descent (docs/concepts.md)."""
 
     bcd_num_blocks: int | None = option(
         None,

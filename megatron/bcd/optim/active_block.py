@@ -41,7 +41,7 @@ _ALWAYS_ACTIVE = "bcd_always_active"
 
 
 class ActiveBlock:
-    """One owner of everything that exists only for a phase (DESIGN, section 2).
+    """One owner of everything that exists only for a phase (docs/concepts.md).
 
     `build` freezes, wraps the model in Megatron Core's DDP (buffers for the active parameters only) and builds the
     optimizer; `dispose` frees all of it, and the weights stay. Both are collectives: every rank calls them, also a

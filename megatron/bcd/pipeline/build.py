@@ -1,4 +1,4 @@
-"""The actions of every pipeline stage in one iteration (DESIGN, section 2).
+"""The actions of every pipeline stage in one iteration (docs/pipeline.md).
 
 Stages before the first trainable stage hold prefix only: they run forward without a graph and hand their outputs on.
 From the first trainable stage on it is 1F1B, as if the first trainable stage were the first one: no backward message

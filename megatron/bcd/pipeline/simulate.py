@@ -66,7 +66,7 @@ def action_costs(
 
 
 def unit_costs(shape: PlanShape) -> ActionCosts:
-    """Forward = input gradients = weight gradients = 1 on every stage, messages 0 (DESIGN, section 2)."""
+    """Forward = input gradients = weight gradients = 1 on every stage, messages 0 (docs/concepts.md)."""
     ones, twos = (1.0,) * shape.num_stages, (2.0,) * shape.num_stages
     return action_costs(shape, forward=ones, backward=twos, backward_input=ones)
 
