@@ -195,7 +195,7 @@ def test_dry_run_of_what_does_not_fit(tmp_path: Path) -> None:
     assert command_of(done.stdout)[:4] == ["torchrun", "--standalone", "--nproc-per-node", "4"]
     done = start("G-20B", "full", "a100", "--seq-length", "400000", cwd=tmp_path, DRY_RUN="1")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "does NOT fit: " in done.stdout and "no number of GPUs does: " in done.stdout
+    assert "does NOT fit: " in done.stdout and "no number of GPUs is enough: " in done.stdout
     assert command_of(done.stdout)[:4] == ["torchrun", "--standalone", "--nproc-per-node", "8"]
 
 
