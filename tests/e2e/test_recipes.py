@@ -218,7 +218,7 @@ def test_dry_run_of_what_does_not_fit(tmp_path: Path) -> None:
             "is set by the recipe, because the estimate depends on it; set MICRO_BATCH",
         ),
         ((*SMALL, "--tensor-model-parallel-size=2"), {}, "--tensor-model-parallel-size: is set by the recipe"),
-        (("G-5.4B", "full", "rtx4090", "--bcd-num-blocks", "3"), {}, "--bcd-num-blocks 3 does not go with"),
+        (("G-5.4B", "full", "rtx4090", "--bcd-num-blocks", "3"), {}, "--bcd-num-blocks 3 cannot be combined with"),
         (SMALL, {}, "DATA_PATH is not set: make it with tools/preprocess_data.py"),
         (SMALL, TEXT | {"DATA_PATH": "0.5 text_document 0.5 other"}, "other.bin and other.idx are not both there"),
         (SMALL, {"DATA_PATH": "text_document"}, "TOKENIZER_ARGS is not set"),
