@@ -1,4 +1,4 @@
-"""Ways to damage the checkpoint of tests/unit/test_checkpoint_files.py, and what has to be said about each."""
+"""Ways to damage the checkpoint of tests/unit/test_checkpoint_files.py, and what the message about each contains."""
 
 from __future__ import annotations
 

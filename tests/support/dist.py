@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-TIMEOUT_SECONDS = 240.0  # below pytest's own, so that a world that hangs is ended here and tells where
+TIMEOUT_SECONDS = 240.0  # below pytest's own, so that a world that hangs is ended here with the place where it hangs
 MAX_THREADS = 400  # gloo leaves threads behind for every set of groups; a world that has so many starts afresh
 _GRACE_SECONDS = 5.0  # after one rank failed, for the others to fail by themselves
 
@@ -35,7 +35,7 @@ Answer = tuple[bool, bytes, int]
 
 
 class RankError(AssertionError):
-    """At least one rank raised, died or did not answer; the message holds what each rank said."""
+    """At least one rank raised, died or did not answer; the message holds what each rank wrote."""
 
 
 class World:

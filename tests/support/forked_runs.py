@@ -33,7 +33,7 @@ _TORCHRUN_POLLS_SECONDS = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class RankResult:
-    """How one rank ended: exit code (negative: the signal, `HUNG`: killed after 60 s) and what it said."""
+    """How one rank ended: exit code (negative: the signal, `HUNG`: killed after 60 s) and what it wrote."""
 
     code: int | str
     stdout: str

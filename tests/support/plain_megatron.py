@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def without_a_gpu() -> None:
-    """Megatron Core asks the GPU's random generator for its state, also where nothing is drawn."""
+    """Megatron Core reads the state of the GPU's random generator even where nothing is drawn."""
     torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     torch.cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     torch.cuda.manual_seed = torch.manual_seed

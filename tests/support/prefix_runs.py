@@ -122,7 +122,7 @@ def fault_on_rank(config: RunConfig, rank: int, fault: str) -> dict[str, Any]:
 
 
 def claimed(root: str) -> str:
-    """What a job is told that wants this folder for its caches."""
+    """The error of a job that claims this folder for its caches, or "claimed"."""
     with worlds.parallel(worlds.run_config(mock_data=True, split=None)):
         try:
             pretrain.claim_prefix_cache(root).release()

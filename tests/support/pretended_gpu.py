@@ -1,7 +1,7 @@
 """Megatron Core's optimizer for offload on a machine without a GPU.
 
-HybridDeviceOptimizer asks three things of CUDA: which weights are on a GPU, streams to copy on, and page-locked memory.
-Here all weights say that they are on one, a stream does what it is told at once, and memory is ordinary. What is copied
+HybridDeviceOptimizer needs three things of CUDA: which weights are on a GPU, streams to copy on, and pinned memory.
+Here all weights claim to be on one, a stream runs its work at once, and memory is ordinary. What is copied
 between "device" and host, what is stepped and what is saved is its own code and this project's.
 """
 

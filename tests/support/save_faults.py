@@ -94,7 +94,7 @@ class Fault:
 
 
 def run_with_fault(config: RunConfig, name: str, root: str, *, rank: int, for_ever: bool = False) -> dict[str, Any]:
-    """`resumed_runs.one_part` with a fault; "failed" in its result says why the run ended, if it did not go through."""
+    """`resumed_runs.one_part` with a fault; "failed" in its result is why the run ended, if it did."""
     with worlds.parallel(config):
         fault = Fault(name, root, rank=rank, for_ever=for_ever)
         try:

@@ -1,4 +1,4 @@
-"""Runs of a `dist.World` that tell what optimizer state there was before and after every switch.
+"""Runs of a `dist.World` with the optimizer state before and after every switch.
 
 Like `worlds`, found by name in the rank's processes.
 """
