@@ -168,7 +168,7 @@ class _HookedTrainStep(TrainStep):
         self._run.results.append(
             {
                 "phase": phase_state.phase,
-                "block": self._block_schedule.block(phase_state),
+                "block": self.block_schedule.block(phase_state),
                 "step": phase_state.step_in_phase,
                 "loss": result.loss,
                 "grad_norm": result.grad_norm,

@@ -34,7 +34,7 @@ def summarize(
     global_batch_size: int,
     train_iters: int,
     implementation: Implementation,
-    phases: BlockSchedule,
+    block_schedule: BlockSchedule,
     samples: PhaseSubset | None,
 ) -> RunSummary:
     """Collect the banner's figures from all ranks; a collective, the same on every rank."""
@@ -84,7 +84,7 @@ def summarize(
         total_parameters=total,
         blocks=tuple(blocks),
         layout=partition.layout,
-        phases=phases.describe(),
+        phases=block_schedule.describe(),
         full_model_state_bytes=tuple(state_bytes(rank, rank["num_parameters"]) for rank in ranks),
         training=_describe_training(config, global_batch_size, train_iters),
         notes=(

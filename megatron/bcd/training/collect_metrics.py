@@ -7,13 +7,11 @@ import statistics
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 
 from megatron.bcd.blocks.phase_state import PhaseState
-from megatron.bcd.blocks.schedule import BlockSchedule
 from megatron.bcd.config import RunConfig
 from megatron.bcd.data.samples import TrainingSamples
 from megatron.bcd.metrics.schema import StepMetrics
 from megatron.bcd.prefix_cache.controller import PrefixCache
 from megatron.bcd.runtime import collectives, memory
-from megatron.bcd.training.forward_backward import ForwardBackward
 from megatron.bcd.training.state import TrainState
 from megatron.bcd.training.train_step import TrainStep
 
@@ -25,16 +23,12 @@ class StepMetricsCollector:
         self,
         config: RunConfig,
         *,
-        block_schedule: BlockSchedule,
-        forward_backward: ForwardBackward,
         train_step: TrainStep,
         samples: TrainingSamples,
         prefix_cache: PrefixCache,
     ) -> None:
         self._seq_length = config.model.seq_length
         self._has_loss_scale = config.precision == "fp16"
-        self._block_schedule = block_schedule
-        self._forward_backward = forward_backward
         self._train_step = train_step
         self._samples = samples
         self._prefix_cache = prefix_cache
@@ -46,7 +40,7 @@ class StepMetricsCollector:
         `phase_state`: of the last of these steps, where `state` is already in the next phase.
         """
         phase_state = state.phase_state if phase_state is None else phase_state
-        active, interval = self._forward_backward.active, state.interval
+        active, interval = self._train_step.forward_backward.active, state.interval
         done = [result for result in interval if not result.skipped]
         milliseconds = statistics.fmean(result.milliseconds for result in interval)
         model_state, gradients, optimizer_state, host_state, peak, saved, messages, hits, cached = _by_value(
@@ -55,17 +49,17 @@ class StepMetricsCollector:
             active.optimizer_state_bytes(),
             active.host_bytes(),
             memory.peak_memory_bytes(),
-            self._forward_backward.meter.peak_bytes,
-            self._forward_backward.pipeline.backward_messages,
+            self._train_step.forward_backward.meter.peak_bytes,
+            self._train_step.forward_backward.pipeline.backward_messages,
             self._prefix_cache.take_hits(),
             self._prefix_cache.bytes_on_disk(),
         )
         return StepMetrics(
             iteration=state.iteration,
             consumed_samples=state.consumed_samples,
-            cycle=self._block_schedule.cycle(phase_state),
+            cycle=self._train_step.block_schedule.cycle(phase_state),
             phase=phase_state.phase,
-            block=self._block_schedule.block(phase_state),
+            block=self._train_step.block_schedule.block(phase_state),
             loss=statistics.fmean(result.loss for result in done or interval),
             learning_rate=self._train_step.learning_rate(phase_state),
             grad_norm=interval[-1].grad_norm,

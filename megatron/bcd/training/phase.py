@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.timers import Timers
-
 from megatron.bcd import data
 from megatron.bcd.blocks.phase_state import PhaseState
-from megatron.bcd.blocks.schedule import BlockSchedule
 from megatron.bcd.config import RunConfig
 from megatron.bcd.data.samples import TrainingSamples
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.prefix_cache.controller import PrefixCache
 from megatron.bcd.runtime import memory
-from megatron.bcd.training.forward_backward import ForwardBackward
 from megatron.bcd.training.select_block import gradient_scores
 from megatron.bcd.training.state import TrainState
-from megatron.bcd.training.train_step import StepResult
+from megatron.bcd.training.train_step import StepResult, TrainStep
 
 
 class Phase:
@@ -33,25 +28,22 @@ class Phase:
         self,
         config: RunConfig,
         *,
-        forward_backward: ForwardBackward,
-        block_schedule: BlockSchedule,
+        train_step: TrainStep,
         samples: TrainingSamples,
         prefix_cache: PrefixCache,
-        lr_scheduler: OptimizerParamScheduler,
         train_iters: int,
-        timers: Timers,
         reporter: Reporter,
     ) -> None:
-        self._forward_backward = forward_backward
-        self._active = forward_backward.active
-        self._block_schedule = block_schedule
+        self._forward_backward = train_step.forward_backward
+        self._active = train_step.forward_backward.active
+        self._block_schedule = train_step.block_schedule
+        self._lr_scheduler = train_step.lr_scheduler
+        self._timers = train_step.timers
         self._samples = samples
         self._prefix_cache = prefix_cache
-        self._lr_scheduler = lr_scheduler
         self._train_iters = train_iters
         self._global_batch_size = data.global_batch_size(config)
         self._greedy_microbatches = config.bcd.bcd_greedy_microbatches
-        self._timers = timers
         self._reporter = reporter
         self._is_unchecked = False
 

@@ -66,6 +66,21 @@ class Components:
     stop: StopRequests
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Base:
+    """What the rest of a run is built on: blocks, data, and the model with its first weights."""
+
+    partition: Partition
+    block_schedule: BlockSchedule
+    train_iters: int
+    vocab_size: int
+    padded_vocab_size: int
+    implementation: Implementation
+    model: torch.nn.Module
+    splits: data.Splits
+    epoch_samples: int
+
+
 def setup(
     config: RunConfig, build_model: ModelBuilder, reporter: Reporter, *, source: loader.Source | None = None
 ) -> Components:
@@ -77,8 +92,28 @@ def setup(
     Raises:
         ValueError: data, tokenizer, model or checkpoint do not fit the flags or this machine; one line.
     """
-    blocks = partition_from_config(config)
-    block_schedule = block_schedule_from_config(config, blocks)
+    base = _base(config, build_model, source)
+    components = _components(config, base, reporter)
+    reporter.banner(
+        summarize(
+            config=config,
+            partition=base.partition,
+            model=base.model,
+            vocab_size=base.vocab_size,
+            padded_vocab_size=base.padded_vocab_size,
+            global_batch_size=data.global_batch_size(config),
+            train_iters=base.train_iters,
+            implementation=base.implementation,
+            block_schedule=base.block_schedule,
+            samples=components.samples.subset,
+        )
+    )
+    return components
+
+
+def _base(config: RunConfig, build_model: ModelBuilder, source: loader.Source | None) -> _Base:
+    partition = partition_from_config(config)
+    block_schedule = block_schedule_from_config(config, partition)
     _init_num_microbatches(config)
     tokenizer = _tokenizer(config)
     vocab_size = padded_vocab_size(tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, config.tensor_size)
@@ -92,57 +127,57 @@ def setup(
         builder.broadcast_from_first_replica(model)
     if source is not None:
         loader.load_weights(source, model)
-    splits = data.build_splits(config, split_plan)
+    return _Base(
+        partition=partition,
+        block_schedule=block_schedule,
+        train_iters=train_iters,
+        vocab_size=tokenizer.vocab_size,
+        padded_vocab_size=vocab_size,
+        implementation=implementation,
+        model=model,
+        splits=data.build_splits(config, split_plan),
+        epoch_samples=split_plan.epoch_samples,
+    )
 
+
+def _components(config: RunConfig, base: _Base, reporter: Reporter) -> Components:
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    samples = TrainingSamples(config, dataset=splits.train, epoch_samples=split_plan.epoch_samples)
-    active = ActiveBlock(model=model, config=config, partition=blocks, stage=stage)
-    pipeline = PipelineSchedule(name=config.bcd.bcd_schedule, partition=blocks, run_ahead=config.bcd.bcd_run_ahead)
-    meter = ActivationMeter(memory.allocator())
-    forward_backward = ForwardBackward(config, active=active, pipeline=pipeline, meter=meter)
+    samples = TrainingSamples(config, dataset=base.splits.train, epoch_samples=base.epoch_samples)
+    active = ActiveBlock(model=base.model, config=config, partition=base.partition, stage=stage)
+    pipeline = PipelineSchedule(
+        name=config.bcd.bcd_schedule, partition=base.partition, run_ahead=config.bcd.bcd_run_ahead
+    )
+    forward_backward = ForwardBackward(
+        config, active=active, pipeline=pipeline, meter=ActivationMeter(memory.allocator())
+    )
     # each phase attaches its own optimizer
     lr_scheduler = build_scheduler(config, SimpleNamespace(param_groups=[]), data.global_batch_size(config))
-    timers = Timers(log_level=0, log_option="max")
     train_step = TrainStep(
         config,
         forward_backward=forward_backward,
-        block_schedule=block_schedule,
+        block_schedule=base.block_schedule,
         lr_scheduler=lr_scheduler,
-        timers=timers,
+        timers=Timers(log_level=0, log_option="max"),
     )
     prefix_cache = PrefixCache(
         config,
-        model=model,
-        partition=blocks,
+        model=base.model,
+        partition=base.partition,
         stage=stage,
-        dataset=splits.train,
+        dataset=base.splits.train,
         samples=samples,
         pipeline=pipeline,
-        implementation=implementation,
+        implementation=base.implementation,
         reporter=reporter,
-    )
-    reporter.banner(
-        summarize(
-            config=config,
-            partition=blocks,
-            model=model,
-            vocab_size=tokenizer.vocab_size,
-            padded_vocab_size=vocab_size,
-            global_batch_size=data.global_batch_size(config),
-            train_iters=train_iters,
-            implementation=implementation,
-            phases=block_schedule,
-            samples=samples.subset,
-        )
     )
     return Components(
         config=config,
         reporter=reporter,
-        partition=blocks,
-        block_schedule=block_schedule,
-        train_iters=train_iters,
-        model=model,
-        splits=splits,
+        partition=base.partition,
+        block_schedule=base.block_schedule,
+        train_iters=base.train_iters,
+        model=base.model,
+        splits=base.splits,
         samples=samples,
         active=active,
         pipeline=pipeline,
@@ -151,24 +186,14 @@ def setup(
         train_step=train_step,
         phase=Phase(
             config,
-            forward_backward=forward_backward,
-            block_schedule=block_schedule,
-            samples=samples,
-            prefix_cache=prefix_cache,
-            lr_scheduler=lr_scheduler,
-            train_iters=train_iters,
-            timers=timers,
-            reporter=reporter,
-        ),
-        evaluator=Evaluator(config, splits=splits, forward_backward=forward_backward, reporter=reporter),
-        metrics=StepMetricsCollector(
-            config,
-            block_schedule=block_schedule,
-            forward_backward=forward_backward,
             train_step=train_step,
             samples=samples,
             prefix_cache=prefix_cache,
+            train_iters=base.train_iters,
+            reporter=reporter,
         ),
+        evaluator=Evaluator(config, splits=base.splits, forward_backward=forward_backward, reporter=reporter),
+        metrics=StepMetricsCollector(config, train_step=train_step, samples=samples, prefix_cache=prefix_cache),
         prefix_cache=prefix_cache,
         saver=Saver(config.checkpoint, reporter) if config.checkpoint.save else None,
         stop=StopRequests(config.checkpoint),

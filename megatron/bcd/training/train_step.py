@@ -51,10 +51,10 @@ class TrainStep:
         lr_scheduler: OptimizerParamScheduler,
         timers: Timers,
     ) -> None:
-        self._forward_backward = forward_backward
-        self._block_schedule = block_schedule
-        self._lr_scheduler = lr_scheduler
-        self._timers = timers
+        self.forward_backward = forward_backward
+        self.block_schedule = block_schedule
+        self.lr_scheduler = lr_scheduler
+        self.timers = timers
         self._skips_non_finite = config.training.check_for_nan_in_loss_and_grad
         self._has_loss_scale = config.precision == "fp16"
         self._metered: tuple[int, int] | None = None
@@ -64,24 +64,24 @@ class TrainStep:
     ) -> StepResult:
         """Train on the next global batch. If another step of the same phase follows directly, `num_microbatches_next`
         is its number of microbatches, and forward-only stages run ahead with them."""
-        active = self._forward_backward.active
-        timer = self._timers("train-step", log_level=0)
+        active = self.forward_backward.active
+        timer = self.timers("train-step", log_level=0)
         timer.start()
         active.zero_grad()
-        self._forward_backward.pipeline.prepare_next(num_microbatches_next)
+        self.forward_backward.pipeline.prepare_next(num_microbatches_next)
         with self._metering_once_per_phase(phase_state):
-            losses = self._forward_backward(batches, get_num_microbatches(), forward_only=False)
+            losses = self.forward_backward(batches, get_num_microbatches(), forward_only=False)
         loss_sum, num_tokens = reduce_losses(losses).tolist()
         loss = loss_sum / max(num_tokens, 1.0)
         learning_rate = self.learning_rate(phase_state)
-        if self._block_schedule.scales_learning_rate:
-            self._lr_scheduler.step(0)  # undoes the scaling of a step that was skipped
-            active.scale_learning_rate(self._block_schedule.learning_rate_factor(phase_state))
+        if self.block_schedule.scales_learning_rate:
+            self.lr_scheduler.step(0)  # undoes the scaling of a step that was skipped
+            active.scale_learning_rate(self.block_schedule.learning_rate_factor(phase_state))
         # with fp16 the optimizer must see the overflow, to lower the loss scale
         is_stepped = math.isfinite(loss) or self._has_loss_scale or not self._skips_non_finite
         grad_norm = active.step(skip_non_finite=self._skips_non_finite) if is_stepped else None
         if grad_norm is not None:
-            self._lr_scheduler.step(get_current_global_batch_size())
+            self.lr_scheduler.step(get_current_global_batch_size())
         timer.stop()
         return StepResult(
             loss=loss, grad_norm=grad_norm, learning_rate=learning_rate, milliseconds=timer.elapsed() * 1e3
@@ -89,7 +89,7 @@ class TrainStep:
 
     def learning_rate(self, phase_state: PhaseState) -> float:
         """The rate of the active block's parameters in the coming step."""
-        return float(self._lr_scheduler.get_lr({})) * self._block_schedule.learning_rate_factor(phase_state)
+        return float(self.lr_scheduler.get_lr({})) * self.block_schedule.learning_rate_factor(phase_state)
 
     def _metering_once_per_phase(self, phase_state: PhaseState) -> contextlib.AbstractContextManager[None]:
         """Count saved activations in a phase's first iteration, and after a change of the batch size."""
@@ -97,4 +97,4 @@ class TrainStep:
         if now == self._metered:
             return contextlib.nullcontext()
         self._metered = now
-        return self._forward_backward.meter.measuring(self._forward_backward.active.model.parameters())
+        return self.forward_backward.meter.measuring(self.forward_backward.active.model.parameters())
