@@ -46,7 +46,7 @@ class Spoiler:
 
         def prepare_spoilt_grads() -> bool:
             if self.is_bad and self._what == "gradient":
-                spoilt = next(p for p in one.active.active_parameters().values())
+                spoilt = next(p for p in one.active.parameters.active().values())
                 spoilt.main_grad.view(-1)[0] = math.inf
             return original()
 

@@ -41,7 +41,7 @@ def beside_a_reference(config: RunConfig) -> tuple[list[str], list[float]]:
 
     def step_copies(one: worlds.RecordedRun) -> None:
         nonlocal optimizer
-        parameters = one.active.active_parameters()
+        parameters = one.active.parameters.active()
         if optimizer is None:
             copies.update({name: parameter.detach().clone() for name, parameter in parameters.items()})
             optimizer = reference(config, copies)
@@ -79,11 +79,11 @@ def gradient_norms(config: RunConfig) -> dict[str, Any]:
     always: list[int] = []
 
     def ask(one: worlds.RecordedRun) -> None:
-        parameters = one.active.own_parameters(one.active.block)
+        parameters = one.active.parameters.of_block(one.active.block)
         own.append(math.sqrt(sum(float(p.main_grad.double().square().sum()) for p in parameters.values())))
         asked.append(one.active.block_gradient_norm())
         counts.append(one.active.num_block_parameters())
-        always.append(sum(p.numel() for p in one.active.always_active_parameters().values()))
+        always.append(sum(p.numel() for p in one.active.parameters.always_active().values()))
 
     with worlds.started(config, after_schedule=ask) as one:
         one.run()
@@ -135,7 +135,7 @@ def scaled(config: RunConfig, factor: float) -> dict[str, Any]:
             return {"said": str(error)}
         after = worlds.weights_of(one.model)
         moved = {name: float((after[name] - before[name]).abs().max()) for name in after}
-        always = one.active.always_active_parameters()
+        always = one.active.parameters.always_active()
         return {
             "own": max(moved[name] for name in moved if name not in always),
             "always": max(moved[n] for n in always),

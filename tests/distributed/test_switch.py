@@ -71,10 +71,9 @@ def embeddings_after_every_phase(config: RunConfig) -> list[dict[str, torch.Tens
     phases: list[dict[str, torch.Tensor]] = []
 
     def look(one: worlds.RecordedRun) -> None:
-        one.active.pause_parameter_gather()
-        weights = worlds.weights_of(one.model)
+        with one.active.whole_parameters():
+            weights = worlds.weights_of(one.model)
         phases.append({name: weights[name] for name in weights if "word_embeddings" in name or "output" in name})
-        one.active.resume_parameter_gather()
 
     with worlds.started(config, before_switch=look) as one:
         one.run()

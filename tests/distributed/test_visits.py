@@ -62,7 +62,7 @@ def scores_and_choice(config: RunConfig) -> dict[str, Any]:
             one.active.zero_grad()
             with rng.random_generators_kept():
                 one.forward_backward(iter(batches), 4, forward_only=False)
-            named = one.active.active_parameters().items()
+            named = one.active.parameters.active().items()
             own = [p for name, p in named if "norm" not in name and not name.startswith("output_layer")]
             squares[block] = sum(float(p.main_grad.double().square().sum()) for p in own)
             sizes[block] = sum(p.numel() for p in own)

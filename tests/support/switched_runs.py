@@ -25,7 +25,7 @@ CUTS: dict[str, dict[str, Any]] = {
 def copies(parts: dict[str, ParamShard]) -> dict[str, tuple[int, int, int, dict[str, torch.Tensor]]]:
     """By parameter: where the part lies, its steps, and its tensors."""
     return {
-        name: (part.start, part.end, part.num_steps(), {key: one.clone() for key, one in part.tensors().items()})
+        name: (part.start, part.end, part.num_steps, {key: one.clone() for key, one in part.tensors().items()})
         for name, part in parts.items()
     }
 

@@ -55,7 +55,7 @@ def summarize(active: ActiveBlock, *, is_current: bool) -> dict[str, StateSummar
     `is_current` is False if the active block's phase is over: then only what --bcd-optimizer-state keeps is counted.
     """
     mine = {
-        owner: ({name for one in held.values() for name in one.names()}, {one.num_steps() for one in held.values()})
+        owner: ({name for one in held.values() for name in one.names()}, {one.num_steps for one in held.values()})
         for owner, held in _held(active).items()
     }
     ranks = collectives.gather_objects(mine)
@@ -74,7 +74,7 @@ def summarize(active: ActiveBlock, *, is_current: bool) -> dict[str, StateSummar
 
 def as_kept(summary: StateSummary, active: ActiveBlock) -> StateSummary:
     """What --bcd-optimizer-state keeps of an owner's state at the end of its phase."""
-    if active.kept.moments:
+    if active.kept.keeps_moments:
         return summary
     return StateSummary(names=tuple(name for name in summary.names if name == MAIN_PARAM), num_steps=0)
 
@@ -107,7 +107,7 @@ def sharded_state(active: ActiveBlock, summaries: Mapping[str, StateSummary]) ->
                     tensors.get(state_name),
                     owner=index % group.size(),
                     group=group,
-                    is_cut=active.is_cut,
+                    is_sharded=active.is_sharded,
                 )
                 if whole is not None:
                     entries[f"{state_name}.{name}"] = _entry(sharded[name], whole, state_name, is_main=True)
@@ -115,7 +115,7 @@ def sharded_state(active: ActiveBlock, summaries: Mapping[str, StateSummary]) ->
 
 
 def _parameters(active: ActiveBlock, owner: str) -> dict[str, torch.nn.Parameter]:
-    return active.always_active_parameters() if owner == ALWAYS else active.own_parameters(int(owner))
+    return active.parameters.always_active() if owner == ALWAYS else active.parameters.of_block(int(owner))
 
 
 def _gather(
@@ -125,10 +125,10 @@ def _gather(
     *,
     owner: int,
     group: torch.distributed.ProcessGroup,
-    is_cut: bool,
+    is_sharded: bool,
 ) -> torch.Tensor | None:
     """The whole tensor, of the parameter's shape, on rank `owner` of the group; None on the others. A collective."""
-    if tensor is not None and (group.size() == 1 or not is_cut):
+    if tensor is not None and (group.size() == 1 or not is_sharded):
         return tensor.to("cpu", copy=True).view(parameter.shape) if group.rank() == owner else None
     flat = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
     if tensor is not None and shard is not None:

@@ -1,1 +1,1 @@
-"""The active block's optimizer: built at the start of a phase, freed at its end; what is kept between phases."""
+"""The optimizer of the active block: built at the start of a phase and freed at its end."""

@@ -1,10 +1,10 @@
 """What a bf16 weight lacks of its fp32 main parameter, in 2 bytes per element.
 
-A bf16 weight is its main parameter rounded to the upper 16 bits, up or down. As integers, the main parameter's bits
-lie within half a step of the weight's, -0x8000 to +0x8000: 65,537 values, and all but the last fit 16 bits. +0x8000
-occurs where a main parameter lies in the middle and the even weight is the one below it (0x3f808000 rounds to 0x3f80;
-0x3f7f8000 does, too, from the other side). Those, and what is no rounding at all (NaN loses its payload), are kept
-whole, with their places.
+A bf16 weight is its main parameter rounded to the upper 16 bits, up or down. As integers, the bits of the main
+parameter lie within half a step of the weight's, -0x8000 to +0x8000: 65,537 values, and all but the last fit 16 bits.
++0x8000 occurs if a main parameter lies halfway and the even weight is the one below (0x3f808000 rounds to 0x3f80; from
+the other side 0x3f7f8000 does, too). Those elements, and those whose weight is no rounding at all (NaN loses its
+payload), are exceptions: their bits are stored whole, with their index.
 """
 
 from __future__ import annotations
@@ -14,56 +14,59 @@ from dataclasses import dataclass
 import torch
 
 _CHUNK = 1 << 22
-"""Elements that are looked at together, so that integers of the whole part never exist."""
+"""Elements processed at once, to bound the memory of temporary integers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bf16Residual:
-    """In host memory."""
+    """The difference of fp32 main parameters and their bf16 weights, in host memory."""
 
     differences: torch.Tensor
-    """int16 by element: the main parameter's bits less the weight's in the upper half of 32."""
-    odd_places: torch.Tensor
+    """int16 by element: bits of the main parameter minus those of the weight, shifted to the upper half."""
+    exception_indices: torch.Tensor
     """int64: elements whose difference does not fit."""
-    odd_main_params: torch.Tensor
-    """Their main parameters' bits as int32."""
+    exception_bits: torch.Tensor
+    """int32: the bits of their main parameters."""
 
     @property
     def num_bytes(self) -> int:
-        return self.differences.nbytes + self.odd_places.nbytes + self.odd_main_params.nbytes
+        """Bytes of host memory."""
+        return self.differences.nbytes + self.exception_indices.nbytes + self.exception_bits.nbytes
+
+    @torch.no_grad()
+    def restore(self, weight: torch.Tensor, *, main_param: torch.Tensor) -> None:
+        """Write into `main_param` (fp32, flat) its value at the call of `bf16_residual`.
+
+        `weight` must be the same as then.
+        """
+        for start in range(0, main_param.numel(), _CHUNK):
+            upper = _upper(weight[start : start + _CHUNK])
+            difference = self.differences[start : start + _CHUNK].to(main_param.device, non_blocking=True)
+            _bits(main_param[start : start + _CHUNK]).copy_(upper + difference)
+        if self.exception_indices.numel():
+            indices, bits = self.exception_indices.to(main_param.device), self.exception_bits.to(main_param.device)
+            _bits(main_param)[indices] = bits
 
 
 @torch.no_grad()
-def bf16_residual(main_param: torch.Tensor, weight: torch.Tensor, *, into: torch.Tensor) -> Bf16Residual:
-    """What `restore` needs beside `weight` (bf16, flat) to give back `main_param` (fp32, flat) bit for bit.
+def bf16_residual(main_param: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> Bf16Residual:
+    """What restores `main_param` (fp32, flat) bit for bit from `weight` (bf16, flat).
 
-    `into` is the int16 host buffer for the differences; it is written without waiting for the device.
+    `out` is an int16 host buffer for the differences, written without waiting for the device.
     """
-    places, main_params = [], []
+    indices, exceptions = [], []
     for start in range(0, main_param.numel(), _CHUNK):
         bits, upper = _bits(main_param[start : start + _CHUNK]), _upper(weight[start : start + _CHUNK])
         difference = (bits - upper).to(torch.int16)
-        odd = torch.nonzero(upper + difference != bits).view(-1)
-        into[start : start + _CHUNK].copy_(difference, non_blocking=True)
-        places.append((odd + start).cpu())
-        main_params.append(bits[odd].cpu())
+        exception = torch.nonzero(upper + difference != bits).view(-1)
+        out[start : start + _CHUNK].copy_(difference, non_blocking=True)
+        indices.append((exception + start).cpu())
+        exceptions.append(bits[exception].cpu())
     return Bf16Residual(
-        differences=into,
-        odd_places=torch.cat(places) if places else torch.empty(0, dtype=torch.int64),
-        odd_main_params=torch.cat(main_params) if main_params else torch.empty(0, dtype=torch.int32),
+        differences=out,
+        exception_indices=torch.cat(indices) if indices else torch.empty(0, dtype=torch.int64),
+        exception_bits=torch.cat(exceptions) if exceptions else torch.empty(0, dtype=torch.int32),
     )
-
-
-@torch.no_grad()
-def restore(low: Bf16Residual, weight: torch.Tensor, *, main_param: torch.Tensor) -> None:
-    """Write into `main_param` (fp32, flat) what it was when `bf16_residual` looked; `weight` must be the same as
-    then."""
-    for start in range(0, main_param.numel(), _CHUNK):
-        upper = _upper(weight[start : start + _CHUNK])
-        difference = low.differences[start : start + _CHUNK].to(main_param.device, non_blocking=True)
-        _bits(main_param[start : start + _CHUNK]).copy_(upper + difference)
-    if low.odd_places.numel():
-        _bits(main_param)[low.odd_places.to(main_param.device)] = low.odd_main_params.to(main_param.device)
 
 
 def _bits(main_param: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What is kept of each block between its phases, and of the parameters that are active in all of them."""
+"""What is kept of each block between its phases, and the state of always-active parameters during a switch."""
 
 from __future__ import annotations
 
@@ -8,173 +8,176 @@ from typing import Any
 
 import torch
 
-from megatron.bcd.optim.bf16_residual import Bf16Residual, bf16_residual, restore
+from megatron.bcd.optim.bf16_residual import Bf16Residual, bf16_residual
 from megatron.bcd.optim.param_shard import MAIN_PARAM, ParamShard
 from megatron.bcd.runtime import collectives, device, memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeptShard:
-    """Of one part of a frozen parameter: all tensors flat, in host memory."""
+    """Kept state of elements `start` to `end` of a frozen parameter; all tensors are flat, in host memory."""
 
     parameter: torch.nn.Parameter
     start: int
     end: int
-    steps: int
+    num_steps: int
     moments: dict[str, torch.Tensor]
-    low: Bf16Residual | None
-    """bf16: what the weight lacks of its main parameter."""
+    residual: Bf16Residual | None
+    """In bf16: what the weight lacks of its main parameter."""
     main_param: torch.Tensor | None
-    """fp16: the whole of it."""
-
-    def num_steps(self) -> int:
-        return self.steps
+    """In fp16: the main parameter."""
 
     def names(self) -> set[str]:
-        """Of `tensors`."""
-        return {*self.moments, *([] if self.low is None and self.main_param is None else [MAIN_PARAM])}
+        """Names of `tensors`."""
+        has_main_param = self.residual is not None or self.main_param is not None
+        return {*self.moments, *([MAIN_PARAM] if has_main_param else [])}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """As `Part.tensors`: moments, and the main parameter where it is not the weight itself."""
+        """As `ParamShard.tensors`: moments, and the main parameter unless it is the weight itself."""
         tensors = dict(self.moments)
         if self.main_param is not None:
             tensors[MAIN_PARAM] = self.main_param
-        if self.low is not None:
-            main_param = torch.empty(self.end - self.start, dtype=torch.float32)
-            restore(self.low, self.parameter.detach().view(-1)[self.start : self.end].cpu(), main_param=main_param)
-            tensors[MAIN_PARAM] = main_param
+        if self.residual is not None:
+            weight = self.parameter.detach().view(-1)[self.start : self.end].cpu()
+            tensors[MAIN_PARAM] = torch.empty(self.end - self.start, dtype=torch.float32)
+            self.residual.restore(weight, main_param=tensors[MAIN_PARAM])
         return tensors
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of host memory."""
         tensors = [*self.moments.values(), *([] if self.main_param is None else [self.main_param])]
-        return sum(tensor.nbytes for tensor in tensors) + (0 if self.low is None else self.low.num_bytes)
+        return sum(tensor.nbytes for tensor in tensors) + (0 if self.residual is None else self.residual.num_bytes)
 
 
 class BlockStateStore:
-    """This rank's kept state. `keep` copies it out of a block's optimizer, `bring_back` into its next one.
+    """Optimizer state of this rank between phases.
 
-    With `moments` (--bcd-optimizer-state host) everything is kept; without (reset) main parameters only. Host memory is
-    allocated at a block's first `keep` and written over at later ones.
+    `keeps_moments` is --bcd-optimizer-state host: moments and main parameters are kept. Otherwise (reset) main
+    parameters only. Host memory is allocated at a block's first `save` and reused by later ones.
     """
 
-    def __init__(self, *, moments: bool) -> None:
-        self.moments = moments
+    def __init__(self, *, keeps_moments: bool) -> None:
+        self.keeps_moments = keeps_moments
         self._blocks: dict[int, dict[str, KeptShard]] = {}
-        self._always: dict[str, _Whole] = {}
+        self._always_active: dict[str, _WholeState] = {}
 
     @property
     def blocks(self) -> Mapping[int, Mapping[str, KeptShard]]:
-        """By block and the parameter's name; the active block's is what it began its phase with."""
+        """By block and parameter name; the active block's is from the start of its phase."""
         return self._blocks
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory, all blocks together."""
+        """Bytes of host memory of all blocks."""
         return sum(kept.num_bytes for block in self._blocks.values() for kept in block.values())
 
-    def keep(self, block: int, shards: Mapping[str, ParamShard]) -> None:
-        """Of the block's own parameters. Waits once for all copies."""
-        before = self._blocks.get(block, {})
+    def save(self, block: int, shards: Mapping[str, ParamShard]) -> None:
+        """Copy the state of the block's own parameters to host memory, and wait until it is there."""
+        previous = self._blocks.get(block, {})
         self._blocks[block] = {
-            name: self._copy_of(shard, before.get(name))
+            name: self._save_shard(shard, previous.get(name))
             for name, shard in shards.items()
-            if self.moments or shard.has_own_main_param
+            if self.keeps_moments or shard.has_own_main_param
         }
         device.synchronize()
 
-    def bring_back(self, block: int, shards: Mapping[str, ParamShard]) -> None:
-        """Into a new optimizer of the block; nothing where the block was not kept."""
+    def restore(self, block: int, shards: Mapping[str, ParamShard]) -> None:
+        """Copy the state that was saved of the block, if any, into the shards of a new optimizer."""
         for name, kept in self._blocks.get(block, {}).items():
             shard = shards[name]
-            assert (shard.start, shard.end) == (kept.start, kept.end), f"{name} is cut in another way than before"
-            if kept.low is not None:
-                restore(kept.low, shard.weight, main_param=shard.main_param.data.view(-1))
-            whole = {} if kept.main_param is None else {MAIN_PARAM: kept.main_param}
-            shard.set(kept.moments | whole, num_steps=kept.steps)
+            assert (shard.start, shard.end) == (kept.start, kept.end), f"{name} is sharded differently than before"
+            if kept.residual is not None:
+                kept.residual.restore(shard.weight, main_param=shard.main_param.data.view(-1))
+            main_param = {} if kept.main_param is None else {MAIN_PARAM: kept.main_param}
+            shard.set(kept.moments | main_param, num_steps=kept.num_steps)
 
-    def _copy_of(self, shard: ParamShard, before: KeptShard | None) -> KeptShard:
-        low = main_param = None
+    def _save_shard(self, shard: ParamShard, previous: KeptShard | None) -> KeptShard:
+        """Copy a shard into the buffers of its previous copy."""
+        residual = main_param = None
         flat = shard.main_param.detach().reshape(-1)
         if shard.has_own_main_param and shard.parameter.dtype == torch.bfloat16:
-            into = _buffer(flat.numel(), torch.int16, before and before.low and before.low.differences)
-            low = bf16_residual(flat, shard.weight, into=into)
+            out = _buffer(flat.numel(), torch.int16, previous and previous.residual and previous.residual.differences)
+            residual = bf16_residual(flat, shard.weight, out=out)
         elif shard.has_own_main_param:
-            main_param = _buffer(flat.numel(), torch.float32, before and before.main_param)
+            main_param = _buffer(flat.numel(), torch.float32, previous and previous.main_param)
             main_param.copy_(flat, non_blocking=True)
         moments = {}
-        for name, moment in shard.moments().items() if self.moments else ():
-            moments[name] = _buffer(moment.numel(), moment.dtype, before and before.moments.get(name))
+        for name, moment in shard.moments().items() if self.keeps_moments else ():
+            moments[name] = _buffer(moment.numel(), moment.dtype, previous and previous.moments.get(name))
             moments[name].copy_(moment, non_blocking=True)
         return KeptShard(
             parameter=shard.parameter,
             start=shard.start,
             end=shard.end,
-            steps=shard.num_steps() if self.moments else 0,
+            num_steps=shard.num_steps if self.keeps_moments else 0,
             moments=moments,
-            low=low,
+            residual=residual,
             main_param=main_param,
         )
 
-    def keep_always_active(
+    def save_always_active(
         self,
         shards: Mapping[str, ParamShard],
         parameters: Mapping[str, torch.nn.Parameter],
         *,
         group: torch.distributed.ProcessGroup | None,
     ) -> None:
-        """Of the parameters that the next block's optimizer will have again.
+        """Save the state of always-active parameters for the optimizer of the next block.
 
-        Where the distributed optimizer cuts them, `group` is its data-parallel group, and this is a collective of it:
-        with the next block they are cut at other places, so each rank takes the whole. Else `group` is None.
+        `group` is the data-parallel group if the distributed optimizer shards them, and this a collective over it: the
+        next block's optimizer shards them differently, so each rank saves whole parameters. Else None.
         """
-        cut = {name: _Whole(steps=shard.num_steps(), tensors=shard.tensors()) for name, shard in shards.items()}
-        self._always = cut if group is None else _put_together(cut, shards, parameters, group)
+        states = {
+            name: _WholeState(num_steps=shard.num_steps, tensors=shard.tensors()) for name, shard in shards.items()
+        }
+        self._always_active = states if group is None else _gather_whole(states, shards, parameters, group)
 
-    def bring_back_always_active(self, shards: Mapping[str, ParamShard]) -> None:
-        for name, whole in self._always.items():
+    def restore_always_active(self, shards: Mapping[str, ParamShard]) -> None:
+        """Copy what `save_always_active` saved into the shards of a new optimizer, and drop it."""
+        for name, state in self._always_active.items():
             if (shard := shards.get(name)) is not None:
-                tensors = {state: tensor[shard.start : shard.end] for state, tensor in whole.tensors.items()}
-                shard.set(tensors, num_steps=whole.steps)
-        self._always = {}
+                tensors = {key: tensor[shard.start : shard.end] for key, tensor in state.tensors.items()}
+                shard.set(tensors, num_steps=state.num_steps)
+        self._always_active = {}
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Whole:
-    """Of a whole parameter: flat tensors, on the device or in host memory, for the time of a switch."""
+class _WholeState:
+    """Optimizer state of a whole parameter; flat tensors, on the device or in host memory."""
 
-    steps: int
+    num_steps: int
     tensors: dict[str, torch.Tensor]
 
 
-def _put_together(
-    cut: Mapping[str, _Whole],
+def _gather_whole(
+    states: Mapping[str, _WholeState],
     shards: Mapping[str, ParamShard],
     parameters: Mapping[str, torch.nn.Parameter],
     group: torch.distributed.ProcessGroup,
-) -> dict[str, _Whole]:
-    """Each parameter's tensors whole on every rank of the group, in host memory."""
-    mine: set[tuple[Any, ...]] = {(one.steps, *one.tensors) for one in cut.values()}
-    kinds = mine.union(*collectives.gather_objects(mine, group))
-    if not kinds:
+) -> dict[str, _WholeState]:
+    """Whole states from the shards of all ranks of the group, on every rank, in host memory."""
+    mine: set[tuple[Any, ...]] = {(state.num_steps, *state.tensors) for state in states.values()}
+    steps_and_names = mine.union(*collectives.gather_objects(mine, group))
+    if not steps_and_names:
         return {}
-    assert len(kinds) == 1, f"always-active parameters were not stepped together: {kinds}"
-    steps, *names = kinds.pop()
-    wholes: dict[str, _Whole] = {}
+    assert len(steps_and_names) == 1, f"always-active parameters were not stepped together: {steps_and_names}"
+    num_steps, *names = steps_and_names.pop()
+    whole: dict[str, _WholeState] = {}
     for name, parameter in parameters.items():
-        wholes[name] = _Whole(steps=steps, tensors={})
-        for state in names:
+        whole[name] = _WholeState(num_steps=num_steps, tensors={})
+        for key in names:
             flat = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-            if name in cut:
-                flat[shards[name].start : shards[name].end] = cut[name].tensors[state]
-            # each element comes from one rank: as integers, even -0.0 stays what it is
+            if name in states:
+                flat[shards[name].start : shards[name].end] = states[name].tensors[key]
+            # each element comes from one rank: a sum of integers keeps its bits, even those of -0.0
             torch.distributed.all_reduce(flat.view(torch.int32), group=group)
-            wholes[name].tensors[state] = flat.cpu()
-    return wholes
+            whole[name].tensors[key] = flat.cpu()
+    return whole
 
 
-def _buffer(num_elements: int, dtype: torch.dtype, before: torch.Tensor | None) -> torch.Tensor:
-    """Host memory: what was allocated before, where it fits."""
-    if before is not None and (before.numel(), before.dtype) == (num_elements, dtype):
-        return before
+def _buffer(num_elements: int, dtype: torch.dtype, previous: torch.Tensor | None) -> torch.Tensor:
+    """The previous buffer if it fits, else new host memory."""
+    if previous is not None and (previous.numel(), previous.dtype) == (num_elements, dtype):
+        return previous
     return memory.empty_in_host_memory(num_elements, dtype)

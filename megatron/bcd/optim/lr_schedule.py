@@ -1,4 +1,4 @@
-"""Learning rate and weight decay over the run."""
+"""Scheduler of the learning rate and the weight decay over the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.bcd.config import RunConfig
 
 
 def build_scheduler(config: RunConfig, optimizer: Any, global_batch_size: int) -> OptimizerParamScheduler:
-    """Megatron Core's scheduler from the flags, counting samples, converted as stock Megatron-LM does."""
+    """Megatron Core's scheduler from the flags. It counts samples; iterations are converted as Megatron-LM does."""
     training, schedule = config.training, config.schedule
     if training.train_iters is not None:
         decay_steps = (schedule.lr_decay_iters or training.train_iters) * global_batch_size

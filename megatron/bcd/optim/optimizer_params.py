@@ -1,21 +1,26 @@
-"""The tensors that an optimizer steps, also where it is Megatron Core's for offload.
+"""The tensors and groups that a phase's optimizers step.
 
-With --optimizer-cpu-offload a HybridDeviceOptimizer stands between: its groups hold the weights on the device, and
-optimizers of its own step copies of them, in host memory or, for what is not offloaded, on the device.
+With --optimizer-cpu-offload, Megatron Core's HybridDeviceOptimizer holds the weights on the device in its groups, and
+inner optimizers step copies of them: in host memory, or on the device for the share that is not offloaded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+ALWAYS_ACTIVE = "bcd_always_active"
+"""Attribute of always-active parameters (--bcd-always-active), and key of the optimizer's groups of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerParam:
-    """One tensor, and the PyTorch optimizer (or Apex's, or Transformer Engine's) that steps it."""
+    """One tensor, and the optimizer of PyTorch, Apex or Transformer Engine that steps it."""
 
     optimizer: torch.optim.Optimizer
     group: dict[str, Any]
@@ -24,13 +29,36 @@ class OptimizerParam:
 
     @property
     def state(self) -> dict[str, Any]:
-        """As PyTorch keeps it; empty before the first step."""
+        """The optimizer's state of this tensor; empty before the first step."""
         return dict(self.optimizer.state.get(self.main_param, {}))
 
 
+def chained_optimizers(optimizer: MegatronOptimizer | None) -> list[Any]:
+    """The optimizers that Megatron Core chains for a phase; none between phases."""
+    return list(getattr(optimizer, "chained_optimizers", []))
+
+
+def param_groups(optimizer: MegatronOptimizer | None) -> Iterator[dict[str, Any]]:
+    """The groups of all chained optimizers that step something on this rank."""
+    for each in chained_optimizers(optimizer):
+        if not each.is_stub_optimizer:
+            yield from each.optimizer.param_groups
+
+
+def all_optimizer_params(optimizer: MegatronOptimizer | None) -> Iterator[OptimizerParam]:
+    """The tensors that all chained optimizers step: in 16-bit precision this rank's shard of fp32 copies."""
+    for each in chained_optimizers(optimizer):
+        if not each.is_stub_optimizer:
+            yield from optimizer_params(each.optimizer).values()
+
+
+def own_main_params(optimizer: MegatronOptimizer | None) -> list[torch.Tensor]:
+    """Main parameters on this rank of the active block's own parameters, so without always-active ones."""
+    return [one.main_param for one in all_optimizer_params(optimizer) if not one.group.get(ALWAYS_ACTIVE)]
+
+
 def optimizer_params(optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, OptimizerParam]:
-    """By the tensor in the optimizer's own groups, in their order. None is the optimizer of a rank that steps
-    nothing."""
+    """By the tensor in the optimizer's own groups, in their order; empty on a rank that steps nothing (None)."""
     if optimizer is None:
         return {}
     if not isinstance(optimizer, HybridDeviceOptimizer):
@@ -40,19 +68,19 @@ def optimizer_params(optimizer: torch.optim.Optimizer | None) -> dict[torch.Tens
             for main_param in group["params"]
         }
     inner = {
-        id(main_param): (one, group)
-        for one in optimizer.sub_optimizers
-        for group in one.param_groups
+        id(main_param): (inner_optimizer, group)
+        for inner_optimizer in optimizer.sub_optimizers
+        for group in inner_optimizer.param_groups
         for main_param in group["params"]
     }
     found = {}
-    for group in optimizer.param_groups:
-        for weight in group["params"]:
+    for outer_group in optimizer.param_groups:
+        for weight in outer_group["params"]:
             main_param = optimizer.param_to_inner_param[weight]
-            stepper, its_group = inner[id(main_param)]
+            inner_optimizer, group = inner[id(main_param)]
             found[weight] = OptimizerParam(
-                optimizer=stepper,
-                group=its_group,
+                optimizer=inner_optimizer,
+                group=group,
                 main_param=main_param,
                 on_host=weight in optimizer.gpu_params_map_cpu_copy,
             )

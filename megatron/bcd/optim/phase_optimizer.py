@@ -1,0 +1,57 @@
+"""Builds what a phase needs of Megatron Core: the DDP wrapper with its buffers, and the optimizer."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.optimizer_config import ParamKey
+from megatron.core.utils import get_model_config
+
+from megatron.bcd.config import RunConfig, core_keywords
+from megatron.bcd.model.transformer_config import DTYPES
+from megatron.bcd.optim.optimizer_params import ALWAYS_ACTIVE, chained_optimizers
+from megatron.bcd.runtime import memory
+
+
+def wrap_model(model: torch.nn.Module, config: RunConfig) -> DistributedDataParallel:
+    """The model in Megatron Core's DDP, with buffers for the parameters that require a gradient."""
+    ddp = config.ddp
+    bucket_size = ddp.bucket_size or max(40_000_000, 1_000_000 * parallel_state.get_data_parallel_world_size())
+    ddp_config = DistributedDataParallelConfig(
+        **{**core_keywords(ddp), "bucket_size": bucket_size if ddp.overlap_grad_reduce else None}
+    )
+    return DistributedDataParallel(config=get_model_config(model), ddp_config=ddp_config, module=model)
+
+
+def build_optimizer(
+    wrapped: DistributedDataParallel, config: RunConfig, *, always_active: Iterable[torch.nn.Parameter]
+) -> MegatronOptimizer:
+    """Megatron Core's optimizer of the parameters that require a gradient.
+
+    Always-active parameters are stepped more often than any block. They get groups of their own, because fused
+    optimizers count steps by group.
+    """
+    optimizer_config = OptimizerConfig(**core_keywords(config.optimizer), params_dtype=DTYPES[config.precision])
+    overrides = get_standard_config_overrides(optimizer_config)
+    for parameter in always_active:
+        setattr(parameter, ALWAYS_ACTIVE, True)
+        overrides[ParamKey(attr=ALWAYS_ACTIVE)] = {ALWAYS_ACTIVE: True}
+    optimizer = get_megatron_optimizer(optimizer_config, [wrapped], config_overrides=overrides)
+    if optimizer_config.optimizer_cpu_offload:
+        # Megatron Core builds two optimizers and drops the first, whose hooks form a reference cycle
+        gc.collect()
+        memory.release_cached_memory()
+    for each in chained_optimizers(optimizer):
+        if not each.get_parameters():
+            each.is_stub_optimizer = True  # no step on this rank, but it takes part in every reduction
+    return optimizer

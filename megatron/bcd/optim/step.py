@@ -1,0 +1,94 @@
+"""A step of a phase's optimizer, and the gradient norm of the active block alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+
+from megatron.bcd.optim import loss_scaler
+from megatron.bcd.optim.optimizer_params import ALWAYS_ACTIVE, chained_optimizers, param_groups
+from megatron.bcd.runtime import device
+
+
+@torch.no_grad()
+def clip_and_step(optimizer: MegatronOptimizer, *, skip_non_finite: bool) -> float | None:
+    """Clip the gradient and step the optimizer. A collective.
+
+    Megatron Core's step with one more check. It is skipped after an overflow in fp16, and with `skip_non_finite` if the
+    norm is not finite.
+
+    Returns:
+        L2 norm of the gradient before clipping, the same on every rank; None if the step was skipped.
+    """
+    if optimizer.prepare_grads():
+        return None
+    norm = float(optimizer.get_grad_norm())
+    if skip_non_finite and not math.isfinite(norm):
+        return None
+    for each in chained_optimizers(optimizer):
+        if not each.is_stub_optimizer and each.get_parameters() and each.config.clip_grad > 0.0:
+            clip_grad_by_total_norm_fp32(
+                each.get_parameters(),
+                max_norm=each.config.clip_grad,
+                total_norm=norm,
+                use_decoupled_grad=each.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+            )
+    optimizer.step_with_ready_grads()
+    return norm
+
+
+def scale_learning_rate(optimizer: MegatronOptimizer, factor: float) -> None:
+    """Multiply the learning rate of the block's own parameters, for the next step only.
+
+    The scheduler must have set the rates since the last call. Always-active parameters keep the global rate.
+    """
+    for group in param_groups(optimizer):
+        if not group.get(ALWAYS_ACTIVE):
+            group["lr"] *= factor
+
+
+@torch.no_grad()
+def block_gradient_norm(optimizer: MegatronOptimizer) -> float:
+    """L2 norm of the gradient of the block's own parameters, unscaled and unclipped, the same on every rank.
+
+    A collective over all ranks, for use after a backward pass instead of a step. Like the norm of a step, it counts
+    tensor-parallel duplicates and the tied copy once. inf or NaN if the gradient is not finite.
+    """
+    scaler_state = loss_scaler.get_state(optimizer)
+    optimizer.prepare_grads()
+    if scaler_state is not None:  # no step follows, so an overflow must not change the loss scale
+        loss_scaler.set_state(optimizer, scaler_state)
+    sum_of_squares = 0.0
+    for each in chained_optimizers(optimizer):
+        gradients = [main_param.grad for main_param in _counted_main_params(each) if main_param.grad is not None]
+        group = each.get_grad_stats_parallel_group()
+        sum_of_squares += get_grad_norm_fp32(gradients, grad_stats_parallel_group=group) ** 2
+    return math.sqrt(sum_of_squares)
+
+
+def num_block_parameters(optimizer: MegatronOptimizer) -> int:
+    """Number of the block's own parameters over all ranks, counted like `block_gradient_norm`. A collective."""
+    total = 0
+    for each in chained_optimizers(optimizer):
+        on_this_rank = sum(main_param.numel() for main_param in _counted_main_params(each))
+        count = torch.tensor(on_this_rank, dtype=torch.int64, device=device.current())
+        torch.distributed.all_reduce(count, group=each.get_grad_stats_parallel_group())
+        total += int(count.item())
+    return total
+
+
+def _counted_main_params(optimizer: Any) -> Iterator[torch.Tensor]:
+    """Main parameters of the block's own parameters, without those that another rank counts."""
+    for group in [] if optimizer.is_stub_optimizer else optimizer.optimizer.param_groups:
+        for main_param in [] if group.get(ALWAYS_ACTIVE) else group["params"]:
+            if param_is_not_shared(main_param) and param_is_not_tensor_parallel_duplicate(
+                main_param, getattr(optimizer, "tp_group", None)
+            ):
+                yield main_param
