@@ -19,7 +19,7 @@ MARK = "#111111"
 
 
 def draw(path: str, rows: Sequence[Row], figures: dict[str, Any]) -> None:
-    """Writes a PNG of 1300 x 560 pixels."""
+    """Write a PNG of 1300 x 560 pixels."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(13, 5.6), dpi=100, layout="constrained")
         figure.get_layout_engine().set(w_pad=0.14, h_pad=0.12, wspace=0.06)
@@ -38,7 +38,7 @@ def draw(path: str, rows: Sequence[Row], figures: dict[str, Any]) -> None:
 
 
 def _bars(axes: Axes, rows: Sequence[Row], heights: Sequence[float], form: str, *, inside: bool = False) -> None:
-    """One bar per method, with its figure above, or inside where something else is drawn at its top."""
+    """One bar per method, with its value above, or inside if something else is drawn at its top."""
     bars = axes.bar(range(len(rows)), heights, width=0.62, color=[COLOURS.get(row.name, FAINT) for row in rows])
     labels = [format(height, form) for height in heights]
     if inside:
@@ -66,7 +66,7 @@ def _draw_memory(axes: Axes, rows: Sequence[Row], name: str, title: str, subtitl
 
 
 def _draw_times(axes: Axes, rows: Sequence[Row], figures: dict[str, Any]) -> None:
-    """Medians as bars, every round as a dot, what arithmetic alone would give as a line."""
+    """Medians as bars, every round as a dot, the bound by arithmetic as a line."""
     _bars(axes, rows, [row.iteration_ms for row in rows], ",.0f", inside=True)
     full = next((row.iteration_ms for row in rows if row.name == "full"), None)
     for index, row in enumerate(rows):

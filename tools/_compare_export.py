@@ -1,4 +1,4 @@
-"""Writes what tools/compare.py hands its peer: the samples of a run and its initial weights, in transformers' form.
+"""Writes the peer's input for tools/compare.py: samples and initial weights of a run, in transformers' layout.
 
     python tools/_compare_export.py FOLDER {gpt,llama} FLAG ...
 
@@ -36,7 +36,7 @@ JOB_FILE, TENSORS_FILE = "job.json", "tensors.pt"
 
 
 def is_llama(config: RunConfig) -> bool:
-    """Which of the two forms of the model table the flags describe."""
+    """The family (gpt or llama) that the flags describe."""
     return config.model.position_embedding_type == "rope"
 
 
@@ -140,7 +140,7 @@ def model_settings(config: RunConfig, vocabulary: int) -> dict[str, Any]:
 
 
 def block_prefixes(partition: Partition, *, llama: bool) -> list[list[str]]:
-    """What BAdam's block_prefix_list has for each block: the same layers, embedding, final norm and head as ours."""
+    """BAdam's block_prefix_list: the same layers, embedding, final norm and head per block as in the BCD run."""
     stem = "model.layers" if llama else "transformer.h"
     blocks = []
     for block in partition.blocks:

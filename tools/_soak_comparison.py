@@ -1,4 +1,4 @@
-"""Whether two runs that tools/soak.py made came to the same end: checkpoints and metrics, bit for bit."""
+"""Compares the results of two runs of tools/soak.py: checkpoints and metrics, bit for bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = ("loss", "validation_loss", "test_loss")
 
 
 def different_tensors(reference: str, other: str) -> list[str]:
-    """One line for each tensor of a checkpoint folder, weight or optimizer state, that is not the same in both."""
+    """One line for each tensor (weight or optimizer state) that differs between two checkpoint folders."""
     here, there = _tensors(reference), _tensors(other)
     lines = [f"{name} is in one of the last checkpoints only" for name in sorted(here.keys() ^ there.keys())]
     for name in sorted(here.keys() & there.keys()):
@@ -29,7 +29,7 @@ def different_tensors(reference: str, other: str) -> list[str]:
 
 
 def different_metrics(reference: str, other: str) -> list[str]:
-    """One line for each iteration whose lines are missing, double or not the same in two metrics files."""
+    """One line for each iteration whose lines are missing, duplicate or different in two metrics files."""
     expected, found = _lines(reference), _lines(other)
     counts = Counter(_key(line) for line in found)
     counts.subtract(_key(line) for line in expected)

@@ -1,4 +1,4 @@
-"""The run that tools/soak.py kills: its flags, one start of it under torchrun, and how far it has come."""
+"""The run that tools/soak.py kills: its flags, one start under torchrun, and its progress."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _STOPPED = re.compile(r"stopping after iteration (\d+): signal (SIG\w+)$", re.MU
 
 
 class SoakFailed(RuntimeError):
-    """The run did what it must never do, and there is no use in going on: one line."""
+    """The run failed in a way after which continuing is pointless; the message is one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """What one run writes, below a folder of its own."""
+    """Output files of one run, in its own folder."""
 
     folder: Path
 
@@ -75,7 +75,7 @@ class Process:
 
 
 class Job:
-    """One start of the run: torchrun, its ranks and their children, known by a variable of their environment."""
+    """One start of the run: torchrun, its ranks and their children, identified by an environment variable."""
 
     def __init__(self, command: list[str], log: Path, *, num_ranks: int, max_restarts: int) -> None:
         self.log = log
@@ -99,7 +99,7 @@ class Job:
         return self._torchrun.poll()
 
     def processes(self) -> frozenset[Process]:
-        """All that live, whoever their parent is by now."""
+        """All live processes, whatever their parent is now."""
         self._torchrun.poll()  # else it would stay on as a zombie
         found = (_process(int(name), f"{MARK}={self.mark}") for name in os.listdir("/proc") if name.isdigit())
         return frozenset(process for process in found if process is not None)
@@ -117,7 +117,7 @@ class Job:
         return ranks
 
     def send(self, number: signal.Signals, *ranks: Process, torchrun: bool = False) -> None:
-        """Signal torchrun, if asked, and then `ranks`, as fast as can be."""
+        """Signal torchrun (optional), then `ranks`, without delay."""
         for pid in ([self._torchrun.pid] if torchrun else []) + [process.pid for process in ranks]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -127,7 +127,7 @@ class Job:
         self._torchrun.wait()
 
     def end(self) -> None:
-        """Kill whatever lives."""
+        """Kill all live processes."""
         while left := self.processes():
             for process in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -139,16 +139,16 @@ class Job:
         return self.log.read_bytes()[since:].decode(errors="replace")
 
     def taken_up(self) -> list[int | None]:
-        """By start of the ranks, the iteration that they went on from; None where they started afresh."""
+        """For each start of the ranks, the iteration that they resumed from; None for a fresh start."""
         return [int(number) if number else None for number in _TAKEN_UP.findall(self.output())]
 
     def stopped(self, *, since: int) -> list[tuple[int, str]]:
-        """After which iteration the ranks say they stop, and by which signal."""
+        """The iteration after which the ranks report a stop, and the signal."""
         return [(int(number), name) for number, name in _STOPPED.findall(self.output(since=since))]
 
 
 def _process(pid: int, mark: str) -> Process | None:
-    """None where it is another job's, or gone. A zombie has no environment any more."""
+    """None if it belongs to another job or is gone. A zombie has no environment."""
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
         if mark not in environment:
@@ -162,14 +162,14 @@ def _process(pid: int, mark: str) -> Process | None:
 
 
 class Progress:
-    """How far the run has come, by its metrics file: a new start replaces the file at its first line."""
+    """Progress of the run by its metrics file: a new start replaces the file at its first line."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._before: int | None = None
 
     def new_start(self) -> None:
-        """From now on only lines of the next start count."""
+        """Count only lines of the next start from now on."""
         self._before = self._inode()
 
     def has_reached(self, iteration: int) -> bool:
@@ -177,7 +177,7 @@ class Progress:
         return self._inode() not in (None, self._before) and self.iteration() >= iteration
 
     def iteration(self) -> int:
-        """Of the last whole line, whichever start wrote it; 0 where there is none."""
+        """Iteration of the last complete line of any start; 0 without one."""
         try:
             with open(self._path, "rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - 16384))

@@ -1,4 +1,4 @@
-"""What the tools that read text share: input flags, one-line errors, documents from jsonl and txt files."""
+"""Shared by tools that read text: input flags, one-line errors, documents from jsonl and txt files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 BATCH_BYTES = 1 << 18
-"""Input handed to a worker at once: enough to hide the hand-over, little enough to share evenly."""
+"""Input per worker task: large enough to hide its overhead, small enough to share evenly."""
 
 UTF8_BOM = b"\xef\xbb\xbf"
 
@@ -26,7 +26,7 @@ class Batch:
 
 
 def detect_format(path: str, input_format: str) -> str:
-    """Either "jsonl" or "txt". Raises ValueError when "auto" meets an ending that tells neither."""
+    """Either "jsonl" or "txt". Raises ValueError if "auto" finds neither ending."""
     if input_format != "auto":
         return input_format
     ending = os.path.splitext(path)[1].lower()
@@ -38,7 +38,7 @@ def detect_format(path: str, input_format: str) -> str:
 
 
 def check_inputs(paths: Sequence[str], input_format: str) -> None:
-    """Raises ValueError for the first path that is no readable file of a known format."""
+    """Raises ValueError for the first path that is not a readable file of a known format."""
     for path in paths:
         if not os.path.exists(path):
             raise ValueError(f"--input {path} does not exist")
