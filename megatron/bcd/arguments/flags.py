@@ -1,4 +1,4 @@
-"""Flags from dataclasses: ``config.py``'s own, and the fields of Megatron Core's that ``megatron_flags.py`` lists."""
+"""Flags generated from dataclasses: those of ``config``, and the Megatron Core fields in ``megatron_flags.py``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from types import UnionType
 from typing import Any
 
 from megatron.bcd import config
-from megatron.bcd.arguments import megatron_flags
+from megatron.bcd.arguments import flag_groups, megatron_flags
 
 with warnings.catch_warnings():
     # each warns that Apex and Transformer Engine are absent; the run's banner says what is used instead
@@ -27,14 +27,14 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 OWN_SECTIONS: dict[str, tuple[Any, str]] = {
-    "bcd": (config.BcdConfig, megatron_flags.BCD),
-    "model": (config.ModelConfig, megatron_flags.NETWORK),
-    "training": (config.TrainingConfig, megatron_flags.TRAINING),
-    "schedule": (config.ScheduleConfig, megatron_flags.LEARNING_RATE),
-    "data": (config.DataConfig, megatron_flags.DATA),
-    "tokenizer": (config.TokenizerConfig, megatron_flags.TOKENIZER),
-    "checkpoint": (config.CheckpointConfig, megatron_flags.CHECKPOINTS),
-    "report": (config.ReportConfig, megatron_flags.REPORT),
+    "bcd": (config.BcdConfig, flag_groups.BCD),
+    "model": (config.ModelConfig, flag_groups.NETWORK),
+    "training": (config.TrainingConfig, flag_groups.TRAINING),
+    "schedule": (config.ScheduleConfig, flag_groups.LEARNING_RATE),
+    "data": (config.DataConfig, flag_groups.DATA),
+    "tokenizer": (config.TokenizerConfig, flag_groups.TOKENIZER),
+    "checkpoint": (config.CheckpointConfig, flag_groups.CHECKPOINTS),
+    "report": (config.ReportConfig, flag_groups.REPORT),
 }
 CORE_SECTIONS: dict[str, tuple[Any, tuple[megatron_flags.CoreFlag, ...]]] = {
     "transformer": (TransformerConfig, megatron_flags.TRANSFORMER_FLAGS),
@@ -172,7 +172,7 @@ def _own_flag(section: str, field: dataclasses.Field[Any], group: str, default: 
     return Flag(
         field=field.name,
         sections=(section,),
-        group=megatron_flags.FIELD_GROUPS.get(field.name, group),
+        group=flag_groups.FIELD_GROUPS.get(field.name, group),
         help=field.metadata["help"],
         default=default,
         type=bool if is_switch else field.metadata["type"] or str,

@@ -1,8 +1,7 @@
-"""Which flags of Megatron-LM there are here: data only, no code.
+"""The supported flags of Megatron-LM (release core_v0.16.1): data only, no code.
 
-A flag's type, default and help come from the dataclass field it sets (``flags.py``); a row says only what
-differs in stock Megatron-LM (release core_v0.16.1) or needs saying here. Fields without a row are refused by
-name.
+A flag's type, default and help come from the Megatron Core field that it sets (``flags.py``); a row holds only what
+differs from that. Fields without a row are refused by name.
 """
 
 from __future__ import annotations
@@ -10,39 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-BCD = "block coordinate descent"
-NETWORK = "network size"
-TRAINING = "training"
-BATCH = "batch size"
-LEARNING_RATE = "learning rate"
-OPTIMIZER = "optimizer"
-PRECISION = "precision"
-PARALLELISM = "parallelism"
-RECOMPUTATION = "recomputation of activations"
-DATA = "data"
-TOKENIZER = "tokenizer"
-CHECKPOINTS = "checkpoints"
-REPORT = "report"
-COMPATIBILITY = "accepted for compatibility"
-GROUPS = (
-    BCD,
-    NETWORK,
-    TRAINING,
-    BATCH,
+from megatron.bcd.arguments.flag_groups import (
     LEARNING_RATE,
+    NETWORK,
     OPTIMIZER,
-    PRECISION,
     PARALLELISM,
+    PRECISION,
     RECOMPUTATION,
-    DATA,
-    TOKENIZER,
-    CHECKPOINTS,
-    REPORT,
-    COMPATIBILITY,
+    TRAINING,
 )
 
 FIELD = object()
-"""As the dataclass field has it."""
+"""Stands for the default of the dataclass field."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,7 +309,7 @@ DDP_FLAGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class DerivedFlag:
-    """A stock flag that sets no field of its own name; ``arguments.py`` derives other values from it."""
+    """A stock flag that sets no field of its own name; ``derive.py`` derives other values from it."""
 
     field: str
     group: str
@@ -364,19 +342,6 @@ DERIVED_FLAGS = (
     ),
 )
 
-FIELD_GROUPS = {
-    "micro_batch_size": BATCH,
-    "global_batch_size": BATCH,
-    "rampup_batch_size": BATCH,
-    "distributed_backend": PARALLELISM,
-    "distributed_timeout_minutes": PARALLELISM,
-    "use_distributed_optimizer": PARALLELISM,
-    "start_weight_decay": OPTIMIZER,
-    "end_weight_decay": OPTIMIZER,
-    "weight_decay_incr_style": OPTIMIZER,
-}
-"""Fields of our own dataclasses that belong to another group than the rest of their dataclass."""
-
 METAVARS = {
     "data_path": "PREFIX",
     "train_data_path": "PREFIX",
@@ -399,10 +364,6 @@ METAVARS = {
 }
 
 ALIASES = {"save_interval": ("--persistent-save-interval",)}
-"""Further names that stock has for our own fields."""
+"""Further names of stock for fields of this project's sections."""
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr")
-
-GROUP_DESCRIPTIONS = {
-    COMPATIBILITY: "Flags of Megatron-LM that ask for what is done here anyway.",
-}

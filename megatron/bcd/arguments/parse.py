@@ -11,10 +11,11 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from megatron.bcd.arguments import megatron_flags, unsupported_flags
+from megatron.bcd.arguments import flag_groups, megatron_flags, unsupported_flags
+from megatron.bcd.arguments.derive import derive_values, derived_core_fields
 from megatron.bcd.arguments.flags import CORE_SECTIONS, OWN_SECTIONS, Flag, dashed, generate_flags
 from megatron.bcd.arguments.validate import check_run_config
 from megatron.bcd.config import DdpSettings, OptimizerSettings, RunConfig
@@ -105,13 +106,12 @@ def _parser(prog: str, flags: Iterable[Flag]) -> _Parser:
         "and --bcd-*; a flag of Megatron-LM that is not listed here is refused.",
     )
     groups = {
-        title: parser.add_argument_group(title, megatron_flags.GROUP_DESCRIPTIONS.get(title))
-        for title in megatron_flags.GROUPS
+        title: parser.add_argument_group(title, flag_groups.DESCRIPTIONS.get(title)) for title in flag_groups.GROUPS
     }
     for flag in sorted(flags, key=lambda flag: flag.field not in megatron_flags.REQUIRED):
         _add_flag(groups[flag.group], flag)
     for row in unsupported_flags.COMPATIBLE_FLAGS:
-        _add_compatible_flag(groups[megatron_flags.COMPATIBILITY], row)
+        _add_compatible_flag(groups[flag_groups.COMPATIBILITY], row)
     parser.add_argument_group("help").add_argument("-h", "--help", action="help", help="show this text and exit")
     return parser
 
@@ -164,63 +164,6 @@ def _parse(argv: Sequence[str], *, prog: str, flags: tuple[Flag, ...]) -> dict[s
     return {key: tuple(value) if isinstance(value, list) else value for key, value in vars(namespace).items()}
 
 
-def _derive_network(values: dict[str, Any]) -> None:
-    if values["use_rotary_position_embeddings"]:
-        values["position_embedding_type"] = "rope"
-    if values["position_embedding_type"] != "rope":
-        values["apply_rope_fusion"] = False
-    if not values["group_query_attention"]:
-        values["num_query_groups"] = None
-    if values["add_bias_linear"]:
-        values["add_qkv_bias"] = True
-    if values["swiglu"] and values["ffn_hidden_size"] is None and values["hidden_size"]:
-        # two thirds of the plain width keep the parameter count, in multiples that suit a GPU
-        values["ffn_hidden_size"] = int(4 * values["hidden_size"] * 2 / 3 / 64) * 64
-    if values["max_position_embeddings"] is None:
-        values["max_position_embeddings"] = values["seq_length"]
-    if values["recompute_activations"]:
-        values["recompute_granularity"] = values["recompute_granularity"] or "selective"
-
-
-def _derive_training(values: dict[str, Any], *, given: Mapping[str, Any], world_size: int) -> None:
-    model_ranks = values["tensor_model_parallel_size"] * values["pipeline_model_parallel_size"]
-    if values["global_batch_size"] is None and values["micro_batch_size"] and model_ranks > 0:
-        values["global_batch_size"] = values["micro_batch_size"] * max(1, world_size // model_ranks)
-    if values["bf16"]:
-        values["grad_reduce_in_fp32"] = not values["grad_reduce_in_bf16"]
-    if values["fp16"] and values["loss_scale"] is None:
-        # under dynamic scaling a gradient that is not finite is the scaler's signal, not an error
-        values["check_for_nan_in_loss_and_grad"] = False
-    if values["optimizer"] == "sgd" and not given.get("use_distributed_optimizer"):
-        values["use_distributed_optimizer"] = False  # Megatron Core's takes Adam only
-    for unit in ("iters", "samples"):
-        if values[f"lr_decay_{unit}"] is None:
-            values[f"lr_decay_{unit}"] = values[f"train_{unit}"]
-    if values["weight_decay_incr_style"] == "constant":
-        for end in ("start_weight_decay", "end_weight_decay"):
-            values[end] = values["weight_decay"] if values[end] is None else values[end]
-
-
-def _derive_tokenizer(values: dict[str, Any]) -> None:
-    if values["tokenizer_type"] is None and values["vocab_file"] and values["merge_file"]:
-        values["tokenizer_type"] = "GPT2BPETokenizer"
-    if values["tokenizer_type"] is None and values["mock_data"] and values["vocab_size"]:
-        values["tokenizer_type"] = "NullTokenizer"
-
-
-def _following_core_fields(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """(section, field, value) of Megatron Core fields that follow from flags that set other fields."""
-    is_fused = (
-        values["bias_swiglu_fusion"] if values["swiglu"] else values["bias_gelu_fusion"] and values["add_bias_linear"]
-    )
-    yield "transformer", "bias_activation_fusion", is_fused
-    for section in ("optimizer", "ddp"):
-        yield section, "use_distributed_optimizer", values["use_distributed_optimizer"]
-    # as stock asks for beside it: offload is a branch of that code
-    yield "optimizer", "use_precision_aware_optimizer", values["optimizer_cpu_offload"]
-    yield "ddp", "check_for_nan_in_grad", False  # it would end the run; a step that is not finite is skipped
-
-
 def _assemble(flags: tuple[Flag, ...], values: Mapping[str, Any]) -> RunConfig:
     parts: dict[str, dict[str, Any]] = {section: {} for section in (*CORE_SECTIONS, *OWN_SECTIONS)}
     for flag in flags:
@@ -230,7 +173,7 @@ def _assemble(flags: tuple[Flag, ...], values: Mapping[str, Any]) -> RunConfig:
                 parts[section][flag.field] = value
             elif value is not None:
                 parts[section][flag.field] = list(value) if isinstance(value, tuple) else value
-    for section, field, value in _following_core_fields(values):
+    for section, field, value in derived_core_fields(values):
         parts[section][field] = value
     own: dict[str, Any] = {section: kind(**parts[section]) for section, (kind, _) in OWN_SECTIONS.items()}
     return RunConfig(
@@ -268,9 +211,7 @@ def parse_run_config(
     flags = generate_flags(defaults)
     given = _parse(sys.argv[1:] if argv is None else argv, prog=prog, flags=flags)
     values = {flag.field: flag.default for flag in flags} | given
-    _derive_network(values)
-    _derive_training(values, given=given, world_size=world_size)
-    _derive_tokenizer(values)
+    derive_values(values, given=given, world_size=world_size)
     config = _assemble(flags, values)
     check_run_config(config, given=given, world_size=world_size)
     return config

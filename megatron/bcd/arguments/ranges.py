@@ -1,15 +1,12 @@
-"""What the rules stand on: a RunConfig's fields side by side, flag names, and each number's range."""
+"""The range of each number."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict
-from types import SimpleNamespace
 from typing import Any
 
-from megatron.bcd.arguments.flags import CORE_SECTIONS, dashed
-from megatron.bcd.config import RunConfig
+from megatron.bcd.arguments.rules import Run, flag_name, refuse_unless
 
 _Range = tuple[str, Callable[[Any], bool]]
 _AT_LEAST_0: _Range = ("at least 0", lambda value: value >= 0)
@@ -102,33 +99,6 @@ _RANGES: dict[str, _Range] = {
         ("greater than 0 and at most 1", lambda value: 0 < value <= 1),
     ),
 }
-
-FLAG_NAMES = {row.field: row.name or dashed(row.field) for _, rows in CORE_SECTIONS.values() for row in rows}
-
-
-def flag_name(field: str) -> str:
-    return FLAG_NAMES.get(field, dashed(field))
-
-
-class Run(SimpleNamespace):
-    """Every field of a RunConfig side by side; None where Megatron Core's own default stands."""
-
-    def __getattr__(self, field: str) -> Any:
-        if field in FLAG_NAMES:
-            return None
-        raise AttributeError(field)
-
-
-def side_by_side(config: RunConfig) -> Run:
-    run = Run()
-    for section in asdict(config).values():
-        run.__dict__.update(section)
-    return run
-
-
-def refuse_unless(condition: object, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
 
 
 def check_ranges(run: Run) -> None:

@@ -1,8 +1,8 @@
-"""What makes a RunConfig wrong: checked once, before any process group exists and before anything is written.
+"""Validation of a RunConfig, before any process group exists and before anything is written.
 
-Each rule raises ValueError: one line that names the flag, what is wrong and what would be right. The rules
-are stock Megatron-LM's ``validate_args`` for a dense GPT, those of the block layouts (``blocks.py``), and
-those of Megatron Core's dataclasses. Data and tokenizer files are checked where they are read.
+Each rule raises ValueError: one line that names the flag, what is wrong and what would be right. The rules are those
+of stock Megatron-LM's ``validate_args`` for a dense GPT, of the block layouts (``blocks``), and of Megatron Core's
+TransformerConfig. Data and tokenizer files are checked where they are read.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.bcd.arguments import megatron_flags, validate_bcd, validate_model, validate_training
-from megatron.bcd.arguments.ranges import Run, check_ranges, flag_name, refuse_unless, side_by_side
+from megatron.bcd.arguments.ranges import check_ranges
+from megatron.bcd.arguments.rules import Run, flag_name, flattened, refuse_unless
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.blocks.schedule import block_schedule_from_config
 from megatron.bcd.config import RunConfig
 
 
 def check_run_config(config: RunConfig, *, given: Mapping[str, Any], world_size: int) -> None:
-    """Raise ValueError for the first rule that ``config`` breaks; ``given`` is what the command line says."""
-    run = side_by_side(config)
+    """Raise ValueError for the first rule that `config` breaks; `given` holds the values of the command line."""
+    run = flattened(config)
     _check_required(run)
     check_ranges(run)
     validate_model.check_network(run, given)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.bcd.arguments.ranges import Run, flag_name, refuse_unless
+from megatron.bcd.arguments.rules import Run, flag_name, refuse_unless
 from megatron.bcd.config import RunConfig
 
 _NEEDS_PLATEAU = (

@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.bcd.arguments.ranges import Run, flag_name, refuse_unless
+from megatron.bcd.arguments.rules import Run, flag_name, refuse_unless
 from megatron.bcd.config import RunConfig
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.bcd.arguments.ranges import Run, flag_name, refuse_unless
+from megatron.bcd.arguments.rules import Run, flag_name, refuse_unless
 
 
 def check_batch(run: Run, world_size: int) -> None:

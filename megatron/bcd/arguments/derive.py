@@ -1,0 +1,70 @@
+"""Values that follow from other flags, as in stock Megatron-LM's ``validate_args``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+def derive_values(values: dict[str, Any], *, given: Mapping[str, Any], world_size: int) -> None:
+    """Fill in `values`, by field name; `given` holds those of the command line alone."""
+    _derive_network(values)
+    _derive_training(values, given=given, world_size=world_size)
+    _derive_tokenizer(values)
+
+
+def _derive_network(values: dict[str, Any]) -> None:
+    if values["use_rotary_position_embeddings"]:
+        values["position_embedding_type"] = "rope"
+    if values["position_embedding_type"] != "rope":
+        values["apply_rope_fusion"] = False
+    if not values["group_query_attention"]:
+        values["num_query_groups"] = None
+    if values["add_bias_linear"]:
+        values["add_qkv_bias"] = True
+    if values["swiglu"] and values["ffn_hidden_size"] is None and values["hidden_size"]:
+        # two thirds of the plain width keep the parameter count, in multiples that suit a GPU
+        values["ffn_hidden_size"] = int(4 * values["hidden_size"] * 2 / 3 / 64) * 64
+    if values["max_position_embeddings"] is None:
+        values["max_position_embeddings"] = values["seq_length"]
+    if values["recompute_activations"]:
+        values["recompute_granularity"] = values["recompute_granularity"] or "selective"
+
+
+def _derive_training(values: dict[str, Any], *, given: Mapping[str, Any], world_size: int) -> None:
+    model_ranks = values["tensor_model_parallel_size"] * values["pipeline_model_parallel_size"]
+    if values["global_batch_size"] is None and values["micro_batch_size"] and model_ranks > 0:
+        values["global_batch_size"] = values["micro_batch_size"] * max(1, world_size // model_ranks)
+    if values["bf16"]:
+        values["grad_reduce_in_fp32"] = not values["grad_reduce_in_bf16"]
+    if values["fp16"] and values["loss_scale"] is None:
+        # under dynamic scaling a gradient that is not finite is the scaler's signal, not an error
+        values["check_for_nan_in_loss_and_grad"] = False
+    if values["optimizer"] == "sgd" and not given.get("use_distributed_optimizer"):
+        values["use_distributed_optimizer"] = False  # Megatron Core's takes Adam only
+    for unit in ("iters", "samples"):
+        if values[f"lr_decay_{unit}"] is None:
+            values[f"lr_decay_{unit}"] = values[f"train_{unit}"]
+    if values["weight_decay_incr_style"] == "constant":
+        for end in ("start_weight_decay", "end_weight_decay"):
+            values[end] = values["weight_decay"] if values[end] is None else values[end]
+
+
+def _derive_tokenizer(values: dict[str, Any]) -> None:
+    if values["tokenizer_type"] is None and values["vocab_file"] and values["merge_file"]:
+        values["tokenizer_type"] = "GPT2BPETokenizer"
+    if values["tokenizer_type"] is None and values["mock_data"] and values["vocab_size"]:
+        values["tokenizer_type"] = "NullTokenizer"
+
+
+def derived_core_fields(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """(section, field, value) of Megatron Core fields that follow from flags that set other fields."""
+    is_fused = (
+        values["bias_swiglu_fusion"] if values["swiglu"] else values["bias_gelu_fusion"] and values["add_bias_linear"]
+    )
+    yield "transformer", "bias_activation_fusion", is_fused
+    for section in ("optimizer", "ddp"):
+        yield section, "use_distributed_optimizer", values["use_distributed_optimizer"]
+    # as stock asks for beside it: offload is a branch of that code
+    yield "optimizer", "use_precision_aware_optimizer", values["optimizer_cpu_offload"]
+    yield "ddp", "check_for_nan_in_grad", False  # it would end the run; a step that is not finite is skipped
