@@ -1,4 +1,4 @@
-"""Command-line flags under Megatron-LM's names, and the RunConfig they make."""
+"""Command-line flags under Megatron-LM's names, parsed into a RunConfig."""
 
 from megatron.bcd.arguments.family_defaults import FAMILY_DEFAULTS
 from megatron.bcd.arguments.parse import parse_run_config

@@ -23,7 +23,7 @@ def _derive_network(values: dict[str, Any]) -> None:
     if values["add_bias_linear"]:
         values["add_qkv_bias"] = True
     if values["swiglu"] and values["ffn_hidden_size"] is None and values["hidden_size"]:
-        # two thirds of the plain width keep the parameter count, in multiples that suit a GPU
+        # two thirds of the plain width keep the parameter count; multiples of 64 suit a GPU
         values["ffn_hidden_size"] = int(4 * values["hidden_size"] * 2 / 3 / 64) * 64
     if values["max_position_embeddings"] is None:
         values["max_position_embeddings"] = values["seq_length"]
@@ -41,7 +41,7 @@ def _derive_training(values: dict[str, Any], *, given: Mapping[str, Any], world_
         # under dynamic scaling a gradient that is not finite is the scaler's signal, not an error
         values["check_for_nan_in_loss_and_grad"] = False
     if values["optimizer"] == "sgd" and not given.get("use_distributed_optimizer"):
-        values["use_distributed_optimizer"] = False  # Megatron Core's takes Adam only
+        values["use_distributed_optimizer"] = False  # Megatron Core's supports Adam only
     for unit in ("iters", "samples"):
         if values[f"lr_decay_{unit}"] is None:
             values[f"lr_decay_{unit}"] = values[f"train_{unit}"]
@@ -65,6 +65,6 @@ def derived_core_fields(values: Mapping[str, Any]) -> Iterator[tuple[str, str, A
     yield "transformer", "bias_activation_fusion", is_fused
     for section in ("optimizer", "ddp"):
         yield section, "use_distributed_optimizer", values["use_distributed_optimizer"]
-    # as stock asks for beside it: offload is a branch of that code
+    # as in stock: offload is a branch of that code
     yield "optimizer", "use_precision_aware_optimizer", values["optimizer_cpu_offload"]
     yield "ddp", "check_for_nan_in_grad", False  # it would end the run; a step that is not finite is skipped

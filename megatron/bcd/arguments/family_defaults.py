@@ -1,4 +1,4 @@
-"""What the training scripts differ in: the defaults of flags, by field name."""
+"""Defaults of flags that differ between the training scripts, by field name."""
 
 from __future__ import annotations
 
@@ -16,4 +16,4 @@ FAMILY_DEFAULTS: dict[str, Mapping[str, object]] = {
         "attention_dropout": 0.0,
     },
 }
-"""Of pretrain_gpt_bcd.py, Megatron-LM's own, and of pretrain_llama_bcd.py, LLaMA's (arXiv 2302.13971, section 2.2)."""
+"""gpt: Megatron-LM's own (pretrain_gpt_bcd.py). llama: arXiv 2302.13971, section 2.2 (pretrain_llama_bcd.py)."""

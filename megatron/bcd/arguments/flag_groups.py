@@ -32,7 +32,7 @@ GROUPS = (
 )
 
 DESCRIPTIONS = {
-    COMPATIBILITY: "Flags of Megatron-LM that ask for what is done here anyway.",
+    COMPATIBILITY: "Flags of Megatron-LM for what is done here anyway.",
 }
 
 FIELD_GROUPS = {

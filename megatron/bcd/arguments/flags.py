@@ -20,7 +20,7 @@ from megatron.bcd import config
 from megatron.bcd.arguments import flag_groups, megatron_flags
 
 with warnings.catch_warnings():
-    # each warns that Apex and Transformer Engine are absent; the run's banner says what is used instead
+    # each import warns that Apex and Transformer Engine are absent; the run's banner shows what is used instead
     warnings.simplefilter("ignore")
     from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -49,12 +49,12 @@ class Flag:
 
     field: str
     sections: tuple[str, ...]
-    """Sections of RunConfig that take the value; none for a flag that others follow from."""
+    """Sections of RunConfig with the field; none for a flag that only other values are derived from."""
     group: str
     help: str
     default: Any
     type: Any
-    """``bool`` is a switch; anything else turns the text into the value."""
+    """``bool`` for a switch, else a function from text to value."""
     names: tuple[str, ...]
     """Spellings that set the value, or switch it on."""
     off_names: tuple[str, ...] = ()
@@ -82,8 +82,8 @@ def dashed(field: str) -> str:
 def _switch_names(field: str, stock_name: str | None, default: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Spellings that switch a field on, and off.
 
-    Stock Megatron-LM has ``--a-b`` for a default of False, and ``--no-a-b`` and ``--disable-a-b`` for True.
-    Here the opposite is accepted too where it can change anything: a script may have other defaults.
+    Stock Megatron-LM has ``--a-b`` for a default of False, and ``--no-a-b`` and ``--disable-a-b`` for True. The
+    opposite is accepted too where it can change anything: a script may have other defaults.
     """
     if stock_name is None:
         on, off = dashed(field), (f"--no-{dashed(field)[2:]}", f"--disable-{dashed(field)[2:]}")
@@ -96,7 +96,7 @@ def _switch_names(field: str, stock_name: str | None, default: Any) -> tuple[tup
 
 
 def _plain_type(annotation: Any) -> tuple[Any, tuple[Any, ...] | None, str | None]:
-    """(what turns text into the value, choices, nargs) of a dataclass field's annotation."""
+    """(function from text to value, choices, nargs) of a dataclass field's annotation."""
     if typing.get_origin(annotation) in (typing.Union, UnionType):
         annotation = next(option for option in typing.get_args(annotation) if option is not type(None))
     if typing.get_origin(annotation) is typing.Literal:
@@ -111,7 +111,7 @@ def _plain_type(annotation: Any) -> tuple[Any, tuple[Any, ...] | None, str | Non
 
 @functools.cache
 def docstrings(core: Any) -> Mapping[str, str]:
-    """The text under each field of a dataclass, inherited ones too, on one line each."""
+    """The docstring under each field of a dataclass, inherited fields included, each on one line."""
     texts: dict[str, str] = {}
     kinds: list[Any] = [kind for kind in core.__mro__ if dataclasses.is_dataclass(kind)]
     for kind in reversed(kinds):
@@ -129,7 +129,7 @@ def docstrings(core: Any) -> Mapping[str, str]:
 
 
 def _help_from(docstring: str) -> str:
-    """The first sentence, without what ``--help`` says anyway."""
+    """The first sentence, without a leading "If true" and the like."""
     sentence = re.split(r"\.(?:\s|$)", docstring)[0]
     sentence = re.sub(r"^(?:If (?:set to )?true|When set to true|Whether to),? ?", "", sentence, flags=re.IGNORECASE)
     first_word = sentence.split(" ", 1)[0]

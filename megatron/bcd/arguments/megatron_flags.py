@@ -118,7 +118,7 @@ TRANSFORMER_FLAGS = (
     CoreFlag(
         field="calculate_per_token_loss",
         group=TRAINING,
-        help="weigh every token of a step alike, instead of every microbatch",
+        help="weight every token of a step equally, instead of every microbatch",
     ),
     CoreFlag(field="deterministic_mode", group=TRAINING),
     CoreFlag(field="fp16", group=PRECISION, also=("optimizer",)),
@@ -179,12 +179,12 @@ TRANSFORMER_FLAGS = (
         help="with full: in chunks of --recompute-num-layers layers (uniform), or the first "
         "--recompute-num-layers of each stage (block)",
     ),
-    CoreFlag(field="recompute_num_layers", group=RECOMPUTATION, help="layers that --recompute-method speaks of"),
+    CoreFlag(field="recompute_num_layers", group=RECOMPUTATION, help="number of layers for --recompute-method"),
     CoreFlag(
         field="recompute_modules",
         group=RECOMPUTATION,
         choices=("core_attn", "mlp"),
-        help="what selective recomputes, default core_attn; one or more of",
+        help="modules that selective recomputes, default core_attn; one or more of",
     ),
     CoreFlag(
         field="distribute_saved_activations",
@@ -231,7 +231,7 @@ OPTIMIZER_FLAGS = (
     CoreFlag(
         field="clip_grad",
         group=OPTIMIZER,
-        help="clip the active block's gradient to this norm; 0 clips never",
+        help="clip the active block's gradient to this norm; 0 never clips",
     ),
     CoreFlag(
         field="optimizer_cpu_offload",
@@ -277,13 +277,13 @@ DDP_FLAGS = (
     CoreFlag(
         field="overlap_grad_reduce",
         group=PARALLELISM,
-        help="reduce gradients while the backward pass goes on",
+        help="reduce gradients during the backward pass",
     ),
     CoreFlag(
         field="overlap_param_gather",
         group=PARALLELISM,
         also=("optimizer",),
-        help="gather updated weights while the forward pass goes on",
+        help="gather updated weights during the forward pass",
     ),
     CoreFlag(
         field="bucket_size",

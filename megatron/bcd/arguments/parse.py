@@ -118,7 +118,7 @@ def _parser(prog: str, flags: Iterable[Flag]) -> _Parser:
 
 @functools.cache
 def stock_flags() -> frozenset[str]:
-    """Every flag of stock Megatron-LM that is known here, supported or not."""
+    """Every flag of stock Megatron-LM, supported or not."""
     core_fields = [field for core, _ in CORE_SECTIONS.values() for field in dataclasses.fields(core)]
     names = {dashed(field.name) for field in core_fields if not field.name.startswith("_")}
     for field in core_fields:
@@ -134,9 +134,9 @@ def _positive(name: str) -> str:
 
 
 def _check_names(argv: Sequence[str], known: frozenset[str]) -> None:
-    """Refuse, by name, every flag that this parser doesn't have."""
+    """Refuse, by name, every flag that this parser does not have."""
     known_to_stock = stock_flags()
-    # either spelling of a switch is stock's, unless the switch itself is supported: then it is a typing error
+    # both spellings of a switch are stock's, unless the switch itself is supported: then the other one is a typo
     fields_of_stock = {_positive(name) for name in known_to_stock} - {_positive(name) for name in known}
     for word in argv:
         name = word.split("=", 1)[0]
@@ -154,7 +154,7 @@ def _check_names(argv: Sequence[str], known: frozenset[str]) -> None:
 
 
 def _parse(argv: Sequence[str], *, prog: str, flags: tuple[Flag, ...]) -> dict[str, Any]:
-    """What the command line gives, by field name; nothing for flags that are absent."""
+    """The values on the command line by field name; flags that are absent have no entry."""
     parser = _parser(prog, flags)
     if not {"-h", "--help"} & set(argv):
         _check_names(argv, frozenset(name for action in parser._actions for name in action.option_strings))
@@ -191,16 +191,16 @@ def parse_run_config(
     defaults: Mapping[str, object] | None = None,
     world_size: int | None = None,
 ) -> RunConfig:
-    """The RunConfig that a command line asks for, checked.
+    """The checked RunConfig of a command line.
 
-    What one flag of stock Megatron-LM implies for another (its ``validate_args``) is filled in; what a
-    dataclass of Megatron Core derives itself is left to it.
+    What one flag of stock Megatron-LM implies for another (its ``validate_args``) is filled in; what a Megatron Core
+    dataclass derives itself is left to it.
 
     Args:
-        argv: the flags; None takes the process's own.
+        argv: the flags; None for those of the process.
         prog: the script's name, for ``--help``.
         defaults: a script's own defaults by field name, e.g. ``{"swiglu": True}``.
-        world_size: number of ranks; None takes torchrun's ``WORLD_SIZE``, 1 without it.
+        world_size: number of ranks; None for torchrun's ``WORLD_SIZE``, 1 without it.
 
     Raises:
         ValueError: one line that names the flag, what is wrong and what would be right.

@@ -1,4 +1,4 @@
-"""Stock Megatron-LM's flags that set nothing here: some ask for what is done anyway, the rest are refused."""
+"""Flags of stock Megatron-LM that set nothing here: some request what is done anyway, the rest are refused."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class CompatibleFlag:
-    """A stock flag that asks for what is done here anyway."""
+    """A stock flag for what is done here anyway."""
 
     name: str
     why: str
     values: tuple[str, ...] = ()
-    """The only ones for which that is true; () for a switch."""
+    """The only values for which that is true; () for a switch."""
 
 
 ANY_NUMBER = ("N",)
@@ -26,7 +26,7 @@ COMPATIBLE_FLAGS = (
         name="--no-position-embedding",
         why="with --position-embedding-type rope or none there is no position table",
     ),
-    CompatibleFlag(name="--use-precision-aware-optimizer", why="--optimizer-cpu-offload brings it along"),
+    CompatibleFlag(name="--use-precision-aware-optimizer", why="--optimizer-cpu-offload implies it"),
     CompatibleFlag(name="--legacy-tokenizer", why="GPT-2's vocabulary files are read directly"),
     CompatibleFlag(name="--dataloader-type", values=("single",), why="one pass in a fixed random order"),
     CompatibleFlag(name="--ckpt-format", values=("torch_dist",), why="checkpoints have this form"),
@@ -42,12 +42,12 @@ COMPATIBLE_FLAGS = (
     CompatibleFlag(name="--no-overlap-p2p-communication", why="only interleaved schedules overlap it"),
     CompatibleFlag(name="--no-align-param-gather", why="stages gather weights independently"),
     CompatibleFlag(name="--num-dataset-builder-threads", values=("1",), why="datasets are built by one thread"),
-    CompatibleFlag(name="--empty-unused-memory-level", values=("0",), why="memory is given back at switches only"),
+    CompatibleFlag(name="--empty-unused-memory-level", values=("0",), why="memory is released at switches only"),
     CompatibleFlag(name="--timing-log-level", values=("0",), why="steps are timed, their parts are not"),
     CompatibleFlag(
         name="--tensorboard-queue-size",
         values=ANY_NUMBER,
-        why="how many events wait in memory changes no event",
+        why="the queue length changes no event",
     ),
     CompatibleFlag(name="--log-throughput", why="tokens per second are always logged"),
     CompatibleFlag(name="--log-validation-ppl-to-tensorboard", why="the validation perplexity is always written"),
@@ -87,9 +87,9 @@ REFUSAL_REASONS = (
     ("--use-torch-fsdp2", "weights are not sharded; the optimizer state is"),
     ("--data-parallel-sharding-strategy", "weights are not sharded; the optimizer state is"),
     ("--fsdp-", "weights are not sharded; the optimizer state is"),
-    ("--no-save-", "a checkpoint holds everything that a run needs to go on"),
+    ("--no-save-", "a checkpoint holds everything that a run needs to resume"),
     ("--exit-signal", "SIGTERM and SIGUSR1 save and stop in any case"),
-    ("--no-pin-cpu-params", "Megatron Core pins the host's weights whatever it says"),
+    ("--no-pin-cpu-params", "Megatron Core pins the host's weights in any case"),
     ("--cpu-offloading", "activations stay on the device"),
     ("--use-torch-optimizer-for-cpu-offload", BASELINE),
     ("--muon-", BASELINE),

@@ -1,4 +1,4 @@
-"""Rules of block coordinate descent: phases, learning rate, samples and what is kept between phases."""
+"""Rules of block coordinate descent: phases and the prefix cache."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def check_prefix_cache(run: Run, given: Mapping[str, Any]) -> None:
     )
     refuse_unless(
         run.bcd_sample_ratio is not None,
-        f"{name} needs --bcd-sample-ratio: without it no sample of a phase is used twice",
+        f"{name} needs --bcd-sample-ratio: without it a phase uses no sample twice",
     )
     refuse_unless(
         not run.hidden_dropout and not run.attention_dropout,
-        f"{name} needs --hidden-dropout 0 and --attention-dropout 0: what is kept would hold one draw of it for ever",
+        f"{name} needs --hidden-dropout 0 and --attention-dropout 0: the cache would repeat one dropout mask for ever",
     )
     refuse_unless(run.bcd_schedule == "bcd", f"{name} needs --bcd-schedule bcd: the stock schedule runs every stage")
     refuse_unless(not run.sequence_parallel, f"{name} does not go with --sequence-parallel")

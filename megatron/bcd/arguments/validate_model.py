@@ -1,4 +1,4 @@
-"""Rules of the network, of the ranks it is spread over, and of Megatron Core itself."""
+"""Rules of the network, of its parallel layout, of precision and optimizer, and of Megatron Core itself."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check_positions(run: Run, given: Mapping[str, Any]) -> None:
 
 
 def check_compatible(run: Run, given: Mapping[str, Any]) -> None:
-    """Flags accepted for compatibility, where what they ask for is not done after all."""
+    """Flags accepted for compatibility, combined with flags that contradict them."""
     if "--no-position-embedding" in given:
         refuse_unless(
             run.position_embedding_type != "learned_absolute",
@@ -213,5 +213,5 @@ def check_core_accepts(config: RunConfig) -> None:
             warnings.simplefilter("ignore")
             TransformerConfig(**transformer)
     except (AssertionError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split()) or "it does not say why"
+        reason = " ".join(str(error).split()) or "no reason given"
         raise ValueError(f"Megatron Core refuses these flags: {reason}") from error

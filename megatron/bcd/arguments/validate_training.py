@@ -1,4 +1,4 @@
-"""Rules of the batches, of the length of the run and its learning rate, and of what is read and written."""
+"""Rules of the batch, the length of the run, the learning rate, the data, and the files that are written."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def check_outputs(run: Run) -> None:
 
 
 def _check_can_write(flag: str, asked: str, folder: Path) -> None:
-    """Try a file in the folder, or in the nearest one above it that exists: nothing is left behind.
+    """Create and remove a file in the folder, or in its nearest existing parent.
 
     Root passes every permission check, and a read-only mount shows only when something is written.
     """

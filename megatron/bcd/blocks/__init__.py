@@ -1,1 +1,1 @@
-"""Which layers form which block, which block is active when, and on which samples. Pure: no torch, no Megatron Core."""
+"""Which layers form which block, when each block is active, and on which samples. Pure: no torch, no Megatron Core."""

@@ -1,8 +1,7 @@
-"""Which layers form which block (docs/concepts.md).
+"""Which layers form which block (docs/concepts.md). Pure.
 
-A model is a row of transformer layers, cut into pipeline stages, each stage into submodels, and the
-submodels are grouped into blocks by a layout. Layers, stages, submodels and blocks count from 0, in depth
-order over the whole model. This room is pure: it knows layers by number only, never a tensor.
+The layers of a model are divided into pipeline stages, each stage into submodels, and a layout groups the submodels
+into blocks. Layers, stages, submodels and blocks are numbered from 0, in depth order over the whole model.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def describe_layers(layers: Sequence[int]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Submodel:
-    """A run of whole consecutive layers inside one pipeline stage (docs/concepts.md)."""
+    """Consecutive layers inside one pipeline stage."""
 
     index: int
     """Place in depth order over the whole model."""
@@ -96,7 +95,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """The whole model cut into submodels, grouped into blocks; made by ``partition``."""
+    """The whole model divided into submodels, grouped into blocks; made by ``partition``."""
 
     layout: str
     layers_per_stage: tuple[int, ...]
@@ -132,7 +131,7 @@ class Partition:
 
     @property
     def embedding_always_active(self) -> bool:
-        """Whether the embedding is active in every phase; a tied head takes it along."""
+        """Whether the embedding is active in every phase; always-active tied heads include it."""
         return "embedding" in self.always_active or (self.tied and "head" in self.always_active)
 
     @property
@@ -161,8 +160,8 @@ class Partition:
     def head_active(self, block: int) -> bool:
         """Whether the output head, on the last stage, is active in the block's phase.
 
-        A tied head is the embedding's copy, active and frozen together with it; otherwise the all-reduce
-        of the embedding's gradient would wait for a copy that has none.
+        A tied head is the embedding's copy, active and frozen together with it: the all-reduce of the embedding's
+        gradient needs both.
         """
         if self.tied:
             return self.embedding_active(block)
@@ -178,11 +177,11 @@ class Partition:
         )
 
     def first_trainable_stage(self, block: int) -> int:
-        """The first stage that sees a gradient in the block's phase."""
+        """The first stage that receives a gradient in the block's phase."""
         return self.blocks[block].first_trainable_stage if self.has_prefix else 0
 
     def forward_only(self, block: int, stage: int) -> bool:
-        """Whether stage ``stage`` holds prefix only: it never sees a gradient in the block's phase."""
+        """Whether stage ``stage`` holds prefix only, so that it receives no gradient in the block's phase."""
         return stage < self.first_trainable_stage(block)
 
     def prefix_layers(self, block: int) -> range:
@@ -199,7 +198,7 @@ class Partition:
         return describe_layers(self.blocks[block].layers)
 
     def describe_extras(self, block: int) -> tuple[str, ...]:
-        """What the block holds beside layers: some of ``embedding``, ``all norms``, ``final norm``, ``head``."""
+        """What is active beside layers: some of ``embedding``, ``all norms``, ``final norm``, ``head``."""
         held = {
             "embedding": self.embedding_active(block),
             "all norms": self.norms_always_active,

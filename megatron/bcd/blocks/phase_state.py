@@ -1,4 +1,4 @@
-"""Where a run stands in its phases: all that a checkpoint must keep to take every later decision alike. Pure."""
+"""Position of a run in its phases: all that a checkpoint must keep for the same later decisions. Pure."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class CycleEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseState:
-    """Where a run stands. Raises ValueError on values that no run reaches."""
+    """Position of a run in its phases. Raises ValueError on values that no run reaches."""
 
     phase: int = 0
-    """Phases that are over, so the number of the present phase."""
+    """Phases that are over, which is the number of the current phase."""
     step_in_phase: int = 0
-    """Steps done in the present phase."""
+    """Steps done in the current phase."""
     block: int | None = None
     """In greedy order the block that was chosen for this phase, None before that; otherwise None."""
     visited: tuple[int, ...] = ()
@@ -37,8 +37,8 @@ class PhaseState:
     recent_losses: tuple[float, ...] = ()
     """With switch plateau the last finite training losses of this phase, at most the window."""
     best_loss: float | None = None
-    """With switch plateau the best mean over a full window in this phase; the next best is one that is lower by the
-    least improvement."""
+    """With switch plateau the best mean over a full window in this phase; a new best is lower by at least the least
+    improvement."""
     best_loss_step: int = 0
     """``step_in_phase`` when ``best_loss`` was reached; 0 where there is none."""
     cycle_ends: tuple[CycleEnd, ...] = ()
@@ -55,7 +55,7 @@ class PhaseState:
             if type(loss) is not float or not math.isfinite(loss):
                 raise ValueError(f"phase state: a training loss is {loss!r}, must be a finite number")
         if len(self.recent_losses) > self.step_in_phase or self.best_loss_step > self.step_in_phase:
-            raise ValueError(f"phase state: losses of more steps than {self.step_in_phase}, of which it is")
+            raise ValueError(f"phase state: losses of more steps than {self.step_in_phase}, the steps done")
         if (self.best_loss is None) != (self.best_loss_step == 0):
             raise ValueError(f"phase state: best_loss is {self.best_loss} at best_loss_step {self.best_loss_step}")
         cycles = [end.cycle for end in self.cycle_ends]
@@ -63,7 +63,7 @@ class PhaseState:
             raise ValueError(f"phase state: cycle_ends are of the cycles {cycles}, must be two, the earlier one first")
 
     def to_dict(self) -> dict[str, Any]:
-        """The state as JSON has it, so that it is equal to what is read again: lists, and infinity as ``"inf"``."""
+        """The state in JSON types, equal to what is read back: lists, and infinity as ``"inf"``."""
         values = asdict(self) | {name: list(getattr(self, name)) for name in ("visited", "recent_losses")}
         values["cycle_ends"] = [
             {

@@ -1,6 +1,6 @@
-"""Which samples a phase trains on (arXiv 2506.12037, section 3.2.3, tables 9 and 10). Pure; knows numpy.
+"""Which samples a phase trains on (arXiv 2506.12037, section 3.2.3, tables 9 and 10). Pure but for numpy.
 
-Each phase draws a new subset of the epoch without replacement, and goes over it as often as its steps need. Everything
+Each phase draws a new subset of the epoch without replacement, and repeats it as often as its steps need. Everything
 is a function of seed, phase and position, in constant memory: orders are computed index by index, never stored.
 
 The epoch is put in a new random order again and again, and consecutive slices of that row are the subsets. A slice
@@ -156,7 +156,7 @@ class _Border:
         while len(unsettled):
             comes_from = self.after.place_of(self._of_tail(comes_from))
             was_exchanged[unsettled] = comes_from < self.head
-            # an exchange that comes back to where it was asked for began nowhere in the head
+            # a chain of exchanges that returns to its own place started nowhere in the head
             goes_on = (
                 (comes_from >= self.head) & (comes_from < self.head + self.tail) & (comes_from != places[unsettled])
             )
@@ -197,7 +197,7 @@ class PhaseSubset:
     def indices(self, phase: int, start: int = 0, stop: int | None = None) -> Indices:
         """Dataset indices of that phase's subset, each once; ``start`` and ``stop`` cut out a part of them.
 
-        8 bytes each: take a large subset in parts.
+        8 bytes each: read a large subset in parts.
         """
         ranks = range(self.size)[start:stop]
         return self._members(phase, numpy.arange(ranks.start, ranks.stop))
@@ -221,7 +221,7 @@ class PhaseSubset:
         return found
 
     def times_used(self, num_samples: int) -> float:
-        """How often a phase that trains on ``num_samples`` (steps x global batch) goes over its subset."""
+        """Passes over its subset of a phase that trains on ``num_samples`` (steps x global batch)."""
         return num_samples / self.size
 
     def share_seen(self, phase: int) -> float:

@@ -18,11 +18,11 @@ CACHE_DTYPES = ("bf16", "fp32")
 
 @dataclass(frozen=True, kw_only=True)
 class BcdConfig:
-    """Block coordinate descent (docs/concepts.md)."""
+    """Block coordinate descent (docs/concepts.md). A field's name is its flag's name."""
 
     bcd_num_blocks: int | None = option(
         None,
-        "number of blocks M; each stage is cut into M submodels. 1 is ordinary full-parameter training. "
+        "number of blocks M; each stage is divided into M submodels. 1 is ordinary full-parameter training. "
         f"Default {DEFAULT_NUM_BLOCKS}; with --bcd-layout stage it is the number of pipeline stages",
         type=int,
     )
@@ -37,7 +37,7 @@ class BcdConfig:
     )
     bcd_order: str = option(
         "ascending",
-        "in which order a cycle visits the blocks: random = an order of its own for each cycle, from --seed; greedy = "
+        "order in which a cycle visits the blocks: random = a new order for each cycle, from --seed; greedy = "
         "the block with the largest gradient norm per parameter among those that the cycle has not visited yet",
         choices=ORDERS,
     )
@@ -51,81 +51,79 @@ class BcdConfig:
     )
     bcd_plateau_window: int = option(
         50,
-        "steps over whose losses a mean is taken, and within which it has to improve, else the phase ends",
+        "steps of the mean loss, and steps within which that mean must improve, else the phase ends",
         type=int,
     )
     bcd_plateau_min_improvement: float = option(
-        0.005, "least improvement of that mean that counts, relative to the best one", type=float
+        0.005, "smallest improvement of that mean that counts, relative to the best one", type=float
     )
-    bcd_min_steps_per_block: int = option(1, "with --bcd-switch plateau: steps before which no phase ends", type=int)
-    bcd_max_steps_per_block: int | None = option(
-        None, "with --bcd-switch plateau: steps after which a phase ends anyway", type=int
-    )
+    bcd_min_steps_per_block: int = option(1, "with --bcd-switch plateau: least steps of a phase", type=int)
+    bcd_max_steps_per_block: int | None = option(None, "with --bcd-switch plateau: most steps of a phase", type=int)
     bcd_stop_cycle_improvement: float | None = option(
         None,
-        "end the run when a whole cycle improved the validation loss by less than this, relative to the cycle before "
-        "(an evaluation follows each cycle)",
+        "end the run when a whole cycle improved the validation loss by less than this, relative to the cycle before; "
+        "adds an evaluation after each cycle",
         type=float,
     )
     bcd_phase_warmup_steps: int = option(
-        0, "steps at the beginning of each phase in which the learning rate rises to its full value", type=int
+        0, "steps at the start of each phase over which the learning rate rises to its full value", type=int
     )
     bcd_block_lr_multipliers: tuple[float, ...] | None = option(
-        None, "a factor of the learning rate for each block", nargs="*", type=float, metavar="FACTOR"
+        None, "one factor of the learning rate per block", nargs="*", type=float, metavar="FACTOR"
     )
     bcd_optimizer_state: str = option(
         "reset",
-        "what becomes of a block's optimizer state when its phase ends: reset = dropped, host = kept in host memory "
-        "and brought back at the next visit",
+        "a block's optimizer state when its phase ends: reset = freed, host = kept in host memory and restored at "
+        "the next visit",
         choices=OPTIMIZER_STATES,
     )
     bcd_always_active: str = option(
         "none",
-        "parameters that are trained in every phase, beside the active block: none, or some of norms, embedding, head "
-        "with commas in between",
+        "parameters trained in every phase, beside the active block: none, or a comma-separated list of norms, "
+        "embedding, head",
         metavar="PARTS",
     )
     bcd_sample_ratio: float | None = option(
         None,
-        "each phase draws a new subset of so much of one epoch of the training split, without replacement, and goes "
-        "over it as often as its steps need; default: consecutive samples, as Megatron",
+        "each phase draws a new subset, this share of one epoch of the training split, without replacement, and "
+        "repeats it as often as its steps need; default: consecutive samples, as Megatron-LM",
         type=float,
         metavar="RATIO",
     )
     bcd_prefix_cache: str | None = option(
         None,
-        "folder in which the outputs of the layers before the active block are kept, so that a phase computes them "
-        "once for each of its samples (needs --bcd-sample-ratio; a disk that all ranks share)",
+        "folder for the outputs of the layers before the active block, so that a phase computes them once per sample "
+        "(needs --bcd-sample-ratio, and a disk that all ranks share)",
     )
-    bcd_prefix_cache_dtype: str = option("fp32", "precision of what is kept", choices=CACHE_DTYPES)
+    bcd_prefix_cache_dtype: str = option("fp32", "precision of the stored outputs", choices=CACHE_DTYPES)
     bcd_prefix_cache_max_gib: float | None = option(
         None,
-        "keep no more than so many GiB, all phases together; a phase that needs more computes; default: half of what "
-        "is free on the disk",
+        "size limit in GiB, all phases together; a phase beyond it is computed as usual; default: half of the free "
+        "disk space",
         type=float,
         metavar="GIB",
     )
     bcd_schedule: str = option(
         "bcd",
-        "pipeline schedule: bcd = stages before the first active layer run forward only and ahead, and no gradient is "
-        "sent to them; stock = Megatron Core's own 1F1B, for comparison",
+        "pipeline schedule: bcd = stages before the first active layer run forward only and ahead, and receive no "
+        "gradient; stock = Megatron Core's own 1F1B, for comparison",
         choices=SCHEDULES,
     )
     bcd_run_ahead: int | None = option(
         None,
-        "microbatches of the next iteration that forward-only stages compute while the others finish the present one "
-        "(each costs one received activation on the first stage behind them); default: half as many as there "
-        "are forward-only stages, a third where the last stage is the first active one",
+        "microbatches of the next iteration that forward-only stages compute while the others finish the current one "
+        "(each costs one received activation on the first trainable stage); default: half the number of forward-only "
+        "stages, a third if the last stage is the first trainable one",
         type=int,
     )
 
     @property
     def always_active(self) -> frozenset[str]:
-        """Of ALWAYS_ACTIVE. Raises ValueError for anything else."""
+        """The entries of --bcd-always-active. Raises ValueError for one that is not in ALWAYS_ACTIVE."""
         parts = self.bcd_always_active.split(",")
         if parts != ["none"] and not set(parts) <= set(ALWAYS_ACTIVE):
             raise ValueError(
-                f"--bcd-always-active {self.bcd_always_active}: must be none, or some of {', '.join(ALWAYS_ACTIVE)} "
-                "with commas in between"
+                f"--bcd-always-active {self.bcd_always_active}: must be none, or a comma-separated list of "
+                f"{', '.join(ALWAYS_ACTIVE)}"
             )
         return frozenset(parts) - {"none"}

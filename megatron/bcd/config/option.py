@@ -15,6 +15,6 @@ def option(
     type: Any = None,
     metavar: str | tuple[str, ...] | None = None,
 ) -> Any:
-    """A dataclass field with what its command-line flag needs beside name, type and default."""
+    """A dataclass field with the help, choices, nargs, type and metavar of its command-line flag."""
     metadata = {"help": help, "choices": choices, "nargs": nargs, "type": type, "metavar": metavar}
     return field(default=default, metadata=metadata)

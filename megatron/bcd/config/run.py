@@ -38,7 +38,7 @@ class RunConfig:
     report: ReportConfig
 
     def replace_section(self, section: str, **values: Any) -> RunConfig:
-        """The same with other values in a section of dataclass type."""
+        """A copy with other values in one section."""
         return replace(self, **{section: replace(getattr(self, section), **values)})
 
     @property
@@ -71,12 +71,12 @@ class RunConfig:
 
 
 def run_config_to_dict(config: RunConfig) -> dict[str, Any]:
-    """Plain dicts, lists, strings and numbers, ready for JSON; undone by ``run_config_from_dict``."""
+    """Plain dicts, lists, strings and numbers, ready for JSON; the inverse of ``run_config_from_dict``."""
     return {section.name: _plain(getattr(config, section.name)) for section in fields(RunConfig)}
 
 
 def run_config_from_dict(values: Mapping[str, Any]) -> RunConfig:
-    """The RunConfig that ``run_config_to_dict`` wrote, also after a way through JSON.
+    """The RunConfig that ``run_config_to_dict`` wrote, also after a round trip through JSON.
 
     Raises:
         ValueError: a section or a field is unknown, or a section is absent.

@@ -23,7 +23,7 @@ class ModelConfig:
         "learned_absolute", "position embedding", choices=("learned_absolute", "rope", "none")
     )
     rotary_base: int = option(10000, "base of the rotary position embedding", type=int)
-    rotary_percent: float = option(1.0, "part of the head dimension that is rotated", type=float)
+    rotary_percent: float = option(1.0, "share of the head dimension that is rotated", type=float)
     make_vocab_size_divisible_by: int = option(
         128, "pad the vocabulary to a multiple of this times the tensor parallel size", type=int
     )
@@ -66,7 +66,7 @@ class TrainingConfig:
     data_parallel_random_init: bool = option(False, "initialise each data-parallel rank with its own seed")
     check_for_nan_in_loss_and_grad: bool = option(True, "skip a step whose loss or gradient is not finite")
     max_skipped_steps: int = option(
-        10, "stop after so many steps in a row whose loss or gradient was not finite", type=int
+        10, "stop after this many steps in a row whose loss or gradient is not finite", type=int
     )
     manual_gc: bool = option(False, "collect Python garbage only at fixed intervals")
     manual_gc_interval: int = option(
@@ -75,7 +75,7 @@ class TrainingConfig:
     distributed_backend: str = option(
         "auto", "torch.distributed backend; auto is nccl on GPUs and gloo on CPUs", choices=("auto", "nccl", "gloo")
     )
-    distributed_timeout_minutes: int = option(10, "after this long without an answer a collective fails", type=int)
+    distributed_timeout_minutes: int = option(10, "minutes after which a collective fails", type=int)
     use_distributed_optimizer: bool = option(
         True, "shard the active block's optimizer state over the data-parallel ranks"
     )
@@ -119,16 +119,16 @@ class DataConfig:
     test_data_path: tuple[str, ...] | None = option(None, "as --data-path, for the test split alone", nargs="*")
     split: str | None = option(None, "train,validation,test shares of --data-path; default 969, 30, 1", metavar="T,V,E")
     data_cache_path: str | None = option(None, "folder for the index caches; default beside the data")
-    mock_data: bool = option(False, "made-up tokens instead of --data-path, for speed measurements only")
+    mock_data: bool = option(False, "synthetic tokens instead of --data-path, for speed measurements only")
     num_workers: int = option(2, "reader processes per rank", type=int)
-    reset_position_ids: bool = option(False, "positions start again after each end-of-document token")
+    reset_position_ids: bool = option(False, "restart positions after each end-of-document token")
     reset_attention_mask: bool = option(False, "no attention across end-of-document tokens")
     eod_mask_loss: bool = option(False, "no loss on end-of-document tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """Which tokenizer made the data (its vocabulary size and end-of-document id are needed in training)."""
+    """The tokenizer of the data. Training needs its vocabulary size and end-of-document id."""
 
     tokenizer_type: str | None = option(
         None,
@@ -143,29 +143,27 @@ class TokenizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Checkpoints: where, when, and what is taken from them."""
+    """Checkpoints: where, when, and what is loaded from them."""
 
-    save: str | None = option(None, "folder for checkpoints, at the end of the run and where it is stopped")
+    save: str | None = option(None, "folder for checkpoints, at the end of the run and when it is stopped")
     save_interval: int | None = option(None, "training steps between checkpoints", type=int)
-    async_save: bool = option(False, "write checkpoints in the background while training goes on")
-    keep_last_checkpoints: int | None = option(None, "keep so many checkpoints and delete older ones", type=int)
+    async_save: bool = option(False, "write checkpoints in the background while training continues")
+    keep_last_checkpoints: int | None = option(None, "keep this many checkpoints and delete older ones", type=int)
     load: str | None = option(
         None,
-        "folder to go on from: its newest valid checkpoint; an empty or absent one starts afresh. Give the same folder "
-        "as --save, and a run that was killed goes on when it is started again",
+        "folder to resume from: its newest valid checkpoint; an empty or absent folder starts a new run. With the same "
+        "folder as --save, a run that was killed resumes when it is started again",
     )
-    finetune: bool = option(False, "take the weights of --load only, and start at iteration 0")
-    load_optim: bool = option(
-        True, "take up the optimizer state of --load; else the active block starts with a new one"
-    )
-    load_rng: bool = option(True, "take up the random generators of --load; else they are seeded anew")
-    exit_interval: int | None = option(None, "save and stop after each multiple of so many training steps", type=int)
-    exit_duration_in_mins: int | None = option(None, "save and stop after so many minutes", type=int)
+    finetune: bool = option(False, "load the weights of --load only, and start at iteration 0")
+    load_optim: bool = option(True, "load the optimizer state of --load; else the active block starts with a new one")
+    load_rng: bool = option(True, "load the random generators of --load; else they are seeded again")
+    exit_interval: int | None = option(None, "save and stop after each multiple of this many training steps", type=int)
+    exit_duration_in_mins: int | None = option(None, "save and stop after this many minutes", type=int)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
-    """What the run tells, and where."""
+    """Logs, metrics and where they go."""
 
     log_interval: int = option(100, "training steps between log lines", type=int)
     metrics_file: str | None = option(

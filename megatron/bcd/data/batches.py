@@ -1,6 +1,6 @@
-"""Micro-batches of this data-parallel rank.
+"""Microbatches of this data-parallel rank.
 
-Tensor shapes: B micro-batch size, S sequence length.
+Tensor shapes: B microbatch size, S sequence length.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from megatron.bcd.runtime import device
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _MICROBATCHES_AT_ONCE = 256
-"""Of a subset: computed together, which is far quicker than one by one."""
+"""Microbatches whose indices are computed together, far faster than one by one."""
 
 Batch = dict[str, torch.Tensor]
 
 
 class ConsecutiveBatches:
-    """Batch sampler: consecutive samples, dealt to the data-parallel ranks in runs of one micro-batch (Megatron-LM's
+    """Batch sampler: consecutive samples, dealt to the data-parallel ranks one microbatch each (Megatron-LM's
     `single` order).
 
     A last batch that would be too short is left out.
@@ -53,7 +53,7 @@ class ConsecutiveBatches:
 
 
 class SubsetBatches:
-    """Batch sampler: the subset of one phase from a position on, pass after pass without an end, dealt to the
+    """Batch sampler: the subset of one phase from a position on, pass after pass without end, dealt to the
     data-parallel ranks as `ConsecutiveBatches` does."""
 
     def __init__(
@@ -80,7 +80,7 @@ def _collate(samples: Sequence[dict[str, Any]]) -> Batch:
 def batches(
     dataset: Any, config: RunConfig, *, consumed_samples: int, total_samples: int | None = None
 ) -> Iterator[Batch]:
-    """Micro-batches of this data-parallel rank, on its device, from sample `consumed_samples` on.
+    """Microbatches of this data-parallel rank, on its device, from sample `consumed_samples` on.
 
     `tokens`, `labels`, `position_ids` int64 [B, S], `loss_mask` float32 [B, S], and with --reset-attention-mask
     `attention_mask` bool [B, 1, S, S], True = masked.
@@ -98,7 +98,7 @@ def batches(
 def subset_batches(
     dataset: Any, config: RunConfig, *, subset: PhaseSubset, phase: int, position: int
 ) -> Iterator[Batch]:
-    """As `batches`, of the subset that `phase` trains on, from `position` of it on, without an end."""
+    """As `batches`, of the subset that `phase` trains on, from `position` on, without end."""
     sampler = SubsetBatches(
         subset=subset,
         phase=phase,
@@ -111,7 +111,7 @@ def subset_batches(
 
 
 def batch_of(dataset: Any, indices: Sequence[int]) -> Batch:
-    """The samples `indices` as one micro-batch on the device, read at once; see `batches`."""
+    """The samples `indices` as one microbatch on the device, read at once; see `batches`."""
     batch = _collate([dataset[index] for index in indices])
     return {name: tensor.to(device.current(), non_blocking=True) for name, tensor in batch.items()}
 
@@ -132,9 +132,9 @@ def _loaded(dataset: Any, sampler: Iterable[list[int]], config: RunConfig) -> It
 
 
 def _leave_signals_to_the_rank(worker: int) -> None:
-    """Slurm signals every process of a job: a reader that died of it would end the rank before it has saved.
+    """Slurm signals every process of a job: a reader that died of the signal would end the rank before it saves.
 
-    Its own rank's SIGTERM still ends a reader: Python sends one when a rank fails, and then waits without a limit.
+    A SIGTERM from its own rank still ends a reader: Python sends one when a rank fails, and then waits without limit.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     threading.Thread(target=_end_with_the_rank, name="signals", daemon=True).start()
@@ -153,5 +153,5 @@ def _on_device(loader: Iterable[Batch]) -> Iterator[Batch]:
 
 
 def no_batches() -> Iterator[Batch]:
-    """What a stage in the middle of the pipeline reads: empty batches, for ever."""
+    """Empty batches without end, for a stage in the middle of the pipeline."""
     return itertools.repeat({})

@@ -32,7 +32,7 @@ def check_indexed_dataset(prefix: str, vocab_size: int, flag: str = "--data-path
         dataset = IndexedDataset(prefix)
         lengths, dtype = dataset.index.sequence_lengths, numpy.dtype(dataset.index.dtype)
         num_documents = len(dataset.index.document_indices) - 1
-    except Exception as error:  # its reader raises whatever the bytes happen to be
+    except Exception as error:  # its reader raises any exception on damaged bytes
         raise ValueError(
             f"{flag} {prefix}: {prefix}.idx is truncated or no Megatron index; run tools/preprocess_data.py again"
         ) from error

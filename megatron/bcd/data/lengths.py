@@ -9,7 +9,7 @@ from megatron.bcd.config import RunConfig
 
 
 def global_batch_size(config: RunConfig) -> int:
-    """Sequences of one training step: --global-batch-size, or one micro-batch on every data-parallel rank."""
+    """Sequences of one training step: --global-batch-size, or one microbatch on every data-parallel rank."""
     return config.training.global_batch_size or (
         config.training.micro_batch_size * parallel_state.get_data_parallel_world_size()
     )

@@ -29,7 +29,7 @@ class TrainingSamples:
         self._batches: Iterator[data.Batch] | None = None
 
     def batches(self, *, phase: int, consumed_samples: int, position: int) -> Iterator[data.Batch]:
-        """This rank's micro-batches from here on; with subsets to the end of the phase, else of the run.
+        """This rank's microbatches from here on; with subsets to the end of the phase, else of the run.
 
         `position`: samples that the phase has trained on.
         """
@@ -38,7 +38,7 @@ class TrainingSamples:
         return self._batches
 
     def look_ahead(self, *, phase: int, consumed_samples: int, position: int) -> Iterator[data.Batch]:
-        """The micro-batches that `batches` will return, read separately; at the end of the data its last ones."""
+        """The microbatches that `batches` will return, read separately; at the end of the data its last ones."""
         config = self._config.replace_section("data", num_workers=0)
         if self._dataset is not None and self.subset is None:
             one = config.training.micro_batch_size * parallel_state.get_data_parallel_world_size()

@@ -1,4 +1,4 @@
-"""The training, validation and test split: checked first, built when nothing that was asked for is wrong."""
+"""The training, validation and test split: all are checked before any is built."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Splits:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitPlan:
-    """Data that was checked, before anything is written: Megatron Core's configuration, and sequences per split."""
+    """Checked data, before anything is written: Megatron Core's configuration, and sequences per split."""
 
     dataset_config: GPTDatasetConfig
     sizes: tuple[int, int, int]
@@ -52,12 +52,12 @@ def plan_splits(config: RunConfig, tokenizer: Any, train_iters: int, *, least_st
     """
     dataset_config = _dataset_config(config, tokenizer)
     sizes = num_samples(config, train_iters, least_steps_per_cycle=least_steps_per_cycle)
-    epoch_samples = sizes[0]  # made-up tokens have no other end
+    epoch_samples = sizes[0]  # synthetic data has no other end
     if not config.data.mock_data:
         num_tokens = _check_splits(config, dataset_config, tokenizer.vocab_size, sizes)
         epoch_samples = _epoch_samples(config, dataset_config, num_tokens[0])
-        draws_anew = config.bcd.bcd_sample_ratio is not None
-        _check_blends(config, dataset_config, num_tokens, sizes if not draws_anew else (0, *sizes[1:]))
+        redraws = config.bcd.bcd_sample_ratio is not None
+        _check_blends(config, dataset_config, num_tokens, sizes if not redraws else (0, *sizes[1:]))
     if config.bcd.bcd_sample_ratio is not None and not config.training.skip_train:
         sizes = (epoch_samples, *sizes[1:])
         PhaseSubset(num_samples=epoch_samples, ratio=config.bcd.bcd_sample_ratio, seed=config.training.seed)
@@ -92,7 +92,7 @@ def build_splits(config: RunConfig, plan: SplitPlan) -> Splits:
         built = BlendedMegatronDatasetBuilder(
             dataset_class, list(plan.sizes), lambda: needs_data, dataset_config
         ).build()
-    except Exception as error:  # Megatron Core wraps what the disk says
+    except Exception as error:  # Megatron Core wraps the OSError
         reason = error if isinstance(error, OSError) else error.__cause__
         if not isinstance(reason, OSError):
             raise
@@ -187,8 +187,10 @@ def _check_shares(
     documents: numpy.ndarray,
     needed: tuple[bool, ...],
 ) -> list[int]:
-    """Check what --split gives of one prefix; Megatron Core wants a sequence of each, or builds for ever. Returns its
-    tokens by split."""
+    """Check the splits of one prefix; returns its tokens by split.
+
+    A split of less than one sequence must not reach Megatron Core, which never finishes building it.
+    """
     tokens_by_split = []
     for i, name in enumerate(_SPLIT_NAMES):
         first, last = (int(round(bound * len(documents))) for bound in dataset_config.split_matrix[i] or (0, 0))
