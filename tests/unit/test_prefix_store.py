@@ -194,7 +194,7 @@ def test_room(tmp_path: Path) -> None:
     need = mine.num_bytes
 
     def asked(limit: int | None) -> tuple[bool, tuple[str, ...]]:
-        room = folders.find_room(str(tmp_path), KEY, need, limit=limit)
+        room = folders.check_space(str(tmp_path), KEY, need, limit=limit)
         assert bool(room.reason) == (not room.is_enough)
         return room.is_enough, room.to_delete
 
@@ -202,7 +202,7 @@ def test_room(tmp_path: Path) -> None:
     assert asked(need + present - 1) == (True, (useless.folder,))
     assert asked(need) == (True, (useless.folder, useful.folder))
     assert asked(need - 1) == (False, ())
-    assert not folders.find_room(str(tmp_path), KEY, 2**60, limit=None).is_enough
+    assert not folders.check_space(str(tmp_path), KEY, 2**60, limit=None).is_enough
 
 
 def test_only_caches_are_deleted(tmp_path: Path) -> None:

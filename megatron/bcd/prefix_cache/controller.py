@@ -141,7 +141,7 @@ class PrefixCache:
         samples = numpy.sort(subset.indices(self._phase))
         key = self._key(samples, num_layers)
         cache = Cache(str(self.root), key, samples)
-        plan = self._prepare_on_first(cache)
+        plan = self._prepare_on_rank_0(cache)
         if plan["error"] is not None:
             self._give_up(cache, plan["error"])
             return None
@@ -192,8 +192,8 @@ class PrefixCache:
             network=self._network,
         )
 
-    def _prepare_on_first(self, cache: Cache) -> dict[str, Any]:
-        """On rank 0: look for room, take it, and find caches to start from. Its answer on every rank."""
+    def _prepare_on_rank_0(self, cache: Cache) -> dict[str, Any]:
+        """On rank 0: check and reserve disk space, and find caches to start from. Returned on every rank."""
         plan: dict[str, Any] = {"error": None, "reason": "", "shorter": []}
 
         def prepare() -> dict[str, Any]:
@@ -208,13 +208,13 @@ class PrefixCache:
     def _prepare(self, cache: Cache, plan: dict[str, Any]) -> None:
         root, limit = str(self.root), self._config.bcd.bcd_prefix_cache_max_gib
         os.makedirs(root, exist_ok=True)
-        room = folders.find_room(
+        space = folders.check_space(
             root, cache.key, cache.store.num_bytes, limit=None if limit is None else int(limit * 2**30)
         )
-        if not room.is_enough:
-            plan["reason"] = room.reason
+        if not space.is_enough:
+            plan["reason"] = space.reason
             return
-        for folder in room.to_delete:
+        for folder in space.to_delete:
             folders.delete(folder)
         folders.prepare(root, cache.key, cache.samples)
         plan["shorter"] = folders.shorter(root, cache.key)
@@ -266,7 +266,7 @@ def _describe_data(config: RunConfig, dataset: Any) -> str:
 
 
 def _not_there(cache: Cache, slots: Slots) -> Slots:
-    """Of `slots`, those whose record is absent or damaged. Every rank looks at a part. A collective."""
+    """Of `slots`, those whose record is absent or damaged. Each rank checks a share. A collective."""
     number, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     bounds = [len(slots) * rank // ranks for rank in range(ranks + 1)]
     mine = slice(bounds[number], bounds[number + 1])
@@ -278,7 +278,7 @@ def _not_there(cache: Cache, slots: Slots) -> Slots:
 
 
 def _there(cache: Cache, samples: Slots) -> Slots:
-    """Where an older cache holds `samples`, undamaged; -1 elsewhere. A collective."""
+    """Slots of an older cache that hold `samples` undamaged; -1 for the others. A collective."""
     slots = cache.slots_of(samples)
     slots[numpy.isin(slots, _not_there(cache, slots[slots >= 0]))] = -1
     return slots

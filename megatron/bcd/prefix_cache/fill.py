@@ -1,4 +1,4 @@
-"""Computes what a prefix cache lacks: the training's own forward passes, up to the first active layer.
+"""Computes missing records of a prefix cache with the training's own forward passes, up to the first active layer.
 
 Tensor shapes: S sequence length, B micro-batch size, H hidden size.
 """
@@ -27,10 +27,9 @@ from megatron.bcd.prefix_cache.folders import Cache
 from megatron.bcd.prefix_cache.store import Bytes, Slots
 from megatron.bcd.runtime import atomic_io, collectives, device
 
-_MICROBATCHES_BETWEEN_TALKS = 16
-"""After so many all ranks tell each other how they fare: those that only wait must not wait longer than a collective
-may take."""
-_WRITES_UNDER_WAY = 4
+_MICROBATCHES_PER_ROUND = 16
+"""After each round all ranks exchange errors: ranks without work must not wait longer than a collective's timeout."""
+_MAX_PENDING_WRITES = 4
 Counts = dict[str, int]
 
 
@@ -105,7 +104,7 @@ class _Work:
 
 
 class _Reached(Exception):
-    """The first active layer's input is there; nothing behind it is needed."""
+    """Ends a forward pass at the input of the first active layer."""
 
     def __init__(self, hidden_states: torch.Tensor) -> None:
         self.hidden_states = hidden_states
@@ -114,16 +113,16 @@ class _Reached(Exception):
 def fill(prefix: Prefix, cache: Cache, missing: Slots, sources: list[tuple[Cache, Slots]]) -> tuple[str | None, Counts]:
     """Write the records of the slots `missing`, each by one data-parallel replica. A collective.
 
-    `sources` are older caches and where they hold the missing samples (-1: nowhere), the best one first. Returns what
-    went wrong on any rank, or None; and how many records were made in which way.
+    `sources` are older caches and their slots of the missing samples (-1: not there), the best one first. Returns an
+    error of any rank, or None; and how many records were obtained in which way.
     """
     plan, counts = _divide(prefix, cache, missing, sources)
     if not plan:
         return None, counts
     filler = Filler(prefix, cache)
     try:
-        for start in range(0, len(plan), _MICROBATCHES_BETWEEN_TALKS):
-            for work in plan[start : start + _MICROBATCHES_BETWEEN_TALKS]:
+        for start in range(0, len(plan), _MICROBATCHES_PER_ROUND):
+            for work in plan[start : start + _MICROBATCHES_PER_ROUND]:
                 filler.do(work)
             error = collectives.first_error(filler.finish())
             if error is not None:
@@ -136,7 +135,7 @@ def fill(prefix: Prefix, cache: Cache, missing: Slots, sources: list[tuple[Cache
 def _divide(
     prefix: Prefix, cache: Cache, missing: Slots, sources: list[tuple[Cache, Slots]]
 ) -> tuple[list[_Work | None], Counts]:
-    """This replica's micro-batches, as many as the others'; None where it has fewer."""
+    """This replica's micro-batches, as many as on the others, padded with None."""
     first_layer = prefix.partition.stage_layers(prefix.last_stage).start
     size, counts = prefix.micro_batch_size, Counts()
     number, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
@@ -144,7 +143,7 @@ def _divide(
     works: list[_Work | None] = []
     for source, slots in (*sources, (None, numpy.zeros_like(missing))):
         if source is not None and source.key.num_layers < first_layer:
-            continue  # stages before the first trainable stage would have to begin in their middle
+            continue  # stages before the first trainable stage would have to start at an inner layer
         chosen = numpy.flatnonzero(is_open & (slots >= 0))
         is_open[chosen] = False
         how = "were computed" if source is None else f"were taken from a prefix of {source.key.num_layers} layers"
@@ -158,7 +157,7 @@ def _divide(
 
 
 class Filler:
-    """What one rank does for its replica; writes go on in a thread while the next micro-batch is computed."""
+    """One rank's work for its replica; a thread writes while the next micro-batch is computed."""
 
     def __init__(self, prefix: Prefix, cache: Cache) -> None:
         self._prefix, self._cache = prefix, cache
@@ -167,7 +166,7 @@ class Filler:
         self._error: str | None = None
 
     def do(self, work: _Work | None) -> None:
-        """One micro-batch. Not a collective over replicas; all ranks of one come here together."""
+        """One micro-batch. A collective within the replica."""
         if work is None or self._prefix.stage > self._prefix.last_stage:
             return
         if work.source is not None:
@@ -183,7 +182,7 @@ class Filler:
             self._prefix.link.send(output)
 
     def finish(self) -> str | None:
-        """Wait for what is under way; what has gone wrong here so far."""
+        """Wait for pending sends and writes; the first error on this rank."""
         if self._prefix.link is not None:
             self._prefix.link.finish_sends()
         while self._writes:
@@ -196,7 +195,7 @@ class Filler:
 
     @torch.no_grad()
     def _computed(self, work: _Work) -> torch.Tensor:
-        """From the tokens: this stage's output, or what enters the first active layer, [S, B, H]."""
+        """From the tokens: this stage's output, or the input of the first active layer, [S, B, H]."""
         prefix = self._prefix
         batch = self._batch(work) if prefix.stage == 0 or prefix.has_attention_mask else {}
         received = None
@@ -211,7 +210,7 @@ class Filler:
 
     @torch.no_grad()
     def _from_source(self, work: _Work, source: Cache) -> torch.Tensor | None:
-        """From an older cache, through the layers that it does not cover; None where it can't be read any more."""
+        """From an older cache, through the layers it does not cover; None if it can no longer be read."""
         assert work.source_slots is not None
         slots = self._padded(work.source_slots)
         hidden_states = torch.empty(0)
@@ -233,7 +232,7 @@ class Filler:
         return data.batch_of(self._prefix.dataset, self._cache.samples[self._padded(work.slots)].tolist())
 
     def forward(self, batch: data.Batch, **others: Any) -> torch.Tensor:
-        """The model, up to the first active layer where it is on this stage."""
+        """The model's output; on the stage of the first active layer, that layer's input."""
         with contextlib.ExitStack() as hooks:
             if self._prefix.ends_here:
                 first_active = self._prefix.local_layer(self._cache.key.num_layers)
@@ -249,7 +248,7 @@ class Filler:
         return output
 
     def _is_stopped_on_a_tensor_rank(self) -> bool:
-        """Whether one of those that compute a layer together lacks its input: the others would compute nonsense."""
+        """Whether a tensor-parallel rank lacks its input: the others must not compute without it."""
         if parallel_state.get_tensor_model_parallel_world_size() == 1:
             return self._error is not None
         stopped = torch.tensor([self._error is not None], dtype=torch.int32, device=device.current())
@@ -258,7 +257,7 @@ class Filler:
         return bool(stopped.item())
 
     def _padded(self, slots: Slots) -> Slots:
-        """As many as in training, so that the same kernels run: the last one again and again."""
+        """Padded with the last slot to the micro-batch size of training, so that the same kernels run."""
         return numpy.pad(slots, (0, self._prefix.micro_batch_size - len(slots)), mode="edge")
 
     def _shape(self) -> tuple[int, ...]:
@@ -270,7 +269,7 @@ class Filler:
             return
         records = serve.to_records(hidden_states, self._cache.key.dtype)
         self._writes.append(self._writer.submit(_write_records, self._cache, work.slots, records))
-        while len(self._writes) > _WRITES_UNDER_WAY:
+        while len(self._writes) > _MAX_PENDING_WRITES:
             self._attempt(self._writes.popleft().result)
 
     def _attempt(self, action: Callable[[], None]) -> None:
@@ -285,5 +284,5 @@ def _reached(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> NoRet
 
 
 def _write_records(cache: Cache, slots: Slots, records: list[Bytes]) -> None:
-    for slot, record in zip(slots.tolist(), records, strict=False):  # what fills a micro-batch up is not written
+    for slot, record in zip(slots.tolist(), records, strict=False):  # padding is not written
         cache.store.write(slot, record)

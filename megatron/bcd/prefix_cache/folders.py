@@ -1,4 +1,4 @@
-"""The caches below --bcd-prefix-cache: found, made, and deleted where another needs the room. No collectives."""
+"""The caches below --bcd-prefix-cache: found, created, and deleted to free space for others. No collectives."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def samples_digest(samples: Slots) -> str:
 
 
 def prepare(root: str, key: CacheKey, samples: Slots) -> Cache:
-    """The cache of `key`, its room taken; what is there of it already is kept. Raises OSError as the disk says."""
+    """The cache of `key` with its disk space reserved; existing records are kept. Raises OSError."""
     cache = Cache(root, key, samples)
     if _read_key(cache.folder) != key:
         delete(cache.folder)
@@ -58,7 +58,7 @@ def prepare(root: str, key: CacheKey, samples: Slots) -> Cache:
 
 def shorter(root: str, key: CacheKey) -> list[Cache]:
     """Caches whose records are the input of a layer of the prefix of `key`, or its outputs for other samples; the
-    longest prefix first. Which records are undamaged is not looked at."""
+    longest prefix first. Records are not checked for damage."""
     found = []
     for folder in _own_folders(root):
         other = _read_key(folder)
@@ -77,31 +77,33 @@ def bytes_on_disk(root: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
-    """What a new cache would meet."""
+class SpaceCheck:
+    """Whether a new cache fits on the disk."""
 
     is_enough: bool
     reason: str = ""
     """Why not."""
     to_delete: tuple[str, ...] = ()
-    """Folders that have to go first."""
+    """Folders to delete first."""
 
 
-def find_room(root: str, key: CacheKey, num_bytes: int, *, limit: int | None) -> Room:
+def check_space(root: str, key: CacheKey, num_bytes: int, *, limit: int | None) -> SpaceCheck:
     """Whether a cache of `num_bytes` fits below `root`: within `limit`, for all caches together, and on the disk.
 
-    Without a limit it is half of what the disk has for them: every phase makes another one, and checkpoints need room.
-    Older caches that are in the way are named for deletion: first those that this prefix can't be started from, and of
-    either kind the one first that was made first. Raises OSError as the disk says.
+    The default limit is half of the disk space that is free or used by caches: each phase creates another cache, and
+    checkpoints need space too. Older caches to delete are named: first those that this prefix can't start from, oldest
+    first. Raises OSError.
     """
     present = {folder: _size(folder) for folder in _own_folders(root)}
     mine = present.pop(os.path.join(root, key.name), 0)
     free = shutil.disk_usage(root).free + mine
-    told = f"--bcd-prefix-cache-max-gib {limit / 2**30:g}" if limit is not None else "half of what is free on the disk"
+    described = (
+        f"--bcd-prefix-cache-max-gib {limit / 2**30:g}" if limit is not None else "half of what is free on the disk"
+    )
     if limit is None:
         limit = (free + sum(present.values())) // 2
     if num_bytes > limit:
-        return Room(is_enough=False, reason=f"more than {told}")
+        return SpaceCheck(is_enough=False, reason=f"more than {described}")
     useful = {cache.folder for cache in shorter(root, key)}
     to_delete: list[str] = []
     for folder in sorted(present, key=lambda folder: (folder in useful, os.stat(folder).st_mtime_ns)):
@@ -110,19 +112,19 @@ def find_room(root: str, key: CacheKey, num_bytes: int, *, limit: int | None) ->
         to_delete.append(folder)
         free += present.pop(folder)
     if num_bytes > free:
-        return Room(is_enough=False, reason=f"the disk has room for {free / 2**30:,.2f} GiB")
-    return Room(is_enough=True, to_delete=tuple(to_delete))
+        return SpaceCheck(is_enough=False, reason=f"the disk has room for {free / 2**30:,.2f} GiB")
+    return SpaceCheck(is_enough=True, to_delete=tuple(to_delete))
 
 
 def clean_leftovers(root: str) -> None:
-    """Remove what a killed run left half made. Raises OSError as the disk says."""
+    """Remove half-created caches of a killed run. Raises OSError."""
     for folder in _own_folders(root):
         if folder.endswith(".incomplete"):
             delete(folder)
 
 
 def delete(folder: str) -> None:
-    """Remove a cache, and nothing that is not one: of a folder with anything else in it no file is touched."""
+    """Remove a cache. A folder that holds anything else is left untouched, with a FileExistsError."""
     if not os.path.lexists(folder):
         return
     if not _is_own(folder):
@@ -142,7 +144,7 @@ def _own_folders(root: str) -> list[str]:
 
 
 def _is_own(folder: str) -> bool:
-    """Whether nothing else is in there than what this room writes."""
+    """Whether the folder holds nothing but files of this module."""
     if os.path.islink(folder) or not os.path.isdir(folder):
         return False
     return all(name in (_MANIFEST, _SAMPLES) or FILE_NAME.fullmatch(name) for name in os.listdir(folder))

@@ -1,4 +1,4 @@
-"""What a cache must agree in with the run that reads it. Pure."""
+"""What must be equal in a cache and the run that reads it. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hashlib import sha256
 from typing import Any
 
 FORMAT = 1
-"""Goes up with every change of what the files mean."""
+"""Incremented with every change of the files' meaning."""
 _OF_ONE_CACHE = ("prefix", "samples", "num_records")
 
 
@@ -81,7 +81,7 @@ class CacheKey:
 
 
 def digest_of(parts: Sequence[str | bytes]) -> str:
-    """One name for several, in their order."""
+    """One digest of several parts, in their order."""
     whole = sha256()
     for part in parts:
         content = part.encode() if isinstance(part, str) else part

@@ -23,7 +23,7 @@ _TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class DamagedRecord(RuntimeError):
-    """A record that was undamaged when its phase began is not any more."""
+    """A record was damaged during the phase that reads it."""
 
 
 def to_records(hidden_states: torch.Tensor, dtype: str) -> list[Bytes]:
@@ -64,8 +64,7 @@ def read(cache: Cache, slots: Slots, dtype: torch.dtype) -> torch.Tensor:
 def read_ahead(cache: Cache, microbatches: Iterable[Slots], dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """`read` of each of the microbatches, in their order; threads work on the next MICROBATCHES_AHEAD.
 
-    Checksums and copies leave Python's lock to the training, and take a core that is free. The threads end with the
-    iterator: close it, or drop it.
+    Checksums and copies release the GIL and run on idle cores. Close the iterator to end the threads.
     """
     coming = iter(microbatches)
     under_way: deque[Future[torch.Tensor]] = deque()

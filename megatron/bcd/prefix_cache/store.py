@@ -1,7 +1,7 @@
 """The records of one cache: fixed size, in shards, each with a checksum of its own.
 
 A record counts only where its checksum fits, and the checksum is written after it. So a fill that was killed, a file
-that is cut off or missing, and a bit that has flipped are one case: records that are not there.
+that is truncated or missing, and a flipped bit are one case: records that are absent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SHARD_BYTES = 256 * 2**20
 FILE_NAME = re.compile(r"shard_\d{6}\.(bin|crc)")
 _CHECKSUM_BYTES = 4
 _NEVER_WRITTEN = 0
-"""In place of a checksum: what a file holds whose room was only reserved."""
+"""In place of a checksum: the content of a file whose space was only reserved."""
 
 Bytes = numpy.typing.NDArray[numpy.uint8]
 Slots = numpy.typing.NDArray[numpy.int64]
@@ -43,11 +43,11 @@ class RecordStore:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files, once they are there."""
+        """Of all files, once written."""
         return self.num_records * (self.record_bytes + _CHECKSUM_BYTES)
 
     def reserve(self) -> None:
-        """Take the room for every record, so that no write meets a full disk. Raises OSError where there is none."""
+        """Reserve disk space for every record, so that no later write finds the disk full. Raises OSError."""
         for shard, count in self._shards():
             for path, size in ((self._path(shard, "bin"), self.record_bytes), (self._path(shard, "crc"), 4)):
                 file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -58,7 +58,7 @@ class RecordStore:
                     os.close(file)
 
     def write(self, slot: int, content: Bytes) -> None:
-        """The record of `slot`, then its checksum. Raises OSError as the disk says."""
+        """The record of `slot`, then its checksum. Raises OSError."""
         assert content.nbytes == self.record_bytes and 0 <= slot < self.num_records
         shard, place = divmod(slot, self._records_per_shard)
         view = content.reshape(-1).view(numpy.uint8).data
@@ -67,7 +67,7 @@ class RecordStore:
         _write_all(self._file(shard, "crc"), memoryview(checksum), place * _CHECKSUM_BYTES)
 
     def close(self) -> None:
-        """What was written can be read by others from now on. Raises OSError where a disk says so only now."""
+        """Make what was written visible to other processes. Raises OSError for a write error reported late."""
         while self._written:
             os.close(self._written.popitem()[1])
 
@@ -77,7 +77,7 @@ class RecordStore:
         with contextlib.suppress(OSError, ValueError):
             stored = _mapped(self._path(shard, "crc"), place * _CHECKSUM_BYTES, _CHECKSUM_BYTES)
             expected = int.from_bytes(stored.tobytes(), "little")
-            if expected == _NEVER_WRITTEN:  # nothing to read, then
+            if expected == _NEVER_WRITTEN:
                 return None
             record = _mapped(self._path(shard, "bin"), place * self.record_bytes, self.record_bytes)
             if expected == self._checksum(slot, record.data):
@@ -102,7 +102,7 @@ class RecordStore:
     def _file(self, shard: int, kind: str) -> int:
         path = self._path(shard, kind)
         if path not in self._written:
-            if len(self._written) > 1:  # records come in the order of their slots: shards behind are done
+            if len(self._written) > 1:  # records arrive in slot order: earlier shards are complete
                 self.close()
             self._written[path] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         return self._written[path]

@@ -1,4 +1,4 @@
-"""Names for the weights of a prefix, as they are now."""
+"""Digests that identify the present weights of a prefix."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _place(owned: Ownership) -> int | None:
 
 @torch.no_grad()
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """A name for all bits of a tensor. SHA-256 in host memory; a GPU hashes its own, and sends 8 bytes."""
+    """Identifies all bits of a tensor. SHA-256 in host memory; on a GPU a 64-bit hash computed there."""
     if tensor.device.type != "cpu":
         return f"{bits_digest(tensor):016x}"
     return sha256(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()

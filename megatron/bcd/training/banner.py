@@ -1,4 +1,4 @@
-"""The start banner: what this run is, and what memory it will need against full-parameter training."""
+"""The start banner: the run, and its memory compared with full-parameter training."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _describe_model(config: RunConfig, built: TransformerConfig, vocab_size: int
 
 
 def _describe_kept_state(config: RunConfig, partition: Partition, num_between_phases: Sequence[int]) -> tuple[str, ...]:
-    """What stays in host memory between a block's phases; nothing where there is one block."""
+    """What is kept in host memory between a block's phases; empty with one block."""
     optimizer = config.optimizer.optimizer
     moments = cost.moment_bytes(optimizer, sgd_momentum=config.optimizer.sgd_momentum != 0.0)
     is_host = config.bcd.bcd_optimizer_state == "host"
@@ -167,7 +167,7 @@ def _describe_kept_state(config: RunConfig, partition: Partition, num_between_ph
 
 
 def _offload_fraction(config: RunConfig) -> float:
-    """Share of the optimizer that is in host memory."""
+    """Share of the optimizer state in host memory."""
     if not config.optimizer.optimizer_cpu_offload:
         return 0.0
     return config.optimizer.optimizer_offload_fraction
