@@ -1,7 +1,6 @@
 """Bad input: one line that names the flag or file, exit code 2 of every rank, nothing written.
 
-Most cases run in forks of one process (``tests/support/forked_runs.py``), on 2 ranks where they can; a few as a user
-would.
+Most cases run in forks of one process (``tests/support/forked_runs.py``), on 1 and on 2 ranks; a few as a user would.
 """
 
 from __future__ import annotations
@@ -81,19 +80,9 @@ def assert_one_line(text: str, *named: str) -> None:
 
 
 def with_ranks(cases: tuple[Case, ...]) -> pytest.MarkDecorator:
-    """Each case on the most ranks that it is for; on fewer with --long."""
     return pytest.mark.parametrize(
         ("case", "num_ranks"),
-        [
-            pytest.param(
-                case,
-                num_ranks,
-                id=f"{case.name}, {num_ranks}".replace(" ", "_"),
-                marks=[] if num_ranks == max(case.ranks) else [pytest.mark.long],
-            )
-            for case in cases
-            for num_ranks in case.ranks
-        ],
+        [pytest.param(case, n, id=f"{case.name}, {n}".replace(" ", "_")) for case in cases for n in case.ranks],
     )
 
 
