@@ -6,25 +6,38 @@ import datetime
 import os
 import time
 import uuid
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megatron.bcd.runtime import cpu, device
-from megatron.bcd.runtime.offload import patch_offload
+from megatron.bcd.runtime import compat, cpu, device
 
 
-def initialize(*, backend: str, timeout_minutes: int, tensor_size: int, pipeline_size: int) -> None:
-    """Join the process group that torchrun announces and cut it into Megatron Core's parallel groups.
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How the ranks were started; the same on every rank."""
 
-    Without torchrun's environment this is a world of one process.
+    start: int = 1
+    """Which start of these ranks this is, from 1. torchrun's own count differs between nodes."""
+
+    @property
+    def is_restart(self) -> bool:
+        """Whether torchrun has started these ranks before."""
+        return self.start > 1
+
+
+def initialize(*, backend: str, timeout_minutes: int, tensor_size: int, pipeline_size: int) -> Launch:
+    """Join the process group of torchrun's environment and create Megatron Core's parallel groups.
+
+    Without that environment the world is this process.
 
     Raises:
-        ValueError: there are fewer GPUs on this node than processes, or NCCL is asked for without a GPU.
+        ValueError: fewer GPUs on this node than processes, or a backend that does not fit the machine.
     """
     from megatron.core import parallel_state
 
-    patch_offload()
+    compat.patch_optimizer_offload()
     if backend == "auto":
         backend = "nccl" if device.has_cuda() else "gloo"
     if backend == "nccl" and not device.has_cuda():
@@ -46,7 +59,7 @@ def initialize(*, backend: str, timeout_minutes: int, tensor_size: int, pipeline
         cpu.patch_megatron_core()
         cpu.keep_freed_memory()
     if backend == "gloo":
-        share_gloo_device()
+        compat.share_gloo_device()
     if not torch.distributed.is_initialized():
         timeout = datetime.timedelta(minutes=timeout_minutes)
         torch.distributed.init_process_group(backend, timeout=timeout, **_rendezvous(timeout))
@@ -55,49 +68,20 @@ def initialize(*, backend: str, timeout_minutes: int, tensor_size: int, pipeline
         pipeline_model_parallel_size=pipeline_size,
         distributed_timeout_minutes=timeout_minutes,
     )
-
-
-def share_gloo_device() -> None:
-    """Let all of this process's gloo groups use one device (one for each network that GLOO_SOCKET_IFNAME names); to be
-    called before the first group is made.
-
-    Each device has a thread that wakes up 100 times a second, and Megatron Core makes some twenty groups: idle ranks
-    would take a tenth of a core from those that compute.
-    """
-    from torch.distributed import ProcessGroupGloo
-
-    if hasattr(ProcessGroupGloo, "bcd_shared_devices"):
-        return
-    networks = os.environ.get("GLOO_SOCKET_IFNAME")
-    ProcessGroupGloo.bcd_shared_devices = (
-        [ProcessGroupGloo.create_device(interface=name) for name in networks.split(",")]
-        if networks
-        else [ProcessGroupGloo.create_default_device()]
-    )
-    original = ProcessGroupGloo.__init__
-
-    def make(group: Any, store: Any, rank: int, size: int, timeout: Any = datetime.timedelta(minutes=30)) -> None:
-        options = timeout
-        if isinstance(timeout, datetime.timedelta):
-            options = ProcessGroupGloo._Options()
-            options._timeout, options._devices = timeout, ProcessGroupGloo.bcd_shared_devices
-            options._threads = 2 * len(options._devices)  # what it takes without options
-        original(group, store, rank, size, options)
-
-    ProcessGroupGloo.__init__ = make
+    return Launch(start=_start)
 
 
 _start = 1
-"""Which start of these ranks this is, the same on all of them; torchrun's own count differs between nodes."""
+"""See `Launch.start`. For `is_restart` only."""
 
 
 def is_restart() -> bool:
-    """Whether torchrun has started these ranks before; after `initialize`, the same on every rank."""
+    """As `Launch.is_restart` of the last `initialize`."""
     return _start > 1
 
 
 def _rendezvous(timeout: datetime.timedelta) -> dict[str, Any]:
-    """Where the ranks meet: what `init_process_group` can't find out by itself, or what it would get wrong."""
+    """The arguments of `init_process_group` that it can't find by itself, or would get wrong after a restart."""
     if "RANK" not in os.environ:
         return {"rank": 0, "world_size": 1, "store": torch.distributed.HashStore()}
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -111,14 +95,14 @@ def _rendezvous(timeout: datetime.timedelta) -> dict[str, Any]:
 
 
 def number_of_start(store: Any, *, rank: int, world_size: int, timeout: datetime.timedelta) -> int:
-    """A number that all ranks share and that no earlier start of them had.
+    """A number that all ranks share and that no earlier start had.
 
-    torchrun keeps its store over restarts (pytorch issue 135712): a rank would find the address of one that is gone.
-    Its restart count does not tell starts apart, because nodes count for themselves. So rank 0 draws a number, and
-    welcomes the others, each by a name that it has for this start only: whoever is welcomed knows the newest number.
+    torchrun keeps its store over restarts (pytorch issue 135712), so a rank would find the address of one that is
+    gone. Its restart count can't separate starts, because each node has its own. So rank 0 draws a number and
+    acknowledges each other rank by a name that is new for this start: an acknowledged rank has the newest number.
 
     Raises:
-        RuntimeError: not all ranks came in time.
+        RuntimeError: rank 0 did not answer within `timeout`.
     """
     if rank == 0:
         start = store.add("bcd/starts", 1)
@@ -133,4 +117,4 @@ def number_of_start(store: Any, *, rank: int, world_size: int, timeout: datetime
         time.sleep(0.05)
         if store.check([f"bcd/start {start}/welcome {name}"]):
             return start
-    raise RuntimeError(f"rank {rank} has waited {timeout} for rank 0 to start")
+    raise RuntimeError(f"rank {rank} waited {timeout} for rank 0 to start")

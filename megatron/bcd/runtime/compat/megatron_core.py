@@ -1,20 +1,39 @@
-"""Megatron Core's --optimizer-cpu-offload, where it does not work as it comes."""
+"""Workarounds for Megatron Core 0.16.1."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import queue
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 
-@functools.cache
-def patch_offload() -> None:
-    """Let Megatron Core's --optimizer-cpu-offload work without Transformer Engine, and in fp32; on any machine.
+@contextlib.contextmanager
+def checkpoint_results_in_process() -> Iterator[None]:
+    """Inside, checkpoint planning creates a plain queue for the writers' results, not a manager process.
 
-    Its OptimizerConfig would compare the version of an absent Transformer Engine with another; and its optimizer is
-    given views of fp32 weights, which PyTorch takes for results of a computation unless they retain their gradient,
-    and looks for the gradient of those that stay on the device where Megatron Core does not put it.
+    A manager process outlives a rank that is killed.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    original = filesystem_async._get_write_results_queue
+    filesystem_async._get_write_results_queue = queue.Queue
+    try:
+        yield
+    finally:
+        filesystem_async._get_write_results_queue = original
+
+
+@functools.cache
+def patch_optimizer_offload() -> None:
+    """Make --optimizer-cpu-offload work without Transformer Engine and in fp32. Permanent; once per process.
+
+    OptimizerConfig compares the version of an absent Transformer Engine. HybridDeviceOptimizer gets fp32 weights as
+    views, which torch.optim.Optimizer rejects as non-leaf tensors unless they retain their gradient, and it does not
+    set the gradient of fp32 weights that stay on the device.
     """
     from megatron.core import utils
     from megatron.core.optimizer import optimizer_config
