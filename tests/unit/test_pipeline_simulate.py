@@ -218,7 +218,7 @@ def test_grid_text() -> None:
         time            0              5              10
         stage 0 prefix  f1 f2 f0' .  .  .  .  .  .  .
         stage 1 active  F0 F1  . B0--- F2 B1--- B2---
-        stage 2 frozen   . F0 D0 F1 D1  . F2 D2  .  .
+        stage 2 frozen   . F0 I0 F1 I1  . F2 I2  .  .
         """)
     assert legend(timeline).startswith("f forward-only") and legend(timeline).endswith(". idle")
     assert describe(timeline) + "\n" == dedent("""\

@@ -23,11 +23,11 @@ class Kind(enum.StrEnum):
     SEND_BACKWARD = "send backward"
     RECEIVE_BACKWARD = "receive backward"
     SEND_FORWARD_RECEIVE_BACKWARD = "send forward, receive backward"
-    """Both at once: one after the other would wait for a neighbour that wants to send too."""
+    """Both at once: in sequence, two neighbours that both send first would deadlock."""
     SEND_BACKWARD_RECEIVE_FORWARD = "send backward, receive forward"
     RECEIVE_AHEAD = "receive ahead"
-    """The first trainable stage's receive of a next iteration's microbatch: begun now, awaited when that iteration
-    uses it."""
+    """The first trainable stage's receive of a microbatch of the next iteration: started now, awaited when that
+    iteration uses it."""
 
     @property
     def computes(self) -> bool:
@@ -39,7 +39,7 @@ _COMPUTE = frozenset((Kind.FORWARD, Kind.FORWARD_ONLY, Kind.BACKWARD, Kind.BACKW
 
 @dataclass(frozen=True)
 class Action:
-    """One thing that a stage does."""
+    """One step of a stage: a computation or a message."""
 
     kind: Kind
     microbatch: int

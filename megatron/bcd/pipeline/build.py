@@ -1,8 +1,7 @@
 """The actions of every pipeline stage in one iteration (docs/pipeline.md).
 
-Stages before the first trainable stage hold prefix only: they run forward without a graph and hand their outputs on.
-From the first trainable stage on it is 1F1B, as if the first trainable stage were the first one: no backward message
-leaves it upstream.
+Stages before the first trainable stage hold prefix only: they run forward without a graph and send their outputs on.
+From the first trainable stage on the order is 1F1B, as if that stage were the first one: it sends no backward message.
 
 Run-ahead: the prefix does not change within a phase, so the forward-only stages may compute the first microbatches of
 the next iteration while the others still run backward and step the optimizer. Microbatches count from 0 in their
@@ -18,12 +17,12 @@ from functools import cache
 from megatron.bcd.pipeline.actions import Action, Kind
 
 MAX_SENDS_IN_FLIGHT = 2
-"""Outputs of a forward-only stage that its receiver has not taken yet; one more waits for the oldest."""
+"""Outputs of a forward-only stage that its receiver has not received yet; one more waits for the oldest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanShape:
-    """What a plan follows from."""
+    """The input of `build_plan`."""
 
     num_stages: int
     num_microbatches: int
@@ -36,11 +35,10 @@ class PlanShape:
     run_ahead: int = 0
     """Microbatches of the next iteration that the forward-only stages run ahead with."""
     is_stock: bool = False
-    """Megatron Core's own 1F1B: every stage takes part in forward and backward, the first trainable stage has no
-    meaning for it."""
+    """Megatron Core's own 1F1B: every stage runs forward and backward, whatever `first_trainable` is."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError where the numbers do not fit each other."""
+        """Raises ValueError for numbers that contradict each other."""
         if self.num_stages < 1 or self.num_microbatches < 1:
             raise ValueError(f"{self.num_stages} stages and {self.num_microbatches} microbatches: at least 1 of each")
         if not 0 <= self.first_trainable <= self.num_stages:

@@ -1,4 +1,4 @@
-"""One iteration of one stage: its part of the plan, action by action, with Megatron Core's passes and messages."""
+"""Executes one stage's actions of one iteration with Megatron Core's passes and messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron.bcd.runtime import device
 
 @dataclass(frozen=True, kw_only=True)
 class TimedAction:
-    """An action that was executed, and when: seconds of a clock that never goes back."""
+    """An executed action and its times, in seconds of a monotonic clock."""
 
     action: Action
     start: float
@@ -34,7 +34,7 @@ class TimedAction:
 
 
 class StageExecutor:
-    """One iteration of one stage: what is under way, and what each kind of action does to it."""
+    """One iteration of one stage: the tensors under way, and a handler for each kind of action."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class StageExecutor:
     ) -> None:
         self._shape, self._model, self._communicator, self._link = shape, model, communicator, link
         self._groups, self._trace = groups, trace
-        # where the prefix is served, a plan has fewer stages than the pipeline: its last ones
+        # with a prefix cache, the plan has only the last stages of the pipeline
         self._stage = groups.pp.rank() - (groups.pp.size() - shape.num_stages)
         self._config = get_model_config(model)
         self._forward_step_func, self._batches = forward_step_func, data_iterator
@@ -76,7 +76,7 @@ class StageExecutor:
         self._num_to_receive = shape.done_ahead if self._is_first_trainable else 0
         self._num_to_receive += sum(action.kind is Kind.RECEIVE_FORWARD for action in self._actions)
         self._num_backwards = sum(action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) for action in self._actions)
-        # by microbatch; inputs until the forward pass, where they need a gradient until the backward pass
+        # by microbatch; an input is kept until its forward pass, or its backward pass if it needs a gradient
         self._inputs: dict[int, torch.Tensor] = {}
         self._outputs: dict[int, torch.Tensor] = {}
         self._output_gradients: dict[int, torch.Tensor] = {}
@@ -154,8 +154,8 @@ class StageExecutor:
 
     def _backward(self, microbatch: int, _: int | None = None) -> None:
         self._num_backwards -= 1
-        # as Megatron Core does: only the first stage of those that run backward overlaps the reduction with its last
-        # backward pass, the others reduce while they would wait
+        # as Megatron Core: only the first trainable stage overlaps the reduction with its last backward pass; the
+        # others reduce in the bubble
         if not self._num_backwards and (self._config.grad_sync_func is None or self._is_first_trainable):
             self._allow_gradient_reduction()
         gradient = backward_step(
@@ -218,7 +218,7 @@ class StageExecutor:
             self._no_sync = None
 
     def _finish_gradients(self) -> None:
-        """Reduce what is not reduced yet: over data parallel ranks, tied embeddings, sequence-parallel norms."""
+        """Reduce what is not reduced yet: data-parallel replicas, tied embeddings, sequence-parallel norms."""
         if self._no_sync is not None:
             self._allow_gradient_reduction()
             if self._config.grad_sync_func is not None:

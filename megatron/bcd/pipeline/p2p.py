@@ -1,4 +1,4 @@
-"""Messages between neighbouring stages: Megatron Core's communicator, counted, and one without answers."""
+"""Messages between neighbouring stages: Megatron Core's communicator with a counter, and a one-way link."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ class CountingCommunicator(P2PCommunicator):
 
 
 class OneWayLink:
-    """Forward messages along a row of stages that hand nothing back.
+    """Forward messages between stages of the prefix, which send no gradients back.
 
-    A sender goes on without waiting for the receiver, MAX_SENDS_IN_FLIGHT messages at most; a receiver begins to
+    A sender does not wait for the receiver until MAX_SENDS_IN_FLIGHT messages are under way; a receiver starts to
     receive the next message while it computes on the present one.
     """
 
     def __init__(self, communicator: P2PCommunicator) -> None:
         config = copy.copy(communicator.config)
-        config.batch_p2p_comm = False  # batched messages of a rank wait for each other, whoever they are for
+        config.batch_p2p_comm = False  # a rank's batched messages wait for each other, whatever their target
         self._communicator = P2PCommunicator(communicator.pp_group, config)
         self._sent: deque[tuple[torch.Tensor, Any]] = deque()
         self._coming: deque[tuple[torch.Tensor, Any]] = deque()
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Begin to send; the tensor stays alive until the receiver has it."""
+        """Start to send; the tensor is kept alive until the receiver has it."""
         while len(self._sent) >= MAX_SENDS_IN_FLIGHT:
             self._finish_oldest_send()
         self._sent.append((tensor, self._begin(tensor, None)[1]))
@@ -48,7 +48,7 @@ class OneWayLink:
         self._coming.append(self._begin(None, shape))
 
     def receive(self, shape: tuple[int, ...], *, more_follow: bool) -> torch.Tensor:
-        """The oldest message that was not taken yet, without a gradient; begins to receive the one after it."""
+        """The oldest message that was not returned yet, without a gradient; starts to receive the one after it."""
         if not self._coming:
             self.begin_receive(shape)
         tensor, requests = self._coming.popleft()

@@ -9,7 +9,7 @@ from megatron.bcd.pipeline.actions import Action, Kind, sent
 from megatron.bcd.pipeline.build import PlanShape
 from megatron.bcd.pipeline.simulate import Span, Timeline
 
-LETTERS = {Kind.FORWARD_ONLY: "f", Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "D"}
+LETTERS = {Kind.FORWARD_ONLY: "f", Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "I"}
 IDLE = "."
 MAX_CELLS = 400
 _CELLS_PER_TICK = 5
@@ -90,9 +90,9 @@ def legend(*timelines: Timeline) -> str:
 def render_grid(timeline: Timeline, *, unit: float | None = None, width: int | None = None) -> str:
     """The rows of all stages under a ruler of cells, `width` characters for each `unit` of time.
 
-    By default as `cell_unit` and `cell_width` say; give them to draw several timelines to one scale. An action takes
-    the cells between its beginning and its end, both rounded: with the default costs all of them exactly, and what
-    costs nothing takes none.
+    By default as `cell_unit` and `cell_width` say; give them to draw several timelines to one scale. An action fills
+    the cells between its start and its end, both rounded: with the default costs exactly, and one that costs nothing
+    fills none.
     """
     unit = cell_unit(timeline) if unit is None else unit
     width = cell_width(timeline) if width is None else width
@@ -113,10 +113,10 @@ def _row(spans: Sequence[Span], shape: PlanShape, *, unit: float, width: int, nu
         first, end = _nearest(span.start / unit), _nearest(span.end / unit)
         if span.action.kind.computes and first < end:
             text = label(span.action, shape)
-            room = (end - first) * width
+            space = (end - first) * width
             # dashes join the cells of one action; the last character keeps it from the next one
-            bar = text if end - first == 1 else text.ljust(room - 1, "-")
-            cells[first:end] = [bar.ljust(room)] + [""] * (end - first - 1)
+            bar = text if end - first == 1 else text.ljust(space - 1, "-")
+            cells[first:end] = [bar.ljust(space)] + [""] * (end - first - 1)
     return "".join(cells)
 
 
@@ -126,7 +126,7 @@ def _nearest(cells: float) -> int:
 
 
 def describe(timeline: Timeline) -> str:
-    """What stands under the grid: iteration time and bubble, then by stage what it does, keeps and sends.
+    """The text below the grid: iteration time and bubble, then work, activations and messages by stage.
 
     Work is in units of time. A stage that receives ahead keeps those inputs until the next iteration.
     """

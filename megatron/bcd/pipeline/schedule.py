@@ -1,4 +1,4 @@
-"""Megatron Core's place for a schedule, filled with the plan of the active block."""
+"""The forward-backward function of a phase, with the interface of Megatron Core's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PipelineSchedule:
         self.backward_messages = 0
         """Gradients that this rank sent and received in the last training iteration."""
         self.trace: list[TimedAction] | None = None
-        """Give it a list, and every action is added to it (which synchronises the device)."""
+        """Set to a list, it collects every action; each then synchronises the device."""
         self._partition = partition
         self._run_ahead = run_ahead
         self._block = 0
@@ -47,7 +47,7 @@ class PipelineSchedule:
     def begin_phase(self, block: int, *, is_prefix_served: bool = False) -> None:
         """`block` is active from now on. With `is_prefix_served` the first trainable stage's batches bring its input
         along, and the stages before it do nothing but take part in the collectives that end an iteration."""
-        assert self._done_ahead == 0, "what a stage ran ahead with belongs to the phase before"
+        assert self._done_ahead == 0, "microbatches that ran ahead belong to the phase before"
         self._block, self._is_prefix_served = block, is_prefix_served
 
     def prefix_link(self, model: torch.nn.Module) -> OneWayLink | None:
@@ -104,11 +104,11 @@ class PipelineSchedule:
     def _shape(self, num_microbatches: int, *, forward_only: bool) -> PlanShape:
         num_stages = self._partition.num_stages
         if forward_only:
-            assert self._done_ahead == 0, "what a stage ran ahead with comes first"
+            assert self._done_ahead == 0, "microbatches that ran ahead come first"
             return evaluation_shape(num_stages=num_stages, num_microbatches=num_microbatches)
         first_trainable = self._partition.first_trainable_stage(self._block)
         active = [self._partition.stage_active(self._block, stage) for stage in range(num_stages)]
-        if self._is_prefix_served:  # the pipeline begins with the first trainable stage
+        if self._is_prefix_served:  # the pipeline starts at the first trainable stage
             return bcd_shape(
                 num_stages=num_stages - first_trainable,
                 num_microbatches=num_microbatches,

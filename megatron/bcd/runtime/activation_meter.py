@@ -1,4 +1,4 @@
-"""Counts what autograd keeps for the backward pass: bytes that are alive, and their peak."""
+"""Counts the bytes that autograd keeps for the backward pass, and their peak."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class _Saved:
-    """One saved tensor; tells the meter when the graph lets go of it."""
+    """One saved tensor; decrements the meter when the graph frees it."""
 
     __slots__ = ("_meter", "tensor")
 
@@ -28,8 +28,9 @@ class ActivationMeter:
 
     `peak_bytes` is the highest since the last `measuring` began. Recomputed activations count while they live.
 
-    With `allocated_bytes`, a GPU's allocator is asked after every forward pass instead (`after_forward`), which counts
-    the stage's output too. Hooks would hand Megatron Core's fused weight gradients a weight that is not the parameter.
+    With `allocated_bytes`, the GPU allocator's count after every forward pass is used instead (`after_forward`), which
+    includes the stage's output: under hooks, a saved weight is not the parameter that Megatron Core's fused weight
+    gradients need.
     """
 
     def __init__(self, allocated_bytes: Callable[[], int] | None = None) -> None:

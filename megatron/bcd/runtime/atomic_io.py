@@ -1,4 +1,4 @@
-"""Writing that survives a loss of power, and what a disk said in one line."""
+"""Durable writes, and OS errors in one line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 def write(path: str, content: bytes) -> None:
-    """Write a file, down to the disk. Raises OSError as the disk says."""
+    """Write a file and flush it to the disk. Raises OSError."""
     with open(path, "wb") as file:
         file.write(content)
         file.flush()
@@ -17,7 +17,7 @@ def write(path: str, content: bytes) -> None:
 
 
 def sync(path: str) -> None:
-    """Bring a file or a folder's list of names to the disk."""
+    """Flush a file, or a folder's list of names, to the disk."""
     file = os.open(path or ".", os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(file)

@@ -10,7 +10,7 @@ def has_cuda() -> bool:
 
 
 def num_gpus() -> int:
-    """That this process sees; asks the driver and leaves no context on any of them."""
+    """GPUs visible to this process; creates no CUDA context."""
     return torch.cuda.device_count() if has_cuda() else 0
 
 
@@ -27,7 +27,7 @@ def name() -> str:
 
 
 def check_can_offload() -> None:
-    """Raises ValueError where there is no GPU that --optimizer-cpu-offload could take something off."""
+    """Raises ValueError without a GPU: --optimizer-cpu-offload has nothing to offload."""
     if not has_cuda():
         raise ValueError(
             "--optimizer-cpu-offload needs a CUDA GPU, and none is visible here: leave it out (without a GPU all is in "

@@ -1,4 +1,4 @@
-"""The end of a run whose flags, files or machine don't fit: one line, exit code 2, on every rank."""
+"""Ends a run whose flags, files or machine don't fit: one line, exit code 2, on every rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ending = threading.Lock()
 def exit_on_error(*kinds: type[Exception], prog: str) -> Iterator[None]:
     """Turn an error of the given kinds, on any rank, into one line on stderr and exit code 2 of every rank.
 
-    A rank whose code in here is sound ends too, also out of a collective in which it waits for the others.
+    Ranks without an error end too, also those that wait in a collective.
     """
     is_over = threading.Event()
     if _world_size() > 1:
@@ -39,10 +39,10 @@ def exit_on_error(*kinds: type[Exception], prog: str) -> Iterator[None]:
 def exit_with_error(message: str, *, prog: str) -> NoReturn:
     """End this process with exit code 2 after one line from rank 0.
 
-    Every rank is waited for, for `_PATIENCE_SECONDS`, else torchrun would kill the slower ones with a signal of its
-    own. Where rank 0 does not come, the rank that saw the fault tells it.
+    Waits up to `_PATIENCE_SECONDS` for every rank: torchrun would end the slower ones with its own signal. If rank 0
+    does not arrive, the rank with the error prints it.
     """
-    _ending.acquire()  # never released: of this rank's two threads one speaks
+    _ending.acquire()  # never released: one of this rank's two threads prints
     ctypes.CDLL(None).signal(int(signal.SIGTERM), ctypes.c_void_p(1))  # SIG_IGN; Python's own is for the main thread
     rank, world_size = int(os.environ.get("RANK", "0")), _world_size()
     line = f"{prog}: error: {' '.join(message.split())}"
@@ -59,10 +59,9 @@ def _world_size() -> int:
 
 
 def _refusals() -> Any:
-    """The store that torchrun keeps, cut down to what exit_on_error ranks tell each other in this start of the
-    workers."""
+    """The part of torchrun's store for messages of `exit_on_error` in this start of the workers."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        raise RuntimeError("no torchrun here")  # another launcher: nobody keeps a store before the process group does
+        raise RuntimeError("no torchrun here")  # another launcher: there is no store before the process group
     patience = datetime.timedelta(seconds=_PATIENCE_SECONDS)
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = torch.distributed.TCPStore(*address, is_master=False, timeout=patience)
@@ -70,7 +69,7 @@ def _refusals() -> Any:
 
 
 def _all_ranks_refuse(message: str, world_size: int) -> bool:
-    """Tell the other ranks; whether all of them arrive here in time."""
+    """Send the message to the other ranks; whether all of them arrive here in time."""
     try:
         store = _refusals()
         store.set("message", message)
@@ -81,16 +80,16 @@ def _all_ranks_refuse(message: str, world_size: int) -> bool:
                 return False
             time.sleep(0.02)
         return True
-    except Exception:  # no store, no waiting: the exit code is what counts
+    except Exception:  # without a store there is nothing to wait for
         return True
 
 
 def _end_with_the_others(is_over: threading.Event, prog: str) -> None:
-    """Until `is_over`, look whether another rank has refused, and refuse with it."""
+    """Until `is_over`, poll whether another rank has failed; if so, end this one."""
     try:
         store = _refusals()
         while not is_over.wait(0.1):
             if store.check(["message"]):
                 exit_with_error(store.get("message").decode(), prog=prog)
-    except Exception:  # no store, or it went away with torchrun
+    except Exception:  # no store, or torchrun has ended
         return

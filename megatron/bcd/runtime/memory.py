@@ -11,12 +11,12 @@ from megatron.bcd.runtime import cpu, device
 
 
 def empty_in_host_memory(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """A flat tensor; pinned where there is a GPU, so that copies need not wait for each other."""
+    """A flat tensor; pinned on a machine with a GPU, so that copies can be asynchronous."""
     return torch.empty(num_elements, dtype=dtype, pin_memory=device.has_cuda())
 
 
 def release_cached_memory() -> None:
-    """Give freed memory back to the driver or the system, so that a phase's peak is this phase's own."""
+    """Return freed memory to the driver or the system, so that a phase's peak is its own."""
     if device.has_cuda():
         torch.cuda.empty_cache()
     else:
@@ -29,13 +29,13 @@ def reset_peak_memory() -> None:
         return
     try:
         with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # Linux: the peak resident set starts again from the present one
+            file.write("5")  # Linux: resets the peak resident set to the current one
     except OSError:
-        pass  # elsewhere the peak stays the whole process's
+        pass  # elsewhere the peak is that of the whole process
 
 
 def allocator() -> Callable[[], int] | None:
-    """What asks the GPU's allocator for the bytes that are allocated now; None on a CPU, which keeps no count."""
+    """A function that returns the bytes allocated on the GPU now; None on a CPU, which keeps no count."""
     return torch.cuda.memory_allocated if device.has_cuda() else None
 
 

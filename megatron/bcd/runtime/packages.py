@@ -22,7 +22,7 @@ def has_transformer_engine() -> bool:
 
 
 def transformer_engine_version() -> str:
-    """Of the one that is used; empty where none is."""
+    """The version in use; empty without Transformer Engine."""
     if not has_transformer_engine():
         return ""
     import transformer_engine
@@ -41,7 +41,7 @@ def has_apex() -> bool:
 
 
 def optimizer_implementation() -> str:
-    """Where Megatron Core takes its Adam from; it decides by importability when it is imported."""
+    """The origin of Megatron Core's Adam, which it chooses by importability when it is imported."""
     from megatron.core.optimizer import Adam
 
     module = Adam.__module__

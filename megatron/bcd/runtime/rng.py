@@ -25,7 +25,7 @@ def seed_everything(seed: int, *, data_parallel_random_init: bool = False) -> No
     torch.manual_seed(seed)
     state = torch.get_rng_state()
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    torch.set_rng_state(state)  # on a CPU the tracker above drew on the very generator that initialises the weights
+    torch.set_rng_state(state)  # on a CPU the tracker uses the generator that initialises the weights
 
 
 def device_rng_state() -> torch.Tensor | None:
@@ -39,7 +39,7 @@ def set_device_rng_state(state: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def random_generators_kept() -> Iterator[None]:
-    """What is drawn inside, dropout included, leaves PyTorch's generators and Megatron Core's tracker as they were."""
+    """Restores PyTorch's generators and Megatron Core's tracker at the end, whatever was drawn inside."""
     from megatron.core import tensor_parallel
 
     tracker = tensor_parallel.get_cuda_rng_tracker()
@@ -55,9 +55,9 @@ def random_generators_kept() -> Iterator[None]:
 
 
 def use_deterministic_algorithms() -> None:
-    """Make PyTorch take deterministic kernels only, and fail where there is none (--deterministic-mode)."""
+    """Restrict PyTorch to deterministic kernels; it raises where there is none (--deterministic-mode)."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's attention asks for it
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # read by Transformer Engine's attention
     torch.use_deterministic_algorithms(True)
 
 
