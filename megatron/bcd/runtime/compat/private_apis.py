@@ -103,7 +103,7 @@ PRIVATE_APIS = (
     PrivateApi(
         "megatron.core.distributed.param_and_grad_buffer",
         "_ParamAndGradBuffer.__init__",
-        used_in="optim.active_block",
+        used_in="optim.state_bytes",
         use="counting bytes",
         source=("self.param_data", "self.grad_data"),
     ),
@@ -190,7 +190,7 @@ PRIVATE_APIS = (
     PrivateApi(
         "megatron.core.optimizer.optimizer",
         "MixedPrecisionOptimizer.prepare_grads",
-        used_in="optim.active_block",
+        used_in="optim.phase_optimizer",
         use="is_stub_optimizer set after construction",
         parameters="self",
         source=("self.is_stub_optimizer",),
