@@ -311,6 +311,7 @@ def main(argv: Sequence[str]) -> None:
             timeout_minutes=config.training.distributed_timeout_minutes,
             tensor_size=config.tensor_size,
             pipeline_size=config.pipeline_size,
+            cpu_kernels=config.training.cpu_kernels,
         )
         rng.seed_everything(config.training.seed)
         kind: Any = Benchmark

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support import worlds
 from support.dist import World
+from support.kernels import with_cpu_kernels
 
 # 20 steps of 2,048 tokens with a vocabulary of 50,304: half a minute each on a quiet core
 pytestmark = pytest.mark.timeout(900)
@@ -87,16 +88,22 @@ def test_curve_of_the_entry_script(
     assert_is_stock([line for line in lines if "loss" in line], evaluations, reference["runs"]["gpt_pp2"])
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(("run", "kernels"), with_cpu_kernels(RUNS, megatron=("gpt_pp1", "llama_pp1")))
 def test_curve(
-    world1: World, world2: World, wikitext: str, bpe_files: dict[str, Any], reference: dict[str, Any], run: str
+    worlds_of: dict[str, tuple[World, World]],
+    wikitext: str,
+    bpe_files: dict[str, Any],
+    reference: dict[str, Any],
+    run: str,
+    kernels: str,
 ) -> None:
     """Seeds, initialisation, sample order, weight-decay groups, schedule or loss averaging that are not stock's."""
     # The first half: the entry script's run above is whole
     iterations = [line for line in reference["runs"][run]["iterations"] if line["iteration"] <= HALF]
     stock = {"iterations": iterations, "validation_loss": {HALF: reference["runs"][run]["validation_loss"][str(HALF)]}}
-    world = (world1, world2)[reference["runs"][run]["world_size"] - 1]
-    check_curve(world, flags_of(reference, run, {"data_path": wikitext} | bpe_files), stock, exit_interval=HALF)
+    world = worlds_of[kernels][reference["runs"][run]["world_size"] - 1]
+    flags = flags_of(reference, run, {"data_path": wikitext, "cpu_kernels": kernels} | bpe_files)
+    check_curve(world, flags, stock, exit_interval=HALF)
 
 
 @pytest.mark.long

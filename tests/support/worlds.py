@@ -26,7 +26,7 @@ from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
 from megatron.bcd.model.builder import build_model, unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
-from megatron.bcd.runtime import distributed, rng
+from megatron.bcd.runtime import cpu, distributed, rng
 from megatron.bcd.training import loop, restore, save, setup
 from megatron.bcd.training.forward_backward import ForwardBackward
 from megatron.bcd.training.phase import Phase
@@ -260,7 +260,7 @@ def parallel(config: RunConfig, *, freezes: bool = False) -> Iterator[None]:
     Imported modules are hidden from the garbage collector, which else takes a third of a small run's time. With
     `freezes` the run hides its own objects too, as it does outside of tests.
     """
-    _cut_world(config.tensor_size, config.pipeline_size)
+    _cut_world(config.tensor_size, config.pipeline_size, config.training.cpu_kernels)
     rng.seed_everything(config.training.seed, data_parallel_random_init=config.training.data_parallel_random_init)
     gc.collect()  # what is left of the run before
     gc.freeze()
@@ -272,9 +272,10 @@ def parallel(config: RunConfig, *, freezes: bool = False) -> Iterator[None]:
             gc.unfreeze()
 
 
-def _cut_world(tensor_size: int, pipeline_size: int) -> None:
+def _cut_world(tensor_size: int, pipeline_size: int, cpu_kernels: str) -> None:
     """Parallel groups of these sizes: kept where they are there already, else in place of those of the run before."""
     torch.set_num_threads(1)
+    cpu.patch_megatron_core(cpu_kernels)  # also where groups are kept: raises if this rank has the other kernels
     num_microbatches_calculator.unset_num_microbatches_calculator()
     if parallel_state.model_parallel_is_initialized():
         torch.distributed.barrier()
@@ -287,7 +288,13 @@ def _cut_world(tensor_size: int, pipeline_size: int) -> None:
         parallel_state.destroy_model_parallel()
         for group in [group for group in distributed_c10d._world.pg_map if group != torch.distributed.group.WORLD]:
             torch.distributed.destroy_process_group(group)
-    distributed.initialize(backend="gloo", timeout_minutes=2, tensor_size=tensor_size, pipeline_size=pipeline_size)
+    distributed.initialize(
+        backend="gloo",
+        timeout_minutes=2,
+        tensor_size=tensor_size,
+        pipeline_size=pipeline_size,
+        cpu_kernels=cpu_kernels,
+    )
 
 
 @contextlib.contextmanager

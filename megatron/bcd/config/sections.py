@@ -75,6 +75,12 @@ class TrainingConfig:
     distributed_backend: str = option(
         "auto", "torch.distributed backend; auto is nccl on GPUs and gloo on CPUs", choices=("auto", "nccl", "gloo")
     )
+    cpu_kernels: str = option(
+        "fast",
+        "kernels on a CPU: fast = this project's, and PyTorch's fused Adam; megatron = Megatron Core's own functions. "
+        "Ignored on GPUs",
+        choices=("fast", "megatron"),
+    )
     distributed_timeout_minutes: int = option(10, "minutes after which a collective fails", type=int)
     use_distributed_optimizer: bool = option(
         True, "shard the active block's optimizer state over the data-parallel ranks"

@@ -30,7 +30,9 @@ def build_transformer_config(config: RunConfig, implementation: Implementation) 
     if config.model.swiglu:
         fields.update(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
     has_bias = fields.get("add_bias_linear", True)
-    if not config.model.swiglu and (not device.has_cuda() or not has_bias):  # of the fusions, SwiGLU's runs on a CPU
+    has_fast_kernels = not device.has_cuda() and config.training.cpu_kernels == "fast"
+    fuses_activation = device.has_cuda() and (config.model.swiglu or has_bias)
+    if not (fuses_activation or has_fast_kernels and config.model.swiglu):
         fields["bias_activation_fusion"] = False
     if config.model.openai_gelu and not fields["bias_activation_fusion"]:
         # the fused kernel always computes the tanh form, but Megatron Core accepts it for torch's GELU only
@@ -38,7 +40,7 @@ def build_transformer_config(config: RunConfig, implementation: Implementation) 
     if not device.has_cuda():
         fields["bias_dropout_fusion"] = False
         fields["cross_entropy_loss_fusion"] = False
-        fields["fused_single_qkv_rope"] = _has_plain_rotation(config)
+        fields["fused_single_qkv_rope"] = has_fast_kernels and _has_plain_rotation(config)
     if implementation.layers == "local":
         fields["persist_layer_norm"] = False
         fields["apply_rope_fusion"] = False

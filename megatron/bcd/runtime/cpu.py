@@ -28,11 +28,12 @@ _MODULES_FOR_CUDA = (
 class _TorchOnCpu(types.ModuleType):
     """`torch` as Megatron Core's modules see it without a GPU: factory calls with device="cuda" make CPU tensors."""
 
+    distributed: Any
+
     def __init__(self) -> None:
         super().__init__("torch")
         for name in _FACTORIES:
             setattr(self, name, _on_cpu(getattr(torch, name)))
-        self.distributed = cpu_kernels.DistributedForOneRank("torch.distributed")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -58,12 +59,24 @@ def _type_name_as_cuda(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kw
 _tensor_type = torch.Tensor.type
 
 
-@functools.cache
-def patch_megatron_core() -> None:
-    """Let Megatron Core run on this CPU: only where there is no GPU.
+_kernels: str | None = None
+"""What this process computes with; patches are never taken back."""
 
-    Its CUDA random generator is the CPU's, its current device is the CPU, streams and synchronisation vanish.
-    """
+
+def patch_megatron_core(kernels: str) -> None:
+    """Let Megatron Core run on this CPU, with `kernels` as --cpu-kernels has them. Only where there is no GPU."""
+    global _kernels
+    if _kernels is None:
+        _kernels = kernels
+        torch_on_cpu = _emulate_cuda()
+        if kernels == "fast":
+            _use_fast_kernels(torch_on_cpu)
+    assert _kernels == kernels, f"this process computes with --cpu-kernels {_kernels}"
+
+
+def _emulate_cuda() -> _TorchOnCpu:
+    """Megatron Core's CUDA random generator is the CPU's, its current device is the CPU, streams and synchronisation
+    vanish. Returns `torch` as its modules see it from now on."""
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
@@ -77,19 +90,26 @@ def patch_megatron_core() -> None:
     torch.cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]
     torch.Tensor.type = _type_name_as_cuda  # type: ignore[method-assign,assignment]
-    from megatron.core import optimizer
     from megatron.core.tensor_parallel import random as megatron_random
 
-    of_groups = "_get_megatron_optimizer_based_on_param_groups"
-    setattr(optimizer, of_groups, _with_fused_adam(getattr(optimizer, of_groups)))
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     # its tracker warns when the CPU's generator moves while the GPU's is in use: here they are one
     logging.getLogger(megatron_random.__name__).addFilter(lambda record: "CPU RNG state" not in record.getMessage())
-    cpu_kernels.patch_megatron_core()
     torch_on_cpu = _TorchOnCpu()
     for name in _MODULES_FOR_CUDA:
         importlib.import_module(name).torch = torch_on_cpu  # type: ignore[attr-defined]
+    return torch_on_cpu
+
+
+def _use_fast_kernels(torch_on_cpu: _TorchOnCpu) -> None:
+    from megatron.core import optimizer
+
+    of_groups = "_get_megatron_optimizer_based_on_param_groups"
+    setattr(optimizer, of_groups, _with_fused_adam(getattr(optimizer, of_groups)))
+    torch_on_cpu.distributed = cpu_kernels.DistributedForOneRank("torch.distributed")
+    cpu_kernels.patch_megatron_core()
+    keep_freed_memory()
 
 
 def _with_fused_adam(build: Any) -> Any:

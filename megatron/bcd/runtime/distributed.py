@@ -27,7 +27,9 @@ class Launch:
         return self.start > 1
 
 
-def initialize(*, backend: str, timeout_minutes: int, tensor_size: int, pipeline_size: int) -> Launch:
+def initialize(
+    *, backend: str, timeout_minutes: int, tensor_size: int, pipeline_size: int, cpu_kernels: str = "fast"
+) -> Launch:
     """Join the process group of torchrun's environment and create Megatron Core's parallel groups.
 
     Without that environment the world is this process.
@@ -56,8 +58,7 @@ def initialize(*, backend: str, timeout_minutes: int, tensor_size: int, pipeline
             )
         torch.cuda.set_device(local_rank)
     else:
-        cpu.patch_megatron_core()
-        cpu.keep_freed_memory()
+        cpu.patch_megatron_core(cpu_kernels)
     if backend == "gloo":
         compat.share_gloo_device()
     if not torch.distributed.is_initialized():

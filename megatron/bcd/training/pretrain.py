@@ -74,6 +74,7 @@ def _initialize(config: RunConfig) -> None:
         timeout_minutes=training.distributed_timeout_minutes,
         tensor_size=config.tensor_size,
         pipeline_size=config.pipeline_size,
+        cpu_kernels=training.cpu_kernels,
     )
     rng.seed_everything(training.seed, data_parallel_random_init=training.data_parallel_random_init)
     if config.transformer.get("deterministic_mode"):
