@@ -28,12 +28,12 @@ import torch
 from _parser import Parser
 
 from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
-from megatron.bcd.model.builder import gpt_of
+from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.runtime import cpu, cpu_kernels, distributed, rng
 from megatron.bcd.runtime.exit import exit_on_error
 
 PROG = "tools/cpu_kernels_ablation.py"
-CASES = {"gpt": ("full", "block"), "llama": ("full", "block")}
+CASES = (("gpt", "full"), ("gpt", "block"), ("llama", "full"), ("llama", "block"))
 NUM_BLOCKS = {"full": 1, "block": 3}
 ACTIVE_BLOCK = {"full": 0, "block": 1}
 MEMORY = "keep_freed_memory"
@@ -113,7 +113,7 @@ class Run:
         self.bench.build(ACTIVE_BLOCK[extent])
         trainer = self.bench.trainer
         trainer.schedule.begin_phase(ACTIVE_BLOCK[extent])
-        for name, more in run_sites(gpt_of(trainer.model), trainer.active.optimizer, clip_grads).items():
+        for name, more in run_sites(unwrap_model(trainer.model), trainer.active.optimizer, clip_grads).items():
             before[name] = before.get(name, []) + more
         if form == "gpt":
             del before["rms_norm"]
@@ -155,7 +155,10 @@ class Process:
         self._process = context.Process(target=_serve, args=(theirs, form, extent, keeps_memory))
         self._process.start()
         theirs.close()
-        self.names: list[str] = self._connection.recv()
+
+    def wait(self) -> list[str]:
+        """Once it is ready to run, the replacements that it has. To be called once."""
+        return self._connection.recv()
 
     def turn(self, without: str | None, num_steps: int) -> tuple[float, float]:
         self._connection.send((without, num_steps))
@@ -169,7 +172,8 @@ class Process:
 def measure(form: str, extent: str, *, num_pairs: int, num_steps: int) -> dict[str, Any]:
     """Seconds of every turn, and by replacement what a step takes longer without it, as a share of the step."""
     kept, plain = (Process(form, extent, keeps_memory=keeps) for keeps in (True, False))
-    pairs: dict[str, list[Any]] = {name: [] for name in (*kept.names, MEMORY)}
+    plain.wait()
+    pairs: dict[str, list[Any]] = {name: [] for name in (*kept.wait(), MEMORY)}
     for index in range(num_pairs):
         for name, turns in pairs.items():
             pair: dict[str, tuple[float, float]] = {}
@@ -232,19 +236,16 @@ def main(argv: Sequence[str]) -> None:
             raise ValueError("--pairs must be at least 2 and --steps at least 1")
         if own.json:
             common.check_can_write(own.json)
-    cases = {
-        f"{form} {extent}": measure(form, extent, num_pairs=own.pairs, num_steps=own.steps)
-        for form, extents in CASES.items()
-        for extent in extents
-    }
+    torch.set_num_threads(1)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    command = common.command_line(argv).replace(common.PROG, PROG)
+    cases: dict[str, Any] = {}
+    figures = {"command": command, "hardware": common.hardware(), "commit": commit, "cases": cases}
+    for form, extent in CASES:
+        cases[f"{form} {extent}"] = measure(form, extent, num_pairs=own.pairs, num_steps=own.steps)
+        if own.json:  # after each case: it takes long
+            common.write_json(own.json, figures)
     show(cases)
-    if own.json:
-        torch.set_num_threads(1)
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-        command = common.command_line(argv).replace(common.PROG, PROG)
-        common.write_json(
-            own.json, {"command": command, "hardware": common.hardware(), "commit": commit, "cases": cases}
-        )
 
 
 if __name__ == "__main__":
