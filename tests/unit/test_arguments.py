@@ -243,7 +243,13 @@ def test_every_stock_flag_is_supported_or_refused_by_name() -> None:
 
 def test_flag_names_are_stocks() -> None:
     """Would expose a misspelt name: every flag is stock Megatron-LM's, a --bcd- one, or listed here."""
-    ours = {"--metrics-file", "--no-use-distributed-optimizer", "--keep-last-checkpoints", "--max-skipped-steps"}
+    ours = {
+        "--cpu-kernels",
+        "--keep-last-checkpoints",
+        "--max-skipped-steps",
+        "--metrics-file",
+        "--no-use-distributed-optimizer",
+    }
     ours.add("--no-decoupled-weight-decay")  # not among the flags of core_v0.16.1, which has the field
     shown = {flag.shown[-1] for flag in generate_flags()} | {flag.name for flag in COMPATIBLE_FLAGS}
     unknown = {name for name in shown - stock_flags() - ours if not name.startswith("--bcd-")}
