@@ -77,7 +77,7 @@ _LAYOUTS = (
         "2 stages, submodel, random, run-ahead, warm-up of phases, learning-rate factors",
         "--pipeline-model-parallel-size 2 --bcd-layout submodel --bcd-num-blocks 3 --bcd-order random "
         "--bcd-run-ahead 2 --bcd-steps-per-block 3 --bcd-phase-warmup-steps 2 --train-iters 20 --seed 7 "
-        "--bcd-block-lr-multipliers 1 0.5 2 1 1.5 0.25",
+        "--bcd-block-lr-multipliers 0.83 0.67 1.9 0.71 1.3 0.29",
         processes=2,
     ),
     _one(
@@ -91,14 +91,14 @@ _LAYOUTS = (
         "greedy",
         "greedy order, always-active norms, selective recomputation, rotary positions, norms of queries and keys",
         "--bcd-order greedy --bcd-greedy-microbatches 2 --bcd-always-active norms --bcd-steps-per-block 3 "
-        "--recompute-granularity selective --recompute-modules core_attn mlp --position-embedding-type rope "
+        "--recompute-granularity selective --recompute-modules core_attn --position-embedding-type rope "
         "--rotary-percent 0.5 --qk-layernorm --openai-gelu",
     ),
     _one(
         "plateau",
         "switch at a plateau, host state, stop by improvement of a cycle",
-        "--bcd-switch plateau --bcd-plateau-window 2 --bcd-plateau-min-improvement 0.02 --bcd-min-steps-per-block 4 "
-        "--bcd-max-steps-per-block 6 --bcd-optimizer-state host --bcd-stop-cycle-improvement 0.9 --train-iters 40 "
+        "--bcd-switch plateau --bcd-plateau-window 2 --bcd-plateau-min-improvement 0.005 --bcd-min-steps-per-block 4 "
+        "--bcd-max-steps-per-block 7 --bcd-optimizer-state host --bcd-stop-cycle-improvement 0.9 --train-iters 40 "
         "--lr-decay-style constant",
     ),
 )
@@ -190,10 +190,9 @@ _LLAMA = (
     ),
     _one(
         "llama-tensor",
-        "LLaMA, 2 query groups, 2 tensor parallel ranks, bf16, tied head, distributed saved activations",
+        "LLaMA, 2 query groups, 2 tensor parallel ranks, bf16, tied head, recomputed feed-forward",
         "--tensor-model-parallel-size 2 --group-query-attention --num-query-groups 2 --bcd-steps-per-block 4 --bf16 "
-        "--no-untie-embeddings-and-output-weights --recompute-granularity full --recompute-method uniform "
-        "--recompute-num-layers 1 --distribute-saved-activations",
+        "--no-untie-embeddings-and-output-weights --recompute-granularity selective --recompute-modules core_attn mlp",
         processes=2,
         script=LLAMA,
     ),

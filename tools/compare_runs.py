@@ -43,7 +43,7 @@ NEEDED = (GPT, LLAMA, "megatron", "tools", "examples")
 TEXT = "tokenized-text"
 """The name of what is compared first, and of its folder."""
 TEXT_MEGABYTES = "0.6"
-START_SECONDS = 600.0
+START_SECONDS = 300.0
 """After which a start hangs."""
 _SCHEDULER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
 
@@ -191,7 +191,9 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _last_words(code: int, text: str) -> str:
-    """The error that a failed process told: the tool's own line, else an exception's, else the last line."""
+    """The error that a failed process told: the script's own line, else an exception's, else the last line."""
+    if code in (-signal.SIGKILL, 128 + signal.SIGKILL):
+        return "was killed, for want of memory or by somebody"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     own = [line for line in lines if re.search(r"\S: error: ", line)]
     raised = [line for line in lines if re.search(r"\b\w+(?:Error|Exception|Failed)\b: ", line)]

@@ -1,0 +1,244 @@
+"""tools/compare_runs.py: what counts as a difference, the runs that it would start, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import _bit_compare_records
+import compare_runs
+import psutil
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from _bit_compare_configurations import CONFIGURATIONS
+from _bit_compare_records import (
+    IGNORED_FIELDS,
+    NoRecords,
+    metrics_difference,
+    read_checkpoint,
+    read_metrics,
+    run_difference,
+)
+from compare_runs import RunFailed, Stopped, Task, compare_all, materialise, run_process
+
+STEP = {"iteration": 1, "loss": 5.5, "learning_rate": 1e-3, "grad_norm": None, "backward_messages": [0, 4]}
+TIMES = {"step_time_ms": 1.5, "switch_time_ms": 0.0, "tokens_per_second": 9.5, "peak_memory_bytes": [1, 2]}
+EVALUATION = {"iteration": 1, "validation_loss": 5.25, "is_final": True}
+
+
+def write_metrics(folder: Path, *lines: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def difference(tmp_path: Path, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> str | None:
+    sides = (read_metrics(write_metrics(tmp_path / name, *lines)) for name, lines in (("a", before), ("b", after)))
+    found = metrics_difference(*sides)
+    return str(found) if found else None
+
+
+def test_times_and_memory_are_ignored(tmp_path: Path) -> None:
+    """A comparison of times would never find two runs equal."""
+    slower = dict.fromkeys(TIMES, 7)
+    assert set(TIMES) == IGNORED_FIELDS
+    assert difference(tmp_path, [STEP | TIMES, EVALUATION], [slower | STEP, EVALUATION]) is None
+
+
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ({"loss": 5.500000000000001}, "iteration 1, loss: 5.5 before, 5.500000000000001 after"),
+        ({"loss": float("nan")}, "iteration 1, loss: 5.5 before, NaN after"),
+        ({"backward_messages": [0, 5]}, "iteration 1, backward_messages: [0, 4] before, [0, 5] after"),
+        ({"grad_norm": 0.0}, "iteration 1, grad_norm: null before, 0.0 after"),
+        ({"more": 1}, "iteration 1, more: absent before, 1 after"),
+    ],
+)
+def test_first_difference(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+    """One bit of one number, or a field that is new, passes as equal."""
+    assert difference(tmp_path, [STEP, EVALUATION], [STEP | changes, EVALUATION | {"iteration": 2}]) == told
+
+
+def test_equal_numbers_of_other_bits_differ(tmp_path: Path) -> None:
+    """-0.0 == 0.0 and 1 == 1.0 in Python."""
+    assert difference(tmp_path, [{"loss": 0.0}], [{"loss": -0.0}]) == "iteration ?, loss: 0.0 before, -0.0 after"
+    assert difference(tmp_path, [{"loss": 1.0}], [{"loss": 1}]) == "iteration ?, loss: 1.0 before, 1 after"
+
+
+def test_a_missing_line_is_a_difference(tmp_path: Path) -> None:
+    """A run that ends early is equal as far as it goes."""
+    told = "whole run, lines: 2 before, 1 after"
+    assert difference(tmp_path, [STEP, EVALUATION], [STEP]) == told
+
+
+def save(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder / "iter_0000003"), no_dist=True)
+    (folder / "latest_checkpointed_iteration.txt").write_text("3")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_last_checkpoints_are_compared(tmp_path: Path) -> None:
+    """Weights after the last step show in no line of the metrics file."""
+    weight = torch.ones(2, 3, dtype=torch.bfloat16)
+    other = weight.clone()
+    other[1, 2] = 1.0078125  # the next number
+    for name, tensor in (("a", weight), ("b", weight.clone()), ("c", other), ("d", weight.float())):
+        write_metrics(tmp_path / name, STEP)
+        save(tmp_path / name / "checkpoints", {"layer.weight": tensor})
+    assert run_difference(tmp_path / "a", tmp_path / "b") is None
+    for name in ("c", "d"):
+        found = run_difference(tmp_path / "a", tmp_path / name)
+        assert found is not None and (found.where, found.field) == ("last checkpoint", "layer.weight")
+    assert read_checkpoint(tmp_path / "a" / "checkpoints")["iteration"] == "3"
+
+
+def test_nothing_is_not_equal_to_nothing(tmp_path: Path) -> None:
+    """Two runs that wrote nothing pass as equal."""
+    with pytest.raises(NoRecords, match="before wrote no metrics file"):
+        run_difference(tmp_path / "a", tmp_path / "b")
+    for content, told in (("", "empty"), ("12\n", "none"), ("{torn\n", "none")):
+        (tmp_path / "metrics.jsonl").write_text(content)
+        with pytest.raises(NoRecords, match=told):
+            read_metrics(tmp_path / "metrics.jsonl")
+    with pytest.raises(NoRecords, match="no checkpoint that can be read"):
+        read_checkpoint(tmp_path)
+
+
+def test_configurations_are_commands() -> None:
+    """A placeholder that nothing fills becomes the name of a folder; two runs of one name share one."""
+    names = [configuration.name for configuration in CONFIGURATIONS]
+    assert len(set(names)) == len(names) and compare_runs.TEXT not in names
+    for configuration in CONFIGURATIONS:
+        for start in configuration.starts:
+            argv = start.argv(folder=Path("/run"), data=Path("/text"))
+            assert not any("{" in word or "}" in word for word in argv), configuration.name
+            assert argv[0] == sys.executable and "/run/metrics.jsonl" in argv and start.script in argv
+            assert ("torch.distributed.run" in argv) == (start.num_processes > 1)
+
+
+# A checkout whose runs take no time: what it writes depends on its number and on what is asked for.
+FAKE = """
+import json, sys
+from pathlib import Path
+NUMBER = {number}
+folder = Path(sys.argv[sys.argv.index("--metrics-file") + 1]).parent
+if "--bf16" in sys.argv and NUMBER == 3:
+    sys.exit("prog: error: no bf16 here")
+(folder / "metrics.jsonl").write_text(json.dumps({{"iteration": 1, "loss": NUMBER if "--bf16" in sys.argv else 0}}))
+"""
+
+
+def fake_checkout(folder: Path, number: int) -> Path:
+    for name in ("megatron", "tools", "examples"):
+        (folder / name).mkdir(parents=True)
+    for script in ("pretrain_gpt_bcd.py", "pretrain_llama_bcd.py"):
+        (folder / script).write_text(FAKE.format(number=number))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "number, told", [(2, "iteration 1, loss: 1 before, 2 after"), (3, "after ended with code 1: ")]
+)
+def test_runs_of_both_sides_are_compared(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, number: int, told: str
+) -> None:
+    """One side's code is run twice, or a run that fails passes as equal."""
+    monkeypatch.setattr(_bit_compare_records, "read_checkpoint", lambda folder: {})
+    checkouts = {"before": fake_checkout(tmp_path / "a", 1), "after": fake_checkout(tmp_path / "b", number)}
+    task = Task(checkouts=checkouts, output=tmp_path / "out", stop=threading.Event())
+    assert compare_all(compare_runs.chosen("mock-data,bf16"), task, jobs=2) == ["bf16"]
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["mock-data"] == "equal" and lines["bf16"].startswith(told)
+
+
+def test_a_process_that_is_stopped_leaves_none(tmp_path: Path) -> None:
+    """torchrun's ranks have sessions of their own and would train on."""
+    mark, stop = f"rank-{os.getpid()}", threading.Event()
+    inner = [sys.executable, "-c", "import time; time.sleep(600)", mark]
+    argv = [sys.executable, "-c", f"import subprocess; subprocess.run({inner}, start_new_session=True)"]
+
+    ranks: list[psutil.Process] = []
+
+    def stop_once_started() -> None:
+        while not ranks:
+            children = psutil.Process().children(recursive=True)
+            ranks.extend(each for each in children if each.cmdline()[-1:] == [mark])
+        stop.set()
+
+    threading.Thread(target=stop_once_started, daemon=True).start()
+    with pytest.raises(Stopped):
+        run_process(argv, checkout=tmp_path, log=tmp_path / "log", stop=stop)
+    for rank in ranks:
+        with contextlib.suppress(psutil.TimeoutExpired):
+            rank.wait(10)
+        assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
+
+
+def test_why_a_process_failed(tmp_path: Path) -> None:
+    """The last line of a log is torchrun's, and says nothing."""
+    for words, told in (
+        ("sys.exit('prog.py: error: bad flag')", "ended with code 1: prog.py: error: bad flag"),
+        ("print('x'); raise ValueError('bad value')", "ended with code 1: ValueError: bad value"),
+        ("import os; os.kill(os.getpid(), 9)", "was killed, for want of memory or by somebody"),
+    ):
+        argv = [sys.executable, "-c", f"import sys; {words}"]
+        with pytest.raises(RunFailed) as failed:
+            run_process(argv, checkout=tmp_path, log=tmp_path / "log", stop=threading.Event())
+        assert str(failed.value) == told
+
+
+def test_a_folder_is_copied_and_a_revision_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An edit in the middle of a comparison changes what is compared."""
+    source = fake_checkout(tmp_path / "source", 1)
+    for name in ("megatron", "tools", "examples"):
+        (source / name / "file").write_text("old")
+    git = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-C", str(source)]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "old"]):
+        subprocess.run([*git, *words], check=True)
+    monkeypatch.setattr(compare_runs, "ROOT", source)
+    materialise("--before", str(source), tmp_path / "copy")
+    (source / "tools" / "file").write_text("new")
+    materialise("--after", "HEAD", tmp_path / "export")
+    assert [(tmp_path / name / "tools" / "file").read_text() for name in ("copy", "export")] == ["old", "old"]
+
+
+@pytest.mark.parametrize(
+    "flags, told",
+    [
+        ([], "--before is required"),
+        (["--before", "HEAD", "--only", "gird"], "--only gird: gird is no configuration"),
+        (["--before", "HEAD", "--jobs", "0"], "--jobs 0: must be at least 1"),
+        (["--before", "HEAD", "--jobs", "many"], "--jobs: invalid int value: 'many'"),
+        (["--before", "no-such-revision"], "--before no-such-revision: neither a folder nor a git revision"),
+        (["--before", "--help-me"], "--before: expected one argument"),
+        (["--before", "EMPTY"], "lacks pretrain_gpt_bcd.py"),
+        (["--before", "HEAD", "--output", "FULL"], "is not empty: give a new folder"),
+        (["--before", "HEAD", "--output", "FILE"], "can't be written"),
+    ],
+)
+def test_refusals(tmp_path: Path, capsys: Any, flags: list[str], told: str) -> None:
+    """Bad input must be one line before anything runs, and must not overwrite an earlier comparison."""
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("kept")
+    (tmp_path / "empty").mkdir()
+    places = {"EMPTY": "empty", "FULL": "full", "FILE": "full/file"}
+    assert compare_runs.main([str(tmp_path / places[flag]) if flag in places else flag for flag in flags]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("tools/compare_runs.py: error: ") and told in said.err
+    assert said.err.count("\n") == 1 and not said.out
+
+
+def test_list_shows_every_configuration(capsys: Any) -> None:
+    """--list needs no revision, and hides none."""
+    assert compare_runs.main(["--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [each.name for each in CONFIGURATIONS]
