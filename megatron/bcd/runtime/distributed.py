@@ -61,38 +61,41 @@ def initialize(
         cpu.patch_megatron_core(cpu_kernels)
     if backend == "gloo":
         compat.share_gloo_device()
+    start = 1
     if not torch.distributed.is_initialized():
         timeout = datetime.timedelta(minutes=timeout_minutes)
-        torch.distributed.init_process_group(backend, timeout=timeout, **_rendezvous(timeout))
+        rendezvous = _rendezvous(timeout)
+        torch.distributed.init_process_group(backend, timeout=timeout, **rendezvous.arguments)
+        start = rendezvous.start
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_size,
         pipeline_model_parallel_size=pipeline_size,
         distributed_timeout_minutes=timeout_minutes,
     )
-    return Launch(start=_start)
+    return Launch(start=start)
 
 
-_start = 1
-"""See `Launch.start`. For `is_restart` only."""
+@dataclass(frozen=True, kw_only=True)
+class _Rendezvous:
+    """Where the ranks meet."""
+
+    arguments: dict[str, Any]
+    """Of `init_process_group`: those that it can't find by itself, or would get wrong after a restart."""
+    start: int = 1
+    """See `Launch.start`."""
 
 
-def is_restart() -> bool:
-    """As `Launch.is_restart` of the last `initialize`."""
-    return _start > 1
-
-
-def _rendezvous(timeout: datetime.timedelta) -> dict[str, Any]:
-    """The arguments of `init_process_group` that it can't find by itself, or would get wrong after a restart."""
+def _rendezvous(timeout: datetime.timedelta) -> _Rendezvous:
     if "RANK" not in os.environ:
-        return {"rank": 0, "world_size": 1, "store": torch.distributed.HashStore()}
+        return _Rendezvous(arguments={"rank": 0, "world_size": 1, "store": torch.distributed.HashStore()})
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return {}
+        return _Rendezvous(arguments={})
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = torch.distributed.TCPStore(*address, is_master=False, timeout=timeout)
-    global _start
-    _start = start = number_of_start(store, rank=rank, world_size=world_size, timeout=timeout)
-    return {"rank": rank, "world_size": world_size, "store": torch.distributed.PrefixStore(f"bcd/start {start}", store)}
+    start = number_of_start(store, rank=rank, world_size=world_size, timeout=timeout)
+    store = torch.distributed.PrefixStore(f"bcd/start {start}", store)
+    return _Rendezvous(arguments={"rank": rank, "world_size": world_size, "store": store}, start=start)
 
 
 def number_of_start(store: Any, *, rank: int, world_size: int, timeout: datetime.timedelta) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -39,8 +40,6 @@ def summarize(
 ) -> RunSummary:
     """Collect the banner's figures from all ranks; a collective, the same on every rank."""
     data_size = parallel_state.get_data_parallel_world_size()
-    optimizer = config.optimizer.optimizer
-    has_momentum = config.optimizer.sgd_momentum != 0.0
     ranks = collectives.gather_objects(_this_rank(partition, model))
     # one data-parallel rank's stages and tensor slices make up the model
     one_replica = [rank for rank in ranks if rank["data_rank"] == 0]
@@ -49,40 +48,25 @@ def summarize(
         for stage in range(partition.num_stages)
     )
     tied_copy = next(rank["tied_copy"] for rank in one_replica if rank["stage"] == partition.num_stages - 1)
-    total = sum(per_stage) - tied_copy
+    num_parameters = sum(rank["num_parameters"] for rank in one_replica)
+    state_bytes = functools.partial(_state_bytes, config)
 
-    def state_bytes(rank: dict[str, Any], num_active: int) -> int:
-        return cost.model_state_bytes(
-            num_parameters=rank["num_parameters"],
-            num_active=num_active,
-            precision=config.precision,
-            optimizer=optimizer,
-            sgd_momentum=has_momentum,
-            gradients_in_fp32=config.ddp.grad_reduce_in_fp32,
-            data_parallel_size=data_size,
-            distributed_optimizer=config.training.use_distributed_optimizer,
-            offload_fraction=_offload_fraction(config),
-        )
-
-    blocks = []
-    for block in partition.blocks:
-        active = sum(rank["active"][block.index] for rank in one_replica)
-        blocks.append(
-            BlockSummary(
-                index=block.index,
-                layers=partition.describe_layers(block.index),
-                extras=", ".join(partition.describe_extras(block.index)),
-                share=active / sum(rank["num_parameters"] for rank in one_replica),
-                model_state_bytes=tuple(state_bytes(rank, rank["active"][block.index]) for rank in ranks),
-            )
-        )
     return RunSummary(
         model=_describe_model(config, unwrap_model(model).config, vocab_size, padded_vocab_size),
         parallel=f"pipeline {config.pipeline_size} x tensor {config.tensor_size} x data {data_size}, "
         f"{config.precision}",
         parameters_per_stage=per_stage,
-        total_parameters=total,
-        blocks=tuple(blocks),
+        total_parameters=sum(per_stage) - tied_copy,
+        blocks=tuple(
+            BlockSummary(
+                index=block.index,
+                layers=partition.describe_layers(block.index),
+                extras=", ".join(partition.describe_extras(block.index)),
+                share=sum(rank["active"][block.index] for rank in one_replica) / num_parameters,
+                model_state_bytes=tuple(state_bytes(rank, rank["active"][block.index]) for rank in ranks),
+            )
+            for block in partition.blocks
+        ),
         layout=partition.layout,
         phases=block_schedule.describe(),
         full_model_state_bytes=tuple(state_bytes(rank, rank["num_parameters"]) for rank in ranks),
@@ -95,6 +79,21 @@ def summarize(
             *_describe_samples(samples),
             *_describe_prefix_cache(config, partition),
         ),
+    )
+
+
+def _state_bytes(config: RunConfig, rank: dict[str, Any], num_active: int) -> int:
+    """Estimated model state of a rank, with `num_active` of its parameters active."""
+    return cost.model_state_bytes(
+        num_parameters=rank["num_parameters"],
+        num_active=num_active,
+        precision=config.precision,
+        optimizer=config.optimizer.optimizer,
+        sgd_momentum=config.optimizer.sgd_momentum != 0.0,
+        gradients_in_fp32=config.ddp.grad_reduce_in_fp32,
+        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        distributed_optimizer=config.training.use_distributed_optimizer,
+        offload_fraction=_offload_fraction(config),
     )
 
 

@@ -31,11 +31,11 @@ def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str) -> None
     code 1, after one line, if training can't continue. SIGTERM and SIGUSR1 save, stop and return.
     """
     with exit_on_error(ValueError, prog=prog):
-        _initialize(config)
+        launch = _initialize(config)
         save_dir = config.checkpoint.save
         is_new = not dir_claim.exists(save_dir)
         save_claim = dir_claim.DirClaim() if is_new else claim_save_folder(save_dir)
-        config = _resuming_after_restart(config)
+        config = _resuming_after_restart(config, launch)
         source = loader.find(config)
         reporter = _reporter(config, start_iteration=source.state.iteration if source and source.state else 0)
         components = setup(config, build_model, reporter, source=source)
@@ -64,12 +64,12 @@ def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str) -> None
     cache_claim.release()
 
 
-def _initialize(config: RunConfig) -> None:
+def _initialize(config: RunConfig) -> distributed.Launch:
     """Process groups, random generators, deterministic kernels."""
     training = config.training
     if config.optimizer.optimizer_cpu_offload:
         device.check_can_offload()
-    distributed.initialize(
+    launch = distributed.initialize(
         backend=training.distributed_backend,
         timeout_minutes=training.distributed_timeout_minutes,
         tensor_size=config.tensor_size,
@@ -79,6 +79,7 @@ def _initialize(config: RunConfig) -> None:
     rng.seed_everything(training.seed, data_parallel_random_init=training.data_parallel_random_init)
     if config.transformer.get("deterministic_mode"):
         rng.use_deterministic_algorithms()
+    return launch
 
 
 def claim_prefix_cache(root: str | None) -> dir_claim.DirClaim:
@@ -86,10 +87,10 @@ def claim_prefix_cache(root: str | None) -> dir_claim.DirClaim:
     return dir_claim.claim(root, flag="--bcd-prefix-cache", contents="prefix caches", clean=caches.clean_leftovers)
 
 
-def _resuming_after_restart(config: RunConfig) -> RunConfig:
+def _resuming_after_restart(config: RunConfig, launch: distributed.Launch) -> RunConfig:
     """torchrun --max-restarts starts the same command again: resume from --save, whatever --load says."""
     save = config.checkpoint.save
-    if save is None or not distributed.is_restart() or not loader.has_checkpoint(save):
+    if save is None or not launch.is_restart or not loader.has_checkpoint(save):
         return config
     return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load=save, finetune=False))
 
