@@ -93,3 +93,12 @@ def test_rotation_for_a_cpu(flags: str, world_size: int, plain: bool) -> None:
     """Another rotation computed as if it were the plain one: pairs beside each other, a part of the head, or queries
     and keys that something else is done to first."""
     assert transformer_config._has_plain_rotation(parse(*flags.split(), world_size=world_size)) is plain
+
+
+def test_recomputation_that_never_ends_is_refused() -> None:
+    """Megatron Core's checkpoint around a local feed-forward part with biases: its backward pass recurses for ever."""
+    flags = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn", "mlp")
+    local = choose_implementation("local", transformer_engine=False, apex=False, optimizer="PyTorch AdamW")
+    with pytest.raises(ValueError, match="--recompute-modules mlp needs --disable-bias-linear"):
+        transformer_config.build_transformer_config(parse(*flags), local)
+    transformer_config.build_transformer_config(parse(*flags, "--disable-bias-linear"), local)

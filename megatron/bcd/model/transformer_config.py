@@ -54,6 +54,11 @@ def build_transformer_config(config: RunConfig, implementation: Implementation) 
                 "--sequence-parallel needs the layer norms of Apex or Transformer Engine, which are not importable "
                 "here; leave it out"
             )
+        if "mlp" in (fields.get("recompute_modules") or ()) and fields.get("add_bias_linear", True):
+            raise ValueError(
+                "--recompute-modules mlp needs --disable-bias-linear without Transformer Engine: Megatron Core's "
+                "recomputation of a layer with biases never ends; leave mlp out, or take --recompute-granularity full"
+            )
     # also with Transformer Engine: the output head is Megatron Core's own linear layer
     if not device.has_cuda() or not packages.is_importable("fused_weight_gradient_mlp_cuda"):
         fields["gradient_accumulation_fusion"] = False
