@@ -18,7 +18,9 @@ SAVE_INTERVAL = 5
 KEPT_CHECKPOINTS = 3
 NUM_SUBMODELS = 3  # per pipeline stage
 MARK = "BCD_SOAK_JOB"
-_TAKEN_UP = re.compile(r"going on from .+, after iteration (\d+)$|holds no checkpoint: starting afresh$", re.MULTILINE)
+_RESUMED = re.compile(
+    r"resuming from .+, after iteration (\d+)$|holds no checkpoint: starting from iteration 0$", re.MULTILINE
+)
 _STOPPED = re.compile(r"stopping after iteration (\d+): signal (SIG\w+)$", re.MULTILINE)
 
 
@@ -140,7 +142,7 @@ class Job:
 
     def taken_up(self) -> list[int | None]:
         """For each start of the ranks, the iteration that they resumed from; None for a fresh start."""
-        return [int(number) if number else None for number in _TAKEN_UP.findall(self.output())]
+        return [int(number) if number else None for number in _RESUMED.findall(self.output())]
 
     def stopped(self, *, since: int) -> list[tuple[int, str]]:
         """The iteration after which the ranks report a stop, and the signal."""

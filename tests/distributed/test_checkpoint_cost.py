@@ -27,7 +27,7 @@ def config_of(text_data: str, root: Path, **flags: Any) -> Any:
 
 def save_once_more(one: worlds.RecordedRun) -> float:
     """A checkpoint with a number of its own; seconds that the training loop waits for it."""
-    one.iteration += 1
+    one.state.iteration += 1
     torch.distributed.barrier()
     started = time.perf_counter()
     assert one.save()

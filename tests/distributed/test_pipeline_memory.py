@@ -16,8 +16,8 @@ from support.dist import World
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.bcd import pipeline
 from megatron.bcd.config import RunConfig
+from megatron.bcd.pipeline import p2p
 from megatron.bcd.pipeline.build import MAX_SENDS_IN_FLIGHT
 
 SEQUENCE, MICRO_BATCH, HIDDEN = 32, 2, 64
@@ -92,19 +92,19 @@ class CountedRequest:
 @contextlib.contextmanager
 def counting_sends(count: dict[str, int]) -> Iterator[None]:
     """One-way sends that are under way: `now`, and `peak`, which may be set to 0 at any time."""
-    original = pipeline.OneWayLink._begin
+    original = p2p.OneWayLink._begin
 
-    def begin(link: pipeline.OneWayLink, tensor: Any, shape: Any) -> Any:
+    def begin(link: p2p.OneWayLink, tensor: Any, shape: Any) -> Any:
         received, requests = original(link, tensor, shape)
         if tensor is not None:
             requests = {name: CountedRequest(request, count) for name, request in requests.items()}
         return received, requests
 
-    pipeline.OneWayLink._begin = begin  # type: ignore[method-assign]
+    p2p.OneWayLink._begin = begin  # type: ignore[method-assign]
     try:
         yield
     finally:
-        pipeline.OneWayLink._begin = original  # type: ignore[method-assign]
+        p2p.OneWayLink._begin = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -143,7 +143,7 @@ def test_the_newest_is_damaged(
     (warning,) = [line for line in said.splitlines() if "warning" in line]
     missing = [name for name in ("saved/iter_0000003", *case.named) if name not in warning]
     assert missing == [], warning
-    assert re.search(r"going on from saved/iter_0000002, after iteration 2", said), said
+    assert re.search(r"resuming from saved/iter_0000002, after iteration 2", said), said
     older, before = digests(place), digests(three[case.num_ranks])
     kept = [name for name in before if name.startswith(("saved/iter_0000001", "saved/iter_0000002", "data/"))]
     assert kept and [name for name in kept if older[name] != before[name]] == []
@@ -269,7 +269,7 @@ def test_the_metrics_file_goes_on(runs: ForkedRuns, tmp_path: Path, form: str, n
     (tmp_path / "saved" / layout.TRACKER).write_text("4")  # the run was killed after iteration 8, before it saved 6
     results = runs.run(words, folder=tmp_path, num_ranks=2, script=script)
     assert [(rank.code, rank.stderr) for rank in results] == [(0, "")] * 2
-    assert "going on from saved/iter_0000004" in results[0].stdout
+    assert "resuming from saved/iter_0000004" in results[0].stdout
     assert metrics(tmp_path) == whole
 
 

@@ -126,7 +126,7 @@ def test_the_same_command_after_every_end(repo_root: Path, runs: ForkedRuns, tmp
     assert layout.damage(newest) is None
     results = runs.run(FLAGS, folder=place, num_ranks=2)
     assert [(rank.code, rank.stderr) for rank in results] == [(0, "")] * 2
-    assert f"going on from saved/{os.path.basename(newest)}" in results[0].stdout
+    assert f"resuming from saved/{os.path.basename(newest)}" in results[0].stdout
     assert lines(place) == lines(places["whole"])
     assert weights(place) == weights(places["whole"])
 

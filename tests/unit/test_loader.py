@@ -23,7 +23,7 @@ def root_with(tmp_path: Path, tracker: bytes, *iterations: int) -> str:
     [(b"release", "no iteration number"), (b"\xff1", "no iteration number"), (b"9", "iter_0000009")],
 )
 def test_a_tracker_of_no_use_is_told(tmp_path: Path, tracker: bytes, words: str) -> None:
-    """A run that starts afresh, or goes on from an older checkpoint, without a word."""
+    """A run that starts at iteration 0, or resumes from an older checkpoint, without a message."""
     iterations, problem = loader._candidates(root_with(tmp_path, tracker, 2, 5))
     assert iterations == [5, 2]
     assert problem is not None and layout.TRACKER in problem and words in problem
