@@ -111,9 +111,9 @@ class Run:
         rng.seed_everything(config.training.seed)
         self.bench = common.Bench(config)
         self.bench.build(ACTIVE_BLOCK[extent])
-        trainer = self.bench.trainer
-        trainer.schedule.begin_phase(ACTIVE_BLOCK[extent])
-        for name, more in run_sites(unwrap_model(trainer.model), trainer.active.optimizer, clip_grads).items():
+        self.bench.components.pipeline.begin_phase(ACTIVE_BLOCK[extent])
+        model = unwrap_model(self.bench.components.model)
+        for name, more in run_sites(model, self.bench.active.optimizer, clip_grads).items():
             before[name] = before.get(name, []) + more
         if form == "gpt":
             del before["rms_norm"]
@@ -135,7 +135,7 @@ class Run:
                 setattr(owner, name, value)
 
     def _step(self) -> None:
-        self.bench.trainer.train_step(self.bench.batches)
+        self.bench.step()
 
 
 def _serve(connection: Connection, form: str, extent: str, keeps_memory: bool) -> None:
