@@ -1,4 +1,4 @@
-"""What lets Megatron Core run on a CPU, and what makes PyTorch quick there."""
+"""Megatron Core on a CPU: shims for its CUDA calls, and --cpu-kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MODULES_FOR_CUDA = (
 
 
 class _TorchOnCpu(types.ModuleType):
-    """`torch` as Megatron Core's modules see it without a GPU: factory calls with device="cuda" make CPU tensors."""
+    """`torch` for Megatron Core's modules without a GPU: factory calls with device="cuda" return CPU tensors."""
 
     distributed: Any
 

@@ -1,9 +1,8 @@
-"""What Megatron Core computes on a CPU, the same bit for bit, without what only a GPU or several ranks have a use for.
+"""--cpu-kernels fast: replacements of Megatron Core's functions that are slow on a CPU (docs/cpu_kernels.md).
 
-Its layers pass through autograd functions of its own, and its reductions through collectives, also where one rank is
-all there is; on a GPU their time hides behind the kernels, on a CPU it is a tenth of a small model's step. And on a GPU
-fused kernels go through memory once where these functions go through it several times; here that is done with what
-PyTorch has. Applied by `patch_megatron_core` of this room, where there is no GPU.
+On a GPU the cost of autograd functions and one-rank collectives hides behind kernels, and fused kernels read memory
+once. On a CPU both show. The replacements return Megatron Core's values bit for bit, except that RMSNorm's gradient can
+differ in the last bit. `cpu.patch_megatron_core` applies them, only where there is no GPU.
 
 Tensor shapes: S sequence length, B micro-batch size, G query groups, Q heads of a group, D head size, V
 vocabulary.
@@ -19,7 +18,7 @@ import torch
 
 
 def patch_megatron_core() -> None:
-    """To be called once, with Megatron Core imported."""
+    """Apply all replacements. Called once per process."""
     from megatron.core import tensor_parallel
     from megatron.core.distributed import param_and_grad_buffer as buffers
     from megatron.core.optimizer import clip_grads
@@ -41,8 +40,8 @@ def patch_megatron_core() -> None:
 
 
 class DistributedForOneRank(types.ModuleType):
-    """`torch.distributed` as these modules see it: they reduce over groups of one rank too, and gloo hands even that
-    to a thread and waits for it."""
+    """`torch.distributed` for Megatron Core's modules, without all-reduces over groups of one rank: gloo runs even
+    those in a thread."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.distributed, name)
@@ -55,9 +54,8 @@ class DistributedForOneRank(types.ModuleType):
 
 
 def _linear(megatron_linear: Any) -> Any:
-    """What Megatron Core's linear layers compute, bit for bit, without its autograd function where nothing is to be
-    communicated: PyTorch's own and `_Linear` leave out the gradient of an input that needs none, as behind a frozen
-    prefix."""
+    """Megatron Core's linear layer without its autograd function where nothing is communicated. The gradient of an
+    input that needs none, as behind a frozen prefix, is not computed."""
 
     @functools.wraps(megatron_linear)  # with its attributes: it looks for them under its own name
     def linear(
@@ -80,8 +78,8 @@ def _linear(megatron_linear: Any) -> Any:
 
 
 def _takes_gradient_in_place(weight: torch.Tensor) -> bool:
-    """Whether the product that is this weight's gradient can be written where Megatron Core's buffer has it. A tied
-    weight's can't: its parts are added up before the buffer sees them."""
+    """Whether this weight's gradient can be written into Megatron Core's buffer. A tied weight's can't: its parts are
+    summed first."""
     main_grad = getattr(weight, "main_grad", None)
     is_whole = main_grad is not None and main_grad.dtype == weight.dtype and not hasattr(weight, "zero_out_wgrad")
     return is_whole and weight.requires_grad
@@ -94,7 +92,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.weight = weight  # its attributes are wanted, which a saved tensor has not
+        ctx.weight = weight  # a saved tensor has no attributes
         return torch.matmul(x, weight.t())
 
     @staticmethod
@@ -102,7 +100,7 @@ class _Linear(torch.autograd.Function):
         [x], weight = ctx.saved_tensors, ctx.weight
         back = torch.matmul(gradient, weight) if ctx.needs_input_grad[0] else None
         factors = gradient.flatten(0, -2).t(), x.flatten(0, -2)
-        # the reduction's hook waits for a gradient, and does not read it
+        # the reduction's hook needs a gradient, but does not read it
         if weight.grad_added_to_main_grad:
             product = torch.mm(*factors)
             weight.main_grad.add_(product)
@@ -113,7 +111,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _unless_alone(megatron_region: Any) -> Any:
-    """An autograd function around a tensor-parallel group, left out where the group has one rank."""
+    """An autograd function around a tensor-parallel group, skipped where the group has one rank."""
 
     def region(input_: torch.Tensor, group: Any = None) -> torch.Tensor:
         return input_ if torch.distributed.get_world_size(group) == 1 else megatron_region(input_, group=group)
@@ -122,8 +120,8 @@ def _unless_alone(megatron_region: Any) -> Any:
 
 
 class _SwiGlu(torch.autograd.Function):
-    """silu(gate) x up, where gate and up are the halves of one tensor [..., 2 F], bit for bit Megatron Core's without
-    fusion: that copies `up` to add an offset of zero, and puts the halves of the gradient together from parts."""
+    """silu(gate) x up, where gate and up are the halves of one tensor [..., 2 F]. Megatron Core's copies `up` to add an
+    offset of zero, and concatenates the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -153,8 +151,8 @@ def _swiglu(x: torch.Tensor, bias: torch.Tensor | None, *args: Any) -> torch.Ten
 
 
 class _RmsNormFunction(torch.autograd.Function):
-    """x / sqrt(mean(x^2) + epsilon) w over the last dimension, in float32: bit for bit PyTorch's composite one, which
-    keeps the normalised x and makes twice as many tensors in backward."""
+    """x / sqrt(mean(x^2) + epsilon) w over the last dimension, in float32. PyTorch's composite one saves the normalised
+    x and allocates twice as many tensors in backward. The gradient can differ from it in the last bit."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -201,13 +199,13 @@ def _torch_norm(megatron_new: Any) -> Any:
 
 
 _ROWS_OF_LOGITS = 64
-"""So many at a time stay in a core's cache from one operation to the next, at a small vocabulary."""
+"""Few enough to stay in a core's cache between operations, with a small vocabulary."""
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Megatron Core's cross-entropy of one tensor-parallel rank, bit for bit, in one pass through the logits: it goes
-    through them once per operation. As there, float32 logits become the softmax in place. A label that is no entry of
-    the vocabulary raises, where Megatron Core takes it for another rank's."""
+    """Megatron Core's cross-entropy of one tensor-parallel rank in one pass through the logits, instead of one per
+    operation. As there, float32 logits become the softmax in place. A label outside the vocabulary raises; Megatron
+    Core takes it for another rank's."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -248,17 +246,17 @@ def _cross_entropy(megatron_cross_entropy: Any) -> Any:
 
 
 def _scale(chunk_size: int, noop_flag: Any, tensor_lists: list[list[torch.Tensor]], scale: float) -> None:
-    """In place of Megatron Core's `local_multi_tensor_scale`, which makes the product first and then copies it."""
+    """In place of Megatron Core's `local_multi_tensor_scale`, which allocates the product and then copies it."""
     for source, scaled in zip(*tensor_lists, strict=True):
         torch.mul(source, scale, out=scaled)
 
 
 class _QueryKeyValue(torch.autograd.Function):
     """Queries and keys in their rotary position embedding with halves that rotate, x cos + (-x_high, x_low) sin, and
-    values, bit for bit Megatron Core's.
+    values.
 
-    Of each Megatron Core makes seven tensors, five of them whole; this makes one and two halves. And their gradients
-    are written side by side at once, as the layer before wants them.
+    Megatron Core allocates seven tensors for each, five of them whole; this allocates one and two halves, and writes
+    the gradients side by side, as the projection takes them.
     """
 
     @staticmethod
@@ -301,8 +299,8 @@ def _rotated_qkv(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """In place of Transformer Engine's function of the same signature, which Megatron Core calls with
     `fused_single_qkv_rope`: mixed [S, B, G, Q D + D + D], freqs [S, 1, 1, D], the same for queries and keys."""
-    assert query_freqs is key_freqs and query_freqs.size(-1) == sizes[-1], "models.py asks for no other"
-    if getattr(query_freqs, "bcd_cos_sin", (None,))[0] != mixed.dtype:  # Megatron Core makes one tensor per length
+    assert query_freqs is key_freqs and query_freqs.size(-1) == sizes[-1], "see model/transformer_config.py"
+    if getattr(query_freqs, "bcd_cos_sin", (None,))[0] != mixed.dtype:  # Megatron Core has one tensor per length
         freqs = query_freqs.unsqueeze(2)
         query_freqs.bcd_cos_sin = (mixed.dtype, freqs.cos().to(mixed.dtype), freqs.sin().to(mixed.dtype))  # type: ignore[attr-defined]
     _, cos, sin = query_freqs.bcd_cos_sin  # type: ignore[attr-defined]
@@ -310,7 +308,7 @@ def _rotated_qkv(
 
 
 def _unless_in_place(collective: Any) -> Any:
-    """A gathering or scattering left out where the group has one rank, whose part is the whole buffer."""
+    """A collective skipped where the group has one rank, whose shard is the whole buffer."""
 
     def gather_or_scatter(
         output: torch.Tensor, input: torch.Tensor, *args: Any, group: Any = None, async_op: bool = False, **kwargs: Any
