@@ -52,7 +52,6 @@ def sites() -> dict[str, list[Site]]:
     """By replacement, what Megatron Core and PyTorch have in its place. To be called before they are patched."""
     from megatron.core import tensor_parallel
     from megatron.core.distributed import param_and_grad_buffer as buffers
-    from megatron.core.optimizer import clip_grads
     from megatron.core.tensor_parallel import layers
 
     def own(owner: Any, *names: str) -> list[Site]:
@@ -64,7 +63,6 @@ def sites() -> dict[str, list[Site]]:
         "regions": own(layers, "copy_to_tensor_model_parallel_region", "reduce_from_tensor_model_parallel_region"),
         "rms_norm": [(cpu_kernels.RmsNorm, "forward", torch.nn.RMSNorm.forward)],
         "cross_entropy": own(tensor_parallel, "vocab_parallel_cross_entropy"),
-        "clip_scale": own(clip_grads, "multi_tensor_scale_impl"),
         "collectives": own(buffers, "dist_all_gather_func", "dist_reduce_scatter_func"),
     }
 

@@ -140,14 +140,6 @@ def test_cross_entropy_of_another_kind_is_megatron_cores(monkeypatch: pytest.Mon
         assert cross_entropy(logits, target, smoothing) == "Megatron Core's"
 
 
-def test_scale() -> None:
-    """The gradient left as it was, or scaled twice."""
-    gradients, copy = [torch.ones(3), torch.ones(2)], torch.empty(3)
-    cpu_kernels._scale(0, None, [gradients, gradients], 0.5)
-    cpu_kernels._scale(0, None, [gradients[:1], [copy]], 0.5)
-    assert [one.tolist() for one in (*gradients, copy)] == [[0.5] * 3, [0.5] * 2, [0.25] * 3]
-
-
 def in_buffer(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A weight as Megatron Core's wrapper leaves it at the beginning of an iteration, but for what is in the buffer."""
     weight = weight.detach().clone().requires_grad_()

@@ -21,7 +21,6 @@ def patch_megatron_core() -> None:
     """Apply all replacements. Called once per process."""
     from megatron.core import tensor_parallel
     from megatron.core.distributed import param_and_grad_buffer as buffers
-    from megatron.core.optimizer import clip_grads
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer import attention, mlp
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -29,7 +28,6 @@ def patch_megatron_core() -> None:
     mlp.bias_swiglu_impl = _swiglu
     WrappedTorchNorm.__new__ = _torch_norm(WrappedTorchNorm.__new__)
     tensor_parallel.vocab_parallel_cross_entropy = _cross_entropy(tensor_parallel.vocab_parallel_cross_entropy)
-    clip_grads.multi_tensor_scale_impl = _scale
     attention.apply_fused_qkv_rotary_pos_emb, attention.HAVE_FUSED_QKV_ROPE = _rotated_qkv, True
     for name in ("linear_with_frozen_weight", "linear_with_grad_accumulation_and_async_allreduce"):
         setattr(layers, name, _linear(getattr(layers, name)))
@@ -243,12 +241,6 @@ def _cross_entropy(megatron_cross_entropy: Any) -> Any:
         return _CrossEntropy.apply(logits, target)
 
     return cross_entropy
-
-
-def _scale(chunk_size: int, noop_flag: Any, tensor_lists: list[list[torch.Tensor]], scale: float) -> None:
-    """In place of Megatron Core's `local_multi_tensor_scale`, which allocates the product and then copies it."""
-    for source, scaled in zip(*tensor_lists, strict=True):
-        torch.mul(source, scale, out=scaled)
 
 
 class _QueryKeyValue(torch.autograd.Function):

@@ -145,13 +145,6 @@ PRIVATE_APIS = (
         ),
     ),
     PrivateApi(
-        "megatron.core.optimizer.clip_grads",
-        "",
-        used_in="runtime.cpu_kernels",
-        use="`multi_tensor_scale_impl` replaced",
-        source=("multi_tensor_scale_impl",),
-    ),
-    PrivateApi(
         "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
         "",
         used_in="runtime.compat.megatron_core",
