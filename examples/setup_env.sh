@@ -65,7 +65,7 @@ for name, pin in pins:
     except metadata.PackageNotFoundError:
         missing.append(f"{name}=={pin}")
         continue
-    # Other versions usually do, but the patches of platform.py belong to one minor release of Megatron Core.
+    # Other versions usually do, but the patches of megatron/bcd/runtime belong to one minor release of Megatron Core.
     if name == "megatron-core" and re.match(r"\d+\.\d+", found)[0] != re.match(r"\d+\.\d+", pin)[0]:
         missing.append(f"{name}=={pin}")
 print(*missing)

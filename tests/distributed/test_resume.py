@@ -1,4 +1,4 @@
-"""A run that was saved and goes on in a fresh Trainer equals the uninterrupted one, bit for bit (design, invariant 7).
+"""A run that was saved and resumed equals the uninterrupted one, bit for bit.
 
 The suite takes some combinations of the options below: each pair of values occurs (`pairwise`). All of them, and four
 ranks, run with `--long`.

@@ -1,4 +1,4 @@
-"""Runs of a `dist.World` that save and go on in a fresh Trainer, and where they differ from one that was never stopped.
+"""Runs of a `dist.World` that save and resume, and where they differ from one that was never stopped.
 
 Like `worlds`, found by name in the rank's processes.
 """
