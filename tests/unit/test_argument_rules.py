@@ -126,6 +126,12 @@ BAD_RUNS: list[tuple[str, int, list[str]]] = [
     ("--recompute-modules mlp", 1, ["--recompute-modules", "selective"]),
     ("--recompute-activations --recompute-granularity full", 1, ["--recompute-activations", "both"]),
     ("--distribute-saved-activations", 1, ["--distribute-saved-activations"]),
+    (
+        "--distribute-saved-activations --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1 --tensor-model-parallel-size 2",
+        2,
+        ["--distribute-saved-activations", "3 blocks", "--bcd-num-blocks 1"],
+    ),
     ("--mock-data", 1, ["--mock-data", "--data-path", "both"]),
     ("--train-data-path x", 1, ["--data-path", "--train-data-path", "both"]),
     ("--data-path 0.5 a b c", 1, ["--data-path 0.5 a b c", "weight"]),

@@ -34,7 +34,7 @@ def check_run_config(config: RunConfig, *, given: Mapping[str, Any], world_size:
     validate_model.check_precision(run, given)
     validate_model.check_optimizer(run, given)
     validate_model.check_offload(run, partition.num_blocks, given)
-    validate_model.check_recomputation(run, given)
+    validate_model.check_recomputation(run, partition.num_blocks, given)
     validate_training.check_batch(run, world_size)
     validate_training.check_length(run, given)
     validate_training.check_learning_rate(run, given)

@@ -170,7 +170,7 @@ def check_offload(run: Run, num_blocks: int, given: Mapping[str, Any]) -> None:
     )
 
 
-def check_recomputation(run: Run, given: Mapping[str, Any]) -> None:
+def check_recomputation(run: Run, num_blocks: int, given: Mapping[str, Any]) -> None:
     granularity = run.recompute_granularity
     if granularity == "full":
         refuse_unless(
@@ -193,6 +193,11 @@ def check_recomputation(run: Run, given: Mapping[str, Any]) -> None:
             run.tensor_model_parallel_size > 1 and not run.sequence_parallel,
             "--distribute-saved-activations needs --tensor-model-parallel-size greater than 1, "
             "without --sequence-parallel",
+        )
+        refuse_unless(
+            num_blocks == 1,
+            f"--distribute-saved-activations does not work behind frozen layers, and there are {num_blocks} blocks: "
+            "leave it out, or give --bcd-num-blocks 1",
         )
 
 
