@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from typing import Any
 
 __version__ = "0.1.0"
 
@@ -22,3 +23,12 @@ logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
 logging.getLogger("megatron.core.datasets.gpt_dataset").addFilter(
     lambda record: "Unable to save MockGPTDataset" not in record.getMessage()
 )
+
+
+def __getattr__(name: str) -> Any:
+    # not imported above: planning needs no torch
+    if name == "BlockCoordinate":
+        from megatron.bcd.torch_loop import BlockCoordinate
+
+        return BlockCoordinate
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

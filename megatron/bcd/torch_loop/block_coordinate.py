@@ -1,0 +1,327 @@
+"""An optimizer for any PyTorch training loop that trains one block of a model at a time (docs/pytorch.md)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from megatron.bcd.blocks.phase_state import PhaseState
+from megatron.bcd.blocks.schedule import BlockSchedule
+from megatron.bcd.config import BcdConfig
+from megatron.bcd.optim.update_rules import RULES, direction
+from megatron.bcd.torch_loop.parameter_blocks import divide_parameters
+
+CHOICES = {
+    "order": ("ascending", "descending", "random"),
+    "keep_state": ("reset", "host"),
+    "resting_update": ("none", *RULES),
+}
+Factory = Callable[..., Optimizer]
+
+
+class BlockCoordinate(Optimizer):
+    """Block coordinate descent (arXiv 2506.12037, Algorithm 1) around the optimizers of PyTorch.
+
+    ``param_groups`` are those of the wrapped optimizer over all parameters, the same objects in every phase, so that
+    learning-rate schedulers, ``GradScaler``, Accelerate and transformers' ``Trainer`` see an ordinary optimizer. A
+    frozen parameter has ``requires_grad`` False, no gradient and no state, and PyTorch's optimizers pass over it.
+
+    One step is one call of ``step``, however many backward passes it follows. One process only: data parallelism
+    builds its gradient reduction for the parameters that are trainable at first.
+
+    Constructing it freezes all of ``model`` but its first active block.
+
+    Args:
+        model: parameters that do not require a gradient now stay out of all blocks.
+        optimizer: a class of ``torch.optim``, called as ``optimizer(parameters, **optimizer_settings)``, or a
+            function of the list of parameters, which may group them.
+        num_blocks: blocks of layers. 1 is the wrapped optimizer, bit for bit. 0: no layer is ever active, all
+            rest.
+        steps_per_block: steps of a phase.
+        order: "ascending", "descending" or "random" (from ``seed``).
+        layout: "contiguous" divides the layers into ranges, "strided" takes every ``num_blocks``-th one.
+        layers: the modules to divide, in order; default: the longest ``ModuleList`` or ``Sequential``.
+        keep_state: the optimizer's state of a block at the end of its phase: "reset" frees it, "host" keeps it in
+            host memory until the block's next phase.
+        always_active: what is trained in every phase: "norms", "biases", "embedding", "head", classes of modules,
+            patterns of parameter names.
+        always_active_optimizer: another one for these parameters, made like ``optimizer`` (for example AdamW
+            beside Muon, which takes matrices only).
+        resting_update: "orthogonal", "normalized" or "sign": the direction, without state, in which the other
+            blocks' matrices move at each step; convolutions count as matrices of outputs x the rest, and
+            parameters of fewer than two dimensions stay frozen. Weight decay is decoupled, as in AdamW.
+        resting_lr_ratio: learning rate of these updates over the parameter's own.
+        switch: "steps", or "plateau": a phase ends when its mean loss over ``plateau_window`` steps has not
+            improved by ``plateau_min_improvement`` (relative) for as many steps. ``step`` then needs the loss: from
+            its closure, or from ``report_loss`` before it.
+        max_steps_per_block: with "plateau", the most steps of a phase.
+        seed: of the random order.
+
+    Raises:
+        ValueError: an argument does not fit; one line that names it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Factory,
+        *,
+        num_blocks: int = 3,
+        steps_per_block: int = 100,
+        order: str = "ascending",
+        layout: str = "contiguous",
+        layers: Iterable[nn.Module] | None = None,
+        keep_state: str = "reset",
+        always_active: Sequence[str | type[nn.Module]] = (),
+        always_active_optimizer: Factory | None = None,
+        resting_update: str = "none",
+        resting_lr_ratio: float = 0.2,
+        switch: str = "steps",
+        plateau_window: int = 50,
+        plateau_min_improvement: float = 0.005,
+        max_steps_per_block: int | None = None,
+        seed: int = 1234,
+        **optimizer_settings: Any,
+    ) -> None:
+        _check_choices(order=order, keep_state=keep_state, resting_update=resting_update)
+        if not 0 < resting_lr_ratio < float("inf"):
+            raise ValueError(f"resting_lr_ratio {resting_lr_ratio}: must be a finite number above 0")
+        self._divided = divide_parameters(
+            model, num_blocks=num_blocks, layout=layout, layers=layers, always_active=always_active
+        )
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not num_blocks and resting_update == "none" and not self._divided.always_active:
+            raise ValueError("num_blocks 0 trains nothing: give a resting_update or always_active")
+        self._resting_update = resting_update
+        self._resting_lr_ratio = resting_lr_ratio
+        self._keeps_state = keep_state == "host"
+        self._kept: dict[str, dict[str, Any]] = {}
+        self._schedule = _block_schedule(
+            max(1, num_blocks),
+            seed,
+            bcd_steps_per_block=steps_per_block,
+            bcd_order=order,
+            bcd_switch=switch,
+            bcd_plateau_window=plateau_window,
+            bcd_plateau_min_improvement=plateau_min_improvement,
+            bcd_max_steps_per_block=max_steps_per_block,
+        )
+        self._phase_state = PhaseState()
+        self._loss: float | None = None
+        self._optimizers = self._make_optimizers(optimizer, always_active_optimizer, optimizer_settings)
+        self._is_built = False
+        super().__init__(self._wrapped_groups(), self._optimizers[0].defaults)
+        self._is_built = True
+        self._enter_phase()
+
+    def _make_optimizers(
+        self, optimizer: Factory, always_active_optimizer: Factory | None, settings: dict[str, Any]
+    ) -> list[Optimizer]:
+        _check_one_process()
+        always = self._divided.always_active if always_active_optimizer else frozenset()
+        in_blocks = [p for name, p in self._parameters.items() if name not in always]
+        if not in_blocks:
+            raise ValueError("the model has no parameter that requires a gradient beside those of always_active")
+        made = [optimizer(in_blocks, **settings)]
+        if always and always_active_optimizer:
+            made.append(
+                always_active_optimizer([self._parameters[name] for name in self._parameters if name in always])
+            )
+        for wrapped in made:
+            if not isinstance(wrapped, Optimizer) or isinstance(wrapped, torch.optim.LBFGS):
+                raise ValueError(
+                    f"optimizer made a {type(wrapped).__name__}: must be a torch.optim.Optimizer whose step needs no "
+                    "closure"
+                )
+        return made
+
+    def _wrapped_groups(self) -> list[dict[str, Any]]:
+        return [group for wrapped in self._optimizers for group in wrapped.param_groups]
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, Any]:  # type: ignore[override]
+        """State of the parameters that are active, by parameter: a new mapping of the wrapped optimizers' entries."""
+        return {p: entry for wrapped in self._optimizers for p, entry in wrapped.state.items()}
+
+    @state.setter
+    def state(self, _: Any) -> None:
+        """The constructor of Optimizer sets an empty one."""
+
+    @property
+    def block(self) -> int:
+        """Number of the active block."""
+        return self._schedule.block(self._phase_state)
+
+    @property
+    def phase(self) -> int:
+        """Number of phases that are over."""
+        return self._phase_state.phase
+
+    @property
+    def cycle(self) -> int:
+        """Number of cycles, one phase of every block each, that are over."""
+        return self._schedule.cycle(self._phase_state)
+
+    @property
+    def active_names(self) -> frozenset[str]:
+        """Names of the parameters that the wrapped optimizers step now."""
+        return self._divided.always_active | self._divided.blocks[self.block]
+
+    @property
+    def active_parameters(self) -> list[nn.Parameter]:
+        """The parameters of ``active_names``, for gradient clipping."""
+        active = self.active_names
+        return [p for name, p in self._parameters.items() if name in active]
+
+    def describe(self) -> str:
+        """The active block, for people."""
+        layers = ", ".join(map(str, self._divided.layers[self.block])) or "none"
+        return f"phase {self.phase}: block {self.block}, layers {layers}; {self._schedule.describe()}"
+
+    def report_loss(self, loss: float) -> None:
+        """The training loss of the coming step, for ``switch="plateau"``."""
+        self._loss = float(loss)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update the active parameters and the resting ones, whose gradients it frees; switch if the phase is over.
+
+        Returns the loss of ``closure``, which is called once. Raises ValueError where ``switch="plateau"`` has no
+        loss, or where torch.distributed runs several processes.
+        """
+        _check_one_process()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            self.report_loss(loss)
+        if self._schedule.settings.bcd_switch == "plateau" and self._loss is None:
+            raise ValueError('switch="plateau" needs the loss of every step: call report_loss(loss) before step()')
+        if self._resting_update != "none":
+            self._step_resting()
+        for wrapped in self._optimizers:
+            wrapped.step()
+        before, self._phase_state = self._phase_state, self._schedule.after_step(self._phase_state, loss=self._loss)
+        self._loss = None
+        if self._schedule.is_switch(before, self._phase_state):
+            self._enter_phase()
+        return loss
+
+    def _step_resting(self) -> None:
+        active = {id(p) for p in self.active_parameters}
+        for group in self.param_groups:
+            rate, decay = float(group["lr"]), float(group.get("weight_decay", 0.0))
+            for p in group["params"]:
+                if p.grad is None or id(p) in active:
+                    continue
+                p.mul_(1 - rate * decay)
+                update = direction(self._resting_update, p.grad.flatten(1)).reshape(p.shape)
+                p.add_(update, alpha=-rate * self._resting_lr_ratio)
+                p.grad = None
+
+    def _enter_phase(self) -> None:
+        """Freeze what is not active, and move the optimizer's state to where the phase needs it."""
+        active = self.active_names
+        for name, p in self._parameters.items():
+            rests = self._resting_update != "none" and p.ndim > 1
+            p.requires_grad_(name in active or rests)
+            if name in active:
+                self._restore_state(name, p)
+            else:
+                p.grad = None
+                self._remove_state(name, p)
+
+    def _remove_state(self, name: str, p: nn.Parameter) -> None:
+        for wrapped in self._optimizers:
+            entry = wrapped.state.pop(p, None)
+            if entry and self._keeps_state:
+                # a step count may lie in host memory always, so each value is marked
+                self._kept[name] = {
+                    key: {"value": _to_host(value), "is_on_device": _device(value) == p.device}
+                    for key, value in entry.items()
+                }
+
+    def _restore_state(self, name: str, p: nn.Parameter) -> None:
+        kept = self._kept.pop(name, None)
+        if kept is None:
+            return
+        owner = next(w for w in self._optimizers if any(p is q for group in w.param_groups for q in group["params"]))
+        owner.state[p] = {
+            key: entry["value"].to(p.device) if entry["is_on_device"] else entry["value"] for key, entry in kept.items()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Wrapped optimizers, kept state and position in the phases, for ``torch.load(weights_only=True)``."""
+        return {
+            "optimizers": [wrapped.state_dict() for wrapped in self._optimizers],
+            "kept_state": dict(self._kept),
+            "phase_state": self._phase_state.to_dict(),
+            "block_layers": [list(layers) for layers in self._divided.layers],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Continue where ``state_dict`` was taken; load the model's weights beside it.
+
+        Raises ValueError if it is of other blocks or of another schedule.
+        """
+        own = self.state_dict()
+        if set(state_dict) != set(own):
+            raise ValueError(f"state dict has the entries {sorted(state_dict)}: must be one of BlockCoordinate")
+        blocks, mine = state_dict["block_layers"], own["block_layers"]
+        if blocks != mine:
+            raise ValueError(f"state dict is of blocks with the layers {blocks}, the optimizer has {mine}")
+        phase_state = PhaseState.from_dict(state_dict["phase_state"])
+        if not self._schedule.fits(phase_state) or len(state_dict["optimizers"]) != len(self._optimizers):
+            raise ValueError("state dict is of another order, switch or number of optimizers than this BlockCoordinate")
+        for wrapped, saved in zip(self._optimizers, state_dict["optimizers"], strict=True):
+            wrapped.load_state_dict(saved)
+        self.param_groups = self._wrapped_groups()
+        self._kept = {}
+        self._phase_state = phase_state
+        self._enter_phase()
+        self._kept = {
+            name: {key: entry | {"value": _to_host(entry["value"])} for key, entry in kept.items()}
+            for name, kept in state_dict["kept_state"].items()
+        }
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises ValueError: a group added later would be in no block."""
+        if self._is_built:
+            raise ValueError("BlockCoordinate takes no further parameter groups: make them in optimizer=")
+        super().add_param_group(param_group)
+
+
+def _block_schedule(num_blocks: int, seed: int, **settings: Any) -> BlockSchedule:
+    try:
+        return BlockSchedule(settings=BcdConfig(**settings), num_blocks=num_blocks, seed=seed)
+    except ValueError as error:
+        # it names flags, this class has arguments
+        named = re.sub(r"--bcd-([a-z-]+)", lambda flag: flag[1].replace("-", "_"), str(error))
+        raise ValueError(named) from error
+
+
+def _check_choices(**given: str) -> None:
+    for name, value in given.items():
+        if value not in CHOICES[name]:
+            raise ValueError(f"{name} {value!r}: must be one of {', '.join(CHOICES[name])}")
+
+
+def _check_one_process() -> None:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise ValueError(
+            "BlockCoordinate runs in one process, torch.distributed has several: train with pretrain_gpt_bcd.py there"
+        )
+
+
+def _to_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _device(value: Any) -> torch.device | None:
+    return value.device if isinstance(value, torch.Tensor) else None

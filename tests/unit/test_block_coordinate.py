@@ -1,0 +1,381 @@
+"""BlockCoordinate in plain PyTorch loops: the wrapped optimizer's steps on the active block, exact resume, errors."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.bcd import BlockCoordinate
+from megatron.bcd.optim.update_rules import orthogonalize
+
+NUM_LAYERS = 5
+
+
+class Net(nn.Module):
+    """An embedding of 2 tokens per sample, `NUM_LAYERS` layers with norms, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh()) for _ in range(5))
+        self.final_norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x_B2: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(x_B2).sum(dim=1)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return self.head(self.final_norm(hidden))
+
+
+def new_net() -> Net:
+    torch.manual_seed(7)
+    return Net()
+
+
+def batches(steps: int, start: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for step in range(start, steps):
+        generator = torch.Generator().manual_seed(step)
+        yield torch.randint(11, (8, 2), generator=generator), torch.randint(3, (8,), generator=generator)
+
+
+def train(model: Net, optimizer: torch.optim.Optimizer, *, steps: int, start: int = 0, schedule: Any = None) -> None:
+    for inputs, targets in batches(steps, start):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+
+
+def cosine(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40)
+
+
+def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
+    expected = other.state_dict()
+    assert {name: torch.equal(value, expected[name]) for name, value in one.state_dict().items()} == dict.fromkeys(
+        expected, True
+    )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings"),
+    [(torch.optim.AdamW, {"lr": 0.01}), (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01})],
+)
+def test_one_block_is_the_wrapped_optimizer(optimizer: Any, settings: dict[str, Any]) -> None:
+    """A step that changes anything of full training: a lost group, a state that is reset at the end of a phase."""
+    plain, model = new_net(), new_net()
+    alone = optimizer(plain.parameters(), **settings)
+    wrapped = BlockCoordinate(model, optimizer, num_blocks=1, steps_per_block=4, **settings)
+    train(plain, alone, steps=15, schedule=cosine(alone))
+    train(model, wrapped, steps=15, schedule=cosine(wrapped))
+    assert_same_weights(model, plain)
+
+
+def direction_of(rule: str, gradient: torch.Tensor) -> torch.Tensor:
+    if rule == "sign":
+        return torch.sign(gradient)
+    if rule == "normalized":
+        return gradient / (gradient.pow(2).mean(1, keepdim=True).sqrt() + 1e-7)
+    return orthogonalize(gradient)
+
+
+def plain_loop(
+    model: Net, blocks: list[list[str]], *, steps: int, per_block: int, keeps: bool, rule: str, always: set[str]
+) -> None:
+    """The same training with one AdamW for each block and one for what is always active."""
+    named = dict(model.named_parameters())
+    made: dict[int, torch.optim.AdamW] = {}
+    constant = torch.optim.AdamW([named[name] for name in sorted(always)] or [torch.zeros(1)], lr=0.01)
+    for step, (inputs, targets) in enumerate(batches(steps)):
+        number = step // per_block % len(blocks)
+        if step % per_block == 0 and not keeps:
+            made.clear()
+        rate = 0.01 * 0.9**step
+        active = [named[name] for name in blocks[number] if name not in always]
+        own = made.setdefault(number, torch.optim.AdamW(active, lr=0.01))
+        model.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        if rule != "none":
+            with torch.no_grad():
+                for name in sorted(set(named) - set(blocks[number]) - always):
+                    p = named[name]
+                    if p.ndim == 2:
+                        p.mul_(1 - rate * 0.01)
+                        p.add_(direction_of(rule, p.grad), alpha=-rate * 0.2)
+        for optimizer in (own, constant):
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.step()
+
+
+def layer_names(*layers: int) -> list[str]:
+    """Parameters of these layers; the embedding goes with the first, final norm and head with the last."""
+    names = [name for name, _ in Net().named_parameters()]
+    prefixes = [f"layers.{layer}." for layer in layers]
+    prefixes += ["embedding."] * (0 in layers) + ["final_norm.", "head."] * (NUM_LAYERS - 1 in layers)
+    return [name for name in names if name.startswith(tuple(prefixes))]
+
+
+CONTIGUOUS = [layer_names(0, 1), layer_names(2, 3), layer_names(4)]
+STRIDED = [layer_names(0, 3), layer_names(1, 4), layer_names(2)]
+NORMS_AND_EMBEDDING = {"embedding.weight"} | {
+    f"{owner}.{kind}" for owner in ("final_norm", *(f"layers.{i}.1" for i in range(5))) for kind in ("weight", "bias")
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "keep_state", "rule", "always"),
+    [
+        ("contiguous", "reset", "none", ()),
+        ("contiguous", "host", "none", ("norms", "embedding")),
+        ("strided", "host", "orthogonal", ("norms", "embedding")),
+        ("strided", "reset", "normalized", ()),
+        ("contiguous", "host", "sign", ()),
+    ],
+)
+def test_steps_of_an_independent_loop(layout: str, keep_state: str, rule: str, always: tuple[str, ...]) -> None:
+    """A block with another's layers, a rate that stays behind the scheduler's, moments lost or kept by mistake."""
+    plain, model = new_net(), new_net()
+    optimizer = BlockCoordinate(
+        model,
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+        steps_per_block=4,
+        layout=layout,
+        keep_state=keep_state,
+        always_active=always,
+        resting_update=rule,
+    )
+    train(model, optimizer, steps=30, schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step))
+    plain_loop(
+        plain,
+        STRIDED if layout == "strided" else CONTIGUOUS,
+        steps=30,
+        per_block=4,
+        keeps=keep_state == "host",
+        rule=rule,
+        always=NORMS_AND_EMBEDDING if always else set(),
+    )
+    assert_same_weights(model, plain)
+
+
+def test_a_frozen_parameter_costs_its_weights_only() -> None:
+    """Gradients or moments that stay after a switch: the memory that block coordinate descent is for."""
+    model = new_net()
+    optimizer = BlockCoordinate(model, torch.optim.AdamW, num_blocks=3, steps_per_block=2, always_active=["norms"])
+    before: dict[str, torch.Tensor] = {}
+    for step in range(8):
+        active = optimizer.active_names
+        assert (set(CONTIGUOUS[step // 2 % 3]) | NORMS_AND_EMBEDDING - {"embedding.weight"}) == active
+        before = copy.deepcopy(model.state_dict())
+        train(model, optimizer, steps=step + 1, start=step)
+        changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+        assert changed == active
+        next_active = optimizer.active_names
+        for name, p in model.named_parameters():
+            assert p.requires_grad is (name in next_active)
+            assert p.grad is None or name in next_active
+            assert p not in optimizer.state or name in next_active
+
+
+@pytest.mark.parametrize("keep_state", ["reset", "host"])
+@pytest.mark.parametrize("rule", ["none", "orthogonal"])
+@pytest.mark.parametrize("stopped_at", [6, 9, 12])
+def test_resume_is_exact(tmp_path: Path, keep_state: str, rule: str, stopped_at: int) -> None:
+    """Anything that decides later steps and is not in the state dict: kept moments, the phase, the random order."""
+
+    def build() -> tuple[Net, BlockCoordinate, Any]:
+        model = new_net()
+        optimizer = BlockCoordinate(
+            model,
+            torch.optim.AdamW,
+            lr=0.01,
+            steps_per_block=3,
+            order="random",
+            keep_state=keep_state,
+            resting_update=rule,
+            always_active=("biases",),
+        )
+        return model, optimizer, cosine(optimizer)
+
+    model, optimizer, schedule = build()
+    train(model, optimizer, steps=25, schedule=schedule)
+    killed, optimizer, schedule = build()
+    train(killed, optimizer, steps=stopped_at, schedule=schedule)
+    saved = {"model": killed.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
+    torch.save(saved, tmp_path / "saved.pt")
+    resumed, optimizer, schedule = build()
+    loaded = torch.load(tmp_path / "saved.pt", weights_only=True)
+    resumed.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    schedule.load_state_dict(loaded["schedule"])
+    train(resumed, optimizer, steps=25, start=stopped_at, schedule=schedule)
+    assert_same_weights(resumed, model)
+
+
+def test_accumulated_gradients_are_one_step() -> None:
+    """A phase that ends early, or a resting layer stepped by the last of several backward passes only."""
+    whole, parts = new_net(), new_net()
+    settings: dict[str, Any] = {"lr": 0.01, "steps_per_block": 2, "resting_update": "normalized"}
+    one = BlockCoordinate(whole, torch.optim.AdamW, **settings)
+    other = BlockCoordinate(parts, torch.optim.AdamW, **settings)
+    for inputs, targets in batches(6):
+        nn.functional.cross_entropy(whole(inputs), targets).backward()
+        for half in (slice(0, 4), slice(4, 8)):
+            (nn.functional.cross_entropy(parts(inputs[half]), targets[half]) / 2).backward()
+        for optimizer in (one, other):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert one.phase == other.phase
+    for p, q in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)
+
+
+def test_a_step_that_the_scaler_skips_does_not_count() -> None:
+    """With fp16 an overflow would shorten the phase, or leave a resting layer with infinite weights."""
+    model = new_net()
+    optimizer = BlockCoordinate(model, torch.optim.AdamW, steps_per_block=1, resting_update="sign")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    before = copy.deepcopy(model)
+    for factor, phase in ((float("inf"), 0), (1.0, 1)):
+        inputs, targets = next(batches(1))
+        scaler.scale(nn.functional.cross_entropy(model(inputs), targets) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert optimizer.phase == phase
+        if phase == 0:
+            assert_same_weights(model, before)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_muon_for_the_blocks_and_adam_for_the_rest() -> None:
+    """Muon refuses vectors, so a model with biases or norms could not be trained with it."""
+    model = new_net()
+    always = ("norms", "biases", "embedding", "head")
+    optimizer = BlockCoordinate(
+        model,
+        lambda parameters: torch.optim.Muon(parameters, lr=0.01),
+        num_blocks=2,
+        steps_per_block=2,
+        always_active=always,
+        always_active_optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.002),
+        keep_state="host",
+    )
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.002]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    train(model, optimizer, steps=2, schedule=schedule)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.0025, 0.0005]
+    matrices = {f"layers.{layer}.0.weight" for layer in range(5)}
+    assert optimizer.active_names & matrices == {"layers.3.0.weight", "layers.4.0.weight"}
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert set(saved["kept_state"]) == {"layers.0.0.weight", "layers.1.0.weight", "layers.2.0.weight"}
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, steps=8, start=2, schedule=schedule)
+    assert optimizer.phase == 4
+
+
+def test_no_block_trains_what_is_always_active_and_rests_the_others() -> None:
+    """`num_blocks=0` is the point without any Adam block; a block that is active anyway hides its loss."""
+    model = new_net()
+    optimizer = BlockCoordinate(
+        model, torch.optim.AdamW, num_blocks=0, always_active=("head",), resting_update="orthogonal"
+    )
+    before = copy.deepcopy(model.state_dict())
+    train(model, optimizer, steps=3)
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    matrices = {name for name, p in model.named_parameters() if p.ndim == 2}
+    assert changed == matrices | {"head.bias"}
+    assert len(optimizer.state) == 2
+
+
+def test_plateau_ends_a_phase() -> None:
+    """A phase that never ends, or a step that takes an old loss for its own."""
+    model = new_net()
+    optimizer = BlockCoordinate(model, torch.optim.SGD, lr=0.0, switch="plateau", plateau_window=2)
+    inputs, targets = next(batches(1))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        return loss
+
+    phases = []
+    for _ in range(5):
+        optimizer.step(closure)
+        phases.append(optimizer.phase)
+    assert phases == [0, 0, 0, 1, 1]
+    with pytest.raises(ValueError, match="report_loss"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_blocks": 6}, "num_blocks 6: must be 0 to 5"),
+        ({"num_blocks": 0}, "num_blocks 0 trains nothing"),
+        ({"steps_per_block": 0}, "^steps_per_block 0: must be at least 1"),
+        ({"order": "greedy"}, "order 'greedy': must be one of ascending"),
+        ({"layout": "spread"}, "layout 'spread': must be one of contiguous, strided"),
+        ({"keep_state": "disk"}, "keep_state 'disk'"),
+        ({"resting_update": "muon"}, "resting_update 'muon'"),
+        ({"resting_lr_ratio": -1.0}, "resting_lr_ratio -1.0"),
+        ({"always_active": ("lm_head*",)}, "always_active 'lm_head[*]' matches no parameter"),
+        ({"switch": "plateau", "plateau_window": 0}, "^plateau_window 0"),
+        ({"optimizer": torch.optim.LBFGS}, "LBFGS"),
+        ({"optimizer": lambda parameters: None}, "made a NoneType"),
+    ],
+)
+def test_bad_arguments(settings: dict[str, Any], message: str) -> None:
+    """A run that starts with a wrong schedule and is noticed days later."""
+    with pytest.raises(ValueError, match=message):
+        BlockCoordinate(new_net(), **{"optimizer": torch.optim.AdamW, **settings})
+
+
+def test_a_state_of_other_blocks_is_refused() -> None:
+    """Moments of one parameter that step another: shapes often fit."""
+    saved = BlockCoordinate(new_net(), torch.optim.AdamW, num_blocks=3).state_dict()
+    with pytest.raises(ValueError, match="blocks with the layers"):
+        BlockCoordinate(new_net(), torch.optim.AdamW, num_blocks=2).load_state_dict(saved)
+    with pytest.raises(ValueError, match="must be one of BlockCoordinate"):
+        BlockCoordinate(new_net(), torch.optim.AdamW).load_state_dict(
+            torch.optim.AdamW(new_net().parameters()).state_dict()
+        )
+
+
+def test_layers_that_cannot_be_told() -> None:
+    """An encoder's layers taken for the whole model's, with the decoder in one block."""
+    model = nn.ModuleDict({"encoder": new_net().layers, "decoder": new_net().layers})
+    with pytest.raises(ValueError, match="2 lists of 5 layers in the model .encoder, decoder"):
+        BlockCoordinate(model, torch.optim.AdamW)
+    with pytest.raises(ValueError, match="no ModuleList or Sequential"):
+        BlockCoordinate(nn.Linear(2, 2), torch.optim.AdamW)
+    optimizer = BlockCoordinate(model, torch.optim.AdamW, layers=[*model["encoder"], *model["decoder"]], num_blocks=2)
+    assert optimizer.active_names == {name for name, _ in model.named_parameters() if name.startswith("encoder.")}
+
+
+def test_a_parameter_that_the_user_froze_stays_frozen() -> None:
+    """Fine-tuning with a frozen embedding would train it in the first block's phase."""
+    model = new_net()
+    model.embedding.requires_grad_(False)
+    optimizer = BlockCoordinate(model, torch.optim.AdamW, steps_per_block=1, resting_update="sign")
+    train(model, optimizer, steps=4)
+    assert torch.equal(model.embedding.weight, new_net().embedding.weight)
+
+
+def test_import_needs_no_megatron_core(repo_root: Path) -> None:
+    """Users of plain PyTorch have no Megatron Core, and its import takes seconds."""
+    program = (
+        "import sys; from megatron.bcd import BlockCoordinate; print([m for m in sys.modules if 'gatron.core' in m])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=repo_root, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
