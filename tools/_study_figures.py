@@ -1,0 +1,150 @@
+"""The two pictures of tools/study.py: test metric against model state, and against cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import product
+from pathlib import Path
+
+import matplotlib
+from _study_rows import Row, frontier
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.transforms import Bbox
+from report_figure import FAINT, INK, RUN_COLOURS, STYLE
+
+MARKER_PIXELS = 11
+RADII = (14, 22, 32, 44, 58, 74, 92, 112, 136, 164)
+DIRECTIONS = 16
+LEADER_FROM = 20
+"""Pixels from which a label needs a line to its point."""
+
+
+def draw_state(path: Path, rows: Sequence[Row], *, title: str, metric: str, baseline: str) -> None:
+    """Write a PNG of 1300 x 780 pixels: every method by bytes of model state per parameter, and the Pareto frontier."""
+    known = [row for row in rows if row.state_bytes_per_parameter is not None]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(13, 7.8), dpi=100, layout="constrained")
+        axes = figure.subplots()
+        _scatter(axes, known, [row.state_bytes_per_parameter or 0 for row in known], baseline)
+        best = frontier(known)
+        axes.step([row.state_bytes_per_parameter for row in best], [row.test for row in best], where="post",
+                  color=FAINT, linewidth=1.4, linestyle=(0, (5, 3)), zorder=1)  # fmt: skip
+        axes.set_xlabel("live model state, bytes per parameter")
+        axes.set_ylabel(_axis_name(metric))
+        _title(axes, title, "after equal training where the label gives no other length; dashed: Pareto frontier")
+        _legend(axes, known)
+        figure.draw_without_rendering()
+        _label(axes, known, [row.state_bytes_per_parameter or 0 for row in known])
+        figure.savefig(path)
+
+
+def draw_cost(path: Path, rows: Sequence[Row], *, title: str, metric: str, baseline: str) -> None:
+    """Write a PNG of 1500 x 780 pixels: every method by a run's arithmetic and time, the baseline's run being 1."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(15, 7.8), dpi=100, layout="constrained")
+        panels = figure.subplots(1, 2, sharey=True)
+        names = ("arithmetic of the layers", "time, from median steps of this machine")
+        drawn = []
+        for axes, key, name in zip(panels, ("arithmetic", "relative_time"), names, strict=True):
+            known = [row for row in rows if getattr(row, key) is not None]
+            costs = [getattr(row, key) * row.length for row in known]
+            _scatter(axes, known, costs, baseline)
+            axes.set_xlabel(f"{name} (full run of the baseline = 1)")
+            drawn.append((axes, known, costs))
+        panels[0].set_ylabel(_axis_name(metric))
+        _title(panels[0], title, "left and below is better")
+        _legend(panels[1], rows)
+        figure.draw_without_rendering()
+        for axes, known, costs in drawn:
+            _label(axes, known, costs)
+        figure.savefig(path)
+
+
+def _axis_name(metric: str) -> str:
+    return "test error" if metric == "accuracy" else "test loss (nats per token)"
+
+
+def _title(axes: Axes, title: str, subtitle: str) -> None:
+    axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=22)
+    axes.text(0, 1.015, subtitle, transform=axes.transAxes, fontsize=10, color=FAINT, va="bottom")
+
+
+def _colours(rows: Iterable[Row]) -> dict[str, str]:
+    """By group, in the order of the rows."""
+    groups = dict.fromkeys(row.group for row in rows)
+    return {group: RUN_COLOURS[index % len(RUN_COLOURS)] for index, group in enumerate(groups)}
+
+
+def _scatter(axes: Axes, rows: Sequence[Row], xs: Sequence[float], baseline: str) -> None:
+    """Points with the range of their seeds, and a line at the baseline's height."""
+    colours = _colours(rows)
+    for row, x in zip(rows, xs, strict=True):
+        colour = colours[row.group]
+        axes.plot([x, x], [min(row.tests), max(row.tests)], color=colour, linewidth=1.5, zorder=2)
+        axes.plot(x, row.test, "o", color=colour, markeredgecolor="white", markersize=8, zorder=3)
+        if row.method == baseline:
+            axes.axhline(row.test, color=FAINT, linewidth=0.8, zorder=0)
+    axes.grid(color="#b5b5b5", linewidth=0.6, alpha=0.4)
+    axes.set_axisbelow(True)
+    axes.margins(x=0.12, y=0.08)
+
+
+def _legend(axes: Axes, rows: Sequence[Row]) -> None:
+    colours = _colours(rows)
+    if len(colours) > 1:
+        handles = [Line2D([], [], marker="o", linestyle="none", color=colour, markeredgecolor="white", markersize=8,
+                          label=group or "other") for group, colour in colours.items()]  # fmt: skip
+        axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.09), ncols=len(handles), frameon=False)
+
+
+def _label(axes: Axes, rows: Sequence[Row], xs: Sequence[float]) -> None:
+    """Write every method's name near its point, where it covers neither a point nor another name."""
+    places = [axes.transData.transform((x, row.test)) for row, x in zip(rows, xs, strict=True)]
+    taken = [_box(x, y, MARKER_PIXELS, MARKER_PIXELS) for x, y in places]
+    inside = axes.get_window_extent()
+    colours = _colours(rows)
+    renderer = axes.figure._get_renderer()
+    # crowded points choose first
+    order = sorted(range(len(rows)), key=lambda i: sum(1 / (1 + math.dist(places[i], other)) for other in places))
+    for index in reversed(order):
+        row, (x, y) = rows[index], places[index]
+        text = axes.text(0, 0, row.label, fontsize=9.5, color=INK, ha="center", va="center", zorder=5)
+        size = text.get_window_extent(renderer)
+        box = _free(x, y, size.width + 4, size.height + 2, taken, inside)
+        taken.append(box)
+        centre = (box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2
+        text.set_position(axes.transData.inverted().transform(centre))
+        nearest = min(max(x, box.x0), box.x1), min(max(y, box.y0), box.y1)
+        if math.dist(nearest, (x, y)) > LEADER_FROM:
+            ends = axes.transData.inverted().transform([(x, y), nearest])
+            axes.plot(ends[:, 0], ends[:, 1], color=colours[row.group], linewidth=0.7, alpha=0.6, zorder=1)
+
+
+def _free(x: float, y: float, width: float, height: float, taken: Sequence[Bbox], inside: Bbox) -> Bbox:
+    """The nearest place beside (x, y) that covers nothing, else the one that covers least."""
+    best, least = None, math.inf
+    for radius, step in product(RADII, range(DIRECTIONS)):
+        angle = 2 * math.pi * step / DIRECTIONS
+        # the box's edge, not its centre, is `radius` away
+        dx, dy = math.cos(angle), math.sin(angle)
+        box = _box(x + dx * (radius + width / 2), y + dy * (radius + height / 2), width, height)
+        covered = sum(_overlap(box, other) for other in taken) + width * height - _overlap(box, inside)
+        if covered < least:
+            best, least = box, covered
+        if covered < 1:
+            break
+    assert best is not None
+    return best
+
+
+def _box(x: float, y: float, width: float, height: float) -> Bbox:
+    return Bbox.from_bounds(x - width / 2, y - height / 2, width, height)
+
+
+def _overlap(one: Bbox, other: Bbox) -> float:
+    width = min(one.x1, other.x1) - max(one.x0, other.x0)
+    height = min(one.y1, other.y1) - max(one.y0, other.y0)
+    return max(0.0, width) * max(0.0, height)

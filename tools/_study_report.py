@@ -1,0 +1,181 @@
+"""Output of tools/study.py: results as JSON, the table as Markdown, pictures."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from _machine import cpu_model
+from _study_arithmetic import step_arithmetic
+from _study_data import ROOT, Text
+from _study_plan import Lookup, Point, budget_runs, final_runs, grid, points, tuner
+from _study_rows import Row, frontier, rows_of
+from _study_runs import Commands, Result, Run, read_result, write_json
+
+PUBLISHED, PICTURES = ROOT / "studies", ROOT / "docs" / "images"
+
+
+class Report:
+    """Writes what is known so far; nothing is run."""
+
+    def __init__(self, commands: Commands, lookup: Lookup, *, folder: Path, texts: Mapping[str, Text]) -> None:
+        self._commands, self._study, self._lookup = commands, commands.study, lookup
+        self._folder = folder
+        self._texts = {name: text.sha256 for name, text in texts.items()}
+        self._arithmetic: dict[Point, float | None] = {}
+
+    def rows(self) -> list[Row]:
+        """The table's."""
+        return rows_of(self._study, self._lookup, self._step_arithmetic)
+
+    def _step_arithmetic(self, point: Point) -> float | None:
+        if point not in self._arithmetic:
+            self._arithmetic[point] = step_arithmetic(self._commands, point)
+        return self._arithmetic[point]
+
+    @property
+    def has_failures(self) -> bool:
+        """Whether a method has no figures because its runs failed."""
+        return any(row.failure for row in self.rows())
+
+    def write(self) -> str:
+        """Results and table of everything that has finished, in the study's folder; the table."""
+        rows = self.rows()
+        results = {
+            "study": self._study.name,
+            "title": self._study.title,
+            "machine": {"cpu": cpu_model(), "cores": os.cpu_count(), "jobs": self._study.jobs,
+                        "threads": self._study.threads},
+            "texts": self._texts,
+            "rows": [_plain(row) for row in rows],
+            "runs": [result.plain() for result in self._used()],
+        }  # fmt: skip
+        write_json(self._folder / "results.json", results)
+        text = self._markdown(rows)
+        (self._folder / "table.md").write_text(text, encoding="utf-8")
+        return text
+
+    def _used(self) -> list[Result]:
+        """Every finished run that the table rests on."""
+        runs: dict[Run, None] = {}
+        for point in points(self._study):
+            tried = grid(self._study, tuner(self._study, point), self._lookup)
+            runs |= dict.fromkeys(tuner(self._study, point).run(lr, self._study.seeds[0]) for lr in tried.values)
+            if tried.best is not None:
+                runs |= dict.fromkeys(final_runs(self._study, point, tried.best))
+                runs |= dict.fromkeys(budget_runs(self._study, point, tried.best))
+        return [result for result in map(self._lookup, runs) if result is not None]
+
+    def _markdown(self, rows: Sequence[Row]) -> str:
+        study = self._study
+        lines = [f"# {study.title or study.name}", "", f"`python tools/study.py studies/{study.name}.yaml`", ""]
+        for (model, data), group in groupby(rows, key=lambda row: (row.model, row.data)):
+            mine = list(group)
+            baseline = next((row for row in mine if row.method == study.baseline), None)
+            count = f", {baseline.num_parameters:,} parameters" if baseline and baseline.num_parameters else ""
+            lines += [f"## {model}, {data}{count}", "", *table(mine, metric=study.metric), ""]
+        commits = ", ".join(sorted({result.commit for result in self._used() if result.commit})) or "unknown"
+        where = f"{cpu_model()}, {study.jobs} runs side by side with {study.threads} thread(s) each"
+        lines += [self._about(), "", f"Commit {commits}; {where}."]
+        return "\n".join(lines) + "\n"
+
+    def _about(self) -> str:
+        study = self._study
+        seeds = f"{len(study.seeds)} seeds" if len(study.seeds) > 1 else "one seed"
+        rates = ", ".join(f"{rate:g}" for rate in study.learning_rates)
+        return (
+            f"{study.steps:,} steps, {seeds}; learning rates {rates} and up to {study.extend} factor(s) of 2 beyond,"
+            f" tuned on the validation split at seed {study.seeds[0]}. **Bold**: on the Pareto frontier of test"
+            f" {_metric_name(study.metric)} and state. *edge*: the best rate is the grid's first or last. Columns:"
+            " [docs/learning.md](../docs/learning.md#columns)."
+        )
+
+    def draw(self) -> list[Path]:
+        """Both pictures of every model and text, in the study's folder; their paths."""
+        from _study_figures import draw_cost, draw_state  # matplotlib takes a second to import
+
+        paths = []
+        rows = [row for row in self.rows() if row.test is not None]
+        cases = [(case, list(group)) for case, group in groupby(rows, key=lambda row: (row.model, row.data))]
+        for (model, data), mine in cases:
+            suffix = f"_{model}_{data}" if len(cases) > 1 else ""
+            for kind, draw in (("state", draw_state), ("cost", draw_cost)):
+                path = self._folder / f"{self._study.name}{suffix}_{kind}.png"
+                title = f"{self._study.title or self._study.name}" + (f": {model}, {data}" if suffix else "")
+                draw(path, mine, title=title, metric=self._study.metric, baseline=self._study.baseline)
+                paths.append(path)
+        return paths
+
+    def publish(self, pictures: Sequence[Path]) -> list[Path]:
+        """Copy results, table and pictures to where the project keeps them; their paths."""
+        copies = [(self._folder / "results.json", PUBLISHED / f"{self._study.name}.json"),
+                  (self._folder / "table.md", PUBLISHED / f"{self._study.name}.md"),
+                  *((path, PICTURES / path.name) for path in pictures)]  # fmt: skip
+        for source, target in copies:
+            target.write_bytes(source.read_bytes())
+        return [target for _, target in copies]
+
+
+def published_lookup(name: str) -> Lookup:
+    """Results of the published study. Raises ValueError if there are none."""
+    path = PUBLISHED / f"{name}.json"
+    try:
+        runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"--redraw: {path}: {type(error).__name__}; run the study with --publish first") from None
+    results = {_identity(result): result for result in map(read_result, runs)}
+    return lambda run: results.get((run.model.name, run.data.name, run.method.name, run.lr, run.seed, run.budget))
+
+
+def _identity(result: Result) -> tuple[str, str, str, float, int, float]:
+    return result.model, result.data, result.method, result.lr, result.seed, result.budget
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    return {**asdict(row), "test": row.test, "spread": row.spread}
+
+
+def table(rows: Sequence[Row], *, metric: str) -> list[str]:
+    """Markdown lines, rows in the order given."""
+    with_host = any(row.host_bytes_per_parameter for row in rows)
+    name = _metric_name(metric)
+    heads = ["method", "learning rate", f"test {name}", "to full", "B-F multiplier", "state, bytes/parameter"]
+    heads += ["of full", *(["host"] if with_host else []), "step time", "arithmetic", "cost: time", "cost: arithmetic"]
+    best = frontier(rows)
+    lines = ["| " + " | ".join(heads) + " |", "|---|" + "---|" * (len(heads) - 1)]
+    for row in rows:
+        label = f"**{row.label}**" if row in best else row.label
+        if row.failure:
+            lines.append(f"| {label} | failed: {row.failure.replace('|', '/')} |" + " |" * (len(heads) - 2))
+            continue
+        spread = f" ± {row.spread / 2:.4f}" if row.spread is not None else ""
+        host = [_shown(row.host_bytes_per_parameter, ".1f")] if with_host else []
+        cells = [
+            label,
+            f"{row.lr:g}" + (" *edge*" if row.lr_at_edge else ""),
+            f"{row.test:.4f}{spread}",
+            "-" if row.relative_test is None else f"{100 * (row.relative_test - 1):+.1f} %",
+            _shown(row.multiplier, ""),
+            _shown(row.state_bytes_per_parameter, ".2f"),
+            "-" if row.relative_state is None else f"{100 * row.relative_state:.0f} %",
+            *host,
+            _shown(row.relative_time, ".2f"),
+            _shown(row.arithmetic, ".2f"),
+            _shown(row.multiplier and row.multiplier.times(row.relative_time), ""),
+            _shown(row.multiplier and row.multiplier.times(row.arithmetic), ""),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _shown(value: Any, form: str) -> str:
+    return "-" if value is None else str(value) if not form else format(value, form)
+
+
+def _metric_name(metric: str) -> str:
+    return "error" if metric == "accuracy" else metric
