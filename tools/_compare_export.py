@@ -29,7 +29,7 @@ from megatron.bcd.config import RunConfig
 from megatron.bcd.metrics.silent import SilentReporter
 from megatron.bcd.model.builder import build_model, unwrap_model
 from megatron.bcd.runtime import distributed, rng
-from megatron.bcd.training.setup import setup
+from megatron.bcd.training.setup import Components, setup
 
 PROG = "tools/_compare_export.py"
 JOB_FILE, TENSORS_FILE = "job.json", "tensors.pt"
@@ -127,7 +127,7 @@ def model_settings(config: RunConfig, vocabulary: int) -> dict[str, Any]:
     return {
         "vocab_size": vocabulary,
         "n_embd": fields["hidden_size"],
-        "n_inner": fields["ffn_hidden_size"],
+        "n_inner": fields.get("ffn_hidden_size"),  # None: 4 x hidden, as Megatron Core
         "n_layer": config.num_layers,
         "n_head": fields["num_attention_heads"],
         "n_positions": positions,
@@ -159,7 +159,7 @@ def samples(config: RunConfig, dataset: Any, num_microbatches: int) -> dict[str,
     """Tokens and labels of the first microbatches that the run trains on, [microbatches, B, S]."""
     batches = data.batches(dataset, config, consumed_samples=0)
     taken = [next(batches) for _ in range(num_microbatches)]
-    assert all(bool(batch["loss_mask"].all()) for batch in taken), "made-up data mask nothing"
+    assert all(bool(batch["loss_mask"].all()) for batch in taken), "every token counts"
     return {name: torch.stack([batch[name].cpu() for batch in taken]) for name in ("tokens", "labels")}
 
 
@@ -168,7 +168,16 @@ def export(folder: str, form: str, argv: Sequence[str]) -> None:
     config = parse_run_config(list(argv), prog=PROG, defaults=FAMILY_DEFAULTS[form])
     distributed.initialize(backend="auto", timeout_minutes=10, tensor_size=1, pipeline_size=1)
     rng.seed_everything(config.training.seed)
-    components = setup(config, build_model, SilentReporter())
+    job, tensors = job_of(setup(config, build_model, SilentReporter()))
+    torch.save(tensors, os.path.join(folder, TENSORS_FILE))
+    with open(os.path.join(folder, JOB_FILE), "w", encoding="utf-8") as file:
+        json.dump(job, file, indent=1)
+    torch.distributed.destroy_process_group()
+
+
+def job_of(components: Components) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the peer needs of a run that has not started: settings, and samples and initial weights."""
+    config = components.config
     weights = {
         name: weight.detach().cpu().clone() for name, weight in unwrap_model(components.model).named_parameters()
     }
@@ -177,9 +186,6 @@ def export(folder: str, form: str, argv: Sequence[str]) -> None:
     assert training.global_batch_size is not None, "the parser fills it in"
     per_step, num_steps = training.global_batch_size // training.micro_batch_size, data.num_iterations(config)
     tensors = {"weights": (llama_state if is_llama(config) else gpt2_state)(weights, config)}
-    torch.save(
-        tensors | samples(config, components.splits.train, per_step * num_steps), os.path.join(folder, TENSORS_FILE)
-    )
     job = {
         "form": "llama" if is_llama(config) else "gpt",
         "model": model_settings(config, vocabulary),
@@ -194,9 +200,7 @@ def export(folder: str, form: str, argv: Sequence[str]) -> None:
         "weight_decay": optimizer.weight_decay,
         "clip_grad": optimizer.clip_grad,
     }
-    with open(os.path.join(folder, JOB_FILE), "w", encoding="utf-8") as file:
-        json.dump(job, file, indent=1)
-    torch.distributed.destroy_process_group()
+    return job, tensors | samples(config, components.splits.train, per_step * num_steps)
 
 
 if __name__ == "__main__":  # reader processes may import this file

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import matplotlib
@@ -12,8 +12,9 @@ from _study_rows import Row, frontier
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
 from matplotlib.transforms import Bbox
-from report_figure import FAINT, INK, RUN_COLOURS, STYLE
+from report_figure import FAINT, RUN_COLOURS, STYLE
 
 MARKER_PIXELS = 11
 RADII = (14, 22, 32, 44, 58, 74, 92, 112, 136, 164)
@@ -30,12 +31,14 @@ def draw_state(path: Path, rows: Sequence[Row], *, title: str, metric: str, base
         axes = figure.subplots()
         _scatter(axes, known, [row.state_bytes_per_parameter or 0 for row in known], baseline)
         best = frontier(known)
-        axes.step([row.state_bytes_per_parameter for row in best], [row.test for row in best], where="post",
-                  color=FAINT, linewidth=1.4, linestyle=(0, (5, 3)), zorder=1)  # fmt: skip
+        corners = [(right.state_bytes_per_parameter, left.test) for left, right in pairwise(best)]
+        steps = [*((row.state_bytes_per_parameter, row.test) for row in best), *corners]
+        steps.sort(key=lambda corner: (corner[0], -(corner[1] or 0)))
+        axes.plot(*zip(*steps, strict=True), color=FAINT, linewidth=1.4, linestyle=(0, (5, 3)), zorder=1)
         axes.set_xlabel("live model state, bytes per parameter")
         axes.set_ylabel(_axis_name(metric))
         _title(axes, title, "after equal training where the label gives no other length; dashed: Pareto frontier")
-        _legend(axes, known)
+        _legend(figure, known)
         figure.draw_without_rendering()
         _label(axes, known, [row.state_bytes_per_parameter or 0 for row in known])
         figure.savefig(path)
@@ -56,7 +59,7 @@ def draw_cost(path: Path, rows: Sequence[Row], *, title: str, metric: str, basel
             drawn.append((axes, known, costs))
         panels[0].set_ylabel(_axis_name(metric))
         _title(panels[0], title, "left and below is better")
-        _legend(panels[1], rows)
+        _legend(figure, rows)
         figure.draw_without_rendering()
         for axes, known, costs in drawn:
             _label(axes, known, costs)
@@ -92,18 +95,18 @@ def _scatter(axes: Axes, rows: Sequence[Row], xs: Sequence[float], baseline: str
     axes.margins(x=0.12, y=0.08)
 
 
-def _legend(axes: Axes, rows: Sequence[Row]) -> None:
+def _legend(figure: Figure, rows: Sequence[Row]) -> None:
     colours = _colours(rows)
     if len(colours) > 1:
         handles = [Line2D([], [], marker="o", linestyle="none", color=colour, markeredgecolor="white", markersize=8,
                           label=group or "other") for group, colour in colours.items()]  # fmt: skip
-        axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.09), ncols=len(handles), frameon=False)
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
 
 
 def _label(axes: Axes, rows: Sequence[Row], xs: Sequence[float]) -> None:
     """Write every method's name near its point, where it covers neither a point nor another name."""
     places = [axes.transData.transform((x, row.test)) for row, x in zip(rows, xs, strict=True)]
-    taken = [_box(x, y, MARKER_PIXELS, MARKER_PIXELS) for x, y in places]
+    taken = [_box(x, y, MARKER_PIXELS, MARKER_PIXELS) for x, y in places] + _segments(axes)
     inside = axes.get_window_extent()
     colours = _colours(rows)
     renderer = axes.figure._get_renderer()
@@ -111,7 +114,8 @@ def _label(axes: Axes, rows: Sequence[Row], xs: Sequence[float]) -> None:
     order = sorted(range(len(rows)), key=lambda i: sum(1 / (1 + math.dist(places[i], other)) for other in places))
     for index in reversed(order):
         row, (x, y) = rows[index], places[index]
-        text = axes.text(0, 0, row.label, fontsize=9.5, color=INK, ha="center", va="center", zorder=5)
+        text = axes.text(0, 0, row.label, fontsize=9.5, color=colours[row.group], ha="center", va="center", zorder=5)
+        text.set_path_effects([withStroke(linewidth=2.5, foreground="white")])
         size = text.get_window_extent(renderer)
         box = _free(x, y, size.width + 4, size.height + 2, taken, inside)
         taken.append(box)
@@ -121,6 +125,16 @@ def _label(axes: Axes, rows: Sequence[Row], xs: Sequence[float]) -> None:
         if math.dist(nearest, (x, y)) > LEADER_FROM:
             ends = axes.transData.inverted().transform([(x, y), nearest])
             axes.plot(ends[:, 0], ends[:, 1], color=colours[row.group], linewidth=0.7, alpha=0.6, zorder=1)
+
+
+def _segments(axes: Axes) -> list[Bbox]:
+    """Where horizontal and vertical lines are drawn, in pixels."""
+    paths = (line.get_transform().transform_path(line.get_path()).vertices for line in axes.lines)
+    return [
+        Bbox.from_extents(*(min(a, b) - 2 for a, b in zip(start, end, strict=True)),
+                          *(max(a, b) + 2 for a, b in zip(start, end, strict=True)))
+        for path in paths for start, end in pairwise(path)
+    ]  # fmt: skip
 
 
 def _free(x: float, y: float, width: float, height: float, taken: Sequence[Bbox], inside: Bbox) -> Bbox:

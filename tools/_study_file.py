@@ -80,6 +80,8 @@ class Study:
     baseline: str
     seeds: tuple[int, ...]
     learning_rates: tuple[float, ...]
+    tune_on: str | None = None
+    """Tune on this text only, and use its rates on the others; without it on every text."""
     extend: int = 1
     """How often the grid grows by a factor of 2 where its best rate is at an edge."""
     metric: str = "loss"
@@ -243,6 +245,8 @@ def _check(study: Study, path: str) -> None:
         raise ValueError(f"{path}: metric: {study.metric}: must be one of {', '.join(METRICS)}")
     names = [method.name for method in study.methods]
     _check_name(study.baseline, names, f"{path}: baseline")
+    if study.tune_on is not None:
+        _check_name(study.tune_on, [data.name for data in study.data], f"{path}: tune_on")
     for method in study.methods:
         where = f"{path}: methods: {method.name}"
         for key in ("learning_rate_of", "arithmetic_as"):

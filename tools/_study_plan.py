@@ -79,8 +79,8 @@ def _value(result: Result) -> float:
 
 def tuner(study: Study, point: Point) -> Point:
     """The point whose grid gives this one's learning rate: itself, unless the study file says otherwise."""
-    name = point.method.learning_rate_of
-    return point if name is None else Point(model=point.model, data=point.data, method=study.method(name))
+    data = next(data for data in study.data if data.name == (study.tune_on or point.data.name))
+    return Point(model=point.model, data=data, method=study.method(point.method.learning_rate_of or point.method.name))
 
 
 def tuned(study: Study, point: Point, lookup: Lookup) -> float | None:
@@ -119,6 +119,6 @@ def num_later(study: Study, lookup: Lookup, only: str = "*") -> float:
     for point in points(study, only):
         if tuned(study, point, lookup) is None:
             method = point.method
-            num_seeds = len(study.seeds) - (method.learning_rate_of is None)
+            num_seeds = len(study.seeds) - (tuner(study, point) == point)
             total += num_seeds * method.steps + len(study.seeds) * sum(set(method.budgets) - {method.steps})
     return total

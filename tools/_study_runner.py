@@ -98,7 +98,8 @@ class Runner:
             process = subprocess.Popen(
                 [*self._prefix, *self.commands.argv(run)],
                 cwd=ROOT,
-                env=os.environ | {"OMP_NUM_THREADS": str(self.study.threads), "HF_HUB_OFFLINE": "1"},
+                env=os.environ
+                | {"OMP_NUM_THREADS": str(self.study.threads), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
