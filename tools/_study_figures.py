@@ -49,7 +49,7 @@ def draw_cost(path: Path, rows: Sequence[Row], *, title: str, metric: str, basel
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(15, 7.8), dpi=100, layout="constrained")
         panels = figure.subplots(1, 2, sharey=True)
-        names = ("arithmetic of the layers", "time, from median steps of this machine")
+        names = ("arithmetic of the layers", "time on this machine")
         drawn = []
         for axes, key, name in zip(panels, ("arithmetic", "relative_time"), names, strict=True):
             known = [row for row in rows if getattr(row, key) is not None]

@@ -211,9 +211,11 @@ def test_frontier() -> None:
 
 
 def test_summary_of_metrics() -> None:
-    """Bytes of one rank or one phase for all, an accuracy that is better when lower, NaN as a number."""
-    steps = [{"iteration": i, "step_time_ms": ms, "model_state_bytes": state, "host_state_bytes": [8, 0]}
-             for i, ms, state in ((1, 99.0, [10, 10]), (2, 10.0, [10, 30]), (3, 11.0, [20, 5]))]  # fmt: skip
+    """Bytes of one rank or one phase for all, an accuracy that is better when lower, NaN as a number, step times of
+    the fastest block or of a busy moment."""
+    steps = [{"iteration": i, "block": i % 2, "step_time_ms": ms, "model_state_bytes": state,
+              "host_state_bytes": [8, 0]}
+             for i, ms, state in ((1, 99.0, [10, 10]), (2, 10.0, [10, 30]), (3, 12.0, [20, 5]))]  # fmt: skip
     ends = [{"iteration": 1, "validation_accuracy": 0.5}, {"iteration": 3, "validation_accuracy": 0.75},
             {"iteration": 3, "validation_accuracy": 0.25, "is_final": True},
             {"iteration": 3, "test_accuracy": 0.9, "is_final": True}]  # fmt: skip
