@@ -57,6 +57,11 @@ def draw_cost(path: Path, rows: Sequence[Row], *, title: str, metric: str, basel
             _scatter(axes, known, costs, baseline)
             axes.set_xlabel(f"{name} (full run of the baseline = 1)")
             drawn.append((axes, known, costs))
+        full = next((row for row in rows if row.method == baseline and row.dollars), None)
+        if full is not None:
+            scale = full.dollars / full.length
+            dollars = panels[1].secondary_xaxis("top", functions=(lambda x: x * scale, lambda x: x / scale))
+            dollars.set_xlabel("dollars of a run")
         panels[0].set_ylabel(_axis_name(metric))
         _title(panels[0], title, "left and below is better")
         _legend(figure, rows)

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shlex
+import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -14,6 +15,11 @@ from typing import Any
 
 import yaml
 
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from megatron.bcd.planner.tables import read_clusters
+
+CLUSTERS = str(Path(__file__).resolve().parents[1] / "examples" / "clusters.csv")
 METRICS = ("loss", "accuracy")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 PLACEHOLDER = re.compile(r"\{(\w+)(?:([*/])(\d+(?:\.\d+)?))?\}")
@@ -86,10 +92,17 @@ class Study:
     """How often the grid grows by a factor of 2 where its best rate is at an edge."""
     metric: str = "loss"
     """"accuracy" is reported as error, so that less is better."""
+    gpu: str | None = None
+    """What it runs on, a row of examples/clusters.csv, whose price per hour gives dollars."""
     jobs: int = 2
     threads: int = 1
     minutes: float = 5.0
     """Of a run of `steps` steps; a guess until runs have finished."""
+
+    @property
+    def usd_per_hour(self) -> float | None:
+        """The price of its GPU, where it runs on one."""
+        return None if self.gpu is None else read_clusters(CLUSTERS)[self.gpu].usd_per_gpu_hour
 
     def method(self, name: str) -> Method:
         """By its name, which is known to exist."""
@@ -245,6 +258,8 @@ def _check(study: Study, path: str) -> None:
         raise ValueError(f"{path}: metric: {study.metric}: must be one of {', '.join(METRICS)}")
     names = [method.name for method in study.methods]
     _check_name(study.baseline, names, f"{path}: baseline")
+    if study.gpu is not None:
+        _check_name(study.gpu, list(read_clusters(CLUSTERS)), f"{path}: gpu")
     if study.tune_on is not None:
         _check_name(study.tune_on, [data.name for data in study.data], f"{path}: tune_on")
     for method in study.methods:

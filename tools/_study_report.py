@@ -146,6 +146,8 @@ def table(rows: Sequence[Row], *, metric: str) -> list[str]:
     name = _metric_name(metric)
     heads = ["method", "learning rate", f"test {name}", "to full", "B-F multiplier", "state, bytes/parameter"]
     heads += ["of full", *(["host"] if with_host else []), "step time", "arithmetic", "cost: time", "cost: arithmetic"]
+    with_price = any(row.dollars for row in rows)
+    heads += ["dollars"] if with_price else []
     best = frontier(rows)
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "---|" * (len(heads) - 1)]
     for row in rows:
@@ -168,6 +170,7 @@ def table(rows: Sequence[Row], *, metric: str) -> list[str]:
             _shown(row.arithmetic, ".2f"),
             _shown(row.multiplier and row.multiplier.times(row.relative_time), ""),
             _shown(row.multiplier and row.multiplier.times(row.arithmetic), ""),
+            *([_shown(row.dollars, ".3g")] if with_price else []),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines

@@ -60,6 +60,8 @@ class Row:
     relative_time: float | None = None
     arithmetic: float | None = None
     """Of a step, relative."""
+    dollars: float | None = None
+    """Of a run, without its evaluations."""
     num_parameters: int | None = None
 
     @property
@@ -113,6 +115,7 @@ def _row(study: Study, point: Point, baseline: Point, lookup: Lookup) -> Row | N
     theirs = by_seed(lookup(run) for run in final_runs(study, baseline, lr)) if lr is not None else {}
     others = [lookup(run) for run in budget_runs(study, point, tried.best)]
     relative = ratio({seed: one.test for seed, one in results.items()}, {s: one.test for s, one in theirs.items()})
+    hours = [one.step_ms * one.steps / 3.6e6 for one in results.values() if one.step_ms is not None]
     middle = {key: _median(results.values(), key) for key in _FIGURES}
     beside = {key: _median(theirs.values(), key) for key in _FIGURES}
     return replace(
@@ -125,6 +128,7 @@ def _row(study: Study, point: Point, baseline: Point, lookup: Lookup) -> Row | N
         multiplier=_multiplier(study, point, results, [one for one in others if one], theirs) if theirs else None,
         relative_state=_over(middle["state_bytes_per_parameter"], beside["state_bytes_per_parameter"]),
         relative_time=_over(middle["step_ms"], beside["step_ms"]),
+        dollars=statistics.fmean(hours) * study.usd_per_hour if hours and study.usd_per_hour else None,
         num_parameters=next(iter(results.values())).num_parameters,
         **middle,
     )  # fmt: skip

@@ -132,27 +132,31 @@ class Commands:
         return [sys.executable, *words, *paths, *checkpoint]
 
     def stored(self, run: Run) -> Result | None:
-        """The result of a run that has finished at any time."""
+        """The result of a run that has finished at any time: from its metrics, complete if done.json exists."""
         try:
-            return read_result(json.loads((self.folder(run) / DONE_FILE).read_text(encoding="utf-8")))
+            done = json.loads((self.folder(run) / DONE_FILE).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
+        return self._result(run, minutes=done["minutes"], commit=done["commit"])
 
     def failed(self, run: Run, reason: str) -> Result:
         """In place of a result."""
         return Result(**self._head(run), test=None, validation=None, failure=reason)
 
     def finish(self, run: Run, *, minutes: float, commit: str) -> Result:
-        """Summarise and store a run that has ended well. Raises ValueError if its metrics are not complete."""
+        """Summarise a run that has ended well, and remember it. Raises ValueError if its metrics are not complete."""
+        result = self._result(run, minutes=minutes, commit=commit)
+        write_json(self.folder(run) / DONE_FILE, result.plain())
+        return result
+
+    def _result(self, run: Run, *, minutes: float, commit: str) -> Result:
         folder = self.folder(run)
         with open(folder / METRICS_FILE, encoding="utf-8") as file:
             lines = [json.loads(line) for line in file]
         log = (folder / LOG_FILE).read_text(encoding="utf-8", errors="replace")
         measured = summarise(lines, metric=self.study.metric, num_parameters=_parameters_in(log))
         command = " ".join(["python", *self.words(run)])
-        result = Result(**self._head(run), **measured, minutes=minutes, command=command, commit=commit)
-        write_json(folder / DONE_FILE, result.plain())
-        return result
+        return Result(**self._head(run), **measured, minutes=minutes, command=command, commit=commit)
 
     def _head(self, run: Run) -> dict[str, Any]:
         names = {"model": run.model.name, "data": run.data.name, "method": run.method.name}

@@ -103,6 +103,8 @@ def results_by(value: Callable[[Run], float | None]) -> Lookup:
         ({"seeds": 3}, "seeds: 3: must be a list"),
         ({"seeds": []}, "seeds: at least one is needed"),
         ({"baseline": "ful"}, "baseline: ful: must be one of full, fast"),
+        ({"tune_on": "some"}, "tune_on: some: must be one of none"),
+        ({"gpu": "h100"}, "gpu: h100: must be one of rtx4090, a100, a800"),
         ({"metric": "bleu"}, "metric: bleu: must be one of loss, accuracy"),
         ({"flags": "--steps {step}"}, "small: flags: {step}: placeholders are lr, steps"),
         ({"flags": "--name 'a"}, "small: flags: No closing quotation"),
@@ -175,6 +177,8 @@ def test_order_of_runs(tmp_path: Path) -> None:
         *(("fast", 0.2, seed, 0.5) for seed in (1, 2)),
     ]  # fmt: skip
     assert {run.method.name for run in missing_runs(study, lambda run: None, only="f*st")} == {"full"}
+    both = read(tmp_path, methods=methods, data={"none": "", "other": ""}, tune_on="other")
+    assert {run.data.name for run in missing_runs(both, lambda run: None)} == {"other"}
 
 
 def test_crossing() -> None:
@@ -188,7 +192,7 @@ def test_crossing() -> None:
 
 def test_budgets_decide_over_curves(tmp_path: Path) -> None:
     """A multiplier read from a curve at a high learning rate, though runs of that length were made."""
-    study = read(tmp_path, methods={"full": {}, "fast": {"budgets": [0.5, 0.8, 1.25]}})
+    study = read(tmp_path, methods={"full": {}, "fast": {"budgets": [0.5, 0.8, 1.25]}}, gpu="rtx4090")
     metric = {("full", 1.0): 2.0, ("fast", 0.5): 4.0, ("fast", 0.8): 2.1, ("fast", 1.0): 1.9, ("fast", 1.25): 1.8}
     lookup = results_by(lambda run: metric[run.method.name, run.budget] + abs(run.lr - 0.2))
     full, fast = rows_of(study, lookup, lambda point: 0.5 if point.method.name == "fast" else 1.0)
@@ -197,6 +201,7 @@ def test_budgets_decide_over_curves(tmp_path: Path) -> None:
     assert fast.relative_test == pytest.approx(1.9 / 2)
     assert (fast.spread, fast.arithmetic, fast.relative_time) == (0, 0.5, 1)
     assert str(fast.multiplier.times(fast.arithmetic)) == "0.45"
+    assert full.dollars == pytest.approx(10 * 0.01 / 3600 * 0.29)
 
 
 def test_frontier() -> None:
