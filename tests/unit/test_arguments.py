@@ -248,6 +248,8 @@ def test_flag_names_are_stocks() -> None:
         "--keep-last-checkpoints",
         "--max-skipped-steps",
         "--metrics-file",
+        "--muon-grad-dtype",
+        "--muon-momentum-dtype",
         "--no-use-distributed-optimizer",
     }
     ours.add("--no-decoupled-weight-decay")  # not among the flags of core_v0.16.1, which has the field
@@ -296,7 +298,11 @@ OFFLOAD = ("--optimizer-cpu-offload", "--bcd-num-blocks", "1")
         ([*OFFLOAD, "--no-pin-cpu-params"], ["--no-pin-cpu-params", "pins"]),
         (["--no-pin-cpu-grads"], ["--no-pin-cpu-grads", "--optimizer-cpu-offload"]),
         (["--use-precision-aware-optimizer"], ["--use-precision-aware-optimizer", "--optimizer-cpu-offload"]),
-        (["--optimizer", "muon"], ["--optimizer", "muon", "adam"]),
+        (["--optimizer", "lion"], ["--optimizer", "lion", "adam"]),
+        (["--optimizer", "muon", "--fp16"], ["--optimizer muon", "--fp16"]),
+        (["--optimizer", "muon", "--bcd-order", "greedy"], ["--optimizer muon", "--bcd-order greedy"]),
+        (["--muon-momentum", "0.9"], ["--muon-momentum", "--optimizer muon"]),
+        (["--muon-no-split-qkv"], ["--optimizer muon", "--bcd-resting-update orthogonal"]),
         (["--optimizer", "sgd", "--use-distributed-optimizer"], ["--use-distributed-optimizer", "--optimizer sgd"]),
         (["--optimizer", "sgd", "--adam-beta1", "0.8"], ["--adam-beta1", "--optimizer sgd"]),
         (["--optimizer", "sgd", "--no-decoupled-weight-decay"], ["--decoupled-weight-decay", "--optimizer sgd"]),

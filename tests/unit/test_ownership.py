@@ -54,10 +54,10 @@ def test_modules_layers_and_norms() -> None:
         (stage, name): ownership(name, partition=cut, stage=stage) for stage in (0, 1) for name in names_of(cut, stage)
     }
     assert owned[0, "embedding.word_embeddings.weight"] == Ownership(
-        module="embedding", layer=None, is_norm=False, block=0, is_always_active=False
+        module="embedding", layer=None, is_norm=False, is_matrix=False, block=0, is_always_active=False
     )
     assert owned[1, "decoder.layers.1.mlp.linear_fc1.layer_norm_weight"] == Ownership(
-        module="layer", layer=4, is_norm=True, block=1, is_always_active=False
+        module="layer", layer=4, is_norm=True, is_matrix=False, block=1, is_always_active=False
     )
     assert owned[1, "decoder.final_layernorm.weight"].is_norm
     assert {name for (_, name), one in owned.items() if one.block == 2 and one.layer is None} == {

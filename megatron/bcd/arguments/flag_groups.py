@@ -42,6 +42,8 @@ FIELD_GROUPS = {
     "distributed_backend": PARALLELISM,
     "distributed_timeout_minutes": PARALLELISM,
     "use_distributed_optimizer": PARALLELISM,
+    "muon_momentum_dtype": OPTIMIZER,
+    "muon_grad_dtype": OPTIMIZER,
     "start_weight_decay": OPTIMIZER,
     "end_weight_decay": OPTIMIZER,
     "weight_decay_incr_style": OPTIMIZER,

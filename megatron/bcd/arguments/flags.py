@@ -90,6 +90,8 @@ def _switch_names(field: str, stock_name: str | None, default: Any) -> tuple[tup
         return (on,), off if default is True else ()
     if stock_name.startswith("--no-"):
         return ("--" + stock_name.removeprefix("--no-"),), (stock_name,)
+    if "-no-" in stock_name:
+        return (stock_name.replace("-no-", "-"),), (stock_name,)
     if stock_name.startswith("--disable-"):
         return (dashed(field),), (stock_name,)
     return (stock_name,), ("--no-" + stock_name[2:],) if default is True else ()

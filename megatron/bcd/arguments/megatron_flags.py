@@ -215,9 +215,9 @@ OPTIMIZER_FLAGS = (
     CoreFlag(
         field="optimizer",
         group=OPTIMIZER,
-        help="the active block's optimizer: adam (AdamW, unless --no-decoupled-weight-decay), or sgd with momentum, "
-        "which has no distributed optimizer",
-        choices=("adam", "sgd"),
+        help="the active block's optimizer: adam (AdamW, unless --no-decoupled-weight-decay); sgd with momentum, "
+        "which has no distributed optimizer; or muon for matrices of layers and adam for everything else",
+        choices=("adam", "sgd", "muon"),
     ),
     CoreFlag(field="adam_beta1", group=OPTIMIZER, help="decay of Adam's first moment"),
     CoreFlag(field="adam_beta2", group=OPTIMIZER, help="decay of Adam's second moment"),
@@ -228,6 +228,34 @@ OPTIMIZER_FLAGS = (
         help="weight decay apart from the gradient, AdamW; without it part of the gradient, plain Adam",
     ),
     CoreFlag(field="sgd_momentum", group=OPTIMIZER, help="momentum of SGD; 0 keeps no state"),
+    CoreFlag(field="muon_momentum", group=OPTIMIZER, help="decay of Muon's momentum"),
+    CoreFlag(field="muon_use_nesterov", group=OPTIMIZER, help="Nesterov's form of Muon's momentum"),
+    CoreFlag(
+        field="muon_split_qkv",
+        group=OPTIMIZER,
+        name="--muon-no-split-qkv",
+        help="orthogonalise queries, keys and values apart",
+    ),
+    CoreFlag(
+        field="muon_scale_mode",
+        group=OPTIMIZER,
+        choices=("spectral", "unit_rms_norm", "shape_scaling"),
+        help="factor of Muon's update from the matrix's shape; spectral gives it RMS 1",
+    ),
+    CoreFlag(field="muon_num_ns_steps", group=OPTIMIZER, help="Newton-Schulz iterations of an orthogonalisation"),
+    CoreFlag(
+        field="muon_tp_mode",
+        group=OPTIMIZER,
+        default="distributed",
+        choices=("blockwise", "duplicated", "distributed"),
+        help="orthogonalisation with tensor parallelism: blockwise = each rank its slice alone; duplicated = every "
+        "rank the gathered matrix; distributed = the whole matrix, computed together",
+    ),
+    CoreFlag(
+        field="muon_extra_scale_factor",
+        group=OPTIMIZER,
+        help="further factor of Muon's update; 0.2 with spectral suits Adam's learning rates",
+    ),
     CoreFlag(
         field="clip_grad",
         group=OPTIMIZER,

@@ -30,6 +30,9 @@ def check_run_config(config: RunConfig, *, given: Mapping[str, Any], world_size:
     partition = partition_from_config(config)
     block_schedule_from_config(config, partition)
     validate_bcd.check_phases(config, given)
+    validate_bcd.check_resting(
+        config, given, num_blocks=partition.num_blocks, has_active_block=partition.has_active_block
+    )
     validate_bcd.check_prefix_cache(run, given)
     validate_model.check_precision(run, given)
     validate_model.check_optimizer(run, given)

@@ -48,6 +48,31 @@ def check_phases(config: RunConfig, given: Mapping[str, Any]) -> None:
     )
 
 
+_NEEDS_RESTING = ("bcd_resting_lr_ratio", "bcd_resting_layers", "bcd_resting_grad_dtype")
+
+
+def check_resting(config: RunConfig, given: Mapping[str, Any], *, num_blocks: int, has_active_block: bool) -> None:
+    """Rules of --bcd-resting-update."""
+    rule = config.bcd.bcd_resting_update
+    if rule == "none":
+        for field in _NEEDS_RESTING:
+            refuse_unless(field not in given, f"{flag_name(field)} needs --bcd-resting-update")
+        return
+    name = f"--bcd-resting-update {rule}"
+    refuse_unless(
+        config.precision != "fp16",
+        f"{name} does not go with --fp16: resting layers have no loss scale; give --bf16",
+    )
+    refuse_unless(
+        not config.optimizer.optimizer_cpu_offload,
+        f"{name} does not go with --optimizer-cpu-offload, a baseline of full training: leave one of them out",
+    )
+    refuse_unless(
+        num_blocks > 1 or not has_active_block,
+        f"{name}: no layer rests while all of them are one block; give --bcd-num-blocks 2 or more, or 0",
+    )
+
+
 def check_prefix_cache(run: Run, given: Mapping[str, Any]) -> None:
     if run.bcd_prefix_cache is None:
         refuse_unless(

@@ -133,6 +133,36 @@ def check_optimizer(run: Run, given: Mapping[str, Any]) -> None:
             refuse_unless(field not in given, f"{flag_name(field)} does not go with --optimizer sgd")
     else:
         refuse_unless("sgd_momentum" not in given, "--sgd-momentum needs --optimizer sgd")
+    if run.optimizer == "muon":
+        _check_muon(run)
+    else:
+        for field in _OF_MUON:
+            refuse_unless(field not in given, f"{flag_name(field)} needs --optimizer muon")
+        if run.bcd_resting_update != "orthogonal":
+            for field in _OF_ORTHOGONALIZATION:
+                refuse_unless(
+                    field not in given, f"{flag_name(field)} needs --optimizer muon or --bcd-resting-update orthogonal"
+                )
+
+
+_OF_ORTHOGONALIZATION = ("muon_split_qkv", "muon_num_ns_steps", "muon_tp_mode")
+_OF_MUON = (
+    "muon_momentum",
+    "muon_use_nesterov",
+    "muon_scale_mode",
+    "muon_extra_scale_factor",
+    "muon_momentum_dtype",
+    "muon_grad_dtype",
+)
+
+
+def _check_muon(run: Run) -> None:
+    for flag, is_given, remedy in (
+        ("--fp16", run.fp16, "Muon's gradients have no loss scale; give --bf16"),
+        ("--calculate-per-token-loss", run.calculate_per_token_loss, "leave one of them out"),
+        ("--bcd-order greedy", run.bcd_order == "greedy", "scores count only what Adam steps"),
+    ):
+        refuse_unless(not is_given, f"--optimizer muon does not go with {flag}: {remedy}")
 
 
 _OF_OFFLOAD = ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads")
@@ -145,7 +175,7 @@ def check_offload(run: Run, num_blocks: int, given: Mapping[str, Any]) -> None:
             refuse_unless(field not in given, f"{flag_name(field)} needs --optimizer-cpu-offload")
         return
     for flag, is_right in (
-        ("--optimizer sgd", run.optimizer == "adam"),
+        (f"--optimizer {run.optimizer}", run.optimizer == "adam"),
         ("--no-decoupled-weight-decay", run.decoupled_weight_decay is not False),
         ("--no-use-distributed-optimizer", run.use_distributed_optimizer),
     ):

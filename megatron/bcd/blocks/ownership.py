@@ -18,14 +18,22 @@ class Ownership:
     layer: int | None
     """Layer number over the whole model; None outside the layers."""
     is_norm: bool
-    block: int
-    """The block that owns it; a tied head belongs to the block of the embedding."""
+    is_matrix: bool
+    """Whether it is a matrix of a layer, which may rest (--bcd-resting-update)."""
+    block: int | None
+    """The block that owns it; a tied head belongs to the block of the embedding. None with --bcd-num-blocks 0."""
     is_always_active: bool
     """Active in every phase (--bcd-always-active)."""
+    resting_in: frozenset[int] = frozenset()
+    """Blocks during whose phases it is updated without state."""
 
     def is_active(self, block: int) -> bool:
-        """Whether the parameter is updated in a phase of ``block``."""
+        """Whether the parameter is updated with optimizer state in a phase of ``block``."""
         return self.is_always_active or self.block == block
+
+    def is_resting(self, block: int) -> bool:
+        """Whether the parameter is updated without optimizer state in a phase of ``block``."""
+        return block in self.resting_in
 
 
 def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
@@ -35,6 +43,7 @@ def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
         KeyError: no module of the model has a parameter of that name.
     """
     layer = None
+    block: int | None
     # layernorm: modules of the local layers; layer_norm_weight: inside Transformer Engine's fused linear layers
     is_norm = name.startswith("decoder.") and ("layernorm" in name or "layer_norm" in name)
     is_always_active = is_norm and partition.norms_always_active
@@ -50,6 +59,18 @@ def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
     elif name.startswith("decoder.layers."):
         module, layer = "layer", partition.stage_layers(stage).start + int(name.split(".")[2])
         block = next(block.index for block in partition.blocks if layer in block.layers)
+        is_always_active |= not is_norm and name.endswith(".bias") and "biases" in partition.always_active
     else:
         raise KeyError(name)
-    return Ownership(module=module, layer=layer, is_norm=is_norm, block=block, is_always_active=is_always_active)
+    is_matrix = module == "layer" and not is_norm and name.endswith(".weight")
+    return Ownership(
+        module=module,
+        layer=layer,
+        is_norm=is_norm,
+        is_matrix=is_matrix,
+        block=block if partition.has_active_block else None,
+        is_always_active=is_always_active,
+        resting_in=frozenset(
+            block.index for block in partition.blocks if is_matrix and layer in partition.resting_layers(block.index)
+        ),
+    )

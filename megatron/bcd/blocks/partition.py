@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS, LAYOUTS, RunConfig
 
@@ -104,7 +104,12 @@ class Partition:
     tied: bool
     """Whether the output head is a copy of the embedding."""
     always_active: frozenset[str] = frozenset()
-    """What is active in every phase: some of ``norms`` (all of them), ``embedding``, ``head``."""
+    """What is active in every phase: some of ``norms`` (all), ``biases`` (of layers), ``embedding``, ``head``."""
+    resting: str = "none"
+    """Which layers outside the active block are updated without state: ``none``, ``all``, or ``suffix`` (after the
+    block's first layer)."""
+    has_active_block: bool = True
+    """False with --bcd-num-blocks 0: the one block is empty, all layers rest."""
 
     @property
     def num_layers(self) -> int:
@@ -127,7 +132,15 @@ class Partition:
 
     def active_layers(self, block: int, stage: int) -> tuple[int, ...]:
         """Layers of pipeline stage ``stage`` that are active while block number ``block`` is."""
-        return self.blocks[block].layers_on_stage(stage)
+        return self.blocks[block].layers_on_stage(stage) if self.has_active_block else ()
+
+    def resting_layers(self, block: int) -> tuple[int, ...]:
+        """Layers whose matrices are updated without state while block number ``block`` is active, ascending."""
+        if not self.has_active_block:
+            return tuple(range(self.num_layers))
+        active = self.blocks[block]
+        first = {"none": self.num_layers, "all": 0, "suffix": active.first_layer}[self.resting]
+        return tuple(layer for layer in range(first, self.num_layers) if layer not in active.layers)
 
     @property
     def embedding_always_active(self) -> bool:
@@ -146,16 +159,16 @@ class Partition:
 
     @property
     def has_prefix(self) -> bool:
-        """Whether any phase may have a prefix: not where something at the bottom of the model is active in all."""
-        return not (self.norms_always_active or self.embedding_always_active)
+        """Whether any phase may have a prefix: not where something at the bottom of the model is updated in all."""
+        return not (self.resting == "all" or self.embedding_always_active or {"norms", "biases"} & self.always_active)
 
     def embedding_active(self, block: int) -> bool:
         """Whether the embedding, on the first stage, is active in the block's phase."""
-        return self.blocks[block].owns_embedding or self.embedding_always_active
+        return self._owns(self.blocks[block].owns_embedding) or self.embedding_always_active
 
     def final_norm_active(self, block: int) -> bool:
         """Whether the final norm, on the last stage, is active in the block's phase."""
-        return self.blocks[block].owns_final_norm or self.norms_always_active
+        return self._owns(self.blocks[block].owns_final_norm) or self.norms_always_active
 
     def head_active(self, block: int) -> bool:
         """Whether the output head, on the last stage, is active in the block's phase.
@@ -165,13 +178,18 @@ class Partition:
         """
         if self.tied:
             return self.embedding_active(block)
-        return self.blocks[block].owns_final_norm or self.head_always_active
+        return self._owns(self.blocks[block].owns_final_norm) or self.head_always_active
+
+    def _owns(self, is_owned: bool) -> bool:
+        return is_owned and self.has_active_block
 
     def stage_active(self, block: int, stage: int) -> bool:
-        """Whether stage ``stage`` holds anything active: layers, embedding, norms or head."""
+        """Whether stage ``stage`` holds anything that is updated: layers, resting ones too, embedding, norms, head."""
+        resting = self.resting_layers(block)
         return (
-            self.blocks[block].on_stage(stage)
-            or self.norms_always_active
+            self._owns(self.blocks[block].on_stage(stage))
+            or any(layer in resting for layer in self.stage_layers(stage))
+            or bool({"norms", "biases"} & self.always_active)
             or (stage == 0 and self.embedding_active(block))
             or (stage == self.num_stages - 1 and (self.head_active(block) or self.final_norm_active(block)))
         )
@@ -189,19 +207,22 @@ class Partition:
         return range(self.blocks[block].first_layer if self.has_prefix else 0)
 
     def suffix_layers(self, block: int) -> tuple[int, ...]:
-        """Layers without active matrices that a gradient passes through, ascending."""
+        """Layers without active matrices that a gradient passes through, ascending; resting ones too."""
         after_prefix = range(len(self.prefix_layers(block)), self.num_layers)
-        return tuple(layer for layer in after_prefix if layer not in self.blocks[block].layers)
+        active = self.blocks[block].layers if self.has_active_block else ()
+        return tuple(layer for layer in after_prefix if layer not in active)
 
     def describe_layers(self, block: int) -> str:
         """The block's layers for people, e.g. ``"0-3, 6-9"``."""
-        return describe_layers(self.blocks[block].layers)
+        return describe_layers(self.blocks[block].layers) if self.has_active_block else ""
 
     def describe_extras(self, block: int) -> tuple[str, ...]:
-        """What is active beside layers: some of ``embedding``, ``all norms``, ``final norm``, ``head``."""
+        """What is active beside layers: some of ``embedding``, ``all norms``, ``all biases``, ``final norm``,
+        ``head``."""
         held = {
             "embedding": self.embedding_active(block),
             "all norms": self.norms_always_active,
+            "all biases": "biases" in self.always_active,
             "final norm": self.final_norm_active(block) and not self.norms_always_active,
             "head": not self.tied and self.head_active(block),
         }
@@ -217,6 +238,7 @@ def partition_from_config(config: RunConfig) -> Partition:
         layout=config.bcd.bcd_layout,
         tied=config.tied,
         always_active=config.bcd.always_active,
+        resting=config.bcd.bcd_resting_layers if config.bcd.bcd_resting_update != "none" else "none",
     )
 
 
@@ -229,12 +251,13 @@ def partition(
     tied: bool,
     layers_per_stage: Sequence[int] | None = None,
     always_active: frozenset[str] = frozenset(),
+    resting: str = "none",
 ) -> Partition:
     """Divide ``num_layers`` layers on ``num_stages`` pipeline stages into blocks.
 
     ``num_blocks`` is ``--bcd-num-blocks``; None takes the default: ``DEFAULT_NUM_BLOCKS``, or the number of stages in
     layout ``stage``. ``layers_per_stage`` gives each stage's number of layers; None divides evenly. ``always_active``
-    is ``--bcd-always-active``.
+    is ``--bcd-always-active``, ``resting`` is ``--bcd-resting-layers``, or ``none`` without a resting update.
 
     Raises:
         ValueError: the layout does not fit the model; one line that names the flags.
@@ -252,7 +275,9 @@ def partition(
     else:
         sizes = tuple(layers_per_stage)
         _check_stages(sizes, num_layers=num_layers, num_stages=num_stages, parts=parts, layout=layout)
-    submodels = _submodels(sizes, parts)
+    if num_blocks == 0:
+        _check_all_rest(resting=resting, always_active=always_active, layout=layout)
+    submodels = _submodels(sizes, parts=None if layout == "strided" else parts)
     return Partition(
         layout=layout,
         layers_per_stage=sizes,
@@ -260,20 +285,35 @@ def partition(
         blocks=_group(submodels, parts=parts, layout=layout),
         tied=tied,
         always_active=always_active,
+        resting=resting,
+        has_active_block=num_blocks != 0,
     )
 
 
 def _submodels_per_stage(*, num_blocks: int | None, num_stages: int, layout: str) -> int:
-    if num_blocks is not None and num_blocks < 1:
-        raise ValueError(f"--bcd-num-blocks {num_blocks}: must be at least 1")
+    if num_blocks is not None and num_blocks < 0:
+        raise ValueError(f"--bcd-num-blocks {num_blocks}: must be at least 0")
     if layout != "stage":
-        return DEFAULT_NUM_BLOCKS if num_blocks is None else num_blocks
+        return DEFAULT_NUM_BLOCKS if num_blocks is None else max(num_blocks, 1)
     if num_blocks not in (None, num_stages):
         raise ValueError(
             f"--bcd-num-blocks {num_blocks} does not fit --bcd-layout stage, which has a block per pipeline "
             f"stage: give {num_stages} (--pipeline-model-parallel-size) or leave the flag out"
         )
     return 1
+
+
+def _check_all_rest(*, resting: str, always_active: frozenset[str], layout: str) -> None:
+    """The conditions of --bcd-num-blocks 0."""
+    if resting != "all":
+        raise ValueError(
+            "--bcd-num-blocks 0 trains all layers without optimizer state: give --bcd-resting-update orthogonal, with "
+            "--bcd-resting-layers all"
+        )
+    if not always_active:
+        raise ValueError("--bcd-num-blocks 0: --bcd-always-active none would train no embedding, norm or head")
+    if layout not in ("spread", "strided"):
+        raise ValueError(f"--bcd-num-blocks 0 has no blocks: leave out --bcd-layout {layout}")
 
 
 def _check_enough_layers(*, num_layers: int, num_stages: int, parts: int, layout: str) -> None:
@@ -314,11 +354,12 @@ def _consecutive(sizes: Sequence[int]) -> tuple[range, ...]:
     return tuple(range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0)))
 
 
-def _submodels(layers_per_stage: Sequence[int], parts: int) -> tuple[Submodel, ...]:
-    num_submodels = len(layers_per_stage) * parts
+def _submodels(layers_per_stage: Sequence[int], *, parts: int | None) -> tuple[Submodel, ...]:
+    """``parts`` submodels of every stage; None: each layer is one."""
+    num_submodels = sum(layers_per_stage) if parts is None else len(layers_per_stage) * parts
     submodels: list[Submodel] = []
     for stage, held in enumerate(_consecutive(layers_per_stage)):
-        for part in divide(len(held), parts):
+        for part in divide(len(held), len(held) if parts is None else parts):
             index = len(submodels)
             submodels.append(
                 Submodel(
@@ -335,5 +376,11 @@ def _submodels(layers_per_stage: Sequence[int], parts: int) -> tuple[Submodel, .
 def _group(submodels: tuple[Submodel, ...], *, parts: int, layout: str) -> tuple[Block, ...]:
     if layout == "spread":
         return tuple(Block(index=index, submodels=submodels[index::parts]) for index in range(parts))
+    if layout == "strided":
+        strided: list[list[Submodel]] = [[] for _ in range(parts)]
+        for _, on_stage in groupby(submodels, key=lambda submodel: submodel.stage):
+            for place, submodel in enumerate(on_stage):
+                strided[place % parts].append(submodel)
+        return tuple(Block(index=index, submodels=tuple(held)) for index, held in enumerate(strided))
     # A stage is one submodel in layout `stage`, so both other layouts have one submodel per block.
     return tuple(Block(index=submodel.index, submodels=(submodel,)) for submodel in submodels)

@@ -178,17 +178,21 @@ def load_kept_state(source: Source, active: ActiveBlock, *, next_block: int | No
     """
     assert source.state is not None
     for owner, summary in optimizer_state.summaries_from_dict(source.state.optimizer_state).items():
-        if owner in (optimizer_state.ALWAYS, str(next_block)):
+        block = optimizer_state.block_of(owner)
+        if block is None or block == next_block:
             continue
         kept = optimizer_state.as_kept(summary, active)
-        if kept.names:
-            active.build(int(owner))
+        if kept.names and optimizer_state.needs_build(owner):
+            active.build(block)
             _load_state({owner: kept}, source, active)
             active.dispose()
+        elif kept.names:
+            _load_state({owner: kept}, source, active)
 
 
 def load_optimizer(source: Source, active: ActiveBlock) -> None:
-    """Load moments and main parameters of the active block and of always-active parameters, and fp16's loss scale.
+    """Load moments and main parameters of the active block and of always-active parameters, main parameters of resting
+    matrices, and fp16's loss scale.
 
     Call it after `ActiveBlock.build`. A collective.
 
@@ -198,7 +202,9 @@ def load_optimizer(source: Source, active: ActiveBlock) -> None:
     assert source.state is not None
     state = source.state
     wanted = optimizer_state.summaries_from_dict(state.optimizer_state)
-    wanted = {owner: wanted[owner] for owner in (str(active.block), optimizer_state.ALWAYS) if owner in wanted}
+    wanted = {
+        owner: summary for owner, summary in wanted.items() if optimizer_state.block_of(owner) in (None, active.block)
+    }
     _load_state(wanted, source, active)
     if state.loss_scaler is not None:
         active.set_loss_scaler_state(state.loss_scaler)

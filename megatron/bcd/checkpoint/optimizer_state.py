@@ -20,11 +20,17 @@ from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_te
 from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.block_state import KeptShard
+from megatron.bcd.optim.matrix_optimizer import MOMENTUM
 from megatron.bcd.optim.param_shard import MAIN_PARAM, ParamShard
 from megatron.bcd.runtime import collectives
 
 ALWAYS = "always"
-"""Owner of the always-active parameters; other owners are block numbers. An owner's parameters step together."""
+"""Owner of the always-active parameters."""
+MATRICES = "matrices"
+"""Owner of the main parameters of all bf16 matrices that rest in some phase, or are Muon's."""
+_MOMENTUM = "momentum "
+"""With a block's number, owner of Muon's momenta; all other owners are block numbers. An owner's parameters step
+together, and have tensors of the same names."""
 Entry: TypeAlias = ShardedTensor | ShardedTensorFactory
 PREFIX = "optimizer"
 
@@ -38,14 +44,72 @@ class StateSummary:
     num_steps: int
 
 
-def _held(active: ActiveBlock) -> dict[str, Mapping[str, ParamShard | KeptShard]]:
+@dataclass(frozen=True, kw_only=True)
+class _Whole:
+    """A tensor that one data-parallel rank holds whole."""
+
+    name: str
+    tensor: torch.Tensor
+    num_steps: int = 0
+
+    def names(self) -> set[str]:
+        return {self.name}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {self.name: self.tensor.detach().float().reshape(-1)}
+
+    @property
+    def start(self) -> int:
+        return 0
+
+    @property
+    def end(self) -> int:
+        return self.tensor.numel()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MainParam(_Whole):
+    """The main parameter alone of a shard."""
+
+    shard: ParamShard
+
+    @property
+    def start(self) -> int:
+        return self.shard.start
+
+    @property
+    def end(self) -> int:
+        return self.shard.end
+
+
+_Held: TypeAlias = Mapping[str, ParamShard | KeptShard | _Whole]
+
+
+def _held(active: ActiveBlock) -> dict[str, _Held]:
     """This rank's share of each owner's state, by owner and parameter name."""
-    held: dict[str, Mapping[str, ParamShard | KeptShard]] = {
-        str(block): kept for block, kept in active.kept.blocks.items()
-    }
+    held: dict[str, _Held] = {str(block): kept for block, kept in active.kept.blocks.items()}
     if active.block is not None:
         held[str(active.block)] = active.own_shards()
     held[ALWAYS] = active.always_active_shards()
+    return held | _held_by_matrix_optimizer(active)
+
+
+def _held_by_matrix_optimizer(active: ActiveBlock) -> dict[str, _Held]:
+    matrices = active.matrices
+    if matrices is None:
+        return {}
+    main_params: dict[str, _Whole] = {
+        name: _Whole(name=MAIN_PARAM, tensor=tensor) for name, tensor in matrices.main_params().items()
+    }
+    for name, shard in active.own_shards().items() if active.block is not None else ():
+        if name in matrices.matrices and shard.has_own_main_param:
+            main_params[name] = _MainParam(name=MAIN_PARAM, tensor=shard.main_param, shard=shard)
+    held: dict[str, _Held] = {MATRICES: main_params}
+    for block in range(active.partition.num_blocks):
+        of_block = active.parameters.of_block(block)
+        held[f"{_MOMENTUM}{block}"] = {
+            name: _Whole(name=MOMENTUM, tensor=tensor) for name, tensor in matrices.momenta.items() if name in of_block
+        }
     return held
 
 
@@ -65,11 +129,21 @@ def summarize(active: ActiveBlock, *, is_current: bool) -> dict[str, StateSummar
         names, steps = (set().union(*column) for column in zip(*held, strict=True))
         assert len(steps) <= 1, f"parameters of one owner, {owner}, were stepped {sorted(steps)} times"
         summary = StateSummary(names=tuple(sorted(names)), num_steps=steps.pop() if steps else 0)
-        if owner == str(active.block) and not is_current:
+        if owner in (str(active.block), f"{_MOMENTUM}{active.block}") and not is_current:
             summary = as_kept(summary, active)
         if summary.names:
             summaries[owner] = summary
     return summaries
+
+
+def block_of(owner: str) -> int | None:
+    """The block whose parameters these are; None for other owners."""
+    return None if owner in (ALWAYS, MATRICES) else int(owner.removeprefix(_MOMENTUM))
+
+
+def needs_build(owner: str) -> bool:
+    """Whether kept state of the owner is set through the optimizer of its block."""
+    return owner not in (ALWAYS, MATRICES) and not owner.startswith(_MOMENTUM)
 
 
 def as_kept(summary: StateSummary, active: ActiveBlock) -> StateSummary:
@@ -100,14 +174,14 @@ def sharded_state(active: ActiveBlock, summaries: Mapping[str, StateSummary]) ->
         for index, (name, parameter) in enumerate(_parameters(active, owner).items()):
             shard = held.get(owner, {}).get(name)
             tensors = shard.tensors() if shard else {}
-            for state_name in summary.names:
+            for state_name in _state_names(active, owner, summary, name):
                 whole = _gather(
                     parameter,
                     shard,
                     tensors.get(state_name),
                     owner=index % group.size(),
                     group=group,
-                    is_sharded=active.is_sharded,
+                    is_sharded=active.is_sharded or type(shard) is _Whole,
                 )
                 if whole is not None:
                     entries[f"{state_name}.{name}"] = _entry(sharded[name], whole, state_name, is_main=True)
@@ -115,12 +189,26 @@ def sharded_state(active: ActiveBlock, summaries: Mapping[str, StateSummary]) ->
 
 
 def _parameters(active: ActiveBlock, owner: str) -> dict[str, torch.nn.Parameter]:
-    return active.parameters.always_active() if owner == ALWAYS else active.parameters.of_block(int(owner))
+    parameters, block = active.parameters, block_of(owner)
+    if block is None:
+        return parameters.always_active() if owner == ALWAYS else parameters.matrices()
+    of_block = parameters.of_block(block)
+    if not owner.startswith(_MOMENTUM):
+        is_muon_on = active.matrices is not None and active.is_muon
+        return {name: one for name, one in of_block.items() if not (is_muon_on and name in parameters.matrices())}
+    return {name: one for name, one in of_block.items() if name in parameters.matrices()}
+
+
+def _state_names(active: ActiveBlock, owner: str, summary: StateSummary, name: str) -> tuple[str, ...]:
+    """Names of a parameter's tensors: main parameters of matrices have an owner of their own."""
+    if owner == MATRICES or active.matrices is None or name not in active.matrices.matrices:
+        return summary.names
+    return tuple(state_name for state_name in summary.names if state_name != MAIN_PARAM)
 
 
 def _gather(
     parameter: torch.nn.Parameter,
-    shard: ParamShard | KeptShard | None,
+    shard: ParamShard | KeptShard | _Whole | None,
     tensor: torch.Tensor | None,
     *,
     owner: int,
@@ -147,21 +235,40 @@ def requested_state(active: ActiveBlock, summaries: Mapping[str, StateSummary]) 
         )
         for owner, summary in summaries.items()
         for name, parameter in _parameters(active, owner).items()
-        for state_name in summary.names
+        for state_name in _state_names(active, owner, summary, name)
     }
 
 
 def set_state(active: ActiveBlock, summaries: Mapping[str, StateSummary], loaded: Mapping[str, torch.Tensor]) -> None:
-    """Copy this rank's shards of the active block and of always-active parameters from what was loaded."""
+    """Copy this rank's shards of the active block, of always-active parameters and of the matrix optimizer from what
+    was loaded."""
     held = _held(active)
     for owner, summary in summaries.items():
+        if owner == MATRICES or owner.startswith(_MOMENTUM):
+            _set_matrices(active, owner, loaded)
+            continue
         for name, shard in held[owner].items():
             assert isinstance(shard, ParamShard), f"{owner} is not active"
             tensors = {
                 state_name: loaded[f"{state_name}.{name}"].reshape(-1)[shard.start : shard.end]
-                for state_name in summary.names
+                for state_name in _state_names(active, owner, summary, name)
             }
             shard.set(tensors, num_steps=summary.num_steps)
+
+
+def _set_matrices(active: ActiveBlock, owner: str, loaded: Mapping[str, torch.Tensor]) -> None:
+    matrices, shards = active.matrices, active.own_shards() if active.block is not None else {}
+    assert matrices is not None, "the summary is of a run with a matrix optimizer"
+    for name, parameter in _parameters(active, owner).items():
+        if owner != MATRICES:
+            matrices.set_momentum(name, loaded[f"{MOMENTUM}.{name}"])
+        elif name in shards:  # Megatron Core's optimizer steps it now
+            shards[name].set(
+                {MAIN_PARAM: loaded[f"{MAIN_PARAM}.{name}"].reshape(-1)[shards[name].start : shards[name].end]},
+                num_steps=0,
+            )
+        elif name not in active.parameters.of_block(-1 if active.block is None else active.block) or active.is_muon:
+            matrices.set_main_param(name, loaded[f"{MAIN_PARAM}.{name}"].view(parameter.shape))
 
 
 def _entry(weight: Entry, tensor: torch.Tensor, state_name: str, *, is_main: bool) -> Entry:

@@ -126,7 +126,7 @@ def changed_flags(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
     return [
         f"{_flag(name)} {_show(now_flat.get(name))} (was {_show(before_flat.get(name))})"
         for name in sorted({*before_flat, *now_flat})
-        if before_flat.get(name) != now_flat.get(name) and name not in _MAY_CHANGE
+        if before_flat.get(name, now_flat.get(name)) != now_flat.get(name) and name not in _MAY_CHANGE
     ]
 
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from megatron.bcd.config.option import option
 
 DEFAULT_NUM_BLOCKS = 3
-LAYOUTS = ("spread", "stage", "submodel")
+LAYOUTS = ("spread", "strided", "stage", "submodel")
 SCHEDULES = ("bcd", "stock")
 ORDERS = ("ascending", "descending", "random", "greedy")
 SWITCHES = ("steps", "plateau")
 OPTIMIZER_STATES = ("reset", "host")
-ALWAYS_ACTIVE = ("norms", "embedding", "head")
+ALWAYS_ACTIVE = ("norms", "biases", "embedding", "head")
+RESTING_UPDATES = ("none", "orthogonal", "normalized", "sign")
+RESTING_LAYERS = ("all", "suffix")
 CACHE_DTYPES = ("bf16", "fp32")
 
 
@@ -22,14 +24,15 @@ class BcdConfig:
 
     bcd_num_blocks: int | None = option(
         None,
-        "number of blocks M; each stage is divided into M submodels. 1 is ordinary full-parameter training. "
+        "number of blocks M; each stage is divided into M submodels. 1 is ordinary full-parameter training; 0 has no "
+        "active block, only --bcd-resting-update and --bcd-always-active. "
         f"Default {DEFAULT_NUM_BLOCKS}; with --bcd-layout stage it is the number of pipeline stages",
         type=int,
     )
     bcd_layout: str = option(
         "spread",
-        "which submodels form a block: spread = the k-th of M submodels of every stage, stage = all of stage k, "
-        "submodel = one submodel on one stage",
+        "which layers form a block: spread = the k-th of M submodels of every stage, strided = every M-th layer of "
+        "every stage, stage = all of stage k, submodel = one submodel on one stage",
         choices=LAYOUTS,
     )
     bcd_steps_per_block: int = option(
@@ -77,11 +80,37 @@ class BcdConfig:
         "the next visit",
         choices=OPTIMIZER_STATES,
     )
-    bcd_always_active: str = option(
-        "none",
-        "parameters trained in every phase, beside the active block: none, or a comma-separated list of norms, "
-        "embedding, head",
+    bcd_always_active: str | None = option(
+        None,
+        "parameters trained in every phase, beside the active block: none, or a comma-separated list of norms, biases "
+        "(those of the layers), embedding, head. Default none; with --bcd-resting-update all of them, and none with "
+        "--bcd-resting-layers suffix",
         metavar="PARTS",
+    )
+    bcd_resting_update: str = option(
+        "none",
+        "rule without optimizer state that updates the layer matrices outside the active block: none = they are "
+        "frozen; orthogonal = orthogonalised gradients (Newton-Schulz), normalized = each row of the gradient divided "
+        "by its root mean square, sign = its sign. All but none compute every weight gradient",
+        choices=RESTING_UPDATES,
+    )
+    bcd_resting_lr_ratio: float = option(
+        0.2, "learning rate of resting layers over that of the active block; their updates have RMS 1", type=float
+    )
+    bcd_resting_layers: str = option(
+        "all",
+        "layers that --bcd-resting-update updates: all outside the block, or suffix = those after its first layer, so "
+        "that stages before it still run forward only",
+        choices=RESTING_LAYERS,
+    )
+    bcd_resting_grad_dtype: str = option(
+        "bf16", "precision in which gradients of resting layers are accumulated and reduced", choices=CACHE_DTYPES
+    )
+    muon_momentum_dtype: str = option("fp32", "precision of Muon's momentum", choices=CACHE_DTYPES)
+    muon_grad_dtype: str = option(
+        "fp32",
+        "precision in which gradients of matrices that Muon steps are accumulated and reduced",
+        choices=CACHE_DTYPES,
     )
     bcd_sample_ratio: float | None = option(
         None,
@@ -119,7 +148,10 @@ class BcdConfig:
 
     @property
     def always_active(self) -> frozenset[str]:
-        """The entries of --bcd-always-active. Raises ValueError for one that is not in ALWAYS_ACTIVE."""
+        """The entries of --bcd-always-active, or its default. Raises ValueError for one not in ALWAYS_ACTIVE."""
+        if self.bcd_always_active is None:
+            is_all = self.bcd_resting_update != "none" and self.bcd_resting_layers == "all"
+            return frozenset(ALWAYS_ACTIVE if is_all else ())
         parts = self.bcd_always_active.split(",")
         if parts != ["none"] and not set(parts) <= set(ALWAYS_ACTIVE):
             raise ValueError(

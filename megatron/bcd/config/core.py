@@ -23,12 +23,19 @@ class OptimizerSettings:
     weight_decay: float
     apply_wd_to_qk_layernorm: bool
     optimizer: str
-    """``adam`` or ``sgd``."""
+    """``adam``, ``sgd`` or ``muon``."""
     adam_beta1: float
     adam_beta2: float
     adam_eps: float
     decoupled_weight_decay: bool
     sgd_momentum: float
+    muon_momentum: float = 0.95
+    muon_use_nesterov: bool = False
+    muon_split_qkv: bool = True
+    muon_scale_mode: str = "spectral"
+    muon_num_ns_steps: int = 5
+    muon_tp_mode: str = "distributed"
+    muon_extra_scale_factor: float = 1.0
     clip_grad: float
     optimizer_cpu_offload: bool
     optimizer_offload_fraction: float

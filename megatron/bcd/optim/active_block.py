@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.optim import loss_scaler, state_bytes, step
 from megatron.bcd.optim.block_state import BlockStateStore
-from megatron.bcd.optim.optimizer_params import chained_optimizers
+from megatron.bcd.optim.main_params import main_params_from_rest, main_params_to_rest
+from megatron.bcd.optim.matrix_rules import build_matrix_optimizer, is_muon, rules_of_phase
+from megatron.bcd.optim.optimizer_params import ALWAYS_ACTIVE, chained_optimizers, param_groups
 from megatron.bcd.optim.owned_parameters import OwnedParameters
 from megatron.bcd.optim.param_shard import ParamShard, param_shards
 from megatron.bcd.optim.phase_optimizer import build_optimizer, wrap_model
@@ -50,16 +53,21 @@ class ActiveBlock:
         self.wrapped: DistributedDataParallel | None = None
         self.optimizer: MegatronOptimizer | None = None
         self.kept = BlockStateStore(keeps_moments=config.bcd.bcd_optimizer_state == "host")
+        self.matrices = build_matrix_optimizer(config, model, self.parameters)
+        """Steps resting matrices and Muon's; None where there are none of both."""
         self._config = config
         self._model_config = get_model_config(model)
         self._loss_scaler_state: loss_scaler.LossScalerState | None = None
         self._switch_check: SwitchCheck | None = None
+        self._in_buffers: list[torch.nn.Parameter] = []
 
     def build(self, block: int) -> None:
         """Make `block` the active one. A collective."""
         assert self.wrapped is None, "dispose() of the last phase comes first"
         self.block = block
-        self.parameters.activate(block)
+        rules = rules_of_phase(self._config, self.parameters, block) if self.matrices else []
+        elsewhere = {name for _, names, _ in rules for name in names}
+        self._in_buffers = list(self.parameters.activate(block, without=elsewhere).values())
         self.wrapped = wrap_model(self.model, self._config)
         self.optimizer = build_optimizer(
             self.wrapped, self._config, always_active=self.parameters.always_active().values()
@@ -69,14 +77,21 @@ class ActiveBlock:
         self._connect()
         self.kept.restore(block, self.own_shards())
         self.kept.restore_always_active(self.always_active_shards())
-        self._switch_check = SwitchCheck(self.optimizer, self.parameters, block=block, stage=self.stage)
+        if self.matrices is not None:
+            main_params_from_rest(self.matrices, self.own_shards(), self._rested_before(block))
+            self.matrices.begin(rules)
+        self._switch_check = SwitchCheck(self.optimizer, self.parameters, self.matrices, block=block, stage=self.stage)
 
     def dispose(self) -> None:
         """Save what is kept between phases, and free gradients, optimizer state and buffers. A collective."""
         assert self.wrapped is not None and self.block is not None, "build() comes first"
         self._gather_parameters()
         self._loss_scaler_state = self.loss_scaler_state()
-        self.kept.save(self.block, self.own_shards())
+        rested_before = self._rested_before(self.block)
+        self.kept.save(self.block, self.own_shards(), without_main_param=rested_before)
+        if self.matrices is not None:
+            main_params_to_rest(self.matrices, self.own_shards(), rested_before, is_sharded=self.is_sharded)
+            self.matrices.end(keeps_momenta=self.kept.keeps_moments)
         if self.partition.always_active:
             self.kept.save_always_active(
                 self.always_active_shards(),
@@ -84,7 +99,7 @@ class ActiveBlock:
                 group=parallel_state.get_data_parallel_group() if self.is_sharded else None,
             )
         self._disconnect()
-        in_buffer = list(self.parameters.active().values()) if self.partition.always_active else []
+        in_buffers = self._in_buffers if self.partition.always_active else []
         self.wrapped.grad_accs.clear()
         unwrap_model(self.model).set_input_tensor(None)  # holds the last input that was received, and its gradient
         for parameter in self.model.parameters():
@@ -94,10 +109,16 @@ class ActiveBlock:
                     delattr(parameter, name)
         self.wrapped = self.optimizer = self.block = self._switch_check = None
         gc.collect()  # wrapper, buckets and hooks form reference cycles
-        for parameter in in_buffer:
+        for parameter in in_buffers:
             # the weight is a view of the buffer; always-active ones would keep this buffer alive beside the next
             parameter.data = parameter.data.clone()
         memory.release_cached_memory()
+
+    def _rested_before(self, block: int) -> list[str]:
+        """The block's 16-bit matrices that Megatron Core's optimizer steps now and the matrix optimizer otherwise."""
+        if self.matrices is None or self._config.precision == "fp32" or is_muon(self._config):
+            return []
+        return [name for name in self.parameters.of_block(block) if name in self.matrices.matrices]
 
     def _connect(self) -> None:
         """Set the hooks of Megatron Core's schedule, as Megatron-LM's training loop does."""
@@ -142,16 +163,29 @@ class ActiveBlock:
         assert self.wrapped is not None and self.optimizer is not None
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
+        if self.matrices is not None:
+            self.matrices.zero_grad()
 
     def step(self, *, skip_non_finite: bool) -> float | None:
-        """As `step.clip_and_step`."""
+        """As `step.clip_and_step`, for all that is updated."""
         assert self.optimizer is not None
-        return step.clip_and_step(self.optimizer, skip_non_finite=skip_non_finite)
+        return step.clip_and_step(self.optimizer, self.matrices, skip_non_finite=skip_non_finite)
+
+    def scheduled(self) -> SimpleNamespace:
+        """The parameter groups of all optimizers, for the learning-rate scheduler."""
+        assert self.optimizer is not None
+        matrices = [] if self.matrices is None else self.matrices.param_groups
+        return SimpleNamespace(param_groups=[*self.optimizer.param_groups, *matrices])
 
     def scale_learning_rate(self, factor: float) -> None:
-        """As `step.scale_learning_rate`."""
-        assert self.optimizer is not None
-        step.scale_learning_rate(self.optimizer, factor)
+        """Multiply the learning rate of the block's own parameters, for the next step only.
+
+        The scheduler must have set the rates since the last call. Always-active parameters and resting layers keep the
+        global rate.
+        """
+        groups = [group for group in param_groups(self.optimizer) if not group.get(ALWAYS_ACTIVE)]
+        for group in (*groups, *([] if self.matrices is None else self.matrices.groups_of_block())):
+            group["lr"] *= factor
 
     def block_gradient_norm(self) -> float:
         """As `step.block_gradient_norm`."""
@@ -181,20 +215,36 @@ class ActiveBlock:
         self._loss_scaler_state = None if state is None else dict(state)
 
     def model_state_bytes(self) -> int:
-        """As `state_bytes.model_state_bytes`."""
-        return state_bytes.model_state_bytes(self.model, self.wrapped, self.optimizer)
+        """As `state_bytes.model_state_bytes`, and what the matrix optimizer holds."""
+        return (
+            state_bytes.model_state_bytes(self.model, self.wrapped, self.optimizer)
+            + self._matrix_gradient_bytes()
+            + self._matrix_state_bytes()
+        )
 
     def gradient_bytes(self) -> int:
-        """As `state_bytes.gradient_bytes`."""
-        return state_bytes.gradient_bytes(self.wrapped, self.optimizer)
+        """As `state_bytes.gradient_bytes`, and gradients of the matrix optimizer."""
+        return state_bytes.gradient_bytes(self.wrapped, self.optimizer) + self._matrix_gradient_bytes()
 
     def optimizer_state_bytes(self) -> int:
-        """As `state_bytes.optimizer_state_bytes`."""
-        return state_bytes.optimizer_state_bytes(self.model, self.optimizer)
+        """As `state_bytes.optimizer_state_bytes`, and momenta and low bits of the matrix optimizer."""
+        return state_bytes.optimizer_state_bytes(self.model, self.optimizer) + self._matrix_state_bytes()
+
+    def _matrix_gradient_bytes(self) -> int:
+        return 0 if self.matrices is None else state_bytes.storage_bytes(self.matrices.gradients())
+
+    def _matrix_state_bytes(self) -> int:
+        return 0 if self.matrices is None else state_bytes.storage_bytes(self.matrices.state_on_device())
 
     def host_bytes(self) -> int:
         """Bytes in host memory, not part of the model state: what is kept of frozen blocks, and what is offloaded."""
-        return self.kept.num_bytes + state_bytes.offloaded_bytes(self.optimizer)
+        momenta = 0 if self.matrices is None else self.matrices.host_bytes
+        return self.kept.num_bytes + momenta + state_bytes.offloaded_bytes(self.optimizer)
+
+    @property
+    def is_muon(self) -> bool:
+        """Whether Muon steps the active block's matrices."""
+        return is_muon(self._config)
 
     @property
     def is_sharded(self) -> bool:

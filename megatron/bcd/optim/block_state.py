@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,13 +72,18 @@ class BlockStateStore:
         """Bytes of host memory of all blocks."""
         return sum(kept.num_bytes for block in self._blocks.values() for kept in block.values())
 
-    def save(self, block: int, shards: Mapping[str, ParamShard]) -> None:
-        """Copy the state of the block's own parameters to host memory, and wait until it is there."""
+    def save(self, block: int, shards: Mapping[str, ParamShard], *, without_main_param: Container[str] = ()) -> None:
+        """Copy the state of the block's own parameters to host memory, and wait until it is there.
+
+        The main parameters of those in `without_main_param` are kept elsewhere.
+        """
         previous = self._blocks.get(block, {})
         self._blocks[block] = {
-            name: self._save_shard(shard, previous.get(name))
+            name: self._save_shard(
+                shard, previous.get(name), has_main_param=shard.has_own_main_param and name not in without_main_param
+            )
             for name, shard in shards.items()
-            if self.keeps_moments or shard.has_own_main_param
+            if self.keeps_moments or (shard.has_own_main_param and name not in without_main_param)
         }
         device.synchronize()
 
@@ -92,14 +97,14 @@ class BlockStateStore:
             main_param = {} if kept.main_param is None else {MAIN_PARAM: kept.main_param}
             shard.set(kept.moments | main_param, num_steps=kept.num_steps)
 
-    def _save_shard(self, shard: ParamShard, previous: KeptShard | None) -> KeptShard:
+    def _save_shard(self, shard: ParamShard, previous: KeptShard | None, *, has_main_param: bool) -> KeptShard:
         """Copy a shard into the buffers of its previous copy."""
         residual = main_param = None
         flat = shard.main_param.detach().reshape(-1)
-        if shard.has_own_main_param and shard.parameter.dtype == torch.bfloat16:
+        if has_main_param and shard.parameter.dtype == torch.bfloat16:
             out = _buffer(flat.numel(), torch.int16, previous and previous.residual and previous.residual.differences)
             residual = bf16_residual(flat, shard.weight, out=out)
-        elif shard.has_own_main_param:
+        elif has_main_param:
             main_param = _buffer(flat.numel(), torch.float32, previous and previous.main_param)
             main_param.copy_(flat, non_blocking=True)
         moments = {}

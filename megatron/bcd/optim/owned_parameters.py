@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 
 from megatron.bcd.blocks.ownership import ownership
@@ -31,19 +33,29 @@ class OwnedParameters:
             if owned.block == block and not owned.is_always_active
         }
 
+    def resting(self, block: int) -> Parameters:
+        """Matrices that are updated without state in the block's phases (--bcd-resting-update)."""
+        return {name: self._parameters[name] for name, owned in self._ownership.items() if owned.is_resting(block)}
+
+    def matrices(self) -> Parameters:
+        """Matrices of all layers of this stage."""
+        return {name: self._parameters[name] for name, owned in self._ownership.items() if owned.is_matrix}
+
     def always_active(self) -> Parameters:
         """Parameters that are active in every phase (--bcd-always-active)."""
         return {name: self._parameters[name] for name, owned in self._ownership.items() if owned.is_always_active}
-
-    def active(self) -> Parameters:
-        """Parameters that require a gradient now."""
-        return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
 
     def frozen(self) -> Parameters:
         """Parameters that require no gradient now."""
         return {name: parameter for name, parameter in self._parameters.items() if not parameter.requires_grad}
 
-    def activate(self, block: int) -> None:
-        """Require gradients of the block's and of always-active parameters, and freeze the others."""
+    def activate(self, block: int, *, without: Container[str] = ()) -> Parameters:
+        """Require gradients of the block's and of always-active parameters, and freeze the others and those in
+        `without`. Returns those that require one."""
+        active = {}
         for name, owned in self._ownership.items():
-            self._parameters[name].requires_grad_(owned.is_active(block))
+            is_active = owned.is_active(block) and name not in without
+            self._parameters[name].requires_grad_(is_active)
+            if is_active:
+                active[name] = self._parameters[name]
+        return active

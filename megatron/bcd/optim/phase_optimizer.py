@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from megatron.core import parallel_state
@@ -41,7 +42,10 @@ def build_optimizer(
     Always-active parameters are stepped more often than any block. They get groups of their own, because fused
     optimizers count steps by group.
     """
-    optimizer_config = OptimizerConfig(**core_keywords(config.optimizer), params_dtype=DTYPES[config.precision])
+    settings = config.optimizer
+    if settings.optimizer == "muon":  # `matrix_optimizer` steps Muon's matrices
+        settings = replace(settings, optimizer="adam")
+    optimizer_config = OptimizerConfig(**core_keywords(settings), params_dtype=DTYPES[config.precision])
     overrides = get_standard_config_overrides(optimizer_config)
     for parameter in always_active:
         setattr(parameter, ALWAYS_ACTIVE, True)

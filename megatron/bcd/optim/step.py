@@ -13,24 +13,30 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
 from megatron.bcd.optim import loss_scaler
-from megatron.bcd.optim.optimizer_params import ALWAYS_ACTIVE, chained_optimizers, param_groups
+from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
+from megatron.bcd.optim.optimizer_params import ALWAYS_ACTIVE, chained_optimizers
 from megatron.bcd.runtime import device
 
 
 @torch.no_grad()
-def clip_and_step(optimizer: MegatronOptimizer, *, skip_non_finite: bool) -> float | None:
-    """Clip the gradient and step the optimizer. A collective.
+def clip_and_step(
+    optimizer: MegatronOptimizer, matrices: MatrixOptimizer | None = None, *, skip_non_finite: bool
+) -> float | None:
+    """Clip the gradient and step the optimizer, and that of matrices. A collective.
 
-    Megatron Core's step with one more check. It is skipped after an overflow in fp16, and with `skip_non_finite` if the
-    norm is not finite.
+    Megatron Core's step with one more check. It is skipped after an overflow in fp16, and with `skip_non_finite` if a
+    gradient is not finite. Resting matrices are neither clipped nor part of the norm: their updates have no scale.
 
     Returns:
         L2 norm of the gradient before clipping, the same on every rank; None if the step was skipped.
     """
+    with_momentum, without = (0.0, 0.0) if matrices is None else matrices.reduce_gradients()
     if optimizer.prepare_grads():
         return None
     norm = float(optimizer.get_grad_norm())
-    if skip_non_finite and not math.isfinite(norm):
+    if matrices is not None:
+        norm = math.sqrt(norm**2 + with_momentum)
+    if skip_non_finite and not (math.isfinite(norm) and math.isfinite(without)):
         return None
     for each in chained_optimizers(optimizer):
         if not each.is_stub_optimizer and each.get_parameters() and each.config.clip_grad > 0.0:
@@ -41,17 +47,14 @@ def clip_and_step(optimizer: MegatronOptimizer, *, skip_non_finite: bool) -> flo
                 use_decoupled_grad=each.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
             )
     optimizer.step_with_ready_grads()
+    if matrices is not None:
+        matrices.step(clip_coefficient=_clip_coefficient(norm, optimizer.config.clip_grad))
     return norm
 
 
-def scale_learning_rate(optimizer: MegatronOptimizer, factor: float) -> None:
-    """Multiply the learning rate of the block's own parameters, for the next step only.
-
-    The scheduler must have set the rates since the last call. Always-active parameters keep the global rate.
-    """
-    for group in param_groups(optimizer):
-        if not group.get(ALWAYS_ACTIVE):
-            group["lr"] *= factor
+def _clip_coefficient(norm: float, max_norm: float) -> float:
+    """As in Megatron Core's `clip_grad_by_total_norm_fp32`."""
+    return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0.0 else 1.0
 
 
 @torch.no_grad()

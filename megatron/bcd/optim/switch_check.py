@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 
+from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
 from megatron.bcd.optim.optimizer_params import own_main_params
 from megatron.bcd.optim.owned_parameters import OwnedParameters
 from megatron.bcd.runtime import collectives
@@ -17,13 +19,24 @@ Fingerprint = tuple[int, int]
 class SwitchCheck:
     """Compares this rank's weights with those at the start of a phase, when it is created."""
 
-    def __init__(self, optimizer: MegatronOptimizer, parameters: OwnedParameters, *, block: int, stage: int) -> None:
+    def __init__(
+        self,
+        optimizer: MegatronOptimizer,
+        parameters: OwnedParameters,
+        matrices: MatrixOptimizer | None = None,
+        *,
+        block: int,
+        stage: int,
+    ) -> None:
         self._optimizer = optimizer
         self._parameters = parameters
+        self._matrices = matrices
         self._block = block
         self._stage = stage
-        self._has_main_params = any(main_param.numel() for main_param in own_main_params(optimizer))
-        self._main_params_at_start = self._main_params()
+        self._has_main_params = any(main_param.numel() for main_param in self._main_params())
+        self._main_params_at_start = fingerprint(self._main_params())
+        self._has_resting = any(True for _ in self._resting())
+        self._resting_at_start = fingerprint(self._resting())
         self._frozen_at_start = self._frozen()
 
     def problem(self) -> str | None:
@@ -31,20 +44,24 @@ class SwitchCheck:
 
         For use once a phase, after the first step whose learning rate and gradient are not zero. Found are: a stage
         that holds part of the block and on which none of its main parameters changed (always-active ones don't count),
-        and a rank whose frozen weights changed.
+        the same of resting layers, and a rank whose frozen weights changed.
         """
         ranks = collectives.gather_objects(
             {
                 "stage": self._stage,
                 "has_main_params": self._has_main_params,
-                "has_changed_main_params": self._main_params() != self._main_params_at_start,
+                "has_changed_main_params": fingerprint(self._main_params()) != self._main_params_at_start,
+                "has_resting": self._has_resting,
+                "has_changed_resting": fingerprint(self._resting()) != self._resting_at_start,
                 "has_changed_frozen": self._frozen() != self._frozen_at_start,
             }
         )
-        stages = {rank["stage"] for rank in ranks if rank["has_main_params"]}
-        unchanged = sorted(stages - {rank["stage"] for rank in ranks if rank["has_changed_main_params"]})
+        stages, unchanged = _unchanged_stages(ranks, "main_params")
+        resting_stages, unchanged_resting = _unchanged_stages(ranks, "resting")
         changed_frozen = [index for index, rank in enumerate(ranks) if rank["has_changed_frozen"]]
-        if unchanged or not stages:
+        if unchanged_resting:
+            return f"resting layers on pipeline stage(s) {unchanged_resting} did not change in a step"
+        if unchanged or not (stages or resting_stages):
             return (
                 f"block {self._block} is active, but its weights on pipeline stage(s) {unchanged} did not change in a "
                 "step"
@@ -53,11 +70,23 @@ class SwitchCheck:
             return f"block {self._block} is active, but frozen weights changed on rank(s) {changed_frozen}"
         return None
 
-    def _main_params(self) -> Fingerprint:
-        return fingerprint(own_main_params(self._optimizer))
+    def _main_params(self) -> Iterator[torch.Tensor]:
+        yield from own_main_params(self._optimizer)
+        if self._matrices is not None:
+            yield from self._matrices.tensors_to_step(is_of_block=True)
+
+    def _resting(self) -> Iterator[torch.Tensor]:
+        if self._matrices is not None:
+            yield from self._matrices.tensors_to_step(is_of_block=False)
 
     def _frozen(self) -> Fingerprint:
         return fingerprint(self._parameters.frozen().values())
+
+
+def _unchanged_stages(ranks: list[dict[str, Any]], what: str) -> tuple[set[int], list[int]]:
+    """The stages that have it, and those of them on which it changed on no rank."""
+    stages = {rank["stage"] for rank in ranks if rank[f"has_{what}"]}
+    return stages, sorted(stages - {rank["stage"] for rank in ranks if rank[f"has_changed_{what}"]})
 
 
 @torch.no_grad()

@@ -17,7 +17,8 @@ RULES = ("orthogonal", "normalized", "sign")
 NEWTON_SCHULZ_STEPS = 5
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of the iteration: steep at 0, singular values end between 0.7 and 1.2 (Jordan et al., Muon, 2024)."""
-_EPSILON = 1e-7
+_SMALLEST = 1e-12
+"""Smallest divisor, for gradients of zeros: far below real gradients, whose scale must not matter."""
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over the ranks that share a matrix, in place, and returns it."""
@@ -32,10 +33,16 @@ def direction(rule: str, gradient_MN: torch.Tensor) -> torch.Tensor:
     return gradient_MN.sign()
 
 
-def normalize_rows(gradient_MN: torch.Tensor) -> torch.Tensor:
-    """Each row divided by its root mean square (Glentis et al., SCALE, arXiv 2506.16659)."""
-    norms_M1 = gradient_MN.float().square().mean(dim=1, keepdim=True).sqrt()
-    return gradient_MN / (norms_M1 + _EPSILON).to(gradient_MN.dtype)
+def normalize_rows(
+    gradient_MN: torch.Tensor, *, num_slices: int = 1, all_reduce: AllReduce | None = None
+) -> torch.Tensor:
+    """Each row divided by its root mean square (Glentis et al., SCALE, arXiv 2506.16659).
+
+    If ranks hold slices of the columns, `num_slices` is their number and `all_reduce` sums over them.
+    """
+    squares_M1 = gradient_MN.float().square().mean(dim=1, keepdim=True)
+    norms_M1 = ((all_reduce or _nothing)(squares_M1) / num_slices).sqrt()
+    return gradient_MN / norms_M1.clamp(min=_SMALLEST).to(gradient_MN.dtype)
 
 
 def orthogonalize(
@@ -59,9 +66,8 @@ def orthogonalize(
     if is_transposed:
         matrix = matrix.T
     reduced = all_reduce or _nothing
-    # without a slice of its own a rank computes its norm alone
-    norm = reduced(matrix.float().square().sum()).sqrt()
-    matrix = matrix / (norm + _EPSILON)
+    norm = reduced(gradient_MN.float().square().sum()).sqrt()
+    matrix = matrix / norm.clamp(min=_SMALLEST)
     a, b, c = _QUINTIC
     for _ in range(num_steps):
         gram = reduced(matrix @ matrix.T)

@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from megatron.bcd.blocks.partition import Partition
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-_OPTIMIZER_BYTES = {"adam": 8, "sgd": 4}
+_OPTIMIZER_BYTES = {"adam": 8, "sgd": 4, "muon": 8}
+"""Of moments per active parameter; with muon those of the parameters that Adam steps."""
 OPTIMIZERS = tuple(_OPTIMIZER_BYTES)
+DTYPE_BYTES = {"fp32": 4, "bf16": 2}
 OFFLOADED_BYTES = 16
 """Per parameter in host memory with --optimizer-cpu-offload: weight, gradient and Adam's two moments, all in fp32."""
 
@@ -105,6 +107,26 @@ def model_state_bytes(
     shards = data_parallel_size if distributed_optimizer else 1
     optimizer_bytes = math.ceil((1 - offload_fraction) * budget.optimizer * num_active / shards)
     return budget.weight * num_parameters + budget.gradient * num_active + optimizer_bytes
+
+
+def matrix_state_bytes(
+    *,
+    num_matrix: int,
+    num_stepped: int,
+    grad_dtype: str,
+    momentum_dtype: str | None = None,
+    precision: str = "fp32",
+    data_parallel_size: int = 1,
+) -> int:
+    """Bytes on a rank beside the weights of matrices that the matrix optimizer steps (`optim.matrix_optimizer`).
+
+    Gradients of the ``num_stepped`` parameters on every rank; momentum (None: none) of these, and in bf16 two bytes of
+    all ``num_matrix`` parameters that it holds, divided over the data-parallel ranks as even as matrices allow.
+    """
+    momentum = 0 if momentum_dtype is None else DTYPE_BYTES[momentum_dtype]
+    low_bits = 2 if precision == "bf16" else 0
+    owned = momentum * num_stepped + low_bits * num_matrix
+    return DTYPE_BYTES[grad_dtype] * num_stepped + -(-owned // data_parallel_size)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,8 @@ def _buffers(
     for stage in range(partition.num_stages):
         active: list[list[Tensor]] = [[] for _ in partition.blocks]
         for tensor in stage_tensors(shape, partition, stage, padded_vocabulary=padded_vocabulary):
-            active[tensor.block].append(tensor)
+            if tensor.block is not None:
+                active[tensor.block].append(tensor)
         stages.append(tuple(buffer_of(held, data_size=data_size) for held in active))
     return tuple(stages)
 

@@ -22,8 +22,8 @@ class Tensor:
     """GPTModel's, with local layers."""
     size: int
     """Elements."""
-    block: int
-    """The block that owns it."""
+    block: int | None
+    """The block that owns it; None with --bcd-num-blocks 0."""
     is_shared: bool = False
     """The embedding with a copy on another stage, or that copy: Megatron Core gives it a separate bucket."""
 

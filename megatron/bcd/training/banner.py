@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.bcd.blocks.ownership import ownership
+from megatron.bcd.blocks.ownership import Ownership, ownership
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.blocks.schedule import BlockSchedule
 from megatron.bcd.blocks.subsets import PhaseSubset
@@ -40,7 +40,7 @@ def summarize(
 ) -> RunSummary:
     """Collect the banner's figures from all ranks; a collective, the same on every rank."""
     data_size = parallel_state.get_data_parallel_world_size()
-    ranks = collectives.gather_objects(_this_rank(partition, model))
+    ranks = collectives.gather_objects(_this_rank(partition, model, is_muon=config.optimizer.optimizer == "muon"))
     # one data-parallel rank's stages and tensor slices make up the model
     one_replica = [rank for rank in ranks if rank["data_rank"] == 0]
     per_stage = tuple(
@@ -62,17 +62,18 @@ def summarize(
                 index=block.index,
                 layers=partition.describe_layers(block.index),
                 extras=", ".join(partition.describe_extras(block.index)),
-                share=sum(rank["active"][block.index] for rank in one_replica) / num_parameters,
-                model_state_bytes=tuple(state_bytes(rank, rank["active"][block.index]) for rank in ranks),
+                share=sum(_num_active(rank["counts"][block.index]) for rank in one_replica) / num_parameters,
+                model_state_bytes=tuple(state_bytes(rank, rank["counts"][block.index]) for rank in ranks),
             )
             for block in partition.blocks
         ),
         layout=partition.layout,
         phases=block_schedule.describe(),
-        full_model_state_bytes=tuple(state_bytes(rank, rank["num_parameters"]) for rank in ranks),
+        full_model_state_bytes=tuple(state_bytes(rank, rank["full"]) for rank in ranks),
         training=_describe_training(config, global_batch_size, train_iters),
         notes=(
             implementation.describe(),
+            *_describe_resting(config),
             *_describe_kept_state(config, partition, [rank["num_between_phases"] for rank in ranks]),
             *_describe_offload(config, max(rank["num_parameters"] for rank in ranks), data_size),
             *_describe_pipeline(config, partition),
@@ -82,42 +83,81 @@ def summarize(
     )
 
 
-def _state_bytes(config: RunConfig, rank: dict[str, Any], num_active: int) -> int:
-    """Estimated model state of a rank, with `num_active` of its parameters active."""
-    return cost.model_state_bytes(
-        num_parameters=rank["num_parameters"],
-        num_active=num_active,
+def _state_bytes(config: RunConfig, rank: dict[str, Any], counts: dict[str, int]) -> int:
+    """Estimated model state of a rank in a phase, by `_phase_counts`."""
+    data_size, bcd = parallel_state.get_data_parallel_world_size(), config.bcd
+    resting = cost.matrix_state_bytes(
+        num_matrix=counts["matrices"],
+        num_stepped=counts["resting"],
+        grad_dtype=bcd.bcd_resting_grad_dtype,
         precision=config.precision,
-        optimizer=config.optimizer.optimizer,
-        sgd_momentum=config.optimizer.sgd_momentum != 0.0,
-        gradients_in_fp32=config.ddp.grad_reduce_in_fp32,
-        data_parallel_size=parallel_state.get_data_parallel_world_size(),
-        distributed_optimizer=config.training.use_distributed_optimizer,
-        offload_fraction=_offload_fraction(config),
+        data_parallel_size=data_size,
+    )
+    muon = cost.matrix_state_bytes(
+        num_matrix=counts["muon"],
+        num_stepped=counts["muon"],
+        grad_dtype=bcd.muon_grad_dtype,
+        momentum_dtype=bcd.muon_momentum_dtype,
+        precision=config.precision,
+        data_parallel_size=data_size,
+    )
+    return (
+        resting
+        + muon
+        + cost.model_state_bytes(
+            num_parameters=rank["num_parameters"],
+            num_active=counts["adam"],
+            precision=config.precision,
+            optimizer=config.optimizer.optimizer,
+            sgd_momentum=config.optimizer.sgd_momentum != 0.0,
+            gradients_in_fp32=config.ddp.grad_reduce_in_fp32,
+            data_parallel_size=data_size,
+            distributed_optimizer=config.training.use_distributed_optimizer,
+            offload_fraction=_offload_fraction(config),
+        )
     )
 
 
-def _this_rank(partition: Partition, model: torch.nn.Module) -> dict[str, Any]:
+def _phase_counts(
+    sizes: Mapping[str, int], owned: Mapping[str, Ownership], block: int, *, is_muon: bool
+) -> dict[str, int]:
+    """Parameters of this rank in a phase, by what steps them: Megatron Core's optimizer, Muon, or a rule without state;
+    and matrices that rest now or in another phase."""
+    counts = dict.fromkeys(("adam", "muon", "resting", "matrices"), 0)
+    for name, one in owned.items():
+        if one.is_active(block):
+            counts["muon" if is_muon and one.is_matrix else "adam"] += sizes[name]
+            continue
+        counts["resting"] += sizes[name] * one.is_resting(block)
+        counts["matrices"] += sizes[name] * bool(one.resting_in)
+    return counts
+
+
+def _num_active(counts: Mapping[str, int]) -> int:
+    return counts["adam"] + counts["muon"]
+
+
+def _this_rank(partition: Partition, model: torch.nn.Module, *, is_muon: bool) -> dict[str, Any]:
     gpt = unwrap_model(model)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     parameters = dict(gpt.named_parameters())
+    sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     owned = {name: ownership(name, partition=partition, stage=stage) for name in parameters}
+    num_muon = sum(sizes[name] for name, one in owned.items() if is_muon and one.is_matrix)
     tied_copy = parameters["output_layer.weight"] if partition.tied and "output_layer.weight" in parameters else None
     return {
         "stage": stage,
         "data_rank": parallel_state.get_data_parallel_rank(),
         "stage_parameters": count_parameters(model),
-        "num_parameters": sum(parameter.numel() for parameter in parameters.values()),
+        "num_parameters": sum(sizes.values()),
         "num_between_phases": sum(
             parameter.numel() for name, parameter in parameters.items() if not owned[name].is_always_active
         ),
         "tied_copy": 0
         if tied_copy is None
         else tied_copy.numel() * parallel_state.get_tensor_model_parallel_world_size(),
-        "active": [
-            sum(parameter.numel() for name, parameter in parameters.items() if owned[name].is_active(block.index))
-            for block in partition.blocks
-        ],
+        "counts": [_phase_counts(sizes, owned, block.index, is_muon=is_muon) for block in partition.blocks],
+        "full": {"adam": sum(sizes.values()) - num_muon, "muon": num_muon, "resting": 0, "matrices": 0},
     }
 
 
@@ -141,6 +181,17 @@ def _describe_model(config: RunConfig, built: TransformerConfig, vocab_size: int
         f"{'tied' if config.tied else 'untied'} head",
     )
     return ", ".join(parts)
+
+
+def _describe_resting(config: RunConfig) -> tuple[str, ...]:
+    bcd = config.bcd
+    if bcd.bcd_resting_update == "none":
+        return ()
+    which = "all other layers" if bcd.bcd_resting_layers == "all" else "layers after the block's first"
+    return (
+        f"resting update {bcd.bcd_resting_update}: matrices of {which}, {bcd.bcd_resting_lr_ratio:g} of the learning "
+        f"rate, gradients in {bcd.bcd_resting_grad_dtype}",
+    )
 
 
 def _describe_kept_state(config: RunConfig, partition: Partition, num_between_phases: Sequence[int]) -> tuple[str, ...]:
@@ -207,7 +258,10 @@ def _describe_pipeline(config: RunConfig, partition: Partition) -> tuple[str, ..
 
 
 def _why_no_prefix(config: RunConfig) -> str:
-    return f"--bcd-always-active {config.bcd.bcd_always_active} trains the bottom of the model in every phase"
+    bcd = config.bcd
+    if bcd.bcd_resting_update != "none" and bcd.bcd_resting_layers == "all":
+        return f"--bcd-resting-update {bcd.bcd_resting_update} updates all layers in every phase"
+    return f"--bcd-always-active {bcd.bcd_always_active} trains the bottom of the model in every phase"
 
 
 def _describe_samples(samples: PhaseSubset | None) -> tuple[str, ...]:

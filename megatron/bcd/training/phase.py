@@ -56,7 +56,7 @@ class Phase:
         if self._block_schedule.needs_scores(state.phase_state):
             state.phase_state = self._block_schedule.choose_block(state.phase_state, self._scores(state))
         self._active.build(self._block_schedule.block(state.phase_state))
-        self._lr_scheduler.optimizer = self._active.optimizer
+        self._lr_scheduler.optimizer = self._active.scheduled()
         self._lr_scheduler.step(0)  # sets the present learning rate in the new optimizer's groups
         self._is_unchecked = True
         if on_built is not None:

@@ -1,0 +1,290 @@
+"""Steps matrices of layers without Megatron Core's optimizer: resting ones, which keep no state, and with --optimizer
+muon the active block's, which keep a momentum.
+
+Each matrix has one rank of its data-parallel group as its owner: gradients are reduced to the owner, it computes the
+new weights, and broadcasts them. The owner alone holds what exists beside weight and gradient: the momentum, and in
+bf16 the 16 bits that the weight lacks of its fp32 value. Owners never change, so a switch moves none of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.bcd.optim import bf16_split, matrix_direction
+from megatron.bcd.optim.matrix_direction import MatrixLayout
+from megatron.bcd.runtime import device
+
+MOMENTUM = "momentum_buffer"
+"""Name of the momentum in checkpoints."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixRule:
+    """How a set of matrices is stepped: w -= lr x (weight_decay x w + scale x direction)."""
+
+    name: str
+    """One of `update_rules.RULES`."""
+    scale: float
+    """Root mean square of an update at a learning rate of 1."""
+    grad_dtype: torch.dtype
+    momentum: float | None = None
+    """Decay of the momentum; None keeps none."""
+    nesterov: bool = False
+    momentum_dtype: torch.dtype = torch.float32
+    num_steps: int
+    """Newton-Schulz iterations."""
+    scale_mode: str = "spectral"
+    """A key of `matrix_direction.SCALES`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """A matrix of a layer, or this rank's tensor-parallel slice of it."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    owner: int
+    """Rank in the data-parallel group."""
+    layout: MatrixLayout
+
+
+class MatrixOptimizer:
+    """The matrices of this pipeline stage. `begin` and `end` enclose a phase; low bits and momenta outlive it."""
+
+    def __init__(
+        self, matrices: Mapping[str, tuple[torch.nn.Parameter, MatrixLayout]], *, group: torch.distributed.ProcessGroup
+    ) -> None:
+        self._group = group
+        self._rank, self._size = group.rank(), group.size()
+        owners = _owners([parameter.numel() for parameter, _ in matrices.values()], self._size)
+        self.matrices = {
+            name: Matrix(name=name, parameter=parameter, owner=owner, layout=layout)
+            for owner, (name, (parameter, layout)) in zip(owners, matrices.items(), strict=True)
+        }
+        self.param_groups: list[dict[str, Any]] = []
+        """Of the present phase, as the learning-rate scheduler sets them: lr, weight_decay; the matrices and their
+        rule."""
+        self.momenta: dict[str, torch.Tensor] = {}
+        """By name, on the owner: of the present phase on the device, kept ones in host memory."""
+        self._low_bits: dict[str, torch.Tensor] = {}
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def is_owner(self, name: str) -> bool:
+        """Whether this rank steps the matrix."""
+        return self.matrices[name].owner == self._rank
+
+    @property
+    def held(self) -> Iterator[Matrix]:
+        """The matrices that are stepped here in the present phase."""
+        return (matrix for group in self.param_groups for matrix in group["matrices"])
+
+    def begin(self, rules: Iterable[tuple[MatrixRule, Iterable[str], bool]]) -> None:
+        """Step these matrices from now on: by rule, names, and whether the active block owns them.
+
+        Their weights require a gradient and get a gradient buffer, `main_grad` as in Megatron Core's DDP.
+        """
+        for rule, names, is_of_block in rules:
+            matrices = [self.matrices[name] for name in names]
+            if not matrices:
+                continue
+            self.param_groups.append(
+                {"params": [], "lr": 0.0, "weight_decay": 0.0, "matrices": matrices, "rule": rule}
+                | {"is_of_block": is_of_block}
+            )
+            for matrix in matrices:
+                self._attach(matrix, rule)
+
+    def end(self, *, keeps_momenta: bool) -> None:
+        """Free gradients and momenta; `keeps_momenta` moves momenta to host memory, where `begin` finds them."""
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks = []
+        for matrix in self.held:
+            matrix.parameter.grad = None
+            del matrix.parameter.main_grad, matrix.parameter.grad_added_to_main_grad
+            matrix.parameter.requires_grad_(False)
+            if matrix.name in self.momenta and keeps_momenta:
+                self.momenta[matrix.name] = self.momenta[matrix.name].cpu()
+            elif matrix.name in self.momenta:
+                del self.momenta[matrix.name]
+        self.param_groups = []
+
+    def _attach(self, matrix: Matrix, rule: MatrixRule) -> None:
+        parameter = matrix.parameter
+        parameter.requires_grad_(True)
+        parameter.main_grad = torch.zeros_like(parameter, dtype=rule.grad_dtype)  # type: ignore[attr-defined]
+        parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(_accumulate))
+        if rule.momentum is not None and self.is_owner(matrix.name):
+            kept = self.momenta.get(matrix.name)
+            momentum = torch.zeros_like(parameter, dtype=rule.momentum_dtype) if kept is None else kept
+            self.momenta[matrix.name] = momentum.to(parameter.device, rule.momentum_dtype)
+        if parameter.dtype == torch.bfloat16 and self.is_owner(matrix.name) and matrix.name not in self._low_bits:
+            self._low_bits[matrix.name] = torch.zeros_like(parameter, dtype=torch.int16)
+
+    def groups_of_block(self) -> list[dict[str, Any]]:
+        """The groups of the active block's own matrices."""
+        return [group for group in self.param_groups if group["is_of_block"]]
+
+    def zero_grad(self) -> None:
+        """Set the gradient buffers to zero."""
+        for matrix in self.held:
+            matrix.parameter.main_grad.zero_()  # type: ignore[attr-defined]
+            matrix.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> tuple[float, float]:
+        """Average the gradients over the data-parallel group, on each matrix's owner.
+
+        Returns:
+            The sums of squares of all gradients with a momentum, and of those without, over all ranks of the run and
+            the same on every rank; not finite if one gradient is not. A collective.
+        """
+        squares = torch.zeros(2, dtype=torch.float32, device=device.current())
+        for group in self.param_groups:
+            for matrix in group["matrices"]:
+                gradient = matrix.parameter.main_grad
+                if self._size > 1:
+                    gradient.div_(self._size)
+                    owner = torch.distributed.get_global_rank(self._group, matrix.owner)
+                    torch.distributed.reduce(gradient, dst=owner, group=self._group)
+                if self.is_owner(matrix.name):
+                    squares[int(group["rule"].momentum is None)] += gradient.float().square().sum()
+        torch.distributed.all_reduce(squares)
+        with_momentum, without = squares.tolist()
+        return with_momentum, without
+
+    @torch.no_grad()
+    def step(self, *, clip_coefficient: float = 1.0) -> None:
+        """Step every matrix. A collective over data- and tensor-parallel groups; `reduce_gradients` comes first.
+
+        `clip_coefficient` scales the gradients that enter a momentum; directions do not depend on it.
+        """
+        for group in self.param_groups:
+            rule: MatrixRule = group["rule"]
+            for matrix in group["matrices"]:
+                if self.is_owner(matrix.name):
+                    self._update(matrix, rule, group, clip_coefficient)
+        if self._size > 1:
+            self._broadcast_weights()
+
+    def _update(self, matrix: Matrix, rule: MatrixRule, group: Mapping[str, Any], clip_coefficient: float) -> None:
+        gradient = matrix.parameter.main_grad.float()  # type: ignore[attr-defined]
+        if rule.momentum is not None:
+            if clip_coefficient < 1.0:
+                gradient = gradient * clip_coefficient
+            gradient = self._with_momentum(matrix.name, gradient, rule)
+        update = matrix_direction.direction(
+            rule.name, gradient, matrix.layout, num_steps=rule.num_steps, scale_mode=rule.scale_mode
+        )
+        value = self._value(matrix)
+        value.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * rule.scale)
+        self._set_value(matrix, value)
+
+    def _with_momentum(self, name: str, gradient: torch.Tensor, rule: MatrixRule) -> torch.Tensor:
+        assert rule.momentum is not None
+        momentum = self.momenta[name]
+        # Muon's running mean, as in Megatron Core; PyTorch's SGD sums, which is the same up to the scale
+        momentum.copy_(momentum.float().lerp_(gradient, 1 - rule.momentum))
+        return gradient.lerp(momentum.float(), rule.momentum) if rule.nesterov else momentum.float()
+
+    def _value(self, matrix: Matrix) -> torch.Tensor:
+        """The weight in full precision; in fp32 the weight itself."""
+        weight = matrix.parameter.data
+        return bf16_split.join(weight, self._low_bits[matrix.name]) if weight.dtype == torch.bfloat16 else weight
+
+    def _set_value(self, matrix: Matrix, value: torch.Tensor) -> None:
+        weight = matrix.parameter.data
+        if weight.dtype == torch.bfloat16:
+            bf16_split.split(value, weight=weight, low_bits=self._low_bits.get(matrix.name))
+
+    def _broadcast_weights(self) -> None:
+        pending = []
+        for matrix in self.held:
+            owner = torch.distributed.get_global_rank(self._group, matrix.owner)
+            pending.append(
+                torch.distributed.broadcast(matrix.parameter.data, src=owner, group=self._group, async_op=True)
+            )
+        for work in pending:
+            work.wait()
+
+    def main_params(self) -> dict[str, torch.Tensor]:
+        """Of bf16 matrices whose low bits this rank holds: their fp32 values, by name, made when they are taken."""
+        return {name: self._value(self.matrices[name]) for name in self._low_bits}
+
+    @torch.no_grad()
+    def set_main_param(self, name: str, value: torch.Tensor) -> None:
+        """Set weight and, on the owner, low bits of a bf16 matrix to an fp32 value."""
+        matrix = self.matrices[name]
+        if self.is_owner(name):
+            self._low_bits.setdefault(name, torch.zeros_like(matrix.parameter, dtype=torch.int16))
+        self._set_value(matrix, value.to(matrix.parameter.device).view_as(matrix.parameter))
+
+    def set_momentum(self, name: str, value: torch.Tensor) -> None:
+        """Set a momentum on the matrix's owner; of the present phase, or in host memory until its next one."""
+        if not self.is_owner(name):
+            return
+        if (held := self.momenta.get(name)) is not None:
+            held.copy_(value)
+        else:
+            self.momenta[name] = value.clone()
+
+    @torch.no_grad()
+    def take_main_param(self, name: str) -> torch.Tensor:
+        """The fp32 value of a bf16 matrix on every rank of the data-parallel group, a collective over it; the low bits
+        are dropped. For the active block, whose optimizer has main parameters of its own."""
+        matrix = self.matrices[name]
+        low_bits = self._low_bits.pop(name, None)
+        if low_bits is None:  # not the owner, or never stepped here
+            low_bits = torch.zeros_like(matrix.parameter, dtype=torch.int16)
+        if self._size > 1:
+            owner = torch.distributed.get_global_rank(self._group, matrix.owner)
+            torch.distributed.broadcast(low_bits.view(torch.uint8), src=owner, group=self._group)
+        return bf16_split.join(matrix.parameter.data, low_bits)
+
+    def tensors_to_step(self, *, is_of_block: bool) -> Iterator[torch.Tensor]:
+        """The weights of the active block's matrices, or of resting ones, and their low bits that this rank holds."""
+        for group in self.param_groups:
+            for matrix in group["matrices"] if group["is_of_block"] == is_of_block else ():
+                yield matrix.parameter
+                if matrix.name in self._low_bits:
+                    yield self._low_bits[matrix.name]
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """Gradient buffers of the present phase."""
+        return (matrix.parameter.main_grad for matrix in self.held)  # type: ignore[attr-defined,misc]
+
+    def state_on_device(self) -> Iterator[torch.Tensor]:
+        """Momenta of the present phase and low bits."""
+        yield from self._low_bits.values()
+        for matrix in self.held:
+            if matrix.name in self.momenta:
+                yield self.momenta[matrix.name]
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory: momenta of blocks that are not active."""
+        active = {matrix.name for matrix in self.held}
+        return sum(momentum.nbytes for name, momentum in self.momenta.items() if name not in active)
+
+
+def _accumulate(parameter: torch.Tensor) -> None:
+    """Add a microbatch's gradient to the buffer, unless the matrix product has written it there."""
+    if not parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
+        parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+    parameter.grad = None
+
+
+def _owners(sizes: list[int], num_ranks: int) -> list[int]:
+    """A rank for each matrix, largest first to the least loaded rank; the same on every rank."""
+    load = [0] * num_ranks
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        owners[index] = load.index(min(load))
+        load[owners[index]] += sizes[index]
+    return owners
