@@ -126,6 +126,7 @@ BAD_RUNS: list[tuple[str, int, list[str]]] = [
     ("--position-embedding-type rope --rotary-percent 0.05", 1, ["--rotary-percent 0.05", "even"]),
     ("--no-position-embedding", 1, ["--no-position-embedding", "--position-embedding-type"]),
     ("--no-create-attention-mask-in-dataloader --reset-attention-mask", 1, ["--reset-attention-mask"]),
+    ("--adam-moments-dtype int8 --pipeline-model-parallel-size 2", 4, ["--adam-moments-dtype int8", "tied", "bf16"]),
     ("--overlap-param-gather", 1, ["--overlap-param-gather", "--overlap-grad-reduce"]),
     (
         "--overlap-param-gather --overlap-grad-reduce --no-use-distributed-optimizer",

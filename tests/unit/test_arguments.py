@@ -244,6 +244,7 @@ def test_every_stock_flag_is_supported_or_refused_by_name() -> None:
 def test_flag_names_are_stocks() -> None:
     """Would expose a misspelt name: every flag is stock Megatron-LM's, a --bcd- one, or listed here."""
     ours = {
+        "--adam-moments-dtype",
         "--cpu-kernels",
         "--keep-last-checkpoints",
         "--max-skipped-steps",
@@ -307,6 +308,9 @@ OFFLOAD = ("--optimizer-cpu-offload", "--bcd-num-blocks", "1")
         (["--optimizer", "sgd", "--adam-beta1", "0.8"], ["--adam-beta1", "--optimizer sgd"]),
         (["--optimizer", "sgd", "--no-decoupled-weight-decay"], ["--decoupled-weight-decay", "--optimizer sgd"]),
         (["--optimizer", "sgd", "--sgd-momentum", "1"], ["--sgd-momentum 1", "less than 1"]),
+        (["--optimizer", "sgd", "--adam-moments-dtype", "bf16"], ["--adam-moments-dtype bf16", "--optimizer sgd"]),
+        ([*OFFLOAD, "--adam-moments-dtype", "int8"], ["--adam-moments-dtype int8", "--optimizer-cpu-offload"]),
+        (["--exp-avg-dtype", "bf16"], ["--exp-avg-dtype", "--adam-moments-dtype"]),
         (["--sgd-momentum", "0.5"], ["--sgd-momentum", "--optimizer sgd"]),
         (["--squared-relu"], ["--squared-relu", "Megatron-LM flag"]),
         (["--foo"], ["unknown flag --foo"]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -116,6 +118,15 @@ def test_budget_per_parameter(precision: str, optimizer: str, weight: int, gradi
     budget = state_budget(precision=precision, optimizer=optimizer)
     assert (budget.weight, budget.gradient, budget.optimizer) == (weight, gradient, optimizer_bytes)
     assert budget.full == weight + gradient + optimizer_bytes
+
+
+@pytest.mark.parametrize(("dtype", "moments"), [("fp32", 8), ("bf16", 4), ("int8", 2.03125)])
+def test_budget_with_moments_in_fewer_bits(dtype: str, moments: float) -> None:
+    """A main parameter that is charged as a moment, SGD's momentum in 8 bits, scales that are forgotten."""
+    assert state_budget(precision="bf16", adam_moments_dtype=dtype).optimizer == moments + 4
+    assert state_budget(precision="fp32", optimizer="sgd", adam_moments_dtype=dtype).optimizer == 4
+    state = model_state_bytes(num_parameters=1000, num_active=100, adam_moments_dtype=dtype)
+    assert state == math.ceil(4000 + (4 + moments) * 100)
 
 
 @given(unit=st.integers(1, 10**6), num_blocks=st.integers(1, 8), ranks=st.integers(1, 16))

@@ -47,5 +47,6 @@ FIELD_GROUPS = {
     "start_weight_decay": OPTIMIZER,
     "end_weight_decay": OPTIMIZER,
     "weight_decay_incr_style": OPTIMIZER,
+    "adam_moments_dtype": OPTIMIZER,
 }
 """Fields that belong to another group than the rest of their dataclass."""

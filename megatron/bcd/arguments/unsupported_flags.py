@@ -92,6 +92,7 @@ REFUSAL_REASONS = (
     ("--no-pin-cpu-params", "Megatron Core pins the host's weights in any case"),
     ("--cpu-offloading", "activations stay on the device"),
     ("--use-torch-optimizer-for-cpu-offload", BASELINE),
+    ("--exp-avg-", "--adam-moments-dtype is the precision of both moments of Adam"),
     ("--muon-", BASELINE),
     ("--multi-latent-attention", "attention is plain or grouped-query"),
     ("--mtp-", "multi-token prediction is not supported"),

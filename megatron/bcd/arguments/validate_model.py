@@ -104,6 +104,16 @@ def check_parallel(run: Run, world_size: int) -> None:
             f"--seq-length {run.seq_length} is not divisible by "
             f"--tensor-model-parallel-size {tensor}, which --sequence-parallel needs",
         )
+    refuse_unless(
+        run.adam_moments_dtype != "int8"
+        or run.untie_embeddings_and_output_weights
+        or not run.use_distributed_optimizer
+        or pipeline == 1
+        or world_size == tensor * pipeline,
+        "--adam-moments-dtype int8 over data parallel ranks of a pipeline with a tied head: the embedding and its copy "
+        "would be sharded, and rounded, differently; give bf16, --no-use-distributed-optimizer, or "
+        "--untie-embeddings-and-output-weights",
+    )
     if run.overlap_param_gather:
         refuse_unless(run.overlap_grad_reduce, "--overlap-param-gather needs --overlap-grad-reduce")
         refuse_unless(
@@ -131,6 +141,10 @@ def check_optimizer(run: Run, given: Mapping[str, Any]) -> None:
         )
         for field in ("adam_beta1", "adam_beta2", "adam_eps", "decoupled_weight_decay"):
             refuse_unless(field not in given, f"{flag_name(field)} does not go with --optimizer sgd")
+        refuse_unless(
+            run.adam_moments_dtype == "fp32",
+            f"--adam-moments-dtype {run.adam_moments_dtype} does not go with --optimizer sgd: leave one of them out",
+        )
     else:
         refuse_unless("sgd_momentum" not in given, "--sgd-momentum needs --optimizer sgd")
     if run.optimizer == "muon":
@@ -178,6 +192,7 @@ def check_offload(run: Run, num_blocks: int, given: Mapping[str, Any]) -> None:
         (f"--optimizer {run.optimizer}", run.optimizer == "adam"),
         ("--no-decoupled-weight-decay", run.decoupled_weight_decay is not False),
         ("--no-use-distributed-optimizer", run.use_distributed_optimizer),
+        (f"--adam-moments-dtype {run.adam_moments_dtype}", run.adam_moments_dtype == "fp32"),
     ):
         refuse_unless(is_right, f"--optimizer-cpu-offload does not go with {flag}: leave one of them out")
     refuse_unless(

@@ -85,6 +85,11 @@ class TrainingConfig:
     use_distributed_optimizer: bool = option(
         True, "shard the active block's optimizer state over the data-parallel ranks"
     )
+    adam_moments_dtype: str = option(
+        "fp32",
+        "precision in which Adam's two moments are stored; int8: 8-bit codes with an fp32 scale per 256 elements",
+        choices=("fp32", "bf16", "int8"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

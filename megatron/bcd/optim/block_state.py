@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron.bcd.optim import low_bit_moments
 from megatron.bcd.optim.bf16_residual import Bf16Residual, bf16_residual
 from megatron.bcd.optim.param_shard import MAIN_PARAM, ParamShard
 from megatron.bcd.runtime import collectives, device, memory
@@ -22,6 +23,7 @@ class KeptShard:
     end: int
     num_steps: int
     moments: dict[str, torch.Tensor]
+    """As `ParamShard.stored_moments`."""
     residual: Bf16Residual | None
     """In bf16: what the weight lacks of its main parameter."""
     main_param: torch.Tensor | None
@@ -30,11 +32,11 @@ class KeptShard:
     def names(self) -> set[str]:
         """Names of `tensors`."""
         has_main_param = self.residual is not None or self.main_param is not None
-        return {*self.moments, *([MAIN_PARAM] if has_main_param else [])}
+        return {*low_bit_moments.names(self.moments), *([MAIN_PARAM] if has_main_param else [])}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """As `ParamShard.tensors`: moments, and the main parameter unless it is the weight itself."""
-        tensors = dict(self.moments)
+        tensors = low_bit_moments.decode(self.moments)
         if self.main_param is not None:
             tensors[MAIN_PARAM] = self.main_param
         if self.residual is not None:
@@ -95,7 +97,8 @@ class BlockStateStore:
             if kept.residual is not None:
                 kept.residual.restore(shard.weight, main_param=shard.main_param.data.view(-1))
             main_param = {} if kept.main_param is None else {MAIN_PARAM: kept.main_param}
-            shard.set(kept.moments | main_param, num_steps=kept.num_steps)
+            shard.set(main_param, num_steps=0)
+            shard.set_stored_moments(kept.moments, num_steps=kept.num_steps)
 
     def _save_shard(self, shard: ParamShard, previous: KeptShard | None, *, has_main_param: bool) -> KeptShard:
         """Copy a shard into the buffers of its previous copy."""
@@ -108,7 +111,7 @@ class BlockStateStore:
             main_param = _buffer(flat.numel(), torch.float32, previous and previous.main_param)
             main_param.copy_(flat, non_blocking=True)
         moments = {}
-        for name, moment in shard.moments().items() if self.keeps_moments else ():
+        for name, moment in shard.stored_moments().items() if self.keeps_moments else ():
             moments[name] = _buffer(moment.numel(), moment.dtype, previous and previous.moments.get(name))
             moments[name].copy_(moment, non_blocking=True)
         return KeptShard(

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron.bcd.optim import low_bit_moments
+from megatron.bcd.optim.low_bit_adam import LowBitAdam
 from megatron.bcd.optim.optimizer_params import OptimizerParam, optimizer_params
 
 MAIN_PARAM = "master"
@@ -49,7 +51,11 @@ class ParamShard:
         return self.parameter.detach().view(-1)[self.start : self.end]
 
     def moments(self) -> dict[str, torch.Tensor]:
-        """Flat, by name: Adam's exp_avg and exp_avg_sq, SGD's momentum_buffer; none before the first step."""
+        """Flat, by name, in fp32: Adam's exp_avg and exp_avg_sq, SGD's momentum_buffer; none before the first step."""
+        return low_bit_moments.decode(self.stored_moments())
+
+    def stored_moments(self) -> dict[str, torch.Tensor]:
+        """The same as the optimizer stores them, with --adam-moments-dtype in fewer bits."""
         return {
             name: value.detach().reshape(-1)
             for name, value in self.state.items()
@@ -58,7 +64,7 @@ class ParamShard:
 
     def names(self) -> set[str]:
         """Names of `tensors`."""
-        return {*self.moments(), *([MAIN_PARAM] if self.has_own_main_param else [])}
+        return {*low_bit_moments.names(self.stored_moments()), *([MAIN_PARAM] if self.has_own_main_param else [])}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Moments, and the main parameter unless it is the weight itself; flat."""
@@ -73,12 +79,21 @@ class ParamShard:
 
     def set(self, tensors: Mapping[str, torch.Tensor], *, num_steps: int) -> None:
         """Set the state to copies of flat tensors, on any device, and to the number of steps."""
-        for name, tensor in tensors.items():
-            if name == MAIN_PARAM:
-                self.main_param.data.copy_(tensor.view_as(self.main_param), non_blocking=True)
-            else:
-                copy = tensor.to(self.main_param.device, copy=True, non_blocking=True)
-                self.optimizer.state[self.main_param][name] = copy.view_as(self.main_param)
+        moments = {name: tensor for name, tensor in tensors.items() if name != MAIN_PARAM}
+        if isinstance(self.optimizer, LowBitAdam):
+            moments = {name: tensor.to(self.main_param.device) for name, tensor in moments.items()}
+            self.set_stored_moments(low_bit_moments.encode(moments, self.optimizer.dtype), num_steps=num_steps)
+        else:
+            self.set_stored_moments(moments, num_steps=num_steps)
+        if MAIN_PARAM in tensors:
+            self.main_param.data.copy_(tensors[MAIN_PARAM].view_as(self.main_param), non_blocking=True)
+
+    def set_stored_moments(self, moments: Mapping[str, torch.Tensor], *, num_steps: int) -> None:
+        """Set the moments to copies of what `stored_moments` returned, on any device, and the number of steps."""
+        for name, tensor in moments.items():
+            copy = tensor.to(self.main_param.device, copy=True, non_blocking=True)
+            is_low_bit = isinstance(self.optimizer, LowBitAdam)
+            self.optimizer.state[self.main_param][name] = copy if is_low_bit else copy.view_as(self.main_param)
         if not num_steps:  # without a step, Adam must find no state, so that it creates its own
             return
         if isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW):

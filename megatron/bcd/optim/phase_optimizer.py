@@ -20,7 +20,9 @@ from megatron.core.utils import get_model_config
 
 from megatron.bcd.config import RunConfig, core_keywords
 from megatron.bcd.model.transformer_config import DTYPES
+from megatron.bcd.optim.low_bit_adam import LowBitAdam
 from megatron.bcd.optim.optimizer_params import ALWAYS_ACTIVE, chained_optimizers
+from megatron.bcd.optim.param_shard import param_shards
 from megatron.bcd.runtime import memory
 
 
@@ -56,6 +58,14 @@ def build_optimizer(
         gc.collect()
         memory.release_cached_memory()
     for each in chained_optimizers(optimizer):
+        if config.training.adam_moments_dtype != "fp32" and each.optimizer is not None:
+            shards = param_shards([each], dict(wrapped.module.named_parameters()))
+            each.optimizer = LowBitAdam(
+                each.optimizer.param_groups,
+                starts={shard.main_param: shard.start for shard in shards.values()},
+                dtype=config.training.adam_moments_dtype,
+                decoupled_weight_decay=config.optimizer.decoupled_weight_decay,
+            )
         if not each.get_parameters():
             each.is_stub_optimizer = True  # no step on this rank, but it takes part in every reduction
     return optimizer

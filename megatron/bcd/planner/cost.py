@@ -18,6 +18,8 @@ OPTIMIZERS = tuple(_OPTIMIZER_BYTES)
 DTYPE_BYTES = {"fp32": 4, "bf16": 2}
 OFFLOADED_BYTES = 16
 """Per parameter in host memory with --optimizer-cpu-offload: weight, gradient and Adam's two moments, all in fp32."""
+_ADAM_MOMENT_SHARES = {"fp32": 1, "bf16": 1 / 2, "int8": (1 + 4 / 256) / 4}
+"""Size of a moment to that in fp32, by --adam-moments-dtype; int8 has an fp32 scale per 256 elements."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,17 +30,22 @@ class StateBudget:
     """Every parameter, active or frozen."""
     gradient: int
     """Active parameters: Megatron's main gradient."""
-    optimizer: int
+    optimizer: float
     """Active parameters: moments, and the fp32 main parameter of 16-bit weights."""
 
     @property
-    def full(self) -> int:
+    def full(self) -> float:
         """Bytes per parameter while everything is active: 16 in fp32 with Adam, 18 in mixed precision."""
         return self.weight + self.gradient + self.optimizer
 
 
 def state_budget(
-    *, precision: str, optimizer: str = "adam", sgd_momentum: bool = True, gradients_in_fp32: bool = True
+    *,
+    precision: str,
+    optimizer: str = "adam",
+    sgd_momentum: bool = True,
+    adam_moments_dtype: str = "fp32",
+    gradients_in_fp32: bool = True,
 ) -> StateBudget:
     """Bytes per parameter with Adam or SGD; SGD without momentum has no state.
 
@@ -49,22 +56,24 @@ def state_budget(
         raise ValueError(f"precision {precision}: must be one of {', '.join(PRECISIONS)}")
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"--optimizer {optimizer}: must be one of {', '.join(OPTIMIZERS)}")
-    moments = moment_bytes(optimizer, sgd_momentum=sgd_momentum)
+    moments = moment_bytes(optimizer, sgd_momentum=sgd_momentum, adam_moments_dtype=adam_moments_dtype)
     if precision == "fp32":
         return StateBudget(weight=4, gradient=4, optimizer=moments)
     return StateBudget(weight=2, gradient=4 if gradients_in_fp32 else 2, optimizer=moments + 4)
 
 
-def moment_bytes(optimizer: str, *, sgd_momentum: bool = True) -> int:
+def moment_bytes(optimizer: str, *, sgd_momentum: bool = True, adam_moments_dtype: str = "fp32") -> float:
     """Bytes of moments per active parameter: two of Adam's, or SGD's momentum."""
-    return 0 if optimizer == "sgd" and not sgd_momentum else _OPTIMIZER_BYTES[optimizer]
+    if optimizer == "sgd":
+        return _OPTIMIZER_BYTES[optimizer] if sgd_momentum else 0
+    return _OPTIMIZER_BYTES[optimizer] * _ADAM_MOMENT_SHARES[adam_moments_dtype]
 
 
 def host_state_bytes(
     *,
     num_kept: int,
     precision: str,
-    moments: int,
+    moments: float,
     data_parallel_size: int = 1,
     distributed_optimizer: bool = False,
 ) -> int:
@@ -75,7 +84,7 @@ def host_state_bytes(
     counted.
     """
     kept = moments + {"fp32": 0, "bf16": 2, "fp16": 4}[precision]
-    return -(-kept * num_kept // (data_parallel_size if distributed_optimizer else 1))
+    return math.ceil(kept * num_kept / (data_parallel_size if distributed_optimizer else 1))
 
 
 def model_state_bytes(
@@ -85,6 +94,7 @@ def model_state_bytes(
     precision: str = "fp32",
     optimizer: str = "adam",
     sgd_momentum: bool = True,
+    adam_moments_dtype: str = "fp32",
     gradients_in_fp32: bool = True,
     data_parallel_size: int = 1,
     distributed_optimizer: bool = False,
@@ -102,7 +112,11 @@ def model_state_bytes(
     if data_parallel_size < 1:
         raise ValueError(f"data-parallel size {data_parallel_size}: must be at least 1")
     budget = state_budget(
-        precision=precision, optimizer=optimizer, sgd_momentum=sgd_momentum, gradients_in_fp32=gradients_in_fp32
+        precision=precision,
+        optimizer=optimizer,
+        sgd_momentum=sgd_momentum,
+        adam_moments_dtype=adam_moments_dtype,
+        gradients_in_fp32=gradients_in_fp32,
     )
     shards = data_parallel_size if distributed_optimizer else 1
     optimizer_bytes = math.ceil((1 - offload_fraction) * budget.optimizer * num_active / shards)

@@ -110,6 +110,7 @@ def _state_bytes(config: RunConfig, rank: dict[str, Any], counts: dict[str, int]
             precision=config.precision,
             optimizer=config.optimizer.optimizer,
             sgd_momentum=config.optimizer.sgd_momentum != 0.0,
+            adam_moments_dtype=config.training.adam_moments_dtype,
             gradients_in_fp32=config.ddp.grad_reduce_in_fp32,
             data_parallel_size=data_size,
             distributed_optimizer=config.training.use_distributed_optimizer,
@@ -197,7 +198,11 @@ def _describe_resting(config: RunConfig) -> tuple[str, ...]:
 def _describe_kept_state(config: RunConfig, partition: Partition, num_between_phases: Sequence[int]) -> tuple[str, ...]:
     """What is kept in host memory between a block's phases; empty with one block."""
     optimizer = config.optimizer.optimizer
-    moments = cost.moment_bytes(optimizer, sgd_momentum=config.optimizer.sgd_momentum != 0.0)
+    moments = cost.moment_bytes(
+        optimizer,
+        sgd_momentum=config.optimizer.sgd_momentum != 0.0,
+        adam_moments_dtype=config.training.adam_moments_dtype,
+    )
     is_host = config.bcd.bcd_optimizer_state == "host"
     bytes_by_rank = [
         cost.host_state_bytes(
@@ -296,7 +301,8 @@ def _describe_training(config: RunConfig, global_batch_size: int, train_iters: i
         f"{train_iters:,} iterations",
         f"global batch {global_batch_size} of micro-batches of {training.micro_batch_size}",
         f"lr {optimizer.lr} {config.schedule.lr_decay_style}",
-        optimizer.optimizer,
+        optimizer.optimizer
+        + (f" with {training.adam_moments_dtype} moments" if training.adam_moments_dtype != "fp32" else ""),
         f"clip {optimizer.clip_grad}",
         f"seed {training.seed}",
     )
