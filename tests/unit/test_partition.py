@@ -6,7 +6,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron.bcd.blocks.partition import Partition, describe_layers, divide, partition
@@ -134,12 +134,20 @@ def test_number_of_blocks_by_layout(cut: Partition) -> None:
     if cut.layout == "spread":
         assert cut.num_blocks * cut.num_stages == len(cut.submodels)
         assert all(stages == set(range(cut.num_stages)) for stages in stages_of)
+    elif cut.layout == "strided":
+        assert len(cut.submodels) == cut.num_layers
+        for stage in range(cut.num_stages):
+            held = cut.stage_layers(stage)
+            assert [cut.active_layers(block.index, stage) for block in cut.blocks] == [
+                tuple(held[first :: cut.num_blocks]) for first in range(cut.num_blocks)
+            ]
     else:
         assert cut.num_blocks == len(cut.submodels)
         assert all(len(stages) == 1 for stages in stages_of)
     if cut.layout == "stage":
-        held = [tuple(cut.stage_layers(stage)) for stage in range(cut.num_stages)]
-        assert [block.layers for block in cut.blocks] == held
+        assert [block.layers for block in cut.blocks] == [
+            tuple(cut.stage_layers(stage)) for stage in range(cut.num_stages)
+        ]
     assert [block.index for block in cut.blocks] == list(range(cut.num_blocks))
 
 
@@ -236,8 +244,9 @@ def test_describe_layers(layers: list[int], text: str) -> None:
             ["--num-layers 3", "layout stage", "--pipeline-model-parallel-size 4", "at least 4 layers"],
         ),
         ({"num_blocks": 3, "layout": "stage"}, ["--bcd-num-blocks 3", "--bcd-layout stage", "give 2"]),
-        ({"num_blocks": 0}, ["--bcd-num-blocks 0", "at least 1"]),
-        ({"layout": "striped"}, ["--bcd-layout striped", "spread, stage, submodel"]),
+        ({"num_blocks": -1}, ["--bcd-num-blocks -1", "at least 0"]),
+        ({"num_blocks": 0}, ["--bcd-num-blocks 0", "--bcd-resting-update orthogonal"]),
+        ({"layout": "striped"}, ["--bcd-layout striped", "spread, strided, stage, submodel"]),
         ({"num_layers": 0}, ["--num-layers 0", "at least 1"]),
         ({"num_stages": 0}, ["--pipeline-model-parallel-size 0", "at least 1"]),
         (
@@ -278,3 +287,39 @@ def test_the_number_of_layers_asked_for_is_exact(layers: int, stages: int, block
         return
     with pytest.raises(ValueError, match=f"needs at least {needed} layers"):
         _make(layers=layers, stages=stages, blocks=asked, layout=layout)
+
+
+@given(layers=st.integers(4, 40), stages=st.integers(1, 4), blocks=st.integers(1, 4), data=st.data())
+def test_resting_layers_are_the_others(layers: int, stages: int, blocks: int, data: st.DataObject) -> None:
+    """A layer that is neither active nor resting, both, or resting in front of a stage that gets no gradient."""
+    assume(layers >= stages * blocks)
+    layout = data.draw(st.sampled_from(["spread", "strided", "submodel"]))
+    for resting in ("none", "all", "suffix"):
+        cut = partition(
+            num_layers=layers, num_stages=stages, num_blocks=blocks, layout=layout, tied=True, resting=resting
+        )
+        for block in cut.blocks:
+            found, others = set(cut.resting_layers(block.index)), set(range(layers)) - set(block.layers)
+            expected = {"none": set(), "all": others, "suffix": {one for one in others if one > block.first_layer}}
+            assert found == expected[resting]
+            assert found.isdisjoint(cut.prefix_layers(block.index))
+            for stage in range(stages):
+                if found & set(cut.stage_layers(stage)):
+                    assert cut.stage_active(block.index, stage)
+                    assert not cut.forward_only(block.index, stage)
+
+
+def test_without_an_active_block_all_layers_rest() -> None:
+    """--bcd-num-blocks 0 that leaves layers, or the head, without any update."""
+    cut = partition(
+        num_layers=5,
+        num_stages=2,
+        num_blocks=0,
+        layout="spread",
+        tied=False,
+        resting="all",
+        always_active=frozenset(("norms", "biases", "embedding", "head")),
+    )
+    assert cut.num_blocks == 1 and cut.resting_layers(0) == (0, 1, 2, 3, 4) == cut.suffix_layers(0)
+    assert cut.active_layers(0, 0) == cut.active_layers(0, 1) == ()
+    assert cut.embedding_active(0) and cut.head_active(0) and cut.final_norm_active(0) and not cut.has_prefix

@@ -67,7 +67,8 @@ class ActiveBlock:
         self.block = block
         rules = rules_of_phase(self._config, self.parameters, block) if self.matrices else []
         elsewhere = {name for _, names, _ in rules for name in names}
-        self._in_buffers = list(self.parameters.activate(block, without=elsewhere).values())
+        self.parameters.activate(block, without=elsewhere)
+        self._in_buffers = list(self.parameters.active().values())
         self.wrapped = wrap_model(self.model, self._config)
         self.optimizer = build_optimizer(
             self.wrapped, self._config, always_active=self.parameters.always_active().values()

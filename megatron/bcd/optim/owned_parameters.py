@@ -49,13 +49,12 @@ class OwnedParameters:
         """Parameters that require no gradient now."""
         return {name: parameter for name, parameter in self._parameters.items() if not parameter.requires_grad}
 
-    def activate(self, block: int, *, without: Container[str] = ()) -> Parameters:
+    def active(self) -> Parameters:
+        """Parameters that require a gradient now."""
+        return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+
+    def activate(self, block: int, *, without: Container[str] = ()) -> None:
         """Require gradients of the block's and of always-active parameters, and freeze the others and those in
-        `without`. Returns those that require one."""
-        active = {}
+        `without`."""
         for name, owned in self._ownership.items():
-            is_active = owned.is_active(block) and name not in without
-            self._parameters[name].requires_grad_(is_active)
-            if is_active:
-                active[name] = self._parameters[name]
-        return active
+            self._parameters[name].requires_grad_(owned.is_active(block) and name not in without)
