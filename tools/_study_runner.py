@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import shlex
@@ -95,6 +96,10 @@ class Runner:
         folder = self.commands.folder(run)
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / LOG_FILE, "ab") as log:
+            try:  # the process inherits the lock: a run of a study that was killed outright may still be there
+                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"{folder}: still in use by a run of a killed study; wait for it, or end it") from None
             process = subprocess.Popen(
                 [*self._prefix, *self.commands.argv(run)],
                 cwd=ROOT,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -319,3 +320,17 @@ def test_table_of_partial_results(tmp_path: Path) -> None:
     report = Report(commands, lambda run: all_of(run) if run.seed == 1 else None, folder=tmp_path, texts={})
     assert "| fast | 0.2 | 1.0000 | +0.0 % | ≤ 1.00 |" in report.write()
     assert Report(commands, lambda run: None, folder=tmp_path, texts={}).rows() == []
+
+
+def test_a_run_that_is_still_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two processes that write one run's metrics, after a study was killed without a chance to stop its runs."""
+    study = read(tmp_path)
+    first = missing_runs(study, lambda run: None)[0]
+    folder = Commands(study, {}, data_folder=tmp_path, folder=tmp_path / "out" / "small").folder(first)
+    folder.mkdir(parents=True)
+    command = [str(tmp_path / "study.yaml"), "--output", str(tmp_path / "out"), "--data", str(tmp_path)]
+    with open(folder / "log", "ab") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        assert tool.main(command) == 2
+        assert "still in use by a run of a killed study" in capsys.readouterr().err
+    assert tool.main(command) == 0
