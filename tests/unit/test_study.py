@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import study as tool
 import yaml
+from _study_arithmetic import of_flags
 from _study_file import Study, read_study, render
 from _study_plan import Lookup, Point, grid, missing_runs, points, tuned
 from _study_report import Report
@@ -54,6 +55,9 @@ with open(given.metrics_file, "a" if first > 1 else "w") as file:
     write(iteration=given.steps, validation_loss=loss, is_final=True)
     write(iteration=given.steps, test_loss=loss + 1, is_final=True)
 """
+
+# four 64 x 64 and two 64 x 256 matrices; 5 steps of 4 m^2 n + 2 m^3 operations, over 3 passes of 2 x 64 tokens
+NEWTON_SCHULZ = 5 * (4 * 6 + 2 * (4 * 4 + 2)) * 64**3 / (3 * 2 * 64 * 12 * 64**2)
 
 
 def study_of(tmp_path: Path, **changes: Any) -> dict[str, Any]:
@@ -334,3 +338,26 @@ def test_a_run_that_is_still_there(tmp_path: Path, capsys: pytest.CaptureFixture
         assert tool.main(command) == 2
         assert "still in use by a run of a killed study" in capsys.readouterr().err
     assert tool.main(command) == 0
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ("--bcd-num-blocks 1", 1.0),
+        ("--bcd-num-blocks 3", 2 / 3),
+        ("--bcd-num-blocks 3 --bcd-layout strided", (6 + 5 + 2) / 18),  # prefixes of 0, 1 and 2 layers
+        ("--bcd-num-blocks 3 --bcd-always-active norms", 7 / 9),
+        ("--bcd-num-blocks 3 --bcd-resting-update sign", 1.0),
+        ("--bcd-num-blocks 3 --bcd-resting-update sign --bcd-resting-layers suffix", (18 + 14 + 10) / 54),
+        ("--bcd-num-blocks 3 --bcd-resting-update orthogonal", 1 + 2 / 3 * NEWTON_SCHULZ),
+        ("--bcd-num-blocks 0 --bcd-resting-update orthogonal", 1 + NEWTON_SCHULZ),
+        ("--bcd-num-blocks 1 --optimizer muon", 1 + NEWTON_SCHULZ),
+        ("--bcd-num-blocks 7", None),
+    ],
+)
+def test_arithmetic(flags: str, expected: float | None) -> None:
+    """Weight gradients of resting layers, or orthogonalisation, that count nothing; a refused method that has some."""
+    shape = "--num-layers 6 --hidden-size 64 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16"
+    batch = "--micro-batch-size 2 --global-batch-size 4 --train-iters 1 --lr 1e-3 --tokenizer-type ByteLevelTokenizer"
+    found = of_flags("gpt", f"{shape} {batch} {flags}".split())
+    assert found == pytest.approx(expected) if expected is not None else found is None
