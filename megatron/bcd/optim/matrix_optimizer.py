@@ -108,10 +108,11 @@ class MatrixOptimizer:
             matrix.parameter.grad = None
             del matrix.parameter.main_grad, matrix.parameter.grad_added_to_main_grad
             matrix.parameter.requires_grad_(False)
-            if matrix.name in self.momenta and keeps_momenta:
-                self.momenta[matrix.name] = self.momenta[matrix.name].cpu()
-            elif matrix.name in self.momenta:
-                del self.momenta[matrix.name]
+        for name in self._names_with_momentum():
+            if keeps_momenta:
+                self.momenta[name] = self.momenta[name].cpu()
+            else:
+                del self.momenta[name]
         self.param_groups = []
 
     def _attach(self, matrix: Matrix, rule: MatrixRule) -> None:
@@ -262,15 +263,22 @@ class MatrixOptimizer:
     def state_on_device(self) -> Iterator[torch.Tensor]:
         """Momenta of the present phase and low bits."""
         yield from self._low_bits.values()
-        for matrix in self.held:
-            if matrix.name in self.momenta:
-                yield self.momenta[matrix.name]
+        yield from (self.momenta[name] for name in self._names_with_momentum())
 
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory: momenta of blocks that are not active."""
-        active = {matrix.name for matrix in self.held}
-        return sum(momentum.nbytes for name, momentum in self.momenta.items() if name not in active)
+        present = set(self._names_with_momentum())
+        return sum(momentum.nbytes for name, momentum in self.momenta.items() if name not in present)
+
+    def _names_with_momentum(self) -> list[str]:
+        """The matrices whose momentum is used in the present phase, and held here."""
+        return [
+            matrix.name
+            for group in self.param_groups
+            for matrix in group["matrices"]
+            if group["rule"].momentum is not None and self.is_owner(matrix.name)
+        ]
 
 
 def _accumulate(parameter: torch.Tensor) -> None:
