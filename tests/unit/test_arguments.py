@@ -418,3 +418,29 @@ def test_field_names_are_unique() -> None:
     assert len(names) == len(set(names))
     own_fields = [field.name for kind, _ in OWN_SECTIONS.values() for field in dataclasses.fields(kind)]
     assert set(own_fields) <= set(owners)
+
+
+def test_preset_sets_what_is_not_given() -> None:
+    """A preset that overrules a flag, or that is given up as a whole where one flag differs."""
+    plain, pretrain = parse().bcd, parse("--bcd-preset", "pretrain")
+    assert (plain.bcd_preset, plain.bcd_resting_update) == (None, "none")
+    assert pretrain.bcd.bcd_resting_update == "orthogonal" and pretrain.optimizer.optimizer == "muon"
+    assert pretrain.bcd.always_active == {"norms", "biases", "embedding", "head"}
+    own = parse("--bcd-preset", "pretrain", "--optimizer", "adam", "--bcd-steps-per-block", "7")
+    assert (own.optimizer.optimizer, own.bcd.bcd_steps_per_block) == ("adam", 7)
+    assert own.bcd.bcd_resting_update == "orthogonal" and not own.optimizer.muon_use_nesterov
+    full = parse("--bcd-preset", "pretrain", "--bcd-num-blocks", "1")
+    assert full.bcd.bcd_resting_update == "none" and full.optimizer.optimizer == "muon"
+
+
+def test_paper_preset_is_the_default() -> None:
+    """A changed default that silently changes the published method."""
+    named = parse("--bcd-preset", "paper")
+    assert dataclasses.replace(named, bcd=dataclasses.replace(named.bcd, bcd_preset=None, bcd_always_active=None)) == parse()
+
+
+def test_a_conflict_with_a_preset_names_it() -> None:
+    """A message about a flag that nobody typed."""
+    with pytest.raises(ValueError, match="^--bcd-resting-update orthogonal does not go with --fp16") as error:
+        parse("--bcd-preset", "pretrain", "--optimizer", "adam", "--fp16")
+    assert "--bcd-resting-update from --bcd-preset pretrain" in str(error.value)

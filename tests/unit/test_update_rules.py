@@ -123,7 +123,10 @@ def test_sliced_rows_have_one_norm() -> None:
 
 
 @given(
-    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**120), max_value=2.0**120), min_size=1)
+    st.lists(
+        st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**120), max_value=2.0**120),
+        min_size=1,
+    )
 )
 def test_split_loses_no_bit(values: list[float]) -> None:
     """A value halfway between two bf16 numbers whose rest does not fit 16 bits; a lost sign of zero."""

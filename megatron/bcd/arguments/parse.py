@@ -17,8 +17,10 @@ from typing import Any, NoReturn
 from megatron.bcd.arguments import flag_groups, megatron_flags, unsupported_flags
 from megatron.bcd.arguments.derive import derive_values, derived_core_fields
 from megatron.bcd.arguments.flags import CORE_SECTIONS, OWN_SECTIONS, Flag, dashed, generate_flags
+from megatron.bcd.arguments.rules import flag_name
 from megatron.bcd.arguments.validate import check_run_config
 from megatron.bcd.config import DdpSettings, OptimizerSettings, RunConfig
+from megatron.bcd.config.presets import preset_values
 
 
 class _Parser(argparse.ArgumentParser):
@@ -210,8 +212,15 @@ def parse_run_config(
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
     flags = generate_flags(defaults)
     given = _parse(sys.argv[1:] if argv is None else argv, prog=prog, flags=flags)
-    values = {flag.field: flag.default for flag in flags} | given
+    preset = given.get("bcd_preset")
+    of_preset = {} if preset is None else preset_values(preset, given)
+    values = {flag.field: flag.default for flag in flags} | of_preset | given
     derive_values(values, given=given, world_size=world_size)
     config = _assemble(flags, values)
-    check_run_config(config, given=given, world_size=world_size)
+    try:
+        check_run_config(config, given=given, world_size=world_size)
+    except ValueError as error:
+        named = [flag_name(field) for field in of_preset if re.search(rf"{flag_name(field)}(?![\w-])", str(error))]
+        hint = f" ({', '.join(named)} from --bcd-preset {preset}; flags that are given win)" if named else ""
+        raise ValueError(f"{error}{hint}") from None
     return config

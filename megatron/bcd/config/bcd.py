@@ -22,6 +22,13 @@ CACHE_DTYPES = ("bf16", "fp32")
 class BcdConfig:
     """Block coordinate descent (docs/concepts.md). A field's name is its flag's name."""
 
+    bcd_preset: str | None = option(
+        None,
+        "a method: paper = block coordinate descent as published; pretrain = resting layers are updated too, blocks by "
+        "Muon, for full training's loss at less than half its model state (docs/learning.md). It sets flags that are "
+        "not given; the banner lists them",
+        choices=("paper", "pretrain"),
+    )
     bcd_num_blocks: int | None = option(
         None,
         "number of blocks M; each stage is divided into M submodels. 1 is ordinary full-parameter training; 0 has no "

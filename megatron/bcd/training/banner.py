@@ -16,6 +16,7 @@ from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.blocks.schedule import BlockSchedule
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
+from megatron.bcd.config.presets import PRESETS
 from megatron.bcd.metrics.schema import BlockSummary, RunSummary
 from megatron.bcd.model.builder import count_parameters, unwrap_model
 from megatron.bcd.model.implementation import Implementation
@@ -73,6 +74,7 @@ def summarize(
         training=_describe_training(config, global_batch_size, train_iters),
         notes=(
             implementation.describe(),
+            *_describe_preset(config),
             *_describe_resting(config),
             *_describe_kept_state(config, partition, [rank["num_between_phases"] for rank in ranks]),
             *_describe_offload(config, max(rank["num_parameters"] for rank in ranks), data_size),
@@ -182,6 +184,18 @@ def _describe_model(config: RunConfig, built: TransformerConfig, vocab_size: int
         f"{'tied' if config.tied else 'untied'} head",
     )
     return ", ".join(parts)
+
+
+def _describe_preset(config: RunConfig) -> tuple[str, ...]:
+    name = config.bcd.bcd_preset
+    if name is None:
+        return ()
+    values = vars(config.bcd) | vars(config.optimizer)
+    same = {field: value for field, value in PRESETS[name].items() if values[field] == value}
+    own = sorted(PRESETS[name].keys() - same)
+    flags = [f"--{field.replace('_', '-')}" + ("" if value is True else f" {value}") for field, value in same.items()]
+    differs = f"; not {', '.join('--' + field.replace('_', '-') for field in own)}, as given" if own else ""
+    return (f"preset {name}: {' '.join(flags)}{differs}",)
 
 
 def _describe_resting(config: RunConfig) -> tuple[str, ...]:

@@ -1,0 +1,57 @@
+"""Values that --bcd-preset sets where the command line does not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_RESTING: dict[str, Any] = {
+    "bcd_resting_update": "orthogonal",
+    "bcd_resting_lr_ratio": 0.2,
+    "bcd_resting_layers": "all",
+    "bcd_resting_grad_dtype": "bf16",
+}
+_MUON: dict[str, Any] = {
+    "optimizer": "muon",
+    "muon_momentum": 0.95,
+    "muon_use_nesterov": True,
+    "muon_scale_mode": "spectral",
+    "muon_extra_scale_factor": 0.2,
+    "muon_momentum_dtype": "bf16",
+    "muon_grad_dtype": "bf16",
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    # Algorithm 1 of arXiv 2506.12037
+    "paper": {
+        "bcd_layout": "spread",
+        "bcd_steps_per_block": 100,
+        "bcd_order": "ascending",
+        "bcd_optimizer_state": "reset",
+        "bcd_always_active": "none",
+        "bcd_resting_update": "none",
+        "optimizer": "adam",
+    },
+    # docs/learning.md
+    "pretrain": {
+        "bcd_layout": "strided",
+        "bcd_steps_per_block": 50,
+        "bcd_order": "ascending",
+        "bcd_optimizer_state": "host",
+        **_RESTING,
+        **_MUON,
+    },
+}
+"""By preset, values by field name."""
+
+
+def preset_values(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the preset sets beside the values `given` on the command line, by field name.
+
+    With one block no layer rests; with another optimizer there is no Muon to set.
+    """
+    values = dict(PRESETS[name])
+    if given.get("bcd_num_blocks") == 1 or given.get("bcd_resting_update") == "none":
+        values = {field: value for field, value in values.items() if field not in _RESTING}
+    if given.get("optimizer", "muon") != "muon":
+        values = {field: value for field, value in values.items() if field not in _MUON}
+    return {field: value for field, value in values.items() if field not in given}
