@@ -436,7 +436,10 @@ def test_preset_sets_what_is_not_given() -> None:
 def test_paper_preset_is_the_default() -> None:
     """A changed default that silently changes the published method."""
     named = parse("--bcd-preset", "paper")
-    assert dataclasses.replace(named, bcd=dataclasses.replace(named.bcd, bcd_preset=None, bcd_always_active=None)) == parse()
+    assert (
+        dataclasses.replace(named, bcd=dataclasses.replace(named.bcd, bcd_preset=None, bcd_always_active=None))
+        == parse()
+    )
 
 
 def test_a_conflict_with_a_preset_names_it() -> None:

@@ -105,7 +105,7 @@ class RunSummary:
     phases: str
     """Order and length of the phases."""
     full_model_state_bytes: tuple[int, ...]
-    """By rank, in full-parameter training."""
+    """By rank, in full-parameter training by stock Megatron-LM: Adam with fp32 moments, or SGD."""
     training: str
     notes: tuple[str, ...] = ()
     """For example the implementation of attention, norm and optimizer."""

@@ -70,13 +70,13 @@ def summarize(
         ),
         layout=partition.layout,
         phases=block_schedule.describe(),
-        full_model_state_bytes=tuple(state_bytes(rank, rank["full"]) for rank in ranks),
+        full_model_state_bytes=tuple(_full_state_bytes(config, rank) for rank in ranks),
         training=_describe_training(config, global_batch_size, train_iters),
         notes=(
             implementation.describe(),
             *_describe_preset(config),
             *_describe_resting(config),
-            *_describe_kept_state(config, partition, [rank["num_between_phases"] for rank in ranks]),
+            *_describe_kept_state(config, partition, ranks),
             *_describe_offload(config, max(rank["num_parameters"] for rank in ranks), data_size),
             *_describe_pipeline(config, partition),
             *_describe_samples(samples),
@@ -121,6 +121,21 @@ def _state_bytes(config: RunConfig, rank: dict[str, Any], counts: dict[str, int]
     )
 
 
+def _full_state_bytes(config: RunConfig, rank: dict[str, Any]) -> int:
+    """Of full-parameter training by stock Megatron-LM: Adam with fp32 moments, or SGD."""
+    return cost.model_state_bytes(
+        num_parameters=rank["num_parameters"],
+        num_active=rank["num_parameters"],
+        precision=config.precision,
+        optimizer="sgd" if config.optimizer.optimizer == "sgd" else "adam",
+        sgd_momentum=config.optimizer.sgd_momentum != 0.0,
+        gradients_in_fp32=config.ddp.grad_reduce_in_fp32,
+        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        distributed_optimizer=config.training.use_distributed_optimizer,
+        offload_fraction=_offload_fraction(config),
+    )
+
+
 def _phase_counts(
     sizes: Mapping[str, int], owned: Mapping[str, Ownership], block: int, *, is_muon: bool
 ) -> dict[str, int]:
@@ -146,21 +161,20 @@ def _this_rank(partition: Partition, model: torch.nn.Module, *, is_muon: bool) -
     parameters = dict(gpt.named_parameters())
     sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     owned = {name: ownership(name, partition=partition, stage=stage) for name in parameters}
-    num_muon = sum(sizes[name] for name, one in owned.items() if is_muon and one.is_matrix)
+    between = [name for name, one in owned.items() if not one.is_always_active and one.block is not None]
+    matrices = {name for name, one in owned.items() if one.is_matrix and (is_muon or one.resting_in)}
     tied_copy = parameters["output_layer.weight"] if partition.tied and "output_layer.weight" in parameters else None
     return {
         "stage": stage,
         "data_rank": parallel_state.get_data_parallel_rank(),
         "stage_parameters": count_parameters(model),
         "num_parameters": sum(sizes.values()),
-        "num_between_phases": sum(
-            parameter.numel() for name, parameter in parameters.items() if not owned[name].is_always_active
-        ),
+        "num_kept": sum(sizes[name] for name in between if name not in matrices),
+        "num_kept_matrix": sum(sizes[name] for name in between if name in matrices),
         "tied_copy": 0
         if tied_copy is None
         else tied_copy.numel() * parallel_state.get_tensor_model_parallel_world_size(),
         "counts": [_phase_counts(sizes, owned, block.index, is_muon=is_muon) for block in partition.blocks],
-        "full": {"adam": sum(sizes.values()) - num_muon, "muon": num_muon, "resting": 0, "matrices": 0},
     }
 
 
@@ -209,29 +223,34 @@ def _describe_resting(config: RunConfig) -> tuple[str, ...]:
     )
 
 
-def _describe_kept_state(config: RunConfig, partition: Partition, num_between_phases: Sequence[int]) -> tuple[str, ...]:
+def _describe_kept_state(
+    config: RunConfig, partition: Partition, ranks: Sequence[Mapping[str, Any]]
+) -> tuple[str, ...]:
     """What is kept in host memory between a block's phases; empty with one block."""
     optimizer = config.optimizer.optimizer
-    moments = cost.moment_bytes(
+    is_host = config.bcd.bcd_optimizer_state == "host"
+    moments = is_host * cost.moment_bytes(
         optimizer,
         sgd_momentum=config.optimizer.sgd_momentum != 0.0,
         adam_moments_dtype=config.training.adam_moments_dtype,
     )
-    is_host = config.bcd.bcd_optimizer_state == "host"
+    of_matrices = is_host * cost.DTYPE_BYTES[config.bcd.muon_momentum_dtype] if optimizer == "muon" else moments
+    sharding = {
+        "data_parallel_size": parallel_state.get_data_parallel_world_size(),
+        "distributed_optimizer": config.training.use_distributed_optimizer or optimizer == "muon",
+    }
     bytes_by_rank = [
-        cost.host_state_bytes(
-            num_kept=num_kept,
-            precision=config.precision,
-            moments=moments if is_host else 0,
-            data_parallel_size=parallel_state.get_data_parallel_world_size(),
-            distributed_optimizer=config.training.use_distributed_optimizer,
-        )
-        for num_kept in num_between_phases
+        cost.host_state_bytes(num_kept=rank["num_kept"], precision=config.precision, moments=moments, **sharding)
+        # what matrices lack of their main parameters stays on the device
+        + cost.host_state_bytes(num_kept=rank["num_kept_matrix"], precision="fp32", moments=of_matrices, **sharding)
+        for rank in ranks
     ]
     if partition.num_blocks == 1 or config.training.skip_train or not max(bytes_by_rank):
         return ()
-    kept = ["the optimizer's moments"] if is_host and moments else []
-    kept += {"fp32": [], "bf16": ["the low 16 bits of main parameters"], "fp16": ["main parameters"]}[config.precision]
+    kept = ["the optimizer's moments"] if is_host and (moments or of_matrices) else []
+    if any(rank["num_kept"] for rank in ranks):
+        low = {"fp32": [], "bf16": ["the low 16 bits of main parameters"], "fp16": ["main parameters"]}
+        kept += low[config.precision]
     return (f"kept in host memory between phases: {' and '.join(kept)}, {max(bytes_by_rank):,} bytes per rank",)
 
 
