@@ -175,10 +175,12 @@ def test_a_frozen_parameter_costs_its_weights_only() -> None:
     for step in range(8):
         active = optimizer.active_names
         assert (set(CONTIGUOUS[step // 2 % 3]) | NORMS_AND_EMBEDDING - {"embedding.weight"}) == active
+        active_before = optimizer.active_parameters
         before = copy.deepcopy(model.state_dict())
         train(model, optimizer, steps=step + 1, start=step)
         changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
         assert changed == active
+        assert optimizer.optimizer_state_bytes == sum(8 * p.numel() + 4 for p in active_before)
         next_active = optimizer.active_names
         for name, p in model.named_parameters():
             assert p.requires_grad is (name in next_active)

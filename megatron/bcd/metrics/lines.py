@@ -56,4 +56,5 @@ def step_line(record: StepMetrics, *, train_iters: int) -> str:
 def evaluation_line(record: EvalMetrics) -> str:
     """The log line of an evaluation."""
     when = "at the end, iteration" if record.is_final else "at iteration"
-    return f"{record.split} {when} {record.iteration:8d} | loss {record.loss:.6E} | perplexity {record.perplexity:,.3f}"
+    measure = f"perplexity {record.perplexity:,.3f}" if record.accuracy is None else f"accuracy {record.accuracy:.2%}"
+    return f"{record.split} {when} {record.iteration:8d} | loss {record.loss:.6E} | {measure}"

@@ -84,6 +84,7 @@ class Reporter:
                     "consumed_samples": record.consumed_samples,
                     f"{record.split}_loss": record.loss,
                     f"{record.split}_perplexity": record.perplexity,
+                    **({} if record.accuracy is None else {f"{record.split}_accuracy": record.accuracy}),
                     **({"is_final": True} if record.is_final else {}),
                 }
             )

@@ -60,6 +60,8 @@ class EvalMetrics:
     loss: float
     is_final: bool = False
     """The evaluation after the last training step, on the next samples; it may follow an interval's evaluation."""
+    accuracy: float | None = None
+    """Of a classifier, 0 to 1."""
 
     def __post_init__(self) -> None:
         assert self.split in ("validation", "test"), self.split

@@ -16,7 +16,7 @@ from megatron.bcd.config import BcdConfig
 from megatron.bcd.optim.update_rules import RULES, direction
 from megatron.bcd.torch_loop.parameter_blocks import divide_parameters
 
-CHOICES = {
+CHOICES: dict[str, tuple[str, ...]] = {
     "order": ("ascending", "descending", "random"),
     "keep_state": ("reset", "host"),
     "resting_update": ("none", *RULES),
@@ -113,6 +113,8 @@ class BlockCoordinate(Optimizer):
         )
         self._phase_state = PhaseState()
         self._loss: float | None = None
+        self.optimizer_state_bytes = 0
+        """Live bytes of optimizer state in the last step, before a switch."""
         self._optimizers = self._make_optimizers(optimizer, always_active_optimizer, optimizer_settings)
         self._is_built = False
         super().__init__(self._wrapped_groups(), self._optimizers[0].defaults)
@@ -178,6 +180,11 @@ class BlockCoordinate(Optimizer):
         active = self.active_names
         return [p for name, p in self._parameters.items() if name in active]
 
+    @property
+    def host_state_bytes(self) -> int:
+        """Bytes of optimizer state that wait in host memory for their block."""
+        return _num_bytes(entry["value"] for kept in self._kept.values() for entry in kept.values())
+
     def describe(self) -> str:
         """The active block, for people."""
         layers = ", ".join(map(str, self._divided.layers[self.block])) or "none"
@@ -206,6 +213,7 @@ class BlockCoordinate(Optimizer):
             self._step_resting()
         for wrapped in self._optimizers:
             wrapped.step()
+        self.optimizer_state_bytes = _num_bytes(value for entry in self.state.values() for value in entry.values())
         before, self._phase_state = self._phase_state, self._schedule.after_step(self._phase_state, loss=self._loss)
         self._loss = None
         if self._schedule.is_switch(before, self._phase_state):
@@ -317,6 +325,10 @@ def _check_one_process() -> None:
         raise ValueError(
             "BlockCoordinate runs in one process, torch.distributed has several: train with pretrain_gpt_bcd.py there"
         )
+
+
+def _num_bytes(values: Iterable[Any]) -> int:
+    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
 
 
 def _to_host(value: Any) -> Any:

@@ -1,0 +1,105 @@
+"""tools/train_resnet.py as a user and the study tool start it, on a small generated CIFAR folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import _resnet
+import pytest
+import train_resnet
+from support.cifar_folders import write_cifar
+
+STEPS = 12
+
+
+def command(folder: Path, *more: str) -> list[str]:
+    return [
+        *("--model", "resnet8", "--dataset", "cifar10", "--data", str(folder), "--optimizer", "adam", "--lr", "0.01"),
+        *("--train-iters", str(STEPS), "--global-batch-size", "16", "--shrink", "4", "--num-validation", "20"),
+        *("--log-interval", "1", "--seed", "3", "--metrics-file", str(folder / "metrics.jsonl"), *more),
+    ]
+
+
+def run(tmp_path: Path, *more: str) -> list[dict[str, Any]]:
+    write_cifar(tmp_path, "cifar10", num_train=100, num_test=40)
+    assert train_resnet.main(command(tmp_path, *more)) == 0
+    return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_from_the_command_line(repo_root: Path, tmp_path: Path) -> None:
+    """A script that a user's shell cannot start, or metrics without what the study tool reads."""
+    write_cifar(tmp_path, "cifar10", num_train=100, num_test=40)
+    words = [sys.executable, "tools/train_resnet.py", *command(tmp_path, "--bcd-steps-per-block", "2")]
+    done = subprocess.run(words, cwd=repo_root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "parameters 78,042 of resnet8" in done.stdout
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "step_time_ms" in line]
+    assert [line["iteration"] for line in steps] == list(range(1, STEPS + 1))
+    assert [line["block"] for line in steps] == [0, 0, 1, 1, 2, 2] * 2
+    assert [(set(line) & {"validation_accuracy", "test_accuracy"}, line["is_final"]) for line in lines[-2:]] == [
+        ({"validation_accuracy"}, True),
+        ({"test_accuracy"}, True),
+    ]
+
+
+def test_live_model_state(tmp_path: Path) -> None:
+    """Bytes that are computed from a formula: 16 per parameter in full training, less with a frozen block."""
+    full = run(tmp_path / "full", "--bcd-num-blocks", "1")
+    blocks = run(tmp_path / "blocks", "--bcd-steps-per-block", "1", "--bcd-optimizer-state", "host")
+    num_vectors = 22  # parameters with a step count of 4 bytes: AdamW's state of each is that, and two moments
+    num_parameters = 78_042
+    assert full[1]["model_state_bytes"][0] == pytest.approx(16 * num_parameters, rel=1e-2)
+    assert full[1]["model_state_bytes"][0] > 16 * num_parameters + num_vectors
+    steps = [line for line in blocks if "step_time_ms" in line]
+    by_block = [line["model_state_bytes"][0] / num_parameters for line in steps[3:6]]
+    # the third layer and the head hold three quarters of the parameters
+    assert all(4 < bytes_per_parameter < 7 for bytes_per_parameter in by_block[:2]) and 12 < by_block[2] < 14
+    assert steps[5]["host_state_bytes"][0] > 0
+
+
+def test_a_run_repeats_and_learns(tmp_path: Path) -> None:
+    """A random number outside of --seed, or a network whose gradient is zeroed before each step."""
+    more = ("--bcd-num-blocks", "1", "--no-augment", "--train-iters", "40")
+    one, other = (run(tmp_path / name, *more) for name in ("one", "other"))
+    losses = [[line["loss"] for line in lines if "loss" in line] for lines in (one, other)]
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < 0.6 * losses[0][0]
+    assert one[-1]["test_accuracy"] == other[-1]["test_accuracy"] > 0.2
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--data", "nowhere"), "--data nowhere: has no data_batch_"),
+        (("--bcd-num-blocks", "4"), "num_blocks 4: must be 0 to 3"),
+        (("--num-validation", "90"), "--num-validation 90 leaves 10 images of 100"),
+        (("--lr", "nan"), "--lr nan: must be more than 0"),
+        (("--bcd-always-active", "lm"), "always_active 'lm' matches no parameter"),
+        (("--optimizer", "muon"), "--optimizer: invalid choice: 'muon'"),
+    ],
+)
+def test_bad_input_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str
+) -> None:
+    """A traceback, or a run that trains something else than was asked for."""
+    write_cifar(tmp_path, "cifar10", num_train=100, num_test=40)
+    assert train_resnet.main(command(tmp_path, *flags)) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "layers"),
+    [("resnet8", 78_042, 3), ("resnet14", 175_258, 6), ("resnet20", 272_474, 9), ("resnet50", 23_520_842, 16)],
+)
+def test_models_are_those_of_the_paper(name: str, parameters: int, layers: int) -> None:
+    """Another width, stem or shortcut: ResNet-14's 175,258 parameters explain the paper's table 10."""
+    model = _resnet.build_resnet(name, 10)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert len(_resnet.residual_blocks(model)) == layers

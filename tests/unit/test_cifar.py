@@ -1,0 +1,133 @@
+"""CIFAR folders: what was published is read, anything else is refused, and nothing in a file runs."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from pathlib import Path
+from typing import Any
+
+import _cifar
+import numpy as np
+import pytest
+import torch
+from support.cifar_folders import python2_pickle, write_cifar
+from support.unsafe_pickles import TRICKS
+
+
+@pytest.mark.parametrize(("dataset", "classes"), [("cifar10", 10), ("cifar100", 100)])
+def test_images_and_labels(tmp_path: Path, dataset: str, classes: int) -> None:
+    """Colours as rows, coarse labels of CIFAR-100, or a batch that is left out."""
+    written = write_cifar(tmp_path, dataset, num_train=30, num_test=20)
+    for split, count in (("train", 30), ("test", 20)):
+        images = _cifar.read_split(str(tmp_path), dataset, split)
+        pixels, labels = written[split]
+        assert images.pixels_NCHW.shape == (count, 3, 32, 32) and images.pixels_NCHW.dtype == torch.uint8
+        assert images.labels_N.tolist() == labels and max(labels) > classes // 2
+        assert images.pixels_NCHW[3, 1, 2, 5].item() == pixels[3, 1024 + 2 * 32 + 5]
+
+
+def test_the_published_subset(shared_data: Path) -> None:
+    """Python 2's pickles, as published, differ from those that a test writes."""
+    folder = str(shared_data / "cifar-10-batches-py")
+    train, test = (_cifar.read_split(folder, "cifar10", split) for split in ("train", "test"))
+    assert (len(train), len(test)) == (10_000, 2_000)
+    assert train.labels_N.bincount().tolist() == [1000] * 10
+    assert train.pixels_NCHW[1, :, 0, :4].tolist() == [[70, 70, 69, 69], [76, 76, 75, 75], [66, 66, 65, 65]]
+
+
+def test_pickles_of_numpy_2(tmp_path: Path) -> None:
+    """A subset that a user writes with today's numpy names another module, and its bytes are encoded text."""
+    data = np.arange(2 * 3072, dtype=np.uint8).reshape(2, 3072)
+    for protocol in (2, 4):
+        content = pickle.dumps({b"data": data, b"labels": [0, 9]}, protocol=protocol)
+        (tmp_path / "test_batch").write_bytes(content)
+        images = _cifar.read_split(str(tmp_path), "cifar10", "test")
+        assert np.array_equal(images.pixels_NCHW.numpy().reshape(2, 3072), data), protocol
+
+
+@pytest.mark.parametrize("trick", TRICKS)
+def test_a_file_that_could_run_code_is_refused(tmp_path: Path, trick: str) -> None:
+    """pickle.load of a folder from the internet runs what it says."""
+    marker = tmp_path / "MARKER"
+    body, _ = TRICKS[trick]
+    text = f"touch {marker}".encode()
+    body = body.replace(b"\x0c\x00\x00\x00touch MARKER", len(text).to_bytes(4, "little") + text)
+    (tmp_path / "test_batch").write_bytes(b"\x80\x04" * (body[:1] != b"\x80") + body + b".")
+    with pytest.raises(ValueError, match="test_batch: ") as caught:
+        _cifar.read_split(str(tmp_path), "cifar10", "test")
+    assert not marker.exists()
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_what_is_refused_is_named(tmp_path: Path) -> None:
+    """A user who cannot tell a damaged file from a malicious one."""
+    (tmp_path / "test_batch").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    with pytest.raises(ValueError, match=r"test_batch: not read: os.system is refused"):
+        _cifar.read_split(str(tmp_path), "cifar10", "test")
+
+
+PIXELS = np.zeros((2, 3072), dtype=np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([], "must be a dict with data and labels"),
+        ({b"data": PIXELS, b"fine_labels": [0, 1]}, "must be a dict with data and labels"),
+        ({b"data": [1, 2], b"labels": [0, 1]}, "data is not an array"),
+        ({b"data": PIXELS[:, :3000], b"labels": [0, 1]}, r"data must be uint8 \[images, 3072\]"),
+        ({b"data": PIXELS.reshape(2, 3, 32, 32), b"labels": [0, 1]}, "data must be uint8"),
+        ({b"data": PIXELS.astype(np.float32), b"labels": [0, 1]}, "data must be uint8"),
+        ({b"data": np.asfortranarray(PIXELS), b"labels": [0, 1]}, "data must be uint8"),
+        ({b"data": PIXELS[:0], b"labels": []}, "test_batch: not read"),
+        ({b"data": PIXELS, b"labels": [0]}, "labels must be 2 whole numbers from 0 to 9"),
+        ({b"data": PIXELS, b"labels": [0, 10]}, "labels must be 2 whole numbers"),
+        ({b"data": PIXELS, b"labels": [0, True]}, "labels must be 2 whole numbers"),
+    ],
+)
+def test_other_content_is_refused(tmp_path: Path, content: Any, message: str) -> None:
+    """Training on shifted pixels, or a label outside of the model's classes, ends in an error far from its cause."""
+    (tmp_path / "test_batch").write_bytes(python2_pickle(content))
+    with pytest.raises(ValueError, match=message):
+        _cifar.read_split(str(tmp_path), "cifar10", "test")
+
+
+def test_missing_and_damaged_files(tmp_path: Path) -> None:
+    """A traceback in place of the line that says what to give."""
+    with pytest.raises(ValueError, match="has no data_batch_"):
+        _cifar.read_split(str(tmp_path), "cifar10", "train")
+    (tmp_path / "test").write_bytes(python2_pickle({b"data": PIXELS, b"fine_labels": [0, 1]})[:-40])
+    with pytest.raises(ValueError, match="test: not read"):
+        _cifar.read_split(str(tmp_path), "cifar100", "test")
+
+
+def test_augmented_images_are_shifted_or_mirrored_ones() -> None:
+    """Rows taken for columns, channels mixed, or one shift for the whole batch."""
+    pixels = torch.randint(1, 256, (64, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    images = _cifar.Images(pixels_NCHW=pixels, labels_N=torch.arange(64))
+    scale = _cifar.Scale(mean_C11=torch.zeros(3, 1, 1), deviation_C11=torch.ones(3, 1, 1), shrink=1)
+    batches = _cifar.training_batches(images, scale, batch_size=32, seed=3, augment=True)
+    seen = [next(batches) for _ in range(2)]
+    assert sorted(torch.cat([labels for _, labels in seen]).tolist()) == list(range(64))
+    padded = torch.nn.functional.pad(pixels.float(), (4, 4, 4, 4))
+    shifts = set()
+    for found, label in ((f, int(n)) for batch, labels in seen for f, n in zip(batch, labels, strict=True)):
+        windows = {
+            (top, left, mirrored)
+            for top, left, mirrored in itertools.product(range(9), range(9), (False, True))
+            if torch.equal(found.flip(2) if mirrored else found, padded[label, :, top : top + 32, left : left + 32])
+        }
+        assert len(windows) == 1
+        shifts |= windows
+    assert len(shifts) > 30 and {mirrored for *_, mirrored in shifts} == {False, True}
+
+
+def test_scale_is_of_the_training_images() -> None:
+    """Pixels of another size or scale than the test images'."""
+    pixels = torch.randint(256, (50, 3, 32, 32), dtype=torch.uint8)
+    images = _cifar.Images(pixels_NCHW=pixels, labels_N=torch.zeros(50, dtype=torch.int64))
+    whole, half = (_cifar.Scale.of(images, shrink=shrink)(pixels) for shrink in (1, 2))
+    torch.testing.assert_close(whole.mean(dim=(0, 2, 3)), torch.zeros(3), atol=1e-4, rtol=0)
+    torch.testing.assert_close(whole.std(dim=(0, 2, 3)), torch.ones(3), atol=1e-4, rtol=0)
+    torch.testing.assert_close(half[0, 0, 1, 2], whole[0, 0, 2:4, 4:6].mean())

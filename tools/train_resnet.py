@@ -1,0 +1,280 @@
+"""Trains a ResNet on CIFAR, in full or in blocks: table 2 of the paper (arXiv 2506.12037) in plain PyTorch.
+
+    python tools/train_resnet.py --model resnet8 --dataset cifar10 --data cifar-10-batches-py --optimizer sgd \\
+        --lr 0.1 --epochs 10 --bcd-num-blocks 3 --bcd-steps-per-block 100 --metrics-file out/resnet8.jsonl
+
+--bcd-num-blocks 1 is full training. Learning rate: up over --lr-warmup-iters, then a cosine down to 0. The model of the
+last step is evaluated on the test split. docs/pytorch.md has the commands for the paper's models and lengths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import torch
+from _cifar import NUM_CLASSES, Images, Scale, read_split, training_batches
+from _parser import Parser
+from _resnet import MODELS, build_resnet, residual_blocks
+
+from megatron.bcd import BlockCoordinate
+from megatron.bcd.metrics.reporter import Reporter
+from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
+from megatron.bcd.runtime import device, memory
+from megatron.bcd.torch_loop import CHOICES, LAYOUTS
+
+PROG = "tools/train_resnet.py"
+_EVALUATION_BATCH = 500
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Raises ValueError for a flag that is unknown or out of its range."""
+    parser = Parser(
+        prog=PROG, allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", required=True, choices=MODELS)
+    add("--dataset", required=True, choices=[*NUM_CLASSES])
+    add("--data", required=True, metavar="FOLDER", help="holds data_batch_1 ... and test_batch, or train and test")
+    add("--optimizer", required=True, choices=("sgd", "adam"), help="sgd with --sgd-momentum, or AdamW")
+    add("--lr", required=True, type=float)
+    add(
+        "--lr-multiplier",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="of --lr: for several optimizers on one grid of rates",
+    )
+    add("--weight-decay", type=float, default=5e-4)
+    add("--sgd-momentum", type=float, default=0.9)
+    length = parser.add_mutually_exclusive_group(required=True)
+    length.add_argument("--epochs", type=int)
+    length.add_argument("--train-iters", type=int, metavar="STEPS")
+    add("--global-batch-size", type=int, default=128)
+    add("--lr-warmup-iters", type=int, default=0, metavar="STEPS")
+    add("--num-train", type=int, metavar="N", help="use the first N training images after the validation split's")
+    add("--num-validation", type=int, default=0, metavar="N", help="training images kept for validation (default: 0)")
+    add("--shrink", type=int, default=1, choices=(1, 2, 4), help="average squares of this side: 2 gives 16 x 16 pixels")
+    add("--no-augment", action="store_true", help="no random shifts and mirrors of training images")
+    add("--seed", type=int, default=1234)
+    add("--log-interval", type=int, default=10, metavar="STEPS")
+    add("--eval-interval", type=int, metavar="STEPS", help="of the validation split (default: at the end only)")
+    add("--metrics-file", metavar="FILE")
+    _add_bcd_flags(parser)
+    arguments = parser.parse_args(argv)
+    for name in (
+        "lr",
+        "lr_multiplier",
+        "epochs",
+        "train_iters",
+        "global_batch_size",
+        "log_interval",
+        "eval_interval",
+        "num_train",
+    ):
+        value = getattr(arguments, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise ValueError(f"--{name.replace('_', '-')} {value}: must be more than 0")
+    return arguments
+
+
+def _add_bcd_flags(parser: argparse.ArgumentParser) -> None:
+    """Of block coordinate descent: names as for pretraining."""
+    add = parser.add_argument
+    add("--bcd-num-blocks", type=int, default=3, help="1 is full training, 0 has no block (default: 3)")
+    add("--bcd-steps-per-block", type=int, default=100)
+    add("--bcd-layout", default="contiguous", choices=LAYOUTS, help="of residual blocks (default: contiguous)")
+    add("--bcd-order", default="ascending", choices=CHOICES["order"])
+    add("--bcd-optimizer-state", default="reset", choices=CHOICES["keep_state"])
+    add("--bcd-always-active", default="none", metavar="PARTS", help="norms, biases, head, with commas (default: none)")
+    add("--bcd-resting-update", default="none", choices=CHOICES["resting_update"])
+    add("--bcd-resting-lr-ratio", type=float, default=0.2)
+
+
+def build_optimizer(arguments: argparse.Namespace, model: Any) -> BlockCoordinate:
+    """Raises ValueError where flags do not fit the model."""
+
+    def wrapped(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        settings = {"lr": arguments.lr * arguments.lr_multiplier, "weight_decay": arguments.weight_decay}
+        if arguments.optimizer == "adam":
+            return torch.optim.AdamW(parameters, **settings)
+        return torch.optim.SGD(parameters, momentum=arguments.sgd_momentum, **settings)
+
+    always_active = [] if arguments.bcd_always_active == "none" else arguments.bcd_always_active.split(",")
+    return BlockCoordinate(
+        model,
+        wrapped,
+        layers=residual_blocks(model),
+        num_blocks=arguments.bcd_num_blocks,
+        steps_per_block=arguments.bcd_steps_per_block,
+        layout=arguments.bcd_layout,
+        order=arguments.bcd_order,
+        keep_state=arguments.bcd_optimizer_state,
+        always_active=always_active,
+        resting_update=arguments.bcd_resting_update,
+        resting_lr_ratio=arguments.bcd_resting_lr_ratio,
+        seed=arguments.seed,
+    )
+
+
+def learning_rate_factor(step: int, *, warmup: int, total: int) -> float:
+    """Factor of --lr in the step after `step` others."""
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
+
+
+@torch.no_grad()
+def evaluate(model: Any, images: Images, scale: Scale) -> tuple[float, float]:
+    """Mean loss, and accuracy from 0 to 1, of all images."""
+    model.eval()
+    loss, right = 0.0, 0
+    for start in range(0, len(images), _EVALUATION_BATCH):
+        part = images.slice(start, start + _EVALUATION_BATCH)
+        logits = model(scale(part.pixels_NCHW)).logits
+        loss += torch.nn.functional.cross_entropy(logits, part.labels_N, reduction="sum").item()
+        right += int((logits.argmax(dim=1) == part.labels_N).sum())
+    model.train()
+    return loss / len(images), right / len(images)
+
+
+class Training:
+    """Model, optimizer and images of one run, all on the device."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        on = device.current()
+        images, self.test = (_on(on, read_split(arguments.data, arguments.dataset, name)) for name in ("train", "test"))
+        held_out, stop = (
+            arguments.num_validation,
+            arguments.num_train and arguments.num_validation + arguments.num_train,
+        )
+        self.validation, self.train = images.slice(0, held_out), images.slice(held_out, stop)
+        if held_out < 0 or len(self.train) < arguments.global_batch_size:
+            raise ValueError(
+                f"--num-validation {held_out} leaves {len(self.train)} images of {len(images)} to train on: must be at "
+                f"least --global-batch-size {arguments.global_batch_size}"
+            )
+        self.scale = Scale.of(self.train, shrink=arguments.shrink)
+        steps_per_epoch = len(self.train) // arguments.global_batch_size
+        self.train_iters = arguments.train_iters or arguments.epochs * steps_per_epoch
+        torch.manual_seed(arguments.seed)
+        self.model = build_resnet(arguments.model, NUM_CLASSES[arguments.dataset]).to(on)
+        self.optimizer = build_optimizer(arguments, self.model)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer,
+            lambda step: learning_rate_factor(step, warmup=arguments.lr_warmup_iters, total=self.train_iters),
+        )
+
+    def run(self, reporter: Reporter) -> None:
+        """Train and evaluate."""
+        arguments, optimizer = self.arguments, self.optimizer
+        batches = training_batches(
+            self.train,
+            self.scale,
+            batch_size=arguments.global_batch_size,
+            seed=arguments.seed,
+            augment=not arguments.no_augment,
+        )
+        self.model.train()
+        losses, started = [], time.perf_counter()
+        for iteration in range(1, self.train_iters + 1):
+            place = (optimizer.cycle, optimizer.phase, optimizer.block)
+            rate = optimizer.param_groups[0]["lr"]
+            loss, gradient_bytes = self._step(*next(batches))
+            losses.append(loss)
+            if iteration % arguments.log_interval == 0 or iteration == self.train_iters:
+                elapsed_ms = (time.perf_counter() - started) * 1000 / len(losses)
+                mean = torch.stack(losses).mean().item()
+                reporter.step(self._metrics(iteration, place, mean, rate, elapsed_ms, gradient_bytes))
+                losses, started = [], time.perf_counter()
+            if arguments.eval_interval and iteration % arguments.eval_interval == 0 and iteration < self.train_iters:
+                paused = time.perf_counter()
+                self._evaluate(reporter, iteration, "validation", self.validation)
+                started += time.perf_counter() - paused
+        self._evaluate(reporter, self.train_iters, "validation", self.validation, is_final=True)
+        self._evaluate(reporter, self.train_iters, "test", self.test, is_final=True)
+
+    def _step(self, pixels: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """The loss, and the bytes of all gradients at their most, which is after the backward pass."""
+        self.optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(self.model(pixels).logits, labels)
+        loss.backward()
+        gradient_bytes = sum(p.grad.nbytes for p in self.model.parameters() if p.grad is not None)
+        self.optimizer.step()
+        self.scheduler.step()
+        return loss.detach(), gradient_bytes
+
+    def _metrics(
+        self, iteration: int, place: tuple[int, int, int], loss: float, rate: float, ms: float, gradient_bytes: int
+    ) -> StepMetrics:
+        state = self.optimizer.optimizer_state_bytes
+        cycle, phase, block = place
+        batch_size = self.arguments.global_batch_size
+        return StepMetrics(
+            iteration=iteration,
+            consumed_samples=iteration * batch_size,
+            cycle=cycle,
+            phase=phase,
+            block=block,
+            loss=loss,
+            learning_rate=rate,
+            grad_norm=None,
+            step_time_ms=ms,
+            tokens_per_second=batch_size * 1000 / ms,
+            model_state_bytes=(sum(p.nbytes for p in self.model.parameters()) + gradient_bytes + state,),
+            peak_memory_bytes=(memory.peak_memory_bytes(),),
+            gradient_bytes=(gradient_bytes,),
+            optimizer_state_bytes=(state,),
+            host_state_bytes=(self.optimizer.host_state_bytes,),
+            global_batch_size=batch_size,
+            data_seen=min(1.0, iteration * batch_size / len(self.train)),
+        )
+
+    def _evaluate(
+        self, reporter: Reporter, iteration: int, split: str, images: Images, *, is_final: bool = False
+    ) -> None:
+        if not len(images):
+            return
+        loss, accuracy = evaluate(self.model, images, self.scale)
+        reporter.evaluation(
+            EvalMetrics(
+                iteration=iteration,
+                consumed_samples=iteration * self.arguments.global_batch_size,
+                split=split,
+                loss=loss,
+                accuracy=accuracy,
+                is_final=is_final,
+            )
+        )
+
+
+def _on(where: torch.device, images: Images) -> Images:
+    return Images(pixels_NCHW=images.pixels_NCHW.to(where), labels_N=images.labels_N.to(where))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        arguments = parse_arguments(argv)
+        training = Training(arguments)
+        reporter = Reporter(train_iters=training.train_iters, metrics_file=arguments.metrics_file)
+    except ValueError as error:
+        print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    with reporter:
+        num_parameters = sum(p.numel() for p in training.model.parameters())
+        reporter.note(f"parameters {num_parameters:,} of {arguments.model} on {device.name()}")
+        reporter.note(training.optimizer.describe())
+        training.run(reporter)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
