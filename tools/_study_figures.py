@@ -20,7 +20,7 @@ MARKER_PIXELS = 11
 RADII = (14, 22, 32, 44, 58, 74, 92, 112, 136, 164)
 DIRECTIONS = 16
 LEADER_FROM = 20
-"""Pixels from which a label needs a line to its point."""
+"""Pixels from which a label needs a line to its point, as it does where another point is nearer."""
 
 
 def draw_state(path: Path, rows: Sequence[Row], *, title: str, metric: str, baseline: str) -> None:
@@ -126,8 +126,9 @@ def _label(axes: Axes, rows: Sequence[Row], xs: Sequence[float]) -> None:
         taken.append(box)
         centre = (box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2
         text.set_position(axes.transData.inverted().transform(centre))
-        nearest = min(max(x, box.x0), box.x1), min(max(y, box.y0), box.y1)
-        if math.dist(nearest, (x, y)) > LEADER_FROM:
+        nearest = _nearest(box, x, y)
+        distances = [math.dist(_nearest(box, *place), place) for place in places]
+        if distances[index] > min(LEADER_FROM, *distances):
             ends = axes.transData.inverted().transform([(x, y), nearest])
             axes.plot(ends[:, 0], ends[:, 1], color=colours[row.group], linewidth=0.7, alpha=0.6, zorder=1)
 
@@ -161,6 +162,11 @@ def _free(x: float, y: float, width: float, height: float, taken: Sequence[Bbox]
 
 def _box(x: float, y: float, width: float, height: float) -> Bbox:
     return Bbox.from_bounds(x - width / 2, y - height / 2, width, height)
+
+
+def _nearest(box: Bbox, x: float, y: float) -> tuple[float, float]:
+    """The place of the box that is nearest to (x, y)."""
+    return min(max(x, box.x0), box.x1), min(max(y, box.y0), box.y1)
 
 
 def _overlap(one: Bbox, other: Bbox) -> float:
