@@ -237,4 +237,25 @@ _RESUMED = (
         ),
     ),
 )
-CONFIGURATIONS = (*_LAYOUTS, *_PARALLEL, *_PRECISION, *_SAMPLES, *_LLAMA, *_RESUMED)
+_RESTING = (
+    _one(
+        "resting",
+        "2 data-parallel ranks, Adam blocks, orthogonal resting layers, bf16, host state, overlap",
+        "--bcd-layout strided --bcd-resting-update orthogonal --bcd-optimizer-state host --bf16 --bcd-steps-per-block 3 "
+        "--overlap-grad-reduce --overlap-param-gather",
+        processes=2,
+    ),
+    _one(
+        "pretrain",
+        "preset pretrain on 2 stages",
+        f"{NO_DROPOUT} --pipeline-model-parallel-size 2 --bcd-preset pretrain --bcd-steps-per-block 3",
+        processes=2,
+    ),
+    _one(
+        "no-active-block",
+        "2 tensor-parallel ranks, all layers rest, rows normalised",
+        "--tensor-model-parallel-size 2 --bcd-num-blocks 0 --bcd-resting-update normalized",
+        processes=2,
+    ),
+)
+CONFIGURATIONS = (*_LAYOUTS, *_PARALLEL, *_RESTING, *_PRECISION, *_SAMPLES, *_LLAMA, *_RESUMED)

@@ -49,10 +49,11 @@ def layout_of(
     `qkv_parts` is the rows per query group of queries, keys and values, or None to take them as one matrix.
     """
     is_split = qkv_parts is not None and name.endswith(_QKV) and parameter.shape[0] % sum(qkv_parts) == 0
-    is_sliced = group.size() > 1 and tp_mode != "blockwise"
+    dim = getattr(parameter, "partition_dim", -1)  # Megatron Core's: -1 where each rank has all of it
+    is_sliced = group.size() > 1 and tp_mode != "blockwise" and dim >= 0
     return MatrixLayout(
         parts=qkv_parts if is_split and qkv_parts is not None else (),
-        sharded_dim=getattr(parameter, "partition_dim", None) if is_sliced else None,
+        sharded_dim=dim if is_sliced else None,
         group=group if is_sliced else None,
         gathers=tp_mode == "duplicated",
     )
