@@ -85,7 +85,8 @@ def direction_of(rule: str, gradient: torch.Tensor) -> torch.Tensor:
     if rule == "sign":
         return torch.sign(gradient)
     if rule == "normalized":
-        return gradient / (gradient.pow(2).mean(1, keepdim=True).sqrt() + 1e-7)
+        sizes = gradient.pow(2).mean(1, keepdim=True).sqrt()
+        return torch.where(sizes > 0, gradient / sizes, 0.0)
     return orthogonalize(gradient)
 
 
