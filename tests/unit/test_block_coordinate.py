@@ -371,8 +371,27 @@ def test_a_parameter_that_the_user_froze_stays_frozen() -> None:
     model = new_net()
     model.embedding.requires_grad_(False)
     optimizer = BlockCoordinate(model, torch.optim.AdamW, steps_per_block=1, resting_update="sign")
+    assert "embedding.weight" not in optimizer.active_names
     train(model, optimizer, steps=4)
     assert torch.equal(model.embedding.weight, new_net().embedding.weight)
+    with pytest.raises(ValueError, match="no further parameter groups"):
+        optimizer.add_param_group({"params": [model.embedding.weight]})
+
+
+def test_order_of_the_blocks() -> None:
+    """Blocks in ascending order whatever was asked for."""
+    orders = {}
+    for order in ("descending", "random"):
+        model = new_net()
+        optimizer = BlockCoordinate(model, torch.optim.SGD, lr=0.1, num_blocks=5, steps_per_block=1, order=order)
+        blocks = []
+        for step in range(15):
+            blocks.append(optimizer.block)
+            train(model, optimizer, steps=step + 1, start=step)
+        orders[order] = [blocks[cycle : cycle + 5] for cycle in (0, 5, 10)]
+    assert orders["descending"] == [[4, 3, 2, 1, 0]] * 3
+    assert [sorted(cycle) for cycle in orders["random"]] == [[0, 1, 2, 3, 4]] * 3
+    assert len(set(map(tuple, orders["random"]))) > 1
 
 
 def test_import_needs_no_megatron_core(repo_root: Path) -> None:
