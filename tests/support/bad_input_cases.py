@@ -135,7 +135,6 @@ FLAG_CASES = (
     case("layers", "--transformer-impl", "transformer_engine", named="--transformer-impl transformer_engine"),
     case("norm around 0", "--apply-layernorm-1p", named="--apply-layernorm-1p"),
     case("residual in fp32", "--fp32-residual-connection", "--bf16", named="--fp32-residual-connection"),
-    case("sequence parallel", "--sequence-parallel", named="--sequence-parallel", ranks=(1,)),
     case(
         "sequence parallel, local norms", "--sequence-parallel", "--pipeline-model-parallel-size", "1",
         "--tensor-model-parallel-size", "2", named="--sequence-parallel", ranks=(2,),

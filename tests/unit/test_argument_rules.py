@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from support.command_line import BASE, parse
 
+from megatron.bcd.arguments import read_command_line
+from megatron.bcd.arguments.refusals import RefusedFlags
 from megatron.bcd.arguments.validate_model import check_core_accepts
 
 # (flags beside BASE, world size, what the one line must contain)
@@ -133,7 +136,6 @@ BAD_RUNS: list[tuple[str, int, list[str]]] = [
         1,
         ["--overlap-param-gather"],
     ),
-    ("--sequence-parallel", 1, ["--sequence-parallel", "--tensor-model-parallel-size"]),
     ("--sequence-parallel --tensor-model-parallel-size 2 --seq-length 31", 2, ["--seq-length 31"]),
     ("--recompute-granularity full", 1, ["--recompute-granularity full", "--recompute-method"]),
     ("--recompute-granularity full --recompute-method uniform", 1, ["--recompute-num-layers"]),
@@ -250,3 +252,59 @@ def test_core_refusal_is_one_line(field: str, value: object) -> None:
     with pytest.raises(ValueError, match="^Megatron Core refuses these flags: ") as refusal:
         check_core_accepts(dataclasses.replace(config, transformer=transformer))
     assert "\n" not in str(refusal.value)
+
+
+def test_all_problems_at_once() -> None:
+    """Would expose a command line whose refusals come one at a time, or a rule that is broken and not listed."""
+    words = "--num-experts 8 --fp8-format hybrid --context-parallel-size 2 --foo --global-batch-size 3 --clip-grad -1"
+    with pytest.raises(RefusedFlags) as refusal:
+        parse(*words.split())
+    first = ("--num-experts", "--fp8-format", "--context-parallel-size", "unknown flag --foo", "--clip-grad")
+    assert [text.startswith(name) for text, name in zip(refusal.value.problems, first, strict=True)] == [True] * 5
+    assert str(refusal.value).startswith("5 problems: (1) --num-experts") and "2 more: --dry-run" in str(refusal.value)
+    with pytest.raises(RefusedFlags) as refusal:
+        parse("--foo", "--global-batch-size", "3", "--min-lr", "1")
+    assert [text.split()[0] for text in refusal.value.problems] == ["unknown", "--global-batch-size", "--min-lr"]
+
+
+def test_flags_without_effect_are_named() -> None:
+    """Would expose a log or a speed-up that the user asked for and does not get, without being told."""
+    words = [word for pair in BASE.items() for word in pair]
+    words += ["--log-params-norm", "--timing-log-level", "2", "--sequence-parallel", "--context-parallel-size", "1"]
+    command = read_command_line(words, prog="test", world_size=1)
+    assert command.notes[0] == "accepted without effect: --log-params-norm, --timing-log-level 2"
+    assert "--sequence-parallel is off" in command.notes[1] and len(command.notes) == 2
+    assert command.config == parse()
+
+
+@pytest.mark.parametrize(("stage_layers", "is_right"), [("3", True), ("1", False)])
+def test_one_virtual_stage_is_none(stage_layers: str, is_right: bool) -> None:
+    """Would expose interleaving that is dropped, or virtual stages as long as the stage that are refused."""
+    words = ("--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", stage_layers)
+    with nullcontext() if is_right else pytest.raises(ValueError, match="^--num-layers-per-virtual.*speed only"):
+        parse(*words, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--num-key-value-heads", "--num-query-groups"),
+        ("--zero-stage", "--use-distributed-optimizer"),
+        ("--learning-rate", "give --lr"),
+        ("--hiden-size", "did you mean --hidden-size?"),
+        ("--wombat", "--help lists all flags"),
+        ("--bcd-optimizer", "--help lists all flags"),
+    ],
+)
+def test_suggestions(flag: str, words: str) -> None:
+    """Would expose a suggestion that has nothing to do with the flag, or a known name without one."""
+    with pytest.raises(ValueError, match=f"^unknown flag {flag}; ") as refusal:
+        parse(flag, "1")
+    assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize("flag", ["--num-layers", "--hidden-size", "--bcd-num-blocks", "--rotary-base", "--seed"])
+def test_absurd_number_is_one_line(flag: str) -> None:
+    """Would expose a number too large for Python's ranges that ends in a traceback."""
+    with pytest.raises(ValueError, match=f"^{flag} 9+: must be at most"):
+        parse(flag, "9" * 20)

@@ -35,6 +35,8 @@ def _derive_training(values: dict[str, Any], *, given: Mapping[str, Any], world_
     model_ranks = values["tensor_model_parallel_size"] * values["pipeline_model_parallel_size"]
     if values["global_batch_size"] is None and values["micro_batch_size"] and model_ranks > 0:
         values["global_batch_size"] = values["micro_batch_size"] * max(1, world_size // model_ranks)
+    if values["tensor_model_parallel_size"] == 1:
+        values["sequence_parallel"] = False  # stock's own rule
     if values["bf16"]:
         values["grad_reduce_in_fp32"] = not values["grad_reduce_in_bf16"]
     if values["fp16"] and values["loss_scale"] is None:

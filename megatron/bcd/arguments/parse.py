@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
-import functools
-import importlib.resources
 import os
 import re
 import shutil
@@ -16,9 +13,10 @@ from typing import Any, NoReturn
 
 from megatron.bcd.arguments import flag_groups, megatron_flags, unsupported_flags
 from megatron.bcd.arguments.derive import derive_values, derived_core_fields
-from megatron.bcd.arguments.flags import CORE_SECTIONS, OWN_SECTIONS, Flag, dashed, generate_flags
+from megatron.bcd.arguments.flags import CORE_SECTIONS, OWN_SECTIONS, Flag, generate_flags
+from megatron.bcd.arguments.refusals import RefusedFlags, refusal
 from megatron.bcd.arguments.rules import flag_name
-from megatron.bcd.arguments.validate import check_run_config
+from megatron.bcd.arguments.validate import find_problems
 from megatron.bcd.config import DdpSettings, OptimizerSettings, RunConfig
 from megatron.bcd.config.presets import preset_values
 
@@ -88,8 +86,10 @@ def _add_compatible_flag(group: Any, flag: unsupported_flags.CompatibleFlag) -> 
         group.add_argument(flag.name, **common, action="store_const", const=True)
     elif flag.values is unsupported_flags.ANY_NUMBER:
         group.add_argument(flag.name, **common, type=int, metavar="N")
+    elif flag.values is unsupported_flags.ANY_TEXT:
+        group.add_argument(flag.name, **common, metavar="TEXT")
     else:
-        group.add_argument(flag.name, **common, choices=flag.values)
+        group.add_argument(flag.name, **common, choices=flag.values, metavar="VALUE" if len(flag.values) > 4 else None)
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:
@@ -118,52 +118,42 @@ def _parser(prog: str, flags: Iterable[Flag]) -> _Parser:
     return parser
 
 
-@functools.cache
-def stock_flags() -> frozenset[str]:
-    """Every flag of stock Megatron-LM, supported or not."""
-    core_fields = [field for core, _ in CORE_SECTIONS.values() for field in dataclasses.fields(core)]
-    names = {dashed(field.name) for field in core_fields if not field.name.startswith("_")}
-    for field in core_fields:
-        names.update(field.metadata.get("argparse_meta", {}).get("arg_names", ()))
-    file = importlib.resources.files("megatron.bcd.arguments") / "megatron_flag_names.txt"
-    listed = file.read_text(encoding="utf-8")
-    names.update(name for line in listed.splitlines() if (name := line.split("#")[0].strip()))
-    return frozenset(names)
-
-
-def _positive(name: str) -> str:
-    return re.sub(r"^--(?:no|disable)-", "--", name)
-
-
-def _check_names(argv: Sequence[str], known: frozenset[str]) -> None:
-    """Refuse, by name, every flag that this parser does not have."""
-    known_to_stock = stock_flags()
-    # both spellings of a switch are stock's, unless the switch itself is supported: then the other one is a typo
-    fields_of_stock = {_positive(name) for name in known_to_stock} - {_positive(name) for name in known}
+def _words_by_flag(argv: Sequence[str]) -> list[list[str]]:
+    """Each flag with its values; words before the first flag come first."""
+    groups: list[list[str]] = []
     for word in argv:
-        name = word.split("=", 1)[0]
-        if not name.startswith("--") or name in known:
+        if word.startswith("--") or not groups:
+            groups.append([])
+        groups[-1].append(word)
+    return groups
+
+
+def _otherwise(name: str) -> str:
+    rows = unsupported_flags.COMPATIBLE_FLAGS
+    return next((f"; {row.otherwise}" for row in rows if row.name == name and row.otherwise), "")
+
+
+def _parse(argv: Sequence[str], parser: _Parser) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values on the command line by field name (flags that are absent have no entry), and the problems by flag."""
+    known = frozenset(name for action in parser._actions for name in action.option_strings)
+    values: dict[str, Any] = {}
+    problems: dict[str, str] = {}
+    if {"-h", "--help"} & set(argv):
+        parser.parse_known_args(["--help"])
+    for words in _words_by_flag(argv):
+        name = words[0].split("=", 1)[0]
+        if name.startswith("--") and name not in known:
+            problems[name] = refusal(name, known)
             continue
-        if name in known_to_stock or _positive(name) in fields_of_stock:
-            starts = {name, _positive(name)}
-            reason = next(
-                (why for start, why in unsupported_flags.REFUSAL_REASONS if any(n.startswith(start) for n in starts)),
-                "--help lists those it does",
-            )
-            raise ValueError(f"{name} is a Megatron-LM flag that Megatron-BCD does not support ({reason})")
-        near = difflib.get_close_matches(name, sorted(known), n=1)
-        raise ValueError(f"unknown flag {name}; " + (f"did you mean {near[0]}?" if near else "--help lists all flags"))
-
-
-def _parse(argv: Sequence[str], *, prog: str, flags: tuple[Flag, ...]) -> dict[str, Any]:
-    """The values on the command line by field name; flags that are absent have no entry."""
-    parser = _parser(prog, flags)
-    if not {"-h", "--help"} & set(argv):
-        _check_names(argv, frozenset(name for action in parser._actions for name in action.option_strings))
-    namespace, rest = parser.parse_known_args(list(argv))
-    if rest:
-        raise ValueError(f"unexpected argument {rest[0]!r}: every value belongs to a flag that starts with --")
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in vars(namespace).items()}
+        try:
+            namespace, rest = parser.parse_known_args(words)
+        except ValueError as error:
+            problems[name] = f"{error}{_otherwise(name)}"
+            continue
+        values |= vars(namespace)
+        if rest:
+            problems[name] = f"unexpected argument {rest[0]!r}: every value belongs to a flag that starts with --"
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}, problems
 
 
 def _assemble(flags: tuple[Flag, ...], values: Mapping[str, Any]) -> RunConfig:
@@ -186,14 +176,58 @@ def _assemble(flags: tuple[Flag, ...], values: Mapping[str, Any]) -> RunConfig:
     )
 
 
-def parse_run_config(
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommandLine:
+    """What a command line asks for."""
+
+    config: RunConfig
+    notes: tuple[str, ...] = ()
+    """Lines of the banner about flags that were accepted."""
+
+
+def _notes(given: Mapping[str, Any], config: RunConfig) -> tuple[str, ...]:
+    dropped = [
+        f"{row.name} {given[row.name]}" if row.values else row.name
+        for row in unsupported_flags.DROPPED_FLAGS
+        if row.name in given
+    ]
+    notes = [f"accepted without effect: {', '.join(dropped)}"] if dropped else []
+    if given.get("sequence_parallel") and not config.transformer["sequence_parallel"]:
+        notes.append("--sequence-parallel is off: there is one tensor parallel rank")
+    if config.data.mock_data and config.data.split:
+        notes.append(f"--split {config.data.split} is not used: mock data are not split")
+    return tuple(notes)
+
+
+def _checked(
+    flags: tuple[Flag, ...], given: Mapping[str, Any], problems: Mapping[str, str], *, world_size: int, writes: bool
+) -> RunConfig:
+    """The RunConfig of these values. Raises RefusedFlags with `problems` and every rule that the values break."""
+    preset = given.get("bcd_preset")
+    of_preset = {} if preset is None else preset_values(preset, given)
+    values = {flag.field: flag.default for flag in flags} | of_preset | dict(given)
+    derive_values(values, given=given, world_size=world_size)
+    config = _assemble(flags, values)
+    found = list(problems.values())
+    for text in find_problems(config, given=given, world_size=world_size, writes=writes, is_partial=bool(found)):
+        named = [flag_name(field) for field in of_preset if re.search(rf"{flag_name(field)}(?![\w-])", text)]
+        hint = f" ({', '.join(named)} from --bcd-preset {preset}; flags that are given win)" if named else ""
+        # what follows from a flag that is refused anyway says nothing new
+        if not any(re.search(rf"{re.escape(name)}(?![\w-])", text) for name in problems):
+            found.append(text + hint)
+    if found:
+        raise RefusedFlags(found)
+    return config
+
+
+def read_command_line(
     argv: Sequence[str] | None = None,
     *,
     prog: str,
     defaults: Mapping[str, object] | None = None,
     world_size: int | None = None,
-) -> RunConfig:
-    """The checked RunConfig of a command line.
+) -> CommandLine:
+    """The checked RunConfig of a command line, and what the banner says of its flags.
 
     What one flag of stock Megatron-LM implies for another (its ``validate_args``) is filled in; what a Megatron Core
     dataclass derives itself is left to it.
@@ -205,22 +239,23 @@ def parse_run_config(
         world_size: number of ranks; None for torchrun's ``WORLD_SIZE``, 1 without it.
 
     Raises:
-        ValueError: one line that names the flag, what is wrong and what would be right.
+        ValueError: one line that names the flags, what is wrong and what would be right.
         SystemExit: code 0, after ``--help``.
     """
     if world_size is None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
     flags = generate_flags(defaults)
-    given = _parse(sys.argv[1:] if argv is None else argv, prog=prog, flags=flags)
-    preset = given.get("bcd_preset")
-    of_preset = {} if preset is None else preset_values(preset, given)
-    values = {flag.field: flag.default for flag in flags} | of_preset | given
-    derive_values(values, given=given, world_size=world_size)
-    config = _assemble(flags, values)
-    try:
-        check_run_config(config, given=given, world_size=world_size)
-    except ValueError as error:
-        named = [flag_name(field) for field in of_preset if re.search(rf"{flag_name(field)}(?![\w-])", str(error))]
-        hint = f" ({', '.join(named)} from --bcd-preset {preset}; flags that are given win)" if named else ""
-        raise ValueError(f"{error}{hint}") from None
-    return config
+    given, problems = _parse(sys.argv[1:] if argv is None else argv, _parser(prog, flags))
+    config = _checked(flags, given, problems, world_size=world_size, writes=True)
+    return CommandLine(config=config, notes=_notes(given, config))
+
+
+def parse_run_config(
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str,
+    defaults: Mapping[str, object] | None = None,
+    world_size: int | None = None,
+) -> RunConfig:
+    """The RunConfig of `read_command_line`."""
+    return read_command_line(argv, prog=prog, defaults=defaults, world_size=world_size).config

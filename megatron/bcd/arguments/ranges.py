@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron.bcd.arguments.rules import Run, flag_name, refuse_unless
+from megatron.bcd.arguments.rules import Run, flag_name
 
 _Range = tuple[str, Callable[[Any], bool]]
 _AT_LEAST_0: _Range = ("at least 0", lambda value: value >= 0)
@@ -111,10 +111,18 @@ _RANGES: dict[str, _Range] = {
 }
 
 
-def check_ranges(run: Run) -> None:
+_MOST = {"num_layers": 10**5, "bcd_num_blocks": 10**5}
+"""Every layer and block is counted; more are taken for typing errors."""
+_MOST_OF_ANY = 10**15
+
+
+def range_problems(run: Run) -> Iterator[str]:
+    """One line for each number that is out of its range."""
     for field, value in vars(run).items():
+        name = f"{flag_name(field)} {value}"
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{flag_name(field)} {value}: must be a finite number")
-        if field in _RANGES and value is not None:
-            text, is_right = _RANGES[field]
-            refuse_unless(is_right(value), f"{flag_name(field)} {value}: must be {text}")
+            yield f"{name}: must be a finite number"
+        elif isinstance(value, int) and value > (most := _MOST.get(field, _MOST_OF_ANY)):
+            yield f"{name}: must be at most {most}"
+        elif field in _RANGES and value is not None and not _RANGES[field][1](value):
+            yield f"{name}: must be {_RANGES[field][0]}"

@@ -1,4 +1,5 @@
-"""Flags of stock Megatron-LM that set nothing here: some request what is done anyway, the rest are refused."""
+"""Flags of stock Megatron-LM that set nothing here: some request what is done anyway, some are accepted without effect,
+the rest are refused."""
 
 from __future__ import annotations
 
@@ -7,18 +8,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class CompatibleFlag:
-    """A stock flag for what is done here anyway."""
+    """A stock flag that is accepted and changes no result."""
 
     name: str
     why: str
     values: tuple[str, ...] = ()
     """The only values for which that is true; () for a switch."""
+    is_dropped: bool = False
+    """Whether something that the flag asks for (speed, a log, a file format) is left out: the banner names it."""
+    otherwise: str = ""
+    """Why any other value is refused, and what to do instead."""
 
 
 ANY_NUMBER = ("N",)
 """Value list of a CompatibleFlag whose number makes no difference here."""
+ANY_TEXT = ("TEXT",)
+"""Value list of a CompatibleFlag whose text makes no difference here."""
 
-COMPATIBLE_FLAGS = (
+INTERLEAVED = "interleaved pipelines are not supported; they change the speed only: leave the flag out"
+CONTEXT = "sequences are not split over ranks: leave the flag out and use --tensor-model-parallel-size for long ones"
+EXPERTS = "mixture of experts is not supported: only dense models train here"
+
+ANYWAY_FLAGS = (
     CompatibleFlag(name="--use-mcore-models", why="models are always Megatron Core's"),
     CompatibleFlag(name="--use-flash-attn", why="a flash kernel is taken where there is one"),
     CompatibleFlag(name="--no-create-attention-mask-in-dataloader", why="attention makes its causal mask itself"),
@@ -28,12 +39,7 @@ COMPATIBLE_FLAGS = (
     ),
     CompatibleFlag(name="--use-precision-aware-optimizer", why="--optimizer-cpu-offload implies it"),
     CompatibleFlag(name="--legacy-tokenizer", why="GPT-2's vocabulary files are read directly"),
-    CompatibleFlag(name="--dataloader-type", values=("single",), why="one pass in a fixed random order"),
-    CompatibleFlag(name="--ckpt-format", values=("torch_dist",), why="checkpoints have this form"),
-    CompatibleFlag(name="--dist-ckpt-format", values=("torch_dist",), why="checkpoints have this form"),
     CompatibleFlag(name="--use-dist-ckpt", why="checkpoints have this form"),
-    CompatibleFlag(name="--context-parallel-size", values=("1",), why="sequences are not split"),
-    CompatibleFlag(name="--expert-model-parallel-size", values=("1",), why="there are no experts"),
     CompatibleFlag(
         name="--cross-entropy-fusion-impl",
         values=("native",),
@@ -41,31 +47,153 @@ COMPATIBLE_FLAGS = (
     ),
     CompatibleFlag(name="--no-overlap-p2p-communication", why="only interleaved schedules overlap it"),
     CompatibleFlag(name="--no-align-param-gather", why="stages gather weights independently"),
-    CompatibleFlag(name="--num-dataset-builder-threads", values=("1",), why="datasets are built by one thread"),
-    CompatibleFlag(name="--empty-unused-memory-level", values=("0",), why="memory is released at switches only"),
-    CompatibleFlag(name="--timing-log-level", values=("0",), why="steps are timed, their parts are not"),
     CompatibleFlag(
         name="--tensorboard-queue-size",
         values=ANY_NUMBER,
         why="the queue length changes no event",
     ),
-    CompatibleFlag(name="--log-throughput", why="tokens per second are always logged"),
     CompatibleFlag(name="--log-validation-ppl-to-tensorboard", why="the validation perplexity is always written"),
     CompatibleFlag(name="--log-memory-to-tensorboard", why="memory is always written"),
     CompatibleFlag(name="--no-one-logger", why="nothing is sent to NVIDIA's OneLogger"),
     CompatibleFlag(name="--no-async-tensor-model-parallel-allreduce", why="Megatron Core ignores it"),
+    CompatibleFlag(
+        name="--dataloader-type",
+        values=("single",),
+        why="one pass in a fixed random order",
+        otherwise="samples come in one pass in a fixed random order: give single, or leave the flag out",
+    ),
+    CompatibleFlag(
+        name="--ckpt-format",
+        values=("torch_dist", "torch"),
+        why="checkpoints are torch_dist",
+        otherwise="checkpoints are torch_dist: give that, or leave the flag out",
+    ),
+    CompatibleFlag(name="--dist-ckpt-format", values=("torch_dist", "zarr"), why="checkpoints are torch_dist"),
+    CompatibleFlag(name="--context-parallel-size", values=("1",), why="sequences are not split", otherwise=CONTEXT),
+    CompatibleFlag(name="--expert-model-parallel-size", values=("1",), why="there are no experts", otherwise=EXPERTS),
+    CompatibleFlag(name="--expert-tensor-parallel-size", values=ANY_NUMBER, why="there are no experts"),
+    CompatibleFlag(
+        name="--num-virtual-stages-per-pipeline-rank",
+        values=("1",),
+        why="a pipeline stage is one piece",
+        otherwise=INTERLEAVED,
+    ),
+    CompatibleFlag(
+        name="--num-layers-per-virtual-pipeline-stage",
+        values=ANY_NUMBER,
+        why="accepted where it is all layers of a pipeline stage",
+    ),
+    CompatibleFlag(
+        name="--rerun-mode",
+        values=("disabled", "validate_results"),
+        why="a step whose loss or gradient is not finite is skipped, not run again",
+        otherwise="steps are not run again: give disabled",
+    ),
+    CompatibleFlag(
+        name="--data-impl",
+        values=("mmap",),
+        why="of older Megatron-LM",
+        otherwise="datasets are .bin and .idx: give mmap",
+    ),
+    CompatibleFlag(name="--override-opt_param-scheduler", why="the schedule is that of the flags, also after --load"),
+    CompatibleFlag(name="--override-opt-param-scheduler", why="the schedule is that of the flags, also after --load"),
+    CompatibleFlag(
+        name="--dist-ckpt-strictness",
+        values=(
+            "assume_ok_unexpected",
+            "log_unexpected",
+            "log_all",
+            "raise_unexpected",
+            "raise_all",
+            "return_unexpected",
+            "return_all",
+            "ignore_all",
+        ),
+        why="a checkpoint that does not fit the model is always refused",
+    ),
+    CompatibleFlag(name="--dist-ckpt-optim-fully-reshardable", why="checkpoints fit every parallel layout"),
+    CompatibleFlag(name="--tiktoken-pattern", values=ANY_TEXT, why="there is no tokenizer that reads it"),
+    CompatibleFlag(name="--log-throughput", why="tokens per second are always logged"),
 )
 
-INTERLEAVED = (
-    "a pipeline stage holds consecutive layers; interleaved, every rank would hold a piece of the prefix and of the "
-    "active block, and none could run forward only"
+DROPPED_FLAGS = (
+    *(
+        CompatibleFlag(name=name, values=values, why=why, is_dropped=True)
+        for why, flags in (
+            (
+                "this log is not written",
+                {
+                    "--log-params-norm": (),
+                    "--log-num-zeros-in-grad": (),
+                    "--log-timers-to-tensorboard": (),
+                    "--log-world-size-to-tensorboard": (),
+                    "--log-progress": (),
+                    "--log-straggler": (),
+                    "--log-energy": (),
+                    "--log-device-memory-used": (),
+                    "--log-memory-interval": ANY_NUMBER,
+                    "--timing-log-level": ("0", "1", "2"),
+                    "--timing-log-option": ("max", "minmax", "all"),
+                    "--logging-level": ANY_NUMBER,
+                    "--no-barrier-with-level-1-timing": (),
+                },
+            ),
+            (
+                "no profiler is started",
+                {
+                    "--profile": (),
+                    "--use-pytorch-profiler": (),
+                    "--profile-step-start": ANY_NUMBER,
+                    "--profile-step-end": ANY_NUMBER,
+                    "--record-memory-history": (),
+                    "--memory-snapshot-path": ANY_TEXT,
+                },
+            ),
+            (
+                "communication is not overlapped or ordered in this way; results are the same",
+                {
+                    "--defer-embedding-wgrad-compute": (),
+                    "--wgrad-deferral-limit": ANY_NUMBER,
+                    "--overlap-p2p-communication-warmup-flush": (),
+                    "--tp-comm-overlap": (),
+                    "--tp-comm-overlap-cfg": ANY_TEXT,
+                    "--use-tp-pp-dp-mapping": (),
+                    "--use-ring-exchange-p2p": (),
+                    "--use-sharp": (),
+                    "--nccl-communicator-config-path": ANY_TEXT,
+                    "--disable-gloo-process-groups": (),
+                    "--no-scatter-gather-tensors-in-pipeline": (),
+                },
+            ),
+            (
+                "the optimizer state is sharded over all data-parallel ranks",
+                {"--num-distributed-optimizer-instances": ANY_NUMBER},
+            ),
+            ("datasets are built by one thread", {"--num-dataset-builder-threads": ANY_NUMBER}),
+            ("memory is released at switches only", {"--empty-unused-memory-level": ("0", "1", "2")}),
+            ("data files are mapped", {"--no-mmap-bin-files": ()}),
+            (
+                "checkpoints are written and read in one way",
+                {
+                    "--ckpt-fully-parallel-save": (),
+                    "--no-ckpt-fully-parallel-save": (),
+                    "--ckpt-fully-parallel-load": (),
+                    "--ckpt-assume-constant-structure": (),
+                    "--use-persistent-ckpt-worker": (),
+                },
+            ),
+        )
+        for name, values in flags.items()
+    ),
 )
+COMPATIBLE_FLAGS = (*ANYWAY_FLAGS, *DROPPED_FLAGS)
+
 BASELINE = "the optimizer is Adam or SGD, on the device of the weights"
 REFUSAL_REASONS = (
-    ("--num-experts", "mixture of experts is not supported"),
-    ("--num-moe-experts", "mixture of experts is not supported"),
-    ("--moe-", "mixture of experts is not supported"),
-    ("--expert-", "mixture of experts is not supported"),
+    ("--num-experts", EXPERTS),
+    ("--num-moe-experts", EXPERTS),
+    ("--moe-", EXPERTS),
+    ("--expert-", EXPERTS),
     ("--num-layers-per-virtual-pipeline-stage", INTERLEAVED),
     ("--num-virtual-stages-per-pipeline-rank", INTERLEAVED),
     ("--virtual-pipeline-", INTERLEAVED),
@@ -75,10 +203,10 @@ REFUSAL_REASONS = (
     ("--decoder-last-pipeline-num-layers", "layers are divided evenly over the pipeline stages"),
     ("--pipeline-model-parallel-layout", "layers are divided evenly over the pipeline stages"),
     ("--account-for-", "layers are divided evenly over the pipeline stages"),
-    ("--context-parallel", "sequences are not split over ranks"),
-    ("--hierarchical-context-parallel", "sequences are not split over ranks"),
-    ("--hybrid-context-parallel", "sequences are not split over ranks"),
-    ("--cp-comm-type", "sequences are not split over ranks"),
+    ("--context-parallel", CONTEXT),
+    ("--hierarchical-context-parallel", CONTEXT),
+    ("--hybrid-context-parallel", CONTEXT),
+    ("--cp-comm-type", CONTEXT),
     ("--fp32-residual-connection", "activations pass between stages in the run's precision"),
     ("--fp8", "training in 8 bits is not supported"),
     ("--fp4", "training in 4 bits is not supported"),
@@ -103,5 +231,123 @@ REFUSAL_REASONS = (
     ("--rl-", "reinforcement learning is not supported"),
     ("--inference-", "this trains only"),
     ("--retro-", "Retro is not supported"),
+    ("--hybrid-", "models are transformers with the same layers throughout"),
+    ("--is-hybrid-model", "models are transformers with the same layers throughout"),
+    ("--heterogeneous-", "models are transformers with the same layers throughout"),
+    ("--spec", "models are transformers with the same layers throughout"),
+    ("--linear-", "attention is plain or grouped-query"),
+    ("--experimental-attention-variant", "attention is plain or grouped-query"),
+    ("--attention-output-gate", "attention is plain or grouped-query"),
+    ("--window-", "attention is plain or grouped-query"),
+    ("--softmax-type", "attention is plain or grouped-query"),
+    ("--dsa-", "attention is plain or grouped-query"),
+    ("--q-lora-rank", "multi-latent attention is not supported"),
+    ("--kv-lora-rank", "multi-latent attention is not supported"),
+    ("--qk-head-dim", "multi-latent attention is not supported"),
+    ("--qk-pos-emb-head-dim", "multi-latent attention is not supported"),
+    ("--v-head-dim", "multi-latent attention is not supported"),
+    ("--mscale", "multi-latent attention is not supported"),
+    ("--cache-mla-latents", "multi-latent attention is not supported"),
+    ("--qk-l2-norm", "queries and keys are normalised by --qk-layernorm only"),
+    ("--qk-clip", "attention scores are not clipped; --qk-layernorm bounds them"),
+    ("--rope-", "rotary positions are not scaled: train with the --rotary-base that the length needs"),
+    ("--use-rope-scaling", "rotary positions are not scaled: train with the --rotary-base that the length needs"),
+    ("--rotary-scaling-factor", "rotary positions are not scaled"),
+    ("--rotary-seq-len-interpolation-factor", "rotary positions are not scaled"),
+    ("--no-rope-freq", "every layer has the same positions"),
+    ("--mrope-section", "models read text only"),
+    ("--relative-attention-", "positions are learned or rotary: --position-embedding-type"),
+    ("--squared-relu", "the activation is GELU, or SiLU with --swiglu"),
+    ("--quick-geglu", "the activation is GELU, or SiLU with --swiglu"),
+    ("--use-fused-weighted-squared-relu", "the activation is GELU, or SiLU with --swiglu"),
+    ("--activation-func-clamp-value", "the activation is GELU, or SiLU with --swiglu"),
+    ("--glu-linear-offset", "the activation is GELU, or SiLU with --swiglu"),
+    ("--init-method-xavier-uniform", "weights are drawn from a normal distribution: --init-method-std"),
+    ("--use-te-activation-func", "the activation is Megatron Core's"),
+    ("--use-checkpoint-args", "give the flags of the model; --load compares them with the checkpoint's"),
+    ("--use-mp-args-from-checkpoint-args", "give the parallel sizes; checkpoints fit every parallel layout"),
+    ("--use-tokenizer-model-from-checkpoint-args", "give --tokenizer-model"),
+    ("--save-retain-interval", "checkpoints are kept by number: give --keep-last-checkpoints N"),
+    ("--ckpt-step", "--load takes the newest valid checkpoint"),
+    ("--non-persistent-", "there is one kind of checkpoint: --save with --save-interval, --async-save"),
+    ("--ckpt-convert-", "checkpoints are torch_dist only"),
+    ("--auto-detect-ckpt-format", "checkpoints are torch_dist only"),
+    ("--load-main-params-from-ckpt", "main parameters come with the optimizer state of --load"),
+    ("--pretrained-checkpoint", "give --load with --finetune"),
+    ("--bert-", "models are decoders for text"),
+    ("--ict-", "models are decoders for text"),
+    ("--biencoder-", "models are decoders for text"),
+    ("--retriever-", "models are decoders for text"),
+    ("--vision-", "models are decoders for text"),
+    ("--dino-", "models are decoders for text"),
+    ("--img-", "models are decoders for text"),
+    ("--mask-", "models are decoders for text"),
+    ("--encoder-", "models are decoders: give the flag without encoder-"),
+    ("--decoder-num-layers", "give --num-layers"),
+    ("--decoder-seq-length", "give --seq-length"),
+    ("--decoder-", "there is only a decoder"),
+    ("--vocab-extra-ids", "the tokenizer's vocabulary is taken as it is"),
+    ("--padded-vocab-size", "the vocabulary is padded by --make-vocab-size-divisible-by"),
+    ("--tokenizer-", "tokenizers are set by --tokenizer-type, --tokenizer-model, --vocab-file and --merge-file only"),
+    ("--tiktoken-", "give --tokenizer-type HuggingFaceTokenizer with the same vocabulary"),
+    ("--trust-remote-code", "a tokenizer's own code is never run"),
+    ("--fim-", "fill-in-the-middle samples are not made: prepare the data so"),
+    ("--sft", "samples are made for pretraining only"),
+    ("--finetune-", "samples are made for pretraining only"),
+    ("--data-args-path", "give --data-path with the paths that the file lists"),
+    ("--per-split-data-args-path", "give --train-data-path, --valid-data-path and --test-data-path"),
+    ("--per-dataset-sequences-path", "weights of datasets are given before their paths in --data-path"),
+    ("--dataloader-", "datasets are read in one way"),
+    ("--object-storage-cache-path", "data are local files"),
+    ("--full-validation", "an evaluation has --eval-iters steps: give their number"),
+    ("--multiple-validation-sets", "there is one validation split"),
+    ("--iterations-to-skip", "a step whose loss or gradient is not finite is skipped anyway"),
+    ("--phase-transition-iterations", "phases are those of --bcd-*: --bcd-steps-per-block"),
+    ("--decrease-batch-size-if-needed", "give a --global-batch-size that fits the ranks"),
+    ("--error-injection-", "faults are not injected: leave the flag out"),
+    ("--check-weight-hash-across-dp-replicas-interval", "replicas are not compared: leave the flag out"),
+    ("--check-for-", "a step whose loss or gradient is not finite is skipped; nothing else is checked"),
+    ("--test-mode", "there is no test mode: leave the flag out"),
+    ("--yaml-cfg", "settings are flags"),
+    ("--inprocess-", "start again with torchrun --max-restarts: a run resumes from --save"),
+    ("--enable-ft-package", "start again with torchrun --max-restarts: a run resumes from --save"),
+    ("--ft-", "start again with torchrun --max-restarts: a run resumes from --save"),
+    ("--adlr-", "start again with torchrun --max-restarts: a run resumes from --save"),
+    ("--export-", "models are not exported here"),
+    ("--modelopt-", "models are not exported here"),
+    ("--kitchen-", "training in 8 bits is not supported"),
+    ("--use-kitchen-", "training in 8 bits is not supported"),
+    ("--first-last-layers-bf16", "training in 8 bits is not supported"),
+    ("--num-layers-at-", "training in 8 bits is not supported"),
+    ("--te-precision-config-file", "training in 8 bits is not supported"),
+    ("--te-rng-tracker", "it changes the random numbers: leave the flag out"),
+    ("--inference-rng-tracker", "it changes the random numbers: leave the flag out"),
+    ("--main-grads-dtype", "gradients are in fp32, or bf16 with --grad-reduce-in-bf16"),
+    ("--main-params-dtype", "main parameters are in fp32"),
+    ("--fp16-lm-cross-entropy", "the loss is computed in fp32"),
+    ("--use-legacy-models", "models are Megatron Core's: leave the flag out"),
+    ("--recompute-", "layers are recomputed as --recompute-granularity says"),
+    ("--offload-modules", "activations stay on the device: give --recompute-activations"),
+    ("--fine-grained-activation-offloading", "activations stay on the device: give --recompute-activations"),
+    ("--overlap-moe-", EXPERTS),
+    ("--outer-dp-sharding-strategy", "weights are not sharded; the optimizer state is"),
+    ("--enable-full-sharding-in-hsdp", "weights are not sharded; the optimizer state is"),
+    ("--torch-fsdp2-", "weights are not sharded; the optimizer state is"),
+    ("--grpo-", "reinforcement learning is not supported"),
+    ("--langrl-", "reinforcement learning is not supported"),
+    ("--perform-rl-step", "reinforcement learning is not supported"),
+    ("--tp-comm-", "tensor-parallel communication is not overlapped by Transformer Engine: leave the flag out"),
+    ("--use-checkpoint-opt", "the schedule is that of the flags: give the flags of the run that wrote the checkpoint"),
+    ("--dist-ckpt-save-pre-mcore-014", "checkpoints are torch_dist as Megatron Core writes them now"),
+    ("--log-max-attention-logit", "attention scores are not recorded: leave the flag out"),
+    ("--num-classes", "models are decoders for text"),
+    ("--num-channels", "models are decoders for text"),
+    ("--patch-dim", "models are decoders for text"),
+    ("--no-weight-decay-cond-type", "weight decay applies to matrices only; --apply-wd-to-qk-layernorm adds norms"),
+    ("--head-lr-mult", "give --decoupled-lr"),
+    ("--params-dtype", "give --bf16 or --fp16"),
+    ("--pipeline-dtype", "give --bf16 or --fp16"),
+    ("--autocast-dtype", "give --bf16 or --fp16"),
+    ("--one-logger", "nothing is sent to NVIDIA's OneLogger"),
 )
 """(how the flag starts, why it is refused); the first that fits."""

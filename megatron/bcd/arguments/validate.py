@@ -1,51 +1,77 @@
 """Validation of a RunConfig, before any process group exists and before anything is written.
 
-Each rule raises ValueError: one line that names the flag, what is wrong and what would be right. The rules are those
+Each rule is one line that names the flag, what is wrong and what would be right. The rules are those
 of stock Megatron-LM's ``validate_args`` for a dense GPT, of the block layouts (``blocks``), and of Megatron Core's
 TransformerConfig. Data and tokenizer files are checked where they are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.bcd.arguments import megatron_flags, validate_bcd, validate_model, validate_training
-from megatron.bcd.arguments.ranges import check_ranges
+from megatron.bcd.arguments.ranges import range_problems
 from megatron.bcd.arguments.rules import Run, flag_name, flattened, refuse_unless
-from megatron.bcd.blocks.partition import partition_from_config
+from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.blocks.schedule import block_schedule_from_config
 from megatron.bcd.config import RunConfig
 
 
-def check_run_config(config: RunConfig, *, given: Mapping[str, Any], world_size: int) -> None:
-    """Raise ValueError for the first rule that `config` breaks; `given` holds the values of the command line."""
+def find_problems(
+    config: RunConfig, *, given: Mapping[str, Any], world_size: int, writes: bool = True, is_partial: bool = False
+) -> list[str]:
+    """One line for each rule that `config` breaks.
+
+    Args:
+        config: of all flags.
+        given: the values of the command line.
+        world_size: number of ranks.
+        writes: whether to check that the run's files can be written.
+        is_partial: flags have been refused before, so that values which the rules need may be absent.
+    """
     run = flattened(config)
-    _check_required(run)
-    check_ranges(run)
-    validate_model.check_network(run, given)
-    validate_model.check_positions(run, given)
-    validate_model.check_compatible(run, given)
-    validate_model.check_parallel(run, world_size)
-    partition = partition_from_config(config)
-    block_schedule_from_config(config, partition)
-    validate_bcd.check_phases(config, given)
-    validate_bcd.check_resting(
-        config, given, num_blocks=partition.num_blocks, has_active_block=partition.has_active_block
-    )
-    validate_bcd.check_prefix_cache(run, given)
-    validate_model.check_precision(run, given)
-    validate_model.check_optimizer(run, given)
-    validate_model.check_offload(run, partition.num_blocks, given)
-    validate_model.check_recomputation(run, partition.num_blocks, given)
-    validate_training.check_batch(run, world_size)
-    validate_training.check_length(run, given)
-    validate_training.check_learning_rate(run, given)
-    validate_training.check_weight_decay(run, given)
-    validate_training.check_data(run)
-    validate_training.check_checkpoints(run)
-    validate_model.check_core_accepts(config)
-    validate_training.check_outputs(run)
+    problems = list(range_problems(run))
+    if problems:
+        return problems
+    made: list[Partition] = []
+    rules: list[Callable[[], object]] = [
+        lambda: _check_required(run),
+        lambda: validate_model.check_network(run, given),
+        lambda: validate_model.check_positions(run, given),
+        lambda: validate_model.check_compatible(run, given),
+        lambda: validate_model.check_parallel(run, world_size),
+        lambda: made.append(partition_from_config(config)),
+        lambda: block_schedule_from_config(config, made[0]),
+        lambda: validate_bcd.check_phases(config, given),
+        lambda: validate_bcd.check_resting(
+            config, given, num_blocks=made[0].num_blocks, has_active_block=made[0].has_active_block
+        ),
+        lambda: validate_bcd.check_prefix_cache(run, given),
+        lambda: validate_model.check_precision(run, given),
+        lambda: validate_model.check_optimizer(run, given),
+        lambda: validate_model.check_offload(run, made[0].num_blocks, given),
+        lambda: validate_model.check_recomputation(run, made[0].num_blocks, given),
+        lambda: validate_training.check_batch(run, world_size),
+        lambda: validate_training.check_length(run, given),
+        lambda: validate_training.check_learning_rate(run, given),
+        lambda: validate_training.check_weight_decay(run, given),
+        lambda: validate_training.check_data(run),
+        lambda: validate_training.check_checkpoints(run),
+        lambda: validate_model.check_core_accepts(config),
+    ]
+    if writes:
+        rules.append(lambda: validate_training.check_outputs(run))
+    for rule in rules:
+        try:
+            rule()
+        except ValueError as error:
+            if str(error) not in problems:
+                problems.append(str(error))
+        except Exception:
+            if not problems and not is_partial:  # else this rule needs what an earlier one has refused
+                raise
+    return problems
 
 
 def _check_required(run: Run) -> None:

@@ -11,6 +11,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.bcd.arguments.rules import Run, flag_name, refuse_unless
+from megatron.bcd.arguments.unsupported_flags import INTERLEAVED
 from megatron.bcd.config import RunConfig
 
 
@@ -75,6 +76,11 @@ def check_compatible(run: Run, given: Mapping[str, Any]) -> None:
             not run.reset_attention_mask,
             "--no-create-attention-mask-in-dataloader: --reset-attention-mask needs that mask; give only one of them",
         )
+    layers = given.get("--num-layers-per-virtual-pipeline-stage")
+    refuse_unless(
+        layers is None or layers * run.pipeline_model_parallel_size == run.num_layers,
+        f"--num-layers-per-virtual-pipeline-stage {layers}: {INTERLEAVED}",
+    )
 
 
 def check_parallel(run: Run, world_size: int) -> None:
@@ -98,7 +104,6 @@ def check_parallel(run: Run, world_size: int) -> None:
         f"--num-query-groups {groups}: must be a multiple or a divisor of --tensor-model-parallel-size {tensor}",
     )
     if run.sequence_parallel:
-        refuse_unless(tensor > 1, "--sequence-parallel needs --tensor-model-parallel-size greater than 1")
         refuse_unless(
             run.seq_length % tensor == 0,
             f"--seq-length {run.seq_length} is not divisible by "

@@ -113,9 +113,9 @@ def check_data(run: Run) -> None:
         flag_name(name) for name in ("train_data_path", "valid_data_path", "test_data_path") if getattr(run, name)
     ]
     sources = ["--mock-data"] * run.mock_data + ["--data-path"] * bool(run.data_path) + per_split[:1]
-    refuse_unless(len(sources) == 1, f"{' and '.join(sources)} are both given: give one of them")
+    refuse_unless(len(sources) < 2, f"{' and '.join(sources)} are both given: give one of them")
     if run.split is not None:
-        refuse_unless(run.data_path, f"--split {run.split} needs --data-path")
+        refuse_unless(run.data_path or run.mock_data, f"--split {run.split} needs --data-path")
         _check_split(run.split)
     for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         _check_blend(flag_name(field), getattr(run, field))
@@ -123,7 +123,7 @@ def check_data(run: Run) -> None:
 
 def _check_split(split: str) -> None:
     try:
-        shares = [float(share) for share in re.split(r"[,/]", split)]
+        shares = [float(share) for share in re.split(r"[,/]", split.strip("'\""))]
     except ValueError:
         shares = []
     refuse_unless(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
@@ -24,8 +25,8 @@ from megatron.bcd.training.setup import ModelBuilder, setup
 from megatron.bcd.training.train_step import TrainingFailed
 
 
-def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str) -> None:
-    """Run `config` on all ranks that torchrun started.
+def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str, notes: Sequence[str] = ()) -> None:
+    """Run `config` on all ranks that torchrun started; `notes` are printed after the banner.
 
     Exits with code 2, after one line from rank 0 and before any training, if data, files or machine don't fit; with
     code 1, after one line, if training can't continue. SIGTERM and SIGUSR1 save, stop and return.
@@ -39,6 +40,8 @@ def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str) -> None
         source = loader.find(config)
         reporter = _reporter(config, start_iteration=source.state.iteration if source and source.state else 0)
         components = setup(config, build_model, reporter, source=source)
+        for note in notes:
+            reporter.note(note)
         if is_new:  # created only after everything has been checked
             save_claim = claim_save_folder(save_dir)
         cache_claim = claim_prefix_cache(None if config.training.skip_train else config.bcd.bcd_prefix_cache)
