@@ -93,7 +93,11 @@ def _add_bcd_flags(parser: argparse.ArgumentParser) -> None:
     add("--bcd-layout", default="contiguous", choices=LAYOUTS, help="of residual blocks (default: contiguous)")
     add("--bcd-order", default="ascending", choices=CHOICES["order"])
     add("--bcd-optimizer-state", default="reset", choices=CHOICES["keep_state"])
-    add("--bcd-always-active", default="none", metavar="PARTS", help="norms, biases, head, with commas (default: none)")
+    add(
+        "--bcd-always-active",
+        metavar="PARTS",
+        help="none, or norms, biases, head, with commas (default: none; with --bcd-resting-update all of them)",
+    )
     add("--bcd-resting-update", default="none", choices=CHOICES["resting_update"])
     add("--bcd-resting-lr-ratio", type=float, default=0.2)
 
@@ -107,7 +111,8 @@ def build_optimizer(arguments: argparse.Namespace, model: Any) -> BlockCoordinat
             return torch.optim.AdamW(parameters, **settings)
         return torch.optim.SGD(parameters, momentum=arguments.sgd_momentum, **settings)
 
-    always_active = [] if arguments.bcd_always_active == "none" else arguments.bcd_always_active.split(",")
+    parts = arguments.bcd_always_active
+    always_active = None if parts is None else [] if parts == "none" else parts.split(",")
     return BlockCoordinate(
         model,
         wrapped,

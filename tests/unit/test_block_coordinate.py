@@ -300,6 +300,16 @@ def test_no_block_trains_what_is_always_active_and_rests_the_others() -> None:
     assert len(optimizer.state) == 2
 
 
+def test_what_is_always_active_by_default() -> None:
+    """Sign or orthogonal steps of an embedding or a head, which lose most of what resting updates gain."""
+    always = {"none": set(), "orthogonal": {"embedding.weight", "head.weight", "head.bias"} | NORMS_AND_EMBEDDING}
+    for rule, expected in always.items():
+        optimizer = BlockCoordinate(new_net(), torch.optim.AdamW, resting_update=rule)
+        in_block = {"layers.0.0.weight", "layers.1.0.weight"} if expected else set(layer_names(0, 1))
+        biases = {f"layers.{layer}.0.bias" for layer in range(5)} if expected else set()
+        assert optimizer.active_names == in_block | biases | expected
+
+
 def test_plateau_ends_a_phase() -> None:
     """A phase that never ends, or a step that takes an old loss for its own."""
     model = new_net()

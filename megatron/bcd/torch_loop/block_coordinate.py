@@ -14,7 +14,7 @@ from megatron.bcd.blocks.phase_state import PhaseState
 from megatron.bcd.blocks.schedule import BlockSchedule
 from megatron.bcd.config import BcdConfig
 from megatron.bcd.optim.update_rules import RULES, direction
-from megatron.bcd.torch_loop.parameter_blocks import divide_parameters
+from megatron.bcd.torch_loop.parameter_blocks import KINDS, divide_parameters
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "order": ("ascending", "descending", "random"),
@@ -49,7 +49,7 @@ class BlockCoordinate(Optimizer):
         keep_state: the optimizer's state of a block at the end of its phase: "reset" frees it, "host" keeps it in
             host memory until the block's next phase.
         always_active: what is trained in every phase: "norms", "biases", "embedding", "head", classes of modules,
-            patterns of parameter names.
+            patterns of parameter names. Default: nothing; with a resting update all four kinds.
         always_active_optimizer: another one for these parameters, made like ``optimizer`` (for example AdamW
             beside Muon, which takes matrices only).
         resting_update: "orthogonal", "normalized" or "sign": the direction, without state, in which the other
@@ -77,7 +77,7 @@ class BlockCoordinate(Optimizer):
         layout: str = "contiguous",
         layers: Iterable[nn.Module] | None = None,
         keep_state: str = "reset",
-        always_active: Sequence[str | type[nn.Module]] = (),
+        always_active: Sequence[str | type[nn.Module]] | None = None,
         always_active_optimizer: Factory | None = None,
         resting_update: str = "none",
         resting_lr_ratio: float = 0.2,
@@ -91,6 +91,8 @@ class BlockCoordinate(Optimizer):
         _check_choices(order=order, keep_state=keep_state, resting_update=resting_update)
         if not 0 < resting_lr_ratio < float("inf"):
             raise ValueError(f"resting_lr_ratio {resting_lr_ratio}: must be a finite number above 0")
+        if always_active is None:
+            always_active = () if resting_update == "none" else KINDS
         self._divided = divide_parameters(
             model, num_blocks=num_blocks, layout=layout, layers=layers, always_active=always_active
         )
