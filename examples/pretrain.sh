@@ -4,13 +4,14 @@
 #   bash examples/pretrain.sh MODEL METHOD CLUSTER [flags of the training script]
 #
 #   MODEL     a row of models.csv: G-0.15B G-1.6B G-5.4B G-10B G-20B L-1.5B L-6.0B L-8.0B L-11B L-23B LLaMA-7B
-#   METHOD    bcd (block coordinate descent), full (full training), offload (full training, optimizer on the host)
+#   METHOD    pretrain (block coordinate descent with --bcd-preset pretrain), paper or bcd (as published), full (full
+#             training), offload (full training, optimizer on the host)
 #   CLUSTER   a row of clusters.csv: rtx4090 a100 a800
 #
-#   DRY_RUN=1 bash examples/pretrain.sh G-20B bcd rtx4090      the command and its estimate; needs no torch, GPU or data
-#   SCALE=tiny bash examples/pretrain.sh L-6.0B bcd rtx4090    the same recipe with a small model, to its end, on the CPU
+#   DRY_RUN=1 bash examples/pretrain.sh G-20B pretrain rtx4090 the command and its estimate; needs no torch, GPU or data
+#   SCALE=tiny bash examples/pretrain.sh L-6.0B paper rtx4090  the same recipe with a small model, to its end, on the CPU
 #   DATA_PATH=out/my_text_document TOKENIZER_ARGS="--tokenizer-type GPT2BPETokenizer --vocab-file vocab.json \
-#       --merge-file merges.txt" bash examples/pretrain.sh G-5.4B bcd rtx4090 --bcd-order random
+#       --merge-file merges.txt" bash examples/pretrain.sh G-5.4B pretrain rtx4090 --bcd-order random
 #
 # On several nodes: the same command on each, with HEAD_NODE the name of one of them (examples/slurm.sh does it).
 # A restarted run resumes from its newest checkpoint. Memory, pipeline and recomputation come from tools/plan.py.
@@ -42,7 +43,7 @@ fail() {
 
 # ---------------------------------------------------------------- arguments
 case " $* " in *" -h "* | *" --help "*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
-[ $# -ge 3 ] || fail "MODEL METHOD CLUSTER are needed, as in: bash examples/pretrain.sh G-5.4B bcd rtx4090 (see --help)"
+[ $# -ge 3 ] || fail "MODEL METHOD CLUSTER are needed, as in: bash examples/pretrain.sh G-5.4B pretrain rtx4090 (see --help)"
 METHOD=$2
 SCALE=${SCALE:-}
 [ -z "$SCALE" ] || [ "$SCALE" = tiny ] || fail "SCALE=$SCALE: must be tiny, or left out"
@@ -103,8 +104,9 @@ TRAINING_ARGS+=(
     --clip-grad 1.0
 )
 case "$METHOD ${EXTRA_ARGS[*]}" in
-    bcd*--bcd-switch[\ =]plateau*) ;;
-    bcd*) METHOD_ARGS+=(--bcd-steps-per-block "$STEPS_PER_BLOCK") ;;
+    full* | offload* | *--bcd-switch[\ =]plateau*) ;;
+    pretrain*) [ -z "$SCALE" ] || METHOD_ARGS+=(--bcd-steps-per-block "$STEPS_PER_BLOCK") ;;
+    *) METHOD_ARGS+=(--bcd-steps-per-block "$STEPS_PER_BLOCK") ;;
 esac
 TEXT=("${DATA_PATH:-DATA_PATH}")
 [ -n "$SCALE" ] || read -r -a TEXT <<< "${TEXT[0]}"  # one prefix, or weight prefix weight prefix

@@ -110,8 +110,8 @@ def _layout(estimate: Estimate) -> str:
     recipe = estimate.recipe
     blocks = recipe.partition.num_blocks
     parts = [f"pipeline {recipe.pipeline_size} x data {recipe.data_size}"]
-    if recipe.method == "bcd":
-        parts.append(f"{blocks} blocks ({recipe.layout})")
+    if recipe.has_blocks:
+        parts.append(f"{blocks} block{'s' if blocks > 1 else ''} ({recipe.partition.layout})")
     parts.append(f"micro-batch {recipe.micro_batch_size}")
     if recipe.recompute != "none":
         parts.append("recomputation")
@@ -148,7 +148,8 @@ def _fit(estimate: Estimate) -> str:
         lines.append(f"the stages with the largest and the smallest peak, of {estimate.recipe.pipeline_size}")
     lines.append("peak: model state and framework, and the larger of activations with communication and optimizer work")
     if estimate.host_bytes:
-        lines.append(f"on the host, per rank: {estimate.host_bytes / GIB:.1f} GiB of weights, gradients and moments")
+        what = "weights, gradients and moments" if estimate.recipe.method == "offload" else "momenta of resting blocks"
+        lines.append(f"on the host, per rank: {estimate.host_bytes / GIB:.1f} GiB of {what}")
     largest = estimate.largest_micro_batch
     where = f"stage {peak.stage} in the phase of block {peak.block}"
     if estimate.fits:
@@ -168,14 +169,18 @@ def _time(estimate: Estimate) -> str:
         rows.append((str(phase.block), *(f"{1e3 * second:,.0f}" for second in seconds), f"{100 * phase.bubble:.0f} %"))
     rows.append(("mean", "", "", "", f"{1e3 * estimate.iteration_seconds:,.0f}", f"{100 * estimate.bubble:.0f} %"))
     speed = f"{estimate.tokens_per_second:,.0f} tokens/s, MFU {100 * estimate.mfu:.1f} % (arithmetic of full training)"
+    if (share := estimate.orthogonalization_share) > 0:
+        speed += f"; orthogonalisation is {100 * share:.1f} % of the time"
     return f"{table(rows)}\n{speed}"
 
 
 def _cost(estimate: Estimate) -> str:
     cost, cluster = estimate.cost, estimate.recipe.cluster
-    more = "" if cost.multiplier == 1 else f" x B-F multiplier {cost.multiplier:.2f}"
+    more = ""
+    if estimate.recipe.partition.num_blocks > 1:
+        more = f" x B-F multiplier {cost.multiplier:.2f} ({cost.multiplier_source})"
     return (
-        f"{cost.tokens / 1e9:,.1f} G tokens{more}: {cost.iterations:,} iterations, {cost.days:,.1f} days, "
+        f"{cost.tokens / 1e9:,.1f} G tokens{more}:\n{cost.iterations:,} iterations, {cost.days:,.1f} days, "
         f"{cost.gpu_hours:,.0f} GPU hours, ${cost.dollars:,.0f} (${cluster.usd_per_gpu_hour:g} per GPU hour)"
     )
 

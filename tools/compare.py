@@ -41,10 +41,12 @@ from _parser import Parser
 
 from megatron.bcd.config import LAYOUTS, BcdConfig
 from megatron.bcd.planner.cost import PRECISIONS
-from megatron.bcd.planner.recipe import METHODS, RECOMPUTE, Recipe
+from megatron.bcd.planner.recipe import RECOMPUTE, Recipe
 from megatron.bcd.planner.tables import choose, read_clusters, read_models
 
 PROG = "tools/compare.py"
+METHODS = ("full", "offload", "bcd")
+"""In the order of the table."""
 ROOT = Path(__file__).resolve().parents[1]
 MICROBATCHES = 4
 """Default per iteration and pipeline stage; one microbatch with a single stage."""
@@ -98,7 +100,7 @@ def methods_of(text: str) -> list[str]:
             raise ValueError(f"--methods {text}: {word or 'an empty name'} must be one of {', '.join(METHODS)}")
         if words.count(word) > 1:
             raise ValueError(f"--methods {text}: {word} is given twice")
-    return [name for name in ("full", "offload", "bcd") if name in words]
+    return [name for name in METHODS if name in words]
 
 
 def recipe_of(arguments: argparse.Namespace, *, num_here: int) -> Recipe:

@@ -24,12 +24,12 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from _parser import Parser
 from _plan_output import show_figures
 
-from megatron.bcd.config import LAYOUTS, BcdConfig
+from megatron.bcd.config import LAYOUTS
 from megatron.bcd.planner.command import SCRIPTS, method_flags, network_flags, parallel_flags, training_flags
 from megatron.bcd.planner.estimate import Estimate, make_estimate
 from megatron.bcd.planner.memory import fits
 from megatron.bcd.planner.placement import fit_on, grow_until_fits, place, scaled_down
-from megatron.bcd.planner.recipe import METHODS, Recipe
+from megatron.bcd.planner.recipe import METHODS, PRESET_OF, Recipe
 from megatron.bcd.planner.tables import GIB, choose, read_clusters, read_models, read_placements
 
 PROG = "pretrain.sh"
@@ -73,6 +73,7 @@ _ELSEWHERE = {
     "--mock-data": "set MOCK_DATA=1",
     "--tokenizer-type": "set TOKENIZER_ARGS",
     "--bcd-schedule": "METHOD decides it",
+    "--bcd-preset": "take METHOD pretrain or paper",
     "--max-position-embeddings": "give --seq-length",
     **{
         flag: f"the estimate covers {covered} only; write the command yourself"
@@ -80,11 +81,17 @@ _ELSEWHERE = {
             "--tensor-model-parallel-size": "tensor-parallel size 1",
             "--kv-channels": "heads of hidden size / heads",
             "--attention-backend": "the default attention",
-            "--optimizer": "Adam",
+            "--optimizer": "the method's optimizer",
+            "--muon-momentum-dtype": "the preset's momentum",
+            "--muon-grad-dtype": "the preset's gradients",
+            "--adam-moments-dtype": "moments in fp32",
+            "--bcd-resting-update": "the preset's resting update",
+            "--bcd-resting-layers": "the preset's resting layers",
+            "--bcd-resting-grad-dtype": "the preset's gradients",
             "--no-use-distributed-optimizer": "the distributed optimizer",
             "--grad-reduce-in-bf16": "gradients in fp32",
             "--make-vocab-size-divisible-by": "the default padding of the vocabulary",
-            "--bcd-always-active": "blocks without parameters that are always active",
+            "--bcd-always-active": "what the method always trains",
         }.items()
     },
 }
@@ -110,7 +117,7 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, tup
     for name in ("model", "method", "cluster"):
         add(name)
     add("--bcd-num-blocks", type=int)
-    add("--bcd-layout", choices=LAYOUTS, default=BcdConfig.bcd_layout)
+    add("--bcd-layout", choices=LAYOUTS)
     add("--pipeline-model-parallel-size", type=int)
     add("--seq-length", type=int)
     arguments, extra = parser.parse_known_args(argv)
@@ -127,8 +134,10 @@ def request_of(arguments: argparse.Namespace, extra: tuple[str, ...], environmen
     """Raises ValueError, one line, for a name that no table has, or an invalid combination of numbers."""
     model = choose(read_models(os.path.join(EXAMPLES, "models.csv")), arguments.model, flag="MODEL")
     cluster = choose(read_clusters(os.path.join(EXAMPLES, "clusters.csv")), arguments.cluster, flag="CLUSTER")
-    if arguments.method not in METHODS:
-        raise ValueError(f"METHOD {arguments.method}: must be one of {', '.join(METHODS)}")
+    method = "bcd" if arguments.method == PRESET_OF["bcd"] else arguments.method
+    if method not in METHODS:
+        known = ", ".join(PRESET_OF.get(name, name) for name in METHODS)
+        raise ValueError(f"METHOD {arguments.method}: must be one of {known}, bcd (as paper)")
     settings = {
         "num_blocks": arguments.bcd_num_blocks,
         "layout": arguments.bcd_layout,
@@ -154,7 +163,7 @@ def request_of(arguments: argparse.Namespace, extra: tuple[str, ...], environmen
     given = {
         "model": model,
         "cluster": cluster,
-        "method": arguments.method,
+        "method": method,
         "placements": read_placements(os.path.join(EXAMPLES, "methods.csv")),
         **{name: value for name, value in settings.items() if value is not None},
     }

@@ -18,6 +18,7 @@ from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.tables import Model, read_clusters
 
 TWO = {"world_size": 2}
+PRETRAIN = {"bcd_preset": "pretrain"}
 RUNS: dict[str, dict[str, Any]] = {
     "one": {},
     "one_block": {"bcd_num_blocks": 1},
@@ -26,6 +27,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "offload": {"bcd_num_blocks": 1, "optimizer_cpu_offload": True, "no_pin_cpu_grads": True},
     "data2_bf16_offload": TWO
     | {"bf16": True, "bcd_num_blocks": 1, "optimizer_cpu_offload": True, "no_pin_cpu_grads": True},
+    "pretrain": PRETRAIN,
+    "pretrain_no_block": PRETRAIN | {"bcd_num_blocks": 0},
+    "pretrain_data2_bf16": TWO | PRETRAIN | {"bf16": True},
+    "pretrain_pipeline2": TWO | PRETRAIN | {"pipeline_model_parallel_size": 2},
     "pipeline2": TWO | {"pipeline_model_parallel_size": 2},
     "pipeline2_submodel": TWO | {"pipeline_model_parallel_size": 2, "bcd_layout": "submodel", "num_layers": 7},
 }
@@ -50,9 +55,9 @@ def recipe_of(root: Path, flags: dict[str, Any]) -> Recipe:
         cluster=read_clusters(root / "examples" / "clusters.csv")["rtx4090"],
         num_gpus=flags.get("world_size", 1),
         pipeline_size=flags.get("pipeline_model_parallel_size", 1),
-        method="offload" if flags.get("optimizer_cpu_offload") else "bcd",
+        method="offload" if flags.get("optimizer_cpu_offload") else flags.get("bcd_preset", "bcd"),
         num_blocks=flags.get("bcd_num_blocks", 3),
-        layout=flags.get("bcd_layout", "spread"),
+        layout=flags.get("bcd_layout"),
         precision="bf16" if flags.get("bf16") else "fp32",
         micro_batch_size=2,
         global_batch_size=8,

@@ -102,7 +102,7 @@ def test_heads_are_taken_apart_group_by_group() -> None:
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--methods full,sgd", "--methods full,sgd: sgd must be one of bcd, full, offload"),
+        ("--methods full,sgd", "--methods full,sgd: sgd must be one of full, offload, bcd"),
         ("--methods full,full", "full is given twice"),
         ("--methods offload", "--methods offload needs a CUDA GPU, and this machine shows none"),
         ("--model huge", "--model huge: must be one of"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -21,6 +22,7 @@ from megatron.bcd.planner.cost import (
     layer_work,
     llama,
     model_state_bytes,
+    newton_schulz_flops,
     stage_parameters,
     state_budget,
     total_compute_ratio,
@@ -282,6 +284,46 @@ def test_work_adds_up(layout: str, stages: int, extra_layers: int, prefix_cached
         assert whole.total == sum(work.total for work in by_stage)
         assert 0 < total_compute_ratio(cut, block, prefix_cached=prefix_cached) <= 1
         assert 0 < compute_ratio(cut, block, prefix_cached=prefix_cached) <= 1
+
+
+@pytest.mark.parametrize("resting", ["all", "suffix"])
+def test_resting_layers_compute_weight_gradients(resting: str) -> None:
+    """Exposes a W that is not counted for layers that rest, or a prefix that --bcd-resting-layers suffix keeps."""
+    cut = partition(num_layers=6, num_stages=2, num_blocks=3, layout="strided", tied=True, resting=resting)
+    assert [layer_work(cut, block).weight_gradient for block in range(3)] == (
+        [6] * 3 if resting == "all" else [6, 5, 4]
+    )
+    works = [layer_work(cut, 2, stage=stage) for stage in range(2)]
+    assert [work.total for work in works] == ([9, 9] if resting == "all" else [3 + 1 + 1, 9])
+    alone = replace(cut, resting="all", has_active_block=False, always_active=frozenset({"norms"}))
+    assert layer_work(alone, 0) == LayerWork(forward=6, input_gradient=6, weight_gradient=6)
+
+
+def test_always_active_biases() -> None:
+    """Exposes biases of frozen layers that are counted for no block, or for gated layers without any."""
+    shape = gpt2(num_layers=4, hidden_size=8, vocab_size=16, num_positions=4)
+    cut = partition(
+        num_layers=4,
+        num_stages=1,
+        num_blocks=2,
+        layout="strided",
+        tied=True,
+        always_active=frozenset({"norms", "biases", "embedding", "head"}),
+        resting="all",
+    )
+    # biases of 24 + 8 + 32 + 8, two norms of 2 x 8 per layer
+    vectors = 4 * (72 + 32) + 16
+    assert active_parameters(shape, cut, 0, padded_vocab_size=16) == (20 * 8 + vectors + 2 * 12 * 64,)
+    assert active_parameters(shape, replace(cut, has_active_block=False), 0, padded_vocab_size=16) == (
+        20 * 8 + vectors,
+    )
+    assert llama(num_layers=1, hidden_size=8, ffn_hidden_size=16).layer_biases == 0
+
+
+def test_operations_of_an_orthogonalisation() -> None:
+    """Exposes a product that is left out, or the larger dimension taken for the smaller; by hand for 3 x 5: X X^T 90,
+    its square 54, their sum times X 90, five times."""
+    assert newton_schulz_flops(3, 5) == newton_schulz_flops(5, 3) == 5 * (90 + 54 + 90)
 
 
 @given(layers=st.integers(4, 40), stages=st.integers(1, 4))

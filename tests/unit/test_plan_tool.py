@@ -81,6 +81,26 @@ def test_search(capsys: pytest.CaptureFixture[str]) -> None:
     assert again["best"][0]["recipe"] == best["recipe"]
 
 
+def test_methods_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    """A method that is shown on GPUs on which it does not fit, without a word; an assumed multiplier that looks like a
+    measured one; a ratio to other GPUs' prices."""
+    text = output(capsys, *EXAMPLE, "--compare", "--bf-multiplier", "0.5")
+    rows = {row["recipe"]["method"]: row for row in json.loads(output(capsys, *EXAMPLE, "--compare", "--json"))}
+    assert list(rows) == ["full", "offload", "bcd", "pretrain"]
+    assert all(row["memory"]["fits"] for row in rows.values())
+    assert rows["full"]["recipe"]["num_gpus"] == 8 and rows["full"]["cost_ratio"] == 1
+    assert "full: no layout fits on 4 GPUs, with recomputation either; shown on 8, the fewest that fit" in text
+    assert (
+        "multiplier of paper: 2.44, the paper's two GPT-2 runs\nmultiplier of pretrain: 0.50, --bf-multiplier" in text
+    )
+    for row in rows.values():
+        dollars = row["bill"]["dollars"]
+        assert row["cost_ratio"] == pytest.approx(dollars / rows["full"]["bill"]["dollars"])
+        assert f"{dollars:,.0f}" in text or row is rows["pretrain"]
+    full, pretrain = rows["full"]["state_per_parameter"], rows["pretrain"]["state_per_parameter"]
+    assert 16 < full < 17 and 6 < pretrain < 8
+
+
 def test_paper_is_a_list_of_cells(capsys: pytest.CaptureFixture[str]) -> None:
     """Anything beside the list on stdout; a cell without one of its fields; a difference of the wrong sign."""
     cells = json.loads(output(capsys, "--paper", "--json"))
@@ -103,7 +123,12 @@ def test_paper_is_a_list_of_cells(capsys: pytest.CaptureFixture[str]) -> None:
         ((*EXAMPLE[:5], "four"), "--num-gpus: invalid int value: 'four'"),
         ((*EXAMPLE[:5], "0"), "--num-gpus 0: must be 1 to"),
         ((*EXAMPLE, "--micro-batch"), "unrecognized arguments: --micro-batch"),
-        ((*EXAMPLE, "--bcd-num-blocks", "0"), "--bcd-num-blocks 0: must be at least 1"),
+        ((*EXAMPLE, "--bcd-num-blocks", "0"), "--bcd-num-blocks 0 needs --bcd-preset pretrain"),
+        (
+            (*EXAMPLE, "--method", "full", "--bcd-preset", "paper"),
+            "--bcd-preset paper cannot be combined with --method",
+        ),
+        ((*EXAMPLE, "--compare", "--method", "bcd"), "--compare shows all methods"),
         ((*EXAMPLE, "--tokens", "nan"), "--tokens nan: must be more than 0"),
         ((*EXAMPLE, "--bf-multiplier", "-1"), "--bf-multiplier -1: must be more than 0"),
         ((*EXAMPLE, "--models", "nowhere.csv"), "nowhere.csv: cannot be read"),
@@ -129,6 +154,19 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], flags: tuple[
         ("--model", "L-6.0B", "--num-gpus", "8", "--recompute", "--precision", "bf16", "--bcd-layout", "submodel"),
         ("--model", "LLaMA-7B", "--num-gpus", "16", "--method", "full"),
         ("--model", "G-0.15B", "--num-gpus", "2", "--bcd-layout", "stage", "--pipeline-model-parallel-size", "2"),
+        ("--model", "G-5.4B", "--num-gpus", "4", "--bcd-preset", "pretrain"),
+        (
+            "--model",
+            "L-6.0B",
+            "--num-gpus",
+            "8",
+            "--method",
+            "pretrain",
+            "--bcd-num-blocks",
+            "0",
+            "--precision",
+            "bf16",
+        ),
     ],
 )
 def test_the_training_script_takes_the_command(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]) -> None:
@@ -154,6 +192,7 @@ def test_the_training_script_takes_the_command(capsys: pytest.CaptureFixture[str
     assert config.training.train_iters == data["bill"]["iterations"]
     assert (config.transformer.get("recompute_granularity") == "full") == (recipe["recompute"] == "full")
     assert config.bcd.bcd_layout == recipe["layout"]
+    assert config.bcd.bcd_preset == ("pretrain" if recipe["method"] == "pretrain" else None)
     if recipe["method"] == "full":
         assert (config.bcd.bcd_num_blocks, config.bcd.bcd_schedule) == (1, "stock")
 

@@ -16,8 +16,9 @@ from megatron.bcd.pipeline.build import build_plan
 from megatron.bcd.pipeline.simulate import simulate
 from megatron.bcd.planner import cost, step_time
 from megatron.bcd.planner.activations import layer_bytes, stage_saved_bytes
-from megatron.bcd.planner.estimate import largest_micro_batch, make_estimate, multiplier_at
+from megatron.bcd.planner.estimate import largest_micro_batch, make_estimate
 from megatron.bcd.planner.memory import fits, host_bytes, peak, phase_shape, rank_memory
+from megatron.bcd.planner.multipliers import PRETRAIN, multiplier_at, multiplier_of
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.search import fewest_gpus, layouts, search, shortest_that_fits, valid_pipelines
 from megatron.bcd.planner.step_time import cycle_seconds, head_pass, layer_pass, mean_seconds, phase_seconds
@@ -82,14 +83,14 @@ def test_tensors_are_the_formulas_parameters(one: Recipe, query_size: int, key_v
     assert tuple(sum(tensor.size for tensor in stage) for stage in stages) == whole
     for block in range(partition.num_blocks):
         active = cost.active_parameters(shape, partition, block, padded_vocab_size=padded)
-        by_stage = (sum(tensor.size for tensor in stage if tensor.block == block) for stage in stages)
+        by_stage = (sum(tensor.size for tensor in stage if tensor.is_active(block)) for stage in stages)
         assert tuple(by_stage) == active
 
 
 @given(st.lists(st.tuples(st.integers(1, 1000), st.booleans()), max_size=20), st.integers(1, 9))
 def test_ranks_share_a_buffer(sizes: list[tuple[int, bool]], data_size: int) -> None:
     """A part of a parameter that two data-parallel ranks hold, or none; a buffer that they cannot share evenly."""
-    tensors = [Tensor(name=str(i), size=size, block=0, is_shared=shared) for i, (size, shared) in enumerate(sizes)]
+    tensors = [Tensor(name=str(i), size=size, is_shared=shared) for i, (size, shared) in enumerate(sizes)]
     buffer = buffer_of(tensors, data_size=data_size)
     assert sum(buffer.held) == sum(size for size, _ in sizes) <= buffer.size
     assert buffer.size % data_size == 0
@@ -127,6 +128,37 @@ def test_a_papers_model_in_the_papers_bytes() -> None:
     assert full.model_state / MODELS["G-1.6B"].shape().num_parameters == pytest.approx(16, rel=1e-5)
     third = rank_memory(recipe("G-1.6B", vocabulary_multiple=1))
     assert sum(rank.model_state for rank in third) / 3 / GIB == pytest.approx(12.038, abs=0.002)
+
+
+@given(recipes(), st.sampled_from((0, 2, 3)))
+def test_state_of_resting_layers_and_muon(one: Recipe, num_blocks: int) -> None:
+    """A budget unlike the banner's: gradients of resting layers, momentum of the active ones, low bits of
+    all matrices, each held once over the data-parallel ranks; padding aside."""
+    stages = one.pipeline_size
+    model = replace(one.model, layers=max(one.model.layers, 3 * stages))
+    one = replace(one, model=model, method="pretrain", num_blocks=num_blocks, layout=None)
+    cut, shape = one.partition, one.shape
+    matrices = shape.layer_parameters - shape.layer_biases - 2 * shape.norm_parameters
+    ranks = [rank_memory(one, data_rank=rank) for rank in range(one.data_size)]
+    budget = cost.state_budget(precision=one.precision)
+    padding = (13 * model.layers + 6) * 64 + 3 * 128 * one.data_size
+    for place, first in enumerate(ranks[0]):
+        layers, active = cut.layers_per_stage[first.stage], len(cut.active_layers(first.block, first.stage))
+        by_adam = cost.active_parameters(shape, cut, first.block, padded_vocab_size=one.padded_vocabulary)[first.stage]
+        by_adam -= active * matrices
+        of_matrices = cost.matrix_state_bytes(
+            num_matrix=layers * matrices, num_stepped=0, grad_dtype="bf16", precision=one.precision
+        ) + cost.matrix_state_bytes(
+            num_matrix=0, num_stepped=active * matrices, grad_dtype="bf16", momentum_dtype="bf16"
+        ) - 2 * active * matrices  # fmt: skip
+        gradients = 2 * layers * matrices + budget.gradient * by_adam
+        assert gradients <= first.gradients <= gradients + budget.gradient * padding
+        state = sum(rank[place].optimizer for rank in ranks) - budget.optimizer * by_adam - of_matrices
+        assert 0 <= state <= 4 * one.data_size * (13 * model.layers + 6)
+    if num_blocks:  # between its phases a block's momentum is in host memory
+        assert host_bytes(one) > 0
+    else:
+        assert host_bytes(one) == 0
 
 
 @given(recipes())
@@ -170,6 +202,27 @@ def test_one_stage_does_one_thing_after_the_other() -> None:
         assert phase.pipeline == pytest.approx(3 * (layers * layer + heads * head))
         assert phase.bubble == pytest.approx(0)
         assert phase.reductions == 0
+
+
+def test_time_of_resting_layers_and_muon() -> None:
+    """W that is not charged for resting layers, an orthogonalisation that every data-parallel rank repeats, or one that
+    costs as much in fp32; gradients and weights of matrices that no link carries."""
+    one = recipe(method="pretrain", num_blocks=3)
+    full = phase_seconds(recipe(method="full"), 0)
+    assert phase_seconds(one, 1).pipeline == pytest.approx(full.pipeline)
+    # query, key, value and projection 64 x 64, two of 64 x 256
+    operations = 12 * (4 * 30 * 64**3 + 2 * (20 * 64 * 64 * 256 + 10 * 64**3))
+    by_hand = operations / (1e12 * 165.2 * one.cluster.compute_share)
+    alone = phase_seconds(one, 1)
+    assert alone.orthogonalization == pytest.approx(by_hand)
+    assert alone.optimizer > alone.orthogonalization and alone.reductions == 0
+    assert phase_seconds(replace(one, precision="bf16"), 1).orthogonalization == pytest.approx(by_hand)
+    two = phase_seconds(replace(one, num_gpus=2), 1)
+    assert two.orthogonalization == pytest.approx(by_hand / 2)
+    matrices = 12 * 12 * 64**2
+    by_adam = cost.active_parameters(one.shape, one.partition, 0, padded_vocab_size=512)[0] - matrices // 3
+    exact = (matrices * (2 + 4) + by_adam * (4 + 4) / 2) / (1e9 * one.cluster.link_gb_per_s)
+    assert two.reductions == pytest.approx(exact, rel=0.02)
 
 
 @settings(max_examples=25)
@@ -243,6 +296,17 @@ def test_multiplier_of_other_numbers_of_blocks() -> None:
     assert multiplier_at(1, 3.0) == 1.0
 
 
+def test_a_multiplier_names_its_source() -> None:
+    """The paper's multiplier taken for preset pretrain, or a scale with the number of blocks that nobody measured."""
+    assert multiplier_of("bcd", 3).value == 2.44 and "paper" in multiplier_of("bcd", 3).source
+    assert multiplier_of("pretrain", 3) == PRETRAIN
+    assert (
+        multiplier_of("pretrain", 6).value == PRETRAIN.value and "three blocks" in multiplier_of("pretrain", 6).source
+    )
+    assert multiplier_of("pretrain", 6, 0.8).value == 0.8
+    assert multiplier_of("full", 1, 0.8).value == multiplier_of("offload", 1).value == 1.0
+
+
 def test_search_finds_the_cheapest() -> None:
     """A rough time that ranks layouts otherwise than the plan's, or a layout that is never tried."""
     base = recipe("G-1.6B", num_gpus=2, global_batch_size=8)
@@ -284,7 +348,7 @@ def test_shortest_pipeline_that_fits() -> None:
         ({"num_gpus": 9}, "--num-gpus 9: cannot be divided evenly among 2 nodes"),
         ({"num_gpus": 4, "global_batch_size": 6}, "--global-batch-size 6: must be a multiple of 4"),
         ({"method": "full", "num_blocks": 3}, "--bcd-num-blocks 3 cannot be combined with --method full"),
-        ({"method": "half"}, "--method half: must be one of bcd, full, offload"),
+        ({"method": "half"}, "--method half: must be one of bcd, pretrain, full, offload"),
         ({"recompute": "some"}, "--recompute some"),
         ({"precision": "fp8"}, "--precision fp8"),
         ({"num_blocks": 13}, "--num-layers 12 is too few"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,3 +75,13 @@ def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
             block.index for block in partition.blocks if is_matrix and layer in partition.resting_layers(block.index)
         ),
     )
+
+
+def matrix_owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
+    """The data-parallel rank that steps each matrix of a stage: largest first to the least loaded rank."""
+    load = [0] * num_ranks
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        owners[index] = load.index(min(load))
+        load[owners[index]] += sizes[index]
+    return owners

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron.bcd.blocks.ownership import matrix_owners
 from megatron.bcd.optim import bf16_split, matrix_direction
 from megatron.bcd.optim.matrix_direction import MatrixLayout
 from megatron.bcd.runtime import device
@@ -61,7 +62,7 @@ class MatrixOptimizer:
     ) -> None:
         self._group = group
         self._rank, self._size = group.rank(), group.size()
-        owners = _owners([parameter.numel() for parameter, _ in matrices.values()], self._size)
+        owners = matrix_owners([parameter.numel() for parameter, _ in matrices.values()], self._size)
         self.matrices = {
             name: Matrix(name=name, parameter=parameter, owner=owner, layout=layout)
             for owner, (name, (parameter, layout)) in zip(owners, matrices.items(), strict=True)
@@ -286,13 +287,3 @@ def _accumulate(parameter: torch.Tensor) -> None:
     if not parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
         parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
     parameter.grad = None
-
-
-def _owners(sizes: list[int], num_ranks: int) -> list[int]:
-    """A rank for each matrix, largest first to the least loaded rank; the same on every rank."""
-    load = [0] * num_ranks
-    owners = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        owners[index] = load.index(min(load))
-        load[owners[index]] += sizes[index]
-    return owners

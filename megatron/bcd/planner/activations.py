@@ -58,7 +58,7 @@ def stage_saved_bytes(recipe: Recipe, sizes: LayerBytes, shape: PlanShape, stage
     """Bytes that autograd saves on a stage in the block's phase, over all microbatches in flight."""
     if shape.is_forward_only(stage):
         return 0
-    num_active = recipe.layer_counts.active[stage][block]
+    num_active = recipe.layer_counts.weight_gradient[stage][block]
     num_suffix = recipe.layer_counts.after_prefix[stage][block] - num_active
     if recipe.recompute == "full":
         kept = (num_active + num_suffix) * sizes.input
@@ -73,7 +73,7 @@ def stage_activations(recipe: Recipe, sizes: LayerBytes, shape: PlanShape, stage
     """Peak of a stage's activations: saved, recomputed for one layer, and working memory."""
     once = 0
     if recipe.recompute == "full" and not shape.is_forward_only(stage):
-        once = sizes.active if recipe.layer_counts.active[stage][block] else sizes.suffix
+        once = sizes.active if recipe.layer_counts.weight_gradient[stage][block] else sizes.suffix
         if stage == shape.last:  # the head's are freed before the first layer is recomputed
             once = max(0, once - sizes.head)
     return stage_saved_bytes(recipe, sizes, shape, stage, block) + once + sizes.working

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.bcd.planner.recipe import Recipe
+from megatron.bcd.config import DEFAULT_NUM_BLOCKS
+from megatron.bcd.planner.recipe import PRESET_OF, Recipe
 
 SCRIPTS = {"gpt": "pretrain_gpt_bcd.py", "llama": "pretrain_llama_bcd.py"}
 """By model family; each script has its family's flags as defaults."""
@@ -54,9 +55,12 @@ def training_flags(recipe: Recipe) -> list[str]:
 
 def method_flags(recipe: Recipe) -> list[str]:
     """Flags that choose block coordinate descent, full training, or full training with the optimizer on the host."""
-    if recipe.method == "bcd":
-        blocks = "" if recipe.layout == "stage" else f"--bcd-num-blocks {recipe.num_blocks or 3} "
-        return [f"{blocks}--bcd-layout {recipe.layout}"]
+    if recipe.has_blocks:
+        layout = recipe.partition.layout
+        preset = "" if recipe.method == "bcd" else f"--bcd-preset {PRESET_OF[recipe.method]} "
+        number = DEFAULT_NUM_BLOCKS if recipe.num_blocks is None else recipe.num_blocks
+        blocks = "" if layout == "stage" else f"--bcd-num-blocks {number} "
+        return [f"{preset}{blocks}--bcd-layout {layout}"]
     flags = ["--bcd-num-blocks 1 --bcd-schedule stock"]
     if recipe.method == "offload":
         flags.append("--optimizer-cpu-offload --optimizer-offload-fraction 1.0")

@@ -143,6 +143,15 @@ def matrix_state_bytes(
     return DTYPE_BYTES[grad_dtype] * num_stepped + -(-owned // data_parallel_size)
 
 
+def newton_schulz_flops(rows: int, columns: int, *, num_steps: int = 5) -> int:
+    """Operations of the orthogonalisation of a matrix: 20 m^2 n + 10 m^3 with 5 steps, m the smaller dimension.
+
+    Each step has three products (`optim.update_rules`): X X^T, its square, and their sum times X.
+    """
+    smaller, larger = sorted((rows, columns))
+    return num_steps * (4 * smaller**2 * larger + 2 * smaller**3)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Sizes of a dense decoder that determine its number of parameters; made by ``gpt2`` or ``llama``.
@@ -171,12 +180,21 @@ class ModelShape:
     @property
     def layer_parameters(self) -> int:
         """One transformer layer: attention, MLP and two norms."""
-        hidden, ffn = self.hidden_size, self.ffn_hidden_size
-        up_projections = 2 if self.gated else 1
-        matrices = hidden * (2 * self.query_size + 2 * self.key_value_size) + (up_projections + 1) * hidden * ffn
-        attention_biases = self.query_size + 2 * self.key_value_size + hidden
-        linear_biases = attention_biases + up_projections * ffn + hidden if self.biases else 0
-        return matrices + linear_biases + 2 * self.norm_parameters
+        projections = 2 * self.query_size + 2 * self.key_value_size
+        matrices = self.hidden_size * (projections + (self._up_projections + 1) * self.ffn_hidden_size)
+        return matrices + self.layer_biases + 2 * self.norm_parameters
+
+    @property
+    def layer_biases(self) -> int:
+        """Biases of one layer's linear layers."""
+        if not self.biases:
+            return 0
+        attention = self.query_size + 2 * self.key_value_size + self.hidden_size
+        return attention + self._up_projections * self.ffn_hidden_size + self.hidden_size
+
+    @property
+    def _up_projections(self) -> int:
+        return 2 if self.gated else 1
 
     @property
     def norm_parameters(self) -> int:
@@ -258,7 +276,7 @@ def llama(
 
 def stage_parameters(shape: ModelShape, partition: Partition, *, padded_vocab_size: int) -> tuple[int, ...]:
     """Parameters that each pipeline stage holds at tensor-parallel size 1, the tied head's copy included."""
-    alone = replace(partition, always_active=frozenset())
+    alone = replace(partition, always_active=frozenset(), has_active_block=True)
     per_block = [
         active_parameters(shape, alone, block, padded_vocab_size=padded_vocab_size)
         for block in range(partition.num_blocks)
@@ -269,16 +287,20 @@ def stage_parameters(shape: ModelShape, partition: Partition, *, padded_vocab_si
 def active_parameters(
     shape: ModelShape, partition: Partition, block: int, *, padded_vocab_size: int
 ) -> tuple[int, ...]:
-    """Parameters of each pipeline stage that are active in the block's phase, at tensor-parallel size 1."""
+    """Parameters of each pipeline stage that are active in the block's phase, at tensor-parallel size 1.
+
+    Resting layers are not active: their matrices are updated without state.
+    """
     assert (shape.num_layers, shape.tied) == (partition.num_layers, partition.tied)
     last = partition.num_stages - 1
     counts = [
         len(partition.active_layers(block, stage)) * shape.layer_parameters for stage in range(partition.num_stages)
     ]
-    if partition.norms_always_active:
-        for stage in range(partition.num_stages):
-            frozen = len(partition.stage_layers(stage)) - len(partition.active_layers(block, stage))
-            counts[stage] += frozen * 2 * shape.norm_parameters
+    of_other_layers = 2 * shape.norm_parameters * partition.norms_always_active
+    of_other_layers += shape.layer_biases * ("biases" in partition.always_active)
+    for stage in range(partition.num_stages):
+        others = len(partition.stage_layers(stage)) - len(partition.active_layers(block, stage))
+        counts[stage] += others * of_other_layers
     if partition.embedding_active(block):
         counts[0] += shape.embedding_parameters(padded_vocab_size)
     if partition.final_norm_active(block):
@@ -309,17 +331,19 @@ class LayerWork:
 def layer_work(partition: Partition, block: int, *, stage: int | None = None, prefix_cached: bool = False) -> LayerWork:
     """Compute of the block's phase on one pipeline stage, or summed over all stages if ``stage`` is None.
 
-    Every active layer counts a D, also the first one, whose input needs none. Embedding, head and optimizer step are
-    not counted. ``prefix_cached`` drops the prefix's F.
+    Active and resting layers count a W. Every active layer counts a D, also the first one, whose input needs none.
+    Embedding, head and optimizer step are not counted. ``prefix_cached`` drops the prefix's F.
     """
     layers = range(partition.num_layers) if stage is None else partition.stage_layers(stage)
     first_active = len(partition.prefix_layers(block))
     after_prefix = sum(layer >= first_active for layer in layers)
-    active = partition.blocks[block].layers if stage is None else partition.active_layers(block, stage)
+    stages = range(partition.num_stages) if stage is None else (stage,)
+    resting = partition.resting_layers(block)
     return LayerWork(
         forward=after_prefix if prefix_cached else len(layers),
         input_gradient=after_prefix,
-        weight_gradient=len(active),
+        weight_gradient=sum(len(partition.active_layers(block, each)) for each in stages)
+        + sum(layer in resting for layer in layers),
     )
 
 

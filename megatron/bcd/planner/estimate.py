@@ -6,12 +6,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron.bcd.planner.memory import RankMemory, fits, host_bytes, peak, rank_memory
+from megatron.bcd.planner.multipliers import multiplier_of
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.step_time import PhaseTime, cycle_seconds, head_pass, layer_pass, mean_seconds
 from megatron.bcd.planner.tables import GIB
 
-DEFAULT_MULTIPLIER = 2.44
-"""The paper's two GPT-2 runs with Adam and three blocks, 2.78 and 2.09 (table 2)."""
 DEFAULT_TOKENS_PER_PARAMETER = 20
 """Hoffmann et al. 2022."""
 
@@ -24,6 +23,7 @@ class TrainingCost:
     """Read by full training."""
     multiplier: float
     """B-F multiplier at this number of blocks; 1 where all parameters are active."""
+    multiplier_source: str
     iterations: int
     days: float
     gpu_hours: float
@@ -40,7 +40,7 @@ class Estimate:
     ranks: tuple[RankMemory, ...]
     """Data-parallel rank 0 of every stage, in every phase."""
     host_bytes: int
-    """Per rank; 0 unless the optimizer is on the host."""
+    """Per rank, of an optimizer on the host, or of momenta that blocks keep; else 0."""
     largest_micro_batch: int | None
     """The largest that fits and divides the batch; None if none does."""
     phases: tuple[PhaseTime, ...]
@@ -56,6 +56,11 @@ class Estimate:
     @property
     def peak(self) -> RankMemory:
         return peak(self.ranks)
+
+    @property
+    def orthogonalization_share(self) -> float:
+        """Of the time of an iteration; 0 without Muon and resting layers."""
+        return sum(phase.orthogonalization for phase in self.phases) / sum(phase.total for phase in self.phases)
 
     @property
     def fits(self) -> bool:
@@ -93,6 +98,7 @@ class Estimate:
             "time": {
                 "phases": [asdict(phase) | {"total": phase.total} for phase in self.phases],
                 "iteration_seconds": self.iteration_seconds,
+                "orthogonalization_share": self.orthogonalization_share,
                 "bubble": self.bubble,
                 "tokens_per_second": self.tokens_per_second,
                 "mfu": self.mfu,
@@ -101,16 +107,14 @@ class Estimate:
         }
 
 
-def make_estimate(recipe: Recipe, *, tokens: float | None = None, multiplier: float = DEFAULT_MULTIPLIER) -> Estimate:
+def make_estimate(recipe: Recipe, *, tokens: float | None = None, multiplier: float | None = None) -> Estimate:
     """Estimate a recipe.
 
     ``tokens`` is what full training would read, by default 20 per parameter; ``multiplier`` is the B-F multiplier at
-    three blocks. Raises ValueError if either is out of range.
+    three blocks, by default the method's. Raises ValueError if either is out of range.
     """
     if tokens is not None and not 0 < tokens < 1e18:
         raise ValueError(f"--tokens {tokens:g}: must be more than 0 and less than 1e18")
-    if not 0 < multiplier < 1e6:
-        raise ValueError(f"--bf-multiplier {multiplier:g}: must be more than 0 and less than 1e6")
     parameters = recipe.shape.num_parameters
     phases = cycle_seconds(recipe)
     seconds = mean_seconds(phases)
@@ -130,30 +134,23 @@ def make_estimate(recipe: Recipe, *, tokens: float | None = None, multiplier: fl
     )
 
 
-def training_cost(recipe: Recipe, seconds: float, *, tokens: float | None, multiplier: float) -> TrainingCost:
+def training_cost(recipe: Recipe, seconds: float, *, tokens: float | None, multiplier: float | None) -> TrainingCost:
     """The cost at ``seconds`` per iteration."""
     if tokens is None:
         tokens = DEFAULT_TOKENS_PER_PARAMETER * recipe.shape.num_parameters
-    scaled = multiplier_at(recipe.partition.num_blocks, multiplier)
-    iterations = -int(-tokens * scaled // (recipe.global_batch_size * recipe.tokens))
+    scaled = multiplier_of(recipe.method, recipe.partition.num_blocks, multiplier)
+    iterations = -int(-tokens * scaled.value // (recipe.global_batch_size * recipe.tokens))
     hours = iterations * seconds / 3600
     gpu_hours = hours * recipe.num_gpus
     return TrainingCost(
         tokens=tokens,
-        multiplier=scaled,
+        multiplier=scaled.value,
+        multiplier_source=scaled.source,
         iterations=iterations,
         days=hours / 24,
         gpu_hours=gpu_hours,
         dollars=gpu_hours * recipe.cluster.usd_per_gpu_hour,
     )
-
-
-def multiplier_at(num_blocks: int, at_three: float) -> float:
-    """The B-F multiplier at ``num_blocks``; 1 for one block.
-
-    Table 11 of the paper has 2.22, 2.78 and 3.33 at two, three and four blocks (Adam): (M + 2) / 5 of that at three.
-    """
-    return 1.0 if num_blocks == 1 else at_three * (num_blocks + 2) / 5
 
 
 def largest_micro_batch(recipe: Recipe) -> int | None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
 from megatron.bcd.pipeline.build import PlanShape, bcd_shape, default_run_ahead
 from megatron.bcd.planner.activations import layer_bytes, stage_activations, stage_messages
 from megatron.bcd.planner.cost import OFFLOADED_BYTES, ModelShape, state_budget
+from megatron.bcd.planner.matrices import matrix_share
 from megatron.bcd.planner.recipe import LayerCounts, Recipe
 from megatron.bcd.planner.tables import GIB
-from megatron.bcd.planner.tensors import Buffer, Tensor, buffer_of, stage_tensors
+from megatron.bcd.planner.tensors import Buffer, buffer_of, stage_tensors
 
 STEP_COUNTER_BYTES = 4
 """PyTorch's Adam has one step counter per parameter that the rank holds a part of."""
@@ -26,10 +28,12 @@ class RankMemory:
     """With the padding of the buffers in which the phases leave their blocks."""
     gradients: int
     optimizer: int
-    """Moments, main parameters and step counters of the rank's shard; 0 if they are on the host."""
+    """Moments, main parameters and step counters of the rank's shard, Muon's momenta and low bits of the matrices that
+    it owns; 0 if they are on the host."""
     activations: int
     optimizer_work: int
-    """Temporary memory of PyTorch's Adam during its step, when activations are already freed."""
+    """Temporary memory of PyTorch's Adam, or of the largest matrix that is stepped without it, when activations are
+    already freed."""
     communication: int
     framework: int
 
@@ -47,20 +51,33 @@ class RankMemory:
 
 def stage_buffers(recipe: Recipe, stage: int) -> tuple[Buffer, ...]:
     """The buffer of each phase of a stage, by block."""
-    return _buffers(recipe.shape, recipe.layer_counts, recipe.padded_vocabulary, recipe.data_size)[stage]
+    return tuple(buffer for buffer, _ in _stage_weights(recipe)[stage])
+
+
+def _stage_weights(recipe: Recipe) -> tuple[tuple[tuple[Buffer, int], ...], ...]:
+    """By stage and block: the buffer, and the elements of all weights with the padding of buffers."""
+    return _weights(recipe.shape, recipe.layer_counts, recipe.padded_vocabulary, recipe.data_size, recipe.is_muon)
 
 
 @lru_cache(maxsize=1024)  # a search needs the same buffers for every micro-batch size
-def _buffers(
-    shape: ModelShape, cut: LayerCounts, padded_vocabulary: int, data_size: int
-) -> tuple[tuple[Buffer, ...], ...]:
+def _weights(
+    shape: ModelShape, cut: LayerCounts, padded_vocabulary: int, data_size: int, is_muon: bool
+) -> tuple[tuple[tuple[Buffer, int], ...], ...]:
     partition, stages = cut.partition, []
     for stage in range(partition.num_stages):
-        active: list[list[Tensor]] = [[] for _ in partition.blocks]
-        for tensor in stage_tensors(shape, partition, stage, padded_vocabulary=padded_vocabulary):
-            if tensor.block is not None:
-                active[tensor.block].append(tensor)
-        stages.append(tuple(buffer_of(held, data_size=data_size) for held in active))
+        tensors = stage_tensors(shape, partition, stage, padded_vocabulary=padded_vocabulary)
+        held = [
+            [tensor for tensor in tensors if tensor.is_active(block.index) and not (is_muon and tensor.parts)]
+            for block in partition.blocks
+        ]
+        sizes = [sum(tensor.size for tensor in each) for each in held]
+        buffers = [buffer_of(each, data_size=data_size) for each in held]
+        everything = sum(tensor.size for tensor in tensors)
+        if partition.always_active:  # a buffer ends with its phase
+            elements = [everything - size + buffer.size for size, buffer in zip(sizes, buffers, strict=True)]
+        else:
+            elements = [everything - sum(sizes) + sum(buffer.size for buffer in buffers)] * len(buffers)
+        stages.append(tuple(zip(buffers, elements, strict=True)))
     return tuple(stages)
 
 
@@ -89,19 +106,19 @@ def rank_memory(recipe: Recipe, *, data_rank: int = 0) -> tuple[RankMemory, ...]
     sizes, framework = layer_bytes(recipe), int(recipe.cluster.framework_gib * GIB)
     ranks = []
     for stage in range(recipe.pipeline_size):
-        buffers = stage_buffers(recipe, stage)
-        weights = budget.weight * sum(buffer.size for buffer in buffers)
-        for block, (buffer, shape) in enumerate(zip(buffers, shapes, strict=True)):
+        for block, ((buffer, elements), shape) in enumerate(zip(_stage_weights(recipe)[stage], shapes, strict=True)):
             held, pieces = buffer.held[data_rank], buffer.pieces[data_rank]
+            share = matrix_share(recipe, stage, block, data_rank)
+            of_adam = int(budget.optimizer) * held + STEP_COUNTER_BYTES * pieces
             ranks.append(
                 RankMemory(
                     stage=stage,
                     block=block,
-                    weights=weights,
-                    gradients=budget.gradient * buffer.size,
-                    optimizer=0 if is_on_host else int(budget.optimizer) * held + STEP_COUNTER_BYTES * pieces,
+                    weights=budget.weight * elements,
+                    gradients=budget.gradient * buffer.size + share.gradients,
+                    optimizer=0 if is_on_host else of_adam + share.state,
                     activations=stage_activations(recipe, sizes, shape, stage, block),
-                    optimizer_work=0 if is_on_host else 4 * held,
+                    optimizer_work=0 if is_on_host else max(4 * held, share.working),
                     communication=stage_messages(sizes, shape, stage),
                     framework=framework,
                 )
@@ -110,9 +127,11 @@ def rank_memory(recipe: Recipe, *, data_rank: int = 0) -> tuple[RankMemory, ...]
 
 
 def host_bytes(recipe: Recipe) -> int:
-    """Host memory of one rank's optimizer with method offload: weights, gradients, moments."""
+    """Host memory of one rank: with method offload weights, gradients and moments; momenta that blocks keep."""
     if recipe.method != "offload":
-        return 0
+        ranks, blocks = range(recipe.data_size), range(recipe.partition.num_blocks)
+        stages = range(recipe.pipeline_size)
+        return max(matrix_share(recipe, *place).kept for place in product(stages, blocks, ranks))
     held = max(max(stage_buffers(recipe, stage)[0].held) for stage in range(recipe.pipeline_size))
     return OFFLOADED_BYTES * held
 

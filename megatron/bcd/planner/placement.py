@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.bcd.planner.memory import fits, peak, rank_memory
-from megatron.bcd.planner.recipe import MAX_GPUS, METHODS, RECOMPUTE, Recipe
+from megatron.bcd.planner.recipe import MAX_GPUS, METHODS, PRESET_OF, RECOMPUTE, Recipe
 from megatron.bcd.planner.search import valid_pipelines
 from megatron.bcd.planner.tables import GIB, Cluster, Model, Placement
 
@@ -37,7 +37,7 @@ def place(
     """
     rows = {(row.method, row.model, row.cluster): row for row in placements}
     row = rows.get((method, model.name, cluster.name))
-    by_stage = method == "bcd" and fields.get("layout") == "stage"
+    by_stage = method in PRESET_OF and fields.get("layout") == "stage"
     if row is not None and num_gpus in (None, row.nodes * row.gpus_per_node) and not (by_stage and row.pipeline == 1):
         if num_gpus is None:
             cluster = replace(cluster, gpus_per_node=row.gpus_per_node)
@@ -57,7 +57,7 @@ def grow_until_fits(**settings: Any) -> Iterator[Recipe]:
 
     If none fits, the last one has the most GPUs. Raises the first ValueError if no number of GPUs is valid.
     """
-    by_stage = settings["method"] == "bcd" and settings.get("layout") == "stage"
+    by_stage = settings["method"] in PRESET_OF and settings.get("layout") == "stage"
     stages = settings.get("pipeline_size") or (settings.get("num_blocks") or 2 if by_stage else 1)
     numbers = [min(max(stages, 1), MAX_GPUS)]
     while 2 * numbers[-1] <= _MOST_GPUS:
@@ -130,7 +130,7 @@ def _choose_layout(*, recompute: str | None = None, pipeline_size: int | None = 
     for choice in RECOMPUTE if recompute is None else (recompute,):
         if pipeline_size is None:
             suited = valid_pipelines(recompute=choice, **fields)
-            if fields["method"] == "bcd" and fields.get("layout") == "stage":
+            if fields["method"] in PRESET_OF and fields.get("layout") == "stage":
                 suited = [recipe for recipe in suited if recipe.pipeline_size > 1] or suited
             tried += suited
         else:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 
 from megatron.bcd.blocks.partition import Partition, partition
 from megatron.bcd.config import BcdConfig
-from megatron.bcd.planner.cost import PRECISIONS, ModelShape
+from megatron.bcd.config.presets import PRESETS
+from megatron.bcd.planner.cost import PRECISIONS, ModelShape, layer_work
 from megatron.bcd.planner.tables import Cluster, Model
 
-METHODS = ("bcd", "full", "offload")
-"""Block coordinate descent; full training; full training with the optimizer on the host."""
+PRESET_OF = {"bcd": "paper", "pretrain": "pretrain"}
+"""The --bcd-preset of each method of block coordinate descent."""
+METHODS = ("bcd", "pretrain", "full", "offload")
+"""Block coordinate descent as in the paper; with --bcd-preset pretrain; full training; full training with the optimizer
+on the host."""
 RECOMPUTE = ("none", "full")
 MAX_GPUS, MAX_BATCH, MAX_TOKENS = 4096, 2**17, 2**24
 """Larger values are taken for typing errors."""
@@ -24,14 +28,16 @@ class LayerCounts:
     partition: Partition
     layers: tuple[int, ...]
     """By stage."""
-    active: tuple[tuple[int, ...], ...]
+    weight_gradient: tuple[tuple[int, ...], ...]
+    """Layers whose weight gradients are computed: active and resting ones."""
     after_prefix: tuple[tuple[int, ...], ...]
-    """Active layers and layers of the suffix."""
+    """These, and layers of the suffix."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """All inputs of the memory and time formulas. Tensor-parallel size 1, Adam, distributed optimizer.
+    """All inputs of the memory and time formulas. Tensor-parallel size 1, distributed optimizer; Adam, and Muon where
+    the method's preset has it.
 
     Raises ValueError, one line that names the flag, for an invalid combination.
     """
@@ -42,8 +48,9 @@ class Recipe:
     method: str = "bcd"
     pipeline_size: int = 1
     num_blocks: int | None = None
-    """For method bcd; None: the default."""
-    layout: str = BcdConfig.bcd_layout
+    """For methods with blocks; None: the default."""
+    layout: str | None = None
+    """None: the preset's."""
     precision: str = "fp32"
     sequence: int | None = None
     """None: the model's default."""
@@ -88,12 +95,33 @@ class Recipe:
                 f"--global-batch-size {self.global_batch_size}: must be a multiple of {per_step} "
                 f"(--micro-batch-size {self.micro_batch_size} x {self.data_size} data-parallel ranks)"
             )
-        if self.method != "bcd" and self.num_blocks not in (None, 1):
+        if self.is_muon and self.precision == "fp16":
+            raise ValueError(f"--precision fp16: --method {self.method} has no loss scale; give bf16 or fp32")
+        if self.method == "bcd" and self.num_blocks == 0:
+            raise ValueError("--bcd-num-blocks 0 needs --bcd-preset pretrain, with which all layers rest")
+        if self.method == "pretrain" and self.num_blocks == 1:
+            raise ValueError("--bcd-num-blocks 1: with --method pretrain no layer would rest; give at least 2, or 0")
+        if not self.has_blocks and self.num_blocks not in (None, 1):
             raise ValueError(
                 f"--bcd-num-blocks {self.num_blocks} cannot be combined with --method {self.method}, where all "
                 "parameters are active; leave it out"
             )
         _ = self.partition  # raises if the layout does not fit the model
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the method is block coordinate descent."""
+        return self.method in PRESET_OF
+
+    @property
+    def bcd(self) -> BcdConfig:
+        """What the method's preset sets."""
+        return _bcd_of(self.method)
+
+    @property
+    def is_muon(self) -> bool:
+        """Whether Muon steps the active block's matrices."""
+        return self.has_blocks and PRESETS[PRESET_OF[self.method]]["optimizer"] == "muon"
 
     @property
     def tokens(self) -> int:
@@ -143,26 +171,49 @@ class Recipe:
     @cached_property
     def layer_counts(self) -> LayerCounts:
         """The partition with its numbers of layers by stage and phase."""
-        is_bcd = self.method == "bcd"
+        bcd = self.bcd
         return _layer_counts(
             self.model.layers,
             self.pipeline_size,
-            self.num_blocks if is_bcd else 1,
-            self.layout if is_bcd else "spread",
+            self.num_blocks if self.has_blocks else 1,
+            self.layout or bcd.bcd_layout if self.has_blocks else "spread",
             self.shape.tied,
+            bcd.always_active,
+            bcd.bcd_resting_layers if bcd.bcd_resting_update != "none" else "none",
         )
 
 
+@lru_cache
+def _bcd_of(method: str) -> BcdConfig:
+    known = {field.name for field in fields(BcdConfig)}
+    values = PRESETS[PRESET_OF[method]] if method in PRESET_OF else {}
+    return BcdConfig(**{name: value for name, value in values.items() if name in known})
+
+
 @lru_cache(maxsize=1024)  # a search tries many batch sizes with the same partition
-def _layer_counts(num_layers: int, num_stages: int, num_blocks: int | None, layout: str, tied: bool) -> LayerCounts:
-    blocks = partition(num_layers=num_layers, num_stages=num_stages, num_blocks=num_blocks, layout=layout, tied=tied)
-    stages = [blocks.stage_layers(stage) for stage in range(num_stages)]
-    prefixes = [len(blocks.prefix_layers(block.index)) for block in blocks.blocks]
+def _layer_counts(
+    num_layers: int,
+    num_stages: int,
+    num_blocks: int | None,
+    layout: str,
+    tied: bool,
+    always_active: frozenset[str],
+    resting: str,
+) -> LayerCounts:
+    blocks = partition(
+        num_layers=num_layers,
+        num_stages=num_stages,
+        num_blocks=num_blocks,
+        layout=layout,
+        tied=tied,
+        always_active=always_active,
+        resting=resting,
+    )
+    stages = range(num_stages)
+    work = [[layer_work(blocks, block.index, stage=stage) for block in blocks.blocks] for stage in stages]
     return LayerCounts(
         partition=blocks,
-        layers=tuple(map(len, stages)),
-        active=tuple(
-            tuple(len(block.layers_on_stage(stage)) for block in blocks.blocks) for stage in range(num_stages)
-        ),
-        after_prefix=tuple(tuple(sum(layer >= first for layer in layers) for first in prefixes) for layers in stages),
+        layers=tuple(len(blocks.stage_layers(stage)) for stage in stages),
+        weight_gradient=tuple(tuple(each.weight_gradient for each in by_block) for by_block in work),
+        after_prefix=tuple(tuple(each.input_gradient for each in by_block) for by_block in work),
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.bcd.planner.estimate import DEFAULT_MULTIPLIER, Estimate, make_estimate, training_cost
+from megatron.bcd.planner.estimate import Estimate, make_estimate, training_cost
 from megatron.bcd.planner.memory import fits
 from megatron.bcd.planner.recipe import MAX_GPUS, RECOMPUTE, Recipe
 from megatron.bcd.planner.step_time import mean_seconds, phase_seconds
@@ -30,12 +30,12 @@ class SearchResult:
 
 def layouts(base: Recipe, *, num_blocks: Sequence[int] | None = None) -> Iterator[Recipe]:
     """Every layout of the recipe on its GPUs: pipeline and data size, blocks, micro-batch, recomputation."""
-    if base.method != "bcd":
+    if not base.has_blocks:
         choices: Sequence[int | None] = (None,)
-    elif base.layout == "stage":
-        choices = (None,)
+    elif base.partition.layout == "stage" or (base.method == "pretrain" and not num_blocks):
+        choices = (None,)  # of preset pretrain no multiplier is known at other numbers of blocks
     else:
-        choices = num_blocks or SEARCHED_BLOCKS[: 2 if base.layout == "submodel" else None]
+        choices = num_blocks or SEARCHED_BLOCKS[: 2 if base.partition.layout == "submodel" else None]
     for pipeline_size in _divisors(base.num_gpus):
         per_rank, left = divmod(base.global_batch_size, base.num_gpus // pipeline_size)
         if left:
@@ -60,7 +60,7 @@ def search(
     *,
     num_blocks: Sequence[int] | None = None,
     tokens: float | None = None,
-    multiplier: float = DEFAULT_MULTIPLIER,
+    multiplier: float | None = None,
 ) -> SearchResult:
     """The layouts with the lowest cost in dollars, of those that fit.
 

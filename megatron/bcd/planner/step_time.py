@@ -14,6 +14,7 @@ from megatron.bcd.pipeline.build import PlanShape, build_plan, default_run_ahead
 from megatron.bcd.pipeline.simulate import ActionCosts, action_costs, simulate
 from megatron.bcd.planner.activations import layer_bytes
 from megatron.bcd.planner.cost import state_budget
+from megatron.bcd.planner.matrices import MatrixShare, matrix_share
 from megatron.bcd.planner.memory import phase_shape, stage_buffers
 from megatron.bcd.planner.recipe import Recipe
 
@@ -33,9 +34,11 @@ class PhaseTime:
     pipeline: float
     """Forward and backward of all microbatches, bubbles included."""
     optimizer: float
-    """The slowest rank's step."""
+    """The slowest rank's step, orthogonalisation included."""
+    orthogonalization: float
+    """Matrix products of this step."""
     reductions: float
-    """Reduce-scatter of gradients and all-gather of weights."""
+    """Reduce-scatter of gradients and all-gather of weights; of matrices with an owner reduce and broadcast."""
     bubble: float
     """Share of the pipeline's time in which stages are idle, over all stages."""
 
@@ -82,12 +85,21 @@ def phase_seconds(recipe: Recipe, block: int, *, is_rough: bool = False) -> Phas
     costs = _costs(recipe, shape, block)
     pipeline, bubble = _rough_seconds(shape, costs) if is_rough else _pipeline_seconds(shape, costs)
     buffers = [stage_buffers(recipe, stage)[block] for stage in range(recipe.pipeline_size)]
-    held = max(max(buffer.held) for buffer in buffers)
+    ranks = [
+        (_step_seconds(recipe, held, share := matrix_share(recipe, stage, block, rank)), share)
+        for stage, buffer in enumerate(buffers)
+        for rank, held in enumerate(buffer.held)
+    ]
+    step, slowest = max(ranks, key=lambda rank: rank[0])
     return PhaseTime(
         block=block,
         pipeline=pipeline,
-        optimizer=_step_seconds(recipe, held),
-        reductions=_reduction_seconds(recipe, max(buffer.size for buffer in buffers)),
+        optimizer=step,
+        orthogonalization=_orthogonalization_seconds(recipe, slowest),
+        reductions=max(
+            _reduction_seconds(recipe, buffer.size, matrix_share(recipe, stage, block, 0).messages)
+            for stage, buffer in enumerate(buffers)
+        ),
         bubble=bubble,
     )
 
@@ -123,7 +135,7 @@ def _costs(recipe: Recipe, shape: PlanShape, block: int) -> ActionCosts:
     layer, head = layer_pass(recipe).seconds(recipe), head_pass(recipe).seconds(recipe)
     forward, backward = [], []
     for stage in range(shape.num_stages):
-        num_active, num_inputs = cut.active[stage][block], cut.after_prefix[stage][block]
+        num_active, num_inputs = cut.weight_gradient[stage][block], cut.after_prefix[stage][block]
         recomputed = num_inputs if recipe.recompute == "full" else 0
         forward.append(cut.layers[stage] * layer)
         backward.append((num_inputs + num_active + recomputed) * layer)
@@ -176,20 +188,26 @@ def _with_microbatches(shape: PlanShape, number: int) -> PlanShape:
     return replace(shape, num_microbatches=number, done_ahead=ahead, run_ahead=ahead)
 
 
-def _step_seconds(recipe: Recipe, held: int) -> float:
-    """The optimizer step on the parameters whose state a rank holds."""
-    traffic = 4 * _ADAM_PASSES * held
+def _step_seconds(recipe: Recipe, held: int, share: MatrixShare) -> float:
+    """Adam's step on the parameters whose state a rank holds, then that of its matrices."""
+    traffic = 4 * _ADAM_PASSES * held + share.traffic
     if recipe.method == "offload":
         return traffic / (1e9 * recipe.cluster.host_gb_per_s)
-    return traffic / recipe.cluster.bytes_per_s
+    return traffic / recipe.cluster.bytes_per_s + _orthogonalization_seconds(recipe, share)
 
 
-def _reduction_seconds(recipe: Recipe, size: int) -> float:
-    """Reduce-scatter of the gradients and all-gather of the weights, without overlap."""
+def _orthogonalization_seconds(recipe: Recipe, share: MatrixShare) -> float:
+    """In bf16, whatever the precision of the run."""
+    return share.orthogonalization / recipe.cluster.flops_per_s("bf16")
+
+
+def _reduction_seconds(recipe: Recipe, size: int, messages: int) -> float:
+    """Reduce-scatter of the gradients and all-gather of the weights, without overlap; ``messages`` passes each rank
+    whole, as in a chain of ranks."""
     ranks = recipe.data_size
     if ranks == 1:
         return 0.0
     budget, cluster = state_budget(precision=recipe.precision), recipe.cluster
     # ranks of one stage are neighbours
     speed = cluster.link_gb_per_s if ranks <= recipe.gpus_per_node else cluster.network_gb_per_s
-    return (budget.gradient + budget.weight) * size * (ranks - 1) / ranks / (1e9 * speed)
+    return ((budget.gradient + budget.weight) * size * (ranks - 1) / ranks + messages) / (1e9 * speed)

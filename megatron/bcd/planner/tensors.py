@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import lcm
+from math import lcm, prod
 
-from megatron.bcd.blocks.ownership import ownership
+from megatron.bcd.blocks.ownership import Ownership, ownership
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.planner.cost import ModelShape
 
 _PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
 """Alignment, in elements, of parameters and of bucket ends in Megatron Core's buffers with distributed optimizer."""
+
+_NameAndParts = tuple[str, tuple[tuple[int, int], ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +24,19 @@ class Tensor:
     """GPTModel's, with local layers."""
     size: int
     """Elements."""
-    block: int | None
-    """The block that owns it; None with --bcd-num-blocks 0."""
     is_shared: bool = False
     """The embedding with a copy on another stage, or that copy: Megatron Core gives it a separate bucket."""
+    owned: Ownership | None = None
+    parts: tuple[tuple[int, int], ...] = ()
+    """Of a matrix of a layer: rows and columns of what is orthogonalised apart (queries, keys, values)."""
+
+    def is_active(self, block: int) -> bool:
+        """Whether it is updated with optimizer state in the block's phase."""
+        return self.owned is not None and self.owned.is_active(block)
+
+    def is_resting(self, block: int) -> bool:
+        """Whether it is updated without optimizer state in the block's phase."""
+        return self.owned is not None and self.owned.is_resting(block)
 
 
 def stage_tensors(shape: ModelShape, partition: Partition, stage: int, *, padded_vocabulary: int) -> tuple[Tensor, ...]:
@@ -34,48 +45,50 @@ def stage_tensors(shape: ModelShape, partition: Partition, stage: int, *, padded
     return tuple(
         Tensor(
             name=name,
-            size=size,
-            block=ownership(name, partition=partition, stage=stage).block,
+            size=sum(prod(part) for part in parts),
             is_shared=has_copy and name in ("embedding.word_embeddings.weight", "output_layer.weight"),
+            owned=(owned := ownership(name, partition=partition, stage=stage)),
+            parts=parts if owned.is_matrix else (),
         )
-        for name, size in _names_and_sizes(shape, partition, stage, padded_vocabulary)
+        for name, parts in _names_and_parts(shape, partition, stage, padded_vocabulary)
     )
 
 
-def _names_and_sizes(shape: ModelShape, partition: Partition, stage: int, vocabulary: int) -> Iterator[tuple[str, int]]:
+def _names_and_parts(shape: ModelShape, partition: Partition, stage: int, vocabulary: int) -> Iterator[_NameAndParts]:
+    """Names, and rows and columns of their parts; one row for a vector."""
     hidden, last = shape.hidden_size, partition.num_stages - 1
     if stage == 0:
-        yield "embedding.word_embeddings.weight", vocabulary * hidden
+        yield "embedding.word_embeddings.weight", ((vocabulary, hidden),)
         if shape.num_positions:
-            yield "embedding.position_embeddings.weight", shape.num_positions * hidden
+            yield "embedding.position_embeddings.weight", ((shape.num_positions, hidden),)
     for index in range(len(partition.stage_layers(stage))):
-        for name, size in _layer(shape):
-            yield f"decoder.layers.{index}.{name}", size
+        for name, parts in _layer(shape):
+            yield f"decoder.layers.{index}.{name}", parts
     if stage == last:
         for part in ("weight", "bias") if shape.biases else ("weight",):
-            yield f"decoder.final_layernorm.{part}", hidden
+            yield f"decoder.final_layernorm.{part}", ((1, hidden),)
         if not shape.tied or last > 0:  # on a single stage a tied head is the embedding itself
-            yield "output_layer.weight", vocabulary * hidden
+            yield "output_layer.weight", ((vocabulary, hidden),)
 
 
-def _layer(shape: ModelShape) -> Iterator[tuple[str, int]]:
-    """Names and sizes (elements) of one layer's parameters."""
+def _layer(shape: ModelShape) -> Iterator[_NameAndParts]:
+    """The same of one layer."""
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
     inner = (2 if shape.gated else 1) * ffn
     matrices = (
-        ("self_attention.linear_proj", shape.query_size, hidden),
-        ("self_attention.linear_qkv", hidden, shape.query_size + 2 * shape.key_value_size),
-        ("mlp.linear_fc1", hidden, inner),
-        ("mlp.linear_fc2", ffn, hidden),
+        ("self_attention.linear_proj", shape.query_size, (hidden,)),
+        ("self_attention.linear_qkv", hidden, (shape.query_size, shape.key_value_size, shape.key_value_size)),
+        ("mlp.linear_fc1", hidden, (inner,)),
+        ("mlp.linear_fc2", ffn, (hidden,)),
     )
     for norm, following in (("input_layernorm", matrices[:2]), ("pre_mlp_layernorm", matrices[2:])):
-        yield f"{norm}.weight", hidden
+        yield f"{norm}.weight", ((1, hidden),)
         if shape.biases:
-            yield f"{norm}.bias", hidden
+            yield f"{norm}.bias", ((1, hidden),)
         for name, inputs, outputs in following:
-            yield f"{name}.weight", inputs * outputs
+            yield f"{name}.weight", tuple((rows, inputs) for rows in outputs)
             if shape.biases:
-                yield f"{name}.bias", outputs
+                yield f"{name}.bias", ((1, sum(outputs)),)
 
 
 @dataclass(frozen=True, kw_only=True)
