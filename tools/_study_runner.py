@@ -41,19 +41,34 @@ class Started:
 class Runner:
     """Runs what a study needs; results of earlier starts count."""
 
-    def __init__(self, commands: Commands, *, jobs: int, only: str, prefix: str, commit: str) -> None:
-        """`prefix` is put before each command, such as "nice -n 10"."""
+    def __init__(
+        self,
+        commands: Commands,
+        *,
+        jobs: int,
+        only: str,
+        prefix: str,
+        commit: str,
+        published: Callable[[Run], Result | None] = lambda run: None,
+    ) -> None:
+        """`prefix` is put before each command, such as "nice -n 10". Runs that `published` has with the same command
+        are not repeated."""
         self.commands = commands
         self.study = commands.study
         self._jobs, self._only, self._prefix, self._commit = jobs, only, shlex.split(prefix), commit
+        self._published = published
         self._results: dict[Run, Result | None] = {}
         self._running: list[Started] = []
 
     def lookup(self, run: Run) -> Result | None:
         """A run's result; a failure of this start counts as one."""
         if self._results.get(run) is None:
-            self._results[run] = self.commands.stored(run)
+            self._results[run] = self.commands.stored(run) or self._published_result(run)
         return self._results[run]
+
+    def _published_result(self, run: Run) -> Result | None:
+        result = self._published(run)
+        return result if result is not None and result.command == self.commands.shown(run) else None
 
     def todo(self) -> list[Run]:
         """What could be started now."""

@@ -118,6 +118,10 @@ class Commands:
         words = (run.model.name, run.data.name, run.method.name, f"lr{run.lr:g}", f"seed{run.seed}", f"x{run.budget:g}")
         return self._folder / "-".join((*words, digest))
 
+    def shown(self, run: Run) -> str:
+        """The command for people, without what depends on the machine."""
+        return " ".join(["python", *self.words(run)])
+
     def argv(self, run: Run) -> list[str]:
         """What is started, in the project's root."""
         folder = self.folder(run)
@@ -155,8 +159,7 @@ class Commands:
             lines = [json.loads(line) for line in file]
         log = (folder / LOG_FILE).read_text(encoding="utf-8", errors="replace")
         measured = summarise(lines, metric=self.study.metric, num_parameters=_parameters_in(log))
-        command = " ".join(["python", *self.words(run)])
-        return Result(**self._head(run), **measured, minutes=minutes, command=command, commit=commit)
+        return Result(**self._head(run), **measured, minutes=minutes, command=self.shown(run), commit=commit)
 
     def _head(self, run: Run) -> dict[str, Any]:
         names = {"model": run.model.name, "data": run.data.name, "method": run.method.name}

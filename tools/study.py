@@ -56,6 +56,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--list", action="store_true", help="print what is to be run, and end")
     add("--report-only", action="store_true", help="run nothing: table and pictures of what has finished")
     add("--redraw", action="store_true", help="run nothing: table and pictures of the results in studies/")
+    add("--keep-published", action="store_true", help="do not repeat runs whose results are in studies/")
     add("--publish", action="store_true", help="write results to studies/ and docs/images/ too")
     return parser.parse_args(argv)
 
@@ -81,7 +82,14 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.redraw:
         texts = prepare(study, data_folder=arguments.data.resolve(), folder=folder.parent / "texts")
     commands = Commands(study, texts, data_folder=arguments.data.resolve(), folder=folder)
-    runner = Runner(commands, jobs=study.jobs, only=arguments.only, prefix=arguments.prefix, commit=_commit())
+    runner = Runner(
+        commands,
+        jobs=study.jobs,
+        only=arguments.only,
+        prefix=arguments.prefix,
+        commit=_commit(),
+        **({"published": published_lookup(study.name)} if arguments.keep_published else {}),
+    )
     if arguments.list:
         todo = runner.todo()
         for one in todo:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import _study_report
 import pytest
 import study as tool
 import yaml
@@ -361,3 +362,24 @@ def test_arithmetic(flags: str, expected: float | None) -> None:
     batch = "--micro-batch-size 2 --global-batch-size 4 --train-iters 1 --lr 1e-3 --tokenizer-type ByteLevelTokenizer"
     found = of_flags("gpt", f"{shape} {batch} {flags}".split())
     assert found == pytest.approx(expected) if expected is not None else found is None
+
+
+def test_published_runs_are_kept_if_their_command_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A result of other flags that stands for a run which was never done; runs that are done again elsewhere."""
+    path = written(tmp_path, study_of(tmp_path))
+    tool.main([str(path), "--output", str(tmp_path / "first")])
+    monkeypatch.setattr(_study_report, "PUBLISHED", tmp_path / "first" / "small")
+    (tmp_path / "first" / "small" / "results.json").rename(tmp_path / "first" / "small" / "small.json")
+    again = [str(path), "--output", str(tmp_path / "second"), "--keep-published", "--list"]
+
+    def num_runs() -> int:
+        capsys.readouterr()
+        assert tool.main(again) == 0
+        return len(capsys.readouterr().out.splitlines()) - 1
+
+    assert num_runs() == 0
+    content = path.read_text(encoding="utf-8")
+    path.write_text(content.replace("--gain 0.5", "--gain 0.6"), encoding="utf-8")
+    assert content.count("--gain 0.5") and num_runs() > 0
