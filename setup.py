@@ -42,6 +42,7 @@ setup(
         "megatron-core==0.16.*",
         "numpy",
         "psutil",
+        "pyyaml",
         "rich>=13",
         "safetensors",
         "sentencepiece",

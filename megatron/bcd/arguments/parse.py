@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from megatron.bcd.arguments import flag_groups, megatron_flags, unsupported_flags
+from megatron.bcd.arguments import dry_run, flag_groups, megatron_flags, unsupported_flags
 from megatron.bcd.arguments.derive import derive_values, derived_core_fields
 from megatron.bcd.arguments.flags import CORE_SECTIONS, OWN_SECTIONS, Flag, generate_flags
 from megatron.bcd.arguments.refusals import RefusedFlags, refusal
@@ -114,7 +114,14 @@ def _parser(prog: str, flags: Iterable[Flag]) -> _Parser:
         _add_flag(groups[flag.group], flag)
     for row in unsupported_flags.COMPATIBLE_FLAGS:
         _add_compatible_flag(groups[flag_groups.COMPATIBILITY], row)
-    parser.add_argument_group("help").add_argument("-h", "--help", action="help", help="show this text and exit")
+    last = parser.add_argument_group("help")
+    last.add_argument("-h", "--help", action="help", help="show this text and exit")
+    common: dict[str, Any] = {"action": "store_true", "default": argparse.SUPPRESS}
+    last.add_argument("--dry-run", help="check the flags, print what would run, and exit", **common)
+    last.add_argument(
+        "--dry-run-world-size", type=int, default=argparse.SUPPRESS, metavar="N", help="as on N ranks, without torchrun"
+    )
+    last.add_argument("--print-config", help="check the flags, print all settings as YAML, and exit", **common)
     return parser
 
 
@@ -152,7 +159,9 @@ def _parse(argv: Sequence[str], parser: _Parser) -> tuple[dict[str, Any], dict[s
             continue
         values |= vars(namespace)
         if rest:
-            problems[name] = f"unexpected argument {rest[0]!r}: every value belongs to a flag that starts with --"
+            problems[name] = (
+                f"unexpected argument {rest[0]!r} after {name}: every value belongs to a flag that starts with --"
+            )
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}, problems
 
 
@@ -240,14 +249,30 @@ def read_command_line(
 
     Raises:
         ValueError: one line that names the flags, what is wrong and what would be right.
-        SystemExit: code 0, after ``--help``.
+        SystemExit: code 0, after ``--help``; 0 or 2 after ``--dry-run``, which prints every problem on its own line.
     """
     if world_size is None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
     flags = generate_flags(defaults)
     given, problems = _parse(sys.argv[1:] if argv is None else argv, _parser(prog, flags))
-    config = _checked(flags, given, problems, world_size=world_size, writes=True)
-    return CommandLine(config=config, notes=_notes(given, config))
+    is_dry = not {"dry_run", "dry_run_world_size", "print_config"}.isdisjoint(given)
+    world_size = given.get("dry_run_world_size", world_size)
+    if world_size < 1:
+        problems["--dry-run-world-size"] = f"--dry-run-world-size {world_size}: must be at least 1"
+    try:
+        config = _checked(flags, given, problems, world_size=world_size, writes=not is_dry)
+    except RefusedFlags as error:
+        if not is_dry:
+            raise
+        dry_run.leave(2, [f"{prog}: error: {text}" for text in error.problems])
+    notes = _notes(given, config)
+    if is_dry:
+        is_yaml = "print_config" in given
+        lines = (
+            dry_run.config_lines(config) if is_yaml else dry_run.plan_lines(config, world_size=world_size, notes=notes)
+        )
+        dry_run.leave(0, lines)
+    return CommandLine(config=config, notes=notes)
 
 
 def parse_run_config(

@@ -58,7 +58,7 @@ def find_problems(
         lambda: validate_training.check_weight_decay(run, given),
         lambda: validate_training.check_data(run),
         lambda: validate_training.check_checkpoints(run),
-        lambda: validate_model.check_core_accepts(config),
+        lambda: None if problems else validate_model.check_core_accepts(config),  # would say the same less clearly
     ]
     if writes:
         rules.append(lambda: validate_training.check_outputs(run))

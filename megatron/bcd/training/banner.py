@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.bcd.blocks.ownership import Ownership, ownership
+from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.blocks.schedule import BlockSchedule
 from megatron.bcd.blocks.subsets import PhaseSubset
@@ -23,6 +22,7 @@ from megatron.bcd.model.implementation import Implementation
 from megatron.bcd.model.transformer_config import describe_activation
 from megatron.bcd.pipeline.build import default_run_ahead
 from megatron.bcd.planner import cost
+from megatron.bcd.planner.run_state import offload_fraction, phase_counts, state_bytes
 from megatron.bcd.runtime import collectives
 
 
@@ -50,8 +50,6 @@ def summarize(
     )
     tied_copy = next(rank["tied_copy"] for rank in one_replica if rank["stage"] == partition.num_stages - 1)
     num_parameters = sum(rank["num_parameters"] for rank in one_replica)
-    state_bytes = functools.partial(_state_bytes, config)
-
     return RunSummary(
         model=_describe_model(config, unwrap_model(model).config, vocab_size, padded_vocab_size),
         parallel=f"pipeline {config.pipeline_size} x tensor {config.tensor_size} x data {data_size}, "
@@ -64,7 +62,7 @@ def summarize(
                 layers=partition.describe_layers(block.index),
                 extras=", ".join(partition.describe_extras(block.index)),
                 share=sum(_num_active(rank["counts"][block.index]) for rank in one_replica) / num_parameters,
-                model_state_bytes=tuple(state_bytes(rank, rank["counts"][block.index]) for rank in ranks),
+                model_state_bytes=tuple(_state_bytes(config, rank, block.index) for rank in ranks),
             )
             for block in partition.blocks
         ),
@@ -85,39 +83,13 @@ def summarize(
     )
 
 
-def _state_bytes(config: RunConfig, rank: dict[str, Any], counts: dict[str, int]) -> int:
-    """Estimated model state of a rank in a phase, by `_phase_counts`."""
-    data_size, bcd = parallel_state.get_data_parallel_world_size(), config.bcd
-    resting = cost.matrix_state_bytes(
-        num_matrix=counts["matrices"],
-        num_stepped=counts["resting"],
-        grad_dtype=bcd.bcd_resting_grad_dtype,
-        precision=config.precision,
-        data_parallel_size=data_size,
-    )
-    muon = cost.matrix_state_bytes(
-        num_matrix=counts["muon"],
-        num_stepped=counts["muon"],
-        grad_dtype=bcd.muon_grad_dtype,
-        momentum_dtype=bcd.muon_momentum_dtype,
-        precision=config.precision,
-        data_parallel_size=data_size,
-    )
-    return (
-        resting
-        + muon
-        + cost.model_state_bytes(
-            num_parameters=rank["num_parameters"],
-            num_active=counts["adam"],
-            precision=config.precision,
-            optimizer=config.optimizer.optimizer,
-            sgd_momentum=config.optimizer.sgd_momentum != 0.0,
-            adam_moments_dtype=config.training.adam_moments_dtype,
-            gradients_in_fp32=config.ddp.grad_reduce_in_fp32,
-            data_parallel_size=data_size,
-            distributed_optimizer=config.training.use_distributed_optimizer,
-            offload_fraction=_offload_fraction(config),
-        )
+def _state_bytes(config: RunConfig, rank: dict[str, Any], block: int) -> int:
+    """Estimated model state of a rank in a phase."""
+    return state_bytes(
+        config,
+        num_parameters=rank["num_parameters"],
+        counts=rank["counts"][block],
+        data_size=parallel_state.get_data_parallel_world_size(),
     )
 
 
@@ -132,23 +104,8 @@ def _full_state_bytes(config: RunConfig, rank: dict[str, Any]) -> int:
         gradients_in_fp32=config.ddp.grad_reduce_in_fp32,
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
         distributed_optimizer=config.training.use_distributed_optimizer,
-        offload_fraction=_offload_fraction(config),
+        offload_fraction=offload_fraction(config),
     )
-
-
-def _phase_counts(
-    sizes: Mapping[str, int], owned: Mapping[str, Ownership], block: int, *, is_muon: bool
-) -> dict[str, int]:
-    """Parameters of this rank in a phase, by what steps them: Megatron Core's optimizer, Muon, or a rule without state;
-    and matrices that rest now or in another phase."""
-    counts = dict.fromkeys(("adam", "muon", "resting", "matrices"), 0)
-    for name, one in owned.items():
-        if one.is_active(block):
-            counts["muon" if is_muon and one.is_matrix else "adam"] += sizes[name]
-            continue
-        counts["resting"] += sizes[name] * one.is_resting(block)
-        counts["matrices"] += sizes[name] * bool(one.resting_in)
-    return counts
 
 
 def _num_active(counts: Mapping[str, int]) -> int:
@@ -174,7 +131,7 @@ def _this_rank(partition: Partition, model: torch.nn.Module, *, is_muon: bool) -
         "tied_copy": 0
         if tied_copy is None
         else tied_copy.numel() * parallel_state.get_tensor_model_parallel_world_size(),
-        "counts": [_phase_counts(sizes, owned, block.index, is_muon=is_muon) for block in partition.blocks],
+        "counts": [phase_counts(sizes, owned, block.index, is_muon=is_muon) for block in partition.blocks],
     }
 
 
@@ -254,15 +211,8 @@ def _describe_kept_state(
     return (f"kept in host memory between phases: {' and '.join(kept)}, {max(bytes_by_rank):,} bytes per rank",)
 
 
-def _offload_fraction(config: RunConfig) -> float:
-    """Share of the optimizer state in host memory."""
-    if not config.optimizer.optimizer_cpu_offload:
-        return 0.0
-    return config.optimizer.optimizer_offload_fraction
-
-
 def _describe_offload(config: RunConfig, num_parameters: int, data_size: int) -> tuple[str, ...]:
-    fraction = _offload_fraction(config)
+    fraction = offload_fraction(config)
     if not fraction or config.training.skip_train:
         return ()
     held = math.ceil(cost.OFFLOADED_BYTES * fraction * num_parameters / data_size)

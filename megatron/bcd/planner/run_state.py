@@ -1,0 +1,135 @@
+"""Model state of a run in bytes, from its configuration. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from megatron.bcd.blocks.ownership import Ownership, ownership
+from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.config import RunConfig
+from megatron.bcd.planner import cost
+from megatron.bcd.planner.tensors import stage_tensors
+
+_SHARED_BY_TENSOR_RANKS = (
+    "word_embeddings.weight",
+    "output_layer.weight",
+    "linear_qkv.weight",
+    "linear_qkv.bias",
+    "linear_fc1.weight",
+    "linear_fc1.bias",
+    "linear_proj.weight",
+    "linear_fc2.weight",
+)
+"""Ends of the names of parameters of which each tensor-parallel rank holds a slice; it holds all of the others."""
+
+
+def phase_counts(
+    sizes: Mapping[str, int], owned: Mapping[str, Ownership], block: int, *, is_muon: bool
+) -> dict[str, int]:
+    """Parameters of a rank in a phase, by what steps them: Megatron Core's optimizer, Muon, or a rule without state;
+    and matrices that rest now or in another phase."""
+    counts = dict.fromkeys(("adam", "muon", "resting", "matrices"), 0)
+    for name, one in owned.items():
+        if one.is_active(block):
+            counts["muon" if is_muon and one.is_matrix else "adam"] += sizes[name]
+            continue
+        counts["resting"] += sizes[name] * one.is_resting(block)
+        counts["matrices"] += sizes[name] * bool(one.resting_in)
+    return counts
+
+
+def offload_fraction(config: RunConfig) -> float:
+    """Share of the optimizer state in host memory."""
+    if not config.optimizer.optimizer_cpu_offload:
+        return 0.0
+    return config.optimizer.optimizer_offload_fraction
+
+
+def state_bytes(config: RunConfig, *, num_parameters: int, counts: Mapping[str, int], data_size: int) -> int:
+    """Model state in bytes of a rank with ``num_parameters`` in a phase with these `phase_counts`."""
+    bcd = config.bcd
+    resting = cost.matrix_state_bytes(
+        num_matrix=counts["matrices"],
+        num_stepped=counts["resting"],
+        grad_dtype=bcd.bcd_resting_grad_dtype,
+        precision=config.precision,
+        data_parallel_size=data_size,
+    )
+    muon = cost.matrix_state_bytes(
+        num_matrix=counts["muon"],
+        num_stepped=counts["muon"],
+        grad_dtype=bcd.muon_grad_dtype,
+        momentum_dtype=bcd.muon_momentum_dtype,
+        precision=config.precision,
+        data_parallel_size=data_size,
+    )
+    return (
+        resting
+        + muon
+        + cost.model_state_bytes(
+            num_parameters=num_parameters,
+            num_active=counts["adam"],
+            precision=config.precision,
+            optimizer=config.optimizer.optimizer,
+            sgd_momentum=config.optimizer.sgd_momentum != 0.0,
+            adam_moments_dtype=config.training.adam_moments_dtype,
+            gradients_in_fp32=config.ddp.grad_reduce_in_fp32,
+            data_parallel_size=data_size,
+            distributed_optimizer=config.training.use_distributed_optimizer,
+            offload_fraction=offload_fraction(config),
+        )
+    )
+
+
+def shape_of(config: RunConfig, *, vocab_size: int) -> cost.ModelShape:
+    """Sizes of the model. Norms of queries and keys, a few numbers per layer, are left out."""
+    fields = config.transformer
+    hidden, heads = config.hidden_size, int(fields["num_attention_heads"])
+    channels = fields.get("kv_channels") or hidden // heads
+    return cost.ModelShape(
+        num_layers=config.num_layers,
+        hidden_size=hidden,
+        ffn_hidden_size=fields.get("ffn_hidden_size") or 4 * hidden,
+        vocab_size=vocab_size,
+        num_positions=config.model.max_position_embeddings
+        if config.model.position_embedding_type == "learned_absolute"
+        else 0,
+        tied=config.tied,
+        biases=bool(fields["add_bias_linear"]),
+        gated=config.model.swiglu,
+        query_size=heads * channels,
+        key_value_size=(fields.get("num_query_groups") or heads) * channels,
+    )
+
+
+def stage_state(
+    config: RunConfig, partition: Partition, *, vocab_size: int, data_size: int
+) -> Iterator[tuple[int, int]]:
+    """(parameters, largest model state in bytes of any phase) of a rank of each pipeline stage.
+
+    From formulas, without buffer padding; ``vocab_size`` is the tokenizer's.
+    """
+    multiple = config.model.make_vocab_size_divisible_by * config.tensor_size
+    shape, padded = shape_of(config, vocab_size=vocab_size), -(-vocab_size // multiple) * multiple
+    is_muon = config.optimizer.optimizer == "muon"
+    for stage in range(partition.num_stages):
+        sizes = {
+            tensor.name: -(-tensor.size // config.tensor_size)
+            if tensor.name.endswith(_SHARED_BY_TENSOR_RANKS)
+            else tensor.size
+            for tensor in stage_tensors(shape, partition, stage, padded_vocabulary=padded)
+        }
+        owned = {name: ownership(name, partition=partition, stage=stage) for name in sizes}
+        total = sum(sizes.values())
+        yield (
+            total,
+            max(
+                state_bytes(
+                    config,
+                    num_parameters=total,
+                    counts=phase_counts(sizes, owned, block.index, is_muon=is_muon),
+                    data_size=data_size,
+                )
+                for block in partition.blocks
+            ),
+        )

@@ -1,0 +1,98 @@
+"""--dry-run: what it prints, what it does without, all refusals, and the recipes of stock Megatron-LM that pass."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+from support.command_line import BASE, PROG
+
+from megatron.bcd.arguments import read_command_line
+
+RECIPES = Path(__file__).parents[3] / "shared" / "recipes"
+WORDS = [word for pair in BASE.items() for word in pair]
+PASSING = {"published": 7, "stock_functional": 13}
+"""Recipes that pass with three blocks; of 16 and 62."""
+
+
+def dry_run(*words: str, ranks: int) -> int:
+    """The exit code of a dry run."""
+    with pytest.raises(SystemExit) as left:
+        read_command_line([*words, "--dry-run", "--dry-run-world-size", str(ranks)], prog=PROG)
+    assert isinstance(left.value.code, int)
+    return left.value.code
+
+
+def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """Would expose planned numbers of another layout: parameters of a tensor-parallel rank by the closed formula."""
+    assert dry_run(*WORDS, "--tensor-model-parallel-size", "2", "--log-params-norm", ranks=4) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("4 ranks: pipeline 1 x tensor 2 x data 2, fp32; 4 sequences per step\n")
+    assert "block 0: layers 0-1, embedding\n" in text and "block 2: layers 4-5, final norm\n" in text
+    assert text.endswith("accepted without effect: --log-params-norm\n")
+    hidden, padded, positions = 64, 512, 32  # 257 bytes, padded to a multiple of 128 x 2
+    sliced = 12 * hidden**2 + 3 * hidden + 4 * hidden
+    layer = sliced // 2 + 6 * hidden  # whole: two biases, and weight and bias of two norms
+    embedding = padded // 2 * hidden + positions * hidden
+    parameters = 6 * layer + embedding + 2 * hidden
+    active = 2 * layer + embedding
+    state = 4 * parameters + 4 * active + 8 * active // 2  # Adam's moments over two data-parallel ranks
+    assert f"(2 of block 0, 2 of block 1, 2 of block 2), {parameters:,} parameters, {state:,} bytes" in text
+
+
+def test_needs_no_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Would expose a dry run that reads tokenizer or data, or creates a folder."""
+    absent = str(tmp_path / "absent")
+    words = [*WORDS, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", absent, "--data-path", absent]
+    assert dry_run(*words, "--load", absent, "--save", absent, "--tensorboard-dir", "/proc/absent", ranks=1) == 0
+    assert "without embedding and output head" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_all_refusals(capsys: pytest.CaptureFixture[str]) -> None:
+    """Would expose a refusal that is left out, without a reason, or printed to stdout."""
+    assert dry_run(*WORDS, "--num-experts", "8", "--foo", "--fp16", "--bf16", "--min-lr", "1", ranks=3) == 2
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == "" and all(line.startswith(f"{PROG}: error: ") for line in lines)
+    named = ("--num-experts is a Megatron-LM", "unknown flag --foo", "--fp16 and --bf16", "--min-lr 1.0: must be")
+    assert [name in line for name, line in zip(named, lines, strict=True)] == [True] * 4
+
+
+@pytest.mark.parametrize("ranks", ["0", "-3"])
+def test_world_size(ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Would expose a world size without ranks that ends in a traceback."""
+    assert dry_run(*WORDS, ranks=int(ranks)) == 2
+    assert f"--dry-run-world-size {ranks}: must be at least 1" in capsys.readouterr().err
+
+
+def test_config_is_yaml(capsys: pytest.CaptureFixture[str]) -> None:
+    """Would expose a value that YAML cannot write, or one from before it was resolved."""
+    with pytest.raises(SystemExit) as left:
+        read_command_line([*WORDS, "--swiglu", "--print-config"], prog=PROG, world_size=8)
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert left.value.code == 0
+    assert printed["transformer"]["ffn_hidden_size"] == 128 and printed["training"]["global_batch_size"] == 16
+
+
+@pytest.mark.parametrize("kind", PASSING)
+def test_stock_recipes(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Would expose a harmless flag of a published recipe that is refused, or a refusal without a reason."""
+    file = RECIPES / f"{kind}.json"
+    if not file.exists():
+        pytest.skip(f"{file.name} is not beside the repository")
+    reasons: Counter[str] = Counter()
+    passing, verdicts = 0, []
+    for recipe in json.loads(file.read_text()):
+        code = dry_run(*recipe["flags"], "--bcd-num-blocks", "3", ranks=recipe["world_size"])
+        error = capsys.readouterr().err
+        passing += code == 0
+        reasons.update(line.removeprefix(f"{PROG}: error: ") for line in error.splitlines())
+        verdicts.append(f"{recipe['name']}: {error or 'passes'}")
+        assert code in (0, 2) and (code == 0) == (not error), recipe["name"]
+        assert "(--help lists" not in error, error
+    print("\n".join(verdicts))  # pytest -rP shows it
+    assert passing == PASSING[kind], reasons.most_common()
