@@ -232,8 +232,11 @@ _RESUMED = (
         name="evaluate-only",
         about="trained, then evaluated with --skip-train and --finetune",
         starts=(
-            Start(flags=f"{DATA} {NO_DROPOUT} --bcd-steps-per-block 2 --train-iters 5"),
-            Start(flags=f"{DATA} {NO_DROPOUT} {LOAD} --finetune --skip-train --metrics-file {{folder}}/metrics.jsonl"),
+            Start(
+                flags=f"{DATA} {NO_DROPOUT} --bcd-steps-per-block 2 --train-iters 5 "
+                "--metrics-file {folder}/training.jsonl"
+            ),
+            Start(flags=f"{DATA} {NO_DROPOUT} {LOAD} --finetune --skip-train"),
         ),
     ),
 )

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-IGNORED_FIELDS = frozenset({"step_time_ms", "switch_time_ms", "tokens_per_second", "peak_memory_bytes"})
+IGNORED_FIELDS = frozenset({"step_time_ms", "switch_time_ms", "tokens_per_second", "peak_memory_bytes", "run"})
 """Fields of a metrics file that differ from one run to the next: times, and memory that the allocator or the
-operating system counts. Everything else is compared, fields that are added later too."""
+operating system counts; and the run's name, which depends on the flags that a version has. Everything else is compared,
+fields that are added later too."""
 ABSENT = "absent"
 LATEST = "latest_checkpointed_iteration.txt"
 

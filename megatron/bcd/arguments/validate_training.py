@@ -151,6 +151,8 @@ def _check_blend(flag: str, words: tuple[str, ...] | None) -> None:
 def check_checkpoints(run: Run) -> None:
     refuse_unless(run.save_interval is None or run.save, "--save-interval needs --save")
     refuse_unless(not run.finetune or run.load, "--finetune needs --load")
+    refuse_unless(not run.exit_on_missing_checkpoint or run.load, "--exit-on-missing-checkpoint needs --load")
+    refuse_unless(not run.overwrite_checkpoints or run.save, "--overwrite-checkpoints needs --save")
     refuse_unless(not run.async_save or run.save, "--async-save needs --save")
     refuse_unless(run.keep_last_checkpoints is None or run.save, "--keep-last-checkpoints needs --save")
     refuse_unless(

@@ -33,6 +33,7 @@ from megatron.bcd.runtime import atomic_io
 
 TRACKER = "latest_checkpointed_iteration.txt"
 CHECKSUMS = "checksums.json"
+OTHER_FILES = "other files"
 
 _INCOMPLETE, _REPLACED, _REMOVED = ".incomplete", ".replaced", ".removed"
 _PIECE_BYTES = 8 * 2**20
@@ -136,6 +137,14 @@ def prune(root: str, keep: int) -> list[int]:
     return old
 
 
+def clear(root: str) -> None:
+    """Delete the tracker and all complete checkpoints; see `prune` for those of other programs."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(os.path.join(root, TRACKER))
+    for iteration in _complete(root):
+        _remove(iteration_folder(root, iteration))
+
+
 def clean_leftovers(root: str) -> list[str]:
     """Clean up after a killed job. The caller holds the lock of `root` and writes no checkpoint.
 
@@ -187,6 +196,19 @@ def candidates(root: str) -> list[int]:
         return newest_first
     first = [named] if os.path.isdir(iteration_folder(root, named)) else []
     return first + [iteration for iteration in newest_first if iteration < named]
+
+
+def other_contents(root: str) -> str | None:
+    """What a folder without checkpoints holds, for a message; None if it holds nothing, or what a killed job leaves."""
+    try:
+        names = {name for name in os.listdir(root) if not name.startswith((".", "iter_"))} - {TRACKER + ".new"}
+    except FileNotFoundError:
+        return None
+    if {CHECKSUMS, "metadata.json"} & names:
+        return "is itself one: give the folder that it is in"
+    if "config.json" in names and any(name.endswith((".safetensors", ".bin", ".index.json")) for name in names):
+        return "a model in Hugging Face's format: convert it to a distributed checkpoint of Megatron Core"
+    return OTHER_FILES if names else None
 
 
 def is_foreign(folder: str) -> bool:

@@ -70,7 +70,8 @@ def find(config: RunConfig) -> Source | None:
     """The newest valid checkpoint below --load; None if there is none. A collective: all ranks share the reading.
 
     Raises:
-        ValueError: there are checkpoints but none is valid; or the newest valid one has another format version or
+        ValueError: there is none, and the run needs one or the folder holds something else; there are checkpoints but
+            none is valid; or the newest valid one has another format version or
             another network; or another program wrote it and neither --finetune nor --skip-train is given.
     """
     root = config.checkpoint.load
@@ -88,6 +89,7 @@ def find(config: RunConfig) -> Source | None:
         messages.append(f"skipped a damaged checkpoint: {damage}")
     if messages:
         raise ValueError(f"--load {root}: it has no valid checkpoint; {'; '.join(messages)}")
+    _on_rank_0(lambda: _check_may_start_anew(config, root))
     return None
 
 
@@ -111,6 +113,24 @@ def _candidates(root: str) -> tuple[list[int], str | None]:
     if problem and not iterations:
         raise ValueError(f"{problem}, and there is no other checkpoint; give a folder that has one")
     return iterations, problem
+
+
+def _check_may_start_anew(config: RunConfig, root: str) -> None:
+    """Whether a run whose --load holds no checkpoint may begin with new weights.
+
+    Raises:
+        ValueError: it may not.
+    """
+    checkpoint, folder = config.checkpoint, f"--load {root}: holds no checkpoint"
+    kind = layout.other_contents(root)
+    if kind is not None and kind != layout.OTHER_FILES:
+        raise ValueError(f"{folder} of this program, but {kind}")
+    for flag in ("finetune", "skip_train", "exit_on_missing_checkpoint"):
+        if getattr(config.training if flag == "skip_train" else checkpoint, flag):
+            raise ValueError(f"{folder}, and --{flag.replace('_', '-')} needs one; give the folder of --save of a run")
+    is_own = checkpoint.save is not None and os.path.realpath(checkpoint.save) == os.path.realpath(root)
+    if kind is not None and not is_own:  # logs may lie beside the checkpoints of a job that was killed before its first
+        raise ValueError(f"{folder}, but {kind}; give the folder of --save of a run, or an empty one to start anew")
 
 
 def _is_foreign(path: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -65,6 +66,8 @@ class RunState:
     flags: dict[str, Any]
     """`RunConfig`."""
     versions: dict[str, str] = field(default_factory=dict)
+    run: str = ""
+    """See `name_of_run`. Empty in checkpoints of older versions."""
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
@@ -89,9 +92,23 @@ def from_json(text: str, *, path: str) -> RunState:
             "that reads it, or add --finetune to load the weights only"
         )
     expected = {own.name for own in fields(RunState)}
-    if set(values) != expected:
+    if set(values) | {"run"} != expected:
         raise ValueError(f"{path} is damaged (entries {sorted(set(values) ^ expected)} are missing or unknown)")
     return RunState(**values)
+
+
+def name_of_run(config: RunConfig, resumed: RunState | None) -> str:
+    """12 hexadecimal digits that every part of a run shares, and a run of other flags does not.
+
+    A digest of the flags of its first start but `_SECTIONS_THAT_MAY_CHANGE`: a start that is killed before its first
+    checkpoint, and repeated, is the same run.
+    """
+    if resumed is not None and resumed.run:
+        return resumed.run
+    sections = {
+        name: values for name, values in run_config_to_dict(config).items() if name not in _SECTIONS_THAT_MAY_CHANGE
+    }
+    return hashlib.sha256(json.dumps(sections, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def contents_of_blocks(partition: Partition) -> list[str]:

@@ -19,9 +19,10 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 
 from megatron.bcd.checkpoint import layout, optimizer_state, random_states, run_state
 from megatron.bcd.checkpoint.layout import FileDigest
+from megatron.bcd.checkpoint.loader import Source
 from megatron.bcd.checkpoint.run_state import RunState
 from megatron.bcd.checkpoint.shard_writer import ShardWrite
-from megatron.bcd.config import CheckpointConfig
+from megatron.bcd.config import CheckpointConfig, RunConfig
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
@@ -33,6 +34,44 @@ _COMMON = "common.pt"
 def claim_save_folder(root: str | None) -> dir_claim.DirClaim:
     """Claim --save for this job, see `dir_claim.claim`. A collective."""
     return dir_claim.claim(root, flag="--save", contents="checkpoints", clean=layout.clean_leftovers)
+
+
+def check_save_folder(config: RunConfig, source: Source | None) -> bool:
+    """Whether --save holds checkpoints of another run that --overwrite-checkpoints gives up. A collective.
+
+    `source` is what --load has found.
+
+    Raises:
+        ValueError: it holds another run, and --overwrite-checkpoints is not given, or --finetune reads from it.
+    """
+    flags = config.checkpoint
+    root = flags.save
+    if root is None or config.training.skip_train:
+        return False
+    iterations = collectives.on_rank_0(lambda: layout.candidates(root))
+    is_source = source is not None and os.path.realpath(root) == os.path.realpath(source.root)
+    if not iterations or (is_source and source is not None and source.state is not None):
+        return False
+    held = f"--save {root}: holds a run, saved up to iteration {iterations[0]}"
+    if is_source:
+        raise ValueError(f"{held}, and --finetune starts another one with its weights; give another folder for --save")
+    if not flags.overwrite_checkpoints:
+        raise ValueError(
+            f"{held}; give --load {root} to continue it, another folder for --save, or --overwrite-checkpoints to "
+            "delete it"
+        )
+    return True
+
+
+def clear_save_folder(root: str) -> None:
+    """Delete the checkpoints below --save. A collective.
+
+    Raises:
+        ValueError: one can't be deleted.
+    """
+    error = collectives.on_rank_0(lambda: _error_of(lambda: layout.clear(root)))
+    if error is not None:
+        raise ValueError(f"--overwrite-checkpoints: --save {root} can't be cleared ({error}); give another folder")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -165,6 +165,10 @@ class CheckpointConfig:
         "folder to resume from: its newest valid checkpoint; an empty or absent folder starts a new run. With the same "
         "folder as --save, a run that was killed resumes when it is started again",
     )
+    overwrite_checkpoints: bool = option(
+        False, "delete the checkpoints of another run in the folder of --save when this one starts"
+    )
+    exit_on_missing_checkpoint: bool = option(False, "end with an error if --load holds no checkpoint")
     finetune: bool = option(False, "load the weights of --load only, and start at iteration 0")
     load_optim: bool = option(True, "load the optimizer state of --load; else the active block starts with a new one")
     load_rng: bool = option(True, "load the random generators of --load; else they are seeded again")
@@ -178,7 +182,7 @@ class ReportConfig:
 
     log_interval: int = option(100, "training steps between log lines", type=int)
     metrics_file: str | None = option(
-        None, "write one JSON line per log step and per evaluation to this file (a fresh run replaces it)"
+        None, "write one JSON line per log step and per evaluation to this file (of another run: refused)"
     )
     tensorboard_dir: str | None = option(None, "write TensorBoard events to this folder")
     wandb_project: str | None = option(None, "log to this Weights & Biases project (needs wandb)")

@@ -77,22 +77,24 @@ def _collate(samples: Sequence[dict[str, Any]]) -> Batch:
     return {name: torch.stack([torch.as_tensor(sample[name]) for sample in samples]) for name in samples[0]}
 
 
-def batches(
-    dataset: Any, config: RunConfig, *, consumed_samples: int, total_samples: int | None = None
-) -> Iterator[Batch]:
-    """Microbatches of this data-parallel rank, on its device, from sample `consumed_samples` on.
+def batches(dataset: Any, config: RunConfig, *, consumed_samples: int) -> Iterator[Batch]:
+    """Microbatches of this data-parallel rank, on its device, from sample `consumed_samples` on, without end: after the
+    last sample the first one follows. A resumed run with other flags may have consumed more than there is.
 
     `tokens`, `labels`, `position_ids` int64 [B, S], `loss_mask` float32 [B, S], and with --reset-attention-mask
     `attention_mask` bool [B, 1, S, S], True = masked.
     """
-    sampler = ConsecutiveBatches(
-        total_samples=len(dataset) if total_samples is None else total_samples,
-        consumed_samples=consumed_samples,
-        micro_batch_size=config.training.micro_batch_size,
-        rank=parallel_state.get_data_parallel_rank(),
-        num_ranks=parallel_state.get_data_parallel_world_size(),
-    )
-    return _loaded(dataset, sampler, config)
+    for start in itertools.chain([consumed_samples % len(dataset)], itertools.repeat(0)):
+        sampler = ConsecutiveBatches(
+            total_samples=len(dataset),
+            consumed_samples=start,
+            micro_batch_size=config.training.micro_batch_size,
+            rank=parallel_state.get_data_parallel_rank(),
+            num_ranks=parallel_state.get_data_parallel_world_size(),
+        )
+        if start == 0 and not len(sampler):
+            return
+        yield from _loaded(dataset, sampler, config)
 
 
 def subset_batches(

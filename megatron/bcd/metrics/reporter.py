@@ -16,7 +16,8 @@ class Reporter:
     """Console, metrics file, TensorBoard and Weights & Biases of one run; a context manager.
 
     A resumed run (`start_iteration` > 0) appends to the metrics file; lines after `start_iteration` are dropped,
-    because the run repeats them. A fresh run replaces the file when it writes its first line.
+    because the run repeats them. A fresh run replaces the file when it writes its first line. With `run`, a name that
+    stands in every line, both refuse a file of another run.
 
     Raises ValueError, one line that names the flag, if --metrics-file or --tensorboard-dir cannot be written or
     --wandb-project cannot be used.
@@ -27,6 +28,7 @@ class Reporter:
         *,
         train_iters: int,
         start_iteration: int = 0,
+        run: str | None = None,
         metrics_file: str | None = None,
         tensorboard_dir: str | None = None,
         wandb_project: str | None = None,
@@ -40,7 +42,7 @@ class Reporter:
         self._contents: dict[int, str] = {}
         self._switch_time_ms = 0.0
         self._screen = Screen(console, train_iters=train_iters, start_iteration=start_iteration)
-        self._metrics = MetricsFile(metrics_file, start_iteration=start_iteration) if metrics_file else None
+        self._metrics = MetricsFile(metrics_file, start_iteration=start_iteration, run=run) if metrics_file else None
         self._scalar_sinks: list[TensorBoard | Wandb] = []
         if tensorboard_dir:
             self._scalar_sinks.append(TensorBoard(tensorboard_dir, start_iteration=start_iteration))

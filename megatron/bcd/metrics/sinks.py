@@ -38,8 +38,10 @@ class MetricsFile:
     Checked on construction, written from the first line on: a run that does not start leaves the file as it was.
     """
 
-    def __init__(self, path: str, *, start_iteration: int) -> None:
-        """Raises ValueError naming --metrics-file if the file cannot be written or, on resume, read."""
+    def __init__(self, path: str, *, start_iteration: int, run: str | None = None) -> None:
+        """Raises ValueError naming --metrics-file if the file cannot be written or, on resume, read; or, with the name
+        of a `run`, if it is of another one."""
+        self._run = run
         self._path = os.path.realpath(path)  # os.replace on a link would leave its target unchanged
         self._file: IO[str] | None = None
         self._kept: list[str] = []
@@ -52,31 +54,56 @@ class MetricsFile:
                 _try_to_write(os.path.dirname(self._path))
                 if start_iteration > 0 and os.path.exists(self._path):
                     self._kept = self._lines_until(start_iteration)
+                elif run is not None and os.path.exists(self._path):
+                    self._check_own()
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not a text file"
             raise ValueError(f"--metrics-file {path}: {reason}; give a file that can be written") from error
 
-    def _lines_until(self, last: int) -> list[str]:
+    def _lines(self) -> list[str]:
         with open(self._path, encoding="utf-8") as file:
             lines = file.read().split("\n")
         lines.pop()  # "" after the last newline, or the incomplete line of a killed run
-        kept = []
-        for number, line in enumerate(lines, start=1):
+        return lines
+
+    def _check_own(self) -> None:
+        """Refuse to replace a file unless an earlier start of the same run has written it."""
+        for line in self._lines():
+            try:
+                run = json.loads(line)["run"]
+            except (ValueError, TypeError, KeyError):
+                run = None
+            if run != self._run:
+                raise ValueError(
+                    f"--metrics-file {self._path}: holds lines of another run, and this one would replace them; give"
+                    " another file, delete this one, or --load the run's checkpoints to continue it"
+                )
+
+    def _lines_until(self, last: int) -> list[str]:
+        kept, runs = [], set()
+        for number, line in enumerate(self._lines(), start=1):
             try:
                 values = json.loads(line)
                 if values["iteration"] <= last and not values.get("is_final"):  # the final evaluation is repeated
                     kept.append(line + "\n")
+                    runs.add(values.get("run", self._run))  # older versions wrote no name
             except (ValueError, TypeError, KeyError, AttributeError):
                 raise ValueError(
                     f"--metrics-file {self._path}: line {number} is not a line of metrics, so the run cannot"
                     " continue this file; give another file"
                 ) from None
+        if self._run is not None and runs - {self._run}:
+            raise ValueError(
+                f"--metrics-file {self._path}: holds lines of another run than --load, so the run cannot continue"
+                " this file; give another file"
+            )
         return kept
 
     def write(self, values: Mapping[str, object]) -> None:
         if self._file is None:
             self._file = self._open()
-        self._file.write(json_line(values) + "\n")
+        named = values if self._run is None else {**values, "run": self._run}
+        self._file.write(json_line(named) + "\n")
         self._file.flush()
 
     def _open(self) -> IO[str]:

@@ -11,8 +11,8 @@ from dataclasses import asdict
 import torch
 
 from megatron.bcd import data
-from megatron.bcd.checkpoint import loader
-from megatron.bcd.checkpoint.saver import claim_save_folder
+from megatron.bcd.checkpoint import loader, run_state
+from megatron.bcd.checkpoint.saver import check_save_folder, claim_save_folder, clear_save_folder
 from megatron.bcd.config import RunConfig
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.silent import SilentReporter
@@ -38,15 +38,20 @@ def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str, notes: 
         save_claim = dir_claim.DirClaim() if is_new else claim_save_folder(save_dir)
         config = _resuming_after_restart(config, launch)
         source = loader.find(config)
-        reporter = _reporter(config, start_iteration=source.state.iteration if source and source.state else 0)
+        overwrites = check_save_folder(config, source)
+        reporter = _reporter(config, source.state if source else None)
         components = setup(config, build_model, reporter, source=source)
         for note in notes:
             reporter.note(note)
         if is_new:  # created only after everything has been checked
             save_claim = claim_save_folder(save_dir)
+        if overwrites and save_dir is not None:
+            clear_save_folder(save_dir)
         cache_claim = claim_prefix_cache(None if config.training.skip_train else config.bcd.bcd_prefix_cache)
         for warning in (*save_claim.warnings, *cache_claim.warnings):
             reporter.warning(warning)
+        if save_dir is None and not config.training.skip_train:
+            reporter.note("without --save nothing is kept of this run: neither weights nor a way to resume it")
         start = restore.start_evaluation if config.training.skip_train else restore.start
         state = start(components, source)
     try:
@@ -98,13 +103,14 @@ def _resuming_after_restart(config: RunConfig, launch: distributed.Launch) -> Ru
     return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load=save, finetune=False))
 
 
-def _reporter(config: RunConfig, *, start_iteration: int) -> Reporter:
+def _reporter(config: RunConfig, resumed: run_state.RunState | None) -> Reporter:
     report = config.report
     if torch.distributed.get_rank() != 0:
         return SilentReporter()
     return Reporter(
         train_iters=data.num_iterations(config),
-        start_iteration=start_iteration,
+        start_iteration=resumed.iteration if resumed else 0,
+        run=run_state.name_of_run(config, resumed),
         metrics_file=report.metrics_file,
         tensorboard_dir=report.tensorboard_dir,
         wandb_project=report.wandb_project,

@@ -27,6 +27,7 @@ def start(components: Components, source: loader.Source | None) -> TrainState:
     saved = None if source is None else source.state
     if saved is not None:
         _load_counters(state, saved, components)
+    state.run = run_state.name_of_run(components.config, saved)
     takes_optimizer = saved is not None and _takes_optimizer_state(components, saved)
     if source is not None and takes_optimizer:
         next_block = _next_block(state.phase_state, components.block_schedule)

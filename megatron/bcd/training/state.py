@@ -27,6 +27,8 @@ class TrainState:
     """Distinct training samples of each earlier phase, summed over these phases."""
     skipped_steps: int = 0
     """Consecutive steps skipped up to now because their loss or gradient was not finite."""
+    run: str = ""
+    """See `checkpoint.run_state.name_of_run`."""
     interval: list[StepResult] = field(default_factory=list)
     """Steps since the last log line."""
 
@@ -52,6 +54,7 @@ class TrainState:
             "samples_in_phase": self.samples_in_phase,
             "samples_seen_before": self.samples_seen_before,
             "skipped_steps": self.skipped_steps,
+            "run": self.run,
             "interval": [asdict(step) for step in self.interval],
         }
 
