@@ -94,6 +94,7 @@ class ForkedRuns:
 def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing that a library prints may get between the answers
+    importlib.import_module("megatron.bcd.training.pretrain")  # which scripts import when they run
     generate_flags = importlib.import_module("megatron.bcd.arguments.flags").generate_flags
     generate_flags()  # fills a cache that every fork then has
     gc.collect()

@@ -216,7 +216,7 @@ REFUSAL_REASONS = (
     ("--data-parallel-sharding-strategy", "weights are not sharded; the optimizer state is"),
     ("--fsdp-", "weights are not sharded; the optimizer state is"),
     ("--no-save-", "a checkpoint holds everything that a run needs to resume"),
-    ("--exit-signal", "SIGTERM and SIGUSR1 save and stop in any case"),
+    ("--exit-signal", "Ctrl-C, SIGTERM and SIGUSR1 save and stop in any case"),
     ("--no-pin-cpu-params", "Megatron Core pins the host's weights in any case"),
     ("--cpu-offloading", "activations stay on the device"),
     ("--use-torch-optimizer-for-cpu-offload", BASELINE),

@@ -18,9 +18,8 @@ from megatron.core import parallel_state
 
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
-from megatron.bcd.runtime import device
+from megatron.bcd.runtime import device, interrupts
 
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _MICROBATCHES_AT_ONCE = 256
 """Microbatches whose indices are computed together, far faster than one by one."""
 
@@ -134,16 +133,16 @@ def _loaded(dataset: Any, sampler: Iterable[list[int]], config: RunConfig) -> It
 
 
 def _leave_signals_to_the_rank(worker: int) -> None:
-    """Slurm signals every process of a job: a reader that died of the signal would end the rank before it saves.
+    """Slurm and terminals signal every process of a job: a reader that died of it would end the rank before it saves.
 
     A SIGTERM from its own rank still ends a reader: Python sends one when a rank fails, and then waits without limit.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, interrupts.SIGNALS)
     threading.Thread(target=_end_with_the_rank, name="signals", daemon=True).start()
 
 
 def _end_with_the_rank() -> None:
-    while signal.sigwaitinfo(_STOP_SIGNALS).si_pid != os.getppid():
+    while signal.sigwaitinfo(interrupts.SIGNALS).si_pid != os.getppid():
         pass
     os._exit(0)
 

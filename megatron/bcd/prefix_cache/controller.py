@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
@@ -55,8 +55,10 @@ class PrefixCache:
         pipeline: PipelineSchedule,
         implementation: Implementation,
         reporter: Reporter,
+        should_stop: Callable[[], bool],
     ) -> None:
-        """`stage`: pipeline stage of this rank; `dataset`: the training split, None on a stage that needs no data."""
+        """`stage`: pipeline stage of this rank; `dataset`: the training split, None on a stage that needs no data;
+        `should_stop`: whether the run is asked to stop, which ends the filling of a cache; a collective."""
         self.root = config.bcd.bcd_prefix_cache
         self._config = config
         self._model = model
@@ -66,6 +68,7 @@ class PrefixCache:
         self._samples = samples
         self._pipeline = pipeline
         self._reporter = reporter
+        self._should_stop = should_stop
         self._network = _network(config, implementation)
         self._phase = self._block = 0
         self._cache: Cache | None = None
@@ -158,7 +161,10 @@ class PrefixCache:
     def _filled(self, cache: Cache, missing: Slots, shorter: list[Cache]) -> Cache | None:
         start = time.monotonic()
         sources = [(one, _there(one, cache.samples[missing])) for one in shorter] if len(missing) else []
-        error, counts = fill.fill(self.prefix(), cache, missing, sources)
+        error, counts = fill.fill(self.prefix(), cache, missing, sources, self._should_stop)
+        if error == fill.STOPPED:  # what is there serves the resumed run
+            self._note_computing("the run is asked to stop")
+            return None
         if error is not None:
             self._give_up(cache, error)
             return None

@@ -30,6 +30,8 @@ from megatron.bcd.runtime import atomic_io, collectives, device
 _MICROBATCHES_PER_ROUND = 16
 """After each round all ranks exchange errors: ranks without work must not wait longer than a collective's timeout."""
 _MAX_PENDING_WRITES = 4
+STOPPED = "stopped"
+"""In place of an error of `fill`."""
 Counts = dict[str, int]
 
 
@@ -110,11 +112,18 @@ class _Reached(Exception):
         self.hidden_states = hidden_states
 
 
-def fill(prefix: Prefix, cache: Cache, missing: Slots, sources: list[tuple[Cache, Slots]]) -> tuple[str | None, Counts]:
+def fill(
+    prefix: Prefix,
+    cache: Cache,
+    missing: Slots,
+    sources: list[tuple[Cache, Slots]],
+    should_stop: Callable[[], bool],
+) -> tuple[str | None, Counts]:
     """Write the records of the slots `missing`, each by one data-parallel replica. A collective.
 
     `sources` are older caches and their slots of the missing samples (-1: not there), the best one first. Returns an
-    error of any rank, or None; and how many records were obtained in which way.
+    error of any rank, `STOPPED` as soon as `should_stop` says so, or None; and how many records were obtained in which
+    way.
     """
     plan, counts = _divide(prefix, cache, missing, sources)
     if not plan:
@@ -127,6 +136,8 @@ def fill(prefix: Prefix, cache: Cache, missing: Slots, sources: list[tuple[Cache
             error = collectives.first_error(filler.finish())
             if error is not None:
                 return error, counts
+            if should_stop():
+                return STOPPED, counts
     finally:
         filler.close()
     return None, counts

@@ -13,8 +13,6 @@ import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-import torch
-
 _PATIENCE_SECONDS = 30.0
 _ending = threading.Lock()
 
@@ -27,7 +25,9 @@ def exit_on_error(*kinds: type[Exception], prog: str) -> Iterator[None]:
     """
     is_over = threading.Event()
     if _world_size() > 1:
-        threading.Thread(target=_end_with_the_others, args=(is_over, prog), daemon=True).start()
+        import torch.distributed  # noqa: F401 (for the thread; scripts set their signal handlers before they import it)
+
+        threading.Thread(target=_end_with_the_others, args=(is_over,), daemon=True).start()
     try:
         yield
     except kinds as error:
@@ -37,7 +37,12 @@ def exit_on_error(*kinds: type[Exception], prog: str) -> Iterator[None]:
 
 
 def exit_with_error(message: str, *, prog: str) -> NoReturn:
-    """End this process with exit code 2 after one line from rank 0.
+    """End this process with exit code 2 after one line from rank 0; see `end_all_ranks`."""
+    end_all_ranks(f"{prog}: error: {' '.join(message.split())}", code=2)
+
+
+def end_all_ranks(line: str, *, code: int) -> NoReturn:
+    """End this process, and the others that are inside `exit_on_error`, after `line` from rank 0.
 
     Waits up to `_PATIENCE_SECONDS` for every rank: torchrun would end the slower ones with its own signal. If rank 0
     does not arrive, the rank with the error prints it.
@@ -45,13 +50,12 @@ def exit_with_error(message: str, *, prog: str) -> NoReturn:
     _ending.acquire()  # never released: one of this rank's two threads prints
     ctypes.CDLL(None).signal(int(signal.SIGTERM), ctypes.c_void_p(1))  # SIG_IGN; Python's own is for the main thread
     rank, world_size = int(os.environ.get("RANK", "0")), _world_size()
-    line = f"{prog}: error: {' '.join(message.split())}"
     if rank == 0:
         print(line, file=sys.stderr, flush=True)
-    if world_size > 1 and not _all_ranks_refuse(message, world_size) and rank != 0:
+    if world_size > 1 and not _all_ranks_end(f"{code} {line}", world_size) and rank != 0:
         print(f"{line} (seen by rank {rank} only)", file=sys.stderr, flush=True)
     sys.stdout.flush()
-    os._exit(2)  # a process group whose other ranks wait in a collective can't be torn down
+    os._exit(code)  # a process group whose other ranks wait in a collective can't be torn down
 
 
 def _world_size() -> int:
@@ -64,11 +68,12 @@ def _refusals() -> Any:
         raise RuntimeError("no torchrun here")  # another launcher: there is no store before the process group
     patience = datetime.timedelta(seconds=_PATIENCE_SECONDS)
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = torch.distributed.TCPStore(*address, is_master=False, timeout=patience)
-    return torch.distributed.PrefixStore(f"bcd/refusal/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    distributed = sys.modules["torch.distributed"]  # an import would wait while the main thread imports it
+    store = distributed.TCPStore(*address, is_master=False, timeout=patience)
+    return distributed.PrefixStore(f"bcd/refusal/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _all_ranks_refuse(message: str, world_size: int) -> bool:
+def _all_ranks_end(message: str, world_size: int) -> bool:
     """Send the message to the other ranks; whether all of them arrive here in time."""
     try:
         store = _refusals()
@@ -84,12 +89,13 @@ def _all_ranks_refuse(message: str, world_size: int) -> bool:
         return True
 
 
-def _end_with_the_others(is_over: threading.Event, prog: str) -> None:
+def _end_with_the_others(is_over: threading.Event) -> None:
     """Until `is_over`, poll whether another rank has failed; if so, end this one."""
     try:
         store = _refusals()
         while not is_over.wait(0.1):
             if store.check(["message"]):
-                exit_with_error(store.get("message").decode(), prog=prog)
+                code, line = store.get("message").decode().split(" ", 1)
+                end_all_ranks(line, code=int(code))
     except Exception:  # no store, or torchrun has ended
         return

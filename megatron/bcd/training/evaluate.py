@@ -15,39 +15,57 @@ from megatron.bcd.model.loss import reduce_losses
 from megatron.bcd.runtime import device
 from megatron.bcd.training.forward_backward import ForwardBackward
 from megatron.bcd.training.state import TrainState
+from megatron.bcd.training.stop import StopRequests
 
 
 class Evaluator:
     """Evaluates on the next samples of the validation split, or on the first ones of the test split."""
 
     def __init__(
-        self, config: RunConfig, *, splits: data.Splits, forward_backward: ForwardBackward, reporter: Reporter
+        self,
+        config: RunConfig,
+        *,
+        splits: data.Splits,
+        forward_backward: ForwardBackward,
+        reporter: Reporter,
+        stop: StopRequests,
     ) -> None:
         self._config = config
         self._splits = splits
         self._forward_backward = forward_backward
         self._reporter = reporter
+        self._stop = stop
         self._global_batch_size = data.global_batch_size(config)
         self._validation_batches: Iterator[data.Batch] | None = None
         self._last: tuple[int, float] | None = None
 
     @torch.no_grad()
-    def run(self, split: str, state: TrainState, *, is_final: bool = False) -> float:
-        """Mean loss per token over the next --eval-iters global batches of a split, the same on every rank."""
+    def run(self, split: str, state: TrainState, *, is_final: bool = False, can_stop: bool = True) -> float | None:
+        """Mean loss per token over the next --eval-iters global batches of a split, the same on every rank.
+
+        None if a signal has ended it, unless it must not (`can_stop`). Its samples count as consumed.
+        """
         training = self._config.training
         num_microbatches = self._global_batch_size // (
             training.micro_batch_size * parallel_state.get_data_parallel_world_size()
         )
         batches = self._batches(split, state)
+        is_stopped = False
         total = torch.zeros(2, device=device.current(), dtype=torch.float64)
         module = self._forward_backward.module
         with self._forward_backward.active.whole_parameters():
             module.eval()
             for _ in range(training.eval_iters):
+                is_stopped = can_stop and self._stop.is_signalled()
+                if is_stopped:
+                    break
                 total += reduce_losses(self._forward_backward(batches, num_microbatches, forward_only=True))
             module.train()
         if split == "validation":
             state.consumed_validation_samples += training.eval_iters * self._global_batch_size
+        if is_stopped:
+            self._reporter.note(f"the evaluation on the {split} split after iteration {state.iteration} was stopped")
+            return None
         loss_sum, num_tokens = total.tolist()
         loss = loss_sum / max(num_tokens, 1.0)
         self._reporter.evaluation(
@@ -68,8 +86,8 @@ class Evaluator:
         interval ended just now."""
         if not self._config.training.eval_iters:
             return
-        self.run("validation", state, is_final=True)
-        if self._splits.has_test:
+        loss = self.run("validation", state, is_final=True)
+        if self._splits.has_test and loss is not None:
             self.run("test", state, is_final=True)
 
     def is_due(self, iteration: int) -> bool:
@@ -81,7 +99,9 @@ class Evaluator:
         """The validation loss after the present iteration: of an evaluation just made, else of a new one."""
         if self._last is not None and self._last[0] == state.iteration:
             return self._last[1]
-        return self.run("validation", state)
+        loss = self.run("validation", state, can_stop=False)
+        assert loss is not None
+        return loss
 
     def _batches(self, split: str, state: TrainState) -> Iterator[data.Batch]:
         dataset = self._splits.test if split == "test" else self._splits.validation

@@ -21,13 +21,13 @@ def run(components: Components, state: TrainState) -> None:
     Raises:
         TrainingFailed: too many consecutive steps were not finite, or the last checkpoint can't be written.
     """
-    if not components.config.training.skip_train:
-        with components.stop.listening():
+    with components.stop.listening():
+        if not components.config.training.skip_train:
             is_stopped = train(components, state)
-        components.prefix_cache.close()
-        if is_stopped:
-            return
-    components.evaluator.at_end(state)
+            components.prefix_cache.close()
+            if is_stopped:
+                return
+        components.evaluator.at_end(state)
 
 
 def train(components: Components, state: TrainState) -> bool:

@@ -29,7 +29,8 @@ def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str, notes: 
     """Run `config` on all ranks that torchrun started; `notes` are printed after the banner.
 
     Exits with code 2, after one line from rank 0 and before any training, if data, files or machine don't fit; with
-    code 1, after one line, if training can't continue. SIGTERM and SIGUSR1 save, stop and return.
+    code 1, after one line, if training can't continue. In training SIGINT (Ctrl-C),
+    SIGTERM and SIGUSR1 save, stop and return.
     """
     with exit_on_error(ValueError, prog=prog):
         launch = _initialize(config)

@@ -39,6 +39,9 @@ def stop_or_save(components: Components, state: TrainState, *, is_last: bool) ->
     is_saved = True
     if saver is not None and (is_end or is_save_due(components, state.iteration, is_last=is_last)):
         is_saved = save(components, state)
+        if not is_end:  # a signal that came while it was written: another save would write the same again
+            stop.agree(state.iteration, is_writing=False)
+            is_stopped = is_end = stop.reason is not None
     if is_end and saver is not None:
         is_saved = saver.finish() and is_saved
     if is_stopped:

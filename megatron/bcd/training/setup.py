@@ -159,6 +159,7 @@ def _components(config: RunConfig, base: _Base, reporter: Reporter) -> Component
         lr_scheduler=lr_scheduler,
         timers=Timers(log_level=0, log_option="max"),
     )
+    stop = StopRequests(config.checkpoint)
     prefix_cache = PrefixCache(
         config,
         model=base.model,
@@ -169,6 +170,7 @@ def _components(config: RunConfig, base: _Base, reporter: Reporter) -> Component
         pipeline=pipeline,
         implementation=base.implementation,
         reporter=reporter,
+        should_stop=stop.is_signalled,
     )
     return Components(
         config=config,
@@ -192,11 +194,13 @@ def _components(config: RunConfig, base: _Base, reporter: Reporter) -> Component
             train_iters=base.train_iters,
             reporter=reporter,
         ),
-        evaluator=Evaluator(config, splits=base.splits, forward_backward=forward_backward, reporter=reporter),
+        evaluator=Evaluator(
+            config, splits=base.splits, forward_backward=forward_backward, reporter=reporter, stop=stop
+        ),
         metrics=StepMetricsCollector(config, train_step=train_step, samples=samples, prefix_cache=prefix_cache),
         prefix_cache=prefix_cache,
         saver=Saver(config.checkpoint, reporter) if config.checkpoint.save else None,
-        stop=StopRequests(config.checkpoint),
+        stop=stop,
     )
 
 

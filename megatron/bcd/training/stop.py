@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
@@ -11,11 +14,11 @@ from types import FrameType
 import torch
 
 from megatron.bcd.config import CheckpointConfig
-from megatron.bcd.runtime import device
+from megatron.bcd.runtime import device, interrupts
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""Sent by Slurm and spot instances some time before they end a job."""
 _DURATION_OVER = 1
+_FORWARD_SECONDS = 2.0
+"""torchrun forwards a Ctrl-C that its ranks have received too: a SIGINT within this time is the same one."""
 
 
 class StopRequests:
@@ -26,21 +29,37 @@ class StopRequests:
         self._duration = None if config.exit_duration_in_mins is None else 60.0 * config.exit_duration_in_mins
         self._started = time.monotonic()
         self._signal = 0
+        self._second: threading.Timer | None = None
         self.reason: str | None = None
         """Set on all ranks together: the run saves and stops as soon as no stage is ahead of the others."""
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Inside, signals are requests to stop. Only in the main thread."""
-        before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        before = {number: signal.signal(number, self._on_signal) for number in interrupts.SIGNALS}
         try:
             yield
         finally:
+            if self._second is not None:
+                self._second.cancel()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
+        if number != signal.SIGINT or self._second is not None:
+            return
+        if os.environ.get("RANK", "0") == "0":  # not `print`: the signal may have interrupted one
+            os.write(2, b"SIGINT: stopping after this iteration; Ctrl-C again ends the run at once, without saving\n")
+        self._second = threading.Timer(_FORWARD_SECONDS, _end_on_sigint)
+        self._second.daemon = True
+        self._second.start()
+
+    def is_signalled(self) -> bool:
+        """Whether a signal asks any rank to stop. A collective."""
+        mine = torch.tensor([self._signal], dtype=torch.int32, device=device.current())
+        torch.distributed.all_reduce(mine, op=torch.distributed.ReduceOp.MAX)
+        return bool(mine.item())
 
     def is_interval_over(self, iteration: int) -> bool:
         """Whether --exit-interval stops the run after `iteration`; known to every rank in advance."""
@@ -61,3 +80,8 @@ class StopRequests:
         elif self.is_interval_over(iteration):
             self.reason = "--exit-interval"
         return bool(is_any_rank_writing)
+
+
+def _end_on_sigint() -> None:
+    """Let the kernel end the process at the next SIGINT, also while the main thread waits in a collective."""
+    ctypes.CDLL(None).signal(int(signal.SIGINT), ctypes.c_void_p(0))  # SIG_DFL; Python's own is for the main thread
