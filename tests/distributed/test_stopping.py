@@ -6,13 +6,15 @@ import signal
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from support import resumed_runs, worlds
+from support import prefix_runs, resumed_runs, worlds
 from support.dist import World
 
 from megatron.bcd.checkpoint import layout
+from megatron.bcd.runtime import interrupts
 
 LAST, ASKED_AT = 9, 4
 PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2, "bcd_layout": "submodel", "bcd_steps_per_block": 3}
@@ -41,13 +43,13 @@ class Asking:
 
 def stopped(config: Any, root: str, how: str, *, rank: int) -> dict[str, Any]:
     """The part up to the stop, and the differences of both parts from the whole run."""
-    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    handlers = [signal.getsignal(number) for number in interrupts.SIGNALS]
     whole = resumed_runs.one_part(config)
     with worlds.parallel(config):
         ask = Asking(how, rank=rank)
     first = resumed_runs.one_part(resumed_runs.with_checkpoints(config, save=root), before_step=ask)
     rest = resumed_runs.one_part(resumed_runs.with_checkpoints(config, load=root))
-    assert handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    assert handlers == [signal.getsignal(number) for number in interrupts.SIGNALS]
     return {"said": first["notes"], "stopped": first["iteration"], "differences": differences(whole, first, rest)}
 
 
@@ -55,7 +57,7 @@ def differences(whole: dict[str, Any], *parts: dict[str, Any]) -> list[str]:
     return resumed_runs.differences(whole, parts)
 
 
-@pytest.mark.parametrize(("how", "rank"), [("SIGTERM", 0), ("SIGTERM", 1), ("SIGUSR1", 1), ("time", 0)])
+@pytest.mark.parametrize(("how", "rank"), [("SIGINT", 0), ("SIGTERM", 1), ("SIGUSR1", 1), ("time", 0)])
 def test_one_rank_is_asked_to_stop(world2: World, text_data: str, tmp_path: Path, how: str, rank: int) -> None:
     """The rank that was asked stops alone and the other waits for its messages, or steps are lost or done twice."""
     found = world2.run(stopped, config_of(text_data), str(tmp_path), how, rank=rank)
@@ -100,3 +102,59 @@ def test_sigterm_while_a_checkpoint_is_written(world2: World, text_data: str, tm
     assert saved == [found[0]["stopped"], 3] and 3 < saved[0] <= ASKED_AT + 2
     assert [layout.damage(layout.iteration_folder(str(tmp_path), one)) for one in saved] == [None, None]
     assert list(tmp_path.glob("*.incomplete")) == []
+
+
+def stopped_at_a_switch(config: Any, root: str) -> dict[str, Any]:
+    """SIGTERM on rank 1 before the second phase, whose prefix outputs are to be computed and stored."""
+    whole = resumed_runs.one_part(config)
+    with worlds.parallel(config):
+        is_asked = torch.distributed.get_rank() == 1
+
+    def ask(one: worlds.RecordedRun) -> None:
+        if is_asked:
+            signal.raise_signal(signal.SIGTERM)
+
+    first = resumed_runs.one_part(
+        resumed_runs.with_checkpoints(config, save=root).replace_section("bcd", bcd_prefix_cache=root + "_cache"),
+        before_switch=ask,
+    )
+    rest = resumed_runs.one_part(resumed_runs.with_checkpoints(config, load=root))
+    return {"said": first["notes"], "stopped": first["iteration"], "differences": differences(whole, first, rest)}
+
+
+def test_a_signal_before_a_prefix_cache_is_filled(world2: World, text_data: str, tmp_path: Path) -> None:
+    """Minutes of filling before the run saves, or stages that fill on while others have stopped."""
+    flags = prefix_runs.FLAGS | PIPELINE | {"bcd_layout": "stage", "bcd_num_blocks": None, "bcd_steps_per_block": 4}
+    config = worlds.run_config(data_path=text_data, bcd_prefix_cache=tmp_path / "cache", **flags)
+    found = world2.run(stopped_at_a_switch, config, str(tmp_path / "saved"))
+    assert [(part["stopped"], part["differences"]) for part in found] == [(4, []), (4, [])]
+    assert any("computes its prefix: the run is asked to stop" in line for line in found[0]["said"])
+
+
+def signalled_while_saving(config: Any) -> dict[str, Any]:
+    """SIGTERM on rank 1 while a checkpoint is written that is due anyway."""
+    with worlds.started(config) as one:
+        saver = one.components.saver
+        assert saver is not None
+        original, saves = saver.save, []
+
+        def save(*arguments: Any) -> bool:
+            saves.append(one.iteration)
+            if torch.distributed.get_rank() == 1:
+                signal.raise_signal(signal.SIGTERM)
+            return original(*arguments)
+
+        with mock.patch.object(saver, "save", save):
+            one.run()
+        return {"saves": saves, "iteration": one.iteration}
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_sigterm_while_a_due_checkpoint_is_written(
+    world2: World, text_data: str, tmp_path: Path, async_save: bool
+) -> None:
+    """A step more, and a second save that takes as long as the first, within the seconds that a scheduler gives."""
+    config = config_of(text_data, save=tmp_path, save_interval=3, async_save=async_save)
+    found = world2.run(signalled_while_saving, config)
+    assert found == [{"saves": [3], "iteration": 3}] * 2
+    assert layout.damage(layout.iteration_folder(str(tmp_path), 3)) is None
