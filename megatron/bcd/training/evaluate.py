@@ -24,7 +24,6 @@ class Evaluator:
     def __init__(
         self,
         config: RunConfig,
-        *,
         splits: data.Splits,
         forward_backward: ForwardBackward,
         reporter: Reporter,

@@ -150,8 +150,7 @@ def _components(config: RunConfig, base: _Base, reporter: Reporter) -> Component
     forward_backward = ForwardBackward(
         config, active=active, pipeline=pipeline, meter=ActivationMeter(memory.allocator())
     )
-    # each phase attaches its own optimizer
-    lr_scheduler = build_scheduler(config, SimpleNamespace(param_groups=[]), data.global_batch_size(config))
+    lr_scheduler = _lr_scheduler(config)
     train_step = TrainStep(
         config,
         forward_backward=forward_backward,
@@ -194,14 +193,17 @@ def _components(config: RunConfig, base: _Base, reporter: Reporter) -> Component
             train_iters=base.train_iters,
             reporter=reporter,
         ),
-        evaluator=Evaluator(
-            config, splits=base.splits, forward_backward=forward_backward, reporter=reporter, stop=stop
-        ),
+        evaluator=Evaluator(config, base.splits, forward_backward, reporter, stop),
         metrics=StepMetricsCollector(config, train_step=train_step, samples=samples, prefix_cache=prefix_cache),
         prefix_cache=prefix_cache,
         saver=Saver(config.checkpoint, reporter) if config.checkpoint.save else None,
         stop=stop,
     )
+
+
+def _lr_scheduler(config: RunConfig) -> OptimizerParamScheduler:
+    """Without an optimizer: each phase attaches its own."""
+    return build_scheduler(config, SimpleNamespace(param_groups=[]), data.global_batch_size(config))
 
 
 def _init_num_microbatches(config: RunConfig) -> None:
