@@ -18,7 +18,7 @@ from pathlib import Path
 
 from _study_data import ROOT
 from _study_plan import missing_runs, num_later
-from _study_runs import CHECKPOINT_FOLDER, LOG_FILE, Commands, Result, Run
+from _study_runs import CHECKPOINT_FOLDER, LOG_FILE, METRICS_FILE, Commands, Result, Run
 
 POLL_SECONDS = 0.2
 PATIENCE_SECONDS = 60.0
@@ -115,6 +115,8 @@ class Runner:
                 fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ValueError(f"{folder}: still in use by a run of a killed study; wait for it, or end it") from None
+            if not any((folder / CHECKPOINT_FOLDER).glob("[!.]*")):  # it starts anew, perhaps in another version
+                (folder / METRICS_FILE).unlink(missing_ok=True)
             process = subprocess.Popen(
                 [*self._prefix, *self.commands.argv(run)],
                 cwd=ROOT,

@@ -256,6 +256,7 @@ def test_flag_names_are_stocks() -> None:
         "--muon-grad-dtype",
         "--muon-momentum-dtype",
         "--no-use-distributed-optimizer",
+        "--overwrite-checkpoints",
     }
     ours.add("--data-impl")  # of older Megatron-LM
     ours.add("--no-decoupled-weight-decay")  # not among the flags of core_v0.16.1, which has the field
