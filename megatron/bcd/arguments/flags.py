@@ -170,7 +170,8 @@ def _own_flag(section: str, field: dataclasses.Field[Any], group: str, default: 
     if is_switch:
         names, off_names = _switch_names(field.name, None, default)
     else:
-        names, off_names = (dashed(field.name), *megatron_flags.ALIASES.get(field.name, ())), ()
+        names, off_names = (dashed(field.name),), ()
+    names += megatron_flags.ALIASES.get(field.name, ())
     return Flag(
         field=field.name,
         sections=(section,),

@@ -391,7 +391,10 @@ METAVARS = {
     "recompute_modules": "MODULE",
 }
 
-ALIASES = {"save_interval": ("--persistent-save-interval",)}
+ALIASES = {
+    "save_interval": ("--persistent-save-interval",),
+    "use_checkpoint_opt_param_scheduler": ("--use-checkpoint-opt_param-scheduler",),
+}
 """Further names of stock for fields of this project's sections."""
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr")

@@ -338,7 +338,6 @@ REFUSAL_REASONS = (
     ("--langrl-", "reinforcement learning is not supported"),
     ("--perform-rl-step", "reinforcement learning is not supported"),
     ("--tp-comm-", "tensor-parallel communication is not overlapped by Transformer Engine: leave the flag out"),
-    ("--use-checkpoint-opt", "the schedule is that of the flags: give the flags of the run that wrote the checkpoint"),
     ("--dist-ckpt-save-pre-mcore-014", "checkpoints are torch_dist as Megatron Core writes them now"),
     ("--log-max-attention-logit", "attention scores are not recorded: leave the flag out"),
     ("--num-classes", "models are decoders for text"),

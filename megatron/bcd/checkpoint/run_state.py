@@ -134,9 +134,32 @@ def check_same_network(saved: Mapping[str, Any], config: RunConfig, *, source: s
             )
 
 
+_SCHEDULED = ("lr", "min_lr", "weight_decay")
+"""Fields of the optimizer that belong to the schedule."""
+
+
+def with_saved_schedule(saved: Mapping[str, Any], config: RunConfig) -> RunConfig:
+    """`config` with the schedule of a checkpoint's flags, if --use-checkpoint-opt_param-scheduler asks for it.
+
+    Raises:
+        ValueError: the checkpoint's schedule counts steps and this run samples, or the reverse.
+    """
+    if not config.checkpoint.use_checkpoint_opt_param_scheduler:
+        return config
+    if (saved["training"]["train_samples"] is None) != (config.training.train_samples is None):
+        raise ValueError(
+            "--use-checkpoint-opt_param-scheduler: one of --train-iters and --train-samples was given to the run that "
+            "wrote the checkpoint, the other one to this run: give the same one"
+        )
+    known = {field.name for field in fields(config.schedule)}
+    schedule = {name: value for name, value in saved["schedule"].items() if name in known}
+    with_schedule = config.replace_section("schedule", **schedule)
+    return with_schedule.replace_section("optimizer", **{name: saved["optimizer"][name] for name in _SCHEDULED})
+
+
 def changed_flags(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
     """Other flags that differ, as ``--lr 0.1 (was 0.2)``. The run resumes with the new values."""
-    now = run_config_to_dict(config)
+    now = run_config_to_dict(with_saved_schedule(saved, config))
     kept = [section for section in now if section not in _SECTIONS_THAT_MAY_CHANGE]
     before_flat = _side_by_side({section: saved.get(section, {}) for section in kept})
     now_flat = _side_by_side({section: now[section] for section in kept})

@@ -171,6 +171,9 @@ class CheckpointConfig:
     exit_on_missing_checkpoint: bool = option(False, "end with an error if --load holds no checkpoint")
     finetune: bool = option(False, "load the weights of --load only, and start at iteration 0")
     load_optim: bool = option(True, "load the optimizer state of --load; else the active block starts with a new one")
+    use_checkpoint_opt_param_scheduler: bool = option(
+        False, "take the learning-rate and weight-decay schedule of the checkpoint in --load, not that of the flags"
+    )
     load_rng: bool = option(True, "load the random generators of --load; else they are seeded again")
     exit_interval: int | None = option(None, "save and stop after each multiple of this many training steps", type=int)
     exit_duration_in_mins: int | None = option(None, "save and stop after this many minutes", type=int)

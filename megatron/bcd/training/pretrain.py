@@ -39,6 +39,8 @@ def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str, notes: 
         save_claim = dir_claim.DirClaim() if is_new else claim_save_folder(save_dir)
         config = _resuming_after_restart(config, launch)
         source = loader.find(config)
+        if source is not None and source.state is not None:
+            config = run_state.with_saved_schedule(source.state.flags, config)
         overwrites = check_save_folder(config, source)
         reporter = _reporter(config, source.state if source else None)
         components = setup(config, build_model, reporter, source=source)
