@@ -12,6 +12,7 @@ import pytest
 from support.command_line import BASE, PROG, parse
 
 from megatron.bcd.arguments import parse_run_config, run_config_from_dict, run_config_to_dict
+from megatron.bcd.arguments.flag_tables import flag_tables
 from megatron.bcd.arguments.flags import CORE_SECTIONS, OWN_SECTIONS, Flag, dashed, generate_flags
 from megatron.bcd.arguments.parse import _parser
 from megatron.bcd.arguments.refusals import stock_flags
@@ -453,3 +454,9 @@ def test_a_conflict_with_a_preset_names_it() -> None:
     with pytest.raises(ValueError, match="^--bcd-resting-update orthogonal does not go with --fp16") as error:
         parse("--bcd-preset", "pretrain", "--optimizer", "adam", "--fp16")
     assert "--bcd-resting-update from --bcd-preset pretrain" in str(error.value)
+
+
+def test_document_has_the_tables(repo_root: Path) -> None:
+    """Would expose a flag that was added to a table, or removed, and docs/flags.md that still says otherwise."""
+    text = (repo_root / "docs" / "flags.md").read_text(encoding="utf-8")
+    assert text.endswith(flag_tables() + "\n")
