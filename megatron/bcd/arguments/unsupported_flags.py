@@ -268,7 +268,6 @@ REFUSAL_REASONS = (
     ("--use-mp-args-from-checkpoint-args", "give the parallel sizes; checkpoints fit every parallel layout"),
     ("--use-tokenizer-model-from-checkpoint-args", "give --tokenizer-model"),
     ("--save-retain-interval", "checkpoints are kept by number: give --keep-last-checkpoints N"),
-    ("--exit-on-missing-checkpoint", "an empty or absent --load starts a new run: check the folder before"),
     ("--ckpt-step", "--load takes the newest valid checkpoint"),
     ("--non-persistent-", "there is one kind of checkpoint: --save with --save-interval, --async-save"),
     ("--ckpt-convert-", "checkpoints are torch_dist only"),
