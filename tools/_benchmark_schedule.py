@@ -35,7 +35,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from rich.table import Table
 
 from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.config import LAYOUTS, RunConfig
+from megatron.bcd.config import RunConfig
 from megatron.bcd.model.implementation import implementation_here
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.pipeline.actions import Kind
@@ -65,11 +65,15 @@ def start_ranks(script: str, argv: Sequence[str]) -> NoReturn:
     os.execve(sys.executable, command, {"OMP_NUM_THREADS": "1", **os.environ})
 
 
+# the pipeline of `strided` is that of `spread`
+_LAYOUTS = ("spread", "stage", "submodel")
+
+
 def partitions(config: RunConfig) -> dict[str, Partition]:
     """By layout. Raises ValueError where a layout does not fit the model."""
     if config.pipeline_size == 1:
         raise ValueError("--pipeline-model-parallel-size 1: --schedule needs at least 2 stages")
-    num_blocks = dict.fromkeys(LAYOUTS, config.bcd.bcd_num_blocks) | {"stage": None}
+    num_blocks = dict.fromkeys(_LAYOUTS, config.bcd.bcd_num_blocks) | {"stage": None}
     return {layout: cut(config, num_blocks=num, layout=layout) for layout, num in num_blocks.items()}
 
 
