@@ -25,8 +25,7 @@ class BcdConfig:
     bcd_preset: str | None = option(
         None,
         "a method: paper = block coordinate descent as published; pretrain = resting layers are updated too, blocks by "
-        "Muon, for full training's loss at less than half its model state (docs/learning.md). It sets flags that are "
-        "not given; the banner lists them",
+        "Muon; measured on small models only (docs/learning.md). It sets flags that are not given; the banner lists them",
         choices=("paper", "pretrain"),
     )
     bcd_num_blocks: int | None = option(

@@ -94,8 +94,14 @@ class MatrixOptimizer:
             if not matrices:
                 continue
             self.param_groups.append(
-                {"params": [], "lr": 0.0, "weight_decay": 0.0, "matrices": matrices, "rule": rule}
-                | {"is_of_block": is_of_block}
+                {
+                    "params": [],
+                    "lr": 0.0,
+                    "weight_decay": 0.0,
+                    "matrices": matrices,
+                    "rule": rule,
+                    "is_of_block": is_of_block,
+                }
             )
             for matrix in matrices:
                 self._attach(matrix, rule)
