@@ -25,7 +25,8 @@ class BcdConfig:
     bcd_preset: str | None = option(
         None,
         "a method: paper = block coordinate descent as published; pretrain = resting layers are updated too, blocks by "
-        "Muon; measured on small models only (docs/learning.md). It sets flags that are not given; the banner lists them",
+        "Muon; measured on small models only (docs/learning.md). It sets flags that are not given, and the banner "
+        "lists them",
         choices=("paper", "pretrain"),
     )
     bcd_num_blocks: int | None = option(

@@ -22,7 +22,7 @@ _ADAM_PASSES = 11
 """4-byte elements read or written per parameter in one step: the gradient for norm, clipping (2), step and zeroing,
 the weight (2), both moments (4)."""
 _SIMULATED_BLOCKS = 5
-_SIMULATED_ROUNDS = 2
+_SIMULATED_ROUNDS = 3
 """Microbatches simulated, in multiples of the stages; the rest are extrapolated."""
 
 
