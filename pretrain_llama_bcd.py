@@ -1,11 +1,13 @@
 """Pretrain a LLaMA with block coordinate descent: torchrun --nproc-per-node N pretrain_llama_bcd.py --help."""
 
 from megatron.bcd.runtime.interrupts import ending_on_signals
+from megatron.bcd.runtime.threads import wait_briefly
 
 PROG = "pretrain_llama_bcd.py"
 
 
 def main() -> None:
+    wait_briefly()
     with ending_on_signals(prog=PROG):  # before the imports, which take seconds
         from megatron.bcd.arguments import FAMILY_DEFAULTS, read_command_line
         from megatron.bcd.model.builder import build_model

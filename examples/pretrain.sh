@@ -18,7 +18,7 @@
 #
 # Environment:
 #   NUM_GPUS                   GPUs in total (default: methods.csv, else the fewest on which it fits)
-#   NNODES, GPUS_PER_NODE      the same per node, to leave GPUs of a node unused
+#   NNODES, GPUS_PER_NODE      the same per node, to leave GPUs of a node unused; one of them is enough beside NUM_GPUS
 #   HEAD_NODE, MASTER_PORT     rendezvous of several nodes (port 29500)
 #   DATA_PATH, TOKENIZER_ARGS  tokenized text (tools/preprocess_data.py) and the tokenizer's flags that made it; both are
 #                              words separated by blanks: a blend is "weight prefix weight prefix"

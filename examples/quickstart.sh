@@ -86,6 +86,7 @@ DATA_ARGS=(
 REPORT_ARGS=(
     --eval-interval "$STEPS_PER_BLOCK"
     --eval-iters 4
+    --eval-fixed
     --log-interval 1
 )
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from support import backends
 
 # Before torch is imported: ranks that each start a thread per core make two cores crawl.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -27,6 +28,16 @@ hypothesis.settings.load_profile("project")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the tests marked long, too: all combinations, for hours")
+    parser.addoption(
+        "--backend",
+        choices=backends.NAMES,
+        default="gloo",
+        help="of the ranks of distributed tests; strict: NCCL's rules over gloo (tests/support/strict_backend.py)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ.update(backends.environment(config.getoption("--backend")))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Lint, types, import direction and all tests; stops at the first step that fails.
 #
-#   bash tests/run.sh                       the default suite: 15 to 18 minutes on two cores
+#   bash tests/run.sh                       the default suite: 17 to 20 minutes on two cores
 #   bash tests/run.sh --long                with the tests marked long: full products of options, hours
 #   bash tests/run.sh -k blocks -x          arguments go to pytest
 #   bash tests/run.sh -m "not e2e"          the markers are unit, distributed, e2e
@@ -10,6 +10,7 @@
 # What the tests prove: docs/testing.md.
 # Environment: BCD_PYTHON is an interpreter of your own (examples/setup_env.sh).
 set -euo pipefail
+export BCD_TESTS=1
 . "$(dirname "${BASH_SOURCE[0]}")/../examples/setup_env.sh"
 cd "$BCD_ROOT"
 

@@ -40,7 +40,7 @@ from megatron.bcd.model.implementation import implementation_here
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.pipeline.actions import Kind
 from megatron.bcd.pipeline.build import PlanShape, stage_actions, stock_shape
-from megatron.bcd.pipeline.executor import TimedAction
+from megatron.bcd.pipeline.iteration import TimedAction
 from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.runtime import collectives
 

@@ -61,7 +61,8 @@ class _Literal(str):
 
 
 def _record(values: dict[str, Any]) -> Record:
-    return {name: _text(value) for name, value in values.items() if name not in IGNORED_FIELDS}
+    # null is a figure that was not asked for, which an older version may not know
+    return {name: _text(value) for name, value in values.items() if name not in IGNORED_FIELDS and value is not None}
 
 
 def _text(value: object) -> str:

@@ -66,22 +66,22 @@ def _draw_memory(axes: Axes, rows: Sequence[Row], name: str, title: str, subtitl
 
 
 def _draw_times(axes: Axes, rows: Sequence[Row], figures: dict[str, Any]) -> None:
-    """Medians as bars, every round as a dot, the bound by arithmetic as a line."""
+    """Means as bars, every round as a dot, the layers' arithmetic as a line."""
     _bars(axes, rows, [row.iteration_ms for row in rows], ",.0f", inside=True)
     full = next((row.iteration_ms for row in rows if row.name == "full"), None)
     for index, row in enumerate(rows):
         times = [turn["iteration_ms"] for turn in figures["turns"][row.name]]
         spread = [index + 0.44 * ((number + 0.5) / len(times) - 0.5) for number in range(len(times))]
         axes.plot(spread, times, "o", color="white", markeredgecolor=MARK, markersize=5, markeredgewidth=0.9, zorder=4)
-        if full is not None and row.planned.bound < 1:
+        if full is not None and row.planned.arithmetic < 1:
             axes.hlines(
-                full * row.planned.bound, index - 0.38, index + 0.38, color=MARK, linestyle=(0, (4, 2)), zorder=5
+                full * row.planned.arithmetic, index - 0.38, index + 0.38, color=MARK, linestyle=(0, (4, 2)), zorder=5
             )
     axes.set_ylabel("ms")
     _title(axes, "Iteration", _ratios_text(rows, figures))
     handles = [Line2D([], [], linestyle="none", marker="o", color="white", markeredgecolor=MARK, label="a round")]
-    if full is not None and any(row.planned.bound < 1 for row in rows):
-        handles.append(Line2D([], [], color=MARK, linestyle=(0, (4, 2)), label="bound by arithmetic"))
+    if full is not None and any(row.planned.arithmetic < 1 for row in rows):
+        handles.append(Line2D([], [], color=MARK, linestyle=(0, (4, 2)), label="layers' arithmetic"))
     axes.legend(handles=handles, loc="upper right", fontsize=9.5)
     axes.set_ylim(0, 1.22 * max(max(turn["iteration_ms"] for turn in turns) for turns in figures["turns"].values()))
 
@@ -93,4 +93,4 @@ def _ratios_text(rows: Sequence[Row], figures: dict[str, Any]) -> str:
         parts.append(f"BCD {bcd.ratio_to_full:.2f} x full training")
     if figures["peer"]:
         parts.append(f"{figures['peer']['tokens_per_second_ratio']:.2f} x BAdam's tokens/s")
-    return "; ".join(parts) or "median of the rounds"
+    return "; ".join(parts) or "mean of the rounds"

@@ -48,6 +48,21 @@ def split_qkv(weight: Tensor, *, groups: int, head_size: int) -> tuple[Tensor, T
     return query, key, value
 
 
+def local_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """GPTModel's weights by the names of Megatron Core's own layers; in Transformer Engine's, a linear layer holds the
+    norm before it."""
+    norms = {
+        "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+        "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    }
+    renamed = {}
+    for name, weight in weights.items():
+        for fused, own in norms.items():
+            name = name.replace(fused, own)
+        renamed[name] = weight
+    return renamed
+
+
 def gpt2_state(weights: dict[str, Tensor], config: RunConfig) -> dict[str, Tensor]:
     """GPTModel's weights by the names of GPT2LMHeadModel, whose linear layers are [in, out]."""
     modules = {
@@ -185,7 +200,7 @@ def job_of(components: Components) -> tuple[dict[str, Any], dict[str, Any]]:
     training, optimizer = config.training, config.optimizer
     assert training.global_batch_size is not None, "the parser fills it in"
     per_step, num_steps = training.global_batch_size // training.micro_batch_size, data.num_iterations(config)
-    tensors = {"weights": (llama_state if is_llama(config) else gpt2_state)(weights, config)}
+    tensors = {"weights": (llama_state if is_llama(config) else gpt2_state)(local_names(weights), config)}
     job = {
         "form": "llama" if is_llama(config) else "gpt",
         "model": model_settings(config, vocabulary),

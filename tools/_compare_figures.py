@@ -66,8 +66,9 @@ class Planned:
     iteration_ms: float | None
     full_flops: float
     """Arithmetic of full training on the tokens of an iteration."""
-    bound: float
-    """Iteration time over full training's, by arithmetic alone."""
+    arithmetic: float
+    """Iteration time over full training's if the layers' passes were all of it. No bound: BCD also steps fewer
+    parameters, and spares an inactive head its weight gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +82,11 @@ class Row:
     peak_memory_bytes: int
     """Largest rank."""
     iteration_ms: float
-    """Median over the rounds."""
+    """Geometric mean over the rounds, so that a ratio of two rows is the mean of their ratios within the rounds."""
     tokens_per_second: float
     mfu: float | None
     ratio_to_full: float | None
-    """Of iteration times: median over the rounds, each with full training's of the same round."""
+    """Of the iteration times of this table."""
     loss: float | None
     planned: Planned
 
@@ -103,7 +104,7 @@ def row_of(
 
     ``peak_flops_per_s`` is that of one process's device; None if not given.
     """
-    iteration_ms = statistics.median(turn.iteration_ms for turn in turns)
+    iteration_ms = typical_ms(turns)
     processes = len(turns[0].model_state_bytes)
     achieved = planned.full_flops / iteration_ms * 1e3 / processes
     return Row(
@@ -114,10 +115,18 @@ def row_of(
         iteration_ms=iteration_ms,
         tokens_per_second=tokens_per_iteration / iteration_ms * 1e3,
         mfu=None if peak_flops_per_s is None else achieved / peak_flops_per_s,
-        ratio_to_full=statistics.median(ratios(turns, full)) if full else None,
+        ratio_to_full=iteration_ms / typical_ms(full) if full else None,
         loss=turns[-1].loss,
         planned=planned,
     )
+
+
+def typical_ms(turns: Sequence[Turn]) -> float:
+    """Geometric mean over the rounds.
+
+    A median would be of one round here and of another there, and the ratios of three methods would not fit together.
+    """
+    return statistics.geometric_mean(turn.iteration_ms for turn in turns)
 
 
 def ratios(turns: Sequence[Turn], others: Sequence[Turn]) -> list[float]:
@@ -137,7 +146,7 @@ def table_text(rows: Sequence[Row], *, on_gpu: bool) -> str:
     unit, size = ("GiB", 2**30) if largest >= 10 * 2**30 else ("MiB", 2**20)
     head = ["method", "GPUs" if on_gpu else "processes", f"state {unit}", "planned", f"peak {unit}"]
     head += ["planned"] * on_gpu + ["ms/iteration"] + ["planned"] * on_gpu
-    head += ["tokens/s", "MFU", "ratio to full", "bound", "loss"]
+    head += ["tokens/s", "MFU", "ratio to full", "arithmetic", "loss"]
     lines = [head]
     for row in rows:
         planned = row.planned
@@ -145,7 +154,7 @@ def table_text(rows: Sequence[Row], *, on_gpu: bool) -> str:
         cells += [_amount(planned.model_state_bytes, size), _amount(row.peak_memory_bytes, size)]
         cells += [_amount(planned.peak_bytes, size)] * on_gpu + [f"{row.iteration_ms:,.1f}"]
         cells += [_number(planned.iteration_ms, ",.1f")] * on_gpu + [f"{row.tokens_per_second:,.0f}"]
-        cells += [_number(row.mfu, ".1%"), _number(row.ratio_to_full, ".3f"), f"{planned.bound:.3f}"]
+        cells += [_number(row.mfu, ".1%"), _number(row.ratio_to_full, ".3f"), f"{planned.arithmetic:.3f}"]
         lines.append([*cells, _number(row.loss, ".4f")])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(

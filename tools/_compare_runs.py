@@ -110,8 +110,8 @@ def planned(variant: Variant, *, has_cluster: bool) -> Planned:
     recipe = variant.recipe
     plan = make_estimate(recipe)
     state = 0
-    for data_rank in range(recipe.data_size):
-        ranks = rank_memory(recipe, data_rank=data_rank)
+    for replica in range(recipe.num_replicas):
+        ranks = rank_memory(recipe, replica=replica)
         stages = range(recipe.pipeline_size)
         state += sum(max(rank.model_state for rank in ranks if rank.stage == stage) for stage in stages)
     peak_flops = recipe.num_gpus * recipe.cluster.peak_flops_per_s(recipe.precision)
@@ -121,7 +121,7 @@ def planned(variant: Variant, *, has_cluster: bool) -> Planned:
         peak_bytes=plan.peak.total if has_cluster and not variant.is_peer else None,
         iteration_ms=1e3 * plan.iteration_seconds if has_cluster and not variant.is_peer else None,
         full_flops=plan.mfu * plan.iteration_seconds * peak_flops,
-        bound=statistics.fmean(compute_ratio(recipe.partition, block) for block in blocks),
+        arithmetic=statistics.fmean(compute_ratio(recipe.partition, block) for block in blocks),
     )
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+STDOUT = "-"
+"""Of --json without a file: JSON on stdout, and nothing else there."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -11,3 +15,24 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.removeprefix("argument "))
+
+
+def add_precision(group: Any, choices: Sequence[str]) -> None:
+    """--precision, and the scripts' --bf16 and --fp16."""
+    group.add_argument("--precision", choices=choices, default="fp32", help="(default: fp32)")
+    for name in choices:
+        if name != "fp32":
+            group.add_argument(
+                f"--{name}", dest="precision", action="store_const", const=name, help=f"the same as --precision {name}"
+            )
+
+
+def add_json(group: Any) -> None:
+    """--json [FILE], as all tools have it."""
+    group.add_argument(
+        "--json",
+        nargs="?",
+        const=STDOUT,
+        metavar="FILE",
+        help="write all figures as JSON to this file; without one to stdout, and nothing else there",
+    )

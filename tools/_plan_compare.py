@@ -1,8 +1,9 @@
-"""tools/plan.py --compare: full training and the presets of block coordinate descent on the same GPUs."""
+"""tools/plan.py --search and --compare: full training and block coordinate descent, each in its cheapest layouts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,22 +11,54 @@ from _plan_output import table
 
 from megatron.bcd.planner.estimate import Estimate
 from megatron.bcd.planner.memory import fits
+from megatron.bcd.planner.paper import TimeError
 from megatron.bcd.planner.recipe import PRESET_OF, Recipe
 from megatron.bcd.planner.search import fewest_gpus, layouts, search
 from megatron.bcd.planner.tables import GIB
 
 _COMPARED = ("full", "offload", "bcd", "pretrain")
+_FITTED_CLUSTER = "rtx4090"
+_WIDTH = 120
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """A method in its cheapest layout that fits."""
+    """A method on a number of GPUs, in its cheapest layout that fits."""
 
     estimate: Estimate
     asked_gpus: int
-    """With fewer than the estimate's GPUs no layout fits, recomputation tried too."""
+    """Of the command line."""
+    fewest: bool
+    """Whether no layout fits on fewer GPUs, recomputation tried too."""
     cost_ratio: float | None
-    """Dollars to full training's loss over those of full training; None if full training fits nowhere."""
+    """Dollars to full training's loss over the least of full training; None if full training fits nowhere."""
+    error: TimeError | None
+    """Of times predicted for this method; None where none was ever measured or published."""
+
+    @property
+    def name(self) -> str:
+        """For people: of the method, or BCD's preset."""
+        return _name(self.estimate.recipe.method)
+
+    @property
+    def is_bcd(self) -> bool:
+        return self.estimate.recipe.has_blocks
+
+    @property
+    def is_as_asked(self) -> bool:
+        """Whether it is on the number of GPUs that was asked for."""
+        return self.estimate.recipe.num_gpus == self.asked_gpus
+
+    @property
+    def dollars(self) -> float:
+        return self.estimate.cost.dollars
+
+    @property
+    def dollars_with_error(self) -> tuple[float, float] | None:
+        """Least and most, if the time is as far off as known ones were."""
+        if self.error is None:
+            return None
+        return self.dollars / (1 + self.error.highest), self.dollars / (1 + self.error.lowest)
 
     @property
     def state_per_parameter(self) -> float:
@@ -36,60 +69,100 @@ class Compared:
         return sum(largest) / self.estimate.parameters
 
 
-def compare(
-    base: Recipe, *, num_blocks: int | None, tokens: float | None, multiplier: float | None
-) -> tuple[Compared, ...]:
-    """Full training, the same with the optimizer on the host, and both presets; one that fits on no number of GPUs is
-    left out.
+def _name(method: str) -> str:
+    return f"BCD {PRESET_OF[method]}" if method in PRESET_OF else method
 
-    Blocks are three, or ``num_blocks``; ``multiplier`` is of pretrain. A method that does not fit takes the fewest GPUs
-    (a power of two) on which it does. Raises ValueError if nothing fits, or a flag is out of range.
+
+def compare(
+    base: Recipe,
+    errors: Mapping[str, TimeError],
+    *,
+    num_blocks: int | None,
+    tokens: float | None,
+    multiplier: float | None,
+) -> tuple[Compared, ...]:
+    """Full training, the same with the optimizer on the host, and both presets, cheapest first.
+
+    Each is on the asked number of GPUs, and on the fewest (a power of two) on which it fits; one that fits on no number
+    is left out. Numbers of blocks are tried as `layouts` does, or it is ``num_blocks``; ``multiplier`` is of pretrain.
+    Raises ValueError if nothing fits, or a flag is out of range.
     """
-    found: dict[str, Estimate] = {}
+    found: list[tuple[Estimate, bool]] = []
     for method in _COMPARED:
-        blocks = [num_blocks or 3] if method in PRESET_OF else None
-        recipe = replace(base, method=method, num_blocks=blocks[0] if blocks else None, pipeline_size=1)
-        if not any(fits(each) for each in layouts(recipe, num_blocks=blocks)):
-            number = fewest_gpus(recipe, num_blocks=blocks)
-            if number is None or number <= recipe.num_gpus:
-                continue
-            batch = -(-recipe.global_batch_size // number) * number
-            recipe = replace(recipe, num_gpus=number, global_batch_size=batch)
+        blocks = None
+        if method in PRESET_OF and num_blocks is not None:
+            blocks = [num_blocks]
+        try:
+            recipe = replace(base, method=method, num_blocks=blocks[0] if blocks else None, pipeline_size=1)
+        except ValueError:  # such as fp16 with Muon, or blocks that a preset does not take; the notes name the method
+            continue
         given = multiplier if method == "pretrain" else None
-        found[method] = search(recipe, num_blocks=blocks, tokens=tokens, multiplier=given).best[0]
+        for placed, is_fewest in _on_numbers_of_gpus(recipe, blocks):
+            best = search(placed, num_blocks=blocks, tokens=tokens, multiplier=given).best[0]
+            found.append((best, is_fewest))
     if not found:
         raise ValueError(f"--model {base.model.name}: no method fits on any number of {base.cluster.gpu}")
-    full = found.get("full")
-    return tuple(
+    full = min((each.cost.dollars for each, _ in found if each.recipe.method == "full"), default=None)
+    rows = [
         Compared(
             estimate=estimate,
             asked_gpus=base.num_gpus,
-            cost_ratio=None if full is None else estimate.cost.dollars / full.cost.dollars,
+            fewest=is_fewest,
+            cost_ratio=None if full is None else estimate.cost.dollars / full,
+            error=errors.get(estimate.recipe.method),
         )
-        for estimate in found.values()
-    )
+        for estimate, is_fewest in found
+    ]
+    return tuple(sorted(rows, key=lambda row: row.dollars))
+
+
+def _on_numbers_of_gpus(recipe: Recipe, blocks: Sequence[int] | None) -> Iterator[tuple[Recipe, bool]]:
+    """The recipe on its own GPUs and on the fewest, each if it fits; and whether these are the fewest."""
+    fitting = any(fits(each) for each in layouts(recipe, num_blocks=blocks))
+    fewest = fewest_gpus(recipe, num_blocks=blocks)
+    if fitting:
+        yield recipe, fewest is None or fewest >= recipe.num_gpus
+    if fewest is not None and (fewest < recipe.num_gpus or not fitting and fewest > recipe.num_gpus):
+        batch = -(-recipe.global_batch_size // fewest) * fewest
+        yield replace(recipe, num_gpus=fewest, global_batch_size=batch), True
+
+
+def gpus(number: int) -> str:
+    """In words."""
+    return f"{number} GPU{'s' if number > 1 else ''}"
+
+
+def as_asked(rows: Sequence[Compared]) -> Compared | None:
+    """The cheapest on the number of GPUs that was asked for."""
+    return next((row for row in rows if row.is_as_asked), None)
 
 
 def comparison_as_list(rows: Sequence[Compared]) -> list[dict[str, Any]]:
     """Plain values, for JSON."""
     return [
-        row.estimate.as_dict() | {"cost_ratio": row.cost_ratio, "state_per_parameter": row.state_per_parameter}
+        row.estimate.as_dict()
+        | {
+            "cost_ratio": row.cost_ratio,
+            "state_per_parameter": row.state_per_parameter,
+            "dollars_with_error": row.dollars_with_error,
+        }
         for row in rows
     ]
 
 
 def show_comparison(rows: Sequence[Compared]) -> str:
-    """One line per method, and what the figures rest on."""
-    head = ("method", "GPUs", "PP x DP", "micro-batch", "recompute", "GiB", "bytes/param", "iteration s", "multiplier")
-    lines = [(*head, "days", "dollars", "to full")]
+    """One line per method and number of GPUs, cheapest first; what is best; what the figures rest on."""
+    head = ("method", "GPUs", "PP x DP", "blocks", "recompute", "GiB", "B/param", "s/step", "B-F")
+    lines = [(*head, "days", "dollars", "with error", "to full")]
     for row in rows:
         estimate, recipe, cost = row.estimate, row.estimate.recipe, row.estimate.cost
+        ends = row.dollars_with_error
         lines.append(
             (
-                PRESET_OF.get(recipe.method, recipe.method),
+                row.name,
                 str(recipe.num_gpus),
                 f"{recipe.pipeline_size} x {recipe.data_size}",
-                str(recipe.micro_batch_size),
+                str(recipe.partition.num_blocks) if recipe.has_blocks else "-",
                 recipe.recompute,
                 f"{estimate.peak.total / GIB:.1f}",
                 f"{row.state_per_parameter:.1f}",
@@ -97,27 +170,116 @@ def show_comparison(rows: Sequence[Compared]) -> str:
                 f"{cost.multiplier:.2f}",
                 f"{cost.days:,.1f}",
                 f"{cost.dollars:,.0f}",
+                "unknown" if ends is None else f"{ends[0]:,.0f}-{ends[1]:,.0f}",
                 "-" if row.cost_ratio is None else f"{row.cost_ratio:.2f}",
             )
         )
     first = rows[0].estimate.recipe
     title = (
         f"{first.model.name} on {rows[0].asked_gpus} x {first.cluster.gpu}, {first.precision}, sequence "
-        f"{first.tokens:,}, global batch {first.global_batch_size}: the cheapest layout of each method"
+        f"{first.tokens:,}, global batch {first.global_batch_size}: the cheapest layout of each method, best first"
     )
-    return "\n".join([title, table(lines), *_notes(rows)])
+    notes = (textwrap.fill(line, _WIDTH, subsequent_indent="  ") for line in (*verdict(rows), *_notes(rows)))
+    return "\n".join([title, table(lines), *notes])
+
+
+def verdict(rows: Sequence[Compared]) -> list[str]:
+    """Whether block coordinate descent is the best choice, and what speaks for it where it is not."""
+    others = [row for row in rows if not row.is_bcd]
+    lines = []
+    for name in dict.fromkeys(row.name for row in rows if row.is_bcd):
+        mine = [row for row in rows if row.name == name]
+        row = as_asked(mine) or mine[0]
+        if not others:
+            lines.append(
+                f"{name}: full training fits on no number of these GPUs, with the optimizer on the host either"
+            )
+            continue
+        best = as_asked(others) if row.is_as_asked else None
+        best = best or others[0]
+        ratio = row.dollars / best.dollars
+        limit, cost = row.estimate.cost.multiplier / ratio, row.estimate.cost
+        which = "there" if best.estimate.recipe.num_gpus == row.estimate.recipe.num_gpus else "that fits"
+        against = f"{best.name} on {gpus(best.estimate.recipe.num_gpus)}, the cheapest full training {which}"
+        if ratio < 1:
+            lines.append(
+                f"{name} costs {ratio:.2f} of {against}, if its multiplier of {cost.multiplier:.2f} holds; above "
+                f"{limit:.2f} it costs more"
+            )
+            continue
+        lines.append(
+            f"{name} is NOT the best choice: it costs {ratio:.2f} x {against}, and would cost less with a multiplier "
+            f"below {limit:.2f} only" + (_may_overlap(row, best))
+        )
+        if reasons := _reasons(mine, others):
+            lines.append(f"what speaks for {name} all the same: {'; '.join(reasons)}")
+    return lines
+
+
+def _may_overlap(row: Compared, best: Compared) -> str:
+    mine, theirs = row.dollars_with_error, best.dollars_with_error
+    if mine is None or theirs is None or mine[0] > theirs[1]:
+        return ""
+    return "; with the known errors the two overlap"
+
+
+def _reasons(mine: Sequence[Compared], others: Sequence[Compared]) -> list[str]:
+    """GPUs, memory, host memory and time of a method against full training."""
+    row, reasons = as_asked(mine) or mine[0], []
+    full, offload = ([other for other in others if other.name == name] for name in ("full", "offload"))
+    needed, fewest = (min((each.estimate.recipe.num_gpus for each in rows), default=0) for rows in (full, mine))
+    if needed > fewest:
+        reasons.append(f"full training needs at least {gpus(needed)}, this {fewest}")
+    if full and row.state_per_parameter < (state := (as_asked(full) or full[0]).state_per_parameter):
+        own = f"{row.state_per_parameter:.1f} bytes of model state per parameter"
+        reasons.append(f"{own}, full training {state:.1f}")
+    beside = next((each for each in offload if each.estimate.recipe.num_gpus == row.estimate.recipe.num_gpus), None)
+    if beside is not None and beside.estimate.host_bytes > row.estimate.host_bytes:
+        size = f"{beside.estimate.host_bytes / GIB:.0f} GiB"
+        reasons.append(f"offload needs {size} of host memory for each GPU, and a fast way to it")
+    if beside is not None and row.estimate.iteration_seconds < beside.estimate.iteration_seconds:
+        share = row.estimate.iteration_seconds / beside.estimate.iteration_seconds
+        reasons.append(f"an iteration takes {share:.2f} of offload's")
+    return reasons
 
 
 def _notes(rows: Sequence[Compared]) -> list[str]:
-    notes = ["to full: dollars to full training's loss over those of full training"]
-    for row in rows:
+    notes = ["to full: dollars to full training's loss over the least of full training; with error: dollars if times"
+    " are as far off as known ones were; B/param: bytes of model state per parameter"]  # fmt: skip
+    for name in dict.fromkeys(row.name for row in rows):
+        mine = [row for row in rows if row.name == name]
+        row = mine[0]
         recipe, asked = row.estimate.recipe, row.asked_gpus
-        if recipe.num_gpus > asked:
+        if as_asked(mine) is None:
             notes.append(
-                f"{recipe.method}: no layout fits on {asked} GPUs, with recomputation either; shown on "
-                f"{recipe.num_gpus}, the fewest that fit"
+                f"{name}: no layout fits on {gpus(asked)}, with recomputation either; shown on {recipe.num_gpus}, the "
+                "fewest that fit"
             )
         if recipe.has_blocks:
             cost = row.estimate.cost
-            notes.append(f"multiplier of {PRESET_OF[recipe.method]}: {cost.multiplier:.2f}, {cost.multiplier_source}")
+            notes.append(f"B-F multiplier of {name}: {cost.multiplier:.2f}, {cost.multiplier_source}")
+    missing = [method for method in _COMPARED if method not in {row.estimate.recipe.method for row in rows}]
+    notes += [f"{_name(method)}: left out, it cannot be had with these flags or fits nowhere" for method in missing]
+    return [*notes, *_error_notes(rows)]
+
+
+def _error_notes(rows: Sequence[Compared]) -> list[str]:
+    named = {row.name: row.error for row in rows}
+    known = [
+        f"{name} {100 * error.lowest:+.0f} to {100 * error.highest:+.0f} % ({error.num_times} times)"
+        for name, error in named.items()
+        if error is not None
+    ]
+    recipe = rows[0].estimate.recipe
+    notes = [
+        "known error: of the iteration time, against the paper's times on RTX 4090 in fp32 that no fit has seen: "
+        + ", ".join(known)
+    ]
+    unknown = [name for name, error in named.items() if error is None]
+    if recipe.precision != "fp32":
+        unknown.append(recipe.precision)
+    if recipe.cluster.name != _FITTED_CLUSTER:
+        unknown.append(recipe.cluster.gpu)
+    if unknown:
+        notes.append(f"no time was ever published or measured for {', '.join(unknown)}; multipliers have errors too")
     return notes

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megatron.bcd.planner.command import torchrun_command
 from megatron.bcd.planner.estimate import Estimate
 from megatron.bcd.planner.fit import FITTED_MODELS
-from megatron.bcd.planner.memory import RankMemory
+from megatron.bcd.planner.memory import RankMemory, peak, rank_memory
 from megatron.bcd.planner.paper import Paper, mean_error
+from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.search import SearchResult
 from megatron.bcd.planner.tables import GIB
 
@@ -29,9 +31,34 @@ def table(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     return "\n".join(lines)
 
 
-def show_estimate(estimate: Estimate) -> str:
-    """Recipe, memory, time, cost, command."""
+def show_estimate(estimate: Estimate, remedies: Sequence[Remedied] = ()) -> str:
+    """Recipe, memory, time, cost; then the command, or if it does not fit, what does."""
+    if not estimate.fits:
+        return f"{show_figures(estimate)}\n\n{show_remedies(remedies)}"
     return f"{show_figures(estimate)}\n\ncommand ({_advice(estimate)})\n{_command(estimate)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedied:
+    """A change with which the plan fits."""
+
+    flags: str
+    """The changed ones."""
+    command: str
+    """Of the planner, for the changed plan."""
+    recipe: Recipe
+
+
+def show_remedies(remedies: Sequence[Remedied]) -> str:
+    """What fits, a line each, and the planner's command of the first."""
+    if not remedies:
+        return "nothing fits on any number of these GPUs: take a smaller model or a GPU with more memory"
+    rows = [("with", "GPUs", "PP x DP", "GiB")]
+    for each in remedies:
+        recipe = each.recipe
+        size = f"{peak(rank_memory(recipe)).total / GIB:.1f}"
+        rows.append((each.flags, str(recipe.num_gpus), f"{recipe.pipeline_size} x {recipe.data_size}", size))
+    return f"what fits\n{table(rows)}\nplan the first with\n{remedies[0].command}"
 
 
 def show_figures(estimate: Estimate) -> str:
@@ -109,7 +136,8 @@ def _headline(estimate: Estimate) -> str:
 def _layout(estimate: Estimate) -> str:
     recipe = estimate.recipe
     blocks = recipe.partition.num_blocks
-    parts = [f"pipeline {recipe.pipeline_size} x data {recipe.data_size}"]
+    context = f" x context {recipe.context_size}" if recipe.context_size > 1 else ""
+    parts = [f"pipeline {recipe.pipeline_size}{context} x data {recipe.data_size}"]
     if recipe.has_blocks:
         parts.append(f"{blocks} block{'s' if blocks > 1 else ''} ({recipe.partition.layout})")
     parts.append(f"micro-batch {recipe.micro_batch_size}")
@@ -157,7 +185,7 @@ def _fit(estimate: Estimate) -> str:
     else:
         lines.append(
             f"does NOT fit: {peak.total / GIB:.1f} GiB on {where}; "
-            + (f"micro-batch {largest} would fit" if largest else "no micro-batch fits: try --search, or more GPUs")
+            + (f"micro-batch {largest} would fit" if largest else "no micro-batch fits")
         )
     return "\n".join(lines)
 

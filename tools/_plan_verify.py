@@ -61,7 +61,7 @@ def show_counts(recipe: Recipe, rows: list[dict[str, Any]]) -> str:
         lines.append(f"{row['stage']:5}  {row['layers']:6}  {row['built']:11,}  {row['formula']:11,}  {by_block}")
     whole = sum(row["built"] - row["tied_copy"] for row in rows)
     lines.append(
-        f"equal on all {len(rows)} stages, each held by {recipe.data_size} data-parallel rank(s); {whole:,} parameters "
+        f"equal on all {len(rows)} stages, each held by {recipe.num_replicas} rank(s); {whole:,} parameters "
         f"without the head's copy and with the vocabulary padded to {recipe.padded_vocabulary:,}"
     )
     return "\n".join(lines)
@@ -82,11 +82,13 @@ def run_config(recipe: Recipe) -> RunConfig:
 def rank_of_stage(recipe: Recipe, stage: int) -> Iterator[None]:
     """This process as data-parallel rank 0 of a stage, in a world whose other ranks don't exist."""
     torch.distributed.init_process_group(
-        "fake", rank=stage * recipe.data_size, world_size=recipe.num_gpus, store=FakeStore()
+        "fake", rank=stage * recipe.num_replicas, world_size=recipe.num_gpus, store=FakeStore()
     )
     try:
         parallel_state.initialize_model_parallel(
-            pipeline_model_parallel_size=recipe.pipeline_size, create_gloo_process_groups=False
+            pipeline_model_parallel_size=recipe.pipeline_size,
+            context_parallel_size=recipe.context_size,
+            create_gloo_process_groups=False,
         )
         with (
             torch.device(_META),

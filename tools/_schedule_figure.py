@@ -12,6 +12,7 @@ from matplotlib.patheffects import withStroke
 
 from megatron.bcd.pipeline.actions import Kind
 from megatron.bcd.pipeline.build import PlanShape
+from megatron.bcd.pipeline.interleaved import ChunkShape
 from megatron.bcd.pipeline.render import backward_messages, kept_activations, label, role
 from megatron.bcd.pipeline.simulate import Span, Timeline
 
@@ -93,7 +94,7 @@ def _draw_panel(axes: Axes, timeline: Timeline, *, points_per_unit: float) -> No
     axes.axvline(timeline.iteration_time, color=INK, linewidth=1.3, zorder=3, clip_on=False)
 
 
-def _grouped(spans: Sequence[Span], shape: PlanShape) -> dict[tuple[int, Kind, bool], list[Span]]:
+def _grouped(spans: Sequence[Span], shape: PlanShape | ChunkShape) -> dict[tuple[int, Kind, bool], list[Span]]:
     """By stage, kind, and whether it is the next iteration's: boxes that are drawn alike."""
     groups: dict[tuple[int, Kind, bool], list[Span]] = {}
     for span in spans:
@@ -101,15 +102,15 @@ def _grouped(spans: Sequence[Span], shape: PlanShape) -> dict[tuple[int, Kind, b
     return groups
 
 
-def _is_ahead(span: Span, shape: PlanShape) -> bool:
+def _is_ahead(span: Span, shape: PlanShape | ChunkShape) -> bool:
     return span.action.microbatch >= shape.num_microbatches
 
 
-def _number(span: Span, shape: PlanShape) -> str:
+def _number(span: Span, shape: PlanShape | ChunkShape) -> str:
     return label(span.action, shape)[1:]  # the colour stands for the letter
 
 
-def _write_number(axes: Axes, span: Span, shape: PlanShape, size: float) -> None:
+def _write_number(axes: Axes, span: Span, shape: PlanShape | ChunkShape, size: float) -> None:
     is_dark = span.action.kind in DARK_FILLS
     written = axes.text(
         span.start + span.duration / 2, span.stage, _number(span, shape), ha="center", va="center_baseline",
@@ -122,8 +123,12 @@ def _write_number(axes: Axes, span: Span, shape: PlanShape, size: float) -> None
 def _label_axes(axes: Axes, timeline: Timeline, *, is_lowest: bool) -> None:
     plan = timeline.plan
     stages = range(plan.shape.num_stages)
-    name = "Stock: Megatron Core's 1F1B" if plan.shape.is_stock else "BCD"
-    if not plan.shape.is_stock and plan.shape.first_trainable:
+    is_interleaved = isinstance(plan.shape, ChunkShape)
+    kind = "interleaved 1F1B, full training" if is_interleaved else "1F1B"
+    name = f"Stock: Megatron Core's {kind}" if plan.shape.is_stock else "BCD"
+    if is_interleaved and not plan.shape.is_stock:
+        name = "BCD: interleaved"
+    elif not plan.shape.is_stock and plan.shape.first_trainable:
         name = f"BCD: no backward before stage {plan.shape.first_trainable}"
         name += f", run-ahead {plan.shape.run_ahead}" if plan.shape.run_ahead else ""
     figures = f"iteration time {timeline.iteration_time:g}   bubble {100 * timeline.bubble:.0f} %"

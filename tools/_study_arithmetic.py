@@ -13,7 +13,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from _study_plan import Point
 from _study_runs import Commands
 
-from megatron.bcd.blocks.partition import partition_from_config
+from megatron.bcd.blocks.stages import partition_from_config
 from megatron.bcd.config import RunConfig
 
 FORMS = {"pretrain_gpt_bcd.py": "gpt", "pretrain_llama_bcd.py": "llama"}

@@ -8,15 +8,14 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from megatron.bcd.config.yaml_file import read_yaml
 from megatron.bcd.planner.tables import read_clusters
 
 CLUSTERS = str(Path(__file__).resolve().parents[1] / "examples" / "clusters.csv")
@@ -135,28 +134,10 @@ def render(template: str, values: Mapping[str, str | float], *, where: str) -> l
 
 def read_study(path: str) -> Study:
     """Raises ValueError, one line with file and key, for anything that does not fit."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = yaml.load(file, Loader=_Loader)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise ValueError(f"{path}: {reason}; give a study file, such as studies/gpt_10_minutes.yaml") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    content = read_yaml(path, instead="give a study file, such as studies/gpt_10_minutes.yaml")
     study = _study(content, path)
     _check(study, path)
     return study
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice, where YAML's loader would take the last one."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        names = [key.value for key, _ in node.value]
-        for name in names:
-            if names.count(name) > 1 and name != "<<":
-                raise yaml.constructor.ConstructorError(None, None, f"{name} stands twice", node.start_mark)
-        return super().construct_mapping(node, deep=deep)
 
 
 def _study(content: Any, path: str) -> Study:

@@ -57,6 +57,12 @@ def train(config: RunConfig, peer: Peer, splits: data.Splits, write: Any) -> Non
     validation = data.batches(splits.validation, config, consumed_samples=0)
     count = training.eval_iters * training.global_batch_size // training.micro_batch_size
 
+    def validation_loss() -> float:
+        nonlocal validation
+        if training.eval_fixed:
+            validation = data.batches(splits.validation, config, consumed_samples=0)
+        return mean_loss(peer, validation, count)
+
     def set_rate(new_samples: int) -> None:
         scheduler.step(new_samples)
         for group in peer.optimizer.param_groups:  # weight decay stays BAdam's
@@ -68,17 +74,19 @@ def train(config: RunConfig, peer: Peer, splits: data.Splits, write: Any) -> Non
         iteration = line["iteration"]
         write(line)
         if iteration % training.eval_interval == 0:
-            write({"iteration": iteration, "validation_loss": mean_loss(peer, validation, count)})
+            write({"iteration": iteration, "validation_loss": validation_loss()})
         set_rate(training.global_batch_size)
     test = data.batches(splits.test, config, consumed_samples=0)
-    for split, batches in (("validation", validation), ("test", test)):
-        write({"iteration": iteration, f"{split}_loss": mean_loss(peer, batches, count), "is_final": True})
+    for split, loss in (("validation", validation_loss()), ("test", mean_loss(peer, test, count))):
+        write({"iteration": iteration, f"{split}_loss": loss, "is_final": True})
 
 
 def main(argv: Sequence[str]) -> None:
     with exit_on_error(ValueError, prog=PROG):
         config = parse_run_config(list(argv), prog=PROG, defaults=FAMILY_DEFAULTS["gpt"], world_size=1)
         config = config.replace_section("checkpoint", save=None, load=None, save_interval=None)
+        if config.training.full_validation:
+            raise ValueError("--full-validation does not go with another program: give --eval-fixed")
         if config.report.metrics_file is None:
             raise ValueError("--metrics-file is missing")
         metrics = MetricsFile(config.report.metrics_file, start_iteration=0)

@@ -40,7 +40,12 @@ class Grid:
     @property
     def best(self) -> float | None:
         """The tuned rate; None while runs are missing, or if none has a finite metric."""
-        if self.todo or not self.values or math.isinf(min(self.values.values())):
+        return None if self.todo else self.best_so_far
+
+    @property
+    def best_so_far(self) -> float | None:
+        """Of the rates that have run; None if none has a finite metric."""
+        if not self.values or math.isinf(min(self.values.values())):
             return None
         return min(self.values, key=self.values.__getitem__)
 

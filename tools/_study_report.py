@@ -16,6 +16,7 @@ from _study_data import ROOT, Text
 from _study_plan import Lookup, Point, budget_runs, final_runs, grid, points, tuner
 from _study_rows import Row, frontier, rows_of
 from _study_runs import Commands, Result, Run, read_result, write_json
+from _study_times import Times
 
 PUBLISHED, PICTURES = ROOT / "studies", ROOT / "docs" / "images"
 
@@ -23,7 +24,10 @@ PUBLISHED, PICTURES = ROOT / "studies", ROOT / "docs" / "images"
 class Report:
     """Writes what is known so far; nothing is run."""
 
-    def __init__(self, commands: Commands, lookup: Lookup, *, folder: Path, texts: Mapping[str, Text]) -> None:
+    def __init__(
+        self, commands: Commands, lookup: Lookup, times: Times, *, folder: Path, texts: Mapping[str, Text]
+    ) -> None:
+        self._times = times
         self._commands, self._study, self._lookup = commands, commands.study, lookup
         self._folder = folder
         self._texts = {name: text.sha256 for name, text in texts.items()}
@@ -31,7 +35,7 @@ class Report:
 
     def rows(self) -> list[Row]:
         """The table's."""
-        return rows_of(self._study, self._lookup, self._step_arithmetic)
+        return rows_of(self._study, self._lookup, self._step_arithmetic, self._times)
 
     def _step_arithmetic(self, point: Point) -> float | None:
         if point not in self._arithmetic:
@@ -52,8 +56,9 @@ class Report:
             "machine": {"cpu": cpu_model(), "cores": os.cpu_count(), "jobs": self._study.jobs,
                         "threads": self._study.threads},
             "texts": self._texts,
+            "step_times": self._times,
             "rows": [_plain(row) for row in rows],
-            "runs": [result.plain() for result in self._used()],
+            "runs": [result.plain() for result in (*self._used(), *self._others())],
         }  # fmt: skip
         write_json(self._folder / "results.json", results)
         text = self._markdown(rows)
@@ -66,10 +71,23 @@ class Report:
         for point in points(self._study):
             tried = grid(self._study, tuner(self._study, point), self._lookup)
             runs |= dict.fromkeys(tuner(self._study, point).run(lr, self._study.seeds[0]) for lr in tried.values)
-            if tried.best is not None:
-                runs |= dict.fromkeys(final_runs(self._study, point, tried.best))
-                runs |= dict.fromkeys(budget_runs(self._study, point, tried.best))
+            best = tried.best_so_far
+            if best is not None:
+                runs |= dict.fromkeys(final_runs(self._study, point, best))
+                runs |= dict.fromkeys(budget_runs(self._study, point, best))
         return [result for result in map(self._lookup, runs) if result is not None]
+
+    def _others(self) -> list[Result]:
+        """Published runs of this study file that its table does not rest on, such as rates of a wider grid."""
+        used = {_identity(result) for result in self._used()}
+        by_name = {(point.model.name, point.data.name, point.method.name): point for point in points(self._study)}
+        others = []
+        for result in published_runs(self._study.name):
+            point = by_name.get((result.model, result.data, result.method))
+            if point is not None and _identity(result) not in used:
+                run = point.run(result.lr, result.seed, result.budget)
+                others += [result] if result.command == self._commands.shown(run) else []
+        return others
 
     def _markdown(self, rows: Sequence[Row]) -> str:
         study = self._study
@@ -80,8 +98,11 @@ class Report:
             count = f", {baseline.num_parameters:,} parameters" if baseline and baseline.num_parameters else ""
             lines += [f"## {model}, {data}{count}", "", *table(mine, metric=study.metric), ""]
         commits = ", ".join(sorted({result.commit for result in self._used() if result.commit})) or "unknown"
-        where = f"{cpu_model()}, {study.jobs} runs side by side with {study.threads} thread(s) each"
+        where = f"{cpu_model()}, {study.threads} thread(s) a run"
         lines += [self._about(), "", f"Commit {commits}; {where}."]
+        if self._times:
+            rounds, commit = self._times["rounds"], self._times["commit"]
+            lines.append(f"Step times: `--step-times {rounds}`, one run at a time, the median; commit {commit}.")
         return "\n".join(lines) + "\n"
 
     def _about(self) -> str:
@@ -91,8 +112,8 @@ class Report:
         return (
             f"{study.steps:,} steps, {seeds}; learning rates {rates} and up to {study.extend} factor(s) of 2 beyond,"
             f" tuned on the validation split at seed {study.seeds[0]}. **Bold**: on the Pareto frontier of test"
-            f" {_metric_name(study.metric)} and state. *edge*: the best rate is the grid's first or last. Columns:"
-            " [docs/learning.md](../docs/learning.md#columns)."
+            f" {_metric_name(study.metric)} and state. *edge*: the best rate is the grid's first or last;"
+            " *n of m rates*: best of those that have run. Columns: [docs/learning.md](../docs/learning.md#columns)."
         )
 
     def draw(self) -> list[Path]:
@@ -121,15 +142,33 @@ class Report:
         return [target for _, target in copies]
 
 
+def published_times(name: str) -> Times:
+    """Step times of the published study; empty where it has none."""
+    return _published(name).get("step_times", {})
+
+
+def published_runs(name: str) -> list[Result]:
+    """All runs of the published study; none where it is not published."""
+    return [read_result(values) for values in _published(name).get("runs", ())]
+
+
 def published_lookup(name: str) -> Lookup:
-    """Results of the published study. Raises ValueError if there are none."""
+    """Results of the published study. Raises ValueError if it is not published."""
+    runs = published_runs(name)
+    if not runs:
+        raise ValueError(f"{PUBLISHED / name}.json: no results; run the study with --publish first")
+    results = {_identity(result): result for result in runs}
+    return lambda run: results.get((run.model.name, run.data.name, run.method.name, run.lr, run.seed, run.budget))
+
+
+def _published(name: str) -> dict[str, Any]:
     path = PUBLISHED / f"{name}.json"
     try:
-        runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"--redraw: {path}: {type(error).__name__}; run the study with --publish first") from None
-    results = {_identity(result): result for result in map(read_result, runs)}
-    return lambda run: results.get((run.model.name, run.data.name, run.method.name, run.lr, run.seed, run.budget))
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {type(error).__name__}; run the study with --publish first") from None
 
 
 def _identity(result: Result) -> tuple[str, str, str, float, int, float]:
@@ -159,7 +198,7 @@ def table(rows: Sequence[Row], *, metric: str) -> list[str]:
         host = [_shown(row.host_bytes_per_parameter, ".1f")] if with_host else []
         cells = [
             label,
-            f"{row.lr:g}" + (" *edge*" if row.lr_at_edge else ""),
+            _rate(row),
             f"{row.test:.4f}{spread}",
             "-" if row.relative_test is None else f"{100 * (row.relative_test - 1):+.1f} %",
             _shown(row.multiplier, ""),
@@ -174,6 +213,12 @@ def table(rows: Sequence[Row], *, metric: str) -> list[str]:
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def _rate(row: Row) -> str:
+    tried, wanted = row.rates_tried
+    note = f" *{tried} of {wanted} rates*" if tried < wanted else " *edge*" if row.lr_at_edge else ""
+    return f"{row.lr:g}{note}"
 
 
 def _shown(value: Any, form: str) -> str:

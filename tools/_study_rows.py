@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from _study_file import Method, Study
-from _study_plan import Lookup, Point, budget_runs, final_runs, grid, points, tuned, tuner
+from _study_plan import Lookup, Point, budget_runs, final_runs, grid, points, tuner
 from _study_runs import Result
+from _study_times import Times, step_ms
 
 SMALLEST = 1e-9
 """In place of an error of 0, which has no logarithm."""
@@ -46,6 +47,8 @@ class Row:
     lr: float | None = None
     lr_at_edge: bool = False
     """A better learning rate may lie outside the grid."""
+    rates_tried: tuple[int, int] = (0, 0)
+    """Learning rates that have run, and those that are to be."""
     tests: tuple[float, ...] = ()
     """By seed."""
     validation: float | None = None
@@ -79,7 +82,7 @@ Arithmetic = Callable[[Point], float | None]
 """Of a step, in units of forward, input gradient and weight gradient of all layers, over 3 of them."""
 
 
-def rows_of(study: Study, lookup: Lookup, arithmetic: Arithmetic) -> list[Row]:
+def rows_of(study: Study, lookup: Lookup, arithmetic: Arithmetic, times: Times) -> list[Row]:
     """In the study file's order; points without any result are left out."""
     rows = []
     for point in points(study):
@@ -87,8 +90,17 @@ def rows_of(study: Study, lookup: Lookup, arithmetic: Arithmetic) -> list[Row]:
         row = _row(study, point, baseline, lookup)
         if row is not None:
             ours, theirs = arithmetic(point), arithmetic(baseline)
-            rows.append(replace(row, arithmetic=ours / theirs if ours and theirs else None))
+            rows.append(replace(_timed(study, point, baseline, row, times), arithmetic=_over(ours, theirs)))
     return rows
+
+
+def _timed(study: Study, point: Point, baseline: Point, row: Row, times: Times) -> Row:
+    ms = step_ms(times, point)
+    if ms is None:
+        return row
+    hours = ms * study.steps * row.length / 3.6e6
+    dollars = hours * study.usd_per_hour if study.usd_per_hour else None
+    return replace(row, step_ms=ms, relative_time=_over(ms, step_ms(times, baseline)), dollars=dollars)
 
 
 def replace_method(point: Point, method: Method) -> Point:
@@ -101,40 +113,38 @@ def _row(study: Study, point: Point, baseline: Point, lookup: Lookup) -> Row | N
     method = point.method
     names = {"model": point.model.name, "data": point.data.name, "method": method.name}
     head = Row(**names, label=method.label or method.name, group=method.group, length=method.steps)
-    if tried.best is None:
+    if tried.best_so_far is None:
         if tried.todo or not tried.values:
             return None
         failures = (lookup(tuner(study, point).run(lr, study.seeds[0])) for lr in tried.values)
         reason = next((result.failure for result in failures if result and result.failure), "no finite loss")
         return replace(head, failure=reason)
-    results = by_seed(lookup(run) for run in final_runs(study, point, tried.best))
+    results = by_seed(lookup(run) for run in final_runs(study, point, tried.best_so_far))
     if not results:
-        failed = lookup(final_runs(study, point, tried.best)[0])
+        failed = lookup(final_runs(study, point, tried.best_so_far)[0])
         return replace(head, failure=failed.failure or "no finite loss") if failed else None
-    lr = tuned(study, baseline, lookup)
+    lr = grid(study, tuner(study, baseline), lookup).best_so_far
     theirs = by_seed(lookup(run) for run in final_runs(study, baseline, lr)) if lr is not None else {}
-    others = [lookup(run) for run in budget_runs(study, point, tried.best)]
+    others = [lookup(run) for run in budget_runs(study, point, tried.best_so_far)]
     relative = ratio({seed: one.test for seed, one in results.items()}, {s: one.test for s, one in theirs.items()})
-    hours = [one.step_ms * one.steps / 3.6e6 for one in results.values() if one.step_ms is not None]
     middle = {key: _median(results.values(), key) for key in _FIGURES}
     beside = {key: _median(theirs.values(), key) for key in _FIGURES}
     return replace(
         head,
-        lr=tried.best,
+        lr=tried.best_so_far,
+        rates_tried=(len(tried.values), len(tried.values) + len(tried.todo)),
         lr_at_edge=tried.at_edge and len(tried.values) > 1,
         tests=tuple(one.test for one in results.values() if one.test is not None),
         validation=_mean([one.validation for one in results.values()]),
         relative_test=relative,
         multiplier=_multiplier(study, point, results, [one for one in others if one], theirs) if theirs else None,
         relative_state=_over(middle["state_bytes_per_parameter"], beside["state_bytes_per_parameter"]),
-        relative_time=_over(middle["step_ms"], beside["step_ms"]),
-        dollars=statistics.fmean(hours) * study.usd_per_hour if hours and study.usd_per_hour else None,
         num_parameters=next(iter(results.values())).num_parameters,
         **middle,
     )  # fmt: skip
 
 
-_FIGURES = ("state_bytes_per_parameter", "host_bytes_per_parameter", "step_ms")
+_FIGURES = ("state_bytes_per_parameter", "host_bytes_per_parameter")
 
 
 def by_seed(results: Iterable[Result | None]) -> dict[int, Result]:

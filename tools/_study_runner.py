@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from _study_data import ROOT
 from _study_plan import missing_runs, num_later
@@ -55,7 +54,7 @@ class Runner:
         are not repeated."""
         self.commands = commands
         self.study = commands.study
-        self._jobs, self._only, self._prefix, self._commit = jobs, only, shlex.split(prefix), commit
+        self._jobs, self._only, self._prefix, self.commit = jobs, only, shlex.split(prefix), commit
         self._published = published
         self._results: dict[Run, Result | None] = {}
         self._running: list[Started] = []
@@ -120,8 +119,7 @@ class Runner:
             process = subprocess.Popen(
                 [*self._prefix, *self.commands.argv(run)],
                 cwd=ROOT,
-                env=os.environ
-                | {"OMP_NUM_THREADS": str(self.study.threads), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"},
+                env=os.environ | self.commands.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -135,8 +133,9 @@ class Runner:
         run, folder = started.run, self.commands.folder(started.run)
         try:
             if started.process.returncode:
-                raise ValueError(_last_words(folder / LOG_FILE, started.process.returncode))
-            result = self.commands.finish(run, minutes=started.minutes, commit=self._commit)
+                log = (folder / LOG_FILE).read_text(encoding="utf-8", errors="replace")
+                raise ValueError(last_words(log, started.process.returncode))
+            result = self.commands.finish(run, minutes=started.minutes, commit=self.commit)
             shutil.rmtree(folder / CHECKPOINT_FOLDER, ignore_errors=True)
         except (OSError, ValueError) as error:
             result = self.commands.failed(run, " ".join(str(error).split()))
@@ -158,10 +157,10 @@ class Runner:
             started.process.wait()
 
 
-def _last_words(log: Path, code: int) -> str:
-    text = log.read_text(encoding="utf-8", errors="replace")
-    said = re.findall(r"^\S+: error: (.+)$", text, re.MULTILINE)
-    lines = [line for line in text.splitlines() if line.strip()]
+def last_words(log: str, code: int) -> str:
+    """Why a run failed: its error, or else its last line."""
+    said = re.findall(r"^\S+: error: (.+)$", log, re.MULTILINE)
+    lines = [line for line in log.splitlines() if line.strip()]
     return said[-1] if said else f"ended with code {code}: {lines[-1] if lines else 'no output'}"
 
 

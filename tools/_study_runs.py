@@ -62,7 +62,7 @@ class Result:
     """State kept in host memory, likewise."""
     num_parameters: int | None = None
     step_ms: float | None = None
-    """See `fastest_step_ms`."""
+    """See `fastest_step_ms`; other runs may have shared the machine, so tables take `_study_times`' instead."""
     minutes: float = 0.0
     """Of wall time, since the last start."""
     command: str = ""
@@ -125,15 +125,23 @@ class Commands:
     def argv(self, run: Run) -> list[str]:
         """What is started, in the project's root."""
         folder = self.folder(run)
-        words = self.words(run, data_folder=str(self._data_folder))
-        text = self._texts.get(run.data.name)
         checkpoint = render(
             self.study.checkpoint_flags,
             {"steps": self.steps(run), "folder": str(folder / CHECKPOINT_FOLDER)},
             where="checkpoint_flags",
         )
-        paths = [*(["--data-path", str(text.prefix)] if text else []), "--metrics-file", str(folder / METRICS_FILE)]
-        return [sys.executable, *words, *paths, *checkpoint]
+        return [*self.start_words(run, metrics_file=folder / METRICS_FILE), *checkpoint]
+
+    def start_words(self, run: Run, *, metrics_file: Path) -> list[str]:
+        """Interpreter, program and flags with this machine's paths; nothing is saved."""
+        text = self._texts.get(run.data.name)
+        paths = [*(["--data-path", str(text.prefix)] if text else []), "--metrics-file", str(metrics_file)]
+        return [sys.executable, *self.words(run, data_folder=str(self._data_folder)), *paths]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of a run's process, beside what this one has."""
+        return {"OMP_NUM_THREADS": str(self.study.threads), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
     def stored(self, run: Run) -> Result | None:
         """The result of a run that has finished at any time: from its metrics, complete if done.json exists."""

@@ -1,76 +1,34 @@
-"""Shared by tools that read text: input flags, one-line errors, documents from jsonl and txt files."""
+"""Shared by tools that read text: input flags, one-line errors, documents from entries of text and JSON."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NoReturn
 
-BATCH_BYTES = 1 << 18
-"""Input per worker task: large enough to hide its overhead, small enough to share evenly."""
-
-UTF8_BOM = b"\xef\xbb\xbf"
+from _text_files import DOCUMENTS, FORMATS, Batch, Source, find_sources
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """Consecutive whole lines of one input file."""
-
-    path: str
-    input_format: str
-    first_line: int  # counted from 1, for error messages
-    lines: list[bytes]
-
-
-def detect_format(path: str, input_format: str) -> str:
-    """Either "jsonl" or "txt". Raises ValueError if "auto" finds neither ending."""
-    if input_format != "auto":
-        return input_format
-    ending = os.path.splitext(path)[1].lower()
-    if ending in (".jsonl", ".json"):
-        return "jsonl"
-    if ending == ".txt":
-        return "txt"
-    raise ValueError(f"--input {path}: cannot tell its format by its ending; give --input-format jsonl or txt")
-
-
-def check_inputs(paths: Sequence[str], input_format: str) -> None:
-    """Raises ValueError for the first path that is not a readable file of a known format."""
-    for path in paths:
-        if not os.path.exists(path):
-            raise ValueError(f"--input {path} does not exist")
-        if not os.path.isfile(path):
-            raise ValueError(f"--input {path} is not a file; give the files themselves")
-        if not os.access(path, os.R_OK):
-            raise ValueError(f"--input {path} cannot be read")
-        detect_format(path, input_format)
-
-
-def read_batches(paths: Sequence[str], input_format: str) -> Iterator[Batch]:
-    """Lines of all files in order. A line ends with a line feed; a UTF-8 BOM at a file's start is dropped."""
-    for path in paths:
-        first_line = 1
-        file_format = detect_format(path, input_format)
-        with open(path, "rb") as file:
-            while lines := file.readlines(BATCH_BYTES):
-                if first_line == 1:
-                    lines[0] = lines[0].removeprefix(UTF8_BOM)
-                yield Batch(path=path, input_format=file_format, first_line=first_line, lines=lines)
-                first_line += len(lines)
+def sources_of(args: argparse.Namespace) -> list[Source]:
+    """The files of --input. Raises ValueError for one that cannot be read."""
+    sources = find_sources(args.input, args.input_format, args.documents, args.json_keys)
+    for source in sources:
+        if source.noticed:
+            print(f"note: {source.noticed}", file=sys.stderr)
+    return sources
 
 
 def read_documents(batch: Batch, json_keys: Sequence[str]) -> Iterator[tuple[int, dict[str, list[str]]]]:
     """Line number and, by key, the texts of each document: one text, or several where JSON has a list.
 
-    Blank lines are no documents. Plain text is one document a line, stripped, under every key.
+    Blank entries are no documents. Plain text is stripped, and stands under every key.
     Raises ValueError that names file and line for a line that is not UTF-8 or not the JSON asked for.
     """
-    for number, line in enumerate(batch.lines, start=batch.first_line):
+    for number, entry in zip(batch.numbers, batch.entries, strict=True):
         try:
-            text = line.decode("utf-8").strip()
+            text = entry.decode("utf-8").strip()
             if not text:
                 continue
             if batch.input_format == "txt":
@@ -121,12 +79,27 @@ class OneLineParser(argparse.ArgumentParser):
 
 def add_input_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("input")
-    group.add_argument("--input", nargs="+", required=True, metavar="FILE", help="files, read in this order")
+    group.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="files and quoted globs, read in this order; .gz as it is, .zst needs zstandard, .parquet pyarrow",
+    )
     group.add_argument(
         "--input-format",
-        choices=("auto", "jsonl", "txt"),
+        choices=("auto", *FORMATS),
         default="auto",
-        help="jsonl: one JSON object a line; txt: each non-empty line, stripped, is a document; "
-        "auto: by the ending .jsonl, .json or .txt (default)",
+        help="jsonl: one JSON object a line; txt: plain text; parquet: one row a document; auto: by the ending .jsonl, "
+        ".json, .txt or .parquet, before .gz or .zst, and a .txt that holds JSONL is read as such (default)",
     )
-    group.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to read (default: text)")
+    group.add_argument(
+        "--documents",
+        choices=DOCUMENTS,
+        default="line",
+        help="documents of plain text: each non-empty line, stripped (default, as stock), what stands between blank "
+        "lines, or each file",
+    )
+    group.add_argument(
+        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys or columns to read (default: text)"
+    )

@@ -17,7 +17,9 @@ default on two pipeline stages. Without torchrun it starts two processes.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import json
 import os
 import statistics
 import sys
@@ -44,7 +46,7 @@ from _benchmark_common import (
     write_json,
 )
 from _benchmark_figures import BlockFigures, Turn, block_figures, mean_ratio, rotated, slowest
-from _parser import Parser
+from _parser import STDOUT, Parser, add_json
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from rich.table import Table
 
@@ -82,15 +84,16 @@ REFUSED = ("train-iters", "train-samples", "rampup-batch-size", "skip-train", "s
            "wandb-exp-name", "wandb-save-dir", "manual-gc", "manual-gc-interval")  # fmt: skip
 
 
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, RunConfig]:
-    """This tool's own flags, and the run that all others describe.
-
-    Raises:
-        ValueError: one line that names the flag, what is wrong and what would be right.
-        SystemExit: code 0, after ``--help``.
-    """
-    parser = Parser(prog=PROG, allow_abbrev=False, add_help=False, usage=argparse.SUPPRESS, description=__doc__,
-                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+def build_parser() -> argparse.ArgumentParser:
+    """This tool's own flags."""
+    parser = Parser(
+        prog=PROG,
+        allow_abbrev=False,
+        usage="%(prog)s [flags below] [flags of pretrain_gpt_bcd.py]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="All other flags are those of pretrain_gpt_bcd.py, whose --help describes them.",
+    )
     group = parser.add_argument_group("benchmark")
     group.add_argument(
         "--schedule", action="store_true", help="time the BCD and the stock pipeline schedule, in every layout"
@@ -112,8 +115,18 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, RunConfig]:
     group.add_argument(
         "--warm-up-steps", type=int, default=1, metavar="N", help="untimed steps before them (default: 1)"
     )
-    group.add_argument("--json", metavar="FILE", help="write all numbers and every single time to this file")
-    own, rest = parser.parse_known_args(list(argv))
+    add_json(group)
+    return parser
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, RunConfig]:
+    """This tool's own flags, and the run that all others describe.
+
+    Raises:
+        ValueError: one line that names the flag, what is wrong and what would be right.
+        SystemExit: code 0, after ``--help``.
+    """
+    own, rest = build_parser().parse_known_args(list(argv))
     if own.schedule and own.prefix_cache:
         raise ValueError("--schedule and --prefix-cache are two benchmarks: give one of them")
     own_mode = schedule if own.schedule else prefix_cache if own.prefix_cache else None
@@ -124,16 +137,13 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, RunConfig]:
     given = {word.split("=", 1)[0] for word in rest}
     has_data = any(flag.endswith("-data-path") for flag in given)
     defaults = DEFAULTS | (own_mode.DEFAULTS if own_mode else {}) | ({} if has_data else MOCK_DEFAULTS)
-    if given & {"-h", "--help"}:
-        print(parser.format_help())
-        parse_run_config(["--help"], prog=PROG, defaults=defaults)
     for flag in ("rounds", "steps", "warm_up_steps"):
         if getattr(own, flag) < 1:
             raise ValueError(f"--{flag.replace('_', '-')} {getattr(own, flag)}: must be at least 1")
     for name in (*REFUSED, *(own_mode.REFUSED if own_mode else ())):
         if f"--{name}" in given:
-            raise ValueError(f"--{name} has no use in a benchmark: leave it out (--help describes every flag)")
-    if own.json:
+            raise ValueError(f"--{name} has no use in a benchmark: leave it out")
+    if own.json not in (None, STDOUT):
         check_can_write(own.json)
     starts_ranks = own.schedule and not schedule.has_ranks()
     config = parse_run_config(
@@ -311,6 +321,7 @@ def main(argv: Sequence[str]) -> None:
             timeout_minutes=config.training.distributed_timeout_minutes,
             tensor_size=config.tensor_size,
             pipeline_size=config.pipeline_size,
+            context_size=config.context_size,
             cpu_kernels=config.training.cpu_kernels,
         )
         rng.seed_everything(config.training.seed)
@@ -318,8 +329,11 @@ def main(argv: Sequence[str]) -> None:
         if own.schedule or own.prefix_cache:
             kind = schedule.ScheduleBenchmark if own.schedule else prefix_cache.PrefixCacheBenchmark
         benchmark = kind(config, num_warm_up_steps=own.warm_up_steps, num_steps=own.steps)
-    figures = benchmark.measure(own.rounds, argv)
-    if figures and own.json:
+    with contextlib.redirect_stdout(sys.stderr if own.json == STDOUT else sys.stdout):
+        figures = benchmark.measure(own.rounds, argv)
+    if figures and own.json == STDOUT:
+        print(json.dumps(figures, indent=1))
+    elif figures and own.json:
         write_json(own.json, figures)
         print(f"wrote {own.json}")
     torch.distributed.barrier()

@@ -5,8 +5,8 @@
 
 In every round each method has one turn: the planner's command in new processes, so that memory is this method's alone
 and the measured run is the planned one. The first two steps after the start and after each switch are not counted. All
-methods take the same number of steps on the same samples. The order rotates from round to round, and ratios are taken
-within a round, because the machine's speed varies.
+methods take the same number of steps on the same samples. The order rotates from round to round, because the machine's
+speed varies, and times are geometric means over the rounds: ratios in the table are then those within the rounds.
 
 --peer badam trains transformers' model of the same size with BAdam (PyPI) in one process: same initial weights,
 samples, blocks and optimizer settings. Prints a table like the paper's tables 3 and 4, and writes compare.json and
@@ -23,7 +23,6 @@ import os
 import platform as python_platform
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,10 +33,10 @@ from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _compare_figures import Row, Turn, ratios, rotated, row_of, table_text
+from _compare_figures import Row, Turn, ratios, rotated, row_of, table_text, typical_ms
 from _compare_runs import PEER, CannotRun, Variant, beside_peer, measure, planned, run, variants_of
 from _machine import cpu_model
-from _parser import Parser
+from _parser import Parser, add_precision
 
 from megatron.bcd.config import LAYOUTS, BcdConfig
 from megatron.bcd.planner.cost import PRECISIONS
@@ -83,7 +82,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--global-batch-size", type=int, metavar="N", help="sequences of an iteration (default: one microbatch, with a"
         f" pipeline {MICROBATCHES} per stage)")  # fmt: skip
     add("--seq-length", type=int, metavar="N", help="(default: the model table's)")
-    add("--precision", choices=PRECISIONS, default="fp32", help="(default: fp32)")
+    add_precision(group, PRECISIONS)
     add("--recompute", nargs="?", const="full", choices=RECOMPUTE, default="none", help="(default: none)")
     group = parser.add_argument_group("data files")
     add = group.add_argument
@@ -249,7 +248,7 @@ def peer_figures(comparison: Comparison, beside: str) -> dict[str, Any] | None:
     difference = None if None in losses else abs(losses[0] - losses[1]) / abs(losses[0])  # type: ignore[operator,arg-type]
     return {
         "beside": beside,
-        "tokens_per_second_ratio": statistics.median(by_round),
+        "tokens_per_second_ratio": typical_ms(theirs) / typical_ms(ours),
         "ratio_by_round": by_round,
         "loss_difference": difference,
         "trains_alike": difference is not None and difference < TOLERANCE,
@@ -292,8 +291,9 @@ def summary(figures: dict[str, Any], rows: Sequence[Row]) -> str:
         + ("" if about["gpus"] else ", its resident set with all libraries")
     )
     lines.append(
-        f"ratio to full: iteration time over full training's, median of {figures['rounds']} rounds; bound: by"
-        " arithmetic of the layers alone; MFU: arithmetic of full training; loss: after the last step"
+        f"iteration: geometric mean of {figures['rounds']} rounds; ratio to full: over full training's in this table;"
+        " arithmetic: that ratio by the layers' passes alone, no bound, as the optimizer has less to do too; MFU: by"
+        " the arithmetic of full training; loss: after the last step"
     )
     peer = figures["peer"]
     if peer:

@@ -11,6 +11,7 @@ a second process, one after the other.
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 import statistics
@@ -25,7 +26,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import _benchmark_common as common
 import torch
-from _parser import Parser
+from _parser import STDOUT, Parser, add_json
 
 from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
 from megatron.bcd.model.builder import unwrap_model
@@ -227,12 +228,12 @@ def main(argv: Sequence[str]) -> None:
     parser = Parser(prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=15, metavar="N", help="pairs per replacement (default: 15)")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="timed steps of a turn (default: 3)")
-    parser.add_argument("--json", metavar="FILE", help="write all figures and every turn to this file")
+    add_json(parser)
     with exit_on_error(ValueError, prog=PROG):
         own = parser.parse_args(list(argv))
         if own.pairs < 2 or own.steps < 1:
             raise ValueError("--pairs must be at least 2 and --steps at least 1")
-        if own.json:
+        if own.json not in (None, STDOUT):
             common.check_can_write(own.json)
     torch.set_num_threads(1)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
@@ -241,9 +242,12 @@ def main(argv: Sequence[str]) -> None:
     figures = {"command": command, "hardware": common.hardware(), "commit": commit, "cases": cases}
     for form, extent in CASES:
         cases[f"{form} {extent}"] = measure(form, extent, num_pairs=own.pairs, num_steps=own.steps)
-        if own.json:  # after each case: it takes long
+        if own.json not in (None, STDOUT):  # after each case: it takes long
             common.write_json(own.json, figures)
-    show(cases)
+    if own.json == STDOUT:
+        print(json.dumps(figures, indent=1))
+    else:
+        show(cases)
 
 
 if __name__ == "__main__":

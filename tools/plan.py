@@ -5,7 +5,7 @@
     python tools/plan.py --model G-5.4B --gpu rtx4090 --num-gpus 4 --search
     python tools/plan.py --model G-5.4B --gpu rtx4090 --num-gpus 4 --compare
     python tools/plan.py --paper
-    python tools/plan.py --model tiny-gpt --gpu rtx4090 --num-gpus 2 --verify
+    python tools/plan.py --model G-0.15B --gpu rtx4090 --num-gpus 2 --verify
 
 Nothing is run: memory and time follow from formulas and from the editable tables examples/models.csv and
 examples/clusters.csv. --paper recomputes the tables of the paper (arXiv 2506.12037), --verify builds the model of
@@ -17,35 +17,42 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _parser import Parser
-from _plan_compare import compare, comparison_as_list, show_comparison
-from _plan_output import show_estimate, show_paper, show_search
+from _parser import STDOUT, Parser, add_json, add_precision
+from _plan_compare import as_asked, compare, comparison_as_list, gpus, show_comparison, verdict
+from _plan_output import Remedied, show_estimate, show_paper, show_remedies, show_search
 
-from megatron.bcd.config import LAYOUTS
+from megatron.bcd.config import PLANNED_LAYOUTS
 from megatron.bcd.config.presets import PRESETS
 from megatron.bcd.planner.command import torchrun_command
 from megatron.bcd.planner.cost import PRECISIONS
-from megatron.bcd.planner.estimate import make_estimate
+from megatron.bcd.planner.estimate import Estimate, make_estimate
+from megatron.bcd.planner.memory import fits
 from megatron.bcd.planner.multipliers import PAPER, PRETRAIN
-from megatron.bcd.planner.paper import Paper, recompute_paper
+from megatron.bcd.planner.paper import Paper, recompute_paper, time_errors
 from megatron.bcd.planner.recipe import METHODS, PRESET_OF, RECOMPUTE, Recipe
-from megatron.bcd.planner.search import search, shortest_that_fits, valid_pipelines
+from megatron.bcd.planner.remedies import remedies
+from megatron.bcd.planner.search import layouts, search, shortest_that_fits, valid_pipelines
 from megatron.bcd.planner.tables import choose, read_clusters, read_models, read_published
 
 PROG = "tools/plan.py"
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DEFAULT_BATCH = 64
+_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+_FLAG_OF = {"num_blocks": "bcd_num_blocks", "layout": "bcd_layout"}
+"""Flags of Recipe's fields, where they have another name."""
 _PAPER_CLUSTER = "rtx4090"
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Raises ValueError for an unknown or missing flag, or an invalid value."""
+def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog=PROG, allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -53,12 +60,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--model", metavar="NAME", help="a row of the model table")
     add("--gpu", metavar="NAME", help="a row of the cluster table")
     add("--num-gpus", type=int, metavar="N", help="GPUs of the run")
-    add("--search", action="store_true", help="find the cheapest layout that fits")
-    add("--compare", action="store_true", help="full training, paper and pretrain side by side, each in its cheapest"
-        " layout that fits")  # fmt: skip
+    add("--search", action="store_true", help="all methods side by side, each in its cheapest layouts that fit, and"
+        " the plan of the best; with --method or --bcd-preset the layouts of that one")  # fmt: skip
+    add("--compare", action="store_true", help="all methods side by side, without a plan")
     add("--paper", action="store_true", help="recompute the paper's tables")
     add("--verify", action="store_true", help="compare parameter counts with models on the meta device (needs torch)")
-    add("--json", action="store_true", help="print JSON and nothing else")
+    add_json(parser)
     group = parser.add_argument_group("recipe", "same names as the training script's flags")
     add = group.add_argument
     add("--method", choices=METHODS, help="block coordinate descent as in the paper, or with --bcd-preset pretrain;"
@@ -66,18 +73,20 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--bcd-preset", choices=tuple(PRESETS), help="of block coordinate descent: paper is --method bcd, pretrain"
         " --method pretrain")  # fmt: skip
     add("--bcd-num-blocks", type=int, metavar="M", help="(default: 3; --search tries 2 to 6 with method bcd)")
-    add("--bcd-layout", choices=LAYOUTS, help="(default: spread; with --bcd-preset pretrain strided)")
+    add("--bcd-layout", choices=PLANNED_LAYOUTS, help="(default: spread; with --bcd-preset pretrain strided)")
     add("--pipeline-model-parallel-size", type=int, metavar="N", help="(default: the smallest that fits)")
+    add("--context-parallel-size", type=int, default=1, metavar="N", help="(default: 1)")
     add("--seq-length", type=int, metavar="N", help="(default: the model table's)")
     add("--micro-batch-size", type=int, default=1, metavar="N", help="(default: 1; --search tries powers of two)")
     add("--global-batch-size", type=int, default=DEFAULT_BATCH, metavar="N", help="sequences of an iteration (default:"
         f" {DEFAULT_BATCH})")  # fmt: skip
     add("--recompute", nargs="?", const="full", choices=RECOMPUTE, default="none", help="recompute activations: none,"
         " or full; the bare flag means full (--search tries both)")  # fmt: skip
-    add("--precision", choices=PRECISIONS, default="fp32", help="(default: fp32)")
+    add_precision(group, PRECISIONS)
     group = parser.add_argument_group("cost")
     add = group.add_argument
-    add("--tokens", type=float, metavar="N", help="tokens that full training would read (default: 20 per parameter)")
+    add("--tokens", type=token_count, metavar="N", help="tokens that full training would read, such as 300M, 1B or 1e9"
+        " (default: 20 per parameter)")  # fmt: skip
     add("--bf-multiplier", type=float, metavar="K", help="iterations of BCD with three blocks over those of full"
         " training to the same loss; with method bcd scaled to other numbers of blocks as in the paper's table 11; with"
         " --compare pretrain's"
@@ -86,7 +95,21 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = group.add_argument
     add("--models", metavar="FILE", default=os.path.join(ROOT, "examples", "models.csv"), help="the model table")
     add("--clusters", metavar="FILE", default=os.path.join(ROOT, "examples", "clusters.csv"), help="the cluster table")
-    return parser.parse_args(argv)
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Raises ValueError for an unknown or missing flag, or an invalid value."""
+    return build_parser().parse_args(argv)
+
+
+def token_count(text: str) -> float:
+    """1e9, 300M, 1B. Raises argparse.ArgumentTypeError for what is no number."""
+    unit = _UNITS.get(text[-1:].upper())
+    try:
+        return float(text[:-1]) * unit if unit else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is no number; give one such as 300M, 1B or 1e9") from None
 
 
 def method_of(arguments: argparse.Namespace) -> str:
@@ -100,15 +123,16 @@ def method_of(arguments: argparse.Namespace) -> str:
     return next(name for name, known in PRESET_OF.items() if known == preset)
 
 
-def recipe_of(arguments: argparse.Namespace) -> Recipe:
-    """The recipe of the flags. Raises ValueError naming a missing or invalid flag."""
+def fields_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Of the recipe, but its pipeline. Raises ValueError naming a missing or unknown name."""
     for flag, given in (("--model", arguments.model), ("--gpu", arguments.gpu), ("--num-gpus", arguments.num_gpus)):
         if given is None:
             raise ValueError(f"{flag} is required (except with --paper)")
-    fields: dict[str, Any] = {
+    return {
         "model": choose(read_models(arguments.models), arguments.model, flag="--model"),
         "cluster": choose(read_clusters(arguments.clusters), arguments.gpu, flag="--gpu"),
         "num_gpus": arguments.num_gpus,
+        "context_size": arguments.context_parallel_size,
         "method": method_of(arguments),
         "num_blocks": arguments.bcd_num_blocks,
         "layout": arguments.bcd_layout,
@@ -118,6 +142,16 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
         "global_batch_size": arguments.global_batch_size,
         "recompute": arguments.recompute,
     }
+
+
+def cost_of(arguments: argparse.Namespace) -> dict[str, float | None]:
+    """Arguments of an estimate's cost."""
+    return {"tokens": arguments.tokens, "multiplier": arguments.bf_multiplier}
+
+
+def recipe_of(arguments: argparse.Namespace) -> Recipe:
+    """The recipe of the flags. Raises ValueError naming a missing or invalid flag."""
+    fields = fields_of(arguments)
     if arguments.pipeline_model_parallel_size is not None:
         return Recipe(pipeline_size=arguments.pipeline_model_parallel_size, **fields)
     suited = valid_pipelines(**fields)
@@ -134,56 +168,155 @@ def paper(arguments: argparse.Namespace) -> Paper:
     )
 
 
-def run(argv: Sequence[str] | None) -> str:
-    """The text to print. Raises ValueError for a user's mistake."""
+def what_fits(arguments: argparse.Namespace) -> list[Remedied]:
+    """Changed flags with which the plan fits, and the planner's command for each."""
+    found = []
+    for remedy in remedies(fields_of(arguments), pipeline_size=arguments.pipeline_model_parallel_size):
+        changes = {_FLAG_OF.get(name, name): value for name, value in remedy.changes.items()}
+        if "method" in changes:
+            changes["bcd_preset"] = None
+        if remedy.recipe.pipeline_size != arguments.pipeline_model_parallel_size:
+            changes["pipeline_model_parallel_size"] = None
+        shown = {name: value for name, value in changes.items() if value is not None}
+        found.append(
+            Remedied(
+                flags=" ".join(_words(shown)),
+                command=shlex.join(["python", PROG, *_words(_given(arguments) | changes)]),
+                recipe=remedy.recipe,
+            )
+        )
+    return found
+
+
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Flags with values that differ from their defaults."""
+    default = build_parser().get_default
+    return {
+        name: value
+        for name, value in vars(arguments).items()
+        if value != default(name) and value is not True and name != "json"
+    }
+
+
+def _words(values: Mapping[str, Any]) -> list[str]:
+    words = []
+    for name, value in values.items():
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", f"{value:g}" if isinstance(value, float) else str(value)]
+    return words
+
+
+def run(argv: Sequence[str] | None) -> tuple[str, int]:
+    """The text to print, and the exit code: 1 for a plan that does not fit. Raises ValueError for a user's mistake."""
     arguments = parse_arguments(argv)
     modes = [name for name in ("search", "compare", "paper", "verify") if getattr(arguments, name)]
     if len(modes) > 1:
         raise ValueError(f"--{modes[0]} and --{modes[1]} are both given: give one of them")
+    answer = answer_to(arguments)
+    if arguments.json is None:
+        return answer.text, answer.code
+    data = json.dumps(answer.data, indent=1)
+    if arguments.json == STDOUT:
+        return data, answer.code
+    from report import write_aside
+
+    write_aside(arguments.json, lambda name: Path(name).write_text(f"{data}\n", encoding="utf-8"), flag="--json")
+    return f"{answer.text}\nwrote {arguments.json}", answer.code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """For people, for programs, and the exit code."""
+
+    text: str
+    data: Any
+    code: int = 0
+
+
+def answer_to(arguments: argparse.Namespace) -> Answer:
+    """Raises ValueError for a user's mistake."""
     if arguments.paper:
         recomputed = paper(arguments)
-        return _json(recomputed.as_list()) if arguments.json else show_paper(recomputed)
+        return Answer(text=show_paper(recomputed), data=recomputed.as_list())
     recipe = recipe_of(arguments)
     if arguments.verify:
         from _plan_verify import show_counts, verify  # torch takes seconds to import
 
         counts = verify(recipe)
-        return _json(counts) if arguments.json else show_counts(recipe, counts)
-    cost = {"tokens": arguments.tokens, "multiplier": arguments.bf_multiplier}
-    if arguments.compare:
-        if arguments.method or arguments.bcd_preset:
-            raise ValueError("--compare shows all methods: leave out --method and --bcd-preset")
-        compared = compare(recipe, num_blocks=arguments.bcd_num_blocks, **cost)
-        return _json(comparison_as_list(compared)) if arguments.json else show_comparison(compared)
+        return Answer(text=show_counts(recipe, counts), data=counts)
+    is_one_method = bool(arguments.method or arguments.bcd_preset)
+    if arguments.compare and is_one_method:
+        raise ValueError("--compare shows all methods: leave out --method and --bcd-preset")
+    if arguments.compare or (arguments.search and not is_one_method):
+        return run_comparison(arguments, recipe)
     if arguments.search:
-        num_blocks = None if arguments.bcd_num_blocks is None else [arguments.bcd_num_blocks]
-        found = search(recipe, num_blocks=num_blocks, **cost)
-        if not arguments.json:
-            return show_search(found)
-        best = [estimate.as_dict() | {"command": _command(estimate)} for estimate in found.best]
-        return _json({"tried": found.num_tried, "fitting": found.num_fitting, "best": best})
-    estimate = make_estimate(recipe, **cost)
-    return _json(estimate.as_dict() | {"command": _command(estimate)}) if arguments.json else show_estimate(estimate)
+        return run_search(arguments, recipe)
+    estimate = make_estimate(recipe, **cost_of(arguments))
+    others = [] if estimate.fits else what_fits(arguments)
+    data = _with_command(estimate) | ({} if estimate.fits else {"what_fits": _listed(others)})
+    return Answer(text=show_estimate(estimate, others), data=data, code=0 if estimate.fits else 1)
 
 
-def _command(estimate: Any) -> str:
+def run_comparison(arguments: argparse.Namespace, recipe: Recipe) -> Answer:
+    """All methods side by side, with --search the plan of the best on these GPUs too."""
+    rows = compare(
+        recipe, time_errors(paper(arguments).cells()), num_blocks=arguments.bcd_num_blocks, **cost_of(arguments)
+    )
+    text = show_comparison(rows)
+    if arguments.compare:
+        return Answer(text=text, data=comparison_as_list(rows))
+    best = as_asked(rows)
+    data = {"best": None, "methods": comparison_as_list(rows), "verdict": verdict(rows)}
+    if best is not None:
+        text = f"{text}\n\nthe best on {gpus(recipe.num_gpus)}\n\n{show_estimate(best.estimate)}"
+        return Answer(text=text, data=data | {"best": _with_command(best.estimate)})
+    cheapest = rows[0].estimate.recipe
+    changes = {"num_gpus": cheapest.num_gpus}
+    if cheapest.global_batch_size != recipe.global_batch_size:
+        changes["global_batch_size"] = cheapest.global_batch_size
+    command = shlex.join(["python", PROG, *_words(_given(arguments) | changes), "--search"])
+    text = f"{text}\n\nno method fits on {gpus(recipe.num_gpus)}; plan the best with\n{command}"
+    return Answer(text=text, data=data, code=1)
+
+
+def run_search(arguments: argparse.Namespace, recipe: Recipe) -> Answer:
+    """The cheapest layouts of one method."""
+    num_blocks = None if arguments.bcd_num_blocks is None else [arguments.bcd_num_blocks]
+    if not any(fits(each) for each in layouts(recipe, num_blocks=num_blocks)):
+        others = what_fits(arguments)
+        head = f"no layout of {recipe.model.name} with --method {recipe.method} fits on {recipe.num_gpus} x "
+        text = f"{head}{recipe.cluster.gpu}\n{show_remedies(others)}"
+        return Answer(text=text, data={"best": [], "what_fits": _listed(others)}, code=1)
+    found = search(recipe, num_blocks=num_blocks, **cost_of(arguments))
+    best = [_with_command(estimate) for estimate in found.best]
+    return Answer(text=show_search(found), data={"tried": found.num_tried, "fitting": found.num_fitting, "best": best})
+
+
+def _with_command(estimate: Estimate) -> dict[str, Any]:
+    """Plain values; the command is None where it would run out of memory."""
+    return estimate.as_dict() | {"command": _command(estimate) if estimate.fits else None}
+
+
+def _listed(others: Sequence[Remedied]) -> list[dict[str, str]]:
+    return [{"flags": each.flags, "command": each.command} for each in others]
+
+
+def _command(estimate: Estimate) -> str:
     return torchrun_command(estimate.recipe, iterations=estimate.cost.iterations)
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, indent=1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     # not through megatron.bcd.runtime.exit, which is for several ranks and imports torch
+    code = 0
     try:
-        print(run(argv), flush=True)
+        text, code = run(argv)
+        print(text, flush=True)
     except ValueError as error:
         print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # as with "| head"; Python would raise it again in its final flush
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    return code
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
         --tokenizer-type GPT2BPETokenizer --vocab-file encoder.json --merge-file vocab.bpe \\
         --append-eod --workers 8
 
-Flags and bytes are those of stock Megatron-LM core_v0.16.1's tool of this name, with plain text as a
-second input format. Documents keep their order with any number of workers. The files get their names only
+Flags and bytes are those of stock Megatron-LM core_v0.16.1's tool of this name, with plain text and parquet as
+further input formats. Documents keep their order with any number of workers. The files get their names only
 when they are complete.
 """
 
@@ -21,7 +21,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -30,34 +30,15 @@ import numpy
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _text_input import (
-    Batch,
-    OneLineParser,
-    add_input_flags,
-    check_inputs,
-    read_batches,
-    read_documents,
-)
+from _preprocess_totals import EncodedBatch, EncodedDocuments, Totals, show_progress
+from _text_files import Batch, Source, read_batches
+from _text_input import OneLineParser, add_input_flags, read_documents, sources_of
 
 from megatron.bcd.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 
-
-@dataclass(frozen=True, kw_only=True)
-class EncodedDocuments:
-    """Tokens of the documents of one batch, for one key.
-
-    `tokens` [sum of all lengths]; `lengths` [documents][sequences]: an empty document has no sequences.
-    """
-
-    tokens: numpy.ndarray
-    lengths: list[list[int]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncodedBatch:
-    num_input_bytes: int
-    num_documents: int
-    documents: dict[str, EncodedDocuments]
+_SHORT_BYTES = 200
+"""A wrapped line has about 70."""
+_MANY_DOCUMENTS, _FEWEST_DOCUMENTS = 100, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +77,8 @@ class Encoder:
                     tokens[key].extend(sequence)
                 lengths[key].append([len(sequence) for sequence in sequences])
         return EncodedBatch(
-            num_input_bytes=sum(map(len, batch.lines)),
+            num_file_bytes=batch.num_file_bytes,
+            num_text_bytes=sum(map(len, batch.entries)),
             num_documents=num_documents,
             documents={
                 key: EncodedDocuments(tokens=numpy.array(tokens[key], dtype=numpy.int32), lengths=lengths[key])
@@ -168,23 +150,6 @@ def encode_batches(batches: Iterable[Batch], encoder: Encoder, num_workers: int)
 
 
 # --- writing ---------------------------------------------------------------------------------------
-
-
-@dataclass(kw_only=True)
-class Totals:
-    """Running counts: documents once, their tokens and their empty texts over all keys."""
-
-    num_documents: int = 0
-    num_empty: int = 0
-    num_tokens: int = 0
-    num_input_bytes: int = 0
-
-    def add(self, batch: EncodedBatch) -> None:
-        self.num_documents += batch.num_documents
-        self.num_input_bytes += batch.num_input_bytes
-        for documents in batch.documents.values():
-            self.num_empty += documents.lengths.count([])
-            self.num_tokens += documents.tokens.size
 
 
 class DatasetWriter:
@@ -260,49 +225,14 @@ class DatasetWriter:
                 os.rmdir(folder)
 
 
-# --- progress --------------------------------------------------------------------------------------
-
-Report = Callable[[Totals], None]
-
-
-@contextlib.contextmanager
-def show_progress(total_bytes: int, log_interval: int | None) -> Iterator[Report]:
-    """A bar on a terminal; else a plain line each tenth of the input, or each `log_interval` documents."""
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("tokenizing", total=total_bytes)
-            yield lambda totals: progress.update(
-                task,
-                completed=totals.num_input_bytes,
-                description=f"{totals.num_documents:,} documents, {totals.num_tokens:,} tokens",
-            )
-        return
-
-    steps_shown = 0
-
-    def report(totals: Totals) -> None:
-        nonlocal steps_shown
-        percent = 100 * totals.num_input_bytes // max(total_bytes, 1)
-        steps = totals.num_documents // log_interval if log_interval else percent // 10
-        if steps > steps_shown and totals.num_tokens:
-            steps_shown = steps
-            counts = f"{totals.num_documents:,} documents, {totals.num_tokens:,} tokens"
-            print(f"{percent:3d} %  {counts}", file=sys.stderr, flush=True)
-
-    yield report
-
-
 # --- command line ----------------------------------------------------------------------------------
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="preprocess_data.py",
-        description="Turn text into Megatron's indexed dataset, PREFIX_KEY_document.bin and .idx.",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add_input_flags(parser)
@@ -333,7 +263,7 @@ def run(args: argparse.Namespace) -> str:
         raise ValueError(f"--workers {args.workers} must be at least 1")
     if args.log_interval is not None and args.log_interval < 1:
         raise ValueError(f"--log-interval {args.log_interval} must be at least 1")
-    check_inputs(args.input, args.input_format)
+    sources = sources_of(args)
     names = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size")
     encoder = Encoder(
         EncoderConfig(
@@ -346,10 +276,8 @@ def run(args: argparse.Namespace) -> str:
     totals = Totals()
     with (
         DatasetWriter(args.output_prefix, encoder.config.json_keys, encoder.tokenizer.vocab_size) as writer,
-        show_progress(sum(map(os.path.getsize, args.input)), args.log_interval) as report,
-        contextlib.closing(
-            encode_batches(read_batches(args.input, args.input_format), encoder, args.workers)
-        ) as encoded_batches,
+        show_progress(sum(os.path.getsize(source.path) for source in sources), args.log_interval) as report,
+        contextlib.closing(encode_batches(read_batches(sources), encoder, args.workers)) as encoded_batches,
     ):
         start = time.perf_counter()
         for batch in encoded_batches:
@@ -360,7 +288,33 @@ def run(args: argparse.Namespace) -> str:
         if totals.num_tokens == 0:
             raise ValueError(f"--input {' '.join(args.input)}: no text in it, so there is no dataset to write")
         writer.publish()
+    for line in warnings_of(totals, sources, documents=args.documents):
+        print(f"warning: {line}", file=sys.stderr)
     return summary(list(writer.prefixes.values()), totals, time.perf_counter() - start)
+
+
+def warnings_of(totals: Totals, sources: Sequence[Source], *, documents: str) -> list[str]:
+    """Where lines or files were taken for documents that hardly are."""
+    if totals.num_documents < _FEWEST_DOCUMENTS:
+        return (
+            [
+                f"{totals.num_documents} document(s): --split divides documents, so validation may have none; give more"
+                " files, or another --documents"
+            ]
+            if documents == "file"
+            else []
+        )
+    is_text = any(source.input_format == "txt" for source in sources) and documents == "line"
+    if not is_text or totals.num_documents < _MANY_DOCUMENTS:
+        return []
+    size = totals.num_text_bytes / totals.num_documents
+    if size >= _SHORT_BYTES:
+        return []
+    tokens = totals.num_tokens / totals.num_documents
+    return [
+        f"{totals.num_documents:,} documents of {tokens:.0f} tokens on average, because each line is one; for wrapped"
+        " text give --documents paragraph (blank lines between) or --documents file"
+    ]
 
 
 def summary(prefixes: Sequence[str], totals: Totals, seconds: float) -> str:

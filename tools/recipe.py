@@ -1,7 +1,10 @@
 """Prints a recipe as bash for examples/pretrain.sh: the planner's choices, from the three tables in examples/.
 
-    python tools/recipe.py whole|tiny=N|here=N MODEL METHOD CLUSTER [flags of the training script]
+    python tools/recipe.py whole G-5.4B pretrain rtx4090 --seq-length 512
+    python tools/recipe.py tiny=2 L-6.0B paper rtx4090
+    python tools/recipe.py here=4 G-20B full a100
 
+The words are whole, tiny=N or here=N, then MODEL, METHOD and CLUSTER, then flags of the training script.
 ``whole`` prints assignments for bash's eval: flags by concern (MODEL_ARGS, PARALLEL_ARGS, TRAINING_ARGS, METHOD_ARGS),
 the user's other flags (EXTRA_ARGS), names and numbers, the estimate as text (PLAN), and MISFIT: why it does not fit and
 what would, or empty. ``tiny=N`` scales the flags down to a run of seconds on at most N ranks. ``here=N`` prints only
@@ -24,7 +27,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from _parser import Parser
 from _plan_output import show_figures
 
-from megatron.bcd.config import LAYOUTS
+from megatron.bcd.config import PLANNED_LAYOUTS
 from megatron.bcd.planner.command import SCRIPTS, method_flags, network_flags, parallel_flags, training_flags
 from megatron.bcd.planner.estimate import Estimate, make_estimate
 from megatron.bcd.planner.memory import fits
@@ -117,7 +120,7 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, tup
     for name in ("model", "method", "cluster"):
         add(name)
     add("--bcd-num-blocks", type=int)
-    add("--bcd-layout", choices=LAYOUTS)
+    add("--bcd-layout", choices=PLANNED_LAYOUTS)
     add("--pipeline-model-parallel-size", type=int)
     add("--seq-length", type=int)
     arguments, extra = parser.parse_known_args(argv)
@@ -151,6 +154,11 @@ def request_of(arguments: argparse.Namespace, extra: tuple[str, ...], environmen
     num_gpus = _number(environment, "NUM_GPUS")
     nodes, per_node = _number(environment, "NNODES"), _number(environment, "GPUS_PER_NODE")
     by_node = nodes is not None or per_node is not None
+    if num_gpus is not None and by_node:  # of the three numbers, two are enough
+        if per_node is None and nodes is not None and num_gpus % nodes == 0:
+            per_node = num_gpus // nodes
+        elif nodes is None and per_node is not None and num_gpus % per_node == 0:
+            nodes = num_gpus // per_node
     if by_node:
         cluster = replace(cluster, gpus_per_node=per_node or cluster.gpus_per_node)
         together = (nodes or 1) * cluster.gpus_per_node
@@ -254,6 +262,8 @@ def on_gpus_here(request: Request, here: int) -> str:
 def run(argv: Sequence[str] | None, environment: Mapping[str, str]) -> str:
     """The text to print. Raises ValueError for a user's mistake."""
     purpose, *words = (sys.argv[1:] if argv is None else argv) or [""]
+    if purpose in ("-h", "--help"):
+        return str(__doc__)
     name, _, number = purpose.partition("=")
     if not (purpose == "whole" or name in ("tiny", "here") and number.isdecimal()):
         raise ValueError("the first word must be whole, tiny=N or here=N; start examples/pretrain.sh, which gives it")

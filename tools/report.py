@@ -14,8 +14,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from io import StringIO
+from itertools import groupby, pairwise, takewhile
+from pathlib import Path
 from typing import Any, NoReturn
 
+from _parser import STDOUT, add_json
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -39,6 +42,17 @@ class Run:
     def num_blocks(self) -> int:
         return len({step["block"] for step in self.steps})
 
+    @property
+    def num_ranks(self) -> tuple[int, ...]:
+        """Of the run, and of each of its resumptions on another number."""
+        return tuple(number for number, _ in groupby(len(step["model_state_bytes"]) for step in self.steps))
+
+    @property
+    def last_ranks(self) -> tuple[dict[str, Any], ...]:
+        """The steps on the last number of ranks: memory and time of different numbers are not comparable."""
+        steps = takewhile(lambda step: len(step["model_state_bytes"]) == self.num_ranks[-1], reversed(self.steps))
+        return tuple(reversed(list(steps)))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
@@ -47,6 +61,9 @@ class Figures:
     run: str
     file: str
     iterations: int
+    num_ranks: tuple[int, ...]
+    """Of the run, and of each of its resumptions on another number; memory and time are of the last."""
+    validation_iteration: int | None
     model_state_bytes: tuple[int, ...] | None
     """By rank, maximum over the phases."""
     mean_model_state_bytes: tuple[float, ...] | None
@@ -82,9 +99,13 @@ def read_run(argument: str) -> Run:
     tests = [line for line in lines if "test_loss" in line]
     if not (steps or validations or tests):
         raise ValueError(f"--run {name}: {path}: empty, no line of training or evaluation in it")
-    if len({len(step["model_state_bytes"]) for step in steps}) > 1:
-        raise ValueError(f"--run {name}: {path}: the number of ranks changes; give a file of one world size")
-    return Run(name=name.strip(), file=path, steps=steps, validations=validations, test=tests[-1] if tests else None)
+    return Run(
+        name=name.strip(),
+        file=path,
+        steps=steps,
+        validations=validations,
+        test=tests[-1] if tests else None,
+    )
 
 
 _NUMBERS = {
@@ -117,12 +138,16 @@ def _parsed(line: str, *, where: str) -> dict[str, Any]:
 
 
 def typical_step_ms(steps: Sequence[dict[str, Any]]) -> float:
-    """Each block's median, averaged over all steps: blocks differ, and one median would show one block."""
+    """Each block's median, averaged over all iterations: blocks differ, and one median would show one block.
+
+    A line counts as often as it has iterations: the log interval may have changed at a resumption.
+    """
     medians = {
         block: statistics.median(step["step_time_ms"] for step in steps if step["block"] == block)
         for block in {step["block"] for step in steps}
     }
-    return statistics.fmean(medians[step["block"]] for step in steps)
+    spans = [after["iteration"] - before["iteration"] for before, after in pairwise(steps)]
+    return statistics.fmean((medians[step["block"]] for step in steps), weights=[*(spans[:1] or [1]), *spans])
 
 
 def _over_ranks(steps: Sequence[dict[str, Any]], reduce: Callable[[Sequence[float]], float]) -> tuple[float, ...]:
@@ -136,7 +161,7 @@ def _over_ranks(steps: Sequence[dict[str, Any]], reduce: Callable[[Sequence[floa
 
 
 def figures_of(run: Run) -> Figures:
-    steps = run.steps
+    steps = run.last_ranks
     validation = run.validations[-1] if run.validations else {}
     test = run.test or {}
     last = [lines[-1]["iteration"] for lines in (steps, run.validations) if lines] + [test.get("iteration", 0)]
@@ -146,6 +171,8 @@ def figures_of(run: Run) -> Figures:
         run=run.name,
         file=run.file,
         iterations=max(last),
+        num_ranks=run.num_ranks,
+        validation_iteration=validation.get("iteration"),
         model_state_bytes=tuple(int(n) for n in _over_ranks(steps, max)) if steps else None,
         mean_model_state_bytes=_over_ranks(steps, statistics.fmean) if steps else None,
         step_time_ms=step_ms,
@@ -207,6 +234,21 @@ def table_rows(figures: Sequence[Figures]) -> list[tuple[str, ...]]:
     return rows
 
 
+def notes(figures: Sequence[Figures]) -> list[str]:
+    """What the reader of the table must know to compare its rows."""
+    lines = [
+        f"{row.run}: resumed on another number of ranks ({', then '.join(map(str, row.num_ranks))}); state and time are"
+        " of the last"
+        for row in figures
+        if len(row.num_ranks) > 1
+    ]
+    ends = {row.run: row.validation_iteration for row in figures if row.validation_iteration is not None}
+    if len(set(ends.values())) > 1:
+        places = ", ".join(f"{name} {iteration:,}" for name, iteration in ends.items())
+        lines.append(f"validation is of different iterations: {places}")
+    return lines
+
+
 def print_table(rows: Sequence[tuple[str, ...]], *, num_runs: int) -> None:
     """A ruled table on a terminal, aligned columns without wrapping or control characters elsewhere."""
     on_terminal = sys.stdout.isatty()
@@ -238,7 +280,7 @@ def write_aside(path: str, write: Callable[[str], None], *, flag: str) -> None:
             os.remove(aside)
 
 
-def write_json(path: str, figures: Sequence[Figures]) -> None:
+def as_json(figures: Sequence[Figures]) -> str:
     """{"runs": [...], "ratios": {...} or null}; what is not finite becomes null."""
 
     def strict(value: Any) -> Any:
@@ -246,13 +288,7 @@ def write_json(path: str, figures: Sequence[Figures]) -> None:
 
     runs = [{key: strict(value) for key, value in asdict(row).items()} for row in figures]
     ratios = {k: strict(v) for k, v in ratios_of(*figures).items()} if len(figures) == 2 else None
-
-    def write(name: str) -> None:
-        with open(name, "w", encoding="utf-8") as file:
-            json.dump({"runs": runs, "ratios": ratios}, file, indent=2, allow_nan=False)
-            file.write("\n")
-
-    write_aside(path, write, flag="--json")
+    return json.dumps({"runs": runs, "ratios": ratios}, indent=2, allow_nan=False)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -264,15 +300,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _Parser(
         prog="report.py",
         allow_abbrev=False,
-        description="Compares runs by the files they wrote with --metrics-file: table, ratios, picture.",
-        epilog="ms per step is each block's median, averaged over the steps; model state is per rank the"
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="ms per step is each block's median, averaged over the iterations; model state is per rank the"
         " maximum over the phases; validation figures are the last ones.",
     )
     parser.add_argument(
         "--run", action="append", required=True, metavar="NAME=FILE", help="a run; may be given several times"
     )
     parser.add_argument("--figure", metavar="FILE", help="draw the loss curves (.png, .svg or .pdf)")
-    parser.add_argument("--json", metavar="FILE", help="write the table as JSON")
+    add_json(parser)
     return parser.parse_args(argv)
 
 
@@ -286,15 +323,24 @@ def report(arguments: argparse.Namespace) -> None:
     if len(set(names)) < len(names):
         raise ValueError(f"--run: two runs have the same name ({', '.join(names)}); give each its own")
     figures = [figures_of(run) for run in runs]
-    if arguments.json:
-        write_json(arguments.json, figures)
+    written = []
+    if arguments.json not in (None, STDOUT):
+        text = f"{as_json(figures)}\n"
+        write_aside(arguments.json, lambda name: Path(name).write_text(text, encoding="utf-8"), flag="--json")
+        written.append(arguments.json)
     if arguments.figure:
         from report_figure import draw  # matplotlib takes a second to import
 
         kind = os.path.splitext(arguments.figure)[1][1:].lower()
         write_aside(arguments.figure, lambda name: draw(name, kind, runs, figures), flag="--figure")
+        written.append(arguments.figure)
+    if arguments.json == STDOUT:
+        print(as_json(figures))
+        return
     print_table(table_rows(figures), num_runs=len(runs))
-    for path in filter(None, (arguments.figure, arguments.json)):
+    for line in notes(figures):
+        print(line)
+    for path in written:
         print(f"wrote {path}")
 
 

@@ -1,10 +1,13 @@
 """Draws the pipeline schedule of one phase: Megatron Core's 1F1B, and BCD's below it.
 
-    python tools/show_schedule.py --stages 4 --microbatches 8 --pivot 2
-    python tools/show_schedule.py --stages 4 --microbatches 8 --pivot 2 --figure out/schedule.png
+    python tools/show_schedule.py --pipeline-model-parallel-size 4 --microbatches 8 --pivot 2
+    python tools/show_schedule.py --pipeline-model-parallel-size 4 --microbatches 8 --pivot 2 --figure out/schedule.png
+    python tools/show_schedule.py --pipeline-model-parallel-size 4 --microbatches 8 --bcd-layout interleaved \\
+        --bcd-num-blocks 3 --block 1
 
 Nothing runs: the times follow from the plan and from the costs of its actions. BCD's iteration is one in the middle of
-a phase, which begins with the microbatches that the iteration before ran ahead with.
+a phase, which begins with the microbatches that the iteration before ran ahead with. With --layout interleaved stock's
+is full training, Megatron Core's interleaved 1F1B of the same chunks.
 """
 
 from __future__ import annotations
@@ -13,13 +16,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _parser import Parser
 
 from megatron.bcd.pipeline.build import PlanShape, bcd_shape, build_plan, default_run_ahead, stock_shape
+from megatron.bcd.pipeline.interleaved import ChunkShape, build_chunk_plan, chunk_shape
 from megatron.bcd.pipeline.render import (
     backward_messages,
     cell_unit,
@@ -30,12 +34,14 @@ from megatron.bcd.pipeline.render import (
     render_grid,
 )
 from megatron.bcd.pipeline.simulate import Timeline, action_costs, simulate
+from megatron.bcd.pipeline.simulate_interleaved import chunk_costs, simulate_chunk_plan
 from megatron.bcd.pipeline.validate import validate_plan
+from megatron.bcd.pipeline.validate_interleaved import validate_chunk_plan
 
 PROG = "tools/show_schedule.py"
-STOCK, BCD = "stock", "bcd"
+STOCK, BCD, INTERLEAVED = "stock", "bcd", "interleaved"
 FIGURE_FORMATS = ("png", "svg")
-MAX_STAGES, MAX_MICROBATCHES = 64, 512
+MAX_STAGES, MAX_MICROBATCHES, MAX_CHUNKS = 64, 512, 64
 MAX_COST = 1e9
 """More is a mistake rather than a picture that somebody wants to see."""
 
@@ -56,16 +62,26 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         prog=PROG, allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--stages", type=int, required=True, metavar="N", help="pipeline stages")
+    add("--pipeline-model-parallel-size", "--stages", dest="stages", type=int, required=True, metavar="N",
+        help="pipeline stages")  # fmt: skip
     add("--microbatches", type=int, required=True, metavar="N", help="microbatches of an iteration")
     add(
         "--pivot",
         dest="first_trainable",
         type=int,
-        required=True,
         metavar="STAGE",
         help="the first trainable stage: holds the first active layer",
     )
+    add(
+        "--layout",
+        "--bcd-layout",
+        choices=(INTERLEAVED,),
+        help="in place of --pivot: every stage holds chunks of every block",
+    )
+    add("--num-blocks", "--bcd-num-blocks", type=int, metavar="M", help="with --layout interleaved: blocks")
+    add("--block", type=int, metavar="K", help="with --layout interleaved: the active block")
+    add("--chunks", type=int, metavar="V", help="with --layout interleaved: chunks of a stage, a multiple of the blocks"
+        " (default: the blocks)")  # fmt: skip
     add(
         "--active",
         type=int,
@@ -91,8 +107,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def shape_of(arguments: argparse.Namespace) -> PlanShape:
     """BCD's shape in the middle of a phase; raises ValueError naming the flag that does not fit."""
     stages, microbatches, first_trainable = arguments.stages, arguments.microbatches, arguments.first_trainable
-    _check_range("--stages", stages, 1, MAX_STAGES)
+    _check_range("--pipeline-model-parallel-size", stages, 1, MAX_STAGES)
     _check_range("--microbatches", microbatches, 1, MAX_MICROBATCHES)
+    if first_trainable is None:
+        raise ValueError("give --pivot STAGE, or --layout interleaved with --num-blocks and --block")
+    for flag in ("num_blocks", "block", "chunks"):
+        if getattr(arguments, flag) is not None:
+            raise ValueError(f"--{flag.replace('_', '-')} needs --layout interleaved")
     _check_range("--pivot", first_trainable, 0, stages - 1)
     active = sorted(set(arguments.active or [first_trainable]))
     if active[0] != first_trainable or active[-1] >= stages:
@@ -114,6 +135,31 @@ def shape_of(arguments: argparse.Namespace) -> PlanShape:
         active=[stage in active for stage in range(stages)],
         done_ahead=run_ahead,
         run_ahead=run_ahead,
+    )
+
+
+def chunk_shape_of(arguments: argparse.Namespace) -> ChunkShape:
+    """Of --layout interleaved; raises ValueError naming the flag that does not fit."""
+    for flag in ("first_trainable", "active", "run_ahead"):
+        if getattr(arguments, flag) is not None:
+            name = "pivot" if flag == "first_trainable" else flag.replace("_", "-")
+            raise ValueError(f"--{name} does not go with --layout interleaved: give --num-blocks and --block")
+    if arguments.num_blocks is None or arguments.block is None:
+        raise ValueError("--layout interleaved needs --num-blocks and --block")
+    _check_range("--pipeline-model-parallel-size", arguments.stages, 2, MAX_STAGES)
+    _check_range("--microbatches", arguments.microbatches, 1, MAX_MICROBATCHES)
+    _check_range("--num-blocks", arguments.num_blocks, 1, MAX_CHUNKS)
+    _check_range("--block", arguments.block, 0, arguments.num_blocks - 1)
+    chunks = arguments.num_blocks if arguments.chunks is None else arguments.chunks
+    _check_range("--chunks", chunks, 1, MAX_CHUNKS)
+    if chunks % arguments.num_blocks:
+        raise ValueError(f"--chunks {chunks}: must be a multiple of --num-blocks {arguments.num_blocks}")
+    return chunk_shape(
+        num_stages=arguments.stages,
+        num_chunks=chunks,
+        num_microbatches=arguments.microbatches,
+        num_blocks=arguments.num_blocks,
+        block=arguments.block,
     )
 
 
@@ -149,9 +195,22 @@ def timeline_of(shape: PlanShape, costs: Costs) -> Timeline:
     return simulate(plan, action_costs(shape, **by_stage, message=costs.message))
 
 
+def chunk_timeline_of(shape: ChunkShape, costs: Costs) -> Timeline:
+    """As `timeline_of`; the costs are those of one chunk of a stage."""
+    plan = build_chunk_plan(shape)
+    validate_chunk_plan(plan)
+    by_stage = {"forward": costs.forward, "backward": costs.backward, "backward_input": costs.backward_input}
+    by_virtual = {name: times * shape.num_chunks for name, times in by_stage.items()}
+    return simulate_chunk_plan(plan, chunk_costs(shape, **by_virtual, message=costs.message))
+
+
 def headline(timeline: Timeline) -> str:
     """Which schedule it is."""
     shape = timeline.plan.shape
+    if isinstance(shape, ChunkShape):
+        if shape.is_stock:
+            return "stock: Megatron Core's interleaved 1F1B, full training"
+        return "bcd: interleaved, every stage holds prefix, active and suffix alike"
     if shape.is_stock:
         is_idle = shape.num_stages > 1 and not shape.active[0]
         note = "; stage 0 receives gradients and has nothing to compute with them" if is_idle else ""
@@ -202,10 +261,16 @@ def show(timelines: Sequence[Timeline]) -> str:
 def run(argv: Sequence[str] | None) -> None:
     """Raises ValueError for a user's mistake; the picture is written before anything is printed."""
     arguments = parse_arguments(argv)
-    shape, costs = shape_of(arguments), costs_of(arguments)
-    shapes = {STOCK: stock_shape(shape), BCD: shape}
     names = (STOCK, BCD) if arguments.schedule == "both" else (arguments.schedule,)
-    timelines = [timeline_of(shapes[name], costs) for name in names]
+    if arguments.layout == INTERLEAVED:
+        chunked = chunk_shape_of(arguments)
+        full = replace(chunked, first_trainable=0, active=(True,) * chunked.num_virtual)
+        chunked_shapes, costs = {STOCK: full, BCD: chunked}, costs_of(arguments)
+        timelines = [chunk_timeline_of(chunked_shapes[name], costs) for name in names]
+    else:
+        shape, costs = shape_of(arguments), costs_of(arguments)
+        shapes = {STOCK: stock_shape(shape), BCD: shape}
+        timelines = [timeline_of(shapes[name], costs) for name in names]
     if arguments.figure:
         write_figure(arguments.figure, timelines)
     print(show(timelines))

@@ -287,7 +287,7 @@ def left_behind(root: str) -> list[str]:
 
 def soak(arguments: argparse.Namespace, base: Path) -> bool:
     """Both runs and their comparison below `base`; whether all is well. The last line is the tally."""
-    num_ranks, num_iterations = arguments.pipeline_size, arguments.iterations
+    num_ranks, num_iterations = arguments.pipeline_model_parallel_size, arguments.iterations
     reference, own = (Files(folder=base / name) for name in ("reference", "killed"))
     sizes = {"num_iterations": num_iterations, "num_stages": num_ranks}
     for files in (reference, own):
@@ -342,36 +342,40 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help=f"of the run (default: {ITERATIONS_PER_KILL} per kill, and {MARGIN})",
     )
     parser.add_argument(
-        "--folder", metavar="PATH", help="kept; default a temporary folder, removed on success and named on failure"
+        "--output",
+        "--folder",
+        metavar="FOLDER",
+        help="kept; default a temporary folder, removed on success and named on failure",
     )
-    parser.add_argument("--pipeline-size", type=int, default=2, metavar="N", help="stages and ranks (default: 2)")
+    parser.add_argument("--pipeline-model-parallel-size", "--pipeline-size", type=int, default=2, metavar="N",
+                        help="stages and ranks (default: 2)")  # fmt: skip
     arguments = parser.parse_args(argv)
     if arguments.iterations is None:
         arguments.iterations = ITERATIONS_PER_KILL * arguments.kills + MARGIN
-    for name in ("kills", "pipeline_size"):
+    for name in ("kills", "pipeline_model_parallel_size"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(arguments, name)}: must be at least 1")
     least = arguments.kills + MARGIN
     if arguments.iterations < least:
         parser.error(f"--iterations {arguments.iterations}: --kills {arguments.kills} needs at least {least}")
-    if arguments.folder is not None:
+    if arguments.output is not None:
         try:
-            os.makedirs(arguments.folder, exist_ok=True)
-            is_empty = not os.listdir(arguments.folder)
+            os.makedirs(arguments.output, exist_ok=True)
+            is_empty = not os.listdir(arguments.output)
         except OSError as error:
-            parser.error(f"--folder {arguments.folder}: {error.strerror}; give a folder that can be written")
+            parser.error(f"--output {arguments.output}: {error.strerror}; give a folder that can be written")
         if not is_empty:
-            parser.error(f"--folder {arguments.folder}: is not empty; give a new one")
+            parser.error(f"--output {arguments.output}: is not empty; give a new one")
     return arguments
 
 
 def main(argv: Sequence[str]) -> int:
     arguments = parse(argv)
-    base = Path(arguments.folder or tempfile.mkdtemp(prefix="soak_")).resolve()
+    base = Path(arguments.output or tempfile.mkdtemp(prefix="soak_")).resolve()
     with tempfile.TemporaryDirectory(prefix="soak_") as temporary:  # for what killed processes leave behind
         os.environ["TMPDIR"] = temporary
         is_well = soak(arguments, base)
-    if not arguments.folder and is_well:
+    if not arguments.output and is_well:
         shutil.rmtree(base)
     elif not is_well:
         print(f"{PROG}: logs, metrics and checkpoints are kept in {base}", file=sys.stderr)

@@ -25,9 +25,10 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from _parser import Parser
 from _study_data import ROOT, prepare
 from _study_file import Study, read_study
-from _study_report import Report, published_lookup
+from _study_report import Report, published_lookup, published_times
 from _study_runner import Runner, tell
 from _study_runs import Commands
+from _study_times import read_times, take_times
 from filelock import FileLock, Timeout
 
 PROG = "tools/study.py"
@@ -57,6 +58,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--report-only", action="store_true", help="run nothing: table and pictures of what has finished")
     add("--redraw", action="store_true", help="run nothing: table and pictures of the results in studies/")
     add("--keep-published", action="store_true", help="do not repeat runs whose results are in studies/")
+    add("--step-times", type=int, metavar="N", help="run nothing else: time every method in turn, N times")
     add("--publish", action="store_true", help="write results to studies/ and docs/images/ too")
     return parser.parse_args(argv)
 
@@ -64,11 +66,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def read(arguments: argparse.Namespace) -> Study:
     """The study with what flags change. Raises ValueError."""
     study = read_study(arguments.study)
-    for name in ("jobs", "extend"):
+    for name, least in (("jobs", 1), ("extend", 0), ("step_times", 1)):
         value = getattr(arguments, name)
-        if value is not None and value < (name == "jobs"):
-            raise ValueError(f"--{name} {value}: must be at least {int(name == 'jobs')}")
-        if value is not None:
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+        if value is not None and name != "step_times":
             study = replace(study, **{name: value})
     return study
 
@@ -98,8 +100,15 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
 
     lookup = published_lookup(study.name) if arguments.redraw else runner.lookup
-    report = Report(commands, lookup, folder=folder, texts=texts)
-    if not (arguments.report_only or arguments.redraw):
+    times = read_times(folder)
+    if arguments.redraw or (arguments.keep_published and not times):
+        times = published_times(study.name)
+    if arguments.step_times:
+        times = take_times(
+            commands, folder=folder, only=arguments.only, rounds=arguments.step_times, commit=runner.commit
+        )
+    report = Report(commands, lookup, times, folder=folder, texts=texts)
+    if not (arguments.report_only or arguments.redraw or arguments.step_times):
         try:
             with FileLock(folder / ".lock", timeout=0):
                 tell(f"{study.name}: about {runner.minutes_left():.0f} min, in {folder}")

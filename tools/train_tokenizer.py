@@ -17,7 +17,8 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import sentencepiece
-from _text_input import OneLineParser, add_input_flags, check_inputs, read_batches, read_documents
+from _text_files import Source, read_batches
+from _text_input import OneLineParser, add_input_flags, read_documents, sources_of
 
 SEED = 1234
 """Of the random choice of lines that --input-sentence-size asks for."""
@@ -29,9 +30,9 @@ MAX_LINE_BYTES = 4 * MAX_LINE_CHARACTERS
 """A character has at most four bytes in UTF-8."""
 
 
-def read_lines(paths: Sequence[str], input_format: str, json_keys: Sequence[str]) -> Iterator[str]:
+def read_lines(sources: Sequence[Source], json_keys: Sequence[str]) -> Iterator[str]:
     """Non-empty lines of all documents, each at most MAX_LINE_CHARACTERS long."""
-    for batch in read_batches(paths, input_format):
+    for batch in read_batches(sources):
         for _, document in read_documents(batch, json_keys):
             # Plain text stands under every key, JSON texts under their own.
             texts = dict.fromkeys(text for texts in document.values() for text in texts)
@@ -119,7 +120,8 @@ def write_model(path: str, model: bytes) -> None:
 def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="train_tokenizer.py",
-        description="Train a SentencePiece tokenizer on text; writes PREFIX.model.",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add_input_flags(parser)
@@ -154,9 +156,9 @@ def run(args: argparse.Namespace) -> str:
         raise ValueError(f"--input-sentence-size {args.input_sentence_size} must be 0 (all) or more")
     if not 0.9 <= args.character_coverage <= 1:
         raise ValueError(f"--character-coverage {args.character_coverage} must be from 0.9 to 1")
-    check_inputs(args.input, args.input_format)
+    sources = sources_of(args)
     model = train(
-        read_lines(args.input, args.input_format, args.json_keys),
+        read_lines(sources, args.json_keys),
         vocab_size=args.vocab_size,
         model_type=args.model_type,
         character_coverage=args.character_coverage,

@@ -1,5 +1,6 @@
 """Block coordinate descent (arXiv 2506.12037) on Megatron Core."""
 
+import importlib
 import logging
 import warnings
 from typing import Any
@@ -25,10 +26,24 @@ logging.getLogger("megatron.core.datasets.gpt_dataset").addFilter(
 )
 
 
-def __getattr__(name: str) -> Any:
-    # not imported above: planning needs no torch
-    if name == "BlockCoordinate":
-        from megatron.bcd.torch_loop import BlockCoordinate
+_PUBLIC = {
+    "BlockCoordinate": "megatron.bcd.torch_loop",
+    "FAMILY_DEFAULTS": "megatron.bcd.arguments",
+    "RunConfig": "megatron.bcd.config",
+    "build_model": "megatron.bcd.model.builder",
+    "parse_run_config": "megatron.bcd.arguments",
+    "pretrain": "megatron.bcd.training.pretrain",
+}
+"""docs/library.md: name to module, imported when it is asked for, because planning needs no torch."""
 
-        return BlockCoordinate
+__all__ = ["BlockCoordinate", "FAMILY_DEFAULTS", "RunConfig", "build_model", "parse_run_config", "pretrain"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -9,6 +9,7 @@ from support import worlds
 from support.dist import World
 
 from megatron.bcd.blocks.partition import partition
+from megatron.bcd.config import RunConfig
 from megatron.bcd.planner import cost
 
 CUTS: dict[str, dict[str, Any]] = {
@@ -53,3 +54,22 @@ def test_parameters(world1: World, world2: World, world4: World, text_data: str,
     if config.tensor_size == 1:
         held = [sum(weight.numel() for weight in outcome["weights"].values()) for outcome in outcomes]
         assert tuple(held) == stages
+
+
+def warnings(config: RunConfig) -> tuple[str, ...]:
+    with worlds.started(config) as one:
+        return tuple(one.recorder.summary.warnings)
+
+
+@pytest.mark.parametrize("cut", ["one", "pipeline2"])
+def test_a_large_vocabulary(world1: World, world2: World, text_data: str, cut: str) -> None:
+    """A share of the embedding that leaves out a stage, or counts one twice."""
+    flags = {"data_path": text_data} | CUTS[cut]
+    world = world2 if flags.get("world_size") == 2 else world1
+    assert set(world.run(warnings, worlds.run_config(**flags))) == {()}
+    large = worlds.run_config(**flags, make_vocab_size_divisible_by=12000)
+    layers, tokens = 6 * (12 * 32**2 + 13 * 32) + 32 * 32 + 2 * 32, 12000 * 32
+    copies = 2 if cut == "pipeline2" else 1  # a tied head has a copy on the last stage
+    share = f"{copies * tokens / (layers + copies * tokens):.0%}"
+    for (line,) in world.run(warnings, large):
+        assert line.startswith("block 0 holds") and f": {share} are the word embedding" in line, line

@@ -31,6 +31,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "pretrain_no_block": PRETRAIN | {"bcd_num_blocks": 0},
     "pretrain_data2_bf16": TWO | PRETRAIN | {"bf16": True},
     "pretrain_pipeline2": TWO | PRETRAIN | {"pipeline_model_parallel_size": 2},
+    "context2": TWO | {"context_parallel_size": 2},
     "pipeline2": TWO | {"pipeline_model_parallel_size": 2},
     "pipeline2_submodel": TWO | {"pipeline_model_parallel_size": 2, "bcd_layout": "submodel", "num_layers": 7},
 }
@@ -55,6 +56,7 @@ def recipe_of(root: Path, flags: dict[str, Any]) -> Recipe:
         cluster=read_clusters(root / "examples" / "clusters.csv")["rtx4090"],
         num_gpus=flags.get("world_size", 1),
         pipeline_size=flags.get("pipeline_model_parallel_size", 1),
+        context_size=flags.get("context_parallel_size", 1),
         method="offload" if flags.get("optimizer_cpu_offload") else flags.get("bcd_preset", "bcd"),
         num_blocks=flags.get("bcd_num_blocks", 3),
         layout=flags.get("bcd_layout"),
@@ -67,7 +69,7 @@ def recipe_of(root: Path, flags: dict[str, Any]) -> Recipe:
 
 def planned_state(recipe: Recipe) -> list[list[int]]:
     """Bytes of model state by block, then by rank."""
-    replicas = [rank_memory(recipe, data_rank=rank) for rank in range(recipe.data_size)]
+    replicas = [rank_memory(recipe, replica=rank) for rank in range(recipe.num_replicas)]
     return [
         [
             memory.model_state
@@ -86,7 +88,7 @@ def planned_activations(recipe: Recipe) -> list[list[int]]:
         [
             stage_saved_bytes(recipe, layer_bytes(recipe), phase_shape(recipe, block), stage, block)
             for stage in range(recipe.pipeline_size)
-            for _ in range(recipe.data_size)
+            for _ in range(recipe.num_replicas)
         ]
         for block in range(recipe.partition.num_blocks)
     ]

@@ -22,6 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stages4": {"world_size": 4, "pipeline_model_parallel_size": 4, "bcd_layout": "stage", "bcd_num_blocks": None}
     | {"bcd_steps_per_block": 2, "train_iters": 8, "bcd_sample_ratio": 0.003},
     "tensor2": {"world_size": 2, "tensor_model_parallel_size": 2},
+    "stages2_context2": PIPELINE | {"world_size": 4, "context_parallel_size": 2},
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support import resumed_runs, worlds
-from support.dist import World
+from support.dist import RankError, World
 
 STOP, LAST = 5, 8
 PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2, "bcd_layout": "submodel", "bcd_num_blocks": 2}
@@ -122,3 +122,41 @@ def test_keep_last_checkpoints(world2: World, text_data: str, tmp_path: Path, as
     shutil.rmtree(tmp_path / "iter_0000008")
     found = world2.run(resumed, resumed_runs.with_checkpoints(config, save=None, async_save=False), str(tmp_path))
     assert [rank["began_at"][0] for rank in found] == [6, 6]
+
+
+def test_ckpt_step(world2: World, text_data: str, tmp_path: Path) -> None:
+    """The newest checkpoint instead of the one that is asked for, or one that is not there taken for no checkpoint."""
+    root = str(tmp_path)
+    config = config_of(text_data)
+    whole = world2.run(resumed_runs.one_part, resumed_runs.with_checkpoints(config, save=root, save_interval=3))
+    for rank, first in zip(world2.run(resumed, config, root, ckpt_step=3), whole, strict=True):
+        assert rank["began_at"][0] == 3 and rank["losses"] == first["losses"][3:]
+    absent = resumed_runs.with_checkpoints(config, load=root, ckpt_step=4)
+    with pytest.raises(RankError, match=r"--ckpt-step 4: --load .* has checkpoints of iterations 3, 6, 8; give one"):
+        world2.run(resumed_runs.one_part, absent)
+
+
+def test_weights_only(world2: World, stopped: dict[str, Any], tmp_path: Path) -> None:
+    """State that is written all the same, or whose absence shows as another curve instead of as an error."""
+    root, config = str(tmp_path), stopped["config"]
+    leaving_out = {"save": root, "exit_interval": STOP, "save_optim": False, "save_rng": False}
+    saved = world2.run(weights_at_the_end, resumed_runs.with_checkpoints(config, **leaving_out))
+    [folder] = tmp_path.glob("iter_*")
+    assert not list(folder.glob("random_states_*"))
+    for load_optim, load_rng, flag in ((True, False, "optim"), (False, True, "rng")):
+        asking = resumed_runs.with_checkpoints(config, load=root, load_optim=load_optim, load_rng=load_rng)
+        with pytest.raises(RankError, match=f"--no-save-{flag} and holds no .* give --no-load-{flag}"):
+            world2.run(resumed_runs.one_part, asking)
+    found = world2.run(resumed, config, root, load_optim=False, load_rng=False)
+    for rank, weights in zip(found, saved, strict=True):
+        assert rank["began_at"][0] == STOP and rank["adam_steps"] == []
+        assert worlds.same_bits(rank["first_weights"], weights) == []
+
+
+def test_progress(world2: World, text_data: str, tmp_path: Path) -> None:
+    """A start or a checkpoint that progress.txt does not tell, or tells twice."""
+    config = resumed_runs.with_checkpoints(config_of(text_data), save=str(tmp_path), save_interval=3, log_progress=True)
+    world2.run(resumed_runs.one_part, config)
+    lines = [line.split("\t")[2:] for line in (tmp_path / "progress.txt").read_text().splitlines()]
+    saved = [["# GPUs: 2", "Saved checkpoint", f"Iteration: {iteration}"] for iteration in (3, 6, LAST)]
+    assert lines == [["# GPUs: 2", "Starting job"], *saved]

@@ -41,6 +41,11 @@ UNFUSED = NO_DROPOUT | {"no_bias_gelu_fusion": True}
 EXACT, TANH = {"activation_function": "gelu"}, {"activation_function": "gelu_new"}
 PIPELINE = {"pipeline_model_parallel_size": 2, "bcd_layout": "submodel"}
 TENSOR = {"tensor_model_parallel_size": 2}
+NOT_GATED = {"no_swiglu": True, "squared_relu": True}
+NEMOTRON = NOT_GATED | GROUPED | {"normalization": "LayerNorm", "apply_layernorm_1p": True, "rotary_percent": 0.5}
+NEMOTRON_SETTINGS = {"model_type": "nemotron", "norm_eps": 1e-5} | {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+}
 # by name: script, ranks, flags, transformers' settings
 CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", 1, {}, {}),
@@ -74,6 +79,19 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     ),
     "qwen2": ("llama", 1, GROUPED | {"add_qkv_bias": True}, {"model_type": "qwen2"}),
     "qwen3": ("llama", 1, GROUPED | {"qk_layernorm": True, "kv_channels": 16}, {"model_type": "qwen3", "head_dim": 16}),
+    "llama3_scaled": (
+        "llama",
+        1,
+        GROUPED | {"use_rope_scaling": True, "rope_scaling_factor": 32, "rotary_base": 5000, "kv_channels": 16},
+        {
+            "rope_parameters": {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 32.0}
+            | {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+            "head_dim": 16,
+        },
+    ),
+    "arcee_tensor2": ("llama", 2, NOT_GATED | GROUPED | TENSOR, {"model_type": "arcee"}),
+    "nemotron": ("llama", 1, NEMOTRON, NEMOTRON_SETTINGS),
+    "nemotron_sequence_parallel": ("llama", 2, NEMOTRON | TENSOR | {"sequence_parallel": True}, NEMOTRON_SETTINGS),
     "gpt": ("gpt", 1, UNFUSED, EXACT),
     "gpt_epsilon": ("gpt", 1, UNFUSED | {"norm_epsilon": 1e-2}, EXACT | {"layer_norm_epsilon": 1e-2}),
     "gpt_tanh": ("gpt", 1, NO_DROPOUT | {"openai_gelu": True}, TANH),
@@ -200,10 +218,14 @@ def merged(config: RunConfig, ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
     return found
 
 
+def _is_llama(config: RunConfig) -> bool:
+    return config.model.position_embedding_type == "rope"
+
+
 def reference_of(config: RunConfig, **settings: Any) -> torch.nn.Module:
     """transformers' model of the same size."""
     heads, length = config.transformer["num_attention_heads"], config.model.max_position_embeddings
-    if not config.model.swiglu:
+    if not _is_llama(config):
         return transformers.GPT2LMHeadModel(
             transformers.GPT2Config(
                 vocab_size=worlds.PADDED_VOCABULARY,
@@ -238,10 +260,10 @@ def reference_of(config: RunConfig, **settings: Any) -> torch.nn.Module:
 
 def converted(config: RunConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     heads = config.transformer["num_attention_heads"]
-    if not config.model.swiglu:
+    if not _is_llama(config):
         return huggingface_weights.to_gpt2(tensors, num_heads=heads)
     groups = config.transformer.get("num_query_groups", heads)
-    return huggingface_weights.to_llama(tensors, num_heads=heads, num_groups=groups)
+    return huggingface_weights.to_llama(tensors, num_heads=heads, num_groups=groups, is_gated=config.is_gated)
 
 
 @pytest.mark.parametrize("case", CASES)

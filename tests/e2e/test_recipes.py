@@ -216,7 +216,7 @@ def test_dry_run_of_what_does_not_fit(tmp_path: Path) -> None:
         (SMALL, {"SCALE": "small"}, "SCALE=small: must be tiny"),
         (SMALL, {"NUM_GPUS": "four"}, "NUM_GPUS=four: must be a whole number"),
         (SMALL, {"NUM_GPUS": "9"}, "NUM_GPUS=9: cannot be divided evenly among 2 nodes"),
-        (SMALL, {"NUM_GPUS": "4", "NNODES": "2"}, "NUM_GPUS=4 is not NNODES=2 x GPUS_PER_NODE=8"),
+        (SMALL, {"NUM_GPUS": "4", "NNODES": "3"}, "NUM_GPUS=4 is not NNODES=3 x GPUS_PER_NODE=8"),
         (SMALL, {"MICRO_BATCH": "3"}, "GLOBAL_BATCH=64: must be a multiple of 3 (MICRO_BATCH=3 x 1"),
         (SMALL, {"PRECISION": "fp8"}, "PRECISION=fp8: must be one of"),
         (

@@ -63,10 +63,10 @@ def test_short_form(repo_root: Path, tmp_path: Path) -> None:
     [
         ("--kills 0", "--kills 0: must be at least 1"),
         ("--kills many", "--kills: invalid int value: 'many'"),
-        ("--pipeline-size 0", "--pipeline-size 0: must be at least 1"),
+        ("--pipeline-size 0", "--pipeline-model-parallel-size 0: must be at least 1"),
         ("--kills 30 --iterations 49", "--iterations 49: --kills 30 needs at least 50"),
-        ("--folder tools", "--folder tools: is not empty; give a new one"),
-        ("--folder tools/soak.py", "--folder tools/soak.py: File exists; give a folder that can be written"),
+        ("--output tools", "--output tools: is not empty; give a new one"),
+        ("--folder tools/soak.py", "--output tools/soak.py: File exists; give a folder that can be written"),
         ("--kill 3", "unrecognized arguments: --kill 3"),
     ],
 )

@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from support import backends
+
 TIMEOUT_SECONDS = 240.0  # below pytest's own, so that a world that hangs is ended here with the place where it hangs
 MAX_THREADS = 400  # gloo leaves threads behind for every set of groups; a world that has so many starts afresh
 _GRACE_SECONDS = 5.0  # after one rank failed, for the others to fail by themselves
@@ -41,8 +43,10 @@ class RankError(AssertionError):
 class World:
     """`size` processes with one process group over gloo; they start at the first `run` and after a failure."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, backend: str | None = None, hang_seconds: float = 100.0) -> None:
+        """`backend` of backends.NAMES; None takes that of the session's --backend."""
         self.size = size
+        self._backend = backends.environment(backend or backends.chosen(), hang_seconds=hang_seconds)
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -112,6 +116,7 @@ class World:
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "TORCHELASTIC_RESTART_COUNT": "0",
                 "OMP_NUM_THREADS": "1",
+                **self._backend,
             }
             process = context.Process(target=_serve, args=(theirs, environment, self._log(rank)))
             process.start()

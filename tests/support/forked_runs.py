@@ -165,8 +165,7 @@ def _start(main: Any, rank: int, request: dict[str, Any], environment: dict[str,
         sys.argv = [f"{request['script']}.py", *request["argv"]]
         if request["read_only"]:
             _mount_read_only(request["read_only"])
-        main(*([request["argv"]] if inspect.signature(main).parameters else []))
-        code = 0
+        code = main(*([request["argv"]] if inspect.signature(main).parameters else [])) or 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:

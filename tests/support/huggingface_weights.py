@@ -36,16 +36,18 @@ _GPT2 = {
 }
 
 
-def to_llama(tensors: Mapping[str, Tensor], *, num_heads: int, num_groups: int) -> Tensors:
-    """As LlamaForCausalLM names and cuts them, and Qwen2's and Qwen3's relatives of it.
+def to_llama(tensors: Mapping[str, Tensor], *, num_heads: int, num_groups: int, is_gated: bool = True) -> Tensors:
+    """As LlamaForCausalLM names and cuts them, and its relatives Qwen2, Qwen3, Arcee and Nemotron.
 
     Raises:
         KeyError: such a model has no parameter like that.
     """
-    return dict(_llama_parts(tensors, num_heads, num_groups))
+    return dict(_llama_parts(tensors, num_heads, num_groups, is_gated))
 
 
-def _llama_parts(tensors: Mapping[str, Tensor], num_heads: int, num_groups: int) -> Iterator[tuple[str, Tensor]]:
+def _llama_parts(
+    tensors: Mapping[str, Tensor], num_heads: int, num_groups: int, is_gated: bool
+) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors.items():
         layer, part, kind = _split_name(name)
         prefix = "" if layer is None else f"model.layers.{layer}."
@@ -53,6 +55,8 @@ def _llama_parts(tensors: Mapping[str, Tensor], num_heads: int, num_groups: int)
             pieces = _query_key_value(tensor, num_heads, num_groups)
             for letter, piece in zip("qkv", pieces, strict=True):
                 yield f"{prefix}self_attn.{letter}_proj.{kind}", piece
+        elif part == "mlp.linear_fc1" and not is_gated:
+            yield f"{prefix}mlp.up_proj.{kind}", tensor
         elif part == "mlp.linear_fc1":
             gate, up = tensor.chunk(2)
             yield f"{prefix}mlp.gate_proj.{kind}", gate

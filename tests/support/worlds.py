@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d
 
 from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
 from megatron.bcd.blocks import partition
+from megatron.bcd.blocks.block import Block
 from megatron.bcd.blocks.phase_state import PhaseState
 from megatron.bcd.checkpoint import loader
 from megatron.bcd.config import RunConfig
@@ -26,12 +27,13 @@ from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
 from megatron.bcd.model.builder import build_model, unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
-from megatron.bcd.runtime import cpu, distributed, rng
+from megatron.bcd.runtime import compat, cpu, distributed, rng
 from megatron.bcd.training import loop, restore, save, setup
 from megatron.bcd.training.forward_backward import ForwardBackward
 from megatron.bcd.training.phase import Phase
 from megatron.bcd.training.state import TrainState
 from megatron.bcd.training.train_step import StepResult, TrainStep
+from support import backends, strict_backend
 
 PADDED_VOCABULARY = 264  # of 257 byte-level tokens, on one and on two tensor-parallel ranks
 _SMALL_RUN: dict[str, object] = {
@@ -260,21 +262,24 @@ def parallel(config: RunConfig, *, freezes: bool = False) -> Iterator[None]:
     Imported modules are hidden from the garbage collector, which else takes a third of a small run's time. With
     `freezes` the run hides its own objects too, as it does outside of tests.
     """
-    _cut_world(config.tensor_size, config.pipeline_size, config.training.cpu_kernels)
+    _cut_world(config)
     rng.seed_everything(config.training.seed, data_parallel_random_init=config.training.data_parallel_random_init)
     gc.collect()  # what is left of the run before
     gc.freeze()
     try:
         with contextlib.nullcontext() if freezes else mock.patch.object(gc, "freeze"):
             yield
+        if backends.is_strict():
+            strict_backend.check_finished()
     finally:
         if freezes:
             gc.unfreeze()
 
 
-def _cut_world(tensor_size: int, pipeline_size: int, cpu_kernels: str) -> None:
-    """Parallel groups of these sizes: kept where they are there already, else in place of those of the run before."""
+def _cut_world(config: RunConfig) -> None:
+    """Parallel groups of its sizes: kept where they are there already, else in place of those of the run before."""
     torch.set_num_threads(1)
+    cpu_kernels = config.training.cpu_kernels
     cpu.patch_megatron_core(cpu_kernels)  # also where groups are kept: raises if this rank has the other kernels
     num_microbatches_calculator.unset_num_microbatches_calculator()
     if parallel_state.model_parallel_is_initialized():
@@ -282,17 +287,22 @@ def _cut_world(tensor_size: int, pipeline_size: int, cpu_kernels: str) -> None:
         sizes = (
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_context_parallel_world_size(),
         )
-        if sizes == (tensor_size, pipeline_size):
+        if sizes == (config.tensor_size, config.pipeline_size, config.context_size):
             return
         parallel_state.destroy_model_parallel()
         for group in [group for group in distributed_c10d._world.pg_map if group != torch.distributed.group.WORLD]:
             torch.distributed.destroy_process_group(group)
+    if backends.is_strict():
+        strict_backend.register()
+        compat.share_gloo_device()  # as with gloo, before the first group
     distributed.initialize(
-        backend="gloo",
+        backend="strict" if backends.is_strict() else "gloo",
         timeout_minutes=2,
-        tensor_size=tensor_size,
-        pipeline_size=pipeline_size,
+        tensor_size=config.tensor_size,
+        pipeline_size=config.pipeline_size,
+        context_size=config.context_size,
         cpu_kernels=cpu_kernels,
     )
 
@@ -322,14 +332,14 @@ def blocks_as_of(num_stages: int | None) -> Iterator[None]:
     def on_one_stage(**arguments: Any) -> partition.Partition:
         assert arguments["num_stages"] == 1
         stages = {"num_stages": num_stages} | ({"num_blocks": None} if arguments["layout"] == "stage" else {})
-        cut = original(**(arguments | stages))
+        cut = original(**(arguments | stages | {"layers_per_stage": None}))
         moved = {submodel: dataclasses.replace(submodel, stage=0) for submodel in cut.submodels}
         return dataclasses.replace(
             cut,
             layers_per_stage=(cut.num_layers,),
             submodels=tuple(moved.values()),
             blocks=tuple(
-                partition.Block(index=block.index, submodels=tuple(moved[submodel] for submodel in block.submodels))
+                Block(index=block.index, submodels=tuple(moved[submodel] for submodel in block.submodels))
                 for block in cut.blocks
             ),
         )
@@ -357,6 +367,8 @@ def outcome(one: RecordedRun) -> dict[str, Any]:
                 "grad_norm": record.grad_norm,
                 "learning_rate": record.learning_rate,
                 "global_batch_size": record.global_batch_size,
+                "params_norm": record.params_norm,
+                "num_zeros": record.num_zeros,
             }
             for record in one.recorder.steps
         ],

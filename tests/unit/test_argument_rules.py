@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -33,6 +32,33 @@ BAD_RUNS: list[tuple[str, int, list[str]]] = [
         ["--pipeline-model-parallel-size 2", "world size 1", "multiple of 2"],
     ),
     ("--pipeline-model-parallel-size 2", 3, ["--pipeline-model-parallel-size 2", "world size 3"]),
+    ("--context-parallel-size 0", 1, ["--context-parallel-size 0", "at least 1"]),
+    ("--context-parallel-size 2", 3, ["--context-parallel-size 2", "world size 3", "multiple of 2"]),
+    ("--context-parallel-size 2 --global-batch-size 3", 4, ["data parallel size 2", "multiple of 4"]),
+    ("--context-parallel-size 2 --seq-length 34", 2, ["--seq-length 34", "--context-parallel-size 2", "multiple of 4"]),
+    (
+        "--context-parallel-size 2 --tensor-model-parallel-size 8 --num-attention-heads 8 --sequence-parallel "
+        "--seq-length 36",
+        16,
+        ["--seq-length 36", "--context-parallel-size 2", "--sequence-parallel needs", "multiple of 16"],
+    ),
+    (
+        "--context-parallel-size 2 --attention-backend unfused",
+        2,
+        ["--attention-backend unfused", "--context-parallel-size 2", "give auto"],
+    ),
+    ("--context-parallel-size 2 --cp-comm-type ring", 2, ["--cp-comm-type", "ring", "all_gather"]),
+    ("--context-parallel-size 8 --cp-comm-type a2a", 8, ["--cp-comm-type a2a", "4 key-value heads", "give p2p"]),
+    (
+        "--context-parallel-size 4 --cp-comm-type a2a+p2p",
+        4,
+        ["--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes"],
+    ),
+    (
+        "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 3",
+        4,
+        ["--hierarchical-context-parallel-sizes 2 3", "--context-parallel-size 4"],
+    ),
     ("--num-layers 2", 1, ["--num-layers 2", "--bcd-num-blocks", "at least 3"]),
     ("--num-layers 5 --pipeline-model-parallel-size 2", 2, ["--num-layers 5", "at least 6"]),
     ("--bcd-layout stage --bcd-num-blocks 3", 1, ["--bcd-num-blocks 3", "--bcd-layout stage"]),
@@ -161,7 +187,19 @@ BAD_RUNS: list[tuple[str, int, list[str]]] = [
     ("--log-interval 0", 1, ["--log-interval 0"]),
     ("--save-interval 5", 1, ["--save-interval", "--save"]),
     ("--finetune", 1, ["--finetune", "--load"]),
+    ("--save x --save-interval 4 --save-retain-interval 6", 1, ["--save-retain-interval 6", "--save-interval 4"]),
+    ("--swiglu --squared-relu", 1, ["--squared-relu", "--swiglu", "one activation"]),
+    ("--quick-geglu --openai-gelu", 1, ["--quick-geglu", "--openai-gelu"]),
+    ("--use-rope-scaling", 1, ["--use-rope-scaling", "--position-embedding-type rope"]),
+    ("--rope-scaling-factor 0", 1, ["--rope-scaling-factor 0.0", "greater than 0"]),
+    ("--test-mode --qk-layernorm --normalization RMSNorm", 1, ["--test-mode", "--normalization LayerNorm"]),
     ("--seed 0", 1, ["--seed 0"]),
+    ("--ckpt-step 3", 1, ["--ckpt-step", "--load"]),
+    ("--log-progress", 1, ["--log-progress", "--save"]),
+    ("--no-data-sharding", 1, ["--no-data-sharding", "--dataloader-type cyclic"]),
+    ("--dataloader-type cyclic --bcd-sample-ratio 0.5", 1, ["--dataloader-type cyclic", "--bcd-sample-ratio"]),
+    ("--data-args-path absent", 1, ["--data-args-path absent", "--data-path", "both"]),
+    ("--profile --profile-step-start 3 --profile-step-end 3", 1, ["--profile-step-end 3", "more than"]),
 ]
 
 
@@ -256,10 +294,12 @@ def test_core_refusal_is_one_line(field: str, value: object) -> None:
 
 def test_all_problems_at_once() -> None:
     """Would expose a command line whose refusals come one at a time, or a rule that is broken and not listed."""
-    words = "--num-experts 8 --fp8-format hybrid --context-parallel-size 2 --foo --global-batch-size 3 --clip-grad -1"
+    words = (
+        "--num-experts 8 --fp8-format hybrid --expert-model-parallel-size 2 --foo --global-batch-size 3 --clip-grad -1"
+    )
     with pytest.raises(RefusedFlags) as refusal:
         parse(*words.split())
-    first = ("--num-experts", "--fp8-format", "--context-parallel-size", "unknown flag --foo", "--clip-grad")
+    first = ("--num-experts", "--fp8-format", "--expert-model-parallel-size", "unknown flag --foo", "--clip-grad")
     assert [text.startswith(name) for text, name in zip(refusal.value.problems, first, strict=True)] == [True] * 5
     assert str(refusal.value).startswith("5 problems: (1) --num-experts") and "2 more: --dry-run" in str(refusal.value)
     with pytest.raises(RefusedFlags) as refusal:
@@ -270,19 +310,50 @@ def test_all_problems_at_once() -> None:
 def test_flags_without_effect_are_named() -> None:
     """Would expose a log or a speed-up that the user asked for and does not get, without being told."""
     words = [word for pair in BASE.items() for word in pair]
-    words += ["--log-params-norm", "--timing-log-level", "2", "--sequence-parallel", "--context-parallel-size", "1"]
+    words += ["--log-energy", "--timing-log-level", "2", "--sequence-parallel", "--context-parallel-size", "1"]
     command = read_command_line(words, prog="test", world_size=1)
-    assert command.notes[0] == "accepted without effect: --log-params-norm, --timing-log-level 2"
+    assert command.notes[0] == "accepted without effect: --log-energy, --timing-log-level 2"
     assert "--sequence-parallel is off" in command.notes[1] and len(command.notes) == 2
     assert command.config == parse()
 
 
-@pytest.mark.parametrize(("stage_layers", "is_right"), [("3", True), ("1", False)])
-def test_one_virtual_stage_is_none(stage_layers: str, is_right: bool) -> None:
-    """Would expose interleaving that is dropped, or virtual stages as long as the stage that are refused."""
-    words = ("--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", stage_layers)
-    with nullcontext() if is_right else pytest.raises(ValueError, match="^--num-layers-per-virtual.*speed only"):
-        parse(*words, world_size=2)
+VIRTUAL, LAYERS = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
+
+
+@pytest.mark.parametrize(
+    ("words", "layout", "num_chunks"),
+    [
+        ((LAYERS, "3"), "spread", 1),
+        ((LAYERS, "1"), "interleaved", 3),
+        ((VIRTUAL, "1"), "spread", 1),
+        ((VIRTUAL, "3", "--bcd-num-blocks", "1"), "interleaved", 3),
+        (("--bcd-layout", "interleaved"), "interleaved", 3),
+        (("--bcd-layout", "interleaved", VIRTUAL, "2", "--bcd-num-blocks", "2"), "interleaved", 2),
+    ],
+)
+def test_chunks_of_a_stage(words: tuple[str, ...], layout: str, num_chunks: int) -> None:
+    """Would expose interleaving that is dropped, or a virtual stage as long as the stage that is taken for it."""
+    config = parse("--pipeline-model-parallel-size", "2", *words, world_size=2)
+    assert (config.bcd.bcd_layout, config.num_chunks) == (layout, num_chunks)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((VIRTUAL, "2"), "with --bcd-num-blocks 3 and 2 chunks .* must be a multiple of the blocks"),
+        ((LAYERS, "2"), "^--num-layers-per-virtual-pipeline-stage 2: must divide the layers of a pipeline stage"),
+        ((LAYERS, "1", VIRTUAL, "3"), "say the same: give one of them"),
+        ((VIRTUAL, "3", "--bcd-layout", "spread"), "do not go with --bcd-layout spread"),
+        ((VIRTUAL, "3", "--bcd-schedule", "stock"), "does not go with --bcd-schedule stock"),
+        ((VIRTUAL, "3", "--bcd-run-ahead", "1"), "does not go with --bcd-run-ahead"),
+        ((VIRTUAL, "3", "--overlap-grad-reduce", "--overlap-param-gather"), "does not go with --overlap-param-gather"),
+        ((VIRTUAL, "0"), "^--num-virtual-stages-per-pipeline-rank 0: must be at least 1"),
+    ],
+)
+def test_refused_chunks(words: tuple[str, ...], message: str) -> None:
+    """Would expose chunks that belong to two blocks, or a flag that is taken and ignored."""
+    with pytest.raises(ValueError, match=message):
+        parse("--pipeline-model-parallel-size", "2", *words, world_size=2)
 
 
 @pytest.mark.parametrize(

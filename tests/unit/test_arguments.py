@@ -201,7 +201,8 @@ def test_core_flag_matches_its_field(flag: Flag) -> None:
     """Would expose a flag whose values have another type than Megatron Core's field, or miss it."""
     core = CORE_SECTIONS[flag.sections[0]][0]
     hint = typing.get_type_hints(core)[flag.field]
-    allowed = {kind for kind in (typing.get_args(hint) or (hint,)) if isinstance(kind, type)}
+    options = typing.get_args(hint) or (hint,)
+    allowed = {kind for option in options for kind in (option, *typing.get_args(option)) if isinstance(kind, type)}
     texts = {int: "3", float: "0.5", str: "text"}
     if flag.type is bool:
         words, value = [flag.shown[-1]], flag.default is not True
@@ -251,13 +252,17 @@ def test_flag_names_are_stocks() -> None:
     ours = {
         "--adam-moments-dtype",
         "--cpu-kernels",
+        "--eval-fixed",
         "--keep-last-checkpoints",
+        "--load-hf",
         "--max-skipped-steps",
         "--metrics-file",
         "--muon-grad-dtype",
         "--muon-momentum-dtype",
         "--no-use-distributed-optimizer",
         "--overwrite-checkpoints",
+        "--save-hf",
+        "--save-hf-interval",
     }
     ours.add("--data-impl")  # of older Megatron-LM
     ours.add("--no-decoupled-weight-decay")  # not among the flags of core_v0.16.1, which has the field
@@ -288,8 +293,8 @@ OFFLOAD = ("--optimizer-cpu-offload", "--bcd-num-blocks", "1")
     [
         (["--num-experts", "8"], ["--num-experts", "Megatron-LM flag", "mixture of experts"]),
         (["--moe-router-topk=2"], ["--moe-router-topk", "mixture of experts"]),
-        (["--num-layers-per-virtual-pipeline-stage", "2"], ["--num-layers-per-virtual", "interleaved"]),
-        (["--context-parallel-size", "2"], ["--context-parallel-size", "1"]),
+        (["--microbatch-group-size-per-virtual-pipeline-stage", "2"], ["--microbatch-group-size", "interleaved"]),
+        (["--hybrid-context-parallel"], ["--hybrid-context-parallel", "--context-parallel-size"]),
         (["--fp8-format", "hybrid"], ["--fp8-format", "8 bits"]),
         (["--use-megatron-fsdp"], ["--use-megatron-fsdp", "not sharded"]),
         (["--optimizer-cpu-offload"], ["--optimizer-cpu-offload", "3 blocks", "--bcd-num-blocks 1"]),
@@ -319,7 +324,7 @@ OFFLOAD = ("--optimizer-cpu-offload", "--bcd-num-blocks", "1")
         ([*OFFLOAD, "--adam-moments-dtype", "int8"], ["--adam-moments-dtype int8", "--optimizer-cpu-offload"]),
         (["--exp-avg-dtype", "bf16"], ["--exp-avg-dtype", "--adam-moments-dtype"]),
         (["--sgd-momentum", "0.5"], ["--sgd-momentum", "--optimizer sgd"]),
-        (["--squared-relu"], ["--squared-relu", "Megatron-LM flag"]),
+        (["--glu-linear-offset", "1"], ["--glu-linear-offset", "Megatron-LM flag"]),
         (["--foo"], ["unknown flag --foo"]),
         (["--no-bf16"], ["unknown flag --no-bf16"]),
         (["--bcd-num-block", "2"], ["unknown flag --bcd-num-block;", "--bcd-num-blocks?"]),
@@ -331,6 +336,7 @@ OFFLOAD = ("--optimizer-cpu-offload", "--bcd-num-blocks", "1")
         (["--lr-decay-style", "zigzag"], ["--lr-decay-style", "'zigzag'", "cosine"]),
         (["--train-iters", "1e3"], ["--train-iters", "'1e3'"]),
         (["--swiglu=yes"], ["--swiglu", "'yes'"]),
+        (["--seed=--"], ["--seed", "'--'"]),
         (["--rampup-batch-size", "2", "2"], ["--rampup-batch-size", "3 arguments"]),
     ],
 )
@@ -425,6 +431,29 @@ def test_field_names_are_unique() -> None:
     assert len(names) == len(set(names))
     own_fields = [field.name for kind, _ in OWN_SECTIONS.values() for field in dataclasses.fields(kind)]
     assert set(own_fields) <= set(owners)
+
+
+@pytest.mark.parametrize(
+    "words, named",
+    [
+        (("--eval-fixed", "--eval-iters", "0"), "--eval-fixed does not go with --eval-iters 0"),
+        (("--full-validation", "--eval-iters", "0"), "--full-validation does not go with --eval-iters 0"),
+        (("--full-validation", "--data-path", "1", "a", "2", "b"), "--full-validation: --data-path has weights"),
+        (("--eval-iters", "-1"), "--eval-iters -1: must be at least 0"),
+    ],
+)
+def test_evaluations_that_are_refused(words: tuple[str, ...], named: str) -> None:
+    """An evaluation that never ends, or that the flags ask for and switch off."""
+    with pytest.raises(ValueError, match=f"^{named}"):
+        parse(*words)
+
+
+def test_the_whole_validation_split_beside_weights() -> None:
+    """A refusal of weights that are for the training data alone."""
+    paths = ("--train-data-path", "1", "a", "2", "b", "--valid-data-path", "c", "d")
+    assert parse("--full-validation", *paths, without=("--data-path",)).training.full_validation
+    with pytest.raises(ValueError, match="^--full-validation does not go with --mock-data"):
+        parse("--full-validation", "--mock-data", without=("--data-path",))
 
 
 def test_preset_sets_what_is_not_given() -> None:

@@ -196,6 +196,16 @@ def test_prune(tmp_path: Path) -> None:
         layout.prune(str(tmp_path), 0)
 
 
+def test_prune_retains(tmp_path: Path) -> None:
+    """--save-retain-interval that deletes a multiple of it, or keeps another one but the newest."""
+    for iteration in (2, 4, 6, 8, 10, 12, 14):
+        save(tmp_path, iteration, "x")
+    assert layout.prune(str(tmp_path), 1, retain_interval=4) == [2, 6, 10]
+    save(tmp_path, 16, "x")
+    assert layout.prune(str(tmp_path), 1, retain_interval=4) == [14]
+    assert layout.candidates(str(tmp_path)) == [16, 12, 8, 4]
+
+
 def test_prune_killed_anywhere(tmp_path: Path, killer: Killer) -> None:
     """A half deleted folder under a complete one's name: the next resume would try it."""
     for fatal in range(1, 100):

@@ -59,7 +59,7 @@ def test_times_and_memory_are_ignored(tmp_path: Path) -> None:
         ({"loss": 5.500000000000001}, "iteration 1, loss: 5.5 before, 5.500000000000001 after"),
         ({"loss": float("nan")}, "iteration 1, loss: 5.5 before, NaN after"),
         ({"backward_messages": [0, 5]}, "iteration 1, backward_messages: [0, 4] before, [0, 5] after"),
-        ({"grad_norm": 0.0}, "iteration 1, grad_norm: null before, 0.0 after"),
+        ({"grad_norm": 0.0}, "iteration 1, grad_norm: absent before, 0.0 after"),
         ({"more": 1}, "iteration 1, more: absent before, 1 after"),
     ],
 )

@@ -36,12 +36,15 @@ def test_choice(flag: str, machine: dict[str, bool], expected: tuple[str, str, s
 
 
 def test_choice_details() -> None:
-    """Would promise Apex's norm for RMSNorm, which it lacks, or flash attention where unfused was asked for."""
+    """Would promise Apex's norm for RMSNorm, which it lacks, flash attention where unfused was asked for, or attention
+    across documents with Transformer Engine's, which takes no mask."""
     absent = {"transformer_engine": False, "optimizer": "PyTorch AdamW"}
     assert choose_implementation("auto", apex=True, normalization="RMSNorm", **absent).norm == "PyTorch RMSNorm"
     engine = {"transformer_engine": True, "apex": False, "optimizer": "Transformer Engine fused Adam"}
     in_fp32 = choose_implementation("auto", precision="fp32", **engine)
     assert (in_fp32.layers, in_fp32.attention) == ("transformer_engine", "scaled_dot_product_attention")
+    masked = choose_implementation("auto", has_attention_mask=True, **engine)
+    assert (masked.layers, masked.attention) == ("transformer_engine", "scaled_dot_product_attention")
     unfused = choose_implementation("local", apex=False, attention_backend="unfused", **absent)
     assert unfused.attention == "Megatron Core unfused"
     with pytest.raises(ValueError, match="--transformer-impl transformer_engine needs"):
@@ -102,3 +105,24 @@ def test_recomputation_that_never_ends_is_refused() -> None:
     with pytest.raises(ValueError, match="--recompute-modules mlp needs --disable-bias-linear"):
         transformer_config.build_transformer_config(parse(*flags), local)
     transformer_config.build_transformer_config(parse(*flags, "--disable-bias-linear"), local)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_grouped_queries_keep_to_the_fast_kernels(
+    dtype: torch.dtype, with_mask: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, the kernel that keeps the S x S scores: PyTorch's only one for grouped queries in fp32 or masked."""
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    given: dict[str, object] = {}
+
+    def attend(query: torch.Tensor, *others: torch.Tensor, **flags: object) -> torch.Tensor:
+        given.update(flags)
+        return query
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    config = types.SimpleNamespace(attention_dropout=0.0, sequence_parallel=False)
+    attention = ScaledDotProductAttention(config, 1, AttnMaskType.causal, "self").eval()
+    q, k, v = (torch.zeros(7, 3, heads, 8, dtype=dtype) for heads in (4, 2, 2))
+    attention(q, k, v, torch.zeros(1, 1, 7, 7, dtype=torch.bool) if with_mask else None)
+    assert given["enable_gqa"] == (dtype is torch.bfloat16 and not with_mask)

@@ -5,17 +5,23 @@ from __future__ import annotations
 import pytest
 
 from megatron.bcd.blocks.ownership import Ownership, ownership
-from megatron.bcd.blocks.partition import LAYOUTS, Partition, partition
+from megatron.bcd.blocks.partition import Partition, partition
+from megatron.bcd.config import LAYOUTS
 
 LAYER = ("self_attention.linear_qkv.weight", "input_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
 
 
 def names_of(cut: Partition, stage: int) -> list[str]:
-    names = [f"decoder.layers.{index}.{name}" for index in range(len(cut.stage_layers(stage))) for name in LAYER]
-    if stage == 0:
-        names = ["embedding.word_embeddings.weight", "embedding.position_embeddings.weight", *names]
-    if stage == cut.num_stages - 1:
-        names += ["decoder.final_layernorm.weight", "output_layer.weight"]
+    names: list[str] = []
+    for chunk in range(cut.num_chunks):
+        virtual = chunk * cut.num_stages + stage
+        numbers = range(len(cut.chunk_layers(stage, chunk)))
+        held = [f"decoder.layers.{index}.{name}" for index in numbers for name in LAYER]
+        if virtual == 0:
+            held = ["embedding.word_embeddings.weight", "embedding.position_embeddings.weight", *held]
+        if virtual == cut.num_virtual_stages - 1:
+            held += ["decoder.final_layernorm.weight", "output_layer.weight"]
+        names += [f"chunks.{chunk}.{name}" for name in held] if cut.num_chunks > 1 else held
     return names
 
 
@@ -72,3 +78,11 @@ def test_unknown_name() -> None:
     cut = partition(num_layers=6, num_stages=1, num_blocks=3, layout="spread", tied=False)
     with pytest.raises(KeyError, match="mtp"):
         ownership("mtp.layers.0.weight", partition=cut, stage=0)
+
+
+def test_layers_of_chunks() -> None:
+    """A chunk's layers counted from the stage's first one, or a block that owns the wrong chunk."""
+    cut = partition(num_layers=12, num_stages=2, num_blocks=3, layout="interleaved", tied=False)
+    name = "chunks.{}.decoder.layers.1.mlp.linear_fc1.weight"
+    owned = [ownership(name.format(chunk), partition=cut, stage=1) for chunk in range(3)]
+    assert [(one.layer, one.block, one.is_matrix) for one in owned] == [(3, 0, True), (7, 1, True), (11, 2, True)]

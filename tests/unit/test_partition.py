@@ -9,7 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron.bcd.blocks.partition import Partition, describe_layers, divide, partition
+from megatron.bcd.blocks.layers import describe_layers, divide
+from megatron.bcd.blocks.partition import Partition, partition
 from megatron.bcd.config import LAYOUTS
 
 
@@ -31,7 +32,7 @@ def partitions(draw: st.DrawFn) -> Partition:
         num_blocks=draw(st.sampled_from([None, stages])) if layout == "stage" else parts,
         layout=layout,
         tied=draw(st.booleans()),
-        layers_per_stage=sizes if is_own_cut else None,
+        layers_per_stage=sizes if is_own_cut and layout != "interleaved" else None,
     )
 
 
@@ -76,7 +77,7 @@ def test_submodels_are_whole_runs_inside_one_stage(cut: Partition) -> None:
         held = cut.stage_layers(submodel.stage)
         assert submodel.index == index
         assert submodel.layers
-        assert held.start <= submodel.layers.start < submodel.layers.stop <= held.stop
+        assert set(submodel.layers) <= set(held)
 
 
 @given(partitions())
@@ -123,7 +124,7 @@ def test_stage_questions_agree_with_layers(cut: Partition) -> None:
             assert block.on_stage(stage) == bool(active)
             has_copy = cut.tied and block.owns_embedding and stage == cut.num_stages - 1
             assert cut.stage_active(block.index, stage) == (bool(active) or has_copy)
-            assert cut.forward_only(block.index, stage) == (cut.stage_layers(stage).stop <= block.first_layer)
+            assert cut.forward_only(block.index, stage) == (cut.stage_layers(stage)[-1] < block.first_layer)
             assert not (cut.forward_only(block.index, stage) and cut.stage_active(block.index, stage))
 
 
@@ -141,6 +142,8 @@ def test_number_of_blocks_by_layout(cut: Partition) -> None:
             assert [cut.active_layers(block.index, stage) for block in cut.blocks] == [
                 tuple(held[first :: cut.num_blocks]) for first in range(cut.num_blocks)
             ]
+    elif cut.layout == "interleaved":
+        assert all(stages == set(range(cut.num_stages)) for stages in stages_of)
     else:
         assert cut.num_blocks == len(cut.submodels)
         assert all(len(stages) == 1 for stages in stages_of)
@@ -307,6 +310,55 @@ def test_resting_layers_are_the_others(layers: int, stages: int, blocks: int, da
                 if found & set(cut.stage_layers(stage)):
                     assert cut.stage_active(block.index, stage)
                     assert not cut.forward_only(block.index, stage)
+
+
+@given(
+    stages=st.integers(1, 6),
+    blocks=st.integers(1, 4),
+    times=st.integers(1, 2),
+    more=st.integers(0, 9),
+    tied=st.booleans(),
+)
+def test_interleaved(stages: int, blocks: int, times: int, more: int, tied: bool) -> None:
+    """A block of other layers than on one stage, a chunk on the wrong stage, or a stage with far more layers."""
+    parts = blocks * times
+    arguments = {"num_layers": parts * stages + more, "num_blocks": blocks, "tied": tied, "num_parts": parts}
+    cut = partition(num_stages=stages, layout="interleaved", **arguments)
+    alone = partition(num_stages=1, layout="interleaved", **arguments)
+    assert [block.layers for block in cut.blocks] == [block.layers for block in alone.blocks]
+    if times == 1:
+        assert [block.layers for block in cut.blocks] == [tuple(one) for one in divide(cut.num_layers, blocks)]
+    assert max(cut.layers_per_stage) - min(cut.layers_per_stage) <= 1
+    assert cut.num_chunks == (parts if stages > 1 else 1) and alone.num_chunks == 1
+    for stage in range(stages if stages > 1 else 0):
+        pieces = [cut.chunk_layers(stage, chunk) for chunk in range(parts)]
+        assert list(chain.from_iterable(pieces)) == list(cut.stage_layers(stage))
+        for block in cut.blocks:
+            of_block = [pieces[chunk] for chunk in range(block.index, parts, blocks)]
+            assert tuple(chain.from_iterable(of_block)) == cut.active_layers(block.index, stage)
+    for block in cut.blocks if stages > 1 else ():
+        first = cut.first_trainable_virtual_stage(block.index)
+        assert first == block.index * stages
+        active = [cut.virtual_stage_active(block.index, virtual) for virtual in range(cut.num_virtual_stages)]
+        expected = [virtual // stages % blocks == block.index for virtual in range(cut.num_virtual_stages)]
+        expected[-1] |= tied and block.index == 0  # the embedding's copy
+        assert active == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"num_parts": 4}, "must be a multiple of the blocks"),
+        ({"num_layers": 5}, "needs at least 6 layers"),
+        ({"layers_per_stage": [6, 6]}, "leave out the layers of each stage"),
+        ({"num_blocks": 0, "resting": "all", "always_active": frozenset({"head"})}, "leave out --bcd-layout"),
+    ],
+)
+def test_interleaved_refusals(values: dict[str, Any], expected: str) -> None:
+    """Chunks that belong to no block, empty chunks, or a cut that is taken and ignored."""
+    usual = {"num_layers": 12, "num_stages": 2, "num_blocks": 3, "layout": "interleaved", "tied": True}
+    with pytest.raises(ValueError, match=expected):
+        partition(**usual | values)
 
 
 def test_without_an_active_block_all_layers_rest() -> None:

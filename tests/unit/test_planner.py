@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.bcd.config import LAYOUTS
+from megatron.bcd.config import PLANNED_LAYOUTS
 from megatron.bcd.pipeline.build import build_plan
 from megatron.bcd.pipeline.simulate import simulate
 from megatron.bcd.planner import cost, step_time
@@ -42,7 +42,7 @@ def recipe(model: str | Model = SMALL, gpu: str = "rtx4090", **fields: Any) -> R
 @st.composite
 def recipes(draw: st.DrawFn) -> Recipe:
     """Small models in every layout."""
-    stages, layout = draw(st.integers(1, 4)), draw(st.sampled_from(LAYOUTS))
+    stages, layout = draw(st.integers(1, 4)), draw(st.sampled_from(PLANNED_LAYOUTS))
     blocks = draw(st.integers(1, 4))
     model = Model(
         name="any",
@@ -91,7 +91,7 @@ def test_tensors_are_the_formulas_parameters(one: Recipe, query_size: int, key_v
 def test_ranks_share_a_buffer(sizes: list[tuple[int, bool]], data_size: int) -> None:
     """A part of a parameter that two data-parallel ranks hold, or none; a buffer that they cannot share evenly."""
     tensors = [Tensor(name=str(i), size=size, is_shared=shared) for i, (size, shared) in enumerate(sizes)]
-    buffer = buffer_of(tensors, data_size=data_size)
+    buffer = buffer_of(tensors, num_ranks=data_size)
     assert sum(buffer.held) == sum(size for size, _ in sizes) <= buffer.size
     assert buffer.size % data_size == 0
     assert sum(buffer.pieces) >= len(sizes)
@@ -103,7 +103,7 @@ def test_model_state_is_the_budget_and_padding(one: Recipe) -> None:
     """A budget of the planner's own that drifts away from the banner's."""
     stages = cost.stage_parameters(one.shape, one.partition, padded_vocab_size=one.padded_vocabulary)
     for data_rank in range(one.data_size):
-        for rank in rank_memory(one, data_rank=data_rank):
+        for rank in rank_memory(one, replica=data_rank):
             padded = one.padded_vocabulary
             active = cost.active_parameters(one.shape, one.partition, rank.block, padded_vocab_size=padded)[rank.stage]
             budget = cost.state_budget(precision=one.precision)
@@ -116,7 +116,7 @@ def test_model_state_is_the_budget_and_padding(one: Recipe) -> None:
             if not active:
                 assert rank.gradients == rank.optimizer == 0
     # over its data-parallel ranks a stage holds each state once
-    first = [rank_memory(one, data_rank=rank)[0] for rank in range(one.data_size)]
+    first = [rank_memory(one, replica=rank)[0] for rank in range(one.data_size)]
     active = cost.active_parameters(one.shape, one.partition, 0, padded_vocab_size=one.padded_vocabulary)[0]
     counters = 4 * one.data_size * (13 * one.model.layers + 6)
     assert 0 <= sum(rank.optimizer for rank in first) - budget.optimizer * active <= counters
@@ -130,6 +130,28 @@ def test_a_papers_model_in_the_papers_bytes() -> None:
     assert sum(rank.model_state for rank in third) / 3 / GIB == pytest.approx(12.038, abs=0.002)
 
 
+def test_context_parallel_divides_activations() -> None:
+    """Would expose activations of whole sequences, gathered keys and values that are forgotten, or a free exchange."""
+    alone = recipe("G-5.4B", precision="bf16", num_gpus=4, global_batch_size=4, sequence=8192)
+    split = replace(alone, context_size=4)
+    whole, part = layer_bytes(alone), layer_bytes(split)
+    gathered = 2 * 8192 * split.shape.key_value_size * 2
+    contexts = 2048 * split.shape.query_size * 2
+    assert part.active == whole.active // 4 + gathered + contexts
+    assert (part.input, part.head) == (whole.input // 4, whole.head // 4)
+    assert (split.data_size, split.num_replicas, split.num_microbatches) == (1, 4, 4)
+    state = [[rank_memory(one, replica=rank)[0].model_state for rank in range(4)] for one in (alone, split)]
+    assert state[0] == state[1]
+    # the same work on each rank, but for what is exchanged
+    speed = 1e9 * split.cluster.link_gb_per_s
+    forward, backward = split.model.layers, split.layer_counts.after_prefix[0][0]
+    exchanged = 4 * (forward + backward) * gathered * 3 / 4 / speed
+    times = [phase_seconds(one, 0).pipeline for one in (replace(alone, context_size=1), split)]
+    work = phase_seconds(replace(split, cluster=replace(split.cluster, link_gb_per_s=1e12)), 0).pipeline
+    assert times[1] - work == pytest.approx(exchanged, rel=1e-6)
+    assert times[0] < times[1]
+
+
 @given(recipes(), st.sampled_from((0, 2, 3)))
 def test_state_of_resting_layers_and_muon(one: Recipe, num_blocks: int) -> None:
     """A budget unlike the banner's: gradients of resting layers, momentum of the active ones, low bits of
@@ -139,7 +161,7 @@ def test_state_of_resting_layers_and_muon(one: Recipe, num_blocks: int) -> None:
     one = replace(one, model=model, method="pretrain", num_blocks=num_blocks, layout=None)
     cut, shape = one.partition, one.shape
     matrices = shape.layer_parameters - shape.layer_biases - 2 * shape.norm_parameters
-    ranks = [rank_memory(one, data_rank=rank) for rank in range(one.data_size)]
+    ranks = [rank_memory(one, replica=rank) for rank in range(one.data_size)]
     budget = cost.state_budget(precision=one.precision)
     padding = (13 * model.layers + 6) * 64 + 3 * 128 * one.data_size
     for place, first in enumerate(ranks[0]):
@@ -345,6 +367,8 @@ def test_shortest_pipeline_that_fits() -> None:
     [
         ({"num_gpus": 0}, "--num-gpus 0: must be 1 to"),
         ({"num_gpus": 4, "pipeline_size": 3}, "--pipeline-model-parallel-size 3 does not divide --num-gpus 4"),
+        ({"num_gpus": 4, "context_size": 3}, "--context-parallel-size 3 x --pipeline-model-parallel-size 1 does not"),
+        ({"num_gpus": 4, "context_size": 4, "sequence": 44}, "--seq-length 44: must be a multiple of 8"),
         ({"num_gpus": 9}, "--num-gpus 9: cannot be divided evenly among 2 nodes"),
         ({"num_gpus": 4, "global_batch_size": 6}, "--global-batch-size 6: must be a multiple of 4"),
         ({"method": "full", "num_blocks": 3}, "--bcd-num-blocks 3 cannot be combined with --method full"),

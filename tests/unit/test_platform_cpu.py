@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.bcd.runtime import cpu
+from megatron.bcd.runtime import cpu, fused_adam
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 
@@ -24,7 +24,7 @@ def adam(optimizer: type[torch.optim.Optimizer], *, fused: bool, cuts: list[int]
     weights = [start[begin:end].clone().requires_grad_() for begin, end in bounds]
     one = optimizer(weights, lr=1e-2, weight_decay=0.1)
     if fused:
-        cpu.take_fused_adam(one)
+        fused_adam.take_fused_adam(one)
     for _ in range(10):
         gradient = torch.randn(cuts[-1], generator=generator)
         for weight, (begin, end) in zip(weights, bounds, strict=True):
@@ -45,7 +45,7 @@ def test_fused_adam(optimizer: type[torch.optim.Optimizer]) -> None:
 def test_other_optimizers_stay() -> None:
     sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0, momentum=0.9)
     for optimizer in (sgd, None):
-        cpu.take_fused_adam(optimizer)
+        fused_adam.take_fused_adam(optimizer)
     assert not sgd.param_groups[0]["fused"]
 
 

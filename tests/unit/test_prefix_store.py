@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import pytest
 
-from megatron.bcd.prefix_cache import folders, store
+from megatron.bcd.prefix_cache import controller, folders, store
 from megatron.bcd.prefix_cache.key import CacheKey
 from megatron.bcd.prefix_cache.store import RecordStore
 
@@ -40,8 +40,14 @@ def record(slot: int) -> Any:
     return numpy.random.default_rng(slot).integers(0, 255, KEY.record_bytes, dtype=numpy.uint8)
 
 
+def prepared(root: str, key: CacheKey, samples: Any) -> folders.Cache:
+    cache = folders.prepare(root, key, samples)
+    cache.store.reserve()
+    return cache
+
+
 def filled(root: Path, key: CacheKey = KEY, samples: Any = None) -> folders.Cache:
-    cache = folders.prepare(str(root), key, numpy.arange(key.num_records) if samples is None else samples)
+    cache = prepared(str(root), key, numpy.arange(key.num_records) if samples is None else samples)
     for slot in range(key.num_records):
         cache.store.write(slot, record(slot)[: key.record_bytes])
     cache.store.close()
@@ -104,7 +110,7 @@ def test_damage_is_not_there(tmp_path: Path, damage: str) -> None:
     """A damaged record that counts; an intact one that is thrown away with it; room that is not taken again."""
     do, lost = DAMAGES[damage]
     do(Path(filled(tmp_path).folder))
-    cache = folders.prepare(str(tmp_path), KEY, numpy.arange(NUM_RECORDS))
+    cache = prepared(str(tmp_path), KEY, numpy.arange(NUM_RECORDS))
     assert there(cache) == [slot for slot in range(NUM_RECORDS) if slot not in lost]
     for slot in lost:
         cache.store.write(slot, record(slot))
@@ -141,7 +147,7 @@ def test_every_part_of_the_key_counts(field: str) -> None:
 
 def test_a_fill_that_was_killed_keeps_what_it_wrote(tmp_path: Path, repo_root: Path) -> None:
     """A half-written record that counts, or whole ones that do not, after SIGKILL."""
-    folders.prepare(str(tmp_path), KEY, numpy.arange(NUM_RECORDS))
+    prepared(str(tmp_path), KEY, numpy.arange(NUM_RECORDS))
     program = textwrap.dedent("""
         import os, signal, sys, numpy
         from megatron.bcd.prefix_cache import store
@@ -159,7 +165,7 @@ def test_a_fill_that_was_killed_keeps_what_it_wrote(tmp_path: Path, repo_root: P
     folder = str(tmp_path / KEY.name)
     command = [sys.executable, "-c", program, folder, KEY.name, str(store.SHARD_BYTES), str(KEY.record_bytes)]
     assert subprocess.run(command, cwd=repo_root).returncode == -9
-    assert there(folders.prepare(str(tmp_path), KEY, numpy.arange(NUM_RECORDS))) == [0, 1, 2, 3, 4]
+    assert there(prepared(str(tmp_path), KEY, numpy.arange(NUM_RECORDS))) == [0, 1, 2, 3, 4]
 
 
 def test_shorter_prefixes_are_found(tmp_path: Path) -> None:
@@ -217,3 +223,29 @@ def test_only_caches_are_deleted(tmp_path: Path) -> None:
     (tmp_path / f"{KEY.name}.incomplete").mkdir()
     folders.clean_leftovers(str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["prefix_notes", KEY.name])
+
+
+def test_space_is_reserved_in_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collective that all ranks but one wait in, until its timeout, while a large cache is reserved."""
+    calls: list[tuple[int, int]] = []
+    reserve = store.RecordStore.reserve
+
+    def noting(one: store.RecordStore, first_shard: int = 0, num_shards: int | None = None) -> None:
+        calls.append((first_shard, num_shards or one.num_shards))
+        reserve(one, first_shard, num_shards)
+
+    monkeypatch.setattr(store.RecordStore, "reserve", noting)
+    monkeypatch.setattr(controller.collectives, "on_rank_0", lambda function: function())
+    monkeypatch.setattr(controller, "_SHARDS_AT_ONCE", 2)
+    cache = folders.prepare(str(tmp_path), KEY, numpy.arange(NUM_RECORDS))
+    assert controller._reserve(cache) is None
+    assert calls == [(0, 2), (2, 2)] and cache.store.num_shards == 3
+    files = Path(cache.folder).glob("shard_*")
+    assert sum(path.stat().st_size for path in files) == cache.store.num_bytes
+    assert all(path.stat().st_blocks for path in Path(cache.folder).glob("shard_*"))
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store.RecordStore, "reserve", full)
+    assert "No space left on device" in str(controller._reserve(cache))

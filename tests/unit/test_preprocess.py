@@ -1,6 +1,8 @@
 """preprocess_data.py and train_tokenizer.py: stock Megatron-LM's bytes, and nothing left behind on errors."""
 
+import gzip
 import hashlib
+import importlib
 import json
 import subprocess
 import sys
@@ -17,7 +19,7 @@ SHARED = ROOT.parent / "shared"
 
 sys.path.insert(0, str(TOOLS))
 
-import _text_input  # noqa: E402
+import _text_files  # noqa: E402
 import preprocess_data  # noqa: E402
 import train_tokenizer  # noqa: E402
 
@@ -88,9 +90,143 @@ def test_text_lines_are_documents(tmp_path: Path) -> None:
     ]
 
 
+BOOK = "\ufeffCall me\nIshmael.\n\n\n  Some years ago,\r\nnever mind.\n \nThe end"
+
+
+def test_what_a_document_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exposes paragraphs cut where a batch ends, a last one that is lost, and files that are run together."""
+    monkeypatch.setattr(_text_files, "BATCH_BYTES", 8)
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(BOOK, encoding="utf-8", newline="")
+    flags = ("--input", tmp_path / "a.txt", tmp_path / "b.txt", *BYTE_LEVEL, "--append-eod")
+    paragraphs = ["Call me\nIshmael.", "Some years ago,\r\nnever mind.", "The end"]
+    for documents, expected in (("paragraph", paragraphs), ("file", [BOOK.removeprefix("\ufeff")])):
+        preprocess(*flags, "--output-prefix", tmp_path / documents, "--documents", documents)
+        found = read_sequences(tmp_path / f"{documents}_text_document")
+        assert [bytes(each[:-1]).decode() for each in found] == 2 * expected and {each[-1] for each in found} == {256}
+
+
+def test_wrong_line_of_a_paragraph_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exposes a count of paragraphs where a line is meant."""
+    (tmp_path / "a.txt").write_bytes(b"one\ntwo\n\nthree\n\xff\n")
+    flags = ["--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "o", *BYTE_LEVEL, "--documents", "paragraph"]
+    assert "a.txt, line 4: not UTF-8" in expect_error(capsys, [*flags, "--log-interval", "9"])
+
+
+def test_wrapped_text_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exposes a book of which every line becomes a document without a word; a warning on lines that are documents."""
+    line = "It is a truth universally acknowledged, that a single man in\n"
+    for name, text, documents, expected in (
+        ("book.txt", line * 150, "line", "warning: 150 documents of 60 tokens on average, because each line is one"),
+        ("long.txt", (line.strip() * 5 + "\n") * 150, "line", ""),
+        ("book.txt", (line * 10 + "\n") * 150, "paragraph", ""),
+        ("one.txt", line * 150, "file", "warning: 1 document(s): --split divides documents"),
+    ):
+        (tmp_path / name).write_text(text)
+        prefix = tmp_path / "o"
+        preprocess("--input", tmp_path / name, "--output-prefix", prefix, *BYTE_LEVEL, "--documents", documents)
+        warned = [said for said in capsys.readouterr().err.splitlines() if said.startswith("warning: ")]
+        assert len(warned) == bool(expected) and all(said.startswith(expected) for said in warned), name
+        assert not expected or "documents" in warned[0]
+
+
+def test_jsonl_by_another_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exposes braces and quotes that are trained on; prose that begins with a brace taken for JSON."""
+    (tmp_path / "a.txt").write_text('\n{"text": "one"}\n{"text": "two"}\n')
+    (tmp_path / "b.txt").write_text("{braces}\n")
+    (tmp_path / "c.txt").write_text('{"body": "x"}\n')
+    flags = ("--output-prefix", tmp_path / "o", *BYTE_LEVEL)
+    preprocess("--input", *(tmp_path / f"{name}.txt" for name in "abc"), *flags)
+    expected = [[*b"one"], [*b"two"], [*b"{braces}"], [*b'{"body": "x"}']]
+    assert read_sequences(tmp_path / "o_text_document") == expected
+    assert capsys.readouterr().err.count("note: ") == 1
+    preprocess("--input", tmp_path / "a.txt", *flags, "--input-format", "txt")
+    assert read_sequences(tmp_path / "o_text_document")[0] == [*b'{"text": "one"}']
+    paragraphs = ["--input", tmp_path / "a.txt", *flags, "--documents", "paragraph"]
+    with pytest.raises(SystemExit):
+        preprocess_data.main([str(each) for each in paragraphs])
+    assert "--documents paragraph is for plain text" in capsys.readouterr().err
+
+
+def test_gzip_and_globs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exposes compressed bytes that are tokenized, files out of order, and progress beyond 100 %."""
+    lines = [f"line {number} {'x' * 300}" for number in range(40)]
+    for part in (3, 1, 2):
+        with gzip.open(tmp_path / f"part{part}.txt.gz", "wt") as file:
+            file.write("".join(f"{part} {line}\n" for line in lines))
+    with gzip.open(tmp_path / "z.jsonl.gz", "wt") as file:
+        file.write('{"text": "last"}\n')
+    given = ("--input", tmp_path / "part*.txt.gz", tmp_path / "z.jsonl.gz")
+    preprocess(*given, "--output-prefix", tmp_path / "o", *BYTE_LEVEL)
+    found = [bytes(each).decode() for each in read_sequences(tmp_path / "o_text_document")]
+    assert found == [f"{part} {line}" for part in (1, 2, 3) for line in lines] + ["last"]
+    assert "100 %" in capsys.readouterr().err
+    whole = (tmp_path / "part1.txt.gz").read_bytes()
+    for name, content, expected in (
+        ("cut.txt.gz", whole[:-20], "cut.txt.gz: cannot be read (Compressed file ended"),
+        ("no.txt.gz", b"plain", "no.txt.gz: cannot be read (Not a gzipped file"),
+        (None, b"", "q*.txt: no file has such a name"),
+    ):
+        if name:
+            (tmp_path / name).write_bytes(content)
+        source = tmp_path / (name or "q*.txt")
+        error = expect_error(capsys, ["--input", source, "--output-prefix", tmp_path / "n" / "o", *BYTE_LEVEL])
+        assert expected in error and not (tmp_path / "n").exists()
+
+
+@pytest.mark.parametrize(("name", "package"), [("a.txt.zst", "zstandard"), ("a.parquet", "pyarrow")])
+def test_missing_package_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    package: str,
+) -> None:
+    """Exposes an ImportError's traceback."""
+    monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / name).write_bytes(b"x")
+    error = expect_error(capsys, ["--input", tmp_path / name, "--output-prefix", tmp_path / "o", *BYTE_LEVEL])
+    assert f"{name} needs the package {package}: pip install {package}" in error
+
+
+def test_zstandard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exposes a second frame that is left out, and a traceback for a damaged file."""
+    pytest.importorskip("zstandard", reason="zstandard is not installed")
+    zstandard = importlib.import_module("zstandard")
+    frames = [zstandard.compress(f"{part}\n".encode() * 2) for part in ("one", "two")]
+    (tmp_path / "a.txt.zst").write_bytes(b"".join(frames))
+    flags = ("--output-prefix", tmp_path / "o", *BYTE_LEVEL)
+    preprocess("--input", tmp_path / "a.txt.zst", *flags)
+    assert read_sequences(tmp_path / "o_text_document") == [[*b"one"]] * 2 + [[*b"two"]] * 2
+    (tmp_path / "b.txt.zst").write_bytes(b"plain")
+    capsys.readouterr()
+    assert "b.txt.zst: cannot be read (" in expect_error(capsys, ["--input", tmp_path / "b.txt.zst", *flags])
+
+
+def test_parquet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exposes rows out of order, other columns that are read, and a traceback for a missing column or a bad cell."""
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    texts = [f"row {number}" for number in range(3000)]
+    columns = {"text": texts, "id": list(range(3000)), "gap": [*texts[:-1], None]}
+    parquet.write_table(arrow.table(columns), tmp_path / "a.parquet", row_group_size=1000)
+    flags = ("--input", tmp_path / "a.parquet", "--output-prefix", tmp_path / "o", *BYTE_LEVEL)
+    preprocess(*flags)
+    assert [bytes(each).decode() for each in read_sequences(tmp_path / "o_text_document")] == texts
+    capsys.readouterr()
+    for keys, expected in (
+        (("body",), 'a.parquet: no column "body"; --json-keys must name some of text, id, gap'),
+        (("id",), 'a.parquet, line 1: key "id" must hold text'),
+        (("gap",), 'a.parquet, line 3000: key "gap" must hold text'),
+    ):
+        assert expected in expect_error(capsys, [*flags, "--json-keys", *keys, "--log-interval", "9999"])
+    (tmp_path / "a.parquet").write_bytes(b"plain")
+    assert "a.parquet: cannot be read (" in expect_error(capsys, flags)
+
+
 def test_workers_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exposes documents in the order in which workers finish, and lines lost between batches."""
-    monkeypatch.setattr(_text_input, "BATCH_BYTES", 64)
+    monkeypatch.setattr(_text_files, "BATCH_BYTES", 64)
     source = tmp_path / "a.txt"
     source.write_text("".join(f"{i} {'x' * (i * 37 % 90)}\n" for i in range(300)), encoding="utf-8")
     for num_workers in ("1", "2"):

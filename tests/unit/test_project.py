@@ -282,3 +282,9 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
     text = "# One `two`, three!\n# Again\n# Again\n[a](b.md) [c](#again-1) [d](#one-two-three) [e](#two) `[f](g)`\n"
     (tmp_path / "a.md").write_text(text)
     assert broken_links(tmp_path / "a.md") == ["b.md", "#two"]
+
+
+def test_readme_says_first_what_is_not_known(repo_root: Path) -> None:
+    """A reader who rents GPUs before the page says that none has run this, or what its losses are of."""
+    top = "\n".join((repo_root / "README.md").read_text(encoding="utf-8").splitlines()[:10])
+    assert "No GPU has run this yet" in top and "reach the loss of full training is not known" in top

@@ -22,6 +22,20 @@ def planned_for(words: Sequence[str], environment: Mapping[str, str]) -> Recipe:
     return recipe.request_of(*recipe.parse_arguments(words), environment=environment).recipe
 
 
+@pytest.mark.parametrize(
+    ("environment", "nodes", "per_node"),
+    [
+        ({"NUM_GPUS": "4", "NNODES": "2"}, 2, 2),
+        ({"NUM_GPUS": "8", "GPUS_PER_NODE": "2"}, 4, 2),
+        ({"NNODES": "2"}, 2, 8),
+    ],
+)
+def test_two_numbers_give_the_third(environment: dict[str, str], nodes: int, per_node: int) -> None:
+    """A cluster's default in place of what follows from the numbers that are given."""
+    found = planned_for(SMALL, environment)
+    assert (found.num_nodes, found.gpus_per_node, found.num_gpus) == (nodes, per_node, nodes * per_node)
+
+
 def test_where_a_recipe_runs() -> None:
     """A row of the method table that is never read, or not under Slurm; a plan to the last of a GPU's memory;
     recomputation for nothing; layout stage with one block; a pipeline without a row that is never tried.

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+OF_THE_USER = ("BCD_PYTHON", "BCD_TESTS", "PYTHON3", "VIRTUAL_ENV", "CONDA_PREFIX")
+
 
 class FakeRepository:
     """A repository with setup_env.sh and a ``python3`` that only logs its calls."""
@@ -42,7 +44,7 @@ class FakeRepository:
     def setup(self, **environment: str) -> subprocess.CompletedProcess[str]:
         """Runs setup_env.sh from another folder; ``calls`` then holds its calls of Python."""
         self.log.write_text("")
-        clean = {name: value for name, value in os.environ.items() if name not in ("BCD_PYTHON", "PYTHON3")}
+        clean = {name: value for name, value in os.environ.items() if name not in OF_THE_USER}
         clean["PATH"] = f"{self.bin}:{clean['PATH']}"
         return subprocess.run(
             ["bash", self.root / "examples" / "setup_env.sh"],
@@ -65,7 +67,7 @@ def repository(repo_root: Path, tmp_path: Path) -> FakeRepository:
 def test_setup_installs_torch_first_then_does_nothing(repository: FakeRepository) -> None:
     """torch after the other pins may come as another build; a setup that never ends is slow."""
     assert repository.setup().returncode == 0
-    assert repository.calls == ["venv", "pip torch==2.13.0", f"pip {repository.root / 'requirements.txt'}"]
+    assert repository.calls == ["venv", "pip torch==2.13.0", f"pip {repository.root / '.venv' / 'requirements.txt'}"]
     again = repository.setup()
     assert (again.returncode, repository.calls, again.stdout) == (0, [], "")
 
@@ -76,7 +78,7 @@ def test_setup_follows_requirements(repository: FakeRepository) -> None:
     with (repository.root / "requirements.txt").open("a") as requirements:
         requirements.write("numpy==2.4.6\n")
     assert repository.setup().returncode == 0
-    assert repository.calls == ["pip torch==2.13.0", f"pip {repository.root / 'requirements.txt'}"]
+    assert repository.calls == ["pip torch==2.13.0", f"pip {repository.root / '.venv' / 'requirements.txt'}"]
 
 
 def test_setup_repairs_what_was_cut_short(repository: FakeRepository, tmp_path: Path) -> None:
@@ -126,3 +128,51 @@ def test_setup_uses_the_users_python_and_installs_nothing(repository: FakeReposi
     done = repository.setup(BCD_PYTHON=sys.executable)
     assert done.returncode == 1
     assert "lacks no-such-package==1.0 megatron-core==0.15.0;" in done.stderr
+
+
+def test_packages_for_tests_come_with_the_tests(repository: FakeRepository) -> None:
+    """A first run that downloads linters and other programs; or tests that miss them, or lose them again."""
+    requirements = repository.root / "requirements.txt"
+    requirements.write_text("torch==2.13.0\nrich==15.0.0\n# tests/run.sh, and more\npytest==9.2.0\n")
+    assert repository.setup().returncode == 0
+    assert (repository.root / ".venv" / "requirements.txt").read_text() == "torch==2.13.0\nrich==15.0.0\n"
+    assert repository.setup(BCD_TESTS="1").returncode == 0
+    assert repository.calls == ["pip torch==2.13.0", f"pip {requirements}"]
+    assert repository.setup(BCD_TESTS="1").returncode == 0 and repository.calls == []
+    assert repository.setup().returncode == 0 and repository.calls == []
+    requirements.write_text(requirements.read_text() + "ruff==0.17.6\n")
+    assert repository.setup().returncode == 0 and repository.calls[-1] == f"pip {requirements}"
+
+
+def active_environment(folder: Path, **versions: str) -> str:
+    """An environment with these packages, its interpreter this test's without its own packages."""
+    site = folder / "site"
+    for name, version in versions.items():
+        about = site / f"{name}-{version}.dist-info"
+        about.mkdir(parents=True)
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    python = folder / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={site} exec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    return str(folder)
+
+
+@pytest.mark.parametrize("variable", ["VIRTUAL_ENV", "CONDA_PREFIX"])
+def test_an_active_environment_with_all_pins_is_used(repository: FakeRepository, tmp_path: Path, variable: str) -> None:
+    """Gigabytes of a second torch beside the user's own; or a package that is installed into it."""
+    folder = active_environment(tmp_path / "own", torch="2.13.0+cu129", rich="15.0.0")
+    done = repository.setup(**{variable: folder})
+    assert (done.returncode, repository.calls) == (0, []), done.stderr
+    assert done.stdout == f"setup: using the active environment: {folder}/bin/python\n"
+    assert not (repository.root / ".venv").exists()
+
+
+def test_an_active_environment_without_all_pins(repository: FakeRepository, tmp_path: Path) -> None:
+    """A run with a torch that was never tested, which nobody asked for; or silence about why it is not used."""
+    folder = active_environment(tmp_path / "own", torch="2.4.0", rich="15.0.0")
+    done = repository.setup(VIRTUAL_ENV=folder)
+    assert done.returncode == 0 and repository.calls[0] == "venv"
+    assert f"{folder} lacks 1 pin(s) (torch==2.13.0), so .venv is used; BCD_PYTHON={folder}/bin/python" in done.stderr
+    own = repository.setup(VIRTUAL_ENV=str(repository.root / ".venv"))
+    assert (own.returncode, repository.calls, own.stderr) == (0, [], "")

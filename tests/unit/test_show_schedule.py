@@ -52,6 +52,34 @@ def test_both_grids_and_what_is_saved(capsys: pytest.CaptureFixture[str]) -> Non
     ]
 
 
+INTERLEAVED = ("--stages", "4", "--microbatches", "8", "--layout", "interleaved", "--num-blocks", "3", "--block", "1")
+
+
+def test_interleaved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A layout that is read and ignored, a chunk that is not drawn, a picture that needs the other shape."""
+    text = output(capsys, *INTERLEAVED, "--figure", str(tmp_path / "x.png"))
+    assert "stage 3 pAs   .   .   .  f0a f1a f2a f3a F0b F1b F2b F3b F0c I0c F1c I1c" in text
+    assert "iteration time         81    59   -27.2 %" in text
+    assert (tmp_path / "x.png").stat().st_size > 10_000
+    assert "stage 0 pAssAs " in output(capsys, *INTERLEAVED, "--schedule", "bcd", "--chunks", "6")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--stages", "4", "--microbatches", "8"), "give --pivot STAGE, or --layout interleaved"),
+        ((*INTERLEAVED[:-2],), "needs --num-blocks and --block"),
+        ((*INTERLEAVED, "--pivot", "1"), "--pivot does not go with --layout interleaved"),
+        ((*INTERLEAVED, "--chunks", "4"), "--chunks 4: must be a multiple of --num-blocks 3"),
+        ((*EXAMPLE, "--block", "1"), "--block needs --layout interleaved"),
+    ],
+)
+def test_interleaved_refusals(flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A flag of the other layout that is dropped in silence."""
+    assert show_schedule.main(flags) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_flags_are_followed(capsys: pytest.CaptureFixture[str]) -> None:
     """A flag that is read and ignored."""
 
@@ -79,8 +107,8 @@ def test_flags_are_followed(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--stages 0", "--stages 0: must be 1 to 64"),
-        ("--stages four", "--stages: invalid int value: 'four'"),
+        ("--stages 0", "--pipeline-model-parallel-size 0: must be 1 to 64"),
+        ("--stages four", "--pipeline-model-parallel-size/--stages: invalid int value: 'four'"),
         ("--microbatches 1000000", "--microbatches 1000000: must be 1 to 512"),
         ("--pivot 4", "--pivot 4: must be 0 to 3"),
         ("--pivot -1", "--pivot -1: must be 0 to 3"),
@@ -113,7 +141,7 @@ def test_bad_flags(
 def test_missing_flags(capsys: pytest.CaptureFixture[str]) -> None:
     """A default that nobody asked for."""
     assert show_schedule.main(["--stages", "4"]) == 2
-    expected = "tools/show_schedule.py: error: the following arguments are required: --microbatches, --pivot\n"
+    expected = "tools/show_schedule.py: error: the following arguments are required: --microbatches\n"
     assert capsys.readouterr().err == expected
 
 

@@ -29,7 +29,7 @@ import argparse, json, os, pathlib, time
 parser = argparse.ArgumentParser()
 for name in ("--lr", "--best", "--gain"):
     parser.add_argument(name, type=float)
-for name in ("--seed", "--steps"):
+for name in ("--seed", "--steps", "--bcd-steps-per-block", "--log-interval"):
     parser.add_argument(name, type=int)
 parser.add_argument("--metrics-file", type=pathlib.Path)
 parser.add_argument("--checkpoint", type=pathlib.Path)
@@ -164,7 +164,7 @@ def test_diverged_rates(tmp_path: Path) -> None:
     point = next(points(study))
     assert tuned(study, point, results_by(lambda run: None if run.lr > 0.15 else 1 - run.lr)) == 0.1
     assert tuned(study, point, results_by(lambda run: None)) is None
-    row = rows_of(study, results_by(lambda run: None), lambda point: 1.0)[0]
+    row = rows_of(study, results_by(lambda run: None), lambda point: 1.0, {})[0]
     assert row.failure == "no finite loss" and row.test is None
 
 
@@ -201,13 +201,30 @@ def test_budgets_decide_over_curves(tmp_path: Path) -> None:
     study = read(tmp_path, methods={"full": {}, "fast": {"budgets": [0.5, 0.8, 1.25]}}, gpu="rtx4090")
     metric = {("full", 1.0): 2.0, ("fast", 0.5): 4.0, ("fast", 0.8): 2.1, ("fast", 1.0): 1.9, ("fast", 1.25): 1.8}
     lookup = results_by(lambda run: metric[run.method.name, run.budget] + abs(run.lr - 0.2))
-    full, fast = rows_of(study, lookup, lambda point: 0.5 if point.method.name == "fast" else 1.0)
+    times = {"ms": {"model": {"full": 10.0, "fast": 20.0}}}
+    full, fast = rows_of(study, lookup, lambda point: 0.5 if point.method.name == "fast" else 1.0, times)
     assert full.multiplier == Multiplier(value=1.0) and full.relative_test == 1
     assert fast.multiplier is not None and fast.multiplier.relation == "=" and 0.8 < fast.multiplier.value < 1
     assert fast.relative_test == pytest.approx(1.9 / 2)
-    assert (fast.spread, fast.arithmetic, fast.relative_time) == (0, 0.5, 1)
+    assert (fast.spread, fast.arithmetic, fast.relative_time) == (0, 0.5, 2)
     assert str(fast.multiplier.times(fast.arithmetic)) == "0.45"
     assert full.dollars == pytest.approx(10 * 0.01 / 3600 * 0.29)
+
+
+def test_step_times_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Step times of runs that shared the machine, or of two versions of the code, compared in one table."""
+    command = [str(written(tmp_path, study_of(tmp_path))), "--output", str(tmp_path / "out"), "--data", str(tmp_path)]
+    assert tool.main([*command, "--step-times", "2"]) == 0
+    folder = tmp_path / "out" / "small"
+    times = json.loads((folder / "step_times.json").read_text())
+    assert times["rounds"] == 2 and times["ms"]["model"] == {"full": 10.0, "fast": 10.0}
+    assert not list(folder.glob("*/done.json")), "a run of 60 steps is no result"
+    rounds = [line for line in capsys.readouterr().err.splitlines() if "step time, round" in line]
+    assert [line.split("model ")[1].split(":")[0] for line in rounds] == ["full", "fast", "full", "fast"]
+
+    (folder / "step_times.json").write_text(json.dumps({**times, "commit": "before"}))
+    assert tool.main([*command, "--step-times", "1", "--only", "fast"]) == 0
+    assert set(json.loads((folder / "step_times.json").read_text())["ms"]["model"]) == {"fast"}
 
 
 def test_frontier() -> None:
@@ -322,9 +339,9 @@ def test_table_of_partial_results(tmp_path: Path) -> None:
     study = read(tmp_path)
     commands = Commands(study, {}, data_folder=tmp_path, folder=tmp_path)
     all_of = results_by(lambda run: abs(run.lr - 0.2) + 1)
-    report = Report(commands, lambda run: all_of(run) if run.seed == 1 else None, folder=tmp_path, texts={})
+    report = Report(commands, lambda run: all_of(run) if run.seed == 1 else None, {}, folder=tmp_path, texts={})
     assert "| fast | 0.2 | 1.0000 | +0.0 % | ≤ 1.00 |" in report.write()
-    assert Report(commands, lambda run: None, folder=tmp_path, texts={}).rows() == []
+    assert Report(commands, lambda run: None, {}, folder=tmp_path, texts={}).rows() == []
 
 
 def test_a_run_that_is_still_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +12,30 @@ def derive_values(values: dict[str, Any], *, given: Mapping[str, Any], world_siz
     _derive_network(values)
     _derive_training(values, given=given, world_size=world_size)
     _derive_tokenizer(values)
+    _derive_chunks(values, given=given)
+    if has_no_evaluation(values):
+        values["eval_iters"] = 0
+
+
+def has_no_evaluation(values: Mapping[str, Any]) -> bool:
+    """Whether --split leaves nothing for validation and test, so that stock does not evaluate."""
+    try:
+        shares = [float(share) for share in str(values["split"]).strip("'\"").replace("/", ",").split(",")]
+    except ValueError:
+        return False  # validation says so
+    return len(shares) == 3 and shares[0] > 0 and shares[1:] == [0.0, 0.0]
+
+
+def _derive_chunks(values: dict[str, Any], *, given: Mapping[str, Any]) -> None:
+    """Chunks of a pipeline stage imply the layout that has them."""
+    layers, per_chunk = values["num_layers"] or 0, values["num_layers_per_virtual_pipeline_stage"] or 0
+    if per_chunk > 0 and values["num_virtual_stages_per_pipeline_rank"] is None:
+        on_stage, left = divmod(layers, max(1, values["pipeline_model_parallel_size"]))
+        if not left and on_stage % per_chunk == 0:
+            values["num_virtual_stages_per_pipeline_rank"] = on_stage // per_chunk
+    num_chunks = values["num_virtual_stages_per_pipeline_rank"] or 1
+    if num_chunks > 1 and "bcd_layout" not in given and values["bcd_layout"] == "spread":
+        values["bcd_layout"] = "interleaved"
 
 
 def _derive_network(values: dict[str, Any]) -> None:
@@ -32,7 +57,7 @@ def _derive_network(values: dict[str, Any]) -> None:
 
 
 def _derive_training(values: dict[str, Any], *, given: Mapping[str, Any], world_size: int) -> None:
-    model_ranks = values["tensor_model_parallel_size"] * values["pipeline_model_parallel_size"]
+    model_ranks = math.prod(values[f"{kind}_parallel_size"] for kind in ("tensor_model", "pipeline_model", "context"))
     if values["global_batch_size"] is None and values["micro_batch_size"] and model_ranks > 0:
         values["global_batch_size"] = values["micro_batch_size"] * max(1, world_size // model_ranks)
     if values["tensor_model_parallel_size"] == 1:

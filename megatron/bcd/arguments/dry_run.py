@@ -7,10 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-import yaml
-
-from megatron.bcd.blocks.partition import describe_layers, partition_from_config
-from megatron.bcd.config import RunConfig, run_config_to_dict
+from megatron.bcd.blocks.layers import describe_layers
+from megatron.bcd.blocks.stages import partition_from_config
+from megatron.bcd.config import RunConfig
 from megatron.bcd.planner.run_state import stage_state
 
 _VOCABULARIES = {"ByteLevelTokenizer": 257, "GPT2BPETokenizer": 50257}
@@ -25,25 +24,20 @@ def leave(code: int, lines: Sequence[str]) -> NoReturn:
     raise SystemExit(code)
 
 
-def config_lines(config: RunConfig) -> list[str]:
-    """The configuration as YAML: every flag of this project, and the Megatron Core fields that flags set."""
-    return [yaml.safe_dump(run_config_to_dict(config), sort_keys=False).rstrip()]
-
-
 def plan_lines(config: RunConfig, *, world_size: int, notes: Sequence[str] = ()) -> list[str]:
     """What would run on ``world_size`` ranks. Reads no file and needs no GPU."""
     partition = partition_from_config(config)
-    data_size = world_size // (config.tensor_size * config.pipeline_size)
+    data_size = world_size // config.model_size
     lines = [
-        f"{world_size} ranks: pipeline {config.pipeline_size} x tensor {config.tensor_size} x data {data_size}, "
-        f"{config.precision}; {config.training.global_batch_size} sequences per step",
+        f"{world_size} ranks: {config.describe_ranks(data_size)}, {config.precision}; "
+        f"{config.training.global_batch_size} sequences per step",
         f"{partition.num_blocks} blocks, layout {partition.layout}:",
     ]
     for block in partition.blocks:
         extras = partition.describe_extras(block.index)
         lines.append(f"  block {block.index}: {', '.join((f'layers {describe_layers(block.layers)}', *extras))}")
     vocabulary = _vocabulary(config)
-    states = stage_state(config, partition, vocab_size=vocabulary or 0, data_size=data_size)
+    states = stage_state(config, partition, vocab_size=vocabulary or 0, num_replicas=data_size * config.context_size)
     lines.append("planned model state of a rank in its largest phase (weights, gradients, optimizer; no activations):")
     for stage, (num_parameters, state) in enumerate(states):
         held = (f"{len(block.layers_on_stage(stage))} of block {block.index}" for block in partition.blocks)

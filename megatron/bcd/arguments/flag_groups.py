@@ -42,6 +42,12 @@ FIELD_GROUPS = {
     "distributed_backend": PARALLELISM,
     "distributed_timeout_minutes": PARALLELISM,
     "use_distributed_optimizer": PARALLELISM,
+    "log_progress": REPORT,
+    "decoder_first_pipeline_num_layers": PARALLELISM,
+    "decoder_last_pipeline_num_layers": PARALLELISM,
+    "account_for_embedding_in_pipeline_split": PARALLELISM,
+    "account_for_loss_in_pipeline_split": PARALLELISM,
+    "pipeline_model_parallel_layout": PARALLELISM,
     "muon_momentum_dtype": OPTIMIZER,
     "muon_grad_dtype": OPTIMIZER,
     "start_weight_decay": OPTIMIZER,
@@ -50,3 +56,25 @@ FIELD_GROUPS = {
     "adam_moments_dtype": OPTIMIZER,
 }
 """Fields that belong to another group than the rest of their dataclass."""
+
+METAVARS = {
+    "data_path": "PREFIX",
+    "train_data_path": "PREFIX",
+    "valid_data_path": "PREFIX",
+    "test_data_path": "PREFIX",
+    "vocab_file": "FILE",
+    "merge_file": "FILE",
+    "metrics_file": "FILE",
+    "tokenizer_model": "PATH",
+    "save": "FOLDER",
+    "load": "FOLDER",
+    "data_cache_path": "FOLDER",
+    "tensorboard_dir": "FOLDER",
+    "wandb_save_dir": "FOLDER",
+    "wandb_project": "NAME",
+    "wandb_entity": "NAME",
+    "wandb_exp_name": "NAME",
+    "tokenizer_type": "TYPE",
+    "recompute_modules": "MODULE",
+}
+"""Placeholders in --help, by field."""

@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron.bcd import config
 from megatron.bcd.arguments import flag_groups, megatron_flags
+from megatron.bcd.arguments.core_flag import FIELD, CoreFlag
 
 with warnings.catch_warnings():
     # each import warns that Apex and Transformer Engine are absent; the run's banner shows what is used instead
@@ -36,7 +37,7 @@ OWN_SECTIONS: dict[str, tuple[Any, str]] = {
     "checkpoint": (config.CheckpointConfig, flag_groups.CHECKPOINTS),
     "report": (config.ReportConfig, flag_groups.REPORT),
 }
-CORE_SECTIONS: dict[str, tuple[Any, tuple[megatron_flags.CoreFlag, ...]]] = {
+CORE_SECTIONS: dict[str, tuple[Any, tuple[CoreFlag, ...]]] = {
     "transformer": (TransformerConfig, megatron_flags.TRANSFORMER_FLAGS),
     "optimizer": (OptimizerConfig, megatron_flags.OPTIMIZER_FLAGS),
     "ddp": (DistributedDataParallelConfig, megatron_flags.DDP_FLAGS),
@@ -138,10 +139,10 @@ def _help_from(docstring: str) -> str:
     return sentence if not first_word.istitle() else sentence[:1].lower() + sentence[1:]
 
 
-def _core_flag(section: str, core: Any, row: megatron_flags.CoreFlag, hints: Mapping[str, Any], default: Any) -> Flag:
+def _core_flag(section: str, core: Any, row: CoreFlag, hints: Mapping[str, Any], default: Any) -> Flag:
     field = next(field for field in dataclasses.fields(core) if field.name == row.field)
-    if default is megatron_flags.FIELD:
-        default = field.default if row.default is megatron_flags.FIELD else row.default
+    if default is FIELD:
+        default = field.default if row.default is FIELD else row.default
     if isinstance(default, enum.Enum):
         default = default.name
     kind, choices, nargs = _plain_type(hints[row.field])
@@ -160,12 +161,12 @@ def _core_flag(section: str, core: Any, row: megatron_flags.CoreFlag, hints: Map
         off_names=off_names,
         choices=row.choices or choices,
         nargs=nargs,
-        metavar=megatron_flags.METAVARS.get(row.field),
+        metavar=flag_groups.METAVARS.get(row.field),
     )
 
 
 def _own_flag(section: str, field: dataclasses.Field[Any], group: str, default: Any) -> Flag:
-    default = field.default if default is megatron_flags.FIELD else default
+    default = field.default if default is FIELD else default
     is_switch = isinstance(field.default, bool)
     if is_switch:
         names, off_names = _switch_names(field.name, None, default)
@@ -183,7 +184,7 @@ def _own_flag(section: str, field: dataclasses.Field[Any], group: str, default: 
         off_names=off_names,
         choices=field.metadata["choices"],
         nargs=field.metadata["nargs"],
-        metavar=field.metadata["metavar"] or megatron_flags.METAVARS.get(field.name),
+        metavar=field.metadata["metavar"] or flag_groups.METAVARS.get(field.name),
     )
 
 
@@ -197,7 +198,7 @@ def generate_flags(defaults: Mapping[str, object] | None = None) -> tuple[Flag, 
     flags: list[Flag] = []
     for section, (core, rows) in CORE_SECTIONS.items():
         hints = typing.get_type_hints(core)
-        flags += [_core_flag(section, core, row, hints, defaults.get(row.field, megatron_flags.FIELD)) for row in rows]
+        flags += [_core_flag(section, core, row, hints, defaults.get(row.field, FIELD)) for row in rows]
     for row in megatron_flags.DERIVED_FLAGS:
         default = bool(defaults.get(row.field, row.default))
         names, off_names = _switch_names(row.field, None, default)
@@ -215,7 +216,7 @@ def generate_flags(defaults: Mapping[str, object] | None = None) -> tuple[Flag, 
         )
     for section, (own, group) in OWN_SECTIONS.items():
         for field in dataclasses.fields(own):
-            flags.append(_own_flag(section, field, group, defaults.get(field.name, megatron_flags.FIELD)))
+            flags.append(_own_flag(section, field, group, defaults.get(field.name, FIELD)))
     unknown = set(defaults) - {flag.field for flag in flags}
     if unknown:
         raise ValueError(f"defaults for {', '.join(sorted(unknown))}: no flag sets such a field")

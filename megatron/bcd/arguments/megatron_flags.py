@@ -7,8 +7,8 @@ differs from that. Fields without a row are refused by name.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from megatron.bcd.arguments.core_flag import CoreFlag
 from megatron.bcd.arguments.flag_groups import (
     LEARNING_RATE,
     NETWORK,
@@ -18,26 +18,7 @@ from megatron.bcd.arguments.flag_groups import (
     RECOMPUTATION,
     TRAINING,
 )
-
-FIELD = object()
-"""Stands for the default of the dataclass field."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CoreFlag:
-    """A field of a Megatron Core dataclass that a flag sets, and how stock's flag differs from the field."""
-
-    field: str
-    group: str
-    name: str | None = None
-    """Stock's flag; None: the field's name, ``--no-`` before it where the default is on."""
-    default: Any = FIELD
-    help: str | None = None
-    choices: tuple[str, ...] | None = None
-    type: type | None = None
-    also: tuple[str, ...] = ()
-    """Further sections of RunConfig whose field of the same name takes the same value."""
-
+from megatron.bcd.arguments.parallel_flags import PARALLEL_FLAGS
 
 TRANSFORMER_FLAGS = (
     CoreFlag(field="num_layers", group=NETWORK, default=None, help="transformer layers of the whole model"),
@@ -121,6 +102,12 @@ TRANSFORMER_FLAGS = (
         help="weight every token of a step equally, instead of every microbatch",
     ),
     CoreFlag(field="deterministic_mode", group=TRAINING),
+    CoreFlag(
+        field="test_mode",
+        group=TRAINING,
+        help="with --qk-layernorm: compare the norms of queries and keys over the data and tensor parallel ranks, in "
+        "every forward pass",
+    ),
     CoreFlag(field="fp16", group=PRECISION, also=("optimizer",)),
     CoreFlag(field="bf16", group=PRECISION, also=("optimizer",)),
     CoreFlag(field="attention_softmax_in_fp32", group=PRECISION, default=False),
@@ -165,13 +152,7 @@ TRANSFORMER_FLAGS = (
         help="accumulate weight gradients inside the matrix product, where installed",
     ),
     CoreFlag(field="cross_entropy_loss_fusion", group=PRECISION, help="fused cross entropy"),
-    CoreFlag(field="tensor_model_parallel_size", group=PARALLELISM, help="ranks that share every layer"),
-    CoreFlag(field="pipeline_model_parallel_size", group=PARALLELISM, help="pipeline stages"),
-    CoreFlag(
-        field="sequence_parallel",
-        group=PARALLELISM,
-        help="split norms and dropout over the tensor parallel ranks, along the sequence",
-    ),
+    *PARALLEL_FLAGS,
     CoreFlag(field="recompute_granularity", group=RECOMPUTATION, help="whole layers, or only --recompute-modules"),
     CoreFlag(
         field="recompute_method",
@@ -369,27 +350,6 @@ DERIVED_FLAGS = (
         help="the same as --recompute-granularity selective",
     ),
 )
-
-METAVARS = {
-    "data_path": "PREFIX",
-    "train_data_path": "PREFIX",
-    "valid_data_path": "PREFIX",
-    "test_data_path": "PREFIX",
-    "vocab_file": "FILE",
-    "merge_file": "FILE",
-    "metrics_file": "FILE",
-    "tokenizer_model": "PATH",
-    "save": "FOLDER",
-    "load": "FOLDER",
-    "data_cache_path": "FOLDER",
-    "tensorboard_dir": "FOLDER",
-    "wandb_save_dir": "FOLDER",
-    "wandb_project": "NAME",
-    "wandb_entity": "NAME",
-    "wandb_exp_name": "NAME",
-    "tokenizer_type": "TYPE",
-    "recompute_modules": "MODULE",
-}
 
 ALIASES = {
     "save_interval": ("--persistent-save-interval",),

@@ -11,11 +11,21 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from megatron.bcd.arguments import dry_run, flag_groups, megatron_flags, unsupported_flags
-from megatron.bcd.arguments.derive import derive_values, derived_core_fields
+from megatron.bcd.arguments import (
+    config_file,
+    dry_run,
+    flag_groups,
+    megatron_flags,
+    model_folder,
+    unsupported_flags,
+)
+from megatron.bcd.arguments.checkpoint_flags import take_checkpoint_flags
+from megatron.bcd.arguments.data_files import read_data_files
+from megatron.bcd.arguments.derive import derive_values, derived_core_fields, has_no_evaluation
 from megatron.bcd.arguments.flags import CORE_SECTIONS, OWN_SECTIONS, Flag, generate_flags
 from megatron.bcd.arguments.refusals import RefusedFlags, refusal
 from megatron.bcd.arguments.rules import flag_name
+from megatron.bcd.arguments.switch import Switch
 from megatron.bcd.arguments.validate import find_problems
 from megatron.bcd.config import DdpSettings, OptimizerSettings, RunConfig
 from megatron.bcd.config.presets import preset_values
@@ -30,18 +40,6 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(re.sub(r"^argument (--[\w-]+)(?:/--[\w-]+)*", r"\1", message))
-
-
-class _Switch(argparse.Action):
-    """Sets True for a spelling in `const` and False for any other."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, *, const: tuple[str, ...], **common: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, const=const, **common)
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
-        setattr(namespace, self.dest, option in self.const)
 
 
 def _default_text(flag: Flag) -> str:
@@ -77,7 +75,7 @@ def _add_flag(group: Any, flag: Flag) -> None:
         return
     for names, text in ((flag.shown, _help_text(flag)), (flag.hidden, argparse.SUPPRESS)):
         if names:
-            group.add_argument(*names, **common, help=text, action=_Switch, const=flag.names)
+            group.add_argument(*names, **common, help=text, action=Switch, const=flag.names)
 
 
 def _add_compatible_flag(group: Any, flag: unsupported_flags.CompatibleFlag) -> None:
@@ -114,14 +112,20 @@ def _parser(prog: str, flags: Iterable[Flag]) -> _Parser:
         _add_flag(groups[flag.group], flag)
     for row in unsupported_flags.COMPATIBLE_FLAGS:
         _add_compatible_flag(groups[flag_groups.COMPATIBILITY], row)
-    last = parser.add_argument_group("help")
+    last = parser.add_argument_group("help and files of flags")
     last.add_argument("-h", "--help", action="help", help="show this text and exit")
+    last.add_argument(
+        "--config",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="read flags from a YAML file (num-layers: 12); those on the command line win",
+    )
     common: dict[str, Any] = {"action": "store_true", "default": argparse.SUPPRESS}
     last.add_argument("--dry-run", help="check the flags, print what would run, and exit", **common)
     last.add_argument(
         "--dry-run-world-size", type=int, default=argparse.SUPPRESS, metavar="N", help="as on N ranks, without torchrun"
     )
-    last.add_argument("--print-config", help="check the flags, print all settings as YAML, and exit", **common)
+    last.add_argument("--print-config", help="check the flags, print a file for --config, and exit", **common)
     return parser
 
 
@@ -151,6 +155,9 @@ def _parse(argv: Sequence[str], parser: _Parser) -> tuple[dict[str, Any], dict[s
         name = words[0].split("=", 1)[0]
         if name.startswith("--") and name not in known:
             problems[name] = refusal(name, known)
+            continue
+        if words[0].endswith("=--"):  # argparse would set an empty list
+            problems[name] = f"{name}: '--' is not a value"
             continue
         try:
             namespace, rest = parser.parse_known_args(words)
@@ -203,22 +210,50 @@ def _notes(given: Mapping[str, Any], config: RunConfig) -> tuple[str, ...]:
     notes = [f"accepted without effect: {', '.join(dropped)}"] if dropped else []
     if given.get("sequence_parallel") and not config.transformer["sequence_parallel"]:
         notes.append("--sequence-parallel is off: there is one tensor parallel rank")
+    if has_no_evaluation(vars(config.data)) and not config.data.mock_data:
+        notes.append(f"--split {config.data.split} leaves no data to evaluate on: there is no evaluation")
+    kind = config.transformer.get("cp_comm_type")
+    if kind is not None and config.context_size == 1:
+        notes.append(f"accepted without effect: --cp-comm-type {kind}, with one context parallel rank")
     if config.data.mock_data and config.data.split:
         notes.append(f"--split {config.data.split} is not used: mock data are not split")
     return tuple(notes)
 
 
 def _checked(
-    flags: tuple[Flag, ...], given: Mapping[str, Any], problems: Mapping[str, str], *, world_size: int, writes: bool
+    flags: tuple[Flag, ...],
+    given: Mapping[str, Any],
+    problems: Mapping[str, str],
+    *,
+    world_size: int,
+    reads_files: bool,
 ) -> RunConfig:
-    """The RunConfig of these values. Raises RefusedFlags with `problems` and every rule that the values break."""
+    """The RunConfig of these values. Raises RefusedFlags with `problems` and every rule that the values break.
+
+    `reads_files`: whether there are files to read, and to write to.
+    """
     preset = given.get("bcd_preset")
     of_preset = {} if preset is None else preset_values(preset, given)
-    values = {flag.field: flag.default for flag in flags} | of_preset | dict(given)
+    of_model: dict[str, Any] = {}
+    if given.get("load_hf") is not None:
+        try:
+            fixed, of_model = model_folder.values_of_model(given, flags)
+        except ValueError as error:  # without the network nothing else can be checked
+            raise RefusedFlags([*problems.values(), str(error)]) from error
+        given = {**fixed, **given}
+    values = {flag.field: flag.default for flag in flags} | of_model | of_preset | dict(given)
+    found = list(problems.values())
+    readers = [lambda: read_data_files(values)] if reads_files else []
+    if values["use_checkpoint_args"]:
+        readers.append(lambda: take_checkpoint_flags(values, flags, given=given))
+    for read in readers:
+        try:
+            read()
+        except ValueError as error:
+            found.append(str(error))
     derive_values(values, given=given, world_size=world_size)
     config = _assemble(flags, values)
-    found = list(problems.values())
-    for text in find_problems(config, given=given, world_size=world_size, writes=writes, is_partial=bool(found)):
+    for text in find_problems(config, given=given, world_size=world_size, writes=reads_files, is_partial=bool(found)):
         named = [flag_name(field) for field in of_preset if re.search(rf"{flag_name(field)}(?![\w-])", text)]
         hint = f" ({', '.join(named)} from --bcd-preset {preset}; flags that are given win)" if named else ""
         # what follows from a flag that is refused anyway says nothing new
@@ -254,24 +289,28 @@ def read_command_line(
     if world_size is None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
     flags = generate_flags(defaults)
-    given, problems = _parse(sys.argv[1:] if argv is None else argv, _parser(prog, flags))
+    parser = _parser(prog, flags)
+    given, problems = _parse(sys.argv[1:] if argv is None else argv, parser)
+    if "config" in given:
+        from_file, problems_of_file = config_file.read_config_file(given["config"], parser)
+        given = from_file | given
+        problems = problems_of_file | problems
     is_dry = not {"dry_run", "dry_run_world_size", "print_config"}.isdisjoint(given)
     world_size = given.get("dry_run_world_size", world_size)
     if world_size < 1:
         problems["--dry-run-world-size"] = f"--dry-run-world-size {world_size}: must be at least 1"
     try:
-        config = _checked(flags, given, problems, world_size=world_size, writes=not is_dry)
+        config = _checked(flags, given, problems, world_size=world_size, reads_files=not is_dry)
     except RefusedFlags as error:
         if not is_dry:
             raise
         dry_run.leave(2, [f"{prog}: error: {text}" for text in error.problems])
     notes = _notes(given, config)
     if is_dry:
-        is_yaml = "print_config" in given
-        lines = (
-            dry_run.config_lines(config) if is_yaml else dry_run.plan_lines(config, world_size=world_size, notes=notes)
-        )
-        dry_run.leave(0, lines)
+        if "print_config" in given:
+            lines = config_file.config_lines(config, flags=flags, given=given, world_size=world_size, prog=prog)
+            dry_run.leave(0, lines)
+        dry_run.leave(0, dry_run.plan_lines(config, world_size=world_size, notes=notes))
     return CommandLine(config=config, notes=notes)
 
 

@@ -25,8 +25,7 @@ ANY_NUMBER = ("N",)
 ANY_TEXT = ("TEXT",)
 """Value list of a CompatibleFlag whose text makes no difference here."""
 
-INTERLEAVED = "interleaved pipelines are not supported; they change the speed only: leave the flag out"
-CONTEXT = "sequences are not split over ranks: leave the flag out and use --tensor-model-parallel-size for long ones"
+INTERLEAVED = "the chunks of an interleaved pipeline are given by --num-virtual-stages-per-pipeline-rank alone"
 EXPERTS = "mixture of experts is not supported: only dense models train here"
 
 ANYWAY_FLAGS = (
@@ -45,7 +44,10 @@ ANYWAY_FLAGS = (
         values=("native",),
         why="the fused cross entropy is Megatron Core's",
     ),
-    CompatibleFlag(name="--no-overlap-p2p-communication", why="only interleaved schedules overlap it"),
+    CompatibleFlag(
+        name="--no-overlap-p2p-communication",
+        why="it changes no result",
+    ),
     CompatibleFlag(name="--no-align-param-gather", why="stages gather weights independently"),
     CompatibleFlag(
         name="--tensorboard-queue-size",
@@ -57,32 +59,14 @@ ANYWAY_FLAGS = (
     CompatibleFlag(name="--no-one-logger", why="nothing is sent to NVIDIA's OneLogger"),
     CompatibleFlag(name="--no-async-tensor-model-parallel-allreduce", why="Megatron Core ignores it"),
     CompatibleFlag(
-        name="--dataloader-type",
-        values=("single",),
-        why="one pass in a fixed random order",
-        otherwise="samples come in one pass in a fixed random order: give single, or leave the flag out",
-    ),
-    CompatibleFlag(
         name="--ckpt-format",
         values=("torch_dist", "torch"),
         why="checkpoints are torch_dist",
         otherwise="checkpoints are torch_dist: give that, or leave the flag out",
     ),
     CompatibleFlag(name="--dist-ckpt-format", values=("torch_dist", "zarr"), why="checkpoints are torch_dist"),
-    CompatibleFlag(name="--context-parallel-size", values=("1",), why="sequences are not split", otherwise=CONTEXT),
     CompatibleFlag(name="--expert-model-parallel-size", values=("1",), why="there are no experts", otherwise=EXPERTS),
     CompatibleFlag(name="--expert-tensor-parallel-size", values=ANY_NUMBER, why="there are no experts"),
-    CompatibleFlag(
-        name="--num-virtual-stages-per-pipeline-rank",
-        values=("1",),
-        why="a pipeline stage is one piece",
-        otherwise=INTERLEAVED,
-    ),
-    CompatibleFlag(
-        name="--num-layers-per-virtual-pipeline-stage",
-        values=ANY_NUMBER,
-        why="accepted where it is all layers of a pipeline stage",
-    ),
     CompatibleFlag(
         name="--rerun-mode",
         values=("disabled", "validate_results"),
@@ -113,7 +97,6 @@ ANYWAY_FLAGS = (
     ),
     CompatibleFlag(name="--dist-ckpt-optim-fully-reshardable", why="checkpoints fit every parallel layout"),
     CompatibleFlag(name="--tiktoken-pattern", values=ANY_TEXT, why="there is no tokenizer that reads it"),
-    CompatibleFlag(name="--log-throughput", why="tokens per second are always logged"),
 )
 
 DROPPED_FLAGS = (
@@ -123,11 +106,8 @@ DROPPED_FLAGS = (
             (
                 "this log is not written",
                 {
-                    "--log-params-norm": (),
-                    "--log-num-zeros-in-grad": (),
                     "--log-timers-to-tensorboard": (),
                     "--log-world-size-to-tensorboard": (),
-                    "--log-progress": (),
                     "--log-straggler": (),
                     "--log-energy": (),
                     "--log-device-memory-used": (),
@@ -139,12 +119,8 @@ DROPPED_FLAGS = (
                 },
             ),
             (
-                "no profiler is started",
+                "memory is not recorded over time",
                 {
-                    "--profile": (),
-                    "--use-pytorch-profiler": (),
-                    "--profile-step-start": ANY_NUMBER,
-                    "--profile-step-end": ANY_NUMBER,
                     "--record-memory-history": (),
                     "--memory-snapshot-path": ANY_TEXT,
                 },
@@ -170,8 +146,6 @@ DROPPED_FLAGS = (
                 {"--num-distributed-optimizer-instances": ANY_NUMBER},
             ),
             ("datasets are built by one thread", {"--num-dataset-builder-threads": ANY_NUMBER}),
-            ("memory is released at switches only", {"--empty-unused-memory-level": ("0", "1", "2")}),
-            ("data files are mapped", {"--no-mmap-bin-files": ()}),
             (
                 "checkpoints are written and read in one way",
                 {
@@ -194,19 +168,10 @@ REFUSAL_REASONS = (
     ("--num-moe-experts", EXPERTS),
     ("--moe-", EXPERTS),
     ("--expert-", EXPERTS),
-    ("--num-layers-per-virtual-pipeline-stage", INTERLEAVED),
-    ("--num-virtual-stages-per-pipeline-rank", INTERLEAVED),
     ("--virtual-pipeline-", INTERLEAVED),
     ("--microbatch-group-size-per-", INTERLEAVED),
-    ("--num-layers-in-", "layers are divided evenly over the pipeline stages"),
-    ("--decoder-first-pipeline-num-layers", "layers are divided evenly over the pipeline stages"),
-    ("--decoder-last-pipeline-num-layers", "layers are divided evenly over the pipeline stages"),
-    ("--pipeline-model-parallel-layout", "layers are divided evenly over the pipeline stages"),
-    ("--account-for-", "layers are divided evenly over the pipeline stages"),
-    ("--context-parallel", CONTEXT),
-    ("--hierarchical-context-parallel", CONTEXT),
-    ("--hybrid-context-parallel", CONTEXT),
-    ("--cp-comm-type", CONTEXT),
+    ("--num-layers-in-", "give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"),
+    ("--hybrid-context-parallel", "sequences have one length: give --context-parallel-size alone"),
     ("--fp32-residual-connection", "activations pass between stages in the run's precision"),
     ("--fp8", "training in 8 bits is not supported"),
     ("--fp4", "training in 4 bits is not supported"),
@@ -215,7 +180,6 @@ REFUSAL_REASONS = (
     ("--use-torch-fsdp2", "weights are not sharded; the optimizer state is"),
     ("--data-parallel-sharding-strategy", "weights are not sharded; the optimizer state is"),
     ("--fsdp-", "weights are not sharded; the optimizer state is"),
-    ("--no-save-", "a checkpoint holds everything that a run needs to resume"),
     ("--exit-signal", "Ctrl-C, SIGTERM and SIGUSR1 save and stop in any case"),
     ("--no-pin-cpu-params", "Megatron Core pins the host's weights in any case"),
     ("--cpu-offloading", "activations stay on the device"),
@@ -250,25 +214,19 @@ REFUSAL_REASONS = (
     ("--cache-mla-latents", "multi-latent attention is not supported"),
     ("--qk-l2-norm", "queries and keys are normalised by --qk-layernorm only"),
     ("--qk-clip", "attention scores are not clipped; --qk-layernorm bounds them"),
-    ("--rope-", "rotary positions are not scaled: train with the --rotary-base that the length needs"),
-    ("--use-rope-scaling", "rotary positions are not scaled: train with the --rotary-base that the length needs"),
-    ("--rotary-scaling-factor", "rotary positions are not scaled"),
-    ("--rotary-seq-len-interpolation-factor", "rotary positions are not scaled"),
+    ("--rope-", "rotary positions are scaled as --use-rope-scaling --rope-scaling-factor say"),
+    ("--rotary-scaling-factor", "give --use-rope-scaling --rope-scaling-factor"),
+    ("--rotary-seq-len-interpolation-factor", "positions are not interpolated; --use-rope-scaling is Llama 3.1's way"),
     ("--no-rope-freq", "every layer has the same positions"),
     ("--mrope-section", "models read text only"),
     ("--relative-attention-", "positions are learned or rotary: --position-embedding-type"),
-    ("--squared-relu", "the activation is GELU, or SiLU with --swiglu"),
-    ("--quick-geglu", "the activation is GELU, or SiLU with --swiglu"),
-    ("--use-fused-weighted-squared-relu", "the activation is GELU, or SiLU with --swiglu"),
-    ("--activation-func-clamp-value", "the activation is GELU, or SiLU with --swiglu"),
-    ("--glu-linear-offset", "the activation is GELU, or SiLU with --swiglu"),
+    ("--use-fused-weighted-squared-relu", "the activation is --swiglu, --quick-geglu, --squared-relu, or GELU"),
+    ("--activation-func-clamp-value", "the activation is --swiglu, --quick-geglu, --squared-relu, or GELU"),
+    ("--glu-linear-offset", "the activation is --swiglu, --quick-geglu, --squared-relu, or GELU"),
     ("--init-method-xavier-uniform", "weights are drawn from a normal distribution: --init-method-std"),
     ("--use-te-activation-func", "the activation is Megatron Core's"),
-    ("--use-checkpoint-args", "give the flags of the model; --load compares them with the checkpoint's"),
     ("--use-mp-args-from-checkpoint-args", "give the parallel sizes; checkpoints fit every parallel layout"),
     ("--use-tokenizer-model-from-checkpoint-args", "give --tokenizer-model"),
-    ("--save-retain-interval", "checkpoints are kept by number: give --keep-last-checkpoints N"),
-    ("--ckpt-step", "--load takes the newest valid checkpoint"),
     ("--non-persistent-", "there is one kind of checkpoint: --save with --save-interval, --async-save"),
     ("--ckpt-convert-", "checkpoints are torch_dist only"),
     ("--auto-detect-ckpt-format", "checkpoints are torch_dist only"),
@@ -294,21 +252,15 @@ REFUSAL_REASONS = (
     ("--fim-", "fill-in-the-middle samples are not made: prepare the data so"),
     ("--sft", "samples are made for pretraining only"),
     ("--finetune-", "samples are made for pretraining only"),
-    ("--data-args-path", "give --data-path with the paths that the file lists"),
-    ("--per-split-data-args-path", "give --train-data-path, --valid-data-path and --test-data-path"),
     ("--per-dataset-sequences-path", "weights of datasets are given before their paths in --data-path"),
-    ("--dataloader-", "datasets are read in one way"),
     ("--object-storage-cache-path", "data are local files"),
-    ("--full-validation", "an evaluation has --eval-iters steps: give their number"),
     ("--multiple-validation-sets", "there is one validation split"),
     ("--iterations-to-skip", "a step whose loss or gradient is not finite is skipped anyway"),
     ("--phase-transition-iterations", "phases are those of --bcd-*: --bcd-steps-per-block"),
     ("--decrease-batch-size-if-needed", "give a --global-batch-size that fits the ranks"),
     ("--error-injection-", "faults are not injected: leave the flag out"),
-    ("--check-weight-hash-across-dp-replicas-interval", "replicas are not compared: leave the flag out"),
     ("--check-for-", "a step whose loss or gradient is not finite is skipped; nothing else is checked"),
-    ("--test-mode", "there is no test mode: leave the flag out"),
-    ("--yaml-cfg", "settings are flags"),
+    ("--yaml-cfg", "give --config, a YAML file of flags"),
     ("--inprocess-", "start again with torchrun --max-restarts: a run resumes from --save"),
     ("--enable-ft-package", "start again with torchrun --max-restarts: a run resumes from --save"),
     ("--ft-", "start again with torchrun --max-restarts: a run resumes from --save"),

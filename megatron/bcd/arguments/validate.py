@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron.bcd.arguments import megatron_flags, validate_bcd, validate_model, validate_training
+from megatron.bcd.arguments import megatron_flags, validate_bcd, validate_context, validate_model, validate_training
 from megatron.bcd.arguments.ranges import range_problems
 from megatron.bcd.arguments.rules import Run, flag_name, flattened, refuse_unless
-from megatron.bcd.blocks.partition import Partition, partition_from_config
+from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.blocks.schedule import block_schedule_from_config
+from megatron.bcd.blocks.stages import partition_from_config
 from megatron.bcd.config import RunConfig
 
 
@@ -41,6 +42,8 @@ def find_problems(
         lambda: validate_model.check_positions(run, given),
         lambda: validate_model.check_compatible(run, given),
         lambda: validate_model.check_parallel(run, world_size),
+        lambda: validate_context.check_context(run),
+        lambda: validate_bcd.check_chunks(config, run, given),
         lambda: made.append(partition_from_config(config)),
         lambda: block_schedule_from_config(config, made[0]),
         lambda: validate_bcd.check_phases(config, given),
@@ -54,10 +57,12 @@ def find_problems(
         lambda: validate_model.check_recomputation(run, made[0].num_blocks, given),
         lambda: validate_training.check_batch(run, world_size),
         lambda: validate_training.check_length(run, given),
+        lambda: validate_training.check_evaluation(run),
         lambda: validate_training.check_learning_rate(run, given),
         lambda: validate_training.check_weight_decay(run, given),
         lambda: validate_training.check_data(run),
         lambda: validate_training.check_checkpoints(run),
+        lambda: validate_training.check_report(run),
         lambda: None if problems else validate_model.check_core_accepts(config),  # would say the same less clearly
     ]
     if writes:
@@ -82,7 +87,16 @@ def _check_required(run: Run) -> None:
         missing.append("--train-iters (or --train-samples)")
     if run.tokenizer_type is None:
         missing.append("--tokenizer-type")
-    if not (run.mock_data or run.data_path or run.train_data_path or run.valid_data_path or run.test_data_path):
+    sources = (
+        "mock_data",
+        "data_path",
+        "train_data_path",
+        "valid_data_path",
+        "test_data_path",
+        "data_args_path",
+        "per_split_data_args_path",
+    )
+    if not any(getattr(run, source) for source in sources):
         missing.append("--data-path")
     verb, pronoun = ("is", "it") if len(missing) == 1 else ("are", "them")
     refuse_unless(not missing, f"{', '.join(missing)} {verb} missing: give {pronoun}; --help describes every flag")

@@ -48,6 +48,64 @@ def check_phases(config: RunConfig, given: Mapping[str, Any]) -> None:
     )
 
 
+_SPLITS = (
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+
+
+def check_chunks(config: RunConfig, run: Run, given: Mapping[str, Any]) -> None:
+    """Rules of layout interleaved, and of stock's flags for virtual pipeline stages."""
+    stages, name = "num_virtual_stages_per_pipeline_rank", flag_name("num_virtual_stages_per_pipeline_rank")
+    layers = run.num_layers_per_virtual_pipeline_stage
+    refuse_unless(
+        layers is None or stages not in given,
+        f"{flag_name('num_layers_per_virtual_pipeline_stage')} and {name} say the same: give one of them",
+    )
+    refuse_unless(
+        layers is None or run.num_virtual_stages_per_pipeline_rank is not None,
+        f"{flag_name('num_layers_per_virtual_pipeline_stage')} {layers}: must divide the layers of a pipeline stage "
+        f"(--num-layers {run.num_layers}, --pipeline-model-parallel-size {run.pipeline_model_parallel_size})",
+    )
+    refuse_unless(
+        (run.num_virtual_stages_per_pipeline_rank or 1) == 1 or run.bcd_layout == "interleaved",
+        f"{run.num_virtual_stages_per_pipeline_rank} chunks of the model on every stage ({name}) do not go with "
+        f"--bcd-layout {run.bcd_layout}: give --bcd-layout interleaved, or leave one of them out",
+    )
+    if run.bcd_layout == "interleaved":
+        for field in _SPLITS:
+            refuse_unless(
+                not getattr(run, field),
+                f"{flag_name(field)} does not go with --bcd-layout interleaved yet, which divides the layers evenly: "
+                "leave one of them out",
+            )
+    if config.num_chunks == 1:
+        return
+    refuse_unless(
+        run.bcd_schedule == "bcd",
+        "--bcd-layout interleaved does not go with --bcd-schedule stock: with --bcd-num-blocks 1 its order is stock's",
+    )
+    refuse_unless(
+        run.bcd_prefix_cache is None,
+        "--bcd-layout interleaved does not go with --bcd-prefix-cache yet: leave one of them out",
+    )
+    refuse_unless(
+        run.bcd_run_ahead is None,
+        "--bcd-layout interleaved does not go with --bcd-run-ahead: no stage runs forward only",
+    )
+    refuse_unless(
+        config.context_size == 1,
+        "--bcd-layout interleaved does not go with --context-parallel-size yet: leave one of them out",
+    )
+    refuse_unless(
+        not run.overlap_param_gather,
+        "--bcd-layout interleaved does not go with --overlap-param-gather yet: leave one of them out",
+    )
+
+
 _NEEDS_RESTING = ("bcd_resting_lr_ratio", "bcd_resting_layers", "bcd_resting_grad_dtype")
 
 

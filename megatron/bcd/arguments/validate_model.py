@@ -11,7 +11,6 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.bcd.arguments.rules import Run, flag_name, refuse_unless
-from megatron.bcd.arguments.unsupported_flags import INTERLEAVED
 from megatron.bcd.config import RunConfig
 
 
@@ -32,8 +31,13 @@ def check_network(run: Run, given: Mapping[str, Any]) -> None:
             f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}: give a divisor of {heads}",
         )
     refuse_unless(
-        not (run.openai_gelu and run.swiglu),
-        "--openai-gelu does not go with --swiglu, which takes SiLU: leave one of them out "
+        not (run.test_mode and run.qk_layernorm and run.normalization == "RMSNorm"),
+        "--test-mode with --qk-layernorm needs --normalization LayerNorm: Megatron Core compares biases too",
+    )
+    activations = [name for name in ("openai_gelu", "squared_relu", "quick_geglu", "swiglu") if getattr(run, name)]
+    refuse_unless(
+        len(activations) < 2,
+        f"{' does not go with '.join(map(flag_name, activations[:2]))}: there is one activation; leave one of them out "
         "(--no-swiglu where --swiglu is the script's default)",
     )
 
@@ -51,8 +55,8 @@ def check_positions(run: Run, given: Mapping[str, Any]) -> None:
             f"{run.max_position_embeddings}: the position table must reach the end of a sequence",
         )
     if run.position_embedding_type != "rope":
-        for field in ("rotary_base", "rotary_percent", "rotary_interleaved"):
-            refuse_unless(field not in given, f"{flag_name(field)} needs --position-embedding-type rope")
+        for field in ("rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling"):
+            refuse_unless(not given.get(field), f"{flag_name(field)} needs --position-embedding-type rope")
     else:
         rotated = int((run.kv_channels or run.hidden_size // run.num_attention_heads) * run.rotary_percent)
         refuse_unless(
@@ -76,20 +80,20 @@ def check_compatible(run: Run, given: Mapping[str, Any]) -> None:
             not run.reset_attention_mask,
             "--no-create-attention-mask-in-dataloader: --reset-attention-mask needs that mask; give only one of them",
         )
-    layers = given.get("--num-layers-per-virtual-pipeline-stage")
-    refuse_unless(
-        layers is None or layers * run.pipeline_model_parallel_size == run.num_layers,
-        f"--num-layers-per-virtual-pipeline-stage {layers}: {INTERLEAVED}",
-    )
 
 
 def check_parallel(run: Run, world_size: int) -> None:
-    tensor, pipeline = run.tensor_model_parallel_size, run.pipeline_model_parallel_size
+    tensor, pipeline, context = (
+        run.tensor_model_parallel_size,
+        run.pipeline_model_parallel_size,
+        run.context_parallel_size,
+    )
+    model_ranks = tensor * pipeline * context
+    of_context = f" x --context-parallel-size {context}" if context > 1 else ""
     refuse_unless(
-        world_size % (tensor * pipeline) == 0,
-        f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline} does not divide "
-        f"the world size {world_size}: start a multiple of {tensor * pipeline} processes "
-        "(torchrun --nproc-per-node)",
+        world_size % model_ranks == 0,
+        f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline}{of_context} does not "
+        f"divide the world size {world_size}: start a multiple of {model_ranks} processes (torchrun --nproc-per-node)",
     )
     for field in ("num_attention_heads", "ffn_hidden_size", "hidden_size"):
         size = getattr(run, field)

@@ -14,7 +14,8 @@ from megatron.bcd.arguments.rules import Run, flag_name, refuse_unless
 
 
 def check_batch(run: Run, world_size: int) -> None:
-    ranks = world_size // (run.tensor_model_parallel_size * run.pipeline_model_parallel_size)
+    model_ranks = run.tensor_model_parallel_size * run.pipeline_model_parallel_size * run.context_parallel_size
+    ranks = world_size // model_ranks
     micro, total = run.micro_batch_size, run.global_batch_size
     step = micro * ranks
     product = f"--micro-batch-size {micro} x data parallel size {ranks}"
@@ -53,6 +54,24 @@ def check_length(run: Run, given: Mapping[str, Any]) -> None:
         refuse_unless(
             not given.get(f"{field}_{other}"),
             f"{flag_name(f'{field}_{other}')} does not go with {length}: give {flag_name(f'{field}_{unit}')}",
+        )
+
+
+def check_evaluation(run: Run) -> None:
+    """Rules of --eval-fixed and --full-validation."""
+    for field in ("eval_fixed", "full_validation"):
+        refuse_unless(
+            run.eval_iters or not getattr(run, field),
+            f"{flag_name(field)} does not go with --eval-iters 0, which evaluates nothing: leave one of them out",
+        )
+    if not run.full_validation:
+        return
+    refuse_unless(not run.mock_data, "--full-validation does not go with --mock-data, which has no end: leave it out")
+    for field in ("data_path", "valid_data_path"):
+        refuse_unless(
+            not _is_weighted(getattr(run, field)),
+            f"--full-validation: {flag_name(field)} has weights, which choose samples without end; give datasets "
+            "without weights, those of the validation with --valid-data-path",
         )
 
 
@@ -115,8 +134,16 @@ def check_data(run: Run) -> None:
     sources = ["--mock-data"] * run.mock_data + ["--data-path"] * bool(run.data_path) + per_split[:1]
     refuse_unless(len(sources) < 2, f"{' and '.join(sources)} are both given: give one of them")
     if run.split is not None:
-        refuse_unless(run.data_path or run.mock_data, f"--split {run.split} needs --data-path")
+        refuse_unless(run.data_path or run.data_args_path or run.mock_data, f"--split {run.split} needs --data-path")
         _check_split(run.split)
+    refuse_unless(
+        run.dataloader_type == "single" or run.bcd_sample_ratio is None,
+        "--dataloader-type cyclic does not go with --bcd-sample-ratio: each phase draws samples of its own; leave "
+        "one of them out",
+    )
+    refuse_unless(
+        run.data_sharding or run.dataloader_type == "cyclic", "--no-data-sharding needs --dataloader-type cyclic"
+    )
     for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         _check_blend(flag_name(field), getattr(run, field))
 
@@ -135,9 +162,9 @@ def _check_split(split: str) -> None:
 
 def _check_blend(flag: str, words: tuple[str, ...] | None) -> None:
     """Megatron's two forms: prefixes alone, or weight prefix weight prefix ..."""
-    if not words or len(words) % 2:
+    weights = _are_weights(words)
+    if not words or not weights:
         return
-    weights = [re.fullmatch(r"[0-9.]+(e-?[0-9]+)?", word) is not None for word in words[::2]]
     refuse_unless(
         all(weights) or not any(weights),
         f"{flag} {' '.join(words)}: give a weight before every prefix, or before none",
@@ -148,21 +175,62 @@ def _check_blend(flag: str, words: tuple[str, ...] | None) -> None:
     )
 
 
+def _are_weights(words: tuple[str, ...] | None) -> list[bool]:
+    """Of every other word whether it is a number; none for an odd number of words, which are all prefixes."""
+    if not words or len(words) % 2:
+        return []
+    return [re.fullmatch(r"[0-9.]+(e-?[0-9]+)?", word) is not None for word in words[::2]]
+
+
+def _is_weighted(words: tuple[str, ...] | None) -> bool:
+    return any(_are_weights(words))
+
+
 def check_checkpoints(run: Run) -> None:
     refuse_unless(run.save_interval is None or run.save, "--save-interval needs --save")
     refuse_unless(not run.finetune or run.load, "--finetune needs --load")
     refuse_unless(not run.exit_on_missing_checkpoint or run.load, "--exit-on-missing-checkpoint needs --load")
     refuse_unless(not run.overwrite_checkpoints or run.save, "--overwrite-checkpoints needs --save")
+    refuse_unless(run.ckpt_step is None or run.load, "--ckpt-step needs --load")
+    refuse_unless(not run.log_progress or run.save, "--log-progress needs --save")
     refuse_unless(not run.async_save or run.save, "--async-save needs --save")
     refuse_unless(run.keep_last_checkpoints is None or run.save, "--keep-last-checkpoints needs --save")
+    retained, interval = run.save_retain_interval, run.save_interval
+    refuse_unless(
+        retained is None or (interval is not None and retained % interval == 0),
+        f"--save-retain-interval {retained}: must be a multiple of --save-interval {interval or '(not given)'}",
+    )
+    refuse_unless(run.save_hf_interval is None or run.save_hf, "--save-hf-interval needs --save-hf")
+    refuse_unless(
+        run.save_hf is None or run.save is None or Path(run.save_hf).resolve() != Path(run.save).resolve(),
+        f"--save-hf {run.save_hf} is the folder of --save: give another one",
+    )
+    refuse_unless(
+        not (run.save_hf and run.skip_train),
+        "--save-hf writes what was trained, and --skip-train trains nothing: leave one of them out "
+        "(tools/convert_checkpoint.py converts a checkpoint)",
+    )
     refuse_unless(
         run.load is None or not Path(run.load).exists() or Path(run.load).is_dir(),
         f"--load {run.load} is a file: give a folder",
     )
 
 
+def check_report(run: Run) -> None:
+    if not run.profile:
+        return
+    refuse_unless(
+        not run.use_pytorch_profiler or run.tensorboard_dir,
+        "--use-pytorch-profiler needs --tensorboard-dir: its trace is written there",
+    )
+    refuse_unless(
+        run.profile_step_end > run.profile_step_start,
+        f"--profile-step-end {run.profile_step_end}: must be more than --profile-step-start {run.profile_step_start}",
+    )
+
+
 def check_outputs(run: Run) -> None:
-    for field in ("save", "tensorboard_dir", "wandb_save_dir"):
+    for field in ("save", "save_hf", "tensorboard_dir", "wandb_save_dir"):
         folder = getattr(run, field)
         if folder is not None:
             _check_can_write(flag_name(field), folder, Path(folder).absolute())

@@ -40,11 +40,16 @@ class Ownership:
 def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
     """Ownership of the parameter that GPTModel calls ``name`` on pipeline stage ``stage``.
 
+    Where a stage holds several chunks, ``chunks.`` and the chunk's number stand before the name.
+
     Raises:
         KeyError: no module of the model has a parameter of that name.
     """
-    layer = None
+    layer, chunk = None, 0
     block: int | None
+    if name.startswith("chunks."):
+        _, number, name = name.split(".", 2)
+        chunk = int(number)
     # layernorm: modules of the local layers; layer_norm_weight: inside Transformer Engine's fused linear layers
     is_norm = name.startswith("decoder.") and ("layernorm" in name or "layer_norm" in name)
     is_always_active = is_norm and partition.norms_always_active
@@ -58,7 +63,7 @@ def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
     elif name.startswith("decoder.final_layernorm."):
         module, block = "final_norm", last
     elif name.startswith("decoder.layers."):
-        module, layer = "layer", partition.stage_layers(stage).start + int(name.split(".")[2])
+        module, layer = "layer", partition.chunk_layers(stage, chunk)[int(name.split(".")[2])]
         block = next(block.index for block in partition.blocks if layer in block.layers)
         is_always_active |= not is_norm and name.endswith(".bias") and "biases" in partition.always_active
     else:

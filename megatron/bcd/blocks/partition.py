@@ -8,89 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby
 
-from megatron.bcd.config import DEFAULT_NUM_BLOCKS, LAYOUTS, RunConfig
-
-
-def divide(total: int, parts: int) -> tuple[range, ...]:
-    """Divide ``range(total)`` into ``parts`` contiguous ranges, as even as possible, larger ones first.
-
-    Parts are empty where ``parts`` exceeds ``total``. Raises ValueError if ``parts`` < 1 or ``total`` < 0.
-    """
-    if parts < 1 or total < 0:
-        raise ValueError(f"cannot divide {total} layers into {parts} parts: at least 0 layers, 1 part")
-    size, larger = divmod(total, parts)
-    return _consecutive([size + (part < larger) for part in range(parts)])
-
-
-def describe_layers(layers: Sequence[int]) -> str:
-    """Ascending layer numbers in short form: ``(0, 1, 2, 5)`` becomes ``"0-2, 5"``, none becomes ``""``."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Submodel:
-    """Consecutive layers inside one pipeline stage."""
-
-    index: int
-    """Place in depth order over the whole model."""
-    stage: int
-    """Pipeline stage that holds all of it."""
-    layers: range
-    """Layer numbers over the whole model; never empty."""
-    first: bool
-    """First submodel of the model: owns the embedding."""
-    last: bool
-    """Last submodel of the model: owns the final norm and an untied output head."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Block:
-    """The submodels that are updated together, in depth order."""
-
-    index: int
-    submodels: tuple[Submodel, ...]
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Layer numbers of the block, ascending."""
-        return tuple(layer for submodel in self.submodels for layer in submodel.layers)
-
-    @property
-    def first_layer(self) -> int:
-        """The first active layer while this block is active."""
-        return self.submodels[0].layers.start
-
-    @property
-    def first_trainable_stage(self) -> int:
-        """The pipeline stage that holds the first active layer."""
-        return self.submodels[0].stage
-
-    @property
-    def owns_embedding(self) -> bool:
-        """Whether the embedding (tied: and with it the head's copy) belongs to this block."""
-        return self.submodels[0].first
-
-    @property
-    def owns_final_norm(self) -> bool:
-        """Whether the final norm (untied: and the output head) belongs to this block."""
-        return self.submodels[-1].last
-
-    def layers_on_stage(self, stage: int) -> tuple[int, ...]:
-        """Layer numbers of the block that pipeline stage ``stage`` holds; empty if it holds none."""
-        held = (submodel for submodel in self.submodels if submodel.stage == stage)
-        return tuple(layer for submodel in held for layer in submodel.layers)
-
-    def on_stage(self, stage: int) -> bool:
-        """Whether pipeline stage ``stage`` holds a submodel of the block."""
-        return any(submodel.stage == stage for submodel in self.submodels)
+from megatron.bcd.blocks.block import Block, Submodel
+from megatron.bcd.blocks.layers import consecutive, describe_layers, divide, divide_into_pieces
+from megatron.bcd.config import DEFAULT_NUM_BLOCKS, LAYOUTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +32,9 @@ class Partition:
     block's first layer)."""
     has_active_block: bool = True
     """False with --bcd-num-blocks 0: the one block is empty, all layers rest."""
+    num_chunks: int = 1
+    """Chunks of the model on every stage (layout ``interleaved``): chunk c of stage s is virtual stage
+    c x stages + s. Else each stage is one virtual stage."""
 
     @property
     def num_layers(self) -> int:
@@ -126,9 +51,22 @@ class Partition:
         """Blocks of one cycle; with layout ``submodel`` it is ``--bcd-num-blocks`` x stages."""
         return len(self.blocks)
 
-    def stage_layers(self, stage: int) -> range:
-        """Every layer that pipeline stage ``stage`` holds."""
-        return _consecutive(self.layers_per_stage)[stage]
+    def stage_layers(self, stage: int) -> Sequence[int]:
+        """Every layer that pipeline stage ``stage`` holds, ascending."""
+        if self.num_chunks == 1:
+            return self.chunk_layers(stage, 0)
+        return tuple(layer for chunk in range(self.num_chunks) for layer in self.chunk_layers(stage, chunk))
+
+    def chunk_layers(self, stage: int, chunk: int) -> range:
+        """The layers of a chunk of pipeline stage ``stage``, which follow one another."""
+        if self.num_chunks == 1:
+            return consecutive(self.layers_per_stage)[stage]
+        return self.submodels[chunk * self.num_stages + stage].layers
+
+    @property
+    def num_virtual_stages(self) -> int:
+        """Stages x chunks, in depth order."""
+        return self.num_stages * self.num_chunks
 
     def active_layers(self, block: int, stage: int) -> tuple[int, ...]:
         """Layers of pipeline stage ``stage`` that are active while block number ``block`` is."""
@@ -185,14 +123,26 @@ class Partition:
 
     def stage_active(self, block: int, stage: int) -> bool:
         """Whether stage ``stage`` holds anything that is updated: layers, resting ones too, embedding, norms, head."""
-        resting = self.resting_layers(block)
-        return (
-            self._owns(self.blocks[block].on_stage(stage))
-            or any(layer in resting for layer in self.stage_layers(stage))
-            or bool({"norms", "biases"} & self.always_active)
-            or (stage == 0 and self.embedding_active(block))
-            or (stage == self.num_stages - 1 and (self.head_active(block) or self.final_norm_active(block)))
+        return any(
+            self.virtual_stage_active(block, chunk * self.num_stages + stage) for chunk in range(self.num_chunks)
         )
+
+    def virtual_stage_active(self, block: int, virtual: int) -> bool:
+        """As ``stage_active``, of one chunk of a stage."""
+        chunk, stage = divmod(virtual, self.num_stages)
+        resting, submodels = self.resting_layers(block), self.blocks[block].submodels
+        return (
+            self._owns(any((submodel.chunk, submodel.stage) == (chunk, stage) for submodel in submodels))
+            or any(layer in resting for layer in self.chunk_layers(stage, chunk))
+            or bool({"norms", "biases"} & self.always_active)
+            or (virtual == 0 and self.embedding_active(block))
+            or (virtual == self.num_virtual_stages - 1 and (self.head_active(block) or self.final_norm_active(block)))
+        )
+
+    def first_trainable_virtual_stage(self, block: int) -> int:
+        """The first virtual stage that runs backward in the block's phase."""
+        first = self.blocks[block].submodels[0]
+        return first.chunk * self.num_stages + first.stage if self.has_prefix else 0
 
     def first_trainable_stage(self, block: int) -> int:
         """The first stage that receives a gradient in the block's phase."""
@@ -229,19 +179,6 @@ class Partition:
         return tuple(name for name, is_held in held.items() if is_held)
 
 
-def partition_from_config(config: RunConfig) -> Partition:
-    """The partition of a run. Raises ValueError, one line that names the flags, where it does not fit the model."""
-    return partition(
-        num_layers=config.num_layers,
-        num_stages=config.pipeline_size,
-        num_blocks=config.bcd.bcd_num_blocks,
-        layout=config.bcd.bcd_layout,
-        tied=config.tied,
-        always_active=config.bcd.always_active,
-        resting=config.bcd.bcd_resting_layers if config.bcd.bcd_resting_update != "none" else "none",
-    )
-
-
 def partition(
     *,
     num_layers: int,
@@ -252,12 +189,15 @@ def partition(
     layers_per_stage: Sequence[int] | None = None,
     always_active: frozenset[str] = frozenset(),
     resting: str = "none",
+    num_parts: int | None = None,
 ) -> Partition:
     """Divide ``num_layers`` layers on ``num_stages`` pipeline stages into blocks.
 
     ``num_blocks`` is ``--bcd-num-blocks``; None takes the default: ``DEFAULT_NUM_BLOCKS``, or the number of stages in
     layout ``stage``. ``layers_per_stage`` gives each stage's number of layers; None divides evenly. ``always_active``
     is ``--bcd-always-active``, ``resting`` is ``--bcd-resting-layers``, or ``none`` without a resting update.
+    ``num_parts`` is ``--num-virtual-stages-per-pipeline-rank``, for layout ``interleaved``; None takes the number of
+    blocks.
 
     Raises:
         ValueError: the layout does not fit the model; one line that names the flags.
@@ -269,6 +209,14 @@ def partition(
     if num_stages < 1:
         raise ValueError(f"--pipeline-model-parallel-size {num_stages}: must be at least 1")
     parts = _submodels_per_stage(num_blocks=num_blocks, num_stages=num_stages, layout=layout)
+    submodels: tuple[Submodel, ...] | None = None
+    if layout == "interleaved":
+        if layers_per_stage is not None:
+            raise ValueError("--bcd-layout interleaved divides the layers itself: leave out the layers of each stage")
+        num_parts = parts if num_parts is None else num_parts
+        _check_parts(num_parts, num_layers=num_layers, num_stages=num_stages, num_blocks=parts)
+        submodels = _interleaved(num_layers, num_stages=num_stages, num_parts=num_parts)
+        layers_per_stage = _layers_by_stage(submodels)
     _check_enough_layers(num_layers=num_layers, num_stages=num_stages, parts=parts, layout=layout)
     if layers_per_stage is None:
         sizes = tuple(len(layers) for layers in divide(num_layers, num_stages))
@@ -277,7 +225,8 @@ def partition(
         _check_stages(sizes, num_layers=num_layers, num_stages=num_stages, parts=parts, layout=layout)
     if num_blocks == 0:
         _check_all_rest(resting=resting, always_active=always_active, layout=layout)
-    submodels = _submodels(sizes, parts=None if layout == "strided" else parts)
+    if submodels is None:
+        submodels = _submodels(sizes, parts=None if layout == "strided" else parts)
     return Partition(
         layout=layout,
         layers_per_stage=sizes,
@@ -287,6 +236,7 @@ def partition(
         always_active=always_active,
         resting=resting,
         has_active_block=num_blocks != 0,
+        num_chunks=1 + max(submodel.chunk for submodel in submodels),
     )
 
 
@@ -301,6 +251,22 @@ def _submodels_per_stage(*, num_blocks: int | None, num_stages: int, layout: str
             f"stage: give {num_stages} (--pipeline-model-parallel-size) or leave the flag out"
         )
     return 1
+
+
+def _check_parts(num_parts: int, *, num_layers: int, num_stages: int, num_blocks: int) -> None:
+    """The conditions of layout interleaved."""
+    if num_parts < 1 or num_parts % num_blocks:
+        raise ValueError(
+            f"--bcd-layout interleaved with --bcd-num-blocks {num_blocks} and {num_parts} chunks of the model on every "
+            "stage (--num-virtual-stages-per-pipeline-rank, --num-layers-per-virtual-pipeline-stage): the chunks must "
+            "be a multiple of the blocks"
+        )
+    if num_layers < num_stages * num_parts:
+        raise ValueError(
+            f"--num-layers {num_layers} is too few: --bcd-layout interleaved with --pipeline-model-parallel-size "
+            f"{num_stages} and {num_parts} chunks on every stage needs at least {num_stages * num_parts} layers; give "
+            "more layers, fewer blocks or fewer stages"
+        )
 
 
 def _check_all_rest(*, resting: str, always_active: frozenset[str], layout: str) -> None:
@@ -350,15 +316,11 @@ def _check_stages(sizes: Sequence[int], *, num_layers: int, num_stages: int, par
         )
 
 
-def _consecutive(sizes: Sequence[int]) -> tuple[range, ...]:
-    return tuple(range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0)))
-
-
 def _submodels(layers_per_stage: Sequence[int], *, parts: int | None) -> tuple[Submodel, ...]:
     """``parts`` submodels of every stage; None: each layer is one."""
     num_submodels = sum(layers_per_stage) if parts is None else len(layers_per_stage) * parts
     submodels: list[Submodel] = []
-    for stage, held in enumerate(_consecutive(layers_per_stage)):
+    for stage, held in enumerate(consecutive(layers_per_stage)):
         for part in divide(len(held), len(held) if parts is None else parts):
             index = len(submodels)
             submodels.append(
@@ -373,9 +335,38 @@ def _submodels(layers_per_stage: Sequence[int], *, parts: int | None) -> tuple[S
     return tuple(submodels)
 
 
+def _interleaved(num_layers: int, *, num_stages: int, num_parts: int) -> tuple[Submodel, ...]:
+    """A submodel for each virtual stage, in depth order; on a single stage all parts are one chunk."""
+    by_part = divide_into_pieces(num_layers, parts=num_parts, stages=num_stages)
+    last = num_parts * num_stages - 1
+    return tuple(
+        Submodel(
+            index=(index := part * num_stages + stage),
+            stage=stage,
+            layers=layers,
+            first=index == 0,
+            last=index == last,
+            chunk=part if num_stages > 1 else 0,
+        )
+        for part, pieces in enumerate(by_part)
+        for stage, layers in enumerate(pieces)
+    )
+
+
+def _layers_by_stage(submodels: Sequence[Submodel]) -> list[int]:
+    stages = range(1 + max(submodel.stage for submodel in submodels))
+    return [sum(len(one.layers) for one in submodels if one.stage == stage) for stage in stages]
+
+
 def _group(submodels: tuple[Submodel, ...], *, parts: int, layout: str) -> tuple[Block, ...]:
     if layout == "spread":
         return tuple(Block(index=index, submodels=submodels[index::parts]) for index in range(parts))
+    if layout == "interleaved":
+        num_stages = 1 + max(submodel.stage for submodel in submodels)
+        return tuple(
+            Block(index=index, submodels=tuple(one for one in submodels if one.index // num_stages % parts == index))
+            for index in range(parts)
+        )
     if layout == "strided":
         strided: list[list[Submodel]] = [[] for _ in range(parts)]
         for _, on_stage in groupby(submodels, key=lambda submodel: submodel.stage):

@@ -117,8 +117,9 @@ def publish(root: str, iteration: int) -> None:
     _remove(replaced)
 
 
-def prune(root: str, keep: int) -> list[int]:
-    """Delete all but the newest `keep` complete checkpoints, never the tracker's nor newer ones.
+def prune(root: str, keep: int, *, retain_interval: int | None = None) -> list[int]:
+    """Delete all but the newest `keep` complete checkpoints, never the tracker's nor newer ones, nor those of multiples
+    of `retain_interval`.
 
     Folders without ``checksums.json`` are another program's: they are not counted and not deleted. Returns the deleted
     iterations.
@@ -132,6 +133,8 @@ def prune(root: str, keep: int) -> list[int]:
     # those after the tracker's belong to an abandoned run
     usable = [iteration for iteration in _complete(root) if named is None or iteration <= named]
     old = [iteration for iteration in usable[:-keep] if iteration != named]
+    if retain_interval is not None:
+        old = [iteration for iteration in old if iteration % retain_interval]
     for iteration in old:
         _remove(iteration_folder(root, iteration))
     return old
@@ -207,7 +210,7 @@ def other_contents(root: str) -> str | None:
     if {CHECKSUMS, "metadata.json"} & names:
         return "is itself one: give the folder that it is in"
     if "config.json" in names and any(name.endswith((".safetensors", ".bin", ".index.json")) for name in names):
-        return "a model in Hugging Face's format: convert it to a distributed checkpoint of Megatron Core"
+        return "a model in Hugging Face's format: give it as --load-hf"
     return OTHER_FILES if names else None
 
 

@@ -23,6 +23,8 @@ from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.runtime import collectives, device
 
 T = TypeVar("T")
+_EXTRA_STATE = "_extra_state"
+"""How names end that Megatron Core and Transformer Engine give to what a module keeps beside parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,10 @@ class Source:
     """None if only the weights are loaded: --finetune, --skip-train, another program's checkpoint."""
     messages: tuple[str, ...] = ()
     """Warnings for the user, such as newer checkpoints that are damaged."""
+    iteration: int
+    """Steps after which it was written, as its folder says."""
+    consumed_samples: int = 0
+    """Training samples until then; 0 where another program wrote it."""
 
 
 class _NoCommon(LoadCommonStrategy):
@@ -63,6 +69,7 @@ def current_layout() -> ParallelLayout:
         pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
         data_size=parallel_state.get_data_parallel_world_size(),
         device=device.current().type,
+        context_size=parallel_state.get_context_parallel_world_size(),
     )
 
 
@@ -77,15 +84,16 @@ def find(config: RunConfig) -> Source | None:
     root = config.checkpoint.load
     if root is None:
         return None
-    iterations, problem = _on_rank_0(lambda: _candidates(root))
+    step = config.checkpoint.ckpt_step
+    iterations, problem = _on_rank_0(lambda: _candidates(root) if step is None else (_only(root, step), None))
     messages = [problem] if problem else []
     for iteration in iterations:
         path = layout.iteration_folder(root, iteration)
         if _on_rank_0(lambda path=path: _is_foreign(path)):  # type: ignore[misc]
-            return _foreign(config, root, path, tuple(messages))
+            return _foreign(config, root, path, tuple(messages), iteration)
         damage = _damage(path)
         if damage is None:
-            return _fitting(config, root, path, tuple(messages))
+            return _fitting(config, root, path, tuple(messages), iteration)
         messages.append(f"skipped a damaged checkpoint: {damage}")
     if messages:
         raise ValueError(f"--load {root}: it has no valid checkpoint; {'; '.join(messages)}")
@@ -113,6 +121,18 @@ def _candidates(root: str) -> tuple[list[int], str | None]:
     if problem and not iterations:
         raise ValueError(f"{problem}, and there is no other checkpoint; give a folder that has one")
     return iterations, problem
+
+
+def _only(root: str, step: int) -> list[int]:
+    """The iteration that --ckpt-step asks for.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    if not os.path.isdir(layout.iteration_folder(root, step)):
+        found = ", ".join(map(str, sorted(layout.candidates(root)))) or "none"
+        raise ValueError(f"--ckpt-step {step}: --load {root} has checkpoints of iterations {found}; give one of them")
+    return [step]
 
 
 def _check_may_start_anew(config: RunConfig, root: str) -> None:
@@ -148,30 +168,51 @@ def _damage(path: str) -> str | None:
     return collectives.first_error(mine)
 
 
-def _foreign(config: RunConfig, root: str, path: str, messages: tuple[str, ...]) -> Source:
+def _foreign(config: RunConfig, root: str, path: str, messages: tuple[str, ...], iteration: int) -> Source:
     if not (config.checkpoint.finetune or config.training.skip_train):
         raise ValueError(
             f"--load {root}: {path} was not written by this program (it has no {layout.CHECKSUMS}), so a run can't "
             "resume from it; add --finetune to start at iteration 0 with its weights"
         )
-    return Source(root=root, path=path, state=None, messages=messages)
+    return Source(root=root, path=path, state=None, messages=messages, iteration=iteration)
 
 
-def _fitting(config: RunConfig, root: str, path: str, messages: tuple[str, ...]) -> Source:
+def _fitting(config: RunConfig, root: str, path: str, messages: tuple[str, ...], iteration: int) -> Source:
     file = os.path.join(path, run_state.FILE_NAME)
 
     def read() -> str:
         with open(file, encoding="utf-8") as opened:
             return opened.read()
 
+    is_of_run = _on_rank_0(lambda: os.path.lexists(file))
     if config.checkpoint.finetune or config.training.skip_train:
-        return Source(root=root, path=path, state=None, messages=messages)
+        return Source(
+            root=root,
+            path=path,
+            state=None,
+            messages=messages,
+            iteration=iteration,
+            consumed_samples=run_state.consumed_samples(_on_rank_0(read)) if is_of_run else 0,
+        )
+    if not is_of_run:
+        raise ValueError(
+            f"--load {root}: {path} holds the weights of a converted model, and no run to resume; add --finetune to "
+            "start at iteration 0 with them"
+        )
     state = run_state.from_json(_on_rank_0(read), path=f"--load {root}: {file}")
     run_state.check_same_network(state.flags, config, source=f"--load {root}: {path}")
+    run_state.check_holds_what_is_loaded(state.flags, config, source=f"--load {root}: {path}")
     changed = run_state.changed_flags(state.flags, config)
     if changed:
         messages = (*messages, f"flags differ from those that wrote {path}: {', '.join(changed)}")
-    return Source(root=root, path=path, state=state, messages=messages)
+    return Source(
+        root=root,
+        path=path,
+        state=state,
+        messages=messages,
+        iteration=iteration,
+        consumed_samples=state.consumed_samples,
+    )
 
 
 def load_weights(source: Source, model: torch.nn.Module) -> None:
@@ -183,8 +224,11 @@ def load_weights(source: Source, model: torch.nn.Module) -> None:
     gpt = unwrap_model(model)
     sharded = gpt.sharded_state_dict()
     _check_same_model(sharded, source)
-    loaded = _load({"model": sharded}, source)
-    gpt.load_state_dict(loaded["model"], strict=True)
+    # Transformer Engine's modules have an extra state, for fp8, that those of other implementations lack; it stays out
+    wanted = {name: value for name, value in sharded.items() if not name.endswith(_EXTRA_STATE)}
+    loaded = _load({"model": wanted}, source)
+    missing, unexpected = gpt.load_state_dict(loaded["model"], strict=False)
+    assert not unexpected and all(name.endswith(_EXTRA_STATE) for name in missing), (missing, unexpected)
 
 
 def load_kept_state(source: Source, active: ActiveBlock, *, next_block: int | None) -> None:

@@ -2,7 +2,7 @@
 kept, and of always-active parameters.
 
 Megatron Core's distributed optimizer splits each parameter's state into flat shards, one per data-parallel rank. For a
-checkpoint, the shards of a parameter are gathered on one rank of the data-parallel group (parameters take turns), and
+checkpoint, the shards of a parameter are gathered on one of the replicas (parameters take turns), and
 saved in the shape and sharding of the weight.
 """
 
@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 
@@ -22,7 +21,7 @@ from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.block_state import KeptShard
 from megatron.bcd.optim.matrix_optimizer import MOMENTUM
 from megatron.bcd.optim.param_shard import MAIN_PARAM, ParamShard
-from megatron.bcd.runtime import collectives
+from megatron.bcd.runtime import collectives, replicas
 
 ALWAYS = "always"
 """Owner of the always-active parameters."""
@@ -165,8 +164,8 @@ def summaries_from_dict(values: Mapping[str, Mapping[str, Any]]) -> dict[str, St
 
 def sharded_state(active: ActiveBlock, summaries: Mapping[str, StateSummary]) -> dict[str, Entry]:
     """This rank's share of the state for Megatron Core's dist_checkpointing, on the CPU. A collective over the
-    data-parallel group."""
-    group = parallel_state.get_data_parallel_group()
+    replicas."""
+    group = replicas.group()
     sharded = _sharded_weights(active)
     held = _held(active)
     entries: dict[str, Entry] = {}
@@ -218,11 +217,8 @@ def _gather(
     """The whole tensor, of the parameter's shape, on rank `owner` of the group; None on the others. A collective."""
     if tensor is not None and (group.size() == 1 or not is_sharded):
         return tensor.to("cpu", copy=True).view(parameter.shape) if group.rank() == owner else None
-    flat = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-    if tensor is not None and shard is not None:
-        flat[shard.start : shard.end] = tensor
-    bits = flat.view(torch.int32)  # each element is 0 on all ranks but one: an integer sum keeps -0.0
-    torch.distributed.reduce(bits, dst=torch.distributed.get_global_rank(group, owner), group=group)
+    start = 0 if shard is None else shard.start
+    flat = collectives.join_shards(tensor, start, like=parameter, group=group, rank=owner)
     return flat.cpu().view(parameter.shape) if group.rank() == owner else None
 
 

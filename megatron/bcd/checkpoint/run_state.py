@@ -16,12 +16,17 @@ from megatron.bcd.config import RunConfig, run_config_to_dict
 FILE_NAME = "run_state.json"
 FORMAT_VERSION = 2
 
-_NETWORK = ("num_layers", "hidden_size", "swiglu", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
-            "kv_channels", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "seq_length",
-            "max_position_embeddings", "position_embedding_type", "untie_embeddings_and_output_weights", "bf16", "fp16",
-            "optimizer")  # fmt: skip
-"""Flags that must not change: the weights or the optimizer state would not fit."""
-_MAY_CHANGE = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "world_size", "num_workers")
+_NETWORK = ("num_layers", "hidden_size", "swiglu", "quick_geglu", "ffn_hidden_size", "num_attention_heads",
+            "num_query_groups", "kv_channels", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization",
+            "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm", "squared_relu",
+            "seq_length", "max_position_embeddings", "position_embedding_type", "untie_embeddings_and_output_weights",
+            "bf16", "fp16", "optimizer")  # fmt: skip
+"""Flags that must not change: the weights or the optimizer state would not fit, or mean something else."""
+_MAY_CHANGE = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "cp_comm_type",
+               "hierarchical_context_parallel_sizes", "world_size", "num_workers",
+               "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+               "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+               "pipeline_model_parallel_layout")  # fmt: skip
 """Flags that a resumed run may change without a message, like all of the sections below."""
 _SECTIONS_THAT_MAY_CHANGE = ("checkpoint", "report")
 
@@ -34,6 +39,8 @@ class ParallelLayout:
     pipeline_size: int
     data_size: int
     device: str
+    context_size: int = 1
+    """Checkpoints of older versions say nothing of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +104,14 @@ def from_json(text: str, *, path: str) -> RunState:
     return RunState(**values)
 
 
+def consumed_samples(text: str) -> int:
+    """Training samples consumed, also of another format version; 0 where the file does not say."""
+    try:
+        return int(json.loads(text)["consumed_samples"])
+    except (ValueError, KeyError, TypeError):
+        return 0
+
+
 def name_of_run(config: RunConfig, resumed: RunState | None) -> str:
     """12 hexadecimal digits that every part of a run shares, and a run of other flags does not.
 
@@ -127,10 +142,25 @@ def check_same_network(saved: Mapping[str, Any], config: RunConfig, *, source: s
     """
     before, now = _side_by_side(saved), _side_by_side(run_config_to_dict(config))
     for name in _NETWORK:
-        if before.get(name) != now.get(name):
+        # older versions wrote no value for a switch that they did not have
+        if (before.get(name) or None) != (now.get(name) or None):
             raise ValueError(
                 f"{source} was written with {_flag(name)} {_show(before.get(name))}, but this run has "
                 f"{_show(now.get(name))}: give the same value, or another --load"
+            )
+
+
+def check_holds_what_is_loaded(saved: Mapping[str, Any], config: RunConfig, *, source: str) -> None:
+    """Compare what the run that wrote a checkpoint left out (--no-save-optim, --no-save-rng) with what is loaded.
+
+    Raises:
+        ValueError: something was left out that this run would load.
+    """
+    for part, what in (("optim", "optimizer state"), ("rng", "random generators")):
+        if getattr(config.checkpoint, f"load_{part}") and not saved["checkpoint"].get(f"save_{part}", True):
+            raise ValueError(
+                f"{source} was written with --no-save-{part} and holds no {what}: give --no-load-{part} to start with "
+                "new ones, or another --load"
             )
 
 

@@ -7,6 +7,7 @@ gone, the previous checkpoint stays valid, a warning is printed, and the next in
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import shutil
 import time
@@ -29,6 +30,7 @@ from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.runtime import atomic_io, collectives, dir_claim
 
 _COMMON = "common.pt"
+_PROGRESS = "progress.txt"
 
 
 def claim_save_folder(root: str | None) -> dir_claim.DirClaim:
@@ -103,7 +105,7 @@ class Saver:
         error = collectives.first_error(_error_of(lambda: self._prepare(folder, state, digests)))
         if error is not None:
             return self._abandon(state.iteration, error)
-        error = _error_of(lambda: _write_random_states(folder, digests))
+        error = _error_of(lambda: _write_random_states(folder, digests)) if self._config.save_rng else None
         write = ShardWrite(_entries(model, active, state), folder, in_background=self._config.async_save)
         write.start()
         self._pending = _PendingSave(
@@ -148,11 +150,29 @@ class Saver:
         if error is not None:
             return self._abandon(pending.iteration, error)
         self._prune()
+        self.log_progress(f"Saved checkpoint\tIteration: {pending.iteration}")
         self._reporter.note(
             f"checkpoint saved to {layout.iteration_folder(self.root, pending.iteration)} "
             f"({time.monotonic() - pending.started:,.1f} s)"
         )
         return True
+
+    def log_progress(self, text: str) -> None:
+        """With --log-progress, a line of ``progress.txt`` below --save, in stock Megatron-LM's form. Not a
+        collective."""
+        if not (self._config.log_progress and self._is_first):
+            return
+        columns = (
+            datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S"),
+            f"Job ID: {os.environ.get('SLURM_JOB_ID', '')}",
+            f"# GPUs: {torch.distributed.get_world_size()}",
+            text,
+        )
+        try:
+            with open(os.path.join(self.root, _PROGRESS), "a", encoding="utf-8") as file:
+                file.write("\t".join(columns) + "\n")
+        except OSError as error:
+            self._reporter.warning(f"{_PROGRESS} was not written ({atomic_io.describe(error)})")
 
     def _prepare(self, folder: str, state: RunState, digests: dict[str, FileDigest]) -> None:
         """Write rank 0's own files: the run state, and what Megatron Core expects beside the shards."""
@@ -175,8 +195,12 @@ class Saver:
         layout.publish(self.root, iteration)
 
     def _prune(self) -> None:
-        keep = self._config.keep_last_checkpoints
-        error = _error_of(lambda: layout.prune(self.root, keep)) if self._is_first and keep is not None else None
+        keep, retained = self._config.keep_last_checkpoints, self._config.save_retain_interval
+        if keep is None and retained is not None:
+            keep = 1
+        error = None
+        if self._is_first and keep is not None:
+            error = _error_of(lambda: layout.prune(self.root, keep, retain_interval=retained))
         if error is not None:
             self._reporter.warning(f"older checkpoints were not deleted ({error})")
 

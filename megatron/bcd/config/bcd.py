@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from megatron.bcd.config.option import option
 
 DEFAULT_NUM_BLOCKS = 3
-LAYOUTS = ("spread", "strided", "stage", "submodel")
+LAYOUTS = ("spread", "strided", "stage", "submodel", "interleaved")
+PLANNED_LAYOUTS = LAYOUTS[:-1]
+"""Those that the planner can estimate."""
 SCHEDULES = ("bcd", "stock")
 ORDERS = ("ascending", "descending", "random", "greedy")
 SWITCHES = ("steps", "plateau")
@@ -39,8 +41,18 @@ class BcdConfig:
     bcd_layout: str = option(
         "spread",
         "which layers form a block: spread = the k-th of M submodels of every stage, strided = every M-th layer of "
-        "every stage, stage = all of stage k, submodel = one submodel on one stage",
+        "every stage, stage = all of stage k, submodel = one submodel on one stage, interleaved = the k-th part of the "
+        "model, of which every stage holds a piece (a virtual pipeline)",
         choices=LAYOUTS,
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = option(
+        None,
+        "chunks of the model on every pipeline stage, a multiple of the blocks; more than 1 imply --bcd-layout "
+        "interleaved, whose default is the number of blocks",
+        type=int,
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = option(
+        None, "the same as layers of a chunk; must divide the layers of a pipeline stage", type=int
     )
     bcd_steps_per_block: int = option(
         100, "training steps of one phase, after which the next block becomes active", type=int
@@ -152,6 +164,12 @@ class BcdConfig:
         "stages, a third if the last stage is the first trainable one",
         type=int,
     )
+
+    @property
+    def num_parts(self) -> int:
+        """Chunks of every stage in layout interleaved."""
+        num_blocks = DEFAULT_NUM_BLOCKS if self.bcd_num_blocks is None else self.bcd_num_blocks
+        return self.num_virtual_stages_per_pipeline_rank or max(num_blocks, 1)
 
     @property
     def always_active(self) -> frozenset[str]:

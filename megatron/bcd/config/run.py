@@ -58,11 +58,36 @@ class RunConfig:
         return int(self.transformer.get("tensor_model_parallel_size", 1))
 
     @property
+    def context_size(self) -> int:
+        """Ranks that share each sequence."""
+        return int(self.transformer.get("context_parallel_size", 1))
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that work on one microbatch."""
+        return self.tensor_size * self.pipeline_size * self.context_size
+
+    def describe_ranks(self, data_size: int) -> str:
+        """The parallel layout, for people."""
+        context = f" x context {self.context_size}" if self.context_size > 1 else ""
+        return f"pipeline {self.pipeline_size} x tensor {self.tensor_size}{context} x data {data_size}"
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the model on every pipeline stage; more than 1 are a virtual pipeline."""
+        return self.bcd.num_parts if self.bcd.bcd_layout == "interleaved" and self.pipeline_size > 1 else 1
+
+    @property
     def precision(self) -> str:
         """``fp32``, ``bf16`` or ``fp16``."""
         if self.transformer.get("bf16"):
             return "bf16"
         return "fp16" if self.transformer.get("fp16") else "fp32"
+
+    @property
+    def is_gated(self) -> bool:
+        """The feed-forward part multiplies two projections."""
+        return self.model.swiglu or self.model.quick_geglu
 
     @property
     def tied(self) -> bool:

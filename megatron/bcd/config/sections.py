@@ -24,11 +24,17 @@ class ModelConfig:
     )
     rotary_base: int = option(10000, "base of the rotary position embedding", type=int)
     rotary_percent: float = option(1.0, "share of the head dimension that is rotated", type=float)
+    use_rope_scaling: bool = option(
+        False, "lower the rotary embedding's low frequencies as Llama 3.1 does, for sequences longer than 8,192 tokens"
+    )
+    rope_scaling_factor: float = option(8.0, "factor of --use-rope-scaling", type=float)
     make_vocab_size_divisible_by: int = option(
         128, "pad the vocabulary to a multiple of this times the tensor parallel size", type=int
     )
     untie_embeddings_and_output_weights: bool = option(False, "give the output head its own weights")
     swiglu: bool = option(False, "gated linear units with SiLU instead of GELU")
+    quick_geglu: bool = option(False, "gated linear units with x sigmoid(1.702 x) instead of GELU")
+    squared_relu: bool = option(False, "the square of ReLU instead of GELU")
     openai_gelu: bool = option(
         False,
         "GELU in the tanh form of OpenAI's GPT-2, everywhere; without it GELU is exact where its kernel is not fused "
@@ -61,16 +67,32 @@ class TrainingConfig:
     train_samples: int | None = option(None, "number of training sequences (or give --train-iters)", type=int)
     skip_train: bool = option(False, "do not train: evaluate only")
     eval_iters: int = option(100, "steps (global batches) of one evaluation", type=int)
+    eval_fixed: bool = option(
+        False, "evaluate on the same validation samples each time, the first --eval-iters steps, not on the next ones"
+    )
+    full_validation: bool = option(
+        False, "evaluate on the whole validation split each time; --eval-iters is then for the test split alone"
+    )
     eval_interval: int = option(1000, "training steps between evaluations on the validation split", type=int)
     seed: int = option(1234, "seed of Python, NumPy, PyTorch and the data order", type=int)
     data_parallel_random_init: bool = option(False, "initialise each data-parallel rank with its own seed")
     check_for_nan_in_loss_and_grad: bool = option(True, "skip a step whose loss or gradient is not finite")
+    check_weight_hash_across_dp_replicas_interval: int | None = option(
+        None, "training steps between comparisons of the weights of all data-parallel ranks", type=int
+    )
     max_skipped_steps: int = option(
         10, "stop after this many steps in a row whose loss or gradient is not finite", type=int
     )
     manual_gc: bool = option(False, "collect Python garbage only at fixed intervals")
     manual_gc_interval: int = option(
         0, "training steps between garbage collections with --manual-gc; 0: never", type=int
+    )
+    empty_unused_memory_level: int = option(
+        0,
+        "return unused memory to the GPU's driver: 1 after the passes of each step and of each evaluation step, 2 "
+        "after the optimizer too",
+        type=int,
+        choices=(0, 1, 2),
     )
     distributed_backend: str = option(
         "auto", "torch.distributed backend; auto is nccl on GPUs and gloo on CPUs", choices=("auto", "nccl", "gloo")
@@ -80,6 +102,17 @@ class TrainingConfig:
         "kernels on a CPU: fast = this project's, and PyTorch's fused Adam; megatron = Megatron Core's own functions. "
         "Ignored on GPUs",
         choices=("fast", "megatron"),
+    )
+    decoder_first_pipeline_num_layers: int | None = option(
+        None, "layers of the first pipeline stage; the others share the rest evenly", type=int
+    )
+    decoder_last_pipeline_num_layers: int | None = option(None, "layers of the last pipeline stage", type=int)
+    account_for_embedding_in_pipeline_split: bool = option(
+        False, "count the embedding as a layer when layers are divided over the pipeline stages"
+    )
+    account_for_loss_in_pipeline_split: bool = option(False, "count the output head and the loss as a layer")
+    pipeline_model_parallel_layout: str | None = option(
+        None, "what each pipeline stage holds: E embedding, t layer, L loss, | between stages, e.g. Et*3|t*4|t*3L"
     )
     distributed_timeout_minutes: int = option(10, "minutes after which a collective fails", type=int)
     use_distributed_optimizer: bool = option(
@@ -128,9 +161,23 @@ class DataConfig:
     train_data_path: tuple[str, ...] | None = option(None, "as --data-path, for the training split alone", nargs="*")
     valid_data_path: tuple[str, ...] | None = option(None, "as --data-path, for the validation split alone", nargs="*")
     test_data_path: tuple[str, ...] | None = option(None, "as --data-path, for the test split alone", nargs="*")
+    data_args_path: str | None = option(None, "file that holds what --data-path would", metavar="FILE")
+    per_split_data_args_path: str | None = option(
+        None, "JSON file with the lists train, valid and test, as --train-data-path and its relatives", metavar="FILE"
+    )
     split: str | None = option(None, "train,validation,test shares of --data-path; default 969, 30, 1", metavar="T,V,E")
     data_cache_path: str | None = option(None, "folder for the index caches; default beside the data")
     mock_data: bool = option(False, "synthetic tokens instead of --data-path, for speed measurements only")
+    mmap_bin_files: bool = option(True, "map data files into memory; without it they are read")
+    dataloader_type: str = option(
+        "single",
+        "order of the samples: single = as the dataset has shuffled them; cyclic = shuffled again in every epoch, also "
+        "by the number of the epoch",
+        choices=("single", "cyclic"),
+    )
+    data_sharding: bool = option(
+        True, "with --dataloader-type cyclic: each data-parallel rank shuffles a part of its own, not all samples"
+    )
     num_workers: int = option(2, "reader processes per rank", type=int)
     reset_position_ids: bool = option(False, "restart positions after each end-of-document token")
     reset_attention_mask: bool = option(False, "no attention across end-of-document tokens")
@@ -160,10 +207,32 @@ class CheckpointConfig:
     save_interval: int | None = option(None, "training steps between checkpoints", type=int)
     async_save: bool = option(False, "write checkpoints in the background while training continues")
     keep_last_checkpoints: int | None = option(None, "keep this many checkpoints and delete older ones", type=int)
+    save_retain_interval: int | None = option(
+        None,
+        "keep the checkpoints of multiples of this many training steps, and of others only the newest "
+        "(--keep-last-checkpoints: more of them)",
+        type=int,
+    )
+    save_optim: bool = option(True, "save the optimizer state; without it a run resumes with --no-load-optim only")
+    save_rng: bool = option(True, "save the random generators; without them a run resumes with --no-load-rng only")
+    log_progress: bool = option(False, "write starts and checkpoints to progress.txt in the folder of --save")
     load: str | None = option(
         None,
         "folder to resume from: its newest valid checkpoint; an empty or absent folder starts a new run. With the same "
         "folder as --save, a run that was killed resumes when it is started again",
+    )
+    ckpt_step: int | None = option(None, "load the checkpoint of this iteration instead of the newest", type=int)
+    load_hf: str | None = option(
+        None,
+        "model in Hugging Face's format, a folder or a name on the hub: sizes of the network, tokenizer, and, where "
+        "--load has no checkpoint, the weights",
+        metavar="MODEL",
+    )
+    save_hf: str | None = option(
+        None, "folder for the trained model in Hugging Face's format, at the end of the run", metavar="FOLDER"
+    )
+    save_hf_interval: int | None = option(
+        None, "training steps between further models, in iter_NNNNNNN in the folder of --save-hf", type=int
     )
     overwrite_checkpoints: bool = option(
         False, "delete the checkpoints of another run in the folder of --save when this one starts"
@@ -173,6 +242,9 @@ class CheckpointConfig:
     load_optim: bool = option(True, "load the optimizer state of --load; else the active block starts with a new one")
     use_checkpoint_opt_param_scheduler: bool = option(
         False, "take the learning-rate and weight-decay schedule of the checkpoint in --load, not that of the flags"
+    )
+    use_checkpoint_args: bool = option(
+        False, "take the flags of network and tokenizer that are not given from the checkpoint in --load"
     )
     load_rng: bool = option(True, "load the random generators of --load; else they are seeded again")
     exit_interval: int | None = option(None, "save and stop after each multiple of this many training steps", type=int)
@@ -184,6 +256,18 @@ class ReportConfig:
     """Logs, metrics and where they go."""
 
     log_interval: int = option(100, "training steps between log lines", type=int)
+    log_params_norm: bool = option(False, "log the norm of all weights")
+    log_num_zeros_in_grad: bool = option(
+        False, "log the number of zeros in the gradient of what Megatron Core's optimizer steps in the phase"
+    )
+    log_throughput: bool = option(False, "log TFLOP/s per GPU, of what the phase computes")
+    profile: bool = option(False, "profile some training steps: --use-pytorch-profiler, or marks for Nsight Systems")
+    profile_step_start: int = option(10, "steps before those that are profiled", type=int)
+    profile_step_end: int = option(12, "last step that is profiled", type=int)
+    profile_ranks: tuple[int, ...] = option(
+        (0,), "ranks that are profiled, default 0", nargs="+", type=int, metavar="RANK"
+    )
+    use_pytorch_profiler: bool = option(False, "write a trace of PyTorch's profiler to --tensorboard-dir")
     metrics_file: str | None = option(
         None, "write one JSON line per log step and per evaluation to this file (of another run: refused)"
     )

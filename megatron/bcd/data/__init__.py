@@ -3,10 +3,13 @@
 from megatron.bcd.data.batches import (
     Batch,
     ConsecutiveBatches,
+    ReshuffledBatches,
     SubsetBatches,
     batch_of,
     batches,
     no_batches,
+    one_pass,
+    part_of_sequences,
     subset_batches,
 )
 from megatron.bcd.data.indexed import check_indexed_dataset
@@ -16,6 +19,7 @@ from megatron.bcd.data.splits import SplitPlan, Splits, build_splits, plan_split
 __all__ = [
     "Batch",
     "ConsecutiveBatches",
+    "ReshuffledBatches",
     "SplitPlan",
     "Splits",
     "SubsetBatches",
@@ -27,6 +31,8 @@ __all__ = [
     "no_batches",
     "num_iterations",
     "num_samples",
+    "one_pass",
+    "part_of_sequences",
     "plan_splits",
     "subset_batches",
 ]

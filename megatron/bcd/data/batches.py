@@ -6,6 +6,7 @@ Tensor shapes: B microbatch size, S sequence length.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import signal
 import threading
@@ -15,9 +16,11 @@ from typing import Any
 import numpy
 import torch
 from megatron.core import parallel_state
+from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
+from megatron.bcd.data.lengths import global_batch_size
 from megatron.bcd.runtime import device, interrupts
 
 _MICROBATCHES_AT_ONCE = 256
@@ -72,6 +75,50 @@ class SubsetBatches:
             yield from self.subset.samples(self.phase, positions).reshape(-1, self.micro_batch_size).tolist()
 
 
+class ReshuffledBatches:
+    """Batch sampler: the samples shuffled anew in every epoch, without end (stock Megatron-LM's `cyclic` order).
+
+    The order depends on the number of the epoch and on the parallel layout. What is left of an epoch after the last
+    full batch is left out.
+    """
+
+    def __init__(
+        self,
+        *,
+        total_samples: int,
+        consumed_samples: int,
+        micro_batch_size: int,
+        rank: int,
+        num_ranks: int,
+        has_shards: bool,
+    ) -> None:
+        """`has_shards`: each rank shuffles a contiguous part of its own, else all shuffle all and take turns."""
+        self.total_samples = total_samples
+        self.consumed_samples = consumed_samples
+        self.micro_batch_size = micro_batch_size
+        self.rank, self.num_ranks = rank, num_ranks
+        self.has_shards = has_shards
+        self.step = micro_batch_size * num_ranks
+
+    def __iter__(self) -> Iterator[list[int]]:
+        num_steps = self.total_samples // self.step
+        epoch, first_step = divmod(self.consumed_samples // self.step, max(1, num_steps))
+        while num_steps:
+            indices = self._of_epoch(epoch, num_steps)[first_step * self.micro_batch_size :]
+            for start in range(0, (num_steps - first_step) * self.micro_batch_size, self.micro_batch_size):
+                yield indices[start : start + self.micro_batch_size]
+            epoch, first_step = epoch + 1, 0
+
+    def _of_epoch(self, epoch: int, num_steps: int) -> list[int]:
+        """This rank's samples of an epoch."""
+        generator = torch.Generator().manual_seed(epoch)
+        if self.has_shards:
+            size = num_steps * self.micro_batch_size
+            return (self.rank * size + torch.randperm(size, generator=generator)).tolist()
+        size = self.total_samples // self.micro_batch_size * self.micro_batch_size
+        return torch.randperm(size, generator=generator)[self.rank :: self.num_ranks].tolist()
+
+
 def _collate(samples: Sequence[dict[str, Any]]) -> Batch:
     return {name: torch.stack([torch.as_tensor(sample[name]) for sample in samples]) for name in samples[0]}
 
@@ -81,8 +128,11 @@ def batches(dataset: Any, config: RunConfig, *, consumed_samples: int) -> Iterat
     last sample the first one follows. A resumed run with other flags may have consumed more than there is.
 
     `tokens`, `labels`, `position_ids` int64 [B, S], `loss_mask` float32 [B, S], and with --reset-attention-mask
-    `attention_mask` bool [B, 1, S, S], True = masked.
+    `attention_mask` bool [B, 1, S, S], True = masked. Of S this context-parallel rank's part; of masks, of their rows.
     """
+    if config.data.dataloader_type == "cyclic":
+        yield from _loaded(dataset, _reshuffled(dataset, config, consumed_samples), config)
+        return
     for start in itertools.chain([consumed_samples % len(dataset)], itertools.repeat(0)):
         sampler = ConsecutiveBatches(
             total_samples=len(dataset),
@@ -94,6 +144,44 @@ def batches(dataset: Any, config: RunConfig, *, consumed_samples: int) -> Iterat
         if start == 0 and not len(sampler):
             return
         yield from _loaded(dataset, sampler, config)
+
+
+class _FilledUp(torch.utils.data.Dataset[dict[str, Any]]):
+    """A dataset followed by its first sample without a loss, as often as is asked for."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index < len(self._dataset):
+            return self._dataset[index]
+        sample = self._dataset[0]
+        return {**sample, "loss_mask": torch.zeros_like(torch.as_tensor(sample["loss_mask"]))}
+
+
+def one_pass(dataset: Any, config: RunConfig) -> Iterator[Batch]:
+    """As `batches`, every sample once. The last global batch is filled up with samples whose `loss_mask` is 0, so that
+    the mean per token depends on no batch size."""
+    global_batch = global_batch_size(config)
+    sampler = ConsecutiveBatches(
+        total_samples=math.ceil(len(dataset) / global_batch) * global_batch,
+        consumed_samples=0,
+        micro_batch_size=config.training.micro_batch_size,
+        rank=parallel_state.get_data_parallel_rank(),
+        num_ranks=parallel_state.get_data_parallel_world_size(),
+    )
+    return _loaded(_FilledUp(dataset), sampler, config)
+
+
+def _reshuffled(dataset: Any, config: RunConfig, consumed_samples: int) -> ReshuffledBatches:
+    return ReshuffledBatches(
+        total_samples=len(dataset),
+        consumed_samples=consumed_samples,
+        micro_batch_size=config.training.micro_batch_size,
+        rank=parallel_state.get_data_parallel_rank(),
+        num_ranks=parallel_state.get_data_parallel_world_size(),
+        has_shards=config.data.data_sharding,
+    )
 
 
 def subset_batches(
@@ -113,8 +201,7 @@ def subset_batches(
 
 def batch_of(dataset: Any, indices: Sequence[int]) -> Batch:
     """The samples `indices` as one microbatch on the device, read at once; see `batches`."""
-    batch = _collate([dataset[index] for index in indices])
-    return {name: tensor.to(device.current(), non_blocking=True) for name, tensor in batch.items()}
+    return _on_this_rank(_collate([dataset[index] for index in indices]))
 
 
 def _loaded(dataset: Any, sampler: Iterable[list[int]], config: RunConfig) -> Iterator[Batch]:
@@ -129,7 +216,7 @@ def _loaded(dataset: Any, sampler: Iterable[list[int]], config: RunConfig) -> It
         worker_init_fn=_leave_signals_to_the_rank,
         generator=torch.Generator().manual_seed(config.training.seed),
     )  # else the loader would draw from the model's generator
-    return _on_device(loader)
+    return map(_on_this_rank, loader)
 
 
 def _leave_signals_to_the_rank(worker: int) -> None:
@@ -147,10 +234,17 @@ def _end_with_the_rank() -> None:
     os._exit(0)
 
 
-def _on_device(loader: Iterable[Batch]) -> Iterator[Batch]:
+def _on_this_rank(batch: Batch) -> Batch:
+    """On its device, and of each sequence the part that this context-parallel rank works on."""
     target = device.current()
-    for batch in loader:
-        yield {name: tensor.to(target, non_blocking=True) for name, tensor in batch.items()}
+    moved = {name: tensor.to(target, non_blocking=True) for name, tensor in batch.items()}
+    return get_batch_on_this_cp_rank(moved)
+
+
+def part_of_sequences(hidden_states: torch.Tensor) -> torch.Tensor:
+    """Of [S, B, H], what this context-parallel rank works on."""
+    by_sample = {"": hidden_states.transpose(0, 1)}
+    return get_batch_on_this_cp_rank(by_sample)[""].transpose(0, 1).contiguous()
 
 
 def no_batches() -> Iterator[Batch]:

@@ -52,16 +52,22 @@ def num_iterations(config: RunConfig) -> int:
     return iterations
 
 
-def num_samples(config: RunConfig, train_iters: int, *, least_steps_per_cycle: int) -> tuple[int, int, int]:
-    """Sequences that the run draws from the training, validation and test split.
+def num_samples(config: RunConfig, train_iters: int, *, least_steps_per_cycle: int) -> tuple[int, int | None, int]:
+    """Sequences that the run draws from the training, validation and test split; None for one pass over the split.
 
-    These are stock Megatron-LM's numbers: they decide the order of the samples. `least_steps_per_cycle` is
-    `BlockSchedule.least_steps_per_cycle`.
+    These are stock Megatron-LM's numbers: they decide the order of the samples. With --eval-fixed the number does not
+    depend on the length of the run, so that every run and --skip-train have the same samples.
+    `least_steps_per_cycle` is `BlockSchedule.least_steps_per_cycle`.
     """
     training = config.training
     batch = global_batch_size(config)
     train = training.train_samples or train_iters * batch
-    evaluations = 1 if training.skip_train else train_iters // training.eval_interval + 1
-    if config.bcd.bcd_stop_cycle_improvement is not None:  # an evaluation follows every cycle
-        evaluations += train_iters // least_steps_per_cycle
+    if training.full_validation:
+        return train, None, training.eval_iters * batch
+    if training.skip_train or training.eval_fixed:
+        evaluations = 1
+    else:
+        evaluations = train_iters // training.eval_interval + 1
+        if config.bcd.bcd_stop_cycle_improvement is not None:  # an evaluation follows every cycle
+            evaluations += train_iters // least_steps_per_cycle
     return train, evaluations * training.eval_iters * batch, training.eval_iters * batch

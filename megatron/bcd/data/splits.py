@@ -31,6 +31,8 @@ class Splits:
     test: Any
     has_test: bool
     """Whether the run has a test split, also where this stage has no data."""
+    num_validation: int
+    """Sequences of the validation split, also where this stage has no data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +40,12 @@ class SplitPlan:
     """Checked data, before anything is written: Megatron Core's configuration, and sequences per split."""
 
     dataset_config: GPTDatasetConfig
-    sizes: tuple[int, int, int]
+    sizes: tuple[int, int | None, int]
+    """As `num_samples`."""
     epoch_samples: int
     """Sequences of one epoch of the training split (see `_epoch_samples`)."""
+    num_validation: int
+    """As `Splits.num_validation`."""
 
 
 def plan_splits(config: RunConfig, tokenizer: Any, train_iters: int, *, least_steps_per_cycle: int) -> SplitPlan:
@@ -52,24 +57,33 @@ def plan_splits(config: RunConfig, tokenizer: Any, train_iters: int, *, least_st
     """
     dataset_config = _dataset_config(config, tokenizer)
     sizes = num_samples(config, train_iters, least_steps_per_cycle=least_steps_per_cycle)
-    epoch_samples = sizes[0]  # synthetic data has no other end
+    epoch_samples, num_validation = sizes[0], sizes[1]  # synthetic data has no other end
     if not config.data.mock_data:
         num_tokens = _check_splits(config, dataset_config, tokenizer.vocab_size, sizes)
         epoch_samples = _epoch_samples(config, dataset_config, num_tokens[0])
+        if num_validation is None:
+            num_validation = sum(_num_sequences(config, tokens) for tokens in num_tokens[1])
         redraws = config.bcd.bcd_sample_ratio is not None
         _check_blends(config, dataset_config, num_tokens, sizes if not redraws else (0, *sizes[1:]))
     if config.bcd.bcd_sample_ratio is not None and not config.training.skip_train:
         sizes = (epoch_samples, *sizes[1:])
         PhaseSubset(num_samples=epoch_samples, ratio=config.bcd.bcd_sample_ratio, seed=config.training.seed)
-    return SplitPlan(dataset_config=dataset_config, sizes=sizes, epoch_samples=epoch_samples)
+    assert num_validation is not None
+    return SplitPlan(
+        dataset_config=dataset_config, sizes=sizes, epoch_samples=epoch_samples, num_validation=num_validation
+    )
+
+
+def _num_sequences(config: RunConfig, num_tokens: int) -> int:
+    """Sequences in one pass over a dataset: a sequence's labels reach one token into the next one."""
+    return max(0, num_tokens - 1) // config.model.seq_length
 
 
 def _epoch_samples(config: RunConfig, dataset_config: GPTDatasetConfig, num_tokens: Sequence[int]) -> int:
     """Sequences until every dataset of the training split has been read once, drawn by the blend's weights; without
     weights as many as they hold together. `num_tokens`: of the training split, by prefix."""
     blend = dataset_config.blend or dataset_config.blend_per_split[0]
-    # a sequence's labels reach one token into the next one
-    sequences = [(tokens - 1) // config.model.seq_length for tokens in num_tokens]
+    sequences = [_num_sequences(config, tokens) for tokens in num_tokens]
     if blend is None or blend[1] is None or len(sequences) == 1:
         return sum(sequences)
     return max(math.ceil(n * sum(blend[1]) / weight) for n, weight in zip(sequences, blend[1], strict=True))
@@ -101,7 +115,14 @@ def build_splits(config: RunConfig, plan: SplitPlan) -> Splits:
             f"written ({reason.strerror}: {reason.filename}); give a folder that can"
         ) from error
     bounds = dataset_config.split_matrix or dataset_config.blend_per_split
-    return Splits(train=built[0], validation=built[1], test=built[2], has_test=bounds[2] is not None)
+    assert plan.sizes[1] is not None or built[1] is None or len(built[1]) == plan.num_validation
+    return Splits(
+        train=built[0],
+        validation=built[1],
+        test=built[2],
+        has_test=bounds[2] is not None,
+        num_validation=plan.num_validation,
+    )
 
 
 def _dataset_config(config: RunConfig, tokenizer: Any) -> GPTDatasetConfig:
@@ -118,6 +139,7 @@ def _dataset_config(config: RunConfig, tokenizer: Any) -> GPTDatasetConfig:
         sequence_length=config.model.seq_length,
         tokenizer=tokenizer,
         path_to_cache=data.data_cache_path,
+        mmap_bin_files=data.mmap_bin_files,
         reset_position_ids=data.reset_position_ids,
         eod_mask_loss=data.eod_mask_loss,
         reset_attention_mask=data.reset_attention_mask,
@@ -127,7 +149,7 @@ def _dataset_config(config: RunConfig, tokenizer: Any) -> GPTDatasetConfig:
 
 
 def _check_splits(
-    config: RunConfig, dataset_config: GPTDatasetConfig, vocab_size: int, sizes: tuple[int, ...]
+    config: RunConfig, dataset_config: GPTDatasetConfig, vocab_size: int, sizes: tuple[int, int | None, int]
 ) -> list[list[int]]:
     """Check every file of the blend, and that each split that is needed fills a sequence; a test split that does not
     is left out. Returns tokens by split, then by prefix."""
@@ -160,14 +182,17 @@ def _check_splits(
 
 
 def _check_blends(
-    config: RunConfig, dataset_config: GPTDatasetConfig, num_tokens: Sequence[Sequence[int]], sizes: Sequence[int]
+    config: RunConfig,
+    dataset_config: GPTDatasetConfig,
+    num_tokens: Sequence[Sequence[int]],
+    sizes: Sequence[int | None],
 ) -> None:
     """Several datasets without weights are read once and no more; a test split that ends too early is left out."""
     flags = ("--train-data-path", "--valid-data-path", "--test-data-path")
     for i, name in enumerate(_SPLIT_NAMES):
         blend = dataset_config.blend or dataset_config.blend_per_split[i]
-        sequences = sum(max(0, tokens - 1) // config.model.seq_length for tokens in num_tokens[i])
-        if blend is None or blend[1] is not None or len(blend[0]) == 1 or sizes[i] <= sequences:
+        sequences, drawn = sum(_num_sequences(config, tokens) for tokens in num_tokens[i]), sizes[i]
+        if blend is None or blend[1] is not None or len(blend[0]) == 1 or drawn is None or drawn <= sequences:
             continue
         if name == "test":
             (dataset_config.split_matrix or dataset_config.blend_per_split)[i] = None
@@ -176,7 +201,7 @@ def _check_blends(
         weights = " ".join(f"{tokens} {prefix}" for tokens, prefix in zip(num_tokens[i], blend[0], strict=True))
         raise ValueError(
             f"{flag}: {len(blend[0])} datasets without weights are read once, and have {sequences:,} {name} sequences "
-            f"where the run draws {sizes[i]:,}; with weights they are read again, e.g. {flag} {weights}"
+            f"where the run draws {drawn:,}; with weights they are read again, e.g. {flag} {weights}"
         )
 
 

@@ -29,6 +29,7 @@ def banner_facts(summary: RunSummary) -> list[tuple[str, str]]:
         ("training", summary.training),
         ("layout", f"{summary.layout}, {blocks}, {summary.phases}"),
         *(("note", note) for note in summary.notes),
+        *(("warning", warning) for warning in summary.warnings),
     ]
 
 

@@ -46,6 +46,12 @@ def step_line(record: StepMetrics, *, train_iters: int) -> str:
     ]
     peak, state = max(record.peak_memory_bytes, default=0), max(record.model_state_bytes, default=0)
     parts.append(f"memory {format_bytes(peak)} (model state {format_bytes(state)})")
+    if record.tflops_per_gpu is not None:
+        parts.append(f"{record.tflops_per_gpu:,.1f} TFLOP/s per GPU")
+    if record.num_zeros is not None:
+        parts.append(f"zeros in gradient {record.num_zeros:,}")
+    if record.params_norm is not None:
+        parts.append(f"params norm {record.params_norm:.3f}")
     if record.loss_scale is not None:
         parts.append(f"loss scale {record.loss_scale:,.0f}")
     if record.skipped_iterations:

@@ -42,6 +42,12 @@ class StepMetrics:
     skipped_iterations: int = 0
     """Steps skipped by an fp16 overflow since the last log step."""
     global_batch_size: int = 0
+    params_norm: float | None = None
+    """--log-params-norm: of all weights."""
+    num_zeros: int | None = None
+    """--log-num-zeros-in-grad: in the last step's gradient."""
+    tflops_per_gpu: float | None = None
+    """--log-throughput: 10^12 floating-point operations per second and rank, of what the phase computes."""
     data_seen: float = 0.0
     """Share of one epoch of the training split that the run has trained on, 0 to 1."""
     prefix_cache_hits: int = 0
@@ -111,3 +117,5 @@ class RunSummary:
     training: str
     notes: tuple[str, ...] = ()
     """For example the implementation of attention, norm and optimizer."""
+    warnings: tuple[str, ...] = ()
+    """What the user should act on."""

@@ -6,6 +6,7 @@ rank, D head size, H hidden size.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron.bcd.model.context_attention import causal_attention, whole_sequence
 from megatron.bcd.runtime import device
 
 
@@ -41,6 +43,9 @@ class ScaledDotProductAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softmax_scale = softmax_scale
+        group = None if pg_collection is None else pg_collection.cp
+        self._context_group = group if group is not None and group.size() > 1 else None
+        """None where sequences are whole."""
 
     def forward(
         self,
@@ -54,31 +59,41 @@ class ScaledDotProductAttention(MegatronModule):
     ) -> Tensor:
         """Query [S, B, N, D], key and value [S, B, G, D], mask [B or 1, 1, S, S], True where masked.
 
+        Of all of them this context-parallel rank's part; masks are whole in their last dimension.
+
         Returns:
             The context, [S, B, N * D].
         """
         assert attention_bias is None and packed_seq_params is None, "no flag sets these"
+        is_causal = (attn_mask_type or self.attn_mask_type) == AttnMaskType.causal
+        if self._context_group is not None:
+            pair = torch.cat((key, value), dim=-1)
+            key, value = whole_sequence(pair, self._context_group).split((key.size(-1), value.size(-1)), dim=-1)
         dropout = self.dropout if self.training else 0.0
+        # tensor-parallel ranks hold different heads, so their dropout masks must differ
+        forks = dropout and not self.config.sequence_parallel
+        with tensor_parallel.get_cuda_rng_tracker().fork() if forks else contextlib.nullcontext():
+            if attention_mask is not None:
+                return self._attend(query, key, value, attn_mask=~attention_mask, dropout_p=dropout)
+            if is_causal and self._context_group is not None:
+                return causal_attention(self._attend, query, key, value, self._context_group, dropout_p=dropout)
+            return self._attend(query, key, value, is_causal=is_causal, dropout_p=dropout)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
+        """As `forward`, on PyTorch's function and with its arguments."""
         heads_per_group = query.size(2) // key.size(2)
-        if heads_per_group > 1 and query.dtype == torch.float32 and device.has_cuda():
-            # in fp32 on a GPU, only PyTorch's kernel that keeps the S x S scores supports grouped queries
+        # masks of `causal_attention` are of a type of their own, and have a fast kernel
+        has_only_slow_kernel = query.dtype == torch.float32 or type(arguments.get("attn_mask")) is Tensor
+        if heads_per_group > 1 and has_only_slow_kernel and device.has_cuda():
+            # on a GPU, only PyTorch's kernel that keeps the S x S scores supports grouped queries here
             key, value = (x.repeat_interleave(heads_per_group, dim=2) for x in (key, value))
-        arguments: dict[str, Any] = {
-            "dropout_p": dropout,
-            "scale": self.softmax_scale,
-            "enable_gqa": key.size(2) != query.size(2),
-        }
-        if attention_mask is None:
-            arguments["is_causal"] = (attn_mask_type or self.attn_mask_type) == AttnMaskType.causal
-        else:
-            arguments["attn_mask"] = ~attention_mask
         query_bnsd, key_bgsd, value_bgsd = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        if dropout and not self.config.sequence_parallel:
-            # tensor-parallel ranks hold different heads, so their dropout masks must differ
-            with tensor_parallel.get_cuda_rng_tracker().fork():
-                context = torch.nn.functional.scaled_dot_product_attention(
-                    query_bnsd, key_bgsd, value_bgsd, **arguments
-                )
-        else:
-            context = torch.nn.functional.scaled_dot_product_attention(query_bnsd, key_bgsd, value_bgsd, **arguments)
+        context = torch.nn.functional.scaled_dot_product_attention(
+            query_bnsd,
+            key_bgsd,
+            value_bgsd,
+            scale=self.softmax_scale,
+            enable_gqa=key.size(2) != query.size(2),
+            **arguments,
+        )
         return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)

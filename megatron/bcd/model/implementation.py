@@ -30,13 +30,15 @@ def choose_implementation(
     attention_backend: str = "auto",
     normalization: str = "LayerNorm",
     precision: str = "bf16",
+    has_attention_mask: bool = False,
     transformer_engine: bool,
     apex: bool,
     optimizer: str,
 ) -> Implementation:
     """Transformer Engine's layers if available, else Megatron Core's local ones.
 
-    In fp32 Transformer Engine's attention would keep the S x S scores of every head, so its layers use PyTorch's.
+    Its layers use PyTorch's attention in fp32, where its own would keep the S x S scores of every head, and with
+    `has_attention_mask` (--reset-attention-mask): its fused attention is causal and takes no mask.
 
     Raises:
         ValueError: `transformer_impl` is `transformer_engine`, which is not available.
@@ -46,7 +48,7 @@ def choose_implementation(
             "--transformer-impl transformer_engine needs Transformer Engine and a GPU; install it, or use auto or local"
         )
     if transformer_engine and transformer_impl != "local":
-        uses_sdpa = precision == "fp32" and attention_backend != "unfused"
+        uses_sdpa = has_attention_mask or precision == "fp32" and attention_backend != "unfused"
         return Implementation(
             layers="transformer_engine",
             attention=SCALED_DOT_PRODUCT if uses_sdpa else "Transformer Engine",
@@ -69,6 +71,7 @@ def implementation_here(config: RunConfig) -> Implementation:
         attention_backend=str(config.transformer.get("attention_backend", "auto")),
         normalization=str(config.transformer.get("normalization", "LayerNorm")),
         precision=config.precision,
+        has_attention_mask=config.data.reset_attention_mask,
         transformer_engine=packages.has_transformer_engine(),
         apex=packages.has_apex(),
         optimizer=packages.optimizer_implementation(),

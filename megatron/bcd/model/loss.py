@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from megatron.bcd.runtime import device
+from megatron.bcd.runtime import device, replicas
 
 Batch = dict[str, torch.Tensor]
 
@@ -48,13 +48,13 @@ def _loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def reduce_losses(per_microbatch: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-    """Sums of the losses and of the tokens over microbatches and data-parallel ranks, float32 [2], equal on every
+    """Sums of the losses and of the tokens over microbatches and replicas, float32 [2], equal on every
     stage. A collective."""
     total = torch.zeros(2, device=device.current())
     if parallel_state.is_pipeline_last_stage():
         total += torch.stack([losses["lm loss"] for losses in per_microbatch]).sum(dim=0)
-        if parallel_state.get_data_parallel_world_size() > 1:
-            torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        if replicas.size() > 1:
+            torch.distributed.all_reduce(total, group=replicas.group())
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         torch.distributed.broadcast(
             total,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron.bcd.blocks.partition import divide
+from megatron.bcd.blocks.stages import layers_per_stage, partition_from_config
 from megatron.bcd.config import RunConfig
-from megatron.bcd.model.implementation import Implementation
+from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, Implementation
 from megatron.bcd.runtime import device, packages
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -27,11 +29,15 @@ def build_transformer_config(config: RunConfig, implementation: Implementation) 
     fields.update(params_dtype=dtype, pipeline_dtype=dtype, deallocate_pipeline_outputs=True)
     if "attention_backend" in fields:
         fields["attention_backend"] = AttnBackend[str(fields["attention_backend"])]
-    if config.model.swiglu:
-        fields.update(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
+    if config.is_gated:
+        is_quick = config.model.quick_geglu
+        fields.update(gated_linear_unit=True, activation_func=quick_gelu if is_quick else torch.nn.functional.silu)
+    if config.model.squared_relu:
+        fields["activation_func"] = squared_relu
     has_bias = fields.get("add_bias_linear", True)
     has_fast_kernels = not device.has_cuda() and config.training.cpu_kernels == "fast"
-    fuses_activation = device.has_cuda() and (config.model.swiglu or has_bias)
+    has_fused_gelu = has_bias and not (config.model.squared_relu or config.model.quick_geglu)
+    fuses_activation = device.has_cuda() and (config.model.swiglu or has_fused_gelu)
     if not (fuses_activation or has_fast_kernels and config.model.swiglu):
         fields["bias_activation_fusion"] = False
     if config.model.openai_gelu and not fields["bias_activation_fusion"]:
@@ -41,19 +47,14 @@ def build_transformer_config(config: RunConfig, implementation: Implementation) 
         fields["bias_dropout_fusion"] = False
         fields["cross_entropy_loss_fusion"] = False
         fields["fused_single_qkv_rope"] = has_fast_kernels and _has_plain_rotation(config)
+    if config.context_size > 1 and config.data.reset_attention_mask and implementation.attention != SCALED_DOT_PRODUCT:
+        raise ValueError(
+            f"--reset-attention-mask does not go with --context-parallel-size {config.context_size}: Transformer "
+            "Engine's attention splits causal masks only; give --transformer-impl local"
+        )
     if implementation.layers == "local":
         fields["persist_layer_norm"] = False
         fields["apply_rope_fusion"] = False
-        if fields.get("layernorm_zero_centered_gamma") and not implementation.norm.startswith("Apex"):
-            raise ValueError(
-                "--apply-layernorm-1p needs the layer norms of Apex or Transformer Engine, which are not importable "
-                "here; leave it out"
-            )
-        if fields.get("sequence_parallel") and not implementation.norm.startswith("Apex"):
-            raise ValueError(
-                "--sequence-parallel needs the layer norms of Apex or Transformer Engine, which are not importable "
-                "here; leave it out"
-            )
         if "mlp" in (fields.get("recompute_modules") or ()) and fields.get("add_bias_linear", True):
             raise ValueError(
                 "--recompute-modules mlp needs --disable-bias-linear without Transformer Engine: Megatron Core's "
@@ -64,8 +65,14 @@ def build_transformer_config(config: RunConfig, implementation: Implementation) 
         fields["gradient_accumulation_fusion"] = False
     if not device.has_cuda() or not packages.is_importable("scaled_masked_softmax_cuda"):
         fields["masked_softmax_fusion"] = False
-    if config.num_layers % config.pipeline_size:
-        fields["pipeline_model_parallel_layout"] = _uneven_layout(config.num_layers, config.pipeline_size)
+    if config.num_chunks > 1:
+        fields["virtual_pipeline_model_parallel_size"] = config.num_chunks
+        chunks = [len(submodel.layers) for submodel in partition_from_config(config).submodels]
+        fields["pipeline_model_parallel_layout"] = _uneven_layout(chunks)
+    else:
+        sizes = layers_per_stage(config)
+        if len(set(sizes)) > 1:
+            fields["pipeline_model_parallel_layout"] = _uneven_layout(sizes)
     try:
         return TransformerConfig(**fields)
     except AssertionError as error:
@@ -88,16 +95,27 @@ def tanh_gelu(x: Tensor) -> Tensor:
     return torch.nn.functional.gelu(x, approximate="tanh")
 
 
+def squared_relu(x: Tensor) -> Tensor:
+    """relu(x)^2 (--squared-relu), elementwise. Megatron Core's is compiled, also where there is no compiler."""
+    return torch.nn.functional.relu(x).pow(2)
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """x sigmoid(1.702 x) (--quick-geglu), elementwise; see `squared_relu`."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 def describe_activation(config: TransformerConfig) -> str:
     """Name of the MLP's activation, for people."""
-    if config.gated_linear_unit:
-        return "SwiGLU"
+    names = {torch.nn.functional.silu: "SwiGLU", quick_gelu: "gated quick GELU", squared_relu: "squared ReLU"}
+    if config.activation_func in names:
+        return names[config.activation_func]
     return "GELU (tanh form)" if config.bias_activation_fusion or config.activation_func is tanh_gelu else "GELU"
 
 
-def _uneven_layout(num_layers: int, num_stages: int) -> list[list[str]]:
-    """Megatron Core's pipeline layout if stages differ in their number of layers: as `blocks.partition.divide`."""
-    stages = [["decoder"] * len(layers) for layers in divide(num_layers, num_stages)]
+def _uneven_layout(layers_per_stage: Sequence[int]) -> list[list[str]]:
+    """Megatron Core's pipeline layout if stages differ in their number of layers."""
+    stages = [["decoder"] * number for number in layers_per_stage]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")
     return stages

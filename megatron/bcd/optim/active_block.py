@@ -9,14 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
 
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
-from megatron.bcd.model.builder import unwrap_model
+from megatron.bcd.model.builder import chunks_of
 from megatron.bcd.optim import loss_scaler, state_bytes, step
 from megatron.bcd.optim.block_state import BlockStateStore
 from megatron.bcd.optim.main_params import main_params_from_rest, main_params_to_rest
@@ -26,7 +25,7 @@ from megatron.bcd.optim.owned_parameters import OwnedParameters
 from megatron.bcd.optim.param_shard import ParamShard, param_shards
 from megatron.bcd.optim.phase_optimizer import build_optimizer, wrap_model
 from megatron.bcd.optim.switch_check import SwitchCheck
-from megatron.bcd.runtime import memory
+from megatron.bcd.runtime import memory, replicas
 
 _CORE_PARAMETER_ATTRIBUTES = ("main_grad", "main_param", "main_param_sharded", "grad_added_to_main_grad")
 """What Megatron Core's DDP and optimizer attach to parameters."""
@@ -50,6 +49,8 @@ class ActiveBlock:
         self.stage = stage
         self.parameters = OwnedParameters(model, partition=partition, stage=stage)
         self.block: int | None = None
+        self.num_zeros: int | None = None
+        """--log-num-zeros-in-grad: of the last step; None if it was skipped."""
         self.wrapped: DistributedDataParallel | None = None
         self.optimizer: MegatronOptimizer | None = None
         self.kept = BlockStateStore(keeps_moments=config.bcd.bcd_optimizer_state == "host")
@@ -97,12 +98,13 @@ class ActiveBlock:
             self.kept.save_always_active(
                 self.always_active_shards(),
                 self.parameters.always_active(),
-                group=parallel_state.get_data_parallel_group() if self.is_sharded else None,
+                group=replicas.group() if self.is_sharded else None,
             )
         self._disconnect()
         in_buffers = self._in_buffers if self.partition.always_active else []
         self.wrapped.grad_accs.clear()
-        unwrap_model(self.model).set_input_tensor(None)  # holds the last input that was received, and its gradient
+        for chunk in chunks_of(self.model):
+            chunk.set_input_tensor(None)  # holds the last input that was received, and its gradient
         for parameter in self.model.parameters():
             parameter.grad = None
             for name in _CORE_PARAMETER_ATTRIBUTES:
@@ -169,8 +171,15 @@ class ActiveBlock:
 
     def step(self, *, skip_non_finite: bool) -> float | None:
         """As `step.clip_and_step`, for all that is updated."""
-        assert self.optimizer is not None
-        return step.clip_and_step(self.optimizer, self.matrices, skip_non_finite=skip_non_finite)
+        optimizer = self.optimizer
+        assert optimizer is not None
+        self.num_zeros = None
+
+        def count_zeros() -> None:
+            self.num_zeros = step.num_zero_gradients(optimizer)
+
+        on_clipped = count_zeros if self._config.report.log_num_zeros_in_grad else None
+        return step.clip_and_step(optimizer, self.matrices, skip_non_finite=skip_non_finite, on_clipped=on_clipped)
 
     def scheduled(self) -> SimpleNamespace:
         """The parameter groups of all optimizers, for the learning-rate scheduler."""
@@ -249,9 +258,9 @@ class ActiveBlock:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the distributed optimizer shards each parameter's state over several data-parallel ranks."""
+        """Whether the distributed optimizer shards each parameter's state over several replicas."""
         is_distributed = self._config.training.use_distributed_optimizer
-        return is_distributed and parallel_state.get_data_parallel_world_size() > 1
+        return is_distributed and replicas.size() > 1
 
     def own_shards(self) -> dict[str, ParamShard]:
         """This rank's optimizer state of the active block's own parameters, by name."""

@@ -133,7 +133,7 @@ class BlockStateStore:
     ) -> None:
         """Save the state of always-active parameters for the optimizer of the next block.
 
-        `group` is the data-parallel group if the distributed optimizer shards them, and this a collective over it: the
+        `group` is that of the replicas if the distributed optimizer shards them, and this a collective over it: the
         next block's optimizer shards them differently, so each rank saves whole parameters. Else None.
         """
         states = {
@@ -175,11 +175,8 @@ def _gather_whole(
     for name, parameter in parameters.items():
         whole[name] = _WholeState(num_steps=num_steps, tensors={})
         for key in names:
-            flat = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-            if name in states:
-                flat[shards[name].start : shards[name].end] = states[name].tensors[key]
-            # each element comes from one rank: a sum of integers keeps its bits, even those of -0.0
-            torch.distributed.all_reduce(flat.view(torch.int32), group=group)
+            shard, start = (states[name].tensors[key], shards[name].start) if name in states else (None, 0)
+            flat = collectives.join_shards(shard, start, like=parameter, group=group, rank=None)
             whole[name].tensors[key] = flat.cpu()
     return whole
 

@@ -1,8 +1,8 @@
 """Steps matrices of layers without Megatron Core's optimizer: resting ones, which keep no state, and with --optimizer
 muon the active block's, which keep a momentum.
 
-Each matrix has one rank of its data-parallel group as its owner: gradients are reduced to the owner, it computes the
-new weights, and broadcasts them. The owner alone holds what exists beside weight and gradient: the momentum, and in
+Each matrix has one of its replicas (`runtime.replicas`) as its owner: gradients are reduced to the owner, it computes
+the new weights, and broadcasts them. The owner alone holds what exists beside weight and gradient: the momentum, and in
 bf16 the 16 bits that the weight lacks of its fp32 value. Owners never change, so a switch moves none of it.
 """
 
@@ -50,7 +50,7 @@ class Matrix:
     name: str
     parameter: torch.nn.Parameter
     owner: int
-    """Rank in the data-parallel group."""
+    """Rank among the replicas."""
     layout: MatrixLayout
 
 
@@ -147,7 +147,7 @@ class MatrixOptimizer:
 
     @torch.no_grad()
     def reduce_gradients(self) -> tuple[float, float]:
-        """Average the gradients over the data-parallel group, on each matrix's owner.
+        """Average the gradients over the replicas, on each matrix's owner.
 
         Returns:
             The sums of squares of all gradients with a momentum, and of those without, over all ranks of the run and
@@ -244,7 +244,7 @@ class MatrixOptimizer:
 
     @torch.no_grad()
     def take_main_param(self, name: str) -> torch.Tensor:
-        """The fp32 value of a bf16 matrix on every rank of the data-parallel group, a collective over it; the low bits
+        """The fp32 value of a bf16 matrix on every replica, a collective over it; the low bits
         are dropped. For the active block, whose optimizer has main parameters of its own."""
         matrix = self.matrices[name]
         low_bits = self._low_bits.pop(name, None)

@@ -13,6 +13,7 @@ from megatron.bcd.config import RunConfig
 from megatron.bcd.optim.matrix_direction import layout_of
 from megatron.bcd.optim.matrix_optimizer import DTYPES, MatrixOptimizer, MatrixRule
 from megatron.bcd.optim.owned_parameters import OwnedParameters
+from megatron.bcd.runtime import replicas
 
 Rules = list[tuple[MatrixRule, Iterable[str], bool]]
 """Rule, names of matrices, and whether the active block owns them."""
@@ -43,7 +44,7 @@ def build_matrix_optimizer(
             )
             for name, parameter in parameters.matrices().items()
         },
-        group=parallel_state.get_data_parallel_group(),
+        group=replicas.group(),
     )
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import (
     MegatronOptimizer,
@@ -23,13 +22,13 @@ from megatron.bcd.model.transformer_config import DTYPES
 from megatron.bcd.optim.low_bit_adam import LowBitAdam
 from megatron.bcd.optim.optimizer_params import ALWAYS_ACTIVE, chained_optimizers
 from megatron.bcd.optim.param_shard import param_shards
-from megatron.bcd.runtime import memory
+from megatron.bcd.runtime import memory, replicas
 
 
 def wrap_model(model: torch.nn.Module, config: RunConfig) -> DistributedDataParallel:
     """The model in Megatron Core's DDP, with buffers for the parameters that require a gradient."""
     ddp = config.ddp
-    bucket_size = ddp.bucket_size or max(40_000_000, 1_000_000 * parallel_state.get_data_parallel_world_size())
+    bucket_size = ddp.bucket_size or max(40_000_000, 1_000_000 * replicas.size())
     ddp_config = DistributedDataParallelConfig(
         **{**core_keywords(ddp), "bucket_size": bucket_size if ddp.overlap_grad_reduce else None}
     )

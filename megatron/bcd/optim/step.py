@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,12 +20,17 @@ from megatron.bcd.runtime import device
 
 @torch.no_grad()
 def clip_and_step(
-    optimizer: MegatronOptimizer, matrices: MatrixOptimizer | None = None, *, skip_non_finite: bool
+    optimizer: MegatronOptimizer,
+    matrices: MatrixOptimizer | None = None,
+    *,
+    skip_non_finite: bool,
+    on_clipped: Callable[[], None] | None = None,
 ) -> float | None:
     """Clip the gradient and step the optimizer, and that of matrices. A collective.
 
     Megatron Core's step with one more check. It is skipped after an overflow in fp16, and with `skip_non_finite` if a
     gradient is not finite. Resting matrices are neither clipped nor part of the norm: their updates have no scale.
+    `on_clipped` is called on every rank between clipping and step, unless the step is skipped.
 
     Returns:
         L2 norm of the gradient before clipping, the same on every rank; None if the step was skipped.
@@ -46,6 +51,8 @@ def clip_and_step(
                 total_norm=norm,
                 use_decoupled_grad=each.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
             )
+    if on_clipped is not None:
+        on_clipped()
     optimizer.step_with_ready_grads()
     if matrices is not None:
         matrices.step(clip_coefficient=_clip_coefficient(norm, optimizer.config.clip_grad))
@@ -55,6 +62,23 @@ def clip_and_step(
 def _clip_coefficient(norm: float, max_norm: float) -> float:
     """As in Megatron Core's `clip_grad_by_total_norm_fp32`."""
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0.0 else 1.0
+
+
+@torch.no_grad()
+def num_zero_gradients(optimizer: MegatronOptimizer) -> int:
+    """Zeros in the gradient of all that Megatron Core's optimizer steps in this phase, the same on every rank.
+
+    A collective between clipping and step. Counted like the norm of a step; matrices that Muon steps or that rest are
+    not in this optimizer.
+    """
+    total = 0
+    for each in chained_optimizers(optimizer):
+        gradients = [main_param.grad for main_param in _stepped_main_params(each) if main_param.grad is not None]
+        on_this_rank = sum(gradient.numel() - int(torch.count_nonzero(gradient)) for gradient in gradients)
+        count = torch.tensor(on_this_rank, dtype=torch.int64, device=device.current())
+        torch.distributed.all_reduce(count, group=each.get_grad_stats_parallel_group())
+        total += int(count.item())
+    return total
 
 
 @torch.no_grad()
@@ -89,8 +113,13 @@ def num_block_parameters(optimizer: MegatronOptimizer) -> int:
 
 def _counted_main_params(optimizer: Any) -> Iterator[torch.Tensor]:
     """Main parameters of the block's own parameters, without those that another rank counts."""
+    return _stepped_main_params(optimizer, with_always_active=False)
+
+
+def _stepped_main_params(optimizer: Any, *, with_always_active: bool = True) -> Iterator[torch.Tensor]:
+    """Main parameters that the optimizer steps, without those that another rank counts."""
     for group in [] if optimizer.is_stub_optimizer else optimizer.optimizer.param_groups:
-        for main_param in [] if group.get(ALWAYS_ACTIVE) else group["params"]:
+        for main_param in [] if group.get(ALWAYS_ACTIVE) and not with_always_active else group["params"]:
             if param_is_not_shared(main_param) and param_is_not_tensor_parallel_duplicate(
                 main_param, getattr(optimizer, "tp_group", None)
             ):

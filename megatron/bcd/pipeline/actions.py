@@ -46,6 +46,8 @@ class Action:
     """Of a two-way message: the one that is sent."""
     received: int | None = None
     """The microbatch that a two-way message receives."""
+    chunk: int = 0
+    """In an interleaved plan: which chunk of the stage computes, sends or receives."""
 
 
 _SENT_TO = {
@@ -73,9 +75,9 @@ class Message(NamedTuple):
     """An output (to the next stage) or an input gradient (to the one before) of one microbatch."""
 
     source: int
-    """The stage that sends."""
+    """The stage that sends; in an interleaved plan the virtual stage."""
     target: int
-    """The stage that receives."""
+    """The stage that receives; in an interleaved plan the virtual stage."""
     microbatch: int
 
     @property

@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel.schedules import (
-    backward_step,
-    deallocate_output_tensor,
-    forward_step,
-    get_tensor_shapes,
-)
+from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_model_config, get_model_type
 
-from megatron.bcd.pipeline.actions import Action, Kind
+from megatron.bcd.pipeline.actions import Kind
 from megatron.bcd.pipeline.build import PlanShape, stage_actions
+from megatron.bcd.pipeline.iteration import Iteration, TimedAction
 from megatron.bcd.pipeline.p2p import CountingCommunicator, OneWayLink
-from megatron.bcd.runtime import device
 
 
-@dataclass(frozen=True, kw_only=True)
-class TimedAction:
-    """An executed action and its times, in seconds of a monotonic clock."""
-
-    action: Action
-    start: float
-    end: float
-
-
-class StageExecutor:
+class StageExecutor(Iteration):
     """One iteration of one stage: the tensors under way, and a handler for each kind of action."""
 
     def __init__(
@@ -44,34 +26,16 @@ class StageExecutor:
         link: OneWayLink,
         groups: ProcessGroupCollection,
         *,
-        trace: list[TimedAction] | None,
-        forward_step_func: Callable[..., Any],
         data_iterator: Any,
-        seq_length: int,
-        micro_batch_size: int,
-        decoder_seq_length: int | None = None,
-        collect_non_loss_data: bool = False,
-        first_val_step: bool | None = None,
-        force_all_reduce: bool = False,
+        **common: Any,
     ) -> None:
-        self._shape, self._model, self._communicator, self._link = shape, model, communicator, link
-        self._groups, self._trace = groups, trace
+        is_training = shape.first_trainable < shape.num_stages
+        super().__init__(model, groups, num_microbatches=shape.num_microbatches, is_training=is_training, **common)
+        self._shape, self._communicator, self._link = shape, communicator, link
         # with a prefix cache, the plan has only the last stages of the pipeline
         self._stage = groups.pp.rank() - (groups.pp.size() - shape.num_stages)
-        self._config = get_model_config(model)
-        self._forward_step_func, self._batches = forward_step_func, data_iterator
-        self._collect_non_loss_data, self._first_val_step = collect_non_loss_data, first_val_step
-        self._force_all_reduce = force_all_reduce
-        [self._tensor_shape] = get_tensor_shapes(
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            decoder_seq_length=decoder_seq_length,
-            config=self._config,
-            tp_group=groups.tp,
-            cp_group=groups.cp,
-        )
+        self._batches = data_iterator
         self._actions = stage_actions(shape, self._stage) if self._stage >= 0 else ()
-        self._is_training = shape.first_trainable < shape.num_stages
         self._is_after_prefix = self._stage > 0 and shape.is_one_way(self._stage - 1)
         self._num_to_receive = shape.done_ahead if self._is_first_trainable else 0
         self._num_to_receive += sum(action.kind is Kind.RECEIVE_FORWARD for action in self._actions)
@@ -81,9 +45,6 @@ class StageExecutor:
         self._outputs: dict[int, torch.Tensor] = {}
         self._output_gradients: dict[int, torch.Tensor] = {}
         self._input_gradients: dict[int, torch.Tensor] = {}
-        self._reported: list[Any] = []
-        self._num_tokens = torch.zeros([], dtype=torch.int, device=device.current())
-        self._no_sync: contextlib.AbstractContextManager[Any] | None = None
 
     @property
     def _is_first_trainable(self) -> bool:
@@ -121,36 +82,20 @@ class StageExecutor:
         if microbatch < self._shape.done_ahead and self._is_first_trainable:
             self._receive_forward(microbatch)
         received = self._inputs.pop(microbatch, None)
-        self._outputs[microbatch] = self._forward_step(microbatch, received)
+        self._outputs[microbatch] = self._run_forward(microbatch, received)
         if received is not None and received.requires_grad:
             self._inputs[microbatch] = received
 
     def _forward_only(self, microbatch: int, _: int | None = None) -> None:
         with torch.no_grad():
-            output = self._forward_step(microbatch, self._inputs.pop(microbatch, None))
+            output = self._run_forward(microbatch, self._inputs.pop(microbatch, None))
         if self._stage < self._shape.last:
             self._outputs[microbatch] = output
 
-    def _forward_step(self, microbatch: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
+    def _run_forward(self, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
         is_next = microbatch >= self._shape.num_microbatches
         number = microbatch - self._shape.num_microbatches if is_next else microbatch
-        is_first = self._is_training or self._first_val_step is not False
-        output, num_tokens = forward_step(
-            self._forward_step_func,
-            self._batches,
-            self._model,
-            self._shape.num_microbatches,
-            input_tensor,
-            self._reported,
-            self._config,
-            cp_group_size=self._groups.cp.size(),
-            collect_non_loss_data=self._collect_non_loss_data,
-            is_first_microbatch=is_first and number == 0,
-            current_microbatch=number,
-            is_last_stage=self._stage == self._shape.last,
-        )
-        self._num_tokens += num_tokens
-        return output
+        return self._forward_step(self._batches, number, received, is_last_stage=self._stage == self._shape.last)
 
     def _backward(self, microbatch: int, _: int | None = None) -> None:
         self._num_backwards -= 1
@@ -158,12 +103,10 @@ class StageExecutor:
         # others reduce in the bubble
         if not self._num_backwards and (self._config.grad_sync_func is None or self._is_first_trainable):
             self._allow_gradient_reduction()
-        gradient = backward_step(
+        gradient = self._backward_step(
             self._inputs.pop(microbatch, None),
             self._outputs.pop(microbatch),
             self._output_gradients.pop(microbatch, None),
-            get_model_type(self._model),
-            self._config,
         )
         if gradient is not None:
             self._input_gradients[microbatch] = gradient
@@ -206,33 +149,3 @@ class StageExecutor:
 
     def _free_output(self, microbatch: int) -> None:
         deallocate_output_tensor(self._outputs[microbatch], self._config.deallocate_pipeline_outputs)
-
-    def _defer_gradient_reduction(self) -> None:
-        if self._is_training:
-            self._no_sync = (self._config.no_sync_func or contextlib.nullcontext)()
-            self._no_sync.__enter__()
-
-    def _allow_gradient_reduction(self) -> None:
-        if self._no_sync is not None:
-            self._no_sync.__exit__(None, None, None)
-            self._no_sync = None
-
-    def _finish_gradients(self) -> None:
-        """Reduce what is not reduced yet: data-parallel replicas, tied embeddings, sequence-parallel norms."""
-        if self._no_sync is not None:
-            self._allow_gradient_reduction()
-            if self._config.grad_sync_func is not None:
-                self._config.grad_sync_func(self._model.parameters())
-        if self._config.finalize_model_grads_func is not None:
-            self._config.finalize_model_grads_func(
-                [self._model],
-                self._num_tokens if self._config.calculate_per_token_loss else None,
-                pg_collection=self._groups,
-                force_all_reduce=self._force_all_reduce,
-            )
-
-    def _now(self) -> float:
-        if self._trace is None:
-            return 0.0
-        device.synchronize()
-        return time.perf_counter()

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from megatron.bcd.pipeline.actions import Action, Kind, sent
 from megatron.bcd.pipeline.build import PlanShape
+from megatron.bcd.pipeline.interleaved import ChunkShape
 from megatron.bcd.pipeline.simulate import Span, Timeline
 
 LETTERS = {Kind.FORWARD_ONLY: "f", Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "I"}
@@ -21,14 +22,23 @@ _MEANINGS = {
 }
 
 
-def label(action: Action, shape: PlanShape) -> str:
-    """What a cell shows: letter and microbatch, an apostrophe for the next iteration's."""
+def label(action: Action, shape: PlanShape | ChunkShape) -> str:
+    """What a cell shows: letter and microbatch, the chunk as a small letter, an apostrophe for the next iteration's."""
+    if isinstance(shape, ChunkShape):
+        return f"{LETTERS[action.kind]}{action.microbatch}{chunk_letter(action.chunk)}"
     ahead = action.microbatch - shape.num_microbatches
     return f"{LETTERS[action.kind]}{action.microbatch}" if ahead < 0 else f"{LETTERS[action.kind]}{ahead}'"
 
 
-def role(shape: PlanShape, stage: int) -> str:
+def chunk_letter(chunk: int) -> str:
+    """a, b, ...; beyond z the number after a dot."""
+    return chr(ord("a") + chunk) if chunk < 26 else f".{chunk}"
+
+
+def role(shape: PlanShape | ChunkShape, stage: int) -> str:
     """What the stage's layers are in this phase."""
+    if isinstance(shape, ChunkShape):
+        return shape.role(stage)
     if stage < shape.first_trainable:
         return "prefix"
     return "active" if shape.active[stage] else "frozen"
@@ -82,6 +92,9 @@ def legend(*timelines: Timeline) -> str:
     spans = (span for timeline in timelines for spans in timeline.spans for span in spans)
     kinds = {span.action.kind for span in spans if span.duration > 0}
     parts = [f"{LETTERS[kind]} {meaning}" for kind, meaning in _MEANINGS.items() if kind in kinds]
+    chunks = {timeline.plan.shape.num_chunks for timeline in timelines if isinstance(timeline.plan.shape, ChunkShape)}
+    if chunks:
+        parts.append(f"a to {chunk_letter(max(chunks) - 1)} the chunk; stages by chunk: p prefix, A active, s suffix")
     if any(timeline.plan.shape.run_ahead for timeline in timelines):
         parts.append(f"{LETTERS[Kind.FORWARD_ONLY]}0' next iteration's microbatch 0")
     return ", ".join([*parts, f"{IDLE} idle"])
@@ -107,7 +120,7 @@ def render_grid(timeline: Timeline, *, unit: float | None = None, width: int | N
     return "\n".join(row.rstrip() for row in rows)
 
 
-def _row(spans: Sequence[Span], shape: PlanShape, *, unit: float, width: int, num_cells: int) -> str:
+def _row(spans: Sequence[Span], shape: PlanShape | ChunkShape, *, unit: float, width: int, num_cells: int) -> str:
     cells = [IDLE.center(width)] * num_cells
     for span in spans:
         first, end = _nearest(span.start / unit), _nearest(span.end / unit)

@@ -13,8 +13,11 @@ from megatron.core.utils import get_model_config
 
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.pipeline.build import PlanShape, bcd_shape, default_run_ahead, evaluation_shape
-from megatron.bcd.pipeline.executor import StageExecutor, TimedAction
-from megatron.bcd.pipeline.p2p import CountingCommunicator, OneWayLink
+from megatron.bcd.pipeline.chunk_executor import ChunkExecutor
+from megatron.bcd.pipeline.executor import StageExecutor
+from megatron.bcd.pipeline.interleaved import ChunkShape, evaluation_chunk_shape
+from megatron.bcd.pipeline.iteration import TimedAction
+from megatron.bcd.pipeline.p2p import ChunkMessages, CountingCommunicator, OneWayLink
 from megatron.bcd.runtime import device
 
 _OF_A_PHASE = ("grad_scale_func", "finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
@@ -42,6 +45,7 @@ class PipelineSchedule:
         self._num_next = self._done_ahead = 0
         self._communicator: CountingCommunicator | None = None
         self._link: OneWayLink | None = None
+        self._messages: ChunkMessages | None = None
         self._groups: ProcessGroupCollection | None = None
 
     def begin_phase(self, block: int, *, is_prefix_served: bool = False) -> None:
@@ -75,6 +79,8 @@ class PipelineSchedule:
             )
         self._set_up(model)
         assert self._communicator is not None and self._groups is not None and self._link is not None
+        if self._partition.num_chunks > 1:
+            return self._execute_chunks(num_microbatches, forward_only=forward_only, model=model, **arguments)
         self._communicator.backward_messages = 0
         if self.name == "stock":
             reported = get_forward_backward_func()(
@@ -100,6 +106,27 @@ class PipelineSchedule:
             shape, model, self._communicator, self._link, self._groups, trace=self.trace, **arguments
         )
         return iteration.run()
+
+    def _execute_chunks(self, num_microbatches: int, *, forward_only: bool, model: Any, **arguments: Any) -> list[Any]:
+        """Execute this rank's part of an interleaved plan."""
+        assert self._groups is not None and self._messages is not None
+        self._num_next = self._messages.backward_messages = 0
+        shape = self._chunk_shape(num_microbatches, forward_only=forward_only)
+        reported = ChunkExecutor(shape, model, self._messages, self._groups, trace=self.trace, **arguments).run()
+        if not forward_only:
+            self.backward_messages = self._messages.backward_messages
+        return reported
+
+    def _chunk_shape(self, num_microbatches: int, *, forward_only: bool) -> ChunkShape:
+        cut = self._partition
+        sizes = {"num_stages": cut.num_stages, "num_chunks": cut.num_chunks, "num_microbatches": num_microbatches}
+        if forward_only:
+            return evaluation_chunk_shape(**sizes)
+        return ChunkShape(
+            **sizes,
+            first_trainable=cut.first_trainable_virtual_stage(self._block),
+            active=tuple(cut.virtual_stage_active(self._block, each) for each in range(cut.num_virtual_stages)),
+        )
 
     def _shape(self, num_microbatches: int, *, forward_only: bool) -> PlanShape:
         num_stages = self._partition.num_stages
@@ -139,6 +166,7 @@ class PipelineSchedule:
                 config.batch_p2p_sync = False
             self._communicator = CountingCommunicator(self._groups.pp, config)
             self._link = OneWayLink(self._communicator)
+            self._messages = ChunkMessages(self._groups.pp, dtype=config.pipeline_dtype)
             # batched messages of some of a group's ranks must not be the first thing that the group does
             torch.distributed.all_reduce(torch.zeros(1, device=device.current()), group=self._groups.pp)
 

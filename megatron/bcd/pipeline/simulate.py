@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from megatron.bcd.pipeline.actions import Action, Kind, Message, messages_of, received, sent
 from megatron.bcd.pipeline.build import MAX_SENDS_IN_FLIGHT, Plan, PlanShape
+from megatron.bcd.pipeline.interleaved import ChunkPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +90,10 @@ class Span:
 class Timeline:
     """The times of a plan's actions, and what follows from them."""
 
-    plan: Plan
+    plan: Plan | ChunkPlan
     spans: tuple[tuple[Span, ...], ...]
-    """By stage, in the order of its actions, one after the other without a gap."""
+    """By stage, in the order of its actions, one after the other without a gap; in an interleaved plan with gaps where
+    a pass waits."""
     critical_path: tuple[Span, ...]
     """In order of time, the actions that decide the end: each waits for the one before it, on its stage or another's.
 

@@ -32,7 +32,7 @@ class LayerBytes:
 def layer_bytes(recipe: Recipe) -> LayerBytes:
     """The formula for one microbatch of the recipe."""
     shape, element = recipe.shape, recipe.bytes_per_element
-    tokens = recipe.tokens * recipe.micro_batch_size
+    tokens = recipe.rank_tokens * recipe.micro_batch_size
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
     # query and context, key and value: twice this; in fp32 attention repeats keys and values for each query of a group
     heads = shape.query_size + (shape.query_size if element == 4 else shape.key_value_size)
@@ -43,11 +43,13 @@ def layer_bytes(recipe: Recipe) -> LayerBytes:
     else:
         # norm input and output, query-key-value, context, the second norm's; before and after GELU
         active, suffix = 4 * hidden + 2 * heads + 2 * ffn, 2 * hidden + 2 * heads + ffn
+    # key and value of whole sequences, and the contexts of both chunks beside the whole context
+    split = 2 * recipe.context_size * (heads - shape.query_size) + shape.query_size if recipe.context_size > 1 else 0
     scores = recipe.tokens * recipe.model.heads * (1 if shape.gated else 2) if recipe.unfused_attention else 0
     logits = recipe.padded_vocabulary * (4 if element == 4 else 6)
     return LayerBytes(
-        active=tokens * ((active + scores) * element + 4 * attention),
-        suffix=tokens * ((suffix + scores) * element + 4 * attention),
+        active=tokens * ((active + split + scores) * element + 4 * attention),
+        suffix=tokens * ((suffix + split + scores) * element + 4 * attention),
         input=tokens * hidden * element,
         head=tokens * (2 * hidden * element + 4 * recipe.padded_vocabulary),
         working=tokens * max((2 * hidden + 2 * ffn) * element, logits - 4 * recipe.padded_vocabulary),

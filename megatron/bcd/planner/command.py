@@ -7,6 +7,11 @@ from megatron.bcd.planner.recipe import PRESET_OF, Recipe
 
 SCRIPTS = {"gpt": "pretrain_gpt_bcd.py", "llama": "pretrain_llama_bcd.py"}
 """By model family; each script has its family's flags as defaults."""
+LEARNING_RATE_FLAGS = "--lr 1e-4 --lr-warmup-fraction 0.01 --lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0"
+"""As in examples/pretrain.sh."""
+STEPS_PER_BLOCK = 100
+"""As in examples/pretrain.sh, which leaves preset pretrain its own."""
+_SAVE_INTERVAL = 500
 _INDENT = " \\\n    "
 _WIDTH = 112
 
@@ -35,7 +40,8 @@ def layout_flags(recipe: Recipe) -> list[str]:
 
 def parallel_flags(recipe: Recipe) -> list[str]:
     """Flags of the parallel sizes."""
-    return [f"--pipeline-model-parallel-size {recipe.pipeline_size}"]
+    context = f" --context-parallel-size {recipe.context_size}" if recipe.context_size > 1 else ""
+    return [f"--pipeline-model-parallel-size {recipe.pipeline_size}{context}"]
 
 
 def training_flags(recipe: Recipe) -> list[str]:
@@ -67,6 +73,18 @@ def method_flags(recipe: Recipe) -> list[str]:
     return flags
 
 
+def schedule_flags(recipe: Recipe, *, iterations: int) -> list[str]:
+    """Flags of the training's length and learning rate, and of the phases' length where the method leaves it open."""
+    flags = [f"--train-iters {iterations}", LEARNING_RATE_FLAGS]
+    return [*flags, f"--bcd-steps-per-block {STEPS_PER_BLOCK}"] if recipe.method == "bcd" else flags
+
+
+def save_flags(recipe: Recipe) -> list[str]:
+    """Flags with which a restarted command goes on from its newest checkpoint."""
+    folder = f"out/{recipe.model.name}-{PRESET_OF.get(recipe.method, recipe.method)}-{recipe.cluster.name}"
+    return [f"--save {folder} --load {folder}", f"--save-interval {_SAVE_INTERVAL} --keep-last-checkpoints 2"]
+
+
 def launcher(recipe: Recipe) -> str:
     """torchrun; with several nodes the command is to be started on each."""
     start = f"torchrun --nproc-per-node {recipe.gpus_per_node}"
@@ -77,7 +95,12 @@ def launcher(recipe: Recipe) -> str:
 
 def torchrun_command(recipe: Recipe, *, iterations: int) -> str:
     """The whole command, with --mock-data on its last line in place of the user's data."""
-    flags = [*network_flags(recipe), *layout_flags(recipe), f"--train-iters {iterations} --lr 1e-4"]
+    flags = [
+        *network_flags(recipe),
+        *layout_flags(recipe),
+        *schedule_flags(recipe, iterations=iterations),
+        *save_flags(recipe),
+    ]
     # NullTokenizer adds an end-of-document token to its vocabulary
     data = f"--mock-data --tokenizer-type NullTokenizer --vocab-size {recipe.model.vocabulary - 1}"
     return _INDENT.join([f"{launcher(recipe)} {SCRIPTS[recipe.model.form]}", *_packed(flags), data])

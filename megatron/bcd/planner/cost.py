@@ -102,7 +102,7 @@ def model_state_bytes(
 ) -> int:
     """Model state in bytes of a rank that holds ``num_parameters``, of which ``num_active`` are active.
 
-    The distributed optimizer shards optimizer state, main parameters included, over the data-parallel group; weights
+    The distributed optimizer shards optimizer state, main parameters included, over the replicas; weights
     and gradients are replicated. Buffer padding is not counted. ``offload_fraction`` of the optimizer state is in
     host memory (--optimizer-cpu-offload). Raises ValueError if ``num_active`` is not between 0 and
     ``num_parameters``, or ``data_parallel_size`` < 1.

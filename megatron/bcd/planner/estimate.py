@@ -77,6 +77,7 @@ class Estimate:
                 "num_gpus": recipe.num_gpus,
                 "num_nodes": recipe.num_nodes,
                 "pipeline_size": recipe.pipeline_size,
+                "context_size": recipe.context_size,
                 "data_size": recipe.data_size,
                 "num_blocks": recipe.partition.num_blocks,
                 "layout": recipe.partition.layout,
@@ -165,4 +166,4 @@ def largest_micro_batch(recipe: Recipe) -> int | None:
 def _full_flops(recipe: Recipe) -> float:
     """FLOPs of one iteration of full training without recomputation: three passes through layers and head."""
     layers = recipe.model.layers * layer_pass(recipe).flops
-    return 3 * (layers + head_pass(recipe).flops) * recipe.num_microbatches * recipe.data_size
+    return 3 * (layers + head_pass(recipe).flops) * recipe.num_microbatches * recipe.num_replicas

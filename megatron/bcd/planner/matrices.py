@@ -1,7 +1,7 @@
 """Matrices of layers that are stepped without Megatron Core's optimizer: a rank's share of their state and work.
 
-Mirrors `optim.matrix_optimizer`: each matrix has one data-parallel rank as its owner, which alone holds momentum and
-low bits, and computes the update.
+Mirrors `optim.matrix_optimizer`: each matrix has one of the ranks with the same weights as its owner, which alone holds
+momentum and low bits, and computes the update.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ copies of the gradient, scaling, weight decay, update; with a momentum also its 
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixShare:
-    """A data-parallel rank's share of a stage's matrices in one phase. Without matrices to step, all is 0."""
+    """A replica's share of a stage's matrices in one phase. Without matrices to step, all is 0."""
 
     gradients: int = 0
     """Bytes, of all matrices that are stepped: also of those that other ranks own."""
@@ -46,11 +46,11 @@ def is_stepped_alone(recipe: Recipe, tensor: Tensor, block: int) -> bool:
     return tensor.is_resting(block) or (recipe.is_muon and bool(tensor.parts) and tensor.is_active(block))
 
 
-def matrix_share(recipe: Recipe, stage: int, block: int, data_rank: int) -> MatrixShare:
+def matrix_share(recipe: Recipe, stage: int, block: int, replica: int) -> MatrixShare:
     """The share of one rank."""
     if not recipe.is_muon and recipe.bcd.bcd_resting_update == "none":
         return MatrixShare()
-    return _shares(_Key(recipe), stage, block)[data_rank]
+    return _shares(_Key(recipe), stage, block)[replica]
 
 
 class _Key:
@@ -58,7 +58,7 @@ class _Key:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self._values = (recipe.shape, recipe.layer_counts, recipe.data_size, recipe.method, recipe.precision)
+        self._values = (recipe.shape, recipe.layer_counts, recipe.num_replicas, recipe.method, recipe.precision)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Key) and self._values == other._values
@@ -72,9 +72,9 @@ def _shares(key: _Key, stage: int, block: int) -> tuple[MatrixShare, ...]:
     recipe = key.recipe
     tensors = stage_tensors(recipe.shape, recipe.partition, stage, padded_vocabulary=recipe.padded_vocabulary)
     matrices = [tensor for tensor in tensors if tensor.parts]
-    owners = matrix_owners([tensor.size for tensor in matrices], recipe.data_size)
+    owners = matrix_owners([tensor.size for tensor in matrices], recipe.num_replicas)
     return tuple(
-        _share(recipe, matrices, [owner == rank for owner in owners], block) for rank in range(recipe.data_size)
+        _share(recipe, matrices, [owner == rank for owner in owners], block) for rank in range(recipe.num_replicas)
     )
 
 
@@ -90,7 +90,7 @@ def _share(recipe: Recipe, matrices: list[Tensor], is_own: list[bool], block: in
         if is_stepped:
             gradient = muon_gradient if is_active else resting_gradient
             total["gradients"] += gradient * tensor.size
-            total["messages"] += (gradient + recipe.bytes_per_element) * tensor.size * (recipe.data_size > 1)
+            total["messages"] += (gradient + recipe.bytes_per_element) * tensor.size * (recipe.num_replicas > 1)
         if not own:
             continue
         total["state"] += (low_bits + momentum * is_active) * tensor.size

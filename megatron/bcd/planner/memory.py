@@ -56,12 +56,12 @@ def stage_buffers(recipe: Recipe, stage: int) -> tuple[Buffer, ...]:
 
 def _stage_weights(recipe: Recipe) -> tuple[tuple[tuple[Buffer, int], ...], ...]:
     """By stage and block: the buffer, and the elements of all weights with the padding of buffers."""
-    return _weights(recipe.shape, recipe.layer_counts, recipe.padded_vocabulary, recipe.data_size, recipe.is_muon)
+    return _weights(recipe.shape, recipe.layer_counts, recipe.padded_vocabulary, recipe.num_replicas, recipe.is_muon)
 
 
 @lru_cache(maxsize=1024)  # a search needs the same buffers for every micro-batch size
 def _weights(
-    shape: ModelShape, cut: LayerCounts, padded_vocabulary: int, data_size: int, is_muon: bool
+    shape: ModelShape, cut: LayerCounts, padded_vocabulary: int, num_replicas: int, is_muon: bool
 ) -> tuple[tuple[tuple[Buffer, int], ...], ...]:
     partition, stages = cut.partition, []
     for stage in range(partition.num_stages):
@@ -71,7 +71,7 @@ def _weights(
             for block in partition.blocks
         ]
         sizes = [sum(tensor.size for tensor in each) for each in held]
-        buffers = [buffer_of(each, data_size=data_size) for each in held]
+        buffers = [buffer_of(each, num_ranks=num_replicas) for each in held]
         everything = sum(tensor.size for tensor in tensors)
         if partition.always_active:  # a buffer ends with its phase
             elements = [everything - size + buffer.size for size, buffer in zip(sizes, buffers, strict=True)]
@@ -98,7 +98,7 @@ def phase_shape(recipe: Recipe, block: int) -> PlanShape:
     )
 
 
-def rank_memory(recipe: Recipe, *, data_rank: int = 0) -> tuple[RankMemory, ...]:
+def rank_memory(recipe: Recipe, *, replica: int = 0) -> tuple[RankMemory, ...]:
     """One rank per stage in every phase, ordered by stage, then by block."""
     budget = state_budget(precision=recipe.precision)
     is_on_host = recipe.method == "offload"
@@ -107,8 +107,8 @@ def rank_memory(recipe: Recipe, *, data_rank: int = 0) -> tuple[RankMemory, ...]
     ranks = []
     for stage in range(recipe.pipeline_size):
         for block, ((buffer, elements), shape) in enumerate(zip(_stage_weights(recipe)[stage], shapes, strict=True)):
-            held, pieces = buffer.held[data_rank], buffer.pieces[data_rank]
-            share = matrix_share(recipe, stage, block, data_rank)
+            held, pieces = buffer.held[replica], buffer.pieces[replica]
+            share = matrix_share(recipe, stage, block, replica)
             of_adam = int(budget.optimizer) * held + STEP_COUNTER_BYTES * pieces
             ranks.append(
                 RankMemory(
@@ -129,7 +129,7 @@ def rank_memory(recipe: Recipe, *, data_rank: int = 0) -> tuple[RankMemory, ...]
 def host_bytes(recipe: Recipe) -> int:
     """Host memory of one rank: with method offload weights, gradients and moments; momenta that blocks keep."""
     if recipe.method != "offload":
-        ranks, blocks = range(recipe.data_size), range(recipe.partition.num_blocks)
+        ranks, blocks = range(recipe.num_replicas), range(recipe.partition.num_blocks)
         stages = range(recipe.pipeline_size)
         return max(matrix_share(recipe, *place).kept for place in product(stages, blocks, ranks))
     held = max(max(stage_buffers(recipe, stage)[0].held) for stage in range(recipe.pipeline_size))

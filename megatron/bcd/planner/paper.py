@@ -183,6 +183,37 @@ class Paper:
         return recomputed, note + ("; settings are a guess" if row in GUESSED_SETTINGS else "")
 
 
+@dataclass(frozen=True, kw_only=True)
+class TimeError:
+    """How far off predicted iteration times of a method were: the paper's cells that no fit has seen."""
+
+    mean: float
+    """Mean absolute relative error."""
+    lowest: float
+    """Most negative relative error: predicted too short."""
+    highest: float
+    num_times: int
+
+
+def time_errors(cells: Sequence[Cell]) -> dict[str, TimeError]:
+    """By method. The paper has no times of preset pretrain."""
+    errors: dict[str, list[float]] = {}
+    for cell in cells:
+        if cell.is_simulated and cell.recomputed is not None and cell.row not in FITTED_MODELS:
+            errors.setdefault(_method(cell.column), []).append(cell.recomputed / cell.published - 1)
+    return {
+        method: TimeError(
+            mean=sum(map(abs, found)) / len(found), lowest=min(found), highest=max(found), num_times=len(found)
+        )
+        for method, found in errors.items()
+    }
+
+
+def _method(column: str) -> str:
+    """Of a cell's time."""
+    return {"distributed": "full", "offload": "offload"}.get(column.partition("_")[0], "bcd")
+
+
 def _model(models: Mapping[str, Model], row: str) -> Model:
     name = row.split()[0]
     if name not in models:
@@ -194,17 +225,14 @@ def timed_run(
     figures: Figures, models: Mapping[str, Model], cluster: Cluster, table: int, row: str, column: str
 ) -> TimedRun:
     """The run whose iteration time is published in this cell."""
-    method, num_blocks, per_node = "bcd", 3, 8
+    method, num_blocks, per_node = _method(column), 3, 8
     if table == 4:
-        side = "bcd" if column.startswith("bcd") else "distributed"
-        method = "bcd" if side == "bcd" else "full"
+        side = "bcd" if method == "bcd" else "distributed"
         per_node = int(figures(4, row, f"{side}_gpus_per_node"))
         gpus = int(figures(4, row, f"{side}_nodes")) * per_node
     else:
         gpus = int(figures(table, row, "gpus_total"))
-        if column.startswith("offload"):
-            method = "offload"
-        elif column.startswith("unfrozen_1_"):
+        if column.startswith("unfrozen_1_"):
             num_blocks = int(column.split("_")[2])
         per_node = min(gpus, 8)
     nodes = replace(cluster, gpus_per_node=per_node)

@@ -8,12 +8,11 @@ from typing import Any
 
 from megatron.bcd.planner.memory import fits, peak, rank_memory
 from megatron.bcd.planner.recipe import MAX_GPUS, METHODS, PRESET_OF, RECOMPUTE, Recipe
-from megatron.bcd.planner.search import valid_pipelines
+from megatron.bcd.planner.search import MOST_GPUS, valid_pipelines
 from megatron.bcd.planner.tables import GIB, Cluster, Model, Placement
 
 _PLANNED_SHARE = 0.95
 """Of a GPU's memory: the estimate is a formula, and running out of memory costs more than recomputing a layer."""
-_MOST_GPUS = 512
 _TINY_LAYERS, _TINY_HIDDEN, _TINY_HEADS, _TINY_SEQUENCE = 6, 64, 4, 64
 _BYTES = 257
 """Vocabulary of ByteLevelTokenizer."""
@@ -60,7 +59,7 @@ def grow_until_fits(**settings: Any) -> Iterator[Recipe]:
     by_stage = settings["method"] in PRESET_OF and settings.get("layout") == "stage"
     stages = settings.get("pipeline_size") or (settings.get("num_blocks") or 2 if by_stage else 1)
     numbers = [min(max(stages, 1), MAX_GPUS)]
-    while 2 * numbers[-1] <= _MOST_GPUS:
+    while 2 * numbers[-1] <= MOST_GPUS:
         numbers.append(2 * numbers[-1])
     reasons, found = [], False
     for number in numbers:
@@ -118,6 +117,7 @@ def scaled_down(recipe: Recipe, *, num_gpus: int = 2) -> Recipe:
         num_gpus=ranks,
         num_blocks=None if recipe.layout == "stage" else recipe.num_blocks,
         pipeline_size=stages,
+        context_size=1,
         sequence=None,
         micro_batch_size=2,
         global_batch_size=8,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 
 from megatron.bcd.blocks.partition import Partition, partition
-from megatron.bcd.config import BcdConfig
+from megatron.bcd.config import PLANNED_LAYOUTS, BcdConfig
 from megatron.bcd.config.presets import PRESETS
 from megatron.bcd.planner.cost import PRECISIONS, ModelShape, layer_work
 from megatron.bcd.planner.tables import Cluster, Model
@@ -47,6 +47,7 @@ class Recipe:
     num_gpus: int
     method: str = "bcd"
     pipeline_size: int = 1
+    context_size: int = 1
     num_blocks: int | None = None
     """For methods with blocks; None: the default."""
     layout: str | None = None
@@ -66,6 +67,7 @@ class Recipe:
         for flag, value, most in (
             ("--num-gpus", self.num_gpus, MAX_GPUS),
             ("--pipeline-model-parallel-size", self.pipeline_size, MAX_GPUS),
+            ("--context-parallel-size", self.context_size, MAX_GPUS),
             ("--global-batch-size", self.global_batch_size, MAX_BATCH),
             ("--micro-batch-size", self.micro_batch_size, MAX_BATCH),
             ("--seq-length", self.tokens, MAX_TOKENS),
@@ -74,6 +76,7 @@ class Recipe:
                 raise ValueError(f"{flag} {value}: must be 1 to {most}")
         for flag, chosen, choices in (
             ("--method", self.method, METHODS),
+            ("--bcd-layout", self.layout or "spread", PLANNED_LAYOUTS),
             ("--recompute", self.recompute, RECOMPUTE),
             ("--precision", self.precision, PRECISIONS),
         ):
@@ -88,6 +91,16 @@ class Recipe:
             raise ValueError(
                 f"--pipeline-model-parallel-size {self.pipeline_size} does not divide --num-gpus {self.num_gpus}: "
                 "give a divisor"
+            )
+        if self.num_gpus % (self.pipeline_size * self.context_size):
+            raise ValueError(
+                f"--context-parallel-size {self.context_size} x --pipeline-model-parallel-size {self.pipeline_size} "
+                f"does not divide --num-gpus {self.num_gpus}: give a divisor"
+            )
+        if self.context_size > 1 and self.tokens % (2 * self.context_size):
+            raise ValueError(
+                f"--seq-length {self.tokens}: must be a multiple of {2 * self.context_size}, 2 x "
+                "--context-parallel-size"
             )
         per_step = self.micro_batch_size * self.data_size
         if self.global_batch_size % per_step:
@@ -129,8 +142,18 @@ class Recipe:
         return self.model.sequence if self.sequence is None else self.sequence
 
     @property
+    def rank_tokens(self) -> int:
+        """Tokens of a sequence on one context-parallel rank."""
+        return self.tokens // self.context_size
+
+    @property
     def data_size(self) -> int:
         """Data-parallel ranks."""
+        return self.num_gpus // (self.pipeline_size * self.context_size)
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks with the same weights: data-parallel times context-parallel ones."""
         return self.num_gpus // self.pipeline_size
 
     @property

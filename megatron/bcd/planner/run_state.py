@@ -45,15 +45,18 @@ def offload_fraction(config: RunConfig) -> float:
     return config.optimizer.optimizer_offload_fraction
 
 
-def state_bytes(config: RunConfig, *, num_parameters: int, counts: Mapping[str, int], data_size: int) -> int:
-    """Model state in bytes of a rank with ``num_parameters`` in a phase with these `phase_counts`."""
+def state_bytes(config: RunConfig, *, num_parameters: int, counts: Mapping[str, int], num_replicas: int) -> int:
+    """Model state in bytes of a rank with ``num_parameters`` in a phase with these `phase_counts`.
+
+    ``num_replicas`` ranks hold the same weights: data-parallel times context-parallel ones.
+    """
     bcd = config.bcd
     resting = cost.matrix_state_bytes(
         num_matrix=counts["matrices"],
         num_stepped=counts["resting"],
         grad_dtype=bcd.bcd_resting_grad_dtype,
         precision=config.precision,
-        data_parallel_size=data_size,
+        data_parallel_size=num_replicas,
     )
     muon = cost.matrix_state_bytes(
         num_matrix=counts["muon"],
@@ -61,7 +64,7 @@ def state_bytes(config: RunConfig, *, num_parameters: int, counts: Mapping[str, 
         grad_dtype=bcd.muon_grad_dtype,
         momentum_dtype=bcd.muon_momentum_dtype,
         precision=config.precision,
-        data_parallel_size=data_size,
+        data_parallel_size=num_replicas,
     )
     return (
         resting
@@ -74,7 +77,7 @@ def state_bytes(config: RunConfig, *, num_parameters: int, counts: Mapping[str, 
             sgd_momentum=config.optimizer.sgd_momentum != 0.0,
             adam_moments_dtype=config.training.adam_moments_dtype,
             gradients_in_fp32=config.ddp.grad_reduce_in_fp32,
-            data_parallel_size=data_size,
+            data_parallel_size=num_replicas,
             distributed_optimizer=config.training.use_distributed_optimizer,
             offload_fraction=offload_fraction(config),
         )
@@ -96,18 +99,18 @@ def shape_of(config: RunConfig, *, vocab_size: int) -> cost.ModelShape:
         else 0,
         tied=config.tied,
         biases=bool(fields["add_bias_linear"]),
-        gated=config.model.swiglu,
+        gated=config.is_gated,
         query_size=heads * channels,
         key_value_size=(fields.get("num_query_groups") or heads) * channels,
     )
 
 
 def stage_state(
-    config: RunConfig, partition: Partition, *, vocab_size: int, data_size: int
+    config: RunConfig, partition: Partition, *, vocab_size: int, num_replicas: int
 ) -> Iterator[tuple[int, int]]:
     """(parameters, largest model state in bytes of any phase) of a rank of each pipeline stage.
 
-    From formulas, without buffer padding; ``vocab_size`` is the tokenizer's.
+    From formulas, without buffer padding; ``vocab_size`` is the tokenizer's, ``num_replicas`` as in `state_bytes`.
     """
     multiple = config.model.make_vocab_size_divisible_by * config.tensor_size
     shape, padded = shape_of(config, vocab_size=vocab_size), -(-vocab_size // multiple) * multiple
@@ -128,8 +131,24 @@ def stage_state(
                     config,
                     num_parameters=total,
                     counts=phase_counts(sizes, owned, block.index, is_muon=is_muon),
-                    data_size=data_size,
+                    num_replicas=num_replicas,
                 )
                 for block in partition.blocks
             ),
         )
+
+
+def phase_flops(config: RunConfig, partition: Partition, block: int, *, padded_vocab_size: int) -> float:
+    """Floating-point operations of matrix products for one sequence in the block's phase, over all ranks.
+
+    Stock Megatron-LM's count of full training, without what the phase leaves out: gradients behind its prefix and of
+    frozen weights. What is recomputed is not counted, and what a prefix cache serves is.
+    """
+    shape, length = shape_of(config, vocab_size=padded_vocab_size), config.model.seq_length
+    projections = shape.hidden_size * 2 * (shape.query_size + shape.key_value_size)
+    causal_attention = shape.query_size * length
+    matrices = (3 if shape.gated else 2) * shape.hidden_size * shape.ffn_hidden_size
+    layers = config.num_layers * (projections + causal_attention + matrices)
+    head = shape.hidden_size * padded_vocab_size
+    of_layers = 3 * layers * cost.total_compute_ratio(partition, block)
+    return 2.0 * length * (of_layers + head * (2 + partition.head_active(block)))

@@ -15,7 +15,7 @@ SEARCHED_BLOCKS = (2, 3, 4, 5, 6)
 """Layout submodel tries only the first two, because it has that many blocks on every stage."""
 _SIMULATED = 3
 """Number of layouts, cheapest by rough time, whose pipeline is simulated."""
-_MOST_GPUS = 512
+MOST_GPUS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,8 @@ def layouts(base: Recipe, *, num_blocks: Sequence[int] | None = None) -> Iterato
         choices = (None,)  # of preset pretrain no multiplier is known at other numbers of blocks
     else:
         choices = num_blocks or SEARCHED_BLOCKS[: 2 if base.partition.layout == "submodel" else None]
-    for pipeline_size in _divisors(base.num_gpus):
-        per_rank, left = divmod(base.global_batch_size, base.num_gpus // pipeline_size)
+    for pipeline_size in _divisors(base.num_gpus // base.context_size):
+        per_rank, left = divmod(base.global_batch_size, base.num_gpus // (pipeline_size * base.context_size))
         if left:
             continue
         for blocks in choices:
@@ -90,7 +90,7 @@ def search(
 def fewest_gpus(base: Recipe, *, num_blocks: Sequence[int] | None = None) -> int | None:
     """The fewest GPUs on which some layout fits, among powers of two; None if there are none."""
     number = 1
-    while number <= _MOST_GPUS:
+    while number <= MOST_GPUS:
         try:
             batch = -(-base.global_batch_size // number) * number
             asked = replace(base, num_gpus=number, pipeline_size=1, micro_batch_size=1, global_batch_size=batch)

@@ -62,7 +62,7 @@ class PassCost:
 
 def layer_pass(recipe: Recipe) -> PassCost:
     """One pass of one transformer layer."""
-    shape, tokens = recipe.shape, recipe.tokens * recipe.micro_batch_size
+    shape, tokens = recipe.shape, recipe.rank_tokens * recipe.micro_batch_size
     projections = 2 * shape.query_size + 2 * shape.key_value_size
     matrices = shape.hidden_size * (projections + (3 if shape.gated else 2) * shape.ffn_hidden_size)
     attention = 2 * recipe.tokens * shape.query_size
@@ -71,7 +71,7 @@ def layer_pass(recipe: Recipe) -> PassCost:
 
 def head_pass(recipe: Recipe) -> PassCost:
     """One pass of the output head and the loss."""
-    tokens = recipe.tokens * recipe.micro_batch_size
+    tokens = recipe.rank_tokens * recipe.micro_batch_size
     elements = tokens * recipe.padded_vocabulary
     return PassCost(flops=2 * elements * recipe.shape.hidden_size, traffic=8 * elements)
 
@@ -133,12 +133,13 @@ def mean_seconds(phases: tuple[PhaseTime, ...]) -> float:
 def _costs(recipe: Recipe, shape: PlanShape, block: int) -> ActionCosts:
     partition, cut = recipe.partition, recipe.layer_counts
     layer, head = layer_pass(recipe).seconds(recipe), head_pass(recipe).seconds(recipe)
+    exchange = _exchange_seconds(recipe)
     forward, backward = [], []
     for stage in range(shape.num_stages):
         num_active, num_inputs = cut.weight_gradient[stage][block], cut.after_prefix[stage][block]
         recomputed = num_inputs if recipe.recompute == "full" else 0
-        forward.append(cut.layers[stage] * layer)
-        backward.append((num_inputs + num_active + recomputed) * layer)
+        forward.append(cut.layers[stage] * (layer + exchange))
+        backward.append((num_inputs + num_active + recomputed) * layer + (num_inputs + recomputed) * exchange)
         if stage == shape.last:
             forward[-1] += head
             backward[-1] += (1 + partition.head_active(block)) * head
@@ -146,16 +147,26 @@ def _costs(recipe: Recipe, shape: PlanShape, block: int) -> ActionCosts:
     return action_costs(shape, forward=forward, backward=backward, backward_input=backward, message=message)
 
 
+def _exchange_seconds(recipe: Recipe) -> float:
+    """Gathering keys and values of one layer over context-parallel ranks, or scattering their gradients; not
+    overlapped."""
+    ranks, cluster = recipe.context_size, recipe.cluster
+    size = 2 * recipe.tokens * recipe.micro_batch_size * recipe.shape.key_value_size * recipe.bytes_per_element
+    # context-parallel ranks are neighbours
+    speed = cluster.link_gb_per_s if ranks <= recipe.gpus_per_node else cluster.network_gb_per_s
+    return size * (ranks - 1) / ranks / (1e9 * speed)
+
+
 def _message_seconds(recipe: Recipe) -> float:
     """Mean over the pipeline's links: exact if messages follow one another."""
     if recipe.pipeline_size == 1:
         return 0.0
     cluster, last = recipe.cluster, recipe.pipeline_size - 1
-    # ranks of one stage are neighbours, so a stage starts every data_size ranks
-    nodes = [stage * recipe.data_size // recipe.gpus_per_node for stage in range(recipe.pipeline_size)]
+    # ranks of one stage are neighbours, so a stage starts every num_replicas ranks
+    nodes = [stage * recipe.num_replicas // recipe.gpus_per_node for stage in range(recipe.pipeline_size)]
     between = sum(nodes[stage] != nodes[stage + 1] for stage in range(last))
-    # all data-parallel ranks of a node send at once
-    network = cluster.network_gb_per_s / min(recipe.data_size, recipe.gpus_per_node)
+    # all ranks of a stage on a node send at once
+    network = cluster.network_gb_per_s / min(recipe.num_replicas, recipe.gpus_per_node)
     speeds = [network] * between + [cluster.link_gb_per_s] * (last - between)
     return layer_bytes(recipe).input * sum(1 / (1e9 * speed) for speed in speeds) / last
 
@@ -204,7 +215,7 @@ def _orthogonalization_seconds(recipe: Recipe, share: MatrixShare) -> float:
 def _reduction_seconds(recipe: Recipe, size: int, messages: int) -> float:
     """Reduce-scatter of the gradients and all-gather of the weights, without overlap; ``messages`` passes each rank
     whole, as in a chain of ranks."""
-    ranks = recipe.data_size
+    ranks = recipe.num_replicas
     if ranks == 1:
         return 0.0
     budget, cluster = state_budget(precision=recipe.precision), recipe.cluster

@@ -6,6 +6,7 @@ Lines that start with # are comments; the first other line names the columns.
 from __future__ import annotations
 
 import csv
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -178,11 +179,28 @@ def read_published(path: str | Path) -> list[Published]:
 
 
 def choose(known: Mapping[str, Row], name: str, *, flag: str) -> Row:
-    """The row of that name, ignoring case. Raises ValueError with the list of names."""
-    found = {key.lower(): row for key, row in known.items()}.get(name.lower())
-    if found is None:
-        raise ValueError(f"{flag} {name}: must be one of {', '.join(known)}")
-    return found
+    """The row of that name, or for a GPU of a part of it, without regard to case, blanks and punctuation.
+
+    Raises ValueError with the list of names, and the nearest.
+    """
+    asked, plain = _plain(name), {_plain(key): key for key in known}
+    if asked in plain:
+        return known[plain[asked]]
+    # rtx 4090, 4090: a card's number has one meaning, while a part of a model's name says nothing about its family
+    cards = [
+        key
+        for key, row in known.items()
+        if isinstance(row, Cluster) and len(asked) > 2 and any(asked in _plain(text) for text in (key, row.gpu))
+    ]
+    if len(cards) == 1:
+        return known[cards[0]]
+    near = [plain[word] for word in difflib.get_close_matches(asked, plain, n=3)]
+    hint = f"; did you mean {' or '.join(cards or near)}?" if cards or near else ""
+    raise ValueError(f"{flag} {name}: must be one of {', '.join(known)}{hint}")
+
+
+def _plain(name: str) -> str:
+    return "".join(character for character in name.lower() if character.isalnum())
 
 
 def _by_name(path: str | Path, rows: list[Any]) -> dict[str, Any]:

@@ -56,19 +56,22 @@ def stage_tensors(shape: ModelShape, partition: Partition, stage: int, *, padded
 
 def _names_and_parts(shape: ModelShape, partition: Partition, stage: int, vocabulary: int) -> Iterator[_NameAndParts]:
     """Names, and rows and columns of their parts; one row for a vector."""
-    hidden, last = shape.hidden_size, partition.num_stages - 1
-    if stage == 0:
-        yield "embedding.word_embeddings.weight", ((vocabulary, hidden),)
-        if shape.num_positions:
-            yield "embedding.position_embeddings.weight", ((shape.num_positions, hidden),)
-    for index in range(len(partition.stage_layers(stage))):
-        for name, parts in _layer(shape):
-            yield f"decoder.layers.{index}.{name}", parts
-    if stage == last:
-        for part in ("weight", "bias") if shape.biases else ("weight",):
-            yield f"decoder.final_layernorm.{part}", ((1, hidden),)
-        if not shape.tied or last > 0:  # on a single stage a tied head is the embedding itself
-            yield "output_layer.weight", ((vocabulary, hidden),)
+    hidden, last = shape.hidden_size, partition.num_virtual_stages - 1
+    for chunk in range(partition.num_chunks):
+        virtual = chunk * partition.num_stages + stage
+        before = f"chunks.{chunk}." if partition.num_chunks > 1 else ""
+        if virtual == 0:
+            yield f"{before}embedding.word_embeddings.weight", ((vocabulary, hidden),)
+            if shape.num_positions:
+                yield f"{before}embedding.position_embeddings.weight", ((shape.num_positions, hidden),)
+        for index in range(len(partition.chunk_layers(stage, chunk))):
+            for name, parts in _layer(shape):
+                yield f"{before}decoder.layers.{index}.{name}", parts
+        if virtual == last:
+            for part in ("weight", "bias") if shape.biases else ("weight",):
+                yield f"{before}decoder.final_layernorm.{part}", ((1, hidden),)
+            if not shape.tied or last > 0:  # on a single stage a tied head is the embedding itself
+                yield f"{before}output_layer.weight", ((vocabulary, hidden),)
 
 
 def _layer(shape: ModelShape) -> Iterator[_NameAndParts]:
@@ -103,7 +106,7 @@ class Buffer:
     """By data-parallel rank: number of parameters that it holds a part of."""
 
 
-def buffer_of(tensors: list[Tensor], *, data_size: int) -> Buffer:
+def buffer_of(tensors: list[Tensor], *, num_ranks: int) -> Buffer:
     """The buffer of these active parameters, given in GPTModel's order, with distributed optimizer.
 
     Parameters are laid out in reverse order at multiples of 64; a shared embedding has a separate bucket. Each bucket
@@ -114,7 +117,7 @@ def buffer_of(tensors: list[Tensor], *, data_size: int) -> Buffer:
 
     def close(end: int) -> int:
         nonlocal bucket_start, inside
-        end = _up(end, lcm(data_size, _BUCKET_ALIGNMENT))
+        end = _up(end, lcm(num_ranks, _BUCKET_ALIGNMENT))
         buckets.append((bucket_start, end, inside))
         bucket_start, inside = end, []
         return end
@@ -129,9 +132,9 @@ def buffer_of(tensors: list[Tensor], *, data_size: int) -> Buffer:
             start = close(start)
     if inside:
         start = close(start)
-    held, pieces = [0] * data_size, [0] * data_size
+    held, pieces = [0] * num_ranks, [0] * num_ranks
     for begin, end, spans in buckets:
-        slice_size = (end - begin) // data_size
+        slice_size = (end - begin) // num_ranks
         for first, stop in spans:
             for rank in range((first - begin) // slice_size, (stop - 1 - begin) // slice_size + 1):
                 low = begin + rank * slice_size

@@ -20,6 +20,7 @@ from megatron.bcd import data
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import unwrap_model
+from megatron.bcd.model.context_attention import whole_sequence
 from megatron.bcd.model.transformer_config import DTYPES
 from megatron.bcd.pipeline.p2p import OneWayLink
 from megatron.bcd.prefix_cache import serve
@@ -91,7 +92,7 @@ class Prefix:
 
     def local_layer(self, layer: int) -> int:
         """A layer of the model, counted on this stage."""
-        return layer - self.partition.stage_layers(self.stage).start
+        return layer - self.partition.chunk_layers(self.stage, 0).start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +148,7 @@ def _divide(
     prefix: Prefix, cache: Cache, missing: Slots, sources: list[tuple[Cache, Slots]]
 ) -> tuple[list[_Work | None], Counts]:
     """This replica's micro-batches, as many as on the others, padded with None."""
-    first_layer = prefix.partition.stage_layers(prefix.last_stage).start
+    first_layer = prefix.partition.chunk_layers(prefix.last_stage, 0).start
     size, counts = prefix.micro_batch_size, Counts()
     number, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     is_open = numpy.ones(len(missing), dtype=bool)
@@ -226,13 +227,13 @@ class Filler:
         slots = self._padded(work.source_slots)
         hidden_states = torch.empty(0)
         try:
-            hidden_states = serve.read(source, slots, self._prefix.dtype)
+            hidden_states = data.part_of_sequences(serve.read(source, slots, self._prefix.dtype))
         except (serve.DamagedRecord, OSError) as error:
             self._error = self._error or atomic_io.describe(error)
-        if self._is_stopped_on_a_tensor_rank():
+        if self._is_stopped_on_another_rank():
             return None
         if source.key.num_layers == self._cache.key.num_layers:
-            return hidden_states
+            return hidden_states.to(device.current())
         return self.forward(
             self._batch(work) if self._prefix.has_attention_mask else {},
             decoder_input=hidden_states.to(device.current()),
@@ -258,12 +259,12 @@ class Filler:
                 return reached.hidden_states
         return output
 
-    def _is_stopped_on_a_tensor_rank(self) -> bool:
-        """Whether a tensor-parallel rank lacks its input: the others must not compute without it."""
-        if parallel_state.get_tensor_model_parallel_world_size() == 1:
+    def _is_stopped_on_another_rank(self) -> bool:
+        """Whether a rank that shares the microbatch lacks its input: the others must not compute without it."""
+        group = parallel_state.get_tensor_and_context_parallel_group()
+        if group.size() == 1:
             return self._error is not None
         stopped = torch.tensor([self._error is not None], dtype=torch.int32, device=device.current())
-        group = parallel_state.get_tensor_model_parallel_group()
         torch.distributed.all_reduce(stopped, op=torch.distributed.ReduceOp.MAX, group=group)
         return bool(stopped.item())
 
@@ -273,10 +274,14 @@ class Filler:
 
     def _shape(self) -> tuple[int, ...]:
         length, hidden_size = self._cache.key.record_shape
-        return length, self._prefix.micro_batch_size, hidden_size
+        context_size = parallel_state.get_context_parallel_world_size()
+        return length // context_size, self._prefix.micro_batch_size, hidden_size
 
     def _write(self, work: _Work, hidden_states: torch.Tensor) -> None:
-        if parallel_state.get_tensor_model_parallel_rank() != 0 or self._error is not None:
+        if parallel_state.get_tensor_model_parallel_rank() != 0:
+            return
+        hidden_states = whole_sequence(hidden_states, parallel_state.get_context_parallel_group())
+        if parallel_state.get_context_parallel_rank() != 0 or self._error is not None:
             return
         records = serve.to_records(hidden_states, self._cache.key.dtype)
         self._writes.append(self._writer.submit(_write_records, self._cache, work.slots, records))

@@ -41,7 +41,7 @@ def samples_digest(samples: Slots) -> str:
 
 
 def prepare(root: str, key: CacheKey, samples: Slots) -> Cache:
-    """The cache of `key` with its disk space reserved; existing records are kept. Raises OSError."""
+    """The cache of `key`, whose disk space is still to be reserved; existing records are kept. Raises OSError."""
     cache = Cache(root, key, samples)
     if _read_key(cache.folder) != key:
         delete(cache.folder)
@@ -52,7 +52,6 @@ def prepare(root: str, key: CacheKey, samples: Slots) -> Cache:
         atomic_io.write(os.path.join(aside, _MANIFEST), key.to_json().encode())
         os.rename(aside, cache.folder)
         atomic_io.sync(root)
-    cache.store.reserve()
     return cache
 
 

@@ -7,6 +7,7 @@ that is truncated or missing, and a flipped bit are one case: records that are a
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
 import re
@@ -46,9 +47,14 @@ class RecordStore:
         """Of all files, once written."""
         return self.num_records * (self.record_bytes + _CHECKSUM_BYTES)
 
-    def reserve(self) -> None:
-        """Reserve disk space for every record, so that no later write finds the disk full. Raises OSError."""
-        for shard, count in self._shards():
+    @property
+    def num_shards(self) -> int:
+        return -(-self.num_records // self._records_per_shard)
+
+    def reserve(self, first_shard: int = 0, num_shards: int | None = None) -> None:
+        """Reserve disk space for every record of some shards, by default of all, so that no later write finds the disk
+        full. Where the file system can't, the C library writes zeros: that takes as long. Raises OSError."""
+        for shard, count in itertools.islice(self._shards(), first_shard, num_shards and first_shard + num_shards):
             for path, size in ((self._path(shard, "bin"), self.record_bytes), (self._path(shard, "crc"), 4)):
                 file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
                 try:

@@ -11,7 +11,7 @@ from megatron.bcd.blocks.ownership import Ownership, ownership
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.prefix_cache.key import digest_of
-from megatron.bcd.runtime import collectives
+from megatron.bcd.runtime import collectives, replicas
 
 _CHUNK = 1 << 22
 _ODD = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # odd, as int64: SplitMix64's
@@ -21,7 +21,7 @@ def layer_digests(model: torch.nn.Module, partition: Partition, *, stage: int, n
     """Digests of the embedding and of the first `num_layers` layers, over all stages and tensor-parallel ranks; the
     same on every rank. A collective."""
     mine: dict[tuple[int, str, int], str] = {}
-    if parallel_state.get_data_parallel_rank() == 0:
+    if replicas.rank() == 0:
         for name, parameter in unwrap_model(model).named_parameters():
             place = _place(ownership(name, partition=partition, stage=stage))
             if place is not None and place <= num_layers:

@@ -1,4 +1,4 @@
-"""Collectives over Python objects: rank 0 decides for all, every rank reports to all."""
+"""Collectives over Python objects, where rank 0 decides for all or every rank reports to all; and over shards."""
 
 from __future__ import annotations
 
@@ -51,3 +51,27 @@ def gather_integers(*values: int) -> list[tuple[int, ...]]:
     ranks = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(ranks, mine)
     return [tuple(rank.tolist()) for rank in ranks]
+
+
+def join_shards(
+    shard: torch.Tensor | None,
+    start: int,
+    *,
+    like: torch.Tensor,
+    group: torch.distributed.ProcessGroup,
+    rank: int | None,
+) -> torch.Tensor:
+    """A flat fp32 tensor with as many elements as `like`, on its device; each element is in the shard of one rank.
+
+    `shard`: this rank's, flat, which begins at element `start`; None where it has none. The result is whole on `rank`
+    of the group, or with None on every rank; elsewhere its values mean nothing. A collective over the group.
+    """
+    flat = torch.zeros(like.numel(), dtype=torch.float32, device=like.device)
+    if shard is not None:
+        flat[start : start + shard.numel()] = shard
+    bits = flat.view(torch.int32)  # all addends of an element but one are 0: a sum of integers keeps even -0.0
+    if rank is None:
+        torch.distributed.all_reduce(bits, group=group)
+    else:
+        torch.distributed.reduce(bits, dst=torch.distributed.get_global_rank(group, rank), group=group)
+    return flat

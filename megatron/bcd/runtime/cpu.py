@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from megatron.bcd.runtime import cpu_kernels
+from megatron.bcd.runtime import cpu_kernels, fused_adam
 
 _FACTORIES = ("empty", "full", "ones", "rand", "randn", "tensor", "zeros")
 _MODULES_FOR_CUDA = (
+    "megatron.core.models.common.embeddings.rope_utils",
     "megatron.core.optimizer.clip_grads",
     "megatron.core.optimizer.grad_scaler",
     "megatron.core.optimizer.optimizer",
@@ -43,6 +44,7 @@ def _on_cpu(factory: Any) -> Any:
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)  # only a GPU has page-locked memory
         return factory(*args, **kwargs)
 
     return make
@@ -103,25 +105,10 @@ def _emulate_cuda() -> _TorchOnCpu:
 
 
 def _use_fast_kernels(torch_on_cpu: _TorchOnCpu) -> None:
-    from megatron.core import optimizer
-
-    of_groups = "_get_megatron_optimizer_based_on_param_groups"
-    setattr(optimizer, of_groups, _with_fused_adam(getattr(optimizer, of_groups)))
+    fused_adam.patch_megatron_core()
     torch_on_cpu.distributed = cpu_kernels.DistributedForOneRank("torch.distributed")
     cpu_kernels.patch_megatron_core()
     keep_freed_memory()
-
-
-def _with_fused_adam(build: Any) -> Any:
-    """Megatron Core's function that builds an optimizer, PyTorch's Adam inside it fused."""
-
-    @functools.wraps(build)
-    def build_fused(*args: Any, **kwargs: Any) -> Any:
-        built = build(*args, **kwargs)
-        take_fused_adam(built.optimizer)
-        return built
-
-    return build_fused
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -150,11 +137,3 @@ def return_freed_memory() -> None:
     """Hand what is free back to the system, so that a peak that is measured from now on does not count it."""
     if _glibc() is not None:
         _glibc().malloc_trim(0)
-
-
-def take_fused_adam(optimizer: torch.optim.Optimizer | None) -> None:
-    """Let PyTorch's Adam go through its tensors once, not once per operation. Megatron
-    Core asks PyTorch for that with --optimizer-cpu-offload only. The results differ by rounding."""
-    if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-        for group in optimizer.param_groups:
-            group["fused"] = True

@@ -6,12 +6,17 @@ import datetime
 import os
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megatron.bcd.runtime import compat, cpu, device
+from megatron.bcd.runtime import compat, cpu, device, fused_adam, packages
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""CUDA's queues to a GPU. With one, kernels start in the order of their launch: with tensor parallelism Megatron Core
+counts on that to overlap communication with computation, on GPUs before Blackwell. A value that is set stays."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,17 +33,27 @@ class Launch:
 
 
 def initialize(
-    *, backend: str, timeout_minutes: int, tensor_size: int, pipeline_size: int, cpu_kernels: str = "fast"
+    *,
+    backend: str,
+    timeout_minutes: int,
+    tensor_size: int,
+    pipeline_size: int,
+    context_size: int = 1,
+    hierarchical_context_sizes: Sequence[int] | None = None,
+    cpu_kernels: str = "fast",
 ) -> Launch:
     """Join the process group of torchrun's environment and create Megatron Core's parallel groups.
 
     Without that environment the world is this process.
 
     Raises:
-        ValueError: fewer GPUs on this node than processes, or a backend that does not fit the machine.
+        ValueError: fewer GPUs on this node than processes, GPUs that are hidden from some processes, ranks that don't
+            know their number on their node, or a backend that does not fit the machine.
     """
     from megatron.core import parallel_state
 
+    if tensor_size > 1:  # read when CUDA starts
+        os.environ.setdefault(CONNECTIONS, "1")
     compat.patch_optimizer_offload()
     if backend == "auto":
         backend = "nccl" if device.has_cuda() else "gloo"
@@ -49,14 +64,10 @@ def initialize(
             "--distributed-backend gloo is for CPUs and this machine shows a GPU; use nccl or auto, or hide the "
             "GPU with CUDA_VISIBLE_DEVICES="
         )
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if device.has_cuda():
-        if local_rank >= torch.cuda.device_count():
-            raise ValueError(
-                f"--nproc-per-node asks for at least {local_rank + 1} processes on this node and it has "
-                f"{torch.cuda.device_count()} GPU(s); start one process per GPU"
-            )
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(_own_gpu())
+        if packages.optimizer_implementation() == packages.PYTORCH_OPTIMIZER:
+            fused_adam.patch_megatron_core()
     else:
         cpu.patch_megatron_core(cpu_kernels)
     if backend == "gloo":
@@ -67,12 +78,50 @@ def initialize(
         rendezvous = _rendezvous(timeout)
         torch.distributed.init_process_group(backend, timeout=timeout, **rendezvous.arguments)
         start = rendezvous.start
+    # a bound device would give messages of the pipeline's links and batches one communicator, and one order
+    assert torch.distributed.group.WORLD.bound_device_id is None, "no device is bound to the process group"
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_size,
         pipeline_model_parallel_size=pipeline_size,
+        context_parallel_size=context_size,
+        hierarchical_context_parallel_sizes=None
+        if hierarchical_context_sizes is None
+        else list(hierarchical_context_sizes),
         distributed_timeout_minutes=timeout_minutes,
     )
     return Launch(start=start)
+
+
+def leave() -> None:
+    """Undo `initialize`, and what Megatron Core keeps of a run for its process."""
+    from megatron.core import num_microbatches_calculator, parallel_state
+
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+def _own_gpu() -> int:
+    """The number of this process's GPU on its node. Raises ValueError as `initialize`."""
+    given = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID"))
+    if given is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "LOCAL_RANK, the number of a process on its node, is not set, nor is SLURM_LOCALID; start the processes "
+            "with torchrun or srun, or set it"
+        )
+    number, count = int(given or "0"), torch.cuda.device_count()
+    if number >= count == 1:
+        raise ValueError(
+            f"process {number + 1} of this node sees one GPU; if the node has more, each process must see all of them: "
+            "leave out srun's --gpus-per-task and --gpu-bind and a CUDA_VISIBLE_DEVICES per process; if it has one, "
+            "start one process"
+        )
+    if number >= count:
+        raise ValueError(
+            f"--nproc-per-node asks for at least {number + 1} processes on this node and it has {count} GPU(s); start "
+            "one process per GPU"
+        )
+    return number
 
 
 @dataclass(frozen=True, kw_only=True)

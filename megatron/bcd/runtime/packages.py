@@ -40,6 +40,9 @@ def has_apex() -> bool:
     )
 
 
+PYTORCH_OPTIMIZER = "PyTorch AdamW"
+
+
 def optimizer_implementation() -> str:
     """The origin of Megatron Core's Adam, which it chooses by importability when it is imported."""
     from megatron.core.optimizer import Adam
@@ -47,4 +50,4 @@ def optimizer_implementation() -> str:
     module = Adam.__module__
     if module.startswith("transformer_engine"):
         return "Transformer Engine fused Adam"
-    return "Apex fused Adam" if module.startswith("apex") else "PyTorch AdamW"
+    return "Apex fused Adam" if module.startswith("apex") else PYTORCH_OPTIMIZER

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,12 +19,12 @@ from megatron.bcd.config import RunConfig
 from megatron.bcd.config.presets import PRESETS
 from megatron.bcd.metrics.schema import BlockSummary, RunSummary
 from megatron.bcd.model.builder import count_parameters, unwrap_model
-from megatron.bcd.model.implementation import Implementation
+from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, Implementation
 from megatron.bcd.model.transformer_config import describe_activation
 from megatron.bcd.pipeline.build import default_run_ahead
 from megatron.bcd.planner import cost
 from megatron.bcd.planner.run_state import offload_fraction, phase_counts, state_bytes
-from megatron.bcd.runtime import collectives
+from megatron.bcd.runtime import collectives, device, distributed, replicas
 
 
 def summarize(
@@ -40,20 +41,20 @@ def summarize(
     samples: PhaseSubset | None,
 ) -> RunSummary:
     """Collect the banner's figures from all ranks; a collective, the same on every rank."""
-    data_size = parallel_state.get_data_parallel_world_size()
+    num_replicas = replicas.size()
     ranks = collectives.gather_objects(_this_rank(partition, model, is_muon=config.optimizer.optimizer == "muon"))
-    # one data-parallel rank's stages and tensor slices make up the model
-    one_replica = [rank for rank in ranks if rank["data_rank"] == 0]
+    # one replica's stages and tensor slices make up the model
+    one_replica = [rank for rank in ranks if rank["replica"] == 0]
     per_stage = tuple(
         next(rank["stage_parameters"] for rank in one_replica if rank["stage"] == stage)
         for stage in range(partition.num_stages)
     )
     tied_copy = next(rank["tied_copy"] for rank in one_replica if rank["stage"] == partition.num_stages - 1)
     num_parameters = sum(rank["num_parameters"] for rank in one_replica)
+    shares = _shares(one_replica, partition.num_blocks)
     return RunSummary(
         model=_describe_model(config, unwrap_model(model).config, vocab_size, padded_vocab_size),
-        parallel=f"pipeline {config.pipeline_size} x tensor {config.tensor_size} x data {data_size}, "
-        f"{config.precision}",
+        parallel=f"{config.describe_ranks(parallel_state.get_data_parallel_world_size())}, {config.precision}",
         parameters_per_stage=per_stage,
         total_parameters=sum(per_stage) - tied_copy,
         blocks=tuple(
@@ -61,7 +62,7 @@ def summarize(
                 index=block.index,
                 layers=partition.describe_layers(block.index),
                 extras=", ".join(partition.describe_extras(block.index)),
-                share=sum(_num_active(rank["counts"][block.index]) for rank in one_replica) / num_parameters,
+                share=shares[block.index],
                 model_state_bytes=tuple(_state_bytes(config, rank, block.index) for rank in ranks),
             )
             for block in partition.blocks
@@ -72,14 +73,52 @@ def summarize(
         training=_describe_training(config, global_batch_size, train_iters),
         notes=(
             implementation.describe(),
+            *_describe_context(config, implementation),
             *_describe_preset(config),
             *_describe_resting(config),
             *_describe_kept_state(config, partition, ranks),
-            *_describe_offload(config, max(rank["num_parameters"] for rank in ranks), data_size),
+            *_describe_offload(config, max(rank["num_parameters"] for rank in ranks), num_replicas),
             *_describe_pipeline(config, partition),
+            *_describe_connections(config),
             *_describe_samples(samples),
             *_describe_prefix_cache(config, partition),
         ),
+        warnings=()
+        if config.training.skip_train
+        else warn_of_dominance(shares, sum(rank["num_of_tokens"] for rank in one_replica) / num_parameters),
+    )
+
+
+def _shares(one_replica: Sequence[Mapping[str, Any]], num_blocks: int) -> list[float]:
+    """Of the parameters, by block."""
+    num_parameters = sum(rank["num_parameters"] for rank in one_replica)
+    return [
+        sum(_num_active(rank["counts"][block]) for rank in one_replica) / num_parameters for block in range(num_blocks)
+    ]
+
+
+_DOMINANT = 0.6
+"""Share of the parameters from which a block is too large to save much."""
+
+
+def warn_of_dominance(shares: Sequence[float], of_tokens: float) -> tuple[str, ...]:
+    """A line about the largest of several blocks where it holds most of the model, and what helps.
+
+    `shares`: of the parameters, by block; `of_tokens`: that of the word embedding and an output head of its own.
+    """
+    largest = max(range(len(shares)), key=shares.__getitem__, default=0)
+    if len(shares) < 2 or shares[largest] < _DOMINANT:
+        return ()
+    if of_tokens < _DOMINANT / 2:
+        helps = "more blocks or another --bcd-layout divide the layers more evenly"
+    else:
+        helps = (
+            f"{of_tokens:.0%} are the word embedding and the head; a smaller vocabulary (tools/train_tokenizer.py) or "
+            "a wider or deeper model makes them a smaller part, and --adam-moments-dtype int8 their optimizer state"
+        )
+    return (
+        f"block {largest} holds {shares[largest]:.0%} of the parameters, so its phases need nearly the model state of "
+        f"full training: {helps}",
     )
 
 
@@ -89,7 +128,7 @@ def _state_bytes(config: RunConfig, rank: dict[str, Any], block: int) -> int:
         config,
         num_parameters=rank["num_parameters"],
         counts=rank["counts"][block],
-        data_size=parallel_state.get_data_parallel_world_size(),
+        num_replicas=replicas.size(),
     )
 
 
@@ -102,7 +141,7 @@ def _full_state_bytes(config: RunConfig, rank: dict[str, Any]) -> int:
         optimizer="sgd" if config.optimizer.optimizer == "sgd" else "adam",
         sgd_momentum=config.optimizer.sgd_momentum != 0.0,
         gradients_in_fp32=config.ddp.grad_reduce_in_fp32,
-        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        data_parallel_size=replicas.size(),
         distributed_optimizer=config.training.use_distributed_optimizer,
         offload_fraction=offload_fraction(config),
     )
@@ -120,12 +159,16 @@ def _this_rank(partition: Partition, model: torch.nn.Module, *, is_muon: bool) -
     owned = {name: ownership(name, partition=partition, stage=stage) for name in parameters}
     between = [name for name, one in owned.items() if not one.is_always_active and one.block is not None]
     matrices = {name for name, one in owned.items() if one.is_matrix and (is_muon or one.resting_in)}
-    tied_copy = parameters["output_layer.weight"] if partition.tied and "output_layer.weight" in parameters else None
+    heads = (parameter for name, parameter in parameters.items() if name.endswith("output_layer.weight"))
+    tied_copy = next(heads, None) if partition.tied else None
     return {
         "stage": stage,
-        "data_rank": parallel_state.get_data_parallel_rank(),
+        "replica": replicas.rank(),
         "stage_parameters": count_parameters(model),
         "num_parameters": sum(sizes.values()),
+        "num_of_tokens": sum(
+            size for name, size in sizes.items() if name.endswith(("word_embeddings.weight", "output_layer.weight"))
+        ),
         "num_kept": sum(sizes[name] for name in between if name not in matrices),
         "num_kept_matrix": sum(sizes[name] for name in between if name in matrices),
         "tied_copy": 0
@@ -155,6 +198,16 @@ def _describe_model(config: RunConfig, built: TransformerConfig, vocab_size: int
         f"{'tied' if config.tied else 'untied'} head",
     )
     return ", ".join(parts)
+
+
+def _describe_context(config: RunConfig, implementation: Implementation) -> tuple[str, ...]:
+    kind = config.transformer.get("cp_comm_type")
+    if config.context_size == 1:
+        return ()
+    if implementation.attention != SCALED_DOT_PRODUCT:
+        return (f"context parallel ranks exchange keys and values by {kind or 'p2p'}",)
+    ignored = "" if kind in (None, "all_gather") else f"; accepted without effect: --cp-comm-type {kind}"
+    return (f"context parallel ranks gather keys and values{ignored}",)
 
 
 def _describe_preset(config: RunConfig) -> tuple[str, ...]:
@@ -192,8 +245,8 @@ def _describe_kept_state(
         adam_moments_dtype=config.training.adam_moments_dtype,
     )
     of_matrices = is_host * cost.DTYPE_BYTES[config.bcd.muon_momentum_dtype] if optimizer == "muon" else moments
-    sharding = {
-        "data_parallel_size": parallel_state.get_data_parallel_world_size(),
+    sharding: dict[str, Any] = {
+        "data_parallel_size": replicas.size(),
         "distributed_optimizer": config.training.use_distributed_optimizer or optimizer == "muon",
     }
     bytes_by_rank = [
@@ -211,11 +264,11 @@ def _describe_kept_state(
     return (f"kept in host memory between phases: {' and '.join(kept)}, {max(bytes_by_rank):,} bytes per rank",)
 
 
-def _describe_offload(config: RunConfig, num_parameters: int, data_size: int) -> tuple[str, ...]:
+def _describe_offload(config: RunConfig, num_parameters: int, num_replicas: int) -> tuple[str, ...]:
     fraction = offload_fraction(config)
     if not fraction or config.training.skip_train:
         return ()
-    held = math.ceil(cost.OFFLOADED_BYTES * fraction * num_parameters / data_size)
+    held = math.ceil(cost.OFFLOADED_BYTES * fraction * num_parameters / num_replicas)
     return (
         f"optimizer offloaded to the host, {fraction:.0%} of it: weights, gradients and moments in fp32, {held:,} "
         "bytes of host memory per rank before page-locked memory is rounded up",
@@ -227,6 +280,11 @@ def _describe_pipeline(config: RunConfig, partition: Partition) -> tuple[str, ..
         return ()
     if config.bcd.bcd_schedule == "stock":
         return ("pipeline schedule stock: Megatron Core's 1F1B",)
+    if partition.num_chunks > 1:
+        return (
+            f"pipeline schedule bcd: interleaved, {partition.num_chunks} chunks of the model on every stage; "
+            f"forward-only chunks by block {', '.join(_forward_only_chunks(partition))}",
+        )
     forward_only = [partition.first_trainable_stage(block.index) for block in partition.blocks]
     if not partition.has_prefix:
         return (f"pipeline schedule bcd: no stage runs forward only ({_why_no_prefix(config)})",)
@@ -243,6 +301,19 @@ def _describe_pipeline(config: RunConfig, partition: Partition) -> tuple[str, ..
         f"pipeline schedule bcd: forward-only stages by block {', '.join(map(str, forward_only))}; they run ahead "
         f"{', '.join(map(str, ahead))} microbatches",
     )
+
+
+def _describe_connections(config: RunConfig) -> tuple[str, ...]:
+    if config.tensor_size == 1 or not device.has_cuda():
+        return ()
+    value = os.environ[distributed.CONNECTIONS]
+    warning = "" if value == "1" else ", as given; before Blackwell, tensor-parallel communication overlaps with 1 only"
+    return (f"{distributed.CONNECTIONS}={value}{warning}",)
+
+
+def _forward_only_chunks(partition: Partition) -> list[str]:
+    firsts = (partition.first_trainable_virtual_stage(block.index) for block in partition.blocks)
+    return [str(first // partition.num_stages) for first in firsts]
 
 
 def _why_no_prefix(config: RunConfig) -> str:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import statistics
+from typing import Any
 
+import torch
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 
 from megatron.bcd.blocks.phase_state import PhaseState
 from megatron.bcd.config import RunConfig
 from megatron.bcd.data.samples import TrainingSamples
 from megatron.bcd.metrics.schema import StepMetrics
+from megatron.bcd.model.builder import unwrap_model
+from megatron.bcd.optim.params_norm import params_norm
+from megatron.bcd.planner.run_state import phase_flops
 from megatron.bcd.prefix_cache.controller import PrefixCache
 from megatron.bcd.runtime import collectives, memory
 from megatron.bcd.training.state import TrainState
@@ -29,6 +34,7 @@ class StepMetricsCollector:
     ) -> None:
         self._seq_length = config.model.seq_length
         self._has_loss_scale = config.precision == "fp16"
+        self._config = config
         self._train_step = train_step
         self._samples = samples
         self._prefix_cache = prefix_cache
@@ -78,7 +84,28 @@ class StepMetricsCollector:
             data_seen=self._samples.share_seen(in_phase=state.samples_in_phase, seen_before=state.samples_seen_before),
             prefix_cache_hits=sum(hits),
             prefix_cache_bytes=max(cached),
+            **self._asked_for(phase_state, milliseconds),
         )
+
+    def _asked_for(self, phase_state: PhaseState, milliseconds: float) -> dict[str, Any]:
+        """What flags add to a log line."""
+        report, active = self._config.report, self._train_step.forward_backward.active
+        found: dict[str, Any] = {}
+        if report.log_params_norm:
+            with active.whole_parameters():
+                found["params_norm"] = params_norm(active.model)
+        if report.log_num_zeros_in_grad:
+            found["num_zeros"] = active.num_zeros
+        if report.log_throughput:
+            per_sequence = phase_flops(
+                self._config,
+                active.partition,
+                self._train_step.block_schedule.block(phase_state),
+                padded_vocab_size=unwrap_model(active.model).vocab_size,
+            )
+            per_second = per_sequence * get_current_global_batch_size() / milliseconds * 1e3
+            found["tflops_per_gpu"] = per_second / torch.distributed.get_world_size() / 1e12
+        return found
 
 
 def _by_value(*values: int) -> list[tuple[int, ...]]:

@@ -10,7 +10,8 @@ from megatron.core.num_microbatches_calculator import (
     update_num_microbatches,
 )
 
-from megatron.bcd.training.save import check_skipped, is_save_due, stop_or_save
+from megatron.bcd.training.check_replicas import check_replicas
+from megatron.bcd.training.save import check_skipped, export, is_export_due, is_save_due, stop_or_save
 from megatron.bcd.training.setup import Components
 from megatron.bcd.training.state import TrainState
 
@@ -38,8 +39,11 @@ def train(components: Components, state: TrainState) -> bool:
         gc.disable()
     is_last = components.block_schedule.is_converged(state.phase_state)  # a checkpoint of a converged run
     is_stopped = False
+    if components.exporter is not None and (is_last or state.iteration >= components.train_iters):
+        export(components, state, is_last=True)  # the run that got here may have ended before, or had no --save-hf
     while state.iteration < components.train_iters and not (is_last or is_stopped):
         update_num_microbatches(state.consumed_samples, consistency_check=False)
+        components.profiler.before_step(state.iteration)
         result = components.train_step(
             phase.batches(state),
             state.phase_state,
@@ -48,6 +52,7 @@ def train(components: Components, state: TrainState) -> bool:
         state.after_step(result, num_samples=get_current_global_batch_size())
         components.reporter.progress(state.iteration)
         phase.check_switch(state, result)
+        check_replicas(components, state.iteration)
         check_skipped(components, state, result)
         is_last = state.iteration == components.train_iters
         if state.iteration % components.config.report.log_interval == 0 or state.iteration == 1 or is_last:
@@ -58,6 +63,7 @@ def train(components: Components, state: TrainState) -> bool:
             evaluator.run("validation", state)
         is_last = _advance(components, state, result.loss, is_last=is_last)
         is_stopped = stop_or_save(components, state, is_last=is_last)
+        components.profiler.after_step(state.iteration, is_last=is_last or is_stopped)
         if training.manual_gc and training.manual_gc_interval and state.iteration % training.manual_gc_interval == 0:
             gc.collect()
     return is_stopped
@@ -110,6 +116,7 @@ def _num_microbatches_next(components: Components, state: TrainState) -> int:
         or is_stopped
         or components.evaluator.is_due(after)
         or is_save_due(components, after, is_last=is_last)
+        or is_export_due(components, after, is_last=is_last)
         or components.block_schedule.ends_with_next_step(state.phase_state)
     ):
         return 0

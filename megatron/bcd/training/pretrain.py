@@ -16,23 +16,35 @@ from megatron.bcd.checkpoint.saver import check_save_folder, claim_save_folder, 
 from megatron.bcd.config import RunConfig
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.silent import SilentReporter
+from megatron.bcd.model import builder
 from megatron.bcd.prefix_cache import folders as caches
 from megatron.bcd.prefix_cache.serve import DamagedRecord
-from megatron.bcd.runtime import device, dir_claim, distributed, rng
+from megatron.bcd.runtime import device, dir_claim, distributed, rng, threads
 from megatron.bcd.runtime.exit import exit_on_error
 from megatron.bcd.training import loop, restore
 from megatron.bcd.training.setup import ModelBuilder, setup
 from megatron.bcd.training.train_step import TrainingFailed
 
 
-def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str, notes: Sequence[str] = ()) -> None:
-    """Run `config` on all ranks that torchrun started; `notes` are printed after the banner.
+def pretrain(
+    config: RunConfig,
+    build_model: ModelBuilder = builder.build_model,
+    *,
+    prog: str = "pretrain",
+    notes: Sequence[str] = (),
+) -> None:
+    """Run `config` on all ranks that torchrun started, or without torchrun in this process.
+
+    `build_model` makes the model of this rank's pipeline stage from the configuration, the padded vocabulary size and
+    the kernels of this machine. `prog` begins every error message; `notes` are printed after the banner.
 
     Exits with code 2, after one line from rank 0 and before any training, if data, files or machine don't fit; with
     code 1, after one line, if training can't continue. In training SIGINT (Ctrl-C),
     SIGTERM and SIGUSR1 save, stop and return.
     """
     with exit_on_error(ValueError, prog=prog):
+        if not device.has_cuda():
+            notes = (threads.set_threads(), *notes)
         launch = _initialize(config)
         save_dir = config.checkpoint.save
         is_new = not dir_claim.exists(save_dir)
@@ -43,7 +55,7 @@ def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str, notes: 
             config = run_state.with_saved_schedule(source.state.flags, config)
         overwrites = check_save_folder(config, source)
         reporter = _reporter(config, source.state if source else None)
-        components = setup(config, build_model, reporter, source=source)
+        components = setup(config, build_model, reporter, source=source, is_restart=launch.is_restart)
         for note in notes:
             reporter.note(note)
         if is_new:  # created only after everything has been checked
@@ -53,7 +65,7 @@ def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str, notes: 
         cache_claim = claim_prefix_cache(None if config.training.skip_train else config.bcd.bcd_prefix_cache)
         for warning in (*save_claim.warnings, *cache_claim.warnings):
             reporter.warning(warning)
-        if save_dir is None and not config.training.skip_train:
+        if save_dir is None and config.checkpoint.save_hf is None and not config.training.skip_train:
             reporter.note("without --save nothing is kept of this run: neither weights nor a way to resume it")
         start = restore.start_evaluation if config.training.skip_train else restore.start
         state = start(components, source)
@@ -70,14 +82,16 @@ def pretrain(config: RunConfig, build_model: ModelBuilder, *, prog: str, notes: 
         torch.distributed.barrier()
         sys.exit(1)
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    distributed.leave()  # a program may train again
     save_claim.release()
     cache_claim.release()
 
 
 def _initialize(config: RunConfig) -> distributed.Launch:
-    """Process groups, random generators, deterministic kernels."""
+    """Deterministic kernels, process groups, random generators."""
     training = config.training
+    if config.transformer.get("deterministic_mode"):  # first: groups choose NCCL's algorithms when they are created
+        rng.use_deterministic_algorithms()
     if config.optimizer.optimizer_cpu_offload:
         device.check_can_offload()
     launch = distributed.initialize(
@@ -85,11 +99,11 @@ def _initialize(config: RunConfig) -> distributed.Launch:
         timeout_minutes=training.distributed_timeout_minutes,
         tensor_size=config.tensor_size,
         pipeline_size=config.pipeline_size,
+        context_size=config.context_size,
+        hierarchical_context_sizes=config.transformer.get("hierarchical_context_parallel_sizes"),
         cpu_kernels=training.cpu_kernels,
     )
     rng.seed_everything(training.seed, data_parallel_random_init=training.data_parallel_random_init)
-    if config.transformer.get("deterministic_mode"):
-        rng.use_deterministic_algorithms()
     return launch
 
 

@@ -41,13 +41,18 @@ def start(components: Components, source: loader.Source | None) -> TrainState:
             _restore_built(components, source, saved, takes_optimizer=takes_optimizer)
 
     components.phase.enter(state, on_built=on_built)
+    if components.saver is not None:
+        components.saver.log_progress("Starting job")
     return state
 
 
 def start_evaluation(components: Components, source: loader.Source | None) -> TrainState:
-    """The state of a run that only evaluates (--skip-train)."""
+    """The state of a run that only evaluates (--skip-train): where the checkpoint's run stood, but from
+    the first validation sample on."""
     _report_source(components, source)
-    return TrainState()
+    if source is None:
+        return TrainState()
+    return TrainState(iteration=source.iteration, consumed_samples=source.consumed_samples)
 
 
 def _report_source(components: Components, source: loader.Source | None) -> None:
@@ -55,6 +60,8 @@ def _report_source(components: Components, source: loader.Source | None) -> None
     if source is None:
         if load is not None:
             reporter.note(f"--load {load} holds no checkpoint: starting from iteration 0")
+        if components.config.checkpoint.load_hf is not None:
+            reporter.note(f"weights of {components.config.checkpoint.load_hf} loaded")
         return
     for message in source.messages:
         reporter.warning(message)
@@ -105,7 +112,8 @@ def state_to_save(components: Components, state: TrainState) -> run_state.RunSta
     active = components.active
     # after the last step of a phase the next block is due, while the present one is still built
     is_current = active.block == _next_block(state.phase_state, components.block_schedule)
-    summaries = optimizer_state.summarize(active, is_current=is_current)
+    saves = components.config.checkpoint.save_optim
+    summaries = optimizer_state.summarize(active, is_current=is_current) if saves else {}
     return run_state.RunState(
         **state.state_dict(),
         blocks=run_state.contents_of_blocks(components.partition),

@@ -14,6 +14,30 @@ def is_save_due(components: Components, iteration: int, *, is_last: bool) -> boo
     return components.saver is not None and (is_last or bool(interval and iteration % interval == 0))
 
 
+def is_export_due(components: Components, iteration: int, *, is_last: bool) -> bool:
+    """Whether a model in Hugging Face's format follows this iteration (--save-hf)."""
+    interval = components.config.checkpoint.save_hf_interval
+    return components.exporter is not None and (is_last or bool(interval and iteration % interval == 0))
+
+
+def export(components: Components, state: TrainState, *, is_last: bool) -> None:
+    """Write the model in Hugging Face's format. A collective.
+
+    Raises:
+        TrainingFailed: it is the last one and could not be written.
+    """
+    assert components.exporter is not None
+    interval = components.config.checkpoint.save_hf_interval
+    with components.active.whole_parameters():
+        if interval and state.iteration % interval == 0:
+            components.exporter.export(components.model, iteration=state.iteration)
+        if is_last and not components.exporter.export(components.model):
+            raise TrainingFailed(
+                f"the model of iteration {state.iteration} could not be written to --save-hf "
+                f"{components.exporter.root}; {_where_to_resume(components)}"
+            )
+
+
 def save(components: Components, state: TrainState) -> bool:
     """Write a checkpoint; False if that failed. A collective."""
     assert components.saver is not None
@@ -44,6 +68,8 @@ def stop_or_save(components: Components, state: TrainState, *, is_last: bool) ->
             is_stopped = is_end = stop.reason is not None
     if is_end and saver is not None:
         is_saved = saver.finish() and is_saved
+    if is_export_due(components, state.iteration, is_last=is_last):
+        export(components, state, is_last=is_last)
     if is_stopped:
         components.reporter.note(f"stopping after iteration {state.iteration}: {stop.reason}")
     if is_end and not is_saved:

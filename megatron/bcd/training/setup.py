@@ -13,12 +13,16 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.timers import Timers
 
 from megatron.bcd import data
-from megatron.bcd.blocks.partition import Partition, partition_from_config
+from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.blocks.schedule import BlockSchedule, block_schedule_from_config
+from megatron.bcd.blocks.stages import partition_from_config
 from megatron.bcd.checkpoint import loader
 from megatron.bcd.checkpoint.saver import Saver
 from megatron.bcd.config import RunConfig
 from megatron.bcd.data.samples import TrainingSamples
+from megatron.bcd.huggingface import folder, load
+from megatron.bcd.huggingface.architecture import Architecture
+from megatron.bcd.huggingface.export import Exporter
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.model import builder
 from megatron.bcd.model.implementation import Implementation, implementation_here
@@ -34,6 +38,7 @@ from megatron.bcd.training.collect_metrics import StepMetricsCollector
 from megatron.bcd.training.evaluate import Evaluator
 from megatron.bcd.training.forward_backward import ForwardBackward
 from megatron.bcd.training.phase import Phase
+from megatron.bcd.training.profiler import StepProfiler
 from megatron.bcd.training.stop import StopRequests
 from megatron.bcd.training.train_step import TrainStep
 
@@ -63,7 +68,10 @@ class Components:
     prefix_cache: PrefixCache
     saver: Saver | None
     """None without --save."""
+    exporter: Exporter | None
+    """None without --save-hf."""
     stop: StopRequests
+    profiler: StepProfiler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,18 +90,28 @@ class _Base:
 
 
 def setup(
-    config: RunConfig, build_model: ModelBuilder, reporter: Reporter, *, source: loader.Source | None = None
+    config: RunConfig,
+    build_model: ModelBuilder,
+    reporter: Reporter,
+    *,
+    source: loader.Source | None = None,
+    is_restart: bool = False,
 ) -> Components:
     """Build a run; a collective. Prints the banner.
 
-    Needs initialised parallel groups and seeded random generators. `source` is the checkpoint to load the weights from.
+    Needs initialised parallel groups and seeded random generators. `source` is the checkpoint to load the weights from;
+    without one they come from --load-hf, or are drawn. `is_restart`: torchrun has started the same command again.
     Files (the index cache of the data) are written only after everything has been checked.
 
     Raises:
         ValueError: data, tokenizer, model or checkpoint do not fit the flags or this machine; one line.
     """
     base = _base(config, build_model, source)
-    components = _components(config, base, reporter)
+    exporter = None
+    if config.checkpoint.save_hf is not None:
+        is_continued = is_restart or (source is not None and source.state is not None)
+        exporter = Exporter(config, reporter, is_continued=is_continued)
+    components = _components(config, base, reporter, exporter)
     reporter.banner(
         summarize(
             config=config,
@@ -116,7 +134,9 @@ def _base(config: RunConfig, build_model: ModelBuilder, source: loader.Source | 
     block_schedule = block_schedule_from_config(config, partition)
     _init_num_microbatches(config)
     tokenizer = _tokenizer(config)
-    vocab_size = padded_vocab_size(tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, config.tensor_size)
+    network = _network_to_load(config, tokenizer)
+    num_ids = tokenizer.vocab_size if network is None else network.vocab_size
+    vocab_size = padded_vocab_size(num_ids, config.model.make_vocab_size_divisible_by, config.tensor_size)
     train_iters = data.num_iterations(config)
     split_plan = data.plan_splits(
         config, tokenizer, train_iters, least_steps_per_cycle=block_schedule.least_steps_per_cycle
@@ -127,11 +147,13 @@ def _base(config: RunConfig, build_model: ModelBuilder, source: loader.Source | 
         builder.broadcast_from_first_replica(model)
     if source is not None:
         loader.load_weights(source, model)
+    elif config.checkpoint.load_hf is not None:
+        load.load_weights(folder.ModelFolder(folder.locate(config.checkpoint.load_hf, flag="--load-hf")), model)
     return _Base(
         partition=partition,
         block_schedule=block_schedule,
         train_iters=train_iters,
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=num_ids,
         padded_vocab_size=vocab_size,
         implementation=implementation,
         model=model,
@@ -140,13 +162,12 @@ def _base(config: RunConfig, build_model: ModelBuilder, source: loader.Source | 
     )
 
 
-def _components(config: RunConfig, base: _Base, reporter: Reporter) -> Components:
+def _components(config: RunConfig, base: _Base, reporter: Reporter, exporter: Exporter | None) -> Components:
     stage = parallel_state.get_pipeline_model_parallel_rank()
     samples = TrainingSamples(config, dataset=base.splits.train, epoch_samples=base.epoch_samples)
     active = ActiveBlock(model=base.model, config=config, partition=base.partition, stage=stage)
-    pipeline = PipelineSchedule(
-        name=config.bcd.bcd_schedule, partition=base.partition, run_ahead=config.bcd.bcd_run_ahead
-    )
+    bcd = config.bcd
+    pipeline = PipelineSchedule(name=bcd.bcd_schedule, partition=base.partition, run_ahead=bcd.bcd_run_ahead)
     forward_backward = ForwardBackward(
         config, active=active, pipeline=pipeline, meter=ActivationMeter(memory.allocator())
     )
@@ -197,7 +218,9 @@ def _components(config: RunConfig, base: _Base, reporter: Reporter) -> Component
         metrics=StepMetricsCollector(config, train_step=train_step, samples=samples, prefix_cache=prefix_cache),
         prefix_cache=prefix_cache,
         saver=Saver(config.checkpoint, reporter) if config.checkpoint.save else None,
+        exporter=exporter,
         stop=stop,
+        profiler=StepProfiler(config.report),
     )
 
 
@@ -214,6 +237,20 @@ def _init_num_microbatches(config: RunConfig) -> None:
         config.training.micro_batch_size,
         parallel_state.get_data_parallel_world_size(),
     )
+
+
+def _network_to_load(config: RunConfig, tokenizer: Tokenizer) -> Architecture | None:
+    """The network of --load-hf. Raises ValueError if its embedding is too small for the tokenizer."""
+    name = config.checkpoint.load_hf
+    if name is None:
+        return None
+    network = folder.read_architecture(folder.locate(name, flag="--load-hf", weights=False))
+    if tokenizer.vocab_size > network.vocab_size:
+        raise ValueError(
+            f"--load-hf {name} has an embedding for {network.vocab_size} ids, and the tokenizer has "
+            f"{tokenizer.vocab_size}: give the model's own tokenizer"
+        )
+    return network
 
 
 def _tokenizer(config: RunConfig) -> Tokenizer:

@@ -16,6 +16,7 @@ from megatron.bcd.blocks.phase_state import PhaseState
 from megatron.bcd.blocks.schedule import BlockSchedule
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.loss import reduce_losses
+from megatron.bcd.runtime import memory
 from megatron.bcd.training.forward_backward import ForwardBackward
 
 
@@ -57,6 +58,7 @@ class TrainStep:
         self.timers = timers
         self._skips_non_finite = config.training.check_for_nan_in_loss_and_grad
         self._has_loss_scale = config.precision == "fp16"
+        self._memory_level = config.training.empty_unused_memory_level
         self._metered: tuple[int, int] | None = None
 
     def __call__(
@@ -71,6 +73,8 @@ class TrainStep:
         self.forward_backward.pipeline.prepare_next(num_microbatches_next)
         with self._metering_once_per_phase(phase_state):
             losses = self.forward_backward(batches, get_num_microbatches(), forward_only=False)
+        if self._memory_level >= 1:
+            memory.release_cached_memory()
         loss_sum, num_tokens = reduce_losses(losses).tolist()
         loss = loss_sum / max(num_tokens, 1.0)
         learning_rate = self.learning_rate(phase_state)
@@ -82,6 +86,8 @@ class TrainStep:
         grad_norm = active.step(skip_non_finite=self._skips_non_finite) if is_stepped else None
         if grad_norm is not None:
             self.lr_scheduler.step(get_current_global_batch_size())
+        if self._memory_level >= 2:
+            memory.release_cached_memory()
         timer.stop()
         return StepResult(
             loss=loss, grad_norm=grad_norm, learning_rate=learning_rate, milliseconds=timer.elapsed() * 1e3

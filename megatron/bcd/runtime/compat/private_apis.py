@@ -136,7 +136,7 @@ PRIVATE_APIS = (
     PrivateApi(
         "megatron.core.optimizer",
         "_get_megatron_optimizer_based_on_param_groups",
-        used_in="runtime.cpu",
+        used_in="runtime.fused_adam",
         use="wrapped: fused Adam",
         parameters=(
             "config, model_chunks, param_groups, per_model_buffers, model_parallel_group, "

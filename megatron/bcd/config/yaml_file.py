@@ -1,0 +1,42 @@
+"""Reads YAML files that a user writes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import yaml
+
+
+def read_yaml(path: str, *, instead: str) -> Any:
+    """What the file holds; `instead` says what would be right.
+
+    Raises:
+        ValueError: it can't be read, is not YAML, or has a key twice; one line that begins with the path.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            return yaml.load(file, Loader=_Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise ValueError(f"{path}: {reason}; {instead}") from None
+    except (
+        yaml.YAMLError,
+        ValueError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+    ) as error:  # e.g. "!!bool x", a 13th month
+        raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}; {instead}") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice, where YAML's loader would take the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        names = [key.value for key, _ in node.value]
+        for name in names:
+            if names.count(name) > 1 and name != "<<":
+                raise yaml.constructor.ConstructorError(None, None, f"{name} stands twice", node.start_mark)
+        mapping: dict[Hashable, Any] = super().construct_mapping(node, deep=deep)
+        return mapping

@@ -1,0 +1,317 @@
+"""The network that a config.json describes, as sizes, and as flags of the training scripts. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+FAMILIES = {
+    "GPT2LMHeadModel": "gpt2",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+"""transformers' class to family, which is also its ``model_type``."""
+
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What Megatron Core's RoPE scaling has built in; only the factor is free."""
+
+MISTRAL_WINDOW = 4096
+"""transformers' default of a Mistral's sliding window."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """Sizes and variants of a dense decoder."""
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    head_size: int
+    vocab_size: int
+    """Rows of the embedding, without padding."""
+    max_positions: int
+    norm_epsilon: float
+    tied: bool
+    rotary_base: int | None = None
+    """None: learned positions."""
+    rope_scaling_factor: float | None = None
+    """Of LLaMA 3's scaling; None without it."""
+    linear_bias: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    gelu: str | None = None
+    """``tanh`` or ``exact``; None for SwiGLU."""
+    sliding_window: int | None = None
+    """Tokens that a token sees; None: all."""
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+
+
+def architecture_from_config(config: Mapping[str, Any], *, source: str) -> Architecture:
+    """The network of a config.json; `source` is its path, for messages.
+
+    Raises:
+        ValueError: it is of no supported family, or Megatron Core's dense layers lack something that it asks for.
+    """
+    if config.get("quantization_config"):
+        raise ValueError(f"{source}: quantization_config: quantised weights can't be converted; give the original ones")
+    family = _family(config, source)
+    read = _Reader(config, source)
+    return _gpt2(read) if family == "gpt2" else _llama(read, family)
+
+
+def _family(config: Mapping[str, Any], source: str) -> str:
+    classes, kind = config.get("architectures") or [], config.get("model_type")
+    family = FAMILIES.get(classes[0]) if classes else kind
+    if family not in FAMILIES.values() or kind not in (None, family):
+        found = classes[0] if classes else kind
+        raise ValueError(f"{source}: architecture {found} is not supported; {', '.join(FAMILIES)} are")
+    return str(family)
+
+
+class _Reader:
+    """Values of a config.json, checked for their types."""
+
+    def __init__(self, config: Mapping[str, Any], source: str) -> None:
+        self.config, self.source = config, source
+
+    def size(self, name: str, default: int | None = None) -> int:
+        value = self.config.get(name)
+        value = default if value is None else value
+        if type(value) is not int or value < 1:
+            found = "is missing" if value is None else f"is {value!r}"
+            raise ValueError(f"{self.source}: {name} {found}, and must be a whole number above 0")
+        return value
+
+    def optional_size(self, name: str, default: int | None) -> int | None:
+        """The value of `name`, `default` without it; null is None."""
+        return None if self.config.get(name, default) is None else self.size(name, default)
+
+    def number(self, name: str, default: float) -> float:
+        value = self.config.get(name, default)
+        if type(value) not in (int, float):
+            raise ValueError(f"{self.source}: {name} is {value!r}, and must be a number")
+        return float(value)
+
+    def switch(self, name: str, default: bool) -> bool:
+        value = self.config.get(name, default)
+        return default if value is None else bool(value)
+
+    def require(self, name: str, default: Any, *supported: Any) -> Any:
+        """The value of `name`, which must be one of `supported`."""
+        value = self.config.get(name, default)
+        if value not in supported:
+            options = " or ".join(map(repr, supported))
+            raise ValueError(f"{self.source}: {name} {value!r} is not supported; only {options} is")
+        return value
+
+    def heads(self, name: str, hidden_size: int, *, explicit: int | None = None) -> tuple[int, int]:
+        """Number of attention heads, and their width."""
+        heads = self.size(name)
+        if explicit is None and hidden_size % heads:
+            raise ValueError(f"{self.source}: {name} {heads} does not divide the hidden size {hidden_size}")
+        return heads, explicit or hidden_size // heads
+
+
+def _gpt2(read: _Reader) -> Architecture:
+    read.require("scale_attn_weights", True, True)
+    read.require("scale_attn_by_inverse_layer_idx", False, False)
+    read.require("add_cross_attention", False, False)
+    activation = read.require("activation_function", "gelu_new", "gelu_new", "gelu", "gelu_pytorch_tanh")
+    hidden_size = read.size("n_embd")
+    heads, head_size = read.heads("n_head", hidden_size)
+    return Architecture(
+        family="gpt2",
+        num_layers=read.size("n_layer"),
+        hidden_size=hidden_size,
+        ffn_hidden_size=read.size("n_inner", 4 * hidden_size),
+        num_attention_heads=heads,
+        num_query_groups=heads,
+        head_size=head_size,
+        vocab_size=read.size("vocab_size"),
+        max_positions=read.size("n_positions", read.config.get("n_ctx")),
+        norm_epsilon=read.number("layer_norm_epsilon", 1e-5),
+        tied=read.switch("tie_word_embeddings", True),
+        linear_bias=True,
+        qkv_bias=True,
+        gelu="exact" if activation == "gelu" else "tanh",
+        hidden_dropout=read.number("resid_pdrop", 0.1),
+        attention_dropout=read.number("attn_pdrop", 0.1),
+    )
+
+
+def _llama(read: _Reader, family: str) -> Architecture:
+    read.require("hidden_act", "silu", "silu")
+    read.require("partial_rotary_factor", 1.0, 1.0)
+    hidden_size = read.size("hidden_size")
+    own_width = read.optional_size("head_dim", 128 if family == "qwen3" else None)
+    heads, head_size = read.heads("num_attention_heads", hidden_size, explicit=own_width)
+    base, factor = _rope(read)
+    bias = read.switch("attention_bias", False)
+    if bias != read.switch("mlp_bias", False):
+        raise ValueError(
+            f"{read.source}: attention_bias {bias} without the same mlp_bias is not supported: Megatron Core's layers "
+            "have biases everywhere, nowhere, or in queries, keys and values alone"
+        )
+    has_window = read.switch("use_sliding_window", family == "mistral")
+    # a Mistral without the key has transformers' default, one with null sees everything
+    window = (
+        read.optional_size("sliding_window", MISTRAL_WINDOW if family == "mistral" else None) if has_window else None
+    )
+    return Architecture(
+        family=family,
+        num_layers=read.size("num_hidden_layers"),
+        hidden_size=hidden_size,
+        ffn_hidden_size=read.size("intermediate_size"),
+        num_attention_heads=heads,
+        num_query_groups=read.size("num_key_value_heads", heads),
+        head_size=head_size,
+        vocab_size=read.size("vocab_size"),
+        max_positions=read.size("max_position_embeddings"),
+        norm_epsilon=read.number("rms_norm_eps", 1e-6),
+        tied=read.switch("tie_word_embeddings", False),
+        rotary_base=base,
+        rope_scaling_factor=factor,
+        linear_bias=bias,
+        qkv_bias=bias or family == "qwen2",
+        qk_norm=family == "qwen3",
+        sliding_window=window,
+        attention_dropout=read.number("attention_dropout", 0.0),
+    )
+
+
+def _rope(read: _Reader) -> tuple[int, float | None]:
+    """Base and LLaMA 3's factor. transformers 5 writes ``rope_parameters``, older ones two entries."""
+    rope = read.config.get("rope_parameters") or read.config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"{read.source}: rope_parameters or rope_scaling is {rope!r}, and must be an object")
+    base = rope.get("rope_theta", read.config.get("rope_theta", 10000.0))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if type(base) not in (int, float) or not math.isfinite(base) or base != int(base):
+        raise ValueError(f"{read.source}: rope_theta {base!r} is not supported; --rotary-base is a whole number")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0 or kind not in ("default", "llama3"):
+        shown = kind if kind not in ("default", "llama3") else "with a partial_rotary_factor"
+        raise ValueError(f"{read.source}: RoPE type {shown} is not supported; default and llama3 are")
+    if kind == "default":
+        return int(base), None
+    for name, value in LLAMA3_ROPE.items():
+        if rope.get(name) != value:
+            raise ValueError(
+                f"{read.source}: {name} {rope.get(name)!r} of the llama3 RoPE is not supported: Megatron Core has "
+                f"{value} built in"
+            )
+    if type(rope.get("factor")) not in (int, float):
+        raise ValueError(f"{read.source}: the llama3 RoPE has no factor")
+    return int(base), float(rope["factor"])
+
+
+def flags_of(network: Architecture) -> dict[str, Any]:
+    """Values of the training scripts' flags by field name: those that the weights or their meaning depend on."""
+    is_grouped = network.num_query_groups != network.num_attention_heads
+    values: dict[str, Any] = {
+        "num_layers": network.num_layers,
+        "hidden_size": network.hidden_size,
+        "ffn_hidden_size": network.ffn_hidden_size,
+        "num_attention_heads": network.num_attention_heads,
+        "kv_channels": network.head_size,
+        "group_query_attention": is_grouped,
+        "normalization": "LayerNorm" if network.family == "gpt2" else "RMSNorm",
+        "layernorm_epsilon": network.norm_epsilon,
+        "add_bias_linear": network.linear_bias,
+        "add_qkv_bias": network.qkv_bias,
+        "qk_layernorm": network.qk_norm,
+        "swiglu": network.gelu is None,
+        "openai_gelu": network.gelu == "tanh",
+        "layernorm_zero_centered_gamma": False,
+        "apply_residual_connection_post_layernorm": False,
+        "quick_geglu": False,
+        "squared_relu": False,
+        "untie_embeddings_and_output_weights": not network.tied,
+        "position_embedding_type": "learned_absolute" if network.rotary_base is None else "rope",
+    }
+    if is_grouped:
+        values["num_query_groups"] = network.num_query_groups
+    if network.gelu == "exact":
+        values["bias_gelu_fusion"] = False  # Megatron Core's fused kernel has the tanh form only
+    if network.rotary_base is None:
+        values["max_position_embeddings"] = network.max_positions
+    else:
+        values |= {"rotary_base": network.rotary_base, "rotary_percent": 1.0, "rotary_interleaved": False}
+        values["use_rope_scaling"] = network.rope_scaling_factor is not None
+    if network.rope_scaling_factor is not None:
+        values["rope_scaling_factor"] = network.rope_scaling_factor
+    return values
+
+
+def defaults_of(network: Architecture) -> dict[str, Any]:
+    """Values of flags that a run takes from the model unless its command line gives others."""
+    values: dict[str, Any] = {
+        "hidden_dropout": network.hidden_dropout,
+        "attention_dropout": network.attention_dropout,
+        "make_vocab_size_divisible_by": 1,  # padding rows would take part in the softmax
+    }
+    if network.rotary_base is not None:
+        values["max_position_embeddings"] = network.max_positions
+    return values
+
+
+def config_of(network: Architecture, *, dtype: str) -> dict[str, Any]:
+    """A config.json for `network` with weights of `dtype` (``float32``, ``bfloat16`` or ``float16``)."""
+    names = {family: name for name, family in FAMILIES.items()}
+    common: dict[str, Any] = {
+        "architectures": [names[network.family]],
+        "model_type": network.family,
+        "torch_dtype": dtype,
+        "vocab_size": network.vocab_size,
+        "tie_word_embeddings": network.tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    make: Callable[[Architecture], dict[str, Any]] = _gpt2_config if network.family == "gpt2" else _llama_config
+    return common | make(network)
+
+
+def _gpt2_config(network: Architecture) -> dict[str, Any]:
+    return {
+        "n_layer": network.num_layers,
+        "n_embd": network.hidden_size,
+        "n_head": network.num_attention_heads,
+        "n_inner": network.ffn_hidden_size,
+        "n_positions": network.max_positions,
+        "layer_norm_epsilon": network.norm_epsilon,
+        "activation_function": "gelu" if network.gelu == "exact" else "gelu_new",
+        "resid_pdrop": network.hidden_dropout,
+        "embd_pdrop": network.hidden_dropout,
+        "attn_pdrop": network.attention_dropout,
+    }
+
+
+def _llama_config(network: Architecture) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "num_hidden_layers": network.num_layers,
+        "hidden_size": network.hidden_size,
+        "intermediate_size": network.ffn_hidden_size,
+        "num_attention_heads": network.num_attention_heads,
+        "num_key_value_heads": network.num_query_groups,
+        "head_dim": network.head_size,
+        "max_position_embeddings": network.max_positions,
+        "rms_norm_eps": network.norm_epsilon,
+        "rope_theta": float(network.rotary_base or 0),
+        "rope_scaling": None,
+        "hidden_act": "silu",
+        "attention_dropout": network.attention_dropout,
+    }
+    if network.rope_scaling_factor is not None:
+        values["rope_scaling"] = {"rope_type": "llama3", "factor": network.rope_scaling_factor, **LLAMA3_ROPE}
+    if network.family in ("llama", "qwen3"):
+        values["attention_bias"] = network.linear_bias
+    if network.family == "llama":
+        values["mlp_bias"] = network.linear_bias
+    return values

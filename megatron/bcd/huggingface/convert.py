@@ -1,0 +1,294 @@
+"""Between a model folder in Hugging Face's format and a checkpoint folder of this program, one tensor at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.bcd.checkpoint import layout
+from megatron.bcd.huggingface import core_format, folder, tensors
+from megatron.bcd.huggingface.architecture import Architecture
+from megatron.bcd.huggingface.core_format import CoreCheckpoint, Piece
+from megatron.bcd.huggingface.folder import ModelFolder
+from megatron.bcd.runtime import atomic_io
+
+CARRIED = "huggingface"
+"""Folder inside a converted checkpoint with config.json and the files beside it."""
+MAX_SHARD_BYTES = 5 * 10**9
+_PIECE_BYTES = 16 * 2**20
+_ITERATION = 0
+
+DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+"""As config.json names them."""
+
+
+def check_output(path: str, *, flag: str) -> None:
+    """Whether a model may be written to `path`.
+
+    Raises:
+        ValueError: there is something already, or its parent can't be written to.
+    """
+    if os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path)):
+        raise ValueError(f"{flag} {path}: there is something already; give a folder that is empty or absent")
+    parent = os.path.abspath(path)
+    while not os.path.isdir(parent):
+        parent = os.path.dirname(parent)
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ValueError(f"{flag} {path}: {parent} can't be written to; give another folder")
+
+
+# --- from Hugging Face's format
+
+
+def to_core(source: ModelFolder, root: str, *, padded_vocab_size: int) -> str:
+    """Write `source` as the weights of a checkpoint below `root`; the folder of the checkpoint.
+
+    Padding rows of the vocabulary are zeros. On failure nothing is left.
+
+    Raises:
+        OSError, RuntimeError: a file can't be written.
+        ValueError: a file of the model can't be read.
+    """
+    is_new = not os.path.lexists(root)
+    temporary = layout.incomplete_folder(root, _ITERATION)
+    os.makedirs(temporary)
+    try:
+        core_format.write(temporary, _files(source, padded_vocab_size))
+        carried = os.path.join(temporary, CARRIED)
+        os.mkdir(carried)
+        for name in (folder.CONFIG, *folder.companions(source.folder)):
+            shutil.copyfile(os.path.join(source.folder, name), os.path.join(carried, name))
+        layout.finish(temporary, _digests(temporary))
+        layout.publish(root, _ITERATION)
+    except BaseException:
+        shutil.rmtree(root if is_new else temporary, ignore_errors=True)
+        raise
+    return layout.iteration_folder(root, _ITERATION)
+
+
+def _digests(root: str) -> dict[str, layout.FileDigest]:
+    paths = [os.path.join(parent, name) for parent, _, names in os.walk(root) for name in names]
+    return {os.path.relpath(path, root): layout.file_digest(path) for path in paths}
+
+
+def _files(source: ModelFolder, padded_vocab_size: int) -> list[list[Piece]]:
+    """What goes into each file: every layer has one, the embedding and the rest another."""
+    num_layers = source.network.num_layers
+    outside = [row for row in source.rows if not row.is_stacked]
+    files = [[piece for row in outside for piece in _pieces(source, row, padded_vocab_size)]]
+    for layer in range(num_layers):
+        files.append([])
+        for row in source.rows:
+            if row.is_stacked:
+                shape = row.shape
+                files[-1].append(
+                    Piece(
+                        key=row.key,
+                        whole=(num_layers, *shape),
+                        offsets=(layer, *[0] * len(shape)),
+                        shape=(1, *shape),
+                        dtype=source.dtype(row, layer),
+                        read=partial(source.read, row, layer),
+                    )
+                )
+    return files
+
+
+def _pieces(source: ModelFolder, row: tensors.Row, padded_vocab_size: int) -> Iterator[Piece]:
+    """A tensor outside the layers; one of the vocabulary in parts of `_PIECE_BYTES` or a little less."""
+    shape, dtype = row.shape, source.dtype(row)
+    if not row.is_vocabulary:
+        offsets = (0,) * len(shape)
+        yield Piece(key=row.key, whole=shape, offsets=offsets, shape=shape, dtype=dtype, read=partial(source.read, row))
+        return
+    step = max(1, _PIECE_BYTES // (shape[1] * dtype.itemsize))
+    for start in range(0, padded_vocab_size, step):
+        stop = min(start + step, padded_vocab_size)
+        yield Piece(
+            key=row.key,
+            whole=(padded_vocab_size, shape[1]),
+            offsets=(start, 0),
+            shape=(stop - start, shape[1]),
+            dtype=dtype,
+            read=partial(source.read_rows, row, start, stop),
+        )
+
+
+# --- to Hugging Face's format
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """What is written beside the weights."""
+
+    network: Architecture
+    config: bytes
+    """Content of config.json."""
+    companions: Mapping[str, str]
+    """Paths of the other files, by name."""
+
+
+def describe(config_folder: str) -> Description:
+    """The description in a folder in Hugging Face's format.
+
+    Raises:
+        ValueError: its config.json is absent, damaged or not supported.
+    """
+    network = folder.read_architecture(config_folder)
+    with open(os.path.join(config_folder, folder.CONFIG), "rb") as file:
+        config = file.read()
+    paths = {name: os.path.join(config_folder, name) for name in folder.companions(config_folder)}
+    return Description(network=network, config=config, companions=paths)
+
+
+def check_checkpoint(checkpoint: CoreCheckpoint, network: Architecture) -> None:
+    """Whether the checkpoint holds the weights of `network`, and no others.
+
+    Raises:
+        ValueError: a tensor is missing, extra or misshapen, or the head is tied in one and not in the other.
+    """
+    rows = tensors.rows_of(network)
+    head = "output_layer.weight"
+    if (head in checkpoint.tensors) == network.tied:
+        held, said = ("an output head of its own", "tied") if network.tied else ("no output head", "not tied")
+        raise ValueError(
+            f"{checkpoint.folder} holds {held}, and {folder.CONFIG} says that the head is {said} to the embedding "
+            f"(tie_word_embeddings {str(network.tied).lower()})"
+        )
+    expected = {row.key: ((network.num_layers,) if row.is_stacked else ()) + row.shape for row in rows}
+    found = {key: checkpoint.shape(key) for key in checkpoint.tensors}
+    for row in rows:
+        if row.is_vocabulary and row.key in found and found[row.key][0] >= row.shape[0]:
+            found[row.key] = (row.shape[0], *found[row.key][1:])  # the rest is padding
+    folder.check_tensors(expected, found, source=checkpoint.folder)
+
+
+def to_hugging_face(
+    checkpoint: CoreCheckpoint, path: str, description: Description, *, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Write the checkpoint's weights as a model folder `path`. On failure nothing is left.
+
+    A model that is there is replaced (the caller has checked that this is meant); other files stay.
+
+    Memory: one safetensors file, at most `max_shard_bytes` unless one tensor has more.
+
+    Raises:
+        ValueError: as `check_checkpoint`, or a file of the checkpoint can't be read.
+        OSError: a file can't be written.
+    """
+    network = description.network
+    check_checkpoint(checkpoint, network)
+    path = os.path.abspath(path)
+    temporary = path + ".bcd-incomplete"
+    shutil.rmtree(temporary, ignore_errors=True)
+    os.makedirs(temporary)
+    try:
+        dtype = _write_weights(checkpoint, temporary, network, max_shard_bytes)
+        atomic_io.write(os.path.join(temporary, folder.CONFIG), _with_dtype(description.config, dtype))
+        for name, companion in description.companions.items():
+            shutil.copyfile(companion, os.path.join(temporary, name))
+        for name in os.listdir(temporary):
+            atomic_io.sync(os.path.join(temporary, name))
+        _publish(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _publish(temporary: str, path: str) -> None:
+    """Give the folder its name; where there is one with other contents, replace the model in it, config.json last."""
+    try:
+        os.rename(temporary, path)  # also onto an empty folder
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        stale = [name for name in os.listdir(path) if name.endswith(".safetensors") or name == folder.INDEX]
+        for name in (folder.CONFIG, *stale):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(path, name))
+        for name in sorted(os.listdir(temporary), key=lambda name: name == folder.CONFIG):
+            os.rename(os.path.join(temporary, name), os.path.join(path, name))
+        os.rmdir(temporary)
+        atomic_io.sync(path)
+    atomic_io.sync(os.path.dirname(path))
+
+
+_Unit = tuple[tensors.Row, int]
+"""A row, and a layer."""
+
+
+def _write_weights(
+    checkpoint: CoreCheckpoint, path: str, network: Architecture, max_shard_bytes: int
+) -> torch.dtype | None:
+    """Write the safetensors files and their index; the dtype of all tensors, None if they have several."""
+    from safetensors.torch import save_file
+
+    shards = _shards(checkpoint, network, max_shard_bytes)
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, units in enumerate(shards, start=1):
+        name = folder.SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        content = dict(_tensors(checkpoint, units))
+        save_file(content, os.path.join(path, name), metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(content, name)
+        total += sum(tensor.nbytes for tensor in content.values())
+        del content
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        atomic_io.write(os.path.join(path, folder.INDEX), json.dumps(index, indent=2).encode())
+    dtypes = {checkpoint.dtype(row.key) for units in shards for row, _ in units}
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def _shards(checkpoint: CoreCheckpoint, network: Architecture, max_bytes: int) -> list[list[_Unit]]:
+    """Rows and layers by file, in the model's order; a file's tensors have at most `max_bytes`, or are one row's."""
+    rows = tensors.rows_of(network)
+    first = next(number for number, row in enumerate(rows) if row.is_stacked)
+    stacked = [row for row in rows if row.is_stacked]
+    units: list[_Unit] = [(row, 0) for row in rows[:first]]
+    units += [(row, layer) for layer in range(network.num_layers) for row in stacked]
+    units += [(row, 0) for row in rows[first + len(stacked) :]]
+    shards: list[list[_Unit]] = [[]]
+    held = 0
+    for row, layer in units:
+        size = torch.Size(row.shape).numel() * checkpoint.dtype(row.key).itemsize
+        if shards[-1] and held + size > max_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append((row, layer))
+        held += size
+    return shards
+
+
+def _tensors(checkpoint: CoreCheckpoint, units: Sequence[_Unit]) -> Iterator[tuple[str, Tensor]]:
+    """transformers' tensors by name, each with memory of its own."""
+    for row, layer in units:
+        whole = checkpoint.read(
+            row.key,
+            layer=layer if row.is_stacked else None,
+            num_rows=row.shape[0] if row.is_vocabulary else None,
+        )
+        for name, part in zip(row.names_of(layer), row.split(whole), strict=True):
+            is_own = part.is_contiguous() and part.untyped_storage().nbytes() == part.nbytes
+            yield name, part if is_own else part.clone(memory_format=torch.contiguous_format)
+
+
+def _with_dtype(config: bytes, dtype: torch.dtype | None) -> bytes:
+    """The config.json as it is, unless it says another dtype than that of the weights."""
+    if dtype is None:
+        return config
+    values: dict[str, Any] = json.loads(config)
+    name = "dtype" if "dtype" in values else "torch_dtype"
+    if values.get(name) == DTYPE_NAMES[dtype]:
+        return config
+    return (json.dumps(values | {name: DTYPE_NAMES[dtype]}, indent=2) + "\n").encode()

@@ -1,0 +1,184 @@
+"""What a folder in Hugging Face's format says beside weights, from a checkpoint of this program or a run's flags."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from megatron.bcd.checkpoint import layout, run_state
+from megatron.bcd.config import RunConfig, run_config_from_dict
+from megatron.bcd.huggingface import convert, folder
+from megatron.bcd.huggingface.architecture import Architecture, config_of, flags_of
+from megatron.bcd.tokenizer import build_tokenizer
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def checkpoint_folder(path: str, *, flag: str) -> str:
+    """`path` if it is a checkpoint itself, else the newest complete one below it.
+
+    Raises:
+        ValueError: there is none, or one of its files is damaged.
+    """
+    if not os.path.isdir(path):
+        raise ValueError(f"{flag} {path}: no such folder; give a folder of --save")
+    if not os.path.isfile(os.path.join(path, ".metadata")):
+        found = layout.candidates(path)
+        if not found:
+            raise ValueError(f"{flag} {path}: holds no checkpoint; give a folder of --save, or a checkpoint in it")
+        path = layout.iteration_folder(path, found[0])
+    damage = None if layout.is_foreign(path) else layout.damage(path)
+    if damage is not None:
+        raise ValueError(f"{flag} {path}: {damage}")
+    return path
+
+
+def description_of(
+    path: str, *, config_folder: str | None = None, vocab_size: int | None = None
+) -> convert.Description:
+    """What goes with the weights of the checkpoint `path`.
+
+    Args:
+        path: the checkpoint.
+        config_folder: the folder to take config.json and companions from; None for what was carried along with the
+            checkpoint, else what the flags of its run say.
+        vocab_size: rows without padding; None for what config.json or the run's tokenizer says.
+
+    Raises:
+        ValueError: nothing says it, or transformers has no such network.
+    """
+    carried = os.path.join(path, convert.CARRIED)
+    if config_folder is None and os.path.isdir(carried):
+        config_folder = carried
+    file = os.path.join(path, run_state.FILE_NAME)
+    if config_folder is None and not os.path.isfile(file):
+        raise ValueError(f"{path} has no {run_state.FILE_NAME} that describes the network: give --config with a folder")
+    if config_folder is not None:
+        if vocab_size is not None:
+            raise ValueError("--vocab-size: config.json says it; leave the flag out")
+        return convert.describe(config_folder)
+    with open(file, encoding="utf-8") as opened:
+        state = run_state.from_json(opened.read(), path=file)
+    is_on_gpu = state.layout.get("device", "cpu") != "cpu"
+    return describe_run(run_config_from_dict(state.flags), is_on_gpu=is_on_gpu, vocab_size=vocab_size)
+
+
+def describe_run(config: RunConfig, *, is_on_gpu: bool, vocab_size: int | None = None) -> convert.Description:
+    """What goes with the weights of a run: the model of --load-hf, or a config.json made from its flags.
+
+    Raises:
+        ValueError: transformers has no such network, or nothing says how many ids the vocabulary has.
+    """
+    if config.checkpoint.load_hf is not None:
+        if vocab_size is not None:
+            raise ValueError("--vocab-size: the config.json of --load-hf says it; leave the flag out")
+        return convert.describe(folder.locate(config.checkpoint.load_hf, flag="--load-hf", weights=False))
+    num_ids = _num_ids(config) if vocab_size is None else vocab_size
+    network = network_of_run(config, is_on_gpu=is_on_gpu, vocab_size=num_ids)
+    content = json.dumps(config_of(network, dtype=_DTYPES[config.precision]), indent=2) + "\n"
+    return convert.Description(network=network, config=content.encode(), companions=_tokenizer_files(config))
+
+
+def _num_ids(config: RunConfig) -> int:
+    flags = config.tokenizer
+    try:
+        return build_tokenizer(
+            flags.tokenizer_type or "NullTokenizer",
+            vocab_file=flags.vocab_file,
+            merge_file=flags.merge_file,
+            tokenizer_model=flags.tokenizer_model,
+            vocab_size=flags.vocab_size,
+        ).vocab_size
+    except ValueError as error:
+        raise ValueError(f"the run's tokenizer can't be read ({error}): give --vocab-size") from None
+
+
+def _tokenizer_files(config: RunConfig) -> dict[str, str]:
+    """Paths of the run's tokenizer files by the names that transformers looks for."""
+    flags = config.tokenizer
+    kind, model = flags.tokenizer_type or "", flags.tokenizer_model
+    if kind == "HuggingFaceTokenizer" and model and os.path.isdir(model):
+        return {name: os.path.join(model, name) for name in folder.companions(model)}
+    if kind == "GPT2BPETokenizer" and flags.vocab_file and flags.merge_file:
+        return {"vocab.json": flags.vocab_file, "merges.txt": flags.merge_file}
+    if "SentencePiece" in kind or kind == "Llama2Tokenizer":
+        return {"tokenizer.model": model} if model else {}
+    return {}
+
+
+def network_of_run(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> Architecture:
+    """The network that the flags of a run describe, as one of the families.
+
+    Whether GELU is exact depends on the machine: Megatron Core's fused kernel, on GPUs only, has the tanh form.
+
+    Raises:
+        ValueError: it is none of them; names the flag.
+    """
+    fields, model = config.transformer, config.model
+    heads = int(fields["num_attention_heads"])
+    is_rope = model.position_embedding_type == "rope"
+    linear_bias = bool(fields.get("add_bias_linear", True))
+    qkv_bias, qk_norm = linear_bias or bool(fields.get("add_qkv_bias")), bool(fields.get("qk_layernorm"))
+    is_fused = is_on_gpu and linear_bias and bool(fields.get("bias_activation_fusion"))
+    network = Architecture(
+        family=_family(is_rope=is_rope, qk_norm=qk_norm, only_qkv_bias=qkv_bias and not linear_bias),
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=int(fields.get("ffn_hidden_size") or 4 * config.hidden_size),
+        num_attention_heads=heads,
+        num_query_groups=int(fields.get("num_query_groups") or heads),
+        head_size=int(fields.get("kv_channels") or config.hidden_size // heads),
+        vocab_size=vocab_size,
+        max_positions=model.max_position_embeddings or model.seq_length,
+        norm_epsilon=float(fields.get("layernorm_epsilon", 1e-5)),
+        tied=config.tied,
+        rotary_base=model.rotary_base if is_rope else None,
+        rope_scaling_factor=_rope_scaling_factor(model),
+        linear_bias=linear_bias,
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+        gelu=None if model.swiglu else "tanh" if model.openai_gelu or is_fused else "exact",
+        hidden_dropout=float(fields.get("hidden_dropout", 0.1)),
+        attention_dropout=float(fields.get("attention_dropout", 0.1)),
+    )
+    _check_expressible(config, network)
+    return network
+
+
+def _family(*, is_rope: bool, qk_norm: bool, only_qkv_bias: bool) -> str:
+    if not is_rope:
+        return "gpt2"
+    return "qwen3" if qk_norm else "qwen2" if only_qkv_bias else "llama"
+
+
+def _rope_scaling_factor(model: Any) -> float | None:
+    return float(model.rope_scaling_factor) if model.use_rope_scaling else None
+
+
+_ALWAYS = {"swiglu": True}
+_OF_FAMILY: dict[str, dict[str, Any]] = {
+    "gpt2": {"swiglu": False, "add_bias_linear": True, "qk_layernorm": False, "group_query_attention": False},
+    "qwen3": {"add_bias_linear": False, "add_qkv_bias": False},
+}
+
+
+def _check_expressible(config: RunConfig, network: Architecture) -> None:
+    """Whether config.json has the same meaning as the flags. Raises ValueError."""
+    actual: dict[str, Any] = dict(config.transformer) | vars(config.model)
+    actual["group_query_attention"] = network.num_query_groups != network.num_attention_heads
+    wanted = flags_of(network) | _ALWAYS | _OF_FAMILY.get(network.family, {})
+    if network.family == "gpt2":
+        wanted["kv_channels"] = network.hidden_size // network.num_attention_heads
+        actual["kv_channels"] = network.head_size
+    else:
+        wanted.pop("kv_channels")
+    for name in ("layernorm_epsilon", "ffn_hidden_size", "num_query_groups", "openai_gelu"):
+        wanted.pop(name, None)  # the network has them from the flags, or Megatron Core's default
+    for name, value in wanted.items():
+        found = actual.get(name, value)
+        if found != value:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {found}: transformers' {network.family} model has {value}, so this run's "
+                "model can't be written in Hugging Face's format"
+            )

@@ -1,0 +1,208 @@
+"""Which tensors of Megatron Core's checkpoints are which of transformers', and how one is made from the other.
+
+Letters: V vocabulary, P positions, H hidden size, F FFN size, N heads, G query groups, Q = N / G heads of a group,
+D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.bcd.huggingface.architecture import Architecture
+
+LAYERS = "decoder.layers."
+"""What keys of Megatron Core's layers start with; their tensors are stacked, [layers, ...]."""
+
+Join = Callable[[Sequence[Tensor]], Tensor]
+Split = Callable[[Tensor], Sequence[Tensor]]
+
+
+def _same(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0]
+
+
+def _alone(tensor: Tensor) -> Sequence[Tensor]:
+    return (tensor,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One tensor of Megatron Core, or of each of its layers, and those of transformers that it is made of."""
+
+    key: str
+    names: tuple[str, ...]
+    """``{}`` stands for the layer."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of `names`."""
+    join: Join = _same
+    split: Split = _alone
+    is_vocabulary: bool = False
+    """The first axis is padded in Megatron Core."""
+
+    @property
+    def is_stacked(self) -> bool:
+        return self.key.startswith(LAYERS)
+
+    def names_of(self, layer: int) -> tuple[str, ...]:
+        """The names for one layer; of a row outside the layers, its names."""
+        return tuple(name.format(layer) for name in self.names)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of Megatron Core's tensor, without padding and without the axis of layers."""
+        return tuple(self.join([torch.empty(shape, device="meta") for shape in self.shapes]).shape)
+
+
+def rows_of(network: Architecture) -> tuple[Row, ...]:
+    """Every tensor of the model: what comes before the layers, one row for each tensor of a layer, what comes after."""
+    return tuple(_gpt2_rows(network) if network.family == "gpt2" else _llama_rows(network))
+
+
+def ignored(name: str) -> bool:
+    """Whether transformers' tensor holds no weight: masks and frequencies that older versions saved."""
+    return name.endswith((".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias"))
+
+
+def canonical(name: str, network: Architecture) -> str:
+    """The name with the prefix that older GPT-2 files leave out."""
+    is_bare = network.family == "gpt2" and name.startswith(("wte.", "wpe.", "h.", "ln_f."))
+    return f"transformer.{name}" if is_bare else name
+
+
+# --- transforms
+
+
+@dataclass(frozen=True)
+class _QueryKeyValue:
+    """Megatron Core's rows lie group by group: Q queries, a key, a value, of D rows each."""
+
+    groups: int
+    queries: int
+    head_size: int
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        rows = [part.unflatten(0, (self.groups, -1, self.head_size)) for part in parts]
+        return torch.cat(rows, dim=1).flatten(0, 2)
+
+    def split(self, tensor: Tensor) -> Sequence[Tensor]:
+        rows = tensor.unflatten(0, (self.groups, self.queries + 2, self.head_size))
+        return [part.flatten(0, 2) for part in rows.split((self.queries, 1, 1), dim=1)]
+
+    def join_fused(self, parts: Sequence[Tensor]) -> Tensor:
+        """From GPT-2's one tensor: a weight [H, 3 H], or a bias."""
+        return self.join(_turned(parts[0]).chunk(3))
+
+    def split_fused(self, tensor: Tensor) -> Sequence[Tensor]:
+        return (_turned(torch.cat(list(self.split(tensor)))),)
+
+
+def _turned(tensor: Tensor) -> Tensor:
+    """GPT-2's linear layers hold [inputs, outputs]; a bias stays as it is."""
+    return tensor.t().contiguous() if tensor.dim() == 2 else tensor
+
+
+def _turn(parts: Sequence[Tensor]) -> Tensor:
+    return _turned(parts[0])
+
+
+def _turn_back(tensor: Tensor) -> Sequence[Tensor]:
+    return (_turned(tensor),)
+
+
+def _halves(tensor: Tensor) -> Sequence[Tensor]:
+    return tensor.chunk(2)
+
+
+def _cat(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts))
+
+
+# --- families
+
+
+def _llama_rows(network: Architecture) -> Iterator[Row]:
+    vocabulary, hidden, inner = network.vocab_size, network.hidden_size, network.ffn_hidden_size
+    heads, groups, width = network.num_attention_heads, network.num_query_groups, network.head_size
+    qkv = _QueryKeyValue(groups, heads // groups, width)
+
+    def layer_row(key: str, names: Sequence[str], *shapes: tuple[int, ...], join: Join = _same, split: Split = _alone):  # type: ignore[no-untyped-def]
+        theirs = tuple("model.layers.{}." + name for name in names)
+        return Row(key=LAYERS + key, names=theirs, shapes=shapes, join=join, split=split)
+
+    yield Row(
+        key="embedding.word_embeddings.weight",
+        names=("model.embed_tokens.weight",),
+        shapes=((vocabulary, hidden),),
+        is_vocabulary=True,
+    )
+    yield layer_row("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight",), (hidden,))
+    for kind, rest in (("weight", (hidden,)), ("bias", ())):
+        has_qkv, has_others = (True, True) if kind == "weight" else (network.qkv_bias, network.linear_bias)
+        projections = tuple(f"self_attn.{letter}_proj.{kind}" for letter in "qkv")
+        shapes = tuple((count * width, *rest) for count in (heads, groups, groups))
+        gate_up = (f"mlp.gate_proj.{kind}", f"mlp.up_proj.{kind}")
+        if has_qkv:
+            yield layer_row(f"self_attention.linear_qkv.{kind}", projections, *shapes, join=qkv.join, split=qkv.split)
+        if has_others:
+            out, down = ((hidden, heads * width), (hidden, inner)) if rest else ((hidden,), (hidden,))
+            fc1 = (inner, *rest)
+            yield layer_row(f"self_attention.linear_proj.{kind}", (f"self_attn.o_proj.{kind}",), out)
+            yield layer_row(f"mlp.linear_fc1.{kind}", gate_up, fc1, fc1, join=_cat, split=_halves)
+            yield layer_row(f"mlp.linear_fc2.{kind}", (f"mlp.down_proj.{kind}",), down)
+    if network.qk_norm:
+        for letter in "qk":
+            yield layer_row(f"self_attention.{letter}_layernorm.weight", (f"self_attn.{letter}_norm.weight",), (width,))
+    yield layer_row("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",), (hidden,))
+    yield Row(key="decoder.final_layernorm.weight", names=("model.norm.weight",), shapes=((hidden,),))
+    yield from _head(network)
+
+
+def _gpt2_rows(network: Architecture) -> Iterator[Row]:
+    vocabulary, hidden, inner = network.vocab_size, network.hidden_size, network.ffn_hidden_size
+    heads = network.num_attention_heads
+    qkv = _QueryKeyValue(heads, 1, network.head_size)
+
+    def layer_row(key: str, name: str, shape: tuple[int, ...], *, join: Join = _turn, split: Split = _turn_back) -> Row:
+        return Row(key=LAYERS + key, names=("transformer.h.{}." + name,), shapes=(shape,), join=join, split=split)
+
+    yield Row(
+        key="embedding.word_embeddings.weight",
+        names=("transformer.wte.weight",),
+        shapes=((vocabulary, hidden),),
+        is_vocabulary=True,
+    )
+    yield Row(
+        key="embedding.position_embeddings.weight",
+        names=("transformer.wpe.weight",),
+        shapes=((network.max_positions, hidden),),
+    )
+    for kind in ("weight", "bias"):
+
+        def linear(inputs: int, outputs: int, kind: str = kind) -> tuple[int, ...]:
+            return (inputs, outputs) if kind == "weight" else (outputs,)
+
+        yield layer_row(f"self_attention.linear_qkv.layer_norm_{kind}", f"ln_1.{kind}", (hidden,))
+        yield layer_row(
+            f"self_attention.linear_qkv.{kind}",
+            f"attn.c_attn.{kind}",
+            linear(hidden, 3 * hidden),
+            join=qkv.join_fused,
+            split=qkv.split_fused,
+        )
+        yield layer_row(f"self_attention.linear_proj.{kind}", f"attn.c_proj.{kind}", linear(hidden, hidden))
+        yield layer_row(f"mlp.linear_fc1.layer_norm_{kind}", f"ln_2.{kind}", (hidden,))
+        yield layer_row(f"mlp.linear_fc1.{kind}", f"mlp.c_fc.{kind}", linear(hidden, inner))
+        yield layer_row(f"mlp.linear_fc2.{kind}", f"mlp.c_proj.{kind}", linear(inner, hidden))
+    for kind in ("weight", "bias"):
+        yield Row(key=f"decoder.final_layernorm.{kind}", names=(f"transformer.ln_f.{kind}",), shapes=((hidden,),))
+    yield from _head(network)
+
+
+def _head(network: Architecture) -> Iterator[Row]:
+    if not network.tied:
+        shape = (network.vocab_size, network.hidden_size)
+        yield Row(key="output_layer.weight", names=("lm_head.weight",), shapes=(shape,), is_vocabulary=True)

@@ -1,0 +1,119 @@
+"""Which samples an evaluation is on: the next ones, --eval-fixed, --full-validation, and --skip-train afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import worlds
+from support.dist import World
+
+from megatron.bcd import data
+from megatron.bcd.config import RunConfig
+
+Flags = Callable[..., dict[str, Any]]
+CUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "pipeline2": {"world_size": 2, "pipeline_model_parallel_size": 2},
+    "data2": {"world_size": 2},
+    "pipeline3": {"world_size": 3, "pipeline_model_parallel_size": 3, "bcd_num_blocks": 2},  # a stage without data
+}
+STILL = {"lr": 1e-30, "weight_decay": 0.0, "eval_iters": 2, "eval_interval": 2, "split": "60,40,0"}
+"""Weights that do not move: losses differ by their samples alone."""
+
+
+def evaluations(config: RunConfig) -> list[tuple[int, int, str, float, bool]]:
+    """Everything that this rank reports of the evaluations of a run."""
+    with worlds.started(config) as one:
+        one.run()
+        return [
+            (record.iteration, record.consumed_samples, record.split, record.loss, record.is_final)
+            for record in one.recorder.evaluations
+        ]
+
+
+def losses(config: RunConfig) -> list[float]:
+    return [loss for *_, loss, _ in evaluations(config)]
+
+
+def mean_over_split(config: RunConfig) -> tuple[float, int]:
+    """The mean loss over the validation split, sample by sample, and the number of samples."""
+    with worlds.started(config) as one, torch.no_grad():
+        dataset, sums = one.components.splits.validation, torch.zeros(2, dtype=torch.float64)
+        one.model.eval()
+        for index in range(len(dataset)):
+            batch = data.batch_of(dataset, [index])
+            token_losses = one.model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+            sums += torch.stack([token_losses.double().sum(), torch.tensor(float(token_losses.numel()))])
+        return float(sums[0] / sums[1]), len(dataset)
+
+
+@pytest.fixture(scope="module")
+def world3() -> Any:
+    world = World(3)
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def world_of(world1: World, world2: World, request: pytest.FixtureRequest) -> Callable[[str], World]:
+    def world(cut: str) -> World:
+        return {1: world1, 2: world2}.get(CUTS[cut].get("world_size", 1)) or request.getfixturevalue("world3")
+
+    return world
+
+
+def test_fixed_samples(world_of: Callable[[str], World], initial_weights: Flags) -> None:
+    """Curves whose noise is that of the samples; or samples that depend on the length of the run or its layout."""
+    flags = initial_weights(bcd_num_blocks=3) | STILL
+    moving, fixed = (
+        world_of("one").run(losses, worlds.run_config(**flags, eval_fixed=is_fixed))[0] for is_fixed in (False, True)
+    )
+    assert len(set(moving)) == 4 and len(fixed) == 4
+    assert set(fixed) == {fixed[0]}
+    longer = flags | {"train_iters": 8, "eval_interval": 1, "eval_fixed": True}
+    assert set(world_of("one").run(losses, worlds.run_config(**longer))[0]) == {fixed[0]}
+    for cut in ("pipeline2", "data2"):
+        for mine in world_of(cut).run(losses, worlds.run_config(**flags | CUTS[cut], eval_fixed=True)):
+            assert mine == pytest.approx(fixed, rel=1e-6)
+
+
+@pytest.mark.parametrize("cut", [*CUTS][:3] + [pytest.param("pipeline3", marks=pytest.mark.long)])
+def test_the_whole_split(world_of: Callable[[str], World], initial_weights: Flags, cut: str) -> None:
+    """Samples that are left out because they fill no batch, count twice, or are another number on a stage without
+    data."""
+    flags = initial_weights(bcd_num_blocks=3) | STILL | {"full_validation": True, "split": "98.5,1.5,0"}
+    mean, num_samples = world_of("one").run(mean_over_split, worlds.run_config(**flags))[0]
+    assert 16 < num_samples < 50 and num_samples % 8 and num_samples % 6, "the last batch must not be full"
+    batches: list[dict[str, Any]] = [{"global_batch_size": 8}, {"micro_batch_size": 1, "global_batch_size": 6}]
+    for batch in batches[: 1 if cut == "pipeline3" else 2]:
+        for mine in world_of(cut).run(losses, worlds.run_config(**flags | batch | CUTS[cut])):
+            assert mine == pytest.approx([mean] * 4, rel=1e-6)
+
+
+@pytest.mark.parametrize("how", ["eval_fixed", "full_validation"])
+def test_evaluation_of_a_checkpoint(world_of: Callable[[str], World], text_data: str, tmp_path: Path, how: str) -> None:
+    """A checkpoint that can't be compared with the run that wrote it: other samples, or iteration 0."""
+    flags = {"data_path": text_data, "eval_iters": 2, "eval_interval": 3, "split": "60,40,0", how: True}
+    saved = {"save": str(tmp_path), "exit_interval": 3}
+    (first,) = world_of("one").run(evaluations, worlds.run_config(**flags | saved))[0]
+    assert first[:3] == (3, 24, "validation")
+    alone = flags | {"load": str(tmp_path), "skip_train": True, "train_iters": None, "lr": None}
+    again = world_of("one").run(evaluations, worlds.run_config(**alone))[0]
+    assert again == [(*first[:4], True)]
+    for cut in ("pipeline2", "data2"):
+        other = world_of(cut).run(evaluations, worlds.run_config(**alone | CUTS[cut]))
+        assert other == [[(*first[:3], pytest.approx(first[3], rel=1e-6), True)]] * 2
+
+
+def test_resuming_with_the_next_samples(world_of: Callable[[str], World], text_data: str, tmp_path: Path) -> None:
+    """Repeated evaluations that count as consumed: a run that resumes without the flag would skip samples."""
+    flags = {"data_path": text_data, "eval_iters": 2, "eval_interval": 3, "split": "60,40,0"}
+    whole = world_of("one").run(evaluations, worlds.run_config(**flags))[0]
+    world_of("one").run(evaluations, worlds.run_config(**flags, eval_fixed=True, save=str(tmp_path), exit_interval=3))
+    rest = world_of("one").run(evaluations, worlds.run_config(**flags, load=str(tmp_path)))[0]
+    assert [record[0] for record in rest] == [6, 6] and len({record[3] for record in rest}) == 2
+    assert rest[0][3] != whole[1][3], "its first evaluation is on the first samples"

@@ -1,0 +1,181 @@
+"""--load-hf and --save-hf: models of transformers, on one rank and under any parallel layout."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import convert_checkpoint
+import pytest
+import torch
+import transformers
+from support import huggingface_models as models
+from support import worlds
+from support.dist import World
+
+from megatron.bcd.huggingface import folder
+from megatron.bcd.model.builder import unwrap_model
+
+LENGTH = 48
+LAYOUTS = {(1, 1): "world1", (2, 1): "world2", (1, 2): "world2", (2, 2): "world4", (4, 1): "world4"}
+"""The session's world by (pipeline, tensor) sizes."""
+
+
+def config_of(model: Path | str, data_path: str, *, pipeline: int = 1, tensor: int = 1, **flags: Any) -> Any:
+    """A run that starts from `model`."""
+    values: dict[str, Any] = {
+        "load_hf": str(model),
+        "data_path": data_path,
+        "seq_length": LENGTH,
+        "micro_batch_size": 1,
+        "global_batch_size": 2,
+        "train_iters": 2,
+        "lr": 1e-3,
+        "eval_iters": 0,
+        "num_workers": 0,
+        "hidden_dropout": 0,
+        "attention_dropout": 0,
+        "tokenizer_type": "ByteLevelTokenizer",
+        "bcd_num_blocks": 2,
+        "bcd_steps_per_block": 1,
+        "pipeline_model_parallel_size": pipeline,
+        "tensor_model_parallel_size": tensor,
+    }
+    return worlds.config_of(world_size=pipeline * tensor, **values | flags)
+
+
+def write_out(config: Any) -> list[str]:
+    """Load, and write what was loaded to --save-hf; the names of the tensors that this rank has read."""
+    read: list[str] = []
+    one_tensor, some_rows = folder.ModelFolder._read, folder.ModelFolder.read_rows
+
+    def watched(self: Any, name: str) -> Any:
+        read.append(name)
+        return one_tensor(self, name)
+
+    def watched_rows(self: Any, row: Any, start: int, stop: int) -> Any:
+        read.append(f"{row.names[0]} {start}")
+        return some_rows(self, row, start, stop)
+
+    folder.ModelFolder._read, folder.ModelFolder.read_rows = watched, watched_rows  # type: ignore[method-assign]
+    try:
+        with worlds.started(config) as one, one.active.whole_parameters():
+            assert one.components.exporter is not None
+            assert one.components.exporter.export(one.model)
+    finally:
+        folder.ModelFolder._read, folder.ModelFolder.read_rows = one_tensor, some_rows  # type: ignore[method-assign]
+    return read
+
+
+def logits_of(config: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """[B, S, V] of one rank's whole model before its first step."""
+    with worlds.started(config) as one, torch.no_grad():
+        positions = torch.arange(tokens.size(1)).expand_as(tokens)
+        logits: torch.Tensor = unwrap_model(one.model).eval()(tokens, positions, None)
+        return logits
+
+
+@pytest.mark.parametrize("name", models.SETTINGS)
+def test_logits(world1: World, text_data: str, tmp_path: Path, name: str) -> None:
+    """Rows of another head, gate for up, an epsilon, a rotation, a GELU, a bias or a norm of another model."""
+    given = models.write_model(name, tmp_path / "given")
+    tokens = torch.randint(0, models.VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    [ours] = world1.run(logits_of, config_of(given, text_data), tokens)
+    with torch.no_grad():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(given)(tokens).logits
+    assert ours.shape == theirs.shape
+    assert (ours - theirs).abs().max() < 1e-4 and theirs.std() > 0.1
+
+
+MATRIX = [
+    pytest.param(
+        name,
+        layout,
+        marks=[] if (name, layout) in (("gpt2", (2, 1)), ("llama3", (1, 2)), ("qwen2", (2, 2))) else [pytest.mark.long],
+    )
+    for name in models.SETTINGS
+    for layout in [*LAYOUTS, (4, 2)]
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), MATRIX)
+def test_there_and_back(
+    request: pytest.FixtureRequest, text_data: str, tmp_path: Path, name: str, layout: tuple[int, int]
+) -> None:
+    """A weight of another stage, a slice of another rank, on the way in from a folder or from a converted checkpoint,
+    or on the way out; a rank that reads what it does not hold."""
+    pipeline, tensor = layout
+    given = models.write_model(name, tmp_path / "given", max_shard_size="60KB")
+    world: World = request.getfixturevalue(LAYOUTS[layout]) if layout in LAYOUTS else World(pipeline * tensor)
+    sizes = {"pipeline": pipeline, "tensor": tensor}
+    read = world.run(write_out, config_of(given, text_data, **sizes, save_hf=str(tmp_path / "back")))
+    assert models.differing(models.tensors_of(given), models.tensors_of(tmp_path / "back")) == []
+    assert sorted(os.listdir(tmp_path)) == ["back", "given"]
+    layers_of = [{part for name in names for part in name.split(".") if part.isdigit()} for names in read]
+    stages = [set().union(*layers_of[stage * tensor : (stage + 1) * tensor]) for stage in range(pipeline)]
+    assert sorted(layer for stage in stages for layer in stage) == [str(layer) for layer in range(models.LAYERS)]
+
+    target = tmp_path / "checkpoint"
+    assert convert_checkpoint.main(["--from", "hf", "--to", "bcd", "--input", str(given), "--output", str(target)]) == 0
+    flags = {"load": str(target), "finetune": True, "save_hf": str(tmp_path / "again")}
+    carried = target / "iter_0000000" / "huggingface"
+    read = world.run(write_out, config_of(carried, text_data, **sizes, **flags))
+    assert models.differing(models.tensors_of(given), models.tensors_of(tmp_path / "again")) == []
+    assert not any(read)
+    if layout not in LAYOUTS:
+        world.close()
+
+
+def train_and_save(config: Any) -> dict[str, Any]:
+    """Train; what was noted, and this rank's last weights."""
+    with worlds.started(config) as one:
+        one.run()
+        return {"notes": one.recorder.notes, "weights": worlds.weights_of(one.model)}
+
+
+def test_a_run_writes_what_it_has_trained(world1: World, text_data: str, tmp_path: Path) -> None:
+    """Weights of before the training or of one block only; a model that is not written at its interval; a checkpoint
+    of the run that the tool reads as another network."""
+    given = models.write_model("llama_tied", tmp_path / "given")
+    config = config_of(given, text_data, save_hf=str(tmp_path / "out"), save_hf_interval=1, save=str(tmp_path / "run"))
+    [trained] = world1.run(train_and_save, config)
+    before, after = models.tensors_of(given), models.tensors_of(tmp_path / "out")
+    assert not any(torch.equal(before[name], after[name]) for name in before if "proj" in name)
+    assert torch.equal(trained["weights"]["embedding.word_embeddings.weight"], after["model.embed_tokens.weight"])
+    assert sorted(path.name for path in (tmp_path / "out").glob("iter_*")) == ["iter_0000001", "iter_0000002"]
+    assert models.differing(models.tensors_of(tmp_path / "out" / "iter_0000002"), after) == []
+    assert models.differing(models.tensors_of(tmp_path / "out" / "iter_0000001"), after) != []
+    back = tmp_path / "back"
+    arguments = ["--from", "bcd", "--to", "hf", "--input", str(tmp_path / "run"), "--output", str(back)]
+    assert convert_checkpoint.main(arguments) == 0
+    assert models.differing(models.tensors_of(back), after) == []
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    again = {"save": str(tmp_path / "run"), "load": str(tmp_path / "run"), "save_hf": str(tmp_path / "again")}
+    world1.run(train_and_save, config_of(given, text_data, **again))  # trains nothing: the run is at its end
+    assert models.differing(models.tensors_of(tmp_path / "again"), after) == []
+
+
+FROM_SCRATCH: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt", {"openai_gelu": True, "bf16": True}),
+    "llama": ("llama", {"group_query_attention": True, "num_query_groups": 2}),
+    "qwen2": ("llama", {"add_qkv_bias": True, "no_untie_embeddings_and_output_weights": True}),
+    "qwen3": ("llama", {"qk_layernorm": True, "kv_channels": 16}),
+}
+
+
+@pytest.mark.parametrize("family", FROM_SCRATCH)
+def test_a_model_that_was_trained_from_scratch(world1: World, text_data: str, tmp_path: Path, family: str) -> None:
+    """A config.json of another network, padding that stays, a dtype that is not that of the weights."""
+    form, flags = FROM_SCRATCH[family]
+    sizes = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "seq_length": LENGTH, "train_iters": 1}
+    config = worlds.run_config(
+        form=form, data_path=text_data, save_hf=str(tmp_path / "out"), **sizes, max_position_embeddings=64, **flags
+    )
+    world1.run(train_and_save, config)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    assert model.config.model_type == family and model.config.vocab_size == 257
+    tokens = torch.randint(0, 257, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    [ours] = world1.run(logits_of, config_of(tmp_path / "out", text_data), tokens)
+    with torch.no_grad():
+        assert (ours - model(tokens).logits).abs().max() < 1e-4

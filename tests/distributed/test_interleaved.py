@@ -1,0 +1,230 @@
+"""Interleaved pipelines: the same steps as one rank takes, and with one block stock's own, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.num_microbatches_calculator import get_num_microbatches, init_num_microbatches_calculator
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.parallel_state import get_data_parallel_world_size
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+from support import worlds
+from support.dist import World
+
+from megatron.bcd import data
+from megatron.bcd.blocks.stages import partition_from_config
+from megatron.bcd.config import RunConfig, core_keywords
+from megatron.bcd.model import builder, implementation, loss
+from megatron.bcd.optim import lr_schedule
+from megatron.bcd.tokenizer import build_tokenizer
+
+Flags = Callable[..., dict[str, Any]]
+PIPELINE = {"pipeline_model_parallel_size": 2}
+INTERLEAVED = {"bcd_layout": "interleaved", "bcd_num_blocks": 3, "clip_grad": 0.0}
+VIRTUAL = "num_virtual_stages_per_pipeline_rank"
+TENSOR = {"tensor_model_parallel_size": 2}
+
+
+def stocks_own(config: RunConfig) -> dict[str, Any]:
+    """Megatron Core's interleaved schedule on one DDP wrapper for each chunk, in the order of its training loop."""
+    with worlds.parallel(config):
+        training = config.training
+        init_num_microbatches_calculator(
+            torch.distributed.get_rank(),
+            None,
+            training.global_batch_size,
+            training.micro_batch_size,
+            get_data_parallel_world_size(),
+        )
+        tokenizer = build_tokenizer("ByteLevelTokenizer")
+        plan = data.plan_splits(config, tokenizer, training.train_iters, least_steps_per_cycle=1)
+        splits = data.build_splits(config, plan)
+        model = builder.build_model(config, worlds.PADDED_VOCABULARY, implementation.implementation_here(config))
+        model_config = get_model_config(model)
+        ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=training.use_distributed_optimizer)
+        wrapped = [
+            DistributedDataParallel(config=model_config, ddp_config=ddp_config, module=chunk)
+            for chunk in builder.chunks_of(model)
+        ]
+        keywords = core_keywords(config.optimizer) | {"use_distributed_optimizer": training.use_distributed_optimizer}
+        optimizer = get_megatron_optimizer(OptimizerConfig(**keywords), wrapped)
+        scheduler = lr_schedule.build_scheduler(config, optimizer, training.global_batch_size)
+        model_config.grad_scale_func = optimizer.scale_loss
+        model_config.finalize_model_grads_func = finalize_model_grads
+        # as stock's arguments ask of two stages; it frees an output while that is sent, which gloo does not survive
+        model_config.overlap_p2p_comm, model_config.batch_p2p_comm = True, False
+        model_config.deallocate_pipeline_outputs = False
+        batches = [data.batches(splits.train, config, consumed_samples=0) for _ in wrapped]
+        losses = []
+        for _ in range(training.train_iters):
+            for chunk in wrapped:
+                chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            per_microbatch = get_forward_backward_func()(
+                forward_step_func=loss.forward_step,
+                data_iterator=batches,
+                model=wrapped,
+                num_microbatches=get_num_microbatches(),
+                seq_length=config.model.seq_length,
+                micro_batch_size=training.micro_batch_size,
+                forward_only=False,
+            )
+            optimizer.step()
+            scheduler.step(training.global_batch_size)
+            total, tokens = loss.reduce_losses(per_microbatch).tolist()
+            losses.append(total / tokens)
+        return {"losses": losses, "weights": worlds.weights_of(model)}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {VIRTUAL: 3, "attention_dropout": 0.1},
+        pytest.param({"num_layers_per_virtual_pipeline_stage": 1, "bf16": True}, marks=pytest.mark.long),
+    ],
+    ids=["fp32", "bf16"],
+)
+def test_one_block_is_stocks_own_schedule(world2: World, text_data: str, flags: dict[str, Any]) -> None:
+    """A baseline with another order, another sum of gradients, or dropout of another microbatch."""
+    # without clipping: one DDP wrapper sums the squares of the gradients in another order than one for each chunk
+    flags = {"data_path": text_data, "bcd_num_blocks": 1, "train_iters": 8, "clip_grad": 0.0} | PIPELINE | flags
+    config = worlds.run_config(world_size=2, **flags)
+    assert (config.bcd.bcd_layout, config.num_chunks) == ("interleaved", 3)
+    ours, stock = world2.run(worlds.train_run, config), world2.run(stocks_own, config)
+    assert ours[0]["losses"][-1] < ours[0]["losses"][0] - 0.5, "nothing was learnt: nothing would be compared"
+    for mine, other in zip(ours, stock, strict=True):
+        assert mine["losses"] == other["losses"]
+        assert worlds.same_bits(mine["weights"], other["weights"]) == []
+
+
+def run(world: World, flags: dict[str, Any]) -> list[dict[str, Any]]:
+    """Thirty steps, three a phase, and evaluations."""
+    # a rate at which differences in the last bit, of tied gradients summed in another order, do not grow
+    lengths = {"bcd_steps_per_block": 3, "train_iters": 30, "eval_iters": 1, "eval_interval": 15, "lr": 1e-3}
+    return world.run(worlds.train_run, worlds.run_config(world_size=world.size, **flags | lengths))
+
+
+def assert_same(ranks: list[dict[str, Any]], reference: dict[str, Any], *, tolerance: float = 1e-6) -> None:
+    assert len(set(reference["blocks"])) > 1
+    for rank in ranks:
+        assert rank["blocks"] == reference["blocks"]
+        assert rank["losses"] == pytest.approx(reference["losses"], rel=tolerance)
+        assert [loss for *_, loss in rank["evaluations"]] == pytest.approx(
+            [loss for *_, loss in reference["evaluations"]], rel=tolerance
+        )
+
+
+def whole_names(ranks: list[dict[str, Any]], config: RunConfig) -> dict[str, torch.Tensor]:
+    """Weights of all stages under the names that one stage would give them; the head's copy under its own."""
+    cut, found = partition_from_config(config), {}
+    for stage, rank in enumerate(ranks):
+        for name, weight in rank["weights"].items():
+            if name.startswith("chunks."):
+                _, chunk, name = name.split(".", 2)
+                if name.startswith("decoder.layers."):
+                    _, _, index, rest = name.split(".", 3)
+                    name = f"decoder.layers.{cut.chunk_layers(stage, int(chunk))[int(index)]}.{rest}"
+            found[name] = weight
+    return found
+
+
+def test_as_one_rank(world1: World, world2: World, initial_weights: Flags) -> None:
+    """A chunk that trains in another block's phase, misses a gradient, or gets another microbatch's; more microbatches
+    than the stages divide."""
+    flags = initial_weights(bcd_num_blocks=3) | INTERLEAVED | {"global_batch_size": 10}
+    ranks, reference = run(world2, flags | PIPELINE), run(world1, flags)[0]
+    assert_same(ranks, reference)
+    weights = whole_names(ranks, config_of(flags | PIPELINE))
+    for name, weight in reference["weights"].items():
+        if not name.endswith("linear_qkv.bias"):  # the gradient of a key's bias is rounding, and Adam scales it up
+            assert (weights[name] - weight).norm() < 1e-4 * weight.norm(), name
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {"form": "llama"},
+    "always_active": {"bcd_always_active": "norms,head", "bcd_optimizer_state": "host", "log_throughput": True},
+    "resting": {"bcd_resting_update": "orthogonal", "bcd_always_active": "none", "bcd_resting_layers": "suffix"},
+    "recompute": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "strided": {VIRTUAL: 6, "num_layers": 12},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "always_active" else pytest.mark.long) for name in VARIANTS]
+)
+def test_variants(world1: World, world2: World, initial_weights: Flags, name: str) -> None:
+    """Something that looks for its layers, its state or its gradient on one chunk only."""
+    flags = initial_weights(bcd_num_blocks=3, **VARIANTS[name]) | INTERLEAVED
+    tolerance = 1e-4 if name == "resting" else 1e-6  # orthogonalised gradients grow what is small
+    assert_same(run(world2, flags | PIPELINE), run(world1, flags)[0], tolerance=tolerance)
+
+
+@pytest.mark.parametrize("cut", [{"overlap_grad_reduce": True}, TENSOR], ids=["data2", "tensor2"])
+@pytest.mark.long
+def test_with_data_and_tensor_parallel(
+    world2: World, world4: World, initial_weights: Flags, cut: dict[str, Any]
+) -> None:
+    """A reduction of one chunk only, or before its last microbatch."""
+    flags = initial_weights(bcd_num_blocks=3) | INTERLEAVED | PIPELINE
+    assert_same(run(world4, flags | cut), run(world2, flags)[0], tolerance=2e-5)
+
+
+@pytest.mark.long
+def test_four_stages(world1: World, world4: World, initial_weights: Flags) -> None:
+    """Messages that reach the wrong stage where the next one is not the one before."""
+    flags = initial_weights(bcd_num_blocks=3, num_layers=12) | INTERLEAVED
+    four = {"pipeline_model_parallel_size": 4}
+    assert_same(run(world4, flags | four), run(world1, flags)[0])
+
+
+@pytest.mark.parametrize("backend", ["strict-one-queue", pytest.param("strict", marks=pytest.mark.long)])
+def test_under_nccls_rules(world2: World, initial_weights: Flags, backend: str) -> None:
+    """Messages whose order differs at their ends, that are read before they were waited for, or freed while they are
+    sent: gloo forgives all of it."""
+    flags = initial_weights(bcd_num_blocks=3) | INTERLEAVED | PIPELINE | {"train_iters": 6, "bcd_steps_per_block": 1}
+    strict = World(2, backend=backend, hang_seconds=20)
+    try:
+        found = strict.run(worlds.train_run, config_of(flags | {"eval_iters": 1, "eval_interval": 3}))
+    finally:
+        strict.close()
+    expected = world2.run(worlds.train_run, config_of(flags))
+    assert [rank["losses"] for rank in found] == [rank["losses"] for rank in expected]
+
+
+def config_of(flags: dict[str, Any]) -> RunConfig:
+    return worlds.run_config(world_size=2, **flags)
+
+
+def test_resume(world1: World, world2: World, initial_weights: Flags, tmp_path: Any) -> None:
+    """A chunk's weights, moments or kept state that a checkpoint lacks, or that another layout reads as another's."""
+    flags = initial_weights(bcd_num_blocks=3) | INTERLEAVED | {"bcd_optimizer_state": "host", "bcd_steps_per_block": 2}
+    flags |= {"train_iters": 10} | PIPELINE
+    whole = world2.run(worlds.train_run, config_of(flags))
+    saved = flags | {"save": str(tmp_path), "exit_interval": 7}
+    world2.run(worlds.train_run, config_of(saved))
+    resumed = flags | {"load": str(tmp_path), "finetune": None}
+    again = world2.run(worlds.train_run, config_of(resumed))
+    for rank, before in zip(again, whole, strict=True):
+        assert rank["losses"] == before["losses"][7:]
+        assert worlds.same_bits(rank["weights"], before["weights"]) == []
+    alone = worlds.run_config(**resumed | {"pipeline_model_parallel_size": 1})
+    losses = world1.run(worlds.train_run, alone)[0]["losses"]
+    assert losses == pytest.approx(whole[0]["losses"][7:], rel=1e-5)
+
+
+@pytest.mark.long
+def test_resume_into_other_chunks(world1: World, world2: World, initial_weights: Flags, tmp_path: Any) -> None:
+    """Keys of a checkpoint that depend on the number of chunks."""
+    flags = initial_weights(bcd_num_blocks=1, num_layers=12) | {"train_iters": 8, "clip_grad": 0.0}
+    reference = world1.run(worlds.train_run, worlds.run_config(**flags))[0]["losses"]
+    chunked = flags | PIPELINE | {VIRTUAL: 2}
+    world2.run(worlds.train_run, config_of(chunked | {"save": str(tmp_path), "exit_interval": 5}))
+    for number in (3, 1):
+        resumed = chunked | {"load": str(tmp_path), "finetune": None} | {VIRTUAL: number}
+        for rank in world2.run(worlds.train_run, config_of(resumed)):
+            assert rank["losses"] == pytest.approx(reference[5:], rel=1e-6)

@@ -1,0 +1,80 @@
+"""Flags for logs, profiles, memory and data files that change no result."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from support import worlds
+from support.dist import RankError, World
+
+from megatron.bcd.model.builder import unwrap_model
+from megatron.bcd.runtime import memory
+from megatron.bcd.training import train_step
+
+
+def run_of(config: Any) -> dict[str, Any]:
+    """A run; how often freed memory was returned after passes and steps, and how the data files were read."""
+    calls: list[str] = []
+    with worlds.started(config) as one:
+        release = mock.Mock(side_effect=lambda: calls.append("released"))
+        with mock.patch.object(train_step.memory, "release_cached_memory", release):
+            one.run()
+        dataset = one.components.splits.train.dataset
+        speeds = [(record.tflops_per_gpu, record.step_time_ms) for record in one.recorder.steps]
+        found = {"released": len(calls), "reader": type(dataset.bin_reader).__name__, "speeds": speeds}
+        return worlds.outcome(one) | found
+
+
+def config_of(text_data: str, **flags: Any) -> Any:
+    return worlds.run_config(data_path=text_data, train_iters=4, bcd_num_blocks=1, **flags)
+
+
+def test_change_nothing(world1: World, text_data: str, tmp_path: Path) -> None:
+    """A flag that is ignored, or one that changes a loss."""
+    assert memory.release_cached_memory is train_step.memory.release_cached_memory
+    [plain] = world1.run(run_of, config_of(text_data))
+    assert (plain["released"], plain["reader"]) == (0, "_MMapBinReader")
+    assert plain["metrics"][0]["params_norm"] is plain["metrics"][0]["num_zeros"] is None
+    asked = {"no_mmap_bin_files": True, "empty_unused_memory_level": 1, "log_throughput": True}
+    profile = {"profile": True, "use_pytorch_profiler": True, "profile_step_start": 1, "profile_step_end": 2}
+    [found] = world1.run(run_of, config_of(text_data, tensorboard_dir=tmp_path, **asked, **profile))
+    assert found["losses"] == plain["losses"]
+    assert (found["released"], found["reader"]) == (4, "_FileBinReader")
+    assert world1.run(run_of, config_of(text_data, empty_unused_memory_level=2))[0]["released"] == 8
+    [trace] = tmp_path.glob("*.pt.trace.json")
+    names = [event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]]
+    assert "aten::matmul" in names and sum(name.startswith("Optimizer.step") for name in names) == 1
+    for tflops, milliseconds in found["speeds"]:
+        # 6 layers of width 32, sequences of 32, 264 tokens; Megatron-LM's formula with half of the causal mask
+        layers, hidden, length, vocabulary = 6, 32, 32, 264
+        share = 1 + length / (12 * hidden) + vocabulary / (12 * layers * hidden)
+        flops = 72 * 8 * length * layers * hidden**2 * share
+        assert tflops == pytest.approx(flops / milliseconds / 1e9, rel=1e-9)
+
+
+def broken_run(config: Any, at: int) -> dict[str, Any]:
+    """A run whose second rank has one wrong bit after step `at`."""
+
+    def break_weight(one: worlds.RecordedRun) -> None:
+        if one.iteration + 1 == at and torch.distributed.get_rank() == 1:
+            weights = dict(unwrap_model(one.model).named_parameters())
+            with torch.no_grad():
+                weights["decoder.final_layernorm.weight"].view(torch.int32)[3] ^= 1
+
+    with worlds.started(config, after_step=break_weight) as one:
+        one.run()
+        return worlds.outcome(one)
+
+
+def test_replicas_are_compared(world2: World, text_data: str) -> None:
+    """A wrong bit on one rank that goes on unseen, or a comparison that fails without one."""
+    config = config_of(text_data, world_size=2, check_weight_hash_across_dp_replicas_interval=2)
+    assert world2.run(broken_run, config, 0)[0]["losses"] == world2.run(broken_run, config, 0)[1]["losses"]
+    problem = "iteration 4: decoder.final_layernorm.weight of rank 1 differs from that of rank 0"
+    with pytest.raises(RankError, match=problem):
+        world2.run(broken_run, config, 4)

@@ -1,0 +1,62 @@
+"""Flags of stock Megatron-LM, one by one, against its own curves: with one block the run is stock's.
+
+`tests/data/stock_flags.json` holds what stock Megatron-LM (core_v0.16.1, its own pretrain_gpt.py) printed on a CPU
+with the flags in it, on the dataset of `support.walks`: figures only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import walks, worlds
+from support.dist import World
+
+STOCK: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "stock_flags.json").read_text("utf-8"))
+PLATFORM = {"num_workers": 0, "bcd_num_blocks": 1, "log_interval": 1}
+
+
+@pytest.fixture(scope="module")
+def data_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return walks.write(tmp_path_factory.mktemp("walks"))
+
+
+def flags_of(run: str, data_path: str) -> dict[str, Any]:
+    return STOCK["flags"] | STOCK["runs"][run]["flags"] | PLATFORM | {"data_path": data_path}
+
+
+LONG = ("tensor2", "data2", "first_stage", "layout", "rope_scaled")
+"""What other tests of the default suite would notice too."""
+
+
+@pytest.mark.parametrize("run", [pytest.param(run, marks=[pytest.mark.long] * (run in LONG)) for run in STOCK["runs"]])
+def test_curve(world1: World, world2: World, data_path: str, run: str) -> None:
+    """A flag that is ignored, or computes something else: losses to the digits that stock prints."""
+    stock = STOCK["runs"][run]
+    # 16-bit roundings of sums in another order grow from step to step
+    looser = 20 if run == "bf16" else 1
+    world = (world1, world2)[stock["world_size"] - 1]
+    config = worlds.config_of(world_size=world.size, **flags_of(run, data_path))
+    for outcome in world.run(worlds.train_run, config):
+        for ours, theirs in zip(outcome["metrics"], stock["iterations"], strict=True):
+            place = f"{run}, iteration {ours['iteration']}"
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4 * looser), place
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-3 * looser, abs=6e-4), place
+            assert ours["params_norm"] == pytest.approx(theirs["params_norm"], abs=2e-3 * looser), place
+            # sums in another order are exactly 0 elsewhere: a few by chance, tens in bf16, thousands with squared ReLU
+            assert ours["num_zeros"] == pytest.approx(theirs["num_zeros"], rel=0.05, abs=20), place
+            assert ours["learning_rate"] == pytest.approx(theirs["learning_rate"], rel=1e-6), place
+        evaluations = {str(iteration): loss for iteration, _, loss in outcome["evaluations"]}
+        assert evaluations == pytest.approx(stock["validation_loss"], rel=1e-4 * looser)
+
+
+def test_curves_differ() -> None:
+    """A reference that a run without the flag would meet too."""
+    base = [line["loss"] for line in STOCK["runs"]["base"]["iterations"]]
+    for name, run in STOCK["runs"].items():
+        losses = [line["loss"] for line in run["iterations"]]
+        same_curve = name in ("base", "data2", "data2_average", "bf16")
+        assert (math.dist(losses, base) < 1e-3) == same_curve, name

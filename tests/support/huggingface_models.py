@@ -1,0 +1,85 @@
+"""Small random models that transformers itself writes, by a name for their family and variant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file
+
+VOCABULARY, LAYERS = 259, 4
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0}
+_LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "gpt2_exact_untied": {"activation_function": "gelu", "tie_word_embeddings": False, "n_inner": 40},
+    "llama2": {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    "llama3": {"head_dim": 16, "rope_parameters": _LLAMA3, "rms_norm_eps": 1e-2},
+    "llama_tied": {"tie_word_embeddings": True},
+    "llama_biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1},
+    "mistral": {"sliding_window": 64},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16},
+}
+"""What differs from `_SIZES` and transformers' defaults."""
+
+
+def model_type(name: str) -> str:
+    """The family of the model of that name: the longest that it starts with."""
+    return next(family for family in ("gpt2", "llama", "mistral", "qwen2", "qwen3") if name.startswith(family))
+
+
+def model_of(name: str) -> Any:
+    """The model of that name; no weight is a zero or a one, dropout is off."""
+    kind, settings = model_type(name), SETTINGS[name]
+    if kind == "gpt2":
+        sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": LAYERS, "n_head": 4}
+        sizes |= {"n_positions": 64, "bos_token_id": None, "eos_token_id": None}
+        sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    else:
+        sizes = _SIZES | {"tie_word_embeddings": False}
+    described = transformers.AutoConfig.for_model(kind, **sizes | settings)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(1)
+        model = transformers.AutoModelForCausalLM.from_config(described).eval()
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    return model
+
+
+def write_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "1GB") -> Path:
+    """Save the model of that name in `folder`."""
+    transformers.utils.logging.disable_progress_bar()
+    model_of(name).to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def tensors_of(folder: Path | str) -> dict[str, torch.Tensor]:
+    """All tensors of the folder's safetensors files."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def differing(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
+    """Names that only one has, or whose dtypes, shapes or bits differ."""
+    alone = sorted(left.keys() ^ right.keys())
+    return alone + [
+        name
+        for name in sorted(left.keys() & right.keys())
+        if left[name].dtype != right[name].dtype or not torch.equal(left[name], right[name])
+    ]

@@ -1,0 +1,532 @@
+"""Whether NCCL can run what the pipeline issues: the real order of issue, against a model of its rules. One process.
+
+`record` drives `PipelineSchedule` of every rank through a run: the executor, the links and Megatron Core's own
+communicator are real, passes and groups are stubs, and what they ask of torch.distributed is written down. `simulate`
+then runs these programs against each other as `strict_backend` runs real ones (its docstring has the rules), and also
+follows every message to the pass that uses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
+from unittest import mock
+
+import torch
+from megatron.core.pipeline_parallel import p2p_communication
+
+from megatron.bcd.pipeline import chunk_executor, iteration, schedule
+from megatron.bcd.pipeline.schedule import PipelineSchedule
+from megatron.bcd.runtime import device
+
+
+class OrderError(AssertionError):
+    """A hang with every queue, or a message that is not the one that its receiver takes it for."""
+
+
+class Event(NamedTuple):
+    """One step of the training loop, the same on every rank."""
+
+    what: Literal["train", "evaluate", "checkpoint", "fill"]
+    block: int = 0
+    """In training and fills: the first trainable stage."""
+    is_served: bool = False
+    """In training: from the prefix cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A layout and what it does."""
+
+    num_stages: int
+    num_microbatches: int
+    events: tuple[Event, ...]
+    run_ahead: int | None = None
+    tensor_size: int = 1
+    data_size: int = 1
+    overlaps_reduction: bool = False
+    num_chunks: int = 1
+    """Of every stage; more than 1: an interleaved plan with as many blocks, and `Event.block` is one of them."""
+    frozen_suffix: bool = False
+    """Stages behind the first trainable one have no weight gradients."""
+
+
+class Message(NamedTuple):
+    """A half of a message, on its rank."""
+
+    is_send: bool
+    peer: int
+    label: Any
+    """What is sent, as sender or user of the message know it."""
+
+
+@dataclass(eq=False)
+class Issued:
+    """An operation of a communicator."""
+
+    communicator: tuple[Any, ...]
+    members: frozenset[int]
+    what: str
+    messages: tuple[Message, ...] = ()
+    """Empty for a collective."""
+    open: set[int] = field(default_factory=set)
+    """In a simulation: messages that have not met their other half, by position."""
+    is_done: bool = False
+    received: dict[int, Any] = field(default_factory=dict)
+    """Labels by position."""
+
+    def restart(self) -> None:
+        self.open, self.is_done, self.received = set(range(len(self.messages))), False, {}
+
+    def wait(self) -> None:
+        _CURRENT[-1].steps.append(Wait(self))
+
+    def __str__(self) -> str:
+        return f"{self.what} on {' '.join(map(str, self.communicator))}"
+
+
+class Wait(NamedTuple):
+    """The rank goes on when the operation is done."""
+
+    operation: Issued
+
+
+class Sync(NamedTuple):
+    """The rank goes on when everything is done that it has issued."""
+
+
+class Use(NamedTuple):
+    """A pass takes a received tensor for `label`."""
+
+    operation: Issued
+    position: int
+    label: Any
+
+
+class _Group:
+    """A process group as Megatron Core asks it; ranks count over the world."""
+
+    def __init__(self, name: tuple[Any, ...], ranks: Sequence[int], me: int) -> None:
+        self.name, self.ranks, self._me = name, tuple(ranks), me
+
+    def rank(self) -> int:
+        return self.ranks.index(self._me)
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class Rank:
+    """One rank's program: what it issues, waits for and uses, in order."""
+
+    def __init__(self, case: Case, stage: int, tensor: int, data: int) -> None:
+        self.case, self.stage = case, stage
+        self.steps: list[Issued | Wait | Sync | Use] = []
+        self.me = self._number(stage, tensor, data)
+        stages, tensors, replicas = range(case.num_stages), range(case.tensor_size), range(case.data_size)
+        number = self._number
+        world = [number(s, t, d) for s, t, d in itertools.product(stages, tensors, replicas)]
+        self.groups = {
+            "pp": self._group(("pp", tensor, data), [number(s, tensor, data) for s in stages]),
+            "tp": self._group(("tp", stage, data), [number(stage, t, data) for t in tensors]),
+            "dp": self._group(("dp", stage, tensor), [number(stage, tensor, d) for d in replicas]),
+            "mp": self._group(("mp", data), [number(s, t, data) for s in stages for t in tensors]),
+            "embd": self._group(("embd", tensor, data), [number(s, tensor, data) for s in (0, case.num_stages - 1)]),
+            "world": self._group(("world",), world),
+        }
+        self._known: dict[int, tuple[Issued, int]] = {}
+        self._labels: dict[int, Any] = {}
+        self._alive: list[torch.Tensor] = []
+        self._event = self._num_in_event = self.chunk = 0
+        self._reduces, self._reduction = True, list[Issued]()
+
+    def _number(self, stage: int, tensor: int, data: int) -> int:
+        return (stage * self.case.data_size + data) * self.case.tensor_size + tensor
+
+    def _group(self, name: tuple[Any, ...], ranks: Sequence[int]) -> _Group:
+        return _Group(name, ranks, self.me)
+
+    # what torch.distributed is asked for
+
+    def issue_message(self, is_send: bool, tensor: torch.Tensor, peer: int, group: Any) -> Issued:
+        name = (*self._named(group).name, "pair", *sorted((peer, self.me)))
+        return self._issue(name, frozenset((peer, self.me)), [(is_send, tensor, peer)])
+
+    def issue_batch(self, operations: Sequence[Any]) -> list[Issued]:
+        group = self._named(operations[0].group)
+        halves = [(one.op == "isend", one.tensor, one.peer) for one in operations]
+        return [self._issue(group.name, frozenset(group.ranks), halves)]
+
+    def _issue(self, name: Any, members: frozenset[int], halves: Sequence[tuple[bool, torch.Tensor, int]]) -> Issued:
+        messages = tuple(
+            Message(is_send, peer, self._labels.get(id(tensor)) if is_send else None)
+            for is_send, tensor, peer in halves
+        )
+        words = [f"{'send' if one.is_send else 'receive'} {one.label or ''} with {one.peer}" for one in messages]
+        operation = Issued(name, members, ", ".join(words), messages)
+        for position, (is_send, tensor, _) in enumerate(halves):
+            self._alive.append(tensor)
+            if not is_send:
+                self._known[id(tensor)] = (operation, position)
+        self.steps.append(operation)
+        return operation
+
+    def collective(self, what: str, group: Any, *, waits: bool = True) -> Issued | None:
+        group = self._named(group)
+        if group.size() == 1:
+            return None
+        operation = Issued(group.name, frozenset(group.ranks), what)
+        self.steps.append(operation)
+        if waits:
+            self.steps.append(Wait(operation))
+        return operation
+
+    def _named(self, group: Any) -> _Group:
+        return group if isinstance(group, _Group) else self.groups[group or "world"]
+
+    # stubs of Megatron Core's passes
+
+    def forward(self, *args: Any, current_microbatch: int, **others: Any) -> tuple[torch.Tensor, int]:
+        received = args[4]
+        if self.case.num_chunks > 1:
+            return self._forward_of_chunk(received, current_microbatch), 0
+        shape, event = self.shape, self._event
+        if shape.is_forward_only(self.stage) and shape.first_trainable < shape.num_stages:
+            event += self._num_in_event >= shape.num_microbatches - shape.done_ahead
+        self._num_in_event += 1
+        label = event, current_microbatch
+        self._use(received, ("output", *label))
+        self._compute_collectives(2)
+        return self._labelled(("output", *label)), 0
+
+    def _forward_of_chunk(self, received: torch.Tensor | None, microbatch: int) -> torch.Tensor:
+        """Labels hold the virtual stage."""
+        virtual = self.chunk * self.case.num_stages + self.stage
+        self._use(received, ("output", self._event, microbatch, virtual - 1))
+        self._compute_collectives(2)
+        return self._labelled(("output", self._event, microbatch, virtual))
+
+    def backward(self, received: Any, output: torch.Tensor, gradient: Any, *others: Any) -> torch.Tensor | None:
+        label = used = self._labels[id(output)][1:]
+        if self.case.num_chunks > 1:
+            used = (*label[:-1], label[-1] + 1)
+        self._use(gradient, ("gradient", *used))
+        self._compute_collectives(2)
+        if self._reduces and self.case.overlaps_reduction and self._is_active:
+            started = self.collective("gradients of a bucket", "dp", waits=False)
+            self._reduction += [] if started is None else [started]
+        return None if received is None else self._labelled(("gradient", *label))
+
+    def _compute_collectives(self, number: int) -> None:
+        for _ in range(number):
+            self.collective("sum over tensor slices", "tp")
+
+    def _use(self, tensor: torch.Tensor | None, label: Any) -> None:
+        if tensor is not None:
+            self.steps.append(Use(*self._known[id(tensor)], label))
+
+    def _labelled(self, label: Any) -> torch.Tensor:
+        tensor = torch.zeros(1)
+        self._alive.append(tensor)
+        self._labels[id(tensor)] = label
+        return tensor
+
+    # a run
+
+    @property
+    def _is_active(self) -> bool:
+        block = self.case.events[self._event].block
+        return self.case.num_chunks > 1 or self.stage == block or self.stage > block and not self.case.frozen_suffix
+
+    @contextlib.contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        self._reduces = False
+        yield
+        self._reduces = True
+
+    def _finalize(self, *args: Any, **others: Any) -> None:
+        """As Megatron Core's finalize_model_grads: data-parallel sums, norms under sequence parallelism, embeddings."""
+        for operation in self._reduction:
+            operation.wait()
+        if not self._reduction and self._is_active:
+            self.collective("gradients", "dp")
+        self._reduction.clear()
+        if self._is_active:
+            self.collective("gradients of norms", "tp")
+        if self.case.events[self._event].block == 0 and self.stage in (0, self.case.num_stages - 1):
+            self.collective("gradients of the embedding", "embd")
+
+    def run(self) -> None:
+        case = self.case
+        config = SimpleNamespace(
+            batch_p2p_comm=True, batch_p2p_sync=True, use_ring_exchange_p2p=False, variable_seq_lengths=False,
+            mtp_standalone=False, virtual_pipeline_model_parallel_size=None, pipeline_dtype=torch.float32, timers=None,
+            deallocate_pipeline_outputs=False, calculate_per_token_loss=False, grad_scale_func=None,
+            param_sync_func=None, grad_sync_func=None, no_sync_func=self._no_sync,
+            finalize_model_grads_func=self._finalize,
+        )  # fmt: skip
+        model = SimpleNamespace(config=config, parameters=lambda: ())
+        partition = SimpleNamespace(
+            num_stages=case.num_stages,
+            num_chunks=case.num_chunks,
+            num_virtual_stages=case.num_chunks * case.num_stages,
+            first_trainable_virtual_stage=lambda block: block * case.num_stages,
+            virtual_stage_active=lambda block, virtual: virtual // case.num_stages == block,
+            first_trainable_stage=lambda block: block,
+            stage_active=lambda block, stage: stage == block or stage > block and not case.frozen_suffix,
+        )
+        pipeline = PipelineSchedule(name="bcd", partition=partition, run_ahead=case.run_ahead)  # type: ignore[arg-type]
+        execute = pipeline.execute
+
+        def noting_execute(shape: Any, **arguments: Any) -> Any:
+            self.shape, self._num_in_event = shape, 0
+            return execute(shape, **arguments)
+
+        pipeline.execute = noting_execute  # type: ignore[method-assign]
+        arguments = {"model": model, "num_microbatches": case.num_microbatches, "forward_step_func": None,
+                     "data_iterator": iter(()), "seq_length": 1, "micro_batch_size": 1}  # fmt: skip
+        for self._event, event in enumerate(case.events):
+            if event.what == "train":
+                self._train(pipeline, event, arguments)
+            elif event.what == "evaluate":
+                pipeline(forward_only=True, **arguments)
+                self.collective("losses", "pp")
+            elif event.what == "fill":
+                self._fill(pipeline.prefix_link(model), event.block)
+            else:
+                self.collective("state of the run", "world")
+                self.collective("checkpoint", "dp")
+
+    def _train(self, pipeline: PipelineSchedule, event: Event, arguments: dict[str, Any]) -> None:
+        events, number = self.case.events, self._event
+        if number == 0 or events[number - 1] != event:
+            pipeline.begin_phase(event.block, is_prefix_served=event.is_served)
+        is_followed = number + 1 < len(events) and events[number + 1] == event
+        pipeline.prepare_next(self.case.num_microbatches if is_followed else 0)
+        pipeline(**arguments)
+        if self.stage == self.case.num_stages - 1:
+            self.collective("losses of replicas", "dp")
+        self.collective("losses", "pp")
+        self.collective("norm of the gradient", "mp")
+        if self._is_active:
+            self.collective("parameters", "dp")
+        self.collective("signals", "world")
+
+    def _fill(self, link: Any, first_trainable: int) -> None:
+        """As `prefix_cache.fill.Filler`: up to the first active layer."""
+        if self.stage <= first_trainable:
+            for number in range(self.case.num_microbatches):
+                received = link.receive((1,), more_follow=False) if self.stage > 0 else None
+                self._use(received, ("record", self._event, number))
+                if self.stage < first_trainable:
+                    link.send(self._labelled(("record", self._event, number)))
+        link.finish_sends()
+        self.collective("errors of the fill", "world")
+
+
+_CURRENT: list[Rank] = []
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    """What schedule, links and Megatron Core's communicator ask for goes to the rank in _CURRENT."""
+    now = _CURRENT
+
+    def groups() -> SimpleNamespace:
+        one = now[-1].groups
+        return SimpleNamespace(pp=one["pp"], tp=one["tp"], cp=_Group((), (now[-1].me,), now[-1].me), dp_cp=one["dp"])
+
+    def p2p_op(op: Any, tensor: torch.Tensor, peer: int, group: Any) -> SimpleNamespace:
+        return SimpleNamespace(op="isend" if op is torch.distributed.isend else "irecv", tensor=tensor, peer=peer,
+                               group=group)  # fmt: skip
+
+    stubs: list[tuple[Any, dict[str, Any]]] = [
+        (torch.distributed, {
+            "isend": lambda tensor, dst, group: now[-1].issue_message(True, tensor, dst, group),
+            "irecv": lambda tensor, src, group: now[-1].issue_message(False, tensor, src, group),
+            "P2POp": p2p_op,
+            "batch_isend_irecv": lambda operations: now[-1].issue_batch(operations),
+            "all_reduce": lambda tensor, group=None: now[-1].collective("all-reduce", group),
+            "get_backend": lambda group: "nccl",
+        }),
+        (p2p_communication.dist, {"get_global_rank": lambda group, rank: group.ranks[rank]}),
+        (torch.distributed, {"group": SimpleNamespace(WORLD="world")}),
+        (torch.cuda, {"current_device": lambda: "cpu", "synchronize": lambda: now[-1].steps.append(Sync())}),
+        (device, {"synchronize": lambda: now[-1].steps.append(Sync())}),
+        (schedule, {"_process_groups": groups, "get_model_config": lambda model: model.config}),
+        (chunk_executor, {"select_chunk": lambda model, chunk: setattr(now[-1], "chunk", chunk)}),
+        (iteration, {
+            "forward_step": lambda *args, **others: now[-1].forward(*args, **others),
+            "backward_step": lambda *args: now[-1].backward(*args),
+            "get_tensor_shapes": lambda **others: [(1,)],
+            "get_model_config": lambda model: model.config,
+            "get_model_type": lambda model: None,
+        }),
+    ]  # fmt: skip
+    with contextlib.ExitStack() as patches:
+        for module, functions in stubs:
+            for name, function in functions.items():
+                patches.enter_context(mock.patch.object(module, name, function))
+        yield
+
+
+def record(case: Case) -> list[Rank]:
+    """Every rank's program."""
+    ranks = []
+    with _recording():
+        for stage in range(case.num_stages):
+            for data, tensor in itertools.product(range(case.data_size), range(case.tensor_size)):
+                ranks.append(Rank(case, stage, tensor, data))
+                _CURRENT.append(ranks[-1])
+                try:
+                    ranks[-1].run()
+                finally:
+                    _CURRENT.pop()
+    return ranks
+
+
+class _Running:
+    """A rank's place in its program, and its queues."""
+
+    def __init__(self, rank: Rank, *, one_queue: bool) -> None:
+        self.rank, self._one_queue = rank, one_queue
+        self.position = 0
+        self.known: set[Any] = set()
+        self.meets: Issued | None = None
+        """The operation of a first contact."""
+        self.queues: defaultdict[Any, deque[Issued]] = defaultdict(deque)
+        self.unfinished: set[Issued] = set()
+        self.unused: set[Issued] = set()
+        """Receives that nobody has waited for."""
+
+    @property
+    def step(self) -> Any:
+        return self.rank.steps[self.position] if self.position < len(self.rank.steps) else None
+
+    def queue(self, communicator: Any) -> deque[Issued]:
+        return self.queues[None if self._one_queue else communicator]
+
+    def head(self, communicator: Any) -> Issued | None:
+        queue = self.queue(communicator)
+        return queue[0] if queue and queue[0].communicator == communicator else None
+
+    def finish(self, operation: Issued) -> None:
+        operation.is_done = True
+        self.queue(operation.communicator).popleft()
+        self.unfinished.discard(operation)
+
+    def describe(self) -> str:
+        step = self.step
+        state = "is at its end" if step is None else f"is at step {self.position}: {_describe(step)}"
+        queued = "".join(
+            f"\n  {' '.join(map(str, name)) if name else 'all communicators'}: {'; then '.join(map(str, queue))}"
+            for name, queue in self.queues.items()
+            if queue
+        )
+        return f"rank {self.rank.me} {state}{queued}"
+
+
+def _describe(step: Any) -> str:
+    if isinstance(step, Issued):
+        return f"first contact for {step}"
+    return "a sync" if isinstance(step, Sync) else f"waits for {step[0]}"
+
+
+def simulate(ranks: Sequence[Rank], *, one_queue: bool) -> None:
+    """Run the programs against each other.
+
+    Raises:
+        OrderError: they hang, differ in their collectives, leave an operation over, or use a message for another one.
+    """
+    for operation in (step for rank in ranks for step in rank.steps if isinstance(step, Issued)):
+        operation.restart()
+    running = {rank.me: _Running(rank, one_queue=one_queue) for rank in ranks}
+    to_look_at = set(running)
+    while to_look_at:
+        one = running[to_look_at.pop()]
+        touched = _advance(one, running)
+        for queue in tuple(one.queues.values()):
+            while queue and (moved := _progress(one, queue[0], running)):
+                touched |= moved
+        to_look_at |= touched
+    if any(one.step is not None or any(one.queues.values()) for one in running.values()):
+        raise OrderError("nothing moves any more:\n" + "\n".join(one.describe() for one in running.values()))
+    for one in running.values():
+        for operation in one.unused:
+            raise OrderError(f"rank {one.rank.me} never waited for {operation}")
+
+
+def _advance(one: _Running, running: dict[int, _Running]) -> set[int]:
+    """Let the rank go as far as it can; the ranks that this may free, itself included."""
+    touched: set[int] = set()
+    while (step := one.step) is not None:
+        if isinstance(step, Issued):
+            if step.communicator not in one.known:
+                one.meets = step
+                others = [running[rank] for rank in step.members]
+                if not all(_has_come(other, step.communicator) for other in others):
+                    return touched
+                for other in others:
+                    other.known.add(step.communicator)
+                touched |= step.members
+            one.meets = None
+            one.queue(step.communicator).append(step)
+            one.unfinished.add(step)
+            if any(not message.is_send for message in step.messages):
+                one.unused.add(step)
+            touched.add(one.rank.me)
+        elif isinstance(step, Wait):
+            if not step.operation.is_done:
+                return touched
+            one.unused.discard(step.operation)
+        elif isinstance(step, Sync):
+            if one.unfinished:
+                return touched
+        elif step.operation.received.get(step.position) != step.label:
+            seen = step.operation.received.get(step.position)
+            raise OrderError(f"rank {one.rank.me} takes {seen} for {step.label}: {step.operation}")
+        one.position += 1
+    return touched
+
+
+def _has_come(other: _Running, communicator: Any) -> bool:
+    return communicator in other.known or other.meets is not None and other.meets.communicator == communicator
+
+
+def _progress(one: _Running, operation: Issued, running: dict[int, _Running]) -> set[int]:
+    """Let the head of a queue meet those of other ranks; the ranks that this may free, none if nothing happened."""
+    heads = {rank: running[rank].head(operation.communicator) for rank in operation.members}
+    if not operation.messages:
+        if any(head is None or head.messages for head in heads.values()):
+            return set()
+        if len({head.what for head in heads.values() if head is not None}) > 1:
+            raise OrderError(f"ranks differ in the order of collectives: {', '.join(map(str, heads.values()))}")
+        for rank, head in heads.items():
+            assert head is not None
+            running[rank].finish(head)
+        return set(heads)
+    moved: set[int] = set()
+    for position in sorted(operation.open):
+        mine = operation.messages[position]
+        other = heads[mine.peer]
+        for there in sorted(other.open) if other is not None else ():
+            theirs = other.messages[there]  # type: ignore[union-attr]
+            if theirs.peer == one.rank.me and theirs.is_send != mine.is_send:
+                assert other is not None
+                operation.open.discard(position)
+                other.open.discard(there)
+                (other if mine.is_send else operation).received[there if mine.is_send else position] = (
+                    mine.label if mine.is_send else theirs.label
+                )
+                if not other.open:
+                    running[mine.peer].finish(other)
+                moved |= {mine.peer, one.rank.me}
+                break
+    if not operation.open:
+        one.finish(operation)
+    return moved

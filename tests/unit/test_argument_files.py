@@ -1,0 +1,81 @@
+"""Command lines that read files: lists of data, and the flags of a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from support.command_line import BASE, parse
+
+from megatron.bcd.arguments import read_command_line
+from megatron.bcd.checkpoint.run_state import FILE_NAME, FORMAT_VERSION, RunState
+from megatron.bcd.config import run_config_to_dict
+
+SPLITS = '{"train": "1 a 2 b", "valid": ["c"], "test": null}'
+
+
+def test_data_files(tmp_path: Path) -> None:
+    """A file of paths that is not read, or read as something else than stock does."""
+    (tmp_path / "list").write_text("0.3 a\n0.7 b\n")
+    (tmp_path / "splits").write_text(SPLITS)
+    config = parse("--data-args-path", str(tmp_path / "list"), without=("--data-path",))
+    assert config.data.data_path == ("0.3", "a", "0.7", "b")
+    config = parse("--per-split-data-args-path", str(tmp_path / "splits"), without=("--data-path",))
+    assert (config.data.train_data_path, config.data.valid_data_path) == (("1", "a", "2", "b"), ("c",))
+    assert config.data.test_data_path is None and config.data.data_path is None
+
+
+@pytest.mark.parametrize(
+    ("flag", "content", "word"),
+    [
+        ("--data-args-path", None, "No such file"),
+        ("--data-args-path", b" \n", "is empty"),
+        ("--data-args-path", b"\xff\xfe\x00", "not text"),
+        ("--data-args-path", b"0.5 a b c", "give a weight before every prefix"),
+        ("--per-split-data-args-path", b"{", "not JSON"),
+        ("--per-split-data-args-path", b"[" * 100000, "not JSON"),
+        ("--per-split-data-args-path", b'{"train": ["a"]}', "lists of words"),
+        ("--per-split-data-args-path", SPLITS.replace("null", "[3]").encode(), "lists of words"),
+    ],
+)
+def test_bad_data_file(flag: str, content: bytes | None, word: str, tmp_path: Path) -> None:
+    """A file that ends in a traceback, or whose fault is found after the run has begun."""
+    file = tmp_path / "file"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ValueError, match=word) as refusal:
+        parse(flag, str(file), without=("--data-path",))
+    assert "\n" not in str(refusal.value)
+
+
+def test_split_without_evaluation() -> None:
+    """An evaluation of a split that has no data, or one that is dropped without being told."""
+    words = [word for pair in BASE.items() for word in pair]
+    command = read_command_line([*words, "--split", "100,0,0"], prog="test", world_size=1)
+    assert command.config.training.eval_iters == 0 and "there is no evaluation" in command.notes[0]
+    assert parse("--split", "90,10,0").training.eval_iters == 100
+
+
+def test_use_checkpoint_args(tmp_path: Path) -> None:
+    """A flag of the checkpoint's network that is not taken, or one that is given and overridden."""
+    network = ("--group-query-attention", "--num-query-groups", "2", "--swiglu", "--disable-bias-linear")
+    more = ("--position-embedding-type", "rope", "--rotary-base", "5000", "--hidden-dropout", "0")
+    config = parse(*network, *more)
+    folder = tmp_path / "iter_0000007"
+    folder.mkdir()
+    state = {field.name: 0 for field in dataclasses.fields(RunState)}
+    state |= {"flags": run_config_to_dict(config), "format_version": FORMAT_VERSION}
+    (folder / FILE_NAME).write_text(json.dumps(state))
+    (folder / "checksums.json").write_text("{}")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    left_out = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--tokenizer-type")
+    load = ("--use-checkpoint-args", "--load", str(tmp_path))
+    found = parse(*load, "--hidden-dropout", "0.5", without=left_out)
+    assert found.transformer == config.transformer | {"hidden_dropout": 0.5}
+    assert (found.model, found.tokenizer) == (config.model, config.tokenizer)
+    (folder / FILE_NAME).unlink()
+    for words, word in ((load, "only checkpoints of this program"), (load[:1], "--use-checkpoint-args needs --load")):
+        with pytest.raises(ValueError, match=word):
+            parse(*words)

@@ -1,0 +1,145 @@
+"""--config and --print-config: flags in a YAML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from support.command_line import BASE, PROG
+
+from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config, read_command_line
+
+WORDS = [word for pair in BASE.items() for word in pair]
+FILE = {
+    **{flag[2:]: value for flag, value in BASE.items() if flag not in ("--lr", "--num-layers")},
+    "num_layers": 6,
+    "lr": 0.001,
+}
+
+
+def written(folder: Path, content: object) -> str:
+    path = folder / "run.yaml"
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    return str(path)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str, form: str = "gpt", ranks: int = 1) -> str:
+    with pytest.raises(SystemExit) as left:
+        read_command_line([*words, "--print-config"], prog=PROG, defaults=FAMILY_DEFAULTS[form], world_size=ranks)
+    assert left.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "form, ranks, words",
+    [
+        ("gpt", 1, ()),
+        ("gpt", 8, ("--bcd-preset", "pretrain", "--log-params-norm", "--pipeline-model-parallel-size", "2")),
+        (
+            "gpt",
+            1,
+            ("--no-masked-softmax-fusion", "--bcd-block-lr-multipliers", "1", "0.1", "1e-05", "--split", "9,1,0"),
+        ),
+        (
+            "gpt",
+            1,
+            ("--no-use-distributed-optimizer", "--rampup-batch-size", "2", "2", "8", "--global-batch-size", "4"),
+        ),
+        ("gpt", 1, ("--use-checkpoint-opt_param-scheduler", "--load", "x: #y", "--save", "2026-01-01")),
+        ("llama", 2, ("--no-swiglu", "--group-query-attention", "--num-query-groups", "2", "--data-path", "1", "a")),
+    ],
+)
+def test_round_trip(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, form: str, ranks: int, words: tuple[str, ...]
+) -> None:
+    """A flag that is lost, or a value that YAML reads as something else, so that another run is started."""
+    text = printed(capsys, *WORDS, *words, form=form, ranks=ranks)
+    file = written(tmp_path, text)
+    common = {"prog": PROG, "defaults": FAMILY_DEFAULTS[form], "world_size": ranks}
+    assert read_command_line(["--config", file], **common) == read_command_line([*WORDS, *words], **common)
+    assert printed(capsys, "--config", file, form=form, ranks=ranks) == text
+
+
+def test_prints_what_follows(capsys: pytest.CaptureFixture[str]) -> None:
+    """A value of before it was resolved, or one that would count as given when it is read again."""
+    text = printed(capsys, *WORDS, "--swiglu", ranks=8)
+    assert "\nswiglu: true\n" in text
+    assert "\n# ffn-hidden-size: 128\n" in text and "\n# global-batch-size: 16\n" in text
+    assert "ffn-hidden-size" not in yaml.safe_load(text)
+
+
+def test_the_command_line_wins(tmp_path: Path) -> None:
+    """A file that overrules what was typed for this run alone."""
+    file = written(tmp_path, FILE | {"swiglu": True, "eval-iters": 7, "bcd-preset": "pretrain"})
+    config = parse_run_config(["--lr", "0.5", "--config", file, "--bcd-steps-per-block", "9"], prog=PROG, world_size=1)
+    assert (config.optimizer.lr, config.training.eval_iters, config.model.swiglu) == (0.5, 7, True)
+    assert (config.bcd.bcd_steps_per_block, config.bcd.bcd_resting_update) == (9, "orthogonal")
+
+
+def test_switches(tmp_path: Path) -> None:
+    """A false that switches on, or one that is left out where the script's default is on."""
+    config = parse_run_config(
+        [
+            "--config",
+            written(tmp_path, FILE | {"swiglu": False, "no-masked-softmax-fusion": False, "log-progress": False}),
+        ],
+        prog=PROG,
+        defaults=FAMILY_DEFAULTS["llama"],
+        world_size=1,
+    )
+    assert config.model.swiglu is False and config.transformer["masked_softmax_fusion"] is True
+
+
+@pytest.mark.parametrize(
+    "content, named",
+    [
+        (FILE | {"bcd-blocks": 3}, ("bcd-blocks: ", "--bcd-num-blocks")),
+        (FILE | {"num-experts": 3}, ("num-experts: ", "does not support")),
+        (FILE | {"lr": "fast"}, ("lr: ", "invalid float value: 'fast'")),
+        (FILE | {"train-iters": 1.5}, ("train-iters: ", "invalid int value: '1.5'")),
+        (FILE | {"train-iters": True}, ("train-iters: ", "must be a number")),
+        (FILE | {"train-iters": [1, 2]}, ("train-iters: ", "one value")),
+        (FILE | {"save": None}, ("save: ", "no value")),
+        (FILE | {"save": {"a": 1}}, ("save: ", "must be a text")),
+        (FILE | {"swiglu": "yes"}, ("swiglu: ", "must be true or false")),
+        (FILE | {"bcd-layout": "ring"}, ("bcd-layout: ", "invalid choice: 'ring'")),
+        (FILE | {"config": "other.yaml"}, ("config: ", "command line")),
+        (FILE | {"data-path": ["--save", "x"]}, ("data-path: ", "dash")),
+        (FILE | {"num-layers": 6}, ("num_layers", "sets the same")),
+        (FILE | {"rope-fusion": True, "no-rope-fusion": False}, ("rope-fusion: ", "sets the same")),
+        (["num-layers"], ("must be a mapping",)),
+        ("num-layers: 6\nnum-layers: 7\n", ("num-layers stands twice",)),
+        ("a: [", ("not YAML",)),
+        ("seq-length: 2026-13-45\n", ("run.yaml: ",)),
+        ("swiglu: !!bool x\n", ("not YAML",)),
+        ("save: !!timestamp x\n", ("not YAML",)),
+        ("save: " + "[" * 3000, ("not YAML",)),
+        ("? [save]\n: x\n", ("not YAML",)),
+        ("1: 2\n", ("1: unknown flag --1",)),
+        ("save: \0\n", ("not YAML",)),
+        (FILE | {"rampup-batch-size": [1, 2]}, ("rampup-batch-size: ", "expected 3 arguments")),
+    ],
+)  # fmt: skip
+def test_refused(tmp_path: Path, content: object, named: tuple[str, ...]) -> None:
+    """A traceback, or a line that does not say which key of the file is meant."""
+    with pytest.raises(ValueError) as error:
+        parse_run_config(["--config", written(tmp_path, content)], prog=PROG, world_size=1)
+    text = str(error.value)
+    assert "run.yaml" in text and "\n" not in text and [name for name in named if name not in text] == [], text
+
+
+def test_absent_file() -> None:
+    """A traceback for a path that is not there, or a folder."""
+    for path in ("/absent/run.yaml", "/tmp"):
+        with pytest.raises(ValueError, match=f"^{path}: .*--print-config"):
+            parse_run_config(["--config", path], prog=PROG, world_size=1)
+
+
+def test_problems_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A dry run that stops at the file, and does not say what is wrong on the command line."""
+    with pytest.raises(SystemExit) as left:
+        read_command_line(["--config", written(tmp_path, FILE | {"foo": 1}), "--min-lr", "1", "--dry-run"], prog=PROG)
+    lines = capsys.readouterr().err.splitlines()
+    assert left.value.code == 2 and len(lines) == 2
+    assert "run.yaml: foo: unknown flag" in lines[0] and "--min-lr 1.0" in lines[1]

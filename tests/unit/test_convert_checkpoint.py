@@ -1,0 +1,319 @@
+"""tools/convert_checkpoint.py: from transformers' folders to checkpoints and back, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import convert_checkpoint
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+from support import huggingface_models as models
+from support.huggingface_weights import to_gpt2, to_llama
+
+from megatron.bcd.huggingface import core_format, folder
+from megatron.bcd.huggingface.tensors import LAYERS
+
+Edit = Callable[[Path], None]
+
+
+def convert(source: str, given: Path, written: Path, *more: str) -> int:
+    target = "hf" if source == "bcd" else "bcd"
+    arguments = ["--from", source, "--to", target, "--input", str(given), "--output", str(written)]
+    return convert_checkpoint.main([*arguments, *more])
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of a model, made once."""
+    folders: dict[str, Path] = {}
+
+    def model(name: str) -> Path:
+        if name not in folders:
+            folders[name] = models.write_model(name, tmp_path_factory.mktemp("models") / name, max_shard_size="60KB")
+        return folders[name]
+
+    return model
+
+
+@pytest.mark.parametrize("name", models.SETTINGS)
+def test_there_and_back(name: str, written: Callable[..., Path], tmp_path: Path) -> None:
+    """A transform that loses or moves a row, padding that stays, a shard or a tied head written twice."""
+    given = written(name)
+    (given / "tokenizer.json").write_text("not read")
+    assert len(list(given.glob("*.safetensors"))) > 1
+    assert convert("hf", given, tmp_path / "bcd") == 0
+    assert convert("bcd", tmp_path / "bcd", tmp_path / "back", "--max-shard-size", "50KB") == 0
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
+    assert models.differing(models.tensors_of(given), models.tensors_of(tmp_path / "back")) == []
+    for kept in ("config.json", "generation_config.json", "tokenizer.json"):
+        assert (tmp_path / "back" / kept).read_bytes() == (given / kept).read_bytes()
+    assert convert("bcd", tmp_path / "bcd" / "iter_0000000", tmp_path / "again") == 0
+    assert len(list((tmp_path / "again").glob("*.safetensors"))) == 1
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert models.differing(loaded.state_dict(), models.model_of(name).state_dict()) == []
+
+
+@pytest.mark.parametrize("name", ["gpt2_exact_untied", "llama_biases", "qwen3"])
+def test_tensors_are_those_that_another_table_gives(name: str, written: Callable[..., Path], tmp_path: Path) -> None:
+    """Two mistakes that cancel out on the way there and back: queries of another group, gate for up."""
+    assert convert("hf", written(name), tmp_path / "bcd", "--make-vocab-size-divisible-by", "1") == 0
+    checkpoint = core_format.CoreCheckpoint(str(tmp_path / "bcd" / "iter_0000000"))
+    ours: dict[str, torch.Tensor] = {}
+    for key in checkpoint.tensors:
+        if not key.startswith(LAYERS):
+            ours[key] = checkpoint.read(key)
+            continue
+        part = key.removeprefix(LAYERS)
+        for fused, module in (
+            ("self_attention.linear_qkv", "input_layernorm"),
+            ("mlp.linear_fc1", "pre_mlp_layernorm"),
+        ):
+            part = part.replace(f"{fused}.layer_norm_", f"{module}.")
+        for layer in range(models.LAYERS):
+            ours[f"{LAYERS}{layer}.{part}"] = checkpoint.read(key, layer=layer)
+    groups = models.SETTINGS[name].get("num_key_value_heads", 2)
+    theirs = to_gpt2(ours, num_heads=4) if name.startswith("gpt2") else to_llama(ours, num_heads=4, num_groups=groups)
+    assert models.differing(theirs, models.tensors_of(written(name))) == []
+
+
+def test_16_bits_and_padding(tmp_path: Path) -> None:
+    """A dtype that changes on the way, a padding row that is not zero."""
+    given = models.write_model("llama3", tmp_path / "given", dtype=torch.bfloat16)
+    assert convert("hf", given, tmp_path / "bcd", "--make-vocab-size-divisible-by", "64") == 0
+    checkpoint = core_format.CoreCheckpoint(str(tmp_path / "bcd" / "iter_0000000"))
+    head = checkpoint.read("output_layer.weight")
+    assert head.shape == (320, 32) and head.dtype == torch.bfloat16
+    assert not head[models.VOCABULARY :].any() and head[: models.VOCABULARY].any(dim=1).all()
+    assert convert("bcd", tmp_path / "bcd", tmp_path / "back") == 0
+    assert models.differing(models.tensors_of(given), models.tensors_of(tmp_path / "back")) == []
+
+
+def test_large_vocabularies_are_written_in_parts(
+    written: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of an embedding that are put together in another order, or padding inside of a part."""
+    monkeypatch.setattr("megatron.bcd.huggingface.convert._PIECE_BYTES", 32 * 4 * 100)
+    assert convert("hf", written("llama2"), tmp_path / "bcd") == 0
+    assert convert("bcd", tmp_path / "bcd", tmp_path / "back") == 0
+    assert models.differing(models.tensors_of(written("llama2")), models.tensors_of(tmp_path / "back")) == []
+
+
+def test_older_files_of_gpt2(written: Callable[..., Path], tmp_path: Path) -> None:
+    """Names without their prefix, saved masks, and a copy of the tied head: what the hub's first GPT-2 files hold."""
+    tensors = models.tensors_of(written("gpt2"))
+    older = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    older |= {"h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8), "lm_head.weight": older["wte.weight"].clone()}
+    (tmp_path / "older").mkdir()
+    save_file(older, tmp_path / "older" / "model.safetensors")
+    config = json.loads((written("gpt2") / "config.json").read_text())
+    (tmp_path / "older" / "config.json").write_text(json.dumps(config))
+    assert convert("hf", tmp_path / "older", tmp_path / "bcd") == 0
+    assert convert("bcd", tmp_path / "bcd", tmp_path / "back") == 0
+    assert models.differing(tensors, models.tensors_of(tmp_path / "back")) == []
+
+
+# --- refusals
+
+
+def edit_config(**values: Any) -> Edit:
+    def edit(given: Path) -> None:
+        config = json.loads((given / "config.json").read_text())
+        (given / "config.json").write_text(json.dumps(config | values))
+
+    return edit
+
+
+def edit_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Edit:
+    def edit(given: Path) -> None:
+        tensors = models.tensors_of(given)
+        change(tensors)
+        for file in given.glob("*.safetensors*"):
+            file.unlink()
+        save_file(tensors, given / "model.safetensors")
+
+    return edit
+
+
+def without_weights(given: Path) -> None:
+    for file in given.glob("*.safetensors*"):
+        file.unlink()
+
+
+def as_pickle(given: Path) -> None:
+    without_weights(given)
+    (given / "pytorch_model.bin").write_bytes(b"")
+
+
+def cut_short(given: Path) -> None:
+    file = sorted(given.glob("*.safetensors"))[0]
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+REFUSED: dict[str, tuple[str, Edit, str]] = {
+    "missing": (
+        "llama2",
+        edit_tensors(lambda t: t.pop("model.layers.2.mlp.up_proj.weight")),
+        "up_proj.weight is missing",
+    ),
+    "extra": (
+        "llama2",
+        edit_tensors(lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)})),
+        "q_proj.bias is no part of the model",
+    ),
+    "shape": (
+        "llama2",
+        edit_tensors(lambda t: t.update({"model.norm.weight": torch.ones(31)})),
+        r"model.norm.weight has the shape \[31\], and config.json says \[32\]",
+    ),
+    "dtypes": (
+        "llama2",
+        edit_tensors(lambda t: t.update({k: t[k].half() for k in ["model.layers.0.mlp.up_proj.weight"]})),
+        "must have one dtype",
+    ),
+    "integers": (
+        "llama2",
+        edit_tensors(lambda t: t.update({"model.norm.weight": torch.ones(32).int()})),
+        "of type I32",
+    ),
+    "no_shard": (
+        "llama2",
+        lambda given: sorted(given.glob("*.safetensors"))[1].unlink(),
+        "index.json names, is missing",
+    ),
+    "cut_short": ("llama2", cut_short, "can't be read"),
+    "pickle": ("llama2", as_pickle, "pytorch_model.bin is a pickle, which can run code"),
+    "no_weights": (
+        "llama2",
+        lambda given: [f.unlink() for f in given.glob("*.safetensors*")] and None,
+        "no safetensors",
+    ),
+    "no_config": ("llama2", lambda given: (given / "config.json").unlink(), "has no config.json"),
+    "no_json": ("llama2", lambda given: (given / "config.json").write_text("{") and None, "config.json can't be read"),
+    "no_size": ("llama2", edit_config(hidden_size=None), "hidden_size is missing"),
+    "class": ("llama2", edit_config(architectures=["FalconForCausalLM"]), "FalconForCausalLM is not supported"),
+    "type": ("llama2", edit_config(model_type="falcon"), "is not supported"),
+    "quantised": ("llama2", edit_config(quantization_config={"bits": 4}), "quantised weights"),
+    "yarn": ("llama2", edit_config(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "RoPE type yarn"),
+    "old_linear": ("llama2", edit_config(rope_parameters=None, rope_scaling={"type": "linear"}), "RoPE type linear"),
+    "llama3_factors": (
+        "llama3",
+        edit_config(rope_parameters=models.SETTINGS["llama3"]["rope_parameters"] | {"low_freq_factor": 2.0}),
+        "low_freq_factor 2.0",
+    ),
+    "one_bias": ("llama2", edit_config(attention_bias=True), "attention_bias True without the same mlp_bias"),
+    "activation": ("llama2", edit_config(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
+    "scores": ("gpt2", edit_config(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
+    "tied_and_different": (
+        "llama2",
+        edit_config(tie_word_embeddings=True),
+        "lm_head.weight differs from model.embed_tokens.weight",
+    ),
+    "untied_and_absent": ("llama_tied", edit_config(tie_word_embeddings=False), "lm_head.weight is missing"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(
+    case: str, written: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model that is converted wrongly, a traceback, or an output folder that looks like a checkpoint."""
+    name, edit, message = REFUSED[case]
+    shutil.copytree(written(name), tmp_path / "given")
+    edit(tmp_path / "given")
+    assert convert("hf", tmp_path / "given", tmp_path / "bcd") == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("tools/convert_checkpoint.py: error: ")
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(line)
+    assert not (tmp_path / "bcd").exists()
+
+
+def test_outputs_and_checkpoints_that_are_refused(
+    written: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model that is overwritten; a checkpoint converted as one of another network, or while it is damaged."""
+    given = written("llama2")
+    assert convert("hf", given, tmp_path / "bcd") == 0
+    capsys.readouterr()
+
+    def refused(source: str, path: Path, output: Path, *more: str) -> str:
+        assert convert(source, path, output, *more) == 2
+        return capsys.readouterr().err
+
+    assert "there is something already" in refused("hf", given, tmp_path / "bcd")
+    assert "there is something already" in refused("bcd", tmp_path / "bcd", given)
+    back = tmp_path / "back"
+    tied, smaller = tmp_path / "tied", tmp_path / "smaller"
+    for edited, values in ((tied, {"tie_word_embeddings": True}), (smaller, {"num_hidden_layers": 3})):
+        shutil.copytree(given, edited)
+        edit_config(**values)(edited)
+    assert "says that the head is tied" in refused("bcd", tmp_path / "bcd", back, "--config", str(tied))
+    assert "has the shape [4, " in refused("bcd", tmp_path / "bcd", back, "--config", str(smaller))
+    assert "holds no checkpoint" in refused("bcd", given, back)
+    assert "--vocab-size needs --to hf" in refused("hf", given, back, "--vocab-size", "3")
+    assert "no size such as 5GB" in refused("bcd", given, back, "--max-shard-size", "many")
+    file = tmp_path / "bcd" / "iter_0000000" / "__2_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert "is truncated" in refused("bcd", tmp_path / "bcd", back)
+    assert not back.exists()
+
+
+def test_a_failure_in_the_middle_leaves_nothing(
+    written: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk: half of a checkpoint or of a model that the next program takes for a whole one."""
+    given = written("qwen2")
+    assert convert("hf", given, tmp_path / "bcd") == 0
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    assert convert("bcd", tmp_path / "bcd", tmp_path / "back") == 2
+    monkeypatch.setattr("megatron.bcd.checkpoint.layout.finish", full)
+    assert convert("hf", given, tmp_path / "new") == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bcd"]
+
+
+def test_names_on_the_hub(
+    written: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A name that is read as a folder, code that is downloaded, or a traceback where the hub can't be reached."""
+    asked: list[Any] = []
+
+    def download(name: str, *, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        if name == "some/model":
+            return str(written("llama2"))
+        raise ConnectionError("no network")
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=download))
+    assert convert("hf", Path("some/model"), tmp_path / "bcd") == 0
+    assert asked[0][0] == "some/model" and not any(name.endswith((".py", ".bin", "*")) for name in asked[0][1])
+    assert convert("hf", Path("other/model"), tmp_path / "none") == 2
+    assert "the hub does not give a model of that name (no network)" in capsys.readouterr().err
+    assert convert("hf", Path("/no/such/folder"), tmp_path / "none") == 2
+    assert "/no/such/folder: no such folder" in capsys.readouterr().err and len(asked) == 2
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert convert("hf", Path("other/model"), tmp_path / "none") == 2
+    assert "install huggingface_hub" in capsys.readouterr().err
+
+
+def test_only_one_tensor_is_read_at_a_time(written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pickle of a whole model in memory: headers only, until a tensor is asked for."""
+    read: list[str] = []
+    original = folder.ModelFolder._read
+    monkeypatch.setattr(folder.ModelFolder, "_read", lambda self, name: read.append(name) or original(self, name))
+    source = folder.ModelFolder(str(written("llama2")))
+    assert read == []
+    row = next(row for row in source.rows if row.key.endswith("linear_qkv.weight"))
+    source.read(row, 1)
+    assert read == [f"model.layers.1.self_attn.{letter}_proj.weight" for letter in "qkv"]

@@ -1,0 +1,163 @@
+"""Random command lines of both scripts and all tools: a plan, or one line and exit code 2; never a traceback."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import random
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command_line import BASE
+
+from megatron.bcd.arguments import FAMILY_DEFAULTS, read_command_line
+from megatron.bcd.arguments.flags import Flag, generate_flags
+from megatron.bcd.arguments.refusals import stock_flags
+from megatron.bcd.arguments.unsupported_flags import COMPATIBLE_FLAGS
+
+NUMBERS = ("0", "1", "2", "3", "4", "6", "8", "16", "64", "1000", "0.5", "1e-3", "100000")
+HOSTILE = ("-1", "-0", "nan", "inf", "-inf", "1e400", "9" * 20, "9" * 400, "-" + "9" * 30, "1e3", "0x10", "1_000", "٣",
+           "", " ", "é", "\u202e", "\ud800", "a\nb", "%s", "%(prog)s", "{}", "--", "-", "=", "None", "True", "[]", "'",
+           "1,2", "95,5,0", "x" * 5000, "../..", "/proc/absent", "(t*9)*9", "t*99999999", "E|t|L")  # fmt: skip
+TOOLS = {
+    "benchmark": "parse",
+    "compare": "parse_arguments",
+    "compare_runs": "parse_arguments",
+    "plan": "main",
+    "preprocess_data": "build_parser",
+    "recipe": "main",
+    "report": "parse_arguments",
+    "show_schedule": "main",
+    "soak": "parse",
+    "study": "parse_arguments",
+    "train_resnet": "parse_arguments",
+    "train_tokenizer": "build_parser",
+}
+"""What reads the command line: the whole tool, where it only computes, else its first function, or its parser."""
+SCRIPTS = ("gpt", "llama")
+
+
+def _values(draw: random.Random, flag: Flag) -> list[str]:
+    """Mostly values of the flag's own kind."""
+    if flag.type is bool:
+        return [] if draw.random() < 0.97 else [draw.choice(HOSTILE)]
+    number = flag.nargs if isinstance(flag.nargs, int) else draw.randint(0, 4) if flag.nargs else 1
+    number += draw.random() < 0.01
+    number -= draw.random() < 0.01
+    pool: Sequence[Any] = flag.choices or NUMBERS
+    return [str(draw.choice(pool if draw.random() < 0.8 else HOSTILE)) for _ in range(number)]
+
+
+def script_words(draw: random.Random, flags: Sequence[Flag], stock: Sequence[str]) -> list[str]:
+    """A small good command line with up to twelve changes."""
+    words = [word for pair in BASE.items() if draw.random() > 0.005 for word in pair]
+    for _ in range(draw.choice((1, 1, 2, 3, 6, 12))):
+        kind = draw.random()
+        if kind < 0.85:
+            flag = draw.choice(flags)
+            name, values = draw.choice((*flag.names, *flag.off_names)), _values(draw, flag)
+        elif kind < 0.93:
+            row = draw.choice(COMPATIBLE_FLAGS)
+            name, values = row.name, [draw.choice((*row.values, *NUMBERS))] * bool(row.values)
+        elif kind < 0.97:
+            name, values = draw.choice(stock), [draw.choice(NUMBERS)] * draw.randint(0, 1)
+        else:
+            name, values = draw.choice(HOSTILE), [draw.choice(HOSTILE)]
+        joins = len(values) == 1 and draw.random() < 0.1
+        words += [f"{name}={values[0]}"] if joins else [name, *values]
+    return words
+
+
+def tool_words(draw: random.Random, names: Sequence[str]) -> list[str]:
+    words: list[str] = []
+    for _ in range(draw.randint(0, 8)):
+        words.append(draw.choice(names) if draw.random() < 0.95 else draw.choice(HOSTILE))
+        words += [draw.choice(NUMBERS if draw.random() < 0.6 else HOSTILE) for _ in range(draw.choice((0, 1, 1, 1, 2)))]
+    return words
+
+
+def code_of(call: Callable[[], object]) -> int:
+    """The exit code: a ValueError is one line and code 2, wherever these functions are called."""
+    try:
+        code = call()
+    except SystemExit as left:
+        return left.code if isinstance(left.code, int) else 1
+    except ValueError as error:
+        assert str(error)
+        return 2
+    return code if isinstance(code, int) else 0
+
+
+def check_scripts(seed: int, number: int) -> None:
+    draw = random.Random(seed)
+    by_form = {form: generate_flags(FAMILY_DEFAULTS[form]) for form in SCRIPTS}
+    stock = sorted(stock_flags())
+    passed = 0
+    for _ in range(number):
+        form = draw.choice(SCRIPTS)
+        words = script_words(draw, by_form[form], stock)
+
+        words += draw.choice((["--dry-run"], ["--print-config"], ["--dry-run-world-size", draw.choice(NUMBERS)], []))
+        ranks = draw.choice((1, 2, 4, 8, 256))
+        defaults = FAMILY_DEFAULTS[form]
+        read = functools.partial(read_command_line, words, prog="test", defaults=defaults, world_size=ranks)
+        try:
+            code = code_of(read)
+        except Exception as error:
+            raise AssertionError(f"{type(error).__name__} of {words} on {ranks} ranks") from error
+        assert code in (0, 2), words
+        passed += code == 0
+    assert passed > number // 50  # else it tests refusals only
+
+
+def check_tools(seed: int, number: int, root: Path) -> None:
+    draw = random.Random(seed)
+    tools = []
+    for name, function in TOOLS.items():
+        names = sorted(set(re.findall(r'"(--[a-z][\w-]+)"', (root / "tools" / f"{name}.py").read_text("utf-8"))))
+        read = getattr(importlib.import_module(name), function)
+        tools.append((name, names, (lambda argv, read=read: read().parse_args(argv)) if "build" in function else read))
+    for _ in range(number):
+        name, names, read = draw.choice(tools)
+        words = tool_words(draw, names)
+        if name == "recipe":
+            words.insert(0, draw.choice(("whole", "tiny=1", "here=2", "here=", *HOSTILE)))
+        try:
+            code = code_of(lambda read=read, words=words: read(words))
+        except Exception as error:
+            raise AssertionError(f"{type(error).__name__} of tools/{name}.py {words}") from error
+        assert code in (0, 1, 2), (name, words)
+
+
+@pytest.fixture
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo_root: Path) -> Path:
+    monkeypatch.syspath_prepend(str(repo_root / "tools"))
+    monkeypatch.chdir(tmp_path)
+    return repo_root
+
+
+def test_scripts(in_empty_folder: Path) -> None:
+    """A value, a combination or a character that ends in a traceback."""
+    check_scripts(seed=1, number=60)
+
+
+def test_tools(in_empty_folder: Path) -> None:
+    """The same in the tools."""
+    check_tools(seed=1, number=150, root=in_empty_folder)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(2, 6))
+def test_many_scripts(in_empty_folder: Path, seed: int) -> None:
+    """As above, 3,000 command lines."""
+    check_scripts(seed=seed, number=750)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(2, 4))
+def test_many_tools(in_empty_folder: Path, seed: int) -> None:
+    """As above, 2,000 command lines."""
+    check_tools(seed=seed, number=1000, root=in_empty_folder)

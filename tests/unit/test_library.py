@@ -1,0 +1,63 @@
+"""megatron.bcd as a library: what is public, and the example of its page."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from support.bad_input_cases import good_documents, write_dataset
+
+import megatron.bcd
+
+PUBLIC = {
+    "BlockCoordinate": None,
+    "FAMILY_DEFAULTS": None,
+    "RunConfig": None,
+    "build_model": ["config", "padded_vocab_size", "implementation"],
+    "parse_run_config": ["argv", "prog", "defaults", "world_size"],
+    "pretrain": ["config", "build_model", "prog", "notes"],
+}
+"""Name to parameters. Programs of others use them: one that goes, or is renamed, breaks them."""
+
+
+def test_public_names(repo_root: Path) -> None:
+    """A public name that disappears, gets other parameters, or is not on the page."""
+    assert sorted(megatron.bcd.__all__) == sorted(PUBLIC)
+    page = (repo_root / "docs" / "library.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^\| `(\w+)", page, re.MULTILINE)) == sorted(PUBLIC)
+    for name, parameters in PUBLIC.items():
+        found = getattr(megatron.bcd, name)
+        assert parameters is None or list(inspect.signature(found).parameters) == parameters
+        assert name in dir(megatron.bcd)
+
+
+def test_import_is_light() -> None:
+    """A planner that needs torch because the package imports its public names at once."""
+    command = "import sys, megatron.bcd; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", command]).returncode == 0
+
+
+def test_the_example(repo_root: Path, tmp_path: Path) -> None:
+    """An example that does not run, or a second run in one process that meets what the first one left."""
+    page = (repo_root / "docs" / "library.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len([line for line in example.splitlines() if line]) <= 20
+    write_dataset(tmp_path / "my_text_document", good_documents())
+    again = """
+again = parse_run_config([*flags.split(), "--load", "my_run", "--train-iters", "8"], prog="my_program")
+pretrain(again)
+"""
+    (tmp_path / "my_program.py").write_text(example + again)
+    done = subprocess.run(
+        [sys.executable, "my_program.py"],
+        cwd=tmp_path,
+        env={"PATH": "", "PYTHONPATH": str(repo_root), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    assert "last loss" in done.stdout and "after iteration 6" in done.stdout
+    assert [path.name for path in sorted((tmp_path / "my_run").glob("iter_*"))] == ["iter_0000006", "iter_0000008"]

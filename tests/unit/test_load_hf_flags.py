@@ -1,0 +1,138 @@
+"""--load-hf on the command line: what it sets, what contradicts it; and the config.json that is made from flags."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import worlds
+
+from megatron.bcd.config import RunConfig
+from megatron.bcd.huggingface.architecture import architecture_from_config, config_of, flags_of
+from megatron.bcd.huggingface.run_network import network_of_run
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 6,
+    "hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 80,
+    "max_position_embeddings": 96,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 500.0,
+    "vocab_size": 300,
+}
+GPT2 = {"model_type": "gpt2", "n_layer": 6, "n_embd": 48, "n_head": 4, "n_positions": 64, "vocab_size": 300}
+GPT2 |= {"resid_pdrop": 0.25, "activation_function": "gelu"}
+
+
+def parse(folder: Path, config: dict[str, Any], *, form: str = "gpt", **flags: Any) -> RunConfig:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    values: dict[str, Any] = {"seq_length": 64, "micro_batch_size": 1, "train_iters": 1, "lr": 1e-3, "data_path": "x"}
+    values |= {"load_hf": str(folder), "tokenizer_type": "ByteLevelTokenizer"}
+    return worlds.config_of(form=form, **values | flags)
+
+
+def test_the_model_sets_the_flags(tmp_path: Path) -> None:
+    """A size, a variant or a default of the script in place of the model's."""
+    for form in ("gpt", "llama"):
+        config = parse(tmp_path / "m", LLAMA, form=form)
+        fields, model = config.transformer, config.model
+        found = [fields[name] for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_query_groups")]
+        assert found == [6, 48, 80, 2]
+        assert (fields["normalization"], fields["layernorm_epsilon"], fields["add_bias_linear"]) == (
+            "RMSNorm",
+            1e-6,
+            False,
+        )
+        assert (model.position_embedding_type, model.rotary_base, model.swiglu) == ("rope", 500, True)
+        assert (config.tied, fields["hidden_dropout"], model.max_position_embeddings) == (False, 0.0, 96)
+        assert model.make_vocab_size_divisible_by == 1
+        config = parse(tmp_path / "m", GPT2, form=form)
+        fields, model = config.transformer, config.model
+        assert (fields["normalization"], fields["add_bias_linear"], fields["hidden_dropout"]) == (
+            "LayerNorm",
+            True,
+            0.25,
+        )
+        assert (model.position_embedding_type, model.swiglu, config.tied) == ("learned_absolute", False, True)
+        assert not fields["bias_activation_fusion"] and not model.openai_gelu
+
+
+def test_flags_win_where_weights_do_not_depend_on_them(tmp_path: Path) -> None:
+    """A dropout or a tokenizer that can't be chosen; a folder's own tokenizer that is not taken."""
+    config = parse(tmp_path / "m", GPT2, hidden_dropout=0, num_layers=6, make_vocab_size_divisible_by=64)
+    assert config.transformer["hidden_dropout"] == 0 and config.model.make_vocab_size_divisible_by == 64
+    (tmp_path / "m" / "tokenizer.json").write_text("{}")
+    assert config.tokenizer.tokenizer_type == "ByteLevelTokenizer"
+    config = parse(tmp_path / "m", GPT2, tokenizer_type=None)
+    assert config.tokenizer.tokenizer_type == "HuggingFaceTokenizer"
+    assert config.tokenizer.tokenizer_model == str(tmp_path / "m")
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (LLAMA, {"num_layers": 4}, "--num-layers 4 contradicts --load-hf .*, whose config.json says 6: leave the flag out"),
+    (LLAMA, {"no_swiglu": True, "form": "llama"}, "--no-swiglu contradicts"),
+    (LLAMA, {"norm_epsilon": 1e-5}, "--norm-epsilon 1e-05 contradicts .* 1e-06"),
+    (LLAMA, {"rotary_base": 10000}, "--rotary-base 10000 contradicts .* 500"),
+    (GPT2, {"untie_embeddings_and_output_weights": True}, "--untie-embeddings-and-output-weights contradicts"),
+    (LLAMA, {"apply_layernorm_1p": True}, "--apply-layernorm-1p contradicts"),
+    (
+        GPT2,
+        {"apply_residual_connection_post_layernorm": True},
+        "--apply-residual-connection-post-layernorm contra",
+    ),
+    (LLAMA | {"head_dim": "64"}, {}, "head_dim is '64', and must be a whole number above 0"),
+    (LLAMA | {"rope_scaling": [8.0]}, {}, "rope_scaling is .*must be an object"),
+    (GPT2, {"max_position_embeddings": 128}, "--max-position-embeddings 128 contradicts"),
+    (GPT2, {"seq_length": 65}, "--seq-length 65 is larger than --max-position-embeddings 64"),
+    (GPT2, {"use_rotary_position_embeddings": True}, "--use-rotary-position-embeddings and"),
+    (LLAMA | {"model_type": "mistral", "architectures": None, "sliding_window": 63}, {}, "the sliding window of"),
+    (LLAMA | {"hidden_act": "relu"}, {}, "hidden_act 'relu' is not supported"),
+    (LLAMA, {"load_hf": "/no/such/folder"}, "--load-hf /no/such/folder: no such folder"),
+    (LLAMA, {"save_hf_interval": 3}, "--save-hf-interval needs --save-hf"),
+    (LLAMA, {"save_hf": "a", "save": "./a"}, "--save-hf a is the folder of --save"),
+    (LLAMA, {"save_hf": "a", "skip_train": True, "load": "b"}, "--skip-train trains nothing"),
+]
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[2][:30])
+def test_what_is_refused(tmp_path: Path, case: tuple[dict[str, Any], dict[str, Any], str]) -> None:
+    """A model that is built with other flags than its own; a model written over checkpoints."""
+    config, flags, message = case
+    with pytest.raises(ValueError, match=message):
+        parse(tmp_path / "m", config, **flags)
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2, LLAMA | {"attention_bias": True, "mlp_bias": True}])
+def test_config_json_and_flags_say_the_same(tmp_path: Path, config: dict[str, Any]) -> None:
+    """A config.json made from flags that describes another network than the flags."""
+    network = architecture_from_config(config, source="config.json")
+    run = parse(tmp_path / "m", config)
+    made = network_of_run(run, is_on_gpu=False, vocab_size=300)
+    assert flags_of(made) == flags_of(network)
+    again = architecture_from_config(config_of(made, dtype="float32"), source="config.json")
+    assert again == made
+
+
+def test_what_transformers_does_not_have(tmp_path: Path) -> None:
+    """A config.json of a near relative, whose logits are others. On a GPU the fused GELU has the tanh form."""
+    sizes = {"load_hf": None, "num_layers": 6, "hidden_size": 64, "num_attention_heads": 4}
+    for flags, message in (
+        ({"form": "llama", "rotary_percent": 0.5}, "--rotary-percent 0.5: transformers' llama model has 1.0"),
+        ({"form": "llama", "normalization": "LayerNorm"}, "--normalization LayerNorm"),
+        ({"apply_residual_connection_post_layernorm": True}, "--apply-residual-connection-post-layernorm True"),
+        ({"swiglu": True}, "--swiglu True: transformers' gpt2 model has False"),
+        ({"disable_bias_linear": True}, "--add-bias-linear False"),
+        ({"kv_channels": 32}, "--kv-channels 32: transformers' gpt2 model has 16"),
+        ({"form": "llama", "qk_layernorm": True, "add_qkv_bias": True}, "--add-qkv-bias True"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            network_of_run(parse(tmp_path / "m", GPT2, **sizes | flags), is_on_gpu=False, vocab_size=300)
+    run = parse(tmp_path / "m", GPT2, **sizes)
+    assert [network_of_run(run, is_on_gpu=gpu, vocab_size=300).gelu for gpu in (False, True)] == ["exact", "tanh"]

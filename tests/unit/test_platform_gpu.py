@@ -1,0 +1,160 @@
+"""What a run does first on a machine with GPUs, where there is none: CUDA's answers are made up."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support import worlds
+
+from megatron.bcd.pipeline.build import MAX_SENDS_IN_FLIGHT
+from megatron.bcd.pipeline.p2p import OneWayLink
+from megatron.bcd.runtime import compat, device, distributed, fused_adam, packages, rng
+from megatron.bcd.training import banner, pretrain
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A node with two GPUs, no fused optimizers and a world that is there; what `initialize` does, in order."""
+    done: list[str] = []
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: done.append(f"GPU {number}"))
+    monkeypatch.setattr(fused_adam, "patch_megatron_core", lambda: done.append("fused Adam"))
+    monkeypatch.setattr(packages, "optimizer_implementation", lambda: packages.PYTORCH_OPTIMIZER)
+    monkeypatch.setattr(compat, "patch_optimizer_offload", lambda: None)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    world = SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=None))
+    monkeypatch.setattr(torch.distributed, "group", world)
+    monkeypatch.setattr("megatron.core.parallel_state.initialize_model_parallel", lambda **_: done.append("groups"))
+    for name in ("LOCAL_RANK", "SLURM_LOCALID", "WORLD_SIZE", distributed.CONNECTIONS):
+        monkeypatch.delenv(name, raising=False)
+    return done
+
+
+def initialize(tensor_size: int = 1) -> None:
+    distributed.initialize(backend="auto", timeout_minutes=1, tensor_size=tensor_size, pipeline_size=1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "gpu"),
+    [({}, 0), ({"LOCAL_RANK": "1", "WORLD_SIZE": "2"}, 1), ({"SLURM_LOCALID": "1", "WORLD_SIZE": "8"}, 1)]
+    + [({"SLURM_LOCALID": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "8"}, 0)],
+)
+def test_every_process_takes_its_own_gpu(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], gpu: int
+) -> None:
+    """Under plain srun: all processes of a node on its first GPU."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    initialize()
+    assert calls[0] == f"GPU {gpu}"
+
+
+@pytest.mark.parametrize(
+    ("environment", "num_gpus", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, 2, "LOCAL_RANK, .*, is not set, nor is SLURM_LOCALID; start .* with torchrun or srun"),
+        ({"LOCAL_RANK": "2"}, 2, "--nproc-per-node asks for at least 3 processes on this node and it has 2"),
+        ({"SLURM_LOCALID": "1"}, 1, "process 2 of this node sees one GPU; .* leave out srun's --gpus-per-task"),
+    ],
+)
+def test_processes_without_a_gpu(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], num_gpus: int, message: str
+) -> None:
+    """CUDA's "invalid device ordinal", or two processes on one GPU, in place of the reason."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    with pytest.raises(ValueError, match=message):
+        initialize()
+    assert calls == []
+
+
+def test_one_queue_to_the_gpu_with_tensor_parallelism(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Communication that does not overlap; or a user's own value that is overwritten, or not told."""
+    initialize()
+    assert distributed.CONNECTIONS not in os.environ
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: calls.append(os.environ[distributed.CONNECTIONS]))
+    initialize(tensor_size=2)
+    assert calls[-3:] == ["1", "fused Adam", "groups"]
+    config = SimpleNamespace(tensor_size=2)
+    assert banner._describe_connections(config) == ("CUDA_DEVICE_MAX_CONNECTIONS=1",)  # type: ignore[arg-type]
+    monkeypatch.setenv(distributed.CONNECTIONS, "8")
+    initialize(tensor_size=2)
+    [note] = banner._describe_connections(config)  # type: ignore[arg-type]
+    assert note.startswith("CUDA_DEVICE_MAX_CONNECTIONS=8, as given")
+
+
+def test_fused_adam_where_nothing_else_is_fused(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's Adam that goes through its tensors once per operation; or a patch of an Adam that is fused."""
+    initialize()
+    assert "fused Adam" in calls
+    calls.clear()
+    monkeypatch.setattr(packages, "optimizer_implementation", lambda: "Apex fused Adam")
+    initialize()
+    assert calls == ["GPU 0", "groups"]
+
+
+def test_no_device_is_bound(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a bound device NCCL's messages would share a communicator, and with it one order."""
+    monkeypatch.setattr(torch.distributed.group.WORLD, "bound_device_id", torch.device("cuda", 0))
+    with pytest.raises(AssertionError, match="no device is bound"):
+        initialize()
+
+
+def test_deterministic_before_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL keeps NVLS, whose sums differ from run to run: it is asked when a group is created."""
+    asked: list[str] = []
+    monkeypatch.setattr(rng, "use_deterministic_algorithms", lambda: asked.append("deterministic"))
+    monkeypatch.setattr(rng, "seed_everything", lambda *_, **__: None)
+    monkeypatch.setattr(distributed, "initialize", lambda **_: asked.append("groups"))
+    pretrain._initialize(worlds.run_config(mock_data=True, split=None, deterministic_mode=True))
+    assert asked == ["deterministic", "groups"]
+
+
+class GpuOfMarks:
+    """A GPU that is as far behind as the CPU lets it: it comes to a mark when it is waited for."""
+
+    def __init__(self) -> None:
+        self.to_come: deque[Any] = deque()
+        self.most_ahead = 0
+
+    def record(self, event: Any) -> None:
+        self.to_come.append(event)
+        self.most_ahead = max(self.most_ahead, len(self.to_come))
+
+    def synchronize(self, event: Any) -> None:
+        while event in self.to_come:
+            self.to_come.popleft()
+
+
+@pytest.mark.parametrize("receives", [False, True])
+def test_a_link_holds_few_messages(monkeypatch: pytest.MonkeyPatch, receives: bool) -> None:
+    """Waiting for a message does not hold the CPU back under NCCL: a forward-only stage allocates the buffers of all
+    microbatches of an iteration at once."""
+    gpu = GpuOfMarks()
+
+    class Event:
+        def record(self) -> None:
+            gpu.record(self)
+
+        def synchronize(self) -> None:
+            gpu.synchronize(self)
+
+    done = SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(OneWayLink, "_begin", lambda link, tensor, shape: (torch.zeros(1), {"message": done}))
+    monkeypatch.setattr("megatron.bcd.pipeline.p2p.P2PCommunicator", lambda *_: None)
+    link = OneWayLink(SimpleNamespace(config=SimpleNamespace(), pp_group=None))  # type: ignore[arg-type]
+    for _ in range(20):
+        if receives:
+            link.receive((1,), more_follow=True)
+        else:
+            link.send(torch.zeros(1))
+    assert gpu.most_ahead == MAX_SENDS_IN_FLIGHT + 1

@@ -1,0 +1,98 @@
+"""How many threads a process takes, and who decides."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.bcd.runtime import threads
+
+NAMES = (
+    "OMP_NUM_THREADS",
+    "LOCAL_WORLD_SIZE",
+    "WORLD_SIZE",
+    "TORCHELASTIC_RUN_ID",
+    "OMP_WAIT_POLICY",
+    "GOMP_SPINCOUNT",
+)
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Eight cores, nothing set."""
+    before = torch.get_num_threads()
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(threads, "usable_cores", lambda: 8)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("processes, number", [(None, 8), ("2", 4), ("3", 2), ("16", 1)])
+def test_cores_are_shared(monkeypatch: pytest.MonkeyPatch, processes: str | None, number: int) -> None:
+    """Processes that together have more threads than there are cores."""
+    if processes:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    line = threads.set_threads()
+    assert torch.get_num_threads() == number
+    assert line == f"{number} CPU thread(s) per process: 8 core(s), {processes or 1} process(es) on this node"
+
+
+def test_the_user_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that was set on purpose, and is replaced."""
+    torch.set_num_threads(3)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads.set_threads() == "3 CPU thread(s) per process: OMP_NUM_THREADS"
+    assert torch.get_num_threads() == 3
+
+
+@pytest.mark.parametrize("user, number", [(None, 4), ("1", 1)])
+def test_under_torchrun(monkeypatch: pytest.MonkeyPatch, user: str | None, number: int) -> None:
+    """torchrun sets 1 for several processes if the user has set nothing: that is not the user's word."""
+    environment = {"PATH": os.environ["PATH"]} | ({"OMP_NUM_THREADS": user} if user else {})
+    with subprocess.Popen(["sh", "-c", "echo; exec sleep 60"], env=environment, stdout=subprocess.PIPE) as torchrun:
+        assert torchrun.stdout is not None
+        torchrun.stdout.readline()  # Popen returns before the kernel shows the new program's environment
+        torch.set_num_threads(1)
+        monkeypatch.setattr(os, "getppid", lambda: torchrun.pid)
+        for name, value in {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}.items():
+            monkeypatch.setenv(name, value)
+        threads.set_threads()
+        torchrun.kill()
+    assert torch.get_num_threads() == number
+
+
+def test_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that take ten times as long beside another program, and no word of why."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (7.0, 0.0, 0.0))
+    assert threads.set_threads().endswith("(load 7.0), so OMP_NUM_THREADS=1 may be faster")
+
+
+@pytest.mark.parametrize("text, cores", [("150000 100000\n", 1), ("400000 100000\n", 4), ("max 100000\n", 6)])
+def test_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, cores: int) -> None:
+    """A thread for each core of the machine, in a container that has two of them."""
+    monkeypatch.undo()
+    (tmp_path / "cpu.max").write_text(text)
+    monkeypatch.setattr(threads, "_QUOTA_V2", tmp_path / "cpu.max")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    assert threads.usable_cores() == cores
+
+
+def test_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait policy of the user's that is replaced; or threads that spin for milliseconds, where none is given."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    threads.wait_briefly()
+    assert "GOMP_SPINCOUNT" not in os.environ
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    threads.wait_briefly()
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    threads.wait_briefly()
+    assert int(os.environ["GOMP_SPINCOUNT"]) == 10000

@@ -1,0 +1,197 @@
+"""Tools speak one language: own help, examples that run, one meaning of a flag, references that lead somewhere."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.bcd.planner.paper import Figures
+from megatron.bcd.planner.tables import read_models, read_placements, read_published
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = sorted(
+    path.stem for path in (ROOT / "tools").glob("[a-z]*.py") if "__main__" in path.read_text(encoding="utf-8")
+)
+PARSERS = {
+    "benchmark": "parse",
+    "compare": "parse_arguments",
+    "compare_runs": "parse_arguments",
+    "convert_checkpoint": "parse_arguments",
+    "cpu_kernels_ablation": None,
+    "plan": "parse_arguments",
+    "preprocess_data": "build_parser",
+    "recipe": None,
+    "report": "parse_arguments",
+    "show_schedule": "parse_arguments",
+    "soak": "parse",
+    "study": "parse_arguments",
+    "train_resnet": "parse_arguments",
+    "train_tokenizer": "build_parser",
+}
+"""What reads a tool's command line; None: its examples are run, or take too long and have no flag but one."""
+RUN_HERE = ("plan", "preprocess_data", "recipe", "report", "show_schedule")
+"""Others train, or take minutes; tests/e2e has them in short forms."""
+
+
+def examples(tool: str) -> Iterator[list[str]]:
+    """The words after the tool's name, of each example in its help."""
+    text = str(importlib.import_module(tool).__doc__).replace("\\\n", " ")
+    for line in text.splitlines():
+        if line.startswith("    ") and f"tools/{tool}.py" in line:
+            words = shlex.split(line, comments=True)
+            yield words[words.index(f"tools/{tool}.py") + 1 :]
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_help_is_the_tools_own(tool: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tool whose help is an error, or 300 flags of another program; help without an example."""
+    monkeypatch.setattr(sys, "argv", [tool, "--help"])
+    main: Any = importlib.import_module(tool).main
+    try:
+        code = main(["--help"])
+    except SystemExit as left:
+        code = left.code
+    said = capsys.readouterr()
+    assert (code or 0, said.err) == (0, "") and len(said.out.splitlines()) < 110
+    assert "--lr-decay-style" not in said.out
+    assert list(examples(tool)) and f"tools/{tool}.py" in said.out, "an example in the help"
+
+
+@pytest.mark.parametrize("tool", [tool for tool, parser in PARSERS.items() if parser])
+def test_examples_have_flags_of_today(tool: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An example with a flag that was renamed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    parser: Any = getattr(importlib.import_module(tool), str(PARSERS[tool]))
+    for words in examples(tool):
+        if PARSERS[tool] == "build_parser":
+            parser().parse_args(words)
+        else:
+            parser(words)
+
+
+def prepare(folder: Path) -> None:
+    """The files that examples read."""
+    (folder / "corpus.jsonl").write_text('{"text": "a few words"}\n' * 3)
+    (folder / "encoder.json").write_text(json.dumps({letter: i for i, letter in enumerate("afewords\u0120")}))
+    step = {
+        "phase": 0,
+        "block": 0,
+        "loss": 1.0,
+        "step_time_ms": 1.0,
+        "tokens_per_second": 1.0,
+        "model_state_bytes": [1],
+    }
+    (folder / "out").mkdir()
+    for name in ("bcd", "full"):
+        lines = [json.dumps(step | {"iteration": iteration}) for iteration in (1, 2)]
+        (folder / "out" / f"{name}.jsonl").write_text("\n".join(lines))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tool", RUN_HERE)
+def test_examples_run(
+    tool: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shared_data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An example that ends in an error."""
+    monkeypatch.chdir(tmp_path)
+    prepare(tmp_path)
+    for name in ("encoder.json", "vocab.bpe"):
+        (tmp_path / name).unlink(missing_ok=True)
+        (tmp_path / name).symlink_to(shared_data / "gpt2-bpe" / name)
+    main: Any = importlib.import_module(tool).main
+    for words in examples(tool):
+        serial = ["1" if word == "8" and tool == "preprocess_data" else word for word in words]
+        assert main(serial) == 0, (words, capsys.readouterr().err)
+
+
+def test_precision_as_the_scripts_say_it() -> None:
+    """--bf16 that a tool does not know, or takes for something else."""
+    for tool, words in (
+        ("plan", ["--model", "tiny", "--gpu", "a100", "--num-gpus", "1"]),
+        ("compare", ["--model", "tiny"]),
+    ):
+        parse: Any = importlib.import_module(tool).parse_arguments
+        assert parse(words).precision == "fp32"
+        assert parse([*words, "--bf16"]) == parse([*words, "--precision", "bf16"]) != parse(words)
+        assert parse([*words, "--fp16"]).precision == "fp16"
+
+
+def test_older_spellings() -> None:
+    """A command of an older document that ends in an unknown flag."""
+    show_schedule: Any = importlib.import_module("show_schedule")
+    sizes = ["--microbatches", "8", "--pivot", "2"]
+    new = show_schedule.parse_arguments(["--pipeline-model-parallel-size", "4", *sizes])
+    assert new == show_schedule.parse_arguments(["--stages", "4", *sizes])
+    soak: Any = importlib.import_module("soak")
+    assert soak.parse(["--pipeline-size", "3"]) == soak.parse(["--pipeline-model-parallel-size", "3"])
+
+
+def test_json_has_one_meaning(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """A file named by --json that is not written; words beside the JSON on stdout."""
+    monkeypatch.chdir(tmp_path)
+    prepare(tmp_path)
+    for tool, words in (
+        ("plan", ["--model", "tiny", "--gpu", "a100", "--num-gpus", "1"]),
+        ("report", ["--run", "a=out/bcd.jsonl"]),
+    ):
+        main: Any = importlib.import_module(tool).main
+        assert main([*words, "--json"]) == 0
+        printed = json.loads(capsys.readouterr().out)
+        assert main([*words, "--json", f"{tool}.json"]) == 0
+        assert capsys.readouterr().out.endswith(f"wrote {tool}.json\n")
+        assert json.loads((tmp_path / f"{tool}.json").read_text()) == printed
+    benchmark: Any = importlib.import_module("benchmark")
+    assert benchmark.parse(["--json"])[0].json == "-"
+
+
+_PATH = re.compile(
+    r"(?<![\w./-])((?:docs|tools|examples|studies|tests|megatron/bcd|pretrain_\w+)[\w./-]*\.(?:md|py|sh|csv|yaml|png|txt))\b"
+)
+
+
+def test_named_files_are_there() -> None:
+    """A document, a tool or a study that was renamed, and is still named in a table, a comment or a page."""
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    lost = [
+        f"{name}: {path}"
+        for name in names
+        if name.endswith((".md", ".csv", ".sh", ".yaml", ".py", ".toml")) and not name.startswith("tests/")
+        for path in _PATH.findall((ROOT / name).read_text(encoding="utf-8"))
+        if not ((ROOT / path).exists() or (ROOT / name).parent.joinpath(path).exists())
+    ]
+    assert not lost
+
+
+def test_sources_of_the_tables() -> None:
+    """A placement or a model that names a table of the paper in which it is not, or is otherwise."""
+    models = read_models(ROOT / "examples" / "models.csv")
+    figures = Figures(read_published(ROOT / "docs" / "paper_figures.csv"))
+    for row in read_placements(ROOT / "examples" / "methods.csv"):
+        number = int(row.source.split()[1])
+        size = (row.nodes, row.gpus_per_node)
+        if number == 3:
+            assert figures(3, row.model, "gpus_total") == row.nodes * row.gpus_per_node, row
+            continue
+        side = "bcd" if row.method == "bcd" else "distributed"
+        twice = {each.row for each in figures.all if each.table == "4" and each.row.split()[0] == row.model}
+        known = [(figures(4, name, f"{side}_nodes"), figures(4, name, f"{side}_gpus_per_node")) for name in twice]
+        assert size in known, row
+    rows = {each.row for each in figures.all if each.table == "8"}
+    assert rows == {name for name, model in models.items() if model.source.startswith("table 8")}
+    with (ROOT / "examples" / "clusters.csv").open(encoding="utf-8") as file:
+        clusters = list(csv.DictReader(line for line in file if not line.startswith("#")))
+    for cluster in clusters:
+        name = cluster["gpu"].split(" 80GB")[0]
+        assert figures("4.4.1", name, "usd_per_gpu_hour") == float(cluster["usd_per_gpu_hour"])

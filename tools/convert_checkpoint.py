@@ -1,0 +1,149 @@
+#!/usr/bin/env python3
+"""Convert a model between Hugging Face's format and this program's checkpoints (docs/huggingface.md).
+
+    python tools/convert_checkpoint.py --from hf --to bcd --input DIR --output OUT
+    python tools/convert_checkpoint.py --from bcd --to hf --input OUT --output BACK
+
+An error leaves no output: one line says what is wrong, and the exit code is 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from _parser import Parser
+
+PROG = "tools/convert_checkpoint.py"
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]B)", text.strip().upper())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 5GB or 500MB")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog=PROG,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--from", dest="source", required=True, choices=("hf", "bcd"), help="format of --input")
+    parser.add_argument("--to", dest="target", required=True, choices=("hf", "bcd"), help="format of --output")
+    parser.add_argument(
+        "--input",
+        required=True,
+        help="hf: a folder with config.json and safetensors files, or a model's name on the hub; "
+        "bcd: a folder of --save (its newest checkpoint is taken), or one checkpoint in it",
+    )
+    parser.add_argument("--output", required=True, help="an empty or absent folder")
+    to_bcd = parser.add_argument_group("to bcd")
+    to_bcd.add_argument(
+        "--make-vocab-size-divisible-by",
+        type=int,
+        metavar="N",
+        help="pad the vocabulary to a multiple of this (default 128); loading changes the padding to what a run has",
+    )
+    to_hf = parser.add_argument_group("to hf")
+    to_hf.add_argument(
+        "--config",
+        metavar="DIR",
+        help="folder with the config.json to write and the tokenizer's files; default: those that were carried along, "
+        "else a config.json made from the flags of the run",
+    )
+    to_hf.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="rows of the embedding without padding, where neither a config.json nor the run's tokenizer says it",
+    )
+    to_hf.add_argument("--max-shard-size", type=_size, metavar="SIZE", help="of a safetensors file (default 5GB)")
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The checked command line.
+
+    Raises:
+        ValueError: a flag is unknown, or does not go with the direction.
+    """
+    options = _parser().parse_args(argv)
+    if options.source == options.target:
+        raise ValueError(f"--from {options.source} --to {options.target}: give hf and bcd, or bcd and hf")
+    if options.target == "bcd":
+        for flag in ("--config", "--vocab-size", "--max-shard-size"):
+            if getattr(options, flag[2:].replace("-", "_")) is not None:
+                raise ValueError(f"{flag} needs --to hf")
+    elif options.make_vocab_size_divisible_by is not None:
+        raise ValueError("--make-vocab-size-divisible-by needs --to bcd")
+    for flag in ("--vocab-size", "--make-vocab-size-divisible-by"):
+        value = getattr(options, flag[2:].replace("-", "_"))
+        if value is not None and value < 1:
+            raise ValueError(f"{flag} {value}: must be at least 1")
+    return options
+
+
+def run(argv: Sequence[str] | None = None) -> str:
+    """Convert as the command line says; what was written and how to go on.
+
+    Raises:
+        ValueError: that is not possible; nothing was written.
+    """
+    options = parse_arguments(argv)
+    return _to_bcd(options) if options.target == "bcd" else _to_hf(options)
+
+
+def _to_bcd(options: argparse.Namespace) -> str:
+    from megatron.bcd.huggingface import convert, folder
+    from megatron.bcd.tokenizer import padded_vocab_size
+
+    convert.check_output(options.output, flag="--output")
+    source = folder.ModelFolder(folder.locate(options.input, flag="--input"))
+    network = source.network
+    padded = padded_vocab_size(network.vocab_size, options.make_vocab_size_divisible_by or 128, 1)
+    written = convert.to_core(source, options.output, padded_vocab_size=padded)
+    return (
+        f"{written}: {network.family}, {network.num_layers} layers, {network.vocab_size} ids in {padded} rows\n"
+        f"weights for --load {options.output} --finetune --load-hf {os.path.join(written, convert.CARRIED)}"
+    )
+
+
+def _to_hf(options: argparse.Namespace) -> str:
+    from megatron.bcd.huggingface import convert, run_network
+    from megatron.bcd.huggingface.core_format import CoreCheckpoint
+
+    convert.check_output(options.output, flag="--output")
+    path = run_network.checkpoint_folder(options.input, flag="--input")
+    described = run_network.description_of(path, config_folder=options.config, vocab_size=options.vocab_size)
+    convert.to_hugging_face(
+        CoreCheckpoint(path),
+        options.output,
+        described,
+        max_shard_bytes=options.max_shard_size or convert.MAX_SHARD_BYTES,
+    )
+    return f"{options.output}: {described.network.family}, from {path}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        print(run(argv), flush=True)
+    except (ValueError, OSError, RuntimeError) as error:
+        from megatron.bcd.runtime.atomic_io import describe
+
+        text = str(error) if isinstance(error, ValueError) else describe(error)
+        print(f"{PROG}: error: {' '.join(text.split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
