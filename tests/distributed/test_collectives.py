@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 from support import worlds
@@ -43,6 +46,40 @@ def test_an_error_of_rank_0_is_raised_on_every_rank(world2: World) -> None:
         (*expected, [0]),
         (*expected, []),
     ]
+
+
+def long_on_rank_0(error: Exception | None) -> Any:
+    """The result of a function that ends after three meetings of the ranks, or its error; and the meetings."""
+    meetings = 0
+    may_end = threading.Event()
+    meet = collectives.on_rank_0
+
+    def counted(function: Callable[[], Any]) -> Any:
+        nonlocal meetings
+        answer = meet(function)
+        meetings += 1
+        if meetings == 3:
+            may_end.set()
+        return answer
+
+    def work() -> str:
+        may_end.wait()
+        if error is not None:
+            raise error
+        return f"done by rank {torch.distributed.get_rank()}"
+
+    with two_ranks(), mock.patch.object(collectives, "on_rank_0", counted):
+        try:
+            answer = collectives.long_on_rank_0(work, pause=0.01)
+        except Exception as raised:
+            answer = str(raised)
+        return answer, meetings > 3
+
+
+def test_ranks_meet_while_rank_0_works(world2: World) -> None:
+    """One collective around the conversion of a large model, which ends the run after --distributed-timeout-minutes."""
+    assert world2.run(long_on_rank_0, None) == [("done by rank 0", True)] * 2
+    assert world2.run(long_on_rank_0, ValueError("no space")) == [("no space", True)] * 2
 
 
 def first_error(errors: list[str | None]) -> str | None:

@@ -51,7 +51,7 @@ class Exporter:
         started = time.monotonic()
         target = self.root if iteration is None else os.path.join(self.root, f"iter_{iteration:07d}")
         weights = target + _WEIGHTS
-        error = collectives.first_error(self._on_first(lambda: _make_anew(weights)))
+        error = collectives.on_rank_0(lambda: _error_of(lambda: _make_anew(weights)))
         if error is None:
             sharded = unwrap_model(model).sharded_state_dict()
             write = ShardWrite({f"model.{name}": part for name, part in sharded.items()}, weights, in_background=False)
@@ -59,7 +59,7 @@ class Exporter:
             write.finish()
             error = collectives.first_error(None if write.error is None else atomic_io.describe(write.error))
         if error is None:
-            error = collectives.first_error(self._on_first(lambda: self._convert(weights, target)))
+            error = collectives.long_on_rank_0(lambda: _error_of(lambda: self._convert(weights, target)))
         if self._is_first:
             shutil.rmtree(weights, ignore_errors=True)
         if error is not None:
@@ -71,15 +71,14 @@ class Exporter:
     def _convert(self, weights: str, target: str) -> None:
         convert.to_hugging_face(CoreCheckpoint(weights), target, self._description)
 
-    def _on_first(self, action: Callable[[], None]) -> str | None:
-        """Run `action` on rank 0; the error that it raised, in one line."""
-        if not self._is_first:
-            return None
-        try:
-            action()
-        except (OSError, RuntimeError, ValueError) as error:  # PyTorch's file writer raises RuntimeError on a full disk
-            return atomic_io.describe(error)
-        return None
+
+def _error_of(action: Callable[[], None]) -> str | None:
+    """Run `action`; the error that it raised, in one line."""
+    try:
+        action()
+    except (OSError, RuntimeError, ValueError) as error:  # PyTorch's file writer raises RuntimeError on a full disk
+        return atomic_io.describe(error)
+    return None
 
 
 def _make_anew(folder: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,19 @@ def on_rank_0(function: Callable[[], T]) -> T:
     if failure is not None:
         raise failure
     return result
+
+
+def long_on_rank_0(function: Callable[[], T], *, pause: float = 20.0) -> T:
+    """As `on_rank_0`, for a `function` that may take longer than a collective's timeout.
+
+    It runs in a thread, which must not call collectives. Every `pause` seconds the ranks meet until it has ended.
+    """
+    is_first = torch.distributed.get_rank() == 0
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        running = pool.submit(function) if is_first else None
+        while not on_rank_0(lambda: running is not None and bool(wait([running], timeout=pause).done)):
+            pass
+        return on_rank_0(lambda: running.result())  # type: ignore[union-attr]
 
 
 def first_error(error: str | None) -> str | None:
