@@ -113,7 +113,8 @@ class Report:
             f"{study.steps:,} steps, {seeds}; learning rates {rates} and up to {study.extend} factor(s) of 2 beyond,"
             f" tuned on the validation split at seed {study.seeds[0]}. **Bold**: on the Pareto frontier of test"
             f" {_metric_name(study.metric)} and state. *edge*: the best rate is the grid's first or last;"
-            " *n of m rates*: best of those that have run. Columns: [docs/learning.md](../docs/learning.md#columns)."
+            " *n of m rates*: best of those that have run; *n of m seeds* likewise."
+            " Columns: [docs/learning.md](../docs/learning.md#columns)."
         )
 
     def draw(self) -> list[Path]:
@@ -199,7 +200,7 @@ def table(rows: Sequence[Row], *, metric: str) -> list[str]:
         cells = [
             label,
             _rate(row),
-            f"{row.test:.4f}{spread}",
+            f"{row.test:.4f}{spread}{_seeds(row)}",
             "-" if row.relative_test is None else f"{100 * (row.relative_test - 1):+.1f} %",
             _shown(row.multiplier, ""),
             _shown(row.state_bytes_per_parameter, ".2f"),
@@ -219,6 +220,10 @@ def _rate(row: Row) -> str:
     tried, wanted = row.rates_tried
     note = f" *{tried} of {wanted} rates*" if tried < wanted else " *edge*" if row.lr_at_edge else ""
     return f"{row.lr:g}{note}"
+
+
+def _seeds(row: Row) -> str:
+    return f" *{len(row.tests)} of {row.seeds_wanted} seeds*" if len(row.tests) < row.seeds_wanted else ""
 
 
 def _shown(value: Any, form: str) -> str:

@@ -51,6 +51,7 @@ class Row:
     """Learning rates that have run, and those that are to be."""
     tests: tuple[float, ...] = ()
     """By seed."""
+    seeds_wanted: int = 0
     validation: float | None = None
     relative_test: float | None = None
     """Geometric mean, over the seeds that both have, of the ratio to the baseline's."""
@@ -135,6 +136,7 @@ def _row(study: Study, point: Point, baseline: Point, lookup: Lookup) -> Row | N
         rates_tried=(len(tried.values), len(tried.values) + len(tried.todo)),
         lr_at_edge=tried.at_edge and len(tried.values) > 1,
         tests=tuple(one.test for one in results.values() if one.test is not None),
+        seeds_wanted=len(study.seeds),
         validation=_mean([one.validation for one in results.values()]),
         relative_test=relative,
         multiplier=_multiplier(study, point, results, [one for one in others if one], theirs) if theirs else None,

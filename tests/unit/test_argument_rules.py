@@ -24,6 +24,11 @@ BAD_RUNS: list[tuple[str, int, list[str]]] = [
         2,
         ["--ffn-hidden-size 5", "--tensor-model-parallel-size"],
     ),
+    (
+        "--group-query-attention --num-query-groups 2 --tensor-model-parallel-size 4 --optimizer muon",
+        4,
+        ["--num-query-groups 2", "--tensor-model-parallel-size 4", "give --muon-no-split-qkv"],
+    ),
     ("--num-query-groups 2", 1, ["--num-query-groups", "--group-query-attention"]),
     ("--group-query-attention --num-query-groups 3", 1, ["--num-query-groups 3", "--num-attention-heads 4"]),
     (

@@ -340,7 +340,7 @@ def test_table_of_partial_results(tmp_path: Path) -> None:
     commands = Commands(study, {}, data_folder=tmp_path, folder=tmp_path)
     all_of = results_by(lambda run: abs(run.lr - 0.2) + 1)
     report = Report(commands, lambda run: all_of(run) if run.seed == 1 else None, {}, folder=tmp_path, texts={})
-    assert "| fast | 0.2 | 1.0000 | +0.0 % | ≤ 1.00 |" in report.write()
+    assert "| fast | 0.2 | 1.0000 *1 of 2 seeds* | +0.0 % | ≤ 1.00 |" in report.write()
     assert Report(commands, lambda run: None, {}, folder=tmp_path, texts={}).rows() == []
 
 

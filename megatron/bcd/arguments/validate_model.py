@@ -166,6 +166,14 @@ def check_optimizer(run: Run, given: Mapping[str, Any]) -> None:
                 refuse_unless(
                     field not in given, f"{flag_name(field)} needs --optimizer muon or --bcd-resting-update orthogonal"
                 )
+    groups, tensor = run.num_query_groups, run.tensor_model_parallel_size
+    is_orthogonal = run.optimizer == "muon" or run.bcd_resting_update == "orthogonal"
+    # Megatron Core then slices inside of a group: a rank's rows are not whole queries, keys and values
+    refuse_unless(
+        groups is None or groups >= tensor or not (is_orthogonal and run.muon_split_qkv),
+        f"--num-query-groups {groups} is less than --tensor-model-parallel-size {tensor}: queries, keys and values "
+        "cannot be orthogonalised apart; give --muon-no-split-qkv",
+    )
 
 
 _OF_ORTHOGONALIZATION = ("muon_split_qkv", "muon_num_ns_steps", "muon_tp_mode")
