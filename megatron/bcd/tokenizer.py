@@ -185,6 +185,15 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"--tokenizer-model {folder} names no known eos_token to end a document with; "
                 'set "eos_token" in its tokenizer_config.json to a token of its vocabulary'
             )
+        self.folder, self.special_tokens = folder, special
+        """The latter by name, as templates of conversations use them: bos_token, eos_token, ..."""
+        first, bos = (
+            self._engine.encode("", **self._encode_options | {"add_special_tokens": True}),
+            special.get("bos_token"),
+        )
+        is_first = bos in vocab and list(first.ids if self._has_encodings else first)[:1] == [vocab[bos]]
+        self.start_of_text = bos if bos and is_first else ""
+        """The token that the model expects before a text; empty if it expects none."""
         super().__init__(
             # Not len(vocab): ids may have gaps, and the embedding must hold the largest.
             vocab_size=max(vocab.values()) + 1,
@@ -364,7 +373,7 @@ def _load_with_transformers(folder: str) -> tuple[Any, dict[str, str]]:
         raise ValueError(
             f"--tokenizer-model {folder} holds no tokenizer that transformers can read: {_one_line(error)}"
         ) from error
-    names = ("eos_token", "sep_token", "pad_token")
+    names = ("bos_token", "eos_token", "sep_token", "pad_token", "unk_token")
     return engine, {name: str(token) for name in names if (token := getattr(engine, name, None)) is not None}
 
 

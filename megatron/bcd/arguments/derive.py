@@ -10,6 +10,7 @@ from typing import Any
 def derive_values(values: dict[str, Any], *, given: Mapping[str, Any], world_size: int) -> None:
     """Fill in `values`, by field name; `given` holds those of the command line alone."""
     _derive_network(values)
+    _derive_fine_tuning(values, given=given)
     _derive_training(values, given=given, world_size=world_size)
     _derive_tokenizer(values)
     _derive_chunks(values, given=given)
@@ -75,6 +76,19 @@ def _derive_training(values: dict[str, Any], *, given: Mapping[str, Any], world_
     if values["weight_decay_incr_style"] == "constant":
         for end in ("start_weight_decay", "end_weight_decay"):
             values[end] = values["weight_decay"] if values[end] is None else values[end]
+
+
+def _derive_fine_tuning(values: dict[str, Any], *, given: Mapping[str, Any]) -> None:
+    if not values["sft"]:
+        return
+    if values["sft_packing"]:
+        values["reset_position_ids"] = values["reset_attention_mask"] = True
+    if values["optimizer"] != "muon":  # which has no such mean
+        values["calculate_per_token_loss"] = True
+    if values["data_path"] and values["split"] is None:
+        values["split"] = "95,5,0"
+    if "eval_iters" not in given:  # a validation split of records is small
+        values["full_validation"] = True
 
 
 def _derive_tokenizer(values: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ PRECISION = "precision"
 PARALLELISM = "parallelism"
 RECOMPUTATION = "recomputation of activations"
 DATA = "data"
+FINE_TUNING = "supervised fine-tuning"
 TOKENIZER = "tokenizer"
 CHECKPOINTS = "checkpoints"
 REPORT = "report"
@@ -25,6 +26,7 @@ GROUPS = (
     PARALLELISM,
     RECOMPUTATION,
     DATA,
+    FINE_TUNING,
     TOKENIZER,
     CHECKPOINTS,
     REPORT,
@@ -54,6 +56,11 @@ FIELD_GROUPS = {
     "end_weight_decay": OPTIMIZER,
     "weight_decay_incr_style": OPTIMIZER,
     "adam_moments_dtype": OPTIMIZER,
+    "num_epochs": FINE_TUNING,
+    "sft": FINE_TUNING,
+    "sft_prompt_format": FINE_TUNING,
+    "sft_packing": FINE_TUNING,
+    "sft_drop_long": FINE_TUNING,
 }
 """Fields that belong to another group than the rest of their dataclass."""
 

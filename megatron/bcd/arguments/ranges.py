@@ -100,6 +100,7 @@ _RANGES: dict[str, _Range] = {
             "bcd_prefix_cache_max_gib",
             "bcd_resting_lr_ratio",
             "muon_extra_scale_factor",
+            "num_epochs",
         ),
         _ABOVE_0,
     ),

@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron.bcd.arguments import megatron_flags, validate_bcd, validate_context, validate_model, validate_training
+from megatron.bcd.arguments import (
+    megatron_flags,
+    validate_bcd,
+    validate_context,
+    validate_model,
+    validate_sft,
+    validate_training,
+)
 from megatron.bcd.arguments.ranges import range_problems
 from megatron.bcd.arguments.rules import Run, flag_name, flattened, refuse_unless
 from megatron.bcd.blocks.partition import Partition
@@ -61,6 +68,7 @@ def find_problems(
         lambda: validate_training.check_learning_rate(run, given),
         lambda: validate_training.check_weight_decay(run, given),
         lambda: validate_training.check_data(run),
+        lambda: validate_sft.check_fine_tuning(run, given),
         lambda: validate_training.check_checkpoints(run),
         lambda: validate_training.check_report(run),
         lambda: None if problems else validate_model.check_core_accepts(config),  # would say the same less clearly
@@ -83,8 +91,8 @@ def _check_required(run: Run) -> None:
     missing = [flag_name(field) for field in megatron_flags.REQUIRED if getattr(run, field) is None]
     if run.skip_train:
         missing = [flag for flag in missing if flag != "--lr"]
-    elif run.train_iters is None and run.train_samples is None:
-        missing.append("--train-iters (or --train-samples)")
+    elif run.train_iters is None and run.train_samples is None and run.num_epochs is None:
+        missing.append("--train-iters (or --train-samples" + (", or --num-epochs)" if run.sft else ")"))
     if run.tokenizer_type is None:
         missing.append("--tokenizer-type")
     sources = (

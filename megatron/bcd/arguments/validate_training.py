@@ -46,9 +46,10 @@ def check_length(run: Run, given: Mapping[str, Any]) -> None:
         run.train_iters is None or run.train_samples is None,
         "--train-iters and --train-samples are both given: give one of them",
     )
-    if run.train_iters is None and run.train_samples is None:
+    if run.train_iters is None and run.train_samples is None and run.num_epochs is None:
         return
     length, other = ("--train-iters", "samples") if run.train_samples is None else ("--train-samples", "iters")
+    length = length if run.num_epochs is None else "--num-epochs"
     unit = "iters" if other == "samples" else "samples"
     for field in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         refuse_unless(

@@ -65,6 +65,9 @@ class TrainingConfig:
     )
     train_iters: int | None = option(None, "number of training steps (or give --train-samples)", type=int)
     train_samples: int | None = option(None, "number of training sequences (or give --train-iters)", type=int)
+    num_epochs: float | None = option(
+        None, "passes over the training records, with --sft, in place of --train-iters", type=float
+    )
     skip_train: bool = option(False, "do not train: evaluate only")
     eval_iters: int = option(100, "steps (global batches) of one evaluation", type=int)
     eval_fixed: bool = option(
@@ -182,6 +185,23 @@ class DataConfig:
     reset_position_ids: bool = option(False, "restart positions after each end-of-document token")
     reset_attention_mask: bool = option(False, "no attention across end-of-document tokens")
     eod_mask_loss: bool = option(False, "no loss on end-of-document tokens")
+    sft: bool = option(
+        False,
+        "fine-tune on instructions or conversations: --data-path names JSONL files (or JSON lists) of records "
+        "{instruction, input, output}, {prompt, completion} or {messages}; the loss counts answers only",
+    )
+    sft_prompt_format: str = option(
+        "auto",
+        "form of the records as text: chat = the tokenizer's chat template; text = Alpaca's prompt for instructions, "
+        "other prompts as they are; auto = chat where the tokenizer has a template",
+        choices=("auto", "chat", "text"),
+    )
+    sft_packing: bool = option(
+        True, "put several records into a sequence, without attention between them; without it each has its own"
+    )
+    sft_drop_long: bool = option(
+        False, "leave out records whose answer does not fit into --seq-length, in place of an error"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,13 @@ from megatron.bcd.data.batches import (
 )
 from megatron.bcd.data.indexed import check_indexed_dataset
 from megatron.bcd.data.lengths import global_batch_size, num_iterations, num_samples
+from megatron.bcd.data.sft.plan import FineTuningPlan, plan_fine_tuning, with_epochs
 from megatron.bcd.data.splits import SplitPlan, Splits, build_splits, plan_splits
 
 __all__ = [
     "Batch",
     "ConsecutiveBatches",
+    "FineTuningPlan",
     "ReshuffledBatches",
     "SplitPlan",
     "Splits",
@@ -33,6 +35,8 @@ __all__ = [
     "num_samples",
     "one_pass",
     "part_of_sequences",
+    "plan_fine_tuning",
     "plan_splits",
     "subset_batches",
+    "with_epochs",
 ]

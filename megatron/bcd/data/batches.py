@@ -238,7 +238,17 @@ def _on_this_rank(batch: Batch) -> Batch:
     """On its device, and of each sequence the part that this context-parallel rank works on."""
     target = device.current()
     moved = {name: tensor.to(target, non_blocking=True) for name, tensor in batch.items()}
+    if "segment_ids" in moved:
+        moved["attention_mask"] = between_segments(moved.pop("segment_ids"))
     return get_batch_on_this_cp_rank(moved)
+
+
+def between_segments(segment_ids: torch.Tensor) -> torch.Tensor:
+    """The causal mask of sequences of several segments, bool [B, 1, S, S], True = masked, from the number of each
+    token's segment, [B, S]."""
+    length = segment_ids.size(1)
+    is_later = torch.ones(length, length, dtype=torch.bool, device=segment_ids.device).triu(1)
+    return ((segment_ids[:, :, None] != segment_ids[:, None, :]) | is_later)[:, None]
 
 
 def part_of_sequences(hidden_states: torch.Tensor) -> torch.Tensor:

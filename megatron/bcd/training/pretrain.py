@@ -21,7 +21,7 @@ from megatron.bcd.prefix_cache import folders as caches
 from megatron.bcd.prefix_cache.serve import DamagedRecord
 from megatron.bcd.runtime import device, dir_claim, distributed, rng, threads
 from megatron.bcd.runtime.exit import exit_on_error
-from megatron.bcd.training import loop, restore
+from megatron.bcd.training import fine_tuning, loop, restore
 from megatron.bcd.training.setup import ModelBuilder, setup
 from megatron.bcd.training.train_step import TrainingFailed
 
@@ -46,6 +46,7 @@ def pretrain(
         if not device.has_cuda():
             notes = (threads.set_threads(), *notes)
         launch = _initialize(config)
+        config = fine_tuning.with_length(config)
         save_dir = config.checkpoint.save
         is_new = not dir_claim.exists(save_dir)
         save_claim = dir_claim.DirClaim() if is_new else claim_save_folder(save_dir)

@@ -87,6 +87,8 @@ class _Base:
     model: torch.nn.Module
     splits: data.Splits
     epoch_samples: int
+    notes: tuple[str, ...]
+    """Lines of the banner about the data."""
 
 
 def setup(
@@ -126,6 +128,8 @@ def setup(
             samples=components.samples.subset,
         )
     )
+    for note in base.notes:
+        reporter.note(note)
     return components
 
 
@@ -133,12 +137,13 @@ def _base(config: RunConfig, build_model: ModelBuilder, source: loader.Source | 
     partition = partition_from_config(config)
     block_schedule = block_schedule_from_config(config, partition)
     _init_num_microbatches(config)
-    tokenizer = _tokenizer(config)
+    tokenizer = tokenizer_of(config)
     network = _network_to_load(config, tokenizer)
     num_ids = tokenizer.vocab_size if network is None else network.vocab_size
     vocab_size = padded_vocab_size(num_ids, config.model.make_vocab_size_divisible_by, config.tensor_size)
     train_iters = data.num_iterations(config)
-    split_plan = data.plan_splits(
+    plan = data.plan_fine_tuning if config.data.sft else data.plan_splits
+    split_plan: data.SplitPlan | data.FineTuningPlan = plan(
         config, tokenizer, train_iters, least_steps_per_cycle=block_schedule.least_steps_per_cycle
     )
     implementation = implementation_here(config)
@@ -157,8 +162,9 @@ def _base(config: RunConfig, build_model: ModelBuilder, source: loader.Source | 
         padded_vocab_size=vocab_size,
         implementation=implementation,
         model=model,
-        splits=data.build_splits(config, split_plan),
+        splits=data.build_splits(config, split_plan) if isinstance(split_plan, data.SplitPlan) else split_plan.splits,
         epoch_samples=split_plan.epoch_samples,
+        notes=() if isinstance(split_plan, data.SplitPlan) else split_plan.notes,
     )
 
 
@@ -253,7 +259,8 @@ def _network_to_load(config: RunConfig, tokenizer: Tokenizer) -> Architecture | 
     return network
 
 
-def _tokenizer(config: RunConfig) -> Tokenizer:
+def tokenizer_of(config: RunConfig) -> Tokenizer:
+    """The tokenizer of the run. Raises ValueError as `build_tokenizer`."""
     flags = config.tokenizer
     return build_tokenizer(
         flags.tokenizer_type or "NullTokenizer",

@@ -1,0 +1,1 @@
+"""Supervised fine-tuning: records of instructions and conversations, as datasets."""
