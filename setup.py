@@ -39,6 +39,7 @@ setup(
     # of Megatron Core, and were run with torch 2.13.
     install_requires=[
         "filelock>=4.2",
+        "jinja2>=3.1",
         "megatron-core==0.16.*",
         "numpy",
         "psutil",

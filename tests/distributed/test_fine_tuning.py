@@ -1,0 +1,148 @@
+"""Supervised fine-tuning trains on the answers, as a plain loop over transformers' model does, under every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from support import fine_tuning, huggingface_weights, resumed_runs, worlds
+from support.dist import World
+
+from megatron.bcd.config import RunConfig
+
+LLAMA: dict[str, Any] = {
+    "swiglu": True,
+    "ffn_hidden_size": 48,
+    "normalization": "RMSNorm",
+    "disable_bias_linear": True,
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+    "num_layers": 3,
+}
+PLAIN = {"bcd_num_blocks": 1, "lr": 1e-3, "lr_decay_style": "constant", "weight_decay": 0.0, "split": "100,0,0"}
+
+
+@pytest.fixture(scope="module")
+def records() -> list[dict[str, str]]:
+    return fine_tuning.questions(60)
+
+
+@pytest.fixture(scope="module")
+def data(records: list[dict[str, str]], tmp_path_factory: pytest.TempPathFactory) -> str:
+    return fine_tuning.write_records(tmp_path_factory.mktemp("records") / "data.jsonl", records)
+
+
+def run_of(config: RunConfig) -> dict[str, Any]:
+    """A whole run, with the weights that it started from and the samples of its steps."""
+    with worlds.started(config) as one:
+        batches: Iterator[Any] = one.components.samples.look_ahead(phase=0, consumed_samples=0, position=0)
+        steps = range(one.components.train_iters)
+        samples = [
+            [sample for _ in range(get_num_microbatches()) for sample in fine_tuning.samples_of(next(batches))]
+            for _ in steps
+        ]
+        before = worlds.weights_of(one.model)
+        one.run()
+        return worlds.outcome(one) | {"before": before, "samples": samples, "notes": one.recorder.notes}
+
+
+def plain_loop(config: RunConfig, result: dict[str, Any], records: list[dict[str, str]]) -> list[float]:
+    """Losses of a loop over transformers' LLaMA, one padded row a sample; answers are found in `records`."""
+    heads = config.transformer["num_attention_heads"]
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=worlds.PADDED_VOCABULARY,
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=heads,
+            intermediate_size=config.transformer["ffn_hidden_size"],
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=False,
+        )
+    )
+    model.load_state_dict(huggingface_weights.to_llama(result["before"], num_heads=heads, num_groups=heads))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    answers = {record["prompt"] + record["completion"]: record["completion"] for record in records}
+    losses = []
+    for samples in result["samples"]:
+        width = max(len(sample["ids"]) for sample in samples)
+        ids = torch.tensor([sample["ids"] + [0] * (width - len(sample["ids"])) for sample in samples])
+        labels = torch.full_like(ids, -100)
+        for row, sample in enumerate(samples):
+            num_learned, end = len(answers[fine_tuning.text_of(sample["ids"])]) + 1, len(sample["ids"])
+            labels[row, end - num_learned : end] = ids[row, end - num_learned : end]
+        loss = model(input_ids=ids, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_one_block_is_a_plain_loop(world1: World, data: str, records: list[dict[str, str]]) -> None:
+    """Attention between samples, positions that go on, a prompt that is learned, an end that is not, another mean."""
+    config = fine_tuning.config_of(data, **LLAMA, **PLAIN, train_iters=20)
+    (result,) = world1.run(run_of, config)
+    expected = plain_loop(config, result, records)
+    assert len(expected) == 20 and expected[-1] < expected[0] - 0.5
+    assert result["losses"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_an_epoch_has_every_record_once(world1: World, data: str, records: list[dict[str, str]]) -> None:
+    """A sample that is lost in packing or shuffling, one that comes twice, an order that repeats."""
+    flags = PLAIN | {"num_layers": 1, "global_batch_size": 2, "no_sft_packing": True, "bcd_steps_per_block": 100}
+    (result,) = world1.run(run_of, fine_tuning.config_of(data, **flags, train_iters=60))
+    texts = [fine_tuning.text_of(sample["ids"]) for step in result["samples"] for sample in step]
+    expected = sorted(record["prompt"] + record["completion"] for record in records)
+    first, second = texts[:60], texts[60:]
+    assert sorted(first) == sorted(second) == expected
+    assert first != second != expected
+
+
+CUTS: dict[str, dict[str, Any]] = {
+    "pipeline2": {"pipeline_model_parallel_size": 2},
+    "tensor2": {"tensor_model_parallel_size": 2},
+    "data2": {},
+}
+
+
+@pytest.fixture(scope="module")
+def weights(world1: World, data: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Flags that load one set of first weights."""
+    folder = str(tmp_path_factory.mktemp("weights"))
+    world1.run(worlds.save_initial_weights, fine_tuning.config_of(data), folder)
+    return {"load": folder, "finetune": True}
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(world1: World, data: str, weights: dict[str, Any]) -> dict[str, Any]:
+    flags = weights | {"lr": 1e-3, "eval_iters": 1, "eval_interval": 3}
+    (result,) = world1.run(worlds.train_run, fine_tuning.config_of(data, **flags), blocks_of_stages=2)
+    return result
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_layouts(world2: World, data: str, weights: dict[str, Any], on_one_rank: dict[str, Any], cut: str) -> None:
+    """A stage without the mask, a rank that averages over its own tokens, another order of the samples."""
+    flags = weights | {"lr": 1e-3, "eval_iters": 1, "eval_interval": 3} | CUTS[cut]
+    config = fine_tuning.config_of(data, world_size=2, **flags)
+    result = world2.run(worlds.train_run, config, blocks_of_stages=None if cut == "pipeline2" else 2)[1]
+    assert result["blocks"] == on_one_rank["blocks"]
+    assert result["losses"] == pytest.approx(on_one_rank["losses"], rel=2e-5)
+    assert result["grad_norms"] == pytest.approx(on_one_rank["grad_norms"], rel=1e-3)
+    for (*one, loss), (*two, expected) in zip(result["evaluations"], on_one_rank["evaluations"], strict=True):
+        assert one == two and loss == pytest.approx(expected, rel=2e-5)
+
+
+def test_resumed_in_an_epoch(world2: World, data: str, tmp_path: Path) -> None:
+    """An epoch that starts again, or in another order, where a run resumes; evaluations that begin elsewhere."""
+    flags = {"bcd_num_blocks": 2, "bcd_steps_per_block": 3, "global_batch_size": 4, "train_iters": 8, "eval_iters": 1}
+    flags |= {"eval_interval": 4, "pipeline_model_parallel_size": 2, "save": tmp_path}
+    config = fine_tuning.config_of(data, world_size=2, **flags)
+    assert world2.run(resumed_runs.stopped_and_resumed, config, (2, 5), str(tmp_path)) == [[], []]
