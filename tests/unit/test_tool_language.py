@@ -28,6 +28,8 @@ PARSERS = {
     "compare_runs": "parse_arguments",
     "convert_checkpoint": "parse_arguments",
     "cpu_kernels_ablation": None,
+    "evaluate": "parse_arguments",
+    "generate": "parse_arguments",
     "plan": "parse_arguments",
     "preprocess_data": "build_parser",
     "recipe": None,

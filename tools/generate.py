@@ -1,0 +1,131 @@
+#!/usr/bin/env python3
+"""Continue prompts with a model (docs/generation.md).
+
+    python tools/generate.py --model out/tuned --prompt "The sky is"
+    python tools/generate.py --model out/tuned --prompts prompts.txt --temperature 0.8 --top-p 0.95 --seed 1
+    python tools/generate.py --model out/my_run --prompt "The sky is" --max-new-tokens 200 --json
+
+The most likely token is taken unless a temperature is given. An answer ends at the model's end token, after
+--max-new-tokens, or at the model's last position. One process, one device; keys and values are cached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from _loaded_model import add_model_flags, check_json, loaded_model
+from _parser import STDOUT, Parser, add_json
+
+PROG = "tools/generate.py"
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add_model_flags(parser)
+    group = parser.add_argument_group("prompts")
+    group.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
+    group.add_argument("--prompts", metavar="FILE", help="a prompt on every line; empty lines are skipped")
+    group = parser.add_argument_group("answers")
+    group.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="(default: 128)")
+    group.add_argument(
+        "--temperature", type=float, default=0.0, metavar="X", help="0 takes the most likely token (default)"
+    )
+    group.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="draw among the most likely tokens that have this much of the probability (default: 1)",
+    )
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn (default: 0)")
+    add_json(parser)
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The checked command line.
+
+    Raises:
+        ValueError: a flag is unknown, out of range or missing.
+    """
+    options = _parser().parse_args(argv)
+    if not options.prompt and options.prompts is None:
+        raise ValueError("nothing to continue: give --prompt TEXT or --prompts FILE")
+    if options.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1")
+    if options.top_p != 1 and options.temperature == 0:
+        raise ValueError(f"--top-p {options.top_p:g} has no effect on the most likely token: give --temperature too")
+    return options
+
+
+def read_prompts(path: str) -> list[str]:
+    """The lines of --prompts.
+
+    Raises:
+        ValueError: it can't be read, or has none.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--prompts {path} can't be read ({error})") from None
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise ValueError(f"--prompts {path} is empty: write a prompt on every line")
+    return prompts
+
+
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Continue all prompts; what --json writes.
+
+    Raises:
+        ValueError: a file is missing or damaged, or a prompt is too long.
+    """
+    from megatron.bcd.generation.generate import check_prompt, continuation, text_of
+    from megatron.bcd.generation.sampling import Sampling
+
+    sampling = Sampling(temperature=options.temperature, top_p=options.top_p)
+    prompts = [*options.prompt, *(read_prompts(options.prompts) if options.prompts else [])]
+    check_json(options.json)
+    answers = []
+    with loaded_model(options) as loaded:
+        encoded = [loaded.encode(prompt) for prompt in prompts]
+        for ids in encoded:
+            check_prompt(loaded, ids)
+        for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
+            found = continuation(
+                loaded, ids, max_new_tokens=options.max_new_tokens, sampling=sampling, seed=options.seed + number
+            )
+            text = text_of(loaded, ids, found.tokens)
+            answers.append({"prompt": prompt, "answer": text, "tokens": len(found.tokens), "is_ended": found.is_ended})
+            if options.json != STDOUT:
+                print(f"{prompt}{text}\n", flush=True)
+    return answers
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        options = parse_arguments(argv)
+        answers = run(options)
+        if options.json == STDOUT:
+            print(json.dumps(answers, indent=1, ensure_ascii=False))
+        elif options.json:
+            Path(options.json).write_text(json.dumps(answers, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            print(f"wrote {options.json}")
+    except (ValueError, OSError) as error:
+        print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
