@@ -130,6 +130,7 @@ class Job:
 
     def end(self) -> None:
         """Kill all live processes."""
+        self._torchrun.kill()  # a process that was only just started has no environment to know it by
         while left := self.processes():
             for process in left:
                 with contextlib.suppress(ProcessLookupError):

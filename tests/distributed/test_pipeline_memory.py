@@ -22,8 +22,8 @@ from megatron.bcd.pipeline.build import MAX_SENDS_IN_FLIGHT
 
 SEQUENCE, MICRO_BATCH, HIDDEN = 32, 2, 64
 MESSAGE_BYTES = SEQUENCE * MICRO_BATCH * HIDDEN * 4  # fp32
-STEPS_PER_BLOCK = 3
-FEW, MANY = 2, 16  # microbatches
+STEPS_PER_BLOCK = 2
+FEW, MANY = 2, 8  # microbatches
 COUNTED = (
     "backward_messages",
     "saved_activation_bytes",

@@ -29,7 +29,12 @@ def compared(root: Path, folder: Path, row: str, *flags: str) -> tuple[dict[str,
     "row, flags",
     [
         ("small-llama,llama,3,32,4,4,64,256,16,test", ("--methods", "offload,full,bcd")),
-        ("small-gpt,gpt,3,32,4,4,64,250,16,test", ("--methods", "bcd", "--global-batch-size", "8")),
+        # a GPT beside its peer is in test_study.py too
+        pytest.param(
+            "small-gpt,gpt,3,32,4,4,64,250,16,test",
+            ("--methods", "bcd", "--global-batch-size", "8"),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_with_peer(repo_root: Path, tmp_path: Path, row: str, flags: tuple[str, ...]) -> None:

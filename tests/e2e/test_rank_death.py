@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import psutil
+from support.processes import has_ended
 
 FLAGS = [
     *("--pipeline-model-parallel-size", "2", "--bcd-layout", "stage"),
@@ -58,6 +59,17 @@ class Job:
         """Remember the processes that it has now, for `alive`."""
         self._started += self._started[0].children(recursive=True)
 
+    def wait_for_output(self, text: str) -> None:
+        deadline = time.monotonic() + END_SECONDS
+        while text not in self.output:
+            assert time.monotonic() < deadline, f"the job hangs\n{self.output}"
+            time.sleep(0.05)
+
+    def resume(self, rank: int) -> None:
+        """Let a stopped rank run again, unless it is gone already."""
+        with contextlib.suppress(ValueError, psutil.Error):
+            self.rank(rank).send_signal(signal.SIGCONT)
+
     def wait_for_end(self) -> int:
         """Its exit code."""
         try:
@@ -76,14 +88,6 @@ class Job:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self._process.wait()
-
-
-def has_ended(process: psutil.Process) -> bool:
-    """Also where nobody has asked for its exit code."""
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 @contextlib.contextmanager
@@ -134,13 +138,15 @@ def test_a_rank_that_hangs(repo_root: Path, tmp_path: Path) -> None:
     waits = {1: ("in _finish_oldest_send", "send operation"), 0: ("in receive", "recv operation")}  # by who hangs
     with contextlib.ExitStack() as stack:
         jobs = {}
-        for hanging in waits:  # both at once: torchrun gives a stopped process 30 s to hear SIGTERM
+        for hanging in waits:  # both at once: they wait rather than compute
             (tmp_path / str(hanging)).mkdir()
             arguments = [str(hanging), "40", str(TIMEOUT_SECONDS), *FLAGS, "--bcd-steps-per-block", "1000"]
             script = repo_root / "tests" / "support" / "hanging_rank.py"
             jobs[hanging] = stack.enter_context(started(script, arguments, tmp_path / str(hanging)))
         wait_until({job: partial(is_stopped, job, hanging) for hanging, job in jobs.items()})
         for hanging, job in jobs.items():
+            job.wait_for_output("Timed out waiting")
+            job.resume(hanging)  # torchrun gives a stopped process 30 s to hear SIGTERM before it kills it
             assert job.wait_for_end() != 0
             assert job.alive() == []
             function, operation = waits[hanging]

@@ -18,6 +18,7 @@ import torch
 from _compare_export import local_names, split_qkv
 from _compare_figures import Planned, Turn, rotated, row_of, table_text, turn_of
 from _compare_runs import CannotRun, beside_peer, planned, run, variants_of
+from support.processes import has_ended
 
 PLANNED = Planned(model_state_bytes=2**20, peak_bytes=None, iteration_ms=None, full_flops=2e9, arithmetic=2 / 3)
 
@@ -241,7 +242,7 @@ def test_interrupted(repo_root: Path, tmp_path: Path, number: signal.Signals) ->
             started = psutil.Process(tool.pid).children(recursive=True)
         tool.send_signal(number)
         assert tool.wait(timeout=60) == 128 + number
-        assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in started)
+        assert all(has_ended(one) for one in started)
         assert not output.exists()
     finally:
         tool.kill()
