@@ -1,4 +1,4 @@
-"""Measures what each replacement of runtime/cpu_kernels.py saves of a training step on a CPU.
+"""Measures what each replacement of runtime/compat/cpu_kernels.py saves of a training step on a CPU.
 
     OMP_NUM_THREADS=1 python tools/cpu_kernels_ablation.py --json docs/measurements/cpu_kernels_ablation.json
 
@@ -30,7 +30,8 @@ from _parser import STDOUT, Parser, add_json
 
 from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
 from megatron.bcd.model.builder import unwrap_model
-from megatron.bcd.runtime import cpu, cpu_kernels, distributed, rng
+from megatron.bcd.runtime import distributed, rng
+from megatron.bcd.runtime.compat import cpu, cpu_kernels
 from megatron.bcd.runtime.exit import exit_on_error
 
 PROG = "tools/cpu_kernels_ablation.py"

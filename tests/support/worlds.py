@@ -27,7 +27,8 @@ from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
 from megatron.bcd.model.builder import build_model, unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
-from megatron.bcd.runtime import compat, cpu, distributed, rng
+from megatron.bcd.runtime import compat, distributed, rng
+from megatron.bcd.runtime.compat import cpu
 from megatron.bcd.training import loop, restore, save, setup
 from megatron.bcd.training.forward_backward import ForwardBackward
 from megatron.bcd.training.phase import Phase

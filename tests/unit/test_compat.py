@@ -1,4 +1,4 @@
-"""The inside of Megatron Core 0.16.1 and PyTorch 2.13 is what this project depends on.
+"""What this project depends on in the inside of Megatron Core 0.16.1 and PyTorch 2.13, and that only `compat` does.
 
 When a pin moves: read each failing entry's source again, then the module in `used_in`. Sources are parsed, not
 imported, because a test that ran before may have replaced the functions in this process.
@@ -6,15 +6,22 @@ imported, because a test that ran before may have replaced the functions in this
 
 from __future__ import annotations
 
+import argparse
 import ast
+import importlib
 import importlib.util
+import inspect
+import sys
+from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed import ProcessGroupGloo
 
+from megatron.bcd.runtime.compat import cpu
 from megatron.bcd.runtime.compat.private_apis import PRIVATE_APIS, PrivateApi
 
 
@@ -22,7 +29,10 @@ from megatron.bcd.runtime.compat.private_apis import PRIVATE_APIS, PrivateApi
 def source_of(module: str) -> tuple[str, ast.Module]:
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None, f"{module} is gone"
-    text = Path(spec.origin).read_text(encoding="utf-8")
+    path = Path(spec.origin)
+    if path.suffix != ".py":  # written in C++: what it declares
+        path = path.parent / module.rpartition(".")[2] / "__init__.pyi"
+    text = path.read_text(encoding="utf-8")
     return text, ast.parse(text)
 
 
@@ -75,3 +85,105 @@ def test_gloo_options() -> None:
     options._devices = [ProcessGroupGloo.create_default_device()]
     assert options._timeout is not None and options._threads > 0
     assert hasattr(ProcessGroupGloo, "create_device")
+
+
+def test_tensor_shims() -> None:
+    """`cpu.patch_megatron_core`: the optimizers compare the names of types, which differ by "cuda." alone."""
+    assert cpu._tensor_type(torch.zeros(1)) == "torch.FloatTensor"
+    assert cpu._tensor_type(torch.zeros(1, dtype=torch.bfloat16)) == "torch.BFloat16Tensor"
+
+
+OVERRIDDEN_IN_PLACE = {
+    # the layers of a stage, not an adapter of them: docs/architecture.md, the path of a microbatch
+    "model/transformer_block.py: BcdTransformerBlock._get_layer of TransformerBlock",
+    "model/transformer_block.py: BcdTransformerBlock._checkpointed_forward of TransformerBlock",
+}
+
+
+def test_only_compat_knows_the_inside(repo_root: Path) -> None:
+    """A private name of Megatron Core or PyTorch, a patch or an override that no table lists, so that no test looks at
+    it when a pin moves."""
+    package = repo_root / "megatron" / "bcd"
+    files = {path.relative_to(package): ast.parse(path.read_text(encoding="utf-8")) for path in package.rglob("*.py")}
+    files = {path: tree for path, tree in files.items() if "compat" not in path.parts}
+    own = {name for tree in files.values() for name in defined(tree)} | {*dir(argparse.ArgumentParser())}
+    found = set()
+    for path, tree in files.items():
+        module = ".".join(("megatron", "bcd", *path.with_suffix("").parts))
+        uses = [*private_names(tree, own), *patches(tree), *overrides(tree, module)]
+        found |= {f"{path.as_posix()}: {use}" for use in uses}
+    assert found == OVERRIDDEN_IN_PLACE
+
+
+def defined(tree: ast.Module) -> Iterator[str]:
+    """Names of a file's functions and classes, and of the attributes that it gives them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                yield node.attr
+
+
+def imported(tree: ast.Module) -> dict[str, str]:
+    """The names that a file imports, and from which top-level package or, for megatron.core, `core`."""
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {(each.asname or each.name).split(".")[0]: origin(each.name) for each in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            whole = {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+            names |= {name: origin(module) for name, module in whole.items()}
+    return names
+
+
+def origin(module: str) -> str:
+    return "core" if module.startswith("megatron.core") else module.split(".")[0]
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_names(tree: ast.Module, own: set[str]) -> Iterator[str]:
+    """Underscore names of others: imported, or attributes that this project does not define."""
+    names = imported(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and origin(node.module or "") in ("torch", "core"):
+            yield from (f"imports {each.name}" for each in node.names if is_private(each.name))
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            root: ast.AST = node
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            package = names.get(root.id, "") if isinstance(root, ast.Name) else ""
+            if package in ("torch", "core") or not (package in sys.stdlib_module_names or node.attr in own):
+                yield ast.unparse(node)
+
+
+def patches(tree: ast.Module) -> Iterator[str]:
+    """Attributes of what is imported from Megatron Core or PyTorch that are set."""
+    names = imported(tree)
+    for node in ast.walk(tree):
+        target: ast.AST | None = None
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            target = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+            target = node.args[0]
+        while isinstance(target, ast.Attribute):
+            target = target.value
+        if isinstance(target, ast.Name) and names.get(target.id) in ("torch", "core"):
+            yield f"sets {ast.unparse(node)}"
+
+
+def overrides(tree: ast.Module, module: str) -> Iterator[str]:
+    """Underscore methods of the file's classes that a base of Megatron Core or PyTorch has too."""
+    if not {"torch", "core"} & set(imported(tree).values()):
+        return
+    classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    for kind in (getattr(importlib.import_module(module), name) for name in classes):
+        for base in inspect.getmro(kind)[1:]:
+            if origin(base.__module__) in ("torch", "core"):
+                both = [name for name in vars(kind).keys() & vars(base).keys() if is_private(name)]
+                yield from (f"{kind.__name__}.{name} of {base.__name__}" for name in both if callable(vars(kind)[name]))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 
-from megatron.bcd.runtime import cpu_kernels
+from megatron.bcd.runtime.compat import cpu_kernels
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.bcd.runtime import cpu, fused_adam
+from megatron.bcd.runtime.compat import cpu, fused_adam
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 
@@ -51,7 +51,7 @@ def test_other_optimizers_stay() -> None:
 
 PAGE_FAULTS = """
 import resource, sys, torch
-from megatron.bcd.runtime import cpu
+from megatron.bcd.runtime.compat import cpu
 
 def step():
     'As in training: tensors that are all alive at its end.'

@@ -13,7 +13,8 @@ from support import worlds
 
 from megatron.bcd.pipeline.build import MAX_SENDS_IN_FLIGHT
 from megatron.bcd.pipeline.p2p import OneWayLink
-from megatron.bcd.runtime import compat, device, distributed, fused_adam, packages, rng
+from megatron.bcd.runtime import compat, device, distributed, packages, rng
+from megatron.bcd.runtime.compat import fused_adam
 from megatron.bcd.training import banner, pretrain
 
 

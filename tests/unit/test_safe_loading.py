@@ -74,7 +74,7 @@ def nothing_left_behind() -> Iterator[None]:
             *map(id, patched),
             MultiStorageClientFeature._enabled,
             set(map(id, torch.serialization.get_safe_globals())),
-            *(attributes(kind) for kind in (*safe_loading._DATA_CLASSES, planner.WriteItemType)),
+            *(attributes(kind) for kind in (*safe_loading.DATA_CLASSES, planner.WriteItemType)),
             *(attributes(member) for member in planner.WriteItemType),
         ]
 

@@ -1,83 +1,39 @@
 """Reads checkpoints as data: nothing in a file is executed, whoever made it.
 
 PyTorch's distributed checkpoints unpickle ``.metadata`` with ``pickle.load`` and single items with
-``torch.load(weights_only=False)``; both run what the file says. `only_data` replaces the two, and what Megatron Core
-adds to PyTorch's own list of harmless classes, for the time of a load. Other patches of Megatron Core are for good and
-stand in `platform`; these are not, so they stand here.
+``torch.load(weights_only=False)``; both run what the file says. `only_data` replaces the two for the time of a load.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import pickle
 import re
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from megatron.core.enums import ModelType
-from megatron.core.msc_utils import MultiStorageClientFeature
-from megatron.core.transformer.enums import AttnBackend
-from torch.distributed.checkpoint import filesystem, metadata, planner
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron.bcd.runtime.compat.checkpoint_reading import DATA_CLASSES, DTYPES, FUNCTIONS, Replacement, replace_readers
 
 
 class UnsafeFileError(ValueError):
     """A file holds more than a checkpoint's data. One line: the file, and the class or function that it names."""
 
 
-# What a .metadata names, found in our checkpoints and in stock Megatron-LM's (all else is refused). Classes of data
-# only: an object is made empty and its attributes are set. Functions: called with the file's arguments.
-_DATA_CLASSES: tuple[type, ...] = (
-    filesystem._StorageInfo,
-    metadata.BytesStorageMetadata,
-    metadata.ChunkStorageMetadata,
-    metadata.Metadata,
-    metadata.MetadataIndex,
-    metadata.StorageMeta,
-    metadata.TensorProperties,
-    metadata.TensorStorageMetadata,
-    planner.SavePlan,
-    planner.TensorWriteData,
-    planner.WriteItem,
-)
-_FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    torch.Size,
-    torch.serialization._get_layout,
-    metadata._MEM_FORMAT_ENCODING,
-    planner.WriteItemType,
-)
-_DTYPES = ("bfloat16", "bool", "float16", "float32", "float64", "int32", "int64", "uint8")
 _ALLOWED: dict[tuple[str, str], Any] = {
-    (thing.__module__, thing.__qualname__): thing for thing in _DATA_CLASSES + _FUNCTIONS
-} | {("torch", name): getattr(torch, name) for name in _DTYPES}
-
-
-def _value_of(kind: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A function for an enumeration: named itself, torch.load would let a file change the attributes of its values."""
-    return lambda value: kind(value)
-
-
-# What torch.load may take beside tensors and plain values: the arguments in stock Megatron-LM's common.pt.
-_ALLOWED_BY_TORCH_LOAD: list[Any] = [
-    argparse.Namespace,
-    (_value_of(AttnBackend), "megatron.core.transformer.enums.AttnBackend"),
-    (_value_of(ModelType), "megatron.core.enums.ModelType"),
-    (_value_of(signal.Signals), "signal.Signals"),
-]
-
-# The opcodes of a pickle that such a file consists of. INST is none of them, but tells what it would make.
+    (thing.__module__, thing.__qualname__): thing for thing in DATA_CLASSES + FUNCTIONS
+} | {("torch", name): getattr(torch, name) for name in DTYPES}
 _OPCODES = """
     PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT SHORT_BINUNICODE BINUNICODE
     EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS
     MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET GLOBAL STACK_GLOBAL INST NEWOBJ REDUCE BUILD
 """
-
-
+"""Of a .metadata. INST is none of them, but names what it would make."""
 _UnpicklerInPython: Any = pickle._Unpickler  # type: ignore[attr-defined]
 
 
@@ -89,9 +45,6 @@ class _Here(threading.local):
 
 
 _here = _Here()
-_lock = threading.Lock()
-_depth = 0
-_undo = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
@@ -107,78 +60,25 @@ def only_data() -> Iterator[None]:
         UnsafeFileError: at the end, where a file was refused on this rank or in a collective with it, also where the
             reader went on or raised something else about it. A file that is only damaged raises what the reader does.
     """
-    _enter()
-    outer, _here.refused = _here.refused, []
-    try:
+    with _safe_readers():
+        outer, _here.refused = _here.refused, []
         try:
             yield
+            if _here.refused:
+                raise _here.refused[0]
         except (Exception, CheckpointException) as error:
             unsafe = _refusal_behind(error)
             if unsafe is None or unsafe is error:
                 raise
             raise UnsafeFileError(str(unsafe)) from error
-        if _here.refused:
-            raise _here.refused[0]
-    finally:
-        _here.refused = outer
-        _leave()
-
-
-def _enter() -> None:
-    global _depth
-    with _lock:
-        if not _depth:
-            try:
-                _patch()
-            except BaseException:
-                _undo.close()
-                raise
-        _depth += 1
-
-
-def _leave() -> None:
-    global _depth
-    with _lock:
-        _depth -= 1
-        if not _depth:
-            _undo.close()
-
-
-def _patch() -> None:
-    """Every replacement, each with its way back in `_undo`."""
-
-    def replace(owner: Any, name: str, value: Any) -> None:
-        _undo.callback(setattr, owner, name, getattr(owner, name))
-        setattr(owner, name, value)
-
-    load = _as_weights_only(torch.load)
-    replace(torch.serialization, "load", load)
-    replace(torch, "load", load)
-    replace(filesystem, "pickle", _SafePickle())
-    replace(filesystem.FileSystem, "create_stream", _remembering(filesystem.FileSystem.create_stream))
-    replace(MultiStorageClientFeature, "_enabled", False)
-    # Megatron Core adds numpy's array and dtype, out of which a file could build pointers
-    others = torch.serialization.get_safe_globals()
-    _undo.callback(torch.serialization.add_safe_globals, others)
-    _undo.callback(_disallow_in_torch_load, _ALLOWED_BY_TORCH_LOAD)
-    _disallow_in_torch_load(others)
-    torch.serialization.add_safe_globals(_ALLOWED_BY_TORCH_LOAD)
-
-
-def _disallow_in_torch_load(names: list[Any]) -> None:
-    kept = [name for name in torch.serialization.get_safe_globals() if name not in names]
-    torch.serialization.clear_safe_globals()
-    torch.serialization.add_safe_globals(kept)
+        finally:
+            _here.refused = outer
 
 
 def _refusal_behind(error: BaseException) -> UnsafeFileError | None:
     """The refusal that made a reader raise `error`: this rank's, or another's that came through a collective."""
-    if isinstance(error, UnsafeFileError):
-        return error
-    if _here.refused:
-        return _here.refused[0]
     causes = (cause for cause, _ in error.failures.values()) if isinstance(error, CheckpointException) else ()
-    return next((cause for cause in causes if isinstance(cause, UnsafeFileError)), None)
+    return next((each for each in (error, *(_here.refused or ()), *causes) if isinstance(each, UnsafeFileError)), None)
 
 
 def _refusal(file: str, what: str) -> UnsafeFileError:
@@ -242,20 +142,17 @@ class _SafePickle:
         return getattr(pickle, name)
 
 
-class _Dispatch(dict[int, Callable[[Any], None]]):
-    """What is done for each opcode of a pickle; the unpickler asks for one that is not there: refused."""
-
-    def __missing__(self, opcode: int) -> Callable[[Any], None]:
-        def refuse(unpickler: _MetadataUnpickler) -> None:
-            raise unpickler.refusal(f"the opcode {opcode} of a pickle")
-
-        return refuse
+_safe_readers = Replacement(
+    lambda undo: replace_readers(undo, load=_as_weights_only, pickle=_SafePickle(), create_stream=_remembering)
+)
 
 
 class _MetadataUnpickler(_UnpicklerInPython):
     """Makes the objects of `_ALLOWED` and no others, and changes nothing but what it made.
 
-    The one written in Python: the one in C sets attributes of classes and enumerations, too, if the file says so.
+    An allow-list of names alone is not enough: with allowed classes a pickle can still call them, set attributes of
+    classes and enumerations, which live as long as the process, and name functions by an extension's number. So the
+    opcodes that call, change or look up are checked; the unpickler written in C has no place for that.
     """
 
     def __init__(self, file: Any) -> None:
@@ -278,7 +175,7 @@ class _MetadataUnpickler(_UnpicklerInPython):
         if type(tensors) is not dict or type(places) is not dict:
             raise self.refusal("Metadata without its tables")
         for place in places.values():
-            name = vars(place).get("relative_path") if type(place) is filesystem._StorageInfo else None
+            name = getattr(place, "relative_path", None)
             if type(name) is not str or name in ("", ".", "..") or "/" in name or "\0" in name:
                 raise self.refusal(f"data outside of its folder ({name if type(name) is str else _kind(name)})")
         return result
@@ -295,13 +192,13 @@ class _MetadataUnpickler(_UnpicklerInPython):
 
     def load_newobj(self) -> None:
         arguments, kind = self.stack.pop(), self.stack.pop()
-        if arguments != () or kind not in _DATA_CLASSES:
+        if arguments != () or kind not in DATA_CLASSES:
             raise self.refusal(f"a new object of {_kind(kind)}")
         self.append(object.__new__(kind))
 
     def load_reduce(self) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
-        if type(arguments) is not tuple or function not in _FUNCTIONS:
+        if type(arguments) is not tuple or function not in FUNCTIONS:
             raise self.refusal(f"a call of {_kind(function)}")
         self.append(function(*arguments))
 
@@ -309,31 +206,49 @@ class _MetadataUnpickler(_UnpicklerInPython):
         state, made = self.stack.pop(), self.stack[-1]
         if type(made) is metadata.TensorProperties and type(state) is tuple:
             made.__setstate__(state)
-        elif type(made) in _DATA_CLASSES and type(state) is dict and all(type(name) is str for name in state):
+        elif type(made) in DATA_CLASSES and type(state) is dict and all(type(name) is str for name in state):
             made.__dict__.update(state)
         else:
             raise self.refusal(f"a change of {_kind(made)}")
 
     def load_append(self) -> None:
-        value = self.stack.pop()
-        self._last(list).append(value)
+        self._check_changed(list, self.stack[-2])
+        super().load_append()
 
     def load_appends(self) -> None:
-        values = self.pop_mark()
-        self._last(list).extend(values)
+        self._check_changed(list, self.metastack[-1][-1])
+        super().load_appends()
 
     def load_setitem(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._last(dict)[key] = value
+        self._check_changed(dict, self.stack[-3])
+        super().load_setitem()
 
     def load_setitems(self) -> None:
-        values = self.pop_mark()
-        self._last(dict).update(zip(values[::2], values[1::2], strict=True))
+        self._check_changed(dict, self.metastack[-1][-1])
+        super().load_setitems()
 
-    def _last(self, kind: type) -> Any:
-        if type(self.stack[-1]) is not kind:
-            raise self.refusal(f"a change of {_kind(self.stack[-1])}")
-        return self.stack[-1]
+    def _check_changed(self, kind: type, changed: Any) -> None:
+        if type(changed) is not kind:
+            raise self.refusal(f"a change of {_kind(changed)}")
+
+    @classmethod
+    def opcodes(cls) -> _Opcodes:
+        """`_OPCODES` with the methods above where there is one, else with the standard library's."""
+        table = _Opcodes()
+        for name in _OPCODES.split():
+            opcode = getattr(pickle, name)[0]
+            table[opcode] = vars(cls).get(f"load_{name.lower()}") or _UnpicklerInPython.dispatch[opcode]
+        return table
+
+
+class _Opcodes(dict[int, Callable[[Any], None]]):
+    """What is done for each opcode of a pickle; the unpickler looks up one that is not there: refused."""
+
+    def __missing__(self, opcode: int) -> Callable[[Any], None]:
+        def refuse(unpickler: _MetadataUnpickler) -> None:
+            raise unpickler.refusal(f"the opcode {opcode} of a pickle")
+
+        return refuse
 
 
 def _kind(thing: Any) -> str:
@@ -341,14 +256,4 @@ def _kind(thing: Any) -> str:
     return f"the class {thing.__qualname__}" if isinstance(thing, type) else f"a {type(thing).__qualname__}"
 
 
-def _dispatch() -> _Dispatch:
-    """`_OPCODES` with the methods above where there is one, else with the standard library's."""
-    table = _Dispatch()
-    for name in _OPCODES.split():
-        opcode = getattr(pickle, name)[0]
-        own = vars(_MetadataUnpickler).get(f"load_{name.lower()}")
-        table[opcode] = own or _UnpicklerInPython.dispatch[opcode]
-    return table
-
-
-_MetadataUnpickler.dispatch = _dispatch()
+_MetadataUnpickler.dispatch = _MetadataUnpickler.opcodes()

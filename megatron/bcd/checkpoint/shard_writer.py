@@ -16,27 +16,12 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.bcd.checkpoint.layout import FileDigest, file_digest
-from megatron.bcd.runtime import compat, device
-
-
-class _InProcessStrategy(TorchDistSaveShardedStrategy):
-    """Megatron Core's planning of who writes what; the writing is left to `ShardWrite`."""
-
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1, thread_count=1)
-        self.writer: Any = None
-        self.finalize: Any = None
-
-    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
-        request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
-        self.writer, [self.finalize] = writer, request.finalize_fns
-        return request
+from megatron.bcd.runtime import device
+from megatron.bcd.runtime.compat.checkpoint_writing import PlanningStrategy, results_in_process
 
 
 class ShardWrite:
@@ -58,8 +43,8 @@ class ShardWrite:
             if torch.is_tensor(entry.data) and not name.startswith("optimizer.")  # those are copies already
         }
         sharded, _ = save_preprocess(dict(entries))  # type: ignore[arg-type]
-        strategy = _InProcessStrategy()
-        with compat.checkpoint_results_in_process():
+        strategy = PlanningStrategy()
+        with results_in_process():
             strategy.async_save(sharded, Path(folder))
         self._writer, self._finalize = strategy.writer, strategy.finalize
         self._buckets: list[Any] = []

@@ -80,7 +80,7 @@ def build_transformer_config(config: RunConfig, implementation: Implementation) 
 
 
 def _has_plain_rotation(config: RunConfig) -> bool:
-    """Whether the fused rotary embedding of `runtime.cpu_kernels` applies: all of each head, in halves, straight after
+    """Whether the fused rotary embedding of `compat.cpu_kernels` applies: all of each head, in halves, straight after
     the projection."""
     fields = config.transformer
     groups = int(fields.get("num_query_groups") or fields["num_attention_heads"])

@@ -26,6 +26,7 @@ from megatron.bcd.optim.param_shard import ParamShard, param_shards
 from megatron.bcd.optim.phase_optimizer import build_optimizer, wrap_model
 from megatron.bcd.optim.switch_check import SwitchCheck
 from megatron.bcd.runtime import memory, replicas
+from megatron.bcd.runtime.compat import megatron_phase
 
 _CORE_PARAMETER_ATTRIBUTES = ("main_grad", "main_param", "main_param_sharded", "grad_added_to_main_grad")
 """What Megatron Core's DDP and optimizer attach to parameters."""
@@ -102,7 +103,7 @@ class ActiveBlock:
             )
         self._disconnect()
         in_buffers = self._in_buffers if self.partition.always_active else []
-        self.wrapped.grad_accs.clear()
+        megatron_phase.drop_gradient_hooks(self.wrapped)
         for chunk in chunks_of(self.model):
             chunk.set_input_tensor(None)  # holds the last input that was received, and its gradient
         for parameter in self.model.parameters():
@@ -146,15 +147,12 @@ class ActiveBlock:
         try:
             yield
         finally:
-            wrapped = self.wrapped
-            if wrapped is not None and wrapped.use_forward_hook and not wrapped.remove_forward_pre_hook_handles:
-                wrapped.enable_forward_pre_hook()
+            if self.wrapped is not None:
+                megatron_phase.gather_in_forward(self.wrapped)
 
     def _gather_parameters(self) -> None:
-        """Gather what is outstanding, and gather no more in forward passes."""
-        wrapped = self.wrapped
-        if wrapped is not None and wrapped.use_forward_hook and wrapped.remove_forward_pre_hook_handles:
-            wrapped.disable_forward_pre_hook(param_sync=True)
+        if self.wrapped is not None:
+            megatron_phase.gather_parameters(self.wrapped)
 
     def check_switch(self) -> str | None:
         """As `SwitchCheck.problem`."""

@@ -16,6 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.bcd.optim import low_bit_moments
 from megatron.bcd.optim.low_bit_adam import LowBitAdam
 from megatron.bcd.optim.optimizer_params import OptimizerParam, optimizer_params
+from megatron.bcd.runtime.compat import megatron_phase
 
 MAIN_PARAM = "master"
 """Name of the main parameter's state in checkpoints."""
@@ -113,10 +114,9 @@ def param_shards(optimizers: Iterable[Any], parameters: Mapping[str, torch.nn.Pa
             continue
         groups, params = optimizer.optimizer.param_groups, optimizer_params(optimizer.optimizer)
         if isinstance(optimizer, DistributedOptimizer):
-            for parameter, (group, order) in optimizer.model_param_group_index_map.items():
-                range_ = optimizer._get_model_param_range_map(parameter)["param"]
+            for parameter, (group, order) in megatron_phase.places_in_groups(optimizer).items():
                 one = params[groups[group]["params"][order]]
-                found[parameter] = _shard(parameter, one, range_.start, range_.end)
+                found[parameter] = _shard(parameter, one, *megatron_phase.held_range(optimizer, parameter))
             continue
         for parameter in parameters.values():
             main_param = getattr(parameter, "main_param", parameter)

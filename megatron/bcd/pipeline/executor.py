@@ -12,7 +12,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.bcd.pipeline.actions import Kind
 from megatron.bcd.pipeline.build import PlanShape, stage_actions
 from megatron.bcd.pipeline.iteration import Iteration, TimedAction
-from megatron.bcd.pipeline.p2p import CountingCommunicator, OneWayLink
+from megatron.bcd.pipeline.p2p import OneWayLink
+from megatron.bcd.runtime.compat.p2p import CountingCommunicator
 
 
 class StageExecutor(Iteration):

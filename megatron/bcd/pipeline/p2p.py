@@ -1,9 +1,8 @@
-"""Messages between neighbouring stages: Megatron Core's communicator with a counter, a one-way link, and messages
-between chunks, whose last stage is followed by the first."""
+"""Messages between neighbouring stages: a one-way link, and messages between chunks, whose last stage is followed by
+the first."""
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,18 +13,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.bcd.pipeline.build import MAX_SENDS_IN_FLIGHT
 from megatron.bcd.pipeline.interleaved import MAX_MESSAGES_IN_FLIGHT
 from megatron.bcd.runtime import device
-
-
-class CountingCommunicator(P2PCommunicator):
-    """Megatron Core's communicator; counts the gradients that this rank sends and receives."""
-
-    backward_messages = 0
-
-    def _communicate(
-        self, *, tensor_send_prev: torch.Tensor | None, recv_next: bool, **others: Any
-    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        self.backward_messages += (tensor_send_prev is not None) + bool(recv_next)
-        return super()._communicate(tensor_send_prev=tensor_send_prev, recv_next=recv_next, **others)
+from megatron.bcd.runtime.compat import p2p
 
 
 class OneWayLink:
@@ -37,9 +25,7 @@ class OneWayLink:
     """
 
     def __init__(self, communicator: P2PCommunicator) -> None:
-        config = copy.copy(communicator.config)
-        config.batch_p2p_comm = False  # a rank's batched messages wait for each other, whatever their target
-        self._communicator = P2PCommunicator(communicator.pp_group, config)
+        self._communicator = p2p.unbatched(communicator)
         self._sent: deque[tuple[torch.Tensor, Any]] = deque()
         self._coming: deque[tuple[torch.Tensor, Any]] = deque()
         self._pace_of_sends = device.Pace(MAX_SENDS_IN_FLIGHT)
@@ -75,15 +61,7 @@ class OneWayLink:
         self._sent.popleft()
 
     def _begin(self, tensor: torch.Tensor | None, shape: tuple[int, ...] | None) -> tuple[torch.Tensor, Any]:
-        received, _, requests = self._communicator._communicate(
-            tensor_send_next=tensor,
-            tensor_send_prev=None,
-            recv_prev=shape is not None,
-            recv_next=False,
-            tensor_shape=shape,
-            wait_on_reqs=False,
-        )
-        return received, requests
+        return p2p.begin_forward_message(self._communicator, tensor, shape)
 
 
 class _Sent(NamedTuple):

@@ -17,8 +17,9 @@ from megatron.bcd.pipeline.chunk_executor import ChunkExecutor
 from megatron.bcd.pipeline.executor import StageExecutor
 from megatron.bcd.pipeline.interleaved import ChunkShape, evaluation_chunk_shape
 from megatron.bcd.pipeline.iteration import TimedAction
-from megatron.bcd.pipeline.p2p import ChunkMessages, CountingCommunicator, OneWayLink
+from megatron.bcd.pipeline.p2p import ChunkMessages, OneWayLink
 from megatron.bcd.runtime import device
+from megatron.bcd.runtime.compat.p2p import CountingCommunicator
 
 _OF_A_PHASE = ("grad_scale_func", "finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
 

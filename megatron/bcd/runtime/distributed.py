@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from megatron.bcd.runtime import compat, cpu, device, fused_adam, packages
+from megatron.bcd.runtime import compat, device, packages
+from megatron.bcd.runtime.compat import cpu, fused_adam
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """CUDA's queues to a GPU. With one, kernels start in the order of their launch: with tensor parallelism Megatron Core

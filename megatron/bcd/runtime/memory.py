@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from megatron.bcd.runtime import cpu, device
+from megatron.bcd.runtime import device
+from megatron.bcd.runtime.compat import cpu
 
 
 def empty_in_host_memory(num_elements: int, dtype: torch.dtype) -> torch.Tensor:

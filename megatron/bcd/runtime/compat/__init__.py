@@ -1,10 +1,11 @@
-"""Dependencies on the inside of Megatron Core and PyTorch: workarounds, and the table of all such uses.
+"""Every use of what Megatron Core and PyTorch keep private: wrappers, workarounds, and the table of them.
 
-`private_apis.PRIVATE_APIS` also lists those that stay where they are used: methods overridden in a subclass, functions
-replaced on machines without a GPU (runtime.cpu, runtime.cpu_kernels) or during a load (checkpoint.safe_loading).
+`private_apis.PRIVATE_APIS` lists what is used, with the module below megatron.bcd that depends on it, and
+tests/unit/test_compat.py compares each entry with the installed source. The same file finds underscore names,
+overridden private methods and patches of both packages that stand elsewhere.
 """
 
-from megatron.bcd.runtime.compat.megatron_core import checkpoint_results_in_process, patch_optimizer_offload
-from megatron.bcd.runtime.compat.torch_private import share_gloo_device
+from megatron.bcd.runtime.compat.gloo import share_gloo_device
+from megatron.bcd.runtime.compat.optimizer_offload import patch_optimizer_offload
 
-__all__ = ["checkpoint_results_in_process", "patch_optimizer_offload", "share_gloo_device"]
+__all__ = ["patch_optimizer_offload", "share_gloo_device"]

@@ -1,4 +1,4 @@
-"""Workarounds for PyTorch 2.13."""
+"""A workaround for PyTorch 2.13: one device for all gloo groups."""
 
 from __future__ import annotations
 

@@ -1,30 +1,11 @@
-"""Workarounds for Megatron Core 0.16.1."""
+"""A workaround for Megatron Core 0.16.1: --optimizer-cpu-offload."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import queue
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-
-
-@contextlib.contextmanager
-def checkpoint_results_in_process() -> Iterator[None]:
-    """Inside, checkpoint planning creates a plain queue for the writers' results, not a manager process.
-
-    A manager process outlives a rank that is killed.
-    """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    original = filesystem_async._get_write_results_queue
-    filesystem_async._get_write_results_queue = queue.Queue
-    try:
-        yield
-    finally:
-        filesystem_async._get_write_results_queue = original
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron.bcd.runtime import cpu_kernels, fused_adam
+from megatron.bcd.runtime.compat import cpu_kernels, fused_adam
 
 _FACTORIES = ("empty", "full", "ones", "rand", "randn", "tensor", "zeros")
 _MODULES_FOR_CUDA = (
@@ -61,19 +61,25 @@ def _type_name_as_cuda(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kw
 _tensor_type = torch.Tensor.type
 
 
-_kernels: str | None = None
-"""What this process computes with; patches are never taken back."""
-
-
 def patch_megatron_core(kernels: str) -> None:
-    """Let Megatron Core run on this CPU, with `kernels` as --cpu-kernels has them. Only where there is no GPU."""
-    global _kernels
-    if _kernels is None:
-        _kernels = kernels
+    """Let Megatron Core run on this CPU, with `kernels` as --cpu-kernels has them. Only where there is no GPU.
+
+    Patches are never taken back: later calls change nothing.
+    """
+    if kernels_in_use() is None:
         torch_on_cpu = _emulate_cuda()
         if kernels == "fast":
             _use_fast_kernels(torch_on_cpu)
-    assert _kernels == kernels, f"this process computes with --cpu-kernels {_kernels}"
+    assert kernels_in_use() == kernels, f"this process computes with --cpu-kernels {kernels_in_use()}"
+
+
+def kernels_in_use() -> str | None:
+    """--cpu-kernels of this process, seen in what is patched; None before `patch_megatron_core`."""
+    from megatron.core import utils
+
+    if not isinstance(utils.torch, _TorchOnCpu):
+        return None
+    return "fast" if isinstance(utils.torch.distributed, cpu_kernels.DistributedForOneRank) else "megatron"
 
 
 def _emulate_cuda() -> _TorchOnCpu:

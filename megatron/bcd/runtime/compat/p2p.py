@@ -1,0 +1,45 @@
+"""Megatron Core's messages between neighbouring pipeline stages, counted, and one at a time."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+
+class CountingCommunicator(P2PCommunicator):
+    """Megatron Core's communicator; counts the gradients that this rank sends and receives."""
+
+    backward_messages = 0
+
+    def _communicate(
+        self, *, tensor_send_prev: torch.Tensor | None, recv_next: bool, **others: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        self.backward_messages += (tensor_send_prev is not None) + bool(recv_next)
+        return super()._communicate(tensor_send_prev=tensor_send_prev, recv_next=recv_next, **others)
+
+
+def unbatched(communicator: P2PCommunicator) -> P2PCommunicator:
+    """A communicator of the same group whose messages are not batched: a rank's batched messages wait for each other,
+    whatever their target."""
+    config = copy.copy(communicator.config)
+    config.batch_p2p_comm = False
+    return P2PCommunicator(communicator.pp_group, config)
+
+
+def begin_forward_message(
+    communicator: P2PCommunicator, tensor: torch.Tensor | None, shape: tuple[int, ...] | None
+) -> tuple[torch.Tensor, Any]:
+    """Start to send `tensor` to the next stage, if there is one, and to receive `shape` from the previous one, if
+    there is one: what comes, and the requests to wait for, by name."""
+    received, _, requests = communicator._communicate(
+        tensor_send_next=tensor,
+        tensor_send_prev=None,
+        recv_prev=shape is not None,
+        recv_next=False,
+        tensor_shape=shape,
+        wait_on_reqs=False,
+    )
+    return received, requests
