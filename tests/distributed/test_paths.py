@@ -67,13 +67,20 @@ def files_above(first: Any) -> set[str]:
     return set()
 
 
+def own_file(function: Any) -> set[str]:
+    path = Path(function.__code__.co_filename) if hasattr(function, "__code__") else Path()
+    return {path.relative_to(ROOT).as_posix()} if path.is_relative_to(ROOT) else set()
+
+
 @contextlib.contextmanager
 def noting(found: set[str], owner: Any, name: str, *, first: Any) -> Iterator[None]:
-    """Inside, each call of the function adds `files_above`."""
+    """Inside, each call of the function adds `files_above`, and the function's own file if it is one of the package."""
     original = getattr(owner, name)
+    own = own_file(original)
 
     def noted(*args: Any, **kwargs: Any) -> Any:
-        found.update(files_above(first))
+        files = files_above(first)
+        found.update(files | own if files else ())
         return original(*args, **kwargs)
 
     with mock.patch.object(owner, name, noted):
@@ -83,6 +90,7 @@ def noting(found: set[str], owner: Any, name: str, *, first: Any) -> Iterator[No
 def followed(config: RunConfig) -> dict[str, list[str]]:
     """The files by what is followed: to Megatron Core's layers, and to a phase's buffers, optimizer and plan."""
     found: dict[str, set[str]] = {name: set() for name in PATHS}
+    found["flag"] |= own_file(type(config.bcd).__post_init__)
     with contextlib.ExitStack() as stack:
         for owner, name, what, first in (
             (TransformerLayer, "forward", "microbatch", ForwardBackward.__call__),
