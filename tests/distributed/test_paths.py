@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,7 +91,7 @@ def noting(found: set[str], owner: Any, name: str, *, first: Any) -> Iterator[No
 def followed(config: RunConfig) -> dict[str, list[str]]:
     """The files by what is followed: to Megatron Core's layers, and to a phase's buffers, optimizer and plan."""
     found: dict[str, set[str]] = {name: set() for name in PATHS}
-    found["flag"] |= own_file(type(config.bcd).__post_init__)
+    found["flag"].add(Path(inspect.getfile(type(config.bcd))).relative_to(ROOT).as_posix())  # the field
     with contextlib.ExitStack() as stack:
         for owner, name, what, first in (
             (TransformerLayer, "forward", "microbatch", ForwardBackward.__call__),
