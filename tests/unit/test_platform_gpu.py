@@ -151,7 +151,7 @@ def test_a_link_holds_few_messages(monkeypatch: pytest.MonkeyPatch, receives: bo
     monkeypatch.setattr(device, "has_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(OneWayLink, "_begin", lambda link, tensor, shape: (torch.zeros(1), {"message": done}))
-    monkeypatch.setattr("megatron.bcd.pipeline.p2p.P2PCommunicator", lambda *_: None)
+    monkeypatch.setattr("megatron.bcd.runtime.compat.p2p.P2PCommunicator", lambda *_: None)
     link = OneWayLink(SimpleNamespace(config=SimpleNamespace(), pp_group=None))  # type: ignore[arg-type]
     for _ in range(20):
         if receives:
