@@ -148,6 +148,7 @@ def test_as_one_rank(world1: World, world2: World, initial_weights: Flags) -> No
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"form": "llama"},
     "always_active": {"bcd_always_active": "norms,head", "bcd_optimizer_state": "host", "log_throughput": True},
+    "frozen": {"bcd_frozen": "embedding,norms"},
     "resting": {"bcd_resting_update": "orthogonal", "bcd_always_active": "none", "bcd_resting_layers": "suffix"},
     "recompute": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "strided": {VIRTUAL: 6, "num_layers": 12},

@@ -14,6 +14,29 @@ from megatron.bcd.arguments.validate_model import check_core_accepts
 
 # (flags beside BASE, world size, what the one line must contain)
 BAD_RUNS: list[tuple[str, int, list[str]]] = [
+    ("--bcd-frozen embeddings", 1, ["--bcd-frozen embeddings", "embedding, head, norms"]),
+    (
+        "--bcd-frozen norms --bcd-always-active norms,biases",
+        1,
+        ["--bcd-frozen and --bcd-always-active both name norms", "leave it out"],
+    ),
+    ("--bcd-frozen embedding --bcd-always-active head", 1, ["both name", "head", "a tied head is the embedding"]),
+    (
+        "--bcd-num-blocks 0 --bcd-resting-update orthogonal --bcd-always-active embedding --bcd-frozen embedding",
+        1,
+        ["--bcd-frozen", "--bcd-always-active"],
+    ),
+    ("--bcd-main-params drop", 1, ["--bcd-main-params drop", "--bf16"]),
+    (
+        "--bcd-main-params drop --bf16 --bcd-resting-update sign",
+        1,
+        ["--bcd-main-params drop", "--bcd-resting-update", "leave it out"],
+    ),
+    (
+        "--num-layers 4 --bcd-num-blocks 4 --pipeline-model-parallel-size 2",
+        2,
+        ["at most --bcd-num-blocks 2", "--bcd-layout submodel --bcd-num-blocks 2, which is 4 blocks"],
+    ),
     ("--hidden-size 66", 1, ["--hidden-size 66", "--num-attention-heads 4"]),
     ("--hidden-size 0", 1, ["--hidden-size 0", "at least 1"]),
     ("--num-layers -3", 1, ["--num-layers -3", "at least 1"]),

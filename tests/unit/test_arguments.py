@@ -478,6 +478,27 @@ def test_paper_preset_is_the_default() -> None:
     )
 
 
+def test_preset_finetune() -> None:
+    """A number of blocks that is not the layers of a stage, or that overrules a given one."""
+    finetune = parse("--bcd-preset", "finetune", "--num-layers", "8")
+    assert finetune.bcd.bcd_num_blocks == 8 and finetune.bcd.frozen == {"embedding", "head"}
+    assert (finetune.bcd.bcd_order, finetune.bcd.bcd_optimizer_state) == ("random", "reset")
+    words = ("--bcd-preset", "finetune", "--num-layers", "7", "--pipeline-model-parallel-size", "2")
+    assert parse(*words, world_size=2).bcd.bcd_num_blocks == 3
+    assert parse("--bcd-preset", "finetune", "--bcd-num-blocks", "2").bcd.bcd_num_blocks == 2
+
+
+def test_frozen_parts() -> None:
+    """A tied head that stays trained without its embedding; a default of always-active parts that contradicts."""
+    tied = parse("--bcd-frozen", "head", "--bcd-resting-update", "sign").bcd
+    assert tied.frozen == {"embedding", "head"} and tied.always_active == {"norms", "biases"}
+    untied = parse(
+        "--bcd-frozen", "embedding", "--bcd-resting-update", "sign", "--untie-embeddings-and-output-weights"
+    ).bcd
+    assert untied.frozen == {"embedding"} and untied.always_active == {"norms", "biases", "head"}
+    assert parse().bcd.frozen == frozenset()
+
+
 def test_a_conflict_with_a_preset_names_it() -> None:
     """A message about a flag that nobody typed."""
     with pytest.raises(ValueError, match="^--bcd-resting-update orthogonal does not go with --fp16") as error:

@@ -320,6 +320,18 @@ def test_always_active_biases() -> None:
     assert llama(num_layers=1, hidden_size=8, ffn_hidden_size=16).layer_biases == 0
 
 
+@pytest.mark.parametrize("frozen", ["embedding", "head", "norms"])
+def test_frozen_parts_are_active_in_no_phase(frozen: str) -> None:
+    """Exposes a frozen part that a phase counts, or one that the model lost."""
+    shape = gpt2(num_layers=4, hidden_size=8, vocab_size=16, num_positions=4, tied=False)
+    cut = partition(num_layers=4, num_stages=2, num_blocks=2, layout="spread", tied=False)
+    parts = {"embedding": 20 * 8, "head": 16 * 8, "norms": (2 * 4 + 1) * 16}
+    some = replace(cut, frozen=frozenset({frozen}))
+    active = [sum(active_parameters(shape, some, block, padded_vocab_size=16)) for block in range(2)]
+    assert sum(active) == shape.num_parameters - parts[frozen]
+    assert stage_parameters(shape, some, padded_vocab_size=16) == stage_parameters(shape, cut, padded_vocab_size=16)
+
+
 def test_operations_of_an_orthogonalisation() -> None:
     """Exposes a product that is left out, or the larger dimension taken for the smaller; by hand for 3 x 5: X X^T 90,
     its square 54, their sum times X 90, five times."""

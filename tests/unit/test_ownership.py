@@ -53,6 +53,32 @@ def test_agrees_with_the_partition(layout: str, tied: bool, always_active: tuple
                 assert owned.is_always_active or owned.is_active(block) == (block == owned.block)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("frozen", ["embedding", "head", "norms", "embedding,head"])
+def test_no_phase_trains_what_is_frozen(layout: str, tied: bool, frozen: str) -> None:
+    """A frozen part that is active in its block's phase, or one copy of a tied weight that is."""
+    cut = partition(
+        num_layers=8,
+        num_stages=2,
+        num_blocks=None if layout == "stage" else 2,
+        layout=layout,
+        tied=tied,
+        frozen=frozenset(frozen.split(",")),
+    )
+    parts = set(frozen.split(",")) | ({"embedding", "head"} if tied and frozen != "norms" else set())
+    for stage in range(2):
+        for name in names_of(cut, stage):
+            owned = ownership(name, partition=cut, stage=stage)
+            is_frozen = ("norms" if owned.is_norm else owned.module) in parts
+            assert owned.is_frozen == is_frozen
+            assert sum(owned.is_active(block) for block in range(cut.num_blocks)) == (not is_frozen), name
+    for block in range(cut.num_blocks):
+        assert not ("embedding" in parts and cut.embedding_active(block))
+        assert not ("head" in parts and cut.head_active(block))
+        assert not ("norms" in parts and cut.final_norm_active(block))
+
+
 def test_modules_layers_and_norms() -> None:
     """Layers counted on their stage instead of the model; a norm of Transformer Engine that is taken for a matrix."""
     cut = partition(num_layers=6, num_stages=2, num_blocks=3, layout="spread", tied=False)

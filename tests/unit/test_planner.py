@@ -372,7 +372,7 @@ def test_shortest_pipeline_that_fits() -> None:
         ({"num_gpus": 9}, "--num-gpus 9: cannot be divided evenly among 2 nodes"),
         ({"num_gpus": 4, "global_batch_size": 6}, "--global-batch-size 6: must be a multiple of 4"),
         ({"method": "full", "num_blocks": 3}, "--bcd-num-blocks 3 cannot be combined with --method full"),
-        ({"method": "half"}, "--method half: must be one of bcd, pretrain, full, offload"),
+        ({"method": "half"}, "--method half: must be one of bcd, pretrain, finetune, full, offload"),
         ({"recompute": "some"}, "--recompute some"),
         ({"precision": "fp8"}, "--precision fp8"),
         ({"num_blocks": 13}, "--num-layers 12 is too few"),

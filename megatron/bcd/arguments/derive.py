@@ -14,6 +14,8 @@ def derive_values(values: dict[str, Any], *, given: Mapping[str, Any], world_siz
     _derive_training(values, given=given, world_size=world_size)
     _derive_tokenizer(values)
     _derive_chunks(values, given=given)
+    _derive_blocks(values)
+    _derive_frozen(values)
     if has_no_evaluation(values):
         values["eval_iters"] = 0
 
@@ -37,6 +39,21 @@ def _derive_chunks(values: dict[str, Any], *, given: Mapping[str, Any]) -> None:
     num_chunks = values["num_virtual_stages_per_pipeline_rank"] or 1
     if num_chunks > 1 and "bcd_layout" not in given and values["bcd_layout"] == "spread":
         values["bcd_layout"] = "interleaved"
+
+
+def _derive_blocks(values: dict[str, Any]) -> None:
+    """Preset finetune: as many blocks as a pipeline stage has layers."""
+    has_number = values["bcd_num_blocks"] is not None or values["bcd_layout"] == "stage"
+    if values["bcd_preset"] == "finetune" and not has_number and values["num_layers"]:
+        values["bcd_num_blocks"] = max(1, values["num_layers"] // max(1, values["pipeline_model_parallel_size"]))
+
+
+def _derive_frozen(values: dict[str, Any]) -> None:
+    """A tied head is the embedding: --bcd-frozen names both or neither."""
+    parts = str(values["bcd_frozen"]).split(",")
+    tied = {"embedding", "head"} if not values["untie_embeddings_and_output_weights"] else set()
+    if tied & set(parts):
+        values["bcd_frozen"] = ",".join([*parts, *sorted(tied - set(parts))])
 
 
 def _derive_network(values: dict[str, Any]) -> None:

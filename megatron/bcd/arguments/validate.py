@@ -57,6 +57,7 @@ def find_problems(
         lambda: validate_bcd.check_resting(
             config, given, num_blocks=made[0].num_blocks, has_active_block=made[0].has_active_block
         ),
+        lambda: validate_bcd.check_main_params(config, given),
         lambda: validate_bcd.check_prefix_cache(run, given),
         lambda: validate_model.check_precision(run, given),
         lambda: validate_model.check_optimizer(run, given),

@@ -48,6 +48,21 @@ def check_phases(config: RunConfig, given: Mapping[str, Any]) -> None:
     )
 
 
+def check_main_params(config: RunConfig, given: Mapping[str, Any]) -> None:
+    """Rules of --bcd-main-params."""
+    if config.bcd.bcd_main_params == "host":
+        return
+    refuse_unless(
+        config.precision != "fp32" or "bcd_main_params" not in given,
+        "--bcd-main-params drop needs --bf16 or --fp16: in fp32 the weights are the main parameters",
+    )
+    refuse_unless(
+        config.precision == "fp32" or config.optimizer.optimizer != "muon" and config.bcd.bcd_resting_update == "none",
+        "--bcd-main-params drop does not go with --optimizer muon or --bcd-resting-update, which keep main parameters "
+        "on the device: leave it out",
+    )
+
+
 _SPLITS = (
     "pipeline_model_parallel_layout",
     "decoder_first_pipeline_num_layers",

@@ -22,9 +22,12 @@ class Ownership:
     is_matrix: bool
     """Whether it is a matrix of a layer, which may rest (--bcd-resting-update)."""
     block: int | None
-    """The block that owns it; a tied head belongs to the block of the embedding. None with --bcd-num-blocks 0."""
+    """The block that owns it; a tied head belongs to the block of the embedding. None with --bcd-num-blocks 0, and if
+    no phase trains it (--bcd-frozen)."""
     is_always_active: bool
     """Active in every phase (--bcd-always-active)."""
+    is_frozen: bool = False
+    """No phase trains it (--bcd-frozen)."""
     resting_in: frozenset[int] = frozenset()
     """Blocks during whose phases it is updated without state."""
 
@@ -68,14 +71,17 @@ def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
         is_always_active |= not is_norm and name.endswith(".bias") and "biases" in partition.always_active
     else:
         raise KeyError(name)
+    kind = "norms" if is_norm else module
+    is_frozen = kind in partition.frozen
     is_matrix = module == "layer" and not is_norm and name.endswith(".weight")
     return Ownership(
         module=module,
         layer=layer,
         is_norm=is_norm,
         is_matrix=is_matrix,
-        block=block if partition.has_active_block else None,
+        block=block if partition.has_active_block and not is_frozen else None,
         is_always_active=is_always_active,
+        is_frozen=is_frozen,
         resting_in=frozenset(
             block.index for block in partition.blocks if is_matrix and layer in partition.resting_layers(block.index)
         ),

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from megatron.bcd.blocks import check_partition
 from megatron.bcd.blocks.block import Block, Submodel
 from megatron.bcd.blocks.layers import consecutive, describe_layers, divide, divide_into_pieces
-from megatron.bcd.config import DEFAULT_NUM_BLOCKS, LAYOUTS
+from megatron.bcd.config import DEFAULT_NUM_BLOCKS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,8 @@ class Partition:
     """Whether the output head is a copy of the embedding."""
     always_active: frozenset[str] = frozenset()
     """What is active in every phase: some of ``norms`` (all), ``biases`` (of layers), ``embedding``, ``head``."""
+    frozen: frozenset[str] = frozenset()
+    """What no phase trains: some of ``embedding``, ``head`` (tied: both or none), ``norms`` (all)."""
     resting: str = "none"
     """Which layers outside the active block are updated without state: ``none``, ``all``, or ``suffix`` (after the
     block's first layer)."""
@@ -102,11 +105,13 @@ class Partition:
 
     def embedding_active(self, block: int) -> bool:
         """Whether the embedding, on the first stage, is active in the block's phase."""
-        return self._owns(self.blocks[block].owns_embedding) or self.embedding_always_active
+        is_owned = self._owns(self.blocks[block].owns_embedding) and "embedding" not in self.frozen
+        return is_owned or self.embedding_always_active
 
     def final_norm_active(self, block: int) -> bool:
         """Whether the final norm, on the last stage, is active in the block's phase."""
-        return self._owns(self.blocks[block].owns_final_norm) or self.norms_always_active
+        is_owned = self._owns(self.blocks[block].owns_final_norm) and "norms" not in self.frozen
+        return is_owned or self.norms_always_active
 
     def head_active(self, block: int) -> bool:
         """Whether the output head, on the last stage, is active in the block's phase.
@@ -116,7 +121,8 @@ class Partition:
         """
         if self.tied:
             return self.embedding_active(block)
-        return self._owns(self.blocks[block].owns_final_norm) or self.head_always_active
+        is_owned = self._owns(self.blocks[block].owns_final_norm) and "head" not in self.frozen
+        return is_owned or self.head_always_active
 
     def _owns(self, is_owned: bool) -> bool:
         return is_owned and self.has_active_block
@@ -188,6 +194,7 @@ def partition(
     tied: bool,
     layers_per_stage: Sequence[int] | None = None,
     always_active: frozenset[str] = frozenset(),
+    frozen: frozenset[str] = frozenset(),
     resting: str = "none",
     num_parts: int | None = None,
 ) -> Partition:
@@ -195,36 +202,33 @@ def partition(
 
     ``num_blocks`` is ``--bcd-num-blocks``; None takes the default: ``DEFAULT_NUM_BLOCKS``, or the number of stages in
     layout ``stage``. ``layers_per_stage`` gives each stage's number of layers; None divides evenly. ``always_active``
-    is ``--bcd-always-active``, ``resting`` is ``--bcd-resting-layers``, or ``none`` without a resting update.
-    ``num_parts`` is ``--num-virtual-stages-per-pipeline-rank``, for layout ``interleaved``; None takes the number of
-    blocks.
+    is ``--bcd-always-active``, ``frozen`` is ``--bcd-frozen``, ``resting`` is ``--bcd-resting-layers``, or ``none``
+    without a resting update. ``num_parts`` is ``--num-virtual-stages-per-pipeline-rank``, for layout ``interleaved``;
+    None takes the number of blocks.
 
     Raises:
         ValueError: the layout does not fit the model; one line that names the flags.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"--bcd-layout {layout}: must be one of {', '.join(LAYOUTS)}")
-    if num_layers < 1:
-        raise ValueError(f"--num-layers {num_layers}: must be at least 1")
-    if num_stages < 1:
-        raise ValueError(f"--pipeline-model-parallel-size {num_stages}: must be at least 1")
+    check_partition.check_sizes(layout=layout, num_layers=num_layers, num_stages=num_stages)
+    frozen = check_partition.with_tied_parts(frozen, tied=tied)
+    check_partition.check_frozen(frozen, always_active=always_active, tied=tied)
     parts = _submodels_per_stage(num_blocks=num_blocks, num_stages=num_stages, layout=layout)
     submodels: tuple[Submodel, ...] | None = None
     if layout == "interleaved":
         if layers_per_stage is not None:
             raise ValueError("--bcd-layout interleaved divides the layers itself: leave out the layers of each stage")
         num_parts = parts if num_parts is None else num_parts
-        _check_parts(num_parts, num_layers=num_layers, num_stages=num_stages, num_blocks=parts)
+        check_partition.check_parts(num_parts, num_layers=num_layers, num_stages=num_stages, num_blocks=parts)
         submodels = _interleaved(num_layers, num_stages=num_stages, num_parts=num_parts)
         layers_per_stage = _layers_by_stage(submodels)
-    _check_enough_layers(num_layers=num_layers, num_stages=num_stages, parts=parts, layout=layout)
+    check_partition.check_enough_layers(num_layers=num_layers, num_stages=num_stages, parts=parts, layout=layout)
     if layers_per_stage is None:
         sizes = tuple(len(layers) for layers in divide(num_layers, num_stages))
     else:
         sizes = tuple(layers_per_stage)
-        _check_stages(sizes, num_layers=num_layers, num_stages=num_stages, parts=parts, layout=layout)
+        check_partition.check_stages(sizes, num_layers=num_layers, num_stages=num_stages, parts=parts, layout=layout)
     if num_blocks == 0:
-        _check_all_rest(resting=resting, always_active=always_active, layout=layout)
+        check_partition.check_all_rest(resting=resting, always_active=always_active, layout=layout)
     if submodels is None:
         submodels = _submodels(sizes, parts=None if layout == "strided" else parts)
     return Partition(
@@ -234,6 +238,7 @@ def partition(
         blocks=_group(submodels, parts=parts, layout=layout),
         tied=tied,
         always_active=always_active,
+        frozen=frozen,
         resting=resting,
         has_active_block=num_blocks != 0,
         num_chunks=1 + max(submodel.chunk for submodel in submodels),
@@ -251,69 +256,6 @@ def _submodels_per_stage(*, num_blocks: int | None, num_stages: int, layout: str
             f"stage: give {num_stages} (--pipeline-model-parallel-size) or leave the flag out"
         )
     return 1
-
-
-def _check_parts(num_parts: int, *, num_layers: int, num_stages: int, num_blocks: int) -> None:
-    """The conditions of layout interleaved."""
-    if num_parts < 1 or num_parts % num_blocks:
-        raise ValueError(
-            f"--bcd-layout interleaved with --bcd-num-blocks {num_blocks} and {num_parts} chunks of the model on every "
-            "stage (--num-virtual-stages-per-pipeline-rank, --num-layers-per-virtual-pipeline-stage): the chunks must "
-            "be a multiple of the blocks"
-        )
-    if num_layers < num_stages * num_parts:
-        raise ValueError(
-            f"--num-layers {num_layers} is too few: --bcd-layout interleaved with --pipeline-model-parallel-size "
-            f"{num_stages} and {num_parts} chunks on every stage needs at least {num_stages * num_parts} layers; give "
-            "more layers, fewer blocks or fewer stages"
-        )
-
-
-def _check_all_rest(*, resting: str, always_active: frozenset[str], layout: str) -> None:
-    """The conditions of --bcd-num-blocks 0."""
-    if resting != "all":
-        raise ValueError(
-            "--bcd-num-blocks 0 trains all layers without optimizer state: give --bcd-resting-update orthogonal, with "
-            "--bcd-resting-layers all"
-        )
-    if not always_active:
-        raise ValueError("--bcd-num-blocks 0: --bcd-always-active none would train no embedding, norm or head")
-    if layout not in ("spread", "strided"):
-        raise ValueError(f"--bcd-num-blocks 0 has no blocks: leave out --bcd-layout {layout}")
-
-
-def _check_enough_layers(*, num_layers: int, num_stages: int, parts: int, layout: str) -> None:
-    needed = num_stages * parts
-    if num_layers >= needed:
-        return
-    if layout == "stage":
-        asked, why = "", "one per pipeline stage"
-    else:
-        asked, why = f" and --bcd-num-blocks {parts}", "pipeline stages x blocks"
-    if num_layers >= num_stages:
-        remedy = f"give more layers or at most --bcd-num-blocks {num_layers // num_stages}"
-    else:
-        remedy = "give more layers or fewer pipeline stages"
-    raise ValueError(
-        f"--num-layers {num_layers} is too few: --bcd-layout {layout} with --pipeline-model-parallel-size "
-        f"{num_stages}{asked} needs at least {needed} layers ({why}); {remedy}"
-    )
-
-
-def _check_stages(sizes: Sequence[int], *, num_layers: int, num_stages: int, parts: int, layout: str) -> None:
-    if len(sizes) != num_stages or sum(sizes) != num_layers:
-        raise ValueError(
-            f"layers per pipeline stage {list(sizes)}: must be {num_stages} numbers "
-            f"(--pipeline-model-parallel-size) with the sum {num_layers} (--num-layers)"
-        )
-    smallest = min(sizes)
-    if smallest < parts:
-        asked = "" if layout == "stage" else f" with --bcd-num-blocks {parts}"
-        raise ValueError(
-            f"pipeline stage {sizes.index(smallest)} holds too few layers ({smallest}): --bcd-layout {layout}"
-            f"{asked} needs at least {parts} on every stage; cut the pipeline more evenly"
-            + ("" if smallest < 1 or layout == "stage" else f" or give at most --bcd-num-blocks {smallest}")
-        )
 
 
 def _submodels(layers_per_stage: Sequence[int], *, parts: int | None) -> tuple[Submodel, ...]:

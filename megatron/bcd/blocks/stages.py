@@ -55,6 +55,7 @@ def partition_from_config(config: RunConfig) -> Partition:
         layers_per_stage=None if config.bcd.bcd_layout == "interleaved" else layers_per_stage(config),
         tied=config.tied,
         always_active=config.bcd.always_active,
+        frozen=config.bcd.frozen,
         resting=config.bcd.bcd_resting_layers if config.bcd.bcd_resting_update != "none" else "none",
         num_parts=config.bcd.num_virtual_stages_per_pipeline_rank,
     )

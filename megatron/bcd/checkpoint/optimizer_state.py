@@ -146,10 +146,12 @@ def needs_build(owner: str) -> bool:
 
 
 def as_kept(summary: StateSummary, active: ActiveBlock) -> StateSummary:
-    """What --bcd-optimizer-state keeps of an owner's state at the end of its phase."""
-    if active.kept.keeps_moments:
-        return summary
-    return StateSummary(names=tuple(name for name in summary.names if name == MAIN_PARAM), num_steps=0)
+    """What --bcd-optimizer-state and --bcd-main-params keep of an owner's state at the end of its phase."""
+    kept = active.kept
+    names = tuple(
+        name for name in summary.names if (kept.keeps_main_params if name == MAIN_PARAM else kept.keeps_moments)
+    )
+    return StateSummary(names=names, num_steps=summary.num_steps if kept.keeps_moments else 0)
 
 
 def summaries_to_dict(summaries: Mapping[str, StateSummary]) -> dict[str, dict[str, Any]]:

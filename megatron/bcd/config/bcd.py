@@ -15,6 +15,8 @@ ORDERS = ("ascending", "descending", "random", "greedy")
 SWITCHES = ("steps", "plateau")
 OPTIMIZER_STATES = ("reset", "host")
 ALWAYS_ACTIVE = ("norms", "biases", "embedding", "head")
+FROZEN = ("embedding", "head", "norms")
+MAIN_PARAMS = ("host", "drop")
 RESTING_UPDATES = ("none", "orthogonal", "normalized", "sign")
 RESTING_LAYERS = ("all", "suffix")
 CACHE_DTYPES = ("bf16", "fp32")
@@ -27,9 +29,9 @@ class BcdConfig:
     bcd_preset: str | None = option(
         None,
         "a method: paper = block coordinate descent as published; pretrain = resting layers are updated too, blocks by "
-        "Muon; measured on small models only (docs/learning.md). It sets flags that are not given, and the banner "
-        "lists them",
-        choices=("paper", "pretrain"),
+        "Muon; finetune = one layer a block, embedding and head frozen; measured on small models only "
+        "(docs/learning.md, docs/fine_tuning.md). It sets flags that are not given, and the banner lists them",
+        choices=("paper", "pretrain", "finetune"),
     )
     bcd_num_blocks: int | None = option(
         None,
@@ -99,11 +101,24 @@ class BcdConfig:
         "the next visit",
         choices=OPTIMIZER_STATES,
     )
+    bcd_main_params: str = option(
+        "host",
+        "with --bf16 or --fp16, a block's fp32 main parameters when its phase ends: host = what the weights lack of "
+        "them is kept in host memory (2 bytes per parameter in bf16, 4 in fp16) and restored at the next visit, drop = "
+        "the next visit starts from the rounded weights",
+        choices=MAIN_PARAMS,
+    )
     bcd_always_active: str | None = option(
         None,
         "parameters trained in every phase, beside the active block: none, or a comma-separated list of norms, biases "
         "(those of the layers), embedding, head. Default none; with --bcd-resting-update all of them, and none with "
         "--bcd-resting-layers suffix",
+        metavar="PARTS",
+    )
+    bcd_frozen: str = option(
+        "none",
+        "parameters that no phase trains: none, or a comma-separated list of embedding, head, norms (all of them). "
+        "They have no gradient and no optimizer state. A tied head and the embedding are frozen together",
         metavar="PARTS",
     )
     bcd_resting_update: str = option(
@@ -173,14 +188,23 @@ class BcdConfig:
 
     @property
     def always_active(self) -> frozenset[str]:
-        """The entries of --bcd-always-active, or its default. Raises ValueError for one not in ALWAYS_ACTIVE."""
+        """The entries of --bcd-always-active, or its default, of which --bcd-frozen has none.
+
+        Raises ValueError for one not in ALWAYS_ACTIVE.
+        """
         if self.bcd_always_active is None:
             is_all = self.bcd_resting_update != "none" and self.bcd_resting_layers == "all"
-            return frozenset(ALWAYS_ACTIVE if is_all else ())
-        parts = self.bcd_always_active.split(",")
-        if parts != ["none"] and not set(parts) <= set(ALWAYS_ACTIVE):
-            raise ValueError(
-                f"--bcd-always-active {self.bcd_always_active}: must be none, or a comma-separated list of "
-                f"{', '.join(ALWAYS_ACTIVE)}"
-            )
-        return frozenset(parts) - {"none"}
+            return frozenset(ALWAYS_ACTIVE if is_all else ()) - self.frozen
+        return _parts("--bcd-always-active", self.bcd_always_active, ALWAYS_ACTIVE)
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The entries of --bcd-frozen. Raises ValueError for one not in FROZEN."""
+        return _parts("--bcd-frozen", self.bcd_frozen, FROZEN)
+
+
+def _parts(flag: str, value: str, choices: tuple[str, ...]) -> frozenset[str]:
+    parts = value.split(",")
+    if parts != ["none"] and not set(parts) <= set(choices):
+        raise ValueError(f"{flag} {value}: must be none, or a comma-separated list of {', '.join(choices)}")
+    return frozenset(parts) - {"none"}

@@ -40,8 +40,8 @@ class ActiveBlock:
     nothing of the block.
 
     `dispose` saves to host memory (`kept`) the moments, if --bcd-optimizer-state is host, and what 16-bit weights lack
-    of their main parameters; the next `build` of the block restores it. The state of always-active parameters and
-    fp16's loss scale continue from phase to phase.
+    of their main parameters, if --bcd-main-params is host; the next `build` of the block restores it. The state of
+    always-active parameters and fp16's loss scale continue from phase to phase.
     """
 
     def __init__(self, *, model: torch.nn.Module, config: RunConfig, partition: Partition, stage: int) -> None:
@@ -54,7 +54,10 @@ class ActiveBlock:
         """--log-num-zeros-in-grad: of the last step; None if it was skipped."""
         self.wrapped: DistributedDataParallel | None = None
         self.optimizer: MegatronOptimizer | None = None
-        self.kept = BlockStateStore(keeps_moments=config.bcd.bcd_optimizer_state == "host")
+        self.kept = BlockStateStore(
+            keeps_moments=config.bcd.bcd_optimizer_state == "host",
+            keeps_main_params=config.bcd.bcd_main_params == "host",
+        )
         self.matrices = build_matrix_optimizer(config, model, self.parameters)
         """Steps resting matrices and Muon's; None where there are none of both."""
         self._config = config

@@ -55,12 +55,13 @@ class KeptShard:
 class BlockStateStore:
     """Optimizer state of this rank between phases.
 
-    `keeps_moments` is --bcd-optimizer-state host: moments and main parameters are kept. Otherwise (reset) main
-    parameters only. Host memory is allocated at a block's first `save` and reused by later ones.
+    `keeps_moments` is --bcd-optimizer-state host, `keeps_main_params` is --bcd-main-params host. Host memory is
+    allocated at a block's first `save` and reused by later ones.
     """
 
-    def __init__(self, *, keeps_moments: bool) -> None:
+    def __init__(self, *, keeps_moments: bool, keeps_main_params: bool = True) -> None:
         self.keeps_moments = keeps_moments
+        self.keeps_main_params = keeps_main_params
         self._blocks: dict[int, dict[str, KeptShard]] = {}
         self._always_active: dict[str, _WholeState] = {}
 
@@ -80,12 +81,15 @@ class BlockStateStore:
         The main parameters of those in `without_main_param` are kept elsewhere.
         """
         previous = self._blocks.get(block, {})
-        self._blocks[block] = {
-            name: self._save_shard(
-                shard, previous.get(name), has_main_param=shard.has_own_main_param and name not in without_main_param
-            )
+        with_main_param = {
+            name
             for name, shard in shards.items()
-            if self.keeps_moments or (shard.has_own_main_param and name not in without_main_param)
+            if self.keeps_main_params and shard.has_own_main_param and name not in without_main_param
+        }
+        self._blocks[block] = {
+            name: self._save_shard(shard, previous.get(name), has_main_param=name in with_main_param)
+            for name, shard in shards.items()
+            if self.keeps_moments or name in with_main_param
         }
         device.synchronize()
 

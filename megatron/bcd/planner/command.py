@@ -64,7 +64,7 @@ def method_flags(recipe: Recipe) -> list[str]:
     if recipe.has_blocks:
         layout = recipe.partition.layout
         preset = "" if recipe.method == "bcd" else f"--bcd-preset {PRESET_OF[recipe.method]} "
-        number = DEFAULT_NUM_BLOCKS if recipe.num_blocks is None else recipe.num_blocks
+        number = DEFAULT_NUM_BLOCKS if recipe.asked_blocks is None else recipe.asked_blocks
         blocks = "" if layout == "stage" else f"--bcd-num-blocks {number} "
         return [f"{preset}{blocks}--bcd-layout {layout}"]
     flags = ["--bcd-num-blocks 1 --bcd-schedule stock"]

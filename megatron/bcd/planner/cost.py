@@ -74,16 +74,18 @@ def host_state_bytes(
     num_kept: int,
     precision: str,
     moments: float,
+    main_params: bool = True,
     data_parallel_size: int = 1,
     distributed_optimizer: bool = False,
 ) -> int:
     """Host memory in bytes of a rank that keeps state of ``num_kept`` parameters between their phases.
 
-    ``moments`` is the bytes per parameter that --bcd-optimizer-state keeps, 0 with reset. In bf16, 2 bytes restore the
+    ``moments`` is the bytes per parameter that --bcd-optimizer-state keeps, 0 with reset; ``main_params`` whether
+    --bcd-main-params is host. In bf16, 2 bytes restore the
     main parameter; in fp16 it is kept whole. The one bf16 main parameter in some 100,000 that is stored in full is not
     counted.
     """
-    kept = moments + {"fp32": 0, "bf16": 2, "fp16": 4}[precision]
+    kept = moments + main_params * {"fp32": 0, "bf16": 2, "fp16": 4}[precision]
     return math.ceil(kept * num_kept / (data_parallel_size if distributed_optimizer else 1))
 
 
@@ -276,7 +278,7 @@ def llama(
 
 def stage_parameters(shape: ModelShape, partition: Partition, *, padded_vocab_size: int) -> tuple[int, ...]:
     """Parameters that each pipeline stage holds at tensor-parallel size 1, the tied head's copy included."""
-    alone = replace(partition, always_active=frozenset(), has_active_block=True)
+    alone = replace(partition, always_active=frozenset(), frozen=frozenset(), has_active_block=True)
     per_block = [
         active_parameters(shape, alone, block, padded_vocab_size=padded_vocab_size)
         for block in range(partition.num_blocks)
@@ -289,13 +291,12 @@ def active_parameters(
 ) -> tuple[int, ...]:
     """Parameters of each pipeline stage that are active in the block's phase, at tensor-parallel size 1.
 
-    Resting layers are not active: their matrices are updated without state.
+    Resting layers are not active: their matrices are updated without state. Nor is what --bcd-frozen names.
     """
     assert (shape.num_layers, shape.tied) == (partition.num_layers, partition.tied)
     last = partition.num_stages - 1
-    counts = [
-        len(partition.active_layers(block, stage)) * shape.layer_parameters for stage in range(partition.num_stages)
-    ]
+    of_layer = shape.layer_parameters - 2 * shape.norm_parameters * ("norms" in partition.frozen)
+    counts = [len(partition.active_layers(block, stage)) * of_layer for stage in range(partition.num_stages)]
     of_other_layers = 2 * shape.norm_parameters * partition.norms_always_active
     of_other_layers += shape.layer_biases * ("biases" in partition.always_active)
     for stage in range(partition.num_stages):

@@ -20,8 +20,10 @@ PAPER = Multiplier(value=2.44, source="the paper's two GPT-2 runs")
 PRETRAIN = Multiplier(value=0.53, source="GPTs of 0.7 to 3.2 M parameters, docs/learning.md; none larger measured")
 """At most that, in steps to full Adam's loss (studies/gpt_10_minutes.md, studies/gpt_frontier_small.md); at most 0.47
 in studies/gpt_headline.md."""
+FINETUNE = Multiplier(value=1.0, source="equal epochs, as BAdam, LISA and BREAD report")
+"""arXiv 2404.02827, 2403.17919 and ICML 2025's BREAD fine-tune as many epochs as full Adam."""
 FULL = Multiplier(value=1.0, source="full training")
-_OF_METHOD = {"bcd": PAPER, "pretrain": PRETRAIN}
+_OF_METHOD = {"bcd": PAPER, "pretrain": PRETRAIN, "finetune": FINETUNE}
 
 
 def multiplier_of(method: str, num_blocks: int, given: float | None = None) -> Multiplier:
@@ -37,6 +39,8 @@ def multiplier_of(method: str, num_blocks: int, given: float | None = None) -> M
     at_three = known if given is None else Multiplier(value=given, source="--bf-multiplier")
     if method == "bcd":
         return Multiplier(value=multiplier_at(num_blocks, at_three.value), source=at_three.source)
+    if method == "finetune":
+        return at_three
     if given is None and num_blocks != DEFAULT_NUM_BLOCKS:
         return Multiplier(value=known.value, source=f"{known.source}; taken from three blocks")
     return at_three

@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 
+from megatron.bcd.blocks.check_partition import with_tied_parts
 from megatron.bcd.blocks.partition import Partition, partition
 from megatron.bcd.config import PLANNED_LAYOUTS, BcdConfig
 from megatron.bcd.config.presets import PRESETS
 from megatron.bcd.planner.cost import PRECISIONS, ModelShape, layer_work
 from megatron.bcd.planner.tables import Cluster, Model
 
-PRESET_OF = {"bcd": "paper", "pretrain": "pretrain"}
+PRESET_OF = {"bcd": "paper", "pretrain": "pretrain", "finetune": "finetune"}
 """The --bcd-preset of each method of block coordinate descent."""
-METHODS = ("bcd", "pretrain", "full", "offload")
-"""Block coordinate descent as in the paper; with --bcd-preset pretrain; full training; full training with the optimizer
-on the host."""
+METHODS = ("bcd", "pretrain", "finetune", "full", "offload")
+"""Block coordinate descent as in the paper; with --bcd-preset pretrain or finetune; full training; full training with
+the optimizer on the host."""
 RECOMPUTE = ("none", "full")
 MAX_GPUS, MAX_BATCH, MAX_TOKENS = 4096, 2**17, 2**24
 """Larger values are taken for typing errors."""
@@ -52,6 +53,8 @@ class Recipe:
     """For methods with blocks; None: the default."""
     layout: str | None = None
     """None: the preset's."""
+    frozen: frozenset[str] | None = None
+    """--bcd-frozen; None: the preset's."""
     precision: str = "fp32"
     sequence: int | None = None
     """None: the model's default."""
@@ -198,12 +201,25 @@ class Recipe:
         return _layer_counts(
             self.model.layers,
             self.pipeline_size,
-            self.num_blocks if self.has_blocks else 1,
+            self.asked_blocks if self.has_blocks else 1,
             self.layout or bcd.bcd_layout if self.has_blocks else "spread",
             self.shape.tied,
-            bcd.always_active,
+            self._frozen_parts,
+            bcd.always_active - self._frozen_parts,
             bcd.bcd_resting_layers if bcd.bcd_resting_update != "none" else "none",
         )
+
+    @property
+    def asked_blocks(self) -> int | None:
+        """--bcd-num-blocks; preset finetune's is the number of layers of a stage. None: the default."""
+        if self.method == "finetune" and self.num_blocks is None and self.layout != "stage":
+            return max(1, self.model.layers // self.pipeline_size)
+        return self.num_blocks
+
+    @property
+    def _frozen_parts(self) -> frozenset[str]:
+        parts = self.bcd.frozen if self.frozen is None else self.frozen
+        return with_tied_parts(parts, tied=self.shape.tied)
 
 
 @lru_cache
@@ -220,6 +236,7 @@ def _layer_counts(
     num_blocks: int | None,
     layout: str,
     tied: bool,
+    frozen: frozenset[str],
     always_active: frozenset[str],
     resting: str,
 ) -> LayerCounts:
@@ -229,6 +246,7 @@ def _layer_counts(
         num_blocks=num_blocks,
         layout=layout,
         tied=tied,
+        frozen=frozen,
         always_active=always_active,
         resting=resting,
     )

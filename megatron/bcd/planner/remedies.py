@@ -17,6 +17,7 @@ _OTHERS = {
     "offload": ("pretrain", "bcd"),
     "bcd": ("pretrain", "offload"),
     "pretrain": ("offload", "bcd"),
+    "finetune": ("offload",),
 }
 """Other methods, the nearest first."""
 

@@ -75,7 +75,7 @@ def summarize(
             implementation.describe(),
             *_describe_context(config, implementation),
             *_describe_preset(config),
-            *_describe_resting(config),
+            *_describe_other_blocks(config, partition, one_replica),
             *_describe_kept_state(config, partition, ranks),
             *_describe_offload(config, max(rank["num_parameters"] for rank in ranks), num_replicas),
             *_describe_pipeline(config, partition),
@@ -169,6 +169,7 @@ def _this_rank(partition: Partition, model: torch.nn.Module, *, is_muon: bool) -
         "num_of_tokens": sum(
             size for name, size in sizes.items() if name.endswith(("word_embeddings.weight", "output_layer.weight"))
         ),
+        "num_frozen": sum(sizes[name] for name, one in owned.items() if one.is_frozen),
         "num_kept": sum(sizes[name] for name in between if name not in matrices),
         "num_kept_matrix": sum(sizes[name] for name in between if name in matrices),
         "tied_copy": 0
@@ -222,6 +223,20 @@ def _describe_preset(config: RunConfig) -> tuple[str, ...]:
     return (f"preset {name}: {' '.join(flags)}{differs}",)
 
 
+def _describe_other_blocks(
+    config: RunConfig, partition: Partition, one_replica: Sequence[Mapping[str, Any]]
+) -> tuple[str, ...]:
+    """What is not trained with the active block, and how."""
+    resting = _describe_resting(config)
+    if not partition.frozen:
+        return resting
+    num_frozen = sum(rank["num_frozen"] for rank in one_replica)
+    return (
+        f"no phase trains {', '.join(sorted(partition.frozen))} (--bcd-frozen), {num_frozen:,} parameters",
+        *resting,
+    )
+
+
 def _describe_resting(config: RunConfig) -> tuple[str, ...]:
     bcd = config.bcd
     if bcd.bcd_resting_update == "none":
@@ -250,7 +265,13 @@ def _describe_kept_state(
         "distributed_optimizer": config.training.use_distributed_optimizer or optimizer == "muon",
     }
     bytes_by_rank = [
-        cost.host_state_bytes(num_kept=rank["num_kept"], precision=config.precision, moments=moments, **sharding)
+        cost.host_state_bytes(
+            num_kept=rank["num_kept"],
+            precision=config.precision,
+            moments=moments,
+            main_params=config.bcd.bcd_main_params == "host",
+            **sharding,
+        )
         # what matrices lack of their main parameters stays on the device
         + cost.host_state_bytes(num_kept=rank["num_kept_matrix"], precision="fp32", moments=of_matrices, **sharding)
         for rank in ranks
@@ -258,7 +279,7 @@ def _describe_kept_state(
     if partition.num_blocks == 1 or config.training.skip_train or not max(bytes_by_rank):
         return ()
     kept = ["the optimizer's moments"] if is_host and (moments or of_matrices) else []
-    if any(rank["num_kept"] for rank in ranks):
+    if any(rank["num_kept"] for rank in ranks) and config.bcd.bcd_main_params == "host":
         low = {"fp32": [], "bf16": ["the low 16 bits of main parameters"], "fp16": ["main parameters"]}
         kept += low[config.precision]
     return (f"kept in host memory between phases: {' and '.join(kept)}, {max(bytes_by_rank):,} bytes per rank",)

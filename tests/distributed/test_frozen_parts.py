@@ -1,0 +1,210 @@
+"""--bcd-frozen: parameters that no phase trains; one layer a block; --bcd-main-params."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import resumed_runs, worlds
+from support.dist import World
+
+from megatron.bcd.config import RunConfig
+from megatron.bcd.model.builder import unwrap_model
+
+Flags = Callable[..., dict[str, Any]]
+TENSOR2 = {"world_size": 2, "tensor_model_parallel_size": 2}
+PIPELINE2 = {"world_size": 2, "pipeline_model_parallel_size": 2}
+CUTS: dict[str, dict[str, Any]] = {"data2": {"world_size": 2}, "tensor2": TENSOR2, "pipeline2": PIPELINE2}
+TOLERANCE = 2e-5
+UNTIED = {"untie_embeddings_and_output_weights": True}
+FROZEN: dict[str, dict[str, Any]] = {
+    "tied": {"bcd_frozen": "embedding"},
+    "untied": {"bcd_frozen": "embedding,norms"} | UNTIED,
+}
+
+
+def is_named(name: str, parts: set[str]) -> bool:
+    """Whether the parameter is one of these parts."""
+    return (
+        ("embedding" in parts and name.startswith("embedding."))
+        or ("head" in parts and name.startswith("output_layer."))
+        or ("norms" in parts and "layernorm" in name)
+    )
+
+
+@pytest.fixture(scope="module", params=FROZEN)
+def frozen(request: pytest.FixtureRequest, world1: World, initial_weights: Flags) -> dict[str, Any]:
+    """Flags, and the run of one rank with the blocks of two stages."""
+    flags = initial_weights(**FROZEN[request.param]) | {"bcd_num_blocks": 3, "train_iters": 6, "bcd_order": "random"}
+    return {"flags": flags, "one": world1.run(worlds.train_run, worlds.run_config(**flags), blocks_of_stages=2)[0]}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_every_layout_takes_the_same_steps(world2: World, frozen: dict[str, Any], cut: str) -> None:
+    """A frozen embedding whose copy moves, or whose reduction one rank leaves out; a gradient that is lost with it."""
+    stages = {} if cut == "pipeline2" else {"blocks_of_stages": 2}
+    for rank in world2.run(worlds.train_run, worlds.run_config(**frozen["flags"] | CUTS[cut]), **stages):
+        assert rank["blocks"] == frozen["one"]["blocks"] and len(set(rank["blocks"])) == 3
+        assert rank["losses"] == pytest.approx(frozen["one"]["losses"], rel=TOLERANCE)
+        assert rank["grad_norms"] == pytest.approx(frozen["one"]["grad_norms"], rel=50 * TOLERANCE)
+
+
+def what_there_is(config: RunConfig) -> dict[str, Any]:
+    """By step: the block, names that changed, names with a gradient buffer; and what the banner says."""
+    steps: list[dict[str, Any]] = []
+    first: dict[str, torch.Tensor] = {}
+
+    def look(one: worlds.RecordedRun) -> None:
+        named = dict(unwrap_model(one.model).named_parameters())
+        steps.append(
+            {
+                "block": one.results[-1]["block"],
+                "changed": worlds.same_bits(worlds.weights_of(one.model), first),
+                "buffered": [name for name, one in named.items() if hasattr(one, "main_grad")],
+                "stepped": sum(main_param.numel() for main_param in worlds.masters_of(one)),
+            }
+        )
+
+    with worlds.started(
+        config, after_build=lambda one: first.update(worlds.weights_of(one.model)), after_step=look
+    ) as one:
+        one.run()
+        sizes = {name: parameter.numel() for name, parameter in unwrap_model(one.model).named_parameters()}
+        return {"steps": steps, "sizes": sizes, "notes": one.recorder.summary.notes}
+
+
+@pytest.mark.parametrize("parts", ["embedding", "embedding,head", "norms", "head"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_frozen_parts_have_no_gradient_and_no_state(world1: World, text_data: str, parts: str, precision: str) -> None:
+    """A frozen part that is stepped, decayed, or that costs memory in the phase of the block next to it; a part that
+    stays frozen though it was not named."""
+    flags = {"num_layers": 3, "train_iters": 3, "bf16": precision == "bf16", "weight_decay": 0.1} | UNTIED
+    found = world1.run(what_there_is, worlds.run_config(data_path=text_data, bcd_frozen=parts, **flags))[0]
+    frozen = {name for name in found["sizes"] if is_named(name, set(parts.split(",")))}
+    trained: set[str] = set()
+    for step in found["steps"]:
+        assert frozen.isdisjoint(step["buffered"]) and set(step["changed"]) <= set(step["buffered"])
+        assert step["stepped"] == sum(found["sizes"][name] for name in step["buffered"])
+        trained |= set(step["buffered"])
+    assert trained == set(found["sizes"]) - frozen and frozen
+    number = sum(found["sizes"][name] for name in frozen)
+    assert any("--bcd-frozen" in note and f"{number:,}" in note for note in found["notes"])
+
+
+def inputs_with_a_gradient(config: RunConfig) -> list[tuple[int, list[int], int]]:
+    """By step: the block, layers whose input receives a gradient, and bytes that autograd saved."""
+    layers: list[int] = []
+    steps: list[tuple[int, list[int], int]] = []
+
+    def watch(one: worlds.RecordedRun) -> None:
+        for number, layer in enumerate(unwrap_model(one.model).decoder.layers):
+
+            def note(_: Any, args: Any, kwargs: dict[str, Any], number: int = number) -> None:
+                states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+                if states.requires_grad and not states.is_leaf:
+                    states.register_hook(lambda _, number=number: layers.append(number))
+
+            layer.register_forward_pre_hook(note, with_kwargs=True)
+
+    def look(one: worlds.RecordedRun) -> None:
+        steps.append((one.results[-1]["block"], sorted(set(layers)), 0))
+        layers.clear()
+
+    with worlds.started(config) as one:
+        watch(one)
+        one.hooks["after_step"] = look
+        one.run()
+        saved = [max(step.saved_activation_bytes) for step in one.recorder.steps]
+    return [(block, held, size) for (block, held, _), size in zip(steps, saved, strict=True)]
+
+
+@pytest.mark.parametrize("layout", ["spread", "strided", "submodel"])
+def test_backward_ends_at_the_lowest_active_layer(world1: World, text_data: str, layout: str) -> None:
+    """A backward pass down to a frozen embedding; a block of one layer that trains another layer."""
+    flags = {"num_layers": 4, "bcd_num_blocks": 4, "train_iters": 4, "bcd_order": "descending", "bcd_layout": layout}
+    runs = {
+        parts: world1.run(inputs_with_a_gradient, worlds.run_config(data_path=text_data, bcd_frozen=parts, **flags))[0]
+        for parts in ("embedding", "none")
+    }
+    assert [step[:2] for step in runs["embedding"]] == [(block, [*range(block + 1, 4)]) for block in (3, 2, 1, 0)]
+    assert [step[:2] for step in runs["none"]] == [(3, []), (2, [3]), (1, [2, 3]), (0, [0, 1, 2, 3])]
+    sizes = {parts: [size for *_, size in steps] for parts, steps in runs.items()}
+    # the tied head, frozen in each phase, keeps no input: in block 0's that is a difference
+    assert sizes["embedding"][:3] == sizes["none"][:3] and sizes["embedding"][3] < sizes["none"][3]
+
+
+OF_DATA2 = {"bcd_order": "descending", "bcd_optimizer_state": "host", "bcd_frozen": "norms"}
+OF_PIPELINE2 = {"bcd_layout": "submodel", "bcd_num_blocks": 2}
+
+
+@pytest.mark.parametrize(
+    ("cut", "more", "main_params"),
+    [
+        ("data2", OF_DATA2, "drop"),
+        ("pipeline2", OF_PIPELINE2, "host"),
+        pytest.param("data2", OF_DATA2, "host", marks=pytest.mark.long),
+        pytest.param("pipeline2", OF_PIPELINE2, "drop", marks=pytest.mark.long),
+    ],
+)
+def test_resumed_is_uninterrupted(
+    world2: World, text_data: str, tmp_path: Path, cut: str, more: dict[str, Any], main_params: str
+) -> None:
+    """State of a frozen part that a checkpoint lacks or wants; main parameters that come back though they were
+    dropped."""
+    flags = {"bcd_preset": "finetune", "num_layers": 4, "bcd_num_blocks": None, "bcd_steps_per_block": 2} | CUTS[cut]
+    config = worlds.run_config(
+        data_path=text_data, bf16=True, train_iters=11, bcd_main_params=main_params, **flags | more
+    )
+    # inside a phase, and in the second cycle at a switch
+    assert world2.run(resumed_runs.stopped_and_resumed, config, (3, 10), str(tmp_path)) == [[], []]
+
+
+def test_resumed_with_another_set(world1: World, text_data: str, tmp_path: Path) -> None:
+    """A checkpoint without the state of a part that is trained now: an error in the middle of loading."""
+    flags = {"data_path": text_data, "train_iters": 4, "bf16": True, "bcd_optimizer_state": "host"}
+    for before, after in (("embedding", "none"), ("none", "norms")):
+        root = str(tmp_path / f"{before}_{after}")
+        first = worlds.run_config(**flags, bcd_frozen=before)
+        world1.run(resumed_runs.one_part, resumed_runs.with_checkpoints(first, save=root, exit_interval=2))
+        second = resumed_runs.with_checkpoints(worlds.run_config(**flags, bcd_frozen=after), load=root)
+        found = world1.run(resumed_runs.one_part, second)[0]
+        assert found["blocks"] == [0, 1] and found["iteration"] == 4, "the cycle starts again"
+        assert any("their optimizer state is not loaded" in line for line in found["warnings"])
+        assert any("--bcd-frozen" in line for line in found["warnings"] + found["notes"])
+
+
+def host_bytes_and_start(config: RunConfig) -> tuple[list[int], list[bool]]:
+    """Host memory by step, and by phase of the second cycle whether each main parameter starts as its weight."""
+    starts: list[bool] = []
+
+    def compare(one: worlds.RecordedRun) -> None:
+        shards = one.active.own_shards().values()
+        starts.append(all(torch.equal(shard.main_param.flatten(), shard.weight.float()) for shard in shards))
+
+    with worlds.started(config, after_build=compare) as one:
+        one.run()
+        return [step.host_state_bytes[0] for step in one.recorder.steps], starts[3:]
+
+
+def test_main_params_that_are_dropped(world1: World, text_data: str) -> None:
+    """Low bits that are kept all the same, or that are lost though they should be kept."""
+    flags = {"data_path": text_data, "num_layers": 3, "bf16": True, "train_iters": 6, "bcd_frozen": "embedding"}
+    kept, starts = world1.run(host_bytes_and_start, worlds.run_config(**flags))[0]
+    assert min(kept[3:]) > 0 and not any(starts)
+    kept, starts = world1.run(host_bytes_and_start, worlds.run_config(**flags, bcd_main_params="drop"))[0]
+    assert set(kept) == {0} and len(starts) == 3 and all(starts)
+
+
+def test_model_state_of_preset_finetune(world1: World, text_data: str) -> None:
+    """Model state of full training in one phase: one layer a block is 2 + 16 / M bytes per parameter in bf16, and the
+    frozen embedding 2."""
+    flags = {"data_path": text_data, "num_layers": 8, "bf16": True, "bcd_num_blocks": None}
+    finetune = worlds.run_config(**flags, bcd_preset="finetune", bcd_steps_per_block=1, train_iters=8)
+    assert finetune.bcd.bcd_num_blocks == 8
+    found = world1.run(worlds.train_run, finetune)[0]
+    full = world1.run(worlds.train_run, worlds.run_config(**flags | {"bcd_num_blocks": 1}, train_iters=1))[0]
+    assert set(found["blocks"]) == set(range(8))
+    assert max(map(max, found["model_state_bytes"])) <= 0.25 * max(map(max, full["model_state_bytes"]))
