@@ -46,7 +46,7 @@ def _check_epochs(run: Run) -> None:
 
 
 def _spelled(field: str, given: Mapping[str, Any]) -> str:
-    return "--no-sft-packing" if field == "sft_packing" and not given[field] else flag_name(field)
+    return "--no-sft-packing" if field == "sft_packing" and not given.get(field, True) else flag_name(field)
 
 
 def _is_number(word: str) -> bool:
