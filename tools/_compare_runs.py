@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -133,24 +136,56 @@ class CannotRun(RuntimeError):
         self.for_want_of_memory = for_want_of_memory
 
 
-def run(argv: list[str], log: Path, *, threads: int) -> None:
-    """Start, wait, and leave no process, however it ends. Raises CannotRun where it does not end well."""
+def run(
+    argv: list[str],
+    log: Path,
+    *,
+    threads: int,
+    environment: Mapping[str, str] | None = None,
+    seconds: float | None = None,
+    until: Callable[[], bool] | None = None,
+) -> None:
+    """Start, wait, and leave no process, however it ends. Raises CannotRun where it does not end well.
+
+    `environment`: variables beside those of this process. `seconds`: a limit. `until`: asked again and again; as soon
+    as it is true everything is killed, and that is a good end; the run must not end before.
+    """
     with open(log, "wb") as output:
         process = subprocess.Popen(
             argv,
             cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"} | dict(environment or {}),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # an interrupt at the terminal is for this tool: it ends them
         )
         try:
-            code = process.wait()
+            code = _wait(process, seconds=seconds, until=until)
+        except subprocess.TimeoutExpired:
+            raise CannotRun(f"did not end within {seconds:.0f} s; see {log}") from None
         finally:
             _end(process)
+    if code is None:
+        return
+    if until is not None and code == 0:
+        raise CannotRun("ended before it could be killed")
     if code != 0:
         raise _failure(code, log.read_text(encoding="utf-8", errors="replace"))
+
+
+def _wait(process: subprocess.Popen[bytes], *, seconds: float | None, until: Callable[[], bool] | None) -> int | None:
+    """The exit code; None once `until` is true. Raises subprocess.TimeoutExpired."""
+    if until is None:
+        return process.wait(seconds)
+    deadline = time.monotonic() + (math.inf if seconds is None else seconds)
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            return process.returncode
+        if until():
+            return None
+        time.sleep(0.01)
+    raise subprocess.TimeoutExpired(process.args, seconds or 0.0)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

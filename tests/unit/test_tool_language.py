@@ -24,6 +24,7 @@ TOOLS = sorted(
 )
 PARSERS = {
     "benchmark": "parse",
+    "check_machine": "parse_arguments",
     "compare": "parse_arguments",
     "compare_runs": "parse_arguments",
     "convert_checkpoint": "parse_arguments",

@@ -1,0 +1,59 @@
+"""tools/check_machine.py as a user starts it. What it judges: unit/test_check_machine.py, with made-up runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import _check_walks
+import pytest
+from _check_runs import flags_of, read_run
+from support.forked_runs import ForkedRuns
+
+FIGURES = "tools/check_machine_figures.json"
+
+
+def checked(root: Path, folder: Path, *words: str) -> dict[str, dict[str, Any]]:
+    """By part, of a machine on which nothing fails."""
+    report = folder / "report.json"
+    command = [sys.executable, "tools/check_machine.py", "--json", str(report), "--output", str(folder / "out"), *words]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {check["part"]: check for check in json.loads(report.read_text())["checks"]}
+
+
+def test_what_is_found(repo_root: Path, tmp_path: Path) -> None:
+    """A part of this machine that fails, or torch that the tool cannot ask."""
+    found = checked(repo_root, tmp_path, "--no-self-test")
+    assert found["torch"]["figures"]["torch"] and found["self-test"]["verdict"] == "SKIP"
+
+
+@pytest.mark.parametrize("name", ["spread", "prefix_cache"])
+def test_figures_are_of_today(repo_root: Path, tmp_path: Path, runs: ForkedRuns, name: str) -> None:
+    """Committed figures that this commit does not meet, or flags that it does not know."""
+    figures = json.loads((repo_root / FIGURES).read_text())
+    place = figures["bcd"][name] if name in figures["bcd"] else figures[name]
+    data = {"data_path": _check_walks.write(tmp_path), "micro_batch_size": 2}
+    draw = {"train_iters": 1, "eval_iters": 0, "lr": 1e-30, "min_lr": 0, "lr_warmup_iters": 0, "bcd_num_blocks": 1}
+    start = figures["flags"] | data | draw | {"save": tmp_path / "weights"}
+    [drawn] = runs.run(flags_of(start), folder=tmp_path, num_ranks=1)
+    assert drawn.code == 0, drawn.stderr
+    files = {"load": tmp_path / "weights", "finetune": True, "metrics_file": tmp_path / "metrics.jsonl"}
+    [done] = runs.run(flags_of(figures["flags"] | data | place["flags"] | files), folder=tmp_path, num_ranks=1)
+    assert done.code == 0, done.stderr
+    assert read_run(tmp_path / "metrics.jsonl").losses == pytest.approx(place["1"]["loss"], rel=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_self_test(repo_root: Path, tmp_path: Path, num_ranks: int) -> None:
+    """A part that fails on a machine without a fault."""
+    found = checked(repo_root, tmp_path, "--num-ranks", str(num_ranks), "--calibrate")
+    verdicts = {part: check["verdict"] for part, check in found.items()}
+    left_out = {"offload"} | ({"tensor parallel", "link"} if num_ranks == 1 else set())
+    assert {part for part in [*verdicts][[*verdicts].index("start") :] if verdicts[part] == "SKIP"} == left_out
+    assert (tmp_path / "out" / "clusters.csv").read_text().splitlines()[-1].startswith("this-machine,")

@@ -1,0 +1,361 @@
+"""tools/check_machine.py: a broken part fails under its own name, with a remedy. Runs and rates are made up here."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import _check_calibrate as calibrate
+import _check_installed as installed
+import check_machine
+import pytest
+from _check_result import FAIL, PASS, SKIP, Check
+from _check_runs import Line, Run, Runner
+from _check_self_test import SelfTest
+from _compare_runs import CannotRun
+from _compare_runs import run as start
+
+from megatron.bcd.planner.tables import choose, read_clusters
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = ROOT / "examples" / "clusters.csv"
+PROBED = {
+    "torch": "2.13.0",
+    "cuda": None,
+    "has_cuda": False,
+    "nccl": None,
+    "gpus": [],
+    "transformer_engine": {"is_absent": True, "error": ""},
+    "apex": {"is_absent": True, "error": ""},
+    "cores": 2,
+}
+GPU = {"name": "NVIDIA GeForce RTX 4090", "memory_gib": 23.6, "capability": "8.9", "peers": []}
+RATES = {
+    "device": "cpu",
+    "num_ranks": 2,
+    "links": {"by_pair": {"0-1": 1.5}, "all_reduce": 0.75},
+    "framework_bytes": 2**28,
+    "device_bytes": 2**33,
+    "matrix_products": {"fp32": {"256": 0.02, "512": 0.04, "1024": 0.05}, "bf16": {"256": 0.01, "1024": 0.02}},
+    "memory": {"copy": 10.0, "element_wise": 4.0},
+    "host_optimizer": 2.0,
+}
+
+
+def figures() -> dict[str, Any]:
+    return check_machine.read_figures(check_machine.FIGURES)
+
+
+def only_failure(checks: list[Check]) -> Check:
+    [check] = [check for check in checks if check.verdict == FAIL]
+    assert check.remedy, "what to do is not said"
+    return check
+
+
+class Recorded(Runner):
+    """Runs that end as the figures say; the killed one leaves a checkpoint."""
+
+    def prepare(self) -> None: ...
+
+    def train(self, name: str, flags: Mapping[str, Any], *, until: Any = None) -> Run:
+        if name == "killed":
+            return Run(steps=(), validation_loss={})
+        expected = figures()
+        layout = flags.get("bcd_layout", "")
+        place = expected["stock"] if flags["bcd_num_blocks"] == 1 else expected["bcd"].get(layout, {}).get("2")
+        place = expected["prefix_cache"]["2"] if "bcd_sample_ratio" in flags else place
+        steps = [
+            Line(loss=loss, grad_norm=norm, raw=self._line(index + 1, flags))
+            for index, (loss, norm) in enumerate(zip(place["loss"], place["grad_norm"], strict=True))
+        ]
+        return Run(
+            steps=tuple(steps[4:] if name == "resumed" else steps),
+            validation_loss=place.get("validation_loss", {}),
+        )
+
+    def _line(self, iteration: int, flags: Mapping[str, Any]) -> dict[str, Any]:
+        phase = (iteration - 1) // flags.get("bcd_steps_per_block", 100)
+        state = SelfTest(runner=self, expected=figures(), fp32="fp32").planned_state()
+        return {
+            "iteration": iteration,
+            "cycle": phase // 2,
+            "block": phase % 2,
+            "model_state_bytes": state[phase % 2],
+            "prefix_cache_hits": 8,
+        }
+
+
+def self_test(tmp_path: Path, expected: dict[str, Any], kind: type[Runner] = Recorded) -> list[Check]:
+    runner = kind(folder=tmp_path, num_ranks=2, on_gpu=False, flags=expected["flags"])
+    return list(SelfTest(runner=runner, expected=expected, fp32="fp32").checks())
+
+
+def test_a_machine_that_holds(tmp_path: Path) -> None:
+    """A part that fails whatever it is given, or is not tried."""
+    verdicts = {check.part: check.verdict for check in self_test(tmp_path, figures())}
+    assert verdicts.pop("offload") == SKIP
+    assert set(verdicts.values()) == {PASS} and len(verdicts) == 11, verdicts
+
+
+@pytest.mark.parametrize(
+    ("places", "part"),
+    [
+        (("stock", "loss"), "one block"),
+        (("stock", "validation_loss", "6"), "one block"),
+        (("bcd", "strided", "2", "loss"), "layout strided"),
+        (("bcd", "interleaved", "2", "grad_norm"), "layout interleaved"),
+        (("prefix_cache", "2", "loss"), "prefix cache"),
+    ],
+)
+def test_a_corrupted_expectation(tmp_path: Path, places: tuple[str, ...], part: str) -> None:
+    """A comparison that passes whatever the figures are."""
+    expected = figures()
+    *folders, last = places
+    place: Any = expected
+    for name in folders:
+        place = place[name]
+    if isinstance(place[last], list):
+        place[last][-1] *= 1.01
+    else:
+        place[last] *= 1.01
+    failures = [check for check in self_test(tmp_path, expected) if check.verdict == FAIL]
+    assert failures and all(check.part.startswith(part) or check.part == "tensor parallel" for check in failures)
+    assert failures[0].part == part and failures[0].remedy
+
+
+class Leaking(Recorded):
+    """A switch that leaves the old block's optimizer where it was."""
+
+    def _line(self, iteration: int, flags: Mapping[str, Any]) -> dict[str, Any]:
+        line = super()._line(iteration, flags)
+        return line | {"model_state_bytes": [int(1.2 * count) for count in line["model_state_bytes"]]}
+
+
+class Forgetful(Recorded):
+    """A resumed run that has lost a bit."""
+
+    def train(self, name: str, flags: Mapping[str, Any], *, until: Any = None) -> Run:
+        run = super().train(name, flags, until=until)
+        if name != "resumed":
+            return run
+        last = run.steps[-1]
+        return Run(
+            steps=(*run.steps[:-1], Line(loss=last.loss + 1e-6, grad_norm=last.grad_norm, raw=last.raw)),
+            validation_loss={},
+        )
+
+
+class Uncached(Recorded):
+    """A cache that no sample comes from."""
+
+    def _line(self, iteration: int, flags: Mapping[str, Any]) -> dict[str, Any]:
+        return super()._line(iteration, flags) | {"prefix_cache_hits": 0}
+
+
+class Dying(Recorded):
+    """A run that ends in an error."""
+
+    def train(self, name: str, flags: Mapping[str, Any], *, until: Any = None) -> Run:
+        if flags.get("tensor_model_parallel_size") == 2:
+            raise CannotRun("did not end within 300 s")
+        return super().train(name, flags, until=until)
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [(Leaking, "memory at a switch"), (Forgetful, "kill and resume"), (Uncached, "prefix cache"),
+     (Dying, "tensor parallel")],
+)  # fmt: skip
+def test_a_broken_part(tmp_path: Path, kind: type[Runner], part: str) -> None:
+    """A part whose check sees nothing, or an error that ends the others."""
+    assert only_failure(self_test(tmp_path, figures(), kind)).part == part
+
+
+def test_nothing_starts(tmp_path: Path) -> None:
+    """Eleven times the same error, after eleven time limits."""
+
+    class Dead(Recorded):
+        def prepare(self) -> None:
+            raise CannotRun("torchrun is not there")
+
+    [check] = self_test(tmp_path, figures(), Dead)
+    assert (check.part, check.verdict) == ("start", FAIL)
+
+
+@pytest.mark.parametrize(
+    ("version", "package"), [(None, "numpy"), (None, "rich"), ("0.15.3", "megatron-core"), ("0.16.2", "megatron-core")]
+)
+def test_a_package(version: str | None, package: str) -> None:
+    """A missing or wrong package that is first seen as a traceback."""
+    pins = installed.pins(ROOT / "requirements.txt")
+    found = list(installed.check_packages(version_of=lambda name: version if name == package else pins[name]))
+    check = only_failure(found)
+    assert check.part == f"package {package}" and f"{package}=={pins[package]}" in check.remedy
+    assert "pytest" not in pins, "tests' packages are not for running"
+
+
+def test_torch_of_another_build() -> None:
+    """NVIDIA's own torch refused, or a torch of another release that passes unseen."""
+    pins = installed.pins(ROOT / "requirements.txt")
+
+    def verdict(version: str) -> str:
+        checks = installed.check_packages(version_of=lambda name: version if name == "torch" else pins[name])
+        return next(check.verdict for check in checks if check.part == "package torch")
+
+    assert [verdict(version) for version in ("2.13.0+cu130", "2.13.1", "2.9.0a0+nv25.9")] == [PASS, PASS, SKIP]
+
+
+def test_an_unwritable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """A self-test that trains and then can't save; a failure without its exit code, or lost from --json."""
+    monkeypatch.setattr(installed, "probe", lambda: PROBED)
+    (tmp_path / "file").write_text("")
+    report = tmp_path / "report.json"
+    assert check_machine.main(["--output", str(tmp_path / "file" / "out"), "--json", str(report)]) == 1
+    found = {check["part"]: check for check in json.loads(report.read_text())["checks"]}
+    assert [part for part, check in found.items() if check["verdict"] == FAIL] == ["folder"]
+    assert found["self-test"]["verdict"] == SKIP and "folder" in found["self-test"]["detail"]
+    assert "remedy: give one that can be written" in " ".join(capsys.readouterr().out.split())
+
+
+def test_torch_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tool itself dies of what it is to find."""
+
+    def probe() -> Any:
+        raise OSError("libcudart.so.13: cannot open shared object file")
+
+    monkeypatch.setattr(installed, "probe", probe)
+    report = tmp_path / "report.json"
+    assert check_machine.main(["--output", str(tmp_path), "--json", str(report)]) == 1
+    failures = [check for check in json.loads(report.read_text())["checks"] if check["verdict"] == FAIL]
+    assert [check["part"] for check in failures] == ["torch"] and "libcudart" in failures[0]["detail"]
+
+
+@pytest.mark.parametrize(
+    ("probed", "part"),
+    [
+        ({"gpus": [GPU, GPU | {"name": "NVIDIA T4"}]}, "gpus"),
+        ({"gpus": [GPU] * 4, "cores": 2}, "cores"),
+        ({"transformer_engine": {"is_absent": False, "error": "undefined symbol"}}, "transformer engine"),
+        ({"apex": {"is_absent": False, "error": "No module named 'amp_C'"}}, "apex"),
+    ],
+)
+def test_a_gpu_machine(monkeypatch: pytest.MonkeyPatch, probed: dict[str, Any], part: str) -> None:
+    """A broken package of kernels that is left out without a word; GPUs that wait for each other."""
+    on_gpu = PROBED | {"has_cuda": True, "nccl": "2.28.3", "cuda": "13.0", "gpus": [GPU], "cores": 64}
+    monkeypatch.setattr(installed, "_query", lambda field: "580.1")
+    assert all(check.verdict != FAIL for check in installed.check_torch(on_gpu))
+    assert only_failure(list(installed.check_torch(on_gpu | probed))).part == part
+
+
+def test_settings() -> None:
+    """A setting for debugging that makes every figure of the day worthless."""
+    usual = {"NCCL_DEBUG": "INFO", "CUDA_LAUNCH_BLOCKING": "0"}
+    assert all(check.verdict == PASS for check in installed.check_settings(usual, num_gpus=1))
+    check = only_failure(list(installed.check_settings({"CUDA_LAUNCH_BLOCKING": "1"}, num_gpus=1)))
+    assert check.part == "settings" and check.remedy == "unset CUDA_LAUNCH_BLOCKING"
+    assert installed.check_shared_memory(0.0625).verdict == FAIL  # docker's default
+
+
+def test_a_slow_link() -> None:
+    """A link that is far slower than its table says, or than any link is."""
+    known = calibrate.known_gpu(GPU["name"], read_clusters(TABLE))
+    assert known is not None and known.name == "rtx4090"
+    assert calibrate.known_gpu("NVIDIA H200", read_clusters(TABLE)) is None
+    assert calibrate.check_links(RATES, None, least=None).verdict == PASS
+    slow = RATES | {"links": {"by_pair": {"0-1": 30.0, "1-2": 0.9}, "all_reduce": 0.5}}
+    for cluster, least in ((known, None), (None, 1.0)):
+        check = calibrate.check_links(slow, cluster, least=least)
+        assert (check.part, check.verdict) == ("link", FAIL) and "ranks 1-2" in check.detail
+    one_rank = {name: value for name, value in RATES.items() if name != "links"}
+    assert calibrate.check_links(one_rank, known, least=None).verdict == SKIP
+
+
+def test_a_row_of_the_cluster_table(tmp_path: Path) -> None:
+    """A row that the planner can't read, or one more of them after each calibration."""
+    row = calibrate.row_of(RATES, gpu="a CPU", known=None, num_ranks=2)
+    for table in (TABLE, tmp_path / "clusters.csv"):
+        calibrate.write_table(table, row, tmp_path / "clusters.csv")
+    clusters = read_clusters(tmp_path / "clusters.csv")
+    assert choose(clusters, "this-machine", flag="--gpu") == row
+    assert [*clusters] == [*read_clusters(TABLE), "this-machine"]
+    assert (row.fp32_tflops, row.memory_gib, row.memory_share, row.compute_share) == (0.05, 8.0, 0.4, 0.9)
+    known = read_clusters(TABLE)["rtx4090"]
+    priced = calibrate.row_of(RATES, gpu="RTX 4090", known=known, num_ranks=2)
+    assert (priced.usd_per_gpu_hour, priced.network_gb_per_s) == (known.usd_per_gpu_hour, known.network_gb_per_s)
+
+
+def test_stock_figures_are_stocks() -> None:
+    """Figures of this project in place of stock's."""
+    base = json.loads((ROOT / "tests" / "data" / "stock_flags.json").read_text())
+    of_base, ours = base["runs"]["base"], figures()
+    for name in ("loss", "grad_norm"):
+        assert ours["stock"][name] == [line[name] for line in of_base["iterations"]]
+    assert ours["stock"]["validation_loss"] == of_base["validation_loss"]
+    flags = ours["flags"] | ours["stock"]["flags"]
+    assert {name: flags[name] for name in base["flags"] if not name.startswith("log_")} == {
+        name: value for name, value in base["flags"].items() if not name.startswith("log_")
+    }
+
+
+def test_layouts_have_figures_of_their_own() -> None:
+    """Figures that another layout would meet too; on one stage some layouts are the same."""
+    curves = [tuple(place["2"]["loss"]) for place in figures()["bcd"].values()]
+    pairs = [(one, other) for index, one in enumerate(curves) for other in curves[:index]]
+    alike = [max(abs(a / b - 1) for a, b in zip(one, other, strict=False)) < 1e-4 for one, other in pairs]
+    assert sum(alike) == 1, "with two layers on each of two stages spread and strided are one layout"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--num-ranks", "3"], "--num-ranks 3: must be 1, 2, 4 or 8"),
+        (["--figures", "/no/such/file"], "--figures /no/such/file: cannot be read"),
+        (["--json", "/no/such/folder/file"], "--json /no/such/folder/file: cannot be written"),
+        (["--onyl"], "unrecognized arguments: --onyl"),
+    ],
+)
+def test_bad_flags(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A traceback, or a flag that is ignored."""
+    monkeypatch.setattr(installed, "probe", lambda: PROBED)
+    assert check_machine.main([*words, "--output", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_number_of_ranks() -> None:
+    """GPUs that are left idle, or a batch that does not divide."""
+    arguments = check_machine.parse_arguments([])
+    given = [(0, 1), (0, 64), (1, 8), (3, 8), (8, 64), (16, 64)]
+    ranks = [check_machine.num_ranks_of(arguments, num_gpus=gpus, cores=cores) for gpus, cores in given]
+    assert ranks == [1, 2, 1, 2, 8, 8]
+
+
+def test_a_run_that_hangs_or_ends_too_soon(tmp_path: Path) -> None:
+    """A hang, which is what NCCL does with an error, that lasts for ever; processes that stay behind."""
+    log = tmp_path / "log"
+    sleeping = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with pytest.raises(CannotRun, match="did not end within 0 s"):
+        start(sleeping, log, threads=1, seconds=0.2)
+    start(sleeping, log, threads=1, seconds=60, until=lambda: True)
+    with pytest.raises(CannotRun, match="ended before it could be killed"):
+        start([sys.executable, "-c", ""], log, threads=1, seconds=60, until=lambda: False)
+
+
+def test_plain_lines_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """The missing package that the table itself needs."""
+    monkeypatch.setitem(sys.modules, "rich.table", None)
+    check_machine.show([Check(part="package rich", verdict=FAIL, detail="not installed", remedy="install it")])
+    assert capsys.readouterr().out == "FAIL  package rich: not installed\n    remedy: install it\n"
+
+
+def test_columns_of_the_table(tmp_path: Path) -> None:
+    """Columns in another order than the file's."""
+    calibrate.write_table(TABLE, calibrate.row_of(RATES, gpu="a", known=None, num_ranks=2), tmp_path / "table")
+    lines = [line for line in (tmp_path / "table").read_text().splitlines() if not line.startswith("#")]
+    row = dict(zip(*csv.reader([lines[0], lines[-1]]), strict=True))
+    assert (row["name"], row["memory_gib"], row["gpus_per_node"]) == ("this-machine", "8.0", "2")
