@@ -83,7 +83,7 @@ def compare(
 ) -> tuple[Compared, ...]:
     """Full training, the same with the optimizer on the host, and both presets, cheapest first.
 
-    Each is on the asked number of GPUs, and on the fewest (a power of two) on which it fits; one that fits on no number
+    Each is on the asked number of GPUs, and on the fewest on which it fits; one that fits on no number
     is left out. Numbers of blocks are tried as `layouts` does, or it is ``num_blocks``; ``multiplier`` is of pretrain.
     Raises ValueError if nothing fits, or a flag is out of range.
     """

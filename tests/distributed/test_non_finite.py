@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ class Spoiler:
     def __init__(self, what: str, steps: tuple[int, ...], *, rank: int) -> None:
         self._what, self._steps = what, steps
         self._is_here = torch.distributed.get_rank() == rank
-        self._original_loss = train_step.reduce_losses
+        self._original_loss = train_step.reduce_with_maxima
         self._before: dict[str, torch.Tensor] = {}
         self.changed: list[list[str]] = []
         self.scheduler_steps: list[int] = []
@@ -54,21 +55,22 @@ class Spoiler:
 
     def before_step(self, one: worlds.RecordedRun) -> None:
         self.is_bad = one.iteration in self._steps and self._is_here
-        train_step.reduce_losses = self._spoilt_losses if self.is_bad and self._what == "loss" else self._original_loss
+        is_loss = self.is_bad and self._what == "loss"
+        train_step.reduce_with_maxima = self._spoilt_losses if is_loss else self._original_loss
         self._before = self._state(one)
 
     def after_step(self, one: worlds.RecordedRun) -> None:
-        train_step.reduce_losses = self._original_loss
+        train_step.reduce_with_maxima = self._original_loss
         now = self._state(one)
         added = [name for name in now if name not in self._before]
         self.changed.append(added + worlds.same_bits({name: now[name] for name in self._before}, self._before))
         self.scheduler_steps.append(one.components.lr_scheduler.num_steps)
 
-    def _spoilt_losses(self, reported: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    def _spoilt_losses(self, reported: list[dict[str, torch.Tensor]], requests: Sequence[int]) -> Any:
         """A microbatch of this rank whose loss is not a number, before ranks are summed."""
         for one in reported[:1]:
             one["lm loss"][0] = math.nan
-        return self._original_loss(reported)
+        return self._original_loss(reported, requests)
 
     @staticmethod
     def _state(one: worlds.RecordedRun) -> dict[str, torch.Tensor]:

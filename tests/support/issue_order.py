@@ -311,11 +311,10 @@ class Rank:
         pipeline(**arguments)
         if self.stage == self.case.num_stages - 1:
             self.collective("losses of replicas", "dp")
-        self.collective("losses", "pp")
+        self.collective("losses and signals", "world")
         self.collective("norm of the gradient", "mp")
         if self._is_active:
             self.collective("parameters", "dp")
-        self.collective("signals", "world")
 
     def _fill(self, link: Any, first_trainable: int) -> None:
         """As `prefix_cache.fill.Filler`: up to the first active layer."""

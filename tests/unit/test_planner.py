@@ -352,6 +352,19 @@ def test_search_says_how_many_would_do() -> None:
         search(replace(base, num_gpus=number // 2))
 
 
+def test_fewest_gpus_need_be_no_power_of_two() -> None:
+    """Four GPUs for a model that three hold; or three where none of its layouts fits."""
+    found = []
+    for memory in (14.0, 16.0, 20.0, 24.0):
+        base = replace(recipe("G-5.4B", num_gpus=2), cluster=replace(CLUSTERS["rtx4090"], memory_gib=memory))
+        number = fewest_gpus(base)
+        assert number is not None
+        found.append(number)
+        whole: dict[str, Any] = {"num_gpus": number, "pipeline_size": number, "micro_batch_size": 1}
+        assert any(fits(each) for each in layouts(replace(base, **whole)))
+    assert any(number & (number - 1) for number in found), found
+
+
 def test_shortest_pipeline_that_fits() -> None:
     """A default that does not fit where a longer pipeline would."""
     suited = valid_pipelines(model=MODELS["G-5.4B"], cluster=CLUSTERS["rtx4090"], num_gpus=8)

@@ -159,3 +159,91 @@ def test_a_link_holds_few_messages(monkeypatch: pytest.MonkeyPatch, receives: bo
         else:
             link.send(torch.zeros(1))
     assert gpu.most_ahead == MAX_SENDS_IN_FLIGHT + 1
+
+
+def test_waiting_messages_hold_few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A receive that waits with as many thread blocks as a gradient's reduction; or a group that only some ranks
+    create, which hangs."""
+    made: list[tuple[list[int], Any, Any]] = []
+
+    def new_group(ranks: list[int], *, timeout: Any, backend: str, pg_options: Any) -> str:
+        made.append((ranks, timeout, pg_options))
+        return f"{backend} of {ranks}"
+
+    options = SimpleNamespace(Options=lambda **_: SimpleNamespace(config=SimpleNamespace()))
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", options, raising=False)
+    monkeypatch.setattr(torch.distributed, "new_group", new_group)
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [1, 3])
+    monkeypatch.setattr(distributed.collectives, "gather_objects", lambda mine: [(0, 2), mine, (0, 2), mine])
+    group: Any = "the pipeline's"
+    assert distributed.group_for_waiting(group) is group
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    assert distributed.group_for_waiting(group, timeout_minutes=7) == "nccl of [1, 3]"
+    assert [ranks for ranks, _, _ in made] == [[0, 2], [1, 3]]
+    for _, timeout, given in made:
+        assert timeout.total_seconds() == 7 * 60
+        assert (given.config.min_ctas, given.config.max_ctas) == (1, distributed.MOST_CTAS)
+
+
+def test_a_step_is_timed_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timer that empties the GPU's queue twice a step."""
+    waited: list[str] = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None: ...
+
+        def synchronize(self) -> None:
+            waited.append("event")
+
+        def elapsed_time(self, other: Any) -> float:
+            return 12.5
+
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append("device"))
+    stopwatch = device.Stopwatch()
+    stopwatch.stop()
+    assert waited == []
+    assert stopwatch.milliseconds == stopwatch.milliseconds == 12.5 and waited == ["event"]
+
+
+def test_cached_outputs_are_copied_beside_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy on the stream that computes; a tensor that is used before its copy is done, or whose memory the next copy
+    gets too early; microbatches lost at the end."""
+    done: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str = "copies") -> None:
+            self.name = name
+
+        def wait_stream(self, other: Any) -> None:
+            done.append(f"{self.name} waits for {other.name}")
+
+        def __enter__(self) -> None:
+            done.append(f"on {self.name}")
+
+        def __exit__(self, *_: object) -> None: ...
+
+    class OnHost(torch.Tensor):
+        def to(self, target: Any, *, non_blocking: bool) -> Any:  # type: ignore[override]
+            assert non_blocking
+            done.append(f"copy {int(self.item())}")
+            return self
+
+        def record_stream(self, stream: Any) -> None:
+            done.append(f"{int(self.item())} used on {stream.name}")
+
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    monkeypatch.setattr(device, "current", lambda: "cuda:0")
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("computation"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    outputs = device.copied_ahead(torch.tensor(number).as_subclass(OnHost) for number in range(3))
+    assert int(next(outputs).item()) == 0
+    assert done == ["on copies", "copy 0", "on copies", "copy 1", "computation waits for copies",
+                    "0 used on computation"]  # fmt: skip
+    assert [int(output.item()) for output in outputs] == [1, 2]
+    assert sum(line.startswith("copy") for line in done) == 3

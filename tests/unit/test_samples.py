@@ -69,7 +69,7 @@ def samples(*flags: str, epoch_samples: int = 100) -> TrainingSamples:
 
 def test_share_of_the_data_that_was_seen() -> None:
     """A pass over the same subset that counts again, a phase that counts samples it did not reach."""
-    subsets, state, result = samples("--bcd-sample-ratio", "0.3"), TrainState(), StepResult(**NO_STEP)
+    subsets, state, result = samples("--bcd-sample-ratio", "0.3"), TrainState(), StepResult.from_dict(NO_STEP)
     shares = []
     for steps in (10, 2, 40):
         for _ in range(steps):

@@ -45,7 +45,9 @@ def step_line(record: StepMetrics, *, train_iters: int) -> str:
         f"{record.tokens_per_second:,.0f} tokens/s",
     ]
     peak, state = max(record.peak_memory_bytes, default=0), max(record.model_state_bytes, default=0)
-    parts.append(f"memory {format_bytes(peak)} (model state {format_bytes(state)})")
+    reserved = max(record.reserved_memory_bytes, default=0)
+    of_allocator = f", reserved {format_bytes(reserved)}" if reserved else ""
+    parts.append(f"memory {format_bytes(peak)} (model state {format_bytes(state)}{of_allocator})")
     if record.tflops_per_gpu is not None:
         parts.append(f"{record.tflops_per_gpu:,.1f} TFLOP/s per GPU")
     if record.num_zeros is not None:

@@ -27,6 +27,8 @@ class StepMetrics:
     """Live bytes of weights + gradients + optimizer state, by rank."""
     peak_memory_bytes: tuple[int, ...]
     """By rank."""
+    reserved_memory_bytes: tuple[int, ...] = ()
+    """By rank: peak of what PyTorch's allocator holds on the GPU, unused parts included; 0 on a CPU."""
     gradient_bytes: tuple[int, ...] = ()
     """By rank: gradient buffers, part of the model state."""
     optimizer_state_bytes: tuple[int, ...] = ()

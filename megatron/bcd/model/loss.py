@@ -5,7 +5,7 @@ Tensor shapes: B micro-batch size, S sequence length, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.bcd.runtime import device, replicas
 
 Batch = dict[str, torch.Tensor]
+_LEAST = -(2**31)
 
 
 def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
@@ -50,15 +51,41 @@ def _loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, 
 def reduce_losses(per_microbatch: list[dict[str, torch.Tensor]]) -> torch.Tensor:
     """Sums of the losses and of the tokens over microbatches and replicas, float32 [2], equal on every
     stage. A collective."""
-    total = torch.zeros(2, device=device.current())
-    if parallel_state.is_pipeline_last_stage():
-        total += torch.stack([losses["lm loss"] for losses in per_microbatch]).sum(dim=0)
-        if replicas.size() > 1:
-            torch.distributed.all_reduce(total, group=replicas.group())
+    total = _sum_on_last_stage(per_microbatch)
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         torch.distributed.broadcast(
             total,
             src=parallel_state.get_pipeline_model_parallel_last_rank(),
             group=parallel_state.get_pipeline_model_parallel_group(),
         )
+    return total
+
+
+def reduce_with_maxima(
+    per_microbatch: list[dict[str, torch.Tensor]], integers: Sequence[int]
+) -> tuple[float, float, list[int]]:
+    """The sums of `reduce_losses`, and of each integer (not negative) the maximum over all ranks, equal on every rank.
+
+    A collective over all ranks. One reduction and one wait of the CPU for the device: the bits of the sums, which all
+    ranks of the last stage have alike, are the maximum of themselves and the least integer.
+    """
+    together = torch.full((2 + len(integers),), _LEAST, dtype=torch.int32, device=device.current())
+    total = _sum_on_last_stage(per_microbatch)
+    if parallel_state.is_pipeline_last_stage():
+        together[:2] = total.view(torch.int32)
+    for place, integer in enumerate(integers, 2):
+        together[place : place + 1].fill_(integer)  # a tensor of integers would be copied to the device, and waited for
+    torch.distributed.all_reduce(together, op=torch.distributed.ReduceOp.MAX)
+    on_host = together.cpu()
+    loss_sum, num_tokens = on_host[:2].view(torch.float32).tolist()
+    return loss_sum, num_tokens, on_host[2:].tolist()
+
+
+def _sum_on_last_stage(per_microbatch: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """Over microbatches and replicas; zeros on other stages. A collective of the last stage."""
+    total = torch.zeros(2, device=device.current())
+    if parallel_state.is_pipeline_last_stage():
+        total += torch.stack([losses["lm loss"] for losses in per_microbatch]).sum(dim=0)
+        if replicas.size() > 1:
+            torch.distributed.all_reduce(total, group=replicas.group())
     return total

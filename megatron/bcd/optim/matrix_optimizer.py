@@ -146,12 +146,13 @@ class MatrixOptimizer:
             matrix.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
     @torch.no_grad()
-    def reduce_gradients(self) -> tuple[float, float]:
+    def reduce_gradients(self) -> device.HostCopy:
         """Average the gradients over the replicas, on each matrix's owner.
 
         Returns:
             The sums of squares of all gradients with a momentum, and of those without, over all ranks of the run and
-            the same on every rank; not finite if one gradient is not. A collective.
+            the same on every rank; not finite if one gradient is not. To be read once the CPU has waited for the
+            device anyway. A collective.
         """
         squares = torch.zeros(2, dtype=torch.float32, device=device.current())
         for group in self.param_groups:
@@ -164,8 +165,7 @@ class MatrixOptimizer:
                 if self.is_owner(matrix.name):
                     squares[int(group["rule"].momentum is None)] += gradient.float().square().sum()
         torch.distributed.all_reduce(squares)
-        with_momentum, without = squares.tolist()
-        return with_momentum, without
+        return device.HostCopy(squares)
 
     @torch.no_grad()
     def step(self, *, clip_coefficient: float = 1.0) -> None:

@@ -35,10 +35,11 @@ def clip_and_step(
     Returns:
         L2 norm of the gradient before clipping, the same on every rank; None if the step was skipped.
     """
-    with_momentum, without = (0.0, 0.0) if matrices is None else matrices.reduce_gradients()
+    squares = None if matrices is None else matrices.reduce_gradients()
     if optimizer.prepare_grads():
         return None
-    norm = float(optimizer.get_grad_norm())
+    norm = float(optimizer.get_grad_norm())  # the CPU waits for the device
+    with_momentum, without = (0.0, 0.0) if squares is None else squares.tolist()
     if matrices is not None:
         norm = math.sqrt(norm**2 + with_momentum)
     if skip_non_finite and not (math.isfinite(norm) and math.isfinite(without)):

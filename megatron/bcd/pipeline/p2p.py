@@ -24,8 +24,9 @@ class OneWayLink:
     which is held back by itself: it runs at most MAX_SENDS_IN_FLIGHT messages of either kind ahead of the GPU.
     """
 
-    def __init__(self, communicator: P2PCommunicator) -> None:
-        self._communicator = p2p.unbatched(communicator)
+    def __init__(self, communicator: P2PCommunicator, *, group: torch.distributed.ProcessGroup | None = None) -> None:
+        """`group`: of the same ranks as the communicator's, which is the default."""
+        self._communicator = p2p.unbatched(communicator, group=group)
         self._sent: deque[tuple[torch.Tensor, Any]] = deque()
         self._coming: deque[tuple[torch.Tensor, Any]] = deque()
         self._pace_of_sends = device.Pace(MAX_SENDS_IN_FLIGHT)

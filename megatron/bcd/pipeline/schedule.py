@@ -18,7 +18,7 @@ from megatron.bcd.pipeline.executor import StageExecutor
 from megatron.bcd.pipeline.interleaved import ChunkShape, evaluation_chunk_shape
 from megatron.bcd.pipeline.iteration import TimedAction
 from megatron.bcd.pipeline.p2p import ChunkMessages, OneWayLink
-from megatron.bcd.runtime import device
+from megatron.bcd.runtime import device, distributed
 from megatron.bcd.runtime.compat.p2p import CountingCommunicator
 
 _OF_A_PHASE = ("grad_scale_func", "finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
@@ -32,8 +32,11 @@ class PipelineSchedule:
     Core's own function runs.
     """
 
-    def __init__(self, *, name: str, partition: Partition, run_ahead: int | None) -> None:
-        """`name` is "bcd" or "stock", `run_ahead` a number of microbatches; None takes `default_run_ahead`."""
+    def __init__(
+        self, *, name: str, partition: Partition, run_ahead: int | None, timeout_minutes: int | None = None
+    ) -> None:
+        """`name` is "bcd" or "stock", `run_ahead` a number of microbatches; None takes `default_run_ahead`.
+        `timeout_minutes`: of messages between stages of the prefix; None is PyTorch's."""
         self.name = name
         self.backward_messages = 0
         """Gradients that this rank sent and received in the last training iteration."""
@@ -41,6 +44,7 @@ class PipelineSchedule:
         """Set to a list, it collects every action; each then synchronises the device."""
         self._partition = partition
         self._run_ahead = run_ahead
+        self._timeout_minutes = timeout_minutes
         self._block = 0
         self._is_prefix_served = False
         self._num_next = self._done_ahead = 0
@@ -166,7 +170,8 @@ class PipelineSchedule:
                 # else each batched message ends in a synchronisation of the device, also with what comes ahead
                 config.batch_p2p_sync = False
             self._communicator = CountingCommunicator(self._groups.pp, config)
-            self._link = OneWayLink(self._communicator)
+            waiting = distributed.group_for_waiting(self._groups.pp, timeout_minutes=self._timeout_minutes)
+            self._link = OneWayLink(self._communicator, group=waiting)
             self._messages = ChunkMessages(self._groups.pp, dtype=config.pipeline_dtype)
             # batched messages of some of a group's ranks must not be the first thing that the group does
             torch.distributed.all_reduce(torch.zeros(1, device=device.current()), group=self._groups.pp)

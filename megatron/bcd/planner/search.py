@@ -88,18 +88,33 @@ def search(
 
 
 def fewest_gpus(base: Recipe, *, num_blocks: Sequence[int] | None = None) -> int | None:
-    """The fewest GPUs on which some layout fits, among powers of two; None if there are none."""
+    """The fewest GPUs on which some layout fits; None if there are none.
+
+    Powers of two are tried, with a larger batch if the given one does not divide among them; then numbers below the
+    first that fits which keep the batch: any on one node, of several nodes full ones.
+    """
     number = 1
-    while number <= MOST_GPUS:
-        try:
-            batch = -(-base.global_batch_size // number) * number
-            asked = replace(base, num_gpus=number, pipeline_size=1, micro_batch_size=1, global_batch_size=batch)
-        except ValueError:
-            asked = None
-        if asked is not None and any(fits(each) for each in layouts(asked, num_blocks=num_blocks)):
-            return number
+    while not _fits_on(number, base, num_blocks, batch=-(-base.global_batch_size // number) * number):
         number *= 2
-    return None
+        if number > MOST_GPUS:
+            return None
+    per_node = base.cluster.gpus_per_node
+    between = (other for other in range(number // 2 + 1, number) if other <= per_node or other % per_node == 0)
+    fewer = (other for other in between if _fits_on(other, base, num_blocks, batch=base.global_batch_size))
+    return next(fewer, number)
+
+
+def _fits_on(number: int, base: Recipe, num_blocks: Sequence[int] | None, *, batch: int) -> bool:
+    """Whether some layout fits on so many GPUs."""
+    for pipeline_size in _divisors(number):
+        try:
+            asked = replace(
+                base, num_gpus=number, pipeline_size=pipeline_size, micro_batch_size=1, global_batch_size=batch
+            )
+        except ValueError:  # the batch does not divide among so many replicas
+            continue
+        return any(fits(each) for each in layouts(asked, num_blocks=num_blocks))
+    return False
 
 
 def valid_pipelines(**fields: Any) -> list[Recipe]:

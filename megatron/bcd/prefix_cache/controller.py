@@ -246,9 +246,8 @@ class PrefixCache:
         slots = (cache.slots_of(numpy.array(samples, dtype=numpy.int64)) for samples in sampler)
         outputs = serve.read_ahead(cache, slots, DTYPES[self._config.precision])
         with contextlib.closing(outputs):  # type: ignore[type-var]
-            for batch, output in zip(batches, outputs, strict=False):
+            for batch, output in zip(batches, device.copied_ahead(outputs), strict=False):
                 self._hits += output.size(1)
-                output = output.to(device.current(), non_blocking=True)
                 yield batch | {"prefix_output": data.part_of_sequences(output)}
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import time
 from collections import deque
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -58,6 +61,75 @@ class Pace:
         self._marks.append(event)
         if len(self._marks) > self._ahead:
             self._marks.popleft().synchronize()
+
+
+class Stopwatch:
+    """Time between its creation and `stop`, on a GPU that of the work in between: nothing is waited for until it is
+    read."""
+
+    def __init__(self) -> None:
+        self._start = _now()
+        self._end: torch.cuda.Event | float | None = None
+
+    def stop(self) -> None:
+        self._end = _now()
+
+    @functools.cached_property
+    def milliseconds(self) -> float:
+        assert self._end is not None, "the stopwatch runs"
+        if isinstance(self._start, float):
+            assert isinstance(self._end, float)
+            return (self._end - self._start) * 1e3
+        self._end.synchronize()  # type: ignore[union-attr]
+        return float(self._start.elapsed_time(self._end))
+
+
+def _now() -> torch.cuda.Event | float:
+    if not has_cuda():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class HostCopy:
+    """A copy of a small tensor to host memory, under way. Once the CPU has waited for later work on the device, reading
+    it waits for nothing."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._values, self._done = tensor, None
+        if has_cuda():
+            self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._values.copy_(tensor, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def tolist(self) -> list[float]:
+        if self._done is not None:
+            self._done.synchronize()
+        return list(self._values.tolist())
+
+
+def copied_ahead(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Tensors of host memory on this device, in their order. On a GPU the next one is copied on a stream of its own
+    while the present one is used, for which both must be page-locked."""
+    if not has_cuda():
+        yield from tensors
+        return
+    stream, target = torch.cuda.Stream(), current()
+    ahead: deque[torch.Tensor] = deque()
+    coming = iter(tensors)
+    while True:
+        while len(ahead) < 2 and (on_host := next(coming, None)) is not None:
+            with torch.cuda.stream(stream):
+                ahead.append(on_host.to(target, non_blocking=True))
+        if not ahead:
+            return
+        stream_of_use = torch.cuda.current_stream()
+        stream_of_use.wait_stream(stream)
+        tensor = ahead.popleft()
+        tensor.record_stream(stream_of_use)  # else the allocator gives its memory to the next copy too early
+        yield tensor
 
 
 def synchronize() -> None:

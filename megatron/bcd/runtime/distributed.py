@@ -12,12 +12,16 @@ from typing import Any
 
 import torch
 
-from megatron.bcd.runtime import compat, device, packages
+from megatron.bcd.runtime import collectives, compat, device, packages
 from megatron.bcd.runtime.compat import cpu, fused_adam
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """CUDA's queues to a GPU. With one, kernels start in the order of their launch: with tensor parallelism Megatron Core
 counts on that to overlap communication with computation, on GPUs before Blackwell. A value that is set stays."""
+
+
+MOST_CTAS = 2
+"""Of a group for messages that wait: thread blocks of NCCL's kernels, each of which holds a multiprocessor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +95,32 @@ def initialize(
         distributed_timeout_minutes=timeout_minutes,
     )
     return Launch(start=start)
+
+
+def group_for_waiting(
+    group: torch.distributed.ProcessGroup, *, timeout_minutes: int | None = None
+) -> torch.distributed.ProcessGroup:
+    """A group of the same ranks for messages that are received long before they are sent. A collective over all ranks.
+
+    Under NCCL such a receive is a kernel that spins: it gets at most MOST_CTAS of the multiprocessors. Without a GPU it
+    is the group itself.
+    """
+    if not device.has_cuda():
+        return group
+    from megatron.bcd.runtime.compat import p2p
+
+    mine = tuple(torch.distributed.get_process_group_ranks(group))
+    timeout = None if timeout_minutes is None else datetime.timedelta(minutes=timeout_minutes)
+    groups = {  # every rank takes part in the creation of every group
+        ranks: torch.distributed.new_group(
+            list(ranks),
+            timeout=timeout,
+            backend="nccl",
+            pg_options=p2p.options_of_few_blocks(MOST_CTAS),
+        )
+        for ranks in sorted(set(collectives.gather_objects(mine)))
+    }
+    return groups[mine]
 
 
 def leave() -> None:

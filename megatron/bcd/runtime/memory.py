@@ -40,6 +40,12 @@ def allocator() -> Callable[[], int] | None:
     return torch.cuda.memory_allocated if device.has_cuda() else None
 
 
+def reserved_memory_bytes() -> int:
+    """Peak since `reset_peak_memory` of what PyTorch's allocator holds on the GPU, unused parts included; 0 on a
+    CPU."""
+    return torch.cuda.max_memory_reserved() if device.has_cuda() else 0
+
+
 def peak_memory_bytes() -> int:
     """Peak since `reset_peak_memory`: bytes allocated on the GPU, or the process's resident set on a CPU."""
     if device.has_cuda():

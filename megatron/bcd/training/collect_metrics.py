@@ -49,12 +49,13 @@ class StepMetricsCollector:
         active, interval = self._train_step.forward_backward.active, state.interval
         done = [result for result in interval if not result.skipped]
         milliseconds = statistics.fmean(result.milliseconds for result in interval)
-        model_state, gradients, optimizer_state, host_state, peak, saved, messages, hits, cached = _by_value(
+        model_state, gradients, optimizer_state, host_state, peak, reserved, saved, messages, hits, cached = _by_value(
             active.model_state_bytes(),
             active.gradient_bytes(),
             active.optimizer_state_bytes(),
             active.host_bytes(),
             memory.peak_memory_bytes(),
+            memory.reserved_memory_bytes(),
             self._train_step.forward_backward.meter.peak_bytes,
             self._train_step.forward_backward.pipeline.backward_messages,
             self._prefix_cache.take_hits(),
@@ -73,6 +74,7 @@ class StepMetricsCollector:
             tokens_per_second=get_current_global_batch_size() * self._seq_length / milliseconds * 1e3,
             model_state_bytes=model_state,
             peak_memory_bytes=peak,
+            reserved_memory_bytes=reserved,
             gradient_bytes=gradients,
             optimizer_state_bytes=optimizer_state,
             host_state_bytes=host_state,

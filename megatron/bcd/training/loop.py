@@ -11,7 +11,7 @@ from megatron.core.num_microbatches_calculator import (
 )
 
 from megatron.bcd.training.check_replicas import check_replicas
-from megatron.bcd.training.save import check_skipped, export, is_export_due, is_save_due, stop_or_save
+from megatron.bcd.training.save import check_skipped, export, is_export_due, is_save_due, requests, stop_or_save
 from megatron.bcd.training.setup import Components
 from megatron.bcd.training.state import TrainState
 
@@ -44,10 +44,12 @@ def train(components: Components, state: TrainState) -> bool:
     while state.iteration < components.train_iters and not (is_last or is_stopped):
         update_num_microbatches(state.consumed_samples, consistency_check=False)
         components.profiler.before_step(state.iteration)
+        phase_before = state.phase_state.phase
         result = components.train_step(
             phase.batches(state),
             state.phase_state,
             num_microbatches_next=_num_microbatches_next(components, state),
+            requests=lambda: requests(components),
         )
         state.after_step(result, num_samples=get_current_global_batch_size())
         components.reporter.progress(state.iteration)
@@ -62,7 +64,10 @@ def train(components: Components, state: TrainState) -> bool:
         if evaluator.is_due(state.iteration):
             evaluator.run("validation", state)
         is_last = _advance(components, state, result.loss, is_last=is_last)
-        is_stopped = stop_or_save(components, state, is_last=is_last)
+        is_only_a_step = state.phase_state.phase == phase_before and not evaluator.is_due(state.iteration)
+        is_stopped = stop_or_save(
+            components, state, is_last=is_last, maxima=result.requests if is_only_a_step else None
+        )
         components.profiler.after_step(state.iteration, is_last=is_last or is_stopped)
         if training.manual_gc and training.manual_gc_interval and state.iteration % training.manual_gc_interval == 0:
             gc.collect()

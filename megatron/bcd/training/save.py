@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron.bcd.training import restore
 from megatron.bcd.training.setup import Components
 from megatron.bcd.training.state import TrainState
@@ -45,15 +47,28 @@ def save(components: Components, state: TrainState) -> bool:
         return components.saver.save(restore.state_to_save(components, state), components.model, components.active)
 
 
-def stop_or_save(components: Components, state: TrainState, *, is_last: bool) -> bool:
+def requests(components: Components) -> tuple[int, int]:
+    """What this rank adds to the decision of `stop_or_save`."""
+    saver = components.saver
+    return components.stop.on_this_rank(is_writing=saver is not None and saver.is_writing)
+
+
+def stop_or_save(
+    components: Components, state: TrainState, *, is_last: bool, maxima: Sequence[int] | None = None
+) -> bool:
     """Agree with the other ranks on stopping, save if due, and complete what is being written; whether the run stops
     here. A collective.
+
+    `maxima`: of the `requests` of all ranks, if a step has exchanged them and nothing that takes long came after it.
 
     Raises:
         TrainingFailed: the run ends here and could not be saved.
     """
     saver, stop = components.saver, components.stop
-    is_any_rank_writing = stop.agree(state.iteration, is_writing=saver is not None and saver.is_writing)
+    if maxima is None:
+        is_any_rank_writing = stop.agree(state.iteration, is_writing=saver is not None and saver.is_writing)
+    else:
+        is_any_rank_writing = stop.decide(state.iteration, maxima)
     if saver is not None and saver.is_under_way and not is_any_rank_writing:
         saver.finish()
     if components.pipeline.is_ahead:  # forward-only stages have started the next iteration, which must be completed

@@ -172,8 +172,7 @@ def _components(config: RunConfig, base: _Base, reporter: Reporter, exporter: Ex
     stage = parallel_state.get_pipeline_model_parallel_rank()
     samples = TrainingSamples(config, dataset=base.splits.train, epoch_samples=base.epoch_samples)
     active = ActiveBlock(model=base.model, config=config, partition=base.partition, stage=stage)
-    bcd = config.bcd
-    pipeline = PipelineSchedule(name=bcd.bcd_schedule, partition=base.partition, run_ahead=bcd.bcd_run_ahead)
+    pipeline = _pipeline(config, base.partition)
     forward_backward = ForwardBackward(
         config, active=active, pipeline=pipeline, meter=ActivationMeter(memory.allocator())
     )
@@ -227,6 +226,15 @@ def _components(config: RunConfig, base: _Base, reporter: Reporter, exporter: Ex
         exporter=exporter,
         stop=stop,
         profiler=StepProfiler(config.report),
+    )
+
+
+def _pipeline(config: RunConfig, partition: Partition) -> PipelineSchedule:
+    return PipelineSchedule(
+        name=config.bcd.bcd_schedule,
+        partition=partition,
+        run_ahead=config.bcd.bcd_run_ahead,
+        timeout_minutes=config.training.distributed_timeout_minutes,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.bcd.blocks.phase_state import PhaseState
@@ -55,7 +55,7 @@ class TrainState:
             "samples_seen_before": self.samples_seen_before,
             "skipped_steps": self.skipped_steps,
             "run": self.run,
-            "interval": [asdict(step) for step in self.interval],
+            "interval": [step.to_dict() for step in self.interval],
         }
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
@@ -71,4 +71,4 @@ class TrainState:
         self.samples_in_phase = values["samples_in_phase"]
         self.samples_seen_before = values["samples_seen_before"]
         self.skipped_steps = values["skipped_steps"]
-        self.interval = [StepResult(**step) for step in values["interval"]]
+        self.interval = [StepResult.from_dict(step) for step in values["interval"]]

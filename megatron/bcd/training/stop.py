@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 import torch
@@ -65,14 +65,23 @@ class StopRequests:
         """Whether --exit-interval stops the run after `iteration`; known to every rank in advance."""
         return self._interval is not None and iteration % self._interval == 0
 
-    def agree(self, iteration: int, *, is_writing: bool) -> bool:
-        """Exchange requests to stop; whether any rank still writes a checkpoint. A collective."""
+    def on_this_rank(self, *, is_writing: bool) -> tuple[int, int]:
+        """This rank's request to stop, and whether it writes a checkpoint; `decide` takes the maxima over the ranks."""
         mine = self._signal
         if not mine and self._duration is not None and time.monotonic() - self._started >= self._duration:
             mine = _DURATION_OVER
-        mine_and_writing = torch.tensor([mine, int(is_writing)], dtype=torch.int32, device=device.current())
-        torch.distributed.all_reduce(mine_and_writing, op=torch.distributed.ReduceOp.MAX)
-        request, is_any_rank_writing = mine_and_writing.tolist()
+        return mine, int(is_writing)
+
+    def agree(self, iteration: int, *, is_writing: bool) -> bool:
+        """Exchange requests to stop; whether any rank still writes a checkpoint. A collective."""
+        mine = self.on_this_rank(is_writing=is_writing)
+        maxima = torch.tensor(mine, dtype=torch.int32, device=device.current())
+        torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX)
+        return self.decide(iteration, maxima.tolist())
+
+    def decide(self, iteration: int, maxima: Sequence[int]) -> bool:
+        """What `agree` does, where a step has exchanged the requests along with its loss."""
+        request, is_any_rank_writing = maxima
         if request == _DURATION_OVER:
             self.reason = "--exit-duration-in-mins is over"
         elif request:

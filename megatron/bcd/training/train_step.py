@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_num_microbatches
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -15,8 +16,8 @@ from megatron.bcd import data
 from megatron.bcd.blocks.phase_state import PhaseState
 from megatron.bcd.blocks.schedule import BlockSchedule
 from megatron.bcd.config import RunConfig
-from megatron.bcd.model.loss import reduce_losses
-from megatron.bcd.runtime import memory
+from megatron.bcd.model.loss import reduce_with_maxima
+from megatron.bcd.runtime import device, memory
 from megatron.bcd.training.forward_backward import ForwardBackward
 
 
@@ -33,11 +34,30 @@ class StepResult:
     """None if the step was skipped."""
     learning_rate: float
     """The rate that the step used."""
-    milliseconds: float
+    duration: device.Stopwatch | float
+    """Milliseconds, or what will have measured them."""
+    requests: tuple[int, ...] = ()
+    """Of the integers that the step exchanged, the maxima over all ranks."""
+
+    @property
+    def milliseconds(self) -> float:
+        """Waits for the device if the step is not over there."""
+        return self.duration if isinstance(self.duration, float) else self.duration.milliseconds
 
     @property
     def skipped(self) -> bool:
         return self.grad_norm is None
+
+    def to_dict(self) -> dict[str, float | None]:
+        """Plain values, under the names of the checkpoint format."""
+        names = ("loss", "grad_norm", "learning_rate", "milliseconds")
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> StepResult:
+        """What `to_dict` returned."""
+        others = {name: value for name, value in values.items() if name != "milliseconds"}
+        return cls(duration=float(values["milliseconds"]), **others)
 
 
 class TrainStep:
@@ -62,20 +82,25 @@ class TrainStep:
         self._metered: tuple[int, int] | None = None
 
     def __call__(
-        self, batches: Iterator[data.Batch], phase_state: PhaseState, *, num_microbatches_next: int = 0
+        self,
+        batches: Iterator[data.Batch],
+        phase_state: PhaseState,
+        *,
+        num_microbatches_next: int = 0,
+        requests: Callable[[], Sequence[int]] = tuple,
     ) -> StepResult:
         """Train on the next global batch. If another step of the same phase follows directly, `num_microbatches_next`
-        is its number of microbatches, and forward-only stages run ahead with them."""
+        is its number of microbatches, and forward-only stages run ahead with them. `requests` returns integers, not
+        negative, whose maxima over the ranks the step finds out along with its loss."""
         active = self.forward_backward.active
-        timer = self.timers("train-step", log_level=0)
-        timer.start()
+        stopwatch = device.Stopwatch()
         active.zero_grad()
         self.forward_backward.pipeline.prepare_next(num_microbatches_next)
         with self._metering_once_per_phase(phase_state):
             losses = self.forward_backward(batches, get_num_microbatches(), forward_only=False)
         if self._memory_level >= 1:
             memory.release_cached_memory()
-        loss_sum, num_tokens = reduce_losses(losses).tolist()
+        loss_sum, num_tokens, maxima = reduce_with_maxima(losses, requests())
         loss = loss_sum / max(num_tokens, 1.0)
         learning_rate = self.learning_rate(phase_state)
         if self.block_schedule.scales_learning_rate:
@@ -88,9 +113,13 @@ class TrainStep:
             self.lr_scheduler.step(get_current_global_batch_size())
         if self._memory_level >= 2:
             memory.release_cached_memory()
-        timer.stop()
+        stopwatch.stop()
         return StepResult(
-            loss=loss, grad_norm=grad_norm, learning_rate=learning_rate, milliseconds=timer.elapsed() * 1e3
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            duration=stopwatch,
+            requests=tuple(maxima),
         )
 
     def learning_rate(self, phase_state: PhaseState) -> float:

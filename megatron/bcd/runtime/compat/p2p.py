@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 
@@ -21,12 +22,17 @@ class CountingCommunicator(P2PCommunicator):
         return super()._communicate(tensor_send_prev=tensor_send_prev, recv_next=recv_next, **others)
 
 
-def unbatched(communicator: P2PCommunicator) -> P2PCommunicator:
-    """A communicator of the same group whose messages are not batched: a rank's batched messages wait for each other,
-    whatever their target."""
+def unbatched(communicator: P2PCommunicator, *, group: torch.distributed.ProcessGroup | None = None) -> P2PCommunicator:
+    """A communicator whose messages are not batched: a rank's batched messages wait for each other, whatever their
+    target. `group`: of the same ranks as the communicator's, which is the default."""
     config = copy.copy(communicator.config)
     config.batch_p2p_comm = False
-    return P2PCommunicator(communicator.pp_group, config)
+    return P2PCommunicator(group or communicator.pp_group, config)
+
+
+def options_of_few_blocks(num_blocks: int) -> Any:
+    """Options of an NCCL group whose kernels have at most so many thread blocks."""
+    return parallel_state.get_nccl_options("few", {"few": {"min_ctas": 1, "max_ctas": num_blocks}})
 
 
 def begin_forward_message(

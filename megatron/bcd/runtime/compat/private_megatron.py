@@ -203,6 +203,14 @@ MEGATRON_APIS = (
         source=("is_te_min_version(",),
     ),
     PrivateApi(
+        "megatron.core.parallel_state",
+        "get_nccl_options",
+        used_in="runtime.compat.p2p",
+        use="options of a group",
+        parameters="pg_name, nccl_comm_cfgs",
+        source=("config.max_ctas", "config.min_ctas"),
+    ),
+    PrivateApi(
         "megatron.core.pipeline_parallel.p2p_communication",
         "P2PCommunicator.__init__",
         used_in="runtime.compat.p2p",
