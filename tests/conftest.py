@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.stash[_LEFT_OUT] = len(left_out)
     for item in items:
         folder = item.path.parent.name
-        if folder in ("unit", "distributed", "e2e"):
+        if folder in ("unit", "distributed", "e2e", "gpu"):
             item.add_marker(folder)
 
 

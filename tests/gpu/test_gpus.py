@@ -1,0 +1,103 @@
+"""What only GPUs can show, and has not been shown yet: kernels, the allocator, page-locked copies, NCCL."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _check_runs import Runner
+
+pytestmark = pytest.mark.timeout(1800)
+SUBMODEL = {"bcd_num_blocks": 2, "bcd_layout": "submodel", "bcd_steps_per_block": 2, "train_iters": 8, "eval_iters": 0}
+FULL = {"bcd_num_blocks": 1, "train_iters": 8, "eval_iters": 0}
+OFFLOAD = FULL | {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+SPLITS = {
+    2: ((2, 1), (1, 2), (1, 1)),
+    4: ((2, 2), (4, 1), (2, 1), (1, 2)),
+    8: ((2, 2), (4, 2), (4, 1)),
+}
+"""By number of GPUs, stages and tensor-parallel ranks; what is left is data parallel."""
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_check_machine(repo_root: Path, tmp_path: Path, num_gpus: int, num_ranks: int) -> None:
+    """One-block losses that are not the CPU's, layouts, memory at a switch, resuming, prefix cache, offload, and a
+    peak that is more than 10 % off its plan."""
+    if num_ranks > num_gpus:
+        pytest.skip(f"needs {num_ranks} CUDA GPUs, here are {num_gpus}")
+    report = tmp_path / "report.json"
+    words = ["--json", str(report), "--output", str(tmp_path / "out"), "--num-ranks", str(num_ranks), "--calibrate"]
+    command = [sys.executable, "tools/check_machine.py", *words]
+    done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True)
+    failures = [check for check in json.loads(report.read_text())["checks"] if check["verdict"] == "FAIL"]
+    assert done.returncode == 0 and failures == [], failures
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("async_save", SUBMODEL | {"async_save": True}),
+        ("kept_state", SUBMODEL | {"bcd_optimizer_state": "host"}),
+        ("kept_state_bf16", SUBMODEL | {"bcd_optimizer_state": "host", "bf16": True}),
+        ("offload", OFFLOAD),
+    ],
+)
+def test_resumed_is_uninterrupted(
+    runners: Callable[[int], Runner], tmp_path: Path, name: str, flags: dict[str, Any]
+) -> None:
+    """State that is copied to page-locked memory and back, or written beside the training, and loses a bit."""
+    runner = runners(1)
+    if name == "offload" and not runner.on_gpu:
+        pytest.skip("needs a CUDA GPU")
+    whole = runner.train(f"{name}_whole", flags)
+    saving = flags | {"save": tmp_path, "save_interval": 5}
+    runner.train(f"{name}_first", saving | {"exit_interval": 5})
+    rest = runner.train(f"{name}_rest", saving | {"load": tmp_path})
+    assert rest.losses == whole.losses[5:] and len(rest.losses) == 3
+
+
+def test_a_switch_frees_the_allocators_bytes(runners: Callable[[int], Runner]) -> None:
+    """A reference to the old block's optimizer: what is allocated grows from visit to visit."""
+    run = runners(1).train("switches", SUBMODEL | {"train_iters": 16, "micro_batch_size": 2})
+    if not run.steps[0].raw["reserved_memory_bytes"][0]:
+        pytest.skip("needs a CUDA GPU: a CPU has no allocator that counts")
+    peaks: dict[int, list[int]] = {}
+    for step in run.steps:
+        if step.raw["cycle"] > 0:
+            peaks.setdefault(step.raw["block"], []).append(step.raw["peak_memory_bytes"][0])
+    assert all(max(of_block) <= 1.01 * min(of_block) for of_block in peaks.values()), peaks
+
+
+@pytest.mark.parametrize(("num_ranks", "split"), [(number, split) for number in SPLITS for split in SPLITS[number]])
+def test_parallel_layouts(
+    runners: Callable[[int], Runner], figures: dict[str, Any], num_ranks: int, split: tuple[int, int]
+) -> None:
+    """Messages and reductions of NCCL in another order, or over other ranks, than the CPU's: stock's curve."""
+    stages, tensor = split
+    sizes = {"pipeline_model_parallel_size": stages, "tensor_model_parallel_size": tensor}
+    flags = figures["stock"]["flags"] | {name: size for name, size in sizes.items() if size > 1}
+    run = runners(num_ranks).train(f"split_{num_ranks}_{stages}_{tensor}", flags)
+    assert run.losses == pytest.approx(figures["stock"]["loss"], rel=figures["tolerance"]["tf32"])
+
+
+def test_weights_across_implementations(
+    runners: Callable[[int], Runner], figures: dict[str, Any], tmp_path: Path
+) -> None:
+    """Weights of Transformer Engine's modules that the others read wrongly, or the other way round: the first loss
+    after the load is another one."""
+    pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine", exc_type=ImportError)
+    runner = runners(1)
+    for writer in ("transformer_engine", "local"):
+        folder = tmp_path / writer
+        runner.train(f"written_by_{writer}", SUBMODEL | {"transformer_impl": writer, "save": folder})
+        loaded = {"load": folder, "finetune": True, "train_iters": 1}
+        first = [
+            runner.train(f"{writer}_read_by_{reader}", SUBMODEL | loaded | {"transformer_impl": reader}).losses[0]
+            for reader in ("transformer_engine", "local")
+        ]
+        assert first[0] == pytest.approx(first[1], rel=figures["tolerance"]["tf32"])
