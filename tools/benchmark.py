@@ -220,7 +220,7 @@ class Benchmark:
         # all steps but the last prepare the next one, as in training
         following = [num_microbatches] * (self.num_steps - 1) + [0]
         step_ms = [bench.step(num_microbatches_next=num).milliseconds for num in following]
-        model_state_bytes = active.model_state_bytes()
+        model_state_bytes = active.state_bytes().model_state
         start = now_on_all_ranks()
         bench.dispose()
         dispose_ms = (now() - start) * 1e3

@@ -59,7 +59,7 @@ def needed_bytes(config: Any) -> int:
     """This rank's weights and the active block's state, after a run that saved at its end."""
     with worlds.started(config) as one:
         one.run()
-        return sum(weight.nbytes for weight in one.model.parameters()) + one.active.optimizer_state_bytes()
+        return sum(weight.nbytes for weight in one.model.parameters()) + one.active.state_bytes().optimizer_state
 
 
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])

@@ -112,7 +112,7 @@ def trained(config: RunConfig) -> dict[str, Any]:
             "losses": [step["loss"] for step in one.results],
             "counted": list(last.model_state_bytes),
             "told": list(summary.blocks[one.active.block].model_state_bytes),
-            "optimizer": max(one.active.optimizer_state_bytes(), 0),
+            "optimizer": max(one.active.state_bytes().optimizer_state, 0),
             "active": sum(shard.end - shard.start for shard in one.active.own_shards().values()),
             "host": max(last.host_state_bytes),
             "notes": [note for note in summary.notes if "kept in host memory" in note],

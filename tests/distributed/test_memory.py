@@ -68,7 +68,7 @@ def memory_of_a_run(config: RunConfig) -> dict[str, Any]:
             start.append(live_bytes())
 
     def before_switch(one: worlds.RecordedRun) -> None:
-        in_phase.append((one.results[-1]["block"], device_bytes(one), one.active.model_state_bytes()))
+        in_phase.append((one.results[-1]["block"], device_bytes(one), one.active.state_bytes().model_state))
 
     def after_dispose(one: worlds.RecordedRun) -> None:
         between.append((one.results[-1]["block"], device_bytes(one)))

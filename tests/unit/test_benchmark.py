@@ -158,8 +158,11 @@ def test_turns_are_run_as_training_runs_them(monkeypatch: pytest.MonkeyPatch) ->
     leaves behind what it ran ahead with."""
     seen: list[Any] = []
 
+    def held() -> Any:
+        return SimpleNamespace(model_state=0)
+
     def named(name: str) -> Any:
-        return SimpleNamespace(name=name, begin_phase=lambda block: seen.append((name, block)), model_state_bytes=int)
+        return SimpleNamespace(name=name, begin_phase=lambda block: seen.append((name, block)), state_bytes=held)
 
     def use(active: Any, pipeline: Any) -> None:
         used[:] = [active.name, pipeline.name]

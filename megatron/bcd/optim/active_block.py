@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from megatron.core.utils import get_model_config
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import chunks_of
-from megatron.bcd.optim import loss_scaler, state_bytes, step
+from megatron.bcd.optim import loss_scaler, step
 from megatron.bcd.optim.block_state import BlockStateStore
 from megatron.bcd.optim.main_params import main_params_from_rest, main_params_to_rest
 from megatron.bcd.optim.matrix_rules import build_matrix_optimizer, is_muon, rules_of_phase
@@ -24,6 +25,7 @@ from megatron.bcd.optim.optimizer_params import ALWAYS_ACTIVE, chained_optimizer
 from megatron.bcd.optim.owned_parameters import OwnedParameters
 from megatron.bcd.optim.param_shard import ParamShard, param_shards
 from megatron.bcd.optim.phase_optimizer import build_optimizer, wrap_model
+from megatron.bcd.optim.state_bytes import StateBytes, state_bytes, storage_bytes
 from megatron.bcd.optim.switch_check import SwitchCheck
 from megatron.bcd.runtime import memory, replicas
 from megatron.bcd.runtime.compat import megatron_phase
@@ -225,32 +227,24 @@ class ActiveBlock:
         """Let the next `build` start from this state of another run."""
         self._loss_scaler_state = None if state is None else dict(state)
 
-    def model_state_bytes(self) -> int:
-        """As `state_bytes.model_state_bytes`, and what the matrix optimizer holds."""
-        return (
-            state_bytes.model_state_bytes(self.model, self.wrapped, self.optimizer)
-            + self._matrix_gradient_bytes()
-            + self._matrix_state_bytes()
+    def state_bytes(self) -> StateBytes:
+        """Bytes of the present phase: Megatron Core's objects, and gradients, momenta and low bits of the matrix
+        optimizer."""
+        counted = state_bytes(self.model, self.wrapped, self.optimizer)
+        if self.matrices is None:
+            return counted
+        gradients = storage_bytes(self.matrices.gradients())
+        state = storage_bytes(self.matrices.state_on_device())
+        return replace(
+            counted,
+            model_state=counted.model_state + gradients + state,
+            gradients=counted.gradients + gradients,
+            optimizer_state=counted.optimizer_state + state,
         )
 
-    def gradient_bytes(self) -> int:
-        """As `state_bytes.gradient_bytes`, and gradients of the matrix optimizer."""
-        return state_bytes.gradient_bytes(self.wrapped, self.optimizer) + self._matrix_gradient_bytes()
-
-    def optimizer_state_bytes(self) -> int:
-        """As `state_bytes.optimizer_state_bytes`, and momenta and low bits of the matrix optimizer."""
-        return state_bytes.optimizer_state_bytes(self.model, self.optimizer) + self._matrix_state_bytes()
-
-    def _matrix_gradient_bytes(self) -> int:
-        return 0 if self.matrices is None else state_bytes.storage_bytes(self.matrices.gradients())
-
-    def _matrix_state_bytes(self) -> int:
-        return 0 if self.matrices is None else state_bytes.storage_bytes(self.matrices.state_on_device())
-
-    def host_bytes(self) -> int:
-        """Bytes in host memory, not part of the model state: what is kept of frozen blocks, and what is offloaded."""
-        momenta = 0 if self.matrices is None else self.matrices.host_bytes
-        return self.kept.num_bytes + momenta + state_bytes.offloaded_bytes(self.optimizer)
+    def kept_bytes(self) -> int:
+        """Bytes in host memory of what is kept of frozen blocks."""
+        return self.kept.num_bytes + (0 if self.matrices is None else self.matrices.host_bytes)
 
     @property
     def is_muon(self) -> bool:

@@ -47,13 +47,14 @@ class StepMetricsCollector:
         """
         phase_state = state.phase_state if phase_state is None else phase_state
         active, interval = self._train_step.forward_backward.active, state.interval
+        held = active.state_bytes()
         done = [result for result in interval if not result.skipped]
         milliseconds = statistics.fmean(result.milliseconds for result in interval)
         model_state, gradients, optimizer_state, host_state, peak, reserved, saved, messages, hits, cached = _by_value(
-            active.model_state_bytes(),
-            active.gradient_bytes(),
-            active.optimizer_state_bytes(),
-            active.host_bytes(),
+            held.model_state,
+            held.gradients,
+            held.optimizer_state,
+            active.kept_bytes() + held.offloaded,
             memory.peak_memory_bytes(),
             memory.reserved_memory_bytes(),
             self._train_step.forward_backward.meter.peak_bytes,
