@@ -253,7 +253,7 @@ TOKENIZER_TYPES = tuple(_BUILDERS)
 
 
 def build_tokenizer(
-    tokenizer_type: str,
+    tokenizer_type: str | None,
     *,
     vocab_file: str | None = None,
     merge_file: str | None = None,
@@ -262,22 +262,19 @@ def build_tokenizer(
 ) -> Tokenizer:
     """The tokenizer of Megatron's flags of the same names.
 
-    Arguments that the type does not use are ignored, as stock recipes pass them.
+    Arguments that the type does not use are ignored, as stock recipes pass them. Without a type: NullTokenizer.
 
     Raises:
         ValueError: the type is unknown, or a file is absent or malformed; one line that names the flag.
     """
+    tokenizer_type = tokenizer_type or "NullTokenizer"
     if tokenizer_type not in _BUILDERS:
         raise ValueError(
             f"--tokenizer-type {tokenizer_type} is not supported; choose from {', '.join(TOKENIZER_TYPES)}"
         )
     build, names = _BUILDERS[tokenizer_type]
-    given = {
-        "vocab_file": vocab_file,
-        "merge_file": merge_file,
-        "tokenizer_model": tokenizer_model,
-        "vocab_size": vocab_size,
-    }
+    files = {"vocab_file": vocab_file, "merge_file": merge_file, "tokenizer_model": tokenizer_model}
+    given = files | {"vocab_size": vocab_size}
     return build(**{name: given[name] for name in names})
 
 

@@ -7,78 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.num_microbatches_calculator import get_num_microbatches, init_num_microbatches_calculator
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.parallel_state import get_data_parallel_world_size
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_model_config
 from support import worlds
 from support.dist import World
+from support.plain_training import plain_training
 
-from megatron.bcd import data
 from megatron.bcd.blocks.stages import partition_from_config
-from megatron.bcd.config import RunConfig, core_keywords
-from megatron.bcd.model import builder, implementation, loss
-from megatron.bcd.optim import lr_schedule
-from megatron.bcd.tokenizer import build_tokenizer
+from megatron.bcd.config import RunConfig
 
 Flags = Callable[..., dict[str, Any]]
 PIPELINE = {"pipeline_model_parallel_size": 2}
 INTERLEAVED = {"bcd_layout": "interleaved", "bcd_num_blocks": 3, "clip_grad": 0.0}
 VIRTUAL = "num_virtual_stages_per_pipeline_rank"
 TENSOR = {"tensor_model_parallel_size": 2}
-
-
-def stocks_own(config: RunConfig) -> dict[str, Any]:
-    """Megatron Core's interleaved schedule on one DDP wrapper for each chunk, in the order of its training loop."""
-    with worlds.parallel(config):
-        training = config.training
-        init_num_microbatches_calculator(
-            torch.distributed.get_rank(),
-            None,
-            training.global_batch_size,
-            training.micro_batch_size,
-            get_data_parallel_world_size(),
-        )
-        tokenizer = build_tokenizer("ByteLevelTokenizer")
-        plan = data.plan_splits(config, tokenizer, training.train_iters, least_steps_per_cycle=1)
-        splits = data.build_splits(config, plan)
-        model = builder.build_model(config, worlds.PADDED_VOCABULARY, implementation.implementation_here(config))
-        model_config = get_model_config(model)
-        ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=training.use_distributed_optimizer)
-        wrapped = [
-            DistributedDataParallel(config=model_config, ddp_config=ddp_config, module=chunk)
-            for chunk in builder.chunks_of(model)
-        ]
-        keywords = core_keywords(config.optimizer) | {"use_distributed_optimizer": training.use_distributed_optimizer}
-        optimizer = get_megatron_optimizer(OptimizerConfig(**keywords), wrapped)
-        scheduler = lr_schedule.build_scheduler(config, optimizer, training.global_batch_size)
-        model_config.grad_scale_func = optimizer.scale_loss
-        model_config.finalize_model_grads_func = finalize_model_grads
-        # as stock's arguments ask of two stages; it frees an output while that is sent, which gloo does not survive
-        model_config.overlap_p2p_comm, model_config.batch_p2p_comm = True, False
-        model_config.deallocate_pipeline_outputs = False
-        batches = [data.batches(splits.train, config, consumed_samples=0) for _ in wrapped]
-        losses = []
-        for _ in range(training.train_iters):
-            for chunk in wrapped:
-                chunk.zero_grad_buffer()
-            optimizer.zero_grad()
-            per_microbatch = get_forward_backward_func()(
-                forward_step_func=loss.forward_step,
-                data_iterator=batches,
-                model=wrapped,
-                num_microbatches=get_num_microbatches(),
-                seq_length=config.model.seq_length,
-                micro_batch_size=training.micro_batch_size,
-                forward_only=False,
-            )
-            optimizer.step()
-            scheduler.step(training.global_batch_size)
-            total, tokens = loss.reduce_losses(per_microbatch).tolist()
-            losses.append(total / tokens)
-        return {"losses": losses, "weights": worlds.weights_of(model)}
 
 
 @pytest.mark.parametrize(
@@ -95,7 +35,7 @@ def test_one_block_is_stocks_own_schedule(world2: World, text_data: str, flags: 
     flags = {"data_path": text_data, "bcd_num_blocks": 1, "train_iters": 8, "clip_grad": 0.0} | PIPELINE | flags
     config = worlds.run_config(world_size=2, **flags)
     assert (config.bcd.bcd_layout, config.num_chunks) == ("interleaved", 3)
-    ours, stock = world2.run(worlds.train_run, config), world2.run(stocks_own, config)
+    ours, stock = world2.run(worlds.train_run, config), world2.run(plain_training, config)
     assert ours[0]["losses"][-1] < ours[0]["losses"][0] - 0.5, "nothing was learnt: nothing would be compared"
     for mine, other in zip(ours, stock, strict=True):
         assert mine["losses"] == other["losses"]

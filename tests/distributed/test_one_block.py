@@ -5,22 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.num_microbatches_calculator import get_num_microbatches, init_num_microbatches_calculator
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.parallel_state import get_data_parallel_world_size
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_model_config
 from support import worlds
 from support.dist import World
 from support.kernels import with_cpu_kernels
+from support.plain_training import plain_training
 
-from megatron.bcd import data
-from megatron.bcd.config import RunConfig, core_keywords
-from megatron.bcd.model import builder, implementation, loss
-from megatron.bcd.optim import lr_schedule
-from megatron.bcd.tokenizer import build_tokenizer
+from megatron.bcd.config import RunConfig
 
 CUTS: dict[str, dict[str, Any]] = {
     "one": {},
@@ -29,58 +19,6 @@ CUTS: dict[str, dict[str, Any]] = {
     "tensor2": {"world_size": 2, "tensor_model_parallel_size": 2},
     "pipeline2": {"world_size": 2, "pipeline_model_parallel_size": 2},
 }
-
-
-def plain_training(config: RunConfig) -> dict[str, Any]:
-    """Megatron Core's own pieces in the order of its training loop; nothing of blocks, phases or the active set."""
-    with worlds.parallel(config):
-        training = config.training
-        init_num_microbatches_calculator(
-            torch.distributed.get_rank(),
-            None,
-            training.global_batch_size,
-            training.micro_batch_size,
-            get_data_parallel_world_size(),
-        )
-        splits = data.build_splits(
-            config,
-            data.plan_splits(
-                config, build_tokenizer("ByteLevelTokenizer"), training.train_iters, least_steps_per_cycle=1
-            ),
-        )
-        model = builder.build_model(config, worlds.PADDED_VOCABULARY, implementation.implementation_here(config))
-        is_sharded = training.use_distributed_optimizer
-        wrapped = DistributedDataParallel(
-            config=get_model_config(model),
-            ddp_config=DistributedDataParallelConfig(use_distributed_optimizer=is_sharded),
-            module=model,
-        )
-        optimizer = get_megatron_optimizer(
-            OptimizerConfig(**{**core_keywords(config.optimizer), "use_distributed_optimizer": is_sharded}), [wrapped]
-        )
-        scheduler = lr_schedule.build_scheduler(config, optimizer, training.global_batch_size)
-        model_config = get_model_config(model)
-        model_config.grad_scale_func = optimizer.scale_loss
-        model_config.finalize_model_grads_func = finalize_model_grads
-        batches = data.batches(splits.train, config, consumed_samples=0)
-        losses = []
-        for _ in range(training.train_iters):
-            wrapped.zero_grad_buffer()
-            optimizer.zero_grad()
-            per_microbatch = get_forward_backward_func()(
-                forward_step_func=loss.forward_step,
-                data_iterator=batches,
-                model=wrapped,
-                num_microbatches=get_num_microbatches(),
-                seq_length=config.model.seq_length,
-                micro_batch_size=training.micro_batch_size,
-                forward_only=False,
-            )
-            optimizer.step()
-            scheduler.step(training.global_batch_size)
-            total, tokens = loss.reduce_losses(per_microbatch).tolist()
-            losses.append(total / tokens)
-        return {"losses": losses, "weights": worlds.weights_of(model)}
 
 
 @pytest.mark.parametrize(("cut", "kernels"), with_cpu_kernels(CUTS, megatron=("one", "data2")))

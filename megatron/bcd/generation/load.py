@@ -243,13 +243,7 @@ def _tokenizer(given: TokenizerFlags, own: Any, files: str | None) -> Tokenizer 
     else:
         return None
     try:
-        return build_tokenizer(
-            flags.tokenizer_type,
-            vocab_file=flags.vocab_file,
-            merge_file=flags.merge_file,
-            tokenizer_model=flags.tokenizer_model,
-            vocab_size=flags.vocab_size,
-        )
+        return build_tokenizer(**vars(flags))
     except ValueError as error:
         if flags is given:
             raise

@@ -81,15 +81,8 @@ def describe_run(config: RunConfig, *, is_on_gpu: bool, vocab_size: int | None =
 
 
 def _num_ids(config: RunConfig) -> int:
-    flags = config.tokenizer
     try:
-        return build_tokenizer(
-            flags.tokenizer_type or "NullTokenizer",
-            vocab_file=flags.vocab_file,
-            merge_file=flags.merge_file,
-            tokenizer_model=flags.tokenizer_model,
-            vocab_size=flags.vocab_size,
-        ).vocab_size
+        return build_tokenizer(**vars(config.tokenizer)).vocab_size
     except ValueError as error:
         raise ValueError(f"the run's tokenizer can't be read ({error}): give --vocab-size") from None
 

@@ -269,11 +269,4 @@ def _network_to_load(config: RunConfig, tokenizer: Tokenizer) -> Architecture | 
 
 def tokenizer_of(config: RunConfig) -> Tokenizer:
     """The tokenizer of the run. Raises ValueError as `build_tokenizer`."""
-    flags = config.tokenizer
-    return build_tokenizer(
-        flags.tokenizer_type or "NullTokenizer",
-        vocab_file=flags.vocab_file,
-        merge_file=flags.merge_file,
-        tokenizer_model=flags.tokenizer_model,
-        vocab_size=flags.vocab_size,
-    )
+    return build_tokenizer(**vars(config.tokenizer))

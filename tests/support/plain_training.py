@@ -1,0 +1,76 @@
+"""Full-parameter training by Megatron Core's own pieces, in the order of stock Megatron-LM's training loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.num_microbatches_calculator import get_num_microbatches, init_num_microbatches_calculator
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.parallel_state import get_data_parallel_world_size
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+
+from megatron.bcd import data
+from megatron.bcd.config import RunConfig, core_keywords
+from megatron.bcd.model import builder, implementation, loss
+from megatron.bcd.optim import lr_schedule
+from megatron.bcd.tokenizer import build_tokenizer
+from support import worlds
+
+
+def plain_training(config: RunConfig) -> dict[str, Any]:
+    """Losses, and the last weights; nothing of blocks, phases or the active block.
+
+    With several chunks a stage, it is Megatron Core's interleaved schedule on one DDP wrapper for each chunk.
+    """
+    with worlds.parallel(config):
+        training = config.training
+        init_num_microbatches_calculator(
+            torch.distributed.get_rank(),
+            None,
+            training.global_batch_size,
+            training.micro_batch_size,
+            get_data_parallel_world_size(),
+        )
+        tokenizer = build_tokenizer("ByteLevelTokenizer")
+        plan = data.plan_splits(config, tokenizer, training.train_iters, least_steps_per_cycle=1)
+        splits = data.build_splits(config, plan)
+        model = builder.build_model(config, worlds.PADDED_VOCABULARY, implementation.implementation_here(config))
+        model_config = get_model_config(model)
+        is_sharded = training.use_distributed_optimizer
+        ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=is_sharded)
+        wrapped = [
+            DistributedDataParallel(config=model_config, ddp_config=ddp_config, module=module)
+            for module in (builder.chunks_of(model) if config.num_chunks > 1 else [model])
+        ]
+        keywords = core_keywords(config.optimizer) | {"use_distributed_optimizer": is_sharded}
+        optimizer = get_megatron_optimizer(OptimizerConfig(**keywords), wrapped)
+        scheduler = lr_schedule.build_scheduler(config, optimizer, training.global_batch_size)
+        model_config.grad_scale_func = optimizer.scale_loss
+        model_config.finalize_model_grads_func = finalize_model_grads
+        batches = [data.batches(splits.train, config, consumed_samples=0) for _ in wrapped]
+        if config.num_chunks > 1:
+            # as stock's arguments ask of two stages; it frees an output while that is sent, which gloo does not survive
+            model_config.overlap_p2p_comm, model_config.batch_p2p_comm = True, False
+            model_config.deallocate_pipeline_outputs = False
+        losses = []
+        for _ in range(training.train_iters):
+            for module in wrapped:
+                module.zero_grad_buffer()
+            optimizer.zero_grad()
+            per_microbatch = get_forward_backward_func()(
+                forward_step_func=loss.forward_step,
+                data_iterator=batches if config.num_chunks > 1 else batches[0],
+                model=wrapped if config.num_chunks > 1 else wrapped[0],
+                num_microbatches=get_num_microbatches(),
+                seq_length=config.model.seq_length,
+                micro_batch_size=training.micro_batch_size,
+                forward_only=False,
+            )
+            optimizer.step()
+            scheduler.step(training.global_batch_size)
+            total, tokens = loss.reduce_losses(per_microbatch).tolist()
+            losses.append(total / tokens)
+        return {"losses": losses, "weights": worlds.weights_of(model)}
