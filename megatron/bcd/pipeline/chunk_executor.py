@@ -12,7 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.bcd.model.builder import select_chunk
 from megatron.bcd.pipeline.actions import Action, Kind
 from megatron.bcd.pipeline.interleaved import ChunkShape, build_chunk_plan
-from megatron.bcd.pipeline.iteration import Iteration, TimedAction
+from megatron.bcd.pipeline.iteration import Iteration
 from megatron.bcd.pipeline.p2p import ChunkMessages
 
 _Place: TypeAlias = tuple[int, int]
@@ -20,7 +20,7 @@ _Place: TypeAlias = tuple[int, int]
 
 
 class ChunkExecutor(Iteration):
-    """One iteration of one stage: the tensors under way, by chunk and microbatch."""
+    """One iteration of one stage. Tensors under way are named by chunk and microbatch."""
 
     def __init__(
         self,
@@ -46,11 +46,6 @@ class ChunkExecutor(Iteration):
             )
             for chunk in range(shape.num_chunks)
         ]
-        # an input is kept until its forward pass, or its backward pass if it needs a gradient
-        self._inputs: dict[_Place, torch.Tensor] = {}
-        self._outputs: dict[_Place, torch.Tensor] = {}
-        self._output_gradients: dict[_Place, torch.Tensor] = {}
-        self._input_gradients: dict[_Place, torch.Tensor] = {}
 
     def run(self) -> list[Any]:
         """What the loss function reported, by microbatch, on the last stage."""
@@ -64,16 +59,9 @@ class ChunkExecutor(Iteration):
             Kind.SEND_BACKWARD: self._send_backward,
             Kind.RECEIVE_BACKWARD: self._receive_backward,
         }
-        self._defer_gradient_reduction()
-        for action in self._actions:
-            start = self._now()
-            do[action.kind](action, (action.chunk, action.microbatch))
-            if self._trace is not None:
-                self._trace.append(TimedAction(action=action, start=start, end=self._now()))
-        self._messages.finish_sends()
-        if self._is_training:
-            self._finish_gradients()
-        return self._reported
+        return self._run(
+            lambda action: do[action.kind](action, (action.chunk, action.microbatch)), self._messages.finish_sends
+        )
 
     def _virtual(self, action: Action) -> int:
         return self._shape.virtual_stage(self._stage, action.chunk)

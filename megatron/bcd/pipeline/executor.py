@@ -11,13 +11,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.bcd.pipeline.actions import Kind
 from megatron.bcd.pipeline.build import PlanShape, stage_actions
-from megatron.bcd.pipeline.iteration import Iteration, TimedAction
+from megatron.bcd.pipeline.iteration import Iteration
 from megatron.bcd.pipeline.p2p import OneWayLink
 from megatron.bcd.runtime.compat.p2p import CountingCommunicator
 
 
 class StageExecutor(Iteration):
-    """One iteration of one stage: the tensors under way, and a handler for each kind of action."""
+    """One iteration of one stage: a handler for each kind of action. Tensors under way are named by microbatch."""
 
     def __init__(
         self,
@@ -41,28 +41,15 @@ class StageExecutor(Iteration):
         self._num_to_receive = shape.done_ahead if self._is_first_trainable else 0
         self._num_to_receive += sum(action.kind is Kind.RECEIVE_FORWARD for action in self._actions)
         self._num_backwards = sum(action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) for action in self._actions)
-        # by microbatch; an input is kept until its forward pass, or its backward pass if it needs a gradient
-        self._inputs: dict[int, torch.Tensor] = {}
-        self._outputs: dict[int, torch.Tensor] = {}
-        self._output_gradients: dict[int, torch.Tensor] = {}
-        self._input_gradients: dict[int, torch.Tensor] = {}
 
     @property
     def _is_first_trainable(self) -> bool:
         return self._stage == self._shape.first_trainable
 
     def run(self) -> list[Any]:
+        """What the loss function reported, by microbatch, on the last stage."""
         do = self._handlers()
-        self._defer_gradient_reduction()
-        for action in self._actions:
-            start = self._now()
-            do[action.kind](action.microbatch, action.received)
-            if self._trace is not None:
-                self._trace.append(TimedAction(action=action, start=start, end=self._now()))
-        self._link.finish_sends()
-        if self._is_training:
-            self._finish_gradients()
-        return self._reported
+        return self._run(lambda action: do[action.kind](action.microbatch, action.received), self._link.finish_sends)
 
     def _handlers(self) -> dict[Kind, Callable[[int, int | None], None]]:
         return {

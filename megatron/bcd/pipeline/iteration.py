@@ -1,10 +1,10 @@
-"""What the executors of all plans share: Megatron Core's passes, and the end of an iteration."""
+"""What the executors of all plans share: the walk through the actions, and Megatron Core's passes."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ class TimedAction:
 
 
 class Iteration:
-    """One iteration of one stage, without the order of its actions."""
+    """One iteration of one stage; a subclass has its actions."""
 
     def __init__(
         self,
@@ -59,9 +59,29 @@ class Iteration:
             tp_group=groups.tp,
             cp_group=groups.cp,
         )
+        self._actions: Sequence[Action] = ()
+        # under way, by what the executor names them; an input is kept until its forward pass, or its backward pass if
+        # it needs a gradient
+        self._inputs: dict[Any, torch.Tensor] = {}
+        self._outputs: dict[Any, torch.Tensor] = {}
+        self._output_gradients: dict[Any, torch.Tensor] = {}
+        self._input_gradients: dict[Any, torch.Tensor] = {}
         self._reported: list[Any] = []
         self._num_tokens = torch.zeros([], dtype=torch.int, device=device.current())
         self._no_sync: contextlib.AbstractContextManager[Any] | None = None
+
+    def _run(self, do: Callable[[Action], None], finish_sends: Callable[[], None]) -> list[Any]:
+        """All actions; what the loss function reported."""
+        self._defer_gradient_reduction()
+        for action in self._actions:
+            start = self._now()
+            do(action)
+            if self._trace is not None:
+                self._trace.append(TimedAction(action=action, start=start, end=self._now()))
+        finish_sends()
+        if self._is_training:
+            self._finish_gradients()
+        return self._reported
 
     def _forward_step(
         self, batches: Any, number: int, input_tensor: torch.Tensor | None, *, is_last_stage: bool

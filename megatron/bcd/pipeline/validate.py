@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, pairwise, zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.bcd.pipeline.actions import TWO_WAY, Action, Kind, Message, received, sent
 from megatron.bcd.pipeline.build import Plan, PlanShape
@@ -145,17 +145,45 @@ def _check_microbatches(shape: PlanShape, stage: int, places: Sequence[_Place]) 
 
 
 def _check_order(what: str, due: range, stage: int, places: Sequence[_Place], kinds: tuple[Kind, ...]) -> None:
-    done = (place for place in places if place.action.kind in kinds)
+    check_each_once(due, (place for place in places if place.action.kind in kinds), f"stage {stage}: no {what}")
+
+
+def check_each_once(due: range, done: Iterable[Any], missing: str, where: str = "") -> None:
+    """Passes of each due microbatch, once and ascending. `done` are places of actions; `missing` and `where` stand in
+    the error before and behind the microbatch that is not among them."""
     for microbatch, place in zip_longest(due, done):
         if place is None:
-            raise PlanError(f"stage {stage}: no {what} of microbatch {microbatch}")
+            raise PlanError(f"{missing} of microbatch {microbatch}{where}")
         if place.action.microbatch != microbatch:
             expected = "none is due any more" if microbatch is None else f"microbatch {microbatch} is due"
             raise PlanError(f"{place}: {expected}")
 
 
+class Things:
+    """What is on one stage while its actions are followed: every thing is made once and used once.
+
+    A thing is its name, its microbatch, and what else tells it from others.
+    """
+
+    def __init__(self, present: Iterable[tuple[Any, ...]] = ()) -> None:
+        self.present = set(present)
+        self._made = set(self.present)
+
+    def make(self, thing: tuple[Any, ...], place: object) -> None:
+        if thing in self._made:
+            raise PlanError(f"{place}: the {thing[0]} of microbatch {thing[1]} comes a second time")
+        self._made.add(thing)
+        self.present.add(thing)
+
+    def use(self, thing: tuple[Any, ...], place: object) -> None:
+        if thing not in self.present:
+            reason = "has been used already" if thing in self._made else "is not there yet"
+            raise PlanError(f"{place}: the {thing[0]} of microbatch {thing[1]} {reason}")
+        self.present.remove(thing)
+
+
 class _Stage:
-    """What is on one stage while its actions are followed: every thing is made once and used once."""
+    """Follows the actions of one stage."""
 
     def __init__(self, shape: PlanShape, stage: int) -> None:
         self.shape = shape
@@ -164,8 +192,7 @@ class _Stage:
         self.passes_gradients = _passes_gradients(shape, stage)
         self.follows_prefix = _follows_prefix(shape, stage)
         done = range(shape.done_ahead) if self.follows_prefix else range(0)
-        self.present = {("input", microbatch) for microbatch in done}
-        self.made = set(self.present)
+        self.things = Things(("input", microbatch) for microbatch in done)
         self.num_graphs = 0
 
     def follow(self, places: Sequence[_Place]) -> None:
@@ -181,26 +208,26 @@ class _Stage:
         kind, microbatch = place.action.kind, place.action.microbatch
         if kind in (Kind.FORWARD, Kind.FORWARD_ONLY):
             if not self.is_first:
-                self._use("input", microbatch, place)
+                self.things.use(("input", microbatch), place)
             if not self.is_last:
-                self._make("output", microbatch, place)
+                self.things.make(("output", microbatch), place)
             if kind is Kind.FORWARD:
-                self._make("activations", microbatch, place)
+                self.things.make(("activations", microbatch), place)
                 self._check_bound(place)
         else:
-            self._use("activations", microbatch, place)
+            self.things.use(("activations", microbatch), place)
             self.num_graphs -= 1
             if not self.is_last:
-                self._use("output gradient", microbatch, place)
+                self.things.use(("output gradient", microbatch), place)
             if self.passes_gradients:
-                self._make("input gradient", microbatch, place)
+                self.things.make(("input gradient", microbatch), place)
 
     def _communicate(self, place: _Place) -> None:
         outgoing, incoming = place.outgoing, place.incoming
         if outgoing is not None:
-            self._use("input gradient" if outgoing.is_backward else "output", outgoing.microbatch, place)
+            self.things.use(("input gradient" if outgoing.is_backward else "output", outgoing.microbatch), place)
         if incoming is not None:
-            self._make("output gradient" if incoming.is_backward else "input", incoming.microbatch, place)
+            self.things.make(("output gradient" if incoming.is_backward else "input", incoming.microbatch), place)
             is_ahead = incoming.microbatch >= self.shape.num_microbatches and self.follows_prefix
             if is_ahead != (place.action.kind is Kind.RECEIVE_AHEAD):
                 whose = "the next iteration's" if is_ahead else "this iteration's"
@@ -212,25 +239,13 @@ class _Stage:
         if self.num_graphs > bound:
             raise PlanError(f"{place}: activations of {self.num_graphs} microbatches are kept, at most {bound} may be")
 
-    def _make(self, what: str, microbatch: int, place: _Place) -> None:
-        if (what, microbatch) in self.made:
-            raise PlanError(f"{place}: the {what} of microbatch {microbatch} comes a second time")
-        self.made.add((what, microbatch))
-        self.present.add((what, microbatch))
-
-    def _use(self, what: str, microbatch: int, place: _Place) -> None:
-        if (what, microbatch) not in self.present:
-            reason = "has been used already" if (what, microbatch) in self.made else "is not there yet"
-            raise PlanError(f"{place}: the {what} of microbatch {microbatch} {reason}")
-        self.present.remove((what, microbatch))
-
     def _check_left_over(self) -> None:
         total, run_ahead = self.shape.num_microbatches, self.shape.run_ahead
         ahead = range(total, total + run_ahead) if self.follows_prefix else range(0)
         due = {("input", microbatch) for microbatch in ahead}
-        for what, microbatch in sorted(due - self.present):
+        for what, microbatch in sorted(due - self.things.present):
             raise PlanError(f"stage {self.stage}: the {what} of microbatch {microbatch} is not received ahead")
-        for what, microbatch in sorted(self.present - due):
+        for what, microbatch in sorted(self.things.present - due):
             raise PlanError(f"stage {self.stage}: the {what} of microbatch {microbatch} is never used")
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from megatron.bcd.pipeline.actions import Action, Kind, Message, messages_of, received, sent
 from megatron.bcd.pipeline.interleaved import ChunkPlan, ChunkShape
-from megatron.bcd.pipeline.validate import PlanError
+from megatron.bcd.pipeline.validate import PlanError, Things, check_each_once
 
 _MESSAGES = frozenset((Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD))
 
@@ -88,35 +88,29 @@ def _check_order(shape: ChunkShape, stage: int, places: Sequence[_Place]) -> Non
         for what, kind in (("forward", shape.forward_kind(virtual)), ("backward", shape.backward_kind(virtual))):
             due = range(0 if kind is None else shape.num_microbatches)
             done = (place for place in places if place.action.chunk == chunk and place.action.kind is kind)
-            for microbatch, place in zip_longest(due, done):
-                if place is None:
-                    raise PlanError(f"stage {stage}: no {what} of microbatch {microbatch}, chunk {chunk}")
-                if place.action.microbatch != microbatch:
-                    expected = "none is due any more" if microbatch is None else f"microbatch {microbatch} is due"
-                    raise PlanError(f"{place}: {expected}")
+            check_each_once(due, done, f"stage {stage}: no {what}", f", chunk {chunk}")
 
 
 class _Stage:
-    """What is on one stage while its actions are followed: every thing is made once and used once."""
+    """Follows the actions of one stage."""
 
     def __init__(self, shape: ChunkShape, stage: int) -> None:
         self._shape = shape
         self._bound = shape.max_graphs(stage)
         self._num_graphs = 0
-        self._present: set[tuple[str, int, int]] = set()
-        self._made: set[tuple[str, int, int]] = set()
+        self._things = Things()
 
     def follow(self, places: Sequence[_Place]) -> None:
         """Raises PlanError at the first action that lacks something, or for what is left at the end."""
         for place in places:
             for what in self._needs(place):
-                self._use(what, place)
+                self._things.use((what, place.action.microbatch, place.virtual), place)
             for what in self._makes(place):
-                self._make(what, place)
+                self._things.make((what, place.action.microbatch, place.virtual), place)
             if self._num_graphs > self._bound:
                 raise PlanError(f"{place}: activations of {self._num_graphs} microbatches are kept, at most "
                                 f"{self._bound} may be")  # fmt: skip
-        for what, virtual, microbatch in sorted(self._present):
+        for what, microbatch, virtual in sorted(self._things.present):
             raise PlanError(f"virtual stage {virtual}: the {what} of microbatch {microbatch} is never used")
 
     def _needs(self, place: _Place) -> Iterator[str]:
@@ -147,20 +141,6 @@ class _Stage:
             yield "input"
         elif kind is Kind.RECEIVE_BACKWARD:
             yield "output gradient"
-
-    def _make(self, what: str, place: _Place) -> None:
-        thing = (what, place.virtual, place.action.microbatch)
-        if thing in self._made:
-            raise PlanError(f"{place}: the {what} comes a second time")
-        self._made.add(thing)
-        self._present.add(thing)
-
-    def _use(self, what: str, place: _Place) -> None:
-        thing = (what, place.virtual, place.action.microbatch)
-        if thing not in self._present:
-            reason = "has been used already" if thing in self._made else "is not there yet"
-            raise PlanError(f"{place}: the {what} {reason}")
-        self._present.remove(thing)
 
 
 def _check_pairs(shape: ChunkShape, stages: Sequence[Sequence[_Place]]) -> None:
