@@ -4,6 +4,7 @@
     python tools/generate.py --model out/tuned --prompt "The sky is"
     python tools/generate.py --model out/tuned --prompts prompts.txt --temperature 0.8 --top-p 0.95 --seed 1
     python tools/generate.py --model out/my_run --prompt "The sky is" --max-new-tokens 200 --json
+    python tools/generate.py --model out/tuned --chat --prompt "Why is the sky blue?"
 
 The most likely token is taken unless a temperature is given. An answer ends at the model's end token, after
 --max-new-tokens, or at the model's last position. One process, one device; keys and values are cached.
@@ -17,12 +18,15 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _loaded_model import add_model_flags, check_json, loaded_model
 from _parser import STDOUT, Parser, add_json
+
+if TYPE_CHECKING:
+    from megatron.bcd.generation.load import LoadedModel
 
 PROG = "tools/generate.py"
 
@@ -35,6 +39,16 @@ def _parser() -> Parser:
     group = parser.add_argument_group("prompts")
     group.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     group.add_argument("--prompts", metavar="FILE", help="a prompt on every line; empty lines are skipped")
+    form = group.add_mutually_exclusive_group()
+    form.add_argument(
+        "--chat", action="store_true", help="a prompt is a user's message, in the tokenizer's chat template"
+    )
+    form.add_argument(
+        "--instruction",
+        action="store_true",
+        help="a prompt is an instruction in Alpaca's form, as --sft has it without one",
+    )
+    group.add_argument("--system", metavar="TEXT", help="with --chat: the system's message before it")
     group = parser.add_argument_group("answers")
     group.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="(default: 128)")
     group.add_argument(
@@ -61,6 +75,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options = _parser().parse_args(argv)
     if not options.prompt and options.prompts is None:
         raise ValueError("nothing to continue: give --prompt TEXT or --prompts FILE")
+    if options.system is not None and not options.chat:
+        raise ValueError("--system needs --chat")
     if options.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1")
     if options.top_p != 1 and options.temperature == 0:
@@ -84,6 +100,34 @@ def read_prompts(path: str) -> list[str]:
     return prompts
 
 
+def encode(loaded: LoadedModel, prompt: str, options: argparse.Namespace) -> list[int]:
+    """Ids of a prompt in the form that the flags ask for.
+
+    Raises:
+        ValueError: there is no tokenizer or no chat template, or the template refuses the prompt.
+    """
+    from megatron.bcd.data.sft.chat_template import chat_template_of
+    from megatron.bcd.data.sft.records import Record
+    from megatron.bcd.data.sft.render import Renderer
+
+    tokenizer = loaded.known_tokenizer()
+    if options.instruction:
+        return tokenizer.tokenize(Renderer(tokenizer, "text").prompt(Record(prompt=prompt, is_instruction=True)))
+    if not options.chat:
+        return loaded.encode(prompt)
+    template = chat_template_of(tokenizer)
+    if template is None:
+        raise ValueError(
+            "--chat: the model's tokenizer has no chat template (chat_template.jinja, or chat_template in its "
+            "tokenizer_config.json); leave --chat out, or give --instruction"
+        )
+    system = [] if options.system is None else [{"role": "system", "content": options.system}]
+    try:
+        return tokenizer.tokenize(template.render([*system, {"role": "user", "content": prompt}], for_answer=True))
+    except ValueError as error:
+        raise ValueError(f"--prompt {prompt[:40]!r} {error}") from None
+
+
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Continue all prompts; what --json writes.
 
@@ -98,7 +142,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     check_json(options.json)
     answers = []
     with loaded_model(options) as loaded:
-        encoded = [loaded.encode(prompt) for prompt in prompts]
+        encoded = [encode(loaded, prompt, options) for prompt in prompts]
         for ids in encoded:
             check_prompt(loaded, ids)
         for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tokenizers
 from support import huggingface_models as models
 from support.forked_runs import ForkedRuns
 
@@ -44,11 +45,39 @@ def test_generate(runs: ForkedRuns, model: Path, tmp_path: Path) -> None:
     assert draws[0] == draws[1] != draws[2]
 
 
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+def test_chat(runs: ForkedRuns, tmp_path: Path) -> None:
+    """A prompt that is not put into the template, or an instruction that is not in the form that was trained."""
+    folder = models.write_model("llama2", tmp_path / "model")
+    vocabulary = {chr(code): code - 31 for code in range(32, 127)} | {"</s>": 0}
+    engine = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="</s>"))
+    engine.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    engine.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    words = ["--model", folder, "--prompt", "hi", "--max-new-tokens", 12, "--json"]
+    code, _, error = run(runs, tmp_path, "generate", *words, "--chat")
+    assert code == 2 and "--chat: the model's tokenizer has no chat template" in error
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    answers = []
+    for flags in (["--chat", "--system", "s"], ["--chat"], []):
+        code, said, error = run(runs, tmp_path, "generate", *words, *flags)
+        assert code == 0, error
+        answers.append(json.loads(said)[0]["answer"])
+    words[words.index("hi")] = "<system>s<user>hi<a>"
+    code, said, error = run(runs, tmp_path, "generate", *words)
+    assert json.loads(said)[0]["answer"] == answers[0] and len(set(answers)) == 3
+
+
 REFUSED = {
     "nothing to continue": ["--model", "MODEL"],
     "--max-new-tokens 0: must be at least 1": ["--model", "MODEL", "--prompt", "a", "--max-new-tokens", "0"],
     "--top-p 0.5 has no effect": ["--model", "MODEL", "--prompt", "a", "--top-p", "0.5"],
     "--temperature -1: must be": ["--model", "MODEL", "--prompt", "a", "--temperature", "-1"],
+    "--system needs --chat": ["--model", "MODEL", "--prompt", "a", "--system", "s"],
     "--prompts absent.txt can't be read": ["--model", "MODEL", "--prompts", "absent.txt"],
     "absent: no such folder": ["--model", "./absent", "--prompt", "a"],
     "holds no checkpoint": ["--model", ".", "--prompt", "a"],

@@ -65,6 +65,13 @@ def check_evaluation(run: Run) -> None:
             run.eval_iters or not getattr(run, field),
             f"{flag_name(field)} does not go with --eval-iters 0, which evaluates nothing: leave one of them out",
         )
+    if run.eval_generate is not None:
+        flag = f"--eval-generate {run.eval_generate}"
+        refuse_unless(run.eval_iters or run.full_validation, f"{flag} needs evaluations: --eval-iters is 0")
+        refuse_unless(
+            run.context_parallel_size == 1,
+            f"{flag} does not go with --context-parallel-size {run.context_parallel_size}: leave one of them out",
+        )
     if not run.full_validation:
         return
     refuse_unless(not run.mock_data, "--full-validation does not go with --mock-data, which has no end: leave it out")

@@ -21,7 +21,7 @@ from megatron.bcd.huggingface.core_format import CoreCheckpoint
 from megatron.bcd.model.builder import build_model, unwrap_model
 from megatron.bcd.model.implementation import implementation_here
 from megatron.bcd.runtime import device, distributed, rng, threads
-from megatron.bcd.tokenizer import Tokenizer, build_tokenizer
+from megatron.bcd.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 _GENERATION = "generation_config.json"
@@ -52,13 +52,13 @@ class LoadedModel:
     """Folder with files of transformers (tokenizer, chat template), where there is one."""
     precision: str
     num_ids: int
-    """Rows of the vocabulary that are tokens; the rest is padding."""
+    """Rows of the vocabulary that are tokens of the tokenizer; the rest is padding."""
     max_length: int
     """Positions."""
     end_ids: frozenset[int]
     """Tokens that end an answer."""
     adds_special_tokens: bool
-    """The model expects what its tokenizer puts around a text (such as LLaMA's begin token): those of transformers do,
+    """The model expects what its tokenizer puts before a text (such as LLaMA's begin token): those of transformers do,
     those that were trained here without it don't."""
 
     @property
@@ -73,13 +73,17 @@ class LoadedModel:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt or document, with the special tokens that the model expects in front."""
-        ids = self.known_tokenizer().tokenize(text)
-        return [*self.begin_ids, *ids]
+        return self.known_tokenizer().tokenize(self._start + text)
 
     @property
     def begin_ids(self) -> list[int]:
         """What the model expects in front of every text."""
-        return _begin_ids(self.files) if self.adds_special_tokens and self.files else []
+        return self.known_tokenizer().tokenize(self._start) if self._start else []
+
+    @property
+    def _start(self) -> str:
+        is_known = self.adds_special_tokens and isinstance(self.tokenizer, HuggingFaceTokenizer)
+        return self.tokenizer.start_of_text if is_known else ""  # type: ignore[union-attr]
 
 
 def start() -> None:
@@ -212,7 +216,7 @@ def _loaded(
     if own is not None and own.tokenizer_type == "HuggingFaceTokenizer" and given.tokenizer_type is None:
         files = own.tokenizer_model
     tokenizer = _tokenizer(given, own, files)
-    if tokenizer is not None and own is not None:
+    if tokenizer is not None:
         num_ids = min(num_ids, tokenizer.vocab_size)
     return LoadedModel(
         model=model,
@@ -259,23 +263,6 @@ def _end_ids(files: str | None, tokenizer: Tokenizer | None) -> frozenset[int]:
         if value is not None:
             return frozenset(value if isinstance(value, list) else [value])
     return frozenset() if tokenizer is None else frozenset([tokenizer.eod])
-
-
-def _begin_ids(files: str) -> list[int]:
-    """What the folder's tokenizer puts in front of a text."""
-    path = os.path.join(files, "tokenizer.json")
-    if not os.path.isfile(path):
-        settings = _json(files, "tokenizer_config.json")
-        bos = _json(files, folder.CONFIG).get("bos_token_id")
-        return [bos] if settings.get("add_bos_token") and isinstance(bos, int) else []
-    from tokenizers import Tokenizer as Engine
-
-    engine = Engine.from_file(path)
-    engine.no_padding()
-    whole = engine.encode("a", add_special_tokens=True).ids
-    plain = engine.encode("a", add_special_tokens=False).ids
-    starts = range(len(whole) - len(plain) + 1)
-    return next((list(whole[:start]) for start in starts if whole[start : start + len(plain)] == plain), [])
 
 
 def _json(files: str | None, name: str) -> Mapping[str, Any]:

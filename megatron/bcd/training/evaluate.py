@@ -15,6 +15,7 @@ from megatron.bcd.metrics.schema import EvalMetrics
 from megatron.bcd.model.loss import reduce_losses
 from megatron.bcd.runtime import device, memory
 from megatron.bcd.training.forward_backward import ForwardBackward
+from megatron.bcd.training.samples import EvaluationSamples
 from megatron.bcd.training.state import TrainState
 from megatron.bcd.training.stop import StopRequests
 
@@ -30,12 +31,15 @@ class Evaluator:
         forward_backward: ForwardBackward,
         reporter: Reporter,
         stop: StopRequests,
+        samples: EvaluationSamples | None = None,
     ) -> None:
+        """`samples` are reported after every validation."""
         self._config = config
         self._splits = splits
         self._forward_backward = forward_backward
         self._reporter = reporter
         self._stop = stop
+        self._samples = samples
         self._global_batch_size = data.global_batch_size(config)
         self._validation_batches: Iterator[data.Batch] | None = None
         self._last: tuple[int, float] | None = None
@@ -71,7 +75,10 @@ class Evaluator:
             self._reporter.note(f"the evaluation on the {split} split after iteration {state.iteration} was stopped")
             return None
         loss_sum, num_tokens = total.tolist()
-        return self._report(split, state, loss_sum / max(num_tokens, 1.0), is_final=is_final)
+        loss = self._report(split, state, loss_sum / max(num_tokens, 1.0), is_final=is_final)
+        if split == "validation" and self._samples is not None:
+            self._samples.run(state.iteration)
+        return loss
 
     def _report(self, split: str, state: TrainState, loss: float, *, is_final: bool) -> float:
         self._reporter.evaluation(

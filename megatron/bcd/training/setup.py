@@ -39,6 +39,7 @@ from megatron.bcd.training.evaluate import Evaluator
 from megatron.bcd.training.forward_backward import ForwardBackward
 from megatron.bcd.training.phase import Phase
 from megatron.bcd.training.profiler import StepProfiler
+from megatron.bcd.training.samples import evaluation_samples
 from megatron.bcd.training.stop import StopRequests
 from megatron.bcd.training.train_step import TrainStep
 
@@ -81,6 +82,7 @@ class _Base:
     partition: Partition
     block_schedule: BlockSchedule
     train_iters: int
+    tokenizer: Tokenizer
     vocab_size: int
     padded_vocab_size: int
     implementation: Implementation
@@ -158,6 +160,7 @@ def _base(config: RunConfig, build_model: ModelBuilder, source: loader.Source | 
         partition=partition,
         block_schedule=block_schedule,
         train_iters=train_iters,
+        tokenizer=tokenizer,
         vocab_size=num_ids,
         padded_vocab_size=vocab_size,
         implementation=implementation,
@@ -219,7 +222,14 @@ def _components(config: RunConfig, base: _Base, reporter: Reporter, exporter: Ex
             train_iters=base.train_iters,
             reporter=reporter,
         ),
-        evaluator=Evaluator(config, base.splits, forward_backward, reporter, stop),
+        evaluator=Evaluator(
+            config,
+            base.splits,
+            forward_backward,
+            reporter,
+            stop,
+            evaluation_samples(config, base.tokenizer, forward_backward, reporter),
+        ),
         metrics=StepMetricsCollector(config, train_step=train_step, samples=samples, prefix_cache=prefix_cache),
         prefix_cache=prefix_cache,
         saver=Saver(config.checkpoint, reporter) if config.checkpoint.save else None,
