@@ -15,7 +15,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -125,15 +125,19 @@ class Peer:
         return float(total.item()) / num_microbatches
 
     def _model_state_bytes(self) -> int:
-        """Weights, gradients, BAdam's copies of the active weights, moments: live storages, shared ones once."""
+        """See `model_state_bytes`, with BAdam's copies of the active weights."""
         copies = list(self.optimizer.param_idx2hp.values())
-        weights = list(self.model.parameters())
-        gradients = [weight.grad for weight in weights if weight.grad is not None]
-        states = self.optimizer.base_optimizer.state.values()
-        moments = [value for state in states for value in state.values() if torch.is_tensor(value)]
-        storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in
-                    (*weights, *gradients, *copies, *moments)}  # fmt: skip
-        return sum(storages.values())
+        return model_state_bytes(self.model, self.optimizer.base_optimizer, copies)
+
+
+def model_state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, copies: Sequence[Tensor] = ()) -> int:
+    """Weights, gradients, `copies` and moments: live storages, shared ones once."""
+    weights = list(model.parameters())
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    moments = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in
+                (*weights, *gradients, *copies, *moments)}  # fmt: skip
+    return sum(storages.values())
 
 
 def main(folder: str, metrics: str) -> None:

@@ -2,6 +2,7 @@
 
     python tools/compare.py --model tiny --methods full,bcd --peer badam --output out/compare
     python tools/compare.py --model G-1.6B --methods full,bcd,offload --gpu rtx4090
+    python tools/compare.py --task sft --peers full,badam,lora --output out/sft
 
 In every round each method has one turn: the planner's command in new processes, so that memory is this method's alone
 and the measured run is the planned one. The first two steps after the start and after each switch are not counted. All
@@ -11,6 +12,9 @@ speed varies, and times are geometric means over the rounds: ratios in the table
 --peer badam trains transformers' model of the same size with BAdam (PyPI) in one process: same initial weights,
 samples, blocks and optimizer settings. Prints a table like the paper's tables 3 and 4, and writes compare.json and
 compare.png to --output. Exit code 1 if a method failed for a reason other than memory.
+
+--task sft compares fine-tuning instead: it trains a small LLaMA on a text, then fine-tunes it on records with the BCD
+preset and its peers, each at its own tuned learning rate; started again, it goes on (--task sft --help has its flags).
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+import _compare_sft as fine_tuning
 from _compare_figures import Row, Turn, ratios, rotated, row_of, table_text, typical_ms
 from _compare_runs import PEER, CannotRun, Variant, beside_peer, measure, planned, run, variants_of
 from _machine import cpu_model
@@ -55,6 +60,8 @@ TOLERANCE = 1e-3
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Raises ValueError for a flag that is unknown, missing or no number."""
+    if argv is not None and "--task" in argv:
+        return fine_tuning.parse_arguments(argv)
     parser = Parser(
         prog=PROG, allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -374,6 +381,8 @@ def compare(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else list(argv)
     try:
+        if "--task" in given:
+            return fine_tuning.compare(given)
         return compare(parse_arguments(given), given)
     except ValueError as error:
         print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -1,0 +1,85 @@
+"""tools/compare.py --task sft: its figures from made-up curves, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import _compare_sft
+import pytest
+from _compare_sft_base import SIZES
+from _compare_sft_rows import Row, Trained, grid_lines, row_of, table
+
+
+def run(*losses: float, seed: int = 1, step_ms: float = 10.0, state: int = 2**20) -> Trained:
+    """Evaluated every 10 steps."""
+    curve = tuple((10 * (i + 1), loss) for i, loss in enumerate(losses))
+    return Trained(
+        seed=seed, curve=curve, step_ms=step_ms, tokens_per_step=100, state_bytes=state, peak_bytes=5, test=losses[-1]
+    )
+
+
+def row(*runs: Trained, full: Trained | None = None) -> Row:
+    known = {} if full is None else {full.seed: full}
+    return row_of(runs, known, method="m", label="M", lr=1e-3, lr_at_edge=False, rates=((1e-3, 2.0), (1e-2, None)))
+
+
+def test_cost_is_time_to_the_best_of_full_training() -> None:
+    """Iterations for time, the last loss for the best one, or a method that never gets there shown as cheap."""
+    full = run(3.0, 2.0, 2.5)
+    assert full.best == (20, 2.0) and full.last == 2.5
+    assert row(full, full=full).cost == 1
+    found = row(run(2.5, 1.5, 1.5, step_ms=6.0), full=full)
+    assert found.cost == pytest.approx(15 * 6 / (20 * 10)) and found.to_full == pytest.approx(-0.25)
+    assert row(run(3.0, 2.1, 2.01), full=full).cost is None
+    assert "not reached" in "\n".join(table([row(run(3.0)), row(full, full=full)], baseline="m"))
+    two = row(run(2.5, 1.5), run(2.5, 2.2, seed=2), full=full)
+    assert two.num_reached == 1 and two.seeds == (1, 2), "the second seed has no full training beside it"
+
+
+def test_equal_time() -> None:
+    """A slower method's last loss, which it reached after more time."""
+    full = run(3.0, 2.0, step_ms=10.0)
+    assert row(run(3.0, 2.0, 1.0, step_ms=10.0), full=full).at_full_time == 2.0
+    assert row(run(3.0, 2.0, step_ms=13.0), full=full).at_full_time == pytest.approx(3 - (200 / 13 - 10) / 10)
+    assert row(run(3.0, 2.0, step_ms=5.0), full=full).at_full_time == 2.0, "it had ended"
+
+
+def test_spread_and_grid() -> None:
+    """A spread of one seed, or a rate that diverged and looks as if it had not run."""
+    one = row(run(3.0, 2.0), run(3.0, 2.5, seed=2))
+    assert one.best == 2.25 and one.best_spread == 0.5
+    assert "± 0.2500" in table([one], baseline="m")[-1] and "±" not in table([row(run(3.0))], baseline="m")[-1]
+    assert grid_lines([one])[-1] == "| M | 2.0000 | diverged |"
+    failed = Row(method="x", label="X", failure="no finite loss")
+    assert "failed: no finite loss" in table([failed, one], baseline="m")[2] and math.isnan(failed.best)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--peers", "full,bread"], "bread must be one of full, badam, lora"),
+        (["--peers", "full,full"], "once"),
+        (["--learning-rates", "1e-3,x"], "must be numbers"),
+        (["--learning-rates", "1e-3,-1"], "above 0"),
+        (["--seeds", "1,1"], "different numbers"),
+        (["--num-epochs", "0"], "more than 0"),
+        (["--records", "5"], "at least 20"),
+        (["--base-steps", "0"], "at least 1"),
+        (["--rounds", "5"], "unrecognized arguments"),
+    ],
+)
+def test_refusals(flags: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        _compare_sft.parse_arguments(["--task", "sft", *flags])
+
+
+def test_size_that_is_compared() -> None:
+    """A model of less than 10 million weights outside embedding and head."""
+    assert SIZES["small"].layer_parameters > 10_000_000
+
+
+def test_absent_files(tmp_path: Any) -> None:
+    arguments = _compare_sft.parse_arguments(["--task", "sft", "--data", str(tmp_path / "no.jsonl")])
+    with pytest.raises(ValueError, match="--data .*no.jsonl: no such file"):
+        _compare_sft.check(arguments)

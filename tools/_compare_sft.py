@@ -1,0 +1,282 @@
+"""tools/compare.py --task sft: fine-tuning a model that was trained here, by several methods (docs/fine_tuning.md).
+
+Runs, tuning, seeds and resuming are those of tools/study.py; `_compare_sft_base` prepares model and records,
+`_compare_sft_peer` trains on transformers, `_compare_sft_rows` makes the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from _compare_sft_base import SIZES, Base, Records, prepare, size_of
+from _compare_sft_rows import Row, Trained, grid_lines, row_of, table
+from _machine import cpu_model
+from _parser import Parser
+from _study_data import ROOT
+from _study_file import Data, Method, Model, Study
+from _study_plan import Point, final_runs, grid, points
+from _study_runner import Runner, tell
+from _study_runs import METRICS_FILE, Commands, write_json
+from filelock import FileLock, Timeout
+
+PROG = "tools/compare.py"
+PEERS = {"full": "full Adam", "badam": "BAdam (PyPI), transformers", "lora": "LoRA (peft), transformers"}
+BASELINE, OURS = "full", "bcd"
+_NEEDS = {"badam": ("badam", "transformers"), "lora": ("peft", "transformers")}
+_PEER_PROGRAM = "tools/_compare_sft_peer.py"
+
+
+def add_flags(parser: Parser) -> None:
+    """Flags of --task sft alone."""
+    shared = ROOT.parent / "shared" / "data"
+    group = parser.add_argument_group("fine-tuning", "with --task sft")
+    add = group.add_argument
+    add("--peers", metavar="LIST", help=f"beside the BCD preset: of {', '.join(PEERS)}, with commas (default: all)")
+    add("--data", type=Path, default=shared / "alpaca" / "alpaca_5000.jsonl", metavar="FILE", help="records of --sft")
+    add("--pretrain-text", type=Path, default=shared / "wikitext-2" / "train.txt", metavar="FILE",
+        help="what the model is trained on first")  # fmt: skip
+    add("--size", choices=tuple(SIZES), default="small", help="of the model (default: small, 11 M weights in layers)")
+    add("--base-steps", type=int, metavar="N", help="of training on the text (default: the size's)")
+    add("--records", type=int, metavar="N", help="the first N of --data (default: all)")
+    add("--num-epochs", type=float, default=3.0, metavar="X", help="of fine-tuning (default: 3)")
+    add("--learning-rates", default="1e-4,3e-4,1e-3,3e-3", metavar="LIST", help="grid of every method (default: "
+        "1e-4,3e-4,1e-3,3e-3)")  # fmt: skip
+    add("--seeds", default="1,2,3", metavar="LIST", help="the first one tunes (default: 1,2,3)")
+    add("--max-minutes", type=float, metavar="X", help="start no run after this time; a later start goes on")
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The checked command line of --task sft.
+
+    Raises:
+        ValueError: a flag is unknown, or its value does not fit.
+    """
+    parser = Parser(prog=f"{PROG} --task sft", allow_abbrev=False, description=__doc__)
+    parser.add_argument("--task", choices=("sft",), required=True)
+    parser.add_argument("--output", type=Path, default=Path("out", "sft"), metavar="FOLDER", help="(default: out/sft)")
+    add_flags(parser)
+    arguments = parser.parse_args(argv)
+    arguments.learning_rates = _numbers(arguments.learning_rates, float, "--learning-rates")
+    arguments.seeds = _numbers(arguments.seeds, int, "--seeds")
+    words = list(PEERS) if arguments.peers is None else [word.strip() for word in arguments.peers.split(",")]
+    for word in words:
+        if word not in PEERS or words.count(word) > 1:
+            what = f"{word or 'an empty name'} must be one of {', '.join(PEERS)}, once"
+            raise ValueError(f"--peers {arguments.peers}: {what}")
+    arguments.peers = [name for name in PEERS if name in words]
+    if arguments.num_epochs <= 0:
+        raise ValueError(f"--num-epochs {arguments.num_epochs:g}: must be more than 0")
+    if arguments.base_steps is not None and arguments.base_steps < 1:
+        raise ValueError(f"--base-steps {arguments.base_steps}: must be at least 1")
+    if arguments.records is not None and arguments.records < 20:
+        raise ValueError(f"--records {arguments.records}: must be at least 20, which are divided into three splits")
+    return arguments
+
+
+def _numbers(text: str, kind: Any, flag: str) -> tuple[Any, ...]:
+    try:
+        found = tuple(kind(word) for word in text.split(","))
+    except ValueError:
+        raise ValueError(f"{flag} {text}: must be numbers with commas between them") from None
+    if len(set(found)) < len(found) or (kind is float and min(found) <= 0):
+        raise ValueError(f"{flag} {text}: must be different numbers" + (" above 0" if kind is float else ""))
+    return found
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for what can be found before anything runs."""
+    for name in ("data", "pretrain_text"):
+        path = getattr(arguments, name)
+        if not path.is_file():
+            raise ValueError(f"--{name.replace('_', '-')} {path}: no such file")
+    for peer in arguments.peers:
+        missing = [name for name in _NEEDS.get(peer, ()) if importlib.util.find_spec(name) is None]
+        if missing:
+            raise ValueError(f"--peers {peer} needs {' and '.join(missing)}: pip install {' '.join(missing)} (the pins "
+                             "are in requirements.txt)")  # fmt: skip
+
+
+def study_of(arguments: argparse.Namespace, base: Base, records: Records) -> Study:
+    """All runs, as tools/study.py knows them; ``{data}`` is the prepared folder."""
+    size = size_of(arguments)
+    every = max(1, records.steps // 12)
+    flags = (
+        f"--sft --load-hf {{data}}/{base.model.name} --data-path {{data}}/{records.path.name} --split {records.split} "
+        f"--data-cache-path {{data}}/cache --tokenizer-type SentencePieceTokenizer "
+        f"--tokenizer-model {{data}}/{base.tokenizer.name} --seq-length {size.seq_length} --sft-drop-long "
+        f"--micro-batch-size {size.micro_batch} --global-batch-size {size.global_batch} --train-iters {{steps}} "
+        f"--lr-decay-style cosine --min-lr {{lr/10}} --lr-warmup-iters {max(1, records.steps // 30)} "
+        f"--weight-decay 0.01 --clip-grad 1 --hidden-dropout 0 --attention-dropout 0 --num-workers 0 --log-interval 1 "
+        f"--eval-interval {every} --full-validation --eval-iters {records.test_iters} "
+        f"--bcd-steps-per-block {max(2, records.steps // (4 * size.num_layers))}"
+    )
+    labels = {OURS: "BCD, preset finetune"} | PEERS
+    own = {BASELINE: "--bcd-num-blocks 1", OURS: "--bcd-preset finetune"}
+    names = [name for name in (BASELINE, OURS, "badam", "lora") if name == OURS or name in arguments.peers]
+    methods = tuple(
+        Method(name=name, label=labels[name], flags=own.get(name, ""), program=_program(name)) for name in names
+    )
+    return Study(
+        name="sft",
+        program="pretrain_llama_bcd.py",
+        flags=flags,
+        checkpoint_flags="--save {folder} --load {folder} --save-interval {steps/3}",
+        steps=records.steps,
+        models=(Model(name=arguments.size),),
+        data=(Data(name="records"),),
+        methods=methods,
+        baseline=BASELINE if BASELINE in names else OURS,
+        seeds=arguments.seeds,
+        learning_rates=arguments.learning_rates,
+        extend=1,
+        jobs=1,
+    )
+
+
+def _program(name: str) -> str | None:
+    return f"{_PEER_PROGRAM} --peer {name}" if name in _NEEDS else None
+
+
+class _Commands(Commands):
+    """A peer's program has a word of its own before the flags."""
+
+    def words(self, run: Any, *, data_folder: str = "DATA") -> list[str]:
+        first, *rest = super().words(run, data_folder=data_folder)
+        return [*first.split(), *rest]
+
+
+def rows_of(commands: Commands, runner: Runner, *, tokens_per_step: float) -> list[Row]:
+    """Of everything that has finished, in the study's order."""
+    study = commands.study
+    trained = {point: _trained(commands, runner, point, tokens_per_step) for point in points(study)}
+    full = {one.seed: one for point, runs in trained.items() if point.method.name == BASELINE for one in runs}
+    rows = []
+    for point, runs in trained.items():
+        tried = grid(study, point, runner.lookup)
+        rates = [(lr, value if value < float("inf") else None) for lr, value in sorted(tried.values.items())]
+        head: dict[str, Any] = {"method": point.method.name, "label": point.method.label, "rates": rates}
+        if runs and tried.best_so_far is not None:
+            rows.append(row_of(runs, full, lr=tried.best_so_far, lr_at_edge=tried.at_edge and len(rates) > 1, **head))
+        elif rates:
+            failed = [runner.lookup(point.run(lr, study.seeds[0])) for lr, _ in rates]
+            reason = next((one.failure for one in failed if one and one.failure), "no finite loss")
+            rows.append(Row(failure=reason, **{**head, "rates": tuple(rates)}))
+    return rows
+
+
+def _trained(commands: Commands, runner: Runner, point: Point, tokens_per_step: float) -> list[Trained]:
+    """The method's runs at its best rate so far."""
+    lr = grid(commands.study, point, runner.lookup).best_so_far
+    found = []
+    for run in [] if lr is None else final_runs(commands.study, point, lr):
+        result = runner.lookup(run)
+        if result is None or result.validation is None or result.step_ms is None:
+            continue
+        with open(commands.folder(run) / METRICS_FILE, encoding="utf-8") as file:
+            lines = [json.loads(line) for line in file]
+        curve = {step: value for step, value in result.curve if value is not None}
+        curve[result.steps] = result.validation
+        found.append(
+            Trained(
+                seed=run.seed,
+                curve=tuple(sorted(curve.items())),
+                step_ms=result.step_ms,
+                tokens_per_step=tokens_per_step,
+                state_bytes=max(sum(line.get("model_state_bytes", ())) for line in lines),
+                peak_bytes=max(max(line.get("peak_memory_bytes", (0,))) for line in lines),
+                test=result.test,
+            )
+        )
+    return found
+
+
+def compare(argv: Sequence[str]) -> int:
+    """Prepare, run what is missing, print, write; the exit code. Raises ValueError for a user's mistake."""
+    arguments = parse_arguments(argv)
+    check(arguments)
+    folder = arguments.output.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / ".lock", timeout=0):
+            base, records = prepare(arguments, folder)
+            study = study_of(arguments, base, records)
+            commands = _Commands(study, {}, data_folder=base.folder, folder=base.folder / "runs")
+            runner = Runner(commands, jobs=1, only="*", prefix="", commit=_commit())
+            tell(f"{len(runner.todo())} runs can start now; {records.steps} steps each, in {base.folder}")
+            size = size_of(arguments)
+            tokens = float(size.seq_length * size.global_batch)
+
+            def report() -> list[Row]:
+                rows = rows_of(commands, runner, tokens_per_step=tokens)
+                text = document(rows, arguments, records, argv)
+                (folder / "table.md").write_text(text, encoding="utf-8")
+                figures = {"command": shlex.join(argv), "base": base.about, "rows": [asdict(row) for row in rows]}
+                write_json(folder / "results.json", _finite(figures))
+                return rows
+
+            runner.run(max_minutes=arguments.max_minutes, finished=report)
+            rows = report()
+    except Timeout:
+        raise ValueError(f"--output {folder} is in use by another {PROG}; wait for it, or give another one") from None
+    print((folder / "table.md").read_text(encoding="utf-8"))
+    print(f"wrote {folder / 'table.md'} and {folder / 'results.json'}")
+    return 1 if not rows or any(row.failure for row in rows) else 0
+
+
+def document(rows: Sequence[Row], arguments: argparse.Namespace, records: Records, argv: Sequence[str]) -> str:
+    """The table with what it rests on, as Markdown."""
+    size = size_of(arguments)
+    lines = [
+        "# Fine-tuning side by side",
+        "",
+        f"`python {PROG} {shlex.join(argv)}`",
+        "",
+        *table(rows, baseline=BASELINE),
+        "",
+        "Validation loss at the end, by learning rate (first seed):",
+        "",
+        *grid_lines(rows),
+        "",
+        f"LLaMA of {size.num_layers} layers, hidden size {size.hidden_size}, {size.layer_parameters:,} weights in "
+        f"layers, first trained for {size.base_steps:,} steps on {arguments.pretrain_text.name}. Then "
+        f"{records.steps:,} steps of {size.global_batch} sequences of {size.seq_length} tokens, "
+        f"{arguments.num_epochs:g} epochs of {records.count:,} records ({records.split} into training, validation and "
+        "test). Seeds: "
+        f"{', '.join(map(str, arguments.seeds))}; ± is half the range over them. To full: best validation loss, "
+        "relative. At equal time: after the time that full training took, or at the end where that was earlier. Cost: "
+        "training time to full Adam's lowest validation loss, over full Adam's own. Times count training steps "
+        "only. Model state: weights, gradients, moments, adapters. Peak memory: of the process, with its libraries. "
+        "*edge*: the best rate is the grid's first or last.",
+        "",
+        f"{cpu_model()}, one thread; commit {_commit()}.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and value != value else value
+
+
+def _commit() -> str:
+    import subprocess
+
+    words = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else "unknown"

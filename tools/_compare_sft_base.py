@@ -1,0 +1,178 @@
+"""What tools/compare.py --task sft fine-tunes: tokenizer, model trained on a text, records; kept in its folder."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from _study_data import ROOT
+from _study_runner import last_words, tell
+
+SPLIT = (90, 5, 5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A model, and how it is trained."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    vocab_size: int
+    seq_length: int
+    micro_batch: int
+    global_batch: int
+    base_steps: int
+    """Of training on the text."""
+    base_batch: int
+    base_lr: float
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights outside embedding and head."""
+        own = 4 * self.hidden_size**2 + 3 * self.hidden_size * self.ffn_hidden_size + 2 * self.hidden_size
+        return self.num_layers * own + self.hidden_size
+
+
+SIZES = {
+    "tiny": Size(
+        num_layers=3, hidden_size=32, ffn_hidden_size=64, num_heads=2, vocab_size=400, seq_length=256, micro_batch=2,
+        global_batch=4, base_steps=10, base_batch=4, base_lr=3e-3,
+    ),
+    "small": Size(
+        num_layers=9, hidden_size=320, ffn_hidden_size=864, num_heads=5, vocab_size=2048, seq_length=256, micro_batch=4,
+        global_batch=8, base_steps=1200, base_batch=8, base_lr=1.5e-3,
+    ),
+}  # fmt: skip
+"""tiny is for trying the tool out; its figures mean nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """The model to start from."""
+
+    folder: Path
+    """Holds everything that belongs to it."""
+    model: Path
+    """In Hugging Face's format."""
+    tokenizer: Path
+    about: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Records:
+    """What is fine-tuned on."""
+
+    path: Path
+    count: int
+    steps: int
+    test_iters: int
+    """Global batches of the test split."""
+    split: str = ",".join(map(str, SPLIT))
+
+
+def size_of(arguments: argparse.Namespace) -> Size:
+    """Of --size, with --base-steps."""
+    size = SIZES[arguments.size]
+    return size if arguments.base_steps is None else replace(size, base_steps=arguments.base_steps)
+
+
+def prepare(arguments: argparse.Namespace, output: Path) -> tuple[Base, Records]:
+    """The model and the records of these arguments, below `output`; what is there already is not made again.
+
+    Raises:
+        ValueError: a step failed; its last words.
+    """
+    size = size_of(arguments)
+    with open(arguments.pretrain_text, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    about = {"size": arguments.size, **asdict(size), "text": arguments.pretrain_text.name, "sha256": digest}
+    name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:10]
+    folder = output / f"base-{arguments.size}-{name}"
+    folder.mkdir(parents=True, exist_ok=True)
+    base = Base(folder=folder, model=folder / "model", tokenizer=folder / "tokenizer.model", about=about)
+    _prepare_base(base, size, arguments.pretrain_text)
+    return base, _prepare_records(arguments, base, size)
+
+
+def _prepare_base(base: Base, size: Size, text: Path) -> None:
+    if not base.tokenizer.is_file():
+        tell("training a tokenizer")
+        words = ["tools/train_tokenizer.py", "--input", text, "--vocab-size", size.vocab_size]
+        _run([*words, "--output-prefix", base.tokenizer.with_suffix("")], base.folder)
+    prefix = base.folder / "text"
+    tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", base.tokenizer]
+    if not Path(f"{prefix}_text_document.idx").is_file():
+        _run(
+            ["tools/preprocess_data.py", "--input", text, "--append-eod", *tokenizer, "--output-prefix", prefix],
+            base.folder,
+        )
+    if (base.model / "config.json").is_file():
+        return
+    tell(f"training the model on {text.name}: {size.base_steps:,} steps")
+    checkpoint = base.folder / "base_run"
+    words = ["pretrain_llama_bcd.py", "--num-layers", size.num_layers, "--hidden-size", size.hidden_size]
+    words += ["--ffn-hidden-size", size.ffn_hidden_size, "--num-attention-heads", size.num_heads]
+    words += ["--seq-length", size.seq_length, "--max-position-embeddings", size.seq_length]
+    words += ["--micro-batch-size", size.base_batch, "--train-iters", size.base_steps, "--lr", size.base_lr]
+    words += ["--min-lr", size.base_lr / 10, "--lr-decay-style", "cosine", "--lr-warmup-iters", size.base_steps // 20]
+    words += ["--weight-decay", 0.1, "--clip-grad", 1, "--split", "98,2,0", "--num-workers", 0, "--bcd-num-blocks", 1]
+    words += ["--eval-interval", size.base_steps, "--eval-iters", 4, "--log-interval", 20, *tokenizer]
+    words += ["--data-path", f"{prefix}_text_document", "--save", checkpoint, "--load", checkpoint]
+    words += ["--save-interval", max(1, size.base_steps // 4), "--save-hf", base.model]
+    _run(words, base.folder)
+    shutil.rmtree(checkpoint, ignore_errors=True)
+
+
+def _prepare_records(arguments: argparse.Namespace, base: Base, size: Size) -> Records:
+    lines = arguments.data.read_bytes().splitlines(keepends=True)[: arguments.records]
+    content = b"".join(lines)
+    digest = hashlib.sha256(content).hexdigest()[:10]
+    path = base.folder / f"records-{digest}.jsonl"
+    if not path.is_file():
+        aside = path.with_suffix(".tmp")
+        aside.write_bytes(content)
+        os.replace(aside, path)
+    counted = base.folder / f"counted-{digest}-{arguments.num_epochs:g}.json"
+    if not counted.is_file():
+        words = ["tools/_compare_sft_peer.py", "--count", "--sft", "--load-hf", base.model, "--data-path", path]
+        words += ["--split", ",".join(map(str, SPLIT)), "--data-cache-path", base.folder / "cache", "--sft-drop-long"]
+        words += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", base.tokenizer]
+        words += ["--seq-length", size.seq_length, "--micro-batch-size", size.micro_batch, "--lr", 1e-3]
+        words += ["--global-batch-size", size.global_batch, "--num-epochs", arguments.num_epochs]
+        found = _run(words, base.folder).strip().splitlines()[-1]
+        counted.write_text(found + "\n", encoding="utf-8")
+    found = json.loads(counted.read_text(encoding="utf-8"))
+    return Records(
+        path=path,
+        count=sum(bool(line.strip()) for line in lines),
+        steps=found["steps"],
+        test_iters=max(1, math.floor(found["test"] / size.global_batch)),
+    )
+
+
+def _run(words: Sequence[object], folder: Path) -> str:
+    """Stdout of a script of the project. Raises ValueError with its last words if it fails."""
+    done = subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    with open(folder / "preparation.log", "a", encoding="utf-8") as log:
+        log.write(done.stdout + done.stderr)
+    if done.returncode:
+        raise ValueError(f"{words[0]}: {last_words(done.stdout + done.stderr, done.returncode)}")
+    return done.stdout
