@@ -252,6 +252,8 @@ def test_flag_names_are_stocks() -> None:
     ours = {
         "--adam-moments-dtype",
         "--cpu-kernels",
+        "--eval-generate",
+        "--eval-generate-tokens",
         "--eval-fixed",
         "--keep-last-checkpoints",
         "--load-hf",
@@ -259,10 +261,14 @@ def test_flag_names_are_stocks() -> None:
         "--metrics-file",
         "--muon-grad-dtype",
         "--muon-momentum-dtype",
+        "--no-sft-packing",
         "--no-use-distributed-optimizer",
+        "--num-epochs",
         "--overwrite-checkpoints",
         "--save-hf",
         "--save-hf-interval",
+        "--sft-drop-long",
+        "--sft-prompt-format",
     }
     ours.add("--data-impl")  # of older Megatron-LM
     ours.add("--no-decoupled-weight-decay")  # not among the flags of core_v0.16.1, which has the field

@@ -222,14 +222,7 @@ def _components(config: RunConfig, base: _Base, reporter: Reporter, exporter: Ex
             train_iters=base.train_iters,
             reporter=reporter,
         ),
-        evaluator=Evaluator(
-            config,
-            base.splits,
-            forward_backward,
-            reporter,
-            stop,
-            evaluation_samples(config, base.tokenizer, forward_backward, reporter),
-        ),
+        evaluator=_evaluator(config, base, forward_backward, reporter, stop),
         metrics=StepMetricsCollector(config, train_step=train_step, samples=samples, prefix_cache=prefix_cache),
         prefix_cache=prefix_cache,
         saver=Saver(config.checkpoint, reporter) if config.checkpoint.save else None,
@@ -246,6 +239,13 @@ def _pipeline(config: RunConfig, partition: Partition) -> PipelineSchedule:
         run_ahead=config.bcd.bcd_run_ahead,
         timeout_minutes=config.training.distributed_timeout_minutes,
     )
+
+
+def _evaluator(
+    config: RunConfig, base: _Base, forward_backward: ForwardBackward, reporter: Reporter, stop: StopRequests
+) -> Evaluator:
+    samples = evaluation_samples(config, base.tokenizer, forward_backward, reporter)
+    return Evaluator(config, base.splits, forward_backward, reporter, stop, samples)
 
 
 def _lr_scheduler(config: RunConfig) -> OptimizerParamScheduler:
