@@ -13,7 +13,7 @@ import pytest
 
 FLAGS = """--sft --load-hf {model} --data-path {data} --data-cache-path {cache} --split 60,20,20
 --tokenizer-type ByteLevelTokenizer --seq-length 64 --micro-batch-size 1 --global-batch-size 2 --train-iters 6 --lr 1e-2
---min-lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.01 --clip-grad 1 --num-workers 0
+--min-lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0 --clip-grad 1 --num-workers 0
 --hidden-dropout 0 --attention-dropout 0 --log-interval 1 --eval-interval 3 --full-validation --eval-iters 1
 --bcd-num-blocks 1"""
 
