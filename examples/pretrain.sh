@@ -45,6 +45,7 @@ fail() {
 case " $* " in *" -h "* | *" --help "*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 [ $# -ge 3 ] || fail "MODEL METHOD CLUSTER are needed, as in: bash examples/pretrain.sh G-5.4B pretrain rtx4090 (see --help)"
 METHOD=$2
+[ "$METHOD" != finetune ] || fail "METHOD finetune is for published models: bash examples/finetune.sh (see its --help)"
 SCALE=${SCALE:-}
 [ -z "$SCALE" ] || [ "$SCALE" = tiny ] || fail "SCALE=$SCALE: must be tiny, or left out"
 RANKS=2  # of a tiny run, at most

@@ -17,9 +17,9 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message.removeprefix("argument "))
 
 
-def add_precision(group: Any, choices: Sequence[str]) -> None:
-    """--precision, and the scripts' --bf16 and --fp16."""
-    group.add_argument("--precision", choices=choices, default="fp32", help="(default: fp32)")
+def add_precision(group: Any, choices: Sequence[str], *, more: str = "") -> None:
+    """--precision, and the scripts' --bf16 and --fp16; `more` of its default, for --help."""
+    group.add_argument("--precision", choices=choices, default="fp32", help=f"(default: fp32{more})")
     for name in choices:
         if name != "fp32":
             group.add_argument(

@@ -16,7 +16,8 @@ from megatron.bcd.planner.recipe import PRESET_OF, Recipe
 from megatron.bcd.planner.search import fewest_gpus, layouts, search
 from megatron.bcd.planner.tables import GIB
 
-_COMPARED = ("full", "offload", "bcd", "pretrain")
+_COMPARED = {"pretrain": ("full", "offload", "bcd", "pretrain"), "sft": ("full", "offload", "finetune")}
+"""By task."""
 _FITTED_CLUSTER = "rtx4090"
 _WIDTH = 120
 
@@ -88,7 +89,7 @@ def compare(
     Raises ValueError if nothing fits, or a flag is out of range.
     """
     found: list[tuple[Estimate, bool]] = []
-    for method in _COMPARED:
+    for method in _COMPARED[base.task]:
         blocks = None
         if method in PRESET_OF and num_blocks is not None:
             blocks = [num_blocks]
@@ -258,7 +259,8 @@ def _notes(rows: Sequence[Compared]) -> list[str]:
         if recipe.has_blocks:
             cost = row.estimate.cost
             notes.append(f"B-F multiplier of {name}: {cost.multiplier:.2f}, {cost.multiplier_source}")
-    missing = [method for method in _COMPARED if method not in {row.estimate.recipe.method for row in rows}]
+    compared, found = _COMPARED[rows[0].estimate.recipe.task], {row.estimate.recipe.method for row in rows}
+    missing = [method for method in compared if method not in found]
     notes += [f"{_name(method)}: left out, it cannot be had with these flags or fits nowhere" for method in missing]
     return [*notes, *_error_notes(rows)]
 

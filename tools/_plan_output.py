@@ -74,6 +74,8 @@ def show_figures(estimate: Estimate) -> str:
 
 def _advice(estimate: Estimate) -> str:
     """Requirements of the printed command."""
+    if estimate.recipe.task == "sft":
+        return "put your own in place of MODEL_DIR, DATA.jsonl and OUT_DIR"
     needs = "needs a GPU; " if estimate.recipe.method == "offload" else ""
     return f"{needs}mock data: replace the last line by your own"
 
@@ -161,7 +163,8 @@ def _shown(ranks: Sequence[RankMemory]) -> Sequence[RankMemory]:
         return ranks
     extremes = {id(rank) for rank in (max(ranks, key=_total), min(ranks, key=_total))}
     stages = {rank.stage for rank in ranks if id(rank) in extremes}
-    return [rank for rank in ranks if rank.stage in stages]
+    shown = [rank for rank in ranks if rank.stage in stages]
+    return shown if len(shown) <= _MOST_ROWS else [rank for rank in shown if id(rank) in extremes]
 
 
 def _total(rank: RankMemory) -> int:
@@ -173,10 +176,18 @@ def _fit(estimate: Estimate) -> str:
     shown = _shown(estimate.ranks)
     lines = []
     if len(shown) < len(estimate.ranks):
-        lines.append(f"the stages with the largest and the smallest peak, of {estimate.recipe.pipeline_size}")
+        blocks = estimate.recipe.partition.num_blocks
+        what = "phases" if len(shown) <= 2 and blocks > 2 else "stages"
+        number = estimate.recipe.pipeline_size if what == "stages" else blocks
+        lines.append(f"the {what} with the largest and the smallest peak, of {number}")
     lines.append("peak: model state and framework, and the larger of activations with communication and optimizer work")
     if estimate.host_bytes:
-        what = "weights, gradients and moments" if estimate.recipe.method == "offload" else "momenta of resting blocks"
+        if estimate.recipe.method == "offload":
+            what = "weights, gradients and moments"
+        elif estimate.recipe.is_muon:
+            what = "momenta of resting blocks"
+        else:
+            what = "main parameters' low bits (none with --bcd-main-params drop)"
         lines.append(f"on the host, per rank: {estimate.host_bytes / GIB:.1f} GiB of {what}")
     largest = estimate.largest_micro_batch
     where = f"stage {peak.stage} in the phase of block {peak.block}"
@@ -192,14 +203,21 @@ def _fit(estimate: Estimate) -> str:
 
 def _time(estimate: Estimate) -> str:
     rows = [("block", "pipeline", "optimizer", "reductions", "total", "bubble")]
-    for phase in estimate.phases:
+    phases = estimate.phases
+    if len(phases) > _MOST_ROWS:
+        phases = (phases[0], phases[len(phases) // 2], phases[-1])
+    for phase in phases:
         seconds = (phase.pipeline, phase.optimizer, phase.reductions, phase.total)
-        rows.append((str(phase.block), *(f"{1e3 * second:,.0f}" for second in seconds), f"{100 * phase.bubble:.0f} %"))
-    rows.append(("mean", "", "", "", f"{1e3 * estimate.iteration_seconds:,.0f}", f"{100 * estimate.bubble:.0f} %"))
+        rows.append((str(phase.block), *(f"{1e3 * second:,.0f}" for second in seconds), f"{_percent(phase.bubble)} %"))
+    rows.append(("mean", "", "", "", f"{1e3 * estimate.iteration_seconds:,.0f}", f"{_percent(estimate.bubble)} %"))
     speed = f"{estimate.tokens_per_second:,.0f} tokens/s, MFU {100 * estimate.mfu:.1f} % (arithmetic of full training)"
     if (share := estimate.orthogonalization_share) > 0:
         speed += f"; orthogonalisation is {100 * share:.1f} % of the time"
     return f"{table(rows)}\n{speed}"
+
+
+def _percent(share: float) -> str:
+    return f"{abs(round(100 * share)):d}"  # rounding errors may make it less than nothing
 
 
 def _cost(estimate: Estimate) -> str:
@@ -207,9 +225,13 @@ def _cost(estimate: Estimate) -> str:
     more = ""
     if estimate.recipe.partition.num_blocks > 1:
         more = f" x B-F multiplier {cost.multiplier:.2f} ({cost.multiplier_source})"
+    tokens = f"{cost.tokens / 1e9:,.1f} G" if cost.tokens >= 1e9 else f"{cost.tokens / 1e6:,.1f} M"
+    is_small = cost.gpu_hours < 100
+    hours, dollars = f"{cost.gpu_hours:,.{is_small:d}f}", f"{cost.dollars:,.{2 * is_small:d}f}"
+    days = f"{cost.days:,.1f} days" if cost.days >= 1 else f"{24 * cost.days:,.1f} hours"
     return (
-        f"{cost.tokens / 1e9:,.1f} G tokens{more}:\n{cost.iterations:,} iterations, {cost.days:,.1f} days, "
-        f"{cost.gpu_hours:,.0f} GPU hours, ${cost.dollars:,.0f} (${cluster.usd_per_gpu_hour:g} per GPU hour)"
+        f"{tokens} tokens{more}:\n{cost.iterations:,} iterations, {days}, "
+        f"{hours} GPU hours, ${dollars} (${cluster.usd_per_gpu_hour:g} per GPU hour)"
     )
 
 

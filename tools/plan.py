@@ -30,7 +30,7 @@ from _parser import STDOUT, Parser, add_json, add_precision
 from _plan_compare import as_asked, compare, comparison_as_list, gpus, show_comparison, verdict
 from _plan_output import Remedied, show_estimate, show_paper, show_remedies, show_search
 
-from megatron.bcd.config import PLANNED_LAYOUTS
+from megatron.bcd.config import PLANNED_LAYOUTS, BcdConfig
 from megatron.bcd.config.presets import PRESETS
 from megatron.bcd.planner.command import torchrun_command
 from megatron.bcd.planner.cost import PRECISIONS
@@ -38,6 +38,7 @@ from megatron.bcd.planner.estimate import Estimate, make_estimate
 from megatron.bcd.planner.memory import fits
 from megatron.bcd.planner.multipliers import PAPER, PRETRAIN
 from megatron.bcd.planner.paper import Paper, recompute_paper, time_errors
+from megatron.bcd.planner.placement import place
 from megatron.bcd.planner.recipe import METHODS, PRESET_OF, RECOMPUTE, Recipe
 from megatron.bcd.planner.remedies import remedies
 from megatron.bcd.planner.search import layouts, search, shortest_that_fits, valid_pipelines
@@ -46,13 +47,17 @@ from megatron.bcd.planner.tables import choose, read_clusters, read_models, read
 PROG = "tools/plan.py"
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DEFAULT_BATCH = 64
+TASKS = ("pretrain", "sft")
+SFT_DEFAULTS = {"precision": "bf16", "seq_length": 1024, "global_batch_size": 8, "recompute": None}
+"""By flag; recompute None: only where it does not fit without."""
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _FLAG_OF = {"num_blocks": "bcd_num_blocks", "layout": "bcd_layout"}
 """Flags of Recipe's fields, where they have another name."""
 _PAPER_CLUSTER = "rtx4090"
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
+    """With the defaults of a task."""
     parser = Parser(
         prog=PROG, allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -68,21 +73,28 @@ def build_parser() -> argparse.ArgumentParser:
     add_json(parser)
     group = parser.add_argument_group("recipe", "same names as the training script's flags")
     add = group.add_argument
-    add("--method", choices=METHODS, help="block coordinate descent as in the paper, or with --bcd-preset pretrain;"
-        " full training, or full training with the optimizer on the host (default: bcd)")  # fmt: skip
-    add("--bcd-preset", choices=tuple(PRESETS), help="of block coordinate descent: paper is --method bcd, pretrain"
-        " --method pretrain")  # fmt: skip
-    add("--bcd-num-blocks", type=int, metavar="M", help="(default: 3; --search tries 2 to 6 with method bcd)")
+    add("--task", choices=TASKS, default="pretrain", help="pretrain, or sft: fine-tuning a published model on records;"
+        " its defaults are method finetune, bf16, packed sequences of 1,024 tokens, global batch 8, recomputation where"
+        " needed, three epochs of Alpaca (default: pretrain)")  # fmt: skip
+    add("--method", choices=METHODS, help="block coordinate descent as in the paper, or with --bcd-preset pretrain or"
+        " finetune; full training, or full training with the optimizer on the host (default: bcd)")  # fmt: skip
+    add("--bcd-preset", choices=tuple(PRESETS), help="of block coordinate descent: paper is --method bcd, the others"
+        " are methods of their name")  # fmt: skip
+    add("--bcd-num-blocks", type=int, metavar="M", help="(default: 3, with finetune the layers of a stage; --search"
+        " tries 2 to 6 with method bcd)")  # fmt: skip
     add("--bcd-layout", choices=PLANNED_LAYOUTS, help="(default: spread; with --bcd-preset pretrain strided)")
+    add("--bcd-frozen", metavar="PARTS", help="never trained: some of embedding, head, norms, or none (default: none;"
+        " with finetune embedding,head)")  # fmt: skip
     add("--pipeline-model-parallel-size", type=int, metavar="N", help="(default: the smallest that fits)")
     add("--context-parallel-size", type=int, default=1, metavar="N", help="(default: 1)")
-    add("--seq-length", type=int, metavar="N", help="(default: the model table's)")
+    add("--seq-length", type=int, metavar="N", help="(default: the model table's; with --task sft at most"
+        f" {SFT_DEFAULTS['seq_length']:,})")  # fmt: skip
     add("--micro-batch-size", type=int, default=1, metavar="N", help="(default: 1; --search tries powers of two)")
     add("--global-batch-size", type=int, default=DEFAULT_BATCH, metavar="N", help="sequences of an iteration (default:"
         f" {DEFAULT_BATCH})")  # fmt: skip
     add("--recompute", nargs="?", const="full", choices=RECOMPUTE, default="none", help="recompute activations: none,"
         " or full; the bare flag means full (--search tries both)")  # fmt: skip
-    add_precision(group, PRECISIONS)
+    add_precision(group, PRECISIONS, more="; with --task sft bf16")
     group = parser.add_argument_group("cost")
     add = group.add_argument
     add("--tokens", type=token_count, metavar="N", help="tokens that full training would read, such as 300M, 1B or 1e9"
@@ -95,12 +107,15 @@ def build_parser() -> argparse.ArgumentParser:
     add = group.add_argument
     add("--models", metavar="FILE", default=os.path.join(ROOT, "examples", "models.csv"), help="the model table")
     add("--clusters", metavar="FILE", default=os.path.join(ROOT, "examples", "clusters.csv"), help="the cluster table")
+    if task == "sft":
+        parser.set_defaults(**SFT_DEFAULTS)
     return parser
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Raises ValueError for an unknown or missing flag, or an invalid value."""
-    return build_parser().parse_args(argv)
+    task = build_parser().parse_args(argv).task
+    return build_parser(task).parse_args(argv)
 
 
 def token_count(text: str) -> float:
@@ -116,7 +131,7 @@ def method_of(arguments: argparse.Namespace) -> str:
     """--method, or the one of --bcd-preset. Raises ValueError if they differ."""
     method, preset = arguments.method, arguments.bcd_preset
     if preset is None:
-        return method or "bcd"
+        return method or ("finetune" if arguments.task == "sft" else "bcd")
     # bcd is also the method of all presets in general
     if method not in (None, "bcd") and PRESET_OF.get(method) != preset:
         raise ValueError(f"--bcd-preset {preset} cannot be combined with --method {method}; give one of them")
@@ -140,8 +155,18 @@ def fields_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "sequence": arguments.seq_length,
         "micro_batch_size": arguments.micro_batch_size,
         "global_batch_size": arguments.global_batch_size,
-        "recompute": arguments.recompute,
+        "recompute": arguments.recompute or "none",
+        "frozen": frozen_parts(arguments.bcd_frozen),
+        "task": arguments.task,
     }
+
+
+def frozen_parts(text: str | None) -> frozenset[str] | None:
+    """Of --bcd-frozen, as the training script reads it; None without the flag.
+
+    Raises ValueError for an unknown part.
+    """
+    return None if text is None else BcdConfig(bcd_frozen=text).frozen
 
 
 def cost_of(arguments: argparse.Namespace) -> dict[str, float | None]:
@@ -152,6 +177,9 @@ def cost_of(arguments: argparse.Namespace) -> dict[str, float | None]:
 def recipe_of(arguments: argparse.Namespace) -> Recipe:
     """The recipe of the flags. Raises ValueError naming a missing or invalid flag."""
     fields = fields_of(arguments)
+    if arguments.recompute is None and not arguments.search and not arguments.compare:
+        given = {"pipeline_size": arguments.pipeline_model_parallel_size} | fields
+        return place(placements=(), **{name: value for name, value in given.items() if name != "recompute"})
     if arguments.pipeline_model_parallel_size is not None:
         return Recipe(pipeline_size=arguments.pipeline_model_parallel_size, **fields)
     suited = valid_pipelines(**fields)
@@ -190,11 +218,11 @@ def what_fits(arguments: argparse.Namespace) -> list[Remedied]:
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     """Flags with values that differ from their defaults."""
-    default = build_parser().get_default
+    default = build_parser(arguments.task).get_default
     return {
         name: value
         for name, value in vars(arguments).items()
-        if value != default(name) and value is not True and name != "json"
+        if (value != default(name) or name == "task" and value == "sft") and value is not True and name != "json"
     }
 
 

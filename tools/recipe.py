@@ -1,4 +1,4 @@
-"""Prints a recipe as bash for examples/pretrain.sh: the planner's choices, from the three tables in examples/.
+"""Prints a recipe as bash for examples/pretrain.sh and finetune.sh: the planner's choices, from three tables there.
 
     python tools/recipe.py whole G-5.4B pretrain rtx4090 --seq-length 512
     python tools/recipe.py tiny=2 L-6.0B paper rtx4090
@@ -95,6 +95,7 @@ _ELSEWHERE = {
             "--grad-reduce-in-bf16": "gradients in fp32",
             "--make-vocab-size-divisible-by": "the default padding of the vocabulary",
             "--bcd-always-active": "what the method always trains",
+            "--bcd-frozen": "what the method never trains",
         }.items()
     },
 }
@@ -139,7 +140,7 @@ def request_of(arguments: argparse.Namespace, extra: tuple[str, ...], environmen
     cluster = choose(read_clusters(os.path.join(EXAMPLES, "clusters.csv")), arguments.cluster, flag="CLUSTER")
     method = "bcd" if arguments.method == PRESET_OF["bcd"] else arguments.method
     if method not in METHODS:
-        known = ", ".join(PRESET_OF.get(name, name) for name in METHODS)
+        known = ", ".join(PRESET_OF.get(name, name) for name in METHODS if name != "finetune")
         raise ValueError(f"METHOD {arguments.method}: must be one of {known}, bcd (as paper)")
     settings = {
         "num_blocks": arguments.bcd_num_blocks,
@@ -172,6 +173,7 @@ def request_of(arguments: argparse.Namespace, extra: tuple[str, ...], environmen
         "model": model,
         "cluster": cluster,
         "method": method,
+        "task": "sft" if method == "finetune" else "pretrain",
         "placements": read_placements(os.path.join(EXAMPLES, "methods.csv")),
         **{name: value for name, value in settings.items() if value is not None},
     }
@@ -196,6 +198,7 @@ def as_bash(request: Request, *, tiny: int | None = None) -> str:
         "CLUSTER": request.recipe.cluster.name,
         "SCRIPT": SCRIPTS[shown.model.form],
         "FORM": shown.model.form,
+        "SEQUENCE": shown.tokens,
         "VOCABULARY": shown.model.vocabulary,
         "NUM_NODES": shown.num_nodes,
         "GPUS_PER_NODE": shown.gpus_per_node,

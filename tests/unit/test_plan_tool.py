@@ -100,6 +100,25 @@ def test_nothing_fits_anywhere(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "torchrun" not in text and text.endswith("take a smaller model or a GPU with more memory\n")
 
 
+@pytest.mark.parametrize(("model", "num_gpus"), [("llama-7b", 1), ("llama-7b", 4), ("L-1.5B", 1)])
+def test_fine_tuning(capsys: pytest.CaptureFixture[str], model: str, num_gpus: int) -> None:
+    """A 7B model that does not fit on a card of 24 GB; a bill of pretraining; state of parts that are never trained."""
+    words = ("--task", "sft", "--model", model, "--gpu", "rtx4090", "--num-gpus", str(num_gpus))
+    assert plan.main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["recipe"]["method"] == "finetune" and found["recipe"]["precision"] == "bf16"
+    assert found["recipe"]["num_blocks"] == found["model"]["layers"]
+    state = max(rank["model_state"] for rank in found["memory"]["ranks"])
+    assert state <= 0.25 * 18 * found["model"]["parameters"]
+    assert found["bill"]["tokens"] < 1e8 and found["bill"]["multiplier"] == 1.0
+    assert "--sft" in found["command"] and "--bcd-preset finetune" in found["command"]
+    assert plan.main([*words, "--bcd-frozen", "none", "--json"]) == 0
+    more = json.loads(capsys.readouterr().out)
+    assert max(rank["model_state"] for rank in more["memory"]["ranks"]) > state
+    assert more["time"]["phases"][-1]["total"] > found["time"]["phases"][-1]["total"], "the head's weight gradient"
+    assert "--bcd-frozen none" in more["command"]
+
+
 def test_many_ranks_are_shown_in_short(capsys: pytest.CaptureFixture[str]) -> None:
     """Ninety-six lines of memory."""
     flags = ("--model", "G-20B", "--gpu", "rtx4090", "--num-gpus", "32", "--pipeline-model-parallel-size", "32")

@@ -9,6 +9,10 @@ SCRIPTS = {"gpt": "pretrain_gpt_bcd.py", "llama": "pretrain_llama_bcd.py"}
 """By model family; each script has its family's flags as defaults."""
 LEARNING_RATE_FLAGS = "--lr 1e-4 --lr-warmup-fraction 0.01 --lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0"
 """As in examples/pretrain.sh."""
+SFT_FLAGS = (
+    "--num-epochs 3 --lr 1e-5 --lr-warmup-fraction 0.03 --lr-decay-style cosine --weight-decay 0 --clip-grad 1.0"
+)
+"""As in examples/finetune.sh."""
 STEPS_PER_BLOCK = 100
 """As in examples/pretrain.sh, which leaves preset pretrain its own."""
 _SAVE_INTERVAL = 500
@@ -66,7 +70,8 @@ def method_flags(recipe: Recipe) -> list[str]:
         preset = "" if recipe.method == "bcd" else f"--bcd-preset {PRESET_OF[recipe.method]} "
         number = DEFAULT_NUM_BLOCKS if recipe.asked_blocks is None else recipe.asked_blocks
         blocks = "" if layout == "stage" else f"--bcd-num-blocks {number} "
-        return [f"{preset}{blocks}--bcd-layout {layout}"]
+        frozen = "" if recipe.frozen is None else f" --bcd-frozen {','.join(sorted(recipe.frozen)) or 'none'}"
+        return [f"{preset}{blocks}--bcd-layout {layout}{frozen}"]
     flags = ["--bcd-num-blocks 1 --bcd-schedule stock"]
     if recipe.method == "offload":
         flags.append("--optimizer-cpu-offload --optimizer-offload-fraction 1.0")
@@ -77,6 +82,11 @@ def schedule_flags(recipe: Recipe, *, iterations: int) -> list[str]:
     """Flags of the training's length and learning rate, and of the phases' length where the method leaves it open."""
     flags = [f"--train-iters {iterations}", LEARNING_RATE_FLAGS]
     return [*flags, f"--bcd-steps-per-block {STEPS_PER_BLOCK}"] if recipe.method == "bcd" else flags
+
+
+def sft_flags(recipe: Recipe) -> list[str]:
+    """Flags of fine-tuning a published model, instead of those of the network and the schedule."""
+    return [f"--sft --load-hf MODEL_DIR --seq-length {recipe.tokens}", *layout_flags(recipe), SFT_FLAGS]
 
 
 def save_flags(recipe: Recipe) -> list[str]:
@@ -94,7 +104,11 @@ def launcher(recipe: Recipe) -> str:
 
 
 def torchrun_command(recipe: Recipe, *, iterations: int) -> str:
-    """The whole command, with --mock-data on its last line in place of the user's data."""
+    """The whole command, with --mock-data on its last line in place of the user's data; for fine-tuning with names of a
+    model and of data to fill in."""
+    if recipe.task == "sft":
+        lines = [*_packed([*sft_flags(recipe), *save_flags(recipe)]), "--data-path DATA.jsonl --save-hf OUT_DIR"]
+        return _INDENT.join([f"{launcher(recipe)} {SCRIPTS[recipe.model.form]}", *lines])
     flags = [
         *network_flags(recipe),
         *layout_flags(recipe),

@@ -13,6 +13,9 @@ from megatron.bcd.planner.tables import GIB
 
 DEFAULT_TOKENS_PER_PARAMETER = 20
 """Hoffmann et al. 2022."""
+DEFAULT_SFT_TOKENS = 3 * 52002 * 120.0
+"""Three epochs of Alpaca: 52,002 records of some 120 tokens. 78 are the record's (mean of 5,000 records, GPT-2's
+tokenizer), the rest is the prompt around it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +114,8 @@ class Estimate:
 def make_estimate(recipe: Recipe, *, tokens: float | None = None, multiplier: float | None = None) -> Estimate:
     """Estimate a recipe.
 
-    ``tokens`` is what full training would read, by default 20 per parameter; ``multiplier`` is the B-F multiplier at
+    ``tokens`` is what full training would read, by default 20 per parameter, for fine-tuning three epochs of Alpaca;
+    ``multiplier`` is the B-F multiplier at
     three blocks, by default the method's. Raises ValueError if either is out of range.
     """
     if tokens is not None and not 0 < tokens < 1e18:
@@ -137,7 +141,9 @@ def make_estimate(recipe: Recipe, *, tokens: float | None = None, multiplier: fl
 
 def training_cost(recipe: Recipe, seconds: float, *, tokens: float | None, multiplier: float | None) -> TrainingCost:
     """The cost at ``seconds`` per iteration."""
-    if tokens is None:
+    if tokens is None and recipe.task == "sft":
+        tokens = DEFAULT_SFT_TOKENS
+    elif tokens is None:
         tokens = DEFAULT_TOKENS_PER_PARAMETER * recipe.shape.num_parameters
     scaled = multiplier_of(recipe.method, recipe.partition.num_blocks, multiplier)
     iterations = -int(-tokens * scaled.value // (recipe.global_batch_size * recipe.tokens))

@@ -8,7 +8,7 @@ from itertools import product
 
 from megatron.bcd.pipeline.build import PlanShape, bcd_shape, default_run_ahead
 from megatron.bcd.planner.activations import layer_bytes, stage_activations, stage_messages
-from megatron.bcd.planner.cost import OFFLOADED_BYTES, ModelShape, state_budget
+from megatron.bcd.planner.cost import OFFLOADED_BYTES, ModelShape, host_state_bytes, state_budget
 from megatron.bcd.planner.matrices import matrix_share
 from megatron.bcd.planner.recipe import LayerCounts, Recipe
 from megatron.bcd.planner.tables import GIB
@@ -127,13 +127,30 @@ def rank_memory(recipe: Recipe, *, replica: int = 0) -> tuple[RankMemory, ...]:
 
 
 def host_bytes(recipe: Recipe) -> int:
-    """Host memory of one rank: with method offload weights, gradients and moments; momenta that blocks keep."""
+    """Host memory of one rank: with method offload weights, gradients and moments; momenta that blocks keep, and what
+    16-bit weights lack of main parameters (--bcd-main-params host)."""
     if recipe.method != "offload":
         ranks, blocks = range(recipe.num_replicas), range(recipe.partition.num_blocks)
         stages = range(recipe.pipeline_size)
-        return max(matrix_share(recipe, *place).kept for place in product(stages, blocks, ranks))
+        momenta = max(matrix_share(recipe, *place).kept for place in product(stages, blocks, ranks))
+        return momenta + max(_kept_main_params(recipe, stage) for stage in stages)
     held = max(max(stage_buffers(recipe, stage)[0].held) for stage in range(recipe.pipeline_size))
     return OFFLOADED_BYTES * held
+
+
+def _kept_main_params(recipe: Recipe, stage: int) -> int:
+    partition = recipe.partition
+    if partition.num_blocks == 1 or recipe.bcd.bcd_resting_update != "none":  # resting matrices' are on the device
+        return 0
+    tensors = stage_tensors(recipe.shape, partition, stage, padded_vocabulary=recipe.padded_vocabulary)
+    owned = [(tensor.size, tensor.owned) for tensor in tensors if tensor.owned is not None]
+    return host_state_bytes(
+        num_kept=sum(size for size, one in owned if one.block is not None and not one.is_always_active),
+        precision=recipe.precision,
+        moments=0,
+        data_parallel_size=recipe.num_replicas,
+        distributed_optimizer=True,
+    )
 
 
 def peak(ranks: tuple[RankMemory, ...]) -> RankMemory:

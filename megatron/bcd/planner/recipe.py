@@ -63,6 +63,8 @@ class Recipe:
     recompute: str = "none"
     unfused_attention: bool = False
     """Attention scores in memory, as in Megatron Core's own attention; assumed for the paper's runs."""
+    task: str = "pretrain"
+    """What the command trains on: ``pretrain`` text, ``sft`` records."""
     vocabulary_multiple: int = 128
     """--make-vocab-size-divisible-by."""
 

@@ -32,8 +32,8 @@ def layouts(base: Recipe, *, num_blocks: Sequence[int] | None = None) -> Iterato
     """Every layout of the recipe on its GPUs: pipeline and data size, blocks, micro-batch, recomputation."""
     if not base.has_blocks:
         choices: Sequence[int | None] = (None,)
-    elif base.partition.layout == "stage" or (base.method == "pretrain" and not num_blocks):
-        choices = (None,)  # of preset pretrain no multiplier is known at other numbers of blocks
+    elif base.partition.layout == "stage" or (base.method in ("pretrain", "finetune") and not num_blocks):
+        choices = (None,)  # of preset pretrain no multiplier is known at other numbers; finetune has the layers'
     else:
         choices = num_blocks or SEARCHED_BLOCKS[: 2 if base.partition.layout == "submodel" else None]
     for pipeline_size in _divisors(base.num_gpus // base.context_size):

@@ -1,0 +1,132 @@
+#!/usr/bin/env bash
+# Fine-tunes a published LLaMA on instructions with --bcd-preset finetune, answers a prompt, and leaves a folder that
+# AutoModelForCausalLM loads. Memory, time and price come from tools/plan.py --task sft.
+#
+#   bash examples/finetune.sh MODEL CLUSTER [flags of the training script]
+#
+#   MODEL     a row of models.csv in LLaMA's form, of the size of MODEL_DIR: LLaMA-7B, L-1.5B
+#   CLUSTER   a row of clusters.csv: rtx4090 a100 a800
+#
+#   MODEL_DIR=llama-7b DATA=alpaca.jsonl bash examples/finetune.sh LLaMA-7B rtx4090             one RTX 4090 (24 GB)
+#   NUM_GPUS=4 MODEL_DIR=llama-7b DATA=alpaca.jsonl bash examples/finetune.sh LLaMA-7B rtx4090  four
+#   MODEL_DIR=my-1.5b DATA=alpaca.jsonl bash examples/finetune.sh L-1.5B rtx4090                1.5B on one
+#
+#   DRY_RUN=1 bash examples/finetune.sh LLaMA-7B rtx4090       the command and its bill; needs no torch, GPU, model or data
+#   SCALE=tiny bash examples/finetune.sh LLaMA-7B rtx4090      the same recipe with a small model, to its end, on the CPU
+#
+# A restarted run resumes from its newest checkpoint.
+#
+# Environment:
+#   MODEL_DIR             the published model: a folder with config.json and safetensors, or a name on the hub
+#   DATA                  records, jsonl (docs/fine_tuning.md)
+#   NUM_GPUS              (1)
+#   EPOCHS, LR            (3, 1e-5)
+#   PROMPT                what the tuned model answers at the end
+#   SAVE                  folder of the checkpoints (out/MODEL-finetune-CLUSTER); the model goes to SAVE-hf, metrics to SAVE.jsonl
+#   MICRO_BATCH, GLOBAL_BATCH, PRECISION, RECOMPUTE   (1, 8, bf16, full only where needed)
+#   FORCE=1               start even if the estimate does not fit
+#   OUT                   with SCALE=tiny: what to write to (out/recipes)
+#   BCD_PYTHON            an interpreter of your own (examples/setup_env.sh)
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+fail() {
+    printf 'finetune.sh: error: %s\n' "$*" >&2
+    exit 2
+}
+
+case " $* " in *" -h "* | *" --help "*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
+[ $# -ge 2 ] || fail "MODEL CLUSTER are needed, as in: bash examples/finetune.sh LLaMA-7B rtx4090 (see --help)"
+NAME=$1 CARD=$2
+shift 2
+SCALE=${SCALE:-}
+[ -z "$SCALE" ] || [ "$SCALE" = tiny ] || fail "SCALE=$SCALE: must be tiny, or left out"
+
+# ---------------------------------------------------------------- the planner's choices
+for PLANNER in "${BCD_PYTHON:-$ROOT/.venv/bin/python}" python3 none; do
+    "$PLANNER" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break
+done
+[ "$PLANNER" != none ] || fail "no Python 3.11 or newer found; name one with BCD_PYTHON=/path/to/python"
+LENGTH=(--seq-length 1024)
+for word in "$@"; do [ "${word%%=*}" != --seq-length ] || LENGTH=(); done
+export NUM_GPUS=${NUM_GPUS:-1} PRECISION=${PRECISION:-bf16} GLOBAL_BATCH=${GLOBAL_BATCH:-8}
+WHOLE=whole
+[ -z "$SCALE" ] || WHOLE=tiny=2
+RECIPE=$("$PLANNER" "$ROOT/tools/recipe.py" "$WHOLE" "$NAME" finetune "$CARD" "${LENGTH[@]}" "$@" 2>&1) \
+    || fail "${RECIPE#pretrain.sh: error: }"
+eval "$RECIPE"  # MODEL, CLUSTER, PARALLEL_ARGS, TRAINING_ARGS, METHOD_ARGS, EXTRA_ARGS, SEQUENCE, PLAN, MISFIT, ...
+[ "$FORM" = llama ] || fail "MODEL $MODEL is a GPT: give one in LLaMA's form"
+
+SAVE=${SAVE:-out/$MODEL-finetune-$CLUSTER}
+OUT=${OUT:-out/recipes}
+LR=${LR:-1e-5} LOG_INTERVAL=10 SAVE_INTERVAL=500 EPOCHS=${EPOCHS:-3}
+PROMPT=${PROMPT:-Name three ways to save memory when a language model is trained.}
+TOKENIZER=()
+if [ "$SCALE" = tiny ]; then
+    SAVE=$OUT/$MODEL-finetune-$CLUSTER MODEL_DIR=$OUT/finetune-base DATA=$OUT/finetune-records.jsonl
+    LR=1e-3 LOG_INTERVAL=1 SAVE_INTERVAL=6
+    SEQUENCE=512  # of bytes: the prompt around an instruction takes 150
+    TOKENIZER=(--tokenizer-type ByteLevelTokenizer)
+    METHOD_ARGS+=(--bcd-steps-per-block 1)
+fi
+LAUNCHED=(
+    --standalone --nproc-per-node "$GPUS_PER_NODE" "$ROOT/$SCRIPT"
+    --sft --data-path "${DATA:-DATA}" --load-hf "${MODEL_DIR:-MODEL_DIR}" --save-hf "$SAVE-hf" "${TOKENIZER[@]}"
+    --seq-length "$SEQUENCE" --num-epochs "$EPOCHS" --lr "$LR" --lr-warmup-fraction 0.03 --lr-decay-style cosine
+    --weight-decay 0 --clip-grad 1.0
+    "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${METHOD_ARGS[@]}"
+    --save "$SAVE" --load "$SAVE" --save-interval "$SAVE_INTERVAL" --keep-last-checkpoints 2
+    --log-interval "$LOG_INTERVAL" --metrics-file "$SAVE.jsonl" "${EXTRA_ARGS[@]}"
+)
+
+if [ "${DRY_RUN:-}" = 1 ]; then
+    printf '%s\n\ncommand%s\ntorchrun' "$PLAN" "${SCALE:+ (SCALE=tiny: a small model; the estimate is that of the full one)}"
+    for word in "${LAUNCHED[@]}"; do
+        [[ $word == --* ]] && printf ' \\\n   '
+        printf ' %q' "$word"
+    done
+    printf '\n'
+    [ -z "$MISFIT" ] || printf '\nnote: %s\n' "$MISFIT"
+    exit 0
+fi
+
+# ---------------------------------------------------------------- checks: nothing starts before all of them
+if [ -z "$SCALE" ]; then
+    [ -n "${MODEL_DIR:-}" ] || fail "MODEL_DIR is not set: give the folder of the published model, or its name on the hub"
+    [ -n "${DATA:-}" ] || fail "DATA is not set: give a jsonl file of records (docs/fine_tuning.md)"
+    [ -f "$DATA" ] || fail "DATA=$DATA: there is no such file"
+    [ -z "$MISFIT" ] || [ "${FORCE:-}" = 1 ] || fail "$MISFIT; FORCE=1 starts it anyway"
+fi
+. "$ROOT/examples/setup_env.sh"
+if [ -z "$SCALE" ]; then
+    HERE=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
+    [ "$HERE" -ge "$NUM_GPUS" ] || fail "torch sees $HERE GPUs on this machine, $NUM_GPUS needed; DRY_RUN=1 prints command and" \
+        "bill, SCALE=tiny runs on the CPU"
+else
+    export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    rm -rf "$SAVE" "$SAVE-hf" "$SAVE.jsonl" "$MODEL_DIR"  # an earlier tiny run would be resumed
+    mkdir -p "$OUT"
+    for i in {0..39}; do
+        printf '{"instruction": "Say the number %d twice.", "output": "%d %d"}\n' "$i" "$i" "$i"
+    done > "$DATA"
+    # in place of a published model: a few steps from random weights
+    "$PYTHON" "$ROOT/$SCRIPT" "${MODEL_ARGS[@]}" "${TOKENIZER[@]}" --seq-length "$SEQUENCE" --mock-data --train-iters 2 --micro-batch-size 2 \
+        --lr 1e-3 --bcd-num-blocks 1 --eval-iters 0 --bf16 --make-vocab-size-divisible-by 1 --save-hf "$MODEL_DIR"
+fi
+
+# ---------------------------------------------------------------- train, answer, load
+"$PYTHON" -m torch.distributed.run "${LAUNCHED[@]}"
+"$PYTHON" "$ROOT/tools/generate.py" --model "$SAVE-hf" "${TOKENIZER[@]}" --max-new-tokens 64 --prompt "$PROMPT"
+if "$PYTHON" -c 'import transformers' 2>/dev/null; then
+    "$PYTHON" - "$SAVE-hf" <<'EOF'
+import sys
+
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+print(f"AutoModelForCausalLM loads {sys.argv[1]}: {type(model).__name__}, {model.num_parameters():,} parameters")
+EOF
+fi
+printf '\n%s fine-tuned on %s process%s: model in %s, checkpoints in %s, metrics in %s\n' \
+    "$MODEL" "$GPUS_PER_NODE" "$([ "$GPUS_PER_NODE" -eq 1 ] || echo es)" "$SAVE-hf" "$SAVE" "$SAVE.jsonl"

@@ -1,0 +1,74 @@
+"""examples/finetune.sh: what it prints and refuses, and that it runs to the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "finetune.sh"
+VARIABLES = ("NUM_GPUS", "MODEL_DIR", "DATA", "EPOCHS", "LR", "PROMPT", "SAVE", "MICRO_BATCH", "GLOBAL_BATCH",
+             "PRECISION", "RECOMPUTE", "FORCE", "SCALE", "DRY_RUN", "OUT")  # fmt: skip
+
+
+def start(*words: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The recipe as a user starts it, from another folder, with no variable but these."""
+    clean = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    return subprocess.run(
+        ["bash", str(SCRIPT), *words],
+        cwd=cwd,
+        env=clean | {"BCD_PYTHON": sys.executable} | variables,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+@pytest.mark.parametrize(("model", "num_gpus"), [("LLaMA-7B", "1"), ("LLaMA-7B", "4"), ("L-1.5B", "1")])
+def test_bill_and_command(tmp_path: Path, model: str, num_gpus: str) -> None:
+    """A recipe that does not fit, or whose command is not the plan's."""
+    done = start(model, "rtx4090", cwd=tmp_path, DRY_RUN="1", NUM_GPUS=num_gpus)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "fits: " in done.stdout and "does NOT fit" not in done.stdout and "GPU hours, $" in done.stdout
+    words = done.stdout.split()
+    for flag, value in (("--nproc-per-node", num_gpus), ("--bcd-preset", "finetune"), ("--num-epochs", "3")):
+        assert words[words.index(flag) + 1] == value
+    assert {"--sft", "--bf16", "--load-hf", "--save-hf"} <= set(words)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "message"),
+    [
+        (("LLaMA-7B",), {}, "MODEL CLUSTER are needed"),
+        (("LLaMA-8B", "rtx4090"), {}, "MODEL LLaMA-8B: must be one of"),
+        (("G-1.6B", "rtx4090"), {}, "MODEL G-1.6B is a GPT"),
+        (("LLaMA-7B", "rtx4090"), {}, "MODEL_DIR is not set"),
+        (("LLaMA-7B", "rtx4090"), {"MODEL_DIR": "m"}, "DATA is not set"),
+        (("LLaMA-7B", "rtx4090"), {"MODEL_DIR": "m", "DATA": "no.jsonl"}, "DATA=no.jsonl: there is no such file"),
+        (("LLaMA-7B", "rtx4090", "--bcd-frozen", "none"), {}, "--bcd-frozen: is set by the recipe"),
+        (("L-23B", "rtx4090"), {"MODEL_DIR": "m", "DATA": str(SCRIPT)}, "does not fit on 1 x RTX 4090"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path: Path, words: tuple[str, ...], variables: dict[str, str], message: str) -> None:
+    """A traceback, or a run that starts all the same."""
+    done = start(*words, cwd=tmp_path, **variables)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith("finetune.sh: error: ") and done.stderr.count("\n") == 1 and message in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_tiny(tmp_path: Path) -> None:
+    """A recipe that ends before the model was trained, exported, asked, or loaded by transformers."""
+    done = start("LLaMA-7B", "rtx4090", cwd=tmp_path, SCALE="tiny", OUT="out", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stdout + done.stderr
+    saved = tmp_path / "out" / "LLaMA-7B-finetune-rtx4090"
+    steps = [json.loads(line) for line in Path(f"{saved}.jsonl").read_text().splitlines()]
+    assert len({step["block"] for step in steps if "learning_rate" in step}) > 1
+    assert (Path(f"{saved}-hf") / "config.json").exists()
+    assert "AutoModelForCausalLM loads" in done.stdout and "LlamaForCausalLM" in done.stdout
+    assert "no phase trains embedding, head" in done.stdout
