@@ -81,7 +81,7 @@ def fit_on(num_gpus: int, **settings: Any) -> Recipe | None:
     cluster = settings["cluster"]
     settings["cluster"] = replace(cluster, gpus_per_node=max(num_gpus, cluster.gpus_per_node))
     own = settings["method"]
-    for method in (own, *(each for each in METHODS if each != own)):
+    for method in (own, *(each for each in METHODS if each not in (own, "finetune"))):
         blocks = {} if method == own else {"num_blocks": None}
         try:
             other = place(num_gpus=num_gpus, **settings | {"method": method} | blocks)
