@@ -32,7 +32,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "pretrain_data2_bf16": TWO | PRETRAIN | {"bf16": True},
     "pretrain_pipeline2": TWO | PRETRAIN | {"pipeline_model_parallel_size": 2},
     "finetune_bf16": {"bcd_preset": "finetune", "bcd_num_blocks": None, "bcd_order": "ascending", "bf16": True},
-    "frozen_pipeline2": TWO | {"pipeline_model_parallel_size": 2, "bcd_frozen": "norms,embedding,head"},
+    "frozen_pipeline2": TWO | {"pipeline_model_parallel_size": 2, "bcd_frozen": "embedding,head"},
     "context2": TWO | {"context_parallel_size": 2},
     "pipeline2": TWO | {"pipeline_model_parallel_size": 2},
     "pipeline2_submodel": TWO | {"pipeline_model_parallel_size": 2, "bcd_layout": "submodel", "num_layers": 7},
