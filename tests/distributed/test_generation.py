@@ -168,7 +168,14 @@ def trained(config: Any) -> dict[str, Any]:
         return {"results": one.results, "weights": worlds.weights_of(one.model), "notes": notes}
 
 
-@pytest.mark.parametrize("layout", [{"pipeline_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}, {}])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pipeline_model_parallel_size": 2},
+        pytest.param({"tensor_model_parallel_size": 2}, marks=pytest.mark.long),
+        pytest.param({}, marks=pytest.mark.long),
+    ],
+)
 def test_samples_at_evaluations(
     world1: World, world2: World, text_data: str, tmp_path: Path, layout: dict[str, int]
 ) -> None:
