@@ -10,10 +10,12 @@ import pytest
 import torch
 import transformers
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from support import fine_tuning, huggingface_weights, resumed_runs, worlds
+from support import fine_tuning, huggingface_weights, prefix_runs, resumed_runs, worlds
 from support.dist import World
 
 from megatron.bcd.config import RunConfig
+from megatron.bcd.model.builder import unwrap_model
+from megatron.bcd.training.fine_tuning import with_length
 
 LLAMA: dict[str, Any] = {
     "swiglu": True,
@@ -94,6 +96,53 @@ def test_one_block_is_a_plain_loop(world1: World, data: str, records: list[dict[
     assert result["losses"] == pytest.approx(expected, abs=1e-4)
 
 
+def packed_and_alone(config: RunConfig) -> list[tuple[str, float]]:
+    """Largest differences of each sample in a packed microbatch from the same sample alone: of its token losses, and of
+    the gradients of their sum; and the largest gradient of a masked position's logits."""
+    with worlds.started(config) as one:
+        batch = next(one.components.samples.look_ahead(phase=0, consumed_samples=0, position=0))
+        model = unwrap_model(one.model)
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        logits: list[torch.Tensor] = []
+        model.output_layer.register_forward_hook(lambda module, inputs, output: logits.append(output[0]))
+
+        def together() -> torch.Tensor:  # each time anew: backward passes overwrite what the forward pass kept
+            return model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+
+        def gradients_of(losses: torch.Tensor) -> list[torch.Tensor]:
+            one.active.zero_grad()
+            losses.sum().backward()
+            return [parameter.main_grad.clone() for parameter in parameters]
+
+        (of_logits,) = torch.autograd.grad((together() * batch["loss_mask"]).sum(), logits)
+        is_masked = batch["loss_mask"].t() == 0
+        found = [("masked", of_logits[is_masked].abs().max().item())]
+        assert of_logits[~is_masked].abs().amax(dim=-1).min() > 0
+        for row in range(len(batch["tokens"])):
+            starts = [*torch.nonzero(batch["position_ids"][row] == 0).flatten().tolist(), fine_tuning.SEQUENCE]
+            assert len(starts) > 2, "nothing is packed"
+            for start, end in zip(starts, starts[1:], strict=False):
+                part = (slice(row, row + 1), slice(start, end))
+                positions = torch.arange(end - start)[None]
+                alone = model(batch["tokens"][part], positions, None, labels=batch["labels"][part])
+                gradient_alone = gradients_of(alone)
+                packed = together()[part]
+                found.append(("losses", (packed - alone).abs().max().item()))
+                both = zip(gradients_of(packed), gradient_alone, strict=True)
+                found += [("gradients", (a - b).abs().max().item()) for a, b in both]
+        return found
+
+
+@pytest.mark.parametrize("positions", ["rope", "learned_absolute"])
+def test_packed_is_unpacked(world1: World, data: str, positions: str) -> None:
+    """A neighbour in the same sequence that changes a sample's loss or gradient; a prompt that has a gradient."""
+    flags = {"bcd_num_blocks": 1, "num_layers": 2, "position_embedding_type": positions}
+    (found,) = world1.run(packed_and_alone, fine_tuning.config_of(data, **flags))
+    assert {name for name, _ in found} == {"masked", "losses", "gradients"}
+    assert [value for name, value in found if name == "masked"] == [0.0]
+    assert max(value for _, value in found) < 2e-5
+
+
 def test_an_epoch_has_every_record_once(world1: World, data: str, records: list[dict[str, str]]) -> None:
     """A sample that is lost in packing or shuffling, one that comes twice, an order that repeats."""
     flags = PLAIN | {"num_layers": 1, "global_batch_size": 2, "no_sft_packing": True, "bcd_steps_per_block": 100}
@@ -109,6 +158,7 @@ CUTS: dict[str, dict[str, Any]] = {
     "pipeline2": {"pipeline_model_parallel_size": 2},
     "tensor2": {"tensor_model_parallel_size": 2},
     "data2": {},
+    "interleaved": {"pipeline_model_parallel_size": 2, "bcd_layout": "interleaved"},
 }
 
 
@@ -120,24 +170,18 @@ def weights(world1: World, data: str, tmp_path_factory: pytest.TempPathFactory) 
     return {"load": folder, "finetune": True}
 
 
-@pytest.fixture(scope="module")
-def on_one_rank(world1: World, data: str, weights: dict[str, Any]) -> dict[str, Any]:
-    flags = weights | {"lr": 1e-3, "eval_iters": 1, "eval_interval": 3}
-    (result,) = world1.run(worlds.train_run, fine_tuning.config_of(data, **flags), blocks_of_stages=2)
-    return result
-
-
 @pytest.mark.parametrize("cut", CUTS)
-def test_layouts(world2: World, data: str, weights: dict[str, Any], on_one_rank: dict[str, Any], cut: str) -> None:
+def test_layouts(world1: World, world2: World, data: str, weights: dict[str, Any], cut: str) -> None:
     """A stage without the mask, a rank that averages over its own tokens, another order of the samples."""
-    flags = weights | {"lr": 1e-3, "eval_iters": 1, "eval_interval": 3} | CUTS[cut]
-    config = fine_tuning.config_of(data, world_size=2, **flags)
-    result = world2.run(worlds.train_run, config, blocks_of_stages=None if cut == "pipeline2" else 2)[1]
-    assert result["blocks"] == on_one_rank["blocks"]
-    assert result["losses"] == pytest.approx(on_one_rank["losses"], rel=2e-5)
-    assert result["grad_norms"] == pytest.approx(on_one_rank["grad_norms"], rel=1e-3)
-    for (*one, loss), (*two, expected) in zip(result["evaluations"], on_one_rank["evaluations"], strict=True):
-        assert one == two and loss == pytest.approx(expected, rel=2e-5)
+    flags = weights | {"lr": 1e-3, "train_iters": 4, "eval_iters": 1, "eval_interval": 3}
+    stages = 2 if cut == "pipeline2" else None  # whose blocks the one rank trains
+    (expected,) = world1.run(worlds.train_run, fine_tuning.config_of(data, **flags), blocks_of_stages=stages)
+    result = world2.run(worlds.train_run, fine_tuning.config_of(data, world_size=2, **flags | CUTS[cut]))[1]
+    assert result["blocks"] == expected["blocks"]
+    assert result["losses"] == pytest.approx(expected["losses"], rel=2e-5)
+    assert result["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-3)
+    for (*one, loss), (*two, wanted) in zip(result["evaluations"], expected["evaluations"], strict=True):
+        assert one == two and loss == pytest.approx(wanted, rel=2e-5)
 
 
 def test_resumed_in_an_epoch(world2: World, data: str, tmp_path: Path) -> None:
@@ -146,3 +190,33 @@ def test_resumed_in_an_epoch(world2: World, data: str, tmp_path: Path) -> None:
     flags |= {"eval_interval": 4, "pipeline_model_parallel_size": 2, "save": tmp_path}
     config = fine_tuning.config_of(data, world_size=2, **flags)
     assert world2.run(resumed_runs.stopped_and_resumed, config, (2, 5), str(tmp_path)) == [[], []]
+
+
+def test_a_cached_prefix(world2: World, data: str, tmp_path: Path) -> None:
+    """Outputs of other sequences, or computed without the mask, where a phase repeats its subset."""
+    flags = {"bcd_sample_ratio": 0.5, "bcd_num_blocks": 2, "bcd_steps_per_block": 3, "train_iters": 6, "num_layers": 4}
+    flags |= {"pipeline_model_parallel_size": 2, "world_size": 2, "position_embedding_type": "rope"}
+    computed = world2.run(worlds.train_run, fine_tuning.config_of(data, **flags))
+    served = world2.run(prefix_runs.served_run, fine_tuning.config_of(data, **flags, bcd_prefix_cache=tmp_path))
+    assert sum(served[0]["hits"]) == 3 * 8
+    for mine, other in zip(served, computed, strict=True):
+        assert mine["losses"] == other["losses"]
+        assert worlds.same_bits(mine["weights"], other["weights"]) == []
+
+
+def length_of(config: RunConfig) -> tuple[int | None, int | None, int]:
+    """--train-iters and --lr-decay-iters that follow from --num-epochs, and the sequences of an epoch."""
+    with worlds.parallel(config):
+        found = with_length(config)
+    with worlds.started(found) as one:
+        return found.training.train_iters, found.schedule.lr_decay_iters, one.components.samples.epoch_samples
+
+
+def test_epochs_give_the_length(world2: World, data: str) -> None:
+    """A last batch that is left out, ranks that are not counted, a decay that ends elsewhere."""
+    config = fine_tuning.config_of(data, train_iters=None, num_epochs=2.5, world_size=2, global_batch_size=4)
+    lengths = world2.run(length_of, config)
+    train_iters, decay, sequences = lengths[0]
+    assert lengths[1] == lengths[0]
+    assert train_iters == decay == -(-sequences * 5 // 8)
+    assert 20 < sequences < 60

@@ -21,6 +21,7 @@ from support.bad_input_cases import (
     LOAD_CASES,
     OUTPUT_CASES,
     REAL_CASES,
+    SFT_CASES,
     TOKENIZER_CASES,
     Case,
     command_line,
@@ -136,6 +137,12 @@ def test_flags(case: Case, num_ranks: int, runs: ForkedRuns, workplace: Path) ->
 @with_ranks(DATA_CASES)
 def test_data(case: Case, num_ranks: int, runs: ForkedRuns, workplace: Path) -> None:
     """Megatron Core maps the files without a look: damage would be an index error in mid-training, or noise."""
+    check(case, num_ranks, runs, workplace)
+
+
+@with_ranks(SFT_CASES)
+def test_records(case: Case, num_ranks: int, runs: ForkedRuns, workplace: Path) -> None:
+    """A record that fails in mid-training, a line without its number, a cache that is left behind."""
     check(case, num_ranks, runs, workplace)
 
 

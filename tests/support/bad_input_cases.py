@@ -197,6 +197,49 @@ DATA_CASES = (
     case("short validation data", "--seq-length", "512", named=("--split", "validation", "513")),
     case("bad split", "--split", "1,2", named="--split"),
 )  # fmt: skip
+RECORD = b'{"prompt": "p?", "completion": "c"}\n'
+SFT = ("--sft", "--data-path", "records.jsonl", "--split", "50,50,0")
+
+
+def records(content: bytes) -> Prepare:
+    def prepare(folder: Path) -> None:
+        (folder / "records.jsonl").write_bytes(content)
+
+    return prepare
+
+
+SFT_CASES = (
+    case("no such records", *SFT, named=("--data-path records.jsonl", "does not exist")),
+    case("empty records", *SFT, named=("records.jsonl is empty",), prepare=records(b"\n"), ranks=(2,)),
+    case(
+        "a bad record", *SFT, named=("--data-path records.jsonl, line 4", "not JSON"),
+        prepare=records(RECORD * 3 + b"{"), ranks=(2,),
+    ),
+    case(
+        "a record of no known shape", *SFT, named=("records.jsonl, line 2", "has text", "{prompt, completion}"),
+        prepare=records(RECORD + b'{"text": "a"}'), ranks=(1,),
+    ),
+    case(
+        "messages without a template", *SFT, named=("line 1", "no chat template", "chat_template.jinja"),
+        prepare=records(b'{"messages": [{"role": "assistant", "content": "a"}]}'), ranks=(1,),
+    ),
+    case(
+        "a long answer", *SFT, named=("records.jsonl, line 2", "answer of 31 tokens", "--seq-length 16", "--sft-drop"),
+        prepare=records(RECORD + RECORD.replace(b'"c"', b'"' + b"c" * 30 + b'"')), ranks=(1, 2),
+    ),
+    case(
+        "a long prompt", *SFT, named=("records.jsonl, line 2", "prompt of 17 tokens", "--seq-length 16"),
+        prepare=records(RECORD + RECORD.replace(b"p?", b"p" * 17)), ranks=(1,),
+    ),
+    case("one record", *SFT, named=("--split 50,50,0", "no record"), prepare=records(RECORD), ranks=(1,)),
+    case("weights of records", *SFT[:2], "0.5", *SFT[2:], named=("--data-path 0.5", "weights"), ranks=(1,)),
+    case("epochs without records", "--num-epochs", "2", named=("--num-epochs needs --sft",), ranks=(1,)),
+    case("epochs and steps", *SFT, "--num-epochs", "2", named=("--num-epochs", "--train-iters"), ranks=(1,)),
+    case(
+        "a folder that can't be written", *SFT, "--data-cache-path", "a_file", named=("--data-cache-path", "a_file"),
+        prepare=records(RECORD * 4), ranks=(2,),
+    ),
+)  # fmt: skip
 TOKENIZER_CASES = (
     case("no vocabulary file", *GPT2, named="--vocab-file encoder.json"),
     case("no merges file", *GPT2, named="--merge-file vocab.bpe", prepare=gpt2_files(VOCABULARY, None)),

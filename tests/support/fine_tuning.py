@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from megatron.bcd.config import RunConfig
 from support import worlds
@@ -16,6 +18,12 @@ from support import worlds
 END = 256
 """ByteLevelTokenizer's end-of-document token."""
 SEQUENCE = 48
+SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
+CHATML = (
+    "{% for message in messages %}\n{{ '<|im_start|>' + message['role'] + '\n' + message['content'] | trim }}"
+    "{{ '<|im_end|>' + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
 def questions(count: int, *, seed: int = 1) -> list[dict[str, str]]:
@@ -59,3 +67,31 @@ def samples_of(batch: Mapping[str, torch.Tensor]) -> list[dict[str, list[Any]]]:
 
 def text_of(ids: list[int]) -> str:
     return bytes(token for token in ids if token != END).decode()
+
+
+def tokenizer_folder(
+    folder: Path,
+    template: str | None,
+    *,
+    where: str = "chat_template.jinja",
+    bos: bool = False,
+    special: tuple[str, ...] = SPECIAL,
+) -> str:
+    """A byte-level BPE tokenizer without merges and with special tokens, as a model's folder has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    engine = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.decoder = decoders.ByteLevel()
+    engine.add_special_tokens([*special])
+    if bos:
+        engine.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    engine.save(str(folder / "tokenizer.json"))
+    config: dict[str, Any] = {"eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    config |= {"bos_token": "<s>"} if "<s>" in special else {}
+    if template is not None and where.endswith(".jinja"):
+        (folder / where).write_text(template)
+    elif template is not None:
+        config["chat_template"] = template if where == "text" else [{"name": "default", "template": template}]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(folder)

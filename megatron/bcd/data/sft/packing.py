@@ -14,11 +14,11 @@ Indices = numpy.typing.NDArray[numpy.int64]
 
 
 def divide(num_samples: int, shares: Sequence[float]) -> list[Indices]:
-    """Indices of each split, drawn without a seed: every run has the same validation samples.
+    """Indices of each split, in a random order, drawn without a seed: every run has the same validation samples.
 
     `shares` need not sum to 1.
     """
-    order = Permutation(num_samples, "splits of fine-tuning samples").at(numpy.arange(num_samples))
+    order = Permutation(max(1, num_samples), "splits of fine-tuning samples").at(numpy.arange(num_samples))
     bounds = numpy.rint(numpy.cumsum([0.0, *shares]) / sum(shares) * num_samples).astype(int).tolist()
     return [order[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
 

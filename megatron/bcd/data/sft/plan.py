@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import math
-import os
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
 from megatron.core import parallel_state
-from rich.console import Console
-from rich.progress import Progress
 
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
 from megatron.bcd.data.lengths import num_samples
-from megatron.bcd.data.sft import store
 from megatron.bcd.data.sft.dataset import FineTuningDataset
-from megatron.bcd.data.sft.packing import Packed, divide, one_each, pack
-from megatron.bcd.data.sft.records import name_of, read_records
-from megatron.bcd.data.sft.render import Renderer
+from megatron.bcd.data.sft.packing import Indices, Packed, divide, one_each, pack
+from megatron.bcd.data.sft.prepare import Files, tokenized_samples
+from megatron.bcd.data.sft.records import name_of
 from megatron.bcd.data.sft.store import Samples
-from megatron.bcd.data.sft.tokens import Tokens, tokens_of
 from megatron.bcd.data.splits import Splits
-from megatron.bcd.runtime import collectives
 from megatron.bcd.tokenizer import Tokenizer
-
-_SPLITS = ("train", "valid", "test")
-_ROUND_SECONDS = 5.0
-"""Between collectives while rank 0 prepares: the other ranks must not wait longer than their timeout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,33 +48,39 @@ def prepare(config: RunConfig, tokenizer: Tokenizer) -> FineTuningData:
     """Tokenize the files, unless that has been done before, and pack the samples into sequences. A collective.
 
     Raises:
-        ValueError: a file can't be read, a record is none or does not fit, a split that is needed has no sample, or
-            the samples can't be kept; one line. Nothing is left on the disk then.
+        ValueError: as `tokenized_samples`; or a sample does not fit, or a split that is needed has none.
     """
     data = config.data
-    per_split = [data.train_data_path, data.valid_data_path, data.test_data_path]
-    flags = ["--data-path"] if data.data_path else [f"--{name}-data-path" for name in _SPLITS]
-    paths = [data.data_path or ()] if data.data_path else [files or () for files in per_split]
-    files = [(flag, path) for flag, of_flag in zip(flags, paths, strict=True) for path in of_flag]
-    samples = _samples(config, tokenizer, files)
-    keeps = _that_fit(samples, config, files)
-    if data.data_path:
-        shares = [float(share) for share in str(data.split).strip("'\"").replace("/", ",").split(",")]
-        kept = numpy.flatnonzero(keeps)
-        members = [kept[indices] for indices in divide(len(kept), shares)]
-    else:
-        ends = numpy.cumsum([0, *(len(of_flag) for of_flag in paths)])
-        numbers = samples.places[:, 0]
-        members = [
-            numpy.flatnonzero(keeps & (numbers >= a) & (numbers < b)) for a, b in zip(ends, ends[1:], strict=False)
-        ]
-    _check_splits(config, members)
+    of_splits = {
+        "--train-data-path": data.train_data_path,
+        "--valid-data-path": data.valid_data_path,
+        "--test-data-path": data.test_data_path,
+    }
+    paths = {"--data-path": data.data_path} if data.data_path else of_splits
+    files = [(flag, path) for flag, of_flag in paths.items() for path in of_flag or ()]
+    samples = tokenized_samples(config, tokenizer, files, check=lambda made: _members(made, config, files))
+    members, num_left_out = _members(samples, config, files)
     lengths = numpy.minimum(samples.lengths - 1, config.model.seq_length)
     train, valid, test = (
         pack(one, lengths[one], config.model.seq_length) if data.sft_packing else one_each(one) for one in members
     )
     splits = (train, valid, test)
-    return FineTuningData(samples=samples, splits=splits, notes=_notes(config, samples, splits, keeps))
+    return FineTuningData(samples=samples, splits=splits, notes=_notes(config, samples, splits, num_left_out))
+
+
+def _members(samples: Samples, config: RunConfig, files: Files) -> tuple[list[Indices], int]:
+    """Samples of each split, and the number of those that are left out. Raises ValueError as `prepare`."""
+    keeps = _that_fit(samples, config, files)
+    if config.data.data_path:
+        shares = [float(share) for share in str(config.data.split).strip("'\"").replace("/", ",").split(",")]
+        kept = numpy.flatnonzero(keeps)
+        members = [kept[indices] for indices in divide(len(kept), shares)]
+    else:
+        flags = numpy.array([flag for flag, _ in files])[samples.places[:, 0]]
+        in_files = [numpy.flatnonzero(keeps & (flags == f"--{name}-data-path")) for name in ("train", "valid", "test")]
+        members = [kept[divide(len(kept), (1.0,))[0]] for kept in in_files]  # files are often sorted
+    _check_splits(config, members)
+    return members, int((~keeps).sum())
 
 
 def _check_splits(config: RunConfig, members: Sequence[Any]) -> None:
@@ -99,99 +93,7 @@ def _check_splits(config: RunConfig, members: Sequence[Any]) -> None:
             )
 
 
-def _samples(config: RunConfig, tokenizer: Tokenizer, files: Sequence[tuple[str, str]]) -> Samples:
-    for flag, path in files:
-        _check_readable(flag, path)
-    prompt_format = config.data.sft_prompt_format
-    digest = collectives.on_rank_0(lambda: store.digest_of([path for _, path in files], tokenizer, prompt_format))
-    beside = os.path.join(os.path.dirname(os.path.abspath(files[0][1])), "cache")
-    roots = [config.data.data_cache_path or beside]
-    if config.data.data_cache_path is None:  # data are often read-only
-        cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        roots.append(os.path.join(cache, "megatron-bcd"))
-    roots = [os.path.join(root, "sft") for root in roots]
-    for root in roots:
-        if collectives.on_rank_0(lambda: store.open_samples(root, digest) is not None):  # noqa: B023
-            return _open_everywhere(root, digest)
-    errors = []
-    for root in roots:
-        try:
-            _in_rounds(lambda: _build(root, digest, config, tokenizer, files))  # noqa: B023
-            return _open_everywhere(root, digest)
-        except OSError as error:
-            errors.append(f"{root}: {error.strerror}")
-    raise ValueError(
-        f"--data-cache-path: the tokenized records can't be written ({', '.join(errors)}); give a folder that can"
-    )
-
-
-def _check_readable(flag: str, path: str) -> None:
-    if not os.path.isfile(path):
-        what = "is a folder" if os.path.isdir(path) else "does not exist"
-        raise ValueError(f"{flag} {path} {what}: with --sft give files of records, .jsonl or .json")
-
-
-def _open_everywhere(root: str, digest: str) -> Samples:
-    found = store.open_samples(root, digest)
-    hosts = collectives.gather_objects(None if found is not None else os.uname().nodename)
-    blind = sorted({host for host in hosts if host is not None})
-    if blind:
-        raise ValueError(
-            f"--data-cache-path: {', '.join(blind)} can't see the tokenized records in {root}; give a folder on a disk "
-            "that all nodes share"
-        )
-    assert found is not None
-    return found
-
-
-def _in_rounds(start: Callable[[], Iterator[None]]) -> None:
-    """Run a generator on rank 0 to its end. A collective every few seconds."""
-    steps: list[Iterator[None]] = []
-
-    def go_on() -> bool:
-        steps[:] = steps or [start()]
-        deadline = time.monotonic() + _ROUND_SECONDS
-        return not any(time.monotonic() > deadline for _ in steps[0])
-
-    while not collectives.on_rank_0(go_on):
-        pass
-
-
-def _build(
-    root: str, digest: str, config: RunConfig, tokenizer: Tokenizer, files: Sequence[tuple[str, str]]
-) -> Iterator[None]:
-    """Tokenize into a new folder below `root`, with a progress bar on a terminal."""
-    renderer = Renderer(tokenizer, config.data.sft_prompt_format)
-    with (
-        store.new_folder(root, digest) as folder,
-        Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress,
-    ):
-        yield from store.write(folder, _tokenized(files, renderer, tokenizer, progress))
-        written = store.open_samples(root, os.path.basename(folder))
-        assert written is not None
-        _that_fit(written, config, files)
-
-
-def _tokenized(
-    files: Sequence[tuple[str, str]], renderer: Renderer, tokenizer: Tokenizer, progress: Progress
-) -> Iterator[tuple[tuple[int, int, int], Tokens]]:
-    for number, (flag, path) in enumerate(files):
-        task = progress.add_task(f"tokenizing {os.path.basename(path)}", total=os.path.getsize(path))
-        try:
-            for place in read_records(path):
-                try:
-                    samples = tokens_of(place.record, renderer, tokenizer)
-                except ValueError as error:
-                    raise ValueError(f"{place.name} {error}") from error
-                for tokens in samples:
-                    yield (number, place.number, int(place.is_line)), tokens
-                progress.update(task, completed=place.bytes_read)
-        except ValueError as error:
-            separator = "" if str(error).startswith(("is ", "can't ")) else ","
-            raise ValueError(f"{flag} {path}{separator} {error}") from error
-
-
-def _that_fit(samples: Samples, config: RunConfig, files: Sequence[tuple[str, str]]) -> Any:
+def _that_fit(samples: Samples, config: RunConfig, files: Files) -> Any:
     """Whether each sample can be learned from, bool [R]. An answer that is longer than a sequence can't, nor one that
     begins behind its end.
 
@@ -221,7 +123,7 @@ def _that_fit(samples: Samples, config: RunConfig, files: Sequence[tuple[str, st
     return keeps
 
 
-def _notes(config: RunConfig, samples: Samples, splits: Sequence[Packed], keeps: Any) -> tuple[str, ...]:
+def _notes(config: RunConfig, samples: Samples, splits: Sequence[Packed], num_left_out: int) -> tuple[str, ...]:
     length = config.model.seq_length
     parts = []
     for name, split in zip(("training", "validation", "test"), splits, strict=True):
@@ -230,13 +132,13 @@ def _notes(config: RunConfig, samples: Samples, splits: Sequence[Packed], keeps:
             share = tokens / (len(split) * length)
             parts.append(f"{name} {len(split.samples):,} samples in {len(split):,} sequences, {share:.1%} full")
     lines = [f"fine-tuning: {'; '.join(parts)}"]
-    num_long = int((keeps & (samples.lengths > length + 1)).sum())
+    num_long = sum(int((samples.lengths[split.samples] > length + 1).sum()) for split in splits)
     if num_long:
         lines.append(
             f"fine-tuning: {num_long:,} samples are longer than --seq-length {length} and were cut at their end"
         )
-    if not keeps.all():
-        lines.append(f"fine-tuning: {int((~keeps).sum()):,} samples are left out, their answers do not fit")
+    if num_left_out:
+        lines.append(f"fine-tuning: {num_left_out:,} samples are left out, their answers do not fit")
     return tuple(lines)
 
 

@@ -1,0 +1,154 @@
+"""Samples of fine-tuning are divided, packed and kept on disk without loss; what a kill leaves is not used."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.bcd.data.batches import between_segments
+from megatron.bcd.data.sft import store
+from megatron.bcd.data.sft.dataset import FineTuningDataset
+from megatron.bcd.data.sft.packing import divide, one_each, pack
+from megatron.bcd.data.sft.tokens import Tokens
+from megatron.bcd.tokenizer import ByteLevelTokenizer
+
+
+@given(lengths=st.lists(st.integers(0, 20), max_size=40))
+def test_every_sample_is_in_one_sequence(lengths: list[int]) -> None:
+    """A sample that is lost or comes twice, a sequence that is too full, a new one where an old one had room."""
+    samples = numpy.arange(len(lengths)) * 3
+    packed = pack(samples, numpy.array(lengths, dtype=numpy.int64), 20)
+    sequences = [packed.of_sequence(number).tolist() for number in range(len(packed))]
+    assert sorted(sample for sequence in sequences for sample in sequence) == samples.tolist()
+    full = [sum(lengths[sample // 3] for sample in sequence) for sequence in sequences]
+    assert all(sequences) and all(length <= 20 for length in full)
+    assert sum(length <= 10 for length in full) <= 1, "two sequences that would fit into one"
+
+
+@given(count=st.integers(0, 300), shares=st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(sum))
+def test_splits_share_nothing(count: int, shares: list[int]) -> None:
+    """A record that is trained on and validated on; a share that is another one."""
+    splits = divide(count, shares)
+    assert sorted(index for split in splits for index in split.tolist()) == list(range(count))
+    assert all(abs(len(split) - count * share / sum(shares)) <= 1 for split, share in zip(splits, shares, strict=True))
+
+
+def test_between_segments() -> None:
+    """A token that sees another sample or what follows, or not itself."""
+    mask = between_segments(torch.tensor([[0, 0, 1, 1, 2], [0, 0, 0, 0, 0]]))
+    visible = [["10000", "11000", "00100", "00110", "00001"], ["10000", "11000", "11100", "11110", "11111"]]
+    expected = torch.tensor([[[bit == "0" for bit in row] for row in rows] for rows in visible])
+    assert torch.equal(mask, expected[:, None])
+
+
+SAMPLES = [([1, 2, 3], [0, 1, 1]), ([4, 5], [0, 1]), ([6, 7, 8, 9], [0, 0, 1, 1])]
+
+
+def written(root: Path, digest: str = "one", samples: Any = SAMPLES) -> store.Samples:
+    rows = [
+        ((0, line, 1), Tokens(ids=numpy.array(ids, dtype=numpy.int32), learned=numpy.array(learned, dtype=bool)))
+        for line, (ids, learned) in enumerate(samples, start=1)
+    ]
+    with store.new_folder(str(root), digest) as folder:
+        assert [*store.write(folder, rows)] == [None] * len(rows)
+    found = store.open_samples(str(root), digest)
+    assert found is not None
+    return found
+
+
+def dataset_of(samples: store.Samples, **options: Any) -> FineTuningDataset:
+    values = {"num_sequences": 4, "seq_length": 6, "end_token": 256, "seed": 1, "has_segments": True} | options
+    packed = values.pop("packed", None) or pack(numpy.arange(3), samples.lengths - 1, values["seq_length"])
+    return FineTuningDataset(samples, packed, **values)
+
+
+def test_sequences_hold_the_samples(tmp_path: Path) -> None:
+    """A label of the next sample, a position that goes on, a loss on a prompt or on what fills up."""
+    dataset = dataset_of(written(tmp_path))
+    assert len(dataset) == 4
+    rows = {name: value.tolist() for name, value in dataset[0].items()}
+    assert rows == {
+        "tokens": [1, 2, 4, 6, 7, 8],
+        "labels": [2, 3, 5, 7, 8, 9],
+        "loss_mask": [1.0, 1.0, 1.0, 0.0, 1.0, 1.0],
+        "position_ids": [0, 1, 0, 0, 1, 2],
+        "segment_ids": [0, 0, 1, 2, 2, 2],
+    }
+    cut = dataset_of(written(tmp_path), seq_length=2, packed=one_each(numpy.array([1, 2])), has_segments=False)
+    (short,) = (row for row in (cut[0], cut[1]) if row["tokens"][0] == 4)
+    (long,) = (row for row in (cut[0], cut[1]) if row["tokens"][0] == 6)
+    assert (short["tokens"].tolist(), short["loss_mask"].tolist()) == ([4, 256], [1.0, 0.0])
+    assert (long["labels"].tolist(), long["loss_mask"].tolist()) == ([7, 8], [0.0, 1.0])
+    assert "segment_ids" not in short
+
+
+def test_epochs_have_orders_of_their_own(tmp_path: Path) -> None:
+    """An epoch that repeats the one before, or leaves a sequence out; an order that depends on its number."""
+    samples = written(tmp_path, samples=[([i, i], [0, 1]) for i in range(20)])
+    dataset = dataset_of(samples, packed=one_each(numpy.arange(20)), num_sequences=60, seq_length=1)
+    tokens = [int(dataset[index]["tokens"][0]) for index in range(60)]
+    epochs = [tokens[start : start + 20] for start in (0, 20, 40)]
+    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    longer = dataset_of(samples, packed=one_each(numpy.arange(20)), num_sequences=90, seq_length=1)
+    assert [int(longer[index]["tokens"][0]) for index in range(60)] == tokens
+
+
+def test_datasets_are_told_apart(tmp_path: Path) -> None:
+    """A prefix cache that serves outputs of other records, or of records that were packed otherwise."""
+    one, two = written(tmp_path), written(tmp_path, "two")
+    datasets = [dataset_of(one), dataset_of(two), dataset_of(one, packed=one_each(numpy.arange(3)))]
+    datasets += [dataset_of(one, seed=2), dataset_of(one, seq_length=7), dataset_of(one, has_segments=False)]
+    assert len({dataset.unique_description_hash for dataset in datasets}) == len(datasets)
+    assert dataset_of(one).unique_description_hash == datasets[0].unique_description_hash
+
+
+def test_a_killed_preparation_is_not_used(tmp_path: Path) -> None:
+    """A folder that is read before it is whole, what a killed job left for ever, another job's work that is deleted."""
+    root = tmp_path / "cache" / "sft"
+    with pytest.raises(KeyboardInterrupt), store.new_folder(str(root), "one"):
+        raise KeyboardInterrupt
+    assert not (tmp_path / "cache").exists()
+    left = root / "one.0123.part"
+    left.mkdir(parents=True)
+    (left / "ids.bin").write_bytes(b"1234")
+    with store.new_folder(str(root), "two") as at_work:
+        assert not left.exists()
+        assert store.open_samples(str(root), "two") is None
+        first = written(root)
+        assert Path(at_work).is_dir()
+        rows = [((0, 1, 1), Tokens(ids=numpy.array([5], dtype=numpy.int32), learned=numpy.array([True])))]
+        assert [*store.write(at_work, rows)] == [None]
+    assert sorted(path.name for path in root.iterdir()) == ["one", "two"]
+    assert written(root).ids.tolist() == first.ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("name", ["ids.bin", "learned.bin", "bounds.npy", "places.npy"])
+def test_a_damaged_folder_is_made_again(tmp_path: Path, name: str) -> None:
+    """A file that was cut: an index error in training, or zeros for tokens."""
+    written(tmp_path)
+    path = tmp_path / "one" / name
+    path.write_bytes(path.read_bytes()[:-3])
+    assert store.open_samples(str(tmp_path), "one") is None
+    assert written(tmp_path).bounds.tolist() == [0, 3, 5, 9]
+
+
+def test_the_digest_is_of_content(tmp_path: Path) -> None:
+    """Tokens of a file or of a tokenizer that has changed since."""
+    path, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    path.write_text("one")
+    tokenizer = ByteLevelTokenizer()
+    digest = store.digest_of([str(path)], tokenizer, "auto")
+    shutil.copy(path, other)
+    assert store.digest_of([str(other)], tokenizer, "auto") == digest
+    assert store.digest_of([str(path)], tokenizer, "text") != digest
+    assert store.digest_of([str(path), str(other)], tokenizer, "auto") != digest
+    path.write_text("two")
+    assert store.digest_of([str(path)], tokenizer, "auto") != digest
