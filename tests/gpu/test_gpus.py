@@ -54,10 +54,10 @@ def test_resumed_is_uninterrupted(
     runner = runners(1)
     if name == "offload" and not runner.on_gpu:
         pytest.skip("needs a CUDA GPU")
-    whole = runner.train(f"{name}_whole", flags)
-    saving = flags | {"save": tmp_path, "save_interval": 5}
+    saving = flags | {"save": tmp_path / "parts", "save_interval": 5}
+    whole = runner.train(f"{name}_whole", saving | {"save": tmp_path / "whole"})
     runner.train(f"{name}_first", saving | {"exit_interval": 5})
-    rest = runner.train(f"{name}_rest", saving | {"load": tmp_path})
+    rest = runner.train(f"{name}_rest", saving | {"load": tmp_path / "parts"})
     assert rest.losses == whole.losses[5:] and len(rest.losses) == 3
 
 
