@@ -30,7 +30,14 @@ from compare_runs import RunFailed, Stopped, Task, compare_all, materialise, run
 from support.processes import has_ended
 
 STEP = {"iteration": 1, "loss": 5.5, "learning_rate": 1e-3, "grad_norm": None, "backward_messages": [0, 4]}
-TIMES = {"step_time_ms": 1.5, "switch_time_ms": 0.0, "tokens_per_second": 9.5, "peak_memory_bytes": [1, 2], "run": "a"}
+TIMES = {
+    "step_time_ms": 1.5,
+    "switch_time_ms": 0.0,
+    "tokens_per_second": 9.5,
+    "peak_memory_bytes": [1, 2],
+    "reserved_memory_bytes": [1, 2],
+    "run": "a",
+}
 EVALUATION = {"iteration": 1, "validation_loss": 5.25, "is_final": True}
 
 
