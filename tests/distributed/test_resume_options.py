@@ -93,6 +93,20 @@ def test_finetune(world2: World, stopped: dict[str, Any]) -> None:
     assert any("weights of" in line for line in found[0]["said"])
 
 
+def test_finetune_with_flags_of_another_network(world2: World, stopped: dict[str, Any]) -> None:
+    """Weights of the right shapes that mean something else; a longer sequence that is refused."""
+    if stopped["dropout"]:
+        pytest.skip("the other checkpoint says the same")
+    config = stopped["config"].replace_section("model", squared_relu=True, position_embedding_type="rope")
+    found = r"--squared-relu False, here True; --position-embedding-type learned_absolute, here rope\): give the flags"
+    for way in ({"finetune": True}, {"skip_train": True}):
+        other = config.replace_section("training", skip_train="skip_train" in way)
+        with pytest.raises(RankError, match=found):
+            world2.run(resumed, other, stopped["root"], finetune="finetune" in way)
+    shorter = stopped["config"].replace_section("model", seq_length=16)
+    assert world2.run(resumed, shorter, stopped["root"], finetune=True)[0]["began_at"] == (0, 0, 0)
+
+
 def exits_until_the_end(config: Any, root: str) -> list[int]:
     """The same command again and again; after which iterations it stopped, and what differs from one long run."""
     parts: list[dict[str, Any]] = []

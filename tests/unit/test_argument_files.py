@@ -75,6 +75,10 @@ def test_use_checkpoint_args(tmp_path: Path) -> None:
     found = parse(*load, "--hidden-dropout", "0.5", without=left_out)
     assert found.transformer == config.transformer | {"hidden_dropout": 0.5}
     assert (found.model, found.tokenizer) == (config.model, config.tokenizer)
+    plain = run_config_to_dict(parse("--swiglu"))
+    (folder / FILE_NAME).write_text(json.dumps(state | {"flags": plain}))
+    with pytest.raises(ValueError, match="--group-query-attention contradicts --use-checkpoint-args"):
+        parse(*load, "--group-query-attention", without=left_out)
     (folder / FILE_NAME).unlink()
     for words, word in ((load, "only checkpoints of this program"), (load[:1], "--use-checkpoint-args needs --load")):
         with pytest.raises(ValueError, match=word):

@@ -11,7 +11,7 @@ from support import worlds
 
 from megatron.bcd.config import RunConfig
 from megatron.bcd.huggingface.architecture import architecture_from_config, config_of, flags_of
-from megatron.bcd.huggingface.run_network import network_of_run
+from megatron.bcd.huggingface.run_network import describe_run, network_of_run
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -27,7 +27,7 @@ LLAMA = {
     "vocab_size": 300,
 }
 GPT2 = {"model_type": "gpt2", "n_layer": 6, "n_embd": 48, "n_head": 4, "n_positions": 64, "vocab_size": 300}
-GPT2 |= {"resid_pdrop": 0.25, "activation_function": "gelu"}
+GPT2 |= {"resid_pdrop": 0.25, "embd_pdrop": 0.25, "activation_function": "gelu"}
 
 
 def parse(folder: Path, config: dict[str, Any], *, form: str = "gpt", **flags: Any) -> RunConfig:
@@ -66,7 +66,7 @@ def test_the_model_sets_the_flags(tmp_path: Path) -> None:
 
 def test_flags_win_where_weights_do_not_depend_on_them(tmp_path: Path) -> None:
     """A dropout or a tokenizer that can't be chosen; a folder's own tokenizer that is not taken."""
-    config = parse(tmp_path / "m", GPT2, hidden_dropout=0, num_layers=6, make_vocab_size_divisible_by=64)
+    config = parse(tmp_path / "m", GPT2 | {"embd_pdrop": 0.1}, hidden_dropout=0, num_layers=6, make_vocab_size_divisible_by=64)
     assert config.transformer["hidden_dropout"] == 0 and config.model.make_vocab_size_divisible_by == 64
     (tmp_path / "m" / "tokenizer.json").write_text("{}")
     assert config.tokenizer.tokenizer_type == "ByteLevelTokenizer"
@@ -95,6 +95,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA | {"model_type": "mistral", "architectures": None, "sliding_window": 63}, {}, "the sliding window of"),
     (LLAMA | {"hidden_act": "relu"}, {}, "hidden_act 'relu' is not supported"),
     (LLAMA, {"load_hf": "/no/such/folder"}, "--load-hf /no/such/folder: no such folder"),
+    (GPT2 | {"embd_pdrop": 0.1}, {}, "resid_pdrop 0.25 and embd_pdrop 0.1 .*--hidden-dropout is one value for both"),
     (LLAMA, {"save_hf_interval": 3}, "--save-hf-interval needs --save-hf"),
     (LLAMA, {"save_hf": "a", "save": "./a"}, "--save-hf a is the folder of --save"),
     (LLAMA, {"save_hf": "a", "skip_train": True, "load": "b"}, "--skip-train trains nothing"),
@@ -118,6 +119,19 @@ def test_config_json_and_flags_say_the_same(tmp_path: Path, config: dict[str, An
     assert flags_of(made) == flags_of(network)
     again = architecture_from_config(config_of(made, dtype="float32"), source="config.json")
     assert again == made
+
+
+def test_vocabulary_of_a_run(tmp_path: Path) -> None:
+    """Rows of trained tokens that are cut off; a size that has to be given where the tokenizer says it."""
+    run = parse(tmp_path / "m", LLAMA, load_hf=None, form="llama", num_layers=6, hidden_size=64, num_attention_heads=4)
+    with pytest.raises(ValueError, match="--vocab-size 256: the run's tokenizer has 257 ids"):
+        describe_run(run, is_on_gpu=False, vocab_size=256)
+    sizes = [describe_run(run, is_on_gpu=False, vocab_size=size).network.vocab_size for size in (None, 257, 300)]
+    assert sizes == [257, 257, 300]
+    run = run.replace_section("tokenizer", tokenizer_type="SentencePieceTokenizer", tokenizer_model="absent")
+    assert describe_run(run, is_on_gpu=False, vocab_size=256).network.vocab_size == 256
+    with pytest.raises(ValueError, match="give --vocab-size"):
+        describe_run(run, is_on_gpu=False)
 
 
 def test_what_transformers_does_not_have(tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ import types
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
 from support.command_line import parse
 
 from megatron.bcd.model import transformer_config
 from megatron.bcd.model.attention import ScaledDotProductAttention
 from megatron.bcd.model.implementation import choose_implementation
+from megatron.bcd.model.norm import PlainNorm
 from megatron.bcd.runtime import device
 
 
@@ -49,6 +51,25 @@ def test_choice_details() -> None:
     assert unfused.attention == "Megatron Core unfused"
     with pytest.raises(ValueError, match="--transformer-impl transformer_engine needs"):
         choose_implementation("transformer_engine", apex=True, **absent)
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_zero_centred_norm_in_bf16(kind: str) -> None:
+    """Would expose 1 + weight rounded to bf16: a weight of 0.001 would do nothing."""
+    config = TransformerConfig(
+        num_layers=1, hidden_size=16, num_attention_heads=1, normalization=kind, layernorm_zero_centered_gamma=True
+    )
+    norm = PlainNorm(config, 16).bfloat16()
+    x = torch.randn(64, 2, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+    before = norm(x)
+    with torch.no_grad():
+        norm.weight.fill_(1e-3)
+    assert norm.weight.dtype == norm(x).dtype == torch.bfloat16 and not torch.equal(norm(x), before)
+    exact = PlainNorm(config, 16)
+    exact.load_state_dict(norm.state_dict())
+    assert torch.equal(norm(x), exact(x.float()).bfloat16())
+    norm(x).float().sum().backward()
+    assert norm.weight.grad is not None and norm.weight.grad.dtype == torch.bfloat16
 
 
 def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:

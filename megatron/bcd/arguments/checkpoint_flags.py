@@ -19,9 +19,15 @@ def take_checkpoint_flags(values: dict[str, Any], flags: Iterable[Flag], *, give
     with. What is given and contradicts it is refused when the checkpoint is loaded.
 
     Raises:
-        ValueError: there is no checkpoint, or another program wrote it; one line.
+        ValueError: there is no checkpoint, another program wrote it, or query groups are asked for that its network
+            does not have; one line.
     """
     saved = _saved_flags(values)
+    if given.get("group_query_attention") and saved["transformer"].get("num_query_groups") is None:
+        raise ValueError(
+            f"--group-query-attention contradicts --use-checkpoint-args: every head of the network in --load "
+            f"{values['load']} has its own keys and values; leave the flag out"
+        )
     for flag in flags:
         if flag.group not in (NETWORK, TOKENIZER) or flag.field in given or flag.field in _OF_THIS_RUN:
             continue

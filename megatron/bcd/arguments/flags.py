@@ -80,22 +80,25 @@ def dashed(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def _switch_names(field: str, stock_name: str | None, default: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _switch_names(
+    field: str, stock_name: str | None, *, can_be_on: bool
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Spellings that switch a field on, and off.
 
     Stock Megatron-LM has ``--a-b`` for a default of False, and ``--no-a-b`` and ``--disable-a-b`` for True. The
-    opposite is accepted too where it can change anything: a script may have other defaults.
+    opposite is accepted too where it can change anything: a script may have other defaults, and a file of --config
+    switch on what the command line switches off.
     """
     if stock_name is None:
         on, off = dashed(field), (f"--no-{dashed(field)[2:]}", f"--disable-{dashed(field)[2:]}")
-        return (on,), off if default is True else ()
+        return (on,), off if can_be_on else ()
     if stock_name.startswith("--no-"):
         return ("--" + stock_name.removeprefix("--no-"),), (stock_name,)
     if "-no-" in stock_name:
         return (stock_name.replace("-no-", "-"),), (stock_name,)
     if stock_name.startswith("--disable-"):
         return (dashed(field),), (stock_name,)
-    return (stock_name,), ("--no-" + stock_name[2:],) if default is True else ()
+    return (stock_name,), ("--no-" + stock_name[2:],) if can_be_on else ()
 
 
 def _plain_type(annotation: Any) -> tuple[Any, tuple[Any, ...] | None, str | None]:
@@ -139,7 +142,9 @@ def _help_from(docstring: str) -> str:
     return sentence if not first_word.istitle() else sentence[:1].lower() + sentence[1:]
 
 
-def _core_flag(section: str, core: Any, row: CoreFlag, hints: Mapping[str, Any], default: Any) -> Flag:
+def _core_flag(
+    section: str, core: Any, row: CoreFlag, hints: Mapping[str, Any], default: Any, *, has_file: bool
+) -> Flag:
     field = next(field for field in dataclasses.fields(core) if field.name == row.field)
     if default is FIELD:
         default = field.default if row.default is FIELD else row.default
@@ -147,7 +152,7 @@ def _core_flag(section: str, core: Any, row: CoreFlag, hints: Mapping[str, Any],
         default = default.name
     kind, choices, nargs = _plain_type(hints[row.field])
     if kind is bool:
-        names, off_names = _switch_names(row.field, row.name, default)
+        names, off_names = _switch_names(row.field, row.name, can_be_on=has_file or default is True)
     else:
         names, off_names = (row.name or dashed(row.field),), ()
     return Flag(
@@ -165,11 +170,11 @@ def _core_flag(section: str, core: Any, row: CoreFlag, hints: Mapping[str, Any],
     )
 
 
-def _own_flag(section: str, field: dataclasses.Field[Any], group: str, default: Any) -> Flag:
+def _own_flag(section: str, field: dataclasses.Field[Any], group: str, default: Any, *, has_file: bool) -> Flag:
     default = field.default if default is FIELD else default
     is_switch = isinstance(field.default, bool)
     if is_switch:
-        names, off_names = _switch_names(field.name, None, default)
+        names, off_names = _switch_names(field.name, None, can_be_on=has_file or default is True)
     else:
         names, off_names = (dashed(field.name),), ()
     names += megatron_flags.ALIASES.get(field.name, ())
@@ -188,8 +193,9 @@ def _own_flag(section: str, field: dataclasses.Field[Any], group: str, default: 
     )
 
 
-def generate_flags(defaults: Mapping[str, object] | None = None) -> tuple[Flag, ...]:
-    """Every supported flag; ``defaults`` are a script's own by field name, e.g. ``{"swiglu": True}``.
+def generate_flags(defaults: Mapping[str, object] | None = None, *, has_file: bool = False) -> tuple[Flag, ...]:
+    """Every supported flag; ``defaults`` are a script's own by field name, e.g. ``{"swiglu": True}``. With
+    ``has_file``, a file of flags is read too, and every switch has a spelling that switches it off.
 
     Raises:
         ValueError: a default is for a field that no flag sets.
@@ -198,10 +204,12 @@ def generate_flags(defaults: Mapping[str, object] | None = None) -> tuple[Flag, 
     flags: list[Flag] = []
     for section, (core, rows) in CORE_SECTIONS.items():
         hints = typing.get_type_hints(core)
-        flags += [_core_flag(section, core, row, hints, defaults.get(row.field, FIELD)) for row in rows]
+        flags += [
+            _core_flag(section, core, row, hints, defaults.get(row.field, FIELD), has_file=has_file) for row in rows
+        ]
     for row in megatron_flags.DERIVED_FLAGS:
         default = bool(defaults.get(row.field, row.default))
-        names, off_names = _switch_names(row.field, None, default)
+        names, off_names = _switch_names(row.field, None, can_be_on=has_file or default)
         flags.append(
             Flag(
                 field=row.field,
@@ -216,7 +224,8 @@ def generate_flags(defaults: Mapping[str, object] | None = None) -> tuple[Flag, 
         )
     for section, (own, group) in OWN_SECTIONS.items():
         for field in dataclasses.fields(own):
-            flags.append(_own_flag(section, field, group, defaults.get(field.name, FIELD)))
+            default = defaults.get(field.name, FIELD)
+            flags.append(_own_flag(section, field, group, default, has_file=has_file))
     unknown = set(defaults) - {flag.field for flag in flags}
     if unknown:
         raise ValueError(f"defaults for {', '.join(sorted(unknown))}: no flag sets such a field")

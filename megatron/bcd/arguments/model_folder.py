@@ -35,6 +35,7 @@ def values_of_model(given: Mapping[str, Any], flags: Iterable[Flag]) -> tuple[di
                 asked, said = f"{flag.names[0]} {given[field]}", str(value)
             raise ValueError(f"{asked} contradicts --load-hf {name}, whose config.json says {said}: leave the flag out")
     _check_window(network, given, name)
+    _check_dropout(network, given, name)
     return fixed, defaults_of(network) | _tokenizer(given, path)
 
 
@@ -44,6 +45,15 @@ def _check_window(network: Architecture, given: Mapping[str, Any], name: str) ->
         raise ValueError(
             f"--seq-length {length} is longer than the sliding window of --load-hf {name}, {network.sliding_window} "
             "tokens, which attention here does not have: give at most that"
+        )
+
+
+def _check_dropout(network: Architecture, given: Mapping[str, Any], name: str) -> None:
+    inner, outer = network.hidden_dropout, network.embedding_dropout
+    if network.family == "gpt2" and inner != outer and "hidden_dropout" not in given:
+        raise ValueError(
+            f"--load-hf {name} has resid_pdrop {inner} and embd_pdrop {outer} in its config.json, and --hidden-dropout "
+            "is one value for both: give it"
         )
 
 

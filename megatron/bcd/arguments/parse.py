@@ -288,9 +288,11 @@ def read_command_line(
     """
     if world_size is None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    flags = generate_flags(defaults)
+    words = sys.argv[1:] if argv is None else argv
+    has_file = any(word.split("=")[0] == "--config" for word in words)
+    flags = generate_flags(defaults, has_file=has_file)
     parser = _parser(prog, flags)
-    given, problems = _parse(sys.argv[1:] if argv is None else argv, parser)
+    given, problems = _parse(words, parser)
     if "config" in given:
         from_file, problems_of_file = config_file.read_config_file(given["config"], parser)
         given = from_file | given

@@ -186,13 +186,15 @@ def _fitting(config: RunConfig, root: str, path: str, messages: tuple[str, ...],
 
     is_of_run = _on_rank_0(lambda: os.path.lexists(file))
     if config.checkpoint.finetune or config.training.skip_train:
+        text = _on_rank_0(read) if is_of_run else ""
+        run_state.check_same_weights(text, config, source=f"--load {root}: {path}")
         return Source(
             root=root,
             path=path,
             state=None,
             messages=messages,
             iteration=iteration,
-            consumed_samples=run_state.consumed_samples(_on_rank_0(read)) if is_of_run else 0,
+            consumed_samples=run_state.consumed_samples(text),
         )
     if not is_of_run:
         raise ValueError(

@@ -22,6 +22,8 @@ _NETWORK = ("num_layers", "hidden_size", "swiglu", "quick_geglu", "ffn_hidden_si
             "seq_length", "max_position_embeddings", "position_embedding_type", "untie_embeddings_and_output_weights",
             "bf16", "fp16", "optimizer")  # fmt: skip
 """Flags that must not change: the weights or the optimizer state would not fit, or mean something else."""
+_MAY_CHANGE_WITHOUT_STATE = ("seq_length", "max_position_embeddings", "bf16", "fp16", "optimizer")
+"""Those of them that another run may have that loads the weights alone."""
 _MAY_CHANGE = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "cp_comm_type",
                "hierarchical_context_parallel_sizes", "world_size", "num_workers",
                "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
@@ -148,6 +150,31 @@ def check_same_network(saved: Mapping[str, Any], config: RunConfig, *, source: s
                 f"{source} was written with {_flag(name)} {_show(before.get(name))}, but this run has "
                 f"{_show(now.get(name))}: give the same value, or another --load"
             )
+
+
+def check_same_weights(text: str, config: RunConfig, *, source: str) -> None:
+    """Compare the flags on which the meaning of the weights depends; `text` is the content of the file, also of
+    another format version.
+
+    Raises:
+        ValueError: one differs; names all of them.
+    """
+    try:
+        saved = json.loads(text)["flags"]
+        before = _side_by_side({section: saved[section] for section in ("transformer", "model")})
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return  # of a version that wrote other sections; shapes are compared when the weights are loaded
+    now = _side_by_side(run_config_to_dict(config))
+    differing = [
+        f"{_flag(name)} {_show(before.get(name))}, here {_show(now.get(name))}"
+        for name in _NETWORK
+        if name not in _MAY_CHANGE_WITHOUT_STATE and (before.get(name) or None) != (now.get(name) or None)
+    ]
+    if differing:
+        raise ValueError(
+            f"{source} is of another network ({'; '.join(differing)}): give the flags of the run that saved it, or "
+            "--use-checkpoint-args"
+        )
 
 
 def check_holds_what_is_loaded(saved: Mapping[str, Any], config: RunConfig, *, source: str) -> None:

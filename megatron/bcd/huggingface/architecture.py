@@ -51,6 +51,8 @@ class Architecture:
     sliding_window: int | None = None
     """Tokens that a token sees; None: all."""
     hidden_dropout: float = 0.0
+    embedding_dropout: float = 0.0
+    """Of the embedding's output; Megatron Core applies `hidden_dropout` there too."""
     attention_dropout: float = 0.0
 
 
@@ -143,6 +145,7 @@ def _gpt2(read: _Reader) -> Architecture:
         qkv_bias=True,
         gelu="exact" if activation == "gelu" else "tanh",
         hidden_dropout=read.number("resid_pdrop", 0.1),
+        embedding_dropout=read.number("embd_pdrop", 0.1),
         attention_dropout=read.number("attn_pdrop", 0.1),
     )
 
@@ -288,7 +291,7 @@ def _gpt2_config(network: Architecture) -> dict[str, Any]:
         "layer_norm_epsilon": network.norm_epsilon,
         "activation_function": "gelu" if network.gelu == "exact" else "gelu_new",
         "resid_pdrop": network.hidden_dropout,
-        "embd_pdrop": network.hidden_dropout,
+        "embd_pdrop": network.embedding_dropout,
         "attn_pdrop": network.attention_dropout,
     }
 

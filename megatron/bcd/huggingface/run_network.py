@@ -74,17 +74,23 @@ def describe_run(config: RunConfig, *, is_on_gpu: bool, vocab_size: int | None =
         if vocab_size is not None:
             raise ValueError("--vocab-size: the config.json of --load-hf says it; leave the flag out")
         return convert.describe(folder.locate(config.checkpoint.load_hf, flag="--load-hf", weights=False))
-    num_ids = _num_ids(config) if vocab_size is None else vocab_size
+    num_ids = _num_ids(config, vocab_size)
     network = network_of_run(config, is_on_gpu=is_on_gpu, vocab_size=num_ids)
     content = json.dumps(config_of(network, dtype=_DTYPES[config.precision]), indent=2) + "\n"
     return convert.Description(network=network, config=content.encode(), companions=_tokenizer_files(config))
 
 
-def _num_ids(config: RunConfig) -> int:
+def _num_ids(config: RunConfig, given: int | None) -> int:
+    """`given`, else those of the run's tokenizer. Raises ValueError if neither says it, or they differ."""
     try:
-        return build_tokenizer(**vars(config.tokenizer)).vocab_size
+        own = build_tokenizer(**vars(config.tokenizer)).vocab_size
     except ValueError as error:
+        if given is not None:
+            return given
         raise ValueError(f"the run's tokenizer can't be read ({error}): give --vocab-size") from None
+    if given is not None and given < own:
+        raise ValueError(f"--vocab-size {given}: the run's tokenizer has {own} ids; give at least that, or leave it out")
+    return own if given is None else given
 
 
 def _tokenizer_files(config: RunConfig) -> dict[str, str]:
@@ -133,6 +139,7 @@ def network_of_run(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> Ar
         qk_norm=qk_norm,
         gelu=None if model.swiglu else "tanh" if model.openai_gelu or is_fused else "exact",
         hidden_dropout=float(fields.get("hidden_dropout", 0.1)),
+        embedding_dropout=float(fields.get("hidden_dropout", 0.1)),
         attention_dropout=float(fields.get("attention_dropout", 0.1)),
     )
     _check_expressible(config, network)

@@ -30,7 +30,13 @@ class PlainNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, H], or [S, B, heads, head size] for queries and keys."""
-        weight = self.weight + 1 if self.is_centered else self.weight
+        if not self.is_centered:
+            return self._normalized(x, self.weight, self.bias)
+        # in 16 bits the sum would lose what a small weight says: 1 + 0.001 is 1 in bf16
+        bias = None if self.bias is None else self.bias.float()
+        return self._normalized(x.float(), self.weight.float() + 1, bias).to(x.dtype)
+
+    def _normalized(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.is_rms:
             return torch.nn.functional.rms_norm(x, weight.shape, weight, self.eps)
-        return torch.nn.functional.layer_norm(x, weight.shape, weight, self.bias, self.eps)
+        return torch.nn.functional.layer_norm(x, weight.shape, weight, bias, self.eps)
