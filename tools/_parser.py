@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 STDOUT = "-"
@@ -15,6 +17,17 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.removeprefix("argument "))
+
+
+def leave_with(main: Callable[[], int | None]) -> NoReturn:
+    """End the process with the code of `main`; without a traceback where the reader of stdout (head, less) has left."""
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
+        code = 1
+    sys.exit(code)
 
 
 def add_precision(group: Any, choices: Sequence[str], *, more: str = "") -> None:

@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _parser import STDOUT, Parser, add_json, add_precision
+from _parser import STDOUT, Parser, add_json, add_precision, leave_with
 from _plan_compare import as_asked, compare, comparison_as_list, gpus, show_comparison, verdict
 from _plan_output import Remedied, show_estimate, show_paper, show_remedies, show_search
 
@@ -335,17 +335,14 @@ def _command(estimate: Estimate) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     # not through megatron.bcd.runtime.exit, which is for several ranks and imports torch
-    code = 0
     try:
         text, code = run(argv)
-        print(text, flush=True)
     except ValueError as error:
         print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # as with "| head"; Python would raise it again in its final flush
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(text, flush=True)
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave_with(main)

@@ -241,9 +241,20 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--vocab-file", metavar="FILE", help="GPT2BPETokenizer: encoder.json")
     group.add_argument("--merge-file", metavar="FILE", help="GPT2BPETokenizer: vocab.bpe")
     group.add_argument(
-        "--tokenizer-model", metavar="PATH", help="SentencePiece model file, or local Hugging Face folder"
+        "--tokenizer-model",
+        metavar="PATH",
+        help="SentencePiece model file, local Hugging Face folder, or JSON vocabulary of TikTokenizer",
     )
-    group.add_argument("--vocab-size", type=int, metavar="N", help="NullTokenizer: ids 0..N-1, and N ends a document")
+    group.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="NullTokenizer: ids 0..N-1, and N ends a document; TikTokenizer: all ids (default 131072)",
+    )
+    group.add_argument("--tiktoken-pattern", choices=("v1", "v2"), default="v2", help="TikTokenizer (default: v2)")
+    group.add_argument(
+        "--tiktoken-num-special-tokens", type=int, default=1000, metavar="N", help="TikTokenizer (default: 1000)"
+    )
     group.add_argument("--append-eod", action="store_true", help="end every document with the tokenizer's eod id")
     group = parser.add_argument_group("output and running")
     group.add_argument("--output-prefix", required=True, metavar="PREFIX", help="folders are created")
@@ -264,7 +275,14 @@ def run(args: argparse.Namespace) -> str:
     if args.log_interval is not None and args.log_interval < 1:
         raise ValueError(f"--log-interval {args.log_interval} must be at least 1")
     sources = sources_of(args)
-    names = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size")
+    names = (
+        "vocab_file",
+        "merge_file",
+        "tokenizer_model",
+        "vocab_size",
+        "tiktoken_pattern",
+        "tiktoken_num_special_tokens",
+    )
     encoder = Encoder(
         EncoderConfig(
             tokenizer_type=args.tokenizer_type,

@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _parser import Parser
+from _parser import Parser, leave_with
 from _plan_output import show_figures
 
 from megatron.bcd.config import PLANNED_LAYOUTS
@@ -289,4 +289,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave_with(main)

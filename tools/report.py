@@ -18,7 +18,7 @@ from itertools import groupby, pairwise, takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
-from _parser import STDOUT, add_json
+from _parser import STDOUT, add_json, leave_with
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -355,4 +355,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave_with(main)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _parser import Parser
+from _parser import Parser, leave_with
 
 from megatron.bcd.pipeline.build import PlanShape, bcd_shape, build_plan, default_run_ahead, stock_shape
 from megatron.bcd.pipeline.interleaved import ChunkShape, build_chunk_plan, chunk_shape
@@ -303,4 +303,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave_with(main)

@@ -9,12 +9,20 @@ Without torch and Megatron Core, preprocessing workers start in a fraction of a 
 
 from __future__ import annotations
 
-import json
 import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from megatron.bcd.tokenizer_files import (
+    load_tiktoken,
+    load_tokenizer_json,
+    load_with_transformers,
+    one_line,
+    read_merges,
+    read_vocab,
+)
 
 NO_PAD = -1
 """The pad id of a tokenizer without one: Megatron Core's own value for "in no dataset"."""
@@ -92,15 +100,15 @@ class GPT2BPETokenizer(Tokenizer):
         from tokenizers import Tokenizer as Engine
         from tokenizers import decoders, models, pre_tokenizers
 
-        vocab = _read_vocab(vocab_file)
-        merges = _read_merges(merge_file)
+        vocab = read_vocab(vocab_file)
+        merges = read_merges(merge_file)
         if self.EOD_TOKEN not in vocab:
             raise ValueError(f"--vocab-file {vocab_file} has no token {self.EOD_TOKEN}; give GPT-2's encoder.json")
         try:
             engine = Engine(models.BPE(vocab, merges))
         except Exception as error:  # the library raises bare Exception
             raise ValueError(
-                f"--merge-file {merge_file} does not belong to --vocab-file {vocab_file}: {_one_line(error)}"
+                f"--merge-file {merge_file} does not belong to --vocab-file {vocab_file}: {one_line(error)}"
             ) from error
         engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         engine.decoder = decoders.ByteLevel()
@@ -170,12 +178,12 @@ class HuggingFaceTokenizer(Tokenizer):
             )
         self._engine: Any
         if os.path.isfile(os.path.join(folder, "tokenizer.json")):
-            self._engine, special = _load_tokenizer_json(folder)
+            self._engine, special = load_tokenizer_json(folder)
             vocab: dict[str, int] = self._engine.get_vocab(with_added_tokens=True)
             self._encode_options = {"add_special_tokens": False}
             self._has_encodings = True
         else:
-            self._engine, special = _load_with_transformers(folder)
+            self._engine, special = load_with_transformers(folder)
             vocab = self._engine.get_vocab()
             self._encode_options = {"add_special_tokens": False, "truncation": False, "verbose": False}
             self._has_encodings = False
@@ -208,6 +216,47 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return str(self._engine.decode([int(i) for i in ids], skip_special_tokens=True))
+
+
+class TikTokenizer(Tokenizer):
+    """A byte-level BPE vocabulary in tiktoken's terms, as stock reads it: a JSON list of ranked tokens.
+
+    The ids begin with `num_special_tokens` special tokens, of which seven have names; eod is "</s>". The ranked tokens
+    follow, cut off so that there are `vocab_size` ids in all. Special tokens in the text are read as such.
+    Raises ValueError naming --tokenizer-model, --vocab-size or --tiktoken-num-special-tokens when the file is absent
+    or malformed, or has too few tokens; or when tiktoken is not installed.
+    """
+
+    VOCAB_SIZE = 2**17
+    """Without --vocab-size."""
+
+    def __init__(
+        self,
+        *,
+        tokenizer_model: str | None,
+        vocab_size: int | None = None,
+        tiktoken_pattern: str = "v2",
+        tiktoken_num_special_tokens: int = 1000,
+    ) -> None:
+        path = _existing_file("--tokenizer-model", tokenizer_model, "TikTokenizer")
+        num_ids = vocab_size or self.VOCAB_SIZE
+        self._engine, special = load_tiktoken(
+            path, num_ids=num_ids, num_special=tiktoken_num_special_tokens, pattern=tiktoken_pattern
+        )
+        super().__init__(
+            vocab_size=num_ids,
+            eod=special["</s>"],
+            pad=special["<pad>"],
+            tokenizer_model=path,
+            pattern=tiktoken_pattern,
+            num_special_tokens=str(tiktoken_num_special_tokens),
+        )
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(self._engine.encode(text, allowed_special="all"))
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return str(self._engine.decode([int(i) for i in ids]))
 
 
 class NullTokenizer(Tokenizer):
@@ -243,6 +292,10 @@ _BUILDERS: dict[str, tuple[Callable[..., Tokenizer], tuple[str, ...]]] = {
     "GPTSentencePieceTokenizer": (SentencePieceTokenizer, ("tokenizer_model",)),
     "Llama2Tokenizer": (SentencePieceTokenizer, ("tokenizer_model",)),
     "HuggingFaceTokenizer": (HuggingFaceTokenizer, ("tokenizer_model",)),
+    "TikTokenizer": (
+        TikTokenizer,
+        ("tokenizer_model", "vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens"),
+    ),
     "NullTokenizer": (NullTokenizer, ("vocab_size",)),
 }
 """Class, and the arguments that it takes, by --tokenizer-type. The three SentencePiece names are one tokenizer, as in
@@ -259,6 +312,8 @@ def build_tokenizer(
     merge_file: str | None = None,
     tokenizer_model: str | None = None,
     vocab_size: int | None = None,
+    tiktoken_pattern: str = "v2",
+    tiktoken_num_special_tokens: int = 1000,
 ) -> Tokenizer:
     """The tokenizer of Megatron's flags of the same names.
 
@@ -273,8 +328,14 @@ def build_tokenizer(
             f"--tokenizer-type {tokenizer_type} is not supported; choose from {', '.join(TOKENIZER_TYPES)}"
         )
     build, names = _BUILDERS[tokenizer_type]
-    files = {"vocab_file": vocab_file, "merge_file": merge_file, "tokenizer_model": tokenizer_model}
-    given = files | {"vocab_size": vocab_size}
+    given = {
+        "vocab_file": vocab_file,
+        "merge_file": merge_file,
+        "tokenizer_model": tokenizer_model,
+        "vocab_size": vocab_size,
+        "tiktoken_pattern": tiktoken_pattern,
+        "tiktoken_num_special_tokens": tiktoken_num_special_tokens,
+    }
     return build(**{name: given[name] for name in names})
 
 
@@ -310,88 +371,3 @@ def _existing_file(flag: str, value: str | None, tokenizer_type: str) -> str:
     if not os.access(path, os.R_OK):
         raise ValueError(f"{flag} {path} cannot be read")
     return path
-
-
-def _read_vocab(path: str) -> dict[str, int]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            vocab = json.load(file)
-    except ValueError as error:
-        raise ValueError(f"--vocab-file {path} is not JSON: {_one_line(error)}") from error
-    if not isinstance(vocab, dict) or not _counts_from_zero(list(vocab.values())):
-        raise ValueError(f"--vocab-file {path} must map every token to an id, 0 up to the number of tokens less 1")
-    return vocab
-
-
-def _counts_from_zero(ids: list[Any]) -> bool:
-    return all(type(i) is int for i in ids) and sorted(ids) == list(range(len(ids)))
-
-
-def _read_merges(path: str) -> list[tuple[str, str]]:
-    """Pairs in order of rank; the first line may be a "#version" line."""
-    merges = []
-    try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                words = line.split()
-                if (number == 1 and line.startswith("#version")) or not words:
-                    continue
-                if len(words) != 2:
-                    raise ValueError(f"--merge-file {path}, line {number}: expected two tokens, not {len(words)}")
-                merges.append((words[0], words[1]))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--merge-file {path} is not UTF-8 text: {_one_line(error)}") from error
-    return merges
-
-
-def _load_tokenizer_json(folder: str) -> tuple[Any, dict[str, str]]:
-    from tokenizers import Tokenizer as Engine
-
-    try:
-        engine = Engine.from_file(os.path.join(folder, "tokenizer.json"))
-    except Exception as error:  # the library raises bare Exception
-        raise ValueError(f"--tokenizer-model {folder}: cannot read its tokenizer.json: {_one_line(error)}") from error
-    # A model's input limits, saved along with it, must not truncate or pad documents.
-    engine.no_truncation()
-    engine.no_padding()
-    return engine, _special_tokens(folder)
-
-
-def _load_with_transformers(folder: str) -> tuple[Any, dict[str, str]]:
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ValueError(
-            f"--tokenizer-model {folder} has no tokenizer.json; install transformers to read its other files"
-        ) from error
-    try:
-        engine = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever the folder's tokenizer class raises
-        raise ValueError(
-            f"--tokenizer-model {folder} holds no tokenizer that transformers can read: {_one_line(error)}"
-        ) from error
-    names = ("bos_token", "eos_token", "sep_token", "pad_token", "unk_token")
-    return engine, {name: str(token) for name in names if (token := getattr(engine, name, None)) is not None}
-
-
-def _special_tokens(folder: str) -> dict[str, str]:
-    """eos_token and the like, from the folder's two small JSON files; the first takes precedence."""
-    special: dict[str, str] = {}
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        path = os.path.join(folder, name)
-        if not os.path.isfile(path):
-            continue
-        try:
-            with open(path, encoding="utf-8") as file:
-                entries = json.load(file)
-        except ValueError as error:
-            raise ValueError(f"--tokenizer-model {folder}: {name} is not JSON: {_one_line(error)}") from error
-        for key, value in entries.items():
-            token = value.get("content") if isinstance(value, dict) else value
-            if key.endswith("_token") and isinstance(token, str):
-                special.setdefault(key, token)
-    return special
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

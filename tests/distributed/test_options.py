@@ -13,6 +13,7 @@ from support.dist import World
 from support.pairwise import Combination, all_combinations, pairwise
 
 from megatron.bcd.config import RunConfig
+from megatron.bcd.model.builder import unwrap_model
 
 Flags = Callable[..., dict[str, Any]]
 PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2}
@@ -21,6 +22,7 @@ RECOMPUTATION: dict[str, dict[str, Any]] = {
     "uniform2": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
     "block1": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
     "selective": {"recompute_granularity": "selective"},
+    "norms": {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "core_attn")},
 }
 KINDS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -60,6 +62,30 @@ def check_recomputation(world: World, text_data: str, cut: str, kind: str, recom
 def test_recomputation_changes_nothing(world1: World, world2: World, text_data: str, case: Combination) -> None:
     """Activations that are recomputed with other dropout, not at all, or cut off the graph behind a frozen prefix."""
     check_recomputation(world1 if case["cut"] == "one" else world2, text_data, **case)
+
+
+def norm_calls(config: RunConfig) -> list[int]:
+    """How often the norm before the attention of each layer was computed, in a run."""
+    with worlds.started(config) as one:
+        layers = unwrap_model(one.model).decoder.layers
+        calls = [0] * len(layers)
+
+        def count(number: int, *_: Any) -> None:
+            calls[number] += 1
+
+        for number, layer in enumerate(layers):
+            layer.input_layernorm.register_forward_hook(functools.partial(count, number))
+        one.run()
+        return calls
+
+
+def test_norms_are_recomputed(world1: World, text_data: str) -> None:
+    """--recompute-modules layernorm that is ignored, or that recomputes what has no backward pass."""
+    norms = RECOMPUTATION["norms"]
+    flags: dict[str, Any] = {"data_path": text_data, "train_iters": 1, "bcd_order": "descending"}
+    [plain] = world1.run(norm_calls, worlds.run_config(**flags))
+    [recomputed] = world1.run(norm_calls, worlds.run_config(**flags, **norms))
+    assert plain == [4] * 6 and recomputed == [4, 4, 4, 4, 8, 8], "four microbatches; the last block is active"
 
 
 @pytest.mark.long

@@ -57,6 +57,47 @@ def test_change_nothing(world1: World, text_data: str, tmp_path: Path) -> None:
         assert tflops == pytest.approx(flops / milliseconds / 1e9, rel=1e-9)
 
 
+TIMED = ("forward-backward", "all-grads-sync", "embedding-grads-all-reduce", "optimizer", "optimizer-inner-step")
+TIMED_IN_DETAIL = (*TIMED, "batch-generator", "forward-compute", "backward-compute")
+
+
+def timed_run(config: Any) -> dict[str, Any]:
+    """A run, and the times of its steps as each log line has them."""
+    with worlds.started(config) as one:
+        one.run()
+        return worlds.outcome(one) | {"times": [dict(record.timers_ms) for record in one.recorder.steps]}
+
+
+TIMED_LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "pipeline": {"world_size": 2, "pipeline_model_parallel_size": 2, "bcd_layout": "submodel"},
+    "interleaved": {"world_size": 2, "pipeline_model_parallel_size": 2, "bcd_layout": "interleaved"},
+    "data": {"world_size": 2, "bf16": True},
+}
+
+
+@pytest.mark.parametrize("layout", TIMED_LAYOUTS)
+def test_timers(world1: World, world2: World, text_data: str, layout: str) -> None:
+    """Timers that are not there, count evaluations or only some steps, change a loss, or wait for a rank that is not
+    timed; timers that nobody has asked for."""
+    flags = {"data_path": text_data, "train_iters": 4, "log_interval": 2, "eval_iters": 1, "eval_interval": 2}
+    num_ranks = TIMED_LAYOUTS[layout].get("world_size", 1)
+    world = world1 if num_ranks == 1 else world2
+
+    def run(**more: Any) -> list[dict[str, Any]]:
+        return world.run(timed_run, worlds.run_config(**flags, **TIMED_LAYOUTS[layout], **more))
+
+    plain = run()
+    assert plain[0]["times"] == [{}] * 3
+    for level, names in ((1, TIMED), (2, TIMED_IN_DETAIL)):
+        ranks = run(timing_log_level=level)
+        assert [rank["losses"] for rank in ranks] == [rank["losses"] for rank in plain]
+        for times in ranks[0]["times"]:
+            assert {*names} <= {*times} and all(len(by_rank) == num_ranks for by_rank in times.values())
+            assert times["forward-backward"] and min(times["forward-backward"]) > 0.0
+            assert ("forward-compute" in times) == (level == 2)
+
+
 def broken_run(config: Any, at: int) -> dict[str, Any]:
     """A run whose second rank has one wrong bit after step `at`."""
 

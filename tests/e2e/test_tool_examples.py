@@ -1,43 +1,69 @@
-"""Examples in the help of tools that train, as typed; unit/test_tool_language.py runs those that take seconds."""
+"""Examples in the help of tools that train or measure, in short forms; unit/test_tool_language.py runs the others."""
 
 from __future__ import annotations
 
-import importlib
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support import huggingface_models
+from support.cifar_folders import write_cifar
+from support.tool_examples import RUN_AS_TYPED, TOOLS, commands
 
-EXAMPLES = (("train_tokenizer", 0),)
-"""Tool and place in its help. Not the measurements, which take up to hours: tests of their own run them in short
-forms."""
+NETWORK = "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1"
+SHORT = f"{NETWORK} --vocab-size 263 --make-vocab-size-divisible-by 1 --rounds 1 --steps 1"
+TINY_MODEL = "tiny-llama,llama,3,32,4,4,64,256,16,test"
+SHORT_COMPARISON = "--models models.csv --model tiny-llama --rounds 1 --steps 1"
+EXAMPLES = {
+    "benchmark": (SHORT, f"{SHORT} --global-batch-size 4", SHORT),
+    "compare": (SHORT_COMPARISON, SHORT_COMPARISON),
+    "compare_runs": ("--before HEAD --only grid", "--before HEAD --after REPOSITORY --only grid"),
+    "convert_checkpoint": ("", ""),
+    "cpu_kernels_ablation": ("--pairs 1 --steps 1 --json out/ablation.json",),
+    "soak": ("--kills 1 --iterations 20",),
+    "study": ("--list", "", "--list"),
+    "train_resnet": ("--model resnet8 --epochs 1 --shrink 4 --num-validation 20 --global-batch-size 16",),
+    "train_tokenizer": ("--vocab-size 300",),
+}
+"""Flags that make each example of a tool's help short; they follow those of the example, and win."""
+NEED_A_MODEL = ("evaluate", "generate")
+"""test_generate.py runs these, with a model that it has trained."""
 
 
-def example(tool: str, place: int) -> list[str]:
-    """Its words, of the line in the tool's help."""
-    lines = str(importlib.import_module(tool).__doc__).splitlines()
-    return shlex.split([line for line in lines if line.startswith("    ") and f"tools/{tool}.py" in line][place])
+def prepare(folder: Path, repo_root: Path) -> None:
+    """The files that examples read."""
+    for name in ("tools", "studies", "examples", "docs", "megatron", "pretrain_gpt_bcd.py", "pretrain_llama_bcd.py"):
+        (folder / name).symlink_to(repo_root / name)
+    (folder / "out").mkdir()
+    (folder / "corpus.txt").write_text("".join(f"{n} squared is {n * n}, and half of it {n / 2}\n" for n in range(999)))
+    (folder / "models.csv").write_text(
+        f"name,form,layers,hidden,heads,groups,ffn,vocabulary,sequence,source\n{TINY_MODEL}"
+    )
+    huggingface_models.write_model("llama_biases", folder / "DIR")
+    write_cifar(folder / "cifar-10-batches-py", "cifar10", num_train=100, num_test=40)
+
+
+def test_every_tool_has_its_examples_run() -> None:
+    """A new tool, or a new example, that no test runs."""
+    assert sorted((*EXAMPLES, *RUN_AS_TYPED, *NEED_A_MODEL)) == TOOLS
+    assert {tool: len(short) for tool, short in EXAMPLES.items()} == {tool: len(commands(tool)) for tool in EXAMPLES}
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("tool, place", EXAMPLES)
-def test_example_as_typed(repo_root: Path, tmp_path: Path, shared_data: Path, tool: str, place: int) -> None:
+@pytest.mark.parametrize("tool", EXAMPLES)
+def test_examples_in_short(repo_root: Path, tmp_path: Path, tool: str) -> None:
     """An example that ends in an error."""
-    (tmp_path / "tools").symlink_to(repo_root / "tools")
-    (tmp_path / "corpus.txt").symlink_to(shared_data / "wikitext-2" / "valid.txt")
-    (tmp_path / "out").mkdir()
-    launcher = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
-    first, *rest = example(tool, place)
-    done = subprocess.run(
-        [*launcher[first], *rest],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+    prepare(tmp_path, repo_root)
+    for words, short in zip(commands(tool), EXAMPLES[tool], strict=True):
+        place = words.index(f"tools/{tool}.py")
+        number = words[place - 1] if "torchrun" in words else None
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", number] if number else []
+        command = [sys.executable, *launcher, *words[place:], *short.replace("REPOSITORY", str(repo_root)).split()]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, (command, done.stdout[-2000:], done.stderr[-3000:])
+        assert done.stdout.strip()

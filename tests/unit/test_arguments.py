@@ -280,9 +280,7 @@ def test_flag_names_are_stocks() -> None:
 @pytest.mark.parametrize("flag", COMPATIBLE_FLAGS, ids=lambda flag: flag.name)
 def test_compatible_flag_changes_nothing(flag: Any) -> None:
     """Would expose a flag that is accepted as already true and yet sets something, or takes any value."""
-    rope: tuple[str, ...] = ("--position-embedding-type", "rope")
-    if flag.name == "--use-precision-aware-optimizer":  # true where the optimizer is offloaded
-        rope += ("--optimizer-cpu-offload", "--bcd-num-blocks", "1")
+    rope = ("--position-embedding-type", "rope")
     value = ("6",) if flag.values is ANY_NUMBER else flag.values[:1]
     assert parse(*rope, flag.name, *value) == parse(*rope)
     if flag.values and flag.values not in (ANY_NUMBER, ANY_TEXT):
@@ -316,7 +314,9 @@ OFFLOAD = ("--optimizer-cpu-offload", "--bcd-num-blocks", "1")
         ),
         ([*OFFLOAD, "--no-pin-cpu-params"], ["--no-pin-cpu-params", "pins"]),
         (["--no-pin-cpu-grads"], ["--no-pin-cpu-grads", "--optimizer-cpu-offload"]),
-        (["--use-precision-aware-optimizer"], ["--use-precision-aware-optimizer", "--optimizer-cpu-offload"]),
+        (["--main-params-dtype", "fp16"], ["--main-params-dtype", "main parameters are in fp32"]),
+        (["--main-grads-dtype", "bf16"], ["--main-grads-dtype", "--grad-reduce-in-bf16"]),
+        (["--recompute-modules", "moe_act"], ["--recompute-modules", "'moe_act'", "layernorm"]),
         (["--optimizer", "lion"], ["--optimizer", "lion", "adam"]),
         (["--optimizer", "muon", "--fp16"], ["--optimizer muon", "--fp16"]),
         (["--optimizer", "muon", "--bcd-order", "greedy"], ["--optimizer muon", "--bcd-order greedy"]),

@@ -93,12 +93,18 @@ def test_switches(tmp_path: Path) -> None:
 
 def test_switches_of_the_file_off(tmp_path: Path) -> None:
     """A switch of the file that no flag takes back; or a spelling that stock does not have, without a file."""
-    switched = {"bf16": True, "swiglu": True, "group_query_attention": True, "log-progress": True, "rope-fusion": False}
+    switched = {
+        "bf16": True,
+        "swiglu": True,
+        "group_query_attention": True,
+        "log-params-norm": True,
+        "rope-fusion": False,
+    }
     file = written(tmp_path, FILE | switched)
-    off = ("--no-bf16", "--no-swiglu", "--no-group-query-attention", "--disable-log-progress", "--rope-fusion")
+    off = ("--no-bf16", "--no-swiglu", "--no-group-query-attention", "--disable-log-params-norm", "--rope-fusion")
     found = parse_run_config([*off, f"--config={file}"], prog=PROG, world_size=1)
     assert parse_run_config(["--config", file], prog=PROG, world_size=1).precision == "bf16"
-    assert (found.precision, found.model.swiglu, found.checkpoint.log_progress) == ("fp32", False, False)
+    assert (found.precision, found.model.swiglu, found.report.log_params_norm) == ("fp32", False, False)
     assert found.transformer.get("num_query_groups") is None
     with pytest.raises(ValueError, match="unknown flag --no-bf16"):
         parse_run_config([*WORDS, "--no-bf16"], prog=PROG, world_size=1)

@@ -66,7 +66,9 @@ def test_the_model_sets_the_flags(tmp_path: Path) -> None:
 
 def test_flags_win_where_weights_do_not_depend_on_them(tmp_path: Path) -> None:
     """A dropout or a tokenizer that can't be chosen; a folder's own tokenizer that is not taken."""
-    config = parse(tmp_path / "m", GPT2 | {"embd_pdrop": 0.1}, hidden_dropout=0, num_layers=6, make_vocab_size_divisible_by=64)
+    config = parse(
+        tmp_path / "m", GPT2 | {"embd_pdrop": 0.1}, hidden_dropout=0, num_layers=6, make_vocab_size_divisible_by=64
+    )
     assert config.transformer["hidden_dropout"] == 0 and config.model.make_vocab_size_divisible_by == 64
     (tmp_path / "m" / "tokenizer.json").write_text("{}")
     assert config.tokenizer.tokenizer_type == "ByteLevelTokenizer"

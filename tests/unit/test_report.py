@@ -308,6 +308,55 @@ def test_tensorboard_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "loss-scale" not in writer.scalars
 
 
+TIMES = {"forward-backward": (80.0, 90.5), "optimizer": (0.0, 3.25), "forward-recv": (0.0, 0.0)}
+
+
+@pytest.mark.parametrize(
+    "option, lines",
+    [
+        ("max", ["max time across ranks (ms):", "  forward-backward: 90.50", "  optimizer: 3.25"]),
+        (
+            "minmax",
+            ["(min, max) time across ranks (ms):", "  forward-backward: (80.00, 90.50)", "  optimizer: (3.25, 3.25)"],
+        ),
+        (
+            "all",
+            [
+                "times across ranks (ms):",
+                "  forward-backward: rank 0 80.00, rank 1 90.50",
+                "  optimizer: rank 0 0.00, rank 1 3.25",
+            ],
+        ),
+    ],
+)
+def test_timers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, lines: list[str]) -> None:
+    """Another statistic than the one asked for, tags that Megatron's dashboards do not know, milliseconds for seconds;
+    times in TensorBoard without --log-timers-to-tensorboard."""
+    module: Any = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = FakeSummaryWriter
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    for is_written in (False, True):
+        console, file = log_console(), tmp_path / f"{is_written}.jsonl"
+        with Reporter(
+            train_iters=60,
+            tensorboard_dir="tb",
+            metrics_file=str(file),
+            timing_log_option=option,
+            log_timers_to_tensorboard=is_written,
+            console=console,
+        ) as reporter:
+            reporter.step(collect_step_metrics())
+            reporter.step(collect_step_metrics(timers_ms=TIMES))
+        printed = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+        assert printed[-3:] == lines and len(printed) == 5
+        scalars = FakeSummaryWriter.made.pop().scalars
+        found = {tag: value for tag, (value, _) in scalars.items() if tag.endswith("-time")}
+        times = {"forward-backward-time": 0.0905, "optimizer-time": 0.00325} if is_written else {}
+        assert found == {"iteration-time": 0.12344} | times
+        before, after = (json.loads(line) for line in file.read_text().splitlines())
+        assert "timers_ms" not in before and after["timers_ms"]["optimizer"] == [0.0, 3.25]
+
+
 def test_tensorboard_folder_that_cannot_be_made(tmp_path: Path) -> None:
     """A traceback of TensorBoard's instead of one line that names the flag."""
     pytest.importorskip("tensorboard")

@@ -1,9 +1,12 @@
 """Tokenizers: same ids as GPT-2 and as Megatron Core's own tokenizers, and errors that name the flag."""
 
+import base64
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import sentencepiece
@@ -231,8 +234,60 @@ def test_missing_flag_is_named(tokenizer_type: str) -> None:
 
 def test_unknown_type_is_named() -> None:
     """Exposes a stock type we lack being taken for another one."""
-    with pytest.raises(ValueError, match="--tokenizer-type TikTokenizer is not supported; choose from"):
-        build_tokenizer("TikTokenizer", tokenizer_model="x")
+    with pytest.raises(ValueError, match="--tokenizer-type MultimodalTokenizer is not supported; choose from"):
+        build_tokenizer("MultimodalTokenizer", tokenizer_model="x")
+
+
+TIKTOKEN = [bytes([i]) for i in range(256)] + [b"th", b"he", b"the", b" t", b" the", b"in", b"ing", b" ?", b"?\n"]
+
+
+def tiktoken_file(path: Path, tokens: list[bytes]) -> str:
+    """A vocabulary as Megatron-LM's TikTokenizer reads it."""
+    entries = [
+        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": token.decode("utf-8", "replace")}
+        for rank, token in enumerate(tokens)
+    ]
+    path.write_text(json.dumps(entries))
+    return str(path)
+
+
+@pytest.mark.parametrize("pattern", ["v1", "v2"])
+def test_tiktoken(pattern: str, tmp_path: Path) -> None:
+    """Exposes other ids than stock's: another pattern, special tokens elsewhere, a vocabulary that is not cut off."""
+    pytest.importorskip("tiktoken")
+    from megatron.core.tokenizers.text.libraries.tiktoken_tokenizer import TikTokenTokenizer
+
+    file = tiktoken_file(tmp_path / "vocab.json", TIKTOKEN)
+    for size in (275, 274, 271):
+        sizes: dict[str, Any] = {"tiktoken_pattern": pattern, "tiktoken_num_special_tokens": 10, "vocab_size": size}
+        ours = build_tokenizer("TikTokenizer", tokenizer_model=file, **sizes)
+        stock = TikTokenTokenizer(file, num_special_tokens=10, vocab_size=size, pattern=pattern)
+        check_contract(ours)
+        for text in (*TEXTS, "The thing: the?\n\ntheTHE the12 345", "a</s>b<SPECIAL_8>", "\r\n/ \u00e9\u0130"):
+            assert ours.tokenize(text) == stock.text_to_ids(text)
+        assert (ours.vocab_size, ours.eod, ours.pad) == (stock.vocab_size, stock.eod, stock.pad_id) == (size, 2, 4)
+    assert ours.unique_identifiers["pattern"] == pattern
+
+
+def test_tiktoken_refusals(tmp_path: Path) -> None:
+    """Exposes a traceback for a vocabulary that is damaged or too small, or without the library."""
+    pytest.importorskip("tiktoken")
+    good = tiktoken_file(tmp_path / "good.json", TIKTOKEN)
+    (tmp_path / "damaged.json").write_text('[{"rank": 0}]')
+    for file, sizes, problem in (
+        (good, {}, "too few for 131072 ids with 1000 .*--vocab-size 1265 or less"),
+        (good, {"vocab_size": 1000}, "--tiktoken-num-special-tokens 1000: must be"),
+        (good, {"vocab_size": 100, "tiktoken_num_special_tokens": 6}, "--tiktoken-num-special-tokens 6: must be"),
+        (tiktoken_file(tmp_path / "twice.json", [*TIKTOKEN, b"the"]), {}, "stands in it twice"),
+        (tiktoken_file(tmp_path / "bytes.json", TIKTOKEN[1:]), {}, "the first 256"),
+        (str(tmp_path / "damaged.json"), {}, "JSON list of objects with rank and token_bytes"),
+        (str(tmp_path / "absent.json"), {}, "does not exist"),
+    ):
+        with pytest.raises(ValueError, match=problem) as error:
+            build_tokenizer("TikTokenizer", tokenizer_model=file, **sizes)
+        assert "\n" not in str(error.value)
+    with mock.patch.dict(sys.modules, tiktoken=None), pytest.raises(ValueError, match="pip install tiktoken"):
+        build_tokenizer("TikTokenizer", tokenizer_model=good)
 
 
 def test_malformed_gpt2_files(tmp_path: Path) -> None:

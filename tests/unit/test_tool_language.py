@@ -9,19 +9,16 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.tool_examples import RUN_AS_TYPED, TOOLS, examples
 
 from megatron.bcd.planner.paper import Figures
 from megatron.bcd.planner.tables import read_models, read_placements, read_published
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = sorted(
-    path.stem for path in (ROOT / "tools").glob("[a-z]*.py") if "__main__" in path.read_text(encoding="utf-8")
-)
 PARSERS = {
     "benchmark": "parse",
     "check_machine": "parse_arguments",
@@ -42,17 +39,6 @@ PARSERS = {
     "train_tokenizer": "build_parser",
 }
 """What reads a tool's command line; None: its examples are run, or take too long and have no flag but one."""
-RUN_HERE = ("plan", "preprocess_data", "recipe", "report", "show_schedule")
-"""Others train, or take minutes; tests/e2e has them in short forms."""
-
-
-def examples(tool: str) -> Iterator[list[str]]:
-    """The words after the tool's name, of each example in its help."""
-    text = str(importlib.import_module(tool).__doc__).replace("\\\n", " ")
-    for line in text.splitlines():
-        if line.startswith("    ") and f"tools/{tool}.py" in line:
-            words = shlex.split(line, comments=True)
-            yield words[words.index(f"tools/{tool}.py") + 1 :]
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -67,7 +53,7 @@ def test_help_is_the_tools_own(tool: str, capsys: pytest.CaptureFixture[str], mo
     said = capsys.readouterr()
     assert (code or 0, said.err) == (0, "") and len(said.out.splitlines()) < 110
     assert "--lr-decay-style" not in said.out
-    assert list(examples(tool)) and f"tools/{tool}.py" in said.out, "an example in the help"
+    assert examples(tool) and f"tools/{tool}.py" in said.out, "an example in the help"
 
 
 @pytest.mark.parametrize("tool", [tool for tool, parser in PARSERS.items() if parser])
@@ -103,7 +89,7 @@ def prepare(folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("tool", RUN_HERE)
+@pytest.mark.parametrize("tool", RUN_AS_TYPED)
 def test_examples_run(
     tool: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shared_data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,6 +103,20 @@ def test_examples_run(
     for words in examples(tool):
         serial = ["1" if word == "8" and tool == "preprocess_data" else word for word in words]
         assert main(serial) == 0, (words, capsys.readouterr().err)
+
+
+def test_a_reader_that_leaves() -> None:
+    """A traceback under "tools/recipe.py ... | head", of the tool's or of Python's last flush."""
+    program = "import _parser; _parser.leave_with(lambda: [print(n) for n in range(99999)] and 0)"
+    done = subprocess.run(
+        f"{shlex.quote(sys.executable)} -c {shlex.quote(program)} | head -n 1; echo ${{PIPESTATUS[0]}}",
+        cwd=ROOT / "tools",
+        shell=True,
+        executable="/bin/bash",
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.stderr) == ("0\n1\n", "")
 
 
 def test_precision_as_the_scripts_say_it() -> None:

@@ -11,6 +11,7 @@ from megatron.bcd.blocks.layers import describe_layers
 from megatron.bcd.blocks.stages import partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.planner.run_state import stage_state
+from megatron.bcd.tokenizer import TikTokenizer
 
 _VOCABULARIES = {"ByteLevelTokenizer": 257, "GPT2BPETokenizer": 50257}
 """Of tokenizers whose size is known without their files."""
@@ -56,4 +57,6 @@ def _vocabulary(config: RunConfig) -> int | None:
     kind, size = config.tokenizer.tokenizer_type, config.tokenizer.vocab_size
     if kind == "NullTokenizer" and size is not None:
         return size + 1  # its end-of-document token
+    if kind == "TikTokenizer":
+        return size or TikTokenizer.VOCAB_SIZE
     return _VOCABULARIES.get(str(kind), size)

@@ -80,9 +80,7 @@ def dashed(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def _switch_names(
-    field: str, stock_name: str | None, *, can_be_on: bool
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _switch_names(field: str, stock_name: str | None, *, can_be_on: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Spellings that switch a field on, and off.
 
     Stock Megatron-LM has ``--a-b`` for a default of False, and ``--no-a-b`` and ``--disable-a-b`` for True. The
@@ -224,8 +222,8 @@ def generate_flags(defaults: Mapping[str, object] | None = None, *, has_file: bo
         )
     for section, (own, group) in OWN_SECTIONS.items():
         for field in dataclasses.fields(own):
-            default = defaults.get(field.name, FIELD)
-            flags.append(_own_flag(section, field, group, default, has_file=has_file))
+            own_default = defaults.get(field.name, FIELD)
+            flags.append(_own_flag(section, field, group, own_default, has_file=has_file))
     unknown = set(defaults) - {flag.field for flag in flags}
     if unknown:
         raise ValueError(f"defaults for {', '.join(sorted(unknown))}: no flag sets such a field")

@@ -164,7 +164,7 @@ TRANSFORMER_FLAGS = (
     CoreFlag(
         field="recompute_modules",
         group=RECOMPUTATION,
-        choices=("core_attn", "mlp"),
+        choices=("core_attn", "layernorm", "mlp"),
         help="modules that selective recomputes, default core_attn; one or more of",
     ),
     CoreFlag(

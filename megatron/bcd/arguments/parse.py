@@ -212,6 +212,8 @@ def _notes(given: Mapping[str, Any], config: RunConfig) -> tuple[str, ...]:
         notes.append("--sequence-parallel is off: there is one tensor parallel rank")
     if has_no_evaluation(vars(config.data)) and not config.data.mock_data:
         notes.append(f"--split {config.data.split} leaves no data to evaluate on: there is no evaluation")
+    if config.report.log_timers_to_tensorboard and not config.report.timing_log_level:
+        notes.append("--log-timers-to-tensorboard: there are no timers to write at --timing-log-level 0")
     kind = config.transformer.get("cp_comm_type")
     if kind is not None and config.context_size == 1:
         notes.append(f"accepted without effect: --cp-comm-type {kind}, with one context parallel rank")

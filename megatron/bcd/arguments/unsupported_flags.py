@@ -26,6 +26,9 @@ ANY_TEXT = ("TEXT",)
 """Value list of a CompatibleFlag whose text makes no difference here."""
 
 INTERLEAVED = "the chunks of an interleaved pipeline are given by --num-virtual-stages-per-pipeline-rank alone"
+GRADS = "gradients are in fp32: give that, or --grad-reduce-in-bf16"
+MAIN_PARAMS = "main parameters are in fp32: give that, or leave the flag out"
+MOMENTS = "the precision of both moments of Adam is --adam-moments-dtype: fp32, bf16 or int8"
 EXPERTS = "mixture of experts is not supported: only dense models train here"
 
 ANYWAY_FLAGS = (
@@ -36,7 +39,10 @@ ANYWAY_FLAGS = (
         name="--no-position-embedding",
         why="with --position-embedding-type rope or none there is no position table",
     ),
-    CompatibleFlag(name="--use-precision-aware-optimizer", why="--optimizer-cpu-offload implies it"),
+    CompatibleFlag(name="--main-grads-dtype", values=("fp32",), why="it is so anyway", otherwise=GRADS),
+    CompatibleFlag(name="--main-params-dtype", values=("fp32",), why="it is so anyway", otherwise=MAIN_PARAMS),
+    CompatibleFlag(name="--exp-avg-dtype", values=("fp32",), why="it is so anyway", otherwise=MOMENTS),
+    CompatibleFlag(name="--exp-avg-sq-dtype", values=("fp32",), why="it is so anyway", otherwise=MOMENTS),
     CompatibleFlag(name="--legacy-tokenizer", why="GPT-2's vocabulary files are read directly"),
     CompatibleFlag(name="--use-dist-ckpt", why="checkpoints have this form"),
     CompatibleFlag(
@@ -96,7 +102,6 @@ ANYWAY_FLAGS = (
         why="a checkpoint that does not fit the model is always refused",
     ),
     CompatibleFlag(name="--dist-ckpt-optim-fully-reshardable", why="checkpoints fit every parallel layout"),
-    CompatibleFlag(name="--tiktoken-pattern", values=ANY_TEXT, why="there is no tokenizer that reads it"),
 )
 
 DROPPED_FLAGS = (
@@ -106,17 +111,18 @@ DROPPED_FLAGS = (
             (
                 "this log is not written",
                 {
-                    "--log-timers-to-tensorboard": (),
                     "--log-world-size-to-tensorboard": (),
-                    "--log-straggler": (),
                     "--log-energy": (),
                     "--log-device-memory-used": (),
                     "--log-memory-interval": ANY_NUMBER,
-                    "--timing-log-level": ("0", "1", "2"),
-                    "--timing-log-option": ("max", "minmax", "all"),
                     "--logging-level": ANY_NUMBER,
-                    "--no-barrier-with-level-1-timing": (),
                 },
+            ),
+            (
+                "Megatron Core's detector, an HTTP server on rank 0, is not started; --timing-log-level 1 "
+                "--timing-log-option all logs the times of every rank",
+                {"--log-straggler": (), "--disable-straggler-on-startup": ()}
+                | dict.fromkeys(("--straggler-ctrlr-port", "--straggler-minmax-count"), ANY_NUMBER),
             ),
             (
                 "memory is not recorded over time",
@@ -144,6 +150,11 @@ DROPPED_FLAGS = (
             (
                 "the optimizer state is sharded over all data-parallel ranks",
                 {"--num-distributed-optimizer-instances": ANY_NUMBER},
+            ),
+            (
+                "main parameters, gradients and moments are in fp32 unless a flag says otherwise, as without it; "
+                "--optimizer-cpu-offload implies it",
+                {"--use-precision-aware-optimizer": ()},
             ),
             ("datasets are built by one thread", {"--num-dataset-builder-threads": ANY_NUMBER}),
             (
@@ -184,7 +195,6 @@ REFUSAL_REASONS = (
     ("--no-pin-cpu-params", "Megatron Core pins the host's weights in any case"),
     ("--cpu-offloading", "activations stay on the device"),
     ("--use-torch-optimizer-for-cpu-offload", BASELINE),
-    ("--exp-avg-", "--adam-moments-dtype is the precision of both moments of Adam"),
     ("--muon-", BASELINE),
     ("--multi-latent-attention", "attention is plain or grouped-query"),
     ("--mtp-", "multi-token prediction is not supported"),
@@ -247,7 +257,7 @@ REFUSAL_REASONS = (
     ("--vocab-extra-ids", "the tokenizer's vocabulary is taken as it is"),
     ("--padded-vocab-size", "the vocabulary is padded by --make-vocab-size-divisible-by"),
     ("--tokenizer-", "tokenizers are set by --tokenizer-type, --tokenizer-model, --vocab-file and --merge-file only"),
-    ("--tiktoken-", "give --tokenizer-type HuggingFaceTokenizer with the same vocabulary"),
+    ("--tiktoken-special-tokens", "its special tokens are <unk>, <s>, </s>, <mask>, <pad>, <cls> and <sep>"),
     ("--trust-remote-code", "a tokenizer's own code is never run"),
     ("--fim-", "fill-in-the-middle samples are not made: prepare the data so"),
     ("--sft-tokenizer-prompt-format", "records take the form of the tokenizer's chat template: --sft-prompt-format"),
@@ -274,8 +284,6 @@ REFUSAL_REASONS = (
     ("--te-precision-config-file", "training in 8 bits is not supported"),
     ("--te-rng-tracker", "it changes the random numbers: leave the flag out"),
     ("--inference-rng-tracker", "it changes the random numbers: leave the flag out"),
-    ("--main-grads-dtype", "gradients are in fp32, or bf16 with --grad-reduce-in-bf16"),
-    ("--main-params-dtype", "main parameters are in fp32"),
     ("--fp16-lm-cross-entropy", "the loss is computed in fp32"),
     ("--use-legacy-models", "models are Megatron Core's: leave the flag out"),
     ("--recompute-", "layers are recomputed as --recompute-granularity says"),

@@ -73,8 +73,6 @@ def check_compatible(run: Run, given: Mapping[str, Any]) -> None:
             run.position_embedding_type != "learned_absolute",
             "--no-position-embedding: give --position-embedding-type rope or none instead",
         )
-    if "--use-precision-aware-optimizer" in given:
-        refuse_unless(run.optimizer_cpu_offload, "--use-precision-aware-optimizer needs --optimizer-cpu-offload")
     if "--no-create-attention-mask-in-dataloader" in given:
         refuse_unless(
             not run.reset_attention_mask,

@@ -215,8 +215,14 @@ class TokenizerConfig:
     )
     vocab_file: str | None = option(None, "GPT-2 BPE vocabulary (vocab.json, encoder.json)")
     merge_file: str | None = option(None, "GPT-2 BPE merges (merges.txt, vocab.bpe)")
-    tokenizer_model: str | None = option(None, "SentencePiece model file, or local Hugging Face tokenizer folder")
-    vocab_size: int | None = option(None, "vocabulary size of NullTokenizer", type=int)
+    tokenizer_model: str | None = option(
+        None, "SentencePiece model file, local Hugging Face tokenizer folder, or JSON vocabulary of TikTokenizer"
+    )
+    vocab_size: int | None = option(
+        None, "vocabulary size of NullTokenizer, or of TikTokenizer (default 131072)", type=int
+    )
+    tiktoken_pattern: str = option("v2", "what cuts text into words for TikTokenizer", choices=("v1", "v2"))
+    tiktoken_num_special_tokens: int = option(1000, "first ids of TikTokenizer that are special tokens", type=int)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,6 +296,22 @@ class ReportConfig:
         False, "log the number of zeros in the gradient of what Megatron Core's optimizer steps in the phase"
     )
     log_throughput: bool = option(False, "log TFLOP/s per GPU, of what the phase computes")
+    timing_log_level: int = option(
+        0,
+        "log the times of parts of a step: 1 = passes, reductions and optimizer; 2 = each pass and message too. Every "
+        "timer waits for the GPU",
+        type=int,
+        choices=(0, 1, 2),
+    )
+    timing_log_option: str = option(
+        "minmax",
+        "what is logged of these times over the ranks: the maximum, minimum and maximum, or all",
+        choices=("max", "minmax", "all"),
+    )
+    barrier_with_level_1_timing: bool = option(True, "let all ranks wait for each other before timers of level 1")
+    log_timers_to_tensorboard: bool = option(
+        False, "write these times to --tensorboard-dir and --wandb-project too: NAME-time, the maximum in seconds"
+    )
     profile: bool = option(False, "profile some training steps: --use-pytorch-profiler, or marks for Nsight Systems")
     profile_step_start: int = option(10, "steps before those that are profiled", type=int)
     profile_step_end: int = option(12, "last step that is profiled", type=int)

@@ -89,7 +89,9 @@ def _num_ids(config: RunConfig, given: int | None) -> int:
             return given
         raise ValueError(f"the run's tokenizer can't be read ({error}): give --vocab-size") from None
     if given is not None and given < own:
-        raise ValueError(f"--vocab-size {given}: the run's tokenizer has {own} ids; give at least that, or leave it out")
+        raise ValueError(
+            f"--vocab-size {given}: the run's tokenizer has {own} ids; give at least that, or leave it out"
+        )
     return own if given is None else given
 
 

@@ -1,6 +1,6 @@
 """Metrics as text: one line each, the same on a terminal and in a log file."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from megatron.bcd.metrics.schema import BlockSummary, EvalMetrics, StepMetrics
 
@@ -59,6 +59,22 @@ def step_line(record: StepMetrics, *, train_iters: int) -> str:
     if record.skipped_iterations:
         parts.append(f"skipped iterations {record.skipped_iterations}")
     return " | ".join(parts)
+
+
+_TIMES = {"max": "max time", "minmax": "(min, max) time", "all": "times"}
+
+
+def timer_lines(times: Mapping[str, Sequence[float]], *, option: str) -> list[str]:
+    """Times of parts of a step by name and rank, under a heading, as --timing-log-option says; zeros are left out."""
+    lines = []
+    for name, by_rank in times.items():
+        measured = [time for time in by_rank if time > 0.0]
+        if measured and option == "all":
+            lines.append(f"  {name}: " + ", ".join(f"rank {rank} {time:.2f}" for rank, time in enumerate(by_rank)))
+        elif measured:
+            shown = f"{max(measured):.2f}" if option == "max" else f"({min(measured):.2f}, {max(measured):.2f})"
+            lines.append(f"  {name}: {shown}")
+    return [f"{_TIMES[option]} across ranks (ms):", *lines] if lines else []
 
 
 def evaluation_line(record: EvalMetrics) -> str:

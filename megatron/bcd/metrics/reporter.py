@@ -7,9 +7,9 @@ from types import TracebackType
 from rich.console import Console
 
 from megatron.bcd.metrics.console import Screen
-from megatron.bcd.metrics.lines import evaluation_line, step_line
+from megatron.bcd.metrics.lines import evaluation_line, step_line, timer_lines
 from megatron.bcd.metrics.schema import EvalMetrics, RunSummary, StepMetrics
-from megatron.bcd.metrics.sinks import MetricsFile, TensorBoard, Wandb, evaluation_scalars, step_scalars
+from megatron.bcd.metrics.sinks import MetricsFile, TensorBoard, Wandb, evaluation_scalars, step_scalars, timer_scalars
 
 
 class Reporter:
@@ -36,11 +36,15 @@ class Reporter:
         wandb_entity: str | None = None,
         wandb_save_dir: str | None = None,
         run_config: Mapping[str, object] | None = None,
+        timing_log_option: str = "minmax",
+        log_timers_to_tensorboard: bool = False,
         console: Console | None = None,
     ) -> None:
         self._train_iters = train_iters
         self._contents: dict[int, str] = {}
         self._switch_time_ms = 0.0
+        self._timing_log_option = timing_log_option
+        self._writes_timers = log_timers_to_tensorboard
         self._screen = Screen(console, train_iters=train_iters, start_iteration=start_iteration)
         self._metrics = MetricsFile(metrics_file, start_iteration=start_iteration, run=run) if metrics_file else None
         self._scalar_sinks: list[TensorBoard | Wandb] = []
@@ -65,12 +69,18 @@ class Reporter:
     def step(self, record: StepMetrics) -> None:
         """Write one log line, one metrics line and one point of every curve."""
         self._screen.line(step_line(record, train_iters=self._train_iters), block=record.block)
+        for line in timer_lines(record.timers_ms, option=self._timing_log_option):
+            self._screen.line(line)
         self._screen.advance(record.iteration, record)
         if self._metrics is not None:
             # of all switches since the last line
-            self._metrics.write({**dataclasses.asdict(record), "switch_time_ms": self._switch_time_ms})
+            values = {**dataclasses.asdict(record), "switch_time_ms": self._switch_time_ms}
+            if not record.timers_ms:
+                del values["timers_ms"]
+            self._metrics.write(values)
         self._switch_time_ms = 0.0
-        self._write_scalars(step_scalars(record), record.iteration)
+        timers = timer_scalars(record) if self._writes_timers else {}
+        self._write_scalars({**step_scalars(record), **timers}, record.iteration)
 
     def progress(self, iteration: int) -> None:
         """Move a terminal's progress line between log steps; no other output."""

@@ -1,7 +1,8 @@
 """Schema of what a run reports: one dataclass per kind."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,8 @@ class StepMetrics:
     """--log-num-zeros-in-grad: in the last step's gradient."""
     tflops_per_gpu: float | None = None
     """--log-throughput: 10^12 floating-point operations per second and rank, of what the phase computes."""
+    timers_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """--timing-log-level: milliseconds of a step, by timer and rank; 0 where a rank has no such timer."""
     data_seen: float = 0.0
     """Share of one epoch of the training split that the run has trained on, 0 to 1."""
     prefix_cache_hits: int = 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
 
 from megatron.bcd.runtime import device, replicas
 
@@ -26,7 +27,12 @@ def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torc
     Returns:
         The stage's output (token losses [B, S] on the last stage), and the function that reduces it to the loss.
     """
+    timers = get_model_config(model).timers
+    if timers is not None:
+        timers("batch-generator", log_level=2).start()
     batch = next(batches)
+    if timers is not None:
+        timers("batch-generator").stop()
     from_prefix: dict[str, Any] = {}
     if "prefix_output" in batch:
         from_prefix = {"decoder_input": batch["prefix_output"], "extra_block_kwargs": {"behind_prefix": True}}

@@ -5,6 +5,8 @@ Tensor shapes: S sequence length, B micro-batch size, H hidden size.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,12 +24,22 @@ class _PassThrough(torch.nn.Module):
 _pass_through = _PassThrough()
 
 
+def _require_gradient(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    hidden_states = kwargs["hidden_states"]
+    if hidden_states.requires_grad:
+        return args, kwargs
+    return args, kwargs | {"hidden_states": hidden_states.detach().requires_grad_()}
+
+
 class BcdTransformerBlock(TransformerBlock):
     """Megatron Core's layers of one stage, which can start after a frozen prefix.
 
     With full activation recomputation, Megatron Core checkpoints with a re-entrant autograd function: if none of its
     inputs requires a gradient, its output has no graph, and active layers inside get no gradient. So the prefix runs
     without a graph and is not recomputed, and the input of the first active layer starts the graph.
+
+    The same holds for recomputed norms (--recompute-modules layernorm): those of the first active layer would get no
+    gradient, so its input starts the graph there too.
 
     With a prefix cache, `forward` starts at a later layer.
     """
@@ -52,16 +64,32 @@ class BcdTransformerBlock(TransformerBlock):
         if behind_prefix:
             first_layer = self._trainable_layers()[0]
         if first_layer is None:
-            return super().forward(hidden_states, *args, **kwargs)
+            with self._graph_before_norms():
+                return super().forward(hidden_states, *args, **kwargs)
         self.input_tensor = hidden_states  # stages after the first read their input here
         layers: torch.nn.ModuleList = self.layers  # type: ignore[has-type]
         # skipped layers are replaced, not removed: recomputation looks layers up by index
         self.layers = torch.nn.ModuleList([*[_pass_through] * first_layer, *layers[first_layer:]])
         try:
-            return super().forward(hidden_states, *args, **kwargs)
+            with self._graph_before_norms():
+                return super().forward(hidden_states, *args, **kwargs)
         finally:
             self.layers = layers
             self.input_tensor = None
+
+    @contextlib.contextmanager
+    def _graph_before_norms(self) -> Iterator[None]:
+        """Inside, the input of the first active layer requires a gradient if norms are recomputed."""
+        is_selective = self.config.recompute_granularity == "selective"
+        trainable = self._trainable_layers() if is_selective and torch.is_grad_enabled() else []
+        if not trainable or "layernorm" not in (self.config.recompute_modules or ()):
+            yield
+            return
+        hook = self.layers[trainable[0]].register_forward_pre_hook(_require_gradient, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def _trainable_layers(self) -> list[int]:
         """Numbers, on this stage, of the layers with an active parameter."""

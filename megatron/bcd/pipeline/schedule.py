@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -84,8 +86,10 @@ class PipelineSchedule:
             )
         self._set_up(model)
         assert self._communicator is not None and self._groups is not None and self._link is not None
+        self._communicator.config.timers = get_model_config(model).timers
         if self._partition.num_chunks > 1:
-            return self._execute_chunks(num_microbatches, forward_only=forward_only, model=model, **arguments)
+            with _timed(model):
+                return self._execute_chunks(num_microbatches, forward_only=forward_only, model=model, **arguments)
         self._communicator.backward_messages = 0
         if self.name == "stock":
             reported = get_forward_backward_func()(
@@ -98,7 +102,8 @@ class PipelineSchedule:
             )
         else:
             shape = self._shape(num_microbatches, forward_only=forward_only)
-            reported = self.execute(shape, model=model, **arguments)
+            with _timed(model):
+                reported = self.execute(shape, model=model, **arguments)
         if not forward_only:
             self.backward_messages = self._communicator.backward_messages
         return reported
@@ -175,6 +180,18 @@ class PipelineSchedule:
             self._messages = ChunkMessages(self._groups.pp, dtype=config.pipeline_dtype)
             # batched messages of some of a group's ranks must not be the first thing that the group does
             torch.distributed.all_reduce(torch.zeros(1, device=device.current()), group=self._groups.pp)
+
+
+@contextlib.contextmanager
+def _timed(model: torch.nn.Module) -> Iterator[None]:
+    """The timer that Megatron Core's own functions start and stop."""
+    config = get_model_config(model)
+    if config.timers is None:
+        yield
+        return
+    config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    yield
+    config.timers("forward-backward").stop()
 
 
 def _process_groups() -> ProcessGroupCollection:

@@ -12,21 +12,25 @@ import torch
 class _Saved:
     """One saved tensor; decrements the meter when the graph frees it."""
 
-    __slots__ = ("_meter", "tensor")
+    __slots__ = ("_address", "_meter", "_num_bytes", "tensor")
 
     def __init__(self, meter: ActivationMeter, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
         self.tensor = tensor
         self._meter = meter
-        meter._keep(tensor)
+        # of now: Megatron Core empties the storage of a recomputed norm, and fills it again in the backward pass
+        self._address, self._num_bytes = storage.data_ptr(), storage.nbytes()
+        meter._keep(self._address, self._num_bytes)
 
     def __del__(self) -> None:
-        self._meter._let_go(self.tensor)
+        self._meter._let_go(self._address, self._num_bytes)
 
 
 class ActivationMeter:
     """Live bytes of the tensors that autograd saved while `measuring`, storages counted once, weights left out.
 
-    `peak_bytes` is the highest since the last `measuring` began. Recomputed activations count while they live.
+    `peak_bytes` is the highest since the last `measuring` began. Recomputed activations count while they live,
+    outputs of recomputed norms (--recompute-modules layernorm) also where they are discarded.
 
     With `allocated_bytes`, the GPU allocator's count after every forward pass is used instead (`after_forward`), which
     includes the stage's output: under hooks, a saved weight is not the parameter that Megatron Core's fused weight
@@ -69,16 +73,14 @@ class ActivationMeter:
     def _unpack(saved: _Saved | torch.Tensor) -> torch.Tensor:
         return saved.tensor if isinstance(saved, _Saved) else saved
 
-    def _keep(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self._uses[storage.data_ptr()] += 1
-        if self._uses[storage.data_ptr()] == 1:
-            self._live_bytes += storage.nbytes()
+    def _keep(self, address: int, num_bytes: int) -> None:
+        self._uses[address] += 1
+        if self._uses[address] == 1:
+            self._live_bytes += num_bytes
             self.peak_bytes = max(self.peak_bytes, self._live_bytes)
 
-    def _let_go(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self._uses[storage.data_ptr()] -= 1
-        if not self._uses[storage.data_ptr()]:
-            del self._uses[storage.data_ptr()]
-            self._live_bytes -= storage.nbytes()
+    def _let_go(self, address: int, num_bytes: int) -> None:
+        self._uses[address] -= 1
+        if not self._uses[address]:
+            del self._uses[address]
+            self._live_bytes -= num_bytes

@@ -60,6 +60,7 @@ def initialize(
     if tensor_size > 1:  # read when CUDA starts
         os.environ.setdefault(CONNECTIONS, "1")
     compat.patch_optimizer_offload()
+    compat.patch_norm_recomputation()
     if backend == "auto":
         backend = "nccl" if device.has_cuda() else "gloo"
     if backend == "nccl" and not device.has_cuda():

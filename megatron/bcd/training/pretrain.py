@@ -136,4 +136,6 @@ def _reporter(config: RunConfig, resumed: run_state.RunState | None) -> Reporter
         wandb_entity=report.wandb_entity,
         wandb_save_dir=report.wandb_save_dir,
         run_config=asdict(config),
+        timing_log_option=report.timing_log_option,
+        log_timers_to_tensorboard=report.log_timers_to_tensorboard,
     )

@@ -10,7 +10,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.timers import Timers
 
 from megatron.bcd import data
 from megatron.bcd.blocks.partition import Partition
@@ -41,6 +40,7 @@ from megatron.bcd.training.phase import Phase
 from megatron.bcd.training.profiler import StepProfiler
 from megatron.bcd.training.samples import evaluation_samples
 from megatron.bcd.training.stop import StopRequests
+from megatron.bcd.training.timers import StepTimers
 from megatron.bcd.training.train_step import TrainStep
 
 ModelBuilder = Callable[[RunConfig, int, Implementation], torch.nn.Module]
@@ -185,7 +185,7 @@ def _components(config: RunConfig, base: _Base, reporter: Reporter, exporter: Ex
         forward_backward=forward_backward,
         block_schedule=base.block_schedule,
         lr_scheduler=lr_scheduler,
-        timers=Timers(log_level=0, log_option="max"),
+        timers=StepTimers(config.report),
     )
     stop = StopRequests(config.checkpoint)
     prefix_cache = PrefixCache(

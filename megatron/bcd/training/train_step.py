@@ -10,7 +10,6 @@ from typing import Any
 
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_num_microbatches
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.timers import Timers
 
 from megatron.bcd import data
 from megatron.bcd.blocks.phase_state import PhaseState
@@ -19,6 +18,7 @@ from megatron.bcd.config import RunConfig
 from megatron.bcd.model.loss import reduce_with_maxima
 from megatron.bcd.runtime import device, memory
 from megatron.bcd.training.forward_backward import ForwardBackward
+from megatron.bcd.training.timers import StepTimers
 
 
 class TrainingFailed(RuntimeError):
@@ -70,7 +70,7 @@ class TrainStep:
         forward_backward: ForwardBackward,
         block_schedule: BlockSchedule,
         lr_scheduler: OptimizerParamScheduler,
-        timers: Timers,
+        timers: StepTimers,
     ) -> None:
         self.forward_backward = forward_backward
         self.block_schedule = block_schedule
@@ -96,7 +96,7 @@ class TrainStep:
         stopwatch = device.Stopwatch()
         active.zero_grad()
         self.forward_backward.pipeline.prepare_next(num_microbatches_next)
-        with self._metering_once_per_phase(phase_state):
+        with self._metering_once_per_phase(phase_state), self.timers.connected(active):
             losses = self.forward_backward(batches, get_num_microbatches(), forward_only=False)
         if self._memory_level >= 1:
             memory.release_cached_memory()
@@ -108,7 +108,8 @@ class TrainStep:
             active.scale_learning_rate(self.block_schedule.learning_rate_factor(phase_state))
         # with fp16 the optimizer must see the overflow, to lower the loss scale
         is_stepped = math.isfinite(loss) or self._has_loss_scale or not self._skips_non_finite
-        grad_norm = active.step(skip_non_finite=self._skips_non_finite) if is_stepped else None
+        with self.timers.connected(active), self.timers.timing("optimizer"):
+            grad_norm = active.step(skip_non_finite=self._skips_non_finite) if is_stepped else None
         if grad_norm is not None:
             self.lr_scheduler.step(get_current_global_batch_size())
         if self._memory_level >= 2:

@@ -6,6 +6,14 @@ from megatron.bcd.runtime.compat.private_api import PrivateApi
 
 MEGATRON_APIS = (
     PrivateApi(
+        "megatron.core.tensor_parallel.random",
+        "CheckpointWithoutOutput.__init__",
+        used_in="runtime.compat.norm_recomputation",
+        use="the default of fp8",
+        parameters="self, fp8",
+        source=("fp8=False", "self.fp8 = fp8 is not None"),
+    ),
+    PrivateApi(
         "megatron.core.dist_checkpointing.core",
         "save_config",
         used_in="checkpoint.saver",

@@ -1,0 +1,70 @@
+"""Megatron Core's timers of a training step, by name (--timing-log-level)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.timers import DummyTimer, TimerBase, Timers
+from megatron.core.utils import get_model_config
+
+from megatron.bcd.config.sections import ReportConfig
+from megatron.bcd.optim.active_block import ActiveBlock
+from megatron.bcd.optim.optimizer_params import chained_optimizers
+from megatron.bcd.runtime import collectives
+
+class StepTimers(Timers):
+    """Timers of this rank; level 0 has none and adds no synchronisation.
+
+    From level 1 on each timer synchronises the device where it starts and stops. Without
+    --no-barrier-with-level-1-timing, the timers that every rank passes also wait for all ranks before they start.
+    """
+
+    def __init__(self, report: ReportConfig) -> None:
+        super().__init__(report.timing_log_level, report.timing_log_option)
+        self._is_on = report.timing_log_level > 0
+        self._has_barrier = self._is_on and report.barrier_with_level_1_timing
+        self._seen: dict[str, TimerBase] = {}
+
+    def __call__(self, name: str, log_level: int | None = None) -> Any:
+        """As Megatron Core's."""
+        timer = super().__call__(name, log_level)
+        if not isinstance(timer, DummyTimer):
+            self._seen[name] = timer
+        return timer
+
+    @contextlib.contextmanager
+    def connected(self, active: ActiveBlock) -> Iterator[None]:
+        """Inside, the passes of `active`'s model and its optimizer are timed. Evaluations and measurements are not."""
+        if not self._is_on:
+            yield
+            return
+        model = get_model_config(active.model)
+        # no barriers inside the optimizer: a rank without parameters of the block passes fewer of its timers
+        model.barrier_with_L1_time = self._has_barrier
+        configs = [model, *(each.config for each in chained_optimizers(active.optimizer))]
+        for config in configs:
+            config.timers = self
+        try:
+            yield
+        finally:
+            for config in configs:
+                config.timers = None
+
+    @contextlib.contextmanager
+    def timing(self, name: str) -> Iterator[None]:
+        """Time what is inside, which every rank passes, under `name` on level 1."""
+        self(name, log_level=1).start(barrier=self._has_barrier)
+        yield
+        self(name).stop()
+
+    def take(self, *, num_steps: int) -> dict[str, tuple[float, ...]]:
+        """Milliseconds of a step since the last call, by timer and rank, 0 where a rank has no such timer. A collective
+        from level 1 on."""
+        if not self._is_on:
+            return {}
+        mine = {name: timer.elapsed() * 1e3 / num_steps for name, timer in self._seen.items()}
+        ranks = collectives.gather_objects(mine)
+        names = dict.fromkeys(name for rank in ranks for name in rank)
+        return {name: tuple(rank.get(name, 0.0) for rank in ranks) for name in names}
