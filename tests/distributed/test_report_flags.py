@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,11 @@ import torch
 from support import worlds
 from support.dist import RankError, World
 
+from megatron.bcd.metrics import sinks
+from megatron.bcd.metrics.schema import StepMetrics
 from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.runtime import memory
-from megatron.bcd.training import train_step
+from megatron.bcd.training import pretrain, train_step
 
 
 def run_of(config: Any) -> dict[str, Any]:
@@ -62,10 +66,12 @@ TIMED_IN_DETAIL = (*TIMED, "batch-generator", "forward-compute", "backward-compu
 
 
 def timed_run(config: Any) -> dict[str, Any]:
-    """A run, and the times of its steps as each log line has them."""
+    """A run, the times of its steps as each log line has them, and how often ranks waited for each other."""
     with worlds.started(config) as one:
-        one.run()
-        return worlds.outcome(one) | {"times": [dict(record.timers_ms) for record in one.recorder.steps]}
+        with mock.patch.object(torch.distributed, "barrier", wraps=torch.distributed.barrier) as barrier:
+            one.run()
+        times = [dict(record.timers_ms) for record in one.recorder.steps]
+        return worlds.outcome(one) | {"times": times, "barriers": barrier.call_count}
 
 
 TIMED_LAYOUTS: dict[str, dict[str, Any]] = {
@@ -88,14 +94,41 @@ def test_timers(world1: World, world2: World, text_data: str, layout: str) -> No
         return world.run(timed_run, worlds.run_config(**flags, **TIMED_LAYOUTS[layout], **more))
 
     plain = run()
-    assert plain[0]["times"] == [{}] * 3
+    assert plain[0]["times"] == [{}] * 3 and plain[0]["barriers"] == 0
     for level, names in ((1, TIMED), (2, TIMED_IN_DETAIL)):
-        ranks = run(timing_log_level=level)
+        ranks = run(timing_log_level=level, no_barrier_with_level_1_timing=level == 2)
+        assert bool(ranks[0]["barriers"]) == (level == 1)
         assert [rank["losses"] for rank in ranks] == [rank["losses"] for rank in plain]
         for times in ranks[0]["times"]:
             assert {*names} <= {*times} and all(len(by_rank) == num_ranks for by_rank in times.values())
             assert times["forward-backward"] and min(times["forward-backward"]) > 0.0
             assert ("forward-compute" in times) == (level == 2)
+
+
+def reported(config: Any) -> tuple[str, set[str]]:
+    """What the reporter of a run prints of two times, and the tags that it writes of them."""
+    record = StepMetrics(
+        **dict.fromkeys(("iteration", "consumed_samples", "cycle", "phase", "block"), 1),
+        **dict.fromkeys(("loss", "learning_rate", "grad_norm", "step_time_ms", "tokens_per_second"), 1.0),
+        model_state_bytes=(),
+        peak_memory_bytes=(),
+        timers_ms={"optimizer": (1.5, 2.5)},
+    )
+    printed = io.StringIO()
+    with mock.patch.object(sinks.TensorBoard, "write") as write, contextlib.redirect_stdout(printed):
+        with pretrain._reporter(config, None) as reporter:
+            reporter.step(record)
+        return printed.getvalue(), set(write.call_args.args[0])
+
+
+def test_timers_reach_the_log(world1: World, text_data: str, tmp_path: Path) -> None:
+    """--timing-log-option or --log-timers-to-tensorboard that is read, and passed on to nobody."""
+    common = {"tensorboard_dir": tmp_path, "timing_log_level": 1}
+    [(printed, tags)] = world1.run(reported, config_of(text_data, **common))
+    assert "optimizer: (1.50, 2.50)" in printed and "optimizer-time" not in tags
+    asked = {"timing_log_option": "max", "log_timers_to_tensorboard": True}
+    [(printed, tags)] = world1.run(reported, config_of(text_data, **common, **asked))
+    assert "optimizer: 2.50" in printed and "optimizer-time" in tags
 
 
 def broken_run(config: Any, at: int) -> dict[str, Any]:

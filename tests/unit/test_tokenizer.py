@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
+import preprocess_data
 import pytest
 import sentencepiece
+from support.command_line import parse
 from tokenizers import ByteLevelBPETokenizer
 
 from megatron.bcd.tokenizer import (
@@ -267,6 +270,26 @@ def test_tiktoken(pattern: str, tmp_path: Path) -> None:
             assert ours.tokenize(text) == stock.text_to_ids(text)
         assert (ours.vocab_size, ours.eod, ours.pad) == (stock.vocab_size, stock.eod, stock.pad_id) == (size, 2, 4)
     assert ours.unique_identifiers["pattern"] == pattern
+
+
+def test_tiktoken_on_the_command_lines(tmp_path: Path) -> None:
+    """Exposes a flag that training or preprocessing passes over: other ids than those of the data."""
+    pytest.importorskip("tiktoken")
+    file = tiktoken_file(tmp_path / "vocab.json", TIKTOKEN)
+    words = ["--tokenizer-type", "TikTokenizer", "--tokenizer-model", file, "--vocab-size", "275"]
+    words += ["--tiktoken-pattern", "v1", "--tiktoken-num-special-tokens", "10"]
+    of_run = parse(*words, without=("--tokenizer-type",)).tokenizer
+    tokenizer = build_tokenizer(str(of_run.tokenizer_type), **of_run.options)
+    found = (tokenizer.vocab_size, tokenizer.unique_identifiers["pattern"])
+    assert (*found, tokenizer.unique_identifiers["num_special_tokens"]) == (275, "v1", "10")
+    text = "THEthing\n\nthe12"
+    other = build_tokenizer("TikTokenizer", **of_run.options | {"tiktoken_pattern": "v2"})
+    assert tokenizer.tokenize(text) != other.tokenize(text), "else the pattern is not seen"
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": text}))
+    arguments = ["--input", str(tmp_path / "text.jsonl"), "--output-prefix", str(tmp_path / "text"), *words]
+    assert preprocess_data.main(arguments) == 0
+    ids = np.fromfile(tmp_path / "text_text_document.bin", dtype=np.uint16)
+    assert ids.tolist() == tokenizer.tokenize(text)
 
 
 def test_tiktoken_refusals(tmp_path: Path) -> None:
