@@ -241,7 +241,7 @@ def test_unknown_type_is_named() -> None:
         build_tokenizer("MultimodalTokenizer", tokenizer_model="x")
 
 
-TIKTOKEN = [bytes([i]) for i in range(256)] + [b"th", b"he", b"the", b" t", b" the", b"in", b"ing", b" ?", b"?\n"]
+TIKTOKEN = [bytes([i]) for i in range(256)] + [b"th", b"he", b"the", b" t", b" the", b"in", b"ing", b" ?", b"?\n", b"eT"]
 
 
 def tiktoken_file(path: Path, tokens: list[bytes]) -> str:
@@ -261,12 +261,12 @@ def test_tiktoken(pattern: str, tmp_path: Path) -> None:
     from megatron.core.tokenizers.text.libraries.tiktoken_tokenizer import TikTokenTokenizer
 
     file = tiktoken_file(tmp_path / "vocab.json", TIKTOKEN)
-    for size in (275, 274, 271):
+    for size in (276, 275, 271):
         sizes: dict[str, Any] = {"tiktoken_pattern": pattern, "tiktoken_num_special_tokens": 10, "vocab_size": size}
         ours = build_tokenizer("TikTokenizer", tokenizer_model=file, **sizes)
         stock = TikTokenTokenizer(file, num_special_tokens=10, vocab_size=size, pattern=pattern)
         check_contract(ours)
-        for text in (*TEXTS, "The thing: the?\n\ntheTHE the12 345", "a</s>b<SPECIAL_8>", "\r\n/ \u00e9\u0130"):
+        for text in (*TEXTS, "eTHE thing: the?\n\ntheTHE the12 345", "a</s>b<SPECIAL_8>", "\r\n/ \u00e9\u0130"):
             assert ours.tokenize(text) == stock.text_to_ids(text)
         assert (ours.vocab_size, ours.eod, ours.pad) == (stock.vocab_size, stock.eod, stock.pad_id) == (size, 2, 4)
     assert ours.unique_identifiers["pattern"] == pattern
@@ -276,13 +276,13 @@ def test_tiktoken_on_the_command_lines(tmp_path: Path) -> None:
     """Exposes a flag that training or preprocessing passes over: other ids than those of the data."""
     pytest.importorskip("tiktoken")
     file = tiktoken_file(tmp_path / "vocab.json", TIKTOKEN)
-    words = ["--tokenizer-type", "TikTokenizer", "--tokenizer-model", file, "--vocab-size", "275"]
+    words = ["--tokenizer-type", "TikTokenizer", "--tokenizer-model", file, "--vocab-size", "276"]
     words += ["--tiktoken-pattern", "v1", "--tiktoken-num-special-tokens", "10"]
     of_run = parse(*words, without=("--tokenizer-type",)).tokenizer
     tokenizer = build_tokenizer(str(of_run.tokenizer_type), **of_run.options)
     found = (tokenizer.vocab_size, tokenizer.unique_identifiers["pattern"])
-    assert (*found, tokenizer.unique_identifiers["num_special_tokens"]) == (275, "v1", "10")
-    text = "THEthing\n\nthe12"
+    assert (*found, tokenizer.unique_identifiers["num_special_tokens"]) == (276, "v1", "10")
+    text = "eTHE thing"
     other = build_tokenizer("TikTokenizer", **of_run.options | {"tiktoken_pattern": "v2"})
     assert tokenizer.tokenize(text) != other.tokenize(text), "else the pattern is not seen"
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": text}))
@@ -298,7 +298,7 @@ def test_tiktoken_refusals(tmp_path: Path) -> None:
     good = tiktoken_file(tmp_path / "good.json", TIKTOKEN)
     (tmp_path / "damaged.json").write_text('[{"rank": 0}]')
     for file, sizes, problem in (
-        (good, {}, "too few for 131072 ids with 1000 .*--vocab-size 1265 or less"),
+        (good, {}, "too few for 131072 ids with 1000 .*--vocab-size 1266 or less"),
         (good, {"vocab_size": 1000}, "--tiktoken-num-special-tokens 1000: must be"),
         (good, {"vocab_size": 100, "tiktoken_num_special_tokens": 6}, "--tiktoken-num-special-tokens 6: must be"),
         (tiktoken_file(tmp_path / "twice.json", [*TIKTOKEN, b"the"]), {}, "stands in it twice"),
