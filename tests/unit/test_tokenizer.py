@@ -241,7 +241,18 @@ def test_unknown_type_is_named() -> None:
         build_tokenizer("MultimodalTokenizer", tokenizer_model="x")
 
 
-TIKTOKEN = [bytes([i]) for i in range(256)] + [b"th", b"he", b"the", b" t", b" the", b"in", b"ing", b" ?", b"?\n", b"eT"]
+TIKTOKEN = [bytes([i]) for i in range(256)] + [
+    b"th",
+    b"he",
+    b"the",
+    b" t",
+    b" the",
+    b"in",
+    b"ing",
+    b" ?",
+    b"?\n",
+    b"eT",
+]
 
 
 def tiktoken_file(path: Path, tokens: list[bytes]) -> str:
@@ -279,11 +290,11 @@ def test_tiktoken_on_the_command_lines(tmp_path: Path) -> None:
     words = ["--tokenizer-type", "TikTokenizer", "--tokenizer-model", file, "--vocab-size", "276"]
     words += ["--tiktoken-pattern", "v1", "--tiktoken-num-special-tokens", "10"]
     of_run = parse(*words, without=("--tokenizer-type",)).tokenizer
-    tokenizer = build_tokenizer(str(of_run.tokenizer_type), **of_run.options)
+    tokenizer = build_tokenizer(**vars(of_run))
     found = (tokenizer.vocab_size, tokenizer.unique_identifiers["pattern"])
     assert (*found, tokenizer.unique_identifiers["num_special_tokens"]) == (276, "v1", "10")
     text = "eTHE thing"
-    other = build_tokenizer("TikTokenizer", **of_run.options | {"tiktoken_pattern": "v2"})
+    other = build_tokenizer(**vars(of_run) | {"tiktoken_pattern": "v2"})
     assert tokenizer.tokenize(text) != other.tokenize(text), "else the pattern is not seen"
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": text}))
     arguments = ["--input", str(tmp_path / "text.jsonl"), "--output-prefix", str(tmp_path / "text"), *words]

@@ -14,6 +14,7 @@ from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.optimizer_params import chained_optimizers
 from megatron.bcd.runtime import collectives
 
+
 class StepTimers(Timers):
     """Timers of this rank; level 0 has none and adds no synchronisation.
 
