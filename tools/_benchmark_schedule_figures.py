@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.pipeline.actions import Kind
 from megatron.bcd.pipeline.build import PlanShape, bcd_shape, build_plan, default_run_ahead
-from megatron.bcd.pipeline.simulate import ActionCosts, simulate
+from megatron.bcd.pipeline.chunk_shape import ChunkShape
+from megatron.bcd.pipeline.interleaved import build_chunk_plan
+from megatron.bcd.pipeline.simulate import ActionCosts, Timeline, simulate
+from megatron.bcd.pipeline.simulate_interleaved import simulate_chunk_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,14 +101,15 @@ def steady_shape(partition: Partition, block: int, *, num_microbatches: int, run
     )
 
 
-def merged(ranks: Sequence[RankTimes], shape: PlanShape) -> ScheduleTurn:
+def merged(ranks: Sequence[RankTimes], shape: PlanShape | ChunkShape) -> ScheduleTurn:
     """One turn out of what its ranks measured, with the prediction of the plan of `shape`."""
     by_stage_and_kind: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     for rank in ranks:
         for times in rank.actions:
             by_stage_and_kind[times.stage, times.kind] += times.milliseconds
     computed = {key: times for key, times in sorted(by_stage_and_kind.items()) if key[1].computes}
-    message_ms = _message_ms(by_stage_and_kind, shape)
+    # interleaved plans wait inside of a pass, which is timed from the arrival on
+    message_ms = 0.0 if isinstance(shape, ChunkShape) else _message_ms(by_stage_and_kind, shape)
     medians = {key: statistics.median(times) / 1e3 for key, times in computed.items()}
     costs = ActionCosts(seconds=medians, message=message_ms / 1e3)
     outside_ms = statistics.median(min(of_step) for of_step in zip(*(rank.outside_ms for rank in ranks), strict=True))
@@ -116,8 +120,14 @@ def merged(ranks: Sequence[RankTimes], shape: PlanShape) -> ScheduleTurn:
         actions=tuple(
             ActionTimes(stage=stage, kind=kind, milliseconds=tuple(times)) for (stage, kind), times in computed.items()
         ),
-        iteration_ms=simulate(build_plan(shape), costs).iteration_time * 1e3,
+        iteration_ms=_timeline(shape, costs).iteration_time * 1e3,
     )
+
+
+def _timeline(shape: PlanShape | ChunkShape, costs: ActionCosts) -> Timeline:
+    if isinstance(shape, ChunkShape):
+        return simulate_chunk_plan(build_chunk_plan(shape), costs)
+    return simulate(build_plan(shape), costs)
 
 
 def _message_ms(times: Mapping[tuple[int, Kind], Sequence[float]], shape: PlanShape) -> float:
@@ -150,6 +160,36 @@ def schedule_figures(
         stock_deviation=_deviation(stock),
         predicted_bcd_ms=statistics.median(turn.predicted_ms for turn in bcd),
         bcd_deviation=_deviation(bcd),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkFigures:
+    """An interleaved block's row beside the block of that number in layout spread. Medians over the rounds."""
+
+    block: int
+    layers: str
+    spread_ms: float
+    interleaved_ms: float
+    ratio: float
+    """Interleaved / spread."""
+    predicted_ms: float
+    deviation: float
+    """Predicted / measured - 1."""
+
+
+def chunk_figures(
+    interleaved: Sequence[ScheduleTurn], spread: Sequence[ScheduleTurn], *, partition: Partition, block: int
+) -> ChunkFigures:
+    """A block's row from the turns of both layouts, by round."""
+    return ChunkFigures(
+        block=block,
+        layers=partition.describe_layers(block),
+        spread_ms=statistics.median(turn.step_ms for turn in spread),
+        interleaved_ms=statistics.median(turn.step_ms for turn in interleaved),
+        ratio=paired([turn.step_ms for turn in interleaved], [turn.step_ms for turn in spread]),
+        predicted_ms=statistics.median(turn.predicted_ms for turn in interleaved),
+        deviation=_deviation(interleaved),
     )
 
 

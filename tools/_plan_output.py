@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron.bcd.planner.command import torchrun_command
 from megatron.bcd.planner.estimate import Estimate
 from megatron.bcd.planner.fit import FITTED_MODELS
-from megatron.bcd.planner.memory import RankMemory, peak, rank_memory
+from megatron.bcd.planner.memory import RankMemory, peak, rank_memory, recomputation
 from megatron.bcd.planner.paper import Paper, mean_error
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.search import SearchResult
@@ -96,7 +96,17 @@ def show_search(found: SearchResult) -> str:
             )
         )
     head = f"{found.num_tried} layouts tried, {found.num_fitting} fit; the cheapest"
-    return f"{head}\n{table(rows)}\n\n{show_estimate(found.best[0])}"
+    lines = [f"{head}\n{table(rows)}"]
+    if found.best[0].recipe.method == "bcd":
+        lines.append(LEARNING_NOTE)
+    return "\n".join(lines) + f"\n\n{show_estimate(found.best[0])}"
+
+
+LEARNING_NOTE = (
+    "number of blocks, layout and chunks per block decide which layers learn together: they change what is learned,\n"
+    "as the pipeline's size does except with interleaved. Recomputation and micro-batch change memory and speed only,\n"
+    "and so does the cut with interleaved; with the others it moves layers between blocks"
+)
 
 
 def show_paper(paper: Paper) -> str:
@@ -142,10 +152,26 @@ def _layout(estimate: Estimate) -> str:
     parts = [f"pipeline {recipe.pipeline_size}{context} x data {recipe.data_size}"]
     if recipe.has_blocks:
         parts.append(f"{blocks} block{'s' if blocks > 1 else ''} ({recipe.partition.layout})")
+    if recipe.partition.num_chunks > 1:
+        parts.append(f"{recipe.partition.num_chunks} chunks a stage")
+    if recipe.cut == "auto":
+        parts.append("cut by work")
     parts.append(f"micro-batch {recipe.micro_batch_size}")
-    if recipe.recompute != "none":
+    if recipe.recompute == "auto":
+        parts.append(_recomputed(recipe))
+    elif recipe.recompute != "none":
         parts.append("recomputation")
     return ", ".join(parts)
+
+
+def _recomputed(recipe: Recipe) -> str:
+    """What --recompute auto recomputes."""
+    choices = recomputation(recipe)
+    layers = [sum(sum(stage[block].layers) for stage in choices) for block in range(recipe.partition.num_blocks)]
+    if any(layers):
+        return f"recomputation of {', '.join(map(str, layers))} layers by block"
+    is_selective = any(choice.granularity == "selective" for stage in choices for choice in stage)
+    return "recomputation of attention" if is_selective else "nothing recomputed"
 
 
 def _memory(estimate: Estimate) -> str:

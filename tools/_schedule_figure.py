@@ -12,7 +12,7 @@ from matplotlib.patheffects import withStroke
 
 from megatron.bcd.pipeline.actions import Kind
 from megatron.bcd.pipeline.build import PlanShape
-from megatron.bcd.pipeline.interleaved import ChunkShape
+from megatron.bcd.pipeline.chunk_shape import ChunkShape
 from megatron.bcd.pipeline.render import backward_messages, kept_activations, label, role
 from megatron.bcd.pipeline.simulate import Span, Timeline
 

@@ -4,6 +4,7 @@
     python tools/plan.py --model G-5.4B --gpu rtx4090 --num-gpus 4 --bcd-preset pretrain
     python tools/plan.py --model G-5.4B --gpu rtx4090 --num-gpus 4 --search
     python tools/plan.py --model G-5.4B --gpu rtx4090 --num-gpus 4 --compare
+    python tools/plan.py --pipelines --gpu rtx4090 --global-batch-size 32
     python tools/plan.py --paper
     python tools/plan.py --model G-0.15B --gpu rtx4090 --num-gpus 2 --verify
 
@@ -29,8 +30,9 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from _parser import STDOUT, Parser, add_json, add_precision, leave_with
 from _plan_compare import as_asked, compare, comparison_as_list, gpus, show_comparison, verdict
 from _plan_output import Remedied, show_estimate, show_paper, show_remedies, show_search
+from _plan_pipelines import pipelines_as_list, show_pipelines
 
-from megatron.bcd.config import PLANNED_LAYOUTS, BcdConfig
+from megatron.bcd.config import LAYOUTS, BcdConfig
 from megatron.bcd.config.presets import PRESETS
 from megatron.bcd.planner.command import torchrun_command
 from megatron.bcd.planner.cost import PRECISIONS
@@ -38,8 +40,9 @@ from megatron.bcd.planner.estimate import Estimate, make_estimate
 from megatron.bcd.planner.memory import fits
 from megatron.bcd.planner.multipliers import PAPER, PRETRAIN
 from megatron.bcd.planner.paper import Paper, recompute_paper, time_errors
+from megatron.bcd.planner.pipelines import PIPELINES, layout_times
 from megatron.bcd.planner.placement import place
-from megatron.bcd.planner.recipe import METHODS, PRESET_OF, RECOMPUTE, Recipe
+from megatron.bcd.planner.recipe import CUTS, METHODS, PRESET_OF, RECOMPUTE_CHOICES, Recipe
 from megatron.bcd.planner.remedies import remedies
 from megatron.bcd.planner.search import layouts, search, shortest_that_fits, valid_pipelines
 from megatron.bcd.planner.tables import choose, read_clusters, read_models, read_published
@@ -51,7 +54,7 @@ TASKS = ("pretrain", "sft")
 SFT_DEFAULTS = {"precision": "bf16", "seq_length": 1024, "global_batch_size": 8, "recompute": None}
 """By flag; recompute None: only where it does not fit without."""
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
-_FLAG_OF = {"num_blocks": "bcd_num_blocks", "layout": "bcd_layout"}
+_FLAG_OF = {"num_blocks": "bcd_num_blocks", "layout": "bcd_layout", "cut": "pipeline_cut"}
 """Flags of Recipe's fields, where they have another name."""
 _PAPER_CLUSTER = "rtx4090"
 
@@ -68,6 +71,8 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
     add("--search", action="store_true", help="all methods side by side, each in its cheapest layouts that fit, and"
         " the plan of the best; with --method or --bcd-preset the layouts of that one")  # fmt: skip
     add("--compare", action="store_true", help="all methods side by side, without a plan")
+    add("--pipelines", action="store_true", help="layouts of blocks on one pipeline (--num-gpus stages), side by side;"
+        " without --model of six of the paper's models")  # fmt: skip
     add("--paper", action="store_true", help="recompute the paper's tables")
     add("--verify", action="store_true", help="compare parameter counts with models on the meta device (needs torch)")
     add_json(parser)
@@ -82,7 +87,7 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
         " are methods of their name")  # fmt: skip
     add("--bcd-num-blocks", type=int, metavar="M", help="(default: 3, with finetune the layers of a stage; --search"
         " tries 2 to 6 with method bcd)")  # fmt: skip
-    add("--bcd-layout", choices=PLANNED_LAYOUTS, help="(default: spread; with --bcd-preset pretrain strided)")
+    add("--bcd-layout", choices=LAYOUTS, help="(default: spread; with --bcd-preset pretrain strided)")
     add("--bcd-frozen", metavar="PARTS", help="never trained: some of embedding, head, norms, or none (default: none;"
         " with finetune embedding,head)")  # fmt: skip
     add("--pipeline-model-parallel-size", type=int, metavar="N", help="(default: the smallest that fits)")
@@ -92,8 +97,13 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
     add("--micro-batch-size", type=int, default=1, metavar="N", help="(default: 1; --search tries powers of two)")
     add("--global-batch-size", type=int, default=DEFAULT_BATCH, metavar="N", help="sequences of an iteration (default:"
         f" {DEFAULT_BATCH})")  # fmt: skip
-    add("--recompute", nargs="?", const="full", choices=RECOMPUTE, default="none", help="recompute activations: none,"
-        " or full; the bare flag means full (--search tries both)")  # fmt: skip
+    add("--recompute", nargs="?", const="full", choices=RECOMPUTE_CHOICES, default="none", help="recompute activations:"
+        " none, full, or auto: on each stage and in each phase the least that fits; the bare flag means full (--search"
+        " tries none and auto)")  # fmt: skip
+    add("--pipeline-cut", choices=CUTS, default="even", help="layers of the stages: as many on each, or auto: the head"
+        " counted as layers (--search tries both)")  # fmt: skip
+    add("--num-virtual-stages-per-pipeline-rank", type=int, metavar="V", help="chunks of a stage, with --bcd-layout"
+        " interleaved (default: as many as blocks)")  # fmt: skip
     add_precision(group, PRECISIONS, more="; with --task sft bf16")
     group = parser.add_argument_group("cost")
     add = group.add_argument
@@ -158,6 +168,8 @@ def fields_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "recompute": arguments.recompute or "none",
         "frozen": frozen_parts(arguments.bcd_frozen),
         "task": arguments.task,
+        "cut": arguments.pipeline_cut,
+        "num_chunks": arguments.num_virtual_stages_per_pipeline_rank,
     }
 
 
@@ -237,7 +249,7 @@ def _words(values: Mapping[str, Any]) -> list[str]:
 def run(argv: Sequence[str] | None) -> tuple[str, int]:
     """The text to print, and the exit code: 1 for a plan that does not fit. Raises ValueError for a user's mistake."""
     arguments = parse_arguments(argv)
-    modes = [name for name in ("search", "compare", "paper", "verify") if getattr(arguments, name)]
+    modes = [name for name in ("search", "compare", "pipelines", "paper", "verify") if getattr(arguments, name)]
     if len(modes) > 1:
         raise ValueError(f"--{modes[0]} and --{modes[1]} are both given: give one of them")
     answer = answer_to(arguments)
@@ -266,6 +278,8 @@ def answer_to(arguments: argparse.Namespace) -> Answer:
     if arguments.paper:
         recomputed = paper(arguments)
         return Answer(text=show_paper(recomputed), data=recomputed.as_list())
+    if arguments.pipelines:
+        return run_pipelines(arguments)
     recipe = recipe_of(arguments)
     if arguments.verify:
         from _plan_verify import show_counts, verify  # torch takes seconds to import
@@ -283,6 +297,17 @@ def answer_to(arguments: argparse.Namespace) -> Answer:
     others = [] if estimate.fits else what_fits(arguments)
     data = _with_command(estimate) | ({} if estimate.fits else {"what_fits": _listed(others)})
     return Answer(text=show_estimate(estimate, others), data=data, code=0 if estimate.fits else 1)
+
+
+def run_pipelines(arguments: argparse.Namespace) -> Answer:
+    """Layouts on the given pipeline, or on those of PIPELINES."""
+    wanted = PIPELINES if arguments.model is None else ((arguments.model, arguments.num_gpus),)
+    rows = {}
+    for model, stages in wanted:
+        given = argparse.Namespace(**{**vars(arguments), "model": model, "num_gpus": stages})
+        fields = fields_of(given) | {"recompute": "none", "cut": "even", "layout": None}
+        rows[model, stages] = layout_times(Recipe(pipeline_size=stages, **fields))
+    return Answer(text=show_pipelines(rows), data=pipelines_as_list(rows))
 
 
 def run_comparison(arguments: argparse.Namespace, recipe: Recipe) -> Answer:

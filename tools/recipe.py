@@ -27,7 +27,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from _parser import Parser, leave_with
 from _plan_output import show_figures
 
-from megatron.bcd.config import PLANNED_LAYOUTS
+from megatron.bcd.config import LAYOUTS
 from megatron.bcd.planner.command import SCRIPTS, method_flags, network_flags, parallel_flags, training_flags
 from megatron.bcd.planner.estimate import Estimate, make_estimate
 from megatron.bcd.planner.memory import fits
@@ -121,7 +121,7 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, tup
     for name in ("model", "method", "cluster"):
         add(name)
     add("--bcd-num-blocks", type=int)
-    add("--bcd-layout", choices=PLANNED_LAYOUTS)
+    add("--bcd-layout", choices=LAYOUTS)
     add("--pipeline-model-parallel-size", type=int)
     add("--seq-length", type=int)
     arguments, extra = parser.parse_known_args(argv)

@@ -23,7 +23,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from _parser import Parser, leave_with
 
 from megatron.bcd.pipeline.build import PlanShape, bcd_shape, build_plan, default_run_ahead, stock_shape
-from megatron.bcd.pipeline.interleaved import ChunkShape, build_chunk_plan, chunk_shape
+from megatron.bcd.pipeline.chunk_shape import ChunkShape, chunk_shape
+from megatron.bcd.pipeline.interleaved import build_chunk_plan
 from megatron.bcd.pipeline.render import (
     backward_messages,
     cell_unit,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import worlds
 from support.dist import World
+from support.pairwise import pairwise
 from support.plain_training import plain_training
 
 from megatron.bcd.blocks.stages import partition_from_config
@@ -79,10 +80,13 @@ def test_as_one_rank(world1: World, world2: World, initial_weights: Flags) -> No
     flags = initial_weights(bcd_num_blocks=3) | INTERLEAVED | {"global_batch_size": 10}
     ranks, reference = run(world2, flags | PIPELINE), run(world1, flags)[0]
     assert_same(ranks, reference)
-    weights = whole_names(ranks, config_of(flags | PIPELINE))
-    for name, weight in reference["weights"].items():
+    assert_same_weights(whole_names(ranks, config_of(flags | PIPELINE)), reference["weights"])
+
+
+def assert_same_weights(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, weight in expected.items():
         if not name.endswith("linear_qkv.bias"):  # the gradient of a key's bias is rounding, and Adam scales it up
-            assert (weights[name] - weight).norm() < 1e-4 * weight.norm(), name
+            assert (found[name] - weight).norm() < 1e-4 * weight.norm(), name
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -103,6 +107,58 @@ def test_variants(world1: World, world2: World, initial_weights: Flags, name: st
     flags = initial_weights(bcd_num_blocks=3, **VARIANTS[name]) | INTERLEAVED
     tolerance = 1e-4 if name == "resting" else 1e-6  # orthogonalised gradients grow what is small
     assert_same(run(world2, flags | PIPELINE), run(world1, flags)[0], tolerance=tolerance)
+
+
+FACTORS: dict[str, dict[str, dict[str, Any]]] = {
+    "ranks": {
+        "pipeline2": PIPELINE,
+        "pipeline4": {"pipeline_model_parallel_size": 4},
+        "data2": PIPELINE | {"overlap_grad_reduce": True},
+        "tensor2": PIPELINE | TENSOR,
+    },
+    "chunks": {"one": {}, "two": {VIRTUAL: 6, "num_layers": 24}},
+    "form": {"gpt": {}, "llama": {"form": "llama"}},
+    "head": {
+        "tied": {"no_untie_embeddings_and_output_weights": True},
+        "own": {"untie_embeddings_and_output_weights": True},
+    },
+    "method": {
+        "plain": {},
+        "host": {"bcd_optimizer_state": "host"},
+        "always_active": {"bcd_always_active": "norms,head"},
+        "resting": {"bcd_resting_update": "orthogonal", "bcd_always_active": "none", "bcd_resting_layers": "suffix"},
+    },
+    "memory": {"all": {}, "auto": {"recompute": "auto", "recompute_memory_gib": 1.5e-3, "pipeline_cut": "auto"}},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("chosen", pairwise(FACTORS, lambda _: True), ids=lambda chosen: "-".join(chosen.values()))
+def test_product(world1: World, world2: World, world4: World, initial_weights: Flags, chosen: dict[str, str]) -> None:
+    """Two options that only fail together."""
+    values: dict[str, Any] = {"num_layers": 12}
+    for factor, name in chosen.items():
+        values |= FACTORS[factor][name]
+    flags = initial_weights(**{"bcd_num_blocks": 3} | {key: values[key] for key in _OF_WEIGHTS & values.keys()})
+    flags |= INTERLEAVED | values
+    world = world2 if chosen["ranks"] == "pipeline2" else world4
+    reference = flags | {"pipeline_model_parallel_size": 1, "recompute": None, "recompute_memory_gib": None}
+    reference |= {"tensor_model_parallel_size": 1, "overlap_grad_reduce": False, "pipeline_cut": "even"}
+    # sums over tensor slices and replicas in another order, and orthogonalised gradients, grow what is small
+    tolerance = 1e-4 if chosen["method"] == "resting" else 2e-5 if chosen["ranks"] in ("data2", "tensor2") else 1e-6
+    found, expected = run(world, flags), run(world1, reference)[0]
+    assert_same(found, expected, tolerance=tolerance)
+    if tolerance == 1e-6:
+        whole = whole_names(found, worlds.run_config(world_size=world.size, **flags))
+        assert_same_weights(whole, expected["weights"])
+
+
+_OF_WEIGHTS = {
+    "num_layers",
+    "form",
+    "untie_embeddings_and_output_weights",
+    "no_untie_embeddings_and_output_weights",
+}
 
 
 @pytest.mark.parametrize("cut", [{"overlap_grad_reduce": True}, TENSOR], ids=["data2", "tensor2"])

@@ -13,7 +13,7 @@ from support.dist import World
 
 from megatron.bcd.config import RunConfig
 from megatron.bcd.planner.activations import layer_bytes, stage_saved_bytes
-from megatron.bcd.planner.memory import phase_shape, rank_memory
+from megatron.bcd.planner.memory import phase_shape, rank_memory, recomputation
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.tables import Model, read_clusters
 
@@ -89,7 +89,14 @@ def planned_activations(recipe: Recipe) -> list[list[int]]:
     """Bytes that autograd keeps, by block, then by rank."""
     return [
         [
-            stage_saved_bytes(recipe, layer_bytes(recipe), phase_shape(recipe, block), stage, block)
+            stage_saved_bytes(
+                recipe.layer_counts,
+                layer_bytes(recipe),
+                phase_shape(recipe, block),
+                stage,
+                block,
+                recomputation(recipe)[stage][block],
+            )
             for stage in range(recipe.pipeline_size)
             for _ in range(recipe.num_replicas)
         ]

@@ -104,11 +104,12 @@ def test_two_stages(runs: ForkedRuns, tmp_path: Path, layout: str) -> None:
 
 def check_schedule_turns(figures: dict[str, Any]) -> None:
     """Every stage did what its plan says: as many actions of a kind as there are microbatches."""
-    num_microbatches, num_layouts_blocks = 4, 3 + 2 + 6
+    num_microbatches, num_layouts_blocks = 4, 3 + 2 + 6 + 3
     assert len(figures["turns"]) == num_layouts_blocks
     for variant, of_variant in figures["turns"].items():
-        assert [(name, len(turns)) for name, turns in of_variant.items()] == [("stock", 2), ("bcd", 2)], variant
-        for turn in of_variant["stock"] + of_variant["bcd"]:
+        names = ("bcd",) if variant.startswith("interleaved") else ("stock", "bcd")
+        assert [(name, len(turns)) for name, turns in of_variant.items()] == [(name, 2) for name in names], variant
+        for turn in (turn for turns in of_variant.values() for turn in turns):
             assert min(turn["step_ms"], turn["outside_ms"], turn["iteration_ms"]) > 0
             assert all(len(times["milliseconds"]) == num_microbatches for times in turn["actions"])
     kinds = {
@@ -118,6 +119,9 @@ def check_schedule_turns(figures: dict[str, Any]) -> None:
     last = [(1, "backward"), (1, "forward")]
     assert kinds["stock"] == [(0, "backward of input gradients"), (0, "forward"), *last]
     assert kinds["bcd"] == [(0, "forward-only"), *last]
+    # by virtual stage: two of each chunk
+    places = [times["stage"] for times in figures["turns"]["interleaved 1"]["bcd"][0]["actions"]]
+    assert places == [0, 1, 2, 2, 3, 3, 4, 4, 5, 5]
 
 
 def test_schedule(repo_root: Path, tmp_path: Path) -> None:
@@ -140,10 +144,17 @@ def test_schedule(repo_root: Path, tmp_path: Path) -> None:
             )
         )
     check_schedule_turns(figures)
+    assert [row["layers"] for row in figures["interleaved"]] == ["0-1", "2-3", "4-5"]
+    means = [
+        [sum(figures["turns"][f"{layout} {block}"]["bcd"][index]["step_ms"] for block in range(3)) for index in (0, 1)]
+        for layout in ("interleaved", "spread")
+    ]
+    ratios = [one / other for one, other in zip(*means, strict=True)]
+    assert figures["interleaved_to_spread"] == pytest.approx(statistics.median(ratios))
     lines = text.splitlines()
     assert lines[0].split()[:3] == ["layout", "block", "layers"]
     assert [line.split()[0] for line in lines[1:15]] == ["spread"] * 4 + ["stage"] * 3 + ["submodel"] * 7
-    assert [text.count(line) for line in ("layout ", "ratio: BCD", "wrote ")] == [1, 1, 1], "one rank speaks"
+    assert [text.count(line) for line in ("layout ", "ratio: BCD", "wrote ")] == [2, 1, 1], "one rank speaks"
     assert figures["hardware"] in lines and figures["command"] in lines
     assert "OMP_NUM_THREADS=1 python tools/benchmark.py" in figures["command"]
 

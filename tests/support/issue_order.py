@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 from megatron.core.pipeline_parallel import p2p_communication
 
+from megatron.bcd.blocks.partition import partition
 from megatron.bcd.pipeline import chunk_executor, iteration, schedule
 from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.runtime import device
@@ -271,16 +272,7 @@ class Rank:
             finalize_model_grads_func=self._finalize,
         )  # fmt: skip
         model = SimpleNamespace(config=config, parameters=lambda: ())
-        partition = SimpleNamespace(
-            num_stages=case.num_stages,
-            num_chunks=case.num_chunks,
-            num_virtual_stages=case.num_chunks * case.num_stages,
-            first_trainable_virtual_stage=lambda block: block * case.num_stages,
-            virtual_stage_active=lambda block, virtual: virtual // case.num_stages == block,
-            first_trainable_stage=lambda block: block,
-            stage_active=lambda block, stage: stage == block or stage > block and not case.frozen_suffix,
-        )
-        pipeline = PipelineSchedule(name="bcd", partition=partition, run_ahead=case.run_ahead)  # type: ignore[arg-type]
+        pipeline = PipelineSchedule(name="bcd", partition=self._partition(), run_ahead=case.run_ahead)
         execute = pipeline.execute
 
         def noting_execute(shape: Any, **arguments: Any) -> Any:
@@ -301,6 +293,19 @@ class Rank:
             else:
                 self.collective("state of the run", "world")
                 self.collective("checkpoint", "dp")
+
+    def _partition(self) -> Any:
+        case = self.case
+        if case.num_chunks > 1:
+            num_layers = case.num_chunks * case.num_stages
+            return partition(num_layers=num_layers, num_stages=case.num_stages, num_blocks=case.num_chunks,
+                             layout="interleaved", tied=True)  # fmt: skip
+        return SimpleNamespace(
+            num_stages=case.num_stages,
+            num_chunks=1,
+            first_trainable_stage=lambda block: block,
+            stage_active=lambda block, stage: stage == block or stage > block and not case.frozen_suffix,
+        )
 
     def _train(self, pipeline: PipelineSchedule, event: Event, arguments: dict[str, Any]) -> None:
         events, number = self.case.events, self._event

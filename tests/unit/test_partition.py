@@ -350,7 +350,7 @@ def test_interleaved(stages: int, blocks: int, times: int, more: int, tied: bool
     [
         ({"num_parts": 4}, "must be a multiple of the blocks"),
         ({"num_layers": 5}, "needs at least 6 layers"),
-        ({"layers_per_stage": [6, 6]}, "leave out the layers of each stage"),
+        ({"layers_per_stage": [6, 6]}, "must be 6 numbers"),
         ({"num_blocks": 0, "resting": "all", "always_active": frozenset({"head"})}, "leave out --bcd-layout"),
     ],
 )

@@ -12,15 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.bcd.pipeline.actions import Action, Kind
-from megatron.bcd.pipeline.interleaved import (
-    ChunkPlan,
-    ChunkShape,
-    build_chunk_plan,
-    chunk_shape,
-    evaluation_chunk_shape,
-    max_graphs,
-    stock_order,
-)
+from megatron.bcd.pipeline.chunk_shape import ChunkShape, chunk_shape, evaluation_chunk_shape, max_graphs, stock_order
+from megatron.bcd.pipeline.interleaved import ChunkPlan, build_chunk_plan
 from megatron.bcd.pipeline.simulate_interleaved import simulate_chunk_plan, unit_chunk_costs
 from megatron.bcd.pipeline.validate import PlanError
 from megatron.bcd.pipeline.validate_interleaved import validate_chunk_plan
@@ -119,14 +112,14 @@ def test_iteration_times() -> None:
         return simulate_chunk_plan(build_chunk_plan(shape), unit_chunk_costs(shape, message=message)).iteration_time
 
     assert time(shape_of(blocks=1)) == (8 * 3 + 3) * 3  # stock's: the bubble is one of a third of a stage
-    assert [time(shape_of(block=block)) for block in range(3)] == [65, 59, 53]
+    assert [time(shape_of(block=block)) for block in range(3)] == [65, 59, 49]
     assert time(shape_of(block=1), message=0.1) < 1.06 * 59
     # 32 microbatches over what full training takes without chunks
     means = [
         sum(time(shape_of(stages, 3, 32, block=block)) for block in range(3)) / 3 / ((32 + stages - 1) * 9)
         for stages in (4, 8)
     ]
-    assert means == pytest.approx([0.686, 0.658], abs=5e-4)
+    assert means == pytest.approx([0.656, 0.632], abs=5e-4)
 
 
 def test_activations_are_bounded() -> None:
@@ -136,7 +129,8 @@ def test_activations_are_bounded() -> None:
             stock = replace(shape, first_trainable=0, active=(True,) * shape.num_virtual)
             assert max_graphs(actions) <= shape.max_graphs(stage) <= max_graphs(stock_order(stock, stage))
     last = shape_of(block=2)
-    assert [last.max_graphs(stage) for stage in range(4)] == [4, 4, 3, 1]
+    kept = [max_graphs(actions) for actions in build_chunk_plan(last).stages]
+    assert kept == [8, 7, 4, 1]
 
 
 def test_evaluation_runs_forward_only() -> None:

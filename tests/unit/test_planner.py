@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.bcd.config import PLANNED_LAYOUTS
-from megatron.bcd.pipeline.build import build_plan
+from megatron.bcd.config import LAYOUTS
+from megatron.bcd.pipeline.build import PlanShape, build_plan
 from megatron.bcd.pipeline.simulate import simulate
 from megatron.bcd.planner import cost, step_time
-from megatron.bcd.planner.activations import layer_bytes, stage_saved_bytes
+from megatron.bcd.planner.activations import Recomputed, layer_bytes, stage_saved_bytes
 from megatron.bcd.planner.estimate import largest_micro_batch, make_estimate
-from megatron.bcd.planner.memory import fits, host_bytes, peak, phase_shape, rank_memory
+from megatron.bcd.planner.memory import fits, host_bytes, peak, phase_shape, rank_memory, recomputation
 from megatron.bcd.planner.multipliers import PRETRAIN, multiplier_at, multiplier_of
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.search import fewest_gpus, layouts, search, shortest_that_fits, valid_pipelines
@@ -42,7 +42,7 @@ def recipe(model: str | Model = SMALL, gpu: str = "rtx4090", **fields: Any) -> R
 @st.composite
 def recipes(draw: st.DrawFn) -> Recipe:
     """Small models in every layout."""
-    stages, layout = draw(st.integers(1, 4)), draw(st.sampled_from(PLANNED_LAYOUTS))
+    stages, layout = draw(st.integers(1, 4)), draw(st.sampled_from(LAYOUTS))
     blocks = draw(st.integers(1, 4))
     model = Model(
         name="any",
@@ -196,10 +196,12 @@ def test_more_in_a_microbatch_needs_more(one: Recipe) -> None:
     for block in range(one.partition.num_blocks):
         shape = phase_shape(one, block)
         for stage in range(one.pipeline_size):
-            less = stage_saved_bytes(spared, sizes, shape, stage, block)
-            assert less <= stage_saved_bytes(kept, sizes, shape, stage, block)
-            if shape.is_forward_only(stage):
-                assert stage_saved_bytes(kept, sizes, shape, stage, block) == 0
+            less = stage_saved_bytes(
+                spared.layer_counts, sizes, shape, stage, block, recomputation(spared)[stage][block]
+            )
+            assert less <= stage_saved_bytes(kept.layer_counts, sizes, shape, stage, block, Recomputed())
+            if isinstance(shape, PlanShape) and shape.is_forward_only(stage):
+                assert stage_saved_bytes(kept.layer_counts, sizes, shape, stage, block, Recomputed()) == 0
 
 
 def test_offload_moves_the_optimizer_to_the_host() -> None:
@@ -252,8 +254,9 @@ def test_time_of_resting_layers_and_muon() -> None:
 def test_many_microbatches_go_on_as_some(one: Recipe, number: int) -> None:
     """Extrapolating from microbatches in which the pipeline still fills."""
     one = replace(one, global_batch_size=number * one.micro_batch_size * one.data_size)
-    for block in range(one.partition.num_blocks):
+    for block in range(one.partition.num_blocks if one.partition.num_chunks == 1 else 0):
         shape = phase_shape(one, block)
+        assert isinstance(shape, PlanShape)
         exact = simulate(build_plan(shape), step_time._costs(one, shape, block))
         phase = phase_seconds(one, block)
         assert phase.pipeline == pytest.approx(exact.iteration_time, rel=0.03)
@@ -335,7 +338,8 @@ def test_search_finds_the_cheapest() -> None:
     found = search(base)
     every = [make_estimate(each) for each in layouts(base) if fits(each)]
     assert len(every) == found.num_fitting < found.num_tried
-    assert found.best[0].cost.dollars == pytest.approx(min(plan.cost.dollars for plan in every), rel=0.01)
+    # other cuts and ways to form blocks are tried on the cheapest of these
+    assert found.best[0].cost.dollars <= 1.01 * min(plan.cost.dollars for plan in every)
     assert [plan.cost.dollars for plan in found.best] == sorted(plan.cost.dollars for plan in found.best)
     assert {plan.recipe.partition.num_blocks for plan in search(base, num_blocks=[3]).best} == {3}
 

@@ -23,6 +23,7 @@ from megatron.bcd.arguments.checkpoint_flags import take_checkpoint_flags
 from megatron.bcd.arguments.data_files import read_data_files
 from megatron.bcd.arguments.derive import derive_values, derived_core_fields, has_no_evaluation
 from megatron.bcd.arguments.flags import CORE_SECTIONS, OWN_SECTIONS, Flag, generate_flags
+from megatron.bcd.arguments.pipeline_cut import with_balanced_cut
 from megatron.bcd.arguments.refusals import RefusedFlags, refusal
 from megatron.bcd.arguments.rules import flag_name
 from megatron.bcd.arguments.switch import Switch
@@ -263,7 +264,10 @@ def _checked(
             found.append(text + hint)
     if found:
         raise RefusedFlags(found)
-    return config
+    try:
+        return with_balanced_cut(config)
+    except ValueError as error:  # the tokenizer's files
+        raise RefusedFlags([str(error)]) from error
 
 
 def read_command_line(

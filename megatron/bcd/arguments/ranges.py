@@ -99,6 +99,7 @@ _RANGES: dict[str, _Range] = {
             "initial_loss_scale",
             "min_loss_scale",
             "bcd_prefix_cache_max_gib",
+            "recompute_memory_gib",
             "bcd_resting_lr_ratio",
             "muon_extra_scale_factor",
             "num_epochs",

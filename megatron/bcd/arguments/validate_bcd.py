@@ -72,8 +72,18 @@ _SPLITS = (
 )
 
 
+def _check_cut(run: Run) -> None:
+    """--pipeline-cut auto decides alone."""
+    for field in _SPLITS if run.pipeline_cut == "auto" else ():
+        refuse_unless(
+            not getattr(run, field),
+            f"--pipeline-cut auto and {flag_name(field)} both divide the layers over the stages: give one of them",
+        )
+
+
 def check_chunks(config: RunConfig, run: Run, given: Mapping[str, Any]) -> None:
-    """Rules of layout interleaved, and of stock's flags for virtual pipeline stages."""
+    """Rules of --pipeline-cut, of layout interleaved, and of stock's flags for virtual pipeline stages."""
+    _check_cut(run)
     stages, name = "num_virtual_stages_per_pipeline_rank", flag_name("num_virtual_stages_per_pipeline_rank")
     layers = run.num_layers_per_virtual_pipeline_stage
     refuse_unless(
@@ -91,11 +101,11 @@ def check_chunks(config: RunConfig, run: Run, given: Mapping[str, Any]) -> None:
         f"--bcd-layout {run.bcd_layout}: give --bcd-layout interleaved, or leave one of them out",
     )
     if run.bcd_layout == "interleaved":
-        for field in _SPLITS:
+        for field in _SPLITS[1:]:
             refuse_unless(
                 not getattr(run, field),
-                f"{flag_name(field)} does not go with --bcd-layout interleaved yet, which divides the layers evenly: "
-                "leave one of them out",
+                f"{flag_name(field)} does not go with --bcd-layout interleaved, which cuts chunks: give --pipeline-cut "
+                "auto or --pipeline-model-parallel-layout instead",
             )
     if config.num_chunks == 1:
         return

@@ -232,6 +232,12 @@ def check_offload(run: Run, num_blocks: int, given: Mapping[str, Any]) -> None:
 
 def check_recomputation(run: Run, num_blocks: int, given: Mapping[str, Any]) -> None:
     granularity = run.recompute_granularity
+    refuse_unless(
+        run.recompute is None or granularity is None,
+        f"--recompute auto decides what is recomputed, and so does --recompute-granularity {granularity}: give one of "
+        "them",
+    )
+    refuse_unless(run.recompute_memory_gib is None or run.recompute, "--recompute-memory-gib needs --recompute auto")
     if granularity == "full":
         refuse_unless(
             not given.get("recompute_activations"),

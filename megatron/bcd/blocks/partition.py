@@ -201,10 +201,10 @@ def partition(
     """Divide ``num_layers`` layers on ``num_stages`` pipeline stages into blocks.
 
     ``num_blocks`` is ``--bcd-num-blocks``; None takes the default: ``DEFAULT_NUM_BLOCKS``, or the number of stages in
-    layout ``stage``. ``layers_per_stage`` gives each stage's number of layers; None divides evenly. ``always_active``
-    is ``--bcd-always-active``, ``frozen`` is ``--bcd-frozen``, ``resting`` is ``--bcd-resting-layers``, or ``none``
-    without a resting update. ``num_parts`` is ``--num-virtual-stages-per-pipeline-rank``, for layout ``interleaved``;
-    None takes the number of blocks.
+    layout ``stage``. ``layers_per_stage`` gives each stage's number of layers, in layout ``interleaved`` that of each
+    virtual stage in depth order; None divides evenly. ``always_active`` is ``--bcd-always-active``, ``frozen`` is
+    ``--bcd-frozen``, ``resting`` is ``--bcd-resting-layers``, or ``none`` without a resting update. ``num_parts`` is
+    ``--num-virtual-stages-per-pipeline-rank``, for layout ``interleaved``; None takes the number of blocks.
 
     Raises:
         ValueError: the layout does not fit the model; one line that names the flags.
@@ -215,11 +215,10 @@ def partition(
     parts = _submodels_per_stage(num_blocks=num_blocks, num_stages=num_stages, layout=layout)
     submodels: tuple[Submodel, ...] | None = None
     if layout == "interleaved":
-        if layers_per_stage is not None:
-            raise ValueError("--bcd-layout interleaved divides the layers itself: leave out the layers of each stage")
         num_parts = parts if num_parts is None else num_parts
         check_partition.check_parts(num_parts, num_layers=num_layers, num_stages=num_stages, num_blocks=parts)
-        submodels = _interleaved(num_layers, num_stages=num_stages, num_parts=num_parts)
+        pieces = _pieces(layers_per_stage, num_layers=num_layers, num_stages=num_stages, num_parts=num_parts)
+        submodels = _interleaved(pieces, num_stages=num_stages)
         layers_per_stage = _layers_by_stage(submodels)
     check_partition.check_enough_layers(num_layers=num_layers, num_stages=num_stages, parts=parts, layout=layout)
     if layers_per_stage is None:
@@ -277,21 +276,32 @@ def _submodels(layers_per_stage: Sequence[int], *, parts: int | None) -> tuple[S
     return tuple(submodels)
 
 
-def _interleaved(num_layers: int, *, num_stages: int, num_parts: int) -> tuple[Submodel, ...]:
-    """A submodel for each virtual stage, in depth order; on a single stage all parts are one chunk."""
-    by_part = divide_into_pieces(num_layers, parts=num_parts, stages=num_stages)
-    last = num_parts * num_stages - 1
+def _pieces(sizes: Sequence[int] | None, *, num_layers: int, num_stages: int, num_parts: int) -> Sequence[range]:
+    """The layers of every virtual stage, in depth order."""
+    if sizes is None:
+        by_part = divide_into_pieces(num_layers, parts=num_parts, stages=num_stages)
+        return [layers for pieces in by_part for layers in pieces]
+    if len(sizes) != num_stages * num_parts or sum(sizes) != num_layers or min(sizes) < 1:
+        raise ValueError(
+            f"layers per virtual pipeline stage {list(sizes)}: must be {num_stages * num_parts} numbers "
+            f"(--pipeline-model-parallel-size {num_stages} x {num_parts} chunks on every stage), each at least 1, with "
+            f"the sum {num_layers} (--num-layers)"
+        )
+    return consecutive(sizes)
+
+
+def _interleaved(pieces: Sequence[range], *, num_stages: int) -> tuple[Submodel, ...]:
+    """A submodel for each virtual stage; on a single stage all parts are one chunk."""
     return tuple(
         Submodel(
-            index=(index := part * num_stages + stage),
-            stage=stage,
+            index=index,
+            stage=index % num_stages,
             layers=layers,
             first=index == 0,
-            last=index == last,
-            chunk=part if num_stages > 1 else 0,
+            last=index == len(pieces) - 1,
+            chunk=index // num_stages if num_stages > 1 else 0,
         )
-        for part, pieces in enumerate(by_part)
-        for stage, layers in enumerate(pieces)
+        for index, layers in enumerate(pieces)
     )
 
 

@@ -52,13 +52,22 @@ def partition_from_config(config: RunConfig) -> Partition:
         num_stages=config.pipeline_size,
         num_blocks=config.bcd.bcd_num_blocks,
         layout=config.bcd.bcd_layout,
-        layers_per_stage=None if config.bcd.bcd_layout == "interleaved" else layers_per_stage(config),
+        layers_per_stage=_layers_per_virtual_stage(config),
         tied=config.tied,
         always_active=config.bcd.always_active,
         frozen=config.bcd.frozen,
         resting=config.bcd.bcd_resting_layers if config.bcd.bcd_resting_update != "none" else "none",
         num_parts=config.bcd.num_virtual_stages_per_pipeline_rank,
     )
+
+
+def _layers_per_virtual_stage(config: RunConfig) -> tuple[int, ...] | None:
+    if config.bcd.bcd_layout != "interleaved":
+        return layers_per_stage(config)
+    text = config.training.pipeline_model_parallel_layout
+    if text is None:
+        return None
+    return _of_layout(text, num_layers=config.num_layers, num_stages=config.pipeline_size * config.bcd.num_parts)
 
 
 def _with_ends(first: int | None, last: int | None, *, num_layers: int, num_stages: int) -> tuple[int, ...]:
@@ -109,8 +118,8 @@ def _of_layout(text: str, *, num_layers: int, num_stages: int) -> tuple[int, ...
         raise ValueError(f"{name}: {what}")
     if len(stages) != num_stages:
         raise ValueError(
-            f"{name}: has {len(stages)} stages, and --pipeline-model-parallel-size is {num_stages}: must be the same "
-            "(interleaved pipelines are not supported)"
+            f"{name}: has {len(stages)} stages: must be {num_stages} (--pipeline-model-parallel-size; with layout "
+            "interleaved that times the chunks of a stage)"
         )
     whole = "".join(stages)
     if whole != "E" + "t" * num_layers + "L" or stages[0][:1] != "E" or stages[-1][-1:] != "L":

@@ -28,7 +28,8 @@ _MAY_CHANGE = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "co
                "hierarchical_context_parallel_sizes", "world_size", "num_workers",
                "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
                "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-               "pipeline_model_parallel_layout")  # fmt: skip
+               "pipeline_model_parallel_layout", "pipeline_cut", "recompute", "recompute_memory_gib",
+               "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")  # fmt: skip
 """Flags that a resumed run may change without a message, like all of the sections below."""
 _SECTIONS_THAT_MAY_CHANGE = ("checkpoint", "report")
 

@@ -1,6 +1,6 @@
 """The configuration of a run: one frozen dataclass per group of flags. Pure."""
 
-from megatron.bcd.config.bcd import DEFAULT_NUM_BLOCKS, LAYOUTS, ORDERS, PLANNED_LAYOUTS, SWITCHES, BcdConfig
+from megatron.bcd.config.bcd import DEFAULT_NUM_BLOCKS, LAYOUTS, ORDERS, SWITCHES, BcdConfig
 from megatron.bcd.config.core import DdpSettings, OptimizerSettings, core_keywords
 from megatron.bcd.config.run import RunConfig, run_config_from_dict, run_config_to_dict
 from megatron.bcd.config.sections import (
@@ -16,7 +16,6 @@ from megatron.bcd.config.sections import (
 __all__ = [
     "DEFAULT_NUM_BLOCKS",
     "LAYOUTS",
-    "PLANNED_LAYOUTS",
     "ORDERS",
     "SWITCHES",
     "BcdConfig",

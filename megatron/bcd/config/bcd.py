@@ -8,8 +8,6 @@ from megatron.bcd.config.option import option
 
 DEFAULT_NUM_BLOCKS = 3
 LAYOUTS = ("spread", "strided", "stage", "submodel", "interleaved")
-PLANNED_LAYOUTS = LAYOUTS[:-1]
-"""Those that the planner can estimate."""
 SCHEDULES = ("bcd", "stock")
 ORDERS = ("ascending", "descending", "random", "greedy")
 SWITCHES = ("steps", "plateau")

@@ -117,6 +117,25 @@ class TrainingConfig:
     pipeline_model_parallel_layout: str | None = option(
         None, "what each pipeline stage holds: E embedding, t layer, L loss, | between stages, e.g. Et*3|t*4|t*3L"
     )
+    pipeline_cut: str = option(
+        "even",
+        "layers of the pipeline stages: even = as many on each, the first ones one more; auto = the stages' work is "
+        "even, output head and vocabulary counted. Sets --pipeline-model-parallel-layout",
+        choices=("even", "auto"),
+    )
+    recompute: str | None = option(
+        None,
+        "auto = in each phase and on each stage recompute the least that fits --recompute-memory-gib: nothing, the "
+        "core of attention, or the first few layers after the prefix",
+        choices=("auto",),
+    )
+    recompute_memory_gib: float | None = option(
+        None,
+        "GiB of a rank for model state and activations, by which --recompute auto decides; default: the GPU's memory "
+        "less 1 GiB",
+        type=float,
+        metavar="GIB",
+    )
     distributed_timeout_minutes: int = option(10, "minutes after which a collective fails", type=int)
     use_distributed_optimizer: bool = option(
         True, "shard the active block's optimizer state over the data-parallel ranks"

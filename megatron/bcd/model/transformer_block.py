@@ -6,11 +6,13 @@ Tensor shapes: S sequence length, B micro-batch size, H hidden size.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 
@@ -43,6 +45,19 @@ class BcdTransformerBlock(TransformerBlock):
 
     With a prefix cache, `forward` starts at a later layer.
     """
+
+    def recompute(self, granularity: str, num_layers: int) -> None:
+        """What backward passes recompute from now on, in place of what the flags say: none; selective, the core of
+        attention in every layer; full, the first `num_layers` layers after the prefix."""
+        config: TransformerConfig = copy.copy(self.config)  # type: ignore[has-type]
+        is_full = granularity == "full" and num_layers > 0
+        config.recompute_granularity = "full" if is_full else None
+        config.recompute_method = "block" if is_full else None
+        config.recompute_num_layers = num_layers if is_full else None
+        self.config = config  # of the layers' container alone: other modules keep theirs
+        layers: torch.nn.ModuleList = self.layers  # type: ignore[has-type]
+        for layer in layers:
+            layer.self_attention.checkpoint_core_attention = granularity == "selective"
 
     num_prefix_layers = 0
     """Layers of this stage that the current forward pass runs without a graph, under recomputation."""

@@ -11,7 +11,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.bcd.model.builder import select_chunk
 from megatron.bcd.pipeline.actions import Action, Kind
-from megatron.bcd.pipeline.interleaved import ChunkShape, build_chunk_plan
+from megatron.bcd.pipeline.chunk_shape import ChunkShape
+from megatron.bcd.pipeline.interleaved import build_chunk_plan
 from megatron.bcd.pipeline.iteration import Iteration
 from megatron.bcd.pipeline.p2p import ChunkMessages
 
@@ -71,6 +72,7 @@ class ChunkExecutor(Iteration):
         received = self._inputs.pop(place, None)
         if received is not None:
             self._messages.wait_for(received)
+            self._begun = self._now()
         select_chunk(self._model, action.chunk)
         with torch.set_grad_enabled(keeps_graph):
             output = self._forward_step(
@@ -86,6 +88,7 @@ class ChunkExecutor(Iteration):
         if gradient is not None:
             self._messages.finish_send(output)
             self._messages.wait_for(gradient)
+            self._begun = self._now()
         self._num_backwards[action.chunk] -= 1
         is_last = not self._num_backwards[action.chunk]
         if is_last:  # the chunk's gradients are complete with this pass: overlapped reductions begin here

@@ -67,6 +67,8 @@ class Iteration:
         self._output_gradients: dict[Any, torch.Tensor] = {}
         self._input_gradients: dict[Any, torch.Tensor] = {}
         self._reported: list[Any] = []
+        self._begun = 0.0
+        """When the present action began; in an interleaved plan a pass begins when what it needs has arrived."""
         self._num_tokens = torch.zeros([], dtype=torch.int, device=device.current())
         self._no_sync: contextlib.AbstractContextManager[Any] | None = None
 
@@ -74,10 +76,10 @@ class Iteration:
         """All actions; what the loss function reported."""
         self._defer_gradient_reduction()
         for action in self._actions:
-            start = self._now()
+            self._begun = self._now()
             do(action)
             if self._trace is not None:
-                self._trace.append(TimedAction(action=action, start=start, end=self._now()))
+                self._trace.append(TimedAction(action=action, start=self._begun, end=self._now()))
         finish_sends()
         if self._is_training:
             self._finish_gradients()

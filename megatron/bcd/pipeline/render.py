@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from megatron.bcd.pipeline.actions import Action, Kind, sent
 from megatron.bcd.pipeline.build import PlanShape
-from megatron.bcd.pipeline.interleaved import ChunkShape
+from megatron.bcd.pipeline.chunk_shape import ChunkShape
 from megatron.bcd.pipeline.simulate import Span, Timeline
 
 LETTERS = {Kind.FORWARD_ONLY: "f", Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "I"}

@@ -16,8 +16,8 @@ from megatron.core.utils import get_model_config
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.pipeline.build import PlanShape, bcd_shape, default_run_ahead, evaluation_shape
 from megatron.bcd.pipeline.chunk_executor import ChunkExecutor
+from megatron.bcd.pipeline.chunk_shape import ChunkShape, evaluation_chunk_shape, phase_chunk_shape
 from megatron.bcd.pipeline.executor import StageExecutor
-from megatron.bcd.pipeline.interleaved import ChunkShape, evaluation_chunk_shape
 from megatron.bcd.pipeline.iteration import TimedAction
 from megatron.bcd.pipeline.p2p import ChunkMessages, OneWayLink
 from megatron.bcd.runtime import device, distributed
@@ -35,9 +35,16 @@ class PipelineSchedule:
     """
 
     def __init__(
-        self, *, name: str, partition: Partition, run_ahead: int | None, timeout_minutes: int | None = None
+        self,
+        *,
+        name: str,
+        partition: Partition,
+        run_ahead: int | None,
+        head_passes: float = 1.0,
+        timeout_minutes: int | None = None,
     ) -> None:
-        """`name` is "bcd" or "stock", `run_ahead` a number of microbatches; None takes `default_run_ahead`.
+        """`name` is "bcd" or "stock", `run_ahead` a number of microbatches; None takes `default_run_ahead`. A pass of
+        the output head takes about `head_passes` passes of a layer: interleaved plans are arranged by it.
         `timeout_minutes`: of messages between stages of the prefix; None is PyTorch's."""
         self.name = name
         self.backward_messages = 0
@@ -45,7 +52,7 @@ class PipelineSchedule:
         self.trace: list[TimedAction] | None = None
         """Set to a list, it collects every action; each then synchronises the device."""
         self._partition = partition
-        self._run_ahead = run_ahead
+        self._run_ahead, self._head_passes = run_ahead, head_passes
         self._timeout_minutes = timeout_minutes
         self._block = 0
         self._is_prefix_served = False
@@ -121,21 +128,19 @@ class PipelineSchedule:
         """Execute this rank's part of an interleaved plan."""
         assert self._groups is not None and self._messages is not None
         self._num_next = self._messages.backward_messages = 0
-        shape = self._chunk_shape(num_microbatches, forward_only=forward_only)
+        shape = self.chunk_shape(num_microbatches, forward_only=forward_only)
         reported = ChunkExecutor(shape, model, self._messages, self._groups, trace=self.trace, **arguments).run()
         if not forward_only:
             self.backward_messages = self._messages.backward_messages
         return reported
 
-    def _chunk_shape(self, num_microbatches: int, *, forward_only: bool) -> ChunkShape:
+    def chunk_shape(self, num_microbatches: int, *, forward_only: bool = False) -> ChunkShape:
+        """Of an iteration with several chunks on a stage."""
         cut = self._partition
-        sizes = {"num_stages": cut.num_stages, "num_chunks": cut.num_chunks, "num_microbatches": num_microbatches}
-        if forward_only:
-            return evaluation_chunk_shape(**sizes)
-        return ChunkShape(
-            **sizes,
-            first_trainable=cut.first_trainable_virtual_stage(self._block),
-            active=tuple(cut.virtual_stage_active(self._block, each) for each in range(cut.num_virtual_stages)),
+        if not forward_only:
+            return phase_chunk_shape(cut, self._block, num_microbatches=num_microbatches, head=self._head_passes)
+        return evaluation_chunk_shape(
+            num_stages=cut.num_stages, num_chunks=cut.num_chunks, num_microbatches=num_microbatches
         )
 
     def _shape(self, num_microbatches: int, *, forward_only: bool) -> PlanShape:

@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from megatron.bcd.pipeline.actions import Action, Kind, Message, messages_of
-from megatron.bcd.pipeline.interleaved import MAX_MESSAGES_IN_FLIGHT, ChunkPlan, ChunkShape
+from megatron.bcd.pipeline.chunk_shape import ChunkShape
+from megatron.bcd.pipeline.interleaved import MAX_MESSAGES_IN_FLIGHT, ChunkPlan
 from megatron.bcd.pipeline.simulate import ActionCosts, Span, Timeline
 
 

@@ -13,7 +13,8 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from megatron.bcd.pipeline.actions import Action, Kind, Message, messages_of, received, sent
-from megatron.bcd.pipeline.interleaved import ChunkPlan, ChunkShape
+from megatron.bcd.pipeline.chunk_shape import ChunkShape
+from megatron.bcd.pipeline.interleaved import ChunkPlan
 from megatron.bcd.pipeline.validate import PlanError, Things, check_each_once
 
 _MESSAGES = frozenset((Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD))

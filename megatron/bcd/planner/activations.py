@@ -8,9 +8,19 @@ input gradient needs: no input of a linear layer. A layer of the prefix saves no
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from operator import le
+from typing import TypeAlias
 
+from megatron.bcd.pipeline.actions import Kind
 from megatron.bcd.pipeline.build import MAX_SENDS_IN_FLIGHT, PlanShape
-from megatron.bcd.planner.recipe import Recipe
+from megatron.bcd.pipeline.chunk_shape import ChunkShape
+from megatron.bcd.pipeline.interleaved import MAX_MESSAGES_IN_FLIGHT, build_chunk_plan
+from megatron.bcd.planner.cost import ModelShape
+from megatron.bcd.planner.recipe import LayerCounts, Recipe
+
+Shape: TypeAlias = PlanShape | ChunkShape
+"""Of a pipeline's schedule, with a chunk on each stage or several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,18 +35,46 @@ class LayerBytes:
     """A layer's input, which full recomputation saves; also the size of a message between stages."""
     head: int
     """Final norm, head and loss."""
+    active_core: int
+    """Of an active layer's: what recomputing the core of attention need not save."""
+    suffix_core: int
     working: int
     """The largest gradients that one layer, or the head, holds during its backward pass."""
 
 
 def layer_bytes(recipe: Recipe) -> LayerBytes:
     """The formula for one microbatch of the recipe."""
-    shape, element = recipe.shape, recipe.bytes_per_element
-    tokens = recipe.rank_tokens * recipe.micro_batch_size
-    hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
+    return bytes_of_layers(
+        recipe.shape,
+        tokens=recipe.rank_tokens * recipe.micro_batch_size,
+        sequence=recipe.tokens,
+        element=recipe.bytes_per_element,
+        num_heads=recipe.model.heads,
+        context_size=recipe.context_size,
+        padded_vocabulary=recipe.padded_vocabulary,
+        unfused_attention=recipe.unfused_attention,
+    )
+
+
+def bytes_of_layers(
+    shape: ModelShape,
+    *,
+    tokens: int,
+    sequence: int,
+    element: int,
+    num_heads: int,
+    padded_vocabulary: int,
+    context_size: int = 1,
+    tensor_size: int = 1,
+    unfused_attention: bool = False,
+) -> LayerBytes:
+    """The formula for ``tokens`` of a rank in one microbatch, of sequences of ``sequence`` tokens, ``element`` bytes
+    each number. With tensor parallelism each rank has its part of the heads, of the MLP and of the vocabulary."""
+    hidden, ffn, vocabulary = shape.hidden_size, shape.ffn_hidden_size // tensor_size, padded_vocabulary // tensor_size
+    query, key_value = shape.query_size // tensor_size, shape.key_value_size // tensor_size
     # query and context, key and value: twice this; in fp32 attention repeats keys and values for each query of a group
-    heads = shape.query_size + (shape.query_size if element == 4 else shape.key_value_size)
-    attention = recipe.model.heads  # in fp32: the logarithm of the sum of each row of scores
+    heads = query + (query if element == 4 else key_value)
+    attention = num_heads // tensor_size  # in fp32: the logarithm of the sum of each row of scores
     if shape.gated:
         # norm input and output, query-key-value, rotated query and key, context, the second norm's; gate, up, product
         active, suffix = 4 * hidden + 3 * heads + 3 * ffn, 2 * hidden + 3 * heads + 2 * ffn
@@ -44,48 +82,102 @@ def layer_bytes(recipe: Recipe) -> LayerBytes:
         # norm input and output, query-key-value, context, the second norm's; before and after GELU
         active, suffix = 4 * hidden + 2 * heads + 2 * ffn, 2 * hidden + 2 * heads + ffn
     # key and value of whole sequences, and the contexts of both chunks beside the whole context
-    split = 2 * recipe.context_size * (heads - shape.query_size) + shape.query_size if recipe.context_size > 1 else 0
-    scores = recipe.tokens * recipe.model.heads * (1 if shape.gated else 2) if recipe.unfused_attention else 0
-    logits = recipe.padded_vocabulary * (4 if element == 4 else 6)
+    split = 2 * context_size * (heads - query) + query if context_size > 1 else 0
+    scores = sequence * attention * (1 if shape.gated else 2) if unfused_attention else 0
+    logits = vocabulary * (4 if element == 4 else 6)
     return LayerBytes(
         active=tokens * ((active + split + scores) * element + 4 * attention),
         suffix=tokens * ((suffix + split + scores) * element + 4 * attention),
         input=tokens * hidden * element,
-        head=tokens * (2 * hidden * element + 4 * recipe.padded_vocabulary),
-        working=tokens * max((2 * hidden + 2 * ffn) * element, logits - 4 * recipe.padded_vocabulary),
+        head=tokens * (2 * hidden * element + 4 * vocabulary),
+        active_core=tokens * (scores * element + 4 * attention),
+        suffix_core=tokens * ((scores + query) * element + 4 * attention),
+        working=tokens * max((2 * hidden + 2 * ffn) * element, logits - 4 * vocabulary),
     )
 
 
-def stage_saved_bytes(recipe: Recipe, sizes: LayerBytes, shape: PlanShape, stage: int, block: int) -> int:
+@dataclass(frozen=True, kw_only=True)
+class Recomputed:
+    """What a stage recomputes in its backward passes, in the phase of one block. Layers of the prefix keep nothing."""
+
+    granularity: str = "none"
+    """none; selective: the core of attention in every layer; full: whole layers."""
+    layers: tuple[int, ...] = ()
+    """With full, by chunk: the first so many layers after the prefix."""
+
+    def num_whole(self, chunk: int) -> int:
+        """Layers of a chunk that are recomputed as a whole."""
+        return self.layers[chunk] if self.layers else 0
+
+
+def stage_saved_bytes(
+    cut: LayerCounts, sizes: LayerBytes, shape: Shape, stage: int, block: int, recomputed: Recomputed
+) -> int:
     """Bytes that autograd saves on a stage in the block's phase, over all microbatches in flight."""
-    if shape.is_forward_only(stage):
-        return 0
-    num_active = recipe.layer_counts.weight_gradient[stage][block]
-    num_suffix = recipe.layer_counts.after_prefix[stage][block] - num_active
-    if recipe.recompute == "full":
-        kept = (num_active + num_suffix) * sizes.input
-    else:
-        kept = num_active * sizes.active + num_suffix * sizes.suffix
-    if stage == shape.last:
-        kept += sizes.head
-    return kept * shape.max_graphs(stage)
+    of_chunks = [_chunk_bytes(cut, sizes, stage, chunk, block, recomputed) for chunk in range(cut.partition.num_chunks)]
+    if isinstance(shape, ChunkShape):
+        in_flight = microbatches_in_flight(shape, stage)
+        return max(sum(one * number for one, number in zip(of_chunks, numbers, strict=True)) for numbers in in_flight)
+    return 0 if shape.is_forward_only(stage) else of_chunks[0] * shape.max_graphs(stage)
 
 
-def stage_activations(recipe: Recipe, sizes: LayerBytes, shape: PlanShape, stage: int, block: int) -> int:
+def _chunk_bytes(
+    cut: LayerCounts, sizes: LayerBytes, stage: int, chunk: int, block: int, recomputed: Recomputed
+) -> int:
+    """Of one microbatch in one chunk."""
+    partition = cut.partition
+    virtual = chunk * partition.num_stages + stage
+    is_updated = cut.is_updated[virtual][block]
+    num_whole = recomputed.num_whole(chunk)
+    is_selective = recomputed.granularity == "selective"
+    active = sizes.active - sizes.active_core * is_selective
+    suffix = sizes.suffix - sizes.suffix_core * is_selective
+    kept = num_whole * sizes.input + sum(active if updated else suffix for updated in is_updated[num_whole:])
+    return kept + sizes.head * (virtual == partition.num_virtual_stages - 1)
+
+
+def stage_activations(
+    cut: LayerCounts, sizes: LayerBytes, shape: Shape, stage: int, block: int, recomputed: Recomputed
+) -> int:
     """Peak of a stage's activations: saved, recomputed for one layer, and working memory."""
-    once = 0
-    if recipe.recompute == "full" and not shape.is_forward_only(stage):
-        once = sizes.active if recipe.layer_counts.weight_gradient[stage][block] else sizes.suffix
-        if stage == shape.last:  # the head's are freed before the first layer is recomputed
-            once = max(0, once - sizes.head)
-    return stage_saved_bytes(recipe, sizes, shape, stage, block) + once + sizes.working
+    partition, once = cut.partition, 0
+    for chunk in range(partition.num_chunks):
+        virtual = chunk * partition.num_stages + stage
+        is_updated = cut.is_updated[virtual][block]
+        again = 0
+        if any(is_updated[: recomputed.num_whole(chunk)]):
+            again = sizes.active
+        elif recomputed.num_whole(chunk):
+            again = sizes.suffix
+        elif recomputed.granularity == "selective" and is_updated:
+            again = max(sizes.active_core, sizes.suffix_core)
+        if virtual == partition.num_virtual_stages - 1:  # the head's are freed before the first layer is recomputed
+            again = max(0, again - sizes.head)
+        once = max(once, again)
+    return stage_saved_bytes(cut, sizes, shape, stage, block, recomputed) + once + sizes.working
 
 
-def stage_messages(sizes: LayerBytes, shape: PlanShape, stage: int) -> int:
+@cache
+def microbatches_in_flight(shape: ChunkShape, stage: int) -> tuple[tuple[int, ...], ...]:
+    """Numbers of microbatches, by chunk, whose activations an interleaved stage keeps together; those
+    that no other exceeds."""
+    kept, found = [0] * shape.num_chunks, {(0,) * shape.num_chunks}
+    for action in build_chunk_plan(shape).stages[stage]:
+        if action.kind is Kind.FORWARD:
+            kept[action.chunk] += 1
+            found.add(tuple(kept))
+        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            kept[action.chunk] -= 1
+    return tuple(one for one in sorted(found) if not any(one != other and all(map(le, one, other)) for other in found))
+
+
+def stage_messages(sizes: LayerBytes, shape: Shape, stage: int) -> int:
     """Bytes of queued messages and messages in flight, beside the inputs counted as activations."""
+    one = sizes.input
+    if isinstance(shape, ChunkShape):
+        return (2 + MAX_MESSAGES_IN_FLIGHT) * one
     if shape.num_stages == 1:
         return 0
-    one = sizes.input
     if shape.is_forward_only(stage):
         return (1 + MAX_SENDS_IN_FLIGHT) * one
     ahead = shape.run_ahead if stage == shape.first_trainable else 0

@@ -45,7 +45,8 @@ def layout_flags(recipe: Recipe) -> list[str]:
 def parallel_flags(recipe: Recipe) -> list[str]:
     """Flags of the parallel sizes."""
     context = f" --context-parallel-size {recipe.context_size}" if recipe.context_size > 1 else ""
-    return [f"--pipeline-model-parallel-size {recipe.pipeline_size}{context}"]
+    cut = " --pipeline-cut auto" if recipe.cut == "auto" and recipe.pipeline_size > 1 else ""
+    return [f"--pipeline-model-parallel-size {recipe.pipeline_size}{context}{cut}"]
 
 
 def training_flags(recipe: Recipe) -> list[str]:
@@ -60,6 +61,9 @@ def training_flags(recipe: Recipe) -> list[str]:
         flags.append("--accumulate-allreduce-grads-in-fp32")
     if recipe.recompute == "full":
         flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+    elif recipe.recompute == "auto":
+        memory = recipe.cluster.memory_gib - recipe.cluster.framework_gib
+        flags.append(f"--recompute auto --recompute-memory-gib {memory:g}")
     return flags
 
 
@@ -71,7 +75,9 @@ def method_flags(recipe: Recipe) -> list[str]:
         number = DEFAULT_NUM_BLOCKS if recipe.asked_blocks is None else recipe.asked_blocks
         blocks = "" if layout == "stage" else f"--bcd-num-blocks {number} "
         frozen = "" if recipe.frozen is None else f" --bcd-frozen {','.join(sorted(recipe.frozen)) or 'none'}"
-        return [f"{preset}{blocks}--bcd-layout {layout}{frozen}"]
+        chunks = recipe.num_chunks if layout == "interleaved" else None
+        virtual = "" if chunks in (None, number) else f" --num-virtual-stages-per-pipeline-rank {chunks}"
+        return [f"{preset}{blocks}--bcd-layout {layout}{virtual}{frozen}"]
     flags = ["--bcd-num-blocks 1 --bcd-schedule stock"]
     if recipe.method == "offload":
         flags.append("--optimizer-cpu-offload --optimizer-offload-fraction 1.0")

@@ -276,6 +276,18 @@ def llama(
     )
 
 
+def pass_products(shape: ModelShape, *, sequence: int) -> tuple[int, int]:
+    """Products per token in one pass of a layer: of its matrices, and of the core of attention."""
+    projections = 2 * shape.query_size + 2 * shape.key_value_size
+    matrices = shape.hidden_size * (projections + (3 if shape.gated else 2) * shape.ffn_hidden_size)
+    return matrices, 2 * sequence * shape.query_size
+
+
+def head_passes(shape: ModelShape, *, sequence: int, padded_vocabulary: int) -> float:
+    """Passes of a layer that have as much arithmetic as one pass of the output head."""
+    return shape.hidden_size * padded_vocabulary / sum(pass_products(shape, sequence=sequence))
+
+
 def stage_parameters(shape: ModelShape, partition: Partition, *, padded_vocab_size: int) -> tuple[int, ...]:
     """Parameters that each pipeline stage holds at tensor-parallel size 1, the tied head's copy included."""
     alone = replace(partition, always_active=frozenset(), frozen=frozenset(), has_active_block=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from megatron.bcd.planner.memory import RankMemory, fits, host_bytes, peak, rank_memory
@@ -90,6 +91,8 @@ class Estimate:
                 "global_batch_size": recipe.global_batch_size,
                 "num_microbatches": recipe.num_microbatches,
                 "recompute": recipe.recompute,
+                "pipeline_cut": recipe.cut,
+                "num_chunks": recipe.partition.num_chunks,
             },
             "memory": {
                 "fits": self.fits,
@@ -163,10 +166,10 @@ def training_cost(recipe: Recipe, seconds: float, *, tokens: float | None, multi
 def largest_micro_batch(recipe: Recipe) -> int | None:
     """The largest micro-batch that fits and divides the batch of a data-parallel rank."""
     per_rank = recipe.global_batch_size // recipe.data_size
-    for size in (size for size in range(per_rank, 0, -1) if per_rank % size == 0):
-        if fits(replace(recipe, micro_batch_size=size)):
-            return size
-    return None
+    sizes = [size for size in range(per_rank, 0, -1) if per_rank % size == 0]
+    if recipe.partition.num_chunks > 1:  # a plan for each size takes a while, and a larger one needs more
+        return max(takewhile(lambda size: fits(replace(recipe, micro_batch_size=size)), reversed(sizes)), default=None)
+    return next((size for size in sizes if fits(replace(recipe, micro_batch_size=size))), None)
 
 
 def _full_flops(recipe: Recipe) -> float:

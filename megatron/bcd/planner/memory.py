@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
-from megatron.bcd.pipeline.build import PlanShape, bcd_shape, default_run_ahead
-from megatron.bcd.planner.activations import layer_bytes, stage_activations, stage_messages
-from megatron.bcd.planner.cost import OFFLOADED_BYTES, ModelShape, host_state_bytes, state_budget
+from megatron.bcd.pipeline.build import bcd_shape, default_run_ahead
+from megatron.bcd.pipeline.chunk_shape import ChunkShape, phase_chunk_shape
+from megatron.bcd.planner.activations import Recomputed, Shape, layer_bytes, stage_activations, stage_messages
+from megatron.bcd.planner.cost import OFFLOADED_BYTES, ModelShape, host_state_bytes, pass_products, state_budget
 from megatron.bcd.planner.matrices import matrix_share
 from megatron.bcd.planner.recipe import LayerCounts, Recipe
+from megatron.bcd.planner.recomputation import MOST_ROUNDS, least_recomputation
 from megatron.bcd.planner.tables import GIB
 from megatron.bcd.planner.tensors import Buffer, buffer_of, stage_tensors
 
@@ -81,9 +83,11 @@ def _weights(
     return tuple(stages)
 
 
-def phase_shape(recipe: Recipe, block: int) -> PlanShape:
+def phase_shape(recipe: Recipe, block: int) -> Shape:
     """Shape of the pipeline schedule in the middle of the block's phase."""
     partition = recipe.partition
+    if partition.num_chunks > 1:
+        return phase_chunk_shape(partition, block, num_microbatches=recipe.num_microbatches, head=recipe.head_passes)
     first_trainable = partition.first_trainable_stage(block)
     ahead = min(
         default_run_ahead(num_stages=partition.num_stages, first_trainable=first_trainable), recipe.num_microbatches
@@ -100,30 +104,69 @@ def phase_shape(recipe: Recipe, block: int) -> PlanShape:
 
 def rank_memory(recipe: Recipe, *, replica: int = 0) -> tuple[RankMemory, ...]:
     """One rank per stage in every phase, ordered by stage, then by block."""
-    budget = state_budget(precision=recipe.precision)
+    choices = recomputation(recipe)
+    return tuple(
+        _memory_of(recipe, stage, block, replica, choices[stage][block])
+        for stage in range(recipe.pipeline_size)
+        for block in range(recipe.partition.num_blocks)
+    )
+
+
+def _memory_of(recipe: Recipe, stage: int, block: int, replica: int, recomputed: Recomputed) -> RankMemory:
+    budget, sizes = state_budget(precision=recipe.precision), layer_bytes(recipe)
     is_on_host = recipe.method == "offload"
-    shapes = [phase_shape(recipe, block.index) for block in recipe.partition.blocks]
-    sizes, framework = layer_bytes(recipe), int(recipe.cluster.framework_gib * GIB)
-    ranks = []
-    for stage in range(recipe.pipeline_size):
-        for block, ((buffer, elements), shape) in enumerate(zip(_stage_weights(recipe)[stage], shapes, strict=True)):
-            held, pieces = buffer.held[replica], buffer.pieces[replica]
-            share = matrix_share(recipe, stage, block, replica)
-            of_adam = int(budget.optimizer) * held + STEP_COUNTER_BYTES * pieces
-            ranks.append(
-                RankMemory(
-                    stage=stage,
-                    block=block,
-                    weights=budget.weight * elements,
-                    gradients=budget.gradient * buffer.size + share.gradients,
-                    optimizer=0 if is_on_host else of_adam + share.state,
-                    activations=stage_activations(recipe, sizes, shape, stage, block),
-                    optimizer_work=0 if is_on_host else max(4 * held, share.working),
-                    communication=stage_messages(sizes, shape, stage),
-                    framework=framework,
-                )
-            )
-    return tuple(ranks)
+    buffer, elements = _stage_weights(recipe)[stage][block]
+    held, pieces = buffer.held[replica], buffer.pieces[replica]
+    share, shape = matrix_share(recipe, stage, block, replica), _steady_shape(recipe, block)
+    of_adam = int(budget.optimizer) * held + STEP_COUNTER_BYTES * pieces
+    return RankMemory(
+        stage=stage,
+        block=block,
+        weights=budget.weight * elements,
+        gradients=budget.gradient * buffer.size + share.gradients,
+        optimizer=0 if is_on_host else of_adam + share.state,
+        activations=stage_activations(recipe.layer_counts, sizes, shape, stage, block, recomputed),
+        optimizer_work=0 if is_on_host else max(4 * held, share.working),
+        communication=stage_messages(sizes, shape, stage),
+        framework=int(recipe.cluster.framework_gib * GIB),
+    )
+
+
+def _steady_shape(recipe: Recipe, block: int) -> Shape:
+    shape = phase_shape(recipe, block)
+    if isinstance(shape, ChunkShape):
+        return replace(shape, num_microbatches=min(shape.num_microbatches, MOST_ROUNDS * shape.num_stages))
+    return shape
+
+
+@lru_cache(maxsize=256)
+def recomputation(recipe: Recipe) -> tuple[tuple[Recomputed, ...], ...]:
+    """What is recomputed, by stage and block: as the recipe says, or with auto the cheapest that fits, of what costs
+    least, all layers where nothing does."""
+    return tuple(
+        tuple(_choice(recipe, stage, block) for block in range(recipe.partition.num_blocks))
+        for stage in range(recipe.pipeline_size)
+    )
+
+
+def _choice(recipe: Recipe, stage: int, block: int) -> Recomputed:
+    cut = recipe.layer_counts
+    numbers = [
+        cut.after_prefix[chunk * recipe.pipeline_size + stage][block] for chunk in range(recipe.partition.num_chunks)
+    ]
+    if recipe.recompute == "none":
+        return Recomputed()
+    if recipe.recompute == "full":
+        return Recomputed(granularity="full", layers=tuple(numbers)) if any(numbers) else Recomputed()
+    limit = recipe.cluster.memory_gib * GIB
+    # ranks differ by less than a parameter's shard
+    largest = max(range(recipe.num_replicas), key=lambda rank: _stage_weights(recipe)[stage][block][0].held[rank])
+    matrices, core = pass_products(recipe.shape, sequence=recipe.tokens)
+    return least_recomputation(
+        numbers,
+        lambda choice: _memory_of(recipe, stage, block, largest, choice).total <= limit,
+        core_share=core / (matrices + core),
+    )
 
 
 def host_bytes(recipe: Recipe) -> int:
@@ -159,5 +202,7 @@ def peak(ranks: tuple[RankMemory, ...]) -> RankMemory:
 
 
 def fits(recipe: Recipe) -> bool:
-    """Whether every rank's peak is within its GPU's memory."""
+    """Whether every rank's peak is within its GPU's memory. With auto: if all layers are recomputed."""
+    if recipe.recompute == "auto":
+        recipe = replace(recipe, recompute="full")
     return peak(rank_memory(recipe)).total <= recipe.cluster.memory_gib * GIB

@@ -6,10 +6,11 @@ from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 
 from megatron.bcd.blocks.check_partition import with_tied_parts
+from megatron.bcd.blocks.cut import Pipeline, balanced_cut
 from megatron.bcd.blocks.partition import Partition, partition
-from megatron.bcd.config import PLANNED_LAYOUTS, BcdConfig
+from megatron.bcd.config import DEFAULT_NUM_BLOCKS, LAYOUTS, BcdConfig
 from megatron.bcd.config.presets import PRESETS
-from megatron.bcd.planner.cost import PRECISIONS, ModelShape, layer_work
+from megatron.bcd.planner.cost import PRECISIONS, ModelShape, head_passes
 from megatron.bcd.planner.tables import Cluster, Model
 
 PRESET_OF = {"bcd": "paper", "pretrain": "pretrain", "finetune": "finetune"}
@@ -18,21 +19,29 @@ METHODS = ("bcd", "pretrain", "finetune", "full", "offload")
 """Block coordinate descent as in the paper; with --bcd-preset pretrain or finetune; full training; full training with
 the optimizer on the host."""
 RECOMPUTE = ("none", "full")
+"""Of all stages in all phases alike."""
+RECOMPUTE_CHOICES = (*RECOMPUTE, "auto")
+"""auto: in each phase and on each stage the least that fits (`planner.recomputation`)."""
+CUTS = ("even", "auto")
+"""auto: stages take equally long, head counted (`blocks.cut`)."""
 MAX_GPUS, MAX_BATCH, MAX_TOKENS = 4096, 2**17, 2**24
 """Larger values are taken for typing errors."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerCounts:
-    """A partition and its numbers of layers, indexed by stage, then by block."""
+    """A partition and its numbers of layers, indexed by virtual stage, then by block. In layouts without chunks each
+    stage is one virtual stage."""
 
     partition: Partition
     layers: tuple[int, ...]
-    """By stage."""
+    """By virtual stage."""
     weight_gradient: tuple[tuple[int, ...], ...]
     """Layers whose weight gradients are computed: active and resting ones."""
     after_prefix: tuple[tuple[int, ...], ...]
     """These, and layers of the suffix."""
+    is_updated: tuple[tuple[tuple[bool, ...], ...], ...]
+    """Of each layer after the prefix, in depth order: whether its weight gradients are computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +64,9 @@ class Recipe:
     """None: the preset's."""
     frozen: frozenset[str] | None = None
     """--bcd-frozen; None: the preset's."""
+    num_chunks: int | None = None
+    """Of every stage, in layout interleaved; None: as many as blocks."""
+    cut: str = "even"
     precision: str = "fp32"
     sequence: int | None = None
     """None: the model's default."""
@@ -81,8 +93,9 @@ class Recipe:
                 raise ValueError(f"{flag} {value}: must be 1 to {most}")
         for flag, chosen, choices in (
             ("--method", self.method, METHODS),
-            ("--bcd-layout", self.layout or "spread", PLANNED_LAYOUTS),
-            ("--recompute", self.recompute, RECOMPUTE),
+            ("--bcd-layout", self.layout or "spread", LAYOUTS),
+            ("--pipeline-cut", self.cut, CUTS),
+            ("--recompute", self.recompute, RECOMPUTE_CHOICES),
             ("--precision", self.precision, PRECISIONS),
         ):
             if chosen not in choices:
@@ -204,11 +217,13 @@ class Recipe:
             self.model.layers,
             self.pipeline_size,
             self.asked_blocks if self.has_blocks else 1,
-            self.layout or bcd.bcd_layout if self.has_blocks else "spread",
+            self.layout or bcd.bcd_layout if self._may_have_chunks else "spread",
             self.shape.tied,
             self._frozen_parts,
             bcd.always_active - self._frozen_parts,
             bcd.bcd_resting_layers if bcd.bcd_resting_update != "none" else "none",
+            self.num_chunks,
+            self.head_passes if self.cut == "auto" else None,
         )
 
     @property
@@ -222,6 +237,16 @@ class Recipe:
     def _frozen_parts(self) -> frozenset[str]:
         parts = self.bcd.frozen if self.frozen is None else self.frozen
         return with_tied_parts(parts, tied=self.shape.tied)
+
+    @property
+    def head_passes(self) -> float:
+        """Passes of a layer that have as much arithmetic as one pass of the output head."""
+        return head_passes(self.shape, sequence=self.tokens, padded_vocabulary=self.padded_vocabulary)
+
+    @property
+    def _may_have_chunks(self) -> bool:
+        """Whether the layout counts: methods without blocks have stages, or in layout interleaved chunks of them."""
+        return self.has_blocks or self.layout == "interleaved"
 
 
 @lru_cache
@@ -241,22 +266,60 @@ def _layer_counts(
     frozen: frozenset[str],
     always_active: frozenset[str],
     resting: str,
+    num_chunks: int | None,
+    head: float | None,
 ) -> LayerCounts:
+    sizes = None
+    if head is not None and num_stages > 1:
+        parts = DEFAULT_NUM_BLOCKS if num_blocks is None else max(1, num_blocks)
+        sizes = balanced_cut(
+            Pipeline(
+                num_layers=num_layers,
+                num_stages=num_stages,
+                num_blocks=1 if layout == "stage" else parts,
+                layout=layout,
+                num_chunks=(num_chunks or parts) if layout == "interleaved" else 1,
+                tied=tied,
+                head=head,
+            )
+        )
     blocks = partition(
         num_layers=num_layers,
         num_stages=num_stages,
         num_blocks=num_blocks,
         layout=layout,
+        layers_per_stage=sizes,
         tied=tied,
         frozen=frozen,
         always_active=always_active,
         resting=resting,
+        num_parts=num_chunks,
     )
-    stages = range(num_stages)
-    work = [[layer_work(blocks, block.index, stage=stage) for block in blocks.blocks] for stage in stages]
+    return layer_counts_of(blocks)
+
+
+def layer_counts_of(blocks: Partition) -> LayerCounts:
+    """The numbers of layers of a partition."""
+    held = [blocks.chunk_layers(*_place(blocks, virtual)) for virtual in range(blocks.num_virtual_stages)]
+    is_updated = tuple(tuple(_updated(blocks, block.index, layers) for block in blocks.blocks) for layers in held)
     return LayerCounts(
         partition=blocks,
-        layers=tuple(len(blocks.stage_layers(stage)) for stage in stages),
-        weight_gradient=tuple(tuple(each.weight_gradient for each in by_block) for by_block in work),
-        after_prefix=tuple(tuple(each.input_gradient for each in by_block) for by_block in work),
+        layers=tuple(len(layers) for layers in held),
+        weight_gradient=tuple(tuple(map(sum, by_block)) for by_block in is_updated),
+        after_prefix=tuple(tuple(map(len, by_block)) for by_block in is_updated),
+        is_updated=is_updated,
     )
+
+
+def _place(blocks: Partition, virtual: int) -> tuple[int, int]:
+    """Stage and chunk of a virtual stage."""
+    chunk, stage = divmod(virtual, blocks.num_stages)
+    return stage, chunk
+
+
+def _updated(blocks: Partition, block: int, layers: range) -> tuple[bool, ...]:
+    """Of the layers after the block's prefix: whether they are active or rest."""
+    active = set(blocks.blocks[block].layers if blocks.has_active_block else ())
+    active.update(blocks.resting_layers(block))
+    first = len(blocks.prefix_layers(block))
+    return tuple(layer in active for layer in layers if layer >= first)

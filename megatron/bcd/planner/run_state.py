@@ -105,6 +105,23 @@ def shape_of(config: RunConfig, *, vocab_size: int) -> cost.ModelShape:
     )
 
 
+def head_passes(config: RunConfig, *, padded_vocab_size: int) -> float:
+    """Passes of a layer that have as much arithmetic as one pass of the output head."""
+    shape = shape_of(config, vocab_size=padded_vocab_size)
+    return cost.head_passes(shape, sequence=config.model.seq_length, padded_vocabulary=padded_vocab_size)
+
+
+def stage_sizes(config: RunConfig, partition: Partition, stage: int, *, padded_vocab_size: int) -> dict[str, int]:
+    """Elements of every parameter of a rank of a pipeline stage, by name."""
+    shape = shape_of(config, vocab_size=padded_vocab_size)
+    return {
+        tensor.name: -(-tensor.size // config.tensor_size)
+        if tensor.name.endswith(_SHARED_BY_TENSOR_RANKS)
+        else tensor.size
+        for tensor in stage_tensors(shape, partition, stage, padded_vocabulary=padded_vocab_size)
+    }
+
+
 def stage_state(
     config: RunConfig, partition: Partition, *, vocab_size: int, num_replicas: int
 ) -> Iterator[tuple[int, int]]:
@@ -113,15 +130,10 @@ def stage_state(
     From formulas, without buffer padding; ``vocab_size`` is the tokenizer's, ``num_replicas`` as in `state_bytes`.
     """
     multiple = config.model.make_vocab_size_divisible_by * config.tensor_size
-    shape, padded = shape_of(config, vocab_size=vocab_size), -(-vocab_size // multiple) * multiple
+    padded = -(-vocab_size // multiple) * multiple
     is_muon = config.optimizer.optimizer == "muon"
     for stage in range(partition.num_stages):
-        sizes = {
-            tensor.name: -(-tensor.size // config.tensor_size)
-            if tensor.name.endswith(_SHARED_BY_TENSOR_RANKS)
-            else tensor.size
-            for tensor in stage_tensors(shape, partition, stage, padded_vocabulary=padded)
-        }
+        sizes = stage_sizes(config, partition, stage, padded_vocab_size=padded)
         owned = {name: ownership(name, partition=partition, stage=stage) for name in sizes}
         total = sum(sizes.values())
         yield (

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.bcd.planner.estimate import Estimate, make_estimate, training_cost
 from megatron.bcd.planner.memory import fits
-from megatron.bcd.planner.recipe import MAX_GPUS, RECOMPUTE, Recipe
+from megatron.bcd.planner.recipe import MAX_GPUS, Recipe
 from megatron.bcd.planner.step_time import mean_seconds, phase_seconds
 
 SEARCHED_BLOCKS = (2, 3, 4, 5, 6)
@@ -16,6 +17,8 @@ SEARCHED_BLOCKS = (2, 3, 4, 5, 6)
 _SIMULATED = 3
 """Number of layouts, cheapest by rough time, whose pipeline is simulated."""
 MOST_GPUS = 512
+_CHUNKS_PER_BLOCK = (1, 2)
+"""Of a stage, in layout interleaved; with 2 a block is two parts of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +32,8 @@ class SearchResult:
 
 
 def layouts(base: Recipe, *, num_blocks: Sequence[int] | None = None) -> Iterator[Recipe]:
-    """Every layout of the recipe on its GPUs: pipeline and data size, blocks, micro-batch, recomputation."""
+    """Every layout of the recipe on its GPUs: pipeline and data size, blocks, micro-batch, recomputation. The cut of
+    the stages and how layers form blocks are ``base``'s."""
     if not base.has_blocks:
         choices: Sequence[int | None] = (None,)
     elif base.partition.layout == "stage" or (base.method in ("pretrain", "finetune") and not num_blocks):
@@ -42,17 +46,36 @@ def layouts(base: Recipe, *, num_blocks: Sequence[int] | None = None) -> Iterato
             continue
         for blocks in choices:
             for micro_batch_size in (size for size in _divisors(per_rank) if size & (size - 1) == 0):
-                for recompute in RECOMPUTE:
-                    try:
-                        yield replace(
-                            base,
-                            pipeline_size=pipeline_size,
-                            num_blocks=blocks,
-                            micro_batch_size=micro_batch_size,
-                            recompute=recompute,
-                        )
-                    except ValueError:  # more stages or blocks than the model has layers for
-                        continue
+                with contextlib.suppress(ValueError):  # more stages or blocks than the model has layers for
+                    recipe = replace(
+                        base,
+                        pipeline_size=pipeline_size,
+                        num_blocks=blocks,
+                        micro_batch_size=micro_batch_size,
+                        recompute="none",
+                    )
+                    yield recipe
+                    if not fits(recipe):
+                        yield replace(recipe, recompute="auto")
+
+
+def variants(recipe: Recipe) -> Iterator[Recipe]:
+    """The recipe's pipeline and batch with other cuts, and where a layout was not given, with other layouts."""
+    if recipe.pipeline_size == 1:
+        return
+    choices: list[dict[str, object]] = [{"cut": "auto", "layout": recipe.layout}]
+    is_free = recipe.layout is None and recipe.method in ("bcd", "finetune")
+    if is_free:
+        # strided blocks have next to no prefix: never faster than spread
+        choices.append({"cut": "auto", "layout": "submodel"})
+        number = recipe.partition.num_blocks
+        if recipe.num_microbatches >= recipe.pipeline_size:
+            choices += [
+                {"cut": "auto", "layout": "interleaved", "num_chunks": times * number} for times in _CHUNKS_PER_BLOCK
+            ]
+    for changes in choices:
+        with contextlib.suppress(ValueError):  # too few layers
+            yield replace(recipe, **{"recompute": "auto", **changes})  # type: ignore[arg-type]
 
 
 def search(
@@ -79,12 +102,19 @@ def search(
     by_price = sorted(fitting, key=rough_dollars)
     is_quick = by_price[0].partition.num_blocks <= SEARCHED_BLOCKS[-1]
     cheapest = by_price[: _SIMULATED if is_quick else 1]
+    others = [other for recipe in _of_different_pipelines(cheapest) for other in variants(recipe)] if is_quick else []
+    cheapest += [recipe for recipe in others if fits(recipe)]
     estimates = [make_estimate(recipe, tokens=tokens, multiplier=multiplier) for recipe in cheapest]
     return SearchResult(
         num_tried=len(tried),
         num_fitting=len(fitting),
-        best=tuple(sorted(estimates, key=lambda estimate: estimate.cost.dollars)),
+        best=tuple(sorted(estimates, key=lambda estimate: estimate.cost.dollars)[:_SIMULATED]),
     )
+
+
+def _of_different_pipelines(recipes: Sequence[Recipe]) -> list[Recipe]:
+    """The first of each pipeline size and number of blocks."""
+    return list({(recipe.pipeline_size, recipe.num_blocks): recipe for recipe in reversed(recipes)}.values())[::-1]
 
 
 def fewest_gpus(base: Recipe, *, num_blocks: Sequence[int] | None = None) -> int | None:

@@ -10,12 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron.bcd.pipeline.actions import Kind
-from megatron.bcd.pipeline.build import PlanShape, build_plan, default_run_ahead
-from megatron.bcd.pipeline.simulate import ActionCosts, action_costs, simulate
-from megatron.bcd.planner.activations import layer_bytes
-from megatron.bcd.planner.cost import state_budget
+from megatron.bcd.pipeline.build import build_plan, default_run_ahead
+from megatron.bcd.pipeline.chunk_shape import ChunkShape
+from megatron.bcd.pipeline.interleaved import build_chunk_plan
+from megatron.bcd.pipeline.simulate import ActionCosts, Timeline, action_costs, simulate
+from megatron.bcd.pipeline.simulate_interleaved import chunk_costs, simulate_chunk_plan
+from megatron.bcd.planner.activations import Shape, layer_bytes
+from megatron.bcd.planner.cost import pass_products, state_budget
 from megatron.bcd.planner.matrices import MatrixShare, matrix_share
-from megatron.bcd.planner.memory import phase_shape, stage_buffers
+from megatron.bcd.planner.memory import phase_shape, recomputation, stage_buffers
 from megatron.bcd.planner.recipe import Recipe
 
 _ADAM_PASSES = 11
@@ -62,11 +65,16 @@ class PassCost:
 
 def layer_pass(recipe: Recipe) -> PassCost:
     """One pass of one transformer layer."""
-    shape, tokens = recipe.shape, recipe.rank_tokens * recipe.micro_batch_size
-    projections = 2 * shape.query_size + 2 * shape.key_value_size
-    matrices = shape.hidden_size * (projections + (3 if shape.gated else 2) * shape.ffn_hidden_size)
-    attention = 2 * recipe.tokens * shape.query_size
-    return PassCost(flops=2 * tokens * (matrices + attention), traffic=2 * layer_bytes(recipe).active)
+    tokens = recipe.rank_tokens * recipe.micro_batch_size
+    products = sum(pass_products(recipe.shape, sequence=recipe.tokens))
+    return PassCost(flops=2 * tokens * products, traffic=2 * layer_bytes(recipe).active)
+
+
+def core_pass(recipe: Recipe) -> PassCost:
+    """The core of attention in one forward pass of a layer."""
+    tokens = recipe.rank_tokens * recipe.micro_batch_size
+    _, core = pass_products(recipe.shape, sequence=recipe.tokens)
+    return PassCost(flops=2 * tokens * core, traffic=2 * layer_bytes(recipe).suffix_core)
 
 
 def head_pass(recipe: Recipe) -> PassCost:
@@ -76,14 +84,15 @@ def head_pass(recipe: Recipe) -> PassCost:
     return PassCost(flops=2 * elements * recipe.shape.hidden_size, traffic=8 * elements)
 
 
-def phase_seconds(recipe: Recipe, block: int, *, is_rough: bool = False) -> PhaseTime:
+def phase_seconds(recipe: Recipe, block: int, *, is_rough: bool = False, is_whole: bool = False) -> PhaseTime:
     """An iteration in the middle of the block's phase.
 
     ``is_rough`` replaces the simulation by fill, drain and the slowest stage: fast, and exact for balanced stages.
+    ``is_whole`` simulates every microbatch.
     """
     shape = phase_shape(recipe, block)
     costs = _costs(recipe, shape, block)
-    pipeline, bubble = _rough_seconds(shape, costs) if is_rough else _pipeline_seconds(shape, costs)
+    pipeline, bubble = _rough_seconds(shape, costs) if is_rough else _pipeline_seconds(shape, costs, is_whole=is_whole)
     buffers = [stage_buffers(recipe, stage)[block] for stage in range(recipe.pipeline_size)]
     ranks = [
         (_step_seconds(recipe, held, share := matrix_share(recipe, stage, block, rank)), share)
@@ -130,21 +139,28 @@ def mean_seconds(phases: tuple[PhaseTime, ...]) -> float:
     return sum(phase.total for phase in phases) / len(phases)
 
 
-def _costs(recipe: Recipe, shape: PlanShape, block: int) -> ActionCosts:
-    partition, cut = recipe.partition, recipe.layer_counts
-    layer, head = layer_pass(recipe).seconds(recipe), head_pass(recipe).seconds(recipe)
+def _costs(recipe: Recipe, shape: Shape, block: int) -> ActionCosts:
+    partition, cut, choices = recipe.partition, recipe.layer_counts, recomputation(recipe)
+    layer, head, core = (each(recipe).seconds(recipe) for each in (layer_pass, head_pass, core_pass))
     exchange = _exchange_seconds(recipe)
     forward, backward = [], []
-    for stage in range(shape.num_stages):
-        num_active, num_inputs = cut.weight_gradient[stage][block], cut.after_prefix[stage][block]
-        recomputed = num_inputs if recipe.recompute == "full" else 0
-        forward.append(cut.layers[stage] * (layer + exchange))
+    for virtual in range(partition.num_virtual_stages):
+        chunk, stage = divmod(virtual, partition.num_stages)
+        num_active, num_inputs = cut.weight_gradient[virtual][block], cut.after_prefix[virtual][block]
+        choice = choices[stage][block]
+        recomputed = choice.num_whole(chunk)
+        forward.append(cut.layers[virtual] * (layer + exchange))
         backward.append((num_inputs + num_active + recomputed) * layer + (num_inputs + recomputed) * exchange)
-        if stage == shape.last:
+        if choice.granularity == "selective":
+            backward[-1] += num_inputs * core
+        if virtual == shape.last:
             forward[-1] += head
             backward[-1] += (1 + partition.head_active(block)) * head
+    values = {"forward": forward, "backward": backward, "backward_input": backward}
     message = _message_seconds(recipe)
-    return action_costs(shape, forward=forward, backward=backward, backward_input=backward, message=message)
+    if isinstance(shape, ChunkShape):
+        return chunk_costs(shape, **values, message=message)
+    return action_costs(shape, **values, message=message)
 
 
 def _exchange_seconds(recipe: Recipe) -> float:
@@ -158,34 +174,45 @@ def _exchange_seconds(recipe: Recipe) -> float:
 
 
 def _message_seconds(recipe: Recipe) -> float:
-    """Mean over the pipeline's links: exact if messages follow one another."""
+    """Mean over the pipeline's links: exact if messages follow one another. Between chunks the last stage has a link to
+    the first one."""
     if recipe.pipeline_size == 1:
         return 0.0
-    cluster, last = recipe.cluster, recipe.pipeline_size - 1
+    cluster, num_links = recipe.cluster, recipe.pipeline_size - (recipe.partition.num_chunks == 1)
     # ranks of one stage are neighbours, so a stage starts every num_replicas ranks
     nodes = [stage * recipe.num_replicas // recipe.gpus_per_node for stage in range(recipe.pipeline_size)]
-    between = sum(nodes[stage] != nodes[stage + 1] for stage in range(last))
+    between = sum(nodes[stage] != nodes[(stage + 1) % recipe.pipeline_size] for stage in range(num_links))
     # all ranks of a stage on a node send at once
     network = cluster.network_gb_per_s / min(recipe.num_replicas, recipe.gpus_per_node)
-    speeds = [network] * between + [cluster.link_gb_per_s] * (last - between)
-    return layer_bytes(recipe).input * sum(1 / (1e9 * speed) for speed in speeds) / last
+    speeds = [network] * between + [cluster.link_gb_per_s] * (num_links - between)
+    return layer_bytes(recipe).input * sum(1 / (1e9 * speed) for speed in speeds) / num_links
 
 
-def _pipeline_seconds(shape: PlanShape, costs: ActionCosts) -> tuple[float, float]:
+def _pipeline_seconds(shape: Shape, costs: ActionCosts, *, is_whole: bool) -> tuple[float, float]:
     """Time and bubble; of many microbatches the first are simulated, the rest continue at the same pace."""
-    simulated = _with_microbatches(shape, min(shape.num_microbatches, _SIMULATED_ROUNDS * shape.num_stages))
-    timeline = simulate(build_plan(simulated), costs)
+    most = shape.num_microbatches if is_whole else _SIMULATED_ROUNDS * shape.num_stages
+    simulated = _with_microbatches(shape, min(shape.num_microbatches, most))
+    timeline = _timeline(simulated, costs)
     more = (shape.num_microbatches - simulated.num_microbatches) / simulated.num_microbatches
     if not more:
         return timeline.iteration_time, timeline.bubble
     fewer = _with_microbatches(shape, simulated.num_microbatches - shape.num_stages)
-    slope = (timeline.iteration_time - simulate(build_plan(fewer), costs).iteration_time) / shape.num_stages
+    slope = (timeline.iteration_time - _timeline(fewer, costs).iteration_time) / shape.num_stages
     total = timeline.iteration_time + more * simulated.num_microbatches * slope
     return total, 1 - sum(timeline.busy_times) * (1 + more) / (total * shape.num_stages)
 
 
-def _rough_seconds(shape: PlanShape, costs: ActionCosts) -> tuple[float, float]:
-    """Every stage from the first trainable one once, and the slowest stage for all other microbatches."""
+def _timeline(shape: Shape, costs: ActionCosts) -> Timeline:
+    if isinstance(shape, ChunkShape):
+        return simulate_chunk_plan(build_chunk_plan(shape), costs)
+    return simulate(build_plan(shape), costs)
+
+
+def _rough_seconds(shape: Shape, costs: ActionCosts) -> tuple[float, float]:
+    """Every stage from the first trainable one once, and the slowest stage for all other microbatches. With several
+    chunks: the first pass through all of them, and the last one back, as shares of that."""
+    if isinstance(shape, ChunkShape):
+        return _rough_chunk_seconds(shape, costs)
     forward = [costs.of(stage, Kind.FORWARD) for stage in range(shape.num_stages)]
     both = [forward[stage] + costs.of(stage, Kind.BACKWARD) for stage in range(shape.first_trainable, shape.num_stages)]
     slowest = max(*both, *forward)
@@ -194,7 +221,21 @@ def _rough_seconds(shape: PlanShape, costs: ActionCosts) -> tuple[float, float]:
     return total, 1 - busy / (total * shape.num_stages)
 
 
-def _with_microbatches(shape: PlanShape, number: int) -> PlanShape:
+def _rough_chunk_seconds(shape: ChunkShape, costs: ActionCosts) -> tuple[float, float]:
+    """The slowest stage's work, and a chunk's passes on all other stages."""
+    work = [0.0] * shape.num_stages
+    for virtual in range(shape.num_virtual):
+        work[shape.stage_of(virtual)] += costs.of(virtual, Kind.FORWARD)
+        if not shape.is_forward_only(virtual):
+            work[shape.stage_of(virtual)] += costs.of(virtual, Kind.BACKWARD)
+    fill = (sum(work) - max(work)) / shape.num_chunks + 2 * (shape.num_stages - 1) * costs.message
+    total = shape.num_microbatches * max(work) + fill
+    return total, 1 - shape.num_microbatches * sum(work) / (total * shape.num_stages)
+
+
+def _with_microbatches(shape: Shape, number: int) -> Shape:
+    if isinstance(shape, ChunkShape):
+        return replace(shape, num_microbatches=number)
     ahead = min(default_run_ahead(num_stages=shape.num_stages, first_trainable=shape.first_trainable), number)
     return replace(shape, num_microbatches=number, done_ahead=ahead, run_ahead=ahead)
 

@@ -46,7 +46,7 @@ def stage_tensors(shape: ModelShape, partition: Partition, stage: int, *, padded
         Tensor(
             name=name,
             size=sum(prod(part) for part in parts),
-            is_shared=has_copy and name in ("embedding.word_embeddings.weight", "output_layer.weight"),
+            is_shared=has_copy and name.endswith(("embedding.word_embeddings.weight", "output_layer.weight")),
             owned=(owned := ownership(name, partition=partition, stage=stage)),
             parts=parts if owned.is_matrix else (),
         )

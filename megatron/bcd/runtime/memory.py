@@ -46,6 +46,11 @@ def reserved_memory_bytes() -> int:
     return torch.cuda.max_memory_reserved() if device.has_cuda() else 0
 
 
+def total_bytes() -> int:
+    """Memory of this rank's GPU; 0 on a CPU."""
+    return torch.cuda.get_device_properties(device.current()).total_memory if device.has_cuda() else 0
+
+
 def peak_memory_bytes() -> int:
     """Peak since `reset_peak_memory`: bytes allocated on the GPU, or the process's resident set on a CPU."""
     if device.has_cuda():

@@ -25,6 +25,7 @@ from megatron.bcd.pipeline.build import default_run_ahead
 from megatron.bcd.planner import cost
 from megatron.bcd.planner.run_state import offload_fraction, phase_counts, state_bytes
 from megatron.bcd.runtime import collectives, device, distributed, replicas
+from megatron.bcd.training.recompute import Recomputation
 
 
 def summarize(
@@ -39,6 +40,7 @@ def summarize(
     implementation: Implementation,
     block_schedule: BlockSchedule,
     samples: PhaseSubset | None,
+    recomputation: Recomputation,
 ) -> RunSummary:
     """Collect the banner's figures from all ranks; a collective, the same on every rank."""
     num_replicas = replicas.size()
@@ -78,8 +80,7 @@ def summarize(
             *_describe_other_blocks(config, partition, one_replica),
             *_describe_kept_state(config, partition, ranks),
             *_describe_offload(config, max(rank["num_parameters"] for rank in ranks), num_replicas),
-            *_describe_pipeline(config, partition),
-            *_describe_connections(config),
+            *_describe_stages(config, partition, recomputation),
             *_describe_samples(samples),
             *_describe_prefix_cache(config, partition),
         ),
@@ -294,6 +295,21 @@ def _describe_offload(config: RunConfig, num_parameters: int, num_replicas: int)
         f"optimizer offloaded to the host, {fraction:.0%} of it: weights, gradients and moments in fp32, {held:,} "
         "bytes of host memory per rank before page-locked memory is rounded up",
     )
+
+
+def _describe_stages(config: RunConfig, partition: Partition, recomputation: Recomputation) -> tuple[str, ...]:
+    return (
+        *_describe_cut(config, partition),
+        *_describe_pipeline(config, partition),
+        *recomputation.describe(partition),
+        *_describe_connections(config),
+    )
+
+
+def _describe_cut(config: RunConfig, partition: Partition) -> tuple[str, ...]:
+    if config.training.pipeline_cut != "auto" or partition.num_stages == 1:
+        return ()
+    return (f"--pipeline-cut auto: --pipeline-model-parallel-layout {config.training.pipeline_model_parallel_layout}",)
 
 
 def _describe_pipeline(config: RunConfig, partition: Partition) -> tuple[str, ...]:

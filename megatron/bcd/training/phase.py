@@ -11,6 +11,7 @@ from megatron.bcd.data.samples import TrainingSamples
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.prefix_cache.controller import PrefixCache
 from megatron.bcd.runtime import memory
+from megatron.bcd.training.recompute import Recomputation
 from megatron.bcd.training.select_block import gradient_scores
 from megatron.bcd.training.state import TrainState
 from megatron.bcd.training.train_step import StepResult, TrainStep
@@ -31,6 +32,7 @@ class Phase:
         train_step: TrainStep,
         samples: TrainingSamples,
         prefix_cache: PrefixCache,
+        recomputation: Recomputation,
         train_iters: int,
         reporter: Reporter,
     ) -> None:
@@ -41,6 +43,7 @@ class Phase:
         self._timers = train_step.timers
         self._samples = samples
         self._prefix_cache = prefix_cache
+        self.recomputation = recomputation
         self._train_iters = train_iters
         self._global_batch_size = data.global_batch_size(config)
         self._greedy_microbatches = config.bcd.bcd_greedy_microbatches
@@ -55,7 +58,9 @@ class Phase:
         """
         if self._block_schedule.needs_scores(state.phase_state):
             state.phase_state = self._block_schedule.choose_block(state.phase_state, self._scores(state))
-        self._active.build(self._block_schedule.block(state.phase_state))
+        block = self._block_schedule.block(state.phase_state)
+        self._active.build(block)
+        self.recomputation.begin_phase(block)
         self._lr_scheduler.optimizer = self._active.scheduled()
         self._lr_scheduler.step(0)  # sets the present learning rate in the new optimizer's groups
         self._is_unchecked = True

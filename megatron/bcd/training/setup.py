@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+from megatron.core.num_microbatches_calculator import get_num_microbatches, init_num_microbatches_calculator
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.bcd import data
@@ -28,8 +28,10 @@ from megatron.bcd.model.implementation import Implementation, implementation_her
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.lr_schedule import build_scheduler
 from megatron.bcd.pipeline.schedule import PipelineSchedule
+from megatron.bcd.planner.run_recomputation import RunMemory
+from megatron.bcd.planner.run_state import head_passes
 from megatron.bcd.prefix_cache.controller import PrefixCache
-from megatron.bcd.runtime import memory
+from megatron.bcd.runtime import memory, replicas
 from megatron.bcd.runtime.activation_meter import ActivationMeter
 from megatron.bcd.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
 from megatron.bcd.training.banner import summarize
@@ -38,6 +40,7 @@ from megatron.bcd.training.evaluate import Evaluator
 from megatron.bcd.training.forward_backward import ForwardBackward
 from megatron.bcd.training.phase import Phase
 from megatron.bcd.training.profiler import StepProfiler
+from megatron.bcd.training.recompute import Recomputation
 from megatron.bcd.training.samples import evaluation_samples
 from megatron.bcd.training.stop import StopRequests
 from megatron.bcd.training.timers import StepTimers
@@ -128,6 +131,7 @@ def setup(
             implementation=base.implementation,
             block_schedule=base.block_schedule,
             samples=components.samples.subset,
+            recomputation=components.phase.recomputation,
         )
     )
     for note in base.notes:
@@ -175,7 +179,7 @@ def _components(config: RunConfig, base: _Base, reporter: Reporter, exporter: Ex
     stage = parallel_state.get_pipeline_model_parallel_rank()
     samples = TrainingSamples(config, dataset=base.splits.train, epoch_samples=base.epoch_samples)
     active = ActiveBlock(model=base.model, config=config, partition=base.partition, stage=stage)
-    pipeline = _pipeline(config, base.partition)
+    pipeline = _pipeline(config, base)
     forward_backward = ForwardBackward(
         config, active=active, pipeline=pipeline, meter=ActivationMeter(memory.allocator())
     )
@@ -219,6 +223,7 @@ def _components(config: RunConfig, base: _Base, reporter: Reporter, exporter: Ex
             train_step=train_step,
             samples=samples,
             prefix_cache=prefix_cache,
+            recomputation=Recomputation(config, model=base.model, stage=stage, run=_run_memory(config, base)),
             train_iters=base.train_iters,
             reporter=reporter,
         ),
@@ -232,12 +237,26 @@ def _components(config: RunConfig, base: _Base, reporter: Reporter, exporter: Ex
     )
 
 
-def _pipeline(config: RunConfig, partition: Partition) -> PipelineSchedule:
+def _pipeline(config: RunConfig, base: _Base) -> PipelineSchedule:
     return PipelineSchedule(
         name=config.bcd.bcd_schedule,
-        partition=partition,
+        partition=base.partition,
         run_ahead=config.bcd.bcd_run_ahead,
         timeout_minutes=config.training.distributed_timeout_minutes,
+        head_passes=head_passes(config, padded_vocab_size=base.padded_vocab_size),
+    )
+
+
+def _run_memory(config: RunConfig, base: _Base) -> RunMemory | None:
+    """What --recompute auto decides by."""
+    if config.training.recompute is None:
+        return None
+    return RunMemory(
+        config=config,
+        partition=base.partition,
+        padded_vocab_size=base.padded_vocab_size,
+        num_replicas=replicas.size(),
+        num_microbatches=get_num_microbatches(),
     )
 
 

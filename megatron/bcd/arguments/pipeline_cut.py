@@ -1,0 +1,49 @@
+"""--pipeline-cut auto: how many layers each pipeline stage gets, by the work of layers and output head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron.bcd.blocks.cut import Pipeline, balanced_cut
+from megatron.bcd.blocks.stages import partition_from_config
+from megatron.bcd.config import RunConfig
+from megatron.bcd.planner.run_state import head_passes
+from megatron.bcd.tokenizer import build_tokenizer
+
+
+def with_balanced_cut(config: RunConfig) -> RunConfig:
+    """The configuration with --pipeline-model-parallel-layout set; unchanged without --pipeline-cut auto.
+
+    Reads the tokenizer, because the head's work depends on the vocabulary. Raises ValueError as `build_tokenizer`.
+    """
+    if config.training.pipeline_cut != "auto" or config.pipeline_size == 1:
+        return config
+    even, flags = partition_from_config(config), config.tokenizer
+    tokenizer = build_tokenizer(
+        flags.tokenizer_type or "NullTokenizer",
+        vocab_file=flags.vocab_file,
+        merge_file=flags.merge_file,
+        tokenizer_model=flags.tokenizer_model,
+        vocab_size=flags.vocab_size,
+    )
+    multiple = config.model.make_vocab_size_divisible_by * config.tensor_size
+    padded = -(-tokenizer.vocab_size // multiple) * multiple
+    parts = even.num_blocks // (even.num_stages if even.layout in ("stage", "submodel") else 1)
+    sizes = balanced_cut(
+        Pipeline(
+            num_layers=config.num_layers,
+            num_stages=even.num_stages,
+            num_blocks=parts,
+            layout=even.layout,
+            num_chunks=even.num_chunks,
+            tied=config.tied,
+            head=head_passes(config, padded_vocab_size=padded),
+        )
+    )
+    return replace(config, training=replace(config.training, pipeline_model_parallel_layout=_as_layout(sizes)))
+
+
+def _as_layout(sizes: Sequence[int]) -> str:
+    """Megatron Core's notation."""
+    return f"E{'|'.join('t' * size for size in sizes)}L"

@@ -1,0 +1,69 @@
+"""--recompute auto: what this rank recomputes in each phase."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.config import RunConfig
+from megatron.bcd.model.builder import chunks_of
+from megatron.bcd.planner.activations import Recomputed
+from megatron.bcd.planner.run_recomputation import RunMemory
+from megatron.bcd.runtime import collectives, memory
+
+_GIB = 2**30
+_FRAMEWORK_GIB = 1.0
+"""Of a GPU: the driver's context, workspaces of libraries, buffers of collectives (the planner's cluster table)."""
+
+
+class Recomputation:
+    """Decides for every stage and phase when it is built, and tells this rank's layers at the start of a phase."""
+
+    def __init__(self, config: RunConfig, *, model: torch.nn.Module, stage: int, run: RunMemory | None) -> None:
+        """A collective. `run` is None without --recompute auto: then the flags of Megatron-LM hold.
+
+        Raises:
+            ValueError: there is neither a GPU nor --recompute-memory-gib; one line.
+        """
+        self._model, self._stage = model, stage
+        self._choices: tuple[tuple[Recomputed, ...], ...] | None = None
+        if run is not None:
+            limit = _memory_bytes(config)
+            self._choices = tuple(
+                tuple(run.recomputed(stage, block.index, memory_bytes=limit) for block in run.partition.blocks)
+                for stage in range(run.partition.num_stages)
+            )
+
+    def begin_phase(self, block: int) -> None:
+        """`block` is active from now on."""
+        if self._choices is None:
+            return
+        choice = self._choices[self._stage][block]
+        for number, chunk in enumerate(chunks_of(self._model)):
+            chunk.decoder.recompute(choice.granularity, choice.num_whole(number))
+
+    def describe(self, partition: Partition) -> tuple[str, ...]:
+        """A line for the banner."""
+        if self._choices is None:
+            return ()
+        by_block = (
+            f"block {block.index}: {', '.join(_describe(stage[block.index]) for stage in self._choices)}"
+            for block in partition.blocks
+        )
+        return (f"recomputation by stage, of the layers after the prefix: {'; '.join(by_block)}",)
+
+
+def _describe(choice: Recomputed) -> str:
+    if choice.granularity == "selective":
+        return "attention"
+    return f"first {sum(choice.layers)}" if sum(choice.layers) else "none"
+
+
+def _memory_bytes(config: RunConfig) -> float:
+    given = config.training.recompute_memory_gib
+    if given is not None:
+        return given * _GIB
+    total = min(collectives.gather_objects(memory.total_bytes()))
+    if not total:
+        raise ValueError("--recompute auto needs --recompute-memory-gib where there is no GPU")
+    return total - _FRAMEWORK_GIB * _GIB

@@ -1,0 +1,34 @@
+"""--recompute auto and --pipeline-cut auto: less is kept, nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support import worlds
+from support.dist import World
+
+Flags = Callable[..., dict[str, Any]]
+AUTO = {"recompute": "auto"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "spread": {"pipeline_model_parallel_size": 2},
+    "interleaved": {"pipeline_model_parallel_size": 2, "bcd_layout": "interleaved"},
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param("spread", marks=pytest.mark.long), "interleaved"])
+def test_same_weights_with_less_memory(world2: World, initial_weights: Flags, name: str) -> None:
+    """A recomputed layer that draws other numbers, a chunk that recomputes another's layers, a decision that changes
+    nothing."""
+    flags = (
+        initial_weights(bcd_num_blocks=3, num_layers=12) | LAYOUTS[name] | {"bcd_steps_per_block": 1, "train_iters": 4}
+    )
+    flags |= {"hidden_dropout": 0.1, "eval_iters": 1, "eval_interval": 2}
+    plain = world2.run(worlds.train_run, worlds.run_config(world_size=2, **flags))
+    for gib in (1e-6, 1.5e-3):
+        config = worlds.run_config(world_size=2, **flags | AUTO | {"recompute_memory_gib": gib})
+        again = world2.run(worlds.train_run, config)
+        for rank, before in zip(again, plain, strict=True):
+            assert rank["losses"] == before["losses"]
+            assert worlds.same_bits(rank["weights"], before["weights"]) == []

@@ -1,0 +1,87 @@
+"""Cuts of the pipeline by work, and the least recomputation that fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron.bcd.blocks.cut import Pipeline, balanced_cut
+from megatron.bcd.blocks.layers import divide, divide_into_pieces
+from megatron.bcd.planner.activations import Recomputed
+from megatron.bcd.planner.recomputation import least_recomputation
+
+
+def pipeline(**changes: Any) -> Pipeline:
+    sizes = {"num_layers": 28, "num_stages": 4, "num_blocks": 3, "layout": "spread", "tied": False, "head": 1.0}
+    return Pipeline(**sizes | changes)
+
+
+def slowest(one: Pipeline, sizes: tuple[int, ...]) -> float:
+    """Work of the slowest stage of layout spread, summed over the phases, counted layer by layer."""
+    total = 0.0
+    for block in range(one.num_blocks):
+        work = []
+        for stage, size in enumerate(sizes):
+            parts = [len(part) for part in divide(size, one.num_blocks)]
+            backward = [part for place, part in enumerate(parts) if stage or place >= block]
+            is_last = stage == len(sizes) - 1
+            is_active = block == (0 if one.tied else one.num_blocks - 1)
+            work.append(size + sum(backward) + parts[block] + is_last * one.head * (2 + is_active))
+        total += max(work)
+    return total
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("layers", "stages", "head"), [(28, 4, 1.0), (13, 4, 3.0), (64, 8, 0.5), (12, 4, 40.0)])
+def test_no_slower_than_an_even_cut(layers: int, stages: int, head: float, tied: bool) -> None:
+    """A head that counts on the wrong stage, or a part that loses its last layer."""
+    one = pipeline(num_layers=layers, num_stages=stages, head=head, tied=tied)
+    sizes = balanced_cut(one)
+    even = tuple(len(part) for part in divide(layers, stages))
+    assert sum(sizes) == layers and len(sizes) == stages and min(sizes) >= one.num_blocks
+    assert slowest(one, sizes) <= slowest(one, even)
+    if layers > stages * one.num_blocks + 1:
+        assert sizes[-1] < sizes[0] and slowest(one, sizes) < slowest(one, even)
+
+
+@pytest.mark.parametrize("num_chunks", [3, 6])
+def test_chunks_keep_their_layers(num_chunks: int) -> None:
+    """A layer that a cut moves into another block."""
+    one = pipeline(layout="interleaved", num_chunks=num_chunks)
+    sizes = balanced_cut(one)
+    even = divide_into_pieces(28, parts=num_chunks, stages=4)
+    for chunk, pieces in enumerate(even):
+        mine = sizes[4 * chunk : 4 * chunk + 4]
+        assert sum(mine) == sum(map(len, pieces)) and min(mine) >= 1
+    held = [sum(sizes[stage::4]) for stage in range(4)]
+    assert held[-1] == min(held)
+
+
+@pytest.mark.parametrize("layout", ["strided", "stage", "submodel"])
+def test_other_layouts(layout: str) -> None:
+    """A layout whose stages are cut without a layer for each part."""
+    one = pipeline(layout=layout, num_blocks=1 if layout == "stage" else 3, tied=True)
+    sizes = balanced_cut(one)
+    assert sum(sizes) == 28 and min(sizes) >= one.num_blocks
+
+
+@pytest.mark.parametrize("needed", range(8))
+def test_least_recomputation(needed: int) -> None:
+    """More layers than necessary, too few, or those whose activations are freed first."""
+    numbers = (0, 2, 3)
+
+    def fits(choice: Recomputed) -> bool:
+        return sum(choice.layers) >= needed
+
+    choice = least_recomputation(numbers, fits, core_share=0.1)
+    expected = {0: (), 1: (0, 1, 0), 2: (0, 2, 0), 3: (0, 2, 1), 4: (0, 2, 2)}.get(needed, numbers)
+    assert choice.layers == expected
+    assert choice.granularity == ("full" if needed else "none")
+
+
+@pytest.mark.parametrize(("core_share", "expected"), [(0.1, "selective"), (0.3, "full")])
+def test_the_core_of_attention_is_cheaper_or_not(core_share: float, expected: str) -> None:
+    """Attention that is recomputed in five layers where one whole layer is less work."""
+    choice = least_recomputation((5,), lambda one: one != Recomputed(), core_share=core_share)
+    assert choice.granularity == expected
