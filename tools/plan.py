@@ -100,8 +100,7 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
     add("--recompute", nargs="?", const="full", choices=RECOMPUTE_CHOICES, default="none", help="recompute activations:"
         " none, full, or auto: on each stage and in each phase the least that fits; the bare flag means full (--search"
         " tries none and auto)")  # fmt: skip
-    add("--pipeline-cut", choices=CUTS, default="even", help="layers of the stages: as many on each, or auto: the head"
-        " counted as layers (--search tries both)")  # fmt: skip
+    add("--pipeline-cut", choices=CUTS, default="even", help="auto: the head counts as layers (--search tries both)")
     add("--num-virtual-stages-per-pipeline-rank", type=int, metavar="V", help="chunks of a stage, with --bcd-layout"
         " interleaved (default: as many as blocks)")  # fmt: skip
     add_precision(group, PRECISIONS, more="; with --task sft bf16")

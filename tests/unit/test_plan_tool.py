@@ -148,15 +148,15 @@ def test_methods_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(rows) == len(found) and {method for method, _ in rows} == {"full", "offload", "bcd", "pretrain"}
     assert [row["bill"]["dollars"] for row in found] == sorted(row["bill"]["dollars"] for row in found)
     assert all(row["memory"]["fits"] for row in found) and max(map(len, text.splitlines())) <= 120
-    assert rows["full", 8]["cost_ratio"] == 1
-    assert "full: no layout fits on 4 GPUs, with recomputation either; shown on 8, the fewest that fit" in text
+    assert rows["full", 6]["cost_ratio"] == 1
+    assert "full: no layout fits on 4 GPUs, with recomputation either; shown on 6, the fewest that fit" in text
     assert re.search(r"B-F multiplier of BCD paper: \d\.\d\d, the paper's two GPT-2 runs\n", text)
     assert "B-F multiplier of BCD pretrain: 0.50, --bf-multiplier\n" in text
     for (method, _), row in rows.items():
         dollars = row["bill"]["dollars"]
-        assert row["cost_ratio"] == pytest.approx(dollars / rows["full", 8]["bill"]["dollars"])
+        assert row["cost_ratio"] == pytest.approx(dollars / rows["full", 6]["bill"]["dollars"])
         assert f"{dollars:,.0f}" in text or method == "pretrain"
-    full, pretrain = rows["full", 8]["state_per_parameter"], rows["pretrain", 4]["state_per_parameter"]
+    full, pretrain = rows["full", 6]["state_per_parameter"], rows["pretrain", 4]["state_per_parameter"]
     assert 16 < full < 17 and 6 < pretrain < 8
     few = min(gpus for method, gpus in rows if method == "pretrain")
     assert few < 4 and plan.main([*EXAMPLE[:5], str(few // 2), "--search", "--method", "pretrain"]) == 1
