@@ -123,20 +123,28 @@ def self_test(arguments: argparse.Namespace, folder: Path, probed: dict[str, Any
     runner = Runner(folder=folder, num_ranks=num_ranks, on_gpu=bool(gpus), flags=expected["flags"])
     if gpus and num_ranks < len(gpus):
         yield skipped("other gpus", f"the self-test uses {num_ranks} of {len(gpus)}: choose with CUDA_VISIBLE_DEVICES")
+    parts = [*SelfTest(runner=runner, expected=expected, fp32="fp32").parts(), "link"]
+    for pattern in arguments.only or ():
+        if not fnmatch.filter(parts, pattern):
+            raise ValueError(f"--only {pattern}: no such part; there are {', '.join(parts)}")
     if arguments.write_figures:
-        figures = SelfTest(runner=runner, expected=expected, fp32="fp32").record()
+        try:
+            figures = SelfTest(runner=runner, expected=expected, fp32="fp32").record()
+        except CannotRun as error:
+            raise ValueError(f"--write-figures: {error}") from error
         Path(arguments.write_figures).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
         yield passed("figures", f"wrote {arguments.write_figures}")
         return
     only = wanted(arguments.only)
+    clusters = read_clusters(arguments.clusters)
     # Transformer Engine multiplies fp32 matrices in TF32
     fp32 = "tf32" if gpus and "version" in probed["transformer_engine"] else "fp32"
-    if any(only(part) for part in SelfTest(runner=runner, expected=expected, fp32=fp32).parts()):
+    if any(only(part) for part in parts if part != "link"):
         yield from SelfTest(runner=runner, expected=expected, fp32=fp32, only=only).checks()
     name = gpus[0]["name"] if gpus else None
     try:
         if only("link"):
-            known = known_gpu(name, read_clusters(arguments.clusters)) if name else None
+            known = known_gpu(name, clusters) if name else None
             yield check_links(measured(runner, quick=True), known, least=arguments.least_link_gb_per_s)
         if arguments.calibrate:
             found, table = calibrate(runner, gpu=name, table=Path(arguments.clusters))

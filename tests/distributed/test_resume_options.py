@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,9 @@ def test_finetune_with_flags_of_another_network(world2: World, stopped: dict[str
         with pytest.raises(RankError, match=found):
             world2.run(resumed, other, stopped["root"], finetune="finetune" in way)
     shorter = stopped["config"].replace_section("model", seq_length=16)
+    hidden, heads = (shorter.transformer[name] for name in ("hidden_size", "num_attention_heads"))
+    derived = {"ffn_hidden_size": 4 * hidden, "kv_channels": hidden // heads}  # where neither flag is given
+    shorter = replace(shorter, transformer={**shorter.transformer, **derived})
     assert world2.run(resumed, shorter, stopped["root"], finetune=True)[0]["began_at"] == (0, 0, 0)
 
 

@@ -315,6 +315,7 @@ def test_layouts_have_figures_of_their_own() -> None:
         (["--num-ranks", "3"], "--num-ranks 3: must be 1, 2, 4 or 8"),
         (["--figures", "/no/such/file"], "--figures /no/such/file: cannot be read"),
         (["--json", "/no/such/folder/file"], "--json /no/such/folder/file: cannot be written"),
+        (["--only", "layuot*"], "--only layuot*: no such part; there are one block, "),
         (["--onyl"], "unrecognized arguments: --onyl"),
     ],
 )

@@ -143,7 +143,7 @@ def check_same_network(saved: Mapping[str, Any], config: RunConfig, *, source: s
     Raises:
         ValueError: one differs; names the first.
     """
-    before, now = _side_by_side(saved), _side_by_side(run_config_to_dict(config))
+    before, now = _network(saved), _network(run_config_to_dict(config))
     for name in _NETWORK:
         # older versions wrote no value for a switch that they did not have
         if (before.get(name) or None) != (now.get(name) or None):
@@ -162,10 +162,10 @@ def check_same_weights(text: str, config: RunConfig, *, source: str) -> None:
     """
     try:
         saved = json.loads(text)["flags"]
-        before = _side_by_side({section: saved[section] for section in ("transformer", "model")})
+        before = _network({section: saved[section] for section in ("transformer", "model")})
     except (ValueError, KeyError, TypeError, AttributeError):
         return  # of a version that wrote other sections; shapes are compared when the weights are loaded
-    now = _side_by_side(run_config_to_dict(config))
+    now = _network(run_config_to_dict(config))
     differing = [
         f"{_flag(name)} {_show(before.get(name))}, here {_show(now.get(name))}"
         for name in _NETWORK
@@ -251,6 +251,17 @@ def resumed_phase(saved: RunState, partition: Partition, phases: BlockSchedule) 
 
 def _side_by_side(sections: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for section in sections.values() for name, value in section.items()}
+
+
+def _network(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Side by side, with the sizes that Megatron Core derives where no flag gives them."""
+    values = _side_by_side(sections)
+    hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
+    if hidden and heads:
+        values["kv_channels"] = values.get("kv_channels") or hidden // heads
+        values["ffn_hidden_size"] = values.get("ffn_hidden_size") or 4 * hidden
+        values["num_query_groups"] = values.get("num_query_groups") or heads
+    return values
 
 
 def _flag(name: str) -> str:

@@ -42,7 +42,7 @@ class ActivationMeter:
         self._allocated_bytes = allocated_bytes
         self._bytes_before: int | None = None
         self._live_bytes = 0
-        self._uses: Counter[int] = Counter()
+        self._uses: Counter[tuple[int, int]] = Counter()
         self._left_out: frozenset[int] = frozenset()
 
     @contextlib.contextmanager
@@ -73,14 +73,15 @@ class ActivationMeter:
     def _unpack(saved: _Saved | torch.Tensor) -> torch.Tensor:
         return saved.tensor if isinstance(saved, _Saved) else saved
 
+    # by address and size: the storage of a norm that is recomputed is emptied, and its address given to another
     def _keep(self, address: int, num_bytes: int) -> None:
-        self._uses[address] += 1
-        if self._uses[address] == 1:
+        self._uses[address, num_bytes] += 1
+        if self._uses[address, num_bytes] == 1:
             self._live_bytes += num_bytes
             self.peak_bytes = max(self.peak_bytes, self._live_bytes)
 
     def _let_go(self, address: int, num_bytes: int) -> None:
-        self._uses[address] -= 1
-        if not self._uses[address]:
-            del self._uses[address]
+        self._uses[address, num_bytes] -= 1
+        if not self._uses[address, num_bytes]:
+            del self._uses[address, num_bytes]
             self._live_bytes -= num_bytes

@@ -87,13 +87,13 @@ class StepMetricsCollector:
             data_seen=self._samples.share_seen(in_phase=state.samples_in_phase, seen_before=state.samples_seen_before),
             prefix_cache_hits=sum(hits),
             prefix_cache_bytes=max(cached),
-            **self._asked_for(phase_state, milliseconds, num_steps=len(interval)),
+            **self._asked_for(phase_state, milliseconds),
         )
 
-    def _asked_for(self, phase_state: PhaseState, milliseconds: float, *, num_steps: int) -> dict[str, Any]:
+    def _asked_for(self, phase_state: PhaseState, milliseconds: float) -> dict[str, Any]:
         """What flags add to a log line."""
         report, active = self._config.report, self._train_step.forward_backward.active
-        found: dict[str, Any] = {"timers_ms": self._train_step.timers.take(num_steps=num_steps)}
+        found: dict[str, Any] = {"timers_ms": self._train_step.timers.take()}
         if report.log_params_norm:
             with active.whole_parameters():
                 found["params_norm"] = params_norm(active.model)

@@ -27,6 +27,7 @@ class StepTimers(Timers):
         self._is_on = report.timing_log_level > 0
         self._has_barrier = self._is_on and report.barrier_with_level_1_timing
         self._seen: dict[str, TimerBase] = {}
+        self._num_steps = 0
 
     def __call__(self, name: str, log_level: int | None = None) -> Any:
         """As Megatron Core's."""
@@ -54,17 +55,19 @@ class StepTimers(Timers):
                 config.timers = None
 
     @contextlib.contextmanager
-    def timing(self, name: str) -> Iterator[None]:
-        """Time what is inside, which every rank passes, under `name` on level 1."""
-        self(name, log_level=1).start(barrier=self._has_barrier)
+    def timing_optimizer(self) -> Iterator[None]:
+        """Time what is inside, which every rank passes once in every step, on level 1."""
+        self._num_steps += 1
+        self("optimizer", log_level=1).start(barrier=self._has_barrier)
         yield
-        self(name).stop()
+        self("optimizer").stop()
 
-    def take(self, *, num_steps: int) -> dict[str, tuple[float, ...]]:
+    def take(self) -> dict[str, tuple[float, ...]]:
         """Milliseconds of a step since the last call, by timer and rank, 0 where a rank has no such timer. A collective
         from level 1 on."""
         if not self._is_on:
             return {}
+        num_steps, self._num_steps = max(1, self._num_steps), 0
         mine = {name: timer.elapsed() * 1e3 / num_steps for name, timer in self._seen.items()}
         ranks = collectives.gather_objects(mine)
         names = dict.fromkeys(name for rank in ranks for name in rank)

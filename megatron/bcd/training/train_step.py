@@ -108,7 +108,7 @@ class TrainStep:
             active.scale_learning_rate(self.block_schedule.learning_rate_factor(phase_state))
         # with fp16 the optimizer must see the overflow, to lower the loss scale
         is_stepped = math.isfinite(loss) or self._has_loss_scale or not self._skips_non_finite
-        with self.timers.connected(active), self.timers.timing("optimizer"):
+        with self.timers.connected(active), self.timers.timing_optimizer():
             grad_norm = active.step(skip_non_finite=self._skips_non_finite) if is_stepped else None
         if grad_norm is not None:
             self.lr_scheduler.step(get_current_global_batch_size())
