@@ -53,7 +53,9 @@ setup(
     ],
     extras_require={
         "huggingface": ["transformers>=5"],
+        "evaluation": ["lm_eval>=0.4.13"],
         "figures": ["matplotlib"],
+        "tiktoken": ["tiktoken>=0.14"],
         "wandb": ["wandb"],
     },
     classifiers=[

@@ -117,7 +117,12 @@ fi
 
 # ---------------------------------------------------------------- train, answer, load
 "$PYTHON" -m torch.distributed.run "${LAUNCHED[@]}"
-"$PYTHON" "$ROOT/tools/generate.py" --model "$SAVE-hf" "${TOKENIZER[@]}" --max-new-tokens 64 --prompt "$PROMPT"
+ASK=--instruction  # the form of the records: the tokenizer's chat template where there is one, else Alpaca's
+if [ -z "$SCALE" ] && [[ " ${EXTRA_ARGS[*]} " != *"--sft-prompt-format"[\ =]"text "* ]]; then
+    [ ! -f "$SAVE-hf/chat_template.jinja" ] || ASK=--chat
+    ! grep -qs '"chat_template": *["[]' "$SAVE-hf"/{chat_template,tokenizer_config}.json || ASK=--chat
+fi
+"$PYTHON" "$ROOT/tools/generate.py" --model "$SAVE-hf" "${TOKENIZER[@]}" --max-new-tokens 64 "$ASK" --prompt "$PROMPT"
 if "$PYTHON" -c 'import transformers' 2>/dev/null; then
     "$PYTHON" - "$SAVE-hf" <<'EOF'
 import sys

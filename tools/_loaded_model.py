@@ -31,10 +31,16 @@ def add_model_flags(parser: Any) -> None:
     parser.add_argument("--precision", choices=PRECISIONS, help="of weights and arithmetic (default: the weights')")
     group = parser.add_argument_group("tokenizer", "instead of the model's own, as the training scripts' flags")
     group.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, metavar="TYPE", help=", ".join(TOKENIZER_TYPES))
-    group.add_argument("--tokenizer-model", metavar="PATH", help="SentencePiece model, or folder of Hugging Face")
+    group.add_argument(
+        "--tokenizer-model", metavar="PATH", help="SentencePiece model, folder of Hugging Face, or file of TikTokenizer"
+    )
     group.add_argument("--vocab-file", metavar="FILE", help="of GPT2BPETokenizer")
     group.add_argument("--merge-file", metavar="FILE", help="of GPT2BPETokenizer")
-    group.add_argument("--vocab-size", type=int, metavar="N", help="of NullTokenizer")
+    group.add_argument("--vocab-size", type=int, metavar="N", help="of NullTokenizer or TikTokenizer")
+    group.add_argument("--tiktoken-pattern", choices=("v1", "v2"), default="v2", help="of TikTokenizer (default: v2)")
+    group.add_argument(
+        "--tiktoken-num-special-tokens", type=int, default=1000, metavar="N", help="of TikTokenizer (default: 1000)"
+    )
 
 
 @contextlib.contextmanager
@@ -55,6 +61,8 @@ def loaded_model(options: argparse.Namespace) -> Iterator[LoadedModel]:
             vocab_file=options.vocab_file,
             merge_file=options.merge_file,
             vocab_size=options.vocab_size,
+            tiktoken_pattern=options.tiktoken_pattern,
+            tiktoken_num_special_tokens=options.tiktoken_num_special_tokens,
         )
         yield load.open_model(options.model, precision=options.precision, tokenizer=tokenizer)
     finally:

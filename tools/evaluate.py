@@ -45,7 +45,10 @@ def _parser() -> Parser:
     group.add_argument("--lm-eval-include", metavar="DIR", help="folder with more tasks of --lm-eval (YAML files)")
     group = parser.add_argument_group("how")
     group.add_argument(
-        "--seq-length", type=int, metavar="N", help="of a window of --text (default: the model's positions)"
+        "--seq-length",
+        type=int,
+        metavar="N",
+        help="of a window of --text (default: the model's positions, at most 4096)",
     )
     group.add_argument("--stride", type=int, metavar="N", help="between windows of --text (default: --seq-length)")
     group.add_argument("--limit", type=int, metavar="N", help="the first N questions of each file or task")
@@ -69,6 +72,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
     if options.lm_eval_include is not None and not options.lm_eval:
         raise ValueError("--lm-eval-include needs --lm-eval")
+    for name in ("seq_length", "stride"):
+        if getattr(options, name) is not None and not options.text:
+            raise ValueError(f"--{name.replace('_', '-')} needs --text: questions and tasks have no windows")
+    if options.limit is not None and not (options.multiple_choice or options.lm_eval):
+        raise ValueError("--limit needs --multiple-choice or --lm-eval: texts are scored whole")
     return options
 
 

@@ -79,6 +79,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         raise ValueError("--system needs --chat")
     if options.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1")
+    if not 0 <= options.seed < 2**63:
+        raise ValueError(f"--seed {options.seed}: must be 0 to 2^63 - 1")
     if options.top_p != 1 and options.temperature == 0:
         raise ValueError(f"--top-p {options.top_p:g} has no effect on the most likely token: give --temperature too")
     return options
@@ -91,7 +93,7 @@ def read_prompts(path: str) -> list[str]:
         ValueError: it can't be read, or has none.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--prompts {path} can't be read ({error})") from None
     prompts = [line for line in lines if line.strip()]

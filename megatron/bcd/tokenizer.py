@@ -180,11 +180,13 @@ class HuggingFaceTokenizer(Tokenizer):
         if os.path.isfile(os.path.join(folder, "tokenizer.json")):
             self._engine, special = load_tokenizer_json(folder)
             vocab: dict[str, int] = self._engine.get_vocab(with_added_tokens=True)
+            added = self._engine.get_added_tokens_decoder()
             self._encode_options = {"add_special_tokens": False}
             self._has_encodings = True
         else:
             self._engine, special = load_with_transformers(folder)
             vocab = self._engine.get_vocab()
+            added = self._engine.added_tokens_decoder
             self._encode_options = {"add_special_tokens": False, "truncation": False, "verbose": False}
             self._has_encodings = False
         eod_token = special.get("eos_token") or special.get("sep_token")
@@ -195,6 +197,8 @@ class HuggingFaceTokenizer(Tokenizer):
             )
         self.folder, self.special_tokens = folder, special
         """The latter by name, as templates of conversations use them: bos_token, eos_token, ..."""
+        self.added_ids = frozenset(added)
+        """Tokens that the vocabulary was extended by, special ones among them; no other text becomes one of them."""
         first, bos = (
             self._engine.encode("", **self._encode_options | {"add_special_tokens": True}),
             special.get("bos_token"),

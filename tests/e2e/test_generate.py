@@ -70,6 +70,16 @@ def test_chat(runs: ForkedRuns, tmp_path: Path) -> None:
     words[words.index("hi")] = "<system>s<user>hi<a>"
     code, said, error = run(runs, tmp_path, "generate", *words)
     assert json.loads(said)[0]["answer"] == answers[0] and len(set(answers)) == 3
+    end = answers[1].split()[-1]
+    engine.add_tokens([tokenizers.AddedToken(end)])
+    engine.save(str(folder / "tokenizer.json"))
+    with_end = f"{{% if m.role == 'assistant' %}}{{{{ {json.dumps(end)} }}}}{{% endif %}}{{% endfor"
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("{% endfor", with_end))
+    words[words.index("<system>s<user>hi<a>")] = "hi"
+    code, said, error = run(runs, tmp_path, "generate", *words, "--chat")
+    assert code == 0, error
+    ended = json.loads(said)[0]
+    assert ended["is_ended"] and end not in ended["answer"].split() and answers[1].startswith(ended["answer"])
 
 
 REFUSED = {
@@ -77,6 +87,7 @@ REFUSED = {
     "--max-new-tokens 0: must be at least 1": ["--model", "MODEL", "--prompt", "a", "--max-new-tokens", "0"],
     "--top-p 0.5 has no effect": ["--model", "MODEL", "--prompt", "a", "--top-p", "0.5"],
     "--temperature -1: must be": ["--model", "MODEL", "--prompt", "a", "--temperature", "-1"],
+    "--seed 18446744073709551616: must be 0 to": ["--model", "MODEL", "--prompt", "a", "--seed", str(2**64)],
     "--system needs --chat": ["--model", "MODEL", "--prompt", "a", "--system", "s"],
     "--prompts absent.txt can't be read": ["--model", "MODEL", "--prompts", "absent.txt"],
     "absent: no such folder": ["--model", "./absent", "--prompt", "a"],
@@ -111,6 +122,8 @@ def test_evaluate(runs: ForkedRuns, model: Path, tmp_path: Path) -> None:
         (["--text", "empty.txt"], "--text empty.txt: the text is empty"),
         (["--text", "text.txt", "--stride", "65"], "--stride 65: must be 1 to 64"),
         (["--multiple-choice", "text.txt"], "text.txt, line 1"),
+        (["--text", "text.txt", "--limit", "2"], "--limit needs --multiple-choice or --lm-eval"),
+        (["--multiple-choice", "mc.jsonl", "--stride", "2"], "--stride needs --text"),
         ([], "nothing to evaluate"),
     ):
         code, said, error = run(runs, tmp_path, "evaluate", "--model", model, *BYTES, *words)

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.bcd.generation.likelihood import windows
+from megatron.bcd.config.sections import TokenizerConfig
+from megatron.bcd.generation.likelihood import of_texts, windows
+from megatron.bcd.generation.load import LoadedModel, TokenizerFlags
 from megatron.bcd.generation.multiple_choice import Question, read_questions
 from megatron.bcd.generation.sampling import Sampling, next_tokens
+from megatron.bcd.tokenizer import NullTokenizer
 
 LOGITS = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
 
@@ -56,6 +59,29 @@ def test_windows_score_every_token_once(total: int, length: int, stride: int) ->
     assert scored == tokens[1:]
 
 
+def test_a_continuation_within_the_context_s_last_token() -> None:
+    """A request without tokens, which ends the whole evaluation."""
+    loaded = LoadedModel(
+        model=torch.nn.Identity(),
+        tokenizer=NullTokenizer(vocab_size=100),
+        files=None,
+        precision="fp32",
+        num_ids=101,
+        max_length=8,
+        end_ids=frozenset([100]),
+        turn_end_ids=frozenset(),
+        adds_special_tokens=False,
+    )
+    for context, more, tokens in (("3 1", "2", (3, 12)), ("1", "2", (100, 12)), ("3 1", " 2", (3, 1, 2))):
+        request = of_texts(loaded, context, more)
+        assert (request.tokens, request.num_scored) == (tokens, 1)
+
+
+def test_the_tokenizer_s_flags_are_those_of_training() -> None:
+    """A flag that generation leaves out, or whose default is another one: a model that reads other ids."""
+    assert vars(TokenizerFlags()) == vars(TokenizerConfig())
+
+
 def test_questions(tmp_path: Path) -> None:
     """A right answer that becomes another one on the way in."""
     path = tmp_path / "questions.jsonl"
@@ -69,6 +95,8 @@ def test_questions(tmp_path: Path) -> None:
     path.write_text("\n\n".join(map(json.dumps, lines)))
     assert read_questions(str(path)) == [Question(text="q", choices=("x", "y"), answer=1)] * len(lines)
     assert len(read_questions(str(path), limit=2)) == 2
+    path.write_text(json.dumps({"query": "q\u2028r\x85", "choices": ["x", "y"], "gold": 1}, ensure_ascii=False))
+    assert read_questions(str(path)) == [Question(text="q\u2028r\x85", choices=("x", "y"), answer=1)]
 
 
 @pytest.mark.parametrize(

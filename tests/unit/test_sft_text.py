@@ -9,7 +9,7 @@ import pytest
 import transformers
 from support.fine_tuning import CHATML, tokenizer_folder
 
-from megatron.bcd.data.sft.chat_template import ChatTemplate, chat_template_of
+from megatron.bcd.data.sft.chat_template import ChatTemplate, chat_template_of, end_of_answer
 from megatron.bcd.data.sft.records import Record, record_of
 from megatron.bcd.data.sft.render import Renderer
 from megatron.bcd.data.sft.tokens import tokens_of
@@ -136,6 +136,16 @@ def test_a_tokenizer_without_a_folder_has_no_template() -> None:
     assert chat_template_of(tokenizer) is None
     with pytest.raises(ValueError, match="HuggingFaceTokenizer"):
         tokens_of(record_of({"messages": TALK}), Renderer(tokenizer, "auto"), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [(CHATML, "<|im_end|>"), (LLAMA2, "</s>"), (BARE, None), ("{% for %}", None), ("<s>{{ messages|length }}", None)],
+)
+def test_the_token_after_an_answer(tmp_path: Path, template: str, end: str | None) -> None:
+    """A model that was trained to end its answers, and is not stopped there; one that is stopped by a common word."""
+    tokenizer = HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path, template))
+    assert end_of_answer(tokenizer) == (None if end is None else tokenizer.tokenize(end)[0])
 
 
 def test_the_template_sees_no_date() -> None:

@@ -19,14 +19,7 @@ def with_balanced_cut(config: RunConfig) -> RunConfig:
     """
     if config.training.pipeline_cut != "auto" or config.pipeline_size == 1:
         return config
-    even, flags = partition_from_config(config), config.tokenizer
-    tokenizer = build_tokenizer(
-        flags.tokenizer_type or "NullTokenizer",
-        vocab_file=flags.vocab_file,
-        merge_file=flags.merge_file,
-        tokenizer_model=flags.tokenizer_model,
-        vocab_size=flags.vocab_size,
-    )
+    even, tokenizer = partition_from_config(config), build_tokenizer(**vars(config.tokenizer))
     multiple = config.model.make_vocab_size_divisible_by * config.tensor_size
     padded = -(-tokenizer.vocab_size // multiple) * multiple
     parts = even.num_blocks // (even.num_stages if even.layout in ("stage", "submodel") else 1)

@@ -58,11 +58,12 @@ def continuation(
     max_length = min(len(prompt) + max_new_tokens, loaded.max_length)
     cached = CachedModel(loaded.model, batch_size=1, max_length=max_length)
     tokens = torch.tensor([list(prompt)], device=loaded.device)
+    ends = loaded.end_ids | loaded.turn_end_ids
     new: list[int] = []
     while len(prompt) + len(new) < max_length and not stops(new):
         logits = cached.append(tokens)[:, : loaded.num_ids]
         chosen = next_tokens(logits, sampling, generator)
-        if int(chosen) in loaded.end_ids:
+        if int(chosen) in ends:
             return Continuation(tokens=tuple(new), is_ended=True)
         new.append(int(chosen))
         tokens = chosen[:, None]

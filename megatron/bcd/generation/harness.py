@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lm_eval.api.model import LM
@@ -50,26 +50,35 @@ class HarnessModel(LM):
         return totals
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Of (context, settings): the answer before the first of the settings' stop texts (`until`)."""
-        return [self._answer(*request.args) for request in requests]
+        """Of (context, settings): the answer before the first of the settings' stop texts (`until`).
 
-    def _answer(self, context: str, settings: dict[str, Any]) -> str:
+        A context that leaves no room for the longest answer loses its first tokens, but keeps half of the model's
+        positions; the answer's limit is lowered instead. The number of a request is the seed of its draws.
+        """
+        return [self._answer(*request.args, seed=number) for number, request in enumerate(requests)]
+
+    def _answer(self, context: str, settings: dict[str, Any], *, seed: int) -> str:
         stops = settings.get("until") or []
         stops = [stops] if isinstance(stops, str) else list(stops)
         limit = int(settings.get("max_gen_toks", settings.get("max_new_tokens", MAX_NEW_TOKENS)))
-        limit = min(limit, self._loaded.max_length - 1)
-        prompt = self._loaded.encode(context)[-(self._loaded.max_length - limit) :]
-        draws = bool(settings.get("do_sample")) or float(settings.get("temperature") or 0) > 0
+        prompt, positions = self._loaded.encode(context), self._loaded.max_length
+        limit = min(limit, max(positions - len(prompt), positions // 2))
+        prompt = prompt[-(positions - limit) :]
         found = continuation(
             self._loaded,
             prompt,
             max_new_tokens=limit,
-            sampling=Sampling(
-                temperature=float(settings.get("temperature") or 1.0) if draws else 0.0,
-                top_p=float(settings.get("top_p") or 1.0),
-            ),
+            sampling=_sampling(settings),
+            seed=seed,
             stops=lambda new: any(stop in text_of(self._loaded, prompt, new) for stop in stops),
         )
         text = text_of(self._loaded, prompt, found.tokens)
         ends = [text.find(stop) for stop in stops if stop in text]
         return text[: min(ends)] if ends else text
+
+
+def _sampling(settings: Mapping[str, Any]) -> Sampling:
+    """As transformers reads a task's settings: `do_sample` decides, and without it the temperature."""
+    draws, given = settings.get("do_sample"), settings.get("temperature")
+    temperature = float(given) if given is not None else 1.0 if draws else 0.0
+    return Sampling(temperature=0.0 if draws is False else temperature, top_p=float(settings.get("top_p") or 1.0))

@@ -14,6 +14,9 @@ import torch
 from megatron.bcd.generation.cached_model import whole_logits
 from megatron.bcd.generation.load import LoadedModel
 
+DEFAULT_WINDOW = 4096
+"""Most tokens of a window unless another length is given: a window's logits take as many times the vocabulary."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -97,7 +100,11 @@ def of_texts(loaded: LoadedModel, context: str, continuation: str) -> Request:
     if not bare:
         return after_context(loaded, [], loaded.known_tokenizer().tokenize(tail))
     before, whole = loaded.encode(bare), loaded.encode(bare + tail)
-    return after_context(loaded, before, whole[len(before) :])
+    rest = whole[len(before) :]
+    if not rest:  # the context's last token took the continuation in: score from where the two differ
+        shared = next((i for i, (one, two) in enumerate(zip(before, whole, strict=False)) if one != two), len(whole))
+        before, rest = whole[:shared], whole[shared:]
+    return after_context(loaded, before, rest)
 
 
 def start_of_document(loaded: LoadedModel) -> list[int]:
@@ -159,13 +166,13 @@ class Perplexity:
 def perplexity(
     loaded: LoadedModel, text: str, *, length: int | None = None, stride: int | None = None, batch_size: int = 8
 ) -> Perplexity:
-    """Of `text` as one document, in `windows` of `length` tokens (None: the model's positions) that move by `stride`
-    (None: by `length`). Its first token follows the start of a document.
+    """Of `text` as one document, in `windows` of `length` tokens that move by `stride` (None: by `length`). Its first
+    token follows the start of a document. `length` None: the model's positions, at most `DEFAULT_WINDOW`.
 
     Raises:
         ValueError: `length` or `stride` is out of range, or the text is empty; one line.
     """
-    length = loaded.max_length if length is None else length
+    length = min(loaded.max_length, DEFAULT_WINDOW) if length is None else length
     stride = length if stride is None else stride
     if not 1 <= length <= loaded.max_length:
         raise ValueError(f"--seq-length {length}: must be 1 to {loaded.max_length:,}, the model's positions")

@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
 from megatron.bcd.checkpoint import run_state
 from megatron.bcd.config import RunConfig, run_config_from_dict
+from megatron.bcd.data.sft.chat_template import end_of_answer
 from megatron.bcd.huggingface import convert, folder, load, run_network
 from megatron.bcd.huggingface.core_format import CoreCheckpoint
 from megatron.bcd.model.builder import build_model, unwrap_model
@@ -39,6 +40,8 @@ class TokenizerFlags:
     vocab_file: str | None = None
     merge_file: str | None = None
     vocab_size: int | None = None
+    tiktoken_pattern: str = "v2"
+    tiktoken_num_special_tokens: int = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +59,12 @@ class LoadedModel:
     max_length: int
     """Positions."""
     end_ids: frozenset[int]
-    """Tokens that end an answer."""
+    """Tokens that end a text."""
+    turn_end_ids: frozenset[int]
+    """Tokens that end an answer in a conversation, by the chat template."""
     adds_special_tokens: bool
-    """The model expects what its tokenizer puts before a text (such as LLaMA's begin token): those of transformers do,
-    those that were trained here without it don't."""
+    """The model expects what its tokenizer puts before a text (such as LLaMA's begin token): those of transformers and
+    those that were fine-tuned here (--sft) do, those that were trained here on plain text don't."""
 
     @property
     def device(self) -> torch.device:
@@ -226,7 +231,8 @@ def _loaded(
         num_ids=num_ids,
         max_length=config.model.seq_length if own is None else _positions(config),
         end_ids=_end_ids(files, tokenizer),
-        adds_special_tokens=own is None,
+        turn_end_ids=_turn_end_ids(tokenizer),
+        adds_special_tokens=own is None or config.data.sft,
     )
 
 
@@ -239,7 +245,7 @@ def _tokenizer(given: TokenizerFlags, own: Any, files: str | None) -> Tokenizer 
     if given.tokenizer_type is not None:
         flags: Any = given
     elif given != TokenizerFlags():
-        raise ValueError("--tokenizer-model, --vocab-file and --merge-file need --tokenizer-type")
+        raise ValueError("the flags of a tokenizer, such as --tokenizer-model, need --tokenizer-type")
     elif own is not None and own.tokenizer_type:
         flags = own
     elif files is not None and folder.has_tokenizer(files):
@@ -263,6 +269,11 @@ def _end_ids(files: str | None, tokenizer: Tokenizer | None) -> frozenset[int]:
         if value is not None:
             return frozenset(value if isinstance(value, list) else [value])
     return frozenset() if tokenizer is None else frozenset([tokenizer.eod])
+
+
+def _turn_end_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
+    end = None if tokenizer is None else end_of_answer(tokenizer)
+    return frozenset() if end is None else frozenset([end])
 
 
 def _json(files: str | None, name: str) -> Mapping[str, Any]:

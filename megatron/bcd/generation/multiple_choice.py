@@ -51,7 +51,7 @@ def read_questions(path: str, *, limit: int | None = None) -> list[Question]:
         ValueError: it can't be read, is empty, or a line (named by its number) is no question.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} can't be read ({error})") from None
     found = []

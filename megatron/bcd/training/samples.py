@@ -20,6 +20,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron.bcd.config import RunConfig
+from megatron.bcd.data.sft.chat_template import end_of_answer
 from megatron.bcd.data.sft.records import Record
 from megatron.bcd.data.sft.render import Renderer
 from megatron.bcd.metrics.reporter import Reporter
@@ -46,6 +47,8 @@ class EvaluationSamples:
         self._seq_length, self._micro_batch_size = config.model.seq_length, config.training.micro_batch_size
         self._prompts: list[str] = collectives.on_rank_0(lambda: _read(path))
         renderer = Renderer(tokenizer, config.data.sft_prompt_format) if config.data.sft else None
+        ends = {tokenizer.eod, end_of_answer(tokenizer) if config.data.sft else None}
+        self._end_ids = torch.tensor([end for end in ends if end is not None])
         self._encoded = [self._encode(prompt, renderer, path) for prompt in self._prompts]
         # an interleaved pipeline takes microbatches by the number of stages
         microbatches = math.ceil(len(self._prompts) / self._micro_batch_size)
@@ -87,7 +90,7 @@ class EvaluationSamples:
             if not is_open.any():
                 break
             chosen = self._next(tokens, lengths)
-            is_open &= chosen != self._tokenizer.eod
+            is_open &= ~torch.isin(chosen, self._end_ids)
             tokens[is_open, lengths[is_open]] = chosen[is_open]
             lengths += is_open
         pairs = zip(tokens, lengths.tolist(), self._encoded, strict=False)
@@ -151,7 +154,7 @@ def _chosen(lengths: Tensor, num_ids: int, logits: Tensor) -> tuple[Tensor, Tens
 
 def _read(path: str) -> list[str]:
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--eval-generate {path} can't be read ({error})") from None
     prompts = [line for line in lines if line.strip()]

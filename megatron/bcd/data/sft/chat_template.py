@@ -75,6 +75,25 @@ def chat_template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
     return None if source is None else ChatTemplate(source, special_tokens=tokenizer.special_tokens)
 
 
+def end_of_answer(tokenizer: Tokenizer) -> int | None:
+    """The token that the chat template puts after an answer, such as <|im_end|>: models that are trained on
+    conversations end with it, whatever their end-of-document token is. None without a template, for one that can't be
+    read, and where ordinary text or nothing follows an answer.
+    """
+    answer = "Yes."
+    try:
+        template = chat_template_of(tokenizer)
+        if template is None:
+            return None
+        text = template.render([{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": answer}])
+    except ValueError:  # said where the template is used
+        return None
+    _, found, after = text.rpartition(answer)
+    ids = tokenizer.tokenize(after.lstrip()) if found else []
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    return ids[0] if ids and ids[0] in tokenizer.added_ids else None
+
+
 def _source(folder: str) -> str | None:
     path = os.path.join(folder, "chat_template.jinja")
     try:
