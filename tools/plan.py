@@ -4,7 +4,7 @@
     python tools/plan.py --model G-5.4B --gpu rtx4090 --num-gpus 4 --bcd-preset pretrain
     python tools/plan.py --model G-5.4B --gpu rtx4090 --num-gpus 4 --search
     python tools/plan.py --model G-5.4B --gpu rtx4090 --num-gpus 4 --compare
-    python tools/plan.py --pipelines --gpu rtx4090 --global-batch-size 32
+    python tools/plan.py --model G-5.4B --gpu rtx4090 --num-gpus 4 --pipelines --global-batch-size 32
     python tools/plan.py --paper
     python tools/plan.py --model G-0.15B --gpu rtx4090 --num-gpus 2 --verify
 

@@ -335,7 +335,7 @@ def assert_runs_to_the_end(words: tuple[str, ...], out: Path) -> None:
     "words",
     [
         pytest.param(("G-1.6B", "bcd", "rtx4090"), marks=pytest.mark.long),
-        ("G-5.4B", "full", "a100"),
+        pytest.param(("G-5.4B", "full", "a100"), marks=pytest.mark.long),
         ("L-6.0B", "pretrain", "rtx4090"),
         pytest.param(("L-6.0B", "paper", "rtx4090"), marks=pytest.mark.long),
         pytest.param(("L-1.5B", "full", "a800"), marks=pytest.mark.long),

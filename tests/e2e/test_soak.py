@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -39,6 +40,13 @@ def run(root: Path, temporary: Path, *words: str) -> subprocess.CompletedProcess
     return subprocess.CompletedProcess(command, tool.returncode, output, errors)
 
 
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """tmp_path with the name of a test is too long for the sockets of the ranks' data workers."""
+    with tempfile.TemporaryDirectory(prefix="soak_") as folder:
+        yield Path(folder)
+
+
 SHORT = ["SIGKILL to rank 1 at a save", "SIGTERM to torchrun"]
 LONGER = [
     "SIGKILL to torchrun and all ranks",
@@ -54,14 +62,14 @@ LONGER = [
     [("1318", SHORT), pytest.param("29", LONGER, marks=pytest.mark.long)],
     ids=["two_kills", "four_kills"],
 )
-def test_short_form(repo_root: Path, tmp_path: Path, seed: str, expected: list[str]) -> None:
+def test_short_form(repo_root: Path, short_folder: Path, seed: str, expected: list[str]) -> None:
     """A run that a kill changes, a checkpoint that a kill leaves half written, a rank that outlives its run.
 
     In the two kills of the default suite a rank dies alone, in a save, and all ranks are asked to stop; that a machine
     dies is in test_resume_torchrun.py.
     """
     number = len(expected)
-    done = run(repo_root, tmp_path, "--kills", str(number), "--seed", seed, "--iterations", "44")
+    done = run(repo_root, short_folder, "--kills", str(number), "--seed", seed, "--iterations", "44")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1] == (
@@ -70,7 +78,7 @@ def test_short_form(repo_root: Path, tmp_path: Path, seed: str, expected: list[s
     kills = [match.groups() for match in map(KILL.match, lines) if match]
     assert sorted(what for what, _ in kills) == sorted(expected), "one line for each kill"
     assert {how for _, how in kills} == {"restarted by torchrun", "started again"}, "both ways to go on"
-    assert list(tmp_path.iterdir()) == [], "a run that went well leaves nothing"
+    assert list(short_folder.iterdir()) == [], "a run that went well leaves nothing"
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ def run(repo_root: Path, *words: str) -> None:
     )
 
 
+@pytest.mark.long  # test_compare.py trains BAdam too
 def test_plain_blocks_are_badam(repo_root: Path, tmp_path: Path) -> None:
     """A peer with another schedule, other samples or evaluations, whose row says nothing about BAdam; or bytes of
     state and arithmetic that are not those of the flags."""

@@ -304,9 +304,9 @@ def truncate_weights(folder: Path) -> None:
 
 
 LOAD_CASES = (
-    case("wider model", "--hidden-size", "64", named=("--load saved", "embeddings.weight", "32]", "64]")),
-    case("deeper model", "--num-layers", "8", named=("--load saved", "decoder.layers", "[6,", "[8,")),
-    case("untied model", "--untie-embeddings-and-output-weights", named=("--load saved", "output_layer")),
+    case("wider model", "--hidden-size", "64", named=("--load saved", "--hidden-size 32, here 64")),
+    case("deeper model", "--num-layers", "8", named=("--load saved", "--num-layers 6, here 8")),
+    case("untied model", "--untie-embeddings-and-output-weights", named=("--load saved", "--untie-embeddings-and-")),
     case("truncated weights", named=("--load saved", "saved/iter_0000001/", "truncated"), prepare=truncate_weights),
     case(
         "no metadata", named=("--load saved", "saved/iter_0000001/.metadata", "missing"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -299,6 +300,17 @@ def test_folder_that_refuses_files() -> None:
     """Would expose a check that asks for permission bits, which root always has, instead of writing."""
     with pytest.raises(ValueError, match=r"^--save /proc/self/x can't be written \("):
         parse("--save", "/proc/self/x")
+
+
+def test_temporary_folder_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data workers whose first sample cannot be sent, so that the run waits for it without end."""
+    folder = "/tmp/" + 71 * "x"
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+    with pytest.raises(ValueError, match=f"^TMPDIR {folder} is too long .* at most 75 characters, or --num-workers 0"):
+        parse("--num-workers", "1")
+    parse("--num-workers", "0")
+    monkeypatch.setattr(tempfile, "tempdir", folder[:-1])
+    parse("--num-workers", "1")
 
 
 def test_good_places_are_left_alone(tmp_path: Path) -> None:

@@ -311,7 +311,7 @@ def test_schedule_defaults_are_the_published_measurement(monkeypatch: pytest.Mon
     assert [cut.num_blocks for cut in schedule.partitions(config).values()] == [3, 2, 6]
     _, more_blocks = benchmark.parse(["--schedule", "--bcd-num-blocks=4"])
     assert [cut.num_blocks for cut in schedule.partitions(more_blocks).values()] == [4, 2, 8]
-    turns = (1 + own.rounds * 11) * 2
+    turns = (1 + own.rounds * 14) * 2
     assert config.training.train_iters == turns * (own.warm_up_steps + own.steps + 2)
     _, config = benchmark.parse(["--schedule", "--global-batch-size=6", "--seq-length=64", "--bcd-run-ahead=2"])
     assert (config.training.global_batch_size, config.model.seq_length, config.bcd.bcd_run_ahead) == (6, 64, 2)

@@ -346,8 +346,8 @@ def test_search_finds_the_cheapest() -> None:
 
 def test_search_says_how_many_would_do() -> None:
     """A refusal that leaves the user guessing, or a number that does not do either."""
-    base = recipe("G-20B", num_gpus=2)
-    with pytest.raises(ValueError, match=r"no layout of G-20B .* fits on this many RTX 4090; --num-gpus \d+ would fit"):
+    base = recipe("G-10B", num_gpus=2)
+    with pytest.raises(ValueError, match=r"no layout of G-10B .* fits on this many RTX 4090; --num-gpus \d+ would fit"):
         search(base)
     number = fewest_gpus(base)
     assert number is not None

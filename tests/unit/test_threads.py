@@ -56,8 +56,8 @@ def test_the_user_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_under_torchrun(monkeypatch: pytest.MonkeyPatch, user: str | None, number: int) -> None:
     """torchrun sets 1 for several processes if the user has set nothing: that is not the user's word."""
     environment = {"PATH": os.environ["PATH"]} | ({"OMP_NUM_THREADS": user} if user else {})
-    with subprocess.Popen(["sh", "-c", "echo; exec sleep 60"], env=environment, stdout=subprocess.PIPE) as torchrun:
-        assert torchrun.stdout is not None
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(["sh", "-c", "echo; read line"], env=environment, **pipes) as torchrun:  # type: ignore[call-overload]
         torchrun.stdout.readline()  # Popen returns before the kernel shows the new program's environment
         torch.set_num_threads(1)
         monkeypatch.setattr(os, "getppid", lambda: torchrun.pid)

@@ -250,6 +250,17 @@ def check_outputs(run: Run) -> None:
             f"--metrics-file {run.metrics_file} can't be written: give a file that can",
         )
         _check_can_write("--metrics-file", run.metrics_file, file.parent)
+    # data workers send samples through sockets below it, as pymp-XXXXXXXX/listener-XXXXXXXX
+    folder = tempfile.gettempdir()
+    refuse_unless(
+        not run.num_workers or len(os.fsencode(folder)) <= _LONGEST_TEMPORARY_FOLDER,
+        f"TMPDIR {folder} is too long for the sockets of --num-workers {run.num_workers}: give a folder with at most "
+        f"{_LONGEST_TEMPORARY_FOLDER} characters, or --num-workers 0",
+    )
+
+
+_LONGEST_TEMPORARY_FOLDER = 107 - len("/pymp-XXXXXXXX/listener-XXXXXXXX")
+"""A socket's path has at most 107 characters."""
 
 
 def _check_can_write(flag: str, asked: str, folder: Path) -> None:
