@@ -11,13 +11,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import fine_tuning
 
 from megatron.bcd.data.batches import between_segments
-from megatron.bcd.data.sft import store
+from megatron.bcd.data.sft import plan, prepare, store
 from megatron.bcd.data.sft.dataset import FineTuningDataset
-from megatron.bcd.data.sft.packing import divide, one_each, pack
+from megatron.bcd.data.sft.packing import divide, divide_by_record, one_each, pack
 from megatron.bcd.data.sft.tokens import Tokens
-from megatron.bcd.tokenizer import ByteLevelTokenizer
+from megatron.bcd.tokenizer import ByteLevelTokenizer, HuggingFaceTokenizer
 
 
 @given(lengths=st.lists(st.integers(0, 20), max_size=40))
@@ -38,6 +39,34 @@ def test_splits_share_nothing(count: int, shares: list[int]) -> None:
     splits = divide(count, shares)
     assert sorted(index for split in splits for index in split.tolist()) == list(range(count))
     assert all(abs(len(split) - count * share / sum(shares)) <= 1 for split, share in zip(splits, shares, strict=True))
+
+
+def test_a_record_is_in_one_split(tmp_path: Path) -> None:
+    """An answer that is validated on and trained on in a later prompt; another draw at another --seq-length."""
+    rows = [(line, length) for line in range(1, 41) for length in (3, 9 if line % 2 else 4)[: 1 + line % 3]]
+    tokens = [Tokens(ids=numpy.arange(n, dtype=numpy.int32), learned=numpy.arange(n) > 0) for _, n in rows]
+    with store.new_folder(str(tmp_path), "one") as folder:
+        list(store.write(folder, (((0, line, 1), one) for (line, _), one in zip(rows, tokens, strict=True))))
+    samples = store.open_samples(str(tmp_path), "one")
+    assert samples is not None
+    splits = []
+    for length in (16, 4):
+        flags = {"seq_length": length, "max_position_embeddings": length, "sft_drop_long": True, "split": "50,50,0"}
+        config = fine_tuning.config_of("records.jsonl", **flags)
+        members, _ = plan._members(samples, config, [("--data-path", "records.jsonl")])
+        splits.append([members[0], members[1]])
+    lines = [[set(samples.places[of_split, 1].tolist()) for of_split in of_run] for of_run in splits]
+    assert len(lines[0][0]) == len(lines[0][1]) == 20 and not lines[0][0] & lines[0][1]
+    assert all(short <= long for short, long in zip(lines[1], lines[0], strict=True))
+    assert sum(map(len, splits[0])) == len(rows) > sum(map(len, splits[1]))
+
+
+@given(count=st.integers(0, 50))
+def test_records_of_one_sample_are_divided_as_samples(count: int) -> None:
+    """A split that changes for records that have one sample each."""
+    records = numpy.stack([numpy.zeros(count), numpy.arange(count) * 2], axis=1).astype(numpy.int64)
+    for one, two in zip(divide(count, (95, 5)), divide_by_record(records, (95, 5)), strict=True):
+        assert one.tolist() == two.tolist()
 
 
 def test_between_segments() -> None:
@@ -152,3 +181,20 @@ def test_the_digest_is_of_content(tmp_path: Path) -> None:
     assert store.digest_of([str(path), str(other)], tokenizer, "auto") != digest
     path.write_text("two")
     assert store.digest_of([str(path)], tokenizer, "auto") != digest
+
+
+@pytest.mark.parametrize("name", ["config.json", "qwen.tiktoken", "tokenizer_config.json"])
+def test_the_digest_covers_the_tokenizer(tmp_path: Path, name: str) -> None:
+    """Tokens that are kept although a file of the tokenizer's folder has changed."""
+    tokenizer = HuggingFaceTokenizer(tokenizer_model=fine_tuning.tokenizer_folder(tmp_path, None))
+    digest = store.digest_of([], tokenizer, "auto")
+    (tmp_path / name).write_text("{}")
+    assert store.digest_of([], tokenizer, "auto") != digest
+
+
+def test_records_that_cannot_be_read() -> None:
+    """A traceback for a file that is there, and whose content is not."""
+    path = "/proc/self/mem"  # unreadable at its start, for root too
+    with pytest.raises(ValueError, match=f"^--data-path {path} can't be read") as refusal:
+        prepare._digest_of([("--data-path", path)], ByteLevelTokenizer(), "auto")
+    assert "\n" not in str(refusal.value)

@@ -11,8 +11,8 @@ from support.fine_tuning import CHATML, tokenizer_folder
 
 from megatron.bcd.data.sft.chat_template import ChatTemplate, chat_template_of, end_of_answer
 from megatron.bcd.data.sft.records import Record, record_of
-from megatron.bcd.data.sft.render import Renderer
-from megatron.bcd.data.sft.tokens import tokens_of
+from megatron.bcd.data.sft.render import Rendered, Renderer
+from megatron.bcd.data.sft.tokens import _tokenized, tokens_of
 from megatron.bcd.tokenizer import ByteLevelTokenizer, HuggingFaceTokenizer
 
 LLAMA2 = (
@@ -28,6 +28,7 @@ FORGETFUL = (  # as templates that drop the reasoning of earlier answers
     "{{ message['content'].split('=')[-1] }}{% else %}{{ message['content'] }}{% endif %}{{ eos_token }}{% endfor %}"
 )
 TEMPLATES = {"chatml": CHATML, "llama2": LLAMA2, "bare": BARE, "forgetful": FORGETFUL}
+REASONING = CHATML.replace("assistant\n'", "assistant\n<think>\n'")
 TALK = [
     {"role": "user", "content": "What is 1+1?"},
     {"role": "assistant", "content": "1+1=2"},
@@ -82,6 +83,40 @@ def test_answers_are_learned(tmp_path: Path, name: str) -> None:
     assert [pieces for _, pieces in samples] == EXPECTED[name]
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(TALK, tokenize=False)
     assert samples[-1][0].removesuffix("</s>").rstrip() == theirs.removesuffix("</s>").rstrip()
+
+
+@pytest.mark.parametrize("content", ["<think>\n1+1\n</think>\n\n2", "<think>\n", "2", "", "assistant"])
+def test_an_answer_that_the_prompt_begins(tmp_path: Path, content: str) -> None:
+    """A record that is refused because its first words are in the prompt, or in the name of its role."""
+    tokenizer = HuggingFaceTokenizer(tokenizer_model=tokenizer_folder(tmp_path, REASONING))
+    ((text, learned),) = learned_texts(tokenizer, record_of({"prompt": "p", "completion": content}))
+    assert text == f"<|im_start|>user\np<|im_end|>\n<|im_start|>assistant\n{content.strip()}<|im_end|>"
+    given = "<think>\n" if content.startswith("<think>\n1") else "<think>" if content == "<think>\n" else ""
+    assert learned == [content.strip().removeprefix(given) + "<|im_end|>"]
+
+
+class Pairs(ByteLevelTokenizer):
+    """Bytes, but two tildes are one token, 1."""
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(text.encode().replace(b"~~", b"\x01"))
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "learned"),
+    [
+        ("q:a~~b", (2, 4), "a\x01"),
+        ("q:a~~b", (2, 5), "a\x01"),
+        ("q:a~b", (2, 3), "a"),
+        ("q~~b", (2, 4), "\x01b"),
+        ("q:a~~", (2, 4), "a\x01"),
+    ],
+)
+def test_a_token_across_the_edge_of_an_answer(text: str, answer: tuple[int, int], learned: str) -> None:
+    """A token that ends an answer and is not learned, where the next message begins in it."""
+    text += "" if answer[1] == len(text) else "."
+    tokens = _tokenized(Rendered(text=text, answers=(answer,), needs_end=False), Pairs())
+    assert bytes(tokens.ids[tokens.learned].tolist()).decode().removesuffix(".") == learned
 
 
 def test_prompts(tmp_path: Path) -> None:

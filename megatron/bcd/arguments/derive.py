@@ -104,7 +104,7 @@ def _derive_fine_tuning(values: dict[str, Any], *, given: Mapping[str, Any]) -> 
         values["calculate_per_token_loss"] = True
     if values["data_path"] and values["split"] is None:
         values["split"] = "95,5,0"
-    if "eval_iters" not in given:  # a validation split of records is small
+    if "eval_iters" not in given and not has_no_evaluation(values):  # a validation split of records is small
         values["full_validation"] = True
 
 

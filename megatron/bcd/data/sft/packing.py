@@ -23,6 +23,23 @@ def divide(num_samples: int, shares: Sequence[float]) -> list[Indices]:
     return [order[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
 
 
+def divide_by_record(records: numpy.typing.NDArray[numpy.int64], shares: Sequence[float]) -> list[Indices]:
+    """As `divide`, but of records: the samples of one are in one split, side by side.
+
+    `records` [R, k]: names the record of each sample; samples of one record follow each other.
+    """
+    is_first = numpy.any(records[1:] != records[:-1], axis=1)
+    numbers = numpy.cumsum([0, *is_first])[: len(records)]
+    num_records = int(numbers[-1]) + 1 if len(numbers) else 0
+    found = []
+    for split in divide(num_records, shares):
+        places = numpy.full(num_records, -1)
+        places[split] = numpy.arange(len(split))
+        members = numpy.flatnonzero(places[numbers] >= 0)
+        found.append(members[numpy.argsort(places[numbers[members]], kind="stable")])
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class Packed:
     """Samples, sequence by sequence."""

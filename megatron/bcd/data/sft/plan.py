@@ -14,7 +14,7 @@ from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
 from megatron.bcd.data.lengths import num_samples
 from megatron.bcd.data.sft.dataset import FineTuningDataset
-from megatron.bcd.data.sft.packing import Indices, Packed, divide, one_each, pack
+from megatron.bcd.data.sft.packing import Indices, Packed, divide, divide_by_record, one_each, pack
 from megatron.bcd.data.sft.prepare import Files, tokenized_samples
 from megatron.bcd.data.sft.records import name_of
 from megatron.bcd.data.sft.store import Samples
@@ -73,8 +73,7 @@ def _members(samples: Samples, config: RunConfig, files: Files) -> tuple[list[In
     keeps = _that_fit(samples, config, files)
     if config.data.data_path:
         shares = [float(share) for share in str(config.data.split).strip("'\"").replace("/", ",").split(",")]
-        kept = numpy.flatnonzero(keeps)
-        members = [kept[indices] for indices in divide(len(kept), shares)]
+        members = [of_split[keeps[of_split]] for of_split in divide_by_record(samples.places[:, :2], shares)]
     else:
         flags = numpy.array([flag for flag, _ in files])[samples.places[:, 0]]
         in_files = [numpy.flatnonzero(keeps & (flags == f"--{name}-data-path")) for name in ("train", "valid", "test")]

@@ -40,7 +40,7 @@ def tokenized_samples(
     for flag, path in files:
         _check_readable(flag, path)
     prompt_format = config.data.sft_prompt_format
-    digest = collectives.on_rank_0(lambda: store.digest_of([path for _, path in files], tokenizer, prompt_format))
+    digest = collectives.on_rank_0(lambda: _digest_of(files, tokenizer, prompt_format))
     beside = os.path.join(os.path.dirname(os.path.abspath(files[0][1])), "cache")
     roots = [config.data.data_cache_path or beside]
     if config.data.data_cache_path is None:  # data are often read-only
@@ -66,6 +66,15 @@ def _check_readable(flag: str, path: str) -> None:
     if not os.path.isfile(path):
         what = "is a folder" if os.path.isdir(path) else "does not exist"
         raise ValueError(f"{flag} {path} {what}: with --sft give files of records, .jsonl or .json")
+
+
+def _digest_of(files: Files, tokenizer: Tokenizer, prompt_format: str) -> str:
+    try:
+        return store.digest_of([path for _, path in files], tokenizer, prompt_format)
+    except OSError as error:
+        flags = {path: flag for flag, path in files}
+        flag = flags.get(error.filename, "--sft: the tokenizer's file")
+        raise ValueError(f"{flag} {error.filename} can't be read ({error.strerror})") from None
 
 
 def _open_everywhere(root: str, digest: str) -> Samples:

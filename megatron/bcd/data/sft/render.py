@@ -104,6 +104,8 @@ def _turn(template: ChatTemplate, messages: Sequence[Message], index: int) -> Re
     start = len(os.path.commonprefix((template.render(messages[:index], for_answer=True), text)))
     content = messages[index]["content"].strip()
     found = text.find(content, start)
+    if found < 0:  # the prompt may end with the answer's first words, such as "<think>"
+        found = text.find(content, len(os.path.commonprefix((template.render(messages[:index]), text))))
     if found < 0:
         raise ValueError("has an answer that the tokenizer's chat template leaves out")
     is_ended = bool(text[found + len(content) :].strip())

@@ -22,7 +22,7 @@ from megatron.bcd.runtime import atomic_io
 from megatron.bcd.runtime.dir_lock import DirLock
 from megatron.bcd.tokenizer import Tokenizer
 
-_FORMAT = 1
+_FORMAT = 2
 _FLUSH_TOKENS = 1 << 20
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -32,6 +32,8 @@ _TOKENIZER_FILES = (
     "vocab.*",
     "merges.txt",
     "*.model",
+    "*.tiktoken",
+    "config.json",  # transformers takes the kind of the tokenizer from it
 )
 
 
@@ -74,8 +76,11 @@ def digest_of(files: Sequence[str], tokenizer: Tokenizer, prompt_format: str) ->
 
 
 def _digest_of_file(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").digest()
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").digest()
+    except OSError as error:  # a failed read does not name the file
+        raise OSError(error.errno, error.strerror, path) from error
 
 
 def open_samples(root: str, digest: str) -> Samples | None:

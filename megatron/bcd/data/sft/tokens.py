@@ -39,12 +39,25 @@ def _tokenized(sample: Rendered, tokenizer: Tokenizer) -> Tokens:
     ids = tokenizer.tokenize(sample.text)
     learned = numpy.zeros(len(ids) + sample.needs_end, dtype=bool)
     for start, end in sample.answers:
-        last = len(ids) if end == len(sample.text) else _shared(tokenizer.tokenize(sample.text[:end]), ids)
+        last = len(ids) if end == len(sample.text) else _end_of(sample.text, end, ids, tokenizer)
         learned[_shared(tokenizer.tokenize(sample.text[:start]), ids) : last] = True
     if sample.needs_end:
         ids.append(tokenizer.eod)
         learned[-1] = True
     return Tokens(ids=numpy.array(ids, dtype=numpy.int32), learned=learned)
+
+
+def _end_of(text: str, end: int, ids: list[int], tokenizer: Tokenizer) -> int:
+    """Number of ids up to character `end` of the text, with the one that goes on behind it, if there is one.
+
+    The ids that follow are those that the text behind `end` ends with when it stands alone.
+    """
+    before = tokenizer.tokenize(text[:end])
+    shared = _shared(before, ids)
+    if shared == len(before):
+        return shared
+    behind = _shared(tokenizer.tokenize(text[end:])[::-1], ids[::-1])
+    return max(shared + 1, len(ids) - behind)
 
 
 def _shared(left: list[int], right: list[int]) -> int:
