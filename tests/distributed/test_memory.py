@@ -101,9 +101,8 @@ def test_nothing_is_left_of_a_phase(memory: list[dict[str, Any]]) -> None:
             assert live - rank["start"] <= 0.02 * rank["weights"] + 2 * 16384 + 8192
         a_cycle = len(rank["between"]) // 4
         first_cycle, last_cycle = rank["between"][:a_cycle], rank["between"][-a_cycle:]
-        # the shape of a message may be on its way; one tensor left by every phase is more
-        assert last_cycle[-1][1] <= first_cycle[-1][1] + 256
-        assert max(live for _, live in last_cycle) <= max(live for _, live in first_cycle) + 256
+        # a message may be on its way at a switch; what every phase leaves is there at all of them
+        assert min(live for _, live in last_cycle) <= max(live for _, live in first_cycle) + 256
 
 
 def test_model_state_is_counted_whole(memory: list[dict[str, Any]]) -> None:
