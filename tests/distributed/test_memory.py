@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from typing import Any
 
@@ -56,6 +57,15 @@ def device_bytes(one: worlds.RecordedRun) -> int:
     return live_bytes() - one.active.kept.num_bytes
 
 
+def settled_bytes(one: worlds.RecordedRun, at_most: float) -> int:
+    """`device_bytes`, counted again for up to a second while it is more than `at_most`: a thread of gloo holds the
+    operands of its last operation until it is scheduled again, which takes a while on a busy machine."""
+    deadline = time.monotonic() + 1
+    while (live := device_bytes(one)) > at_most and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return live
+
+
 def memory_of_a_run(config: RunConfig) -> dict[str, Any]:
     """Live bytes before the first phase, at the end of every phase, and after every dispose; all on this rank, less
     what is kept in host memory, which on a CPU is the same memory."""
@@ -71,7 +81,8 @@ def memory_of_a_run(config: RunConfig) -> dict[str, Any]:
         in_phase.append((one.results[-1]["block"], device_bytes(one), one.active.state_bytes().model_state))
 
     def after_dispose(one: worlds.RecordedRun) -> None:
-        between.append((one.results[-1]["block"], device_bytes(one)))
+        most = max((live for _, live in between), default=float("inf"))
+        between.append((one.results[-1]["block"], settled_bytes(one, most)))
 
     hooks = {"before_build": before_build, "before_switch": before_switch, "after_dispose": after_dispose}
     with worlds.started(config, **hooks) as one:
@@ -101,8 +112,9 @@ def test_nothing_is_left_of_a_phase(memory: list[dict[str, Any]]) -> None:
             assert live - rank["start"] <= 0.02 * rank["weights"] + 2 * 16384 + 8192
         a_cycle = len(rank["between"]) // 4
         first_cycle, last_cycle = rank["between"][:a_cycle], rank["between"][-a_cycle:]
-        # a message may be on its way at a switch; what every phase leaves is there at all of them
-        assert min(live for _, live in last_cycle) <= max(live for _, live in first_cycle) + 256
+        # in its first phase a block's weights move into a buffer of Megatron Core, which is padded; nothing comes later
+        assert last_cycle[-1][1] <= first_cycle[-1][1]
+        assert max(live for _, live in last_cycle) <= max(live for _, live in first_cycle)
 
 
 def test_model_state_is_counted_whole(memory: list[dict[str, Any]]) -> None:
