@@ -9,7 +9,8 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ SHELL_SCRIPTS = (
     "examples/quickstart.sh",
     "examples/pretrain.sh",
     "examples/slurm.sh",
+    "examples/finetune.sh",
 )
 
 
@@ -282,6 +284,29 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
     text = "# One `two`, three!\n# Again\n# Again\n[a](b.md) [c](#again-1) [d](#one-two-three) [e](#two) `[f](g)`\n"
     (tmp_path / "a.md").write_text(text)
     assert broken_links(tmp_path / "a.md") == ["b.md", "#two"]
+
+
+NAMES_OF_USERS = {"run.yaml", "OUTPUT/clusters.csv", "my_program.py", "megatron/__init__.py"}
+"""File names in the documents that are not the project's: the last one may not exist (`megatron` is a namespace)."""
+
+
+def missing_files(text: str, files: Sequence[str]) -> set[str]:
+    """Names of programs, scripts and tables in the code spans of a Markdown text that are the end of no file's path."""
+    spans = " ".join(re.findall(r"`([^`\n]+)`", text))
+    names = re.findall(r"(?<!\S)[\w./*-]+\.(?:py|sh|csv|yaml)(?![\w/])", spans)
+    patterns = {name: f"*/{name.removeprefix('./')}" for name in names}
+    return {name for name, end in patterns.items() if not any(fnmatch(f"/{file}", end) for file in files)}
+
+
+def test_files_named_in_the_documents(repo_root: Path) -> None:
+    """A test or a tool that was renamed: the page sends its reader to a file that is not there."""
+    files = [path.relative_to(repo_root).as_posix() for path in project_files(repo_root)]
+    documents = [repo_root / "README.md", repo_root / "CONTRIBUTING.md", *sorted((repo_root / "docs").glob("*.md"))]
+    missing = {path.name: missing_files(path.read_text(encoding="utf-8"), files) - NAMES_OF_USERS for path in documents}
+    assert {name: names for name, names in missing.items() if names} == {}
+    assert missing_files("`tools/plan.py --gpu x` `test_a*.py` `old.py`", ["tools/plan.py", "t/test_ab.py"]) == {
+        "old.py"
+    }
 
 
 def test_readme_says_first_what_is_not_known(repo_root: Path) -> None:
