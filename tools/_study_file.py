@@ -59,6 +59,8 @@ class Method:
     """Length of its runs, as a share of the study's steps."""
     budgets: tuple[float, ...] = ()
     """More lengths at the tuned learning rate, as shares of the study's steps, each with its own schedule."""
+    models: tuple[str, ...] = ()
+    """The only models that it trains; default: all."""
     learning_rate_of: str | None = None
     """Use the rate that was tuned for this method, instead of tuning."""
     arithmetic_as: str | None = None
@@ -224,6 +226,7 @@ _CONVERT: dict[str, Callable[[Any, str], Any]] = {
     "int": _int,
     "tuple[float, ...]": _list(_float),
     "tuple[int, ...]": _list(_int),
+    "tuple[str, ...]": _list(_text),
     "tuple[Model, ...]": _as_is,
     "tuple[Data, ...]": _as_is,
     "tuple[Method, ...]": _as_is,
@@ -243,15 +246,24 @@ def _check(study: Study, path: str) -> None:
         _check_name(study.gpu, list(read_clusters(CLUSTERS)), f"{path}: gpu")
     if study.tune_on is not None:
         _check_name(study.tune_on, [data.name for data in study.data], f"{path}: tune_on")
+    names_of_models = [model.name for model in study.models]
     for method in study.methods:
         where = f"{path}: methods: {method.name}"
         for key in ("learning_rate_of", "arithmetic_as"):
             if getattr(method, key) is not None:
                 _check_name(getattr(method, key), names, f"{where}: {key}")
+        for model in method.models:
+            _check_name(model, names_of_models, f"{where}: models")
+        tuned_with = study.method(method.learning_rate_of or method.name)
+        if tuned_with.models and not set(method.models or names_of_models) <= set(tuned_with.models):
+            raise ValueError(f"{where}: learning_rate_of: {tuned_with.name} does not train all of its models")
         if method.learning_rate_of and study.method(method.learning_rate_of).learning_rate_of:
             raise ValueError(f"{where}: learning_rate_of: {method.learning_rate_of} is not tuned itself")
-    if study.method(study.baseline).steps != 1:
+    baseline = study.method(study.baseline)
+    if baseline.steps != 1:
         raise ValueError(f"{path}: methods: {study.baseline}: steps: the baseline's is 1")
+    if baseline.models:
+        raise ValueError(f"{path}: methods: {study.baseline}: models: the baseline trains all")
     for data in study.data:
         if data.text is not None and (os.path.isabs(data.text) or ".." in Path(data.text).parts):
             raise ValueError(f"{path}: data: {data.name}: text: {data.text}: give a path below the data folder")

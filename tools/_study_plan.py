@@ -60,6 +60,8 @@ def points(study: Study, only: str = "*") -> Iterator[Point]:
     for model in study.models:
         for data in study.data:
             for method in study.methods:
+                if method.models and model.name not in method.models:
+                    continue
                 if any(fnmatchcase(method.name, pattern.strip()) for pattern in only.split(",")):
                     yield Point(model=model, data=data, method=method)
 

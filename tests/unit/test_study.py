@@ -118,6 +118,15 @@ def results_by(value: Callable[[Run], float | None]) -> Lookup:
         ({"methods": {"a b": {}}}, "methods: a b: a name has letters"),
         ({"methods": {"a": {"learning_rate_of": "b"}}}, "learning_rate_of: b: must be one of a"),
         ({"methods": {"a": {"budgets": [0.5, -1]}}}, "methods: a: budgets: -1: must be a number more than 0"),
+        ({"methods": {"a": {}, "b": {"models": ["c"]}}}, "methods: b: models: c: must be one of model"),
+        (
+            {
+                "models": {"x": {}, "y": {}},
+                "methods": {"a": {}, "b": {"models": ["x"]}, "c": {"learning_rate_of": "b"}},
+            },
+            "methods: c: learning_rate_of: b does not train all of its models",
+        ),
+        ({"methods": {"a": {"models": ["model"]}}}, "methods: a: models: the baseline trains all"),
         ({"methods": {"a": {"steps": 0.5}}}, "methods: a: steps: the baseline's is 1"),
         ({"methods": ["a"]}, "methods: must be a mapping"),
     ],
@@ -185,6 +194,14 @@ def test_order_of_runs(tmp_path: Path) -> None:
     assert {run.method.name for run in missing_runs(study, lambda run: None, only="f*st")} == {"full"}
     both = read(tmp_path, methods=methods, data={"none": "", "other": ""}, tune_on="other")
     assert {run.data.name for run in missing_runs(both, lambda run: None)} == {"other"}
+
+
+def test_methods_of_some_models(tmp_path: Path) -> None:
+    """A setting that is meant for one model is run, and reported, for all."""
+    models = {"small": "", "large": ""}
+    study = read(tmp_path, models=models, methods={"full": {}, "fast": {"models": ["large"]}})
+    found = [(point.model.name, point.method.name) for point in points(study)]
+    assert found == [("small", "full"), ("large", "full"), ("large", "fast")]
 
 
 def test_crossing() -> None:
