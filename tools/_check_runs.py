@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,8 @@ class Runner:
     """Of every run."""
     seconds: float = 300.0
     """Limit of one run: what hangs must end."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables beside those of this process."""
 
     @property
     def num_stages(self) -> int:
@@ -78,7 +80,7 @@ class Runner:
         no_step = {"train_iters": 1, "eval_iters": 0, "lr": 1e-30, "min_lr": 0, "lr_warmup_iters": 0}
         sizes = {"micro_batch_size": 2, "bcd_num_blocks": 1, "save": self.weights}
         flags = dict(self.flags) | no_step | sizes
-        self._start("weights", flags, num_ranks=1, environment=NO_GPU)
+        self._start("weights", flags, num_ranks=1, environment={**self.environment, **NO_GPU})
 
     def train(self, name: str, flags: Mapping[str, Any], *, until: Callable[[], bool] | None = None) -> Run:
         """A run from the initial weights on all ranks, or with --load in its flags from there. Raises CannotRun."""
@@ -88,7 +90,7 @@ class Runner:
         sizes = {"micro_batch_size": 2 if num_replicas <= 2 else 1}
         exact = {"deterministic_mode": True} if self.on_gpu else {}
         values = dict(self.flags) | sizes | exact | from_weights | dict(flags)
-        return self._start(name, values, num_ranks=self.num_ranks, until=until)
+        return self._start(name, values, num_ranks=self.num_ranks, environment=self.environment, until=until)
 
     def metrics(self, name: str) -> Path:
         return self.folder / f"{name}.jsonl"

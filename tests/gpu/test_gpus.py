@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +104,20 @@ def test_weights_across_implementations(
             for reader in ("transformer_engine", "local")
         ]
         assert first[0] == pytest.approx(first[1], rel=figures["tolerance"]["tf32"])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_apex(runners: Callable[[int], Runner], figures: dict[str, Any], tmp_path: Path, precision: str) -> None:
+    """Apex's norm or Adam that computes something else than PyTorch's, or is named in the banner and not taken: stock's
+    curve. Megatron Core prefers Transformer Engine's Adam, so that package is hidden from these runs."""
+    for module in ("apex.optimizers", "apex.normalization", "amp_C"):
+        pytest.importorskip(module, reason="needs Apex", exc_type=ImportError)
+    hidden = tmp_path / "transformer_engine"
+    hidden.mkdir()
+    (hidden / "__init__.py").write_text("raise ModuleNotFoundError('hidden from this run')\n")
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    runner = replace(runners(1), environment={"PYTHONPATH": path})
+    run = runner.train(f"apex_{precision}", figures["stock"]["flags"] | {"bf16": precision == "bf16"})
+    banner = " ".join((runner.folder / f"apex_{precision}.log").read_text().split())
+    assert "layers local" in banner and "norm Apex fused LayerNorm, optimizer Apex fused Adam" in banner
+    assert run.losses == pytest.approx(figures["stock"]["loss"], rel=figures["tolerance"][precision])
