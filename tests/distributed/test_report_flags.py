@@ -17,8 +17,8 @@ from support.dist import RankError, World
 from megatron.bcd.metrics import sinks
 from megatron.bcd.metrics.schema import StepMetrics
 from megatron.bcd.model.builder import unwrap_model
-from megatron.bcd.runtime import memory
-from megatron.bcd.training import pretrain, train_step
+from megatron.bcd.runtime import device, memory
+from megatron.bcd.training import pretrain, stragglers, train_step
 
 
 def run_of(config: Any) -> dict[str, Any]:
@@ -105,6 +105,50 @@ def test_timers(world1: World, world2: World, text_data: str, layout: str) -> No
             assert ("forward-compute" in times) == (level == 2)
 
 
+class Clock:
+    """A clock that goes on by a millisecond whenever it is read."""
+
+    seconds = 0.0
+
+    def perf_counter(self) -> float:
+        self.seconds += 1e-3
+        return self.seconds
+
+
+def straggling_run(config: Any, slow: int) -> dict[str, Any]:
+    """A run in which a forward pass takes 20 ms longer on one rank; what its log lines say of the ranks."""
+    clock = Clock()
+
+    def slow_down(*_: Any) -> None:
+        clock.seconds += 0.02
+
+    patches = (mock.patch.object(stragglers, "time", clock), mock.patch.object(device, "_now", clock.perf_counter))
+    with worlds.started(config) as one, patches[0], patches[1]:
+        if torch.distributed.get_rank() == slow:
+            unwrap_model(one.model).register_forward_pre_hook(slow_down)
+        one.run()
+        return worlds.outcome(one) | {"ranks": [dict(record.straggler_ms) for record in one.recorder.steps]}
+
+
+@pytest.mark.parametrize("layout", ["data", "pipeline"])
+def test_a_slow_rank(world2: World, text_data: str, layout: str) -> None:
+    """--log-straggler that finds another rank, counts evaluations, or adds up over log lines; times that nobody has
+    asked for, or that change a loss."""
+    flags = {"data_path": text_data, "train_iters": 5, "log_interval": 2, "eval_iters": 1, "eval_interval": 2}
+    plain = world2.run(straggling_run, worlds.run_config(**flags, **TIMED_LAYOUTS[layout]), 0)
+    asked = worlds.run_config(**flags, **TIMED_LAYOUTS[layout], log_straggler=True)
+    num_microbatches = {"data": 2, "pipeline": 4}[layout]
+    for slow in (0, 1):
+        ranks = world2.run(straggling_run, asked, slow)
+        assert [rank["losses"] for rank in ranks] == [rank["losses"] for rank in plain]
+        forward = [21.0 * num_microbatches, 1.0 * num_microbatches]
+        expected = {"forward": forward if slow == 0 else forward[::-1], "batch": [1.0, 1.0]}
+        found = ranks[0]["ranks"]
+        assert len(found) == 4 and plain[0]["ranks"] == [{}] * 4
+        for times in found:
+            assert {name: pytest.approx(by_rank) for name, by_rank in times.items()} == expected
+
+
 def reported(config: Any) -> tuple[str, set[str]]:
     """What the reporter of a run prints of two times, and the tags that it writes of them."""
     record = StepMetrics(
@@ -113,6 +157,7 @@ def reported(config: Any) -> tuple[str, set[str]]:
         model_state_bytes=(),
         peak_memory_bytes=(),
         timers_ms={"optimizer": (1.5, 2.5)},
+        straggler_ms={"forward": (3.0, 1.0, 2.0), "batch": (0.2, 0.3, 0.1)},
     )
     printed = io.StringIO()
     with mock.patch.object(sinks.TensorBoard, "write") as write, contextlib.redirect_stdout(printed):
@@ -122,13 +167,16 @@ def reported(config: Any) -> tuple[str, set[str]]:
 
 
 def test_timers_reach_the_log(world1: World, text_data: str, tmp_path: Path) -> None:
-    """--timing-log-option or --log-timers-to-tensorboard that is read, and passed on to nobody."""
+    """--timing-log-option, --log-timers-to-tensorboard or --straggler-minmax-count that is read, and passed on to
+    nobody."""
     common = {"tensorboard_dir": tmp_path, "timing_log_level": 1}
     [(printed, tags)] = world1.run(reported, config_of(text_data, **common))
     assert "optimizer: (1.50, 2.50)" in printed and "optimizer-time" not in tags
-    asked = {"timing_log_option": "max", "log_timers_to_tensorboard": True}
+    assert "slowest" not in printed
+    asked = {"timing_log_option": "max", "log_timers_to_tensorboard": True, "straggler_minmax_count": 2}
     [(printed, tags)] = world1.run(reported, config_of(text_data, **common, **asked))
     assert "optimizer: 2.50" in printed and "optimizer-time" in tags
+    assert "slowest: rank 0 3.00, rank 2 2.00" in printed and "fastest: rank 1 1.00, rank 2 2.00" in printed
 
 
 def broken_run(config: Any, at: int) -> dict[str, Any]:

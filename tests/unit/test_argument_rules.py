@@ -350,11 +350,11 @@ def test_all_problems_at_once() -> None:
 def test_flags_without_effect_are_named() -> None:
     """Would expose a log or a speed-up that the user asked for and does not get, without being told."""
     words = [word for pair in BASE.items() for word in pair]
-    words += ["--log-energy", "--straggler-minmax-count", "2", "--sequence-parallel", "--context-parallel-size", "1"]
+    words += ["--log-energy", "--straggler-ctrlr-port", "2", "--sequence-parallel", "--context-parallel-size", "1"]
     words += ["--use-precision-aware-optimizer", "--main-params-dtype", "fp32", "--exp-avg-sq-dtype", "fp32"]
     command = read_command_line(words, prog="test", world_size=1)
     assert command.notes[0] == (
-        "accepted without effect: --log-energy, --straggler-minmax-count 2, --use-precision-aware-optimizer"
+        "accepted without effect: --log-energy, --straggler-ctrlr-port 2, --use-precision-aware-optimizer"
     )
     assert "--sequence-parallel is off" in command.notes[1] and len(command.notes) == 2
     assert command.config == parse()

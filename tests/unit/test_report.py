@@ -357,6 +357,26 @@ def test_timers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, li
         assert "timers_ms" not in before and after["timers_ms"]["optimizer"] == [0.0, 3.25]
 
 
+def test_stragglers(tmp_path: Path) -> None:
+    """The wrong rank named, one rank at both ends, or a key in the metrics of runs that did not ask for it."""
+    times = {"forward": (12.0, 30.5, 11.0), "batch": (0.5, 0.25, 4.0)}
+    ends = (
+        "forward passes of a step (ms): rank 2 11.00 to rank 1 30.50 | "
+        "longest wait for a batch (ms): rank 1 0.25 to rank 2 4.00"
+    )
+    named = ["  slowest: rank 1 30.50, rank 0 12.00", "  fastest: rank 2 11.00, rank 0 12.00"]
+    for count, lines in ((1, [ends]), (2, [ends, *named]), (3, [ends])):
+        console, file = log_console(), tmp_path / f"{count}.jsonl"
+        with Reporter(
+            train_iters=60, metrics_file=str(file), straggler_minmax_count=count, console=console
+        ) as reporter:
+            reporter.step(collect_step_metrics())
+            reporter.step(collect_step_metrics(straggler_ms=times))
+        assert console.file.getvalue().splitlines()[2:] == lines  # type: ignore[attr-defined]
+        before, after = (json.loads(line) for line in file.read_text().splitlines())
+        assert "straggler_ms" not in before and after["straggler_ms"]["forward"] == [12.0, 30.5, 11.0]
+
+
 def test_tensorboard_folder_that_cannot_be_made(tmp_path: Path) -> None:
     """A traceback of TensorBoard's instead of one line that names the flag."""
     pytest.importorskip("tensorboard")

@@ -331,6 +331,12 @@ class ReportConfig:
     log_timers_to_tensorboard: bool = option(
         False, "write these times to --tensorboard-dir and --wandb-project too: NAME-time, the maximum in seconds"
     )
+    log_straggler: bool = option(
+        False, "log the slowest and the fastest rank by forward passes and by waits for batches"
+    )
+    straggler_minmax_count: int = option(
+        1, "ranks that --log-straggler names at either end, by their forward passes", type=int, metavar="N"
+    )
     profile: bool = option(False, "profile some training steps: --use-pytorch-profiler, or marks for Nsight Systems")
     profile_step_start: int = option(10, "steps before those that are profiled", type=int)
     profile_step_end: int = option(12, "last step that is profiled", type=int)

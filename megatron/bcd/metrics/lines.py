@@ -77,6 +77,28 @@ def timer_lines(times: Mapping[str, Sequence[float]], *, option: str) -> list[st
     return [f"{_TIMES[option]} across ranks (ms):", *lines] if lines else []
 
 
+def straggler_lines(times: Mapping[str, Sequence[float]], *, num_named: int) -> list[str]:
+    """The fastest and the slowest rank, of its forward passes and its batches; with `num_named` from 2 to the number of
+    ranks less 1, also so many of each by their forward passes."""
+    if not times:
+        return []
+
+    def sorted_ranks(name: str) -> list[str]:
+        return [
+            f"rank {rank} {time:.2f}" for time, rank in sorted((time, rank) for rank, time in enumerate(times[name]))
+        ]
+
+    forward, batch = sorted_ranks("forward"), sorted_ranks("batch")
+    lines = [
+        f"forward passes of a step (ms): {forward[0]} to {forward[-1]} | longest wait for a batch (ms): {batch[0]} to "
+        f"{batch[-1]}"
+    ]
+    if 1 < num_named < len(forward):
+        lines.append(f"  slowest: {', '.join(forward[: -num_named - 1 : -1])}")
+        lines.append(f"  fastest: {', '.join(forward[:num_named])}")
+    return lines
+
+
 def evaluation_line(record: EvalMetrics) -> str:
     """The log line of an evaluation."""
     when = "at the end, iteration" if record.is_final else "at iteration"

@@ -7,7 +7,7 @@ from types import TracebackType
 from rich.console import Console
 
 from megatron.bcd.metrics.console import Screen
-from megatron.bcd.metrics.lines import evaluation_line, step_line, timer_lines
+from megatron.bcd.metrics.lines import evaluation_line, step_line, straggler_lines, timer_lines
 from megatron.bcd.metrics.schema import EvalMetrics, RunSummary, StepMetrics
 from megatron.bcd.metrics.sinks import MetricsFile, TensorBoard, Wandb, evaluation_scalars, step_scalars, timer_scalars
 
@@ -38,6 +38,7 @@ class Reporter:
         run_config: Mapping[str, object] | None = None,
         timing_log_option: str = "minmax",
         log_timers_to_tensorboard: bool = False,
+        straggler_minmax_count: int = 1,
         console: Console | None = None,
     ) -> None:
         self._train_iters = train_iters
@@ -45,6 +46,7 @@ class Reporter:
         self._switch_time_ms = 0.0
         self._timing_log_option = timing_log_option
         self._writes_timers = log_timers_to_tensorboard
+        self._num_named = straggler_minmax_count
         self._screen = Screen(console, train_iters=train_iters, start_iteration=start_iteration)
         self._metrics = MetricsFile(metrics_file, start_iteration=start_iteration, run=run) if metrics_file else None
         self._scalar_sinks: list[TensorBoard | Wandb] = []
@@ -71,12 +73,15 @@ class Reporter:
         self._screen.line(step_line(record, train_iters=self._train_iters), block=record.block)
         for line in timer_lines(record.timers_ms, option=self._timing_log_option):
             self._screen.line(line)
+        for line in straggler_lines(record.straggler_ms, num_named=self._num_named):
+            self._screen.line(line)
         self._screen.advance(record.iteration, record)
         if self._metrics is not None:
             # of all switches since the last line
             values = {**dataclasses.asdict(record), "switch_time_ms": self._switch_time_ms}
-            if not record.timers_ms:
-                del values["timers_ms"]
+            for name in ("timers_ms", "straggler_ms"):
+                if not values[name]:
+                    del values[name]
             self._metrics.write(values)
         self._switch_time_ms = 0.0
         timers = timer_scalars(record) if self._writes_timers else {}

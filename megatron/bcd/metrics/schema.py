@@ -53,6 +53,9 @@ class StepMetrics:
     """--log-throughput: 10^12 floating-point operations per second and rank, of what the phase computes."""
     timers_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """--timing-log-level: milliseconds of a step, by timer and rank; 0 where a rank has no such timer."""
+    straggler_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """--log-straggler: milliseconds by rank: `forward`, the forward passes of a step; `batch`, the longest wait for
+    one."""
     data_seen: float = 0.0
     """Share of one epoch of the training split that the run has trained on, 0 to 1."""
     prefix_cache_hits: int = 0

@@ -93,7 +93,10 @@ class StepMetricsCollector:
     def _asked_for(self, phase_state: PhaseState, milliseconds: float) -> dict[str, Any]:
         """What flags add to a log line."""
         report, active = self._config.report, self._train_step.forward_backward.active
-        found: dict[str, Any] = {"timers_ms": self._train_step.timers.take()}
+        found: dict[str, Any] = {
+            "timers_ms": self._train_step.timers.take(),
+            "straggler_ms": self._train_step.forward_backward.stragglers.take(),
+        }
         if report.log_params_norm:
             with active.whole_parameters():
                 found["params_norm"] = params_norm(active.model)

@@ -13,6 +13,7 @@ from megatron.bcd.model.loss import forward_step
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.runtime.activation_meter import ActivationMeter
+from megatron.bcd.training.stragglers import Stragglers
 
 
 class ForwardBackward:
@@ -24,6 +25,7 @@ class ForwardBackward:
         self.active = active
         self.pipeline = pipeline
         self.meter = meter
+        self.stragglers = Stragglers(config.report)
         self._seq_length = config.model.seq_length
         self._micro_batch_size = config.training.micro_batch_size
 
@@ -48,6 +50,7 @@ class ForwardBackward:
         )
 
     def _forward_step(self, batches: Iterator[data.Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
-        output = forward_step(batches, model)
+        with self.stragglers.timing(batches) as timed:
+            output = forward_step(timed, model)
         self.meter.after_forward()
         return output

@@ -137,5 +137,6 @@ def _reporter(config: RunConfig, resumed: run_state.RunState | None) -> Reporter
         wandb_save_dir=report.wandb_save_dir,
         run_config=asdict(config),
         timing_log_option=report.timing_log_option,
+        straggler_minmax_count=report.straggler_minmax_count,
         log_timers_to_tensorboard=report.log_timers_to_tensorboard,
     )

@@ -96,7 +96,11 @@ class TrainStep:
         stopwatch = device.Stopwatch()
         active.zero_grad()
         self.forward_backward.pipeline.prepare_next(num_microbatches_next)
-        with self._metering_once_per_phase(phase_state), self.timers.connected(active):
+        with (
+            self._metering_once_per_phase(phase_state),
+            self.timers.connected(active),
+            self.forward_backward.stragglers.counting(),
+        ):
             losses = self.forward_backward(batches, get_num_microbatches(), forward_only=False)
         if self._memory_level >= 1:
             memory.release_cached_memory()
