@@ -21,6 +21,10 @@ CASES: dict[str, dict[str, Any]] = {
     "spread": PIPELINE,
     "stages4": {"world_size": 4, "pipeline_model_parallel_size": 4, "bcd_layout": "stage", "bcd_num_blocks": None}
     | {"bcd_steps_per_block": 2, "train_iters": 8, "bcd_sample_ratio": 0.003},
+    "interleaved": PIPELINE | {"bcd_layout": "interleaved"},
+    "strided_chunks": PIPELINE
+    | {"num_virtual_stages_per_pipeline_rank": 6, "num_layers": 12}
+    | {"bf16": True, "bcd_prefix_cache_dtype": "bf16", "reset_attention_mask": True},
     "tensor2": {"world_size": 2, "tensor_model_parallel_size": 2},
     "stages2_context2": PIPELINE | {"world_size": 4, "context_parallel_size": 2},
 }
@@ -54,3 +58,13 @@ def test_a_prefix_runs_once_for_each_sample(world2: World, text_data: str, tmp_p
     assert {layer: after[layer] - before[layer] for layer in after} == dict.fromkeys(range(3), 8), "15 samples, by 2"
     before, after = second["layers"]
     assert {layer: after[layer] - before[layer] for layer in after} == dict.fromkeys(range(3, 6), 16), "4 steps"
+
+
+def test_all_stages_leave_out_their_chunks_of_the_prefix(world2: World, text_data: str, tmp_path: Path) -> None:
+    """A chunk before the block that still runs on one of the stages, or a fill that goes on behind the prefix."""
+    flags = prefix_runs.FLAGS | {"data_path": text_data, "eval_iters": 0, "train_iters": 8} | CASES["interleaved"]
+    ranks = world2.run(prefix_runs.counted_run, worlds.run_config(**flags, bcd_prefix_cache=tmp_path))
+    for stage, rank in enumerate(ranks):
+        before, after = rank["layers"]
+        times = {layer: after[layer] - before[layer] for layer in after}
+        assert times == {stage: 8, stage + 2: 16, stage + 4: 16}, "15 samples by 2 in the fill, then 4 steps"

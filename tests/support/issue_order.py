@@ -288,6 +288,9 @@ class Rank:
             elif event.what == "evaluate":
                 pipeline(forward_only=True, **arguments)
                 self.collective("losses", "pp")
+            elif event.what == "fill" and case.num_chunks > 1:
+                pipeline.run_chunks_forward(num_chunks=event.block, **arguments)
+                self.collective("errors of the fill", "world")
             elif event.what == "fill":
                 self._fill(pipeline.prefix_link(model), event.block)
             else:

@@ -89,7 +89,8 @@ def test_interleaved_plans(num_stages: int) -> None:
     """Messages between two stages, in both directions, in another order at one end; a chunk that computes on the input
     of another chunk or microbatch."""
     train = [[Event("train", block)] * 2 for block in (0, 2, 1)]
-    events = (*train[0], Event("evaluate"), *train[1], Event("checkpoint"), *train[2])
+    served = (Event("fill", 2), *[Event("train", 2, is_served=True)] * 2)
+    events = (*train[0], Event("evaluate"), *train[1], Event("checkpoint"), *served, *train[2])
     for num_microbatches in (1, 4, 5):
         case = Case(num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=3, events=events)
         check(case)
@@ -102,6 +103,8 @@ def test_every_interleaved_plan(num_stages: int) -> None:
     """As above, with more chunks and microbatches."""
     for num_chunks in (2, 3, 4):
         events = tuple(Event("train", block) for block in range(num_chunks) for _ in range(2))
+        for block in range(1, num_chunks):
+            events += (Event("fill", block), *[Event("train", block, is_served=True)] * 2)
         for number in (1, 2, 3, num_stages, num_stages + 1, 2 * num_stages, 3 * num_stages - 1):
             check(Case(num_stages=num_stages, num_microbatches=number, num_chunks=num_chunks, events=events))
 

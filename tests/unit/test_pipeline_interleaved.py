@@ -39,7 +39,9 @@ def sweep(stages: range, chunks: tuple[int, ...], microbatches: range) -> Iterat
         yield evaluation_chunk_shape(**sizes)
         for num_blocks in range(1, num_chunks + 1):
             for block in range(num_blocks if num_chunks % num_blocks == 0 else 0):
-                yield chunk_shape(**sizes, num_blocks=num_blocks, block=block)
+                yield (shape := chunk_shape(**sizes, num_blocks=num_blocks, block=block))
+                if block:
+                    yield replace(shape, is_prefix_served=True)
 
 
 def check(shapes: Iterator[ChunkShape]) -> None:
@@ -57,6 +59,12 @@ def test_every_plan_is_valid() -> None:
     """An order that hangs for some number of microbatches, chunks or stages, or loses one of them."""
     check(sweep(range(2, 5), (1, 2, 3), range(1, 8)))
     check(sweep(range(5, 6), (4,), range(6, 8)))
+
+
+def test_plans_of_fine_tuning_are_valid() -> None:
+    """As above, with as many blocks as fine-tuning takes."""
+    for sizes in ((2, 32, 3), (4, 8, 8)):
+        check(shape_of(*sizes, block=block) for block in (0, sizes[1] // 2, sizes[1] - 1))
 
 
 @pytest.mark.long
@@ -103,6 +111,19 @@ def test_every_stage_has_the_same_share_of_the_work() -> None:
             assert kinds == expected
             busy[stage] += round(simulate_chunk_plan(plan, unit_chunk_costs(shape)).busy_times[stage])
     assert set(busy.values()) == {2 * 3 * 3 * 8}  # two thirds of full training, three phases
+
+
+def test_a_served_prefix_is_left_out_on_every_stage() -> None:
+    """A stage that computes though its output is read, or waits for a message that nobody sends."""
+    busy: Counter[int] = Counter()
+    for block in range(3):
+        shape = replace(shape_of(block=block), is_prefix_served=True)
+        plan = build_chunk_plan(shape)
+        assert all(action.chunk >= block for actions in plan.stages for action in actions)
+        assert not any(action.kind is Kind.RECEIVE_FORWARD and action.chunk == block for action in plan.stages[0])
+        for stage, time in enumerate(simulate_chunk_plan(plan, unit_chunk_costs(shape)).busy_times):
+            busy[stage] += round(time)
+    assert set(busy.values()) == {5 * 3 * 8}, "five ninths of full training, three phases"
 
 
 def test_iteration_times() -> None:

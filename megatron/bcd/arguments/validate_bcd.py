@@ -114,10 +114,6 @@ def check_chunks(config: RunConfig, run: Run, given: Mapping[str, Any]) -> None:
         "--bcd-layout interleaved does not go with --bcd-schedule stock: with --bcd-num-blocks 1 its order is stock's",
     )
     refuse_unless(
-        run.bcd_prefix_cache is None,
-        "--bcd-layout interleaved does not go with --bcd-prefix-cache yet: leave one of them out",
-    )
-    refuse_unless(
         run.bcd_run_ahead is None,
         "--bcd-layout interleaved does not go with --bcd-run-ahead: no stage runs forward only",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -39,7 +40,11 @@ class ChunkExecutor(Iteration):
         self._stage = groups.pp.rank()
         self._actions = build_chunk_plan(shape).stages[self._stage]
         # every chunk reads every microbatch: the first one its tokens, the last one its labels
-        self._batches = itertools.tee(data_iterator, shape.num_chunks)
+        self._batches: list[Iterator[Any]] = list(itertools.tee(data_iterator, shape.num_chunks))
+        if shape.is_prefix_served:  # the prefix's output enters one chunk; the others have their inputs
+            first = shape.chunk_of(shape.first_trainable)
+            for chunk in range(first + 1, shape.num_chunks):
+                self._batches[chunk] = map(_without_prefix_output, self._batches[chunk])
         self._num_backwards = [
             sum(
                 action.chunk == chunk and action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
@@ -118,3 +123,7 @@ class ChunkExecutor(Iteration):
 
     def _receive_backward(self, action: Action, place: _Place) -> None:
         self._output_gradients[place] = self._messages.receive_backward(self._tensor_shape)
+
+
+def _without_prefix_output(batch: Any) -> Any:
+    return {name: value for name, value in batch.items() if name != "prefix_output"}

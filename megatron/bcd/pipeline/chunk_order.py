@@ -60,7 +60,7 @@ class _Clock:
         shape, microbatch = self.shape, action.microbatch
         virtual = shape.virtual_stage(stage, action.chunk)
         if action.kind not in BACKWARD:
-            ready = 0.0 if virtual == 0 else self._ends.get((False, virtual - 1, microbatch))
+            ready = 0.0 if not shape.needs_input(virtual) else self._ends.get((False, virtual - 1, microbatch))
         elif virtual == shape.last:
             ready = self._ends.get((False, virtual, microbatch))
         else:

@@ -30,6 +30,8 @@ class ChunkShape:
     """The first virtual stage with a graph; the number of virtual stages in an evaluation."""
     active: tuple[bool, ...]
     """By virtual stage: whether it builds weight gradients."""
+    is_prefix_served: bool = False
+    """Whether the first trainable virtual stage has its input without those before it, which then do nothing."""
     work: tuple[tuple[float, float], ...] = ()
     """By virtual stage: time of a forward and of a backward pass, in any unit, for the order of passes; empty: forward
     = input gradients = weight gradients."""
@@ -85,7 +87,14 @@ class ChunkShape:
         """Whether the virtual stage before this one runs backward."""
         return virtual > self.first_trainable
 
-    def forward_kind(self, virtual: int) -> Kind:
+    def needs_input(self, virtual: int) -> bool:
+        """Whether the virtual stage before this one runs forward."""
+        return virtual > (self.first_trainable if self.is_prefix_served else 0)
+
+    def forward_kind(self, virtual: int) -> Kind | None:
+        """None where there is no forward pass."""
+        if self.is_prefix_served and self.is_forward_only(virtual):
+            return None
         return Kind.FORWARD_ONLY if self.is_forward_only(virtual) else Kind.FORWARD
 
     def backward_kind(self, virtual: int) -> Kind | None:
@@ -114,7 +123,7 @@ class ChunkShape:
         training keeps in Megatron Core's order."""
         if self.first_trainable == self.num_virtual:
             return 0
-        whole = replace(self, first_trainable=0, active=(True,) * self.num_virtual, work=())
+        whole = replace(self, first_trainable=0, active=(True,) * self.num_virtual, is_prefix_served=False, work=())
         return max_graphs(stock_order(whole, stage))
 
 
@@ -134,7 +143,9 @@ def chunk_shape(*, num_stages: int, num_chunks: int, num_microbatches: int, num_
     )
 
 
-def phase_chunk_shape(partition: Partition, block: int, *, num_microbatches: int, head: float) -> ChunkShape:
+def phase_chunk_shape(
+    partition: Partition, block: int, *, num_microbatches: int, head: float, is_prefix_served: bool = False
+) -> ChunkShape:
     """Of a training iteration in the phase of `block`; a pass of the output head takes `head` passes of a layer."""
     updated = set(partition.blocks[block].layers if partition.has_active_block else ()) | set(
         partition.resting_layers(block)
@@ -155,12 +166,13 @@ def phase_chunk_shape(partition: Partition, block: int, *, num_microbatches: int
         num_microbatches=num_microbatches,
         first_trainable=partition.first_trainable_virtual_stage(block),
         active=tuple(partition.virtual_stage_active(block, each) for each in range(partition.num_virtual_stages)),
+        is_prefix_served=is_prefix_served,
         work=tuple(work),
     )
 
 
 def evaluation_chunk_shape(*, num_stages: int, num_chunks: int, num_microbatches: int) -> ChunkShape:
-    """Forward passes only."""
+    """Forward passes only, of the first chunks where `num_chunks` is not all."""
     num_virtual = num_stages * num_chunks
     return ChunkShape(
         num_stages=num_stages,

@@ -134,11 +134,32 @@ class PipelineSchedule:
             self.backward_messages = self._messages.backward_messages
         return reported
 
+    def run_chunks_forward(self, *, model: Any, num_chunks: int, num_microbatches: int, **arguments: Any) -> list[Any]:
+        """Forward passes of the first `num_chunks` chunks of every stage, outside of an iteration. A collective.
+
+        Returns what the function beside the output made of it, by microbatch, on the last stage.
+        """
+        self._set_up(model)
+        assert self._groups is not None and self._messages is not None
+        num_stages = self._partition.num_stages
+        shape = evaluation_chunk_shape(num_stages=num_stages, num_chunks=num_chunks, num_microbatches=num_microbatches)
+        executor = ChunkExecutor(
+            shape, model, self._messages, self._groups, trace=None, collect_non_loss_data=True, **arguments
+        )
+        with torch.no_grad():
+            return executor.run()
+
     def chunk_shape(self, num_microbatches: int, *, forward_only: bool = False) -> ChunkShape:
         """Of an iteration with several chunks on a stage."""
         cut = self._partition
         if not forward_only:
-            return phase_chunk_shape(cut, self._block, num_microbatches=num_microbatches, head=self._head_passes)
+            return phase_chunk_shape(
+                cut,
+                self._block,
+                num_microbatches=num_microbatches,
+                head=self._head_passes,
+                is_prefix_served=self._is_prefix_served,
+            )
         return evaluation_chunk_shape(
             num_stages=cut.num_stages, num_chunks=cut.num_chunks, num_microbatches=num_microbatches
         )

@@ -47,6 +47,13 @@ def simulate_chunk_plan(plan: ChunkPlan, costs: ActionCosts) -> Timeline:
     return Timeline(plan=plan, spans=_Simulation(plan, costs).run(), critical_path=())
 
 
+def needed_message(shape: ChunkShape, virtual: int, action: Action) -> Message | None:
+    """The message without which the pass of a virtual stage can't begin."""
+    if action.kind in (Kind.FORWARD, Kind.FORWARD_ONLY):
+        return Message(virtual - 1, virtual, action.microbatch) if shape.needs_input(virtual) else None
+    return Message(virtual + 1, virtual, action.microbatch) if virtual < shape.last else None
+
+
 class _Simulation:
     """All stages, each as far as it gets until something that it waits for is not known."""
 
@@ -100,7 +107,7 @@ class _Simulation:
         """When the stage's next action begins, None while that is not known."""
         virtual = self._plan.shape.virtual_stage(stage, action.chunk)
         if action.kind.computes:
-            needed = self._needed(virtual, action)
+            needed = needed_message(self._plan.shape, virtual, action)
             arrived = free if needed is None else self._arrival(needed)
             return None if arrived is None else max(free, arrived)
         [message] = messages_of(virtual, action)
@@ -115,12 +122,6 @@ class _Simulation:
             in_flight.append(message)
         self._begun[message, is_received] = free
         return free
-
-    def _needed(self, virtual: int, action: Action) -> Message | None:
-        """The message without which the pass can't begin."""
-        if action.kind in (Kind.FORWARD, Kind.FORWARD_ONLY):
-            return Message(virtual - 1, virtual, action.microbatch) if virtual else None
-        return Message(virtual + 1, virtual, action.microbatch) if virtual < self._plan.shape.last else None
 
     def _arrival(self, message: Message) -> float | None:
         """When the message has arrived, None while that is not known."""

@@ -80,6 +80,8 @@ def _check_kind(shape: ChunkShape, place: _Place) -> None:
         raise PlanError(f"{place}: there is no virtual stage {other}")
     if message.is_backward and not shape.needs_input_gradient(message.source):
         raise PlanError(f"{place}: virtual stage {message.target} is forward-only and takes no gradient")
+    if not message.is_backward and not shape.needs_input(message.target):
+        raise PlanError(f"{place}: virtual stage {message.target} has its input from the prefix cache")
 
 
 def _check_order(shape: ChunkShape, stage: int, places: Sequence[_Place]) -> None:
@@ -116,7 +118,7 @@ class _Stage:
 
     def _needs(self, place: _Place) -> Iterator[str]:
         shape, virtual, kind = self._shape, place.virtual, place.action.kind
-        if kind in (Kind.FORWARD, Kind.FORWARD_ONLY) and virtual > 0:
+        if kind in (Kind.FORWARD, Kind.FORWARD_ONLY) and shape.needs_input(virtual):
             yield "input"
         elif kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
             self._num_graphs -= 1

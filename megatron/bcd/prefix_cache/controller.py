@@ -113,6 +113,7 @@ class PrefixCache:
             block=self._block,
             dataset=self._dataset,
             link=self._pipeline.prefix_link(self._model),
+            pipeline=self._pipeline,
         )
 
     def take_hits(self) -> int:

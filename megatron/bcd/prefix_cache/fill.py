@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -23,6 +23,7 @@ from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.model.context_attention import whole_sequence
 from megatron.bcd.model.transformer_config import DTYPES
 from megatron.bcd.pipeline.p2p import OneWayLink
+from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.prefix_cache import serve
 from megatron.bcd.prefix_cache.folders import Cache
 from megatron.bcd.prefix_cache.store import Bytes, Slots
@@ -55,6 +56,8 @@ class Prefix:
     """Whether every stage needs the batch, for its mask (--reset-attention-mask)."""
     link: OneWayLink | None
     """To the neighbouring stages; None on one pipeline stage."""
+    pipeline: PipelineSchedule | None = None
+    """Runs the prefix where stages have several chunks."""
 
     @classmethod
     def of(
@@ -67,6 +70,7 @@ class Prefix:
         block: int,
         dataset: Any,
         link: OneWayLink | None,
+        pipeline: PipelineSchedule | None = None,
     ) -> Prefix:
         return cls(
             model=model,
@@ -78,16 +82,26 @@ class Prefix:
             micro_batch_size=config.training.micro_batch_size,
             has_attention_mask=config.data.reset_attention_mask,
             link=link,
+            pipeline=pipeline,
         )
 
     @property
+    def num_chunks(self) -> int:
+        """Chunks of every stage that hold the prefix; 0 where a stage is one chunk."""
+        cut = self.partition
+        return cut.first_trainable_virtual_stage(self.block) // cut.num_stages if cut.num_chunks > 1 else 0
+
+    @property
     def last_stage(self) -> int:
-        """The first trainable stage: the last one that holds a part of the prefix, or its output."""
+        """The first trainable stage: the last one that holds a part of the prefix, or its output. With several chunks
+        the last stage, behind which the prefix ends."""
+        if self.num_chunks:
+            return self.partition.num_stages - 1
         return self.partition.first_trainable_stage(self.block)
 
     @property
     def ends_here(self) -> bool:
-        """Whether the first active layer is on this rank's stage."""
+        """Whether this rank's stage writes the prefix's output."""
         return self.stage == self.last_stage
 
     def local_layer(self, layer: int) -> int:
@@ -132,8 +146,7 @@ def fill(
     filler = Filler(prefix, cache)
     try:
         for start in range(0, len(plan), _MICROBATCHES_PER_ROUND):
-            for work in plan[start : start + _MICROBATCHES_PER_ROUND]:
-                filler.do(work)
+            filler.do_all(plan[start : start + _MICROBATCHES_PER_ROUND])
             error = collectives.first_error(filler.finish())
             if error is not None:
                 return error, counts
@@ -148,7 +161,10 @@ def _divide(
     prefix: Prefix, cache: Cache, missing: Slots, sources: list[tuple[Cache, Slots]]
 ) -> tuple[list[_Work | None], Counts]:
     """This replica's micro-batches, as many as on the others, padded with None."""
-    first_layer = prefix.partition.chunk_layers(prefix.last_stage, 0).start
+    if prefix.num_chunks:  # a shorter prefix would have to start in the middle of the plan
+        first_layer = len(prefix.partition.prefix_layers(prefix.block))
+    else:
+        first_layer = prefix.partition.chunk_layers(prefix.last_stage, 0).start
     size, counts = prefix.micro_batch_size, Counts()
     number, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     is_open = numpy.ones(len(missing), dtype=bool)
@@ -176,6 +192,43 @@ class Filler:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="prefix-fill")
         self._writes: deque[Future[None]] = deque()
         self._error: str | None = None
+
+    def do_all(self, works: Sequence[_Work | None]) -> None:
+        """Some micro-batches. A collective within the replica."""
+        if not self._prefix.num_chunks:
+            for work in works:
+                self.do(work)
+            return
+        mine = [work for work in works if work is not None]
+        for work in mine:
+            if work.source is not None:
+                self.do(work)
+        computed = [work for work in mine if work.source is None]
+        if computed:
+            self._compute_in_chunks(computed)
+
+    def _compute_in_chunks(self, works: Sequence[_Work]) -> None:
+        """From the tokens through all chunks that hold the prefix, as in an evaluation."""
+        prefix, done = self._prefix, iter(works)
+        assert prefix.pipeline is not None
+        needs_batch = prefix.stage == 0 or prefix.has_attention_mask
+
+        def step(batches: Iterator[data.Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., None]]:
+            batch = next(batches)
+            output = model(batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"))
+            return output, lambda output, non_loss_data: self._write(next(done), output)
+
+        length, _ = self._cache.key.record_shape
+        prefix.pipeline.run_chunks_forward(
+            model=prefix.model,
+            num_chunks=prefix.num_chunks,
+            num_microbatches=len(works),
+            data_iterator=(self._batch(work) if needs_batch else {} for work in works),
+            forward_step_func=step,
+            seq_length=length,
+            micro_batch_size=prefix.micro_batch_size,
+            decoder_seq_length=length,
+        )
 
     def do(self, work: _Work | None) -> None:
         """One micro-batch. A collective within the replica."""

@@ -25,6 +25,8 @@ def layer_digests(model: torch.nn.Module, partition: Partition, *, stage: int, n
         for name, parameter in unwrap_model(model).named_parameters():
             place = _place(ownership(name, partition=partition, stage=stage))
             if place is not None and place <= num_layers:
+                if name.startswith("chunks."):
+                    name = name.split(".", 2)[2]
                 within = name if place == 0 else name.split(".", 3)[3]
                 mine[place, within, parallel_state.get_tensor_model_parallel_rank()] = tensor_digest(parameter)
     whole = sorted((key, digest) for rank in collectives.gather_objects(mine) for key, digest in rank.items())
