@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 from _benchmark_common import Bench, command_line, cut, hardware, now, now_on_all_ranks, print_table, table
 from _benchmark_figures import rotated
+from _benchmark_messages import message_ends
 from _benchmark_schedule_figures import (
     ActionTimes,
     ChunkFigures,
@@ -240,6 +241,9 @@ class ScheduleBenchmark:
             step_ms=step_ms,
             outside_ms=tuple(outside_ms for outside_ms, _ in steps),
             actions=_by_kind(bench.stage, shape.num_stages, [action for _, actions in steps for action in actions]),
+            message_ends=tuple(message_ends(actions, shape, bench.stage) for _, actions in steps)
+            if isinstance(shape, ChunkShape)
+            else (),
         )
 
     def _traced_step(
@@ -387,8 +391,8 @@ def show(figures: Mapping[str, Any], rows: Sequence[ScheduleFigures], chunks: Se
     print(
         f"{figures['pipeline_size']} stages, {figures['num_microbatches']} microbatches\n"
         "ratio: BCD schedule over stock schedule, median over the rounds\n"
-        "predicted: the plan's iteration time with the median times of its traced actions, plus what a step does\n"
-        "outside of the schedule (zero_grad, gradient and loss reduction, optimizer), which is measured\n"
+        "predicted: the plan's iteration time with the times of its traced actions and messages, plus what a step\n"
+        "does outside of the schedule (zero_grad, gradient and loss reduction, optimizer), which is measured\n"
         "off: predicted over measured step time, minus 1\n"
         f"{figures['hardware']}\n{figures['implementation']}\n{figures['command']}"
     )

@@ -5,10 +5,13 @@ A turn is one schedule with one block active, in one round. Times in millisecond
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from _benchmark_messages import MessageEnd, awaited_message_ms
 
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.pipeline.actions import Kind
@@ -38,6 +41,8 @@ class RankTimes:
     """By traced step: what it took before its first action and after its last one."""
     actions: tuple[ActionTimes, ...]
     """In the traced steps."""
+    message_ends: tuple[tuple[MessageEnd, ...], ...] = ()
+    """By traced step, of an interleaved plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +54,7 @@ class ScheduleTurn:
     outside_ms: float
     """Of a step: the rank that waits least for the others. Median over the traced steps."""
     message_ms: float
-    """Of a message for which nobody waited."""
+    """Of a message: the shortest one. Of an interleaved plan: the median of those for which a pass waits."""
     actions: tuple[ActionTimes, ...]
     """Those that compute, by stage and kind."""
     iteration_ms: float
@@ -108,8 +113,7 @@ def merged(ranks: Sequence[RankTimes], shape: PlanShape | ChunkShape) -> Schedul
         for times in rank.actions:
             by_stage_and_kind[times.stage, times.kind] += times.milliseconds
     computed = {key: times for key, times in sorted(by_stage_and_kind.items()) if key[1].computes}
-    # interleaved plans wait inside of a pass, which is timed from the arrival on
-    message_ms = 0.0 if isinstance(shape, ChunkShape) else _message_ms(by_stage_and_kind, shape)
+    message_ms = _awaited_message_ms(ranks) if isinstance(shape, ChunkShape) else _message_ms(by_stage_and_kind, shape)
     medians = {key: statistics.median(times) / 1e3 for key, times in computed.items()}
     costs = ActionCosts(seconds=medians, message=message_ms / 1e3)
     outside_ms = statistics.median(min(of_step) for of_step in zip(*(rank.outside_ms for rank in ranks), strict=True))
@@ -128,6 +132,13 @@ def _timeline(shape: PlanShape | ChunkShape, costs: ActionCosts) -> Timeline:
     if isinstance(shape, ChunkShape):
         return simulate_chunk_plan(build_chunk_plan(shape), costs)
     return simulate(build_plan(shape), costs)
+
+
+def _awaited_message_ms(ranks: Sequence[RankTimes]) -> float:
+    """Median over the traced steps."""
+    steps = zip(*(rank.message_ends for rank in ranks), strict=True)
+    times = [awaited_message_ms(list(itertools.chain(*of_ranks))) for of_ranks in steps]
+    return statistics.median(times) if times else 0.0
 
 
 def _message_ms(times: Mapping[tuple[int, Kind], Sequence[float]], shape: PlanShape) -> float:

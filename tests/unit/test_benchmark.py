@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import _benchmark_schedule as schedule
 import benchmark
 import pytest
 from _benchmark_figures import Turn, block_figures, mean_ratio, paired_ratio, rotated, slowest, typical_step_ms
+from _benchmark_messages import awaited_message_ms, message_ends
 from _benchmark_schedule_figures import (
     ActionTimes,
     RankTimes,
@@ -21,8 +23,10 @@ from _benchmark_schedule_figures import (
 )
 
 from megatron.bcd.blocks.partition import Partition, partition
-from megatron.bcd.pipeline.actions import Kind
+from megatron.bcd.pipeline.actions import Action, Kind
 from megatron.bcd.pipeline.build import bcd_shape, stock_shape
+from megatron.bcd.pipeline.chunk_shape import ChunkShape
+from megatron.bcd.pipeline.iteration import TimedAction
 
 
 def turn(*step_ms: float, first: float = 0.0, build: float = 0.0, dispose: float = 0.0, state: int = 1) -> Turn:
@@ -315,3 +319,34 @@ def test_schedule_defaults_are_the_published_measurement(monkeypatch: pytest.Mon
     assert config.training.train_iters == turns * (own.warm_up_steps + own.steps + 2)
     _, config = benchmark.parse(["--schedule", "--global-batch-size=6", "--seq-length=64", "--bcd-run-ahead=2"])
     assert (config.training.global_batch_size, config.model.seq_length, config.bcd.bcd_run_ahead) == (6, 64, 2)
+
+
+def trace(*actions: tuple[Kind, int, float, float]) -> list[TimedAction]:
+    """Kind, microbatch, start and end."""
+    return [TimedAction(action=Action(kind, number), start=start, end=end) for kind, number, start, end in actions]
+
+
+def test_message_of_an_interleaved_plan_for_which_a_pass_waits() -> None:
+    """A message that came while its receiver computed, taken to be as slow as that pass."""
+    shape = ChunkShape(num_stages=2, num_chunks=1, num_microbatches=3, first_trainable=0, active=(True, True))
+    forward, send, receive = Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD
+    first = trace(
+        *((forward, 0, 0.0, 1.0), (send, 0, 1.0, 1.0)),
+        *((forward, 1, 1.0, 2.0), (send, 1, 2.0, 2.0)),
+        *((forward, 2, 2.0, 3.0), (send, 2, 3.0, 3.0)),
+    )
+    last = trace(
+        *((receive, 0, 0.5, 0.5), (forward, 0, 1.25, 4.0)),  # a quarter of a second after it was sent
+        *((receive, 1, 4.0, 4.0), (receive, 2, 4.0, 4.0), (forward, 1, 4.5, 6.0)),  # half a second after both began
+        (forward, 2, 6.0, 7.0),  # it was there
+    )
+    ends = [*message_ends(first, shape, 0), *message_ends(last, shape, 1)]
+    assert awaited_message_ms(ends) == 375
+    assert awaited_message_ms([*message_ends(first, shape, 0)]) == 0
+    ranks = [
+        replace(rank(stage, forward=[1.0], backward=[1.0]), message_ends=(message_ends(done, shape, stage),))
+        for stage, done in enumerate((first, last))
+    ]
+    turn = merged(ranks, shape)
+    assert turn.message_ms == 375
+    assert turn.iteration_ms > 2 * 375
