@@ -447,6 +447,10 @@ def test_field_names_are_unique() -> None:
     [
         (("--eval-fixed", "--eval-iters", "0"), "--eval-fixed does not go with --eval-iters 0"),
         (("--full-validation", "--eval-iters", "0"), "--full-validation does not go with --eval-iters 0"),
+        (
+            ("--full-validation", "--split", "100,0,0"),
+            "--full-validation does not go with --split 100,0,0, which leaves",
+        ),
         (("--full-validation", "--data-path", "1", "a", "2", "b"), "--full-validation: --data-path has weights"),
         (("--eval-iters", "-1"), "--eval-iters -1: must be at least 0"),
     ],

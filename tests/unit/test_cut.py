@@ -45,6 +45,14 @@ def test_no_slower_than_an_even_cut(layers: int, stages: int, head: float, tied:
         assert sizes[-1] < sizes[0] and slowest(one, sizes) < slowest(one, even)
 
 
+@pytest.mark.parametrize("head", [0.0, 1.0, 5.0, 20.0])
+def test_two_stages_are_cut_as_well_as_they_can_be(head: float) -> None:
+    """A head of many layers, of which only two move away."""
+    one = pipeline(num_layers=24, num_stages=2, head=head)
+    best = min(slowest(one, (24 - last, last)) for last in range(one.num_blocks, 24 - one.num_blocks + 1))
+    assert slowest(one, balanced_cut(one)) == best
+
+
 @pytest.mark.parametrize("num_chunks", [3, 6])
 def test_chunks_keep_their_layers(num_chunks: int) -> None:
     """A layer that a cut moves into another block."""

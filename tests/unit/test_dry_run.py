@@ -73,6 +73,21 @@ def test_needs_no_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
+def test_balanced_cut_needs_no_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Would expose a dry run of --pipeline-cut auto that reads a tokenizer, or hides that it cut evenly."""
+    words = [*WORDS, "--pipeline-model-parallel-size", "2", "--num-layers", "12", "--pipeline-cut", "auto"]
+    bpe = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "absent.json", "--merge-file", "absent.txt"]
+    assert dry_run(*words, *bpe, ranks=2) == 0
+    known = capsys.readouterr().out
+    assert "cut evenly" not in known and "stage 1: layers 9-11" in known, (
+        "the head of 50,257 tokens is most of the work"
+    )
+    absent = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / "absent")]
+    assert dry_run(*words, *absent, ranks=2) == 0
+    unknown = capsys.readouterr().out
+    assert "stages cut evenly: --pipeline-cut auto needs" in unknown and "stage 1: layers 6-11" in unknown
+
+
 def test_all_refusals(capsys: pytest.CaptureFixture[str]) -> None:
     """Would expose a refusal that is left out, without a reason, or printed to stdout."""
     assert dry_run(*WORDS, "--num-experts", "8", "--foo", "--fp16", "--bf16", "--min-lr", "1", ranks=3) == 2

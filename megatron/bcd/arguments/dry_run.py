@@ -7,14 +7,12 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from megatron.bcd.arguments.pipeline_cut import known_vocabulary
 from megatron.bcd.blocks.layers import describe_layers
 from megatron.bcd.blocks.stages import partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.planner.run_state import stage_state
-from megatron.bcd.tokenizer import TikTokenizer
 
-_VOCABULARIES = {"ByteLevelTokenizer": 257, "GPT2BPETokenizer": 50257}
-"""Of tokenizers whose size is known without their files."""
 _GIB = 2**30
 
 
@@ -37,7 +35,7 @@ def plan_lines(config: RunConfig, *, world_size: int, notes: Sequence[str] = ())
     for block in partition.blocks:
         extras = partition.describe_extras(block.index)
         lines.append(f"  block {block.index}: {', '.join((f'layers {describe_layers(block.layers)}', *extras))}")
-    vocabulary = _vocabulary(config)
+    vocabulary = known_vocabulary(config)
     states = stage_state(config, partition, vocab_size=vocabulary or 0, num_replicas=data_size * config.context_size)
     lines.append("planned model state of a rank in its largest phase (weights, gradients, optimizer; no activations):")
     for stage, (num_parameters, state) in enumerate(states):
@@ -49,14 +47,6 @@ def plan_lines(config: RunConfig, *, world_size: int, notes: Sequence[str] = ())
         )
     if vocabulary is None:
         lines.append("  without embedding and output head: their size is known from the tokenizer's files only")
+        if config.training.pipeline_cut == "auto" and partition.num_stages > 1:
+            lines.append("  stages cut evenly: --pipeline-cut auto needs the vocabulary's size")
     return [*lines, *notes]
-
-
-def _vocabulary(config: RunConfig) -> int | None:
-    """The tokenizer's vocabulary size; None if only its files tell."""
-    kind, size = config.tokenizer.tokenizer_type, config.tokenizer.vocab_size
-    if kind == "NullTokenizer" and size is not None:
-        return size + 1  # its end-of-document token
-    if kind == "TikTokenizer":
-        return size or TikTokenizer.VOCAB_SIZE
-    return _VOCABULARIES.get(str(kind), size)

@@ -265,7 +265,7 @@ def _checked(
     if found:
         raise RefusedFlags(found)
     try:
-        return with_balanced_cut(config)
+        return with_balanced_cut(config, reads_files=reads_files)
     except ValueError as error:  # the tokenizer's files
         raise RefusedFlags([str(error)]) from error
 

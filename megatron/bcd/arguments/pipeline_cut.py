@@ -9,19 +9,36 @@ from megatron.bcd.blocks.cut import Pipeline, balanced_cut
 from megatron.bcd.blocks.stages import partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.planner.run_state import head_passes
-from megatron.bcd.tokenizer import build_tokenizer
+from megatron.bcd.tokenizer import TikTokenizer, build_tokenizer
+
+_VOCABULARIES = {"ByteLevelTokenizer": 257, "GPT2BPETokenizer": 50257}
+"""Of tokenizers whose size is known without their files."""
 
 
-def with_balanced_cut(config: RunConfig) -> RunConfig:
+def known_vocabulary(config: RunConfig) -> int | None:
+    """The tokenizer's vocabulary size; None if only its files tell."""
+    kind, size = config.tokenizer.tokenizer_type, config.tokenizer.vocab_size
+    if kind == "NullTokenizer" and size is not None:
+        return size + 1  # its end-of-document token
+    if kind == "TikTokenizer":
+        return size or TikTokenizer.VOCAB_SIZE
+    return _VOCABULARIES.get(str(kind), size)
+
+
+def with_balanced_cut(config: RunConfig, *, reads_files: bool = True) -> RunConfig:
     """The configuration with --pipeline-model-parallel-layout set; unchanged without --pipeline-cut auto.
 
-    Reads the tokenizer, because the head's work depends on the vocabulary. Raises ValueError as `build_tokenizer`.
+    The head's work depends on the vocabulary, so the tokenizer is read. With `reads_files` False none is, and the
+    configuration is unchanged too where only files tell the vocabulary's size. Raises ValueError as `build_tokenizer`.
     """
     if config.training.pipeline_cut != "auto" or config.pipeline_size == 1:
         return config
-    even, tokenizer = partition_from_config(config), build_tokenizer(**vars(config.tokenizer))
+    vocab_size = build_tokenizer(**vars(config.tokenizer)).vocab_size if reads_files else known_vocabulary(config)
+    if vocab_size is None:
+        return config
+    even = partition_from_config(config)
     multiple = config.model.make_vocab_size_divisible_by * config.tensor_size
-    padded = -(-tokenizer.vocab_size // multiple) * multiple
+    padded = -(-vocab_size // multiple) * multiple
     parts = even.num_blocks // (even.num_stages if even.layout in ("stage", "submodel") else 1)
     sizes = balanced_cut(
         Pipeline(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.bcd.arguments.derive import has_no_evaluation
 from megatron.bcd.arguments.rules import Run, flag_name, refuse_unless
 
 
@@ -60,10 +61,13 @@ def check_length(run: Run, given: Mapping[str, Any]) -> None:
 
 def check_evaluation(run: Run) -> None:
     """Rules of --eval-fixed and --full-validation."""
+    has_none, why = has_no_evaluation({"split": run.split}), "--eval-iters 0, which evaluates nothing"
+    if has_none:
+        why = f"--split {run.split}, which leaves no data to evaluate on"
     for field in ("eval_fixed", "full_validation"):
         refuse_unless(
             run.eval_iters or not getattr(run, field),
-            f"{flag_name(field)} does not go with --eval-iters 0, which evaluates nothing: leave one of them out",
+            f"{flag_name(field)} does not go with {why}: leave one of them out",
         )
     if run.eval_generate is not None:
         flag = f"--eval-generate {run.eval_generate}"

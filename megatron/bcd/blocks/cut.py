@@ -71,8 +71,9 @@ class _Cut:
         return _price(self._work)
 
     def moves(self) -> list[_Move]:
-        """Moves from a stage that some phase waits for; each part keeps a layer."""
-        stages = range(self._pipeline.num_stages)
+        """Moves from a stage that some phase waits for; each part keeps a layer. Only the stage with the head gives
+        layers to stages that have many more already."""
+        stages, last = range(self._pipeline.num_stages), self._pipeline.num_stages - 1
         slowest = {stage for work in self._work for stage in stages if work[stage] == max(work)}
         return [
             (chunk, giver, taker)
@@ -80,7 +81,7 @@ class _Cut:
             for giver in sorted(slowest)
             if sizes[giver] > self._parts
             for taker in stages
-            if taker != giver and sizes[taker] <= sizes[giver] + 1
+            if taker != giver and (giver == last or sizes[taker] <= sizes[giver] + 1)
         ]
 
     def price_after(self, move: _Move) -> tuple[float, float]:
