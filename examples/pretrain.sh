@@ -26,7 +26,7 @@
 #   SAVE                       folder of the checkpoints; metrics go to SAVE.jsonl (out/MODEL-METHOD-CLUSTER)
 #   TRAIN_ITERS                steps (default: the estimate's, 20 tokens per parameter times the B-F multiplier)
 #   MICRO_BATCH, GLOBAL_BATCH  sequences (1 and 64)
-#   PRECISION, RECOMPUTE       fp32, bf16 or fp16 (fp32, as the paper); full or none (full only where needed)
+#   PRECISION, RECOMPUTE       fp32, bf16 or fp16 (fp32, as the paper); auto, full or none (auto only where needed)
 #   FORCE=1                    start even if the estimate does not fit
 #   OUT                        with SCALE=tiny: what to write to (out/recipes)
 #   BCD_PYTHON                 an interpreter of your own (examples/setup_env.sh)

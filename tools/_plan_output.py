@@ -168,6 +168,8 @@ def _recomputed(recipe: Recipe) -> str:
     """What --recompute auto recomputes."""
     choices = recomputation(recipe)
     layers = [sum(sum(stage[block].layers) for stage in choices) for block in range(recipe.partition.num_blocks)]
+    if len(layers) == 1 and layers[0]:
+        return f"recomputation of {layers[0]} layer{'s' * (layers[0] > 1)}"
     if any(layers):
         return f"recomputation of {', '.join(map(str, layers))} layers by block"
     is_selective = any(choice.granularity == "selective" for stage in choices for choice in stage)

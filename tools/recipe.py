@@ -51,7 +51,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("--bf16", "--fp16"), "set PRECISION"),
     **dict.fromkeys(
         ("--recompute-activations", "--recompute-granularity", "--recompute-method", "--recompute-num-layers"),
-        "set RECOMPUTE=full or RECOMPUTE=none",
+        "set RECOMPUTE=auto, full or none",
     ),
     **dict.fromkeys(
         (
@@ -236,7 +236,7 @@ def remedy(request: Request) -> str:
     for setting, value, words in (
         ("", None, ""),
         ("micro_batch_size", 1, "MICRO_BATCH=1"),
-        ("recompute", "full", "RECOMPUTE=full"),
+        ("recompute", "auto", "RECOMPUTE=auto"),
         ("pipeline_size", None, "no --pipeline-model-parallel-size"),
     ):
         if setting:

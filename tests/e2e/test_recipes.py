@@ -103,6 +103,7 @@ def assert_agrees(config: RunConfig, planned: Recipe) -> None:
     assert config.training.micro_batch_size == planned.micro_batch_size
     assert config.training.global_batch_size == planned.global_batch_size
     assert (config.transformer.get("recompute_granularity") == "full") == (planned.recompute == "full")
+    assert (config.training.recompute == "auto") == (planned.recompute == "auto")
     assert config.bcd.bcd_num_blocks == (planned.asked_blocks or 3 if planned.has_blocks else 1)
     assert config.bcd.bcd_preset == (planned.method if planned.method in ("pretrain", "finetune") else None)
     assert config.bcd.always_active == planned.partition.always_active

@@ -48,7 +48,7 @@ def test_where_a_recipe_runs() -> None:
         for environment in ({}, {"NNODES": str(nodes), "GPUS_PER_NODE": str(per_node)}):
             found = planned_for(words, environment)
             assert (found.num_nodes, found.gpus_per_node, found.pipeline_size) == (nodes, per_node, nodes * per_node)
-    for words, recompute in ((SMALL, "none"), (("G-5.4B", "full", "rtx4090"), "full")):
+    for words, recompute in ((SMALL, "none"), (("G-5.4B", "full", "rtx4090"), "auto")):
         found = planned_for(words, {})
         assert fits(replace(found, recompute="none")) and found.recompute == recompute
     by_stage = ("--bcd-layout", "stage")
@@ -79,7 +79,7 @@ def test_what_would_fit_does() -> None:
         (
             ("L-8.0B", "full", "rtx4090", "--seq-length", "16384"),
             {"MICRO_BATCH": "2", "RECOMPUTE": "none", "NUM_GPUS": "8"},
-            r"NUM_GPUS=\d+ with MICRO_BATCH=1 and RECOMPUTE=full",
+            r"NUM_GPUS=\d+ with MICRO_BATCH=1 and RECOMPUTE=auto",
         ),
         (
             (*SMALL, "--pipeline-model-parallel-size", "1"),

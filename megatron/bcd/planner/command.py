@@ -62,7 +62,7 @@ def training_flags(recipe: Recipe) -> list[str]:
     if recipe.recompute == "full":
         flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
     elif recipe.recompute == "auto":
-        memory = recipe.cluster.memory_gib - recipe.cluster.framework_gib
+        memory = recipe.memory_share * recipe.cluster.memory_gib - recipe.cluster.framework_gib
         flags.append(f"--recompute auto --recompute-memory-gib {memory:g}")
     return flags
 

@@ -158,7 +158,7 @@ def _choice(recipe: Recipe, stage: int, block: int) -> Recomputed:
         return Recomputed()
     if recipe.recompute == "full":
         return Recomputed(granularity="full", layers=tuple(numbers)) if any(numbers) else Recomputed()
-    limit = recipe.cluster.memory_gib * GIB
+    limit = recipe.memory_share * recipe.cluster.memory_gib * GIB
     # ranks differ by less than a parameter's shard
     largest = max(range(recipe.num_replicas), key=lambda rank: _stage_weights(recipe)[stage][block][0].held[rank])
     matrices, core = pass_products(recipe.shape, sequence=recipe.tokens)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.bcd.planner.memory import fits, peak, rank_memory
-from megatron.bcd.planner.recipe import MAX_GPUS, METHODS, PRESET_OF, RECOMPUTE, Recipe
+from megatron.bcd.planner.recipe import MAX_GPUS, METHODS, PRESET_OF, Recipe
 from megatron.bcd.planner.search import MOST_GPUS, valid_pipelines
 from megatron.bcd.planner.tables import GIB, Cluster, Model, Placement
 
@@ -30,9 +30,10 @@ def place(
     """The recipe on ``num_gpus``; if None, on the GPUs of its row in the method table, else on the fewest that fit.
 
     ``fields`` are Recipe's. A missing ``pipeline_size`` or ``recompute`` is chosen: the row's pipeline if the number
-    of GPUs is the row's, else the shortest pipeline that takes at most 95 % of a GPU's memory, with recomputation only
-    if none fits without. Layout ``stage`` has one block per stage, so it gets at least two stages if possible. If
-    nothing fits: the longest pipeline with recomputation, on one node by default. Raises ValueError as Recipe does.
+    of GPUs is the row's, else the shortest pipeline that takes at most 95 % of a GPU's memory, only if none does with
+    recomputation (auto: the least that takes). Layout ``stage`` has one block per stage, so it gets at least two stages
+    if possible. If nothing fits: the longest pipeline with recomputation, on one node by default. Raises ValueError as
+    Recipe does.
     """
     rows = {(row.method, row.model, row.cluster): row for row in placements}
     row = rows.get((method, model.name, cluster.name))
@@ -127,7 +128,8 @@ def scaled_down(recipe: Recipe, *, num_gpus: int = 2) -> Recipe:
 def _choose_layout(*, recompute: str | None = None, pipeline_size: int | None = None, **fields: Any) -> Recipe:
     """The first layout within _PLANNED_SHARE of the memory, else the first that fits, else the last one."""
     tried: list[Recipe] = []
-    for choice in RECOMPUTE if recompute is None else (recompute,):
+    fields["memory_share"] = _PLANNED_SHARE
+    for choice in ("none", "auto") if recompute is None else (recompute,):
         if pipeline_size is None:
             suited = valid_pipelines(recompute=choice, **fields)
             if fields["method"] in PRESET_OF and fields.get("layout") == "stage":

@@ -73,6 +73,8 @@ class Recipe:
     micro_batch_size: int = 1
     global_batch_size: int = 64
     recompute: str = "none"
+    memory_share: float = 1.0
+    """Of a GPU's memory, that recomputation with auto leaves to be filled."""
     unfused_attention: bool = False
     """Attention scores in memory, as in Megatron Core's own attention; assumed for the paper's runs."""
     task: str = "pretrain"
