@@ -41,7 +41,6 @@ PATHS = {
         "pipeline/schedule.py",
         "pipeline/executor.py",
         "pipeline/iteration.py",
-        "model/loss.py",
         "model/transformer_block.py",
     },
     # to the phase's buffers and optimizer, and to its pipeline plan

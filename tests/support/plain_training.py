@@ -17,6 +17,7 @@ from megatron.bcd.config import RunConfig, core_keywords
 from megatron.bcd.model import builder, implementation, loss
 from megatron.bcd.optim import lr_schedule
 from megatron.bcd.tokenizer import build_tokenizer
+from megatron.bcd.training.forward_backward import forward_step
 from support import worlds
 
 
@@ -61,7 +62,7 @@ def plain_training(config: RunConfig) -> dict[str, Any]:
                 module.zero_grad_buffer()
             optimizer.zero_grad()
             per_microbatch = get_forward_backward_func()(
-                forward_step_func=loss.forward_step,
+                forward_step_func=forward_step,
                 data_iterator=batches if config.num_chunks > 1 else batches[0],
                 model=wrapped if config.num_chunks > 1 else wrapped[0],
                 num_microbatches=get_num_microbatches(),

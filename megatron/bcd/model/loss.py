@@ -1,52 +1,23 @@
-"""The forward step of one microbatch, its loss, and the sum over a global batch, for Megatron Core's schedules.
+"""The loss of one microbatch and the sum over a global batch, for Megatron Core's schedules.
 
-Tensor shapes: B micro-batch size, S sequence length, H hidden size.
+Tensor shapes: B micro-batch size, S sequence length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.utils import get_model_config
 
 from megatron.bcd.runtime import device, replicas
 
-Batch = dict[str, torch.Tensor]
 _LEAST = -(2**31)
 
 
-def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
-    """Run one microbatch through this stage.
-
-    If the batch holds `prefix_output` [S, B, H], the stage starts at its first active layer.
-
-    Returns:
-        The stage's output (token losses [B, S] on the last stage), and the function that reduces it to the loss.
-    """
-    timers = get_model_config(model).timers
-    if timers is not None:
-        timers("batch-generator", log_level=2).start()
-    batch = next(batches)
-    if timers is not None:
-        timers("batch-generator").stop()
-    from_prefix: dict[str, Any] = {}
-    if "prefix_output" in batch:
-        from_prefix = {"decoder_input": batch["prefix_output"], "extra_block_kwargs": {"behind_prefix": True}}
-    output = model(
-        batch.get("tokens"),
-        batch.get("position_ids"),
-        batch.get("attention_mask"),
-        labels=batch.get("labels"),
-        **from_prefix,
-    )
-    return output, partial(_loss, batch.get("loss_mask"))
-
-
-def _loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def masked_loss(
+    loss_mask: torch.Tensor, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum and number of the unmasked token losses [B, S]; the schedule divides the sum by the number."""
     loss = torch.sum(losses.float().view(-1) * loss_mask.view(-1))
     num_tokens = loss_mask.sum().to(torch.int)

@@ -1,15 +1,20 @@
-"""The forward and backward passes of one iteration through the pipeline schedule."""
+"""The forward and backward passes of one iteration through the pipeline schedule.
+
+Tensor shapes: B micro-batch size, S sequence length, H hidden size.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.utils import get_model_config
 
 from megatron.bcd import data
 from megatron.bcd.config import RunConfig
-from megatron.bcd.model.loss import forward_step
+from megatron.bcd.model.loss import masked_loss
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.runtime.activation_meter import ActivationMeter
@@ -54,3 +59,30 @@ class ForwardBackward:
             output = forward_step(timed, model)
         self.meter.after_forward()
         return output
+
+
+def forward_step(batches: Iterator[data.Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
+    """Run one microbatch through this stage.
+
+    If the batch holds `prefix_output` [S, B, H], the stage starts at its first active layer.
+
+    Returns:
+        The stage's output (token losses [B, S] on the last stage), and the function that reduces it to the loss.
+    """
+    timers = get_model_config(model).timers
+    if timers is not None:
+        timers("batch-generator", log_level=2).start()
+    batch = next(batches)
+    if timers is not None:
+        timers("batch-generator").stop()
+    from_prefix: dict[str, Any] = {}
+    if "prefix_output" in batch:
+        from_prefix = {"decoder_input": batch["prefix_output"], "extra_block_kwargs": {"behind_prefix": True}}
+    output = model(
+        batch.get("tokens"),
+        batch.get("position_ids"),
+        batch.get("attention_mask"),
+        labels=batch.get("labels"),
+        **from_prefix,
+    )
+    return output, partial(masked_loss, batch.get("loss_mask"))

@@ -110,7 +110,7 @@ MEGATRON_APIS = (
     PrivateApi(
         "megatron.core.models.gpt.gpt_model",
         "GPTModel.forward",
-        used_in="model.loss",
+        used_in="training.forward_backward",
         use="`decoder_input` in place of the embedding",
         parameters=(
             "self, input_ids, position_ids, attention_mask, decoder_input, labels, inference_context, "
