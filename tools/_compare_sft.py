@@ -62,7 +62,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         ValueError: a flag is unknown, or its value does not fit.
     """
-    parser = Parser(prog=f"{PROG} --task sft", allow_abbrev=False, description=__doc__)
+    parser = Parser(prog=f"{PROG} --task sft", description=__doc__)
     parser.add_argument("--task", choices=("sft",), required=True)
     parser.add_argument("--output", type=Path, default=Path("out", "sft"), metavar="FOLDER", help="(default: out/sft)")
     add_flags(parser)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -13,10 +14,31 @@ STDOUT = "-"
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ValueError, where argparse would leave the process."""
+    """Raises ValueError, where argparse would leave the process. No flag has a short form; a description keeps its
+    lines."""
+
+    def __init__(self, **options: Any) -> None:
+        settled = {"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter}
+        super().__init__(**settled | options)
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.removeprefix("argument "))
+
+
+def bad_input(prog: str, error: Exception | str) -> int:
+    """Print the error as one line of `prog`; its exit code."""
+    print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2
+
+
+def leave_when_stopped(main: Callable[[], int]) -> NoReturn:
+    """End the process with the code of `main`. SIGTERM and Ctrl-C unwind the stack, so that no process that the tool
+    started outlives it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
 
 
 def leave_with(main: Callable[[], int | None]) -> NoReturn:

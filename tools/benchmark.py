@@ -88,10 +88,8 @@ def build_parser() -> argparse.ArgumentParser:
     """This tool's own flags."""
     parser = Parser(
         prog=PROG,
-        allow_abbrev=False,
         usage="%(prog)s [flags below] [flags of pretrain_gpt_bcd.py]",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="All other flags are those of pretrain_gpt_bcd.py, whose --help describes them.",
     )
     group = parser.add_argument_group("benchmark")

@@ -19,7 +19,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +29,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import _check_installed as installed
 from _check_result import FAIL, Check, as_list, exit_code, failed, passed, show, skipped
-from _parser import STDOUT, Parser, add_json
+from _parser import STDOUT, Parser, add_json, bad_input, leave_when_stopped
 
 PROG = "tools/check_machine.py"
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,9 +40,7 @@ NEEDED = ("python", "torch", "folder")
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Raises ValueError for a bad flag."""
-    parser = Parser(
-        prog=PROG, allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog=PROG, description=__doc__)
     add = parser.add_argument
     add("--only", nargs="+", metavar="PART", help='parts of the self-test; patterns such as "layout*" (default: all)')
     add("--no-self-test", action="store_true", help="only what is installed and found")
@@ -198,13 +195,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(parse_arguments(given), given)
     except (ValueError, OSError) as error:
-        print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return bad_input(PROG, error)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no process outlives this tool
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+    leave_when_stopped(main)

@@ -26,7 +26,6 @@ import json
 import os
 import platform as python_platform
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -41,7 +40,7 @@ import _compare_sft as fine_tuning
 from _compare_figures import Row, Turn, ratios, rotated, row_of, table_text, typical_ms
 from _compare_runs import PEER, CannotRun, Variant, beside_peer, measure, planned, run, variants_of
 from _machine import cpu_model
-from _parser import Parser, add_precision
+from _parser import Parser, add_precision, bad_input, leave_when_stopped
 
 from megatron.bcd.config import LAYOUTS, BcdConfig
 from megatron.bcd.planner.cost import PRECISIONS
@@ -62,9 +61,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Raises ValueError for a flag that is unknown, missing or no number."""
     if argv is not None and "--task" in argv:
         return fine_tuning.parse_arguments(argv)
-    parser = Parser(
-        prog=PROG, allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog=PROG, description=__doc__)
     add = parser.add_argument
     add("--model", metavar="NAME", required=True, help="a row of the model table")
     add(
@@ -385,13 +382,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return fine_tuning.compare(given)
         return compare(parse_arguments(given), given)
     except ValueError as error:
-        print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return bad_input(PROG, error)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no process outlives this tool
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+    leave_when_stopped(main)

@@ -33,7 +33,7 @@ from pathlib import Path
 import psutil
 from _bit_compare_configurations import CONFIGURATIONS, GPT, LLAMA, Configuration
 from _bit_compare_records import NoRecords, run_difference
-from _parser import Parser
+from _parser import Parser, bad_input, leave_when_stopped
 
 PROG = "tools/compare_runs.py"
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,9 +73,7 @@ class Task:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Raises ValueError for a flag that is unknown, missing or no number."""
-    parser = Parser(
-        prog=PROG, allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog=PROG, description=__doc__)
     add = parser.add_argument
     add("--before", metavar="REV|FOLDER", help="a git revision, or the folder of a checkout")
     add("--after", metavar="REV|FOLDER", help="the same (default: the working tree that this tool lies in)")
@@ -332,13 +330,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return compare(parse_arguments(argv))
     except ValueError as error:
-        print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return bad_input(PROG, error)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no process outlives this tool
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+    leave_when_stopped(main)

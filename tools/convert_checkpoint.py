@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _parser import Parser
+from _parser import Parser, bad_input
 
 PROG = "tools/convert_checkpoint.py"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -31,12 +31,7 @@ def _size(text: str) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog=PROG,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog=PROG, description=__doc__)
     parser.add_argument("--from", dest="source", required=True, choices=("hf", "bcd"), help="format of --input")
     parser.add_argument("--to", dest="target", required=True, choices=("hf", "bcd"), help="format of --output")
     parser.add_argument(
@@ -140,8 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from megatron.bcd.runtime.atomic_io import describe
 
         text = str(error) if isinstance(error, ValueError) else describe(error)
-        print(f"{PROG}: error: {' '.join(text.split())}", file=sys.stderr)
-        return 2
+        return bad_input(PROG, text)
     return 0
 
 

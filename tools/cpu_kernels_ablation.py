@@ -10,7 +10,6 @@ a second process, one after the other.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -226,7 +225,7 @@ def show(cases: dict[str, dict[str, Any]]) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = Parser(prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog=PROG, description=__doc__)
     parser.add_argument("--pairs", type=int, default=15, metavar="N", help="pairs per replacement (default: 15)")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="timed steps of a turn (default: 3)")
     add_json(parser)

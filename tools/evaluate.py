@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _loaded_model import add_model_flags, check_json, loaded_model
-from _parser import STDOUT, Parser, add_json
+from _parser import STDOUT, Parser, add_json, bad_input
 
 if TYPE_CHECKING:
     from megatron.bcd.generation.load import LoadedModel
@@ -34,9 +34,7 @@ PROG = "tools/evaluate.py"
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(prog=PROG, description=__doc__)
     add_model_flags(parser)
     group = parser.add_argument_group("what is evaluated", "at least one of them")
     group.add_argument("--text", nargs="+", default=[], metavar="FILE", help="perplexity of each, as one document")
@@ -197,8 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             Path(options.json).write_text(text + "\n", encoding="utf-8")
             print(f"wrote {options.json}")
     except (ValueError, OSError) as error:
-        print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return bad_input(PROG, error)
     return 0
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _loaded_model import add_model_flags, check_json, loaded_model
-from _parser import STDOUT, Parser, add_json
+from _parser import STDOUT, Parser, add_json, bad_input
 
 if TYPE_CHECKING:
     from megatron.bcd.generation.load import LoadedModel
@@ -32,9 +32,7 @@ PROG = "tools/generate.py"
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(prog=PROG, description=__doc__)
     add_model_flags(parser)
     group = parser.add_argument_group("prompts")
     group.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
@@ -86,22 +84,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def read_prompts(path: str) -> list[str]:
-    """The lines of --prompts.
-
-    Raises:
-        ValueError: it can't be read, or has none.
-    """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--prompts {path} can't be read ({error})") from None
-    prompts = [line for line in lines if line.strip()]
-    if not prompts:
-        raise ValueError(f"--prompts {path} is empty: write a prompt on every line")
-    return prompts
-
-
 def encode(loaded: LoadedModel, prompt: str, options: argparse.Namespace) -> list[int]:
     """Ids of a prompt in the form that the flags ask for.
 
@@ -136,11 +118,12 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     Raises:
         ValueError: a file is missing or damaged, or a prompt is too long.
     """
+    from megatron.bcd.data.prompts import read_prompts
     from megatron.bcd.generation.generate import check_prompt, continuation, text_of
     from megatron.bcd.generation.sampling import Sampling
 
     sampling = Sampling(temperature=options.temperature, top_p=options.top_p)
-    prompts = [*options.prompt, *(read_prompts(options.prompts) if options.prompts else [])]
+    prompts = [*options.prompt, *(read_prompts(options.prompts, flag="--prompts") if options.prompts else [])]
     check_json(options.json)
     answers = []
     with loaded_model(options) as loaded:
@@ -168,8 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             Path(options.json).write_text(json.dumps(answers, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
             print(f"wrote {options.json}")
     except (ValueError, OSError) as error:
-        print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return bad_input(PROG, error)
     return 0
 
 

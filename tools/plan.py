@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _parser import STDOUT, Parser, add_json, add_precision, leave_with
+from _parser import STDOUT, Parser, add_json, add_precision, bad_input, leave_with
 from _plan_compare import as_asked, compare, comparison_as_list, gpus, show_comparison, verdict
 from _plan_output import Remedied, show_estimate, show_paper, show_remedies, show_search
 from _plan_pipelines import pipelines_as_list, show_pipelines
@@ -61,9 +61,7 @@ _PAPER_CLUSTER = "rtx4090"
 
 def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
     """With the defaults of a task."""
-    parser = Parser(
-        prog=PROG, allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog=PROG, description=__doc__)
     add = parser.add_argument
     add("--model", metavar="NAME", help="a row of the model table")
     add("--gpu", metavar="NAME", help="a row of the cluster table")
@@ -362,8 +360,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         text, code = run(argv)
     except ValueError as error:
-        print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return bad_input(PROG, error)
     print(text, flush=True)
     return code
 

@@ -116,7 +116,7 @@ class Request:
 
 def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, tuple[str, ...]]:
     """The recipe's flags, and all others in their order. Raises ValueError for a flag in _ELSEWHERE."""
-    parser = Parser(prog=PROG, allow_abbrev=False, add_help=False)
+    parser = Parser(prog=PROG, add_help=False)
     add = parser.add_argument
     for name in ("model", "method", "cluster"):
         add(name)

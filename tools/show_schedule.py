@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _parser import Parser, leave_with
+from _parser import Parser, bad_input, leave_with
 
 from megatron.bcd.pipeline.build import PlanShape, bcd_shape, build_plan, default_run_ahead, stock_shape
 from megatron.bcd.pipeline.chunk_shape import ChunkShape, chunk_shape
@@ -59,9 +59,7 @@ class Costs:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Raises ValueError for a flag that is unknown, missing or no number."""
-    parser = Parser(
-        prog=PROG, allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog=PROG, description=__doc__)
     add = parser.add_argument
     add("--pipeline-model-parallel-size", "--stages", dest="stages", type=int, required=True, metavar="N",
         help="pipeline stages")  # fmt: skip
@@ -298,8 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run(argv)
     except ValueError as error:
-        print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return bad_input(PROG, error)
     return 0
 
 

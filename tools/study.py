@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _parser import Parser
+from _parser import Parser, bad_input, leave_when_stopped
 from _study_data import ROOT, prepare
 from _study_file import Study, read_study
 from _study_report import Report, published_lookup, published_times
@@ -36,9 +35,7 @@ PROG = "tools/study.py"
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Raises ValueError for a flag that is unknown or no number."""
-    parser = Parser(
-        prog=PROG, allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog=PROG, description=__doc__)
     add = parser.add_argument
     add("study", metavar="STUDY.yaml")
     add("--output", type=Path, default=Path("out", "studies"), metavar="FOLDER", help="(default: out/studies)")
@@ -132,13 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(parse_arguments(argv))
     except ValueError as error:
-        print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return bad_input(PROG, error)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no run outlives this tool
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+    leave_when_stopped(main)

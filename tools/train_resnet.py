@@ -21,7 +21,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import torch
 from _cifar import NUM_CLASSES, Images, Scale, read_split, training_batches
-from _parser import Parser
+from _parser import Parser, bad_input
 from _resnet import MODELS, build_resnet, residual_blocks
 
 from megatron.bcd import BlockCoordinate
@@ -36,9 +36,7 @@ _EVALUATION_BATCH = 500
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Raises ValueError for a flag that is unknown or out of its range."""
-    parser = Parser(
-        prog=PROG, allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog=PROG, description=__doc__)
     add = parser.add_argument
     add("--model", required=True, choices=MODELS)
     add("--dataset", required=True, choices=[*NUM_CLASSES])
@@ -271,8 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         training = Training(arguments)
         reporter = Reporter(train_iters=training.train_iters, metrics_file=arguments.metrics_file)
     except ValueError as error:
-        print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return bad_input(PROG, error)
     with reporter:
         num_parameters = sum(p.numel() for p in training.model.parameters())
         reporter.note(f"parameters {num_parameters:,} of {arguments.model} on {device.name()}")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron.bcd.config import RunConfig
+from megatron.bcd.data.prompts import read_prompts
 from megatron.bcd.data.sft.chat_template import end_of_answer
 from megatron.bcd.data.sft.records import Record
 from megatron.bcd.data.sft.render import Renderer
@@ -45,7 +45,7 @@ class EvaluationSamples:
         self._tokenizer, self._forward_backward, self._reporter = tokenizer, forward_backward, reporter
         self._max_new_tokens = config.report.eval_generate_tokens
         self._seq_length, self._micro_batch_size = config.model.seq_length, config.training.micro_batch_size
-        self._prompts: list[str] = collectives.on_rank_0(lambda: _read(path))
+        self._prompts: list[str] = collectives.on_rank_0(lambda: read_prompts(path, flag="--eval-generate"))
         renderer = Renderer(tokenizer, config.data.sft_prompt_format) if config.data.sft else None
         ends = {tokenizer.eod, end_of_answer(tokenizer) if config.data.sft else None}
         self._end_ids = torch.tensor([end for end in ends if end is not None])
@@ -150,14 +150,3 @@ def _chosen(lengths: Tensor, num_ids: int, logits: Tensor) -> tuple[Tensor, Tens
     chosen = logits[rows, lengths - 1, :num_ids].argmax(dim=-1)
     nothing = torch.zeros((), device=logits.device)
     return nothing, torch.ones((), dtype=torch.int, device=logits.device), {"chosen": chosen}
-
-
-def _read(path: str) -> list[str]:
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--eval-generate {path} can't be read ({error})") from None
-    prompts = [line for line in lines if line.strip()]
-    if not prompts:
-        raise ValueError(f"--eval-generate {path} is empty: write a prompt on every line")
-    return prompts
