@@ -47,10 +47,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=left_out)
         config.stash[_LEFT_OUT] = len(left_out)
+    items[:] = _mixed(items)
     for item in items:
         folder = item.path.parent.name
         if folder in ("unit", "distributed", "e2e", "gpu"):
             item.add_marker(folder)
+
+
+def _mixed(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Files of e2e evenly among those of distributed: tests of e2e wait for processes, and of two workers one should
+    then have something to compute. The order of a file's tests, and of the files of a folder, stays."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    folders: dict[Path, list[Path]] = {}
+    for path in files:
+        folders.setdefault(path.parent, []).append(path)
+    place = {
+        path: (number + 0.5) / len(paths) if folder.name in ("distributed", "e2e") else 1.0
+        for folder, paths in folders.items()
+        for number, path in enumerate(paths)
+    }
+    return [item for path in sorted(files, key=place.__getitem__) for item in files[path]]
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> str:

@@ -29,5 +29,5 @@ lint_imports() {
 step "lint: ruff check" "$PYTHON" -m ruff check .
 step "types: mypy" "$PYTHON" -m mypy
 step "import direction: import-linter" lint_imports
-# Files in their order: the long ones of the first folders would else be left for one worker at the end.
+# Files in the order of conftest.py: the long ones would else be left for one worker at the end.
 step "tests: pytest" "$PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

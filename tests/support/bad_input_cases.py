@@ -315,8 +315,12 @@ LOAD_CASES = (
 )  # fmt: skip
 
 
+# Found before and after the process groups are made.
 REAL_CASES = (
-    case("unknown flag", "--bcd-blocks", "3", named="--bcd-blocks"),
+    case("unknown flag", "--bcd-blocks", "3", named="--bcd-blocks", ranks=(1,)),
     case("larger vocabulary", named="token 300", prepare=dataset(good_documents(largest=300)), ranks=(2,)),
+)
+LONG_REAL_CASES = (
+    case("unknown flag", "--bcd-blocks", "3", named="--bcd-blocks", ranks=(2,)),
     case("save below a file", "--save", "a_file/below", named="--save a_file/below", ranks=(2,)),
 )
