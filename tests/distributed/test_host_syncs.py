@@ -21,8 +21,15 @@ OF_STOCK = ("clip_grads.py: item", "training.py: item", "training.py: item")
 maximum over the model-parallel ranks. It reads the loss too, once per microbatch, unless that check is switched off."""
 
 
-IN_HOST_MEMORY = ("/compat/cpu", "/core/utils.py", "/torch/optim/", "/datasets/", "/bcd/data/")
-"""What stands in for CUDA's kernels on a CPU, step counters, and batches."""
+IN_HOST_MEMORY = (
+    "/compat/cpu",
+    "/core/utils.py",
+    "/torch/optim/",
+    "/datasets/",
+    "/bcd/data/",
+    "/support/strict_backend.py",
+)
+"""What stands in for CUDA's kernels on a CPU, step counters, batches, and with --backend strict its own messages."""
 
 
 class Reads:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -212,6 +213,24 @@ def cross() -> None:
     issue = [lambda: message(rank, value), lambda: distributed.all_reduce(other, async_op=True)]
     for work in [one() for one in (issue if rank == 0 else reversed(issue))]:
         work.wait()
+
+
+def operations_kept() -> list[bool]:
+    """Of a collective and a message: whether anything holds the operation once it was waited for."""
+    rank, _ = connected()
+    tensor, kept = torch.ones(1), []
+    for start in (lambda: distributed.all_reduce(tensor, async_op=True), lambda: message(rank, tensor)):
+        work = start()
+        operation = weakref.ref(work)
+        work.wait()
+        del work
+        kept.append(operation() is not None)
+    return kept
+
+
+def test_nothing_is_kept_of_an_operation(strict2: World) -> None:
+    """Copies of the last operation that its thread holds: memory that a run seems to need."""
+    assert strict2.run(operations_kept) == [[False, False]] * 2
 
 
 def test_communicators_run_beside_each_other_unless_they_share_a_queue(strict2: World, one_queue2: World) -> None:

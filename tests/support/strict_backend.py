@@ -148,6 +148,9 @@ def _same_bits(left: Tensor, right: Tensor) -> bool:
     return left.numel() == 0 or torch.equal(bits(left), bits(right))
 
 
+def _nothing() -> None: ...
+
+
 class Operation:
     """One operation of a communicator; stands for torch's Work."""
 
@@ -179,6 +182,7 @@ class Operation:
             process.open.pop(id(self), None)
             for output in self._outputs:
                 output.deliver(self.what)
+            self._inputs, self._outputs, self._run = (), (), _nothing  # copies, which nobody needs any more
         return True
 
     synchronize = wait
@@ -218,7 +222,8 @@ class _Queue:
                 process.failure = process.failure or error
                 return
             self._unfinished.popleft()
-            operation.done.set()
+            done, operation = operation.done, None  # so that this thread does not hold its tensors until the next one
+            done.set()
 
 
 class _Process:
