@@ -17,6 +17,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+def test_a_phase_leaves_nothing_in_what_recomputes(world2: World, initial_weights: Flags) -> None:
+    """Layers that keep the wrapper of the first phase: its hooks take the gradients of its next visit."""
+    flags = initial_weights(bcd_num_blocks=2) | {"overlap_grad_reduce": True, "bcd_steps_per_block": 1}
+    flags |= {"train_iters": 4, "eval_iters": 0}
+    plain = world2.run(worlds.train_run, worlds.run_config(world_size=2, **flags))
+    config = worlds.run_config(world_size=2, **flags | AUTO | {"recompute_memory_gib": 1.5e-3})
+    again = world2.run(worlds.train_run, config)
+    assert [rank["losses"] for rank in again] == [rank["losses"] for rank in plain]
+
+
 @pytest.mark.parametrize("name", [pytest.param("spread", marks=pytest.mark.long), "interleaved"])
 def test_same_weights_with_less_memory(world2: World, initial_weights: Flags, name: str) -> None:
     """A recomputed layer that draws other numbers, a chunk that recomputes another's layers, a decision that changes

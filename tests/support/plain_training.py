@@ -41,7 +41,10 @@ def plain_training(config: RunConfig) -> dict[str, Any]:
         model = builder.build_model(config, worlds.PADDED_VOCABULARY, implementation.implementation_here(config))
         model_config = get_model_config(model)
         is_sharded = training.use_distributed_optimizer
-        ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=is_sharded)
+        ddp_config = DistributedDataParallelConfig(
+            use_distributed_optimizer=is_sharded,
+            grad_reduce_in_fp32=config.ddp.grad_reduce_in_fp32,  # stock's default with --bf16
+        )
         wrapped = [
             DistributedDataParallel(config=model_config, ddp_config=ddp_config, module=module)
             for module in (builder.chunks_of(model) if config.num_chunks > 1 else [model])

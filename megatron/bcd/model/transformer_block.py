@@ -15,6 +15,8 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron.bcd.model.transformer_config import OF_A_PHASE
+
 
 class _PassThrough(torch.nn.Module):
     """A layer that returns its input."""
@@ -50,6 +52,8 @@ class BcdTransformerBlock(TransformerBlock):
         """What backward passes recompute from now on, in place of what the flags say: none; selective, the core of
         attention in every layer; full, the first `num_layers` layers after the prefix."""
         config: TransformerConfig = copy.copy(self.config)  # type: ignore[has-type]
+        for name in OF_A_PHASE:  # the copy would keep the first phase's wrapper, whose hooks would go on
+            setattr(config, name, None)
         is_full = granularity == "full" and num_layers > 0
         config.recompute_granularity = "full" if is_full else None
         config.recompute_method = "block" if is_full else None

@@ -16,6 +16,8 @@ from megatron.bcd.runtime import device, packages
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Of weights and activations, by the run's precision."""
+OF_A_PHASE = ("grad_scale_func", "finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
+"""Fields of the model's configuration that belong to a phase: a copy with them would keep its wrapper and optimizer."""
 
 
 def build_transformer_config(config: RunConfig, implementation: Implementation) -> TransformerConfig:

@@ -14,6 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.model.transformer_config import OF_A_PHASE
 from megatron.bcd.pipeline.build import PlanShape, bcd_shape, default_run_ahead, evaluation_shape
 from megatron.bcd.pipeline.chunk_executor import ChunkExecutor
 from megatron.bcd.pipeline.chunk_shape import ChunkShape, evaluation_chunk_shape, phase_chunk_shape
@@ -22,8 +23,6 @@ from megatron.bcd.pipeline.iteration import TimedAction
 from megatron.bcd.pipeline.p2p import ChunkMessages, OneWayLink
 from megatron.bcd.runtime import device, distributed
 from megatron.bcd.runtime.compat.p2p import CountingCommunicator
-
-_OF_A_PHASE = ("grad_scale_func", "finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
 
 
 class PipelineSchedule:
@@ -195,7 +194,7 @@ class PipelineSchedule:
         if self._communicator is None:
             self._groups = _process_groups()
             config = copy.copy(get_model_config(model))
-            for name in _OF_A_PHASE:  # the copy would keep the first phase's wrapper and optimizer alive
+            for name in OF_A_PHASE:  # the copy would keep the first phase's wrapper and optimizer alive
                 setattr(config, name, None)
             if self.name != "stock":
                 # else each batched message ends in a synchronisation of the device, also with what comes ahead
