@@ -8,16 +8,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from support import huggingface_models
 from support.cifar_folders import write_cifar
 from support.tool_examples import commands
 
 NETWORK = "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1"
 SHORT = f"{NETWORK} --vocab-size 263 --make-vocab-size-divisible-by 1 --rounds 1 --steps 1"
+TWO_STAGES = "--num-layers 6 --global-batch-size 4"
 TINY_MODEL = "tiny-llama,llama,3,32,4,4,64,256,16,test"
 SHORT_COMPARISON = "--models models.csv --model tiny-llama --rounds 1 --steps 1"
 EXAMPLES: dict[str, tuple[str | None, ...]] = {
-    "benchmark": (SHORT, f"{SHORT} --global-batch-size 4", SHORT),
+    "benchmark": (SHORT, f"{SHORT} {TWO_STAGES}", f"{SHORT} {TWO_STAGES}"),
     "compare": (SHORT_COMPARISON, SHORT_COMPARISON, None),
     "compare_runs": ("--before HEAD --only grid", "--before HEAD --after REPOSITORY --only grid"),
     "convert_checkpoint": ("", ""),
@@ -29,6 +31,8 @@ EXAMPLES: dict[str, tuple[str | None, ...]] = {
 }
 """Flags that make each example of a tool's help short; they follow those of the example, and win. None: it has a test
 of its own (test_compare_sft.py)."""
+WITHOUT_GPU = {"--gpu rtx4090": "--gpu rtx4090: this machine shows no GPU"}
+"""What an example with these words is answered where there is no GPU."""
 
 
 def prepare(folder: Path, repo_root: Path) -> None:
@@ -60,5 +64,8 @@ def test_examples_in_short(repo_root: Path, tmp_path: Path, tool: str) -> None:
         done = subprocess.run(
             command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
         )
-        assert done.returncode == 0, (command, done.stdout[-2000:], done.stderr[-3000:])
-        assert done.stdout.strip()
+        refusals = (
+            [] if torch.cuda.is_available() else [WITHOUT_GPU[flag] for flag in WITHOUT_GPU if flag in " ".join(words)]
+        )
+        assert done.returncode == (2 if refusals else 0), (command, done.stdout[-2000:], done.stderr[-3000:])
+        assert all(text in done.stderr for text in refusals) if refusals else done.stdout.strip()
