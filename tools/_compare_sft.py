@@ -24,10 +24,11 @@ from _compare_sft_rows import Row, Trained, grid_lines, row_of, table
 from _machine import cpu_model
 from _parser import Parser
 from _study_data import ROOT
-from _study_file import Data, Method, Model, Study
+from _study_file import NAME, Data, Method, Model, Study
 from _study_plan import Point, final_runs, grid, points
 from _study_runner import Runner, tell
 from _study_runs import METRICS_FILE, Commands, write_json
+from _study_times import Times, read_times, step_ms, take_times
 from filelock import FileLock, Timeout
 
 PROG = "tools/compare.py"
@@ -47,12 +48,17 @@ def add_flags(parser: Parser) -> None:
     add("--pretrain-text", type=Path, default=shared / "wikitext-2" / "train.txt", metavar="FILE",
         help="what the model is trained on first")  # fmt: skip
     add("--size", choices=tuple(SIZES), default="small", help="of the model (default: small, 11 M weights in layers)")
+    add("--variant", action="append", default=[], metavar="NAME=FLAGS", help="one more row: the BCD preset with these "
+        "flags of the training scripts besides; may be given several times")  # fmt: skip
+    add("--global-batch-size", type=int, metavar="N", help="sequences of a step of fine-tuning (default: the size's)")
     add("--base-steps", type=int, metavar="N", help="of training on the text (default: the size's)")
     add("--records", type=int, metavar="N", help="the first N of --data (default: all)")
     add("--num-epochs", type=float, default=3.0, metavar="X", help="of fine-tuning (default: 3)")
     add("--learning-rates", default="1e-4,3e-4,1e-3,3e-3", metavar="LIST", help="grid of every method (default: "
         "1e-4,3e-4,1e-3,3e-3)")  # fmt: skip
     add("--seeds", default="1,2,3", metavar="LIST", help="the first one tunes (default: 1,2,3)")
+    add("--step-times", type=int, default=0, metavar="N", help="at the end time 60 steps of every method in turn, N "
+        "times (default: 0, times come from the runs)")  # fmt: skip
     add("--max-minutes", type=float, metavar="X", help="start no run after this time; a later start goes on")
 
 
@@ -77,11 +83,25 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     arguments.peers = [name for name in PEERS if name in words]
     if arguments.num_epochs <= 0:
         raise ValueError(f"--num-epochs {arguments.num_epochs:g}: must be more than 0")
-    if arguments.base_steps is not None and arguments.base_steps < 1:
-        raise ValueError(f"--base-steps {arguments.base_steps}: must be at least 1")
+    for flag, least in (("base_steps", 1), ("global_batch_size", 1), ("step_times", 0)):
+        value = getattr(arguments, flag)
+        if value is not None and value < least:
+            raise ValueError(f"--{flag.replace('_', '-')} {value}: must be at least {least}")
+    arguments.variants = _variants(arguments.variant)
     if arguments.records is not None and arguments.records < 20:
         raise ValueError(f"--records {arguments.records}: must be at least 20, which are divided into three splits")
     return arguments
+
+
+def _variants(entries: Sequence[str]) -> dict[str, str]:
+    """Flags by name. Raises ValueError for an entry that is not NAME=FLAGS, or a name that is taken."""
+    found: dict[str, str] = {}
+    for entry in entries:
+        name, _, flags = (part.strip() for part in entry.partition("="))
+        if not NAME.fullmatch(name) or not flags.startswith("--") or name in found or name in (OURS, *PEERS):
+            raise ValueError(f"--variant {entry}: must be a new NAME (letters, digits, . _ -), =, and flags")
+        found[name] = flags
+    return found
 
 
 def _numbers(text: str, kind: Any, flag: str) -> tuple[Any, ...]:
@@ -124,9 +144,12 @@ def study_of(arguments: argparse.Namespace, base: Base, records: Records) -> Stu
     labels = {OURS: "BCD, preset finetune"} | PEERS
     own = {BASELINE: "--bcd-num-blocks 1", OURS: "--bcd-preset finetune"}
     names = [name for name in (BASELINE, OURS, "badam", "lora") if name == OURS or name in arguments.peers]
-    methods = tuple(
-        Method(name=name, label=labels[name], flags=own.get(name, ""), program=_program(name)) for name in names
-    )
+    methods = [Method(name=name, label=labels[name], flags=own.get(name, ""), program=_program(name)) for name in names]
+    after = names.index(OURS) + 1
+    methods[after:after] = [
+        Method(name=name, label=f"BCD, {name}: {given}", flags=f"{own[OURS]} {given}")
+        for name, given in arguments.variants.items()
+    ]
     return Study(
         name="sft",
         program="pretrain_llama_bcd.py",
@@ -135,7 +158,7 @@ def study_of(arguments: argparse.Namespace, base: Base, records: Records) -> Stu
         steps=records.steps,
         models=(Model(name=arguments.size),),
         data=(Data(name="records"),),
-        methods=methods,
+        methods=tuple(methods),
         baseline=BASELINE if BASELINE in names else OURS,
         seeds=arguments.seeds,
         learning_rates=arguments.learning_rates,
@@ -156,10 +179,10 @@ class _Commands(Commands):
         return [*first.split(), *rest]
 
 
-def rows_of(commands: Commands, runner: Runner, *, tokens_per_step: float) -> list[Row]:
+def rows_of(commands: Commands, runner: Runner, *, tokens_per_step: float, times: Times) -> list[Row]:
     """Of everything that has finished, in the study's order."""
     study = commands.study
-    trained = {point: _trained(commands, runner, point, tokens_per_step) for point in points(study)}
+    trained = {point: _trained(commands, runner, point, tokens_per_step, times) for point in points(study)}
     full = {one.seed: one for point, runs in trained.items() if point.method.name == BASELINE for one in runs}
     rows = []
     for point, runs in trained.items():
@@ -175,7 +198,7 @@ def rows_of(commands: Commands, runner: Runner, *, tokens_per_step: float) -> li
     return rows
 
 
-def _trained(commands: Commands, runner: Runner, point: Point, tokens_per_step: float) -> list[Trained]:
+def _trained(commands: Commands, runner: Runner, point: Point, tokens_per_step: float, times: Times) -> list[Trained]:
     """The method's runs at its best rate so far."""
     lr = grid(commands.study, point, runner.lookup).best_so_far
     found = []
@@ -191,11 +214,12 @@ def _trained(commands: Commands, runner: Runner, point: Point, tokens_per_step: 
             Trained(
                 seed=run.seed,
                 curve=tuple(sorted(curve.items())),
-                step_ms=result.step_ms,
+                step_ms=step_ms(times, point) or result.step_ms,
                 tokens_per_step=tokens_per_step,
                 state_bytes=max(sum(line.get("model_state_bytes", ())) for line in lines),
                 peak_bytes=max(max(line.get("peak_memory_bytes", (0,))) for line in lines),
                 test=result.test,
+                commit=result.commit,
             )
         )
     return found
@@ -216,16 +240,23 @@ def compare(argv: Sequence[str]) -> int:
             tell(f"{len(runner.todo())} runs can start now; {records.steps} steps each, in {base.folder}")
             size = size_of(arguments)
             tokens = float(size.seq_length * size.global_batch)
+            times_folder = base.folder / f"times-{size.global_batch}"
+            times_folder.mkdir(exist_ok=True)
 
             def report() -> list[Row]:
-                rows = rows_of(commands, runner, tokens_per_step=tokens)
-                text = document(rows, arguments, records, argv)
+                times = read_times(times_folder)
+                rows = rows_of(commands, runner, tokens_per_step=tokens, times=times)
+                text = document(rows, arguments, records, argv, times=times)
                 (folder / "table.md").write_text(text, encoding="utf-8")
-                figures = {"command": shlex.join(argv), "base": base.about, "rows": [asdict(row) for row in rows]}
+                figures = {"command": shlex.join(argv), "base": base.about, "steps": records.steps,
+                           "step_times": times, "rows": [asdict(row) for row in rows]}  # fmt: skip
                 write_json(folder / "results.json", _finite(figures))
                 return rows
 
             runner.run(max_minutes=arguments.max_minutes, finished=report)
+            if arguments.step_times:
+                rounds = arguments.step_times
+                take_times(commands, folder=times_folder, only="*", rounds=rounds, commit=runner.commit)
             rows = report()
     except Timeout:
         raise ValueError(f"--output {folder} is in use by another {PROG}; wait for it, or give another one") from None
@@ -234,15 +265,23 @@ def compare(argv: Sequence[str]) -> int:
     return 1 if not rows or any(row.failure for row in rows) else 0
 
 
-def document(rows: Sequence[Row], arguments: argparse.Namespace, records: Records, argv: Sequence[str]) -> str:
+def document(
+    rows: Sequence[Row], arguments: argparse.Namespace, records: Records, argv: Sequence[str], *, times: Times
+) -> str:
     """The table with what it rests on, as Markdown."""
     size = size_of(arguments)
+    commits = ", ".join(sorted({commit for row in rows for commit in row.commits})) or "unknown"
+    timed = (
+        f"Step times: 60 steps of every method in turn, median of {times['rounds']} rounds, commit {times['commit']}."
+        if times
+        else "Step times: of the runs, which may have shared the machine."
+    )
     lines = [
         "# Fine-tuning side by side",
         "",
         f"`python {PROG} {shlex.join(argv)}`",
         "",
-        *table(rows, baseline=BASELINE),
+        *table(rows, baseline=BASELINE, num_seeds=len(arguments.seeds)),
         "",
         "Validation loss at the end, by learning rate (first seed):",
         "",
@@ -253,13 +292,14 @@ def document(rows: Sequence[Row], arguments: argparse.Namespace, records: Record
         f"{records.steps:,} steps of {size.global_batch} sequences of {size.seq_length} tokens, "
         f"{arguments.num_epochs:g} epochs of {records.count:,} records ({records.split} into training, validation and "
         "test). Seeds: "
-        f"{', '.join(map(str, arguments.seeds))}; ± is half the range over them. To full: best validation loss, "
+        f"{', '.join(map(str, arguments.seeds))}; ± is half the range over them, *n of m seeds*: those that have run. "
+        "To full: best validation loss, "
         "relative. At equal time: after the time that full training took, or at the end where that was earlier. Cost: "
         "training time to full Adam's lowest validation loss, over full Adam's own. Times count training steps "
         "only. Model state: weights, gradients, moments, adapters. Peak memory: of the process, with its libraries. "
         "*edge*: the best rate is the grid's first or last.",
         "",
-        f"{cpu_model()}, one thread; commit {_commit()}.",
+        f"{cpu_model()}, one thread; commit {commits}. {timed}",
         "",
     ]
     return "\n".join(lines)

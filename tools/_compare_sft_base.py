@@ -83,8 +83,11 @@ class Records:
 
 
 def size_of(arguments: argparse.Namespace) -> Size:
-    """Of --size, with --base-steps."""
+    """Of --size, with --base-steps and --global-batch-size."""
     size = SIZES[arguments.size]
+    if arguments.global_batch_size is not None:
+        batch = arguments.global_batch_size
+        size = replace(size, global_batch=batch, micro_batch=math.gcd(batch, size.micro_batch))
     return size if arguments.base_steps is None else replace(size, base_steps=arguments.base_steps)
 
 
@@ -97,7 +100,8 @@ def prepare(arguments: argparse.Namespace, output: Path) -> tuple[Base, Records]
     size = size_of(arguments)
     with open(arguments.pretrain_text, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    about = {"size": arguments.size, **asdict(size), "text": arguments.pretrain_text.name, "sha256": digest}
+    fixed = {key: value for key, value in asdict(size).items() if key not in ("micro_batch", "global_batch")}
+    about = {"size": arguments.size, **fixed, "text": arguments.pretrain_text.name, "sha256": digest}
     name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:10]
     folder = output / f"base-{arguments.size}-{name}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -144,7 +148,7 @@ def _prepare_records(arguments: argparse.Namespace, base: Base, size: Size) -> R
         aside = path.with_suffix(".tmp")
         aside.write_bytes(content)
         os.replace(aside, path)
-    counted = base.folder / f"counted-{digest}-{arguments.num_epochs:g}.json"
+    counted = base.folder / f"counted-{digest}-{arguments.num_epochs:g}-{size.global_batch}.json"
     if not counted.is_file():
         words = ["tools/_compare_sft_peer.py", "--count", "--sft", "--load-hf", base.model, "--data-path", path]
         words += ["--split", ",".join(map(str, SPLIT)), "--data-cache-path", base.folder / "cache", "--sft-drop-long"]

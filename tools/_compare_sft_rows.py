@@ -26,6 +26,7 @@ class Trained:
     state_bytes: int
     peak_bytes: int
     test: float | None
+    commit: str = ""
 
     @property
     def best(self) -> tuple[int, float]:
@@ -92,6 +93,8 @@ class Row:
     state_bytes: float = math.nan
     peak_bytes: float = math.nan
     """Of the process, all libraries included."""
+    commits: tuple[str, ...] = ()
+    """Versions of the program that its runs had."""
 
 
 def row_of(
@@ -136,6 +139,7 @@ def row_of(
         step_ms=statistics.fmean(one.step_ms for one in runs),
         state_bytes=max(one.state_bytes for one in runs),
         peak_bytes=max(one.peak_bytes for one in runs),
+        commits=tuple(sorted({one.commit for one in runs if one.commit})),
     )
 
 
@@ -155,8 +159,8 @@ _HEADS = (
 )
 
 
-def table(rows: Sequence[Row], *, baseline: str) -> list[str]:
-    """Markdown lines, rows in the order given."""
+def table(rows: Sequence[Row], *, baseline: str, num_seeds: int = 1) -> list[str]:
+    """Markdown lines, rows in the order given; `num_seeds`: that were asked for."""
     base = next((row for row in rows if row.method == baseline and not row.failure), None)
     lines = ["| " + " | ".join(_HEADS) + " |", "|---|" + "---|" * (len(_HEADS) - 1)]
     for row in rows:
@@ -167,7 +171,7 @@ def table(rows: Sequence[Row], *, baseline: str) -> list[str]:
         cells = [
             row.label,
             f"{row.lr:g}" + (" *edge*" if row.lr_at_edge else ""),
-            f"{row.best:.4f}" + (f" ± {row.best_spread / 2:.4f}" if several else ""),
+            f"{row.best:.4f}" + (f" ± {row.best_spread / 2:.4f}" if several else "") + _seeds(row, num_seeds),
             "-" if row.to_full is None else f"{100 * row.to_full:+.2f} %",
             f"{row.last:.4f}" + (f" ± {row.last_spread / 2:.4f}" if several else ""),
             "-" if math.isnan(row.at_full_time) else f"{row.at_full_time:.4f}",
@@ -180,6 +184,10 @@ def table(rows: Sequence[Row], *, baseline: str) -> list[str]:
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def _seeds(row: Row, wanted: int) -> str:
+    return f" *{len(row.seeds)} of {wanted} seeds*" if len(row.seeds) < wanted else ""
 
 
 def _cost(row: Row, has_baseline: bool) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import _compare_sft
 import pytest
-from _compare_sft_base import SIZES
+from _compare_sft import study_of
+from _compare_sft_base import SIZES, Base, Records, size_of
 from _compare_sft_rows import Row, Trained, grid_lines, row_of, table
 
 
@@ -66,6 +68,12 @@ def test_spread_and_grid() -> None:
         (["--num-epochs", "0"], "more than 0"),
         (["--records", "5"], "at least 20"),
         (["--base-steps", "0"], "at least 1"),
+        (["--global-batch-size", "0"], "at least 1"),
+        (["--step-times", "-1"], "at least 0"),
+        (["--variant", "kept"], "must be a new NAME"),
+        (["--variant", "lora=--bcd-order random"], "must be a new NAME"),
+        (["--variant", "a b=--bcd-order random"], "must be a new NAME"),
+        (["--variant", "a=--x", "--variant", "a=--y"], "must be a new NAME"),
         (["--rounds", "5"], "unrecognized arguments"),
     ],
 )
@@ -77,6 +85,25 @@ def test_refusals(flags: list[str], said: str) -> None:
 def test_size_that_is_compared() -> None:
     """A model of less than 10 million weights outside embedding and head."""
     assert SIZES["small"].layer_parameters > 10_000_000
+
+
+def test_variants_are_the_preset_with_further_flags(tmp_path: Path) -> None:
+    """A variant that is another method altogether, or stands away from what it is compared with."""
+    argv = ["--task", "sft", "--peers", "full,badam", "--variant", "kept=--bcd-optimizer-state host"]
+    arguments = _compare_sft.parse_arguments([*argv, "--global-batch-size", "2"])
+    size = size_of(arguments)
+    assert (size.global_batch, size.micro_batch) == (2, 2)
+    base = Base(folder=tmp_path, model=tmp_path / "model", tokenizer=tmp_path / "t", about={})
+    study = study_of(arguments, base, Records(path=tmp_path / "r", count=100, steps=90, test_iters=1))
+    assert [method.name for method in study.methods] == ["full", "bcd", "kept", "badam"]
+    assert study.method("kept").flags == "--bcd-preset finetune --bcd-optimizer-state host"
+    assert "--micro-batch-size 2 --global-batch-size 2" in study.flags
+
+
+def test_seeds_that_have_not_run() -> None:
+    """A row of one seed that reads like the mean of three."""
+    assert "2.0000 *1 of 3 seeds* |" in table([row(run(3.0, 2.0))], baseline="m", num_seeds=3)[-1]
+    assert "seeds*" not in table([row(run(3.0, 2.0))], baseline="m", num_seeds=1)[-1]
 
 
 def test_absent_files(tmp_path: Any) -> None:

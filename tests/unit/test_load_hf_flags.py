@@ -112,6 +112,14 @@ def test_what_is_refused(tmp_path: Path, case: tuple[dict[str, Any], dict[str, A
         parse(tmp_path / "m", config, **flags)
 
 
+def test_a_sliding_window_limits_positions(tmp_path: Path) -> None:
+    """A checkpoint of --save, which holds no config.json, that is evaluated on windows where attention differs."""
+    mistral = LLAMA | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 64}
+    assert parse(tmp_path / "m", mistral).model.max_position_embeddings == 64
+    assert parse(tmp_path / "m", mistral | {"sliding_window": 128}).model.max_position_embeddings == 96
+    assert parse(tmp_path / "m", mistral, max_position_embeddings=96).model.max_position_embeddings == 96
+
+
 @pytest.mark.parametrize("config", [LLAMA, GPT2, LLAMA | {"attention_bias": True, "mlp_bias": True}])
 def test_config_json_and_flags_say_the_same(tmp_path: Path, config: dict[str, Any]) -> None:
     """A config.json made from flags that describes another network than the flags."""

@@ -131,10 +131,7 @@ def _of_transformers(path: str, precision: str | None, given: TokenizerFlags) ->
 
 def _config_of_folder(path: str, precision: str) -> RunConfig:
     network = folder.read_architecture(path)
-    length = network.max_positions
-    if network.sliding_window is not None:
-        length = min(length, network.sliding_window)
-    words = ["--load-hf", path, "--seq-length", str(length), "--micro-batch-size", "1", "--lr", "1"]
+    words = ["--load-hf", path, "--seq-length", str(network.plain_positions), "--micro-batch-size", "1", "--lr", "1"]
     words += ["--train-iters", "1", "--mock-data", "--eval-iters", "0", "--bcd-num-blocks", "1"]
     words += ["--tokenizer-type", "ByteLevelTokenizer"]  # replaced; none is read here
     if precision != "fp32":

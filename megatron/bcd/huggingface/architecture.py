@@ -55,6 +55,11 @@ class Architecture:
     """Of the embedding's output; Megatron Core applies `hidden_dropout` there too."""
     attention_dropout: float = 0.0
 
+    @property
+    def plain_positions(self) -> int:
+        """The most positions at which the network is what attention without a sliding window makes of it."""
+        return min(self.max_positions, self.sliding_window or self.max_positions)
+
 
 def architecture_from_config(config: Mapping[str, Any], *, source: str) -> Architecture:
     """The network of a config.json; `source` is its path, for messages.
@@ -261,7 +266,7 @@ def defaults_of(network: Architecture) -> dict[str, Any]:
         "make_vocab_size_divisible_by": 1,  # padding rows would take part in the softmax
     }
     if network.rotary_base is not None:
-        values["max_position_embeddings"] = network.max_positions
+        values["max_position_embeddings"] = network.plain_positions
     return values
 
 

@@ -33,9 +33,15 @@ class EvaluationSamples:
     """Continues the prompts of a file with the model as it is, and reports the texts."""
 
     def __init__(
-        self, config: RunConfig, tokenizer: Tokenizer, forward_backward: ForwardBackward, reporter: Reporter
+        self,
+        config: RunConfig,
+        tokenizer: Tokenizer,
+        forward_backward: ForwardBackward,
+        reporter: Reporter,
+        *,
+        should_stop: Callable[[], bool],
     ) -> None:
-        """Read the file. A collective.
+        """Read the file. A collective. `should_stop` is a collective too; every rank gets the same from it.
 
         Raises:
             ValueError: it can't be read, is empty, or a prompt (named by its line) does not fit.
@@ -43,6 +49,7 @@ class EvaluationSamples:
         path = config.report.eval_generate
         assert path is not None
         self._tokenizer, self._forward_backward, self._reporter = tokenizer, forward_backward, reporter
+        self._should_stop = should_stop
         self._max_new_tokens = config.report.eval_generate_tokens
         self._seq_length, self._micro_batch_size = config.model.seq_length, config.training.micro_batch_size
         self._prompts: list[str] = collectives.on_rank_0(lambda: read_prompts(path, flag="--eval-generate"))
@@ -66,18 +73,21 @@ class EvaluationSamples:
 
     @torch.no_grad()
     def run(self, iteration: int) -> None:
-        """Report a continuation of every prompt. A collective of all ranks."""
+        """Report a continuation of every prompt, or that a signal came first. A collective of all ranks."""
         module = self._forward_backward.module
         with self._forward_backward.active.whole_parameters():
             module.eval()
             answers = self._answers()
             module.train()
+        if answers is None:
+            self._reporter.note(f"the samples after iteration {iteration} were stopped")
+            return
         for prompt, answer in zip(self._prompts, answers, strict=True):
             text = self._tokenizer.detokenize(answer)
             self._reporter.note(f"sample after iteration {iteration}: {prompt!r} -> {text!r}")
 
-    def _answers(self) -> list[list[int]]:
-        """New tokens of every prompt, without the end token."""
+    def _answers(self) -> list[list[int]] | None:
+        """New tokens of every prompt, without the end token; None if a signal came first."""
         rows = self._num_microbatches * self._micro_batch_size
         encoded = [self._encoded[row % len(self._encoded)] for row in range(rows)]
         tokens = torch.full((rows, self._seq_length), self._tokenizer.eod, dtype=torch.int64)
@@ -89,6 +99,8 @@ class EvaluationSamples:
             is_open &= lengths < self._seq_length
             if not is_open.any():
                 break
+            if self._should_stop():
+                return None
             chosen = self._next(tokens, lengths)
             is_open &= ~torch.isin(chosen, self._end_ids)
             tokens[is_open, lengths[is_open]] = chosen[is_open]
@@ -136,12 +148,17 @@ class EvaluationSamples:
 
 
 def evaluation_samples(
-    config: RunConfig, tokenizer: Tokenizer, forward_backward: ForwardBackward, reporter: Reporter
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    forward_backward: ForwardBackward,
+    reporter: Reporter,
+    *,
+    should_stop: Callable[[], bool],
 ) -> EvaluationSamples | None:
     """Those of --eval-generate; None without it. A collective. Raises ValueError as `EvaluationSamples`."""
     if config.report.eval_generate is None:
         return None
-    return EvaluationSamples(config, tokenizer, forward_backward, reporter)
+    return EvaluationSamples(config, tokenizer, forward_backward, reporter, should_stop=should_stop)
 
 
 def _chosen(lengths: Tensor, num_ids: int, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -263,7 +263,7 @@ def _run_memory(config: RunConfig, base: _Base) -> RunMemory | None:
 def _evaluator(
     config: RunConfig, base: _Base, forward_backward: ForwardBackward, reporter: Reporter, stop: StopRequests
 ) -> Evaluator:
-    samples = evaluation_samples(config, base.tokenizer, forward_backward, reporter)
+    samples = evaluation_samples(config, base.tokenizer, forward_backward, reporter, should_stop=stop.is_signalled)
     return Evaluator(config, base.splits, forward_backward, reporter, stop, samples)
 
 
