@@ -1,0 +1,101 @@
+"""Which tokens are learned, against the characters that published tokenizers say each token comes from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import sentencepiece
+from tokenizers import Regex, models, pre_tokenizers
+from tokenizers import Tokenizer as Engine
+
+from megatron.bcd.data.sft.render import Rendered
+from megatron.bcd.data.sft.tokens import _tokenized
+from megatron.bcd.tokenizer import Tokenizer
+
+WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+WORDS = {"gpt2": None, "llama3": WORD + r"\p{N}{1,3}" + REST, "qwen": WORD + r"\p{N}" + REST}
+"""How each family cuts text into words before byte-level BPE."""
+NUM_RECORDS = 120
+
+
+class WithSpans(Tokenizer):
+    """GPT-2's vocabulary under a family's words."""
+
+    def __init__(self, data: Path, words: str | None) -> None:
+        vocab = json.loads((data / "gpt2-bpe" / "encoder.json").read_text())
+        lines = (data / "gpt2-bpe" / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]
+        self._engine = Engine(models.BPE(vocab, [(a, b) for a, b in map(str.split, filter(None, lines))]))
+        whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words is None)
+        self._engine.pre_tokenizer = (
+            whole
+            if words is None
+            else pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(words), "isolated"), whole])
+        )
+        self._engine.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+        super().__init__(vocab_size=len(vocab) + 2, eod=0)
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(self._engine.encode(text).ids)
+
+    def detokenize(self, ids: object) -> str:
+        raise NotImplementedError
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """First character and end of each token."""
+        return list(self._engine.encode(text).offsets)
+
+
+class Pieces(WithSpans):
+    """SentencePiece's BPE with bytes for unknown characters, as LLaMA 2's; trained on the records."""
+
+    def __init__(self, data: Path, folder: Path) -> None:
+        texts = folder / "texts.txt"
+        texts.write_text("\n".join(answer for _, answer in questions(data)), encoding="utf-8")
+        sentencepiece.SentencePieceTrainer.train(
+            input=str(texts), model_prefix=str(folder / "pieces"), vocab_size=1500, model_type="bpe", num_threads=1,
+            byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True, user_defined_symbols=["\n"], minloglevel=2,
+        )  # fmt: skip
+        self._model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "pieces.model"))
+        Tokenizer.__init__(self, vocab_size=1500, eod=2)
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(self._model.encode(text))
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        places = [place for place, one in enumerate(text) for _ in one.encode()] + [len(text)]  # by byte
+        pieces = self._model.encode(text, return_type="proto").pieces
+        return [(places[piece.begin], places[piece.end]) for piece in pieces]
+
+
+def questions(data: Path) -> Iterator[tuple[str, str]]:
+    with open(data / "alpaca" / "alpaca_5000.jsonl", encoding="utf-8") as file:
+        for line in islice(file, NUM_RECORDS):
+            record = json.loads(line)
+            yield record["instruction"], record["output"]
+
+
+def forms(question: str, answer: str) -> Iterator[tuple[str, str, str]]:
+    """Prompt, answer and what follows, as templates have them."""
+    yield f"### Instruction:\n{question}\n\n### Response:", answer, ""
+    yield f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n", f"{answer}<|im_end|>", "\n<|im_start|>user"
+    yield f"[INST] {question} [/INST]", f" {answer} ", "[INST] more [/INST]"
+    yield f"USER: {question}\nASSISTANT: ", answer, "\nUSER: more"
+
+
+@pytest.mark.parametrize("family", [*WORDS, "llama2"])
+def test_learned_tokens_are_those_with_a_part_of_an_answer(family: str, shared_data: Path, tmp_path: Path) -> None:
+    """A question's last token that is learned, or an answer's first or last one that is not."""
+    tokenizer = Pieces(shared_data, tmp_path) if family == "llama2" else WithSpans(shared_data, WORDS[family])
+    for question, answer in questions(shared_data):
+        for before, learned, after in forms(question, answer) if answer else ():
+            text, edges = before + learned + after, (len(before), len(before) + len(learned))
+            tokens = _tokenized(Rendered(text=text, answers=(edges,), needs_end=False), tokenizer)
+            for is_learned, (start, end) in zip(tokens.learned, tokenizer.spans(text), strict=True):
+                if start < end:  # else one of a character's bytes, which has no characters of its own
+                    assert is_learned == (min(end, edges[1]) > max(start, edges[0])), (text, text[start:end])
