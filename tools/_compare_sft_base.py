@@ -136,6 +136,8 @@ def _prepare_base(base: Base, size: Size, text: Path) -> None:
     words += ["--data-path", f"{prefix}_text_document", "--save", checkpoint, "--load", checkpoint]
     words += ["--save-interval", max(1, size.base_steps // 4), "--save-hf", base.model]
     _run(words, base.folder)
+    if not (base.model / "config.json").is_file():
+        raise ValueError(f"training the model on {text.name} was stopped; started again, it goes on")
     shutil.rmtree(checkpoint, ignore_errors=True)
 
 

@@ -32,9 +32,7 @@ class WithSpans(Tokenizer):
         self._engine = Engine(models.BPE(vocab, [(a, b) for a, b in map(str.split, filter(None, lines))]))
         whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words is None)
         self._engine.pre_tokenizer = (
-            whole
-            if words is None
-            else pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(words), "isolated"), whole])
+            whole if words is None else pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(words), "isolated"), whole])
         )
         self._engine.add_special_tokens(["<|im_start|>", "<|im_end|>"])
         super().__init__(vocab_size=len(vocab) + 2, eod=0)
@@ -83,7 +81,8 @@ def questions(data: Path) -> Iterator[tuple[str, str]]:
 def forms(question: str, answer: str) -> Iterator[tuple[str, str, str]]:
     """Prompt, answer and what follows, as templates have them."""
     yield f"### Instruction:\n{question}\n\n### Response:", answer, ""
-    yield f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n", f"{answer}<|im_end|>", "\n<|im_start|>user"
+    start = "<|im_start|>"
+    yield f"{start}user\n{question}<|im_end|>\n{start}assistant\n", f"{answer}<|im_end|>", f"\n{start}user"
     yield f"[INST] {question} [/INST]", f" {answer} ", "[INST] more [/INST]"
     yield f"USER: {question}\nASSISTANT: ", answer, "\nUSER: more"
 
