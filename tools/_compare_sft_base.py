@@ -18,8 +18,6 @@ from typing import Any
 from _study_data import ROOT
 from _study_runner import last_words, tell
 
-SPLIT = (90, 5, 5)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
@@ -79,7 +77,7 @@ class Records:
     steps: int
     test_iters: int
     """Global batches of the test split."""
-    split: str = ",".join(map(str, SPLIT))
+    split: str
 
 
 def size_of(arguments: argparse.Namespace) -> Size:
@@ -150,10 +148,11 @@ def _prepare_records(arguments: argparse.Namespace, base: Base, size: Size) -> R
         aside = path.with_suffix(".tmp")
         aside.write_bytes(content)
         os.replace(aside, path)
-    counted = base.folder / f"counted-{digest}-{arguments.num_epochs:g}-{size.global_batch}.json"
+    names = [digest, f"{arguments.num_epochs:g}", str(size.global_batch), arguments.split.replace(",", "_")]
+    counted = base.folder / f"counted-{'-'.join(names)}.json"
     if not counted.is_file():
         words = ["tools/_compare_sft_peer.py", "--count", "--sft", "--load-hf", base.model, "--data-path", path]
-        words += ["--split", ",".join(map(str, SPLIT)), "--data-cache-path", base.folder / "cache", "--sft-drop-long"]
+        words += ["--split", arguments.split, "--data-cache-path", base.folder / "cache", "--sft-drop-long"]
         words += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", base.tokenizer]
         words += ["--seq-length", size.seq_length, "--micro-batch-size", size.micro_batch, "--lr", 1e-3]
         words += ["--global-batch-size", size.global_batch, "--num-epochs", arguments.num_epochs]
@@ -165,6 +164,7 @@ def _prepare_records(arguments: argparse.Namespace, base: Base, size: Size) -> R
         count=sum(bool(line.strip()) for line in lines),
         steps=found["steps"],
         test_iters=max(1, math.floor(found["test"] / size.global_batch)),
+        split=arguments.split,
     )
 
 

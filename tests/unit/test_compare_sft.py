@@ -74,6 +74,7 @@ def test_spread_and_grid() -> None:
         (["--variant", "lora=--bcd-order random"], "must be a new NAME"),
         (["--variant", "a b=--bcd-order random"], "must be a new NAME"),
         (["--variant", "a=--x", "--variant", "a=--y"], "must be a new NAME"),
+        (["--split", "90,10"], "three shares"),
         (["--rounds", "5"], "unrecognized arguments"),
     ],
 )
@@ -94,9 +95,10 @@ def test_variants_are_the_preset_with_further_flags(tmp_path: Path) -> None:
     size = size_of(arguments)
     assert (size.global_batch, size.micro_batch) == (2, 2)
     base = Base(folder=tmp_path, model=tmp_path / "model", tokenizer=tmp_path / "t", about={})
-    study = study_of(arguments, base, Records(path=tmp_path / "r", count=100, steps=90, test_iters=1))
+    study = study_of(arguments, base, Records(path=tmp_path / "r", count=100, steps=90, test_iters=1, split="80,10,10"))
     assert [method.name for method in study.methods] == ["full", "bcd", "kept", "badam"]
     assert study.method("kept").flags == "--bcd-preset finetune --bcd-optimizer-state host"
+    assert "--split 80,10,10" in study.flags and "--bcd-steps-per-block 5" in study.flags
     assert "--micro-batch-size 2 --global-batch-size 2" in study.flags
 
 
