@@ -37,7 +37,7 @@ def config_of(model: Path | str, data_path: str, *, pipeline: int = 1, tensor: i
         "hidden_dropout": 0,
         "attention_dropout": 0,
         "tokenizer_type": "ByteLevelTokenizer",
-        "bcd_num_blocks": 2,
+        "bcd_num_blocks": min(2, models.LAYERS // pipeline),
         "bcd_steps_per_block": 1,
         "pipeline_model_parallel_size": pipeline,
         "tensor_model_parallel_size": tensor,
