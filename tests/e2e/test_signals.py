@@ -169,8 +169,8 @@ def test_while_it_evaluates(start: Callable[..., Started], tmp_path: Path, flags
 def test_while_it_continues_prompts(start: Callable[..., Started], tmp_path: Path) -> None:
     """Samples of an evaluation, a forward pass for every token, that all come before the run saves."""
     (tmp_path / "prompts.txt").write_text("a\nb\n")
-    evaluation = ("--eval-iters", "1", "--eval-interval", "3", "--train-iters", "30", "--seq-length", "512")
-    samples = ("--eval-generate", "prompts.txt", "--eval-generate-tokens", "510")
+    evaluation = ("--eval-iters", "1", "--eval-interval", "3", "--train-iters", "30", "--seq-length", "240")
+    samples = ("--eval-generate", "prompts.txt", "--eval-generate-tokens", "238")
     run = start(*LONG[2:4], *evaluation, *samples, script="tests/support/announced_evaluation.py")
     run.wait_for(lambda: "it evaluates" in run.output)
     run.send(signal.SIGTERM)
