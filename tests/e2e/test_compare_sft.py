@@ -63,4 +63,4 @@ def test_tiny_form(repo_root: Path, tmp_path: Path, shared_data: Path) -> None:
     for name in ("bcd", "badam", "lora"):
         assert rows[name]["state_bytes"] < rows["full"]["state_bytes"]
     again = subprocess.run(command, cwd=repo_root, capture_output=True, text=True)
-    assert again.returncode == 0 and "start " not in again.stderr and "0 runs can start now" in again.stderr
+    assert again.returncode == 0 and " start tiny" not in again.stderr and "0 runs can start now" in again.stderr
