@@ -58,9 +58,9 @@ def device_bytes(one: worlds.RecordedRun) -> int:
 
 
 def settled_bytes(one: worlds.RecordedRun, at_most: float) -> int:
-    """`device_bytes`, counted again for up to a second while it is more than `at_most`: a thread of gloo holds the
+    """`device_bytes`, counted again for up to five seconds while it is more than `at_most`: a thread of gloo holds the
     operands of its last operation until it is scheduled again, which takes a while on a busy machine."""
-    deadline = time.monotonic() + 1
+    deadline = time.monotonic() + 5
     while (live := device_bytes(one)) > at_most and time.monotonic() < deadline:
         time.sleep(0.02)
     return live
@@ -72,6 +72,7 @@ def memory_of_a_run(config: RunConfig) -> dict[str, Any]:
     start: list[int] = []
     in_phase: list[tuple[int, int, int]] = []
     between: list[tuple[int, int]] = []
+    a_cycle = config.training.train_iters // 4
 
     def before_build(one: worlds.RecordedRun) -> None:
         if not start:
@@ -81,8 +82,9 @@ def memory_of_a_run(config: RunConfig) -> dict[str, Any]:
         in_phase.append((one.results[-1]["block"], device_bytes(one), one.active.state_bytes().model_state))
 
     def after_dispose(one: worlds.RecordedRun) -> None:
-        most = max((live for _, live in between), default=float("inf"))
-        between.append((one.results[-1]["block"], settled_bytes(one, most)))
+        # from the end of the first cycle on nothing is to come
+        at_most = between[a_cycle - 1][1] if len(between) >= a_cycle else float("inf")
+        between.append((one.results[-1]["block"], settled_bytes(one, at_most)))
 
     hooks = {"before_build": before_build, "before_switch": before_switch, "after_dispose": after_dispose}
     with worlds.started(config, **hooks) as one:
