@@ -2,7 +2,7 @@
 
     python tools/study.py studies/gpt_10_minutes.yaml
     python tools/study.py studies/gpt_frontier_small.yaml --list
-    python tools/study.py studies/gpt_frontier_small.yaml --max-minutes 60 --only 'full*,bcd_m3*'
+    python tools/study.py studies/gpt_frontier_small.yaml --max-minutes 60 --only 'full*,muon*'
 
 Each run is one training process with its own folder below --output. A study that was killed continues where it was:
 finished runs are not repeated, others resume from their checkpoints. docs/learning.md explains study files and columns.
