@@ -63,13 +63,13 @@ def test_plan_for_people_and_for_programs(capsys: pytest.CaptureFixture[str]) ->
     "flags, first",
     [
         ((*EXAMPLE, "--method", "full"), "--method offload"),
-        (("--model", "LLaMA-7B", "--gpu", "4090", "--num-gpus", "4"), "--recompute full"),
+        (("--model", "LLaMA-7B", "--gpu", "4090", "--num-gpus", "4"), "--recompute auto"),
         (("--model", "L-11B", "--gpu", "4090", "--num-gpus", "4", "--recompute"), "--bcd-num-blocks 6"),
         (
             ("--model", "G-1.6B", "--gpu", "rtx4090", "--num-gpus", "1", "--micro-batch-size", "16"),
             "--micro-batch-size 1",
         ),
-        ((*EXAMPLE, "--pipeline-model-parallel-size", "1"), "--recompute full"),
+        ((*EXAMPLE, "--pipeline-model-parallel-size", "1"), "--recompute auto"),
         ((*EXAMPLE[:5], "1", "--search", "--bcd-preset", "paper"), "--num-gpus 4"),
         ((*EXAMPLE[:5], "1", "--search"), None),
     ],

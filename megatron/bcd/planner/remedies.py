@@ -47,8 +47,8 @@ def remedies(fields: Mapping[str, Any], *, pipeline_size: int | None) -> list[Re
             found = _those_that_fit(fields, together, kept)[:1]
         for method in _OTHERS[fields["method"]]:
             other = {"method": method, "num_blocks": None, "layout": None}
-            found += _those_that_fit(fields, [other, other | {"recompute": "full"}], kept)[:1]
-        more: list[dict[str, Any]] = [{}, {"recompute": "full"}, {"recompute": "full", "micro_batch_size": 1}]
+            found += _those_that_fit(fields, [other, other | {"recompute": "auto"}], kept)[:1]
+        more: list[dict[str, Any]] = [{}, {"recompute": "auto"}, {"recompute": "auto", "micro_batch_size": 1}]
         larger = [each for extra in more if (each := _on_more_gpus(fields, extra, kept))]
         found += sorted(larger, key=lambda each: each.recipe.num_gpus)[:1]
         if found:
@@ -60,7 +60,7 @@ def _settings(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if fields["micro_batch_size"] > 1:
         yield {"micro_batch_size": 1}
     if fields["recompute"] == "none":
-        yield {"recompute": "full"}
+        yield {"recompute": "auto"}
     if fields["precision"] == "fp32":
         yield {"precision": "bf16"}
     if fields["method"] in PRESET_OF and fields.get("layout") != "stage":
