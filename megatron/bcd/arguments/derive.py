@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron.bcd.arguments import precision_aware
+
 
 def derive_values(values: dict[str, Any], *, given: Mapping[str, Any], world_size: int) -> None:
     """Fill in `values`, by field name; `given` holds those of the command line alone."""
@@ -39,6 +41,8 @@ def _derive_chunks(values: dict[str, Any], *, given: Mapping[str, Any]) -> None:
     num_chunks = values["num_virtual_stages_per_pipeline_rank"] or 1
     if num_chunks > 1 and "bcd_layout" not in given and values["bcd_layout"] == "spread":
         values["bcd_layout"] = "interleaved"
+    if num_chunks > 1 and values["pipeline_model_parallel_size"] > 1 and values["bcd_layout"] == "interleaved":
+        values["overlap_param_gather"] = False  # it would change speed alone
 
 
 def _derive_blocks(values: dict[str, Any]) -> None:
@@ -81,7 +85,11 @@ def _derive_training(values: dict[str, Any], *, given: Mapping[str, Any], world_
     if values["tensor_model_parallel_size"] == 1:
         values["sequence_parallel"] = False  # stock's own rule
     if values["bf16"]:
-        values["grad_reduce_in_fp32"] = not values["grad_reduce_in_bf16"]
+        # stock's own rule: what the optimizer is given in bf16 is reduced in it
+        is_reduced_in_bf16 = values["use_precision_aware_optimizer"] and values["main_grads_dtype"] == "bf16"
+        if given.get("grad_reduce_in_fp32"):
+            is_reduced_in_bf16 = False  # refused
+        values["grad_reduce_in_fp32"] = not (values["grad_reduce_in_bf16"] or is_reduced_in_bf16)
     if values["fp16"] and values["loss_scale"] is None:
         # under dynamic scaling a gradient that is not finite is the scaler's signal, not an error
         values["check_for_nan_in_loss_and_grad"] = False
@@ -124,5 +132,6 @@ def derived_core_fields(values: Mapping[str, Any]) -> Iterator[tuple[str, str, A
     for section in ("optimizer", "ddp"):
         yield section, "use_distributed_optimizer", values["use_distributed_optimizer"]
     # as in stock: offload is a branch of that code
-    yield "optimizer", "use_precision_aware_optimizer", values["optimizer_cpu_offload"]
+    is_precision_aware = values["optimizer_cpu_offload"] or precision_aware.is_taken(values)
+    yield "optimizer", "use_precision_aware_optimizer", is_precision_aware
     yield "ddp", "check_for_nan_in_grad", False  # it would end the run; a step that is not finite is skipped
