@@ -457,13 +457,20 @@ def test_field_names_are_unique() -> None:
             "--full-validation does not go with --split 100,0,0, which leaves",
         ),
         (("--full-validation", "--data-path", "1", "a", "2", "b"), "--full-validation: --data-path has weights"),
-        (("--eval-iters", "-1"), "--eval-iters -1: must be at least 0"),
+        (("--eval-iters", "-2"), "--eval-iters -2: must be at least 0"),
+        (("--eval-iters", "-1", "--data-path", "1", "a", "2", "b"), "--full-validation: --data-path has weights"),
     ],
 )
 def test_evaluations_that_are_refused(words: tuple[str, ...], named: str) -> None:
     """An evaluation that never ends, or that the flags ask for and switch off."""
     with pytest.raises(ValueError, match=f"^{named}"):
         parse(*words)
+
+
+def test_the_whole_validation_split_by_its_other_name() -> None:
+    """An evaluation without end, or none."""
+    assert parse("--eval-iters", "-1") == parse("--full-validation")
+    assert parse("--eval-iters", "-1", "--split", "100,0,0") == parse("--split", "100,0,0")
 
 
 def test_the_whole_validation_split_beside_weights() -> None:

@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.bcd.arguments import precision_aware
+from megatron.bcd.config import TrainingConfig
 
 
 def derive_values(values: dict[str, Any], *, given: Mapping[str, Any], world_size: int) -> None:
     """Fill in `values`, by field name; `given` holds those of the command line alone."""
     _derive_network(values)
+    _derive_evaluation(values)
     _derive_fine_tuning(values, given=given)
     _derive_training(values, given=given, world_size=world_size)
     _derive_tokenizer(values)
@@ -20,6 +22,13 @@ def derive_values(values: dict[str, Any], *, given: Mapping[str, Any], world_siz
     _derive_frozen(values)
     if has_no_evaluation(values):
         values["eval_iters"] = 0
+
+
+def _derive_evaluation(values: dict[str, Any]) -> None:
+    """--eval-iters -1 is the whole validation split."""
+    if values["eval_iters"] == -1:
+        values["eval_iters"] = TrainingConfig.eval_iters
+        values["full_validation"] = values["full_validation"] or not has_no_evaluation(values)
 
 
 def has_no_evaluation(values: Mapping[str, Any]) -> bool:

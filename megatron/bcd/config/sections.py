@@ -69,7 +69,7 @@ class TrainingConfig:
         None, "passes over the training records, with --sft, in place of --train-iters", type=float
     )
     skip_train: bool = option(False, "do not train: evaluate only")
-    eval_iters: int = option(100, "steps (global batches) of one evaluation", type=int)
+    eval_iters: int = option(100, "steps (global batches) of one evaluation; -1 = --full-validation", type=int)
     eval_fixed: bool = option(
         False, "evaluate on the same validation samples each time, the first --eval-iters steps, not on the next ones"
     )
