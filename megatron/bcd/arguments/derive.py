@@ -80,7 +80,7 @@ def _derive_network(values: dict[str, Any]) -> None:
         values["add_qkv_bias"] = True
     if values["swiglu"] and values["ffn_hidden_size"] is None and values["hidden_size"]:
         # two thirds of the plain width keep the parameter count; multiples of 64 suit a GPU
-        values["ffn_hidden_size"] = int(4 * values["hidden_size"] * 2 / 3 / 64) * 64
+        values["ffn_hidden_size"] = 4 * values["hidden_size"] * 2 // (3 * 64) * 64
     if values["max_position_embeddings"] is None:
         values["max_position_embeddings"] = values["seq_length"]
     if values["recompute_activations"]:
