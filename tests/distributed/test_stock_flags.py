@@ -16,6 +16,8 @@ import pytest
 from support import worlds
 from support.dist import World
 
+from megatron.bcd.config import RunConfig
+
 STOCK: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "stock_flags.json").read_text("utf-8"))
 PLATFORM = {"num_workers": 0, "bcd_num_blocks": 1, "log_interval": 1}
 
@@ -29,7 +31,7 @@ def flags_of(run: str, data_path: str) -> dict[str, Any]:
     return STOCK["flags"] | STOCK["runs"][run]["flags"] | PLATFORM | {"data_path": data_path}
 
 
-LONG = ("tensor2", "data2", "first_stage", "layout", "rope_scaled")
+LONG = ("tensor2", "data2", "first_stage", "layout", "rope_scaled", "cyclic_data2", "per_token_loss_data2")
 """What other tests of the default suite would notice too."""
 
 
@@ -61,3 +63,17 @@ def test_curves_differ() -> None:
         losses = [line["loss"] for line in run["iterations"]]
         same_curve = name in ("base", "data2", "data2_average", "bf16")
         assert (math.dist(losses, base) < 1e-3) == same_curve, name
+
+
+def scaling_of_gradients(config: RunConfig) -> set[float]:
+    """By what gradients are multiplied before they are reduced."""
+    with worlds.started(config) as one:
+        assert one.active.wrapped is not None
+        return {buffer.gradient_scaling_factor for buffer in one.active.wrapped.buffers}
+
+
+def test_average_in_collective(world2: World, data_path: str) -> None:
+    """--ddp-average-in-collective that is ignored: its curve is that of the base."""
+    for run, factor in (("data2", 0.5), ("data2_average", 1.0)):
+        config = worlds.config_of(world_size=2, **flags_of(run, data_path))
+        assert world2.run(scaling_of_gradients, config) == [{factor}] * 2

@@ -12,6 +12,7 @@ from support.command_line import BASE, parse
 from megatron.bcd.arguments import read_command_line
 from megatron.bcd.arguments.refusals import RefusedFlags
 from megatron.bcd.arguments.validate_model import check_core_accepts
+from megatron.bcd.runtime import packages
 
 # (flags beside BASE, world size, what the one line must contain)
 BAD_RUNS: list[tuple[str, int, list[str]]] = [
@@ -351,6 +352,8 @@ def test_flags_without_effect_are_named() -> None:
     """Would expose a log or a speed-up that the user asked for and does not get, without being told."""
     words = [word for pair in BASE.items() for word in pair]
     words += ["--log-energy", "--straggler-ctrlr-port", "2", "--sequence-parallel", "--context-parallel-size", "1"]
+    words += ["--exit-signal-handler", "--exit-signal", "SIGTERM", "--DDP-impl", "local", "--auto-detect-ckpt-format"]
+    words += ["--log-learning-rate-to-tensorboard", "--rotary-seq-len-interpolation-factor", "1"]
     words += ["--use-precision-aware-optimizer", "--main-params-dtype", "fp32", "--exp-avg-sq-dtype", "fp32"]
     command = read_command_line(words, prog="test", world_size=1)
     assert command.notes[0] == (
@@ -361,6 +364,62 @@ def test_flags_without_effect_are_named() -> None:
     for level, is_named in (("0", True), ("1", False)):
         timed = read_command_line([*words, "--log-timers-to-tensorboard", "--timing-log-level", level], prog="test")
         assert any("--log-timers-to-tensorboard" in note for note in timed.notes) == is_named
+
+
+PRECISION_AWARE = ["--bf16", "--use-precision-aware-optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--bf16", "--exp-avg-dtype", "bf16"], ["--exp-avg-dtype bf16 needs --use-precision-aware", "--adam-moments"]),
+        (["--bf16", "--main-grads-dtype", "bf16"], ["--main-grads-dtype bf16 needs", "--grad-reduce-in-bf16"]),
+        ([*PRECISION_AWARE[1:], "--exp-avg-sq-dtype", "bf16"], ["--exp-avg-sq-dtype bf16 needs --bf16"]),
+        ([*PRECISION_AWARE, "--exp-avg-dtype", "fp8"], ["--exp-avg-dtype fp8", "--adam-moments-dtype int8"]),
+        ([*PRECISION_AWARE, "--exp-avg-dtype", "bf16", "--optimizer", "muon"], ["--exp-avg-dtype", "--optimizer muon"]),
+        (
+            [*PRECISION_AWARE, "--exp-avg-dtype", "fp16", "--adam-moments-dtype", "int8"],
+            ["--exp-avg-dtype fp16 does not go with --adam-moments-dtype int8"],
+        ),
+        (
+            [*PRECISION_AWARE, "--main-grads-dtype", "bf16", "--accumulate-allreduce-grads-in-fp32"],
+            ["--main-grads-dtype bf16 and --accumulate-allreduce-grads-in-fp32"],
+        ),
+        ([*PRECISION_AWARE, "--exp-avg-dtype", "bf16"], ["needs Transformer Engine 2.1", "--adam-moments-dtype bf16"]),
+    ],
+)
+def test_precision_aware_optimizer_is_refused(words: list[str], named: list[str]) -> None:
+    """A precision that is asked for and not what the optimizer has."""
+    with pytest.raises(RefusedFlags) as refusal:
+        parse(*words)
+    assert all(name in str(refusal.value) for name in named), str(refusal.value)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_precision_aware_optimizer_is_taken(monkeypatch: pytest.MonkeyPatch, is_there: bool) -> None:
+    """Transformer Engine's Adam where it is not, or not where it is; gradients reduced in another precision."""
+    monkeypatch.setattr(packages, "has_precision_aware_adam", lambda: is_there)
+    config = parse(*PRECISION_AWARE)
+    assert config.is_precision_aware == is_there and config.ddp.grad_reduce_in_fp32
+    words = [*(word for pair in BASE.items() for word in pair), *PRECISION_AWARE]
+    notes = read_command_line(words, prog="test", world_size=1).notes
+    assert notes == (() if is_there else ("accepted without effect: --use-precision-aware-optimizer",))
+    assert not parse(*PRECISION_AWARE, "--main-grads-dtype", "bf16").ddp.grad_reduce_in_fp32
+    for more in (["--optimizer", "sgd"], ["--adam-moments-dtype", "int8"]):
+        assert not parse(*PRECISION_AWARE, *more).is_precision_aware
+    if is_there:
+        config = parse(*PRECISION_AWARE, "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "fp16")
+        assert config.moment_dtypes == ("bf16", "fp16") and config.kept_moment_dtypes == ("bf16", "fp32")
+
+
+def test_parameters_are_not_gathered_in_passes_of_chunks() -> None:
+    """An overlap that interleaved chunks do not have, and that is passed over in silence."""
+    words = [*(word for pair in BASE.items() for word in pair), "--pipeline-model-parallel-size", "2"]
+    words += ["--overlap-grad-reduce", "--overlap-param-gather"]
+    for chunks, is_on in (("1", True), ("3", False)):
+        command = read_command_line([*words, VIRTUAL, chunks], prog="test", world_size=2)
+        assert command.config.ddp.overlap_param_gather == command.config.optimizer.overlap_param_gather == is_on
+        assert any("--overlap-param-gather is off" in note for note in command.notes) != is_on
 
 
 VIRTUAL, LAYERS = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
@@ -392,7 +451,6 @@ def test_chunks_of_a_stage(words: tuple[str, ...], layout: str, num_chunks: int)
         ((VIRTUAL, "3", "--bcd-layout", "spread"), "do not go with --bcd-layout spread"),
         ((VIRTUAL, "3", "--bcd-schedule", "stock"), "does not go with --bcd-schedule stock"),
         ((VIRTUAL, "3", "--bcd-run-ahead", "1"), "does not go with --bcd-run-ahead"),
-        ((VIRTUAL, "3", "--overlap-grad-reduce", "--overlap-param-gather"), "does not go with --overlap-param-gather"),
         ((VIRTUAL, "0"), "^--num-virtual-stages-per-pipeline-rank 0: must be at least 1"),
     ],
 )

@@ -250,6 +250,7 @@ def test_every_stock_flag_is_supported_or_refused_by_name() -> None:
 def test_flag_names_are_stocks() -> None:
     """Would expose a misspelt name: every flag is stock Megatron-LM's, a --bcd- one, or listed here."""
     ours = {
+        "--DDP-impl",
         "--adam-moments-dtype",
         "--cpu-kernels",
         "--eval-generate",
@@ -257,6 +258,9 @@ def test_flag_names_are_stocks() -> None:
         "--eval-fixed",
         "--keep-last-checkpoints",
         "--load-hf",
+        "--log-batch-size-to-tensorboard",
+        "--log-learning-rate-to-tensorboard",
+        "--log-loss-scale-to-tensorboard",
         "--max-skipped-steps",
         "--metrics-file",
         "--muon-grad-dtype",
@@ -300,7 +304,6 @@ OFFLOAD = ("--optimizer-cpu-offload", "--bcd-num-blocks", "1")
     [
         (["--num-experts", "8"], ["--num-experts", "Megatron-LM flag", "mixture of experts"]),
         (["--moe-router-topk=2"], ["--moe-router-topk", "mixture of experts"]),
-        (["--microbatch-group-size-per-virtual-pipeline-stage", "2"], ["--microbatch-group-size", "interleaved"]),
         (["--hybrid-context-parallel"], ["--hybrid-context-parallel", "--context-parallel-size"]),
         (["--fp8-format", "hybrid"], ["--fp8-format", "8 bits"]),
         (["--use-megatron-fsdp"], ["--use-megatron-fsdp", "not sharded"]),
@@ -317,8 +320,10 @@ OFFLOAD = ("--optimizer-cpu-offload", "--bcd-num-blocks", "1")
         ),
         ([*OFFLOAD, "--no-pin-cpu-params"], ["--no-pin-cpu-params", "pins"]),
         (["--no-pin-cpu-grads"], ["--no-pin-cpu-grads", "--optimizer-cpu-offload"]),
-        (["--main-params-dtype", "fp16"], ["--main-params-dtype", "main parameters are in fp32"]),
+        (["--main-params-dtype", "fp16"], ["--main-params-dtype", "main parameters have the precision of fp32"]),
         (["--main-grads-dtype", "bf16"], ["--main-grads-dtype", "--grad-reduce-in-bf16"]),
+        (["--exit-signal", "SIGHUP"], ["--exit-signal", "SIGTERM and SIGUSR1 save"]),
+        (["--rotary-seq-len-interpolation-factor", "2"], ["--rotary-seq-len-interpolation-factor", "not interpolated"]),
         (["--recompute-modules", "moe_act"], ["--recompute-modules", "'moe_act'", "layernorm"]),
         (["--optimizer", "lion"], ["--optimizer", "lion", "adam"]),
         (["--optimizer", "muon", "--fp16"], ["--optimizer muon", "--fp16"]),
@@ -452,13 +457,20 @@ def test_field_names_are_unique() -> None:
             "--full-validation does not go with --split 100,0,0, which leaves",
         ),
         (("--full-validation", "--data-path", "1", "a", "2", "b"), "--full-validation: --data-path has weights"),
-        (("--eval-iters", "-1"), "--eval-iters -1: must be at least 0"),
+        (("--eval-iters", "-2"), "--eval-iters -2: must be at least 0"),
+        (("--eval-iters", "-1", "--data-path", "1", "a", "2", "b"), "--full-validation: --data-path has weights"),
     ],
 )
 def test_evaluations_that_are_refused(words: tuple[str, ...], named: str) -> None:
     """An evaluation that never ends, or that the flags ask for and switch off."""
     with pytest.raises(ValueError, match=f"^{named}"):
         parse(*words)
+
+
+def test_the_whole_validation_split_by_its_other_name() -> None:
+    """An evaluation without end, or none."""
+    assert parse("--eval-iters", "-1") == parse("--full-validation")
+    assert parse("--eval-iters", "-1", "--split", "100,0,0") == parse("--split", "100,0,0")
 
 
 def test_the_whole_validation_split_beside_weights() -> None:

@@ -127,6 +127,8 @@ def test_budget_with_moments_in_fewer_bits(dtype: str, moments: float) -> None:
     """A main parameter that is charged as a moment, SGD's momentum in 8 bits, scales that are forgotten."""
     assert state_budget(precision="bf16", adam_moments_dtype=dtype).optimizer == moments + 4
     assert state_budget(precision="fp32", optimizer="sgd", adam_moments_dtype=dtype).optimizer == 4
+    assert state_budget(precision="bf16", adam_moments_dtype=(dtype, "bf16")).optimizer == moments / 2 + 2 + 4
+    assert state_budget(precision="bf16", adam_moments_dtype=dtype, precision_aware=True).optimizer == moments + 2
     state = model_state_bytes(num_parameters=1000, num_active=100, adam_moments_dtype=dtype)
     assert state == math.ceil(4000 + (4 + moments) * 100)
 

@@ -6,10 +6,14 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron.bcd.arguments import precision_aware
+from megatron.bcd.config import TrainingConfig
+
 
 def derive_values(values: dict[str, Any], *, given: Mapping[str, Any], world_size: int) -> None:
     """Fill in `values`, by field name; `given` holds those of the command line alone."""
     _derive_network(values)
+    _derive_evaluation(values)
     _derive_fine_tuning(values, given=given)
     _derive_training(values, given=given, world_size=world_size)
     _derive_tokenizer(values)
@@ -18,6 +22,13 @@ def derive_values(values: dict[str, Any], *, given: Mapping[str, Any], world_siz
     _derive_frozen(values)
     if has_no_evaluation(values):
         values["eval_iters"] = 0
+
+
+def _derive_evaluation(values: dict[str, Any]) -> None:
+    """--eval-iters -1 is the whole validation split."""
+    if values["eval_iters"] == -1:
+        values["eval_iters"] = TrainingConfig.eval_iters
+        values["full_validation"] = values["full_validation"] or not has_no_evaluation(values)
 
 
 def has_no_evaluation(values: Mapping[str, Any]) -> bool:
@@ -39,6 +50,8 @@ def _derive_chunks(values: dict[str, Any], *, given: Mapping[str, Any]) -> None:
     num_chunks = values["num_virtual_stages_per_pipeline_rank"] or 1
     if num_chunks > 1 and "bcd_layout" not in given and values["bcd_layout"] == "spread":
         values["bcd_layout"] = "interleaved"
+    if num_chunks > 1 and values["pipeline_model_parallel_size"] > 1 and values["bcd_layout"] == "interleaved":
+        values["overlap_param_gather"] = False  # it would change speed alone
 
 
 def _derive_blocks(values: dict[str, Any]) -> None:
@@ -67,7 +80,7 @@ def _derive_network(values: dict[str, Any]) -> None:
         values["add_qkv_bias"] = True
     if values["swiglu"] and values["ffn_hidden_size"] is None and values["hidden_size"]:
         # two thirds of the plain width keep the parameter count; multiples of 64 suit a GPU
-        values["ffn_hidden_size"] = int(4 * values["hidden_size"] * 2 / 3 / 64) * 64
+        values["ffn_hidden_size"] = 4 * values["hidden_size"] * 2 // (3 * 64) * 64
     if values["max_position_embeddings"] is None:
         values["max_position_embeddings"] = values["seq_length"]
     if values["recompute_activations"]:
@@ -81,7 +94,11 @@ def _derive_training(values: dict[str, Any], *, given: Mapping[str, Any], world_
     if values["tensor_model_parallel_size"] == 1:
         values["sequence_parallel"] = False  # stock's own rule
     if values["bf16"]:
-        values["grad_reduce_in_fp32"] = not values["grad_reduce_in_bf16"]
+        # stock's own rule: what the optimizer is given in bf16 is reduced in it
+        is_reduced_in_bf16 = values["use_precision_aware_optimizer"] and values["main_grads_dtype"] == "bf16"
+        if given.get("grad_reduce_in_fp32"):
+            is_reduced_in_bf16 = False  # refused
+        values["grad_reduce_in_fp32"] = not (values["grad_reduce_in_bf16"] or is_reduced_in_bf16)
     if values["fp16"] and values["loss_scale"] is None:
         # under dynamic scaling a gradient that is not finite is the scaler's signal, not an error
         values["check_for_nan_in_loss_and_grad"] = False
@@ -124,5 +141,6 @@ def derived_core_fields(values: Mapping[str, Any]) -> Iterator[tuple[str, str, A
     for section in ("optimizer", "ddp"):
         yield section, "use_distributed_optimizer", values["use_distributed_optimizer"]
     # as in stock: offload is a branch of that code
-    yield "optimizer", "use_precision_aware_optimizer", values["optimizer_cpu_offload"]
+    is_precision_aware = values["optimizer_cpu_offload"] or precision_aware.is_taken(values)
+    yield "optimizer", "use_precision_aware_optimizer", is_precision_aware
     yield "ddp", "check_for_nan_in_grad", False  # it would end the run; a step that is not finite is skipped

@@ -345,6 +345,12 @@ DERIVED_FLAGS = (
         help="accumulate and reduce gradients in bfloat16, with --bf16",
     ),
     DerivedFlag(
+        field="use_precision_aware_optimizer",
+        group=OPTIMIZER,
+        help="let Transformer Engine's Adam hold the main parameters of bf16 weights, in 2 bytes each; without it main "
+        "parameters are in fp32, with the same values",
+    ),
+    DerivedFlag(
         field="recompute_activations",
         group=RECOMPUTATION,
         help="the same as --recompute-granularity selective",

@@ -17,6 +17,7 @@ from megatron.bcd.arguments import (
     flag_groups,
     megatron_flags,
     model_folder,
+    precision_aware,
     unsupported_flags,
 )
 from megatron.bcd.arguments.checkpoint_flags import take_checkpoint_flags
@@ -208,9 +209,14 @@ def _notes(given: Mapping[str, Any], config: RunConfig) -> tuple[str, ...]:
         for row in unsupported_flags.DROPPED_FLAGS
         if row.name in given
     ]
+    has_precision_aware = config.optimizer.use_precision_aware_optimizer or config.training.main_grads_dtype != "fp32"
+    if given.get("use_precision_aware_optimizer") and not has_precision_aware:
+        dropped.append(precision_aware.SWITCH)
     notes = [f"accepted without effect: {', '.join(dropped)}"] if dropped else []
     if given.get("sequence_parallel") and not config.transformer["sequence_parallel"]:
         notes.append("--sequence-parallel is off: there is one tensor parallel rank")
+    if given.get("overlap_param_gather") and not config.ddp.overlap_param_gather:
+        notes.append("--overlap-param-gather is off: weights of chunks are gathered after the step")
     if has_no_evaluation(vars(config.data)) and not config.data.mock_data:
         notes.append(f"--split {config.data.split} leaves no data to evaluate on: there is no evaluation")
     if config.report.log_timers_to_tensorboard and not config.report.timing_log_level:

@@ -26,9 +26,10 @@ ANY_TEXT = ("TEXT",)
 """Value list of a CompatibleFlag whose text makes no difference here."""
 
 INTERLEAVED = "the chunks of an interleaved pipeline are given by --num-virtual-stages-per-pipeline-rank alone"
-GRADS = "gradients are in fp32: give that, or --grad-reduce-in-bf16"
-MAIN_PARAMS = "main parameters are in fp32: give that, or leave the flag out"
-MOMENTS = "the precision of both moments of Adam is --adam-moments-dtype: fp32, bf16 or int8"
+MAIN_PARAMS = (
+    "main parameters have the precision of fp32: give that; --use-precision-aware-optimizer holds them in 2 bytes too"
+)
+SIGNALS = "Ctrl-C, SIGTERM and SIGUSR1 save and stop in any case"
 EXPERTS = "mixture of experts is not supported: only dense models train here"
 
 ANYWAY_FLAGS = (
@@ -39,10 +40,7 @@ ANYWAY_FLAGS = (
         name="--no-position-embedding",
         why="with --position-embedding-type rope or none there is no position table",
     ),
-    CompatibleFlag(name="--main-grads-dtype", values=("fp32",), why="it is so anyway", otherwise=GRADS),
     CompatibleFlag(name="--main-params-dtype", values=("fp32",), why="it is so anyway", otherwise=MAIN_PARAMS),
-    CompatibleFlag(name="--exp-avg-dtype", values=("fp32",), why="it is so anyway", otherwise=MOMENTS),
-    CompatibleFlag(name="--exp-avg-sq-dtype", values=("fp32",), why="it is so anyway", otherwise=MOMENTS),
     CompatibleFlag(name="--legacy-tokenizer", why="GPT-2's vocabulary files are read directly"),
     CompatibleFlag(name="--use-dist-ckpt", why="checkpoints have this form"),
     CompatibleFlag(
@@ -62,6 +60,31 @@ ANYWAY_FLAGS = (
     ),
     CompatibleFlag(name="--log-validation-ppl-to-tensorboard", why="the validation perplexity is always written"),
     CompatibleFlag(name="--log-memory-to-tensorboard", why="memory is always written"),
+    CompatibleFlag(name="--log-learning-rate-to-tensorboard", why="it is always written"),
+    CompatibleFlag(name="--log-batch-size-to-tensorboard", why="it is always written"),
+    CompatibleFlag(name="--log-loss-scale-to-tensorboard", why="it is always written"),
+    CompatibleFlag(name="--exit-signal-handler", why=SIGNALS),
+    CompatibleFlag(name="--exit-signal-handler-for-dataloader", why=SIGNALS),
+    CompatibleFlag(
+        name="--exit-signal",
+        values=("SIGTERM", "SIGINT", "SIGUSR1"),
+        why=SIGNALS,
+        otherwise=SIGNALS,
+    ),
+    CompatibleFlag(name="--auto-detect-ckpt-format", why="checkpoints are torch_dist, and others refused"),
+    CompatibleFlag(
+        name="--rotary-seq-len-interpolation-factor",
+        values=("1",),
+        why="positions are not interpolated",
+        otherwise="positions are not interpolated; --use-rope-scaling is Llama 3.1's way",
+    ),
+    CompatibleFlag(
+        name="--error-injection-rate",
+        values=("0",),
+        why="faults are not injected",
+        otherwise="faults are not injected: leave the flag out",
+    ),
+    CompatibleFlag(name="--DDP-impl", values=("local", "torch"), why="of older Megatron-LM"),
     CompatibleFlag(name="--no-one-logger", why="nothing is sent to NVIDIA's OneLogger"),
     CompatibleFlag(name="--no-async-tensor-model-parallel-allreduce", why="Megatron Core ignores it"),
     CompatibleFlag(
@@ -132,6 +155,7 @@ DROPPED_FLAGS = (
             (
                 "communication is not overlapped or ordered in this way; results are the same",
                 {
+                    "--microbatch-group-size-per-virtual-pipeline-stage": ANY_NUMBER,
                     "--defer-embedding-wgrad-compute": (),
                     "--wgrad-deferral-limit": ANY_NUMBER,
                     "--overlap-p2p-communication-warmup-flush": (),
@@ -148,11 +172,6 @@ DROPPED_FLAGS = (
             (
                 "the optimizer state is sharded over all data-parallel ranks",
                 {"--num-distributed-optimizer-instances": ANY_NUMBER},
-            ),
-            (
-                "main parameters, gradients and moments are in fp32 unless a flag says otherwise, as without it; "
-                "--optimizer-cpu-offload implies it",
-                {"--use-precision-aware-optimizer": ()},
             ),
             ("datasets are built by one thread", {"--num-dataset-builder-threads": ANY_NUMBER}),
             (
@@ -178,7 +197,6 @@ REFUSAL_REASONS = (
     ("--moe-", EXPERTS),
     ("--expert-", EXPERTS),
     ("--virtual-pipeline-", INTERLEAVED),
-    ("--microbatch-group-size-per-", INTERLEAVED),
     ("--num-layers-in-", "give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"),
     ("--hybrid-context-parallel", "sequences have one length: give --context-parallel-size alone"),
     ("--fp32-residual-connection", "activations pass between stages in the run's precision"),
@@ -189,7 +207,6 @@ REFUSAL_REASONS = (
     ("--use-torch-fsdp2", "weights are not sharded; the optimizer state is"),
     ("--data-parallel-sharding-strategy", "weights are not sharded; the optimizer state is"),
     ("--fsdp-", "weights are not sharded; the optimizer state is"),
-    ("--exit-signal", "Ctrl-C, SIGTERM and SIGUSR1 save and stop in any case"),
     ("--no-pin-cpu-params", "Megatron Core pins the host's weights in any case"),
     ("--cpu-offloading", "activations stay on the device"),
     ("--use-torch-optimizer-for-cpu-offload", BASELINE),
@@ -224,7 +241,6 @@ REFUSAL_REASONS = (
     ("--qk-clip", "attention scores are not clipped; --qk-layernorm bounds them"),
     ("--rope-", "rotary positions are scaled as --use-rope-scaling --rope-scaling-factor say"),
     ("--rotary-scaling-factor", "give --use-rope-scaling --rope-scaling-factor"),
-    ("--rotary-seq-len-interpolation-factor", "positions are not interpolated; --use-rope-scaling is Llama 3.1's way"),
     ("--no-rope-freq", "every layer has the same positions"),
     ("--mrope-section", "models read text only"),
     ("--relative-attention-", "positions are learned or rotary: --position-embedding-type"),
@@ -237,7 +253,6 @@ REFUSAL_REASONS = (
     ("--use-tokenizer-model-from-checkpoint-args", "give --tokenizer-model"),
     ("--non-persistent-", "there is one kind of checkpoint: --save with --save-interval, --async-save"),
     ("--ckpt-convert-", "checkpoints are torch_dist only"),
-    ("--auto-detect-ckpt-format", "checkpoints are torch_dist only"),
     ("--load-main-params-from-ckpt", "main parameters come with the optimizer state of --load"),
     ("--pretrained-checkpoint", "give --load with --finetune"),
     ("--bert-", "models are decoders for text"),

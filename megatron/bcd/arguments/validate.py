@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron.bcd.arguments import (
     megatron_flags,
+    precision_aware,
     validate_bcd,
     validate_context,
     validate_model,
@@ -60,6 +61,7 @@ def find_problems(
         lambda: validate_bcd.check_main_params(config, given),
         lambda: validate_bcd.check_prefix_cache(run, given),
         lambda: validate_model.check_precision(run, given),
+        lambda: precision_aware.check(run, given, starts=writes),
         lambda: validate_model.check_optimizer(run, given),
         lambda: validate_model.check_offload(run, made[0].num_blocks, given),
         lambda: validate_model.check_recomputation(run, made[0].num_blocks, given),
@@ -73,9 +75,8 @@ def find_problems(
         lambda: validate_training.check_checkpoints(run),
         lambda: validate_training.check_report(run),
         lambda: None if problems else validate_model.check_core_accepts(config),  # would say the same less clearly
+        *([lambda: validate_training.check_outputs(run)] * writes),
     ]
-    if writes:
-        rules.append(lambda: validate_training.check_outputs(run))
     for rule in rules:
         try:
             rule()

@@ -121,10 +121,6 @@ def check_chunks(config: RunConfig, run: Run, given: Mapping[str, Any]) -> None:
         config.context_size == 1,
         "--bcd-layout interleaved does not go with --context-parallel-size yet: leave one of them out",
     )
-    refuse_unless(
-        not run.overlap_param_gather,
-        "--bcd-layout interleaved does not go with --overlap-param-gather yet: leave one of them out",
-    )
 
 
 _NEEDS_RESTING = ("bcd_resting_lr_ratio", "bcd_resting_layers", "bcd_resting_grad_dtype")

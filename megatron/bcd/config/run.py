@@ -85,6 +85,24 @@ class RunConfig:
         return "fp16" if self.transformer.get("fp16") else "fp32"
 
     @property
+    def is_precision_aware(self) -> bool:
+        """Transformer Engine's Adam holds the main parameters itself, as what bf16 weights lack of them."""
+        return self.optimizer.use_precision_aware_optimizer and not self.optimizer.optimizer_cpu_offload
+
+    @property
+    def moment_dtypes(self) -> tuple[str, str]:
+        """How Adam's two moments are stored: ``fp32``, ``bf16``, ``fp16`` or ``int8``."""
+        if self.is_precision_aware:
+            return self.training.exp_avg_dtype, self.training.exp_avg_sq_dtype
+        return self.training.adam_moments_dtype, self.training.adam_moments_dtype
+
+    @property
+    def kept_moment_dtypes(self) -> tuple[str, str]:
+        """The same in host memory between phases: those in fp16 have a scale, and are kept in fp32."""
+        first, second = ("fp32" if dtype == "fp16" else dtype for dtype in self.moment_dtypes)
+        return first, second
+
+    @property
     def is_gated(self) -> bool:
         """The feed-forward part multiplies two projections."""
         return self.model.swiglu or self.model.quick_geglu

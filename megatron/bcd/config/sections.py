@@ -69,7 +69,7 @@ class TrainingConfig:
         None, "passes over the training records, with --sft, in place of --train-iters", type=float
     )
     skip_train: bool = option(False, "do not train: evaluate only")
-    eval_iters: int = option(100, "steps (global batches) of one evaluation", type=int)
+    eval_iters: int = option(100, "steps (global batches) of one evaluation; -1 = --full-validation", type=int)
     eval_fixed: bool = option(
         False, "evaluate on the same validation samples each time, the first --eval-iters steps, not on the next ones"
     )
@@ -145,6 +145,17 @@ class TrainingConfig:
         "precision in which Adam's two moments are stored; int8: 8-bit codes with an fp32 scale per 256 elements",
         choices=("fp32", "bf16", "int8"),
     )
+    main_grads_dtype: str = option(
+        "fp32",
+        "with --use-precision-aware-optimizer: bf16 is --grad-reduce-in-bf16",
+        choices=("fp32", "bf16"),
+    )
+    exp_avg_dtype: str = option(
+        "fp32",
+        "precision in which Transformer Engine's Adam stores its first moment, with --use-precision-aware-optimizer",
+        choices=("fp32", "bf16", "fp16", "fp8"),
+    )
+    exp_avg_sq_dtype: str = option("fp32", "the same of its second moment", choices=("fp32", "bf16", "fp16", "fp8"))
 
 
 @dataclass(frozen=True, kw_only=True)

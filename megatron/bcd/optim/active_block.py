@@ -266,6 +266,15 @@ class ActiveBlock:
         """This rank's optimizer state of always-active parameters, by name."""
         return param_shards(self.optimizers(), self.parameters.always_active())
 
+    def held_main_params(self) -> dict[torch.Tensor, torch.Tensor] | None:
+        """By weight, this rank's shards of main parameters that the optimizer holds itself; None if it does not."""
+        if not self._config.is_precision_aware:
+            return None
+        return {
+            one.parameter: one.main_param
+            for one in (*self.own_shards().values(), *self.always_active_shards().values())
+        }
+
     def optimizers(self) -> list[Any]:
         """Megatron Core's chained optimizers; none between phases."""
         return chained_optimizers(self.optimizer)

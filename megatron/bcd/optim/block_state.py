@@ -99,7 +99,10 @@ class BlockStateStore:
             shard = shards[name]
             assert (shard.start, shard.end) == (kept.start, kept.end), f"{name} is sharded differently than before"
             if kept.residual is not None:
-                kept.residual.restore(shard.weight, main_param=shard.main_param.data.view(-1))
+                value = shard.main_param
+                kept.residual.restore(shard.weight, main_param=value)
+                if shard.is_held:  # else written in place
+                    shard.set_main_param(value)
             main_param = {} if kept.main_param is None else {MAIN_PARAM: kept.main_param}
             shard.set(main_param, num_steps=0)
             shard.set_stored_moments(kept.moments, num_steps=kept.num_steps)
@@ -107,7 +110,7 @@ class BlockStateStore:
     def _save_shard(self, shard: ParamShard, previous: KeptShard | None, *, has_main_param: bool) -> KeptShard:
         """Copy a shard into the buffers of its previous copy."""
         residual = main_param = None
-        flat = shard.main_param.detach().reshape(-1)
+        flat = shard.main_param
         if has_main_param and shard.parameter.dtype == torch.bfloat16:
             out = _buffer(flat.numel(), torch.int16, previous and previous.residual and previous.residual.differences)
             residual = bf16_residual(flat, shard.weight, out=out)

@@ -17,7 +17,7 @@ def main_params_from_rest(matrices: MatrixOptimizer, shards: Mapping[str, ParamS
     for name in names:
         value = matrices.take_main_param(name).view(-1)
         if (shard := shards.get(name)) is not None:
-            shard.main_param.data.view(-1).copy_(value[shard.start : shard.end])
+            shard.set_main_param(value[shard.start : shard.end])
 
 
 @torch.no_grad()
@@ -33,6 +33,6 @@ def main_params_to_rest(
 def whole_main_param(parameter: torch.nn.Parameter, shard: ParamShard | None, *, is_sharded: bool) -> torch.Tensor:
     """The flat main parameter on every rank. A collective over the replicas if it is sharded."""
     if shard is not None and not is_sharded:
-        return shard.main_param.detach().reshape(-1)
-    mine, start = (None, 0) if shard is None else (shard.main_param.detach().reshape(-1), shard.start)
+        return shard.main_param
+    mine, start = (None, 0) if shard is None else (shard.main_param, shard.start)
     return collectives.join_shards(mine, start, like=parameter, group=replicas.group(), rank=None)

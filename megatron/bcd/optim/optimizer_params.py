@@ -14,6 +14,8 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
+from megatron.bcd.optim import held_state
+
 ALWAYS_ACTIVE = "bcd_always_active"
 """Attribute of always-active parameters (--bcd-always-active), and key of the optimizer's groups of them."""
 
@@ -54,7 +56,11 @@ def all_optimizer_params(optimizer: MegatronOptimizer | None) -> Iterator[Optimi
 
 def own_main_params(optimizer: MegatronOptimizer | None) -> list[torch.Tensor]:
     """Main parameters on this rank of the active block's own parameters, so without always-active ones."""
-    return [one.main_param for one in all_optimizer_params(optimizer) if not one.group.get(ALWAYS_ACTIVE)]
+    own = [one for one in all_optimizer_params(optimizer) if not one.group.get(ALWAYS_ACTIVE)]
+    return [
+        held_state.main_param(one.optimizer, one.main_param) if held_state.is_held(one.optimizer) else one.main_param
+        for one in own
+    ]
 
 
 def optimizer_params(optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, OptimizerParam]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron.bcd.optim import low_bit_moments
+from megatron.bcd.optim import held_state, low_bit_moments
 from megatron.bcd.optim.low_bit_adam import LowBitAdam
 from megatron.bcd.optim.optimizer_params import OptimizerParam, optimizer_params
 from megatron.bcd.runtime.compat import megatron_phase
@@ -33,13 +33,31 @@ class ParamShard:
     end: int
     optimizer: torch.optim.Optimizer
     group: dict[str, Any]
-    main_param: torch.Tensor
-    """The tensor that the optimizer steps; in fp32 the weight itself."""
+    stepped: torch.Tensor
+    """The tensor that the optimizer steps: the main parameter, in fp32 the weight itself; this shard of the bf16 weight
+    where the optimizer holds what it lacks (`held_state`)."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the optimizer holds the main parameter itself."""
+        return held_state.is_held(self.optimizer)
+
+    @property
+    def main_param(self) -> torch.Tensor:
+        """Flat, in fp32; a copy if it is held."""
+        return held_state.main_param(self.optimizer, self.stepped) if self.is_held else self.stepped.detach().view(-1)
+
+    def set_main_param(self, value: torch.Tensor) -> None:
+        """Set the main parameter to a copy of a flat tensor, on any device."""
+        if self.is_held:
+            held_state.set_main_param(self.optimizer, self.stepped, value)
+        else:
+            self.stepped.data.view(-1).copy_(value, non_blocking=True)
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """The optimizer's state of the main parameter; empty before the first step."""
-        return self.optimizer.state.get(self.main_param, {})
+        """The optimizer's state of what it steps; empty before the first step."""
+        return self.optimizer.state.get(self.stepped, {})
 
     @property
     def has_own_main_param(self) -> bool:
@@ -56,7 +74,10 @@ class ParamShard:
         return low_bit_moments.decode(self.stored_moments())
 
     def stored_moments(self) -> dict[str, torch.Tensor]:
-        """The same as the optimizer stores them, with --adam-moments-dtype in fewer bits."""
+        """The same as the optimizer stores them, in fewer bits if flags say so; those with a scale in fp32."""
+        if self.is_held:  # has zeros before the first step where its main parameter was set
+            held = held_state.moments(self.optimizer, self.stepped) if self.num_steps else {}
+            return {name: value.detach().reshape(-1) for name, value in held.items()}
         return {
             name: value.detach().reshape(-1)
             for name, value in self.state.items()
@@ -69,7 +90,7 @@ class ParamShard:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Moments, and the main parameter unless it is the weight itself; flat."""
-        return self.moments() | ({MAIN_PARAM: self.main_param.detach().reshape(-1)} if self.has_own_main_param else {})
+        return self.moments() | ({MAIN_PARAM: self.main_param} if self.has_own_main_param else {})
 
     @property
     def num_steps(self) -> int:
@@ -82,24 +103,27 @@ class ParamShard:
         """Set the state to copies of flat tensors, on any device, and to the number of steps."""
         moments = {name: tensor for name, tensor in tensors.items() if name != MAIN_PARAM}
         if isinstance(self.optimizer, LowBitAdam):
-            moments = {name: tensor.to(self.main_param.device) for name, tensor in moments.items()}
+            moments = {name: tensor.to(self.stepped.device) for name, tensor in moments.items()}
             self.set_stored_moments(low_bit_moments.encode(moments, self.optimizer.dtype), num_steps=num_steps)
         else:
             self.set_stored_moments(moments, num_steps=num_steps)
         if MAIN_PARAM in tensors:
-            self.main_param.data.copy_(tensors[MAIN_PARAM].view_as(self.main_param), non_blocking=True)
+            self.set_main_param(tensors[MAIN_PARAM])
 
     def set_stored_moments(self, moments: Mapping[str, torch.Tensor], *, num_steps: int) -> None:
         """Set the moments to copies of what `stored_moments` returned, on any device, and the number of steps."""
         for name, tensor in moments.items():
-            copy = tensor.to(self.main_param.device, copy=True, non_blocking=True)
+            if self.is_held:
+                held_state.set_moment(self.optimizer, self.stepped, name, tensor)
+                continue
+            copy = tensor.to(self.stepped.device, copy=True, non_blocking=True)
             is_low_bit = isinstance(self.optimizer, LowBitAdam)
-            self.optimizer.state[self.main_param][name] = copy if is_low_bit else copy.view_as(self.main_param)
+            self.optimizer.state[self.stepped][name] = copy if is_low_bit else copy.view_as(self.stepped)
         if not num_steps:  # without a step, Adam must find no state, so that it creates its own
             return
         if isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW):
-            where = self.main_param.device if self.group.get("fused") else "cpu"
-            self.optimizer.state[self.main_param]["step"] = torch.tensor(
+            where = self.stepped.device if self.group.get("fused") else "cpu"
+            self.optimizer.state[self.stepped]["step"] = torch.tensor(
                 float(num_steps), dtype=torch.float32, device=where
             )
         else:
@@ -127,5 +151,5 @@ def param_shards(optimizers: Iterable[Any], parameters: Mapping[str, torch.nn.Pa
 
 def _shard(parameter: torch.nn.Parameter, one: OptimizerParam, start: int, end: int) -> ParamShard:
     return ParamShard(
-        parameter=parameter, start=start, end=end, optimizer=one.optimizer, group=one.group, main_param=one.main_param
+        parameter=parameter, start=start, end=end, optimizer=one.optimizer, group=one.group, stepped=one.main_param
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from megatron.core import parallel_state
@@ -13,11 +14,15 @@ from megatron.bcd.runtime import device
 
 
 @torch.no_grad()
-def params_norm(model: torch.nn.Module) -> float:
+def params_norm(model: torch.nn.Module, *, held: Mapping[torch.Tensor, torch.Tensor] | None = None) -> float:
     """L2 norm of the weights of the whole model, active and frozen, the same on every rank. A collective.
 
     As stock Megatron-LM counts: tensor-parallel duplicates and the tied copy once, and where a 16-bit weight has a main
     parameter now, that. The weights must be current on every rank.
+
+    Args:
+        model: this rank's.
+        held: this rank's shards of main parameters by weight, where the optimizer holds them itself.
     """
     whole, sharded = 0.0, 0.0
     for weight in model.parameters():
@@ -28,8 +33,8 @@ def params_norm(model: torch.nn.Module) -> float:
             whole += _sum_of_squares(weight)
         elif not getattr(weight, "main_param_sharded", False):
             whole += _sum_of_squares(weight.main_param)
-        elif weight.main_param is not None:
-            sharded += _sum_of_squares(weight.main_param)
+        elif (shard := weight.main_param if held is None else held.get(weight)) is not None:
+            sharded += _sum_of_squares(shard)
     over_shards = _sum_over(sharded, parallel_state.get_data_parallel_group(with_context_parallel=True))
     return math.sqrt(_sum_over(whole + over_shards, parallel_state.get_model_parallel_group()))
 

@@ -19,6 +19,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.bcd.config import RunConfig, core_keywords
 from megatron.bcd.model.transformer_config import DTYPES
+from megatron.bcd.optim import held_state
 from megatron.bcd.optim.low_bit_adam import LowBitAdam
 from megatron.bcd.optim.optimizer_params import ALWAYS_ACTIVE, chained_optimizers
 from megatron.bcd.optim.param_shard import param_shards
@@ -46,7 +47,10 @@ def build_optimizer(
     settings = config.optimizer
     if settings.optimizer == "muon":  # `matrix_optimizer` steps Muon's matrices
         settings = replace(settings, optimizer="adam")
-    optimizer_config = OptimizerConfig(**core_keywords(settings), params_dtype=DTYPES[config.precision])
+    keywords = core_keywords(settings)
+    if config.is_precision_aware:
+        keywords |= held_state.config_fields(config)
+    optimizer_config = OptimizerConfig(**keywords, params_dtype=DTYPES[config.precision])
     overrides = get_standard_config_overrides(optimizer_config)
     for parameter in always_active:
         setattr(parameter, ALWAYS_ACTIVE, True)
@@ -61,7 +65,7 @@ def build_optimizer(
             shards = param_shards([each], dict(wrapped.module.named_parameters()))
             each.optimizer = LowBitAdam(
                 each.optimizer.param_groups,
-                starts={shard.main_param: shard.start for shard in shards.values()},
+                starts={shard.stepped: shard.start for shard in shards.values()},
                 dtype=config.training.adam_moments_dtype,
                 decoupled_weight_decay=config.optimizer.decoupled_weight_decay,
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ def num_zero_gradients(optimizer: MegatronOptimizer) -> int:
     """
     total = 0
     for each in chained_optimizers(optimizer):
-        gradients = [main_param.grad for main_param in _stepped_main_params(each) if main_param.grad is not None]
+        gradients = _gradients(each, _stepped_main_params(each))
         on_this_rank = sum(gradient.numel() - int(torch.count_nonzero(gradient)) for gradient in gradients)
         count = torch.tensor(on_this_rank, dtype=torch.int64, device=device.current())
         torch.distributed.all_reduce(count, group=each.get_grad_stats_parallel_group())
@@ -95,7 +95,7 @@ def block_gradient_norm(optimizer: MegatronOptimizer) -> float:
         loss_scaler.set_state(optimizer, scaler_state)
     sum_of_squares = 0.0
     for each in chained_optimizers(optimizer):
-        gradients = [main_param.grad for main_param in _counted_main_params(each) if main_param.grad is not None]
+        gradients = _gradients(each, _counted_main_params(each))
         group = each.get_grad_stats_parallel_group()
         sum_of_squares += get_grad_norm_fp32(gradients, grad_stats_parallel_group=group) ** 2
     return math.sqrt(sum_of_squares)
@@ -110,6 +110,13 @@ def num_block_parameters(optimizer: MegatronOptimizer) -> int:
         torch.distributed.all_reduce(count, group=each.get_grad_stats_parallel_group())
         total += int(count.item())
     return total
+
+
+def _gradients(optimizer: Any, stepped: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients that the optimizer will read, of what it steps."""
+    is_decoupled = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    gradients = (getattr(tensor, "decoupled_grad" if is_decoupled else "grad", None) for tensor in stepped)
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 def _counted_main_params(optimizer: Any) -> Iterator[torch.Tensor]:

@@ -18,8 +18,8 @@ OPTIMIZERS = tuple(_OPTIMIZER_BYTES)
 DTYPE_BYTES = {"fp32": 4, "bf16": 2}
 OFFLOADED_BYTES = 16
 """Per parameter in host memory with --optimizer-cpu-offload: weight, gradient and Adam's two moments, all in fp32."""
-_ADAM_MOMENT_SHARES = {"fp32": 1, "bf16": 1 / 2, "int8": (1 + 4 / 256) / 4}
-"""Size of a moment to that in fp32, by --adam-moments-dtype; int8 has an fp32 scale per 256 elements."""
+_ADAM_MOMENT_SHARES = {"fp32": 1, "bf16": 1 / 2, "fp16": 1 / 2, "int8": (1 + 4 / 256) / 4}
+"""Size of a moment to that in fp32, by how it is stored; int8 has an fp32 scale per 256 elements."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +44,15 @@ def state_budget(
     precision: str,
     optimizer: str = "adam",
     sgd_momentum: bool = True,
-    adam_moments_dtype: str = "fp32",
+    adam_moments_dtype: str | tuple[str, str] = "fp32",
     gradients_in_fp32: bool = True,
+    precision_aware: bool = False,
 ) -> StateBudget:
     """Bytes per parameter with Adam or SGD; SGD without momentum has no state.
 
     ``gradients_in_fp32`` (--accumulate-allreduce-grads-in-fp32) applies to 16-bit precision: without it gradients
-    have 2 bytes. Raises ValueError for a precision or optimizer that is not in PRECISIONS or OPTIMIZERS.
+    have 2 bytes. ``precision_aware``: the optimizer holds 2 bytes of a main parameter, beside those of the weight.
+    Raises ValueError for a precision or optimizer that is not in PRECISIONS or OPTIMIZERS.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision {precision}: must be one of {', '.join(PRECISIONS)}")
@@ -59,14 +61,18 @@ def state_budget(
     moments = moment_bytes(optimizer, sgd_momentum=sgd_momentum, adam_moments_dtype=adam_moments_dtype)
     if precision == "fp32":
         return StateBudget(weight=4, gradient=4, optimizer=moments)
-    return StateBudget(weight=2, gradient=4 if gradients_in_fp32 else 2, optimizer=moments + 4)
+    main_param = 2 if precision_aware else 4
+    return StateBudget(weight=2, gradient=4 if gradients_in_fp32 else 2, optimizer=moments + main_param)
 
 
-def moment_bytes(optimizer: str, *, sgd_momentum: bool = True, adam_moments_dtype: str = "fp32") -> float:
-    """Bytes of moments per active parameter: two of Adam's, or SGD's momentum."""
+def moment_bytes(
+    optimizer: str, *, sgd_momentum: bool = True, adam_moments_dtype: str | tuple[str, str] = "fp32"
+) -> float:
+    """Bytes of moments per active parameter: two of Adam's, stored alike or as the two say, or SGD's momentum."""
     if optimizer == "sgd":
         return _OPTIMIZER_BYTES[optimizer] if sgd_momentum else 0
-    return _OPTIMIZER_BYTES[optimizer] * _ADAM_MOMENT_SHARES[adam_moments_dtype]
+    stored = (adam_moments_dtype,) * 2 if isinstance(adam_moments_dtype, str) else adam_moments_dtype
+    return _OPTIMIZER_BYTES[optimizer] / 2 * sum(_ADAM_MOMENT_SHARES[dtype] for dtype in stored)
 
 
 def host_state_bytes(
@@ -96,8 +102,9 @@ def model_state_bytes(
     precision: str = "fp32",
     optimizer: str = "adam",
     sgd_momentum: bool = True,
-    adam_moments_dtype: str = "fp32",
+    adam_moments_dtype: str | tuple[str, str] = "fp32",
     gradients_in_fp32: bool = True,
+    precision_aware: bool = False,
     data_parallel_size: int = 1,
     distributed_optimizer: bool = False,
     offload_fraction: float = 0.0,
@@ -119,6 +126,7 @@ def model_state_bytes(
         sgd_momentum=sgd_momentum,
         adam_moments_dtype=adam_moments_dtype,
         gradients_in_fp32=gradients_in_fp32,
+        precision_aware=precision_aware,
     )
     shards = data_parallel_size if distributed_optimizer else 1
     optimizer_bytes = math.ceil((1 - offload_fraction) * budget.optimizer * num_active / shards)

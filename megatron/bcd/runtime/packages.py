@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 
 from megatron.bcd.runtime import device
 
@@ -19,6 +20,17 @@ def is_importable(module: str) -> bool:
 def has_transformer_engine() -> bool:
     """Transformer Engine is importable and there is a GPU to run it on."""
     return device.has_cuda() and is_importable("transformer_engine.pytorch")
+
+
+def has_precision_aware_adam() -> bool:
+    """Transformer Engine is there, and its Adam can hold what bf16 weights lack of main parameters: from 2.1 on."""
+    if not has_transformer_engine():
+        return False
+    try:
+        from transformer_engine.pytorch.optimizers import FusedAdam
+    except ImportError:
+        return False
+    return "store_param_remainders" in inspect.signature(FusedAdam).parameters
 
 
 def transformer_engine_version() -> str:

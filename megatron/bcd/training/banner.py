@@ -258,7 +258,7 @@ def _describe_kept_state(
     moments = is_host * cost.moment_bytes(
         optimizer,
         sgd_momentum=config.optimizer.sgd_momentum != 0.0,
-        adam_moments_dtype=config.training.adam_moments_dtype,
+        adam_moments_dtype=config.kept_moment_dtypes,
     )
     of_matrices = is_host * cost.DTYPE_BYTES[config.bcd.muon_momentum_dtype] if optimizer == "muon" else moments
     sharding: dict[str, Any] = {
@@ -388,12 +388,12 @@ def _describe_training(config: RunConfig, global_batch_size: int, train_iters: i
     training, optimizer = config.training, config.optimizer
     if training.skip_train:
         return "evaluation only"
+    dtypes = list(dict.fromkeys(config.moment_dtypes))
     parts = (
         f"{train_iters:,} iterations",
         f"global batch {global_batch_size} of micro-batches of {training.micro_batch_size}",
         f"lr {optimizer.lr} {config.schedule.lr_decay_style}",
-        optimizer.optimizer
-        + (f" with {training.adam_moments_dtype} moments" if training.adam_moments_dtype != "fp32" else ""),
+        optimizer.optimizer + ("" if dtypes == ["fp32"] else f" with {' and '.join(dtypes)} moments"),
         f"clip {optimizer.clip_grad}",
         f"seed {training.seed}",
     )

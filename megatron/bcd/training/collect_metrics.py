@@ -99,7 +99,7 @@ class StepMetricsCollector:
         }
         if report.log_params_norm:
             with active.whole_parameters():
-                found["params_norm"] = params_norm(active.model)
+                found["params_norm"] = params_norm(active.model, held=active.held_main_params())
         if report.log_num_zeros_in_grad:
             found["num_zeros"] = active.num_zeros
         if report.log_throughput:

@@ -1,0 +1,121 @@
+"""--use-precision-aware-optimizer: main parameters and moments that Transformer Engine's Adam holds itself.
+
+There is no Transformer Engine here: `support.precision_aware_adam` stands in for its Adam, behind Megatron Core's own
+distributed optimizer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import precision_aware_adam, worlds
+from support.dist import World
+
+from megatron.bcd.blocks.stages import partition_from_config
+from megatron.bcd.config import RunConfig
+from megatron.bcd.planner.run_state import stage_state
+
+CUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "data2": {"world_size": 2},
+    "pipeline2": {"world_size": 2, "pipeline_model_parallel_size": 2},
+}
+HOST = {"bcd_optimizer_state": "host"}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("one", {}),
+    "host": ("data2", HOST),
+    "moments_bf16": ("data2", HOST | {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}),
+    "moments_mixed": ("one", {"exp_avg_dtype": "bf16", "main_grads_dtype": "bf16"}),
+    "always_active": ("data2", HOST | {"bcd_always_active": "norms,embedding", "exp_avg_dtype": "bf16"}),
+    "resting": ("data2", {"bcd_resting_update": "orthogonal"}),
+    "pipeline": ("pipeline2", {"overlap_grad_reduce": True, "exp_avg_sq_dtype": "bf16"}),
+    "one_block": ("data2", {"bcd_num_blocks": 1, "overlap_grad_reduce": True, "overlap_param_gather": True}),
+}
+
+
+def config_of(cut: str, text_data: str, **flags: Any) -> RunConfig:
+    """Two cycles of two steps per block, as parsed where Transformer Engine is."""
+    with precision_aware_adam.installed():
+        return worlds.run_config(
+            **{"data_path": text_data, "bf16": True, "bcd_steps_per_block": 2, "train_iters": 11} | CUTS[cut] | flags
+        )
+
+
+def planned(config: RunConfig, *, num_replicas: int) -> list[int]:
+    """Bytes of model state by pipeline stage, in its largest phase, as --dry-run says."""
+    partition = partition_from_config(config)
+    return [state for _, state in stage_state(config, partition, vocab_size=257, num_replicas=num_replicas)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_resumed_equals_uninterrupted(world1: World, world2: World, text_data: str, tmp_path: Path, case: str) -> None:
+    """State that a checkpoint leaves out, rounds, or gives to another shard."""
+    cut, flags = CASES[case]
+    config = config_of(cut, text_data, use_precision_aware_optimizer=True, **flags)
+    world = (world1, world2)[CUTS[cut].get("world_size", 1) - 1]
+    found = world.run(precision_aware_adam.stopped_and_resumed, config, [3, 8], str(tmp_path))
+    assert found == [[]] * world.size
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_takes_the_steps_of_fp32_main_parameters(world1: World, world2: World, text_data: str, case: str) -> None:
+    """Remainders that are lost at a switch, gradients that are not found, bytes that are not counted or planned; and
+    dtypes that do not reach the optimizer."""
+    cut, flags = CASES[case]
+    moments = {name: flags.get(name, "fp32") for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
+    logs = {"log_params_norm": True, "log_num_zeros_in_grad": True}
+    config = config_of(cut, text_data, use_precision_aware_optimizer=True, **flags, **logs)
+    other = {name: value for name, value in flags.items() if name not in (*moments, "main_grads_dtype")}
+    bf16_gradients = {"grad_reduce_in_bf16": "main_grads_dtype" in flags}
+    plain = config_of(cut, text_data, **other, **logs, **bf16_gradients)
+    world = (world1, world2)[CUTS[cut].get("world_size", 1) - 1]
+    names = {"fp32": "float32", "bf16": "bfloat16"}
+    expected = {"exp_avg": names[moments["exp_avg_dtype"]], "exp_avg_sq": names[moments["exp_avg_sq_dtype"]]}
+    states = [planned(run, num_replicas=2 if cut == "data2" else 1) for run in (plain, config)]
+    saved = [whole - less for whole, less in zip(*states, strict=True)]
+    is_rounded = "bf16" in moments.values()
+    for rank, (one, like) in enumerate(
+        zip(world.run(precision_aware_adam.train_run, config), world.run(worlds.train_run, plain), strict=True)
+    ):
+        assert one["dtypes"] == expected | {"master_param": "int16"}
+        if "bcd_resting_update" not in flags:  # which steps them between the phases
+            assert one["changed"] == []
+        assert one["losses"] == pytest.approx(like["losses"], rel=5e-3 if is_rounded else 1e-3)
+        for ours, theirs in zip(one["metrics"], like["metrics"], strict=True):
+            assert ours["params_norm"] == pytest.approx(theirs["params_norm"], rel=1e-3)
+            if not is_rounded:  # bf16 second moments follow hardly, and so do weights
+                assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.05)
+                assert ours["num_zeros"] == pytest.approx(theirs["num_zeros"], rel=0.05, abs=50)
+        stage = rank if cut == "pipeline2" else 0
+        most = max(step[rank] for step in like["model_state_bytes"])
+        assert saved[stage] > 0
+        if "main_grads_dtype" in flags:  # the other run holds fp32 copies of its gradients too
+            assert most - one["model_state"] > saved[stage]
+        else:
+            assert most - one["model_state"] == pytest.approx(saved[stage], rel=0.05)
+
+
+def test_kept_moments_with_a_scale(world2: World, text_data: str) -> None:
+    """fp16 moments whose scale is lost between the phases of their block."""
+    config = config_of("data2", text_data, use_precision_aware_optimizer=True, exp_avg_dtype="fp16", **HOST)
+    plain = config_of("data2", text_data, **HOST)
+    both = zip(world2.run(precision_aware_adam.train_run, config), world2.run(worlds.train_run, plain), strict=True)
+    for one, like in both:
+        assert one["dtypes"]["exp_avg"] == "float16"
+        assert not [what for _, what in one["changed"] if not what.startswith("exp_avg of")]
+        assert one["losses"] == pytest.approx(like["losses"], rel=5e-3)
+
+
+def test_greedy_order(world1: World, text_data: str) -> None:
+    """Gradients of candidates that are not found, so that block 0 is always chosen."""
+    flags = {"bcd_order": "greedy", "train_iters": 6, "bcd_steps_per_block": 1}
+    orders = [
+        [result["block"] for result in world1.run(train, config_of("one", text_data, **flags, **more))[0]["steps"]]
+        for train, more in (
+            (precision_aware_adam.train_run, {"use_precision_aware_optimizer": True}),
+            (worlds.train_run, {}),
+        )
+    ]
+    assert orders[0] == orders[1] and len(set(orders[0])) > 1

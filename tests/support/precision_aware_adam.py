@@ -1,0 +1,164 @@
+"""Transformer Engine's Adam on a machine without it: what Megatron Core and this project use of its interface.
+
+Written from its documentation: it steps bf16 weights, and holds of a main parameter what the weight lacks of it, as
+int16 remainders; moments in bf16 are rounded to the nearest, those in fp16 have a scale for each tensor. What stands
+around it, in Megatron Core and here, is the real code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import megatron.core.optimizer as core_optimizer
+import torch
+from megatron.core import utils
+from megatron.core.optimizer import distrib_optimizer
+from packaging.version import Version
+
+from megatron.bcd.config import RunConfig
+from megatron.bcd.runtime import packages
+from support import resumed_runs, worlds
+
+_MAX_FP16 = torch.finfo(torch.float16).max / 2
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """AdamW on weights with remainders; in plain PyTorch, tensor by tensor."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        *,
+        adam_w_mode: bool = True,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
+    ) -> None:
+        assert adam_w_mode and master_weights and use_decoupled_grad and master_weight_dtype == torch.float32
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.store_param_remainders = store_param_remainders
+        self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
+        self.scales: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
+
+    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool) -> None:
+        assert store_param_remainders and param.dtype == torch.bfloat16
+        self.state[param]["master_param"] = torch.zeros_like(param, dtype=torch.int16)
+        for name, dtype in self.dtypes.items():
+            self.state[param][name] = torch.zeros_like(param, dtype=dtype)
+            self.scales[param, name] = torch.ones(1)
+
+    def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
+        stored = self.state[param][state_name]
+        if state_name == "master_param" or stored.dtype == torch.float32:
+            return stored
+        value = stored.float()
+        return value.mul_(self.scales[param, state_name]) if stored.dtype == torch.float16 else value
+
+    def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
+        stored = self.state[param][state_name]
+        assert unscaled_state.dtype == (torch.int16 if state_name == "master_param" else torch.float32)
+        if stored.dtype == torch.float16:
+            scale = self.scales[param, state_name].copy_(unscaled_state.abs().max() / _MAX_FP16)
+            unscaled_state = unscaled_state * torch.where(scale > 0, scale.reciprocal(), 0.0)
+        stored.copy_(unscaled_state)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for weight in group["params"]:
+                if not self.state[weight]:
+                    self.initialize_state(weight, self.store_param_remainders)
+                if getattr(weight, "decoupled_grad", None) is not None:
+                    self._step(weight, group)
+
+    def _step(self, weight: torch.Tensor, group: dict[str, Any]) -> None:
+        remainder, (beta1, beta2), count = self.state[weight]["master_param"], group["betas"], group["step"]
+        upper = weight.view(torch.int16) - (remainder < 0).to(torch.int16)  # undoes the rounding
+        bits = (upper.to(torch.int32) << 16) | (remainder.to(torch.int32) & 0xFFFF)
+        value, gradient = bits.view(torch.float32), weight.decoupled_grad.float()  # type: ignore[attr-defined]
+        first = self.get_unscaled_state(weight, "exp_avg").mul(beta1).add(gradient, alpha=1 - beta1)
+        second = self.get_unscaled_state(weight, "exp_avg_sq").mul(beta2).addcmul(gradient, gradient, value=1 - beta2)
+        denominator = (second / (1 - beta2**count)).sqrt().add_(group["eps"])
+        update = (first / (1 - beta1**count)) / denominator + group["weight_decay"] * value
+        bits = (value - group["lr"] * update).view(torch.int32)
+        low = (bits & 0xFFFF).to(torch.int32)
+        remainder.copy_(torch.where(low >= 0x8000, low - 0x10000, low))
+        weight.view(torch.int16).copy_((bits >> 16) + (remainder < 0).to(torch.int32))
+        self.set_scaled_state(weight, "exp_avg", first)
+        self.set_scaled_state(weight, "exp_avg_sq", second)
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """While it lasts, Megatron Core and this project find this Adam in place of Transformer Engine's."""
+    names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers")
+    modules: dict[str, Any] = {name: types.ModuleType(name) for name in names}
+    modules[names[-1]].FusedAdam = FusedAdam
+    with (
+        mock.patch.dict(sys.modules, modules),
+        mock.patch.object(packages, "has_precision_aware_adam", lambda: True),
+        mock.patch.object(core_optimizer, "Adam", FusedAdam),
+        mock.patch.object(distrib_optimizer, "Adam", FusedAdam),
+        mock.patch.object(core_optimizer, "USING_PYTORCH_OPTIMIZER", False),
+        mock.patch.object(utils, "get_te_version", lambda: Version("2.1.0")),
+    ):
+        yield
+
+
+def train_run(config: RunConfig) -> dict[str, Any]:
+    """`worlds.train_run`; how the optimizer stores its state, the most bytes of model state, those in host memory, and
+    blocks whose state at the start of a phase is not that at the end of their last one."""
+    at_the_end: dict[int, dict[str, dict[str, torch.Tensor]]] = {}
+    changed: list[tuple[int, str]] = []
+
+    def remember(one: worlds.RecordedRun) -> None:
+        at_the_end[one.block] = _state(one)
+
+    def compare(one: worlds.RecordedRun) -> None:
+        now = _state(one)
+        for name, tensors in at_the_end.get(one.active.block, {}).items():  # type: ignore[arg-type]
+            kept = config.bcd.bcd_optimizer_state == "host"
+            names = {"master", *([*tensors] if kept else [])}
+            changed.extend((one.active.block, f"{what} of {name}") for what in sorted(names)  # type: ignore[misc]
+                           if not torch.equal(tensors[what], now[name].get(what, torch.zeros(0))))  # fmt: skip
+
+    with installed(), worlds.started(config, after_step=remember, after_build=compare) as one:
+        one.run()
+        rank, steps = torch.distributed.get_rank(), one.recorder.steps
+        states = [state for each in one.active.optimizers() if not each.is_stub_optimizer
+                  for state in each.optimizer.state.values()]  # fmt: skip
+        return worlds.outcome(one) | {
+            "dtypes": {name: str(value.dtype)[len("torch.") :] for state in states for name, value in state.items()},
+            "model_state": max(step.model_state_bytes[rank] for step in steps),
+            "host": steps[-1].host_state_bytes[rank],
+            "changed": changed,
+            "norms": [(step.params_norm, step.num_zeros) for step in steps],
+            "phases": [step.block for step in steps],
+        }
+
+
+def _state(one: worlds.RecordedRun) -> dict[str, dict[str, torch.Tensor]]:
+    """Copies of the state of the block's own parameters, in fp32."""
+    return {
+        name: {what: tensor.clone() for what, tensor in shard.tensors().items()}
+        for name, shard in one.active.own_shards().items()
+    }
+
+
+def stopped_and_resumed(config: RunConfig, stops: list[int], root: str) -> list[str]:
+    """As `resumed_runs`."""
+    with installed():
+        return resumed_runs.stopped_and_resumed(config, stops, root)
