@@ -28,6 +28,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "suffix": RESTING | {"bcd_resting_update": "normalized", "bcd_resting_layers": "suffix"},
     "sign": RESTING | {"bcd_resting_update": "sign"},
     "full_muon": MUON | {"bcd_num_blocks": 1},
+    "muon_blocks": MUON | HOST | {"bcd_always_active": "norms,biases", "bcd_frozen": "embedding,head"},
 }
 CUTS: dict[str, dict[str, Any]] = {
     "one": {},
@@ -121,9 +122,11 @@ def train(world: World, cut: str, method: str, initial_weights: Flags) -> dict[s
     return world.run(worlds.train_run, worlds.run_config(**flags | {"eval_iters": 1}))[-1]
 
 
-# suffix and sign differ from adam in the rule of a layer alone, full_muon from muon in the number of blocks: each has
-# one layout in the default suite
-ONE_LAYOUT = {"no_block": "data2", "suffix": "pipeline2", "sign": "tensor2", "full_muon": "data2"}
+# suffix and sign differ from adam in the rule of a layer alone, full_muon from muon in the number of blocks, and
+# muon_blocks in what other layers do: each has one layout in the default suite
+ONE_LAYOUT = {"no_block": "data2", "suffix": "pipeline2", "sign": "tensor2"} | dict.fromkeys(
+    ("full_muon", "muon_blocks"), "data2"
+)
 LAYOUTS = [
     pytest.param(cut, method, marks=[pytest.mark.long] * (ONE_LAYOUT.get(method, cut) != cut))
     for cut in ("pipeline2", "data2", "tensor2")

@@ -58,8 +58,8 @@ def check_main_params(config: RunConfig, given: Mapping[str, Any]) -> None:
     )
     refuse_unless(
         config.precision == "fp32" or config.optimizer.optimizer != "muon" and config.bcd.bcd_resting_update == "none",
-        "--bcd-main-params drop does not go with --optimizer muon or --bcd-resting-update, which keep main parameters "
-        "on the device: leave it out",
+        "--bcd-main-params drop does not go with --optimizer muon or --bcd-resting-update, which keep main parameters: "
+        "leave it out",
     )
 
 

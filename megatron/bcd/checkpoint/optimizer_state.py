@@ -97,8 +97,11 @@ def _held_by_matrix_optimizer(active: ActiveBlock) -> dict[str, _Held]:
     matrices = active.matrices
     if matrices is None:
         return {}
+    by_core = {} if active.block is None or active.is_muon else active.parameters.of_block(active.block)
     main_params: dict[str, _Whole] = {
-        name: _Whole(name=MAIN_PARAM, tensor=tensor) for name, tensor in matrices.main_params().items()
+        name: _Whole(name=MAIN_PARAM, tensor=tensor)
+        for name, tensor in matrices.main_params().items()
+        if name not in by_core
     }
     for name, shard in active.own_shards().items() if active.block is not None else ():
         if name in matrices.matrices and shard.has_own_main_param:

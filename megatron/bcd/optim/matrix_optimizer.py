@@ -55,11 +55,20 @@ class Matrix:
 
 
 class MatrixOptimizer:
-    """The matrices of this pipeline stage. `begin` and `end` enclose a phase; low bits and momenta outlive it."""
+    """The matrices of this pipeline stage. `begin` and `end` enclose a phase; low bits and momenta outlive it.
+
+    With `keeps_low_bits_on_host` low bits are in host memory while their matrix is not stepped: for matrices that are
+    stepped in the phases of one block only.
+    """
 
     def __init__(
-        self, matrices: Mapping[str, tuple[torch.nn.Parameter, MatrixLayout]], *, group: torch.distributed.ProcessGroup
+        self,
+        matrices: Mapping[str, tuple[torch.nn.Parameter, MatrixLayout]],
+        *,
+        group: torch.distributed.ProcessGroup,
+        keeps_low_bits_on_host: bool = False,
     ) -> None:
+        self._keeps_low_bits_on_host = keeps_low_bits_on_host
         self._group = group
         self._rank, self._size = group.rank(), group.size()
         owners = matrix_owners([parameter.numel() for parameter, _ in matrices.values()], self._size)
@@ -115,6 +124,8 @@ class MatrixOptimizer:
             matrix.parameter.grad = None
             del matrix.parameter.main_grad, matrix.parameter.grad_added_to_main_grad
             matrix.parameter.requires_grad_(False)
+            if self._keeps_low_bits_on_host and matrix.name in self._low_bits:
+                self._low_bits[matrix.name] = self._low_bits[matrix.name].cpu()
         for name in self._names_with_momentum():
             if keeps_momenta:
                 self.momenta[name] = self.momenta[name].cpu()
@@ -132,8 +143,11 @@ class MatrixOptimizer:
             kept = self.momenta.get(matrix.name)
             momentum = torch.zeros_like(parameter, dtype=rule.momentum_dtype) if kept is None else kept
             self.momenta[matrix.name] = momentum.to(parameter.device, rule.momentum_dtype)
-        if parameter.dtype == torch.bfloat16 and self.is_owner(matrix.name) and matrix.name not in self._low_bits:
-            self._low_bits[matrix.name] = torch.zeros_like(parameter, dtype=torch.int16)
+        if parameter.dtype == torch.bfloat16 and self.is_owner(matrix.name):
+            low_bits = self._low_bits.get(matrix.name)
+            if low_bits is None:
+                low_bits = torch.zeros_like(parameter, dtype=torch.int16)
+            self._low_bits[matrix.name] = low_bits.to(parameter.device)
 
     def groups_of_block(self) -> list[dict[str, Any]]:
         """The groups of the active block's own matrices."""
@@ -204,7 +218,10 @@ class MatrixOptimizer:
     def _value(self, matrix: Matrix) -> torch.Tensor:
         """The weight in full precision; in fp32 the weight itself."""
         weight = matrix.parameter.data
-        return bf16_split.join(weight, self._low_bits[matrix.name]) if weight.dtype == torch.bfloat16 else weight
+        if weight.dtype != torch.bfloat16:
+            return weight
+        low_bits = self._low_bits.get(matrix.name)
+        return weight.float() if low_bits is None else bf16_split.join(weight, low_bits.to(weight.device))
 
     def _set_value(self, matrix: Matrix, value: torch.Tensor) -> None:
         weight = matrix.parameter.data
@@ -222,15 +239,22 @@ class MatrixOptimizer:
             work.wait()
 
     def main_params(self) -> dict[str, torch.Tensor]:
-        """Of bf16 matrices whose low bits this rank holds: their fp32 values, by name, made when they are taken."""
-        return {name: self._value(self.matrices[name]) for name in self._low_bits}
+        """Of bf16 matrices that this rank owns: their fp32 values, by name, made when they are taken. Where there are
+        no low bits the weight is the value: it has not been stepped here yet."""
+        return {
+            name: self._value(matrix)
+            for name, matrix in self.matrices.items()
+            if self.is_owner(name) and matrix.parameter.dtype == torch.bfloat16
+        }
 
     @torch.no_grad()
     def set_main_param(self, name: str, value: torch.Tensor) -> None:
         """Set weight and, on the owner, low bits of a bf16 matrix to an fp32 value."""
         matrix = self.matrices[name]
-        if self.is_owner(name):
-            self._low_bits.setdefault(name, torch.zeros_like(matrix.parameter, dtype=torch.int16))
+        if self.is_owner(name) and name not in self._low_bits:
+            at_rest = self._keeps_low_bits_on_host and not any(matrix.name == name for matrix in self.held)
+            place = torch.device("cpu") if at_rest else matrix.parameter.device
+            self._low_bits[name] = torch.zeros_like(matrix.parameter, dtype=torch.int16, device=place)
         self._set_value(matrix, value.to(matrix.parameter.device).view_as(matrix.parameter))
 
     def set_momentum(self, name: str, value: torch.Tensor) -> None:
@@ -269,14 +293,18 @@ class MatrixOptimizer:
 
     def state_on_device(self) -> Iterator[torch.Tensor]:
         """Momenta of the present phase and low bits."""
-        yield from self._low_bits.values()
+        yield from (bits for name, bits in self._low_bits.items() if name not in self._low_bits_on_host())
         yield from (self.momenta[name] for name in self._names_with_momentum())
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory: momenta of blocks that are not active."""
+        """Bytes of host memory: momenta of blocks that are not active, and low bits that are kept there."""
         present = set(self._names_with_momentum())
-        return sum(momentum.nbytes for name, momentum in self.momenta.items() if name not in present)
+        momenta = sum(momentum.nbytes for name, momentum in self.momenta.items() if name not in present)
+        return momenta + sum(self._low_bits[name].nbytes for name in self._low_bits_on_host())
+
+    def _low_bits_on_host(self) -> set[str]:
+        return set(self._low_bits) - {matrix.name for matrix in self.held} if self._keeps_low_bits_on_host else set()
 
     def _names_with_momentum(self) -> list[str]:
         """The matrices whose momentum is used in the present phase, and held here."""

@@ -45,6 +45,7 @@ def build_matrix_optimizer(
             for name, parameter in parameters.matrices().items()
         },
         group=replicas.group(),
+        keeps_low_bits_on_host=config.bcd.bcd_resting_update == "none",
     )
 
 

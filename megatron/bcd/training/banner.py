@@ -273,14 +273,20 @@ def _describe_kept_state(
             main_params=config.bcd.bcd_main_params == "host",
             **sharding,
         )
-        # what matrices lack of their main parameters stays on the device
-        + cost.host_state_bytes(num_kept=rank["num_kept_matrix"], precision="fp32", moments=of_matrices, **sharding)
+        + cost.host_state_bytes(
+            num_kept=rank["num_kept_matrix"],
+            # what resting matrices lack of their main parameters stays on the device
+            precision=config.precision if config.bcd.bcd_resting_update == "none" else "fp32",
+            moments=of_matrices,
+            **sharding,
+        )
         for rank in ranks
     ]
     if partition.num_blocks == 1 or config.training.skip_train or not max(bytes_by_rank):
         return ()
     kept = ["the optimizer's moments"] if is_host and (moments or of_matrices) else []
-    if any(rank["num_kept"] for rank in ranks) and config.bcd.bcd_main_params == "host":
+    num_kept = "num_kept_matrix" if optimizer == "muon" and config.bcd.bcd_resting_update == "none" else "num_kept"
+    if any(rank["num_kept"] + rank[num_kept] for rank in ranks) and config.bcd.bcd_main_params == "host":
         low = {"fp32": [], "bf16": ["the low 16 bits of main parameters"], "fp16": ["main parameters"]}
         kept += low[config.precision]
     return (f"kept in host memory between phases: {' and '.join(kept)}, {max(bytes_by_rank):,} bytes per rank",)
