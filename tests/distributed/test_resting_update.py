@@ -204,6 +204,13 @@ def check_resumed(case: Combination, world1: World, world2: World, text_data: st
     assert world.run(resumed_runs.stopped_and_resumed, config, stops, str(tmp_path)) == [[]] * world.size
 
 
+def test_resumed_momenta_take_no_more_host_memory(world1: World, text_data: str, tmp_path: Path) -> None:
+    """Momenta in bf16 that come back from a checkpoint in fp32, twice as large until their block's next phase."""
+    flags = ITERATIONS | METHODS["muon"] | {"data_path": text_data, "save": tmp_path, "muon_momentum_dtype": "bf16"}
+    whole, resumed = world1.run(resumed_runs.host_bytes_at_end, worlds.run_config(**flags), 7, str(tmp_path))[0]
+    assert sum(whole) > 0 and resumed == whole
+
+
 # fp32 for the two methods with moments of their own, bf16 for all
 BANNERS = [pytest.param(method, "fp32", marks=[pytest.mark.long] * (method in ONE_LAYOUT)) for method in METHODS]
 

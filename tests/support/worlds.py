@@ -375,6 +375,7 @@ def outcome(one: RecordedRun) -> dict[str, Any]:
         ],
         "evaluations": [(record.iteration, record.split, record.loss) for record in one.recorder.evaluations],
         "model_state_bytes": [record.model_state_bytes for record in one.recorder.steps],
+        "host_state_bytes": [record.host_state_bytes for record in one.recorder.steps],
         "switches": one.recorder.switches,
         "weights": weights_of(one.model),
         "parameters_per_stage": one.recorder.summary.parameters_per_stage,

@@ -36,7 +36,6 @@ class MatrixRule:
     momentum: float | None = None
     """Decay of the momentum; None keeps none."""
     nesterov: bool = False
-    momentum_dtype: torch.dtype = torch.float32
     num_steps: int
     """Newton-Schulz iterations."""
     scale_mode: str = "spectral"
@@ -58,7 +57,7 @@ class MatrixOptimizer:
     """The matrices of this pipeline stage. `begin` and `end` enclose a phase; low bits and momenta outlive it.
 
     With `keeps_low_bits_on_host` low bits are in host memory while their matrix is not stepped: for matrices that are
-    stepped in the phases of one block only.
+    stepped in the phases of one block only. Momenta are held in `momentum_dtype`, on the device and in host memory.
     """
 
     def __init__(
@@ -67,8 +66,10 @@ class MatrixOptimizer:
         *,
         group: torch.distributed.ProcessGroup,
         keeps_low_bits_on_host: bool = False,
+        momentum_dtype: torch.dtype = torch.float32,
     ) -> None:
         self._keeps_low_bits_on_host = keeps_low_bits_on_host
+        self._momentum_dtype = momentum_dtype
         self._group = group
         self._rank, self._size = group.rank(), group.size()
         owners = matrix_owners([parameter.numel() for parameter, _ in matrices.values()], self._size)
@@ -141,8 +142,8 @@ class MatrixOptimizer:
         self._hooks.append(parameter.register_post_accumulate_grad_hook(_accumulate))
         if rule.momentum is not None and self.is_owner(matrix.name):
             kept = self.momenta.get(matrix.name)
-            momentum = torch.zeros_like(parameter, dtype=rule.momentum_dtype) if kept is None else kept
-            self.momenta[matrix.name] = momentum.to(parameter.device, rule.momentum_dtype)
+            momentum = torch.zeros_like(parameter, dtype=self._momentum_dtype) if kept is None else kept
+            self.momenta[matrix.name] = momentum.to(parameter.device, self._momentum_dtype)
         if parameter.dtype == torch.bfloat16 and self.is_owner(matrix.name):
             low_bits = self._low_bits.get(matrix.name)
             if low_bits is None:
@@ -264,7 +265,7 @@ class MatrixOptimizer:
         if (held := self.momenta.get(name)) is not None:
             held.copy_(value)
         else:
-            self.momenta[name] = value.clone()
+            self.momenta[name] = value.to(self._momentum_dtype, copy=True)
 
     @torch.no_grad()
     def take_main_param(self, name: str) -> torch.Tensor:

@@ -46,6 +46,7 @@ def build_matrix_optimizer(
         },
         group=replicas.group(),
         keeps_low_bits_on_host=config.bcd.bcd_resting_update == "none",
+        momentum_dtype=DTYPES[config.bcd.muon_momentum_dtype],
     )
 
 
@@ -80,7 +81,6 @@ def _muon_rule(config: RunConfig) -> MatrixRule:
         grad_dtype=DTYPES[config.bcd.muon_grad_dtype],
         momentum=optimizer.muon_momentum,
         nesterov=optimizer.muon_use_nesterov,
-        momentum_dtype=DTYPES[config.bcd.muon_momentum_dtype],
         num_steps=optimizer.muon_num_ns_steps,
         scale_mode=optimizer.muon_scale_mode,
     )
