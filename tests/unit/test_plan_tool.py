@@ -111,6 +111,7 @@ def test_fine_tuning(capsys: pytest.CaptureFixture[str], model: str, num_gpus: i
     state = max(rank["model_state"] for rank in found["memory"]["ranks"])
     assert state <= 0.25 * 18 * found["model"]["parameters"]
     assert found["bill"]["tokens"] < 1e8 and found["bill"]["multiplier"] == 1.0
+    assert found["bill"]["multiplier_source"].startswith("assumed")
     assert "--sft" in found["command"] and "--bcd-preset finetune" in found["command"]
     assert plan.main([*words, "--bcd-frozen", "none", "--json"]) == 0
     more = json.loads(capsys.readouterr().out)
