@@ -504,9 +504,15 @@ def test_paper_preset_is_the_default() -> None:
 
 
 def test_preset_finetune() -> None:
-    """A number of blocks that is not the layers of a stage, or that overrules a given one."""
+    """A number of blocks that is not the layers of a stage, or that overrules a given one; an active head that is tied
+    to the frozen embedding, or that a given flag freezes."""
     finetune = parse("--bcd-preset", "finetune", "--num-layers", "8")
     assert finetune.bcd.bcd_num_blocks == 8 and finetune.bcd.frozen == {"embedding", "head"}
+    assert finetune.bcd.always_active == set()
+    untied = parse("--bcd-preset", "finetune", "--untie-embeddings-and-output-weights").bcd
+    assert untied.frozen == {"embedding"} and untied.always_active == {"head"}
+    words = ("--bcd-preset", "finetune", "--untie-embeddings-and-output-weights", "--bcd-frozen", "embedding,head")
+    assert parse(*words).bcd.always_active == set()
     assert (finetune.bcd.bcd_order, finetune.bcd.bcd_optimizer_state) == ("random", "reset")
     words = ("--bcd-preset", "finetune", "--num-layers", "7", "--pipeline-model-parallel-size", "2")
     assert parse(*words, world_size=2).bcd.bcd_num_blocks == 3

@@ -19,7 +19,7 @@ def derive_values(values: dict[str, Any], *, given: Mapping[str, Any], world_siz
     _derive_tokenizer(values)
     _derive_chunks(values, given=given)
     _derive_blocks(values)
-    _derive_frozen(values)
+    _derive_frozen(values, given=given)
     if has_no_evaluation(values):
         values["eval_iters"] = 0
 
@@ -61,12 +61,17 @@ def _derive_blocks(values: dict[str, Any]) -> None:
         values["bcd_num_blocks"] = max(1, values["num_layers"] // max(1, values["pipeline_model_parallel_size"]))
 
 
-def _derive_frozen(values: dict[str, Any]) -> None:
-    """A tied head is the embedding: --bcd-frozen names both or neither."""
+def _derive_frozen(values: dict[str, Any], *, given: Mapping[str, Any]) -> None:
+    """A tied head is the embedding: --bcd-frozen names both or neither. A preset's always-active parts leave out frozen
+    ones."""
     parts = str(values["bcd_frozen"]).split(",")
     tied = {"embedding", "head"} if not values["untie_embeddings_and_output_weights"] else set()
     if tied & set(parts):
-        values["bcd_frozen"] = ",".join([*parts, *sorted(tied - set(parts))])
+        parts += sorted(tied - set(parts))
+        values["bcd_frozen"] = ",".join(parts)
+    if values["bcd_preset"] is not None and "bcd_always_active" not in given and values["bcd_always_active"]:
+        left = [part for part in values["bcd_always_active"].split(",") if part not in parts]
+        values["bcd_always_active"] = ",".join(left) or "none"
 
 
 def _derive_network(values: dict[str, Any]) -> None:

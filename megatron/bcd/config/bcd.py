@@ -27,9 +27,9 @@ class BcdConfig:
     bcd_preset: str | None = option(
         None,
         "a method: paper = block coordinate descent as published; pretrain = resting layers are updated too, blocks by "
-        "Muon, measured on small models only (docs/learning.md); finetune = one layer a block, embedding and head "
-        "frozen, BAdam's choices, not measured (docs/fine_tuning.md). It sets flags that are not given, and the banner "
-        "lists them",
+        "Muon, measured on small models only (docs/learning.md); finetune = one layer a block, embedding frozen, "
+        "an untied head always active (docs/fine_tuning.md). It sets flags that are not given, and the banner lists "
+        "them",
         choices=("paper", "pretrain", "finetune"),
     )
     bcd_num_blocks: int | None = option(

@@ -31,14 +31,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "bcd_resting_update": "none",
         "optimizer": "adam",
     },
-    # docs/fine_tuning.md; one layer a block: arguments/derive.py
+    # docs/fine_tuning.md; one layer a block, and no active head where it is frozen: arguments/derive.py
     "finetune": {
         "bcd_layout": "spread",
         "bcd_steps_per_block": 50,
         "bcd_order": "random",
         "bcd_optimizer_state": "reset",
-        "bcd_always_active": "none",
-        "bcd_frozen": "embedding,head",
+        "bcd_always_active": "head",
+        "bcd_frozen": "embedding",
         "bcd_resting_update": "none",
         "optimizer": "adam",
     },

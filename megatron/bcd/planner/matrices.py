@@ -28,7 +28,7 @@ class MatrixShare:
     gradients: int = 0
     """Bytes, of all matrices that are stepped: also of those that other ranks own."""
     state: int = 0
-    """Bytes of momenta, and of the 16 bits that bf16 weights lack: of all with a resting update, else the block's."""
+    """Bytes of momenta, and of the 16 bits that bf16 weights lack."""
     kept: int = 0
     """Bytes of momenta of other blocks, in host memory."""
     working: int = 0
@@ -93,8 +93,7 @@ def _share(recipe: Recipe, matrices: list[Tensor], is_own: list[bool], block: in
             total["messages"] += (gradient + recipe.bytes_per_element) * tensor.size * (recipe.num_replicas > 1)
         if not own:
             continue
-        is_held = is_active or bcd.bcd_resting_update != "none"
-        total["state"] += (low_bits * is_held + momentum * is_active) * tensor.size
+        total["state"] += (low_bits + momentum * is_active) * tensor.size
         if not is_active and recipe.partition.has_active_block and bcd.bcd_optimizer_state == "host":
             total["kept"] += momentum * tensor.size
         if is_stepped:

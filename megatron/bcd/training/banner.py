@@ -265,28 +265,19 @@ def _describe_kept_state(
         "data_parallel_size": replicas.size(),
         "distributed_optimizer": config.training.use_distributed_optimizer or optimizer == "muon",
     }
+    main_params: dict[str, Any] = {"main_params": config.bcd.bcd_main_params == "host", "precision": config.precision}
+    # what resting matrices lack of their main parameters stays on the device
+    of_matrix: dict[str, Any] = main_params if config.bcd.bcd_resting_update == "none" else {"precision": "fp32"}
     bytes_by_rank = [
-        cost.host_state_bytes(
-            num_kept=rank["num_kept"],
-            precision=config.precision,
-            moments=moments,
-            main_params=config.bcd.bcd_main_params == "host",
-            **sharding,
-        )
-        + cost.host_state_bytes(
-            num_kept=rank["num_kept_matrix"],
-            # what resting matrices lack of their main parameters stays on the device
-            precision=config.precision if config.bcd.bcd_resting_update == "none" else "fp32",
-            moments=of_matrices,
-            **sharding,
-        )
+        cost.host_state_bytes(num_kept=rank["num_kept"], moments=moments, **main_params, **sharding)
+        + cost.host_state_bytes(num_kept=rank["num_kept_matrix"], moments=of_matrices, **of_matrix, **sharding)
         for rank in ranks
     ]
     if partition.num_blocks == 1 or config.training.skip_train or not max(bytes_by_rank):
         return ()
     kept = ["the optimizer's moments"] if is_host and (moments or of_matrices) else []
-    num_kept = "num_kept_matrix" if optimizer == "muon" and config.bcd.bcd_resting_update == "none" else "num_kept"
-    if any(rank["num_kept"] + rank[num_kept] for rank in ranks) and config.bcd.bcd_main_params == "host":
+    names = ("num_kept", "num_kept_matrix") if of_matrix is main_params else ("num_kept",)
+    if any(rank[name] for rank in ranks for name in names) and config.bcd.bcd_main_params == "host":
         low = {"fp32": [], "bf16": ["the low 16 bits of main parameters"], "fp16": ["main parameters"]}
         kept += low[config.precision]
     return (f"kept in host memory between phases: {' and '.join(kept)}, {max(bytes_by_rank):,} bytes per rank",)
