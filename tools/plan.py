@@ -87,7 +87,7 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
         " tries 2 to 6 with method bcd)")  # fmt: skip
     add("--bcd-layout", choices=LAYOUTS, help="(default: spread; with --bcd-preset pretrain strided)")
     add("--bcd-frozen", metavar="PARTS", help="never trained: some of embedding, head, norms, or none (default: none;"
-        " with finetune embedding; a tied head goes with it)")  # fmt: skip
+        " with finetune embedding)")  # fmt: skip
     add("--pipeline-model-parallel-size", type=int, metavar="N", help="(default: the smallest that fits)")
     add("--context-parallel-size", type=int, default=1, metavar="N", help="(default: 1)")
     add("--seq-length", type=int, metavar="N", help="(default: the model table's; with --task sft at most"

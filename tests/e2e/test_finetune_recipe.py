@@ -71,4 +71,4 @@ def test_tiny(tmp_path: Path) -> None:
     assert len({step["block"] for step in steps if "learning_rate" in step}) > 1
     assert (Path(f"{saved}-hf") / "config.json").exists()
     assert "AutoModelForCausalLM loads" in done.stdout and "LlamaForCausalLM" in done.stdout
-    assert "no phase trains embedding, head" in done.stdout
+    assert "no phase trains embedding (" in done.stdout

@@ -213,7 +213,7 @@ BAD_RUNS: list[tuple[str, int, list[str]]] = [
     ("--split 95,5,x", 1, ["--split '95,5,x'", "three numbers"]),
     ("--split 0,0,0", 1, ["--split '0,0,0'"]),
     ("--eval-interval 0", 1, ["--eval-interval 0"]),
-    ("--eval-iters -1", 1, ["--eval-iters -1", "at least 0"]),
+    ("--eval-iters -2", 1, ["--eval-iters -2", "at least 0"]),
     ("--log-interval 0", 1, ["--log-interval 0"]),
     ("--save-interval 5", 1, ["--save-interval", "--save"]),
     ("--finetune", 1, ["--finetune", "--load"]),
