@@ -33,6 +33,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "pipeline": ("pipeline2", {"overlap_grad_reduce": True, "exp_avg_sq_dtype": "bf16"}),
     "one_block": ("data2", {"bcd_num_blocks": 1, "overlap_grad_reduce": True, "overlap_param_gather": True}),
 }
+RESUMED = ("moments_bf16", "moments_mixed", "resting", "pipeline")
+COMPARED = ("plain", "host", "moments_mixed", "always_active", "one_block")
+"""Of the default suite; each case is in one of them."""
+
+
+def cases(default: tuple[str, ...]) -> pytest.MarkDecorator:
+    marked = [pytest.param(case, marks=[] if case in default else [pytest.mark.long]) for case in CASES]
+    return pytest.mark.parametrize("case", marked)
 
 
 def config_of(cut: str, text_data: str, **flags: Any) -> RunConfig:
@@ -49,7 +57,7 @@ def planned(config: RunConfig, *, num_replicas: int) -> list[int]:
     return [state for _, state in stage_state(config, partition, vocab_size=257, num_replicas=num_replicas)]
 
 
-@pytest.mark.parametrize("case", CASES)
+@cases(RESUMED)
 def test_resumed_equals_uninterrupted(world1: World, world2: World, text_data: str, tmp_path: Path, case: str) -> None:
     """State that a checkpoint leaves out, rounds, or gives to another shard."""
     cut, flags = CASES[case]
@@ -59,7 +67,7 @@ def test_resumed_equals_uninterrupted(world1: World, world2: World, text_data: s
     assert found == [[]] * world.size
 
 
-@pytest.mark.parametrize("case", CASES)
+@cases(COMPARED)
 def test_takes_the_steps_of_fp32_main_parameters(world1: World, world2: World, text_data: str, case: str) -> None:
     """Remainders that are lost at a switch, gradients that are not found, bytes that are not counted or planned; and
     dtypes that do not reach the optimizer."""
