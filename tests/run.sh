@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Lint, types, import direction and all tests; stops at the first step that fails.
 #
-#   bash tests/run.sh                       the default suite: about a quarter of an hour on two cores
+#   bash tests/run.sh                       the default suite: 16 to 19 minutes on two cores
 #   bash tests/run.sh --long                with the tests marked long: full products of options, hours
 #   bash tests/run.sh -k blocks -x          arguments go to pytest
 #   bash tests/run.sh -m "not e2e"          the markers are unit, distributed, e2e
-#   bash tests/run.sh -n 0                  one file after another, in this process (the default is three at once: they wait for their ranks a third of the time)
+#   bash tests/run.sh -n 0                  one file after another, in this process (the default is two at once)
 #
 # What the tests prove: docs/testing.md.
 # Environment: BCD_PYTHON is an interpreter of your own (examples/setup_env.sh).
@@ -30,4 +30,4 @@ step "lint: ruff check" "$PYTHON" -m ruff check .
 step "types: mypy" "$PYTHON" -m mypy
 step "import direction: import-linter" lint_imports
 # Files in the order of conftest.py: the long ones would else be left for one worker at the end.
-step "tests: pytest" "$PYTHON" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
+step "tests: pytest" "$PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -119,6 +119,7 @@ def check_schedule_turns(figures: dict[str, Any]) -> None:
     assert places == [0, 1, 2, 2, 3, 3, 4, 4, 5, 5]
 
 
+@pytest.mark.long
 def test_schedule(repo_root: Path, tmp_path: Path) -> None:
     """Without torchrun the tool must start its ranks itself; a phase that was not begun would be timed with another
     block's plan, and what was run ahead with would go into another schedule's turn."""
