@@ -56,16 +56,17 @@ LONGER = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)  # starts two ranks four or six times; the tool itself notices a run that hangs
 @pytest.mark.parametrize(
     ("seed", "expected"),
-    [("1318", SHORT), pytest.param("29", LONGER, marks=pytest.mark.long)],
+    [("1318", SHORT), ("29", LONGER)],
     ids=["two_kills", "four_kills"],
 )
 def test_short_form(repo_root: Path, short_folder: Path, seed: str, expected: list[str]) -> None:
     """A run that a kill changes, a checkpoint that a kill leaves half written, a rank that outlives its run.
 
-    In the two kills of the default suite a rank dies alone, in a save, and all ranks are asked to stop; that a machine
+    In the two kills a rank dies alone, in a save, and all ranks are asked to stop; that a machine
     dies is in test_resume_torchrun.py.
     """
     number = len(expected)
