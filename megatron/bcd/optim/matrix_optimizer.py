@@ -294,7 +294,8 @@ class MatrixOptimizer:
 
     def state_on_device(self) -> Iterator[torch.Tensor]:
         """Momenta of the present phase and low bits."""
-        yield from (bits for name, bits in self._low_bits.items() if name not in self._low_bits_on_host())
+        on_host = self._low_bits_on_host()
+        yield from (bits for name, bits in self._low_bits.items() if name not in on_host)
         yield from (self.momenta[name] for name in self._names_with_momentum())
 
     @property
