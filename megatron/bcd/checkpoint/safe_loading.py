@@ -7,34 +7,25 @@ PyTorch's distributed checkpoints unpickle ``.metadata`` with ``pickle.load`` an
 from __future__ import annotations
 
 import contextlib
+import io
+import itertools
 import os
 import pickle
+import pickletools
 import re
+import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.bcd.runtime.compat.checkpoint_reading import DATA_CLASSES, DTYPES, FUNCTIONS, Replacement, replace_readers
+from megatron.bcd.runtime.compat.checkpoint_reading import Replacement, WeightsOnlyUnpickler, replace_readers
 
 
 class UnsafeFileError(ValueError):
     """A file holds more than a checkpoint's data. One line: the file, and the class or function that it names."""
-
-
-_ALLOWED: dict[tuple[str, str], Any] = {
-    (thing.__module__, thing.__qualname__): thing for thing in DATA_CLASSES + FUNCTIONS
-} | {("torch", name): getattr(torch, name) for name in DTYPES}
-_OPCODES = """
-    PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT SHORT_BINUNICODE BINUNICODE
-    EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS
-    MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET GLOBAL STACK_GLOBAL INST NEWOBJ REDUCE BUILD
-"""
-"""Of a .metadata. INST is none of them, but names what it would make."""
-_UnpicklerInPython: Any = pickle._Unpickler  # type: ignore[attr-defined]
 
 
 class _Here(threading.local):
@@ -113,19 +104,19 @@ def _as_weights_only(load: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return load(f, map_location, **(options | {"weights_only": True}))
         except (pickle.UnpicklingError, RuntimeError) as error:
+            if not isinstance(error, pickle.UnpicklingError) and "TorchScript archive" not in str(error):
+                raise  # the file is damaged
             what = _refused_by_torch(error)
-            if what is None:
-                raise
             raise _refusal(str(f) if isinstance(f, str | os.PathLike) else _here.file, what) from error
 
     return load_weights_only
 
 
-def _refused_by_torch(error: Exception) -> str | None:
-    """What torch.load did not accept, out of its long message; None where the file is only damaged."""
+def _refused_by_torch(error: Exception) -> str:
+    """What PyTorch did not accept, out of its long message."""
     message = str(error)
-    if not isinstance(error, pickle.UnpicklingError):
-        return "a TorchScript program" if "TorchScript archive" in message else None
+    if "TorchScript archive" in message:
+        return "a TorchScript program"
     named = re.search(r"nsupported (?:global: )?GLOBAL (\S+)", message)
     return named[1] if named else message.split("WeightsUnpickler error:")[-1].strip().split("\n")[0]
 
@@ -134,7 +125,26 @@ class _SafePickle:
     """The module ``pickle`` as torch.distributed.checkpoint.filesystem sees it."""
 
     def load(self, file: Any) -> metadata.Metadata:
-        return _MetadataUnpickler(file).load()
+        """The Metadata in a ``.metadata``, made by PyTorch's restricted unpickler.
+
+        Raises:
+            UnsafeFileError: it holds anything else, or names data outside of its folder.
+        """
+        name = str(getattr(file, "name", _here.file))
+        try:
+            result = WeightsOnlyUnpickler(io.BytesIO(_as_protocol_2(file.read()))).load()
+        except (pickle.UnpicklingError, TypeError) as error:
+            raise _refusal(name, _refused_by_torch(error)) from error
+        if type(result) is not metadata.Metadata:
+            raise _refusal(name, f"a {type(result).__qualname__} in place of Metadata")
+        tensors, places = (vars(result).get(table) for table in ("state_dict_metadata", "storage_data"))
+        if type(tensors) is not dict or type(places) is not dict:
+            raise _refusal(name, "Metadata without its tables")
+        for place in places.values():
+            path = getattr(place, "relative_path", None)
+            if type(path) is not str or path in ("", ".", "..") or "/" in path or "\0" in path:
+                raise _refusal(name, f"data outside of its folder ({path if type(path) is str else type(path)})")
+        return result
 
     def __getattr__(self, name: str) -> Any:
         if name in ("loads", "Unpickler", "_Unpickler"):
@@ -147,113 +157,36 @@ _safe_readers = Replacement(
 )
 
 
-class _MetadataUnpickler(_UnpicklerInPython):
-    """Makes the objects of `_ALLOWED` and no others, and changes nothing but what it made.
+def _as_protocol_2(data: bytes) -> bytes:
+    """A pickle of protocol 4 in the opcodes of protocol 2, the only ones that PyTorch's restricted unpickler reads.
 
-    An allow-list of names alone is not enough: with allowed classes a pickle can still call them, set attributes of
-    classes and enumerations, which live as long as the process, and name functions by an extension's number. So the
-    opcodes that call, change or look up are checked; the unpickler written in C has no place for that.
+    Other opcodes stay, so that it refuses them. Nothing here has to be right for safety: it reads the result only.
+
+    Raises:
+        ValueError: `data` is no whole pickle.
+        pickle.UnpicklingError: the name of a class or function is no line of text.
     """
-
-    def __init__(self, file: Any) -> None:
-        super().__init__(file)
-        self._file_name = str(getattr(file, "name", _here.file))
-
-    def refusal(self, what: str) -> UnsafeFileError:
-        return _refusal(self._file_name, what)
-
-    def load(self) -> metadata.Metadata:
-        """The file's Metadata.
-
-        Raises:
-            UnsafeFileError: it names anything else, or is none.
-        """
-        result = super().load()
-        if type(result) is not metadata.Metadata:
-            raise self.refusal(f"{_kind(result)} in place of Metadata")
-        tensors, places = (vars(result).get(name) for name in ("state_dict_metadata", "storage_data"))
-        if type(tensors) is not dict or type(places) is not dict:
-            raise self.refusal("Metadata without its tables")
-        for place in places.values():
-            name = getattr(place, "relative_path", None)
-            if type(name) is not str or name in ("", ".", "..") or "/" in name or "\0" in name:
-                raise self.refusal(f"data outside of its folder ({name if type(name) is str else _kind(name)})")
-        return result
-
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return _ALLOWED[module, name]
-        except KeyError:
-            raise self.refusal(f"{module}.{name}") from None
-
-    def load_inst(self) -> None:
-        module, name = (self.readline()[:-1].decode("utf-8", "backslashreplace") for _ in range(2))
-        raise self.refusal(f"{module}.{name}")
-
-    def load_newobj(self) -> None:
-        arguments, kind = self.stack.pop(), self.stack.pop()
-        if arguments != () or kind not in DATA_CLASSES:
-            raise self.refusal(f"a new object of {_kind(kind)}")
-        self.append(object.__new__(kind))
-
-    def load_reduce(self) -> None:
-        arguments, function = self.stack.pop(), self.stack.pop()
-        if type(arguments) is not tuple or function not in FUNCTIONS:
-            raise self.refusal(f"a call of {_kind(function)}")
-        self.append(function(*arguments))
-
-    def load_build(self) -> None:
-        state, made = self.stack.pop(), self.stack[-1]
-        if type(made) is metadata.TensorProperties and type(state) is tuple:
-            made.__setstate__(state)
-        elif type(made) in DATA_CLASSES and type(state) is dict and all(type(name) is str for name in state):
-            made.__dict__.update(state)
-        else:
-            raise self.refusal(f"a change of {_kind(made)}")
-
-    def load_append(self) -> None:
-        self._check_changed(list, self.stack[-2])
-        super().load_append()
-
-    def load_appends(self) -> None:
-        self._check_changed(list, self.metastack[-1][-1])
-        super().load_appends()
-
-    def load_setitem(self) -> None:
-        self._check_changed(dict, self.stack[-3])
-        super().load_setitem()
-
-    def load_setitems(self) -> None:
-        self._check_changed(dict, self.metastack[-1][-1])
-        super().load_setitems()
-
-    def _check_changed(self, kind: type, changed: Any) -> None:
-        if type(changed) is not kind:
-            raise self.refusal(f"a change of {_kind(changed)}")
-
-    @classmethod
-    def opcodes(cls) -> _Opcodes:
-        """`_OPCODES` with the methods above where there is one, else with the standard library's."""
-        table = _Opcodes()
-        for name in _OPCODES.split():
-            opcode = getattr(pickle, name)[0]
-            table[opcode] = vars(cls).get(f"load_{name.lower()}") or _UnpicklerInPython.dispatch[opcode]
-        return table
-
-
-class _Opcodes(dict[int, Callable[[Any], None]]):
-    """What is done for each opcode of a pickle; the unpickler looks up one that is not there: refused."""
-
-    def __missing__(self, opcode: int) -> Callable[[Any], None]:
-        def refuse(unpickler: _MetadataUnpickler) -> None:
-            raise unpickler.refusal(f"the opcode {opcode} of a pickle")
-
-        return refuse
-
-
-def _kind(thing: Any) -> str:
-    """A name for a message; a repr may be long, or fail."""
-    return f"the class {thing.__qualname__}" if isinstance(thing, type) else f"a {type(thing).__qualname__}"
-
-
-_MetadataUnpickler.dispatch = _MetadataUnpickler.opcodes()
+    result = [pickle.PROTO + b"\x02"]
+    texts: list[str] = []  # pushed, not yet written: STACK_GLOBAL takes two of them, and GLOBAL has its own
+    memo: dict[int, str | None] = {}  # texts by their number; None: anything else, which the unpickler remembers
+    operations: Iterable[Any] = itertools.chain(pickletools.genops(data), [(None, None, len(data))])
+    for (opcode, argument, start), (_, _, end) in itertools.pairwise(operations):
+        name = opcode.name
+        if name in ("SHORT_BINUNICODE", "BINUNICODE"):
+            texts.append(argument)
+        elif name in ("BINGET", "LONG_BINGET") and (known := memo.get(argument)) is not None:
+            texts.append(known)
+        elif name in ("MEMOIZE", "BINPUT", "LONG_BINPUT"):
+            number = len(memo) if name == "MEMOIZE" else argument
+            memo[number] = texts[-1] if texts else None
+            if not texts:
+                result.append(pickle.LONG_BINPUT + struct.pack("<I", number))
+        elif name not in ("PROTO", "FRAME"):
+            named = [texts.pop(), texts.pop()][::-1] if name == "STACK_GLOBAL" and len(texts) > 1 else []
+            if "\n" in "".join(named):
+                raise pickle.UnpicklingError(".".join(named))
+            content = (text.encode("utf-8", "surrogatepass") for text in texts)
+            result += [pickle.BINUNICODE + struct.pack("<I", len(text)) + text for text in content]
+            texts.clear()
+            result.append(pickle.GLOBAL + ("\n".join(named) + "\n").encode() if named else data[start:end])
+    return b"".join(result)

@@ -14,7 +14,10 @@ import torch
 from megatron.core.enums import ModelType
 from megatron.core.msc_utils import MultiStorageClientFeature
 from megatron.core.transformer.enums import AttnBackend
+from torch._weights_only_unpickler import Unpickler as WeightsOnlyUnpickler
 from torch.distributed.checkpoint import filesystem, metadata, planner
+
+__all__ = ["ALLOWED", "DATA_CLASSES", "Replacement", "WeightsOnlyUnpickler", "replace_readers"]
 
 DATA_CLASSES: tuple[type, ...] = (
     filesystem._StorageInfo,
@@ -29,16 +32,7 @@ DATA_CLASSES: tuple[type, ...] = (
     planner.TensorWriteData,
     planner.WriteItem,
 )
-"""Of a .metadata, in checkpoints of this project and of stock Megatron-LM. Objects are made empty, then filled."""
-FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    torch.Size,
-    torch.serialization._get_layout,
-    metadata._MEM_FORMAT_ENCODING,
-    planner.WriteItemType,
-)
-"""Of a .metadata: called with the file's arguments."""
-DTYPES = ("bfloat16", "bool", "float16", "float32", "float64", "int32", "int64", "uint8")
-"""Of torch, in a .metadata."""
+"""Of a .metadata, in checkpoints of this project and of stock Megatron-LM."""
 
 
 def _value_of(kind: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -46,13 +40,17 @@ def _value_of(kind: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda value: kind(value)
 
 
-TORCH_LOAD: list[Any] = [
+ALLOWED: list[Any] = [
+    *DATA_CLASSES,
+    (_value_of(metadata._MEM_FORMAT_ENCODING), "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING"),
+    (_value_of(planner.WriteItemType), "torch.distributed.checkpoint.planner.WriteItemType"),
     argparse.Namespace,
     (_value_of(AttnBackend), "megatron.core.transformer.enums.AttnBackend"),
     (_value_of(ModelType), "megatron.core.enums.ModelType"),
     (_value_of(signal.Signals), "signal.Signals"),
 ]
-"""What torch.load may take beside tensors and plain values: the arguments in stock Megatron-LM's common.pt."""
+"""What a checkpoint may hold beside tensors and plain values: the index of its data, and the arguments in stock
+Megatron-LM's common.pt."""
 
 
 class Replacement:
@@ -90,7 +88,7 @@ def replace_readers(
 ) -> None:
     """Put in place, until `undo` is closed: `load` around torch.load, `pickle` for the module of that name in
     torch.distributed.checkpoint.filesystem, `create_stream` around the method that opens its files. No storage but
-    files. torch.load takes `TORCH_LOAD` alone: Megatron Core adds numpy's array and dtype, out of which a file could
+    files. A file may name `ALLOWED` alone: Megatron Core adds numpy's array and dtype, out of which a file could
     build pointers."""
 
     def replace(owner: Any, name: str, value: Any) -> None:
@@ -105,9 +103,9 @@ def replace_readers(
     replace(MultiStorageClientFeature, "_enabled", False)
     others = torch.serialization.get_safe_globals()
     undo.callback(torch.serialization.add_safe_globals, others)
-    undo.callback(_disallow, TORCH_LOAD)
+    undo.callback(_disallow, ALLOWED)
     _disallow(others)
-    torch.serialization.add_safe_globals(TORCH_LOAD)
+    torch.serialization.add_safe_globals(ALLOWED)
 
 
 def _disallow(names: list[Any]) -> None:

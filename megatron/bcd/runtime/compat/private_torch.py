@@ -67,6 +67,13 @@ TORCH_APIS = (
         parameters="new_state, device",
     ),
     PrivateApi(
+        "torch._weights_only_unpickler",
+        "Unpickler.__init__",
+        used_in="runtime.compat.checkpoint_reading",
+        use="reads .metadata, in the opcodes of protocol 2",
+        parameters="self, file, encoding",
+    ),
+    PrivateApi(
         "torch.distributed.checkpoint.filesystem",
         "FileSystem.create_stream",
         used_in="runtime.compat.checkpoint_reading",
@@ -99,13 +106,6 @@ TORCH_APIS = (
         used_in="runtime.compat.gloo",
         use="how it creates gloo groups",
         source=("ProcessGroupGloo(",),
-    ),
-    PrivateApi(
-        "torch.serialization",
-        "_get_layout",
-        used_in="runtime.compat.checkpoint_reading",
-        use="function that .metadata may call",
-        parameters="name",
     ),
     PrivateApi(
         "torch.serialization",
