@@ -225,10 +225,11 @@ def load_weights(source: Source, model: torch.nn.Module) -> None:
     """
     gpt = unwrap_model(model)
     sharded = gpt.sharded_state_dict()
-    _check_same_model(sharded, source)
     # Transformer Engine's modules have an extra state, for fp8, that those of other implementations lack; it stays out
     wanted = {name: value for name, value in sharded.items() if not name.endswith(_EXTRA_STATE)}
-    loaded = _load({"model": wanted}, source)
+    with only_data():  # once for both: the index is unpickled once
+        _check_same_model(sharded, source)
+        loaded = _load({"model": wanted}, source)
     missing, unexpected = gpt.load_state_dict(loaded["model"], strict=False)
     assert not unexpected and all(name.endswith(_EXTRA_STATE) for name in missing), (missing, unexpected)
 

@@ -7,6 +7,7 @@ PyTorch's distributed checkpoints unpickle ``.metadata`` with ``pickle.load`` an
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import itertools
 import os
@@ -122,7 +123,10 @@ def _refused_by_torch(error: Exception) -> str:
 
 
 class _SafePickle:
-    """The module ``pickle`` as torch.distributed.checkpoint.filesystem sees it."""
+    """The module ``pickle`` as torch.distributed.checkpoint.filesystem sees it, while one is inside `only_data`."""
+
+    def __init__(self) -> None:
+        self._last: tuple[bytes, metadata.Metadata] | None = None
 
     def load(self, file: Any) -> metadata.Metadata:
         """The Metadata in a ``.metadata``, made by PyTorch's restricted unpickler.
@@ -130,9 +134,14 @@ class _SafePickle:
         Raises:
             UnsafeFileError: it holds anything else, or names data outside of its folder.
         """
-        name = str(getattr(file, "name", _here.file))
+        content = file.read()
+        if self._last is None or self._last[0] != content:  # a load reads it several times
+            self._last = content, self._read(content, str(getattr(file, "name", _here.file)))
+        return copy.copy(self._last[1])
+
+    def _read(self, content: bytes, name: str) -> metadata.Metadata:
         try:
-            result = WeightsOnlyUnpickler(io.BytesIO(_as_protocol_2(file.read()))).load()
+            result = WeightsOnlyUnpickler(io.BytesIO(_as_protocol_2(content))).load()
         except (pickle.UnpicklingError, TypeError) as error:
             raise _refusal(name, _refused_by_torch(error)) from error
         if type(result) is not metadata.Metadata:
