@@ -16,7 +16,7 @@ import torch
 from support import worlds
 from support.dist import World
 
-NUM_SAVES, NUM_BEFORE, NUM_TIMED = 50, 6, 12
+NUM_SAVES, NUM_BEFORE, NUM_TIMED = 30, 6, 12
 LIMIT_SECONDS = 0.5  # what the requirement allows an asynchronous save of this model to take from the training loop
 PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2, "bcd_layout": "submodel", "bcd_steps_per_block": 100}
 

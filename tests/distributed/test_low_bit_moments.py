@@ -51,6 +51,7 @@ def check(case: Combination, worlds_by_size: tuple[World, World], text_data: str
     config = worlds.run_config(
         **CUTS[case["cut"]],
         data_path=text_data,
+        micro_batch_size=4,
         bf16=case["precision"] == "bf16",
         bcd_num_blocks=int(case["blocks"]),
         bcd_steps_per_block=2,

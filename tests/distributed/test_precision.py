@@ -19,13 +19,13 @@ RECIPE = {
     "max_position_embeddings": 64,
     "micro_batch_size": 4,
     "global_batch_size": 8,
-    "train_iters": 100,
+    "train_iters": 60,
     "lr": 2e-3,
     "min_lr": 2e-4,
     "lr_decay_style": "cosine",
     "lr_warmup_iters": 10,
     "bcd_num_blocks": 3,
-    "bcd_steps_per_block": 25,
+    "bcd_steps_per_block": 15,
 }
 
 

@@ -47,7 +47,9 @@ def config_of(cut: str, text_data: str, **flags: Any) -> RunConfig:
     """Two cycles of two steps per block, as parsed where Transformer Engine is."""
     with precision_aware_adam.installed():
         return worlds.run_config(
-            **{"data_path": text_data, "bf16": True, "bcd_steps_per_block": 2, "train_iters": 11} | CUTS[cut] | flags
+            **{"data_path": text_data, "micro_batch_size": 4, "bf16": True, "bcd_steps_per_block": 2, "train_iters": 11}
+            | CUTS[cut]
+            | flags
         )
 
 

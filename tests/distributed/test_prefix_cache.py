@@ -25,8 +25,8 @@ CASES: dict[str, dict[str, Any]] = {
     "strided_chunks": PIPELINE
     | {"num_virtual_stages_per_pipeline_rank": 6, "num_layers": 12}
     | {"bf16": True, "bcd_prefix_cache_dtype": "bf16", "reset_attention_mask": True},
-    "tensor2": {"world_size": 2, "tensor_model_parallel_size": 2},
-    "stages2_context2": PIPELINE | {"world_size": 4, "context_parallel_size": 2},
+    "tensor2": {"world_size": 2, "tensor_model_parallel_size": 2, "micro_batch_size": 4},
+    "stages2_context2": PIPELINE | {"world_size": 4, "context_parallel_size": 2, "micro_batch_size": 4},
 }
 
 

@@ -117,7 +117,7 @@ def test_ranks_start_from_a_shorter_prefix(
     """Ranks that don't agree on what is taken from where; a later stage that begins with its embedding."""
     cut = {
         "data2": {},
-        "tensor2": {"tensor_model_parallel_size": 2},
+        "tensor2": {"tensor_model_parallel_size": 2, "micro_batch_size": 4},
         "submodel": {"pipeline_model_parallel_size": 2, "bcd_layout": "submodel", "bcd_num_blocks": 2},
     }
     whole = prefix_runs.FLAGS | ALL_SAMPLES | {"data_path": text_data, "train_iters": 5 * num_blocks, "world_size": 2}

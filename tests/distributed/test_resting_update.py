@@ -37,7 +37,7 @@ CUTS: dict[str, dict[str, Any]] = {
     "tensor2": {"world_size": 2, "tensor_model_parallel_size": 2},
     "pipeline2_data2": {"world_size": 4, "pipeline_model_parallel_size": 2},
 }
-ITERATIONS = {"train_iters": 8, "bcd_steps_per_block": 2, "lr": 3e-3}
+ITERATIONS = {"train_iters": 8, "bcd_steps_per_block": 2, "lr": 3e-3, "micro_batch_size": 4}
 
 
 def plain_orthogonal(g: torch.Tensor) -> torch.Tensor:
@@ -159,7 +159,7 @@ FACTORS = {
     "precision": ["fp32", "bf16"],
     "state": ["reset", "host"],
     "momentum": ["fp32", "bf16"],
-    "stops": ["1_3", "2_4"],
+    "stops": ["1", "3", "2_4"],
 }
 
 
@@ -194,7 +194,8 @@ def test_resumed_equals_uninterrupted_in_all_combinations(
 
 
 def check_resumed(case: Combination, world1: World, world2: World, text_data: str, tmp_path: Path) -> None:
-    flags = ITERATIONS | {"data_path": text_data, "save": tmp_path} | METHODS[case["method"]] | CUTS[case["cut"]]
+    flags = ITERATIONS | {"data_path": text_data, "save": tmp_path}
+    flags |= METHODS[case["method"]] | CUTS[case["cut"]]
     flags |= {"bcd_optimizer_state": case["state"], "bf16": case["precision"] == "bf16"}
     if "optimizer" in flags:
         flags |= {"muon_momentum_dtype": case["momentum"], "muon_grad_dtype": case["momentum"]}

@@ -42,7 +42,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "async": {"async_save": True},
 }
 # The first step of a run and of a phase, a switch; inside a phase and inside a log interval
-STOPS = {"stopped_1_4_6": (1, 4, 6), "saved_at_5": 5, "saved_at_6": 6}
+STOPS = {"stopped_1_4": (1, 4), "saved_at_5": 5, "saved_at_6": 6}
 FACTORS = {
     "cut": [*CUTS][:4],
     "blocks": [*BLOCKS],
@@ -70,6 +70,7 @@ def by_name(cases: list[Combination]) -> pytest.MarkDecorator:
 def config_of(case: Combination, text_data: str, folder: Path, **more_flags: Any) -> Any:
     flags = {
         "data_path": text_data,
+        "micro_batch_size": 2 if case["length"] == "rampup" else 4,
         "bcd_steps_per_block": STEPS_PER_BLOCK,
         "log_interval": LOG_INTERVAL,
         "hidden_dropout": 0.1,

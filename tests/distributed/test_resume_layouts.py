@@ -48,6 +48,7 @@ class Saved:
         """Rank 0's result of `function` in the world that `cut` needs."""
         base = {
             "num_layers": 4,
+            "micro_batch_size": 4,
             "bcd_steps_per_block": STEPS_PER_BLOCK,
             "train_iters": 17,
             "data_path": self._text_data,

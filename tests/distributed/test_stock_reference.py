@@ -17,7 +17,7 @@ from support.kernels import with_cpu_kernels
 # steps of 2,048 tokens with a vocabulary of 50,304: a second or two each on a quiet core
 pytestmark = pytest.mark.timeout(900)
 RUNS = ("gpt_pp1", "gpt_dp2", "gpt_tp2", "gpt_full_recompute", "llama_pp1", "llama_pp2")
-FIRST = 4  # iterations: the warm-up ends after the fifth
+FIRST = 3  # iterations: the warm-up ends after the fifth
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +73,14 @@ def test_tokenized_bytes(wikitext: str, reference: dict[str, Any]) -> None:
         assert digest == reference["data"][f"{suffix}_sha256"]
 
 
+@pytest.mark.parametrize("last", [10, pytest.param(20, marks=pytest.mark.long)])
 def test_curve_of_the_entry_script(
-    wikitext: str, bpe_files: dict[str, Any], reference: dict[str, Any], repo_root: Path, tmp_path: Path
+    wikitext: str, bpe_files: dict[str, Any], reference: dict[str, Any], repo_root: Path, tmp_path: Path, last: int
 ) -> None:
     """Anything between the command line and the metrics file that is not stock: two pipeline stages by torchrun."""
+    stock = first_of(reference["runs"]["gpt_pp2"], last)
     flags = flags_of(reference, "gpt_pp2", {"data_path": wikitext, "metrics_file": tmp_path / "m.jsonl"} | bpe_files)
+    flags |= {"exit_interval": last}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*launcher, "pretrain_gpt_bcd.py", *worlds.argv_of(**flags)], cwd=repo_root, capture_output=True, text=True
@@ -85,7 +88,16 @@ def test_curve_of_the_entry_script(
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
     evaluations = [(line["iteration"], line["validation_loss"]) for line in lines if "validation_loss" in line]
-    assert_is_stock([line for line in lines if "loss" in line], evaluations, reference["runs"]["gpt_pp2"])
+    assert_is_stock([line for line in lines if "loss" in line], evaluations, stock)
+
+
+def first_of(stock: dict[str, Any], last: int) -> dict[str, Any]:
+    """The first `last` iterations of a reference run, and its evaluations until then."""
+    evaluations = {iteration: loss for iteration, loss in stock["validation_loss"].items() if int(iteration) <= last}
+    return {
+        "iterations": [line for line in stock["iterations"] if line["iteration"] <= last],
+        "validation_loss": evaluations,
+    }
 
 
 @pytest.mark.parametrize(("run", "kernels"), with_cpu_kernels(RUNS, megatron=("gpt_pp1",)))
@@ -98,11 +110,10 @@ def test_curve(
     kernels: str,
 ) -> None:
     """Seeds, initialisation, sample order, weight-decay groups, schedule or loss averaging that are not stock's."""
-    # The first steps: the entry script's run above is whole, with its evaluations
-    iterations = [line for line in reference["runs"][run]["iterations"] if line["iteration"] <= FIRST]
+    # The first steps: the entry script's run above has an evaluation
     world = worlds_of[kernels][reference["runs"][run]["world_size"] - 1]
     flags = flags_of(reference, run, {"data_path": wikitext, "cpu_kernels": kernels} | bpe_files)
-    check_curve(world, flags, {"iterations": iterations, "validation_loss": {}}, exit_interval=FIRST)
+    check_curve(world, flags, first_of(reference["runs"][run], FIRST), exit_interval=FIRST)
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ from megatron.bcd.config import RunConfig
 PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2}
 CUTS: dict[str, dict[str, Any]] = {
     "data2": {"world_size": 2},
-    "tensor2": {"world_size": 2, "tensor_model_parallel_size": 2},
+    "tensor2": {"world_size": 2, "tensor_model_parallel_size": 2, "micro_batch_size": 4},
     "spread": PIPELINE,
     "stage": PIPELINE | {"bcd_layout": "stage", "bcd_num_blocks": None},
     "submodel": PIPELINE | {"bcd_layout": "submodel"},

@@ -1,4 +1,4 @@
-"""One run under torchrun, ended by SIGUSR1, by SIGTERM and by a killed machine, each time started by the same command.
+"""One run under torchrun, ended by a signal and by a killed machine, each time started by the same command.
 
 What the parts wrote is what one run without an end writes. Many kills at other moments: tools/soak.py.
 """
@@ -112,8 +112,15 @@ def start(root: Path, place: Path, *flags: str) -> Iterator[Start]:
         one.kill()
 
 
-@pytest.mark.timeout(900)  # three starts of torchrun
-def test_the_same_command_after_every_end(repo_root: Path, runs: ForkedRuns, tmp_path: Path) -> None:
+@pytest.mark.timeout(900)  # starts of torchrun
+@pytest.mark.parametrize(
+    "signals",
+    [(signal.SIGTERM,), pytest.param((signal.SIGTERM, signal.SIGUSR1), marks=pytest.mark.long)],
+    ids=["SIGTERM", "both"],
+)
+def test_the_same_command_after_every_end(
+    repo_root: Path, runs: ForkedRuns, tmp_path: Path, signals: tuple[signal.Signals, ...]
+) -> None:
     """A signal that kills in place of stopping, an exit code that a scheduler takes for a failure, a step lost or
     done twice."""
     places = {name: tmp_path / name for name in ("whole", "parts")}
@@ -121,7 +128,7 @@ def test_the_same_command_after_every_end(repo_root: Path, runs: ForkedRuns, tmp
         write_dataset(place / "data" / "text_document", good_documents())
     place = places["parts"]
     assert [rank.code for rank in runs.run(FLAGS, folder=places["whole"], num_ranks=2)] == [0, 0]
-    after_signals_and_a_kill(repo_root, place)
+    after_signals_and_a_kill(repo_root, place, signals)
     newest = layout.iteration_folder(str(place / "saved"), layout.candidates(str(place / "saved"))[0])
     assert layout.damage(newest) is None
     results = runs.run(FLAGS, folder=place, num_ranks=2)
@@ -131,10 +138,10 @@ def test_the_same_command_after_every_end(repo_root: Path, runs: ForkedRuns, tmp
     assert weights(place) == weights(places["whole"])
 
 
-def after_signals_and_a_kill(root: Path, place: Path) -> None:
-    """Three starts that don't come to the end."""
+def after_signals_and_a_kill(root: Path, place: Path, signals: tuple[signal.Signals, ...]) -> None:
+    """Starts that don't come to the end."""
     stopped_at = 0
-    for number, flags in ((signal.SIGUSR1, []), (signal.SIGTERM, ["--async-save"])):
+    for number, flags in zip(signals, (["--async-save"], []), strict=False):
         with start(root, place, *flags) as one:
             one.wait_for_iteration(stopped_at + 3)
             for rank in one.ranks():

@@ -83,7 +83,9 @@ def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
         is_always_active=is_always_active,
         is_frozen=is_frozen,
         resting_in=frozenset(
-            block.index for block in partition.blocks if is_matrix and layer in partition.resting_layers(block.index)
+            each.index
+            for each in partition.blocks
+            if is_matrix and layer is not None and partition.is_resting(layer, each.index)
         ),
     )
 

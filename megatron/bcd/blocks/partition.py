@@ -77,11 +77,14 @@ class Partition:
 
     def resting_layers(self, block: int) -> tuple[int, ...]:
         """Layers whose matrices are updated without state while block number ``block`` is active, ascending."""
-        if not self.has_active_block:
-            return tuple(range(self.num_layers))
+        return tuple(layer for layer in range(self.num_layers) if self.is_resting(layer, block))
+
+    def is_resting(self, layer: int, block: int) -> bool:
+        """Whether a layer is one of ``resting_layers(block)``."""
+        if not self.has_active_block or self.resting == "none":
+            return not self.has_active_block
         active = self.blocks[block]
-        first = {"none": self.num_layers, "all": 0, "suffix": active.first_layer}[self.resting]
-        return tuple(layer for layer in range(first, self.num_layers) if layer not in active.layers)
+        return layer >= (active.first_layer if self.resting == "suffix" else 0) and layer not in active.layers
 
     @property
     def embedding_always_active(self) -> bool:
@@ -136,10 +139,10 @@ class Partition:
     def virtual_stage_active(self, block: int, virtual: int) -> bool:
         """As ``stage_active``, of one chunk of a stage."""
         chunk, stage = divmod(virtual, self.num_stages)
-        resting, submodels = self.resting_layers(block), self.blocks[block].submodels
+        submodels = self.blocks[block].submodels
         return (
             self._owns(any((submodel.chunk, submodel.stage) == (chunk, stage) for submodel in submodels))
-            or any(layer in resting for layer in self.chunk_layers(stage, chunk))
+            or any(self.is_resting(layer, block) for layer in self.chunk_layers(stage, chunk))
             or bool({"norms", "biases"} & self.always_active)
             or (virtual == 0 and self.embedding_active(block))
             or (virtual == self.num_virtual_stages - 1 and (self.head_active(block) or self.final_norm_active(block)))
