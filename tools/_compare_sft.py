@@ -49,6 +49,8 @@ def add_flags(parser: Parser) -> None:
     add("--data", type=Path, default=shared / "alpaca" / "alpaca_5000.jsonl", metavar="FILE", help="records of --sft")
     add("--pretrain-text", type=Path, default=shared / "wikitext-2" / "train.txt", metavar="FILE",
         help="what the model is trained on first")  # fmt: skip
+    add("--base", type=Path, metavar="FOLDER", help="a model in Hugging Face's format, with its tokenizer, that is "
+        "fine-tuned in place of one that is trained here")  # fmt: skip
     add("--size", choices=tuple(SIZES), default="small", help="of the model (default: small, 11 M weights in layers)")
     add("--variant", action="append", default=[], metavar="NAME=FLAGS", help="one more row: the BCD preset with these "
         "flags of the training scripts besides; may be given several times")  # fmt: skip
@@ -121,10 +123,12 @@ def _numbers(text: str, kind: Any, flag: str, *, distinct: bool = True) -> tuple
 
 def check(arguments: argparse.Namespace) -> None:
     """Raises ValueError for what can be found before anything runs."""
-    for name in ("data", "pretrain_text"):
+    for name in ("data",) if arguments.base is not None else ("data", "pretrain_text"):
         path = getattr(arguments, name)
         if not path.is_file():
             raise ValueError(f"--{name.replace('_', '-')} {path}: no such file")
+    if arguments.base is not None and not (arguments.base / "config.json").is_file():
+        raise ValueError(f"--base {arguments.base}: no model in Hugging Face's format, it has no config.json")
     for peer in arguments.peers:
         missing = [name for name in _NEEDS.get(peer, ()) if importlib.util.find_spec(name) is None]
         if missing:
@@ -136,15 +140,16 @@ def study_of(arguments: argparse.Namespace, base: Base, records: Records) -> Stu
     """All runs, as tools/study.py knows them; ``{data}`` is the prepared folder."""
     size = size_of(arguments)
     every = max(1, records.steps // EVALUATIONS)
+    tokenizer = " ".join(map(str, base.tokenizer_flags(f"{{data}}/{base.tokenizer.name}")))
     flags = (
         f"--sft --load-hf {{data}}/{base.model.name} --data-path {{data}}/{records.path.name} --split {records.split} "
-        f"--data-cache-path {{data}}/cache --tokenizer-type SentencePieceTokenizer "
-        f"--tokenizer-model {{data}}/{base.tokenizer.name} --seq-length {size.seq_length} --sft-drop-long "
+        f"--data-cache-path {{data}}/cache {tokenizer} "
+        f"--seq-length {size.seq_length} --sft-drop-long "
         f"--micro-batch-size {size.micro_batch} --global-batch-size {size.global_batch} --train-iters {{steps}} "
         f"--lr-decay-style cosine --min-lr {{lr/10}} --lr-warmup-iters {max(1, records.steps // 30)} "
         f"--weight-decay 0.01 --clip-grad 1 --hidden-dropout 0 --attention-dropout 0 --num-workers 0 --log-interval 1 "
         f"--eval-interval {every} --full-validation --eval-iters {records.test_iters} "
-        f"--bcd-steps-per-block {max(2, records.steps // (CYCLES * size.num_layers))}"
+        f"--bcd-steps-per-block {max(2, records.steps // (CYCLES * base.num_layers))}"
     )
     labels = {OURS: "BCD, preset finetune"} | PEERS
     own = {BASELINE: "--bcd-num-blocks 1", OURS: "--bcd-preset finetune"}
@@ -251,7 +256,7 @@ def compare(argv: Sequence[str]) -> int:
             def report() -> list[Row]:
                 times = read_times(times_folder)
                 rows = rows_of(commands, runner, tokens_per_step=tokens, times=times)
-                text = document(rows, arguments, records, argv, times=times)
+                text = document(rows, arguments, base, records, argv, times=times)
                 (folder / "table.md").write_text(text, encoding="utf-8")
                 figures = {"command": shlex.join(argv), "base": base.about, "steps": records.steps,
                            "step_times": times, "rows": [asdict(row) for row in rows]}  # fmt: skip
@@ -271,7 +276,13 @@ def compare(argv: Sequence[str]) -> int:
 
 
 def document(
-    rows: Sequence[Row], arguments: argparse.Namespace, records: Records, argv: Sequence[str], *, times: Times
+    rows: Sequence[Row],
+    arguments: argparse.Namespace,
+    base: Base,
+    records: Records,
+    argv: Sequence[str],
+    *,
+    times: Times,
 ) -> str:
     """The table with what it rests on, as Markdown."""
     size = size_of(arguments)
@@ -292,9 +303,7 @@ def document(
         "",
         *grid_lines(rows),
         "",
-        f"LLaMA of {size.num_layers} layers, hidden size {size.hidden_size}, {size.layer_parameters:,} weights in "
-        f"layers, first trained for {size.base_steps:,} steps on {arguments.pretrain_text.name}. Then "
-        f"{records.steps:,} steps of {size.global_batch} sequences of {size.seq_length} tokens, "
+        f"{base.words}. Then {records.steps:,} steps of {size.global_batch} sequences of {size.seq_length} tokens, "
         f"{arguments.num_epochs:g} epochs of {records.count:,} records ({records.split} into training, validation and "
         "test). Seeds: "
         f"{', '.join(map(str, arguments.seeds))}; ± is half the range over them, *n of m seeds*: those that have run. "

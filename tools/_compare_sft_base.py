@@ -70,7 +70,16 @@ class Base:
     model: Path
     """In Hugging Face's format."""
     tokenizer: Path
+    """A SentencePiece model, or the folder of `model`."""
+    num_layers: int
     about: dict[str, Any]
+    words: str
+    """Of the table: what it is."""
+
+    def tokenizer_flags(self, tokenizer: object) -> list[object]:
+        """For the training scripts; `tokenizer` is the path as they get it."""
+        kind = "HuggingFaceTokenizer" if self.tokenizer == self.model else "SentencePieceTokenizer"
+        return ["--tokenizer-type", kind, "--tokenizer-model", tokenizer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +110,9 @@ def prepare(arguments: argparse.Namespace, output: Path) -> tuple[Base, Records]
         ValueError: a step failed; its last words.
     """
     size = size_of(arguments)
+    if arguments.base is not None:
+        base = _given_base(arguments.base.resolve(), output)
+        return base, _prepare_records(arguments, base, size)
     with open(arguments.pretrain_text, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     fixed = {key: value for key, value in asdict(size).items() if key not in ("micro_batch", "global_batch")}
@@ -108,9 +120,33 @@ def prepare(arguments: argparse.Namespace, output: Path) -> tuple[Base, Records]
     name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:10]
     folder = output / f"base-{arguments.size}-{name}"
     folder.mkdir(parents=True, exist_ok=True)
-    base = Base(folder=folder, model=folder / "model", tokenizer=folder / "tokenizer.model", about=about)
+    base = Base(
+        folder=folder,
+        model=folder / "model",
+        tokenizer=folder / "tokenizer.model",
+        num_layers=size.num_layers,
+        about=about,
+        words=f"LLaMA of {size.num_layers} layers, hidden size {size.hidden_size}, {size.layer_parameters:,} weights "
+        f"in layers, first trained for {size.base_steps:,} steps on {arguments.pretrain_text.name}",
+    )
     _prepare_base(base, size, arguments.pretrain_text)
     return base, _prepare_records(arguments, base, size)
+
+
+def _given_base(source: Path, output: Path) -> Base:
+    """A model of --base, known by its configuration and the sizes of its files."""
+    files = sorted((path.name, path.stat().st_size) for path in source.glob("*.safetensors"))
+    text = (source / "config.json").read_text(encoding="utf-8")
+    digest = hashlib.sha256((text + json.dumps(files)).encode()).hexdigest()
+    folder = output / f"base-{source.name}-{digest[:10]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    model = folder / "model"
+    if not model.exists():
+        model.symlink_to(source)
+    layers = int(json.loads(text)["num_hidden_layers"])
+    about = {"model": source.name, "sha256": digest}
+    words = f"The model {source.name}, {layers} layers"
+    return Base(folder=folder, model=model, tokenizer=model, num_layers=layers, about=about, words=words)
 
 
 def _prepare_base(base: Base, size: Size, text: Path) -> None:
@@ -119,7 +155,7 @@ def _prepare_base(base: Base, size: Size, text: Path) -> None:
         words = ["tools/train_tokenizer.py", "--input", text, "--vocab-size", size.vocab_size]
         _run([*words, "--output-prefix", base.tokenizer.with_suffix("")], base.folder)
     prefix = base.folder / "text"
-    tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", base.tokenizer]
+    tokenizer = base.tokenizer_flags(base.tokenizer)
     if not Path(f"{prefix}_text_document.idx").is_file():
         _run(
             ["tools/preprocess_data.py", "--input", text, "--append-eod", *tokenizer, "--output-prefix", prefix],
@@ -159,7 +195,7 @@ def _prepare_records(arguments: argparse.Namespace, base: Base, size: Size) -> R
     if not counted.is_file():
         words = ["tools/_compare_sft_peer.py", "--count", "--sft", "--load-hf", base.model, "--data-path", path]
         words += ["--split", arguments.split, "--data-cache-path", base.folder / "cache", "--sft-drop-long"]
-        words += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", base.tokenizer]
+        words += base.tokenizer_flags(base.tokenizer)
         words += ["--seq-length", size.seq_length, "--micro-batch-size", size.micro_batch, "--lr", 1e-3]
         words += ["--global-batch-size", size.global_batch, "--num-epochs", arguments.num_epochs]
         found = _run(words, base.folder).strip().splitlines()[-1]

@@ -9,7 +9,7 @@ from typing import Any
 import _compare_sft
 import pytest
 from _compare_sft import study_of
-from _compare_sft_base import SIZES, Base, Records, size_of
+from _compare_sft_base import SIZES, Base, Records, _given_base, size_of
 from _compare_sft_rows import Row, Trained, grid_lines, row_of, table
 
 
@@ -94,7 +94,9 @@ def test_variants_are_the_preset_with_further_flags(tmp_path: Path) -> None:
     arguments = _compare_sft.parse_arguments([*argv, "--global-batch-size", "2"])
     size = size_of(arguments)
     assert (size.global_batch, size.micro_batch) == (2, 2)
-    base = Base(folder=tmp_path, model=tmp_path / "model", tokenizer=tmp_path / "t", about={})
+    base = Base(
+        folder=tmp_path, model=tmp_path / "model", tokenizer=tmp_path / "t", num_layers=9, about={}, words="a model"
+    )
     study = study_of(arguments, base, Records(path=tmp_path / "r", count=100, steps=90, test_iters=1, split="80,10,10"))
     assert [method.name for method in study.methods] == ["full", "bcd", "kept", "badam"]
     assert study.method("kept").flags == "--bcd-preset finetune --bcd-optimizer-state host"
@@ -112,3 +114,22 @@ def test_absent_files(tmp_path: Any) -> None:
     arguments = _compare_sft.parse_arguments(["--task", "sft", "--data", str(tmp_path / "no.jsonl")])
     with pytest.raises(ValueError, match="--data .*no.jsonl: no such file"):
         _compare_sft.check(arguments)
+    (tmp_path / "no.jsonl").touch()
+    arguments.base = tmp_path
+    with pytest.raises(ValueError, match="--base .* it has no config.json"):
+        _compare_sft.check(arguments)
+
+
+def test_a_model_that_is_given(tmp_path: Path) -> None:
+    """A tokenizer of another model, phases for another number of layers, or a model that is trained first."""
+    source, output = tmp_path / "published", tmp_path / "out"
+    source.mkdir()
+    (source / "config.json").write_text('{"num_hidden_layers": 30}')
+    base = _given_base(source, output)
+    assert base.model.resolve() == source and base.num_layers == 30
+    assert base.tokenizer_flags("x") == ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "x"]
+    arguments = _compare_sft.parse_arguments(["--task", "sft", "--base", str(source)])
+    records = Records(path=tmp_path / "r", count=100, steps=300, test_iters=1, split="80,10,10")
+    flags = study_of(arguments, base, records).flags
+    assert "--load-hf {data}/model" in flags and "--tokenizer-model {data}/model" in flags
+    assert "--bcd-steps-per-block 5" in flags
