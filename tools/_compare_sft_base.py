@@ -201,11 +201,12 @@ def _prepare_records(arguments: argparse.Namespace, base: Base, size: Size) -> R
         found = _run(words, base.folder).strip().splitlines()[-1]
         counted.write_text(found + "\n", encoding="utf-8")
     found = json.loads(counted.read_text(encoding="utf-8"))
+    _, validation, test = (float(share) for share in arguments.split.split(","))  # of about equally long records
     return Records(
         path=path,
         count=sum(bool(line.strip()) for line in lines),
         steps=found["steps"],
-        test_iters=max(1, math.floor(found["test"] / size.global_batch)),
+        test_iters=max(1, round(found["validation"] * test / validation / size.global_batch)),
         split=arguments.split,
     )
 

@@ -6,7 +6,7 @@
 Weights of --load-hf, samples, masks, learning-rate schedule and evaluations are those of pretrain_llama_bcd.py with
 these flags; weight decay, block order and the optimizer's arithmetic are the peer's. full: AdamW on all weights. badam:
 BAdam (PyPI) with one layer a block, as it divides a model itself. lora: adapters of rank 16 on all linear layers of the
-transformer (PyPI peft). --count prints the number of steps, and of sequences by split, and trains nothing. No
+transformer (PyPI peft). --count prints the number of steps, and of validation sequences, and trains nothing. No
 checkpoint is written: --save and --load are accepted, and a run that is killed starts again.
 """
 
@@ -203,12 +203,7 @@ def train(config: RunConfig, peer: Peer, write: Callable[[dict[str, Any]], None]
 
 def counted(config: RunConfig) -> dict[str, int]:
     """What --count prints."""
-    splits = _Data(config).splits
-    return {
-        "steps": data.num_iterations(config),
-        "validation": splits.num_validation,
-        "test": len(splits.test) if splits.test is not None else 0,
-    }
+    return {"steps": data.num_iterations(config), "validation": _Data(config).splits.num_validation}
 
 
 def main(argv: Sequence[str]) -> None:
