@@ -19,6 +19,8 @@ from report_figure import FAINT, RUN_COLOURS, STYLE
 MARKER_PIXELS = 11
 RADII = (14, 22, 32, 44, 58, 74, 92, 112, 136, 164)
 DIRECTIONS = 16
+MOST_LABELS = 20
+"""With more points only some have a name."""
 LEADER_FROM = 20
 """Pixels from which a label needs a line to its point, as it does where another point is nearer."""
 
@@ -37,10 +39,14 @@ def draw_state(path: Path, rows: Sequence[Row], *, title: str, metric: str, base
         axes.plot(*zip(*steps, strict=True), color=FAINT, linewidth=1.4, linestyle=(0, (5, 3)), zorder=1)
         axes.set_xlabel("live model state, bytes per parameter")
         axes.set_ylabel(_axis_name(metric))
-        _title(axes, title, "after equal training where the label gives no other length; dashed: Pareto frontier")
+        shown = _named(known, baseline)
+        some = "" if len(shown) == len(known) else "; names: the frontier, full training, of each colour the lowest two"
+        _title(
+            axes, title, f"after equal training where the label gives no other length; dashed: Pareto frontier{some}"
+        )
         _legend(figure, known)
         figure.draw_without_rendering()
-        _label(axes, known, [row.state_bytes_per_parameter or 0 for row in known])
+        _label(axes, known, [row.state_bytes_per_parameter or 0 for row in known], shown)
         figure.savefig(path)
 
 
@@ -67,7 +73,7 @@ def draw_cost(path: Path, rows: Sequence[Row], *, title: str, metric: str, basel
         _legend(figure, rows)
         figure.draw_without_rendering()
         for axes, known, costs in drawn:
-            _label(axes, known, costs)
+            _label(axes, known, costs, _named(known, baseline))
         figure.savefig(path)
 
 
@@ -108,8 +114,19 @@ def _legend(figure: Figure, rows: Sequence[Row]) -> None:
         figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
 
 
-def _label(axes: Axes, rows: Sequence[Row], xs: Sequence[float]) -> None:
-    """Write every method's name near its point, where it covers neither a point nor another name."""
+def _named(rows: Sequence[Row], baseline: str) -> set[str]:
+    """Methods whose names are written: all, or where they are many those that decide."""
+    if len(rows) <= MOST_LABELS:
+        return {row.method for row in rows}
+    named = {row.method for row in frontier(rows)} | {baseline}
+    for group in {row.group for row in rows}:
+        members = sorted((row for row in rows if row.group == group), key=lambda row: row.test)
+        named |= {row.method for row in members[:2]}
+    return named
+
+
+def _label(axes: Axes, rows: Sequence[Row], xs: Sequence[float], shown: set[str]) -> None:
+    """Write the names of methods near their points, where they cover neither a point nor another name."""
     places = [axes.transData.transform((x, row.test)) for row, x in zip(rows, xs, strict=True)]
     taken = [_box(x, y, MARKER_PIXELS, MARKER_PIXELS) for x, y in places] + _segments(axes)
     inside = axes.get_window_extent()
@@ -119,6 +136,8 @@ def _label(axes: Axes, rows: Sequence[Row], xs: Sequence[float]) -> None:
     order = sorted(range(len(rows)), key=lambda i: sum(1 / (1 + math.dist(places[i], other)) for other in places))
     for index in reversed(order):
         row, (x, y) = rows[index], places[index]
+        if row.method not in shown:
+            continue
         text = axes.text(0, 0, row.label, fontsize=9.5, color=colours[row.group], ha="center", va="center", zorder=5)
         text.set_path_effects([withStroke(linewidth=2.5, foreground="white")])
         size = text.get_window_extent(renderer)
