@@ -95,7 +95,8 @@ class Runner:
         try:
             while True:
                 is_late = max_minutes is not None and time.monotonic() - begin > 60 * max_minutes
-                for run in [] if is_late else self.todo()[: self._jobs - len(self._running)]:
+                free = 0 if is_late else self._jobs - len(self._running)
+                for run in self.todo()[:free] if free else []:  # it reads the results of all runs
                     self._start(run)
                 if not self._running:
                     return
