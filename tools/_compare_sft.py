@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _compare_sft_base import SIZES, Base, Records, prepare, size_of
+from _compare_sft_base import SIZES, Base, Records, layers_of, prepare, size_of
 from _compare_sft_rows import Row, Trained, grid_lines, row_of, table
 from _machine import cpu_model
 from _parser import Parser
@@ -127,8 +127,8 @@ def check(arguments: argparse.Namespace) -> None:
         path = getattr(arguments, name)
         if not path.is_file():
             raise ValueError(f"--{name.replace('_', '-')} {path}: no such file")
-    if arguments.base is not None and not (arguments.base / "config.json").is_file():
-        raise ValueError(f"--base {arguments.base}: no model in Hugging Face's format, it has no config.json")
+    if arguments.base is not None:
+        layers_of(arguments.base)
     for peer in arguments.peers:
         missing = [name for name in _NEEDS.get(peer, ()) if importlib.util.find_spec(name) is None]
         if missing:

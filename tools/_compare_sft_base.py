@@ -133,6 +133,19 @@ def prepare(arguments: argparse.Namespace, output: Path) -> tuple[Base, Records]
     return base, _prepare_records(arguments, base, size)
 
 
+def layers_of(source: Path) -> int:
+    """Layers of a LLaMA in Hugging Face's format. Raises ValueError if the folder has none."""
+    try:
+        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        return int(config["num_hidden_layers"])
+    except OSError:
+        raise ValueError(f"--base {source}: no model in Hugging Face's format, it has no config.json") from None
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(
+            f"--base {source}: config.json has no num_hidden_layers; give a LLaMA, Mistral or Qwen"
+        ) from None
+
+
 def _given_base(source: Path, output: Path) -> Base:
     """A model of --base, known by its configuration and the sizes of its files."""
     files = sorted((path.name, path.stat().st_size) for path in source.glob("*.safetensors"))
@@ -141,9 +154,10 @@ def _given_base(source: Path, output: Path) -> Base:
     folder = output / f"base-{source.name}-{digest[:10]}"
     folder.mkdir(parents=True, exist_ok=True)
     model = folder / "model"
-    if not model.exists():
+    if model.resolve() != source:  # the same files at another place
+        model.unlink(missing_ok=True)
         model.symlink_to(source)
-    layers = int(json.loads(text)["num_hidden_layers"])
+    layers = layers_of(source)
     about = {"model": source.name, "sha256": digest}
     words = f"The model {source.name}, {layers} layers"
     return Base(folder=folder, model=model, tokenizer=model, num_layers=layers, about=about, words=words)

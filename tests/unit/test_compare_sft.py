@@ -118,6 +118,9 @@ def test_absent_files(tmp_path: Any) -> None:
     arguments.base = tmp_path
     with pytest.raises(ValueError, match="--base .* it has no config.json"):
         _compare_sft.check(arguments)
+    (tmp_path / "config.json").write_text('{"n_layer": 12}')
+    with pytest.raises(ValueError, match="has no num_hidden_layers; give a LLaMA"):
+        _compare_sft.check(arguments)
 
 
 def test_a_model_that_is_given(tmp_path: Path) -> None:
@@ -127,6 +130,9 @@ def test_a_model_that_is_given(tmp_path: Path) -> None:
     (source / "config.json").write_text('{"num_hidden_layers": 30}')
     base = _given_base(source, output)
     assert base.model.resolve() == source and base.num_layers == 30
+    base.model.unlink()
+    base.model.symlink_to(tmp_path / "gone")
+    assert _given_base(source, output).model.resolve() == source
     assert base.tokenizer_flags("x") == ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "x"]
     arguments = _compare_sft.parse_arguments(["--task", "sft", "--base", str(source)])
     records = Records(path=tmp_path / "r", count=100, steps=300, test_iters=1, split="80,10,10")

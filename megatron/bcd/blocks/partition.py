@@ -81,8 +81,10 @@ class Partition:
 
     def is_resting(self, layer: int, block: int) -> bool:
         """Whether a layer is one of ``resting_layers(block)``."""
-        if not self.has_active_block or self.resting == "none":
-            return not self.has_active_block
+        if not self.has_active_block:
+            return True
+        if self.resting == "none":
+            return False
         active = self.blocks[block]
         return layer >= (active.first_layer if self.resting == "suffix" else 0) and layer not in active.layers
 
