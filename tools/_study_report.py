@@ -96,7 +96,7 @@ class Report:
             mine = list(group)
             baseline = next((row for row in mine if row.method == study.baseline), None)
             count = f", {baseline.num_parameters:,} parameters" if baseline and baseline.num_parameters else ""
-            lines += [f"## {model}, {data}{count}", "", *table(mine, metric=study.metric), ""]
+            lines += [f"## {self._case(model, data)}{count}", "", *table(mine, metric=study.metric), ""]
         commits = ", ".join(sorted({result.commit for result in self._used() if result.commit})) or "unknown"
         where = f"{cpu_model()}, {study.threads} thread(s) a run"
         lines += [self._about(), "", f"Commit {commits}; {where}."]
@@ -104,6 +104,10 @@ class Report:
             rounds, commit = self._times["rounds"], self._times["commit"]
             lines.append(f"Step times: `--step-times {rounds}`, one run at a time, the median; commit {commit}.")
         return "\n".join(lines) + "\n"
+
+    def _case(self, model: str, data: str) -> str:
+        """A text, with the model where there are several."""
+        return f"{model}, {data}" if len(self._study.models) > 1 else data
 
     def _about(self) -> str:
         study = self._study
@@ -125,10 +129,11 @@ class Report:
         rows = [row for row in self.rows() if row.test is not None]
         cases = [(case, list(group)) for case, group in groupby(rows, key=lambda row: (row.model, row.data))]
         for (model, data), mine in cases:
-            suffix = f"_{model}_{data}" if len(cases) > 1 else ""
+            case = self._case(model, data)
+            suffix = f"_{case.replace(', ', '_')}" if len(cases) > 1 else ""
             for kind, draw in (("state", draw_state), ("cost", draw_cost)):
                 path = self._folder / f"{self._study.name}{suffix}_{kind}.png"
-                title = f"{self._study.title or self._study.name}" + (f": {model}, {data}" if suffix else "")
+                title = f"{self._study.title or self._study.name}" + (f": {case}" if suffix else "")
                 draw(path, mine, title=title, metric=self._study.metric, baseline=self._study.baseline)
                 paths.append(path)
         return paths
