@@ -55,6 +55,8 @@ def add_flags(parser: Parser) -> None:
     add("--variant", action="append", default=[], metavar="NAME=FLAGS", help="one more row: the BCD preset with these "
         "flags of the training scripts besides; may be given several times")  # fmt: skip
     add("--global-batch-size", type=int, metavar="N", help="sequences of a step of fine-tuning (default: the size's)")
+    add("--bf16", action="store_true", help="fine-tune in bf16, with fp32 main parameters (BCD and full Adam), "
+        "BAdam's fp32 copies, fp32 adapters (default: fp32)")  # fmt: skip
     add("--base-steps", type=int, metavar="N", help="of training on the text (default: the size's)")
     add("--records", type=int, metavar="N", help="the first N of --data (default: all)")
     add("--split", default="90,5,5", metavar="LIST", help="of the records (default: 90,5,5)")
@@ -147,6 +149,7 @@ def study_of(arguments: argparse.Namespace, base: Base, records: Records) -> Stu
         f"--seq-length {size.seq_length} --sft-drop-long "
         f"--micro-batch-size {size.micro_batch} --global-batch-size {size.global_batch} --train-iters {{steps}} "
         f"--lr-decay-style cosine --min-lr {{lr/10}} --lr-warmup-iters {max(1, records.steps // 30)} "
+        f"{'--bf16 ' if arguments.bf16 else ''}"
         f"--weight-decay 0.01 --clip-grad 1 --hidden-dropout 0 --attention-dropout 0 --num-workers 0 --log-interval 1 "
         f"--eval-interval {every} --full-validation --eval-iters {records.test_iters} "
         f"--bcd-steps-per-block {max(2, records.steps // (CYCLES * base.num_layers))}"
@@ -250,7 +253,7 @@ def compare(argv: Sequence[str]) -> int:
             tell(f"{len(runner.todo())} runs can start now; {records.steps} steps each, in {base.folder}")
             size = size_of(arguments)
             tokens = float(size.seq_length * size.global_batch)
-            times_folder = base.folder / f"times-{size.global_batch}"
+            times_folder = base.folder / f"times-{size.global_batch}{'-bf16' * arguments.bf16}"
             times_folder.mkdir(exist_ok=True)
 
             def report() -> list[Row]:
@@ -305,7 +308,7 @@ def document(
         "",
         f"{base.words}. Then {records.steps:,} steps of {size.global_batch} sequences of {size.seq_length} tokens, "
         f"{arguments.num_epochs:g} epochs of {records.count:,} records ({records.split} into training, validation and "
-        "test). Seeds: "
+        f"test), in {'bf16' if arguments.bf16 else 'fp32'}. Seeds: "
         f"{', '.join(map(str, arguments.seeds))}; ± is half the range over them, *n of m seeds*: those that have run. "
         "To full: best validation loss, "
         "relative. At equal time: after the time that full training took, or at the end where that was earlier. Cost: "

@@ -50,8 +50,9 @@ class Peer:
         from transformers import AutoModelForCausalLM
 
         assert config.checkpoint.load_hf is not None
+        dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         self.model = AutoModelForCausalLM.from_pretrained(
-            config.checkpoint.load_hf, attn_implementation="sdpa", dtype=torch.float32
+            config.checkpoint.load_hf, attn_implementation="sdpa", dtype=dtype
         ).to(device.current())
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self._kind, self._config = kind, config

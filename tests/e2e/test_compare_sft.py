@@ -48,13 +48,14 @@ def test_the_peers_train_on_the_same(repo_root: Path, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft, a pin of requirements.txt")
-def test_tiny_form(repo_root: Path, tmp_path: Path, shared_data: Path) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_tiny_form(repo_root: Path, tmp_path: Path, shared_data: Path, precision: str) -> None:
     """A method that does not run, a row without figures, runs that are repeated on the next start."""
     text = (shared_data / "wikitext-2" / "train.txt").read_text(encoding="utf-8")[:300_000]
     (tmp_path / "text.txt").write_text(text)
     command = [sys.executable, "tools/compare.py", "--task", "sft", "--size", "tiny", "--output", str(tmp_path / "out")]
     command += ["--pretrain-text", str(tmp_path / "text.txt"), "--records", "40", "--num-epochs", "1"]
-    command += ["--learning-rates", "1e-3", "--seeds", "1"]
+    command += ["--learning-rates", "1e-3", "--seeds", "1", *(["--bf16"] if precision == "bf16" else [])]
     done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = {row["method"]: row for row in json.loads((tmp_path / "out" / "results.json").read_text())["rows"]}
@@ -62,5 +63,7 @@ def test_tiny_form(repo_root: Path, tmp_path: Path, shared_data: Path) -> None:
     assert rows["full"]["cost"] == 1
     for name in ("bcd", "badam", "lora"):
         assert rows[name]["state_bytes"] < rows["full"]["state_bytes"]
+    share = rows["badam"]["state_bytes"] / rows["full"]["state_bytes"]
+    assert (share < 0.3) == (precision == "bf16"), "resting weights of 2 bytes against 18, or of 4 against 16"
     again = subprocess.run(command, cwd=repo_root, capture_output=True, text=True)
     assert again.returncode == 0 and " start tiny" not in again.stderr and "0 runs can start now" in again.stderr

@@ -101,7 +101,7 @@ def test_variants_are_the_preset_with_further_flags(tmp_path: Path) -> None:
     assert [method.name for method in study.methods] == ["full", "bcd", "kept", "badam"]
     assert study.method("kept").flags == "--bcd-preset finetune --bcd-optimizer-state host"
     assert "--split 80,10,10" in study.flags and "--bcd-steps-per-block 5" in study.flags
-    assert "--micro-batch-size 2 --global-batch-size 2" in study.flags
+    assert "--micro-batch-size 2 --global-batch-size 2" in study.flags and "--bf16" not in study.flags
 
 
 def test_seeds_that_have_not_run() -> None:
@@ -138,4 +138,6 @@ def test_a_model_that_is_given(tmp_path: Path) -> None:
     records = Records(path=tmp_path / "r", count=100, steps=300, test_iters=1, split="80,10,10")
     flags = study_of(arguments, base, records).flags
     assert "--load-hf {data}/model" in flags and "--tokenizer-model {data}/model" in flags
+    arguments.bf16 = True
+    assert " --bf16 " in study_of(arguments, base, records).flags
     assert "--bcd-steps-per-block 5" in flags
