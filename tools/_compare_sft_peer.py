@@ -74,7 +74,7 @@ class Peer:
             group["lr"] = rate
 
     def step(self, batches: Sequence[data.Batch], *, iteration: int) -> dict[str, Any]:
-        """One step on these microbatches; a line of metrics."""
+        """One step on these microbatches; a line of metrics, with BAdam's block, whose times differ."""
         start = _now()
         self.optimizer.zero_grad(set_to_none=True)
         num_tokens = sum(float(batch["loss_mask"].sum()) for batch in batches)
@@ -86,7 +86,9 @@ class Peer:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         torch.nn.utils.clip_grad_norm_(trained, self._config.optimizer.clip_grad)
         milliseconds = (_now() - start) * 1e3
-        self._state_bytes = max(self._state_bytes, self._bytes())  # before the step, which frees BAdam's gradients
+        # before the step, which frees BAdam's gradients, and may switch its block
+        self._state_bytes = max(self._state_bytes, self._bytes())
+        block = {"block": self.optimizer.active_param_prefixs[0]} if self._kind == "badam" else {}
         start = _now()
         self.optimizer.step()
         return {
@@ -96,6 +98,7 @@ class Peer:
             "model_state_bytes": [self._state_bytes],
             "peak_memory_bytes": [memory.peak_memory_bytes()],
             "num_parameters": self.num_parameters,
+            **block,
         }
 
     def _bytes(self) -> int:
