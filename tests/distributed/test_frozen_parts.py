@@ -176,6 +176,20 @@ def test_resumed_with_another_set(world1: World, text_data: str, tmp_path: Path)
         assert any("--bcd-frozen" in line for line in found["warnings"] + found["notes"])
 
 
+def test_resumed_with_another_resting_update(world1: World, text_data: str, tmp_path: Path) -> None:
+    """Main parameters that one optimizer has saved and another is given: an error in the middle of loading."""
+    flags = {"data_path": text_data, "train_iters": 4, "bf16": True}
+    rests = {"bcd_resting_update": "normalized", "bcd_resting_layers": "suffix", "bcd_always_active": "none"}
+    for number, (before, after) in enumerate(((rests, {}), ({}, rests))):
+        root = str(tmp_path / str(number))
+        first = worlds.run_config(**flags, **before)
+        world1.run(resumed_runs.one_part, resumed_runs.with_checkpoints(first, save=root, exit_interval=2))
+        second = resumed_runs.with_checkpoints(worlds.run_config(**flags, **after), load=root)
+        found = world1.run(resumed_runs.one_part, second)[0]
+        assert found["blocks"] == [0, 1] and found["iteration"] == 4, "the cycle starts again"
+        assert any("so optimizer state is not loaded" in line for line in found["warnings"])
+
+
 def host_bytes_and_start(config: RunConfig) -> tuple[list[int], list[bool]]:
     """Host memory by step, and by phase of the second cycle whether each main parameter starts as its weight."""
     starts: list[bool] = []

@@ -47,8 +47,14 @@ def test_the_example(repo_root: Path, tmp_path: Path) -> None:
     assert len([line for line in example.splitlines() if line]) <= 20
     write_dataset(tmp_path / "my_text_document", good_documents())
     again = """
-again = parse_run_config([*flags.split(), "--load", "my_run", "--train-iters", "8"], prog="my_program")
-pretrain(again)
+import gc, weakref
+models = []
+def watched(*args, **kwargs):
+    models.append(weakref.ref(model := my_model(*args, **kwargs)))
+    return model
+again = [*flags.split(), "--load", "my_run", "--train-iters", "8", "--manual-gc"]
+pretrain(parse_run_config(again, prog="my_program"), watched)
+print("left behind:", models[0](), gc.get_freeze_count(), "collects:", gc.isenabled())
 """
     (tmp_path / "my_program.py").write_text(example + again)
     done = subprocess.run(
@@ -60,4 +66,5 @@ pretrain(again)
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     assert "last loss" in done.stdout and "after iteration 6" in done.stdout
+    assert "left behind: None 0 collects: True" in done.stdout
     assert [path.name for path in sorted((tmp_path / "my_run").glob("iter_*"))] == ["iter_0000006", "iter_0000008"]

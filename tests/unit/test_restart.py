@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import io
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -16,10 +18,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
+from megatron.bcd.arguments import parse_run_config
+from megatron.bcd.checkpoint import loader
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import EvalMetrics
 from megatron.bcd.runtime import distributed
+from megatron.bcd.training.pretrain import _resuming_after_restart
 
 TIMEOUT = datetime.timedelta(seconds=20)
 
@@ -119,6 +125,42 @@ def test_the_end_is_told_once(tmp_path: Path) -> None:
             (8, False),
             (16 if is_extended else 8, True),
         ]
+
+
+def test_a_full_disk_does_not_end_the_run(tmp_path: Path) -> None:
+    """Rank 0 alone ending over its metrics, a line that is cut off, or lost though there is room again."""
+    path = tmp_path / "metrics.jsonl"
+    screen = io.StringIO()
+    console = Console(file=screen, width=200)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Reporter(train_iters=8, start_iteration=0, metrics_file=str(path), console=console) as reporter:
+        reporter.evaluation(evaluation(1, is_final=False))
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
+            for iteration in (2, 3):
+                reporter.evaluation(evaluation(iteration, is_final=False))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert len(path.read_text().splitlines()[1]) == 10
+        reporter.evaluation(evaluation(4, is_final=False))
+    assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+    assert screen.getvalue().count("warning: --metrics-file: File too large") == 1
+
+
+def test_a_restart_resumes_all_that_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun --max-restarts: flags that chose what the first start loads, applied to the run's own checkpoints."""
+    monkeypatch.setattr(loader, "has_checkpoint", lambda root: root == "new")
+    flags = ["--load", "base", "--ckpt-step", "500", "--finetune", "--no-load-optim", "--no-load-rng", "--no-save-rng"]
+    words = "--num-layers 3 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --train-iters 1"
+    words += " --lr 1 --mock-data --tokenizer-type ByteLevelTokenizer"
+    for save, changes in (("new", True), ("none yet", False)):
+        config = parse_run_config([*words.split(), *flags, "--save", save], prog="test", world_size=1)
+        for is_restart in (False, True):
+            found = _resuming_after_restart(config, distributed.Launch(start=2 if is_restart else 1)).checkpoint
+            assert found.save == save
+            loads = (found.load, found.ckpt_step, found.finetune, found.load_optim, found.load_rng)
+            expected = ("new", None, False, True, False) if changes and is_restart else ("base", 500, True, False, False)
+            assert loads == expected
 
 
 def evaluation(iteration: int, *, is_final: bool) -> EvalMetrics:

@@ -169,6 +169,21 @@ def test_a_damaged_folder_is_made_again(tmp_path: Path, name: str) -> None:
     assert written(tmp_path).bounds.tolist() == [0, 3, 5, 9]
 
 
+def test_another_job_was_quicker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs that prepare the same records: the slower one fails, or replaces what the other is reading."""
+    first = written(tmp_path)
+    real, calls = store.open_samples, []
+
+    def not_yet(root: str, digest: str) -> store.Samples | None:
+        calls.append(digest)
+        return None if len(calls) == 1 else real(root, digest)
+
+    monkeypatch.setattr(store, "open_samples", not_yet)
+    inode = (tmp_path / "one").stat().st_ino
+    assert written(tmp_path).digest == first.digest and len(calls) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["one"] and (tmp_path / "one").stat().st_ino == inode
+
+
 def test_the_digest_is_of_content(tmp_path: Path) -> None:
     """Tokens of a file or of a tokenizer that has changed since."""
     path, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"

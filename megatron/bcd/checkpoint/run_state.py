@@ -228,11 +228,20 @@ def changed_flags(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
     ]
 
 
-def resumed_phase(saved: RunState, partition: Partition, phases: BlockSchedule) -> tuple[PhaseState, str | None]:
+def has_same_optimizers(saved: RunState, config: RunConfig) -> bool:
+    """Whether the optimizers of this run hold what the checkpoint's held: with 16-bit weights, a resting update has
+    main parameters of its own."""
+    before = saved.flags.get("bcd", {}).get("bcd_resting_update", "none")
+    return config.precision == "fp32" or (before == "none") == (config.bcd.bcd_resting_update == "none")
+
+
+def resumed_phase(
+    saved: RunState, config: RunConfig, partition: Partition, phases: BlockSchedule
+) -> tuple[PhaseState, str | None]:
     """The phase to resume with, and a message if it is not the saved one.
 
-    The saved phase is resumed if every block still holds the same layers; otherwise the cycle restarts at its first
-    block and step.
+    The saved phase is resumed if every block still holds the same layers, and the optimizers the same parameters;
+    otherwise the cycle restarts at its first block and step.
     """
     state = PhaseState.from_dict(saved.phase)
     cycle = state.phase // len(saved.blocks)
@@ -240,6 +249,11 @@ def resumed_phase(saved: RunState, partition: Partition, phases: BlockSchedule) 
         problem = (
             f"the checkpoint's blocks ({'; '.join(saved.blocks)}) are not those of this run "
             f"({'; '.join(contents_of_blocks(partition))}), so their optimizer state is not loaded"
+        )
+    elif not has_same_optimizers(saved, config):
+        problem = (
+            f"--bcd-resting-update {config.bcd.bcd_resting_update} has other main parameters than the checkpoint's "
+            "run, so optimizer state is not loaded"
         )
     elif not phases.fits(state):
         problem = f"--bcd-order {phases.settings.bcd_order} can't resume in the middle of a cycle of another order"

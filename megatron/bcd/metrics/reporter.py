@@ -49,6 +49,7 @@ class Reporter:
         self._num_named = straggler_minmax_count
         self._screen = Screen(console, train_iters=train_iters, start_iteration=start_iteration)
         self._metrics = MetricsFile(metrics_file, start_iteration=start_iteration, run=run) if metrics_file else None
+        self._metrics_fail = False
         self._scalar_sinks: list[TensorBoard | Wandb] = []
         if tensorboard_dir:
             self._scalar_sinks.append(TensorBoard(tensorboard_dir, start_iteration=start_iteration))
@@ -82,7 +83,7 @@ class Reporter:
             for name in ("timers_ms", "straggler_ms"):
                 if not values[name]:
                     del values[name]
-            self._metrics.write(values)
+            self._write_metrics(values)
         self._switch_time_ms = 0.0
         timers = timer_scalars(record) if self._writes_timers else {}
         self._write_scalars({**step_scalars(record), **timers}, record.iteration)
@@ -95,7 +96,7 @@ class Reporter:
         """Write one log line, and one metrics line without `loss`, which is for training losses."""
         self._screen.line(evaluation_line(record), style="bold")
         if self._metrics is not None:
-            self._metrics.write(
+            self._write_metrics(
                 {
                     "iteration": record.iteration,
                     "consumed_samples": record.consumed_samples,
@@ -126,6 +127,17 @@ class Reporter:
         """Print a line that the user should act on."""
         self._screen.line(f"warning: {text}", style="yellow")
 
+    def _write_metrics(self, values: Mapping[str, object]) -> None:
+        """A disk that is full must not end a run whose other ranks wait for this one."""
+        assert self._metrics is not None
+        try:
+            self._metrics.write(values)
+            self._metrics_fail = False
+        except OSError as error:
+            if not self._metrics_fail:
+                self.warning(f"--metrics-file: {error.strerror}; its lines are written as soon as that is possible")
+            self._metrics_fail = True
+
     def _write_scalars(self, scalars: Mapping[str, float], iteration: int) -> None:
         for sink in self._scalar_sinks:
             sink.write(scalars, iteration=iteration)
@@ -134,7 +146,10 @@ class Reporter:
         """Restore the terminal and close every file; may be called twice."""
         self._screen.close()
         if self._metrics is not None:
-            self._metrics.close()
+            try:
+                self._metrics.close()
+            except OSError as error:
+                self.warning(f"--metrics-file: {error.strerror}; its last lines are lost")
         while self._scalar_sinks:
             self._scalar_sinks.pop().close()
 

@@ -6,7 +6,8 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping
-from typing import IO, Any
+from io import FileIO
+from typing import Any
 
 from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
 
@@ -33,7 +34,7 @@ def _try_to_write(folder: str) -> None:
 
 
 class MetricsFile:
-    """JSON lines, each flushed.
+    """JSON lines, each written at once.
 
     Checked on construction, written from the first line on: a run that does not start leaves the file as it was.
     """
@@ -43,8 +44,9 @@ class MetricsFile:
         of a `run`, if it is of another one."""
         self._run = run
         self._path = os.path.realpath(path)  # os.replace on a link would leave its target unchanged
-        self._file: IO[str] | None = None
+        self._file: FileIO | None = None
         self._kept: list[str] = []
+        self._unwritten = b""
         # a pipe or device must not be renamed over
         self._in_place = os.path.exists(self._path) and not os.path.isfile(self._path)
         try:
@@ -100,22 +102,30 @@ class MetricsFile:
         return kept
 
     def write(self, values: Mapping[str, object]) -> None:
+        """Raises OSError, of a full disk for example; what could not be written goes before the next line."""
+        named = values if self._run is None else {**values, "run": self._run}
+        self._unwritten += (json_line(named) + "\n").encode()
+        self._write_out()
+
+    def _write_out(self) -> None:
         if self._file is None:
             self._file = self._open()
-        named = values if self._run is None else {**values, "run": self._run}
-        self._file.write(json_line(named) + "\n")
-        self._file.flush()
+        while self._unwritten:  # unbuffered: a buffer would hold lines that a close could lose
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
-    def _open(self) -> IO[str]:
+    def _open(self) -> FileIO:
         if not self._in_place:
             os.makedirs(os.path.dirname(self._path), exist_ok=True)
             aside = f"{self._path}.{os.getpid()}.tmp"
             with open(aside, "w", encoding="utf-8") as file:
                 file.writelines(self._kept)
             os.replace(aside, self._path)
-        return open(self._path, "a", encoding="utf-8")
+        return FileIO(self._path, "a")
 
     def close(self) -> None:
+        """Raises OSError if lines are left that can't be written; may be called twice."""
+        if self._unwritten:
+            self._write_out()
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+from collections.abc import Iterator
 
 from megatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
@@ -22,7 +24,7 @@ def run(components: Components, state: TrainState) -> None:
     Raises:
         TrainingFailed: too many consecutive steps were not finite, or the last checkpoint can't be written.
     """
-    with components.stop.listening():
+    with components.stop.listening(), _garbage_collector(is_manual=components.config.training.manual_gc):
         if not components.config.training.skip_train:
             is_stopped = train(components, state)
             components.prefix_cache.close()
@@ -31,12 +33,22 @@ def run(components: Components, state: TrainState) -> None:
         components.evaluator.at_end(state)
 
 
+@contextlib.contextmanager
+def _garbage_collector(*, is_manual: bool) -> Iterator[None]:
+    """Off with --manual-gc, until the run ends: a program may continue."""
+    if is_manual:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if is_manual:
+            gc.enable()
+
+
 def train(components: Components, state: TrainState) -> bool:
     """Train block after block; True if the run was stopped before its end. Raises as `run`."""
     training, phase, evaluator = components.config.training, components.phase, components.evaluator
     components.forward_backward.module.train()
-    if training.manual_gc:
-        gc.disable()
     is_last = components.block_schedule.is_converged(state.phase_state)  # a checkpoint of a converged run
     is_stopped = False
     if components.exporter is not None and (is_last or state.iteration >= components.train_iters):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -82,8 +82,14 @@ def pretrain(
             print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
         torch.distributed.barrier()
         sys.exit(1)
+    # a program may train again: nothing of this run may stay
+    if not config.training.skip_train:
+        components.phase.exit()
     torch.distributed.barrier()
-    distributed.leave()  # a program may train again
+    distributed.leave()
+    del components, state
+    gc.unfreeze()
+    gc.collect()
     save_claim.release()
     cache_claim.release()
 
@@ -114,11 +120,19 @@ def claim_prefix_cache(root: str | None) -> dir_claim.DirClaim:
 
 
 def _resuming_after_restart(config: RunConfig, launch: distributed.Launch) -> RunConfig:
-    """torchrun --max-restarts starts the same command again: resume from --save, whatever --load says."""
-    save = config.checkpoint.save
-    if save is None or not launch.is_restart or not loader.has_checkpoint(save):
+    """torchrun --max-restarts starts the same command again: resume all that --save holds, whatever the flags of
+    loading say, which were meant for the first start."""
+    checkpoint = config.checkpoint
+    if checkpoint.save is None or not launch.is_restart or not loader.has_checkpoint(checkpoint.save):
         return config
-    return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load=save, finetune=False))
+    return config.replace_section(
+        "checkpoint",
+        load=checkpoint.save,
+        finetune=False,
+        ckpt_step=None,
+        load_optim=checkpoint.save_optim,
+        load_rng=checkpoint.save_rng,
+    )
 
 
 def _reporter(config: RunConfig, resumed: run_state.RunState | None) -> Reporter:

@@ -72,7 +72,9 @@ def _report_source(components: Components, source: loader.Source | None) -> None
 def _load_counters(state: TrainState, saved: run_state.RunState, components: Components) -> None:
     """Set the counters. Where the saved phase can't continue, its cycle starts again."""
     state.load_state_dict(vars(saved))
-    state.phase_state, restarted = run_state.resumed_phase(saved, components.partition, components.block_schedule)
+    state.phase_state, restarted = run_state.resumed_phase(
+        saved, components.config, components.partition, components.block_schedule
+    )
     if restarted is not None:
         components.reporter.warning(restarted)
     if state.phase_state.to_dict() != saved.phase:
@@ -82,8 +84,9 @@ def _load_counters(state: TrainState, saved: run_state.RunState, components: Com
 
 
 def _takes_optimizer_state(components: Components, saved: run_state.RunState) -> bool:
-    """Whether it is wanted, and belongs to the same blocks."""
+    """Whether it is wanted, and belongs to the same blocks and optimizers."""
     is_same = saved.blocks == run_state.contents_of_blocks(components.partition)
+    is_same = is_same and run_state.has_same_optimizers(saved, components.config)
     return components.config.checkpoint.load_optim and is_same
 
 

@@ -121,11 +121,8 @@ def new_folder(root: str, digest: str) -> Iterator[str]:
     try:
         yield folder
         atomic_io.sync(folder)
-        target = os.path.join(root, digest)
         if open_samples(root, digest) is None:  # another job may have been quicker
-            shutil.rmtree(target, ignore_errors=True)
-            with contextlib.suppress(FileExistsError):
-                os.rename(folder, target)
+            _publish(folder, root, digest)
         atomic_io.sync(root)
     finally:
         lock.release()
@@ -133,6 +130,16 @@ def new_folder(root: str, digest: str) -> Iterator[str]:
         for path in reversed(parents):
             with contextlib.suppress(OSError):  # not empty
                 os.rmdir(path)
+
+
+def _publish(folder: str, root: str, digest: str) -> None:
+    target = os.path.join(root, digest)
+    try:
+        os.rename(folder, target)
+    except OSError:  # there is a folder: a damaged one, or another job's that was complete a moment ago
+        if open_samples(root, digest) is None:
+            shutil.rmtree(target)
+            os.rename(folder, target)
 
 
 def _delete_leftovers(root: str) -> None:
