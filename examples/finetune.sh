@@ -53,12 +53,15 @@ for word in "$@"; do [ "${word%%=*}" != --seq-length ] || LENGTH=(); done
 export NUM_GPUS=${NUM_GPUS:-1} PRECISION=${PRECISION:-bf16} GLOBAL_BATCH=${GLOBAL_BATCH:-8}
 WHOLE=whole
 [ -z "$SCALE" ] || WHOLE=tiny=2
-RECIPE=$("$PLANNER" "$ROOT/tools/recipe.py" "$WHOLE" "$NAME" finetune "$CARD" "${LENGTH[@]}" "$@" 2>&1) \
-    || fail "${RECIPE#pretrain.sh: error: }"
+ERRORS=$(mktemp)  # not into RECIPE: a warning of Python would be run as a command
+trap 'rm -f "$ERRORS"' EXIT
+RECIPE=$("$PLANNER" "$ROOT/tools/recipe.py" "$WHOLE" "$NAME" finetune "$CARD" "${LENGTH[@]}" "$@" 2> "$ERRORS") \
+    || { MESSAGE=$(< "$ERRORS"); fail "${MESSAGE#pretrain.sh: error: }"; }
 eval "$RECIPE"  # MODEL, CLUSTER, PARALLEL_ARGS, TRAINING_ARGS, METHOD_ARGS, EXTRA_ARGS, SEQUENCE, PLAN, MISFIT, ...
 [ "$FORM" = llama ] || fail "MODEL $MODEL is a GPT: give one in LLaMA's form"
 
 SAVE=${SAVE:-out/$MODEL-finetune-$CLUSTER}
+while [[ $SAVE == ?*/ ]]; do SAVE=${SAVE%/}; done
 OUT=${OUT:-out/recipes}
 LR=${LR:-1e-5} LOG_INTERVAL=10 SAVE_INTERVAL=500 EPOCHS=${EPOCHS:-3}
 PROMPT=${PROMPT:-Name three ways to save memory when a language model is trained.}
@@ -102,7 +105,7 @@ fi
 if [ -z "$SCALE" ]; then
     HERE=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
     [ "$HERE" -ge "$NUM_GPUS" ] || fail "torch sees $HERE GPUs on this machine, $NUM_GPUS needed; DRY_RUN=1 prints command and" \
-        "bill, SCALE=tiny runs on the CPU"
+        "estimate, SCALE=tiny runs on the CPU"
 else
     export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     rm -rf "$SAVE" "$SAVE-hf" "$SAVE.jsonl" "$MODEL_DIR"  # an earlier tiny run would be resumed

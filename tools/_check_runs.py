@@ -12,8 +12,6 @@ from typing import Any
 from _compare_runs import ROOT, CannotRun, run
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-MOST_RANKS = 8
-"""A global batch has eight samples."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,7 +85,7 @@ def variants_of(recipe: Recipe, methods: list[str], *, peer: bool, steps: int) -
 
     Raises ValueError if a method cannot use the layout.
     """
-    alone = replace(recipe, num_gpus=1, pipeline_size=1, layout="spread")
+    alone = recipe if recipe.num_gpus == 1 else replace(recipe, num_gpus=1, pipeline_size=1, layout="spread")
     num_blocks = recipe.partition.num_blocks if "bcd" in methods else 1
     if peer:
         num_blocks = max(num_blocks, alone.partition.num_blocks)

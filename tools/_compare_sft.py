@@ -64,8 +64,8 @@ def add_flags(parser: Parser) -> None:
     add("--learning-rates", default="1e-4,3e-4,1e-3,3e-3", metavar="LIST", help="grid of every method (default: "
         "1e-4,3e-4,1e-3,3e-3)")  # fmt: skip
     add("--seeds", default="1,2,3", metavar="LIST", help="the first one tunes (default: 1,2,3)")
-    add("--step-times", type=int, default=0, metavar="N", help="at the end time 60 steps of every method in turn, N "
-        "times (default: 0, times come from the runs)")  # fmt: skip
+    add("--step-times", type=int, default=0, metavar="N", help="when all runs are done, time 60 steps of every "
+        "method in turn, N times (default: 0, times come from the runs)")  # fmt: skip
     add("--max-minutes", type=float, metavar="X", help="start no run after this time; a later start goes on")
 
 
@@ -88,8 +88,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
             what = f"{word or 'an empty name'} must be one of {', '.join(PEERS)}, once"
             raise ValueError(f"--peers {arguments.peers}: {what}")
     arguments.peers = [name for name in PEERS if name in words]
-    if len(parts := _numbers(arguments.split, float, "--split", distinct=False)) != 3 or sum(parts) <= 0:
+    if len(parts := _numbers(arguments.split, float, "--split", distinct=False)) != 3:
         raise ValueError(f"--split {arguments.split}: must be three shares, of training, validation and test")
+    arguments.split = ",".join(f"{part:g}" for part in parts)
     if arguments.num_epochs <= 0:
         raise ValueError(f"--num-epochs {arguments.num_epochs:g}: must be more than 0")
     for flag, least in (("base_steps", 1), ("global_batch_size", 1), ("step_times", 0)):
@@ -119,7 +120,8 @@ def _numbers(text: str, kind: Any, flag: str, *, distinct: bool = True) -> tuple
     except ValueError:
         raise ValueError(f"{flag} {text}: must be numbers with commas between them") from None
     if (distinct and len(set(found)) < len(found)) or (kind is float and min(found) <= 0):
-        raise ValueError(f"{flag} {text}: must be different numbers" + (" above 0" if kind is float else ""))
+        numbers = "different numbers" if distinct else "numbers"
+        raise ValueError(f"{flag} {text}: must be {numbers}" + (" above 0" if kind is float else ""))
     return found
 
 
@@ -131,6 +133,9 @@ def check(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {path}: no such file")
     if arguments.base is not None:
         layers_of(arguments.base)
+    with open(arguments.data, "rb") as file:
+        if file.read(1024).lstrip().startswith(b"["):
+            raise ValueError(f"--data {arguments.data}: is a JSON list; give a file with one record per line")
     for peer in arguments.peers:
         missing = [name for name in _NEEDS.get(peer, ()) if importlib.util.find_spec(name) is None]
         if missing:
@@ -148,7 +153,7 @@ def study_of(arguments: argparse.Namespace, base: Base, records: Records) -> Stu
         f"--data-cache-path {{data}}/cache {tokenizer} "
         f"--seq-length {size.seq_length} --sft-drop-long "
         f"--micro-batch-size {size.micro_batch} --global-batch-size {size.global_batch} --train-iters {{steps}} "
-        f"--lr-decay-style cosine --min-lr {{lr/10}} --lr-warmup-iters {max(1, records.steps // 30)} "
+        f"--lr-decay-style cosine --min-lr {{lr/10}} --lr-warmup-iters {{steps/30}} "
         f"{'--bf16 ' if arguments.bf16 else ''}"
         f"--weight-decay 0.01 --clip-grad 1 --hidden-dropout 0 --attention-dropout 0 --num-workers 0 --log-interval 1 "
         f"--eval-interval {every} --full-validation --eval-iters {records.test_iters} "
@@ -267,10 +272,11 @@ def compare(argv: Sequence[str]) -> int:
                 return rows
 
             runner.run(max_minutes=arguments.max_minutes, finished=report)
-            if arguments.step_times:
+            rows = report()
+            if arguments.step_times and not runner.todo() and not any(row.failure for row in rows):
                 rounds = arguments.step_times
                 take_times(commands, folder=times_folder, only="*", rounds=rounds, commit=runner.commit)
-            rows = report()
+                rows = report()
     except Timeout:
         raise ValueError(f"--output {folder} is in use by another {PROG}; wait for it, or give another one") from None
     print((folder / "table.md").read_text(encoding="utf-8"))

@@ -147,10 +147,13 @@ def layers_of(source: Path) -> int:
 
 
 def _given_base(source: Path, output: Path) -> Base:
-    """A model of --base, known by its configuration and the sizes of its files."""
-    files = sorted((path.name, path.stat().st_size) for path in source.glob("*.safetensors"))
-    text = (source / "config.json").read_text(encoding="utf-8")
-    digest = hashlib.sha256((text + json.dumps(files)).encode()).hexdigest()
+    """A model of --base, known by the content of its files."""
+    found, suffixes = hashlib.sha256(), (".json", ".safetensors", ".model", ".jinja")
+    for path in sorted(path for path in source.iterdir() if path.suffix in suffixes):
+        found.update(path.name.encode())
+        with open(path, "rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    digest = found.hexdigest()
     folder = output / f"base-{source.name}-{digest[:10]}"
     folder.mkdir(parents=True, exist_ok=True)
     model = folder / "model"
@@ -175,10 +178,11 @@ def _prepare_base(base: Base, size: Size, text: Path) -> None:
             ["tools/preprocess_data.py", "--input", text, "--append-eod", *tokenizer, "--output-prefix", prefix],
             base.folder,
         )
+    checkpoint = base.folder / "base_run"
     if (base.model / "config.json").is_file():
+        shutil.rmtree(checkpoint, ignore_errors=True)  # of a start that was killed after it had exported the model
         return
     tell(f"training the model on {text.name}: {size.base_steps:,} steps")
-    checkpoint = base.folder / "base_run"
     words = ["pretrain_llama_bcd.py", "--num-layers", size.num_layers, "--hidden-size", size.hidden_size]
     words += ["--ffn-hidden-size", size.ffn_hidden_size, "--num-attention-heads", size.num_heads]
     words += ["--seq-length", size.seq_length, "--max-position-embeddings", size.seq_length]

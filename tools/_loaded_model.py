@@ -76,3 +76,5 @@ def check_json(path: str | None) -> None:
     parent = os.path.dirname(os.path.abspath(path or ""))
     if path not in (None, STDOUT) and not os.path.isdir(parent):
         raise ValueError(f"--json {path}: there is no folder {parent}")
+    if path is not None and os.path.isdir(path):
+        raise ValueError(f"--json {path}: is a folder; give a file")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
@@ -53,8 +52,7 @@ class Report:
         results = {
             "study": self._study.name,
             "title": self._study.title,
-            "machine": {"cpu": cpu_model(), "cores": os.cpu_count(), "jobs": self._study.jobs,
-                        "threads": self._study.threads},
+            "machine": {"cpu": self._cpus(), "jobs": self._study.jobs, "threads": self._study.threads},
             "texts": self._texts,
             "step_times": self._times,
             "rows": [_plain(row) for row in rows],
@@ -98,12 +96,16 @@ class Report:
             count = f", {baseline.num_parameters:,} parameters" if baseline and baseline.num_parameters else ""
             lines += [f"## {self._case(model, data)}{count}", "", *table(mine, metric=study.metric), ""]
         commits = ", ".join(sorted({result.commit for result in self._used() if result.commit})) or "unknown"
-        where = f"{cpu_model()}, {study.threads} thread(s) a run"
+        where = f"{self._cpus()}, {study.threads} thread(s) a run"
         lines += [self._about(), "", f"Commit {commits}; {where}."]
         if self._times:
             rounds, commit = self._times["rounds"], self._times["commit"]
             lines.append(f"Step times: `--step-times {rounds}`, one run at a time, the median; commit {commit}.")
         return "\n".join(lines) + "\n"
+
+    def _cpus(self) -> str:
+        """Of the machines that the runs were on."""
+        return ", ".join(sorted({result.cpu for result in self._used() if result.cpu})) or cpu_model()
 
     def _case(self, model: str, data: str) -> str:
         """A text, with the model where there are several."""
@@ -155,7 +157,9 @@ def published_times(name: str) -> Times:
 
 def published_runs(name: str) -> list[Result]:
     """All runs of the published study; none where it is not published."""
-    return [read_result(values) for values in _published(name).get("runs", ())]
+    published = _published(name)
+    cpu = published.get("machine", {}).get("cpu", "")  # older versions have it once for all
+    return [read_result({**values, "cpu": values.get("cpu") or cpu}) for values in published.get("runs", ())]
 
 
 def published_lookup(name: str) -> Lookup:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from _machine import cpu_model
 from _study_data import Text
 from _study_file import Data, Method, Model, Study, render
 
@@ -67,13 +68,10 @@ class Result:
     """Of wall time, since the last start."""
     command: str = ""
     commit: str = ""
+    cpu: str = ""
+    """The machine's; empty in results of older versions."""
     failure: str = ""
     """Why there is no test metric."""
-
-    @property
-    def case(self) -> tuple[str, str]:
-        """Model and data: what is compared has the same."""
-        return self.model, self.data
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
@@ -149,7 +147,7 @@ class Commands:
             done = json.loads((self.folder(run) / DONE_FILE).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
-        return self._result(run, minutes=done["minutes"], commit=done["commit"])
+        return self._result(run, minutes=done["minutes"], commit=done["commit"], cpu=done.get("cpu", ""))
 
     def failed(self, run: Run, reason: str) -> Result:
         """In place of a result."""
@@ -157,17 +155,18 @@ class Commands:
 
     def finish(self, run: Run, *, minutes: float, commit: str) -> Result:
         """Summarise a run that has ended well, and remember it. Raises ValueError if its metrics are not complete."""
-        result = self._result(run, minutes=minutes, commit=commit)
+        result = self._result(run, minutes=minutes, commit=commit, cpu=cpu_model())
         write_json(self.folder(run) / DONE_FILE, result.plain())
         return result
 
-    def _result(self, run: Run, *, minutes: float, commit: str) -> Result:
+    def _result(self, run: Run, *, minutes: float, commit: str, cpu: str) -> Result:
         folder = self.folder(run)
         with open(folder / METRICS_FILE, encoding="utf-8") as file:
             lines = [json.loads(line) for line in file]
         log = (folder / LOG_FILE).read_text(encoding="utf-8", errors="replace")
         measured = summarise(lines, metric=self.study.metric, num_parameters=_parameters_in(log))
-        return Result(**self._head(run), **measured, minutes=minutes, command=self.shown(run), commit=commit)
+        about = {"minutes": minutes, "command": self.shown(run), "commit": commit, "cpu": cpu}
+        return Result(**self._head(run), **measured, **about)
 
     def _head(self, run: Run) -> dict[str, Any]:
         names = {"model": run.model.name, "data": run.data.name, "method": run.method.name}

@@ -19,7 +19,7 @@ from _study_runs import METRICS_FILE, Commands, fastest_step_ms, write_json
 TIMES_FILE = "step_times.json"
 STEPS = 60
 STEPS_PER_BLOCK = 4
-"""So that every block of up to 12 has its turn within a run."""
+"""So that each of up to 15 blocks has its turn within a run; of more blocks, 15 are timed."""
 
 Times = Mapping[str, Any]
 """"ms": model: method: milliseconds of a step; "rounds" and "commit", with which they were taken."""

@@ -127,6 +127,10 @@ def test_all_take_the_same_steps_of_the_planned_command() -> None:
     assert alone.command().startswith("python pretrain_llama_bcd.py ")
     assert [round(planned(one, has_cluster=False).arithmetic, 3) for one in (full, alone)] == [1, 0.667]
     assert [one.name for one in variants_of(recipe, ["full"], peer=False, steps=1)] == ["full"]
+    strided = variants_of(
+        compare.recipe_of(arguments("--bcd-layout", "strided"), num_here=0), ["bcd"], peer=True, steps=3
+    )
+    assert [one.name for one in strided] == ["bcd", "badam"] and strided[0].recipe == strided[1].recipe
 
 
 def test_heads_are_taken_apart_group_by_group() -> None:

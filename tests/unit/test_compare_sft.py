@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import _compare_sft
+import compare
 import pytest
 from _compare_sft import study_of
 from _compare_sft_base import SIZES, Base, Records, _given_base, size_of
@@ -83,6 +84,12 @@ def test_refusals(flags: list[str], said: str) -> None:
         _compare_sft.parse_arguments(["--task", "sft", *flags])
 
 
+def test_task_in_one_word(capsys: pytest.CaptureFixture[str]) -> None:
+    """--task=sft, read as the other task, which needs a model's name."""
+    assert compare.main(["--task=sft", "--peers", "none"]) == 2
+    assert "--peers none: none must be one of" in capsys.readouterr().err
+
+
 def test_size_that_is_compared() -> None:
     """A model of less than 10 million weights outside embedding and head."""
     assert SIZES["small"].layer_parameters > 10_000_000
@@ -91,13 +98,16 @@ def test_size_that_is_compared() -> None:
 def test_variants_are_the_preset_with_further_flags(tmp_path: Path) -> None:
     """A variant that is another method altogether, or stands away from what it is compared with."""
     argv = ["--task", "sft", "--peers", "full,badam", "--variant", "kept=--bcd-optimizer-state host"]
+    argv += ["--split", "80, 10,10"]
     arguments = _compare_sft.parse_arguments([*argv, "--global-batch-size", "2"])
     size = size_of(arguments)
     assert (size.global_batch, size.micro_batch) == (2, 2)
     base = Base(
         folder=tmp_path, model=tmp_path / "model", tokenizer=tmp_path / "t", num_layers=9, about={}, words="a model"
     )
-    study = study_of(arguments, base, Records(path=tmp_path / "r", count=100, steps=90, test_iters=1, split="80,10,10"))
+    study = study_of(
+        arguments, base, Records(path=tmp_path / "r", count=100, steps=90, test_iters=1, split=arguments.split)
+    )
     assert [method.name for method in study.methods] == ["full", "bcd", "kept", "badam"]
     assert study.method("kept").flags == "--bcd-preset finetune --bcd-optimizer-state host"
     assert "--split 80,10,10" in study.flags and "--bcd-steps-per-block 5" in study.flags
@@ -114,7 +124,10 @@ def test_absent_files(tmp_path: Any) -> None:
     arguments = _compare_sft.parse_arguments(["--task", "sft", "--data", str(tmp_path / "no.jsonl")])
     with pytest.raises(ValueError, match="--data .*no.jsonl: no such file"):
         _compare_sft.check(arguments)
-    (tmp_path / "no.jsonl").touch()
+    (tmp_path / "no.jsonl").write_text(' [\n{"prompt": "a"}]')
+    with pytest.raises(ValueError, match="--data .*no.jsonl: is a JSON list; give a file with one record per line"):
+        _compare_sft.check(arguments)
+    (tmp_path / "no.jsonl").write_text("")
     arguments.base = tmp_path
     with pytest.raises(ValueError, match="--base .* it has no config.json"):
         _compare_sft.check(arguments)
@@ -130,6 +143,12 @@ def test_a_model_that_is_given(tmp_path: Path) -> None:
     (source / "config.json").write_text('{"num_hidden_layers": 30}')
     base = _given_base(source, output)
     assert base.model.resolve() == source and base.num_layers == 30
+    folders = {base.folder}
+    for content in (b"one", b"two"):  # trained further: the same names and sizes, and other results
+        (source / "model.safetensors").write_bytes(content)
+        folders.add(_given_base(source, output).folder)
+    assert len(folders) == 3
+    base = _given_base(source, output)
     base.model.unlink()
     base.model.symlink_to(tmp_path / "gone")
     assert _given_base(source, output).model.resolve() == source

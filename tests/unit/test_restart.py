@@ -159,8 +159,8 @@ def test_a_restart_resumes_all_that_was_saved(tmp_path: Path, monkeypatch: pytes
             found = _resuming_after_restart(config, distributed.Launch(start=2 if is_restart else 1)).checkpoint
             assert found.save == save
             loads = (found.load, found.ckpt_step, found.finetune, found.load_optim, found.load_rng)
-            expected = ("new", None, False, True, False) if changes and is_restart else ("base", 500, True, False, False)
-            assert loads == expected
+            is_changed = changes and is_restart
+            assert loads == (("new", None, False, True, False) if is_changed else ("base", 500, True, False, False))
 
 
 def evaluation(iteration: int, *, is_final: bool) -> EvalMetrics:

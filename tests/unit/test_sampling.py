@@ -11,7 +11,7 @@ import torch
 from megatron.bcd.config.sections import TokenizerConfig
 from megatron.bcd.generation.likelihood import of_texts, windows
 from megatron.bcd.generation.load import LoadedModel, TokenizerFlags
-from megatron.bcd.generation.multiple_choice import Question, read_questions
+from megatron.bcd.generation.multiple_choice import Accuracy, Question, read_questions
 from megatron.bcd.generation.sampling import Sampling, next_tokens
 from megatron.bcd.tokenizer import NullTokenizer
 
@@ -116,3 +116,9 @@ def test_lines_that_are_no_questions(tmp_path: Path, text: str, said: str) -> No
     path.write_text(text)
     with pytest.raises(ValueError, match=said):
         read_questions(str(path))
+
+
+def test_standard_error() -> None:
+    """Of one question there is none, and JSON has no NaN."""
+    assert Accuracy(num_questions=1, acc=1.0, acc_norm=1.0).stderr(1.0) is None
+    assert Accuracy(num_questions=5, acc=0.5, acc_norm=1.0).stderr(0.5) == 0.25

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import _study_report
+import _study_runs
 import pytest
 import study as tool
 import yaml
@@ -414,6 +415,10 @@ def test_published_runs_are_kept_if_their_command_is_the_same(
         return len(capsys.readouterr().out.splitlines()) - 1
 
     assert num_runs() == 0
+    for module in (_study_report, _study_runs):
+        monkeypatch.setattr(module, "cpu_model", lambda: "of another machine")
+    assert tool.main([str(path), "--output", str(tmp_path / "second"), "--redraw"]) == 0
+    assert "of another machine" not in (tmp_path / "second" / "small" / "table.md").read_text(encoding="utf-8")
     content = path.read_text(encoding="utf-8")
     path.write_text(content.replace("--gain 0.5", "--gain 0.6"), encoding="utf-8")
     assert content.count("--gain 0.5") and num_runs() > 0

@@ -24,7 +24,6 @@ from megatron.bcd.model.implementation import implementation_here
 from megatron.bcd.runtime import device, distributed, rng, threads
 from megatron.bcd.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 
-PRECISIONS = ("fp32", "bf16", "fp16")
 _GENERATION = "generation_config.json"
 _EMBEDDING = "embedding.word_embeddings.weight"
 _NOT_HERE = ("parallel", "pipeline", "cp_comm_type", "recompute", "overlap", "offload", "deterministic_mode")

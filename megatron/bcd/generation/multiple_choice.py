@@ -38,10 +38,10 @@ class Accuracy:
     acc_norm: float
     """The same of the log-likelihood over the choice's characters."""
 
-    def stderr(self, value: float) -> float:
-        """Standard error of one of both; not a number for one question."""
+    def stderr(self, value: float) -> float | None:
+        """Standard error of one of both; None for one question."""
         count = self.num_questions
-        return math.sqrt(value * (1 - value) / (count - 1)) if count > 1 else math.nan
+        return math.sqrt(value * (1 - value) / (count - 1)) if count > 1 else None
 
 
 def read_questions(path: str, *, limit: int | None = None) -> list[Question]:

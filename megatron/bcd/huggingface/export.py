@@ -35,7 +35,7 @@ class Exporter:
             ValueError: --save-hf holds something, or transformers has no such network.
         """
         assert config.checkpoint.save_hf is not None
-        self.root: str = config.checkpoint.save_hf
+        self.root: str = os.path.normpath(config.checkpoint.save_hf)  # with "/" at the end, the weights would lie in it
         self._reporter = reporter
         self._is_first = torch.distributed.get_rank() == 0
 

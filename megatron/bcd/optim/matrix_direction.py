@@ -12,7 +12,6 @@ import torch
 from megatron.bcd.optim import update_rules
 from megatron.bcd.optim.update_rules import AllReduce
 
-TP_MODES = ("blockwise", "duplicated", "distributed")
 SCALES: dict[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
     "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),

@@ -140,7 +140,7 @@ def fill(
     error of any rank, `STOPPED` as soon as `should_stop` says so, or None; and how many records were obtained in which
     way.
     """
-    plan, counts = _divide(prefix, cache, missing, sources)
+    plan, counts = _divide(prefix, missing, sources)
     if not plan:
         return None, counts
     filler = Filler(prefix, cache)
@@ -157,9 +157,7 @@ def fill(
     return None, counts
 
 
-def _divide(
-    prefix: Prefix, cache: Cache, missing: Slots, sources: list[tuple[Cache, Slots]]
-) -> tuple[list[_Work | None], Counts]:
+def _divide(prefix: Prefix, missing: Slots, sources: list[tuple[Cache, Slots]]) -> tuple[list[_Work | None], Counts]:
     """This replica's micro-batches, as many as on the others, padded with None."""
     if prefix.num_chunks:  # a shorter prefix would have to start in the middle of the plan
         first_layer = len(prefix.partition.prefix_layers(prefix.block))
