@@ -22,7 +22,8 @@ from megatron.bcd.prefix_cache.serve import DamagedRecord
 from megatron.bcd.runtime import device, dir_claim, distributed, rng, threads
 from megatron.bcd.runtime.exit import exit_on_error
 from megatron.bcd.training import fine_tuning, loop, restore
-from megatron.bcd.training.setup import ModelBuilder, setup
+from megatron.bcd.training.setup import Components, ModelBuilder, setup
+from megatron.bcd.training.state import TrainState
 from megatron.bcd.training.train_step import TrainingFailed
 
 
@@ -70,8 +71,19 @@ def pretrain(
             reporter.note("without --save nothing is kept of this run: neither weights nor a way to resume it")
         start = restore.start_evaluation if config.training.skip_train else restore.start
         state = start(components, source)
+    _run(components, state, prog=prog)
+    # a program may train again: nothing of this run may stay
+    del components, state
+    gc.unfreeze()
+    gc.collect()
+    save_claim.release()
+    cache_claim.release()
+
+
+def _run(components: Components, state: TrainState, *, prog: str) -> None:
+    """Train, end the phase, and leave the process groups; on an error end the process."""
     try:
-        with reporter:
+        with components.reporter:
             loop.run(components, state)
     except DamagedRecord as error:  # on this rank alone: the others wait in a collective until torchrun ends them
         print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
@@ -82,16 +94,10 @@ def pretrain(
             print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
         torch.distributed.barrier()
         sys.exit(1)
-    # a program may train again: nothing of this run may stay
-    if not config.training.skip_train:
+    if not components.config.training.skip_train:
         components.phase.exit()
     torch.distributed.barrier()
     distributed.leave()
-    del components, state
-    gc.unfreeze()
-    gc.collect()
-    save_claim.release()
-    cache_claim.release()
 
 
 def _initialize(config: RunConfig) -> distributed.Launch:
