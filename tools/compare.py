@@ -57,8 +57,14 @@ TOLERANCE = 1e-3
 """Largest relative difference between the losses of two runs that count as the same training."""
 
 
+def _is_fine_tuning(argv: Sequence[str]) -> bool:
+    return any(word.split("=")[0] == "--task" for word in argv)
+
+
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Raises ValueError for a flag that is unknown, missing or no number."""
+    if argv is not None and _is_fine_tuning(argv):
+        return fine_tuning.parse_arguments(argv)
     parser = Parser(prog=PROG, description=__doc__)
     add = parser.add_argument
     add("--model", metavar="NAME", required=True, help="a row of the model table")
@@ -376,7 +382,7 @@ def compare(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else list(argv)
     try:
-        if any(word.split("=")[0] == "--task" for word in given):
+        if _is_fine_tuning(given):
             return fine_tuning.compare(given)
         return compare(parse_arguments(given), given)
     except ValueError as error:

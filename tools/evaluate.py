@@ -128,7 +128,7 @@ def _perplexity(loaded: LoadedModel, text: str, path: str, options: argparse.Nam
     }
 
 
-def _accuracy(loaded: LoadedModel, questions: Sequence[Any], *, batch_size: int) -> dict[str, float]:
+def _accuracy(loaded: LoadedModel, questions: Sequence[Any], *, batch_size: int) -> dict[str, float | None]:
     from megatron.bcd.generation.multiple_choice import accuracy
 
     found = accuracy(loaded, questions, batch_size=batch_size)
@@ -163,6 +163,11 @@ def _harness(loaded: LoadedModel, options: argparse.Namespace) -> dict[str, Any]
     return dict(found["results"])
 
 
+def _with_error(one: dict[str, Any], metric: str) -> str:
+    error = one[f"{metric}_stderr"]
+    return f"{one[metric]:.4f}" + ("" if error is None else f" +- {error:.4f}")
+
+
 def table(found: dict[str, Any]) -> str:
     """For people."""
     lines = []
@@ -173,8 +178,8 @@ def table(found: dict[str, Any]) -> str:
         )
     for path, one in found["multiple_choice"].items():
         lines.append(
-            f"{path}: acc {one['acc']:.4f} +- {one['acc_stderr']:.4f}, acc_norm {one['acc_norm']:.4f} "
-            f"+- {one['acc_norm_stderr']:.4f} ({one['questions']:,} questions)"
+            f"{path}: acc {_with_error(one, 'acc')}, acc_norm {_with_error(one, 'acc_norm')} "
+            f"({one['questions']:,} question{'' if one['questions'] == 1 else 's'})"
         )
     for name, one in found["lm_eval"].items():
         values = [f"{key.split(',')[0]} {value:.4f}" for key, value in one.items() if isinstance(value, float)]
