@@ -65,5 +65,8 @@ def test_tiny_form(repo_root: Path, tmp_path: Path, shared_data: Path, precision
         assert rows[name]["state_bytes"] < rows["full"]["state_bytes"]
     share = rows["badam"]["state_bytes"] / rows["full"]["state_bytes"]
     assert (share < 0.3) == (precision == "bf16"), "resting weights of 2 bytes against 18, or of 4 against 16"
+    (metrics,) = (tmp_path / "out").glob("*/runs/*-badam-*/metrics.jsonl")
+    blocks = {line.get("block") for line in map(json.loads, metrics.read_text().splitlines()) if "loss" in line}
+    assert blocks == {f"model.layers.{layer}." for layer in range(3)}, "step times are means over blocks"
     again = subprocess.run(command, cwd=repo_root, capture_output=True, text=True)
     assert again.returncode == 0 and " start tiny" not in again.stderr and "0 runs can start now" in again.stderr
