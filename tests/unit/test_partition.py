@@ -101,14 +101,11 @@ def test_embedding_norm_and_head_have_one_owner(cut: Partition) -> None:
 
 
 @given(partitions())
-def test_prefix_active_suffix_are_all_layers(cut: Partition) -> None:
-    """Exposes a layer that is neither prefix, active nor suffix, or a prefix that is not before the first trainable
-    stage."""
+def test_the_prefix_is_what_lies_before_the_first_active_layer(cut: Partition) -> None:
+    """Exposes a prefix with active layers, or one that is not before the first trainable stage."""
     for block in cut.blocks:
-        prefix, suffix = cut.prefix_layers(block.index), cut.suffix_layers(block.index)
-        assert sorted([*prefix, *block.layers, *suffix]) == list(range(cut.num_layers))
+        prefix = cut.prefix_layers(block.index)
         assert list(prefix) == list(range(min(block.layers)))
-        assert all(layer > block.first_layer for layer in suffix)
         assert block.first_layer in cut.stage_layers(block.first_trainable_stage)
         if cut.embedding_active(block.index):
             assert not prefix
@@ -172,7 +169,7 @@ def test_one_spread_block_is_everything(layers: int, stages: int, tied: bool) ->
     assert cut.num_blocks == 1
     assert cut.blocks[0].layers == tuple(range(layers))
     assert cut.embedding_active(0) and cut.final_norm_active(0) and cut.head_active(0)
-    assert not cut.prefix_layers(0) and not cut.suffix_layers(0)
+    assert not cut.prefix_layers(0)
     assert all(cut.stage_active(0, stage) for stage in range(stages))
 
 
@@ -181,7 +178,6 @@ def test_spread_example() -> None:
     cut = _make(layers=10, stages=2)
     assert cut.layers_per_stage == (5, 5)
     assert [cut.describe_layers(block) for block in range(3)] == ["0-1, 5-6", "2-3, 7-8", "4, 9"]
-    assert cut.suffix_layers(1) == (4, 5, 6, 9)
     assert [cut.describe_extras(block) for block in range(3)] == [("embedding",), (), ("final norm",)]
 
 
@@ -372,6 +368,6 @@ def test_without_an_active_block_all_layers_rest() -> None:
         resting="all",
         always_active=frozenset(("norms", "biases", "embedding", "head")),
     )
-    assert cut.num_blocks == 1 and cut.resting_layers(0) == (0, 1, 2, 3, 4) == cut.suffix_layers(0)
+    assert cut.num_blocks == 1 and cut.resting_layers(0) == (0, 1, 2, 3, 4)
     assert cut.active_layers(0, 0) == cut.active_layers(0, 1) == ()
     assert cut.embedding_active(0) and cut.head_active(0) and cut.final_norm_active(0) and not cut.has_prefix

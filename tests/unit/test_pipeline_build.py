@@ -21,7 +21,7 @@ from megatron.bcd.pipeline.build import (
     stage_actions,
     stock_shape,
 )
-from megatron.bcd.pipeline.validate import PlanError, validate_plan, validate_sequence
+from megatron.bcd.pipeline.validate import PlanError, validate_plan
 
 
 def bcd(stages: int, microbatches: int, first_trainable: int, *, done: int = 0, ahead: int = 0) -> Plan:
@@ -257,22 +257,6 @@ def test_a_microbatch_that_nobody_does_is_seen(plan: Plan) -> None:
         validate_plan(replace(plan, shape=replace(plan.shape, num_microbatches=5)))
     with pytest.raises(PlanError, match="stage 0, .*forward.* of microbatch 3.*: none is due any more"):
         validate_plan(replace(plan, shape=replace(plan.shape, num_microbatches=3)))
-
-
-def test_sequences() -> None:
-    """What runs ahead and is not used is lost, what is used and was not run ahead hangs the first trainable stage."""
-    first, middle, last = bcd(3, 4, 1, ahead=2), bcd(3, 4, 1, done=2, ahead=2), bcd(3, 4, 1, done=2)
-    validate_sequence([first, middle, middle, last, first])
-    validate_sequence([last, bcd(3, 8, 2), build_plan(evaluation_shape(num_stages=3, num_microbatches=2))])
-    for wrong, message in (
-        ([first, middle, first], "iterations 1 and 2: stage 0 runs ahead with 2 microbatches, then 0 are done"),
-        ([last, middle], "iterations 0 and 1: stage 0 runs ahead with 0 microbatches, then 2 are done"),
-        ([first, bcd(3, 4, 2, done=2)], "microbatch 4 runs ahead, and the prefix changes"),
-        ([last, bcd(4, 4, 1)], "iterations 0 and 1: 3 and 4 stages"),
-        ([first, replace(middle, stages=())], "iteration 1: actions of 0 stages"),
-    ):
-        with pytest.raises(PlanError, match=message):
-            validate_sequence(wrong)
 
 
 class Recorder:

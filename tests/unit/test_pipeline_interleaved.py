@@ -10,11 +10,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from support.unit_costs import unit_chunk_costs
 
 from megatron.bcd.pipeline.actions import Action, Kind
 from megatron.bcd.pipeline.chunk_shape import ChunkShape, chunk_shape, evaluation_chunk_shape, max_graphs, stock_order
 from megatron.bcd.pipeline.interleaved import ChunkPlan, build_chunk_plan
-from megatron.bcd.pipeline.simulate_interleaved import simulate_chunk_plan, unit_chunk_costs
+from megatron.bcd.pipeline.simulate_interleaved import simulate_chunk_plan
 from megatron.bcd.pipeline.validate import PlanError
 from megatron.bcd.pipeline.validate_interleaved import validate_chunk_plan
 

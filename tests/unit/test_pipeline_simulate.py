@@ -7,6 +7,7 @@ from textwrap import dedent
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.unit_costs import unit_costs
 
 from megatron.bcd.pipeline.actions import Action, Kind
 from megatron.bcd.pipeline.build import (
@@ -20,7 +21,7 @@ from megatron.bcd.pipeline.build import (
     stock_shape,
 )
 from megatron.bcd.pipeline.render import backward_messages, cell_unit, describe, kept_activations, legend, render_grid
-from megatron.bcd.pipeline.simulate import ActionCosts, Timeline, action_costs, simulate, unit_costs
+from megatron.bcd.pipeline.simulate import ActionCosts, Timeline, action_costs, simulate
 
 
 def shape_of(

@@ -167,12 +167,6 @@ class Partition:
         """Frozen layers before the first active one; empty while the embedding is active."""
         return range(self.blocks[block].first_layer if self.has_prefix else 0)
 
-    def suffix_layers(self, block: int) -> tuple[int, ...]:
-        """Layers without active matrices that a gradient passes through, ascending; resting ones too."""
-        after_prefix = range(len(self.prefix_layers(block)), self.num_layers)
-        active = self.blocks[block].layers if self.has_active_block else ()
-        return tuple(layer for layer in after_prefix if layer not in active)
-
     def describe_layers(self, block: int) -> str:
         """The block's layers for people, e.g. ``"0-3, 6-9"``."""
         return describe_layers(self.blocks[block].layers) if self.has_active_block else ""

@@ -195,19 +195,6 @@ class BlockSchedule:
             return multiplier
         return multiplier * (state.step_in_phase + 1) / (warmup + 1)
 
-    def at_iteration(self, iteration: int) -> PhaseState:
-        """The state after ``iteration`` steps from the start, without stepping there.
-
-        Raises ValueError where that depends on losses or scores: switch plateau, greedy order.
-        """
-        own = self.settings
-        if own.bcd_switch != "steps" or own.bcd_order == "greedy":
-            raise ValueError(
-                f"--bcd-switch {own.bcd_switch}, --bcd-order {own.bcd_order}: phases are not known in advance"
-            )
-        phase, step_in_phase = divmod(iteration, own.bcd_steps_per_block)
-        return PhaseState(phase=phase, step_in_phase=step_in_phase)
-
     def fits(self, state: PhaseState) -> bool:
         """Whether a run can resume from ``state`` in this order: not where greedy order starts or ends amid a cycle.
 

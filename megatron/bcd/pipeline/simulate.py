@@ -1,9 +1,9 @@
 """How long an iteration takes, from the time of every action.
 
-Times in seconds, or in any other unit throughout: `unit_costs` counts in forward passes. A stage does its actions in
-order. A message begins when both ends are there and the link's message before it has arrived, and takes
-`ActionCosts.message`; both ends wait for it. Two exceptions: a one-way send does not wait, unless MAX_SENDS_IN_FLIGHT
-have not arrived yet, and RECEIVE_AHEAD never waits. Microbatches that were done ahead are there at time 0.
+Times in seconds, or in any other unit throughout. A stage does its actions in order. A message begins when both ends
+are there and the link's message before it has arrived, and takes `ActionCosts.message`; both ends wait for it. Two
+exceptions: a one-way send does not wait, unless MAX_SENDS_IN_FLIGHT have not arrived yet, and RECEIVE_AHEAD never
+waits. Microbatches that were done ahead are there at time 0.
 
 Left out, for the caller to add: the optimizer step, the reductions of gradients and loss, and anything else that is
 done once per iteration.
@@ -64,12 +64,6 @@ def action_costs(
     if shape.is_stock:
         seconds[0, Kind.BACKWARD_INPUT] = 0.0
     return ActionCosts(seconds=seconds, message=message)
-
-
-def unit_costs(shape: PlanShape) -> ActionCosts:
-    """Forward = input gradients = weight gradients = 1 on every stage, messages 0 (docs/concepts.md)."""
-    ones, twos = (1.0,) * shape.num_stages, (2.0,) * shape.num_stages
-    return action_costs(shape, forward=ones, backward=twos, backward_input=ones)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,12 +32,6 @@ def chunk_costs(
     return ActionCosts(seconds=seconds, message=message)
 
 
-def unit_chunk_costs(shape: ChunkShape, *, message: float = 0.0) -> ActionCosts:
-    """Forward = input gradients = weight gradients = 1 for every chunk."""
-    ones, twos = (1.0,) * shape.num_virtual, (2.0,) * shape.num_virtual
-    return chunk_costs(shape, forward=ones, backward=twos, backward_input=ones, message=message)
-
-
 def simulate_chunk_plan(plan: ChunkPlan, costs: ActionCosts) -> Timeline:
     """When every action of a plan begins and ends; its critical path is not followed.
 

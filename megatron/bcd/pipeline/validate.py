@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, pairwise, zip_longest
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 from megatron.bcd.pipeline.actions import TWO_WAY, Action, Kind, Message, received, sent
@@ -55,33 +55,6 @@ def validate_plan(plan: Plan) -> None:
         _Stage(shape, stage).follow(places)
     _check_links(stages)
     _check_no_deadlock(stages)
-
-
-def validate_sequence(plans: Sequence[Plan]) -> None:
-    """Checks consecutive iterations, each plan and how they fit; raises PlanError naming the iteration, from 0.
-
-    The sequence may begin and end in the middle of a phase: what the first has done ahead and the last runs ahead with
-    is taken as given. Without deadlock in each there is none in all: every message belongs to one iteration.
-    """
-    for iteration, plan in enumerate(plans):
-        try:
-            validate_plan(plan)
-        except PlanError as error:
-            raise PlanError(f"iteration {iteration}: {error}") from None
-    for iteration, (before, after) in enumerate(pairwise(plan.shape for plan in plans)):
-        where = f"iterations {iteration} and {iteration + 1}"
-        if before.num_stages != after.num_stages:
-            raise PlanError(f"{where}: {before.num_stages} and {after.num_stages} stages")
-        if before.run_ahead != after.done_ahead:
-            raise PlanError(
-                f"{where}: stage {before.first_trainable - 1} runs ahead with {before.run_ahead} microbatches,"
-                f" then {after.done_ahead} are done"
-            )
-        if before.run_ahead and (before.first_trainable, before.active) != (after.first_trainable, after.active):
-            raise PlanError(
-                f"{where}: microbatch {before.num_microbatches} runs ahead, and the prefix changes before it is used"
-                f" (first trainable stage {before.first_trainable}, then {after.first_trainable})"
-            )
 
 
 def _places(stage: int, actions: Sequence[Action]) -> list[_Place]:
