@@ -41,7 +41,7 @@ from megatron.bcd.planner.memory import fits
 from megatron.bcd.planner.multipliers import PAPER, PRETRAIN
 from megatron.bcd.planner.paper import Paper, recompute_paper, time_errors
 from megatron.bcd.planner.pipelines import PIPELINES, layout_times
-from megatron.bcd.planner.placement import place
+from megatron.bcd.planner.placement import place, with_fewest_blocks
 from megatron.bcd.planner.recipe import CUTS, METHODS, PRESET_OF, RECOMPUTE_CHOICES, Recipe
 from megatron.bcd.planner.remedies import remedies
 from megatron.bcd.planner.search import layouts, search, shortest_that_fits, valid_pipelines
@@ -83,8 +83,8 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
         " finetune; full training, or full training with the optimizer on the host (default: bcd)")  # fmt: skip
     add("--bcd-preset", choices=tuple(PRESETS), help="of block coordinate descent: paper is --method bcd, the others"
         " are methods of their name")  # fmt: skip
-    add("--bcd-num-blocks", type=int, metavar="M", help="(default: 3, with finetune the layers of a stage; --search"
-        " tries 2 to 6 with method bcd)")  # fmt: skip
+    add("--bcd-num-blocks", type=int, metavar="M", help="(default: 3, with finetune the fewest from 2 that fit;"
+        " --search tries 2 to 6 with method bcd, one layer a block with finetune)")  # fmt: skip
     add("--bcd-layout", choices=LAYOUTS, help="(default: spread; with --bcd-preset pretrain strided)")
     add("--bcd-frozen", metavar="PARTS", help="never trained: some of embedding, head, norms, or none (default: none;"
         " with finetune embedding)")  # fmt: skip
@@ -189,10 +189,11 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
     if arguments.recompute is None and not arguments.search and not arguments.compare:
         given = {"pipeline_size": arguments.pipeline_model_parallel_size} | fields
         return place(placements=(), **{name: value for name, value in given.items() if name != "recompute"})
-    if arguments.pipeline_model_parallel_size is not None:
-        return Recipe(pipeline_size=arguments.pipeline_model_parallel_size, **fields)
-    suited = valid_pipelines(**fields)
-    return suited[0] if arguments.search or arguments.compare else shortest_that_fits(suited)
+    size = arguments.pipeline_model_parallel_size
+    suited = valid_pipelines(**fields) if size is None else [Recipe(pipeline_size=size, **fields)]
+    if arguments.search or arguments.compare:
+        return suited[0]
+    return with_fewest_blocks(shortest_that_fits(suited))
 
 
 def paper(arguments: argparse.Namespace) -> Paper:

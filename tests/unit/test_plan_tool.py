@@ -107,9 +107,7 @@ def test_fine_tuning(capsys: pytest.CaptureFixture[str], model: str, num_gpus: i
     assert plan.main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["recipe"]["method"] == "finetune" and found["recipe"]["precision"] == "bf16"
-    assert found["recipe"]["num_blocks"] == found["model"]["layers"]
     state = max(rank["model_state"] for rank in found["memory"]["ranks"])
-    assert state <= 0.25 * 18 * found["model"]["parameters"]
     assert found["bill"]["tokens"] < 1e8 and found["bill"]["multiplier"] == 1.0
     assert found["bill"]["multiplier_source"].startswith("assumed")
     assert "--sft" in found["command"] and "--bcd-preset finetune" in found["command"]
@@ -118,6 +116,37 @@ def test_fine_tuning(capsys: pytest.CaptureFixture[str], model: str, num_gpus: i
     assert max(rank["model_state"] for rank in less["memory"]["ranks"]) < state
     assert less["time"]["phases"][-1]["total"] < found["time"]["phases"][-1]["total"], "the head's weight gradient"
     assert "--bcd-frozen embedding,head" in less["command"]
+
+
+@pytest.mark.parametrize(
+    ("model", "num_gpus", "more", "num_blocks"),
+    [
+        ("llama-7b", 1, (), 32),
+        ("llama-7b", 4, (), 11),
+        ("L-1.5B", 1, (), 2),
+        ("L-1.5B", 1, ("--seq-length", "4096"), 3),
+        ("L-1.5B", 1, ("--bcd-layout", "submodel"), 2),
+        ("L-1.5B", 1, ("--recompute",), 2),
+        ("L-1.5B", 1, ("--bcd-num-blocks", "24"), 24),
+        ("llama-7b", 1, ("--seq-length", "4096"), 32),
+        ("llama-7b", 2, ("--pipeline-model-parallel-size", "2"), 6),
+        ("L-1.5B", 2, ("--pipeline-model-parallel-size", "2", "--bcd-layout", "stage"), 2),
+    ],
+)
+def test_number_of_blocks_for_fine_tuning(
+    capsys: pytest.CaptureFixture[str], model: str, num_gpus: int, more: tuple[str, ...], num_blocks: int
+) -> None:
+    """Memory that is left unused, though larger blocks learn better; a plan with them that does not fit."""
+    words = ("--task", "sft", "--model", model, "--gpu", "rtx4090", "--num-gpus", str(num_gpus), *more, "--json")
+    assert plan.main([*words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["recipe"]["num_blocks"] == num_blocks
+    assert f"--bcd-num-blocks {num_blocks} " in found["command"] or "--bcd-layout stage" in found["command"]
+    peak = max(rank["total"] for rank in found["memory"]["ranks"])
+    assert peak <= 0.95 * 23.6 * 2**30
+    if num_blocks >= 24:  # one layer a block: a quarter of full training's 18 bytes, or less
+        state = max(rank["model_state"] for rank in found["memory"]["ranks"])
+        assert state <= 0.25 * 18 * found["model"]["parameters"]
 
 
 def test_many_ranks_are_shown_in_short(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -77,6 +79,25 @@ def grow_until_fits(**settings: Any) -> Iterator[Recipe]:
         raise reasons[0]
 
 
+def with_fewest_blocks(recipe: Recipe) -> Recipe:
+    """Preset finetune where no number of blocks is given: the fewest within _PLANNED_SHARE of the memory, at least two.
+
+    Fewer, larger blocks train every layer in more steps, and their loss is closer to full training's
+    (docs/fine_tuning.md). All blocks but the last are of one size. If none fit, the recipe's: one layer a block.
+    """
+    if recipe.method != "finetune" or recipe.num_blocks is not None or recipe.layout == "stage":
+        return recipe
+    if recipe.recompute == "auto":  # one layer a block leaves most memory to activations
+        return recipe
+    per_stage = recipe.model.layers // recipe.pipeline_size
+    for num_blocks in sorted({math.ceil(per_stage / size) for size in range(2, per_stage)}):
+        with contextlib.suppress(ValueError):  # a layout that cannot have so many
+            other = replace(recipe, num_blocks=num_blocks)
+            if peak(rank_memory(other)).total <= _PLANNED_SHARE * other.cluster.memory_gib * GIB:
+                return other
+    return recipe
+
+
 def fit_on(num_gpus: int, **settings: Any) -> Recipe | None:
     """The recipe on ``num_gpus`` of one node, with another method if its own does not fit; None if no method fits."""
     cluster = settings["cluster"]
@@ -141,5 +162,5 @@ def _choose_layout(*, recompute: str | None = None, pipeline_size: int | None = 
     for share in (_PLANNED_SHARE, 1.0):
         for recipe, needed in zip(tried, peaks, strict=True):
             if needed <= share * recipe.cluster.memory_gib:
-                return recipe
+                return with_fewest_blocks(recipe)
     return tried[-1]
