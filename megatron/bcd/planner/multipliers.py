@@ -51,6 +51,6 @@ def multiplier_at(num_blocks: int, at_three: float) -> float:
     """The B-F multiplier at ``num_blocks`` of the paper's method; 1 for one block.
 
     Table 11 of the paper has 2.22, 2.78 and 3.33 at two, three and four blocks (Adam): (M + 2) / 5 of that at three.
-    A small GPT here had 2.24 and 2.89 at two and three, and more than 5 at six, where this gives 4.6 (docs/learning.md).
+    A small GPT here had 2.24, 2.89 and more than 5 at two, three and six; this gives 4.6 at six (docs/learning.md).
     """
     return 1.0 if num_blocks == 1 else at_three * (num_blocks + 2) / 5
