@@ -83,8 +83,8 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
         " finetune; full training, or full training with the optimizer on the host (default: bcd)")  # fmt: skip
     add("--bcd-preset", choices=tuple(PRESETS), help="of block coordinate descent: paper is --method bcd, the others"
         " are methods of their name")  # fmt: skip
-    add("--bcd-num-blocks", type=int, metavar="M", help="(default: 3, with finetune the fewest from 2 that fit;"
-        " --search tries 2 to 6 with method bcd, one layer a block with finetune)")  # fmt: skip
+    add("--bcd-num-blocks", type=int, metavar="M", help="(default: 3, with finetune the fewest that fit; --search"
+        " tries 2 to 6 with method bcd)")  # fmt: skip
     add("--bcd-layout", choices=LAYOUTS, help="(default: spread; with --bcd-preset pretrain strided)")
     add("--bcd-frozen", metavar="PARTS", help="never trained: some of embedding, head, norms, or none (default: none;"
         " with finetune embedding)")  # fmt: skip
