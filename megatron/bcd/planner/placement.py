@@ -83,7 +83,7 @@ def with_fewest_blocks(recipe: Recipe) -> Recipe:
     """Preset finetune where no number of blocks is given: the fewest within _PLANNED_SHARE of the memory, at least two.
 
     Fewer, larger blocks train every layer in more steps, and their loss is closer to full training's
-    (docs/fine_tuning.md). All blocks but the last are of one size. If none fit, the recipe's: one layer a block.
+    (docs/fine_tuning.md). Of numbers with the same largest block the least is tried. If none fit: one layer a block.
     """
     if recipe.method != "finetune" or recipe.num_blocks is not None or recipe.layout == "stage":
         return recipe
