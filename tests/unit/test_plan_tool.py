@@ -362,6 +362,15 @@ def test_verify(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]) -> N
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_verify_fine_tuning(capsys: pytest.CaptureFixture[str]) -> None:
+    """The published model's folder, a placeholder in the printed command, looked for; or blocks of another plan."""
+    flags = ("--task", "sft", "--model", "LLaMA-7B", "--gpu", "rtx4090", "--num-gpus", "4", "--verify", "--json")
+    (row,) = json.loads(output(capsys, *flags))
+    assert row["built"] == row["formula"] == 6_738_415_616
+    assert row["built_by_block"] == row["formula_by_block"] and len(row["built_by_block"]) == 11
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("form", ["gpt", "llama"])
 def test_verify_grouped_queries(capsys: pytest.CaptureFixture[str], tmp_path: Path, form: str) -> None:
     """Keys and values of every head counted where groups share them, or a command that leaves the groups out."""
