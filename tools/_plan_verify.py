@@ -68,7 +68,7 @@ def show_counts(recipe: Recipe, rows: list[dict[str, Any]]) -> str:
 
 
 def run_config(recipe: Recipe) -> RunConfig:
-    """Numbers from the printed command; for fine-tuning, whose command names no real model, from its network's flags."""
+    """Numbers from the printed command; for fine-tuning, whose command names no model, from its network's flags."""
     if recipe.task == "sft":
         recipe = replace(recipe, task="pretrain")
     words = shlex.split(torchrun_command(recipe, iterations=1).replace("\\\n", ""))
