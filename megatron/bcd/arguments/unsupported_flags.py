@@ -190,7 +190,6 @@ DROPPED_FLAGS = (
 )
 COMPATIBLE_FLAGS = (*ANYWAY_FLAGS, *DROPPED_FLAGS)
 
-BASELINE = "the optimizer is Adam or SGD, on the device of the weights"
 REFUSAL_REASONS = (
     ("--num-experts", EXPERTS),
     ("--num-moe-experts", EXPERTS),
@@ -209,8 +208,8 @@ REFUSAL_REASONS = (
     ("--fsdp-", "weights are not sharded; the optimizer state is"),
     ("--no-pin-cpu-params", "Megatron Core pins the host's weights in any case"),
     ("--cpu-offloading", "activations stay on the device"),
-    ("--use-torch-optimizer-for-cpu-offload", BASELINE),
-    ("--muon-", BASELINE),
+    ("--use-torch-optimizer-for-cpu-offload", "--optimizer-cpu-offload takes Megatron Core's own choice of optimizer"),
+    ("--muon-", "not an option of Muon here"),
     ("--multi-latent-attention", "attention is plain or grouped-query"),
     ("--mtp-", "multi-token prediction is not supported"),
     ("--mamba-", "models are transformers"),
