@@ -33,6 +33,8 @@ CUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one_per_token": (1, {"calculate_per_token_loss": True}),
     "data2": (2, {"no_use_distributed_optimizer": True}),  # it would keep a shard of the gradient only
     "tensor2": (2, {"tensor_model_parallel_size": 2}),
+    "one_biases": (1, {"bcd_always_active": "biases"}),
+    "tensor2_biases": (2, {"tensor_model_parallel_size": 2, "bcd_always_active": "biases"}),
     "pipeline2_spread": (2, {"pipeline_model_parallel_size": 2}),
     "pipeline2_stage": (2, {"pipeline_model_parallel_size": 2, "bcd_layout": "stage", "bcd_num_blocks": None}),
     "pipeline2_submodel": (2, {"pipeline_model_parallel_size": 2, "bcd_layout": "submodel"}),
@@ -92,6 +94,10 @@ def active_names(names: list[str], *, layers: tuple[int, ...], embedding: bool, 
     extras = [("embedding.", embedding), ("decoder.final_layernorm.", norm), ("output_layer.", head)]
     prefixes = [f"decoder.layers.{layer}." for layer in layers] + [prefix for prefix, is_held in extras if is_held]
     return {name for name in names if name.startswith(tuple(prefixes))}
+
+
+def is_bias(name: str) -> bool:
+    return name.endswith(".bias") and "layernorm" not in name
 
 
 def gradients_of_all_blocks(config: RunConfig) -> list[dict[str, Any]]:
@@ -155,7 +161,9 @@ def model_and_batch(
     return flags, world1.run(worlds.initial_weights, config)[0], world1.run(global_batch, config)[0]
 
 
-@pytest.mark.parametrize(("cut", "kernels"), with_cpu_kernels(CUTS, megatron=("one", "data2", "pipeline2_spread")))
+@pytest.mark.parametrize(
+    ("cut", "kernels"), with_cpu_kernels(CUTS, megatron=("one", "one_biases", "data2", "pipeline2_spread"))
+)
 def test_gradient_of_every_block(
     worlds_of: dict[str, tuple[World, World]],
     model_and_batch: tuple[dict[str, Any], Weights, dict[str, Tensor]],
@@ -163,7 +171,7 @@ def test_gradient_of_every_block(
     kernels: str,
 ) -> None:
     """A suffix that does not carry the gradient back, a prefix that is trained, a tied copy that is not summed,
-    a recomputed layer without a gradient: anything that makes a block's gradient not the loss's."""
+    a recomputed layer or a bias of a frozen one without a gradient: anything that makes a block's gradient not the loss's."""
     size, extra = CUTS[cut]
     flags, weights, batch = model_and_batch
     untied = "output_layer.weight" in weights
@@ -185,6 +193,8 @@ def test_gradient_of_every_block(
             norm=block.index == len(blocks) - 1,
             head=untied and block.index == len(blocks) - 1,
         )
+        if "biases" in config.bcd.always_active:
+            active |= {name for name in weights if name.startswith("decoder.layers.") and is_bias(name)}
         expected = reference_gradients(weights, batch, active, config.num_layers)
         found = merge([rank[block.index] for rank in ranks], config.tensor_size)
         seen = set()

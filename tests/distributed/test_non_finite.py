@@ -138,6 +138,14 @@ def test_too_many_in_a_row(world2: World, text_data: str, tmp_path: Path, what: 
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000003", "iter_0000006"]
 
 
+def test_a_fixed_loss_scale_is_no_search(world1: World, text_data: str) -> None:
+    """Gradients that overflow for ever, taken for fp16's search for a scale: a run that ends without one step."""
+    config = worlds.run_config(data_path=text_data, fp16=True, loss_scale=1e12, max_skipped_steps=3)
+    [mine] = world1.run(spoilt_run, config, "loss", (), rank=0)
+    assert mine["grad_norms"] == [None] * 3
+    assert mine["failed"].startswith("iteration 3: loss or gradient was not finite in 3 steps in a row")
+
+
 def test_the_count_of_skipped_steps_is_resumed(world2: World, text_data: str, tmp_path: Path) -> None:
     """A run that is restarted again and again would never reach its limit."""
     config = config_of(text_data, "data2", max_skipped_steps=4)

@@ -29,12 +29,16 @@ def config_of(text_data: str, **flags: Any) -> Any:
 )
 def test_it_steps_as_on_the_device(world2: World, text_data: str, flags: dict[str, Any], more: dict[str, Any]) -> None:
     """A gradient that is not clipped, decayed or copied, a main parameter that is rounded, a weight that is not
-    stepped, and state on the device that is counted or planned though it has moved."""
+    stepped, a norm of the weights that leaves them out, and state on the device that is counted or planned though it
+    has moved."""
+    flags = flags | {"log_params_norm": True}
     ranks = world2.run(pretended_gpu.train_run, config_of(text_data, **flags, **OFFLOAD, **more))
     plain = world2.run(worlds.train_run, config_of(text_data, **flags))
     for rank, (one, other) in enumerate(zip(ranks, plain, strict=True)):
         assert one["losses"] == pytest.approx(other["losses"], rel=1e-4)
         assert one["grad_norms"] == pytest.approx(other["grad_norms"], rel=1e-3)
+        norms = ([step["params_norm"] for step in run["metrics"]] for run in (one, other))
+        assert next(norms) == pytest.approx(next(norms), rel=3e-3), "of the bf16 weights, and of the main parameters"
         assert sum(note.startswith("optimizer offloaded to the host") for note in one["notes"]) == 1
         if "optimizer_offload_fraction" not in more:  # else parameters move as a whole, and a plan says nothing of it
             assert one["model_state"][rank] == pytest.approx(one["planned"], rel=0.02)

@@ -166,6 +166,16 @@ def test_batch_size_ramp(world1: World, world2: World, text_data: str, cut: dict
     assert len(outcome["evaluations"]) == len(sizes) + 1
 
 
+def test_rates_on_a_ramp(world1: World, text_data: str) -> None:
+    """Warm-up and decay in full batches: iterations are converted to samples, and the ramp's batches have fewer."""
+    flags = {"data_path": text_data, "train_iters": 12, "lr_warmup_iters": 4, "min_lr": 0.0}
+    flags |= {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 3, "rampup_batch_size": (2, 2, 24)}
+    [outcome] = world1.run(worlds.train_run, worlds.run_config(**flags))
+    rates = [line["learning_rate"] for line in outcome["metrics"]]
+    assert max(rates[:3]) < 1e-2 and rates[3:9] == pytest.approx([1e-2] * 6), "warm after four iterations"
+    assert 1e-2 > rates[9] > rates[10] > rates[11], "three of decay"
+
+
 def test_samples_that_do_not_fill_the_last_batch(world1: World, text_data: str) -> None:
     """A run that asks for a batch beyond its data at the end; stock Megatron-LM trains whole batches only."""
     flags = {"data_path": text_data, "train_iters": None, "train_samples": 45}

@@ -9,6 +9,9 @@ import pytest
 from support import worlds
 from support.dist import World
 
+from megatron.bcd.config import RunConfig
+from megatron.bcd.model.builder import unwrap_model
+
 Flags = Callable[..., dict[str, Any]]
 AUTO = {"recompute": "auto"}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -25,6 +28,36 @@ def test_a_phase_leaves_nothing_in_what_recomputes(world2: World, initial_weight
     config = worlds.run_config(world_size=2, **flags | AUTO | {"recompute_memory_gib": 1.5e-3})
     again = world2.run(worlds.train_run, config)
     assert [rank["losses"] for rank in again] == [rank["losses"] for rank in plain]
+
+
+def recomputed(config: RunConfig) -> list[tuple[int | None, int | None]]:
+    """Block and number of recomputed layers of each training pass, those of greedy order's probes included."""
+    told: list[tuple[int | None, int | None]] = []
+
+    def tell(one: worlds.RecordedRun) -> None:
+        told.append((one.active.block, unwrap_model(one.model).decoder.config.recompute_num_layers))
+
+    with worlds.parallel(config):
+        worlds.RecordedRun(config, after_schedule=tell).run()
+    return told
+
+
+def test_probes_recompute_as_their_phase_does(world1: World, text_data: str) -> None:
+    """A candidate of greedy order that is measured with another block's recomputation, or none: out of memory."""
+    flags = {"data_path": text_data, "bcd_order": "greedy", "recompute_memory_gib": 1.1e-3} | AUTO
+    [told] = world1.run(recomputed, worlds.run_config(**flags))
+    numbers = dict(told[:3])
+    assert sorted(numbers) == [0, 1, 2] and len(set(numbers.values())) > 1, "blocks must differ"
+    assert all(number == numbers[block] for block, number in told)
+
+
+def test_the_full_batch_counts(world2: World, text_data: str) -> None:
+    """Activations of the first small batch, taken for those of the whole run: memory that ends later in the ramp."""
+    flags = {"data_path": text_data, "pipeline_model_parallel_size": 2, "world_size": 2, "bcd_num_blocks": 1} | AUTO
+    flags |= {"recompute_memory_gib": 1.1e-3, "train_iters": 1, "micro_batch_size": 2, "global_batch_size": 16}
+    configs = (worlds.run_config(**flags, **ramp) for ramp in ({}, {"rampup_batch_size": (2, 2, 64)}))
+    whole, ramped = ([ranks[0] for ranks in world2.run(recomputed, config)] for config in configs)
+    assert whole == ramped and any(number for _, number in whole)
 
 
 @pytest.mark.parametrize("name", [pytest.param("spread", marks=pytest.mark.long), "interleaved"])

@@ -175,6 +175,12 @@ BAD_RUNS: list[tuple[str, int, list[str]]] = [
     ("--adam-beta2 1", 1, ["--adam-beta2 1.0", "less than 1"]),
     ("--hidden-dropout 1", 1, ["--hidden-dropout 1.0", "less than 1"]),
     ("--fp16 --bf16", 1, ["--fp16", "--bf16"]),
+    ("--bf16 --loss-scale 1024 --optimizer muon", 1, ["--optimizer muon", "--loss-scale"]),
+    (
+        "--pipeline-model-parallel-size 2 --bcd-schedule stock --recompute auto --recompute-memory-gib 1",
+        2,
+        ["--recompute auto", "--bcd-schedule bcd"],
+    ),
     ("--grad-reduce-in-bf16", 1, ["--grad-reduce-in-bf16", "--bf16"]),
     (
         "--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32",

@@ -224,6 +224,20 @@ def test_resume_is_exact(tmp_path: Path, keep_state: str, rule: str, stopped_at:
     assert_same_weights(resumed, model)
 
 
+def test_maximize() -> None:
+    """Resting layers that go down where the wrapped optimizer goes up."""
+    up, down = new_net(), new_net()
+    for model, sign in ((up, 1), (down, -1)):
+        optimizer = BlockCoordinate(
+            model, torch.optim.SGD, lr=0.01, steps_per_block=1, resting_update="sign", maximize=sign > 0
+        )
+        for inputs, targets in batches(2):
+            optimizer.zero_grad()
+            (-sign * nn.functional.cross_entropy(model(inputs), targets)).backward()
+            optimizer.step()
+    assert_same_weights(up, down)
+
+
 def test_accumulated_gradients_are_one_step() -> None:
     """A phase that ends early, or a resting layer stepped by the last of several backward passes only."""
     whole, parts = new_net(), new_net()

@@ -15,7 +15,7 @@ from megatron.bcd.model import transformer_config
 from megatron.bcd.model.attention import ScaledDotProductAttention
 from megatron.bcd.model.implementation import choose_implementation
 from megatron.bcd.model.norm import PlainNorm
-from megatron.bcd.runtime import device
+from megatron.bcd.runtime import device, packages
 
 
 @pytest.mark.parametrize(
@@ -126,6 +126,25 @@ def test_recomputation_that_never_ends_is_refused() -> None:
     with pytest.raises(ValueError, match="--recompute-modules mlp needs --disable-bias-linear"):
         transformer_config.build_transformer_config(parse(*flags), local)
     transformer_config.build_transformer_config(parse(*flags, "--disable-bias-linear"), local)
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_fused"),
+    [
+        (("--bf16", "--bcd-preset", "pretrain"), True),
+        (("--bcd-preset", "pretrain"), False),
+        (("--bcd-resting-update", "sign"), False),
+        (("--bcd-resting-update", "sign", "--bcd-resting-grad-dtype", "fp32"), True),
+        (("--optimizer", "muon", "--muon-grad-dtype", "bf16"), False),
+        ((), True),
+    ],
+)
+def test_fused_weight_gradient(flags: tuple[str, ...], is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apex's kernel for gradients in bf16, which takes no fp32 inputs: a crash in the first backward pass."""
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    monkeypatch.setattr(packages, "is_importable", lambda name: name == "fused_weight_gradient_mlp_cuda")
+    local = choose_implementation("local", transformer_engine=False, apex=False, optimizer="PyTorch AdamW")
+    assert transformer_config.build_transformer_config(parse(*flags), local).gradient_accumulation_fusion == is_fused
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

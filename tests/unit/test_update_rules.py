@@ -59,6 +59,15 @@ def test_normalized_rows() -> None:
     assert torch.allclose(found.square().mean(dim=1), torch.ones(8))
 
 
+def test_rows_of_zeros_in_fp16() -> None:
+    """Zero divided by a smallest divisor that fp16 rounds to zero."""
+    rows = gradient(4, 8).half()
+    rows[1] = 0
+    found = update_rules.normalize_rows(rows)
+    assert torch.equal(found[1], torch.zeros(8, dtype=torch.float16))
+    torch.testing.assert_close(found, update_rules.normalize_rows(rows.float()).half())
+
+
 def test_queries_keys_and_values_apart() -> None:
     """Rows of one query group that are taken for another's: they are interleaved, [q q k v] for each group."""
     groups, width, hidden = 2, 3, 8

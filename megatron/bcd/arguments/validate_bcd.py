@@ -46,6 +46,13 @@ def check_phases(config: RunConfig, given: Mapping[str, Any]) -> None:
         bcd.bcd_run_ahead is None or bcd.bcd_schedule == "bcd",
         "--bcd-run-ahead needs --bcd-schedule bcd: the stock schedule runs nothing ahead",
     )
+    refuse_unless(
+        config.training.recompute is None
+        or bcd.bcd_schedule == "bcd"
+        or config.pipeline_size == 1
+        or bcd.bcd_num_blocks in (0, 1),
+        "--recompute auto needs --bcd-schedule bcd: it counts no activations of stages before the active block",
+    )
 
 
 def check_main_params(config: RunConfig, given: Mapping[str, Any]) -> None:

@@ -188,6 +188,7 @@ _OF_MUON = (
 def _check_muon(run: Run) -> None:
     for flag, is_given, remedy in (
         ("--fp16", run.fp16, "Muon's gradients have no loss scale; give --bf16"),
+        ("--loss-scale", run.loss_scale is not None, "Muon's gradients have no loss scale; leave one of them out"),
         ("--calculate-per-token-loss", run.calculate_per_token_loss, "leave one of them out"),
         ("--bcd-order greedy", run.bcd_order == "greedy", "scores count only what Adam steps"),
     ):

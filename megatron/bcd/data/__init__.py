@@ -13,7 +13,7 @@ from megatron.bcd.data.batches import (
     subset_batches,
 )
 from megatron.bcd.data.indexed import check_indexed_dataset
-from megatron.bcd.data.lengths import global_batch_size, num_iterations, num_samples
+from megatron.bcd.data.lengths import global_batch_size, num_iterations, num_samples, samples_after
 from megatron.bcd.data.sft.plan import FineTuningPlan, plan_fine_tuning, with_epochs
 from megatron.bcd.data.splits import SplitPlan, Splits, build_splits, plan_splits
 
@@ -37,6 +37,7 @@ __all__ = [
     "part_of_sequences",
     "plan_fine_tuning",
     "plan_splits",
+    "samples_after",
     "subset_batches",
     "with_epochs",
 ]

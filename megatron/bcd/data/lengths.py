@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
 
@@ -26,30 +29,46 @@ def num_iterations(config: RunConfig) -> int:
         return training.train_iters or 0
     samples, full_batch = training.train_samples or 0, global_batch_size(config)
     consumed = iterations = 0
-    if training.rampup_batch_size:
-        start, increment, ramp = training.rampup_batch_size
-        calculator = RampupBatchsizeNumMicroBatchesCalculator(
-            full_batch,
-            training.micro_batch_size,
-            parallel_state.get_data_parallel_world_size(),
-            False,
-            1,  # a rank other than 0 prints nothing
-            start,
-            increment,
-            ramp,
-        )
-        while consumed <= ramp:
-            calculator.update(consumed, False)
-            if consumed + calculator.get_current_global_batch_size() > samples:
-                break
-            consumed += calculator.get_current_global_batch_size()
-            iterations += 1
+    for batch in _ramp(config):
+        if consumed + batch > samples:
+            break
+        consumed += batch
+        iterations += 1
     iterations += max(0, samples - consumed) // full_batch
     if iterations < 1:
         raise ValueError(
             f"--train-samples {samples} is less than one global batch; give at least --global-batch-size {full_batch}"
         )
     return iterations
+
+
+def samples_after(config: RunConfig, iterations: int) -> int:
+    """Sequences of the first `iterations` training steps, with the smaller batches of --rampup-batch-size."""
+    ramp = list(itertools.islice(_ramp(config), iterations))
+    return sum(ramp) + (iterations - len(ramp)) * global_batch_size(config)
+
+
+def _ramp(config: RunConfig) -> Iterator[int]:
+    """Sequences of each training step of --rampup-batch-size, until the batch stays as it is."""
+    training = config.training
+    if not training.rampup_batch_size:
+        return
+    start, increment, ramp = training.rampup_batch_size
+    calculator = RampupBatchsizeNumMicroBatchesCalculator(
+        global_batch_size(config),
+        training.micro_batch_size,
+        parallel_state.get_data_parallel_world_size(),
+        False,
+        1,  # a rank other than 0 prints nothing
+        start,
+        increment,
+        ramp,
+    )
+    consumed = 0
+    while consumed <= ramp:
+        calculator.update(consumed, False)
+        yield calculator.get_current_global_batch_size()
+        consumed += calculator.get_current_global_batch_size()
 
 
 def num_samples(config: RunConfig, train_iters: int, *, least_steps_per_cycle: int) -> tuple[int, int | None, int]:

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.attention import ScaledDotProductAttention
+from megatron.bcd.model.bias_gradient import add_bias_gradients
 from megatron.bcd.model.chunks import ChunkedModel
 from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, Implementation
 from megatron.bcd.model.norm import PlainNorm
@@ -107,6 +108,8 @@ def _build_chunk(
         rope_scaling_factor=config.model.rope_scaling_factor,
         vp_stage=vp_stage,
     )
+    if "biases" in config.bcd.always_active:
+        add_bias_gradients(model)
     # GPTModel takes no class for its decoder; BcdTransformerBlock only overrides methods, so the class can be changed
     # after the decoder is built
     model.decoder.__class__ = BcdTransformerBlock

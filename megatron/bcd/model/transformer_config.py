@@ -63,7 +63,8 @@ def build_transformer_config(config: RunConfig, implementation: Implementation) 
                 "recomputation of a layer with biases never ends; leave mlp out, or take --recompute-granularity full"
             )
     # also with Transformer Engine: the output head is Megatron Core's own linear layer
-    if not device.has_cuda() or not packages.is_importable("fused_weight_gradient_mlp_cuda"):
+    has_kernel = device.has_cuda() and packages.is_importable("fused_weight_gradient_mlp_cuda")
+    if not has_kernel or _has_narrow_gradients(config):
         fields["gradient_accumulation_fusion"] = False
     if not device.has_cuda() or not packages.is_importable("scaled_masked_softmax_cuda"):
         fields["masked_softmax_fusion"] = False
@@ -79,6 +80,13 @@ def build_transformer_config(config: RunConfig, implementation: Implementation) 
         return TransformerConfig(**fields)
     except AssertionError as error:
         raise ValueError(f"Megatron Core refuses these flags: {error}") from error
+
+
+def _has_narrow_gradients(config: RunConfig) -> bool:
+    """Whether gradients of fp32 weights are added up in bf16: the fused kernel takes half-precision inputs for that."""
+    dtypes = [config.bcd.bcd_resting_grad_dtype] if config.bcd.bcd_resting_update != "none" else []
+    dtypes += [config.bcd.muon_grad_dtype] if config.optimizer.optimizer == "muon" else []
+    return config.precision == "fp32" and "bf16" in dtypes
 
 
 def _has_plain_rotation(config: RunConfig) -> bool:

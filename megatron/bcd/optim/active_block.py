@@ -267,11 +267,15 @@ class ActiveBlock:
         return param_shards(self.optimizers(), self.parameters.always_active())
 
     def held_main_params(self) -> dict[torch.Tensor, torch.Tensor] | None:
-        """By weight, this rank's shards of main parameters that the optimizer holds itself; None if it does not."""
-        if not self._config.is_precision_aware:
+        """By weight, this rank's shards of main parameters that the optimizer holds itself; None if it does not.
+
+        With --optimizer-cpu-offload, whose main parameters lie on the host, shards of the weights.
+        """
+        is_offloaded = self._config.optimizer.optimizer_cpu_offload
+        if not (self._config.is_precision_aware or is_offloaded):
             return None
         return {
-            one.parameter: one.main_param
+            one.parameter: one.weight if is_offloaded else one.main_param
             for one in (*self.own_shards().values(), *self.always_active_shards().values())
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -9,14 +10,19 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.bcd.config import RunConfig
 
 
-def build_scheduler(config: RunConfig, optimizer: Any, global_batch_size: int) -> OptimizerParamScheduler:
-    """Megatron Core's scheduler from the flags. It counts samples; iterations are converted as Megatron-LM does."""
+def build_scheduler(config: RunConfig, optimizer: Any, samples_after: Callable[[int], int]) -> OptimizerParamScheduler:
+    """Megatron Core's scheduler from the flags. It counts samples: `samples_after` gives those of so many iterations.
+
+    Megatron-LM multiplies by the global batch, and refuses --rampup-batch-size with --train-iters.
+    """
     training, schedule = config.training, config.schedule
     if training.train_iters is not None:
-        decay_steps = (schedule.lr_decay_iters or training.train_iters) * global_batch_size
-        wsd_steps = None if schedule.lr_wsd_decay_iters is None else schedule.lr_wsd_decay_iters * global_batch_size
-        warmup_steps: float = schedule.lr_warmup_iters * global_batch_size
-        weight_decay_steps = training.train_iters * global_batch_size
+        decay_iters, wsd_iters = schedule.lr_decay_iters or training.train_iters, schedule.lr_wsd_decay_iters
+        decay_steps, wsd_steps = samples_after(decay_iters), None
+        if wsd_iters is not None:
+            wsd_steps = decay_steps - samples_after(max(0, decay_iters - wsd_iters))
+        warmup_steps: float = samples_after(schedule.lr_warmup_iters)
+        weight_decay_steps = samples_after(training.train_iters)
     else:
         decay_steps = schedule.lr_decay_samples or training.train_samples or 1
         wsd_steps, warmup_steps, weight_decay_steps = (

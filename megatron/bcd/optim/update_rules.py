@@ -42,7 +42,10 @@ def normalize_rows(
     """
     squares_M1 = gradient_MN.float().square().mean(dim=1, keepdim=True)
     norms_M1 = ((all_reduce or _nothing)(squares_M1) / num_slices).sqrt()
-    return gradient_MN / norms_M1.clamp(min=_SMALLEST).to(gradient_MN.dtype)
+    norms_M1 = norms_M1.clamp(min=_SMALLEST)
+    if gradient_MN.dtype == torch.float16:  # where the smallest divisor is 0
+        return (gradient_MN.float() / norms_M1).to(gradient_MN.dtype)
+    return gradient_MN / norms_M1.to(gradient_MN.dtype)
 
 
 def orthogonalize(

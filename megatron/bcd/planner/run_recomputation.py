@@ -37,6 +37,7 @@ class RunMemory:
     num_replicas: int
     """Ranks with the same weights."""
     num_microbatches: int
+    """Of a full global batch."""
 
     def recomputed(self, stage: int, block: int, *, memory_bytes: float) -> Recomputed:
         """The least recomputation with which model state, activations and messages of a rank of the stage take at most
@@ -85,7 +86,10 @@ class RunMemory:
             number = min(number, MOST_ROUNDS * partition.num_stages)
             return phase_chunk_shape(partition, block, num_microbatches=number, head=head)
         first = partition.first_trainable_stage(block)
-        ahead = min(default_run_ahead(num_stages=partition.num_stages, first_trainable=first), number)
+        default, asked = default_run_ahead(num_stages=partition.num_stages, first_trainable=first), None
+        if first:
+            asked = self.config.bcd.bcd_run_ahead
+        ahead = min(default if asked is None else asked, number)
         return bcd_shape(
             num_stages=partition.num_stages,
             num_microbatches=number,

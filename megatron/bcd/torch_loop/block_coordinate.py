@@ -226,12 +226,13 @@ class BlockCoordinate(Optimizer):
         active = {id(p) for p in self.active_parameters}
         for group in self.param_groups:
             rate, decay = float(group["lr"]), float(group.get("weight_decay", 0.0))
+            size = self._resting_lr_ratio * (rate if group.get("maximize") else -rate)
             for p in group["params"]:
                 if p.grad is None or id(p) in active:
                     continue
                 p.mul_(1 - rate * decay)
                 update = direction(self._resting_update, p.grad.flatten(1)).reshape(p.shape)
-                p.add_(update, alpha=-rate * self._resting_lr_ratio)
+                p.add_(update, alpha=size)
                 p.grad = None
 
     def _enter_phase(self) -> None:

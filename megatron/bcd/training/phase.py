@@ -142,5 +142,6 @@ class Phase:
                 self._block_schedule.candidates(state.phase_state),
                 coming,
                 num_microbatches=self._greedy_microbatches,
+                on_built=self.recomputation.begin_phase,
             )
         )

@@ -99,8 +99,8 @@ def check_skipped(components: Components, state: TrainState, result: StepResult)
         TrainingFailed: there were --max-skipped-steps of them.
     """
     config = components.config
-    lowest = config.optimizer.min_loss_scale
-    is_search = config.precision == "fp16" and components.active.loss_scale() > lowest
+    lowest, is_fixed = config.optimizer.min_loss_scale, config.optimizer.loss_scale is not None
+    is_search = config.precision == "fp16" and not is_fixed and components.active.loss_scale() > lowest
     state.skipped_steps = state.skipped_steps + 1 if result.skipped and not is_search else 0
     if state.skipped_steps < config.training.max_skipped_steps:
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from megatron.bcd import data
 from megatron.bcd.runtime import collectives, rng
@@ -19,13 +19,14 @@ def gradient_scores(
     batches: Iterator[data.Batch],
     *,
     num_microbatches: int,
+    on_built: Callable[[int], None],
 ) -> Mapping[int, float]:
     """The root mean square of each candidate's gradient: its norm over the square root of its number of parameters, so
     that large and small blocks compare. The same on every rank. A collective.
 
     One candidate after another is made active, so the memory of one block is enough. All are measured on the same
     `num_microbatches` microbatches per data-parallel rank with the same dropout; the random generators of the training
-    keep their state.
+    keep their state. `on_built` is called with each candidate once it is the active block.
     """
     active = forward_backward.active
     found = list(itertools.islice(batches, num_microbatches))
@@ -33,6 +34,7 @@ def gradient_scores(
     scores = {}
     for block in candidates:
         active.build(block)
+        on_built(block)
         forward_backward.pipeline.begin_phase(block)
         with rng.random_generators_kept():
             norm = _gradient_norm(forward_backward, repeated)

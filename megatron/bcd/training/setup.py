@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import get_num_microbatches, init_num_microbatches_calculator
+from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.bcd import data
@@ -251,12 +251,13 @@ def _run_memory(config: RunConfig, base: _Base) -> RunMemory | None:
     """What --recompute auto decides by."""
     if config.training.recompute is None:
         return None
+    data_parallel_size = parallel_state.get_data_parallel_world_size()
     return RunMemory(
         config=config,
         partition=base.partition,
         padded_vocab_size=base.padded_vocab_size,
         num_replicas=replicas.size(),
-        num_microbatches=get_num_microbatches(),
+        num_microbatches=data.global_batch_size(config) // config.training.micro_batch_size // data_parallel_size,
     )
 
 
@@ -269,7 +270,9 @@ def _evaluator(
 
 def _lr_scheduler(config: RunConfig) -> OptimizerParamScheduler:
     """Without an optimizer: each phase attaches its own."""
-    return build_scheduler(config, SimpleNamespace(param_groups=[]), data.global_batch_size(config))
+    return build_scheduler(
+        config, SimpleNamespace(param_groups=[]), lambda iterations: data.samples_after(config, iterations)
+    )
 
 
 def _init_num_microbatches(config: RunConfig) -> None:

@@ -70,7 +70,9 @@ def _linear(megatron_linear: Any) -> Any:
             return megatron_linear(input, weight, bias, *flags, **kwargs)
         accumulates = torch.is_grad_enabled() and _takes_gradient_in_place(weight)
         output = _Linear.apply(input, weight) if accumulates else torch.matmul(input, weight.t())
-        return output if bias is None else output + bias
+        if bias is None:
+            return output
+        return output + (bias if weight.requires_grad else bias.detach())  # see model/bias_gradient.py
 
     return linear
 
