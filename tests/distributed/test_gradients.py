@@ -171,7 +171,8 @@ def test_gradient_of_every_block(
     kernels: str,
 ) -> None:
     """A suffix that does not carry the gradient back, a prefix that is trained, a tied copy that is not summed,
-    a recomputed layer or a bias of a frozen one without a gradient: anything that makes a block's gradient not the loss's."""
+    a recomputed layer or a bias of a frozen one without a gradient: anything that makes a block's gradient not the
+    loss's."""
     size, extra = CUTS[cut]
     flags, weights, batch = model_and_batch
     untied = "output_layer.weight" in weights
