@@ -19,7 +19,7 @@ PAPER = Multiplier(value=2.44, source="the paper's two GPT-2 runs")
 """Adam and three blocks, 2.78 and 2.09 (table 2)."""
 PRETRAIN = Multiplier(value=0.53, source="models of 0.7 to 3.3 M parameters, docs/learning.md; none larger measured")
 """At most that, in steps to full Adam's loss (studies/gpt_10_minutes.md, studies/gpt_wikitext_small.md); at most 0.44
-in studies/gpt_headline.md, and 0.48 in studies/llama_headline.md."""
+in studies/gpt_headline.md, and 0.50 in studies/llama_headline.md."""
 FINETUNE = Multiplier(value=1.0, source="assumed: equal epochs, as BAdam, LISA and BREAD report")
 """arXiv 2404.02827, 2403.17919 and ICML 2025's BREAD fine-tune as many epochs as full Adam. Not confirmed here: in the
 small comparisons of docs/fine_tuning.md full Adam's loss was not reached."""
