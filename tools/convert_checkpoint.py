@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _parser import Parser, bad_input
+from _parser import Parser, bad_input, leave_when_stopped
 
 PROG = "tools/convert_checkpoint.py"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -101,7 +101,7 @@ def _to_bcd(options: argparse.Namespace) -> str:
     from megatron.bcd.huggingface import convert, folder
     from megatron.bcd.tokenizer import padded_vocab_size
 
-    convert.check_output(options.output, flag="--output")
+    convert.check_output(options.output, flag="--output", leftover=convert.LEFTOVER)
     source = folder.ModelFolder(folder.locate(options.input, flag="--input"))
     network = source.network
     padded = padded_vocab_size(network.vocab_size, options.make_vocab_size_divisible_by or 128, 1)
@@ -140,4 +140,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave_when_stopped(main)

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _loaded_model import add_model_flags, check_json, loaded_model
-from _parser import STDOUT, Parser, add_json, bad_input
+from _long_work import check_json_file, naming_memory, write_json_file
+from _parser import STDOUT, Parser, add_json, bad_input, leave_when_stopped
 
 if TYPE_CHECKING:
     from megatron.bcd.generation.load import LoadedModel
@@ -87,11 +88,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from megatron.bcd.generation.multiple_choice import read_questions
 
     check_json(options.json)
+    check_json_file(options.json)
     if options.lm_eval and importlib.util.find_spec("lm_eval") is None:
         raise ValueError("--lm-eval needs lm-evaluation-harness: pip install lm_eval")
     texts = {path: _read(path) for path in options.text}
     questions = {path: read_questions(path, limit=options.limit) for path in options.multiple_choice}
-    with loaded_model(options) as loaded:
+    remedy = "give a lower --batch-size or --seq-length, or --precision bf16"
+    with naming_memory(remedy), loaded_model(options) as loaded:
         return {
             "model": options.model,
             "precision": loaded.precision,
@@ -197,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         print(table(found))
         if options.json:
-            Path(options.json).write_text(text + "\n", encoding="utf-8")
+            write_json_file(options.json, text)
             print(f"wrote {options.json}")
     except (ValueError, OSError) as error:
         return bad_input(PROG, error)
@@ -205,4 +208,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave_when_stopped(main)

@@ -17,13 +17,13 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _loaded_model import add_model_flags, check_json, loaded_model
-from _parser import STDOUT, Parser, add_json, bad_input
+from _long_work import check_json_file, naming_memory, write_json_file
+from _parser import STDOUT, Parser, add_json, bad_input, leave_when_stopped
 
 if TYPE_CHECKING:
     from megatron.bcd.generation.load import LoadedModel
@@ -88,7 +88,7 @@ def encode(loaded: LoadedModel, prompt: str, options: argparse.Namespace) -> lis
     """Ids of a prompt in the form that the flags ask for.
 
     Raises:
-        ValueError: there is no tokenizer or no chat template, or the template refuses the prompt.
+        ValueError: there is no tokenizer, or it is another model's; or no chat template, or it refuses the prompt.
     """
     from megatron.bcd.data.sft.chat_template import chat_template_of
     from megatron.bcd.data.sft.records import Record
@@ -96,7 +96,7 @@ def encode(loaded: LoadedModel, prompt: str, options: argparse.Namespace) -> lis
 
     tokenizer = loaded.known_tokenizer()
     if options.instruction:
-        return tokenizer.tokenize(Renderer(tokenizer, "text").prompt(Record(prompt=prompt, is_instruction=True)))
+        return loaded.tokenize(Renderer(tokenizer, "text").prompt(Record(prompt=prompt, is_instruction=True)))
     if not options.chat:
         return loaded.encode(prompt)
     template = chat_template_of(tokenizer)
@@ -107,9 +107,10 @@ def encode(loaded: LoadedModel, prompt: str, options: argparse.Namespace) -> lis
         )
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
     try:
-        return tokenizer.tokenize(template.render([*system, {"role": "user", "content": prompt}], for_answer=True))
+        text = template.render([*system, {"role": "user", "content": prompt}], for_answer=True)
     except ValueError as error:
         raise ValueError(f"--prompt {prompt[:40]!r} {error}") from None
+    return loaded.tokenize(text)
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -125,8 +126,10 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     sampling = Sampling(temperature=options.temperature, top_p=options.top_p)
     prompts = [*options.prompt, *(read_prompts(options.prompts, flag="--prompts") if options.prompts else [])]
     check_json(options.json)
+    check_json_file(options.json)
     answers = []
-    with loaded_model(options) as loaded:
+    remedy = "give --precision bf16, a shorter prompt or fewer --max-new-tokens"
+    with naming_memory(remedy), loaded_model(options) as loaded:
         encoded = [encode(loaded, prompt, options) for prompt in prompts]
         for ids in encoded:
             check_prompt(loaded, ids)
@@ -148,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.json == STDOUT:
             print(json.dumps(answers, indent=1, ensure_ascii=False))
         elif options.json:
-            Path(options.json).write_text(json.dumps(answers, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            write_json_file(options.json, json.dumps(answers, indent=1, ensure_ascii=False))
             print(f"wrote {options.json}")
     except (ValueError, OSError) as error:
         return bad_input(PROG, error)
@@ -156,4 +159,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave_when_stopped(main)

@@ -215,7 +215,8 @@ class DatasetWriter:
 
     def _discard(self) -> None:
         for builder in self._builders.values():
-            builder.data_file.close()
+            with contextlib.suppress(OSError):  # a full disk has no room for the buffered rest either
+                builder.data_file.close()
         for prefix in self.prefixes.values():
             for ending in (".bin", ".idx"):
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import convert_checkpoint
 import pytest
@@ -14,7 +15,7 @@ from support import huggingface_models as models
 from support import worlds
 from support.dist import World
 
-from megatron.bcd.huggingface import folder
+from megatron.bcd.huggingface import export, folder
 from megatron.bcd.model.builder import unwrap_model
 
 LENGTH = 48
@@ -179,3 +180,69 @@ def test_a_model_that_was_trained_from_scratch(world1: World, text_data: str, tm
     [ours] = world1.run(logits_of, config_of(tmp_path / "out", text_data), tokens)
     with torch.no_grad():
         assert (ours - model(tokens).logits).abs().max() < 1e-4
+
+
+def refusal(config: Any) -> str | None:
+    """What a start with these flags is refused with; None after a whole run."""
+    try:
+        train_and_save(config)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_a_resumed_run_replaces_its_own_models_alone(world1: World, text_data: str, tmp_path: Path) -> None:
+    """A published model, or that of another run, that a wrong --save-hf overwrites when a run resumes; a folder of the
+    run itself that is refused, also after it was moved."""
+    given = models.write_model("llama_tied", tmp_path / "given")
+    other = models.write_model("llama_tied", tmp_path / "other")
+    kept = models.tensors_of(given)
+    start = {"save": str(tmp_path / "run"), "save_hf": str(tmp_path / "out"), "save_hf_interval": 2, "train_iters": 3}
+    goes_on = start | {"load": str(tmp_path / "run"), "train_iters": 4}
+
+    def asked(**flags: Any) -> str | None:
+        [said] = world1.run(refusal, config_of(given, text_data, **flags))
+        return said  # type: ignore[no-any-return]
+
+    assert "is the folder of --load-hf" in str(asked(**start | {"save_hf": str(given)}))
+    assert asked(**start) is None
+    before = models.tensors_of(tmp_path / "out")
+    (tmp_path / "link").symlink_to(given)
+    assert "is the folder of --load-hf" in str(asked(**goes_on | {"save_hf": str(tmp_path / "link")}))
+    assert "holds files that this run has not written" in str(asked(**goes_on | {"save_hf": str(other)}))
+    assert asked(save_hf=str(tmp_path / "else"), lr=2e-3) is None  # another run's
+    assert "has not written" in str(asked(**goes_on | {"save_hf": str(tmp_path / "else")}))
+    assert "there is something already" in str(asked(**start | {"save": str(tmp_path / "new")}))
+    for folder_ in (given, other):
+        assert models.differing(kept, models.tensors_of(folder_)) == []
+    for name in ("run", "out"):
+        (tmp_path / name).rename(tmp_path / f"{name}_moved")
+    moved = {"save": str(tmp_path / "run_moved"), "load": str(tmp_path / "run_moved")}
+    assert asked(**goes_on | moved | {"save_hf": str(tmp_path / "out_moved")}) is None
+    assert models.differing(before, models.tensors_of(tmp_path / "out_moved")) != []
+
+
+def test_interval_models_name_their_run_first(world1: World, text_data: str, tmp_path: Path) -> None:
+    """A run that is killed in its first export, and finds a folder that it takes for another's when it resumes."""
+    given = models.write_model("llama_tied", tmp_path / "given")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "real")
+    flags = {"save": str(tmp_path / "run"), "save_hf": str(tmp_path / "out"), "save_hf_interval": 1}
+    [marks] = world1.run(marks_before_weights, config_of(given, text_data, **flags))
+    assert marks == [True, True, False], "the last model is not in an iter_ folder, and brings its mark along"
+    assert (tmp_path / "out").is_symlink() and (tmp_path / "real" / ".bcd-run").is_file()
+    assert not list(tmp_path.glob("*.bcd-*")) and len(list((tmp_path / "real").glob("*.bcd-*"))) == 1
+
+
+def marks_before_weights(config: Any) -> list[bool]:
+    """For each export, whether the folder that its weights are written into said whose it is."""
+    found: list[bool] = []
+    original = export.ShardWrite
+
+    def watched(state: Any, weights: str, **more: Any) -> Any:
+        found.append(os.path.isfile(os.path.join(os.path.dirname(weights), ".bcd-run")))
+        return original(state, weights, **more)
+
+    with mock.patch.object(export, "ShardWrite", watched):
+        train_and_save(config)
+    return found

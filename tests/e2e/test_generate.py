@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 from support import huggingface_models as models
-from support.forked_runs import ForkedRuns
+from support.forked_runs import CANNOT_MOUNT, ForkedRuns
 
 BYTES = ["--tokenizer-type", "ByteLevelTokenizer"]
 
@@ -128,6 +129,47 @@ def test_evaluate(runs: ForkedRuns, model: Path, tmp_path: Path) -> None:
     ):
         code, said, error = run(runs, tmp_path, "evaluate", "--model", model, *BYTES, *words)
         assert (code, said) == (2, "") and expected in error and len(error.splitlines()) == 1
+
+
+def test_another_tokenizer_and_output(runs: ForkedRuns, model: Path, tmp_path: Path) -> None:
+    """A traceback for an id without an embedding; a file that can't be written, noticed after the whole evaluation."""
+    (tmp_path / "text.txt").write_text("1 2 400")
+    larger = ["--model", model, "--tokenizer-type", "NullTokenizer", "--vocab-size", 500]
+    said = "the tokenizer gives the id 400, and the model has the ids 0 to 258"
+    for tool, words in (("generate", ["--prompt", "1 2 400"]), ("evaluate", ["--text", "text.txt"])):
+        code, printed, error = run(runs, tmp_path, tool, *larger, *words)
+        assert (code, printed) == (2, "") and said in error and len(error.splitlines()) == 1
+        (tmp_path / "only").mkdir(exist_ok=True)
+        words = ["--model", "./absent", *words, "--json", "only/out.json"]  # the file is looked at before the model
+        results = runs.run(
+            list(map(str, words)), folder=tmp_path, num_ranks=1, script=tool, read_only=tmp_path / "only"
+        )
+        if results[0].code == CANNOT_MOUNT:
+            pytest.skip("may not mount a read-only folder")
+        error = results[0].stderr
+        assert results[0].code == 2 and len(error.splitlines()) == 1
+        assert "--json only/out.json can't be written (Read-only file system)" in error
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "generate.py --model absent --prompts config.json",
+        "evaluate.py --model absent --text config.json",
+        "convert_checkpoint.py --from hf --to bcd --input . --output out",
+    ],
+)
+def test_ctrl_c(repo_root: Path, tmp_path: Path, command: str) -> None:
+    """A traceback for who has seen enough."""
+    os.mkfifo(tmp_path / "config.json")
+    tool, *words = command.split()
+    words = [sys.executable, str(repo_root / "tools" / tool), *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as running:
+        with open(tmp_path / "config.json", "w"):  # waits until the tool reads, where it then waits
+            running.send_signal(signal.SIGINT)
+            assert running.wait() == 128 + signal.SIGINT
+        assert running.stderr is not None and running.stderr.read() == ""
 
 
 TASK = """

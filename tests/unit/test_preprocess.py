@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import importlib
 import json
+import resource
 import subprocess
 import sys
 import warnings
@@ -346,6 +347,20 @@ def test_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFix
     source.write_text("words\n", encoding="utf-8")
     error = expect_error(capsys, ["--input", source, "--output-prefix", source / "deep" / "o", *BYTE_LEVEL])
     assert "--output-prefix: cannot write" in error
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exposes a partial dataset that stays because closing it meets the full disk again."""
+    source = tmp_path / "a.txt"
+    source.write_text("words and words\n" * 200, encoding="utf-8")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # writes fail as on a full disk, for any user
+    try:
+        error = expect_error(capsys, ["--input", source, "--output-prefix", tmp_path / "n" / "o", *BYTE_LEVEL])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "File too large" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
 def test_null_tokenizer_takes_numbers(tmp_path: Path) -> None:

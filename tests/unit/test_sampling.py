@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.bcd.config.sections import TokenizerConfig
-from megatron.bcd.generation.likelihood import of_texts, windows
+from megatron.bcd.generation.likelihood import of_texts, perplexity, windows
 from megatron.bcd.generation.load import LoadedModel, TokenizerFlags
 from megatron.bcd.generation.multiple_choice import Accuracy, Question, read_questions
 from megatron.bcd.generation.sampling import Sampling, next_tokens
@@ -59,19 +59,42 @@ def test_windows_score_every_token_once(total: int, length: int, stride: int) ->
     assert scored == tokens[1:]
 
 
-def test_a_continuation_within_the_context_s_last_token() -> None:
-    """A request without tokens, which ends the whole evaluation."""
-    loaded = LoadedModel(
+def loaded_with(num_rows: int) -> LoadedModel:
+    """No model, a tokenizer of 101 ids of which the last one ends a text, and so many rows of an embedding."""
+    return LoadedModel(
         model=torch.nn.Identity(),
         tokenizer=NullTokenizer(vocab_size=100),
         files=None,
         precision="fp32",
-        num_ids=101,
+        num_ids=min(num_rows, 101),
+        num_rows=num_rows,
         max_length=8,
         end_ids=frozenset([100]),
         turn_end_ids=frozenset(),
         adds_special_tokens=False,
     )
+
+
+def test_a_tokenizer_of_a_larger_model() -> None:
+    """An id without an embedding that reaches the model: an IndexError, or another word's row."""
+    loaded = loaded_with(50)
+    assert loaded.encode("49") == [49]
+    said = "gives the id 50, and the model has the ids 0 to 49: give --tokenizer-type"
+    for given in (
+        lambda: loaded.encode("3 50"),
+        lambda: of_texts(loaded, "1", " 50"),
+        lambda: perplexity(loaded, "50"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            given()
+    with pytest.raises(ValueError, match="gives the id 100"):  # what starts a document
+        perplexity(loaded, "1 2")
+    assert loaded_with(101).encode("100") == [100]
+
+
+def test_a_continuation_within_the_context_s_last_token() -> None:
+    """A request without tokens, which ends the whole evaluation."""
+    loaded = loaded_with(101)
     for context, more, tokens in (("3 1", "2", (3, 12)), ("1", "2", (100, 12)), ("3 1", " 2", (3, 1, 2))):
         request = of_texts(loaded, context, more)
         assert (request.tokens, request.num_scored) == (tokens, 1)

@@ -44,7 +44,7 @@ class HarnessModel(LM):
         """
         loaded, totals = self._loaded, []
         for request in requests:
-            tokens = [*start_of_document(loaded)[-1:], *loaded.known_tokenizer().tokenize(request.args[0])]
+            tokens = [*start_of_document(loaded)[-1:], *loaded.tokenize(request.args[0])]
             parts = list(windows(tokens, length=loaded.max_length, stride=loaded.max_length))
             totals.append(sum(one.log_likelihood for one in score(loaded, parts, batch_size=self._batch_size)))
         return totals

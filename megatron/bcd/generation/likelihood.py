@@ -98,7 +98,7 @@ def of_texts(loaded: LoadedModel, context: str, continuation: str) -> Request:
     bare = context.rstrip()
     tail = context[len(bare) :] + continuation
     if not bare:
-        return after_context(loaded, [], loaded.known_tokenizer().tokenize(tail))
+        return after_context(loaded, [], loaded.tokenize(tail))
     before, whole = loaded.encode(bare), loaded.encode(bare + tail)
     rest = whole[len(before) :]
     if not rest:  # the context's last token took the continuation in: score from where the two differ
@@ -108,14 +108,14 @@ def of_texts(loaded: LoadedModel, context: str, continuation: str) -> Request:
 
 
 def start_of_document(loaded: LoadedModel) -> list[int]:
-    """Tokens before a text that nothing precedes. Raises ValueError if nothing says which."""
+    """Tokens before a text that nothing precedes. Raises ValueError if nothing says which, or the model lacks it."""
     if loaded.begin_ids:
         return loaded.begin_ids
     if loaded.end_ids:
-        return [min(loaded.end_ids)]
+        return loaded.checked([min(loaded.end_ids)])
     if loaded.tokenizer is None:
         raise ValueError("nothing says which token starts a document: give --tokenizer-type")
-    return [loaded.tokenizer.eod]
+    return loaded.checked([loaded.tokenizer.eod])
 
 
 def windows(tokens: Sequence[int], *, length: int, stride: int) -> Iterator[Request]:
@@ -178,7 +178,7 @@ def perplexity(
         raise ValueError(f"--seq-length {length}: must be 1 to {loaded.max_length:,}, the model's positions")
     if not 1 <= stride <= length:
         raise ValueError(f"--stride {stride}: must be 1 to {length:,}, the length of a window")
-    tokens = loaded.known_tokenizer().tokenize(text)
+    tokens = loaded.tokenize(text)
     if not tokens:
         raise ValueError("the text is empty")
     requests = list(windows([*start_of_document(loaded)[-1:], *tokens], length=length, stride=stride))

@@ -55,6 +55,8 @@ class LoadedModel:
     precision: str
     num_ids: int
     """Rows of the vocabulary that are tokens of the tokenizer; the rest is padding."""
+    num_rows: int
+    """Of the embedding."""
     max_length: int
     """Positions."""
     end_ids: frozenset[int]
@@ -75,14 +77,28 @@ class LoadedModel:
             raise ValueError("the model comes without a tokenizer: give --tokenizer-type and its files")
         return self.tokenizer
 
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of `text`. Raises ValueError if there is no tokenizer, or it has ids that the model lacks."""
+        return self.checked(self.known_tokenizer().tokenize(text))
+
+    def checked(self, ids: list[int]) -> list[int]:
+        """`ids`. Raises ValueError for one that the model has no embedding of."""
+        largest = max(ids, default=0)
+        if largest >= self.num_rows:
+            raise ValueError(
+                f"the tokenizer gives the id {largest:,}, and the model has the ids 0 to {self.num_rows - 1:,}: give "
+                "--tokenizer-type and the files that the model was trained with"
+            )
+        return ids
+
     def encode(self, text: str) -> list[int]:
-        """Ids of a prompt or document, with the special tokens that the model expects in front."""
-        return self.known_tokenizer().tokenize(self._start + text)
+        """Ids of a prompt or document, with the special tokens that the model expects in front; as `tokenize`."""
+        return self.tokenize(self._start + text)
 
     @property
     def begin_ids(self) -> list[int]:
         """What the model expects in front of every text."""
-        return self.known_tokenizer().tokenize(self._start) if self._start else []
+        return self.tokenize(self._start) if self._start else []
 
     @property
     def _start(self) -> str:
@@ -217,6 +233,7 @@ def _loaded(
     if own is not None and own.tokenizer_type == "HuggingFaceTokenizer" and given.tokenizer_type is None:
         files = own.tokenizer_model
     tokenizer = _tokenizer(given, own, files)
+    num_rows = num_ids
     if tokenizer is not None:
         num_ids = min(num_ids, tokenizer.vocab_size)
     return LoadedModel(
@@ -225,6 +242,7 @@ def _loaded(
         files=files,
         precision=config.precision,
         num_ids=num_ids,
+        num_rows=num_rows,
         max_length=config.model.seq_length if own is None else _positions(config),
         end_ids=_end_ids(files, tokenizer),
         turn_end_ids=_turn_end_ids(tokenizer),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,9 @@ FAMILIES = {
 
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What Megatron Core's RoPE scaling has built in; only the factor is free."""
+
+LARGEST_SIZE, MOST_LAYERS, LARGEST_NUMBER = 2**31 - 1, 10_000, 1e30
+"""Beyond what any model has: a damaged config.json must not keep a loop over its layers busy for ever."""
 
 MISTRAL_WINDOW = 4096
 """transformers' default of a Mistral's sliding window."""
@@ -76,11 +78,23 @@ def architecture_from_config(config: Mapping[str, Any], *, source: str) -> Archi
 
 def _family(config: Mapping[str, Any], source: str) -> str:
     classes, kind = config.get("architectures") or [], config.get("model_type")
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+        raise ValueError(f"{source}: architectures is {_shown(classes)}, and must be a list of names")
     family = FAMILIES.get(classes[0]) if classes else kind
     if family not in FAMILIES.values() or kind not in (None, family):
         found = classes[0] if classes else kind
         raise ValueError(f"{source}: architecture {found} is not supported; {', '.join(FAMILIES)} are")
     return str(family)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:80] + "..."
+
+
+def _is_number(value: object) -> bool:
+    """Whether a float can hold it; JSON has no bound, and Python reads NaN and Infinity."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST_NUMBER
 
 
 class _Reader:
@@ -89,12 +103,14 @@ class _Reader:
     def __init__(self, config: Mapping[str, Any], source: str) -> None:
         self.config, self.source = config, source
 
-    def size(self, name: str, default: int | None = None) -> int:
+    def size(self, name: str, default: int | None = None, *, largest: int = LARGEST_SIZE) -> int:
         value = self.config.get(name)
         value = default if value is None else value
         if type(value) is not int or value < 1:
-            found = "is missing" if value is None else f"is {value!r}"
+            found = "is missing" if value is None else f"is {_shown(value)}"
             raise ValueError(f"{self.source}: {name} {found}, and must be a whole number above 0")
+        if value > largest:
+            raise ValueError(f"{self.source}: {name} is {_shown(value)}, and must be at most {largest:,}")
         return value
 
     def optional_size(self, name: str, default: int | None) -> int | None:
@@ -103,8 +119,8 @@ class _Reader:
 
     def number(self, name: str, default: float) -> float:
         value = self.config.get(name, default)
-        if type(value) not in (int, float):
-            raise ValueError(f"{self.source}: {name} is {value!r}, and must be a number")
+        if not _is_number(value):
+            raise ValueError(f"{self.source}: {name} is {_shown(value)}, and must be a number")
         return float(value)
 
     def switch(self, name: str, default: bool) -> bool:
@@ -136,7 +152,7 @@ def _gpt2(read: _Reader) -> Architecture:
     heads, head_size = read.heads("n_head", hidden_size)
     return Architecture(
         family="gpt2",
-        num_layers=read.size("n_layer"),
+        num_layers=read.size("n_layer", largest=MOST_LAYERS),
         hidden_size=hidden_size,
         ffn_hidden_size=read.size("n_inner", 4 * hidden_size),
         num_attention_heads=heads,
@@ -175,7 +191,7 @@ def _llama(read: _Reader, family: str) -> Architecture:
     )
     return Architecture(
         family=family,
-        num_layers=read.size("num_hidden_layers"),
+        num_layers=read.size("num_hidden_layers", largest=MOST_LAYERS),
         hidden_size=hidden_size,
         ffn_hidden_size=read.size("intermediate_size"),
         num_attention_heads=heads,
@@ -202,8 +218,8 @@ def _rope(read: _Reader) -> tuple[int, float | None]:
         raise ValueError(f"{read.source}: rope_parameters or rope_scaling is {rope!r}, and must be an object")
     base = rope.get("rope_theta", read.config.get("rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if type(base) not in (int, float) or not math.isfinite(base) or base != int(base):
-        raise ValueError(f"{read.source}: rope_theta {base!r} is not supported; --rotary-base is a whole number")
+    if not _is_number(base) or base != int(base):
+        raise ValueError(f"{read.source}: rope_theta {_shown(base)} is not supported; --rotary-base is a whole number")
     if rope.get("partial_rotary_factor", 1.0) != 1.0 or kind not in ("default", "llama3"):
         shown = kind if kind not in ("default", "llama3") else "with a partial_rotary_factor"
         raise ValueError(f"{read.source}: RoPE type {shown} is not supported; default and llama3 are")
@@ -215,7 +231,7 @@ def _rope(read: _Reader) -> tuple[int, float | None]:
                 f"{read.source}: {name} {rope.get(name)!r} of the llama3 RoPE is not supported: Megatron Core has "
                 f"{value} built in"
             )
-    if type(rope.get("factor")) not in (int, float):
+    if not _is_number(rope.get("factor")):
         raise ValueError(f"{read.source}: the llama3 RoPE has no factor")
     return int(base), float(rope["factor"])
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,20 +29,24 @@ CARRIED = "huggingface"
 MAX_SHARD_BYTES = 5 * 10**9
 _PIECE_BYTES = 16 * 2**20
 _ITERATION = 0
+LEFTOVER = os.path.basename(layout.incomplete_folder("", _ITERATION))
+"""What a conversion to a checkpoint that was killed leaves in its folder; `to_core` deletes it."""
+RUN = ".bcd-run"
+"""File in a folder of --save-hf with the name of the run that writes there."""
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 """As config.json names them."""
 
 
-def check_output(path: str, *, flag: str) -> None:
-    """Whether a model may be written to `path`.
+def check_output(path: str, *, flag: str, leftover: str | None = None) -> None:
+    """Whether a model may be written to `path`, which may be a link to an empty folder; `leftover` may be in it.
 
     Raises:
         ValueError: there is something already, or its parent can't be written to.
     """
-    if os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path)):
+    if os.path.lexists(path) and not (os.path.isdir(path) and set(os.listdir(path)) <= {leftover}):
         raise ValueError(f"{flag} {path}: there is something already; give a folder that is empty or absent")
-    parent = os.path.abspath(path)
+    parent = os.path.realpath(path)
     while not os.path.isdir(parent):
         parent = os.path.dirname(parent)
     if not os.access(parent, os.W_OK | os.X_OK):
@@ -53,15 +59,46 @@ def check_output(path: str, *, flag: str) -> None:
 def to_core(source: ModelFolder, root: str, *, padded_vocab_size: int) -> str:
     """Write `source` as the weights of a checkpoint below `root`; the folder of the checkpoint.
 
-    Padding rows of the vocabulary are zeros. On failure nothing is left.
+    Padding rows of the vocabulary are zeros. On failure nothing is left. What a killed conversion has left is deleted.
 
     Raises:
         OSError, RuntimeError: a file can't be written.
-        ValueError: a file of the model can't be read.
+        ValueError: a file of the model can't be read, or another conversion writes there.
     """
     is_new = not os.path.lexists(root)
     temporary = layout.incomplete_folder(root, _ITERATION)
+    if os.path.lexists(temporary):
+        with _held(temporary):  # not by a conversion that is still under way
+            shutil.rmtree(temporary)
     os.makedirs(temporary)
+    with _held(temporary):
+        _write_core(source, root, is_new=is_new, padded_vocab_size=padded_vocab_size)
+    return layout.iteration_folder(root, _ITERATION)
+
+
+@contextlib.contextmanager
+def _held(path: str) -> Iterator[None]:
+    """A lock on a folder, which the kernel releases when this process ends. Raises ValueError if another has it."""
+    opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{path} is being written by another conversion; wait for it, or stop it") from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS_HERE:
+                raise
+        yield
+    finally:
+        os.close(opened)
+
+
+_NO_LOCKS_HERE = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+def _write_core(source: ModelFolder, root: str, *, is_new: bool, padded_vocab_size: int) -> None:
+    """Write the checkpoint under its temporary name, and publish it; on failure nothing is left."""
+    temporary = layout.incomplete_folder(root, _ITERATION)
     try:
         core_format.write(temporary, _files(source, padded_vocab_size))
         carried = os.path.join(temporary, CARRIED)
@@ -73,7 +110,6 @@ def to_core(source: ModelFolder, root: str, *, padded_vocab_size: int) -> str:
     except BaseException:
         shutil.rmtree(root if is_new else temporary, ignore_errors=True)
         raise
-    return layout.iteration_folder(root, _ITERATION)
 
 
 def _digests(root: str) -> dict[str, layout.FileDigest]:
@@ -174,9 +210,14 @@ def check_checkpoint(checkpoint: CoreCheckpoint, network: Architecture) -> None:
 
 
 def to_hugging_face(
-    checkpoint: CoreCheckpoint, path: str, description: Description, *, max_shard_bytes: int = MAX_SHARD_BYTES
+    checkpoint: CoreCheckpoint,
+    path: str,
+    description: Description,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    run: str | None = None,
 ) -> None:
-    """Write the checkpoint's weights as a model folder `path`. On failure nothing is left.
+    """Write the checkpoint's weights as a model folder `path`, with the name of its `run`. On failure nothing is left.
 
     A model that is there is replaced (the caller has checked that this is meant); other files stay.
 
@@ -188,7 +229,7 @@ def to_hugging_face(
     """
     network = description.network
     check_checkpoint(checkpoint, network)
-    path = os.path.abspath(path)
+    path = os.path.realpath(path)  # a folder can't be renamed onto a link, nor to another disk
     temporary = path + ".bcd-incomplete"
     shutil.rmtree(temporary, ignore_errors=True)
     os.makedirs(temporary)
@@ -197,6 +238,8 @@ def to_hugging_face(
         atomic_io.write(os.path.join(temporary, folder.CONFIG), _with_dtype(description.config, dtype))
         for name, companion in description.companions.items():
             shutil.copyfile(companion, os.path.join(temporary, name))
+        if run is not None:
+            atomic_io.write(os.path.join(temporary, RUN), f"{run}\n".encode())
         for name in os.listdir(temporary):
             atomic_io.sync(os.path.join(temporary, name))
         _publish(temporary, path)
@@ -231,15 +274,13 @@ def _write_weights(
     checkpoint: CoreCheckpoint, path: str, network: Architecture, max_shard_bytes: int
 ) -> torch.dtype | None:
     """Write the safetensors files and their index; the dtype of all tensors, None if they have several."""
-    from safetensors.torch import save_file
-
     shards = _shards(checkpoint, network, max_shard_bytes)
     weight_map: dict[str, str] = {}
     total = 0
     for number, units in enumerate(shards, start=1):
         name = folder.SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         content = dict(_tensors(checkpoint, units))
-        save_file(content, os.path.join(path, name), metadata={"format": "pt"})
+        _save(content, os.path.join(path, name))
         weight_map |= dict.fromkeys(content, name)
         total += sum(tensor.nbytes for tensor in content.values())
         del content
@@ -248,6 +289,24 @@ def _write_weights(
         atomic_io.write(os.path.join(path, folder.INDEX), json.dumps(index, indent=2).encode())
     dtypes = {checkpoint.dtype(row.key) for units in shards for row, _ in units}
     return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def _save(content: Mapping[str, Tensor], path: str) -> None:
+    """Write a safetensors file with the permissions of any new file: the library lets only its owner read it.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    with open(path, "wb") as file:  # what umask and the folder make of it
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    try:
+        save_file(dict(content), path, metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk, too; it is no OSError
+        raise OSError(f"{path} can't be written ({' '.join(str(error).split())[:200]})") from None
+    os.chmod(path, mode)
 
 
 def _shards(checkpoint: CoreCheckpoint, network: Architecture, max_bytes: int) -> list[list[_Unit]]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from megatron.bcd.checkpoint import layout, run_state
 from megatron.bcd.checkpoint.shard_writer import ShardWrite
 from megatron.bcd.config import RunConfig
 from megatron.bcd.huggingface import convert, run_network
@@ -32,26 +33,27 @@ class Exporter:
         """Check what can be known before training. `is_continued`: the folder may hold models of this run.
 
         Raises:
-            ValueError: --save-hf holds something, or transformers has no such network.
+            ValueError: --save-hf holds something else, or is the folder of --load-hf, or transformers has no such
+                network.
         """
         assert config.checkpoint.save_hf is not None
-        self.root: str = os.path.normpath(config.checkpoint.save_hf)  # with "/" at the end, the weights would lie in it
+        self.root: str = os.path.realpath(config.checkpoint.save_hf)  # the weights lie beside it, on the same disk
         self._reporter = reporter
         self._is_first = torch.distributed.get_rank() == 0
 
-        def describe() -> convert.Description:
-            if not is_continued:
-                convert.check_output(self.root, flag="--save-hf")
-            return run_network.describe_run(config, is_on_gpu=device.has_cuda())
+        def describe() -> tuple[str, convert.Description]:
+            run = _name_of_run(config, is_continued=is_continued)
+            _check_folder(config, self.root, run=run if is_continued else None)
+            return run, run_network.describe_run(config, is_on_gpu=device.has_cuda())
 
-        self._description = collectives.on_rank_0(describe)
+        self._run, self._description = collectives.on_rank_0(describe)
 
     def export(self, model: torch.nn.Module, *, iteration: int | None = None) -> bool:
         """Write `model` to --save-hf, or to ``iter_0000007`` in it; a warning and False if that failed."""
         started = time.monotonic()
         target = self.root if iteration is None else os.path.join(self.root, f"iter_{iteration:07d}")
         weights = target + _WEIGHTS
-        error = collectives.on_rank_0(lambda: _error_of(lambda: _make_anew(weights)))
+        error = collectives.on_rank_0(lambda: _error_of(lambda: self._make_anew(weights)))
         if error is None:
             sharded = unwrap_model(model).sharded_state_dict()
             write = ShardWrite({f"model.{name}": part for name, part in sharded.items()}, weights, in_background=False)
@@ -68,8 +70,63 @@ class Exporter:
         self._reporter.note(f"model written to {target} ({time.monotonic() - started:,.1f} s)")
         return True
 
+    def _make_anew(self, weights: str) -> None:
+        if os.path.dirname(weights) == self.root and _run_in(self.root) != self._run:  # before anything else is in it
+            path = os.path.join(self.root, convert.RUN)
+            os.makedirs(self.root, exist_ok=True)
+            atomic_io.write(path + ".new", f"{self._run}\n".encode())
+            os.replace(path + ".new", path)
+        shutil.rmtree(weights, ignore_errors=True)
+        os.makedirs(weights)
+
     def _convert(self, weights: str, target: str) -> None:
-        convert.to_hugging_face(CoreCheckpoint(weights), target, self._description)
+        run = self._run if target == self.root else None
+        convert.to_hugging_face(CoreCheckpoint(weights), target, self._description, run=run)
+
+
+def _name_of_run(config: RunConfig, *, is_continued: bool) -> str:
+    """See `run_state.name_of_run`; of a run that goes on, the name in its checkpoints."""
+    load, step = config.checkpoint.load, config.checkpoint.ckpt_step
+    if not is_continued or load is None or config.checkpoint.finetune:
+        return run_state.name_of_run(config, None)
+    for iteration in layout.candidates(load) if step is None else [step]:
+        path = os.path.join(layout.iteration_folder(load, iteration), run_state.FILE_NAME)
+        try:
+            with open(path, encoding="utf-8") as file:
+                return run_state.name_of_run(config, run_state.from_json(file.read(), path=path))
+        except (OSError, ValueError):  # damaged: the run resumes from the one before
+            continue
+    return run_state.name_of_run(config, None)
+
+
+def _run_in(folder: str) -> str | None:
+    """Name of the run that writes models there; None if nothing says it."""
+    try:
+        with open(os.path.join(folder, convert.RUN), encoding="utf-8") as file:
+            return file.read(100).strip()
+    except (OSError, ValueError):
+        return None
+
+
+def _check_folder(config: RunConfig, root: str, *, run: str | None) -> None:
+    """Whether models may be written to `root`, the folder of --save-hf without links.
+
+    What it holds must be of `run`, which goes on: models of other runs, and those that others made, are not replaced.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    asked, source = config.checkpoint.save_hf, config.checkpoint.load_hf
+    assert asked is not None
+    if source is not None and os.path.isdir(source) and os.path.realpath(source) == root:
+        raise ValueError(f"--save-hf {asked} is the folder of --load-hf, whose model would be lost: give another one")
+    if run is None or not os.path.isdir(root) or not os.listdir(root):
+        convert.check_output(asked, flag="--save-hf")
+    elif _run_in(root) != run:
+        raise ValueError(
+            f"--save-hf {asked} holds files that this run has not written: give its own folder, or one that is empty "
+            "or absent"
+        )
 
 
 def _error_of(action: Callable[[], None]) -> str | None:
@@ -79,8 +136,3 @@ def _error_of(action: Callable[[], None]) -> str | None:
     except (OSError, RuntimeError, ValueError) as error:  # PyTorch's file writer raises RuntimeError on a full disk
         return atomic_io.describe(error)
     return None
-
-
-def _make_anew(folder: str) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    os.makedirs(folder)

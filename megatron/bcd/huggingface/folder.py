@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -259,12 +260,14 @@ def _entries_of(path: str) -> Iterator[_Entry]:
             yield _Entry(file=path, name=name, shape=tuple(header.get_shape()), dtype=_DTYPES[kind])
 
 
-def _opened(path: str) -> Any:
-    """The opened safetensors file, a context manager. Raises ValueError."""
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[Any]:
+    """The opened safetensors file. Raises ValueError, also for what can't be read of it later."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        return safe_open(path, framework="pt")
+        with safe_open(path, framework="pt") as file:
+            yield file
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} can't be read ({' '.join(str(error).split())[:200]})") from None
 
