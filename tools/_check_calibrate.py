@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ LEAST_OF_TABLE = 0.25
 """Share of the table's bandwidth that a link must have."""
 LEAST_LINK = {"cuda": 1.0, "cpu": 0.01}
 """10^9 bytes per second, where the table has no such GPU."""
+MOST_OF_PCIE = 20.0
+"""10^9 bytes per second: rtx4090's and a800's in the table. A row's link may be NVLink, which the same GPU has in
+its SXM form."""
+_NOT_THE_MODEL = re.compile(r"nvidia|geforce|pcie|sxm\d*|hbm\w*")
 PEAK_TOLERANCE = 0.10
 CPU_MODEL = Model(name="calibration", form="gpt", layers=6, hidden=256, heads=4, groups=4, ffn=1024, vocabulary=1024,
                   sequence=128, source="")  # fmt: skip
@@ -42,12 +47,19 @@ def measured(runner: Runner, *, quick: bool) -> dict[str, Any]:
 
 
 def known_gpu(name: str, clusters: Mapping[str, Cluster]) -> Cluster | None:
-    """The table's row of a GPU, by the name that CUDA gives it."""
-    words = name.replace("NVIDIA", "").replace("GeForce", "").strip()
-    try:
-        return choose(clusters, words, flag="gpu")
-    except ValueError:
+    """The table's row of a GPU, by the name that CUDA gives it: model and memory size, such as A100 and 80GB, are the
+    row's, whatever the card's form. A card in a PCIe slot gets no more than PCIe's link."""
+    rows = [row for row in clusters.values() if row.name != NAME and _model_words(row.gpu) == _model_words(name)]
+    if len(rows) != 1:
         return None
+    on_pcie = "pcie" in name.lower()
+    return replace(rows[0], link_gb_per_s=min(rows[0].link_gb_per_s, MOST_OF_PCIE)) if on_pcie else rows[0]
+
+
+def _model_words(name: str) -> frozenset[str]:
+    """NVIDIA A100-SXM4-80GB: a100, 80gb."""
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    return frozenset(word for word in words if not _NOT_THE_MODEL.fullmatch(word))
 
 
 def check_links(found: Mapping[str, Any], known: Cluster | None, *, least: float | None) -> Check:

@@ -24,7 +24,7 @@ from _compare_sft_rows import Row, Trained, grid_lines, row_of, table
 from _machine import cpu_model
 from _parser import Parser
 from _study_data import ROOT
-from _study_file import NAME, Data, Method, Model, Study
+from _study_file import NAME, Data, Method, Model, Study, made_folder
 from _study_plan import Point, final_runs, grid, points
 from _study_runner import Runner, tell
 from _study_runs import METRICS_FILE, Commands, write_json
@@ -247,8 +247,9 @@ def compare(argv: Sequence[str]) -> int:
     """Prepare, run what is missing, print, write; the exit code. Raises ValueError for a user's mistake."""
     arguments = parse_arguments(argv)
     check(arguments)
-    folder = arguments.output.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("data", "pretrain_text"):  # the tools that read them start in the repository
+        setattr(arguments, name, getattr(arguments, name).resolve())
+    folder = made_folder(arguments.output.resolve(), flag="--output", given=arguments.output)
     try:
         with FileLock(folder / ".lock", timeout=0):
             base, records = prepare(arguments, folder)

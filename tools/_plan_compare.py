@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from _plan_output import table
+from _plan_output import is_priced, table, unit_of_price, without_price
 
 from megatron.bcd.planner.estimate import Estimate
 from megatron.bcd.planner.memory import fits
@@ -32,7 +32,7 @@ class Compared:
     fewest: bool
     """Whether no layout fits on fewer GPUs, recomputation tried too."""
     cost_ratio: float | None
-    """Dollars to full training's loss over the least of full training; None if full training fits nowhere."""
+    """Price to full training's loss over the least of full training; None if full training fits nowhere."""
     error: TimeError | None
     """Of times predicted for this method; None where none was ever measured or published."""
 
@@ -51,15 +51,17 @@ class Compared:
         return self.estimate.recipe.num_gpus == self.asked_gpus
 
     @property
-    def dollars(self) -> float:
-        return self.estimate.cost.dollars
+    def price(self) -> float:
+        """Dollars; where the cluster table has no price GPU hours, which have the same ratios."""
+        cost = self.estimate.cost
+        return cost.dollars if is_priced(self.estimate.recipe.cluster) else cost.gpu_hours
 
     @property
-    def dollars_with_error(self) -> tuple[float, float] | None:
+    def price_with_error(self) -> tuple[float, float] | None:
         """Least and most, if the time is as far off as known ones were."""
         if self.error is None:
             return None
-        return self.dollars / (1 + self.error.highest), self.dollars / (1 + self.error.lowest)
+        return self.price / (1 + self.error.highest), self.price / (1 + self.error.lowest)
 
     @property
     def state_per_parameter(self) -> float:
@@ -79,13 +81,15 @@ def compare(
     errors: Mapping[str, TimeError],
     *,
     num_blocks: int | None,
+    pipeline_size: int | None = None,
     tokens: float | None,
     multiplier: float | None,
 ) -> tuple[Compared, ...]:
     """Full training, the same with the optimizer on the host, and both presets, cheapest first.
 
     Each is on the asked number of GPUs, and on the fewest on which it fits; one that fits on no number
-    is left out. Numbers of blocks are tried as `layouts` does, or it is ``num_blocks``; ``multiplier`` is of pretrain.
+    is left out. Numbers of blocks and pipeline sizes are tried as `layouts` does, or it is ``num_blocks`` and
+    ``pipeline_size``; ``multiplier`` is of pretrain.
     Raises ValueError if nothing fits, or a flag is out of range.
     """
     found: list[tuple[Estimate, bool]] = []
@@ -93,39 +97,46 @@ def compare(
         blocks = None
         if method in PRESET_OF and num_blocks is not None:
             blocks = [num_blocks]
+        # full training has no blocks that a layout or frozen parts could be of
+        without: dict[str, Any] = {} if method in PRESET_OF else {"layout": None, "frozen": None, "num_chunks": None}
+        number = blocks[0] if blocks else None
         try:
-            recipe = replace(base, method=method, num_blocks=blocks[0] if blocks else None, pipeline_size=1)
+            recipe = replace(base, method=method, num_blocks=number, **without)
         except ValueError:  # such as fp16 with Muon, or blocks that a preset does not take; the notes name the method
             continue
         given = multiplier if method == "pretrain" else None
-        for placed, is_fewest in _on_numbers_of_gpus(recipe, blocks):
-            best = search(placed, num_blocks=blocks, tokens=tokens, multiplier=given).best[0]
+        sizes: dict[str, Any] = {"num_blocks": blocks, "pipeline_size": pipeline_size}
+        for placed, is_fewest in _on_numbers_of_gpus(recipe, **sizes):
+            best = search(placed, **sizes, tokens=tokens, multiplier=given).best[0]
             found.append((best, is_fewest))
     if not found:
-        raise ValueError(f"--model {base.model.name}: no method fits on any number of {base.cluster.gpu}")
-    full = min((each.cost.dollars for each, _ in found if each.recipe.method == "full"), default=None)
+        stages = "" if pipeline_size is None else f" with --pipeline-model-parallel-size {pipeline_size}"
+        raise ValueError(f"--model {base.model.name}: no method fits on any number of {base.cluster.gpu}{stages}")
+    full = min((each.cost.gpu_hours for each, _ in found if each.recipe.method == "full"), default=None)
     rows = [
         Compared(
             estimate=estimate,
             asked_gpus=base.num_gpus,
             fewest=is_fewest,
-            cost_ratio=None if full is None else estimate.cost.dollars / full,
+            cost_ratio=None if full is None else estimate.cost.gpu_hours / full,
             error=errors.get(estimate.recipe.method),
         )
         for estimate, is_fewest in found
     ]
-    return tuple(sorted(rows, key=lambda row: row.dollars))
+    return tuple(sorted(rows, key=lambda row: row.price))
 
 
-def _on_numbers_of_gpus(recipe: Recipe, blocks: Sequence[int] | None) -> Iterator[tuple[Recipe, bool]]:
-    """The recipe on its own GPUs and on the fewest, each if it fits; and whether these are the fewest."""
-    fitting = any(fits(each) for each in layouts(recipe, num_blocks=blocks))
-    fewest = fewest_gpus(recipe, num_blocks=blocks)
+def _on_numbers_of_gpus(recipe: Recipe, **sizes: Any) -> Iterator[tuple[Recipe, bool]]:
+    """The recipe on its own GPUs and on the fewest, each if it fits; and whether these are the fewest. `sizes` are of
+    `layouts`."""
+    fitting = any(fits(each) for each in layouts(recipe, **sizes))
+    fewest = fewest_gpus(recipe, **sizes)
     if fitting:
         yield recipe, fewest is None or fewest >= recipe.num_gpus
     if fewest is not None and (fewest < recipe.num_gpus or not fitting and fewest > recipe.num_gpus):
         batch = -(-recipe.global_batch_size // fewest) * fewest
-        yield replace(recipe, num_gpus=fewest, global_batch_size=batch), True
+        stages = sizes["pipeline_size"] or 1
+        yield replace(recipe, num_gpus=fewest, pipeline_size=stages, micro_batch_size=1, global_batch_size=batch), True
 
 
 def gpus(number: int) -> str:
@@ -145,7 +156,7 @@ def comparison_as_list(rows: Sequence[Compared]) -> list[dict[str, Any]]:
         | {
             "cost_ratio": row.cost_ratio,
             "state_per_parameter": row.state_per_parameter,
-            "dollars_with_error": row.dollars_with_error,
+            "dollars_with_error": row.price_with_error if is_priced(row.estimate.recipe.cluster) else None,
         }
         for row in rows
     ]
@@ -154,10 +165,11 @@ def comparison_as_list(rows: Sequence[Compared]) -> list[dict[str, Any]]:
 def show_comparison(rows: Sequence[Compared]) -> str:
     """One line per method and number of GPUs, cheapest first; what is best; what the figures rest on."""
     head = ("method", "GPUs", "PP x DP", "blocks", "recompute", "GiB", "B/param", "s/step", "B-F")
-    lines = [(*head, "days", "dollars", "with error", "to full")]
+    first = rows[0].estimate.recipe
+    lines = [(*head, "days", unit_of_price(first.cluster), "with error", "to full")]
     for row in rows:
         estimate, recipe, cost = row.estimate, row.estimate.recipe, row.estimate.cost
-        ends = row.dollars_with_error
+        ends = row.price_with_error
         lines.append(
             (
                 row.name,
@@ -170,12 +182,11 @@ def show_comparison(rows: Sequence[Compared]) -> str:
                 f"{estimate.iteration_seconds:.2f}",
                 f"{cost.multiplier:.2f}",
                 f"{cost.days:,.1f}",
-                f"{cost.dollars:,.0f}",
+                f"{row.price:,.0f}",
                 "unknown" if ends is None else f"{ends[0]:,.0f}-{ends[1]:,.0f}",
                 "-" if row.cost_ratio is None else f"{row.cost_ratio:.2f}",
             )
         )
-    first = rows[0].estimate.recipe
     title = (
         f"{first.model.name} on {rows[0].asked_gpus} x {first.cluster.gpu}, {first.precision}, sequence "
         f"{first.tokens:,}, global batch {first.global_batch_size}: the cheapest layout of each method, best first"
@@ -198,7 +209,7 @@ def verdict(rows: Sequence[Compared]) -> list[str]:
             continue
         best = as_asked(others) if row.is_as_asked else None
         best = best or others[0]
-        ratio = row.dollars / best.dollars
+        ratio = row.price / best.price
         limit, cost = row.estimate.cost.multiplier / ratio, row.estimate.cost
         which = "there" if best.estimate.recipe.num_gpus == row.estimate.recipe.num_gpus else "that fits"
         against = f"{best.name} on {gpus(best.estimate.recipe.num_gpus)}, the cheapest full training {which}"
@@ -218,7 +229,7 @@ def verdict(rows: Sequence[Compared]) -> list[str]:
 
 
 def _may_overlap(row: Compared, best: Compared) -> str:
-    mine, theirs = row.dollars_with_error, best.dollars_with_error
+    mine, theirs = row.price_with_error, best.price_with_error
     if mine is None or theirs is None or mine[0] > theirs[1]:
         return ""
     return "; with the known errors the two overlap"
@@ -245,8 +256,12 @@ def _reasons(mine: Sequence[Compared], others: Sequence[Compared]) -> list[str]:
 
 
 def _notes(rows: Sequence[Compared]) -> list[str]:
-    notes = ["to full: dollars to full training's loss over the least of full training; with error: dollars if times"
+    cluster = rows[0].estimate.recipe.cluster
+    unit = unit_of_price(cluster)
+    notes = [f"to full: {unit} to full training's loss over the least of full training; with error: {unit} if times"
     " are as far off as known ones were; B/param: bytes of model state per parameter"]  # fmt: skip
+    if not is_priced(cluster):
+        notes.append(without_price(cluster))
     for name in dict.fromkeys(row.name for row in rows):
         mine = [row for row in rows if row.name == name]
         row = mine[0]

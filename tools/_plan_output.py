@@ -12,7 +12,7 @@ from megatron.bcd.planner.memory import RankMemory, peak, rank_memory, recomputa
 from megatron.bcd.planner.paper import Paper, mean_error
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.search import SearchResult
-from megatron.bcd.planner.tables import GIB
+from megatron.bcd.planner.tables import GIB, Cluster
 
 _MOST_ROWS = 12
 """Rows of the memory table; with more ranks, only the stages with the largest and smallest peak are shown."""
@@ -29,6 +29,21 @@ def table(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
         for row in rows
     ]
     return "\n".join(lines)
+
+
+def is_priced(cluster: Cluster) -> bool:
+    """Whether the cluster table has a price: a calibrated row of an unknown GPU has 0."""
+    return cluster.usd_per_gpu_hour > 0
+
+
+def unit_of_price(cluster: Cluster) -> str:
+    """What plans are ranked by."""
+    return "dollars" if is_priced(cluster) else "GPU hours"
+
+
+def without_price(cluster: Cluster) -> str:
+    """Of a cluster that has no price."""
+    return f"no price is known: usd_per_gpu_hour of {cluster.name} is 0 in the cluster table; ranked by GPU hours"
 
 
 def show_estimate(estimate: Estimate, remedies: Sequence[Remedied] = ()) -> str:
@@ -77,12 +92,14 @@ def _advice(estimate: Estimate) -> str:
     if estimate.recipe.task == "sft":
         return "put your own in place of MODEL_DIR, DATA.jsonl and OUT_DIR"
     needs = "needs a GPU; " if estimate.recipe.method == "offload" else ""
-    return f"{needs}mock data: replace the last line by your own"
+    return f"{needs}mock data: replace the last line by your own, and leave out -mock in --save and --load"
 
 
 def show_search(found: SearchResult) -> str:
     """The cheapest layouts, and the cheapest one's estimate."""
-    rows = [("layout", "GiB", "iteration s", "tokens/s", "B-F multiplier", "days", "dollars")]
+    cluster = found.best[0].recipe.cluster
+    unit = unit_of_price(cluster)
+    rows = [("layout", "GiB", "iteration s", "tokens/s", "B-F multiplier", "days", unit)]
     for estimate in found.best:
         rows.append(
             (
@@ -92,11 +109,13 @@ def show_search(found: SearchResult) -> str:
                 f"{estimate.tokens_per_second:,.0f}",
                 f"{estimate.cost.multiplier:.2f}",
                 f"{estimate.cost.days:,.1f}",
-                f"{estimate.cost.dollars:,.0f}",
+                f"{estimate.cost.dollars if is_priced(cluster) else estimate.cost.gpu_hours:,.0f}",
             )
         )
     head = f"{found.num_tried} layouts tried, {found.num_fitting} fit; the cheapest"
     lines = [f"{head}\n{table(rows)}"]
+    if not is_priced(cluster):
+        lines.append(without_price(cluster))
     if found.best[0].recipe.method == "bcd":
         lines.append(LEARNING_NOTE)
     return "\n".join(lines) + f"\n\n{show_estimate(found.best[0])}"
@@ -257,10 +276,10 @@ def _cost(estimate: Estimate) -> str:
     is_small = cost.gpu_hours < 100
     hours, dollars = f"{cost.gpu_hours:,.{is_small:d}f}", f"{cost.dollars:,.{2 * is_small:d}f}"
     days = f"{cost.days:,.1f} days" if cost.days >= 1 else f"{24 * cost.days:,.1f} hours"
-    return (
-        f"{tokens} tokens{more}:\n{cost.iterations:,} iterations, {days}, "
-        f"{hours} GPU hours, ${dollars} (${cluster.usd_per_gpu_hour:g} per GPU hour)"
-    )
+    price = f"${dollars} (${cluster.usd_per_gpu_hour:g} per GPU hour)"
+    if not is_priced(cluster):
+        price = f"no price known (usd_per_gpu_hour of {cluster.name} is 0)"
+    return f"{tokens} tokens{more}:\n{cost.iterations:,} iterations, {days}, {hours} GPU hours, {price}"
 
 
 def _command(estimate: Estimate) -> str:

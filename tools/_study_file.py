@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import math
 import os
 import re
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -271,6 +273,27 @@ def _check(study: Study, path: str) -> None:
     for entry in (study, *study.models, *study.data, *study.methods):
         render(entry.flags, values, where=f"{path}: {entry.name}: flags")
     render(study.checkpoint_flags, values, where=f"{path}: checkpoint_flags")
+
+
+def check_only(patterns: str, study: Study) -> None:
+    """Raises ValueError for a pattern of --only that no method matches."""
+    names = [method.name for method in study.methods]
+    for pattern in patterns.split(","):
+        if not fnmatch.filter(names, pattern.strip()):
+            raise ValueError(f"--only {patterns}: {pattern.strip() or 'an empty name'} matches no method; there are "
+                             f"{', '.join(names)}")  # fmt: skip
+
+
+def made_folder(path: Path, *, flag: str, given: Path) -> Path:
+    """The folder, made where it is missing. Raises ValueError naming the flag and what it was given where nothing can
+    be written there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(f"{flag} {given}: {error.strerror}: {path}; give a folder that can be written") from None
+    return path
 
 
 def _check_name(name: str, names: Sequence[str], where: str) -> None:

@@ -60,11 +60,30 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.num_ranks not in (None, 1, 2, 4, 8):
         raise ValueError(f"--num-ranks {arguments.num_ranks}: must be 1, 2, 4 or 8")
-    if arguments.json not in (None, STDOUT):
-        folder = os.path.dirname(os.path.abspath(arguments.json))
-        if os.path.isdir(arguments.json) or not os.access(folder, os.W_OK):
-            raise ValueError(f"--json {arguments.json}: cannot be written; give a file in a folder that can")
+    for flag, path in (("--json", arguments.json), ("--write-figures", arguments.write_figures)):
+        if path not in (None, STDOUT) and not _can_be_written(path):
+            raise ValueError(f"{flag} {path}: cannot be written; give a file in a folder that can")
     return arguments
+
+
+def _can_be_written(path: str) -> bool:
+    """Before minutes of runs; nothing is created yet."""
+    nearest = os.path.dirname(os.path.abspath(path))
+    while not os.path.lexists(nearest):
+        nearest = os.path.dirname(nearest)
+    return not os.path.isdir(path) and os.path.isdir(nearest) and os.access(nearest, os.W_OK)
+
+
+def _write(path: str, text: str) -> None:
+    """Whole or not at all, in a folder that may be new. Not through tools/report.py, which needs packages that may be
+    what is missing. Raises OSError."""
+    aside = f"{path}.{os.getpid()}.tmp"
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    try:
+        Path(aside).write_text(text, encoding="utf-8")
+        os.replace(aside, path)
+    finally:
+        Path(aside).unlink(missing_ok=True)
 
 
 def checks(arguments: argparse.Namespace, folder: Path) -> Iterator[Check]:
@@ -129,7 +148,7 @@ def self_test(arguments: argparse.Namespace, folder: Path, probed: dict[str, Any
             figures = SelfTest(runner=runner, expected=expected, fp32="fp32").record()
         except CannotRun as error:
             raise ValueError(f"--write-figures: {error}") from error
-        Path(arguments.write_figures).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        _write(arguments.write_figures, json.dumps(figures, indent=1) + "\n")
         yield passed("figures", f"wrote {arguments.write_figures}")
         return
     only = wanted(arguments.only)
@@ -170,7 +189,9 @@ def read_figures(path: Path) -> dict[str, Any]:
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """The exit code. Raises ValueError for bad flags."""
     arguments.expected = read_figures(Path(arguments.figures))
-    folder = Path(arguments.output or tempfile.mkdtemp(prefix="check_machine_"))
+    # runs start in the repository, wherever this was started
+    folder = Path(arguments.output or tempfile.mkdtemp(prefix="check_machine_")).resolve()
+    arguments.clusters = str(Path(arguments.clusters).resolve())
     found = []
     for check in checks(arguments, folder):
         found.append(check)
@@ -183,7 +204,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         if arguments.json == STDOUT:
             print(text)
         else:
-            Path(arguments.json).write_text(f"{text}\n", encoding="utf-8")
+            _write(arguments.json, f"{text}\n")
             print(f"wrote {arguments.json}")
     if not arguments.output and not code and not arguments.calibrate:
         shutil.rmtree(folder, ignore_errors=True)

@@ -21,7 +21,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _parser import STDOUT, Parser, add_json, add_precision, bad_input, leave_with
 from _plan_compare import as_asked, compare, comparison_as_list, gpus, show_comparison, verdict
+from _plan_flags import refuse_unused
 from _plan_output import Remedied, show_estimate, show_paper, show_remedies, show_search
 from _plan_pipelines import pipelines_as_list, show_pipelines
 
@@ -88,7 +89,8 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
     add("--bcd-layout", choices=LAYOUTS, help="(default: spread; with --bcd-preset pretrain strided)")
     add("--bcd-frozen", metavar="PARTS", help="never trained: some of embedding, head, norms, or none (default: none;"
         " with finetune embedding)")  # fmt: skip
-    add("--pipeline-model-parallel-size", type=int, metavar="N", help="(default: the smallest that fits)")
+    add("--pipeline-model-parallel-size", type=int, metavar="N", help="(default: the smallest that fits;"
+        " --search tries all)")  # fmt: skip
     add("--context-parallel-size", type=int, default=1, metavar="N", help="(default: 1)")
     add("--seq-length", type=int, metavar="N", help="(default: the model table's; with --task sft at most"
         f" {SFT_DEFAULTS['seq_length']:,})")  # fmt: skip
@@ -212,7 +214,11 @@ def what_fits(arguments: argparse.Namespace) -> list[Remedied]:
     for remedy in remedies(fields_of(arguments), pipeline_size=arguments.pipeline_model_parallel_size):
         changes = {_FLAG_OF.get(name, name): value for name, value in remedy.changes.items()}
         if "method" in changes:
-            changes["bcd_preset"] = None
+            changes |= {"bcd_preset": None, "num_virtual_stages_per_pipeline_rank": None}
+            if not remedy.recipe.has_blocks:
+                changes["bcd_frozen"] = None
+                if not fits(replace(remedy.recipe, frozen=None)):
+                    continue
         if remedy.recipe.pipeline_size != arguments.pipeline_model_parallel_size:
             changes["pipeline_model_parallel_size"] = None
         shown = {name: value for name, value in changes.items() if value is not None}
@@ -250,6 +256,7 @@ def run(argv: Sequence[str] | None) -> tuple[str, int]:
     modes = [name for name in ("search", "compare", "pipelines", "paper", "verify") if getattr(arguments, name)]
     if len(modes) > 1:
         raise ValueError(f"--{modes[0]} and --{modes[1]} are both given: give one of them")
+    refuse_unused(arguments, method_of(arguments))
     answer = answer_to(arguments)
     if arguments.json is None:
         return answer.text, answer.code
@@ -311,7 +318,11 @@ def run_pipelines(arguments: argparse.Namespace) -> Answer:
 def run_comparison(arguments: argparse.Namespace, recipe: Recipe) -> Answer:
     """All methods side by side, with --search the plan of the best on these GPUs too."""
     rows = compare(
-        recipe, time_errors(paper(arguments).cells()), num_blocks=arguments.bcd_num_blocks, **cost_of(arguments)
+        recipe,
+        time_errors(paper(arguments).cells()),
+        num_blocks=arguments.bcd_num_blocks,
+        pipeline_size=arguments.pipeline_model_parallel_size,
+        **cost_of(arguments),
     )
     text = show_comparison(rows)
     if arguments.compare:
@@ -332,13 +343,16 @@ def run_comparison(arguments: argparse.Namespace, recipe: Recipe) -> Answer:
 
 def run_search(arguments: argparse.Namespace, recipe: Recipe) -> Answer:
     """The cheapest layouts of one method."""
-    num_blocks = None if arguments.bcd_num_blocks is None else [arguments.bcd_num_blocks]
-    if not any(fits(each) for each in layouts(recipe, num_blocks=num_blocks)):
+    sizes = {
+        "num_blocks": None if arguments.bcd_num_blocks is None else [arguments.bcd_num_blocks],
+        "pipeline_size": arguments.pipeline_model_parallel_size,
+    }
+    if not any(fits(each) for each in layouts(recipe, **sizes)):
         others = what_fits(arguments)
         head = f"no layout of {recipe.model.name} with --method {recipe.method} fits on {recipe.num_gpus} x "
         text = f"{head}{recipe.cluster.gpu}\n{show_remedies(others)}"
         return Answer(text=text, data={"best": [], "what_fits": _listed(others)}, code=1)
-    found = search(recipe, num_blocks=num_blocks, **cost_of(arguments))
+    found = search(recipe, **sizes, **cost_of(arguments))
     best = [_with_command(estimate) for estimate in found.best]
     return Answer(text=show_search(found), data={"tried": found.num_tried, "fitting": found.num_fitting, "best": best})
 

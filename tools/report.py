@@ -22,6 +22,7 @@ from _parser import STDOUT, add_json, leave_with
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 MIB = 2**20
 NUM_RANKS_SHOWN = 4
@@ -256,7 +257,8 @@ def print_table(rows: Sequence[tuple[str, ...]], *, num_runs: int) -> None:
     for index, column in enumerate(COLUMNS):
         table.add_column(column, justify="right" if index else "left", no_wrap=not on_terminal)
     for index, row in enumerate(rows):
-        table.add_row(*row, style="" if index < num_runs else "bold", end_section=index + 1 == num_runs)
+        cells = [Text(cell) for cell in row]  # a run's name is no markup
+        table.add_row(*cells, style="" if index < num_runs else "bold", end_section=index + 1 == num_runs)
     if on_terminal:
         Console(force_terminal=True, highlight=False).print(table)
         return

@@ -85,7 +85,12 @@ def _draw_run(axes: Axes, run: "Run", index: int) -> Line2D:
     axes.plot(iterations, smoothed(losses), color=colour, linewidth=1.9)
     points = _finite(run.validations, "validation_loss")
     axes.plot(*points, color=colour, linestyle="none", zorder=4, **marker)
-    return Line2D([], [], color=colour, linewidth=2, label=run.name, **marker)
+    return Line2D([], [], color=colour, linewidth=2, label=_plain(run.name), **marker)
+
+
+def _plain(name: str) -> str:
+    """Not a formula, though it may have dollars."""
+    return name.replace("$", r"\$")
 
 
 def _draw_losses(axes: Axes, runs: Sequence["Run"]) -> None:
@@ -101,7 +106,7 @@ def _draw_losses(axes: Axes, runs: Sequence["Run"]) -> None:
     if _leave_out_the_fall(axes, runs):
         subtitle += ", the first fall is cut off"
     if phased is not None:
-        subtitle += f", shade: active block of {phased.name}"
+        subtitle += f", shade: active block of {_plain(phased.name)}"
     axes.text(0, 1.02, subtitle, transform=axes.transAxes, fontsize=10, color=FAINT, va="bottom")
     axes.grid(axis="y", color="#b5b5b5", linewidth=0.6, alpha=0.5)
     axes.legend(handles=handles, loc="upper right", bbox_to_anchor=(0.99, 0.95))

@@ -23,7 +23,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _parser import Parser, bad_input, leave_when_stopped
 from _study_data import ROOT, prepare
-from _study_file import Study, read_study
+from _study_file import Study, check_only, made_folder, read_study
 from _study_report import Report, published_lookup, published_times
 from _study_runner import Runner, tell
 from _study_runs import Commands
@@ -69,14 +69,14 @@ def read(arguments: argparse.Namespace) -> Study:
             raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
         if value is not None and name != "step_times":
             study = replace(study, **{name: value})
+    check_only(arguments.only, study)
     return study
 
 
 def run(arguments: argparse.Namespace) -> int:
     """All of it; the exit code. Raises ValueError for a user's mistake."""
     study = read(arguments)
-    folder = (arguments.output / study.name).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = made_folder((arguments.output / study.name).resolve(), flag="--output", given=arguments.output)
     texts = {}
     if not arguments.redraw:
         texts = prepare(study, data_folder=arguments.data.resolve(), folder=folder.parent / "texts")

@@ -221,6 +221,26 @@ def test_an_unwritable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert "remedy: give one that can be written" in " ".join(capsys.readouterr().out.split())
 
 
+def test_folders_that_are_new_and_relative(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The first command of docs/gpu.md refused in a fresh clone; runs, which start in the repository, whose files are
+    looked for where the tool was started."""
+    given = []
+
+    def checks(arguments: Any, folder: Path) -> list[Check]:
+        given.extend([folder, Path(arguments.clusters)])
+        return [Check(part="one", verdict=PASS, detail="")]
+
+    monkeypatch.setattr(check_machine, "checks", checks)
+    monkeypatch.chdir(tmp_path)
+    words = ["--json", "out/machine.json", "--output", "out/machine", "--clusters", "mine.csv"]
+    assert check_machine.main(words) == 0, capsys.readouterr().err
+    assert given == [tmp_path / "out" / "machine", tmp_path / "mine.csv"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["machine.json"]
+    assert json.loads((tmp_path / "out" / "machine.json").read_text())["checks"][0]["part"] == "one"
+
+
 def test_torch_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tool itself dies of what it is to find."""
 
@@ -274,6 +294,34 @@ def test_a_slow_link() -> None:
     assert calibrate.check_links(one_rank, known, least=None).verdict == SKIP
 
 
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100 80GB PCIe", "a100"),
+        ("NVIDIA A800-SXM4-80GB", "a800"),
+        ("NVIDIA A800 80GB PCIe", "a800"),
+        ("NVIDIA A100-SXM4-40GB", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+    ],
+)
+def test_cuda_names_of_the_tables_gpus(tmp_path: Path, name: str, row: str | None) -> None:
+    """An A100 without price whose link of 1 GB/s passes; the price of another card; a card in a PCIe slot that is
+    expected to have NVLink; a machine that is no longer known once it has a row of its own."""
+    clusters = read_clusters(TABLE)
+    found = calibrate.known_gpu(name, clusters)
+    assert (found and found.name) == row
+    if found is not None:
+        slow = found.link_gb_per_s <= 20
+        assert slow == ("PCIe" in name or row != "a100")
+        own = calibrate.row_of(RATES, gpu=name, known=found, num_ranks=2)
+        calibrate.write_table(TABLE, own, tmp_path / "table")
+        assert calibrate.known_gpu(name, read_clusters(tmp_path / "table")) == found
+        assert own.usd_per_gpu_hour == clusters[found.name].usd_per_gpu_hour > 0
+
+
 def test_a_row_of_the_cluster_table(tmp_path: Path) -> None:
     """A row that the planner can't read, or one more of them after each calibration."""
     row = calibrate.row_of(RATES, gpu="a CPU", known=None, num_ranks=2)
@@ -314,7 +362,8 @@ def test_layouts_have_figures_of_their_own() -> None:
     [
         (["--num-ranks", "3"], "--num-ranks 3: must be 1, 2, 4 or 8"),
         (["--figures", "/no/such/file"], "--figures /no/such/file: cannot be read"),
-        (["--json", "/no/such/folder/file"], "--json /no/such/folder/file: cannot be written"),
+        (["--json", "/dev/null/file"], "--json /dev/null/file: cannot be written"),
+        (["--write-figures", "/dev/null/file"], "--write-figures /dev/null/file: cannot be written"),
         (["--only", "layuot*"], "--only layuot*: no such part; there are one block, "),
         (["--onyl"], "unrecognized arguments: --onyl"),
     ],

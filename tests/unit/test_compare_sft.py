@@ -136,6 +136,35 @@ def test_absent_files(tmp_path: Any) -> None:
         _compare_sft.check(arguments)
 
 
+def test_paths_are_of_where_it_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path that is looked for in the repository, where the tools that read it start."""
+    given = []
+
+    def prepare(arguments: Any, output: Path) -> None:
+        given.extend([arguments.data, arguments.pretrain_text, output])
+        raise ValueError("seen")
+
+    monkeypatch.setattr(_compare_sft, "prepare", prepare)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.txt").write_text("text")
+    (tmp_path / "records.jsonl").write_text("{}")
+    words = ["--task", "sft", "--pretrain-text", "small.txt", "--data", "records.jsonl", "--peers", "full"]
+    with pytest.raises(ValueError, match="seen"):
+        _compare_sft.compare([*words, "--output", "here"])
+    assert given == [tmp_path / "records.jsonl", tmp_path / "small.txt", tmp_path / "here"]
+
+
+def test_output_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A traceback, or a model that is trained before."""
+    for name in ("records.jsonl", "text", "file"):
+        (tmp_path / name).write_text("{}")
+    words = ["--task", "sft", "--peers", "full", "--data", str(tmp_path / "records.jsonl")]
+    words += ["--pretrain-text", str(tmp_path / "text"), "--output", str(tmp_path / "file")]
+    assert compare.main(words) == 2
+    error = capsys.readouterr().err
+    assert f"error: --output {tmp_path / 'file'}: File exists" in error and error.count("\n") == 1
+
+
 def test_a_model_that_is_given(tmp_path: Path) -> None:
     """A tokenizer of another model, phases for another number of layers, or a model that is trained first."""
     source, output = tmp_path / "published", tmp_path / "out"

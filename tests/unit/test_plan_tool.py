@@ -14,6 +14,8 @@ from typing import Any
 import plan
 import pytest
 
+STAGES = ("--pipeline-model-parallel-size", "2")
+CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
 EXAMPLE = ("--model", "G-5.4B", "--gpu", "rtx4090", "--num-gpus", "4")
 LLAMA_2 = (
     "--model Llama-2-7B: must be one of G-0.15B, G-1.6B, G-5.4B, G-10B, G-20B, L-1.5B, L-6.0B, L-8.0B, L-11B, L-23B, "
@@ -217,6 +219,69 @@ def test_search_says_whether_blocks_are_the_best_choice(capsys: pytest.CaptureFi
     )
 
 
+def test_search_keeps_the_pipeline_that_was_given(capsys: pytest.CaptureFixture[str]) -> None:
+    """A pipeline size that --search and --compare ignore, on other numbers of GPUs or in the remedies."""
+    flags = ("--model", "G-1.6B", "--gpu", "rtx4090", "--num-gpus", "4", "--global-batch-size", "16")
+    one = (*flags, "--search", "--method", "bcd")
+    assert {plan["recipe"]["pipeline_size"] for plan in planned(capsys, *one)["best"]} != {2}
+    assert {plan["recipe"]["pipeline_size"] for plan in planned(capsys, *one, *STAGES)["best"]} == {2}
+    rows = json.loads(output(capsys, *flags, "--compare", *STAGES, "--json"))
+    assert {row["recipe"]["pipeline_size"] for row in rows} == {2} and len(rows) > 3
+    assert plan.main([*EXAMPLE, "--search", "--method", "full", *STAGES, "--json"]) == 1
+    first = shlex.split(json.loads(capsys.readouterr().out)["what_fits"][0]["command"])
+    assert first[first.index(STAGES[0]) + 1] == "2"
+    three = ("--pipeline-model-parallel-size", "3")
+    assert plan.main([*EXAMPLE, "--compare", *three]) == 2
+    assert "--pipeline-model-parallel-size 3 does not divide --num-gpus 4" in capsys.readouterr().err
+
+
+def test_a_comparison_whose_batch_does_not_divide_among_all_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    """64 sequences on 6 GPUs, which 3 x 2 can have: said to fit on no number of GPUs."""
+    rows = json.loads(output(capsys, "--model", "G-1.6B", "--gpu", "a800", "--num-gpus", "6", "--compare", "--json"))
+    asked = [row["recipe"] for row in rows if row["recipe"]["num_gpus"] == 6]
+    assert {recipe["method"] for recipe in asked} == {"full", "offload", "bcd", "pretrain"}
+    assert all(64 % recipe["data_size"] == 0 for recipe in asked)
+
+
+def test_flags_of_blocks_leave_full_training_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Full training that is compared with frozen parts or chunks, which its command has not; a remedy that is
+    refused."""
+    flags = ("--model", "G-1.6B", "--gpu", "rtx4090", "--num-gpus", "4", "--compare", "--json")
+    ours = ("--bcd-layout", "interleaved", *CHUNKS, "--bcd-frozen", "head", "--bcd-num-blocks", "2")
+
+    def full(*more: str) -> list[dict[str, Any]]:
+        rows = json.loads(output(capsys, *flags, *more))
+        return [row["time"] for row in rows if row["recipe"]["method"] in ("full", "offload")]
+
+    assert full(*ours) == full() and full()
+    large = ("--model", "LLaMA-7B", "--gpu", "rtx4090", "--num-gpus", "4", "--json", "--bcd-frozen", "norms")
+    assert plan.main([*large, "--bcd-layout", "interleaved", "--num-virtual-stages-per-pipeline-rank", "3"]) == 1
+    commands = [each["command"] for each in json.loads(capsys.readouterr().out)["what_fits"]]
+    assert any("--method offload" in command for command in commands)
+    for command in commands:
+        assert plan.main([*shlex.split(command)[2:], "--json"]) == 0, command
+        capsys.readouterr()
+
+
+def test_a_gpu_without_a_price(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A division by zero, or plans that are ranked by $0: a calibrated row of a GPU that is not in the table."""
+    text = Path(plan.ROOT, "examples", "clusters.csv").read_text(encoding="utf-8")
+    priced, free = tmp_path / "priced.csv", tmp_path / "free.csv"
+    priced.write_text(text)
+    free.write_text(text.replace("8,0.29,", "8,0,"))
+    flags = (*EXAMPLE, "--clusters")
+    said = "no price is known: usd_per_gpu_hour of rtx4090 is 0 in the cluster table; ranked by GPU hours"
+    rows = [json.loads(output(capsys, *flags, str(path), "--compare", "--json")) for path in (priced, free)]
+    one, other = ([(row["recipe"], row["cost_ratio"]) for row in each] for each in rows)
+    assert one == other, "the same order and ratios"
+    assert {row["dollars_with_error"] for row in rows[1]} == {None}
+    for more in (("--search",), ("--search", "--method", "bcd")):
+        text = output(capsys, *flags, str(free), *more)
+        assert "$" not in text and "GPU hours" in text.split("\n\n")[0] and said in text
+        assert "dollars" not in text and "no price known (usd_per_gpu_hour of rtx4090 is 0)" in text
+        assert said not in output(capsys, *flags, str(priced), *more)
+
+
 def test_a_method_that_cannot_be_had_leaves_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     """No comparison at all because one method has no loss scale."""
     text = output(capsys, "--model", "G-1.6B", "--gpu", "a100", "--num-gpus", "1", "--fp16", "--compare")
@@ -290,10 +355,20 @@ def test_paper_is_a_list_of_cells(capsys: pytest.CaptureFixture[str]) -> None:
         ((*EXAMPLE, "--bf-multiplier", "-1"), "--bf-multiplier -1: must be more than 0"),
         ((*EXAMPLE, "--models", "nowhere.csv"), "nowhere.csv: cannot be read"),
         ((*EXAMPLE, "--search", "--paper"), "--search and --paper are both given"),
+        ((*EXAMPLE, *CHUNKS), "--num-virtual-stages-per-pipeline-rank 2 needs --bcd-layout interleaved"),
+        ((*EXAMPLE, *CHUNKS, "--bcd-layout", "strided"), "--num-virtual-stages-per-pipeline-rank 2 needs"),
+        ((*EXAMPLE, *CHUNKS, "--method", "full"), "--num-virtual-stages-per-pipeline-rank 2 cannot be combined with"),
+        ((*EXAMPLE, "--method", "full", "--bcd-layout", "spread"), "--bcd-layout spread cannot be combined with --met"),
+        ((*EXAMPLE, "--method", "offload", "--bcd-frozen", "head"), "--bcd-frozen head cannot be combined with --meth"),
+        ((*EXAMPLE, "--pipelines", "--recompute"), "--recompute full cannot be combined with --pipelines"),
+        ((*EXAMPLE, "--pipelines", "--pipeline-cut", "auto"), "--pipeline-cut auto cannot be combined with --pipelin"),
+        ((*EXAMPLE, "--pipelines", "--bcd-layout", "strided"), "--bcd-layout strided cannot be combined with --pipel"),
+        ((*EXAMPLE, "--pipelines", *STAGES), "--pipeline-model-parallel-size 2 cannot be combined with --pipelines"),
+        ((*EXAMPLE, "--pipelines", *CHUNKS), "--num-virtual-stages-per-pipeline-rank 2 cannot be combined with --pip"),
     ],
 )
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str) -> None:
-    """A traceback, a usage text, or exit code 0."""
+    """A traceback, a usage text, or exit code 0; a flag that is ignored without a word."""
     assert plan.main(flags) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

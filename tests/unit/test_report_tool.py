@@ -179,6 +179,18 @@ def test_bad_files(tool: Any, tmp_path: Path, capsys: Any, content: str | None, 
     assert picture.read_text() == "older"
 
 
+def test_names_are_not_markup(tool: Any, two_runs: list[str], tmp_path: Path, capsys: Any) -> None:
+    """A part of a name that is lost, or a traceback, because it reads like a colour; a formula in the legend."""
+    files = [words.partition("=")[2] for words in two_runs[1::2]]
+    names = ["bcd [fast]", "bcd [/fast] $x_{$ :rocket:"]
+    runs = [word for name, file in zip(names, files, strict=True) for word in ("--run", f"{name}={file}")]
+    assert tool.main([*runs, "--figure", str(tmp_path / "p.png")]) == 0, capsys.readouterr().err
+    _, first, second, ratio, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{names[0]} ") and second.startswith(f"{names[1]} ")
+    assert ratio.startswith(f"{names[0]} / {names[1]} ")
+    assert tool.main(["--run", f"a $b$ {names[1]}={files[0]}", "--figure", str(tmp_path / "p.svg")]) == 0
+
+
 def test_bad_arguments(tool: Any, two_runs: list[str], tmp_path: Path, capsys: Any) -> None:
     """An argument mistake that shows a traceback or names no flag."""
     blocked = tmp_path / "file"

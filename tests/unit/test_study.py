@@ -142,6 +142,28 @@ def test_bad_study_file(
     assert message in said and said.startswith(f"tools/study.py: error: {path}: ") and said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--only", "fulll"], "--only fulll: fulll matches no method; there are full, fast"),
+        (["--only", "f*,slow"], "--only f*,slow: slow matches no method; there are full, fast"),
+        (["--only", "full,"], "--only full,: an empty name matches no method"),
+        (["--output", "file"], "--output file: Not a directory: "),
+        (["--jobs", "0"], "--jobs 0: must be at least 1"),
+    ],
+)
+def test_bad_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    """A traceback, or a study of no runs that ends well."""
+    path = written(tmp_path, study_of(tmp_path))
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert tool.main([str(path), "--list", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"tools/study.py: error: {message}") and error.count("\n") == 1
+
+
 def test_a_key_that_stands_twice(tmp_path: Path) -> None:
     """YAML's own loader takes the last of two methods of one name, and the first is never run."""
     path = tmp_path / "study.yaml"
