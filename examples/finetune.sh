@@ -14,12 +14,14 @@
 #   DRY_RUN=1 bash examples/finetune.sh LLaMA-7B rtx4090       the command and its bill; needs no torch, GPU, model or data
 #   SCALE=tiny bash examples/finetune.sh LLaMA-7B rtx4090      the same recipe with a small model, to its end, on the CPU
 #
-# A restarted run resumes from its newest checkpoint.
+# A restarted run resumes from its newest checkpoint. On several nodes: the same command on each, with HEAD_NODE the name
+# of one of them, and SAVE on a disk that all of them see.
 #
 # Environment:
 #   MODEL_DIR             the published model: a folder with config.json and safetensors, or a name on the hub
 #   DATA                  records, jsonl (docs/fine_tuning.md)
-#   NUM_GPUS              (1)
+#   NUM_GPUS              (1); NNODES and GPUS_PER_NODE as in examples/pretrain.sh
+#   HEAD_NODE, MASTER_PORT   rendezvous of several nodes (port 29500)
 #   EPOCHS, LR            (3, 1e-5)
 #   PROMPT                what the tuned model answers at the end
 #   SAVE                  folder of the checkpoints (out/MODEL-finetune-CLUSTER); the model goes to SAVE-hf, metrics to SAVE.jsonl
@@ -50,7 +52,8 @@ done
 [ "$PLANNER" != none ] || fail "no Python 3.11 or newer found; name one with BCD_PYTHON=/path/to/python"
 LENGTH=(--seq-length 1024)
 for word in "$@"; do [ "${word%%=*}" != --seq-length ] || LENGTH=(); done
-export NUM_GPUS=${NUM_GPUS:-1} PRECISION=${PRECISION:-bf16} GLOBAL_BATCH=${GLOBAL_BATCH:-8}
+[ -n "${NNODES:-}${GPUS_PER_NODE:-}" ] || export NUM_GPUS=${NUM_GPUS:-1}
+export PRECISION=${PRECISION:-bf16} GLOBAL_BATCH=${GLOBAL_BATCH:-8}
 WHOLE=whole
 [ -z "$SCALE" ] || WHOLE=tiny=2
 ERRORS=$(mktemp)  # not into RECIPE: a warning of Python would be run as a command
@@ -59,6 +62,17 @@ RECIPE=$("$PLANNER" "$ROOT/tools/recipe.py" "$WHOLE" "$NAME" finetune "$CARD" "$
     || { MESSAGE=$(< "$ERRORS"); fail "${MESSAGE#pretrain.sh: error: }"; }
 eval "$RECIPE"  # MODEL, CLUSTER, PARALLEL_ARGS, TRAINING_ARGS, METHOD_ARGS, EXTRA_ARGS, SEQUENCE, PLAN, MISFIT, ...
 [ "$FORM" = llama ] || fail "MODEL $MODEL is a GPT: give one in LLaMA's form"
+
+# given FLAG...: whether the user gave one of them.
+given() {
+    local word flag
+    for word in "${EXTRA_ARGS[@]}"; do
+        for flag in "$@"; do
+            [ "${word%%=*}" != "$flag" ] || return 0
+        done
+    done
+    return 1
+}
 
 SAVE=${SAVE:-out/$MODEL-finetune-$CLUSTER}
 while [[ $SAVE == ?*/ ]]; do SAVE=${SAVE%/}; done
@@ -73,10 +87,23 @@ if [ "$SCALE" = tiny ]; then
     TOKENIZER=(--tokenizer-type ByteLevelTokenizer)
     METHOD_ARGS+=(--bcd-steps-per-block 1)
 fi
+LAUNCH_ARGS=(--nproc-per-node "$GPUS_PER_NODE")
+if [ "$NUM_NODES" -gt 1 ]; then
+    MEETING=${HEAD_NODE:-HEAD_NODE}:${MASTER_PORT:-29500}
+    LAUNCH_ARGS+=(--nnodes "$NUM_NODES" --rdzv-backend c10d --rdzv-endpoint "$MEETING")
+else
+    LAUNCH_ARGS=(--standalone "${LAUNCH_ARGS[@]}")
+fi
+# Omit a default that conflicts with one of the user's flags.
+RECORDS=--data-path
+! given --valid-data-path --test-data-path || RECORDS=--train-data-path
+LENGTH_ARGS=()
+given --train-iters --train-samples || LENGTH_ARGS+=(--num-epochs "$EPOCHS")
+given --lr-warmup-iters --lr-warmup-samples || LENGTH_ARGS+=(--lr-warmup-fraction 0.03)
 LAUNCHED=(
-    --standalone --nproc-per-node "$GPUS_PER_NODE" "$ROOT/$SCRIPT"
-    --sft --data-path "${DATA:-DATA}" --load-hf "${MODEL_DIR:-MODEL_DIR}" --save-hf "$SAVE-hf" "${TOKENIZER[@]}"
-    --seq-length "$SEQUENCE" --num-epochs "$EPOCHS" --lr "$LR" --lr-warmup-fraction 0.03 --lr-decay-style cosine
+    "${LAUNCH_ARGS[@]}" "$ROOT/$SCRIPT"
+    --sft "$RECORDS" "${DATA:-DATA}" --load-hf "${MODEL_DIR:-MODEL_DIR}" --save-hf "$SAVE-hf" "${TOKENIZER[@]}"
+    --seq-length "$SEQUENCE" "${LENGTH_ARGS[@]}" --lr "$LR" --lr-decay-style cosine
     --weight-decay 0 --clip-grad 1.0
     "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${METHOD_ARGS[@]}"
     --save "$SAVE" --load "$SAVE" --save-interval "$SAVE_INTERVAL" --keep-last-checkpoints 2
@@ -91,6 +118,7 @@ if [ "${DRY_RUN:-}" = 1 ]; then
     done
     printf '\n'
     [ -z "$MISFIT" ] || printf '\nnote: %s\n' "$MISFIT"
+    [ "$NUM_NODES" -eq 1 ] || [ -n "${HEAD_NODE:-}" ] || printf '\nnote: HEAD_NODE is the name of one of the nodes\n'
     exit 0
 fi
 
@@ -100,12 +128,14 @@ if [ -z "$SCALE" ]; then
     [ -n "${DATA:-}" ] || fail "DATA is not set: give a jsonl file of records (docs/fine_tuning.md)"
     [ -f "$DATA" ] || fail "DATA=$DATA: there is no such file"
     [ -z "$MISFIT" ] || [ "${FORCE:-}" = 1 ] || fail "$MISFIT; FORCE=1 starts it anyway"
+    [ "$NUM_NODES" -eq 1 ] || [ -n "${HEAD_NODE:-}" ] || fail "HEAD_NODE is not set: $NUM_NODES nodes of" \
+        "$GPUS_PER_NODE GPUs meet at one of them; start this on each with its name, or give fewer NUM_GPUS"
 fi
 . "$ROOT/examples/setup_env.sh"
 if [ -z "$SCALE" ]; then
     HERE=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
-    [ "$HERE" -ge "$NUM_GPUS" ] || fail "torch sees $HERE GPUs on this machine, $NUM_GPUS needed; DRY_RUN=1 prints command and" \
-        "estimate, SCALE=tiny runs on the CPU"
+    [ "$HERE" -ge "$GPUS_PER_NODE" ] || fail "torch sees $HERE GPUs on this machine, $GPUS_PER_NODE needed;" \
+        "DRY_RUN=1 prints command and estimate, SCALE=tiny runs on the CPU"
 else
     export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     rm -rf "$SAVE" "$SAVE-hf" "$SAVE.jsonl" "$MODEL_DIR"  # an earlier tiny run would be resumed
@@ -120,11 +150,29 @@ fi
 
 # ---------------------------------------------------------------- train, answer, load
 "$PYTHON" -m torch.distributed.run "${LAUNCHED[@]}"
+if [ ! -e "$SAVE-hf/config.json" ]; then
+    printf '\n%s was not written: the training was stopped before its end, or the lines above say why; the same command %s\n' \
+        "$SAVE-hf" "resumes it from $SAVE"
+    exit 0
+fi
+if [ "$NUM_NODES" -gt 1 ]; then  # each node comes here
+    printf '\n%s fine-tuned on %s nodes: model in %s, checkpoints in %s, metrics in %s\n' \
+        "$MODEL" "$NUM_NODES" "$SAVE-hf" "$SAVE" "$SAVE.jsonl"
+    exit 0
+fi
 ASK=--instruction  # the form of the records: the tokenizer's chat template where there is one, else Alpaca's
 if [ -z "$SCALE" ] && [[ " ${EXTRA_ARGS[*]} " != *"--sft-prompt-format"[\ =]"text "* ]]; then
     [ ! -f "$SAVE-hf/chat_template.jinja" ] || ASK=--chat
     ! grep -qs '"chat_template": *["[]' "$SAVE-hf"/{chat_template,tokenizer_config}.json || ASK=--chat
 fi
+WANTED=
+for word in "${EXTRA_ARGS[@]}"; do  # the user's tokenizer, with its values
+    case ${word%%=*} in
+        --tokenizer-* | --vocab-file | --merge-file | --vocab-size | --tiktoken-*) WANTED=1 ;;
+        --*) WANTED= ;;
+    esac
+    [ -z "$WANTED" ] || TOKENIZER+=("$word")
+done
 "$PYTHON" "$ROOT/tools/generate.py" --model "$SAVE-hf" "${TOKENIZER[@]}" --max-new-tokens 64 "$ASK" --prompt "$PROMPT"
 if "$PYTHON" -c 'import transformers' 2>/dev/null; then
     "$PYTHON" - "$SAVE-hf" <<'EOF'

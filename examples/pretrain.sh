@@ -22,7 +22,7 @@
 #   HEAD_NODE, MASTER_PORT     rendezvous of several nodes (port 29500)
 #   DATA_PATH, TOKENIZER_ARGS  tokenized text (tools/preprocess_data.py) and the tokenizer's flags that made it; both are
 #                              words separated by blanks: a blend is "weight prefix weight prefix"
-#   MOCK_DATA=1                mock tokens instead, to measure speed
+#   MOCK_DATA=1                mock tokens instead, to measure speed; SAVE then ends in -mock
 #   SAVE                       folder of the checkpoints; metrics go to SAVE.jsonl (out/MODEL-METHOD-CLUSTER)
 #   TRAIN_ITERS                steps (default: the estimate's, 20 tokens per parameter times the B-F multiplier)
 #   MICRO_BATCH, GLOBAL_BATCH  sequences (1 and 64)
@@ -117,6 +117,7 @@ DATA_ARGS=(
     --split "969,30,1"
 )
 if [ "${MOCK_DATA:-}" = 1 ] && [ -z "$SCALE" ]; then
+    SAVE=$SAVE-mock  # or the run on the data would resume from what was trained on mock tokens
     DATA_ARGS=(--mock-data --tokenizer-type NullTokenizer --vocab-size $((VOCABULARY - 1)))  # it adds one token
 fi
 CHECKPOINT_ARGS=(

@@ -11,15 +11,20 @@
 # amount of text, BCD_PYTHON an existing interpreter (examples/setup_env.sh).
 set -euo pipefail
 
+ITERS=${ITERS:-150}
+[[ $ITERS =~ ^[1-9][0-9]*$ ]] || {
+    echo "quickstart.sh: error: ITERS=$ITERS: must be a whole number, at least 1" >&2
+    exit 2
+}
 OUT=${OUT:-}
 [ -z "$OUT" ] || { mkdir -p "$OUT"; OUT=$(cd "$OUT" && pwd); }
 . "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 cd "$BCD_ROOT"
 OUT=${OUT:-out/quickstart}
-ITERS=${ITERS:-150}
 TEXT_MB=${TEXT_MB:-4}
 NUM_BLOCKS=3
 STEPS_PER_BLOCK=$((ITERS >= 6 ? ITERS / 6 : 1))  # two visits to every block
+WARMUP=$((ITERS > 10 ? 10 : ITERS - 1))  # it must be shorter than the run
 
 say() {
     if [ -t 1 ]; then printf '\n\033[1m== %s\033[0m\n' "$*"; else printf '\n== %s\n' "$*"; fi
@@ -70,7 +75,7 @@ TRAINING_ARGS=(
     --lr 1e-3
     --min-lr 1e-4
     --lr-decay-style cosine
-    --lr-warmup-iters 10
+    --lr-warmup-iters "$WARMUP"
     --hidden-dropout 0
     --attention-dropout 0
     --seed 1234

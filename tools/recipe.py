@@ -100,6 +100,27 @@ _ELSEWHERE = {
     },
 }
 """Flags with which the command would differ from the estimate, and what to do instead."""
+_OF_FINE_TUNING = {
+    **{
+        flag: remedy
+        for flag, remedy in _ELSEWHERE.items()
+        if flag not in ("--data-path", "--train-data-path", "--valid-data-path", "--tokenizer-type", "--mock-data")
+    },
+    **dict.fromkeys(
+        ("--optimizer-cpu-offload", "--optimizer-offload-fraction"),
+        "the estimate covers the preset's optimizer only; write the command yourself",
+    ),
+    "--bcd-schedule": "the preset decides it",
+    "--bcd-preset": "it is finetune; write the command yourself for another",
+}
+"""The same for examples/finetune.sh, which has other variables."""
+_PLACES_OF_FINE_TUNING = {
+    **dict.fromkeys(("--save", "--load", "--save-hf", "--metrics-file"), "set SAVE, from which all of them follow"),
+    **dict.fromkeys(("--data-path", "--train-data-path"), "set DATA"),
+    "--load-hf": "set MODEL_DIR",
+    "--mock-data": "fine-tuning needs records; set DATA",
+}
+"""Flags whose values examples/finetune.sh gives and uses itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +136,7 @@ class Request:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, tuple[str, ...]]:
-    """The recipe's flags, and all others in their order. Raises ValueError for a flag in _ELSEWHERE."""
+    """The recipe's flags, and all others in their order. Raises ValueError for a flag that the recipe sets."""
     parser = Parser(prog=PROG, add_help=False)
     add = parser.add_argument
     for name in ("model", "method", "cluster"):
@@ -125,12 +146,14 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, tup
     add("--pipeline-model-parallel-size", type=int)
     add("--seq-length", type=int)
     arguments, extra = parser.parse_known_args(argv)
+    is_fine_tuning = arguments.method == "finetune"
+    elsewhere, places = (_OF_FINE_TUNING, _PLACES_OF_FINE_TUNING) if is_fine_tuning else (_ELSEWHERE, {})
     for word in extra:
-        remedy = _ELSEWHERE.get(word.split("=", 1)[0])
-        if remedy:
-            raise ValueError(
-                f"{word.split('=', 1)[0]}: is set by the recipe, because the estimate depends on it; {remedy}"
-            )
+        flag = word.split("=", 1)[0]
+        if flag in places:
+            raise ValueError(f"{flag}: is set by the recipe; {places[flag]}")
+        if flag in elsewhere:
+            raise ValueError(f"{flag}: is set by the recipe, because the estimate depends on it; {elsewhere[flag]}")
     return arguments, tuple(extra)
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "finetune.sh"
-VARIABLES = ("NUM_GPUS", "MODEL_DIR", "DATA", "EPOCHS", "LR", "PROMPT", "SAVE", "MICRO_BATCH", "GLOBAL_BATCH",
+VARIABLES = ("NUM_GPUS", "NNODES", "GPUS_PER_NODE", "HEAD_NODE", "MODEL_DIR", "DATA", "EPOCHS",
+             "LR", "PROMPT", "SAVE", "MICRO_BATCH", "GLOBAL_BATCH",
              "PRECISION", "RECOMPUTE", "FORCE", "SCALE", "DRY_RUN", "OUT")  # fmt: skip
 
 
@@ -41,6 +42,28 @@ def test_bill_and_command(tmp_path: Path, model: str, num_gpus: str) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("numbers", [{"NUM_GPUS": "12"}, {"NNODES": "2", "GPUS_PER_NODE": "6"}])
+def test_several_nodes(tmp_path: Path, numbers: dict[str, str]) -> None:
+    """A plan for the GPUs of two nodes above a command that starts those of one."""
+    done = start("LLaMA-7B", "rtx4090", cwd=tmp_path, DRY_RUN="1", **numbers)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "on 12 x RTX 4090 (2 nodes of 6)" in done.stdout and "note: HEAD_NODE is" in done.stdout
+    words = done.stdout.split()
+    for flag, value in (("--nproc-per-node", "6"), ("--nnodes", "2"), ("--rdzv-endpoint", "HEAD_NODE:29500")):
+        assert words[words.index(flag) + 1] == value
+    assert "--standalone" not in words
+
+
+def test_flags_of_the_user(tmp_path: Path) -> None:
+    """A default of the recipe's beside a rival with which the training script refuses it."""
+    flags = ("--train-iters", "4", "--lr-warmup-iters=2", "--valid-data-path", "v.jsonl")
+    done = start("LLaMA-7B", "rtx4090", *flags, cwd=tmp_path, DRY_RUN="1", DATA="d.jsonl")
+    assert (done.returncode, done.stderr) == (0, "")
+    words = done.stdout.split()
+    assert not {"--num-epochs", "--lr-warmup-fraction", "--data-path"} & set(words)
+    assert words[words.index("--train-data-path") + 1] == "d.jsonl"
+
+
 @pytest.mark.parametrize(
     ("words", "variables", "message"),
     [
@@ -51,6 +74,13 @@ def test_bill_and_command(tmp_path: Path, model: str, num_gpus: str) -> None:
         (("LLaMA-7B", "rtx4090"), {"MODEL_DIR": "m"}, "DATA is not set"),
         (("LLaMA-7B", "rtx4090"), {"MODEL_DIR": "m", "DATA": "no.jsonl"}, "DATA=no.jsonl: there is no such file"),
         (("LLaMA-7B", "rtx4090", "--bcd-frozen", "none"), {}, "--bcd-frozen: is set by the recipe"),
+        (("LLaMA-7B", "rtx4090", "--data-path", "d"), {}, "--data-path: is set by the recipe; set DATA"),
+        (("LLaMA-7B", "rtx4090", "--save=s"), {}, "--save: is set by the recipe; set SAVE"),
+        (
+            ("LLaMA-7B", "rtx4090"),
+            {"MODEL_DIR": "m", "DATA": str(SCRIPT), "NUM_GPUS": "12"},
+            "HEAD_NODE is not set: 2 ",
+        ),
         (("L-23B", "rtx4090"), {"MODEL_DIR": "m", "DATA": str(SCRIPT)}, "does not fit on 1 x RTX 4090"),
     ],
 )
@@ -72,3 +102,13 @@ def test_tiny(tmp_path: Path) -> None:
     assert (Path(f"{saved}-hf") / "config.json").exists()
     assert "AutoModelForCausalLM loads" in done.stdout and "LlamaForCausalLM" in done.stdout
     assert "no phase trains embedding (" in done.stdout
+
+
+def test_a_training_that_was_stopped(tmp_path: Path) -> None:
+    """A run that has stopped and saved as it was asked to, and then fails because there is no model to ask."""
+    flags = ("--train-iters", "4", "--lr-warmup-iters", "1", "--exit-interval", "2", "--eval-iters", "0")
+    done = start("LLaMA-7B", "rtx4090", *flags, cwd=tmp_path, SCALE="tiny", OUT="out", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stdout + done.stderr
+    saved = tmp_path / "out" / "LLaMA-7B-finetune-rtx4090"
+    assert (saved / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert done.stdout.endswith("the same command resumes it from out/LLaMA-7B-finetune-rtx4090\n")

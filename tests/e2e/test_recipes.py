@@ -185,7 +185,8 @@ def test_dry_run(words: tuple[str, ...], variables: dict[str, str], stub: Path, 
     assert ("--standalone" in command) == (nodes == 1)
     config = parsed(command[at + 1 :], form=planned.model.form, world_size=planned.num_gpus)
     assert_agrees(config, planned)
-    assert config.checkpoint.save == config.checkpoint.load == f"out/{planned.model.name}-{words[1]}-{words[2]}"
+    mock = "-mock" if "MOCK_DATA" in variables else ""  # a run on data would resume from it
+    assert config.checkpoint.save == config.checkpoint.load == f"out/{planned.model.name}-{words[1]}-{words[2]}{mock}"
     if "--bcd-order" in words:
         assert (config.bcd.bcd_order, config.bcd.bcd_num_blocks) == ("random", 4)
     if "HEAD_NODE" in variables:
@@ -305,6 +306,25 @@ def test_what_is_printed_is_what_is_started(
     said = json.loads(started.stdout.splitlines()[-1])
     assert ["torchrun", *said["words"]] == command_of(printed.stdout)
     assert said["ignores USR1"]
+
+
+def test_short_quickstart(stub: Path, tmp_path: Path) -> None:
+    """A number of steps that the training script refuses, because the warm-up alone is longer."""
+    out = tmp_path / "out"
+    out.mkdir()
+    text = [sys.executable, str(EXAMPLES / "stdlib_text.py"), "--megabytes", "0.01", "--output", "stdlib.jsonl"]
+    subprocess.run(text, cwd=out, check=True)
+    for suffix in ("bin", "idx"):
+        (out / f"stdlib_text_document.{suffix}").write_text("of an earlier quickstart")
+    settings = {"OUT": str(out), "TEXT_MB": "0.01", "PYTHONPATH": str(stub), "STUB_GPUS": "0"}
+    for steps, warmup in ("1", "0"), ("10", "9"), ("11", "10"):
+        done = start(script="quickstart.sh", cwd=tmp_path, ITERS=steps, **settings)
+        starts = [json.loads(line)["words"] for line in done.stdout.splitlines() if line.startswith("{")]
+        assert [words[words.index("--lr-warmup-iters") + 1] for words in starts] == [warmup] * 3, done.stderr
+    for steps in ("0", "many", "1.5"):
+        done = start(script="quickstart.sh", cwd=tmp_path, ITERS=steps, **settings)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == f"quickstart.sh: error: ITERS={steps}: must be a whole number, at least 1\n"
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import io
 import json
 import os
@@ -14,6 +15,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -21,10 +23,11 @@ import torch
 from rich.console import Console
 
 from megatron.bcd.arguments import parse_run_config
-from megatron.bcd.checkpoint import loader
+from megatron.bcd.checkpoint import layout, loader
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import EvalMetrics
 from megatron.bcd.runtime import distributed
+from megatron.bcd.training import pretrain
 from megatron.bcd.training.pretrain import _resuming_after_restart
 
 TIMEOUT = datetime.timedelta(seconds=20)
@@ -150,6 +153,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path) -> None:
 def test_a_restart_resumes_all_that_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun --max-restarts: flags that chose what the first start loads, applied to the run's own checkpoints."""
     monkeypatch.setattr(loader, "has_checkpoint", lambda root: root == "new")
+    monkeypatch.setattr(pretrain.collectives, "on_rank_0", lambda function: True)
     flags = ["--load", "base", "--ckpt-step", "500", "--finetune", "--no-load-optim", "--no-load-rng", "--no-save-rng"]
     words = "--num-layers 3 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --train-iters 1"
     words += " --lr 1 --mock-data --tokenizer-type ByteLevelTokenizer"
@@ -161,6 +165,72 @@ def test_a_restart_resumes_all_that_was_saved(tmp_path: Path, monkeypatch: pytes
             loads = (found.load, found.ckpt_step, found.finetune, found.load_optim, found.load_rng)
             is_changed = changes and is_restart
             assert loads == (("new", None, False, True, False) if is_changed else ("base", 500, True, False, False))
+
+
+def test_a_restart_before_the_first_save_starts_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--ckpt-step 2 below the checkpoints 2, 4, 6, killed before its first save: the restart goes on from 6, in the run
+    that was to be abandoned. Or after it: every restart begins at 2 again."""
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(pretrain, "_torchruns_store", lambda: store)
+    monkeypatch.setattr(pretrain.collectives, "on_rank_0", lambda function: function())
+    root = str(tmp_path / "saved")
+    words = "--num-layers 3 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --train-iters 9"
+    words += f" --lr 1 --mock-data --tokenizer-type ByteLevelTokenizer --save {root} --load {root} --ckpt-step 2"
+    config = parse_run_config(words.split(), prog="test", world_size=1)
+    for iteration in (2, 4, 6):
+        publish(root, iteration)
+    loaded = []
+    for start in (1, 2, 3, 4):
+        if start == 3:  # the second one has saved the iteration that the tracker named already
+            publish(root, 6)
+        loaded.append(_resuming_after_restart(config, distributed.Launch(start=start)).checkpoint.ckpt_step)
+    assert loaded == [2, 2, None, None]
+
+
+def publish(root: str, iteration: int) -> None:
+    """What the end of a save does."""
+    folder = Path(layout.incomplete_folder(root, iteration))
+    folder.mkdir(parents=True)
+    layout.finish(str(folder), {})
+    layout.publish(root, iteration)
+
+
+@pytest.mark.parametrize("ends_in", ["a step", "the end"])
+def test_tensorboard_on_a_full_disk_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_in: str
+) -> None:
+    """Rank 0 alone ending over its curves; a warning at every step; metrics lines that end with the curves."""
+    calls = []
+
+    class FullDisk:
+        def __init__(self, folder: str, purge_step: int | None) -> None: ...
+
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            calls.append(step)
+            if ends_in == "a step" and step >= 2:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        def flush(self) -> None: ...
+
+        def close(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = FullDisk  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    path, screen = tmp_path / "metrics.jsonl", io.StringIO()
+    with Reporter(
+        train_iters=8,
+        metrics_file=str(path),
+        tensorboard_dir=str(tmp_path / "curves"),
+        console=Console(file=screen, width=200),
+    ) as reporter:
+        for iteration in (1, 2, 3):
+            reporter.evaluation(evaluation(iteration, is_final=False))
+    assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 2, 3]
+    (warning,) = [line for line in screen.getvalue().splitlines() if line.startswith("warning")]
+    assert warning.startswith("warning: --tensorboard-dir: No space left on device; ")
+    assert calls[-1] == (2 if ends_in == "a step" else 3)
 
 
 def evaluation(iteration: int, *, is_final: bool) -> EvalMetrics:

@@ -177,6 +177,12 @@ def _check_blend(flag: str, words: tuple[str, ...] | None) -> None:
     weights = _are_weights(words)
     if not words or not weights:
         return
+    for word in words[::2]:
+        refuse_unless(
+            not _is_not_finite(word),
+            f"{flag} {' '.join(words)}: {word} would be a weight, and a weight is a finite number; where it is the "
+            f"name of a file, give ./{word}",
+        )
     refuse_unless(
         all(weights) or not any(weights),
         f"{flag} {' '.join(words)}: give a weight before every prefix, or before none",
@@ -191,7 +197,20 @@ def _are_weights(words: tuple[str, ...] | None) -> list[bool]:
     """Of every other word whether it is a number; none for an odd number of words, which are all prefixes."""
     if not words or len(words) % 2:
         return []
-    return [re.fullmatch(r"[0-9.]+(e-?[0-9]+)?", word) is not None for word in words[::2]]
+    return [_is_number(word) for word in words[::2]]
+
+
+def _is_number(word: str) -> bool:
+    """As Megatron Core reads a weight."""
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_not_finite(word: str) -> bool:
+    return _is_number(word) and not math.isfinite(float(word))
 
 
 def _is_weighted(words: tuple[str, ...] | None) -> bool:

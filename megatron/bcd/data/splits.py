@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +95,7 @@ def build_splits(config: RunConfig, plan: SplitPlan) -> Splits:
     """Build the splits and write their index cache, on all ranks together (Megatron Core's builder has barriers).
 
     Raises:
-        ValueError: the index cache can't be written.
+        ValueError: the index cache can't be written, or holds a file that a killed run has left half written.
     """
     dataset_config = plan.dataset_config
     needs_data = (
@@ -106,6 +108,14 @@ def build_splits(config: RunConfig, plan: SplitPlan) -> Splits:
         built = BlendedMegatronDatasetBuilder(
             dataset_class, list(plan.sizes), lambda: needs_data, dataset_config
         ).build()
+    except (ValueError, EOFError, pickle.UnpicklingError) as error:  # numpy's, of a file that is cut off
+        damaged = _damaged_indexes(config)
+        if not damaged:
+            raise
+        raise ValueError(
+            f"--data-cache-path {config.data.data_cache_path or '(beside the data)'}: the index cache is damaged, as "
+            f"after a run that was killed while it wrote: delete {' and '.join(damaged)}; the next start writes it anew"
+        ) from error
     except Exception as error:  # Megatron Core wraps the OSError
         reason = error if isinstance(error, OSError) else error.__cause__
         if not isinstance(reason, OSError):
@@ -123,6 +133,31 @@ def build_splits(config: RunConfig, plan: SplitPlan) -> Splits:
         has_test=bounds[2] is not None,
         num_validation=plan.num_validation,
     )
+
+
+def _damaged_indexes(config: RunConfig) -> list[str]:
+    """Files of the index cache that are not whole. Where one is missing, Megatron Core writes it again."""
+    data = config.data
+    if data.data_cache_path is not None:
+        folders = [data.data_cache_path]
+    else:  # Megatron Core's default
+        paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
+        prefixes = [prefix for words in paths if words for prefix in get_blend_from_list(list(words))[0]]
+        folders = [os.path.join(prefix, "cache", f"{GPTDataset.__name__}_indices") for prefix in prefixes]
+    files = [os.path.join(folder, name) for folder in dict.fromkeys(folders) for name in sorted(_files(folder))]
+    return [file for file in files if file.endswith("_index.npy") and not _is_array(file)]
+
+
+def _files(folder: str) -> list[str]:
+    return os.listdir(folder) if os.path.isdir(folder) else []
+
+
+def _is_array(path: str) -> bool:
+    try:
+        numpy.load(path, mmap_mode="r")
+    except (OSError, ValueError, EOFError):
+        return False
+    return True
 
 
 def _dataset_config(config: RunConfig, tokenizer: Any) -> GPTDatasetConfig:

@@ -1,5 +1,6 @@
 """Reporter: writes metrics to the console and to all sinks."""
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from types import TracebackType
@@ -10,6 +11,10 @@ from megatron.bcd.metrics.console import Screen
 from megatron.bcd.metrics.lines import evaluation_line, step_line, straggler_lines, timer_lines
 from megatron.bcd.metrics.schema import EvalMetrics, RunSummary, StepMetrics
 from megatron.bcd.metrics.sinks import MetricsFile, TensorBoard, Wandb, evaluation_scalars, step_scalars, timer_scalars
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or " ".join(str(error).split()) or type(error).__name__
 
 
 class Reporter:
@@ -139,8 +144,15 @@ class Reporter:
             self._metrics_fail = True
 
     def _write_scalars(self, scalars: Mapping[str, float], iteration: int) -> None:
-        for sink in self._scalar_sinks:
-            sink.write(scalars, iteration=iteration)
+        """As for metrics; a sink that has failed gets no more, because TensorBoard's writer does not recover."""
+        for sink in tuple(self._scalar_sinks):
+            try:
+                sink.write(scalars, iteration=iteration)
+            except OSError as error:
+                self._scalar_sinks.remove(sink)
+                self.warning(f"{sink.flag}: {_reason(error)}; from iteration {iteration} on nothing is written there")
+                with contextlib.suppress(OSError):
+                    sink.close()
 
     def close(self) -> None:
         """Restore the terminal and close every file; may be called twice."""
@@ -151,7 +163,11 @@ class Reporter:
             except OSError as error:
                 self.warning(f"--metrics-file: {error.strerror}; its last lines are lost")
         while self._scalar_sinks:
-            self._scalar_sinks.pop().close()
+            sink = self._scalar_sinks.pop()
+            try:
+                sink.close()
+            except OSError as error:
+                self.warning(f"{sink.flag}: {_reason(error)}; its last points are lost")
 
     def __enter__(self) -> "Reporter":
         return self

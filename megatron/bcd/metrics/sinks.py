@@ -171,6 +171,8 @@ def evaluation_scalars(record: EvalMetrics) -> dict[str, float]:
 class TensorBoard:
     """TensorBoard events; checked on construction, created at the first write."""
 
+    flag = "--tensorboard-dir"
+
     def __init__(self, folder: str, *, start_iteration: int) -> None:
         """Raises ValueError naming --tensorboard-dir if TensorBoard is missing or the folder is not writable."""
         try:
@@ -200,6 +202,8 @@ class TensorBoard:
 
 
 class Wandb:
+    flag = "--wandb-project"
+
     def __init__(self, **settings: Any) -> None:
         """Start a Weights & Biases run; raises ValueError naming --wandb-project if that fails."""
         try:

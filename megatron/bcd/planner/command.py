@@ -96,8 +96,10 @@ def sft_flags(recipe: Recipe) -> list[str]:
 
 
 def save_flags(recipe: Recipe) -> list[str]:
-    """Flags with which a restarted command goes on from its newest checkpoint."""
-    folder = f"out/{recipe.model.name}-{PRESET_OF.get(recipe.method, recipe.method)}-{recipe.cluster.name}"
+    """Flags with which a restarted command goes on from its newest checkpoint. A folder of its own for what is trained
+    on mock data: a run on the user's data would resume from it."""
+    mock = "" if recipe.task == "sft" else "-mock"
+    folder = f"out/{recipe.model.name}-{PRESET_OF.get(recipe.method, recipe.method)}-{recipe.cluster.name}{mock}"
     return [f"--save {folder} --load {folder}", f"--save-interval {_SAVE_INTERVAL} --keep-last-checkpoints 2"]
 
 

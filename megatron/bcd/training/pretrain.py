@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
 import gc
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
 from megatron.bcd import data
-from megatron.bcd.checkpoint import loader, run_state
+from megatron.bcd.checkpoint import layout, loader, run_state
 from megatron.bcd.checkpoint.saver import check_save_folder, claim_save_folder, clear_save_folder
 from megatron.bcd.config import RunConfig
 from megatron.bcd.metrics.reporter import Reporter
@@ -19,12 +21,14 @@ from megatron.bcd.metrics.silent import SilentReporter
 from megatron.bcd.model import builder
 from megatron.bcd.prefix_cache import folders as caches
 from megatron.bcd.prefix_cache.serve import DamagedRecord
-from megatron.bcd.runtime import device, dir_claim, distributed, rng, threads
+from megatron.bcd.runtime import collectives, device, dir_claim, distributed, rng, threads
 from megatron.bcd.runtime.exit import exit_on_error
 from megatron.bcd.training import fine_tuning, loop, restore
 from megatron.bcd.training.setup import Components, ModelBuilder, setup
 from megatron.bcd.training.state import TrainState
 from megatron.bcd.training.train_step import TrainingFailed
+
+_PATIENCE = datetime.timedelta(minutes=1)
 
 
 def pretrain(
@@ -54,6 +58,7 @@ def pretrain(
         config = _resuming_after_restart(config, launch)
         source = loader.find(config)
         if source is not None and source.state is not None:
+            restore.check_same_tokens(source, config)
             config = run_state.with_saved_schedule(source.state.flags, config)
         overwrites = check_save_folder(config, source)
         reporter = _reporter(config, source.state if source else None)
@@ -126,10 +131,17 @@ def claim_prefix_cache(root: str | None) -> dir_claim.DirClaim:
 
 
 def _resuming_after_restart(config: RunConfig, launch: distributed.Launch) -> RunConfig:
-    """torchrun --max-restarts starts the same command again: resume all that --save holds, whatever the flags of
-    loading say, which were meant for the first start."""
+    """torchrun --max-restarts starts the same command again: once this job has saved, resume all that --save holds,
+    whatever the flags of loading say, which were meant for its start. A collective.
+
+    Until then they hold: --save may have checkpoints that --ckpt-step was to leave behind.
+    """
     checkpoint = config.checkpoint
-    if checkpoint.save is None or not launch.is_restart or not loader.has_checkpoint(checkpoint.save):
+    if checkpoint.save is None:
+        return config
+    save = checkpoint.save
+    has_saved = collectives.on_rank_0(lambda: _has_saved(save, _torchruns_store()))
+    if not (launch.is_restart and has_saved and loader.has_checkpoint(save)):
         return config
     return config.replace_section(
         "checkpoint",
@@ -139,6 +151,32 @@ def _resuming_after_restart(config: RunConfig, launch: distributed.Launch) -> Ru
         load_optim=checkpoint.save_optim,
         load_rng=checkpoint.save_rng,
     )
+
+
+def _has_saved(save: str, store: Any) -> bool:
+    """Whether the tracker of --save was written after this job's first start, of which `store` keeps what was there.
+
+    True without a store that outlives restarts: a restart that starts the run anew would lose more.
+    """
+    if store is None:
+        return True
+    try:
+        found = os.stat(os.path.join(save, layout.TRACKER))
+        tracker = f"{found.st_mtime_ns} {found.st_ino} {found.st_size}"
+    except FileNotFoundError:
+        tracker = ""
+    key = f"bcd/tracker at the first start: {os.path.realpath(save)}"
+    if not store.check([key]):  # also where the starts before did not come this far, so saved nothing
+        store.set(key, tracker)
+    return bool(tracker) and store.get(key).decode() != tracker
+
+
+def _torchruns_store() -> Any:
+    """The store that torchrun keeps over restarts; None without one."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return torch.distributed.TCPStore(*address, is_master=False, timeout=_PATIENCE)
 
 
 def _reporter(config: RunConfig, resumed: run_state.RunState | None) -> Reporter:

@@ -9,7 +9,7 @@ from megatron.bcd import __version__
 from megatron.bcd.blocks.phase_state import PhaseState
 from megatron.bcd.blocks.schedule import BlockSchedule
 from megatron.bcd.checkpoint import loader, optimizer_state, run_state
-from megatron.bcd.config import run_config_to_dict
+from megatron.bcd.config import RunConfig, run_config_to_dict
 from megatron.bcd.runtime import memory, rng
 from megatron.bcd.training.setup import Components
 from megatron.bcd.training.state import TrainState
@@ -53,6 +53,34 @@ def start_evaluation(components: Components, source: loader.Source | None) -> Tr
     if source is None:
         return TrainState()
     return TrainState(iteration=source.iteration, consumed_samples=source.consumed_samples)
+
+
+_TOKENIZER = ("tokenizer_type", "vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens")
+"""Flags on which the meaning of an id depends. Files of the tokenizer may have been moved."""
+
+
+def check_same_tokens(source: loader.Source, config: RunConfig) -> None:
+    """Compare what tokens are with the run that wrote the checkpoint; other data of the same tokenizer may follow.
+
+    Raises:
+        ValueError: one of the two trained on mock data, or they have different tokenizers.
+    """
+    if source.state is None:
+        return
+    written, saved = f"--load {source.root}: {source.path} was written", source.state.flags
+    remedy = "or other folders for --save and --load (--finetune starts a new run with these weights)"
+    now = config.data.mock_data
+    if saved.get("data", {}).get("mock_data", now) != now:
+        was, here, again = ("without", "has it", "leave it out") if now else ("with", "has it not", "give it again")
+        raise ValueError(f"{written} {was} --mock-data, but this run {here}: {again}, {remedy}")
+    before = saved.get("tokenizer", {})
+    for name in _TOKENIZER:
+        value = getattr(config.tokenizer, name)
+        if before.get(name, value) != value:  # older versions wrote less
+            raise ValueError(
+                f"{written} with --{name.replace('_', '-')} {before[name]}, but this run has {value}: give the same "
+                f"value, {remedy}"
+            )
 
 
 def _report_source(components: Components, source: loader.Source | None) -> None:
