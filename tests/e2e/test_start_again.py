@@ -40,7 +40,7 @@ def test_a_run_of_other_tokens_is_not_resumed(runs: ForkedRuns, workplace: Path)
     (first,) = runs.run(on_mock_data(*SAVED), folder=workplace, num_ranks=1)
     assert first.code == 0, first.stderr
     line = refusal(runs, workplace, command_line(*SAVED))
-    assert "--load saved: saved/iter_0000001 was written with --mock-data, but this run has it not" in line
+    assert "--load saved: saved/iter_0000001 was written with --mock-data, but this run does not have it" in line
     assert "other folders for --save and --load" in line
     other = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "256")
     line = refusal(runs, workplace, on_mock_data(*SAVED, *other))

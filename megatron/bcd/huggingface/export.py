@@ -124,7 +124,7 @@ def _check_folder(config: RunConfig, root: str, *, run: str | None) -> None:
         convert.check_output(asked, flag="--save-hf")
     elif _run_in(root) != run:
         raise ValueError(
-            f"--save-hf {asked} holds files that this run has not written: give its own folder, or one that is empty "
+            f"--save-hf {asked} holds files that this run did not write: give its own folder, or one that is empty "
             "or absent"
         )
 

@@ -71,7 +71,9 @@ def check_same_tokens(source: loader.Source, config: RunConfig) -> None:
     remedy = "or other folders for --save and --load (--finetune starts a new run with these weights)"
     now = config.data.mock_data
     if saved.get("data", {}).get("mock_data", now) != now:
-        was, here, again = ("without", "has it", "leave it out") if now else ("with", "has it not", "give it again")
+        was, here, again = (
+            ("without", "has it", "leave it out") if now else ("with", "does not have it", "give it again")
+        )
         raise ValueError(f"{written} {was} --mock-data, but this run {here}: {again}, {remedy}")
     before = saved.get("tokenizer", {})
     for name in _TOKENIZER:
