@@ -12,6 +12,7 @@ checkpoint is written: --save and --load are accepted, and a run that is killed 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -189,7 +190,9 @@ def train(config: RunConfig, peer: Peer, write: Callable[[dict[str, Any]], None]
     """All steps and evaluations; `write` gets the lines of metrics."""
     source, training = _Data(config), config.training
     schedule: dict[str, Any] = {}
-    scheduler = build_scheduler(config, SimpleNamespace(param_groups=[schedule]), training.global_batch_size)
+    scheduler = build_scheduler(
+        config, SimpleNamespace(param_groups=[schedule]), functools.partial(data.samples_after, config)
+    )
     scheduler.step(0)
     iteration = 0
     while iteration < data.num_iterations(config):

@@ -9,6 +9,7 @@ killed starts again.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -53,7 +54,9 @@ def train(config: RunConfig, peer: Peer, splits: data.Splits, write: Any) -> Non
     training = config.training
     assert training.global_batch_size is not None, "the parser fills it in"
     schedule: dict[str, Any] = {}
-    scheduler = build_scheduler(config, SimpleNamespace(param_groups=[schedule]), training.global_batch_size)
+    scheduler = build_scheduler(
+        config, SimpleNamespace(param_groups=[schedule]), functools.partial(data.samples_after, config)
+    )
     validation = data.batches(splits.validation, config, consumed_samples=0)
     count = training.eval_iters * training.global_batch_size // training.micro_batch_size
 

@@ -165,7 +165,14 @@ def test_ctrl_c(repo_root: Path, tmp_path: Path, command: str) -> None:
     tool, *words = command.split()
     words = [sys.executable, str(repo_root / "tools" / tool), *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as running:
+    with subprocess.Popen(
+        words,
+        cwd=tmp_path,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite in the background ignores it
+    ) as running:
         with open(tmp_path / "config.json", "w"):  # waits until the tool reads, where it then waits
             running.send_signal(signal.SIGINT)
             assert running.wait() == 128 + signal.SIGINT

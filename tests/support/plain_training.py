@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def plain_training(config: RunConfig) -> dict[str, Any]:
         ]
         keywords = core_keywords(config.optimizer) | {"use_distributed_optimizer": is_sharded}
         optimizer = get_megatron_optimizer(OptimizerConfig(**keywords), wrapped)
-        scheduler = lr_schedule.build_scheduler(config, optimizer, training.global_batch_size)
+        scheduler = lr_schedule.build_scheduler(config, optimizer, functools.partial(data.samples_after, config))
         model_config.grad_scale_func = optimizer.scale_loss
         model_config.finalize_model_grads_func = finalize_model_grads
         batches = [data.batches(splits.train, config, consumed_samples=0) for _ in wrapped]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -270,9 +271,7 @@ def _evaluator(
 
 def _lr_scheduler(config: RunConfig) -> OptimizerParamScheduler:
     """Without an optimizer: each phase attaches its own."""
-    return build_scheduler(
-        config, SimpleNamespace(param_groups=[]), lambda iterations: data.samples_after(config, iterations)
-    )
+    return build_scheduler(config, SimpleNamespace(param_groups=[]), functools.partial(data.samples_after, config))
 
 
 def _init_num_microbatches(config: RunConfig) -> None:
