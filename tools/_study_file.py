@@ -63,6 +63,8 @@ class Method:
     """More lengths at the tuned learning rate, as shares of the study's steps, each with its own schedule."""
     models: tuple[str, ...] = ()
     """The only models that it trains; default: all."""
+    learning_rates: tuple[float, ...] = ()
+    """Instead of the study's."""
     learning_rate_of: str | None = None
     """Use the rate that was tuned for this method, instead of tuning."""
     arithmetic_as: str | None = None

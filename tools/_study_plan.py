@@ -67,14 +67,15 @@ def points(study: Study, only: str = "*") -> Iterator[Point]:
 
 
 def grid(study: Study, point: Point, lookup: Lookup) -> Grid:
-    """The study's rates, and up to `study.extend` more beyond an edge where that is the best."""
-    rates = sorted(study.learning_rates)
+    """The method's rates or the study's, and up to `study.extend` more beyond an edge where that is the best."""
+    given = point.method.learning_rates or study.learning_rates
+    rates = sorted(given)
     for extension in range(study.extend + 1):
         runs = [point.run(lr, study.seeds[0]) for lr in rates]
         found = [(run, lookup(run)) for run in runs]
         values = {run.lr: _value(result) for run, result in found if result is not None}
         current = Grid(values=values, todo=tuple(run for run, result in found if result is None))
-        if extension == study.extend or not current.at_edge or len(study.learning_rates) == 1:
+        if extension == study.extend or not current.at_edge or len(given) == 1:
             break
         rates = sorted([*rates, rates[-1] * 2 if current.best == rates[-1] else rates[0] / 2])
     return current

@@ -115,10 +115,11 @@ class Report:
         study = self._study
         seeds = f"{len(study.seeds)} seeds" if len(study.seeds) > 1 else "one seed"
         rates = ", ".join(f"{rate:g}" for rate in study.learning_rates)
+        others = " (some methods: others)" if any(method.learning_rates for method in study.methods) else ""
         return (
-            f"{study.steps:,} steps, {seeds}; learning rates {rates} and up to {study.extend} factor(s) of 2 beyond,"
-            f" tuned on the validation split at seed {study.seeds[0]}. **Bold**: on the Pareto frontier of test"
-            f" {_metric_name(study.metric)} and state. *edge*: the best rate is the grid's first or last;"
+            f"{study.steps:,} steps, {seeds}; learning rates {rates} and up to {study.extend} factor(s) of 2 beyond"
+            f"{others}, tuned on the validation split at seed {study.seeds[0]}. **Bold**: on the Pareto frontier of"
+            f" test {_metric_name(study.metric)} and state. *edge*: the best rate is the grid's first or last;"
             " *n of m rates*: best of those that have run; *n of m seeds* likewise."
             " Columns: [docs/learning.md](../docs/learning.md#columns)."
         )

@@ -219,6 +219,16 @@ def test_order_of_runs(tmp_path: Path) -> None:
     assert {run.data.name for run in missing_runs(both, lambda run: None)} == {"other"}
 
 
+def test_a_methods_own_rates(tmp_path: Path) -> None:
+    """A grid that is tried for a method whose rates are known, or one rate that is extended for ever."""
+    study = read(tmp_path, methods={"full": {}, "fast": {"learning_rates": [0.8]}})
+    assert [(run.method.name, run.lr) for run in missing_runs(study, lambda run: None)] == [
+        *(("full", lr) for lr in study.learning_rates),
+        ("fast", 0.8),
+    ]
+    assert tuned(study, list(points(study))[1], results_by(lambda run: run.lr)) == 0.8
+
+
 def test_methods_of_some_models(tmp_path: Path) -> None:
     """A setting that is meant for one model is run, and reported, for all."""
     models = {"small": "", "large": ""}
