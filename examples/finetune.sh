@@ -63,16 +63,7 @@ RECIPE=$("$PLANNER" "$ROOT/tools/recipe.py" "$WHOLE" "$NAME" finetune "$CARD" "$
 eval "$RECIPE"  # MODEL, CLUSTER, PARALLEL_ARGS, TRAINING_ARGS, METHOD_ARGS, EXTRA_ARGS, SEQUENCE, PLAN, MISFIT, ...
 [ "$FORM" = llama ] || fail "MODEL $MODEL is a GPT: give one in LLaMA's form"
 
-# given FLAG...: whether the user gave one of them.
-given() {
-    local word flag
-    for word in "${EXTRA_ARGS[@]}"; do
-        for flag in "$@"; do
-            [ "${word%%=*}" != "$flag" ] || return 0
-        done
-    done
-    return 1
-}
+. "$ROOT/examples/given.sh"
 
 SAVE=${SAVE:-out/$MODEL-finetune-$CLUSTER}
 while [[ $SAVE == ?*/ ]]; do SAVE=${SAVE%/}; done

@@ -68,16 +68,7 @@ WHOLE=whole
 RECIPE=$(recipe "$WHOLE" "$@")
 eval "$RECIPE"
 
-# given FLAG...: whether the user gave one of them.
-given() {
-    local word flag
-    for word in "${EXTRA_ARGS[@]}"; do
-        for flag in "$@"; do
-            [ "${word%%=*}" != "$flag" ] || return 0
-        done
-    done
-    return 1
-}
+. "$ROOT/examples/given.sh"
 
 # ---------------------------------------------------------------- settings that the planner does not choose
 SAVE=${SAVE:-out/$MODEL-$METHOD-$CLUSTER}

@@ -67,14 +67,3 @@ def loaded_model(options: argparse.Namespace) -> Iterator[LoadedModel]:
         yield load.open_model(options.model, precision=options.precision, tokenizer=tokenizer)
     finally:
         distributed.leave()
-
-
-def check_json(path: str | None) -> None:
-    """Whether --json FILE can be written. Raises ValueError."""
-    from _parser import STDOUT
-
-    parent = os.path.dirname(os.path.abspath(path or ""))
-    if path not in (None, STDOUT) and not os.path.isdir(parent):
-        raise ValueError(f"--json {path}: there is no folder {parent}")
-    if path is not None and os.path.isdir(path):
-        raise ValueError(f"--json {path}: is a folder; give a file")

@@ -19,9 +19,13 @@ _NO_MEMORY = re.compile("out of memory|(can't|cannot) allocate memory|not enough
 
 def check_json_file(path: str | None) -> None:
     """Try to write --json FILE before hours are spent; its content stays. Raises ValueError."""
-    if path in (None, STDOUT):
+    if path is None or path == STDOUT:
         return
     folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise ValueError(f"--json {path}: there is no folder {folder}")
+    if os.path.isdir(path):
+        raise ValueError(f"--json {path}: is a folder; give a file")
     try:
         if not os.path.lexists(path):
             with tempfile.TemporaryFile(dir=folder):

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _loaded_model import add_model_flags, check_json, loaded_model
+from _loaded_model import add_model_flags, loaded_model
 from _long_work import check_json_file, naming_memory, write_json_file
 from _parser import STDOUT, Parser, add_json, bad_input, leave_when_stopped
 
@@ -87,7 +87,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """
     from megatron.bcd.generation.multiple_choice import read_questions
 
-    check_json(options.json)
     check_json_file(options.json)
     if options.lm_eval and importlib.util.find_spec("lm_eval") is None:
         raise ValueError("--lm-eval needs lm-evaluation-harness: pip install lm_eval")

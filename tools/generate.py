@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _loaded_model import add_model_flags, check_json, loaded_model
+from _loaded_model import add_model_flags, loaded_model
 from _long_work import check_json_file, naming_memory, write_json_file
 from _parser import STDOUT, Parser, add_json, bad_input, leave_when_stopped
 
@@ -125,7 +125,6 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     sampling = Sampling(temperature=options.temperature, top_p=options.top_p)
     prompts = [*options.prompt, *(read_prompts(options.prompts, flag="--prompts") if options.prompts else [])]
-    check_json(options.json)
     check_json_file(options.json)
     answers = []
     remedy = "give --precision bf16, a shorter prompt or fewer --max-new-tokens"

@@ -9,8 +9,10 @@ import pytest
 from support import worlds
 from support.dist import World
 
+from megatron.bcd.blocks.stages import partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import unwrap_model
+from megatron.bcd.planner.run_recomputation import RunMemory
 
 Flags = Callable[..., dict[str, Any]]
 AUTO = {"recompute": "auto"}
@@ -58,6 +60,16 @@ def test_the_full_batch_counts(world2: World, text_data: str) -> None:
     configs = (worlds.run_config(**flags, **ramp) for ramp in ({}, {"rampup_batch_size": (2, 2, 64)}))
     whole, ramped = ([ranks[0] for ranks in world2.run(recomputed, config)] for config in configs)
     assert whole == ramped and any(number for _, number in whole)
+
+
+@pytest.mark.parametrize(("asked", "counted"), [(None, 1), (0, 0), (3, 3), (9, 4)])
+def test_the_run_ahead_counts(asked: int | None, counted: int) -> None:
+    """Messages of a longer run-ahead than the default's, which a stage keeps and nobody has counted."""
+    flags = {"pipeline_model_parallel_size": 2, "world_size": 2, "bcd_layout": "stage", "bcd_num_blocks": None}
+    config = worlds.run_config(data_path="text", bcd_run_ahead=asked, **flags)
+    partition = partition_from_config(config)
+    run = RunMemory(config=config, partition=partition, padded_vocab_size=264, num_replicas=1, num_microbatches=4)
+    assert [run._phase_shape(block).run_ahead for block in (0, 1)] == [0, counted]
 
 
 @pytest.mark.parametrize("name", [pytest.param("spread", marks=pytest.mark.long), "interleaved"])

@@ -69,7 +69,9 @@ def test_json_files(tmp_path: Path) -> None:
     path.write_text("before")
     _long_work.check_json_file(str(path))
     assert path.read_text() == "before"
-    with pytest.raises(ValueError, match="--json .*no/out.json can't be written .No such file or directory"):
+    with pytest.raises(ValueError, match="--json .*no/out.json: there is no folder"):
         _long_work.check_json_file(str(tmp_path / "no" / "out.json"))
+    with pytest.raises(ValueError, match="--json .*: is a folder; give a file"):
+        _long_work.check_json_file(str(tmp_path))
     with pytest.raises(ValueError, match="--json /dev/full can't be written .No space left on device"):
         _long_work.write_json_file("/dev/full", "{}")

@@ -86,10 +86,9 @@ class RunMemory:
             number = min(number, MOST_ROUNDS * partition.num_stages)
             return phase_chunk_shape(partition, block, num_microbatches=number, head=head)
         first = partition.first_trainable_stage(block)
-        default, asked = default_run_ahead(num_stages=partition.num_stages, first_trainable=first), None
-        if first:
-            asked = self.config.bcd.bcd_run_ahead
-        ahead = min(default if asked is None else asked, number)
+        asked = self.config.bcd.bcd_run_ahead
+        default = default_run_ahead(num_stages=partition.num_stages, first_trainable=first)
+        ahead = min(default if asked is None else asked, number) if first else 0
         return bcd_shape(
             num_stages=partition.num_stages,
             num_microbatches=number,
