@@ -1,6 +1,6 @@
 """tools/compare.py --task sft: fine-tuning a model that was trained here, by several methods (docs/fine_tuning.md).
 
-Runs, tuning, seeds and resuming are those of tools/study.py; `_compare_sft_base` prepares model and records,
+Runs, tuning, seeds and resuming are those of studies/study.py; `_compare_sft_base` prepares model and records,
 `_compare_sft_peer` trains on transformers, `_compare_sft_rows` makes the table.
 """
 
@@ -19,17 +19,15 @@ from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+sys.path.append(os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "studies"))
+
 from _compare_sft_base import SIZES, Base, Records, layers_of, prepare, size_of
 from _compare_sft_rows import Row, Trained, grid_lines, row_of, table
 from _machine import cpu_model
 from _parser import Parser
-from _study_data import ROOT
-from _study_file import NAME, Data, Method, Model, Study, made_folder
-from _study_plan import Point, final_runs, grid, points
-from _study_runner import Runner, tell
-from _study_runs import METRICS_FILE, Commands, write_json
-from _study_times import Times, read_times, step_ms, take_times
 from filelock import FileLock, Timeout
+from results import NAME, ROOT, Point, Result, Study, Variant, final_runs, grid, points
+from study import Commands, Runner, make_folder, tell
 
 PROG = "tools/compare.py"
 PEERS = {"full": "full Adam", "badam": "BAdam (PyPI), transformers", "lora": "LoRA (peft), transformers"}
@@ -144,7 +142,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def study_of(arguments: argparse.Namespace, base: Base, records: Records) -> Study:
-    """All runs, as tools/study.py knows them; ``{data}`` is the prepared folder."""
+    """All runs, as studies/study.py knows them; ``{data}`` is the prepared folder."""
     size = size_of(arguments)
     every = max(1, records.steps // EVALUATIONS)
     tokenizer = " ".join(map(str, base.tokenizer_flags(f"{{data}}/{base.tokenizer.name}")))
@@ -162,20 +160,22 @@ def study_of(arguments: argparse.Namespace, base: Base, records: Records) -> Stu
     labels = {OURS: "BCD, preset finetune"} | PEERS
     own = {BASELINE: "--bcd-num-blocks 1", OURS: "--bcd-preset finetune"}
     names = [name for name in (BASELINE, OURS, "badam", "lora") if name == OURS or name in arguments.peers]
-    methods = [Method(name=name, label=labels[name], flags=own.get(name, ""), program=_program(name)) for name in names]
+    methods = [
+        Variant(name=name, label=labels[name], flags=own.get(name, ""), program=_program(name)) for name in names
+    ]
     after = names.index(OURS) + 1
     methods[after:after] = [
-        Method(name=name, label=f"BCD, {name}: {given}", flags=f"{own[OURS]} {given}")
+        Variant(name=name, label=f"BCD, {name}: {given}", flags=f"{own[OURS]} {given}")
         for name, given in arguments.variants.items()
     ]
     return Study(
-        name="sft",
+        path="sft",
         program="pretrain_llama_bcd.py",
         flags=flags,
         checkpoint_flags="--save {folder} --load {folder} --save-interval {steps/3}",
         steps=records.steps,
-        models=(Model(name=arguments.size),),
-        data=(Data(name="records"),),
+        models=(Variant(name=arguments.size),),
+        data=(Variant(name="records"),),
         methods=tuple(methods),
         baseline=BASELINE if BASELINE in names else OURS,
         seeds=arguments.seeds,
@@ -189,18 +189,10 @@ def _program(name: str) -> str | None:
     return f"{_PEER_PROGRAM} --peer {name}" if name in _NEEDS else None
 
 
-class _Commands(Commands):
-    """A peer's program has a word of its own before the flags."""
-
-    def words(self, run: Any, *, data_folder: str = "DATA") -> list[str]:
-        first, *rest = super().words(run, data_folder=data_folder)
-        return [*first.split(), *rest]
-
-
-def rows_of(commands: Commands, runner: Runner, *, tokens_per_step: float, times: Times) -> list[Row]:
+def rows_of(runner: Runner, *, tokens_per_step: float) -> list[Row]:
     """Of everything that has finished, in the study's order."""
-    study = commands.study
-    trained = {point: _trained(commands, runner, point, tokens_per_step, times) for point in points(study)}
+    study = runner.study
+    trained = {point: _trained(runner, point, tokens_per_step) for point in points(study)}
     full = {one.seed: one for point, runs in trained.items() if point.method.name == BASELINE for one in runs}
     rows = []
     for point, runs in trained.items():
@@ -216,26 +208,24 @@ def rows_of(commands: Commands, runner: Runner, *, tokens_per_step: float, times
     return rows
 
 
-def _trained(commands: Commands, runner: Runner, point: Point, tokens_per_step: float, times: Times) -> list[Trained]:
+def _trained(runner: Runner, point: Point, tokens_per_step: float) -> list[Trained]:
     """The method's runs at its best rate so far."""
-    lr = grid(commands.study, point, runner.lookup).best_so_far
+    lr = grid(runner.study, point, runner.lookup).best_so_far
     found = []
-    for run in [] if lr is None else final_runs(commands.study, point, lr):
+    for run in [] if lr is None else final_runs(runner.study, point, lr)[0]:
         result = runner.lookup(run)
         if result is None or result.validation is None or result.step_ms is None:
             continue
-        with open(commands.folder(run) / METRICS_FILE, encoding="utf-8") as file:
-            lines = [json.loads(line) for line in file]
         curve = {step: value for step, value in result.curve if value is not None}
-        curve[result.steps] = result.validation
+        curve[result.steps or 0] = result.validation
         found.append(
             Trained(
                 seed=run.seed,
                 curve=tuple(sorted(curve.items())),
-                step_ms=step_ms(times, point) or result.step_ms,
+                step_ms=runner.step_ms(point) or result.step_ms,
                 tokens_per_step=tokens_per_step,
-                state_bytes=max(sum(line.get("model_state_bytes", ())) for line in lines),
-                peak_bytes=max(max(line.get("peak_memory_bytes", (0,))) for line in lines),
+                state_bytes=round((result.state_bytes_per_parameter or 0) * (result.num_parameters or 0)),
+                peak_bytes=result.peak_bytes or 0,
                 test=result.test,
                 commit=result.commit,
             )
@@ -249,34 +239,31 @@ def compare(argv: Sequence[str]) -> int:
     check(arguments)
     for name in ("data", "pretrain_text"):  # the tools that read them start in the repository
         setattr(arguments, name, getattr(arguments, name).resolve())
-    folder = made_folder(arguments.output.resolve(), flag="--output", given=arguments.output)
+    folder = arguments.output.resolve()
+    make_folder(folder, flag="--output")
     try:
         with FileLock(folder / ".lock", timeout=0):
             base, records = prepare(arguments, folder)
             study = study_of(arguments, base, records)
-            commands = _Commands(study, {}, data_folder=base.folder, folder=base.folder / "runs")
-            runner = Runner(commands, jobs=1, only="*", prefix="", commit=_commit())
-            tell(f"{len(runner.todo())} runs can start now; {records.steps} steps each, in {base.folder}")
+            commands = Commands(study=study, texts={}, data_folder=base.folder, folder=base.folder / "runs")
+            results_file = base.folder / f"results-{size_of(arguments).global_batch}{'-bf16' * arguments.bf16}.csv"
+            runner = Runner(commands, results_file)
+            tell(f"{len(runner.todo()[0])} runs can start now; {records.steps} steps each, in {base.folder}")
             size = size_of(arguments)
-            tokens = float(size.seq_length * size.global_batch)
-            times_folder = base.folder / f"times-{size.global_batch}{'-bf16' * arguments.bf16}"
-            times_folder.mkdir(exist_ok=True)
 
             def report() -> list[Row]:
-                times = read_times(times_folder)
-                rows = rows_of(commands, runner, tokens_per_step=tokens, times=times)
-                text = document(rows, arguments, base, records, argv, times=times)
+                rows = rows_of(runner, tokens_per_step=float(size.seq_length * size.global_batch))
+                text = document(rows, arguments, base, records, argv, timing=runner.timing)
                 (folder / "table.md").write_text(text, encoding="utf-8")
                 figures = {"command": shlex.join(argv), "base": base.about, "steps": records.steps,
-                           "step_times": times, "rows": [asdict(row) for row in rows]}  # fmt: skip
-                write_json(folder / "results.json", _finite(figures))
+                           "rows": [asdict(row) for row in rows]}  # fmt: skip
+                (folder / "results.json").write_text(json.dumps(_finite(figures), indent=1) + "\n", encoding="utf-8")
                 return rows
 
             runner.run(max_minutes=arguments.max_minutes, finished=report)
             rows = report()
-            if arguments.step_times and not runner.todo() and not any(row.failure for row in rows):
-                rounds = arguments.step_times
-                take_times(commands, folder=times_folder, only="*", rounds=rounds, commit=runner.commit)
+            if arguments.step_times and not runner.todo()[0] and not any(row.failure for row in rows):
+                runner.take_times(arguments.step_times)
                 rows = report()
     except Timeout:
         raise ValueError(f"--output {folder} is in use by another {PROG}; wait for it, or give another one") from None
@@ -292,14 +279,14 @@ def document(
     records: Records,
     argv: Sequence[str],
     *,
-    times: Times,
+    timing: Result | None,
 ) -> str:
     """The table with what it rests on, as Markdown."""
     size = size_of(arguments)
     commits = ", ".join(sorted({commit for row in rows for commit in row.commits})) or "unknown"
     timed = (
-        f"Step times: 60 steps of every method in turn, median of {times['rounds']} rounds, commit {times['commit']}."
-        if times
+        f"Step times: 60 steps of every method in turn, median of {timing.rounds} rounds, commit {timing.commit}."
+        if timing
         else "Step times: of the runs, which may have shared the machine."
     )
     lines = [
@@ -336,11 +323,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(one) for one in value]
     return None if isinstance(value, float) and value != value else value
-
-
-def _commit() -> str:
-    import subprocess
-
-    words = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else "unknown"

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from _study_data import ROOT
-from _study_runner import last_words, tell
+from results import ROOT
+from study import last_words, tell
 
 
 @dataclass(frozen=True, kw_only=True)

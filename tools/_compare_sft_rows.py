@@ -1,7 +1,7 @@
 """Figures of tools/compare.py --task sft from what its runs have measured. Nothing is run here.
 
-Time of a run is its number of steps times the step's (see `_study_runs.fastest_step_ms`), without evaluations: other
-work on the machine is left out, and how often is evaluated.
+Time of a run is its number of steps times the step's (`fastest_step_ms` of studies/results.py), without evaluations:
+other work on the machine is left out, and how often is evaluated.
 """
 
 from __future__ import annotations

@@ -25,8 +25,6 @@ EXAMPLES: dict[str, tuple[str | None, ...]] = {
     "convert_checkpoint": ("", ""),
     "cpu_kernels_ablation": ("--pairs 2 --steps 1 --json out/ablation.json",),
     "soak": ("--kills 1 --iterations 30",),
-    "study": ("--list", "", "--list"),
-    "train_resnet": ("--model resnet8 --epochs 1 --shrink 4 --num-validation 20 --global-batch-size 16",),
     "train_tokenizer": ("--vocab-size 300",),
 }
 """Flags that make each example of a tool's help short; they follow those of the example, and win. None: it has a test

@@ -1,4 +1,4 @@
-"""tools/train_resnet.py as a user and the study tool start it, on a small generated CIFAR folder."""
+"""studies/train_resnet.py as a user and the study tool start it, on a small generated CIFAR folder."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import _resnet
 import pytest
+import resnet
 import train_resnet
 from support.cifar_folders import write_cifar
 
@@ -33,7 +33,7 @@ def run(tmp_path: Path, *more: str) -> list[dict[str, Any]]:
 def test_a_run_from_the_command_line(repo_root: Path, tmp_path: Path) -> None:
     """A script that a user's shell cannot start, or metrics without what the study tool reads."""
     write_cifar(tmp_path, "cifar10", num_train=100, num_test=40)
-    words = [sys.executable, "tools/train_resnet.py", *command(tmp_path, "--bcd-steps-per-block", "2")]
+    words = [sys.executable, "studies/train_resnet.py", *command(tmp_path, "--bcd-steps-per-block", "2")]
     done = subprocess.run(words, cwd=repo_root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "parameters 78,042 of resnet8" in done.stdout
@@ -100,6 +100,6 @@ def test_bad_input_is_one_line(
 )
 def test_models_are_those_of_the_paper(name: str, parameters: int, layers: int) -> None:
     """Another width, stem or shortcut: ResNet-14's 175,258 parameters explain the paper's table 10."""
-    model = _resnet.build_resnet(name, 10)
+    model = resnet.build_resnet(name, 10)
     assert sum(p.numel() for p in model.parameters()) == parameters
-    assert len(_resnet.residual_blocks(model)) == layers
+    assert len(resnet.residual_blocks(model)) == layers

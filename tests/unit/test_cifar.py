@@ -7,7 +7,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import _cifar
+import cifar
 import numpy as np
 import pytest
 import torch
@@ -20,7 +20,7 @@ def test_images_and_labels(tmp_path: Path, dataset: str, classes: int) -> None:
     """Colours as rows, coarse labels of CIFAR-100, or a batch that is left out."""
     written = write_cifar(tmp_path, dataset, num_train=30, num_test=20)
     for split, count in (("train", 30), ("test", 20)):
-        images = _cifar.read_split(str(tmp_path), dataset, split)
+        images = cifar.read_split(str(tmp_path), dataset, split)
         pixels, labels = written[split]
         assert images.pixels_NCHW.shape == (count, 3, 32, 32) and images.pixels_NCHW.dtype == torch.uint8
         assert images.labels_N.tolist() == labels and max(labels) > classes // 2
@@ -30,7 +30,7 @@ def test_images_and_labels(tmp_path: Path, dataset: str, classes: int) -> None:
 def test_the_published_subset(shared_data: Path) -> None:
     """Python 2's pickles, as published, differ from those that a test writes."""
     folder = str(shared_data / "cifar-10-batches-py")
-    train, test = (_cifar.read_split(folder, "cifar10", split) for split in ("train", "test"))
+    train, test = (cifar.read_split(folder, "cifar10", split) for split in ("train", "test"))
     assert (len(train), len(test)) == (10_000, 2_000)
     assert train.labels_N.bincount().tolist() == [1000] * 10
     assert train.pixels_NCHW[1, :, 0, :4].tolist() == [[70, 70, 69, 69], [76, 76, 75, 75], [66, 66, 65, 65]]
@@ -42,7 +42,7 @@ def test_pickles_of_numpy_2(tmp_path: Path) -> None:
     for protocol in (2, 4):
         content = pickle.dumps({b"data": data, b"labels": [0, 9]}, protocol=protocol)
         (tmp_path / "test_batch").write_bytes(content)
-        images = _cifar.read_split(str(tmp_path), "cifar10", "test")
+        images = cifar.read_split(str(tmp_path), "cifar10", "test")
         assert np.array_equal(images.pixels_NCHW.numpy().reshape(2, 3072), data), protocol
 
 
@@ -55,7 +55,7 @@ def test_a_file_that_could_run_code_is_refused(tmp_path: Path, trick: str) -> No
     body = body.replace(b"\x0c\x00\x00\x00touch MARKER", len(text).to_bytes(4, "little") + text)
     (tmp_path / "test_batch").write_bytes(b"\x80\x04" * (body[:1] != b"\x80") + body + b".")
     with pytest.raises(ValueError, match="test_batch: ") as caught:
-        _cifar.read_split(str(tmp_path), "cifar10", "test")
+        cifar.read_split(str(tmp_path), "cifar10", "test")
     assert not marker.exists()
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
@@ -64,7 +64,7 @@ def test_what_is_refused_is_named(tmp_path: Path) -> None:
     """A user who cannot tell a damaged file from a malicious one."""
     (tmp_path / "test_batch").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     with pytest.raises(ValueError, match=r"test_batch: not read: os.system is refused"):
-        _cifar.read_split(str(tmp_path), "cifar10", "test")
+        cifar.read_split(str(tmp_path), "cifar10", "test")
 
 
 PIXELS = np.zeros((2, 3072), dtype=np.uint8)
@@ -90,24 +90,24 @@ def test_other_content_is_refused(tmp_path: Path, content: Any, message: str) ->
     """Training on shifted pixels, or a label outside of the model's classes, ends in an error far from its cause."""
     (tmp_path / "test_batch").write_bytes(python2_pickle(content))
     with pytest.raises(ValueError, match=message):
-        _cifar.read_split(str(tmp_path), "cifar10", "test")
+        cifar.read_split(str(tmp_path), "cifar10", "test")
 
 
 def test_missing_and_damaged_files(tmp_path: Path) -> None:
     """A traceback in place of the line that says what to give."""
     with pytest.raises(ValueError, match="has no data_batch_"):
-        _cifar.read_split(str(tmp_path), "cifar10", "train")
+        cifar.read_split(str(tmp_path), "cifar10", "train")
     (tmp_path / "test").write_bytes(python2_pickle({b"data": PIXELS, b"fine_labels": [0, 1]})[:-40])
     with pytest.raises(ValueError, match="test: not read"):
-        _cifar.read_split(str(tmp_path), "cifar100", "test")
+        cifar.read_split(str(tmp_path), "cifar100", "test")
 
 
 def test_augmented_images_are_shifted_or_mirrored_ones() -> None:
     """Rows taken for columns, channels mixed, or one shift for the whole batch."""
     pixels = torch.randint(1, 256, (64, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    images = _cifar.Images(pixels_NCHW=pixels, labels_N=torch.arange(64))
-    scale = _cifar.Scale(mean_C11=torch.zeros(3, 1, 1), deviation_C11=torch.ones(3, 1, 1), shrink=1)
-    batches = _cifar.training_batches(images, scale, batch_size=32, seed=3, augment=True)
+    images = cifar.Images(pixels_NCHW=pixels, labels_N=torch.arange(64))
+    scale = cifar.Scale(mean_C11=torch.zeros(3, 1, 1), deviation_C11=torch.ones(3, 1, 1), shrink=1)
+    batches = cifar.training_batches(images, scale, batch_size=32, seed=3, augment=True)
     seen = [next(batches) for _ in range(2)]
     assert sorted(torch.cat([labels for _, labels in seen]).tolist()) == list(range(64))
     padded = torch.nn.functional.pad(pixels.float(), (4, 4, 4, 4))
@@ -126,8 +126,8 @@ def test_augmented_images_are_shifted_or_mirrored_ones() -> None:
 def test_scale_is_of_the_training_images() -> None:
     """Pixels of another size or scale than the test images'."""
     pixels = torch.randint(256, (50, 3, 32, 32), dtype=torch.uint8)
-    images = _cifar.Images(pixels_NCHW=pixels, labels_N=torch.zeros(50, dtype=torch.int64))
-    whole, half = (_cifar.Scale.of(images, shrink=shrink)(pixels) for shrink in (1, 2))
+    images = cifar.Images(pixels_NCHW=pixels, labels_N=torch.zeros(50, dtype=torch.int64))
+    whole, half = (cifar.Scale.of(images, shrink=shrink)(pixels) for shrink in (1, 2))
     torch.testing.assert_close(whole.mean(dim=(0, 2, 3)), torch.zeros(3), atol=1e-4, rtol=0)
     torch.testing.assert_close(whole.std(dim=(0, 2, 3)), torch.ones(3), atol=1e-4, rtol=0)
     torch.testing.assert_close(half[0, 0, 1, 2], whole[0, 0, 2:4, 4:6].mean())

@@ -162,7 +162,7 @@ def test_output_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     words += ["--pretrain-text", str(tmp_path / "text"), "--output", str(tmp_path / "file")]
     assert compare.main(words) == 2
     error = capsys.readouterr().err
-    assert f"error: --output {tmp_path / 'file'}: File exists" in error and error.count("\n") == 1
+    assert "--output" in error and str(tmp_path / "file") in error and error.count("\n") == 1
 
 
 def test_a_model_that_is_given(tmp_path: Path) -> None:

@@ -32,8 +32,6 @@ TOOLS = {
     "report": "parse_arguments",
     "show_schedule": "main",
     "soak": "parse",
-    "study": "parse_arguments",
-    "train_resnet": "parse_arguments",
     "train_tokenizer": "build_parser",
 }
 """What reads the command line: the whole tool, where it only computes, else its first function, or its parser."""

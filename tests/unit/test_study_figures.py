@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from _study_figures import MOST_LABELS, _named
-from _study_rows import Row
+from figures import MOST_LABELS, _named
+from results import Row
 
 
 def row(method: str, group: str, test: float, state: float) -> Row:
     names: Any = dict.fromkeys(("model", "data", "label"), method) | {"method": method, "group": group}
-    return Row(**names, tests=(test,), state_bytes_per_parameter=state)
+    return Row(**names, tests=(test,), state=state)
 
 
 def test_names_that_decide() -> None:

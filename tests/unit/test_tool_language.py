@@ -34,8 +34,6 @@ PARSERS = {
     "report": "parse_arguments",
     "show_schedule": "parse_arguments",
     "soak": "parse",
-    "study": "parse_arguments",
-    "train_resnet": "parse_arguments",
     "train_tokenizer": "build_parser",
 }
 """What reads a tool's command line; None: its examples are run, or take too long and have no flag but one."""

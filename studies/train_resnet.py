@@ -1,6 +1,6 @@
 """Trains a ResNet on CIFAR, in full or in blocks: table 2 of the paper (arXiv 2506.12037) in plain PyTorch.
 
-    python tools/train_resnet.py --model resnet8 --dataset cifar10 --data cifar-10-batches-py --optimizer sgd \\
+    python studies/train_resnet.py --model resnet8 --dataset cifar10 --data cifar-10-batches-py --optimizer sgd \\
         --lr 0.1 --epochs 10 --bcd-num-blocks 3 --bcd-steps-per-block 100 --metrics-file out/resnet8.jsonl
 
 --bcd-num-blocks 1 is full training. Learning rate: up over --lr-warmup-iters, then a cosine down to 0. The model of the
@@ -18,11 +18,12 @@ from collections.abc import Sequence
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.append(os.path.join(sys.path[0], "tools"))
 
 import torch
-from _cifar import NUM_CLASSES, Images, Scale, read_split, training_batches
 from _parser import Parser, bad_input
-from _resnet import MODELS, build_resnet, residual_blocks
+from cifar import NUM_CLASSES, Images, Scale, read_split, training_batches
+from resnet import MODELS, build_resnet, residual_blocks
 
 from megatron.bcd import BlockCoordinate
 from megatron.bcd.metrics.reporter import Reporter
@@ -30,7 +31,7 @@ from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
 from megatron.bcd.runtime import device, memory
 from megatron.bcd.torch_loop import CHOICES, LAYOUTS
 
-PROG = "tools/train_resnet.py"
+PROG = "studies/train_resnet.py"
 _EVALUATION_BATCH = 500
 
 

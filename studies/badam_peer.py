@@ -1,6 +1,6 @@
 """Trains transformers' model with BAdam (PyPI `badam`) under the flags of a training script, as a method of a study.
 
-    python tools/_study_peer.py FLAG ...
+    python studies/badam_peer.py FLAG ...
 
 Same initial weights, samples, blocks, learning-rate schedule and evaluations as pretrain_gpt_bcd.py with these flags.
 Optimizer and weight decay are BAdam's. It writes no checkpoint: --save and --load are accepted, and a run that is
@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.append(os.path.join(sys.path[0], "tools"))
 
 import torch
 from _compare_export import job_of
@@ -33,7 +34,7 @@ from megatron.bcd.runtime import distributed, rng
 from megatron.bcd.runtime.exit import exit_on_error
 from megatron.bcd.training.setup import setup
 
-PROG = "tools/_study_peer.py"
+PROG = "studies/badam_peer.py"
 
 
 @torch.no_grad()

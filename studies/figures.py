@@ -1,20 +1,20 @@
-"""The two pictures of tools/study.py: test metric against model state, and against cost."""
+"""The two pictures of studies/study.py: test metric against model state, and against cost."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import pairwise, product
+from itertools import groupby, pairwise, product
 from pathlib import Path
 
 import matplotlib
-from _study_rows import Row, frontier
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 from matplotlib.transforms import Bbox
 from report_figure import FAINT, RUN_COLOURS, STYLE
+from results import Row, Study, frontier
 
 MARKER_PIXELS = 11
 RADII = (14, 22, 32, 44, 58, 74, 92, 112, 136, 164)
@@ -25,16 +25,30 @@ LEADER_FROM = 20
 """Pixels from which a label needs a line to its point, as it does where another point is nearer."""
 
 
+def draw(study: Study, rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Both pictures of every model and text, as PNG files of `folder`; their paths."""
+    paths = []
+    cases = [(case, list(group)) for case, group in groupby(rows, key=lambda row: (row.model, row.data))]
+    for (model, data), mine in cases:
+        case = f"{model}, {data}" if len(study.models) > 1 else data
+        suffix = f"_{case.replace(', ', '_')}" if len(cases) > 1 else ""
+        title = f"{study.title or study.name}" + (f": {case}" if suffix else "")
+        for kind, draw_one in (("state", draw_state), ("cost", draw_cost)):
+            paths.append(folder / f"{study.name}{suffix}_{kind}.png")
+            draw_one(paths[-1], mine, title=title, metric=study.metric, baseline=study.baseline)
+    return paths
+
+
 def draw_state(path: Path, rows: Sequence[Row], *, title: str, metric: str, baseline: str) -> None:
     """Write a PNG of 1300 x 780 pixels: every method by bytes of model state per parameter, and the Pareto frontier."""
-    known = [row for row in rows if row.state_bytes_per_parameter is not None]
+    known = [row for row in rows if row.state is not None]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(13, 7.8), dpi=100, layout="constrained")
         axes = figure.subplots()
-        _scatter(axes, known, [row.state_bytes_per_parameter or 0 for row in known], baseline)
+        _scatter(axes, known, [row.state or 0 for row in known], baseline)
         best = frontier(known)
-        corners = [(right.state_bytes_per_parameter, left.test) for left, right in pairwise(best)]
-        steps = [*((row.state_bytes_per_parameter, row.test) for row in best), *corners]
+        corners = [(right.state, left.test) for left, right in pairwise(best)]
+        steps = [*((row.state, row.test) for row in best), *corners]
         steps.sort(key=lambda corner: (corner[0], -(corner[1] or 0)))
         axes.plot(*zip(*steps, strict=True), color=FAINT, linewidth=1.4, linestyle=(0, (5, 3)), zorder=1)
         axes.set_xlabel("live model state, bytes per parameter")
@@ -46,7 +60,7 @@ def draw_state(path: Path, rows: Sequence[Row], *, title: str, metric: str, base
         )
         _legend(figure, known)
         figure.draw_without_rendering()
-        _label(axes, known, [row.state_bytes_per_parameter or 0 for row in known], shown)
+        _label(axes, known, [row.state or 0 for row in known], shown)
         figure.savefig(path)
 
 

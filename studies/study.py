@@ -1,0 +1,469 @@
+"""Runs a study: models x methods x texts x seeds with tuned learning rates; then a table and two pictures.
+
+    python studies/study.py studies/gpt_10_minutes.yaml
+    python studies/study.py studies/gpt_frontier_small.yaml --list
+    python studies/study.py studies/gpt_frontier_small.yaml --max-minutes 60 --only 'full*,muon*'
+
+Every run is one training process. Its result is a line of the study's CSV file; a run that has a line is not repeated,
+and one that was killed resumes from its checkpoint. docs/learning.md explains study files and columns. Exit code 1 if a
+run failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import fnmatch
+import functools
+import hashlib
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tools"))
+
+from _machine import cpu_model
+from _parser import Parser, bad_input, leave_when_stopped
+from results import (
+    ROOT,
+    Point,
+    Result,
+    Run,
+    Study,
+    Table,
+    fastest_step_ms,
+    filled_in,
+    missing_runs,
+    points,
+    read_results,
+    read_study,
+    summarise,
+    write_results,
+)
+
+from megatron.bcd.blocks.stages import partition_from_config
+
+PROG = "studies/study.py"
+PICTURES = ROOT / "docs" / "images"
+PATIENCE_SECONDS = 60.0
+"""What a run that is asked to stop gets to write a checkpoint."""
+TIMING_STEPS, TIMING_STEPS_PER_BLOCK = 60, 4
+"""Each of up to 15 blocks has its turn within a timing run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commands:
+    """Command and folder of every run."""
+
+    study: Study
+    texts: Mapping[str, tuple[Path, str]]
+    """By name of the data: prefix for --data-path, and the hash of the text."""
+    data_folder: Path
+    folder: Path
+
+    def steps(self, run: Run) -> int:
+        return max(1, round(self.study.steps * run.budget))
+
+    def words(self, run: Run, *, data_folder: str = "DATA") -> list[str]:
+        """Program and flags, without what depends on the machine."""
+        point = run.point
+        values = {"lr": run.lr, "steps": self.steps(run), "seed": run.seed, "data": data_folder}
+        words = shlex.split(point.method.program or point.model.program or self.study.program)
+        for entry in (self.study, point.model, point.data, point.method):
+            words += filled_in(entry.flags, values, where=entry.name)
+        return [*words, "--lr", f"{run.lr:g}", "--seed", str(run.seed)]
+
+    def shown(self, run: Run) -> str:
+        return " ".join(["python", *self.words(run)])
+
+    def sha256(self, run: Run) -> str:
+        return self.texts[run.point.data.name][1] if run.point.data.name in self.texts else ""
+
+    def run_folder(self, run: Run) -> Path:
+        """A readable name, and a hash of all that determines the outcome but the code's version."""
+        digest = hashlib.sha256(f"{self.shown(run)} {self.sha256(run)}".encode()).hexdigest()[:10]
+        return self.folder / "{}-{}-{}-lr{:g}-seed{}-x{:g}-{}".format(*run.key, digest)
+
+    def start(self, run: Run, metrics_file: Path) -> list[str]:
+        """What is started, in the project's root; nothing is saved."""
+        text = self.texts.get(run.point.data.name)
+        paths = [*(["--data-path", str(text[0])] if text else []), "--metrics-file", str(metrics_file)]
+        return [sys.executable, *self.words(run, data_folder=str(self.data_folder)), *paths]
+
+    def checkpoint(self, run: Run) -> list[str]:
+        values = {"steps": self.steps(run), "folder": str(self.run_folder(run) / "checkpoint")}
+        return filled_in(self.study.checkpoint_flags, values, where="checkpoint_flags")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return os.environ | {"OMP_NUM_THREADS": str(self.study.threads), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def prepare_texts(study: Study, *, data_folder: Path, folder: Path) -> dict[str, tuple[Path, str]]:
+    """The study's texts, tokenized into `folder` where they are not there yet. Raises ValueError for a missing one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    prepared = {}
+    for name, text in ((data.name, data.text) for data in study.data if data.text is not None):
+        path = data_folder / text
+        if text == "stdlib":
+            path = folder / f"{name}.jsonl"
+            _call("examples/stdlib_text.py", "--megabytes", "100", "--output", str(path), about=name)
+        elif not path.is_file():
+            raise ValueError(f"data {name}: {path} is missing; give the folder that holds {text} with --data")
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        prefix = folder / f"{name}-{digest[:12]}"
+        if not os.path.exists(f"{prefix}_text_document.idx"):  # written last
+            _call("tools/preprocess_data.py", "--input", str(path), "--tokenizer-type", "ByteLevelTokenizer",
+                  "--append-eod", "--output-prefix", str(prefix), about=name)  # fmt: skip
+        prepared[name] = Path(f"{prefix}_text_document"), digest
+    return prepared
+
+
+def _call(*words: str, about: str) -> None:
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"data {about}: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
+
+
+class Runner:
+    """Runs what a study needs, side by side, and leaves no process behind."""
+
+    def __init__(self, commands: Commands, results_file: Path, *, only: str = "*") -> None:
+        self.commands, self.study, self.only = commands, commands.study, only
+        self._file = results_file
+        self.results = {result.key: result for result in read_results(results_file)}
+        self._running: dict[Run, tuple[subprocess.Popen[bytes], float]] = {}
+
+    def lookup(self, run: Run) -> Result | None:
+        """A result counts if its command and its text are today's."""
+        result = self.results.get(run.key)
+        if result is None or result.failure:
+            return result
+        is_same = result.command == self.commands.shown(run)
+        return result if is_same and self.commands.sha256(run) in ("", result.text_sha256) else None
+
+    @property
+    def timing(self) -> Result | None:
+        """One of the timing lines."""
+        return next((one for one in self.results.values() if one.rounds), None)
+
+    def step_ms(self, point: Point) -> float | None:
+        """Of the timing lines; texts make no difference."""
+        found = (
+            one
+            for one in self.results.values()
+            if one.rounds and (one.model, one.method) == (point.model.name, point.method.name)
+        )
+        return next((one.step_ms for one in found), None)  # fmt: skip
+
+    def todo(self) -> tuple[list[Run], float]:
+        """What could be started now, and about how many minutes are left for all."""
+        todo, waiting = missing_runs(self.study, self.lookup, self.only)
+        done = [one for one in self.results.values() if one.minutes and one.steps]
+        per_step = (
+            sum(one.minutes or 0 for one in done) / sum(one.steps or 0 for one in done)
+            if done
+            else self.study.minutes / self.study.steps
+        )
+        minutes = per_step * (sum(map(self.commands.steps, todo)) + self.study.steps * waiting) / self.study.jobs
+        return [run for run in todo if run not in self._running], minutes
+
+    def run(self, *, max_minutes: float | None, finished: Callable[[], Any] = lambda: None) -> None:
+        """Until nothing is left to start; after `max_minutes` only what runs is waited for.
+
+        `finished` is called after each run.
+        """
+        begin = time.monotonic()
+        try:
+            while True:
+                is_late = max_minutes is not None and time.monotonic() - begin > 60 * max_minutes
+                free = 0 if is_late else self.study.jobs - len(self._running)
+                for run in self.todo()[0][:free] if free else []:
+                    self._start(run)
+                if not self._running:
+                    return
+                time.sleep(0.2)
+                for run in [run for run, (process, _) in self._running.items() if process.poll() is not None]:
+                    self._end(run)
+                    finished()
+        finally:
+            self._stop_all()
+
+    def _start(self, run: Run) -> None:
+        folder = self.commands.run_folder(run)
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "log", "ab") as log:
+            try:  # the process inherits the lock: a run of a study that was killed outright may still be there
+                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"{folder}: in use by a run of a killed study; wait for it, or end it") from None
+            if not any((folder / "checkpoint").glob("[!.]*")):  # it starts anew, perhaps in another version
+                (folder / "metrics.jsonl").unlink(missing_ok=True)
+            process = subprocess.Popen(
+                [*self.commands.start(run, folder / "metrics.jsonl"), *self.commands.checkpoint(run)],
+                cwd=ROOT,
+                env=self.commands.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # an interrupt at the terminal is for this program, which then stops the runs
+            )
+        self._running[run] = process, time.monotonic()
+        tell(f"start {run}")
+
+    def _end(self, run: Run) -> None:
+        process, start = self._running.pop(run)
+        folder, minutes = self.commands.run_folder(run), (time.monotonic() - start) / 60
+        model, data, method, lr, seed, budget = run.key
+        about = {"model": model, "data": data, "method": method, "lr": lr, "seed": seed, "budget": budget}
+        try:
+            log = (folder / "log").read_text(encoding="utf-8", errors="replace")
+            if process.returncode:
+                raise ValueError(last_words(log, process.returncode))
+            lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+            banner = re.search(r"^parameters\s+([\d,]+) ", log, re.MULTILINE)
+            number = int(banner[1].replace(",", "")) if banner else None
+            about |= summarise(lines, metric=self.study.metric, num_parameters=number)
+            about |= {"steps": self.commands.steps(run), "minutes": minutes, "commit": commit(), "cpu": cpu_model()}
+            about |= {"text_sha256": self.commands.sha256(run), "command": self.commands.shown(run)}
+            self._add(Result(**about))
+            shutil.rmtree(folder / "checkpoint", ignore_errors=True)
+        except (OSError, ValueError) as error:
+            self.results[run.key] = Result(**about, failure=" ".join(str(error).split()))
+        result = self.results[run.key]
+        said = f"failed: {result.failure}" if result.failure else f"test {result.test}, {minutes:.1f} min"
+        tell(f"done  {run}: {said}; about {self.todo()[1]:.0f} min left")
+
+    def _add(self, result: Result) -> None:
+        """Another process may have written to the file since."""
+        kept = {one.key: one for one in read_results(self._file)} | {result.key: result}
+        write_results(self._file, kept.values())
+        self.results[result.key] = result
+
+    def take_times(self, rounds: int) -> None:
+        """Time every method in turn, one process at a time, `rounds` times: other work slows all of them alike."""
+        first = self.study.data[0].name
+        todo = [point for point in points(self.study, self.only) if point.data.name == first]
+        taken: dict[Point, list[float]] = {point: [] for point in todo}
+        for number in range(rounds):
+            for point in todo:
+                taken[point].append(self._time(point))
+                about = f"{point.model.name} {point.method.name}: {taken[point][-1]:.1f} ms"
+                tell(f"step time, round {number + 1} of {rounds}: {about}")
+        for point, values in taken.items():
+            names = {"model": point.model.name, "data": first, "method": point.method.name}
+            self._add(
+                Result(**names, step_ms=statistics.median(values), rounds=rounds, commit=commit(), cpu=cpu_model())
+            )
+
+    def _time(self, point: Point) -> float:
+        run = point.run(self.study.learning_rates[0], self.study.seeds[0], TIMING_STEPS / self.study.steps)
+        with tempfile.TemporaryDirectory() as name:
+            metrics = Path(name, "metrics.jsonl")
+            words = self.commands.start(run, metrics)
+            words += ["--bcd-steps-per-block", str(TIMING_STEPS_PER_BLOCK), "--log-interval", "1"]
+            done = subprocess.run(
+                words,
+                cwd=ROOT,
+                env=self.commands.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+            )
+            if done.returncode:
+                raise ValueError(f"{run}: {last_words(done.stdout, done.returncode)}")
+            lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+        return fastest_step_ms([line for line in lines if "step_time_ms" in line])
+
+    def _stop_all(self) -> None:
+        """Ask what still runs to stop, which then writes a checkpoint, and kill what does not."""
+        for process, _ in self._running.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        for process, _ in self._running.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def last_words(log: str, code: int) -> str:
+    """Why a run failed: its error, or else its last line."""
+    said = re.findall(r"^\S+: error: (.+)$", log, re.MULTILINE)
+    lines = [line for line in log.splitlines() if line.strip()]
+    return said[-1] if said else f"ended with code {code}: {lines[-1] if lines else 'no output'}"
+
+
+def tell(line: str) -> None:
+    print(time.strftime("%H:%M:%S"), line, file=sys.stderr, flush=True)
+
+
+@functools.cache
+def commit() -> str:
+    words = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
+def step_arithmetic(commands: Commands, point: Point) -> float | None:
+    """Forward passes, input and weight gradients of the layers, over those of full training; None for a program that
+    the planner does not know, or flags that it refuses."""
+    if point.method.arithmetic_as is not None:
+        point = replace(point, method=commands.study.method(point.method.arithmetic_as))
+    program, *flags = commands.words(point.run(1e-3, 1))
+    form = {"pretrain_gpt_bcd.py": "gpt", "pretrain_llama_bcd.py": "llama"}.get(PurePath(program).name)
+    return arithmetic_of_flags(form, flags) if form else None
+
+
+def arithmetic_of_flags(form: str, flags: Sequence[str]) -> float | None:
+    """The same, of a training script's flags: mean over the blocks of one process, as in planner.cost, and
+    orthogonalisation."""
+    from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config  # imports torch
+
+    try:
+        words = [*flags, "--data-path", "text"]
+        config = parse_run_config(words, prog="", defaults=FAMILY_DEFAULTS.get(form), world_size=1)
+    except ValueError:
+        return None
+    partition = partition_from_config(config)
+    num_layers, newton_schulz, total = partition.num_layers, _newton_schulz(config), 0.0
+    for block in range(partition.num_blocks):
+        resting, active = len(partition.resting_layers(block)), len(partition.active_layers(block, 0))
+        total += num_layers + (num_layers - len(partition.prefix_layers(block))) + active + resting
+        total += newton_schulz * resting * (config.bcd.bcd_resting_update == "orthogonal")
+        total += newton_schulz * active * (config.optimizer.optimizer == "muon")
+    return total / partition.num_blocks / (3 * num_layers)
+
+
+def _newton_schulz(config: Any) -> float:
+    """Newton-Schulz steps for one layer's matrices, over a forward pass of the layer for one iteration's tokens.
+
+    A step multiplies m x n matrices (m <= n) in 4 m^2 n + 2 m^3 operations, a forward pass takes 2 m n per token.
+    """
+    of = SimpleNamespace(
+        **{"ffn_hidden_size": None, "kv_channels": None, "num_query_groups": None} | config.transformer
+    )
+    hidden, heads = config.hidden_size, int(of.num_attention_heads)
+    ffn, head_size = int(of.ffn_hidden_size or 4 * hidden), int(of.kv_channels or hidden // heads)
+    query, key = heads * head_size, int(of.num_query_groups or heads) * head_size
+    attention = [(query, hidden), (key, hidden), (key, hidden)]
+    if not config.optimizer.muon_split_qkv:
+        attention = [(query + 2 * key, hidden)]
+    up = ffn * (2 if config.transformer.get("gated_linear_unit") else 1)
+    matrices = [*attention, (hidden, query), (up, hidden), (hidden, ffn)]
+    operations = sum(4 * min(mn) * math.prod(mn) + 2 * min(mn) ** 3 for mn in matrices)
+    tokens = config.training.global_batch_size * config.model.seq_length
+    return config.optimizer.muon_num_ns_steps * operations / (2 * tokens * sum(map(math.prod, matrices)))
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Raises ValueError for a flag that is unknown or no number."""
+    parser = Parser(prog=PROG, description=__doc__)
+    add = parser.add_argument
+    add("study", metavar="STUDY.yaml")
+    add("--results", type=Path, metavar="FILE", help="CSV file of results (default: beside the study file)")
+    add(
+        "--output",
+        type=Path,
+        default=Path("out", "studies"),
+        metavar="FOLDER",
+        help="of the runs (default: out/studies)",
+    )
+    add(
+        "--data",
+        type=Path,
+        default=Path(os.environ.get("STUDY_DATA") or ROOT.parent / "shared" / "data"),
+        metavar="FOLDER",
+        help="holds wikitext-2/train.txt and others (default: $STUDY_DATA, else ../shared/data)",
+    )
+    add("--only", default="*", metavar="GLOB", help="methods to run, with commas")
+    add("--jobs", type=int, metavar="N", help="runs side by side (default: the study's)")
+    add("--max-minutes", type=float, metavar="X", help="start no run after this time; what runs is waited for")
+    add("--list", action="store_true", help="print what is to be run, and end")
+    add("--redraw", action="store_true", help="run nothing: table and pictures of the results that there are")
+    add("--step-times", type=int, metavar="N", help="run nothing else: time every method in turn, N times")
+    return parser.parse_args(argv)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """All of it; the exit code. Raises ValueError for a user's mistake."""
+    study = read_study(arguments.study)
+    for name in ("jobs", "step_times"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    study = replace(study, jobs=arguments.jobs or study.jobs)
+    for pattern in arguments.only.split(","):
+        if not fnmatch.filter([method.name for method in study.methods], pattern.strip()):
+            names = ", ".join(method.name for method in study.methods)
+            raise ValueError(
+                f"--only {arguments.only}: {pattern.strip() or 'an empty name'} matches no method; there are {names}"
+            )
+    results_file = arguments.results or Path(arguments.study).with_suffix(".csv")
+    folder = (arguments.output / study.name).resolve()
+    for flag, place in (("--output", folder), ("--results", results_file.parent)):
+        make_folder(place, flag=flag)
+    data_folder = arguments.data.resolve()
+    texts = {} if arguments.redraw else prepare_texts(study, data_folder=data_folder, folder=folder.parent / "texts")
+    commands = Commands(study=study, texts=texts, data_folder=data_folder, folder=folder)
+    runner = Runner(commands, results_file, only=arguments.only)
+    todo, minutes = runner.todo()
+    if arguments.list:
+        print(*todo, f"{len(todo)} runs can start now; about {minutes:.0f} minutes for all", sep="\n")
+        return 0
+    if arguments.step_times:
+        runner.take_times(arguments.step_times)
+    elif not arguments.redraw:
+        tell(f"{study.name}: about {minutes:.0f} min, in {folder}")
+        runner.run(max_minutes=arguments.max_minutes)
+    arithmetic = functools.cache(functools.partial(step_arithmetic, commands))
+    table = Table(study, runner.lookup, arithmetic=arithmetic, step_ms=runner.step_ms)
+    text = table.markdown(timing=runner.timing)
+    results_file.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(text)
+    from figures import draw  # matplotlib takes a second to import
+
+    is_published = results_file.resolve().parent == ROOT / "studies"
+    for path in draw(study, [row for row in table.rows if row.test is not None], PICTURES if is_published else folder):
+        print(f"wrote {path}")
+    return 1 if any(row.failure for row in table.rows) else 0
+
+
+def make_folder(path: Path, *, flag: str) -> None:
+    """Raises ValueError where nothing can be written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise ValueError(f"{flag}: {error.strerror}: {path}; give a folder that can be written") from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        return run(parse_arguments(argv))
+    except ValueError as error:
+        return bad_input(PROG, error)
+
+
+if __name__ == "__main__":
+    leave_when_stopped(main)
