@@ -76,7 +76,6 @@ if [ "$SCALE" = tiny ]; then
     LR=1e-3 LOG_INTERVAL=1 SAVE_INTERVAL=6
     SEQUENCE=512  # of bytes: the prompt around an instruction takes 150
     TOKENIZER=(--tokenizer-type ByteLevelTokenizer)
-    METHOD_ARGS+=(--bcd-steps-per-block 1)
 fi
 LAUNCH_ARGS=(--nproc-per-node "$GPUS_PER_NODE")
 if [ "$NUM_NODES" -gt 1 ]; then

@@ -74,14 +74,14 @@ eval "$RECIPE"
 SAVE=${SAVE:-out/$MODEL-$METHOD-$CLUSTER}
 while [[ $SAVE == ?*/ ]]; do SAVE=${SAVE%/}; done
 OUT=${OUT:-out/recipes}
-LR=1e-4 LOG_INTERVAL=10 EVAL_INTERVAL=1000 EVAL_ITERS=10 SAVE_INTERVAL=500 STEPS_PER_BLOCK=100
+LR=1e-4 LOG_INTERVAL=10 EVAL_INTERVAL=1000 EVAL_ITERS=10 SAVE_INTERVAL=500
 TOKENS=(--tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt)
 [ "$FORM" = gpt ] || TOKENS=(--tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model)
 [ -z "${TOKENIZER_ARGS:-}" ] || read -r -a TOKENS <<< "$TOKENIZER_ARGS"
 if [ "$SCALE" = tiny ]; then
     SAVE=$OUT/$MODEL-$METHOD-$CLUSTER
-    LR=1e-3 LOG_INTERVAL=1 EVAL_INTERVAL=3 EVAL_ITERS=2 SAVE_INTERVAL=3 STEPS_PER_BLOCK=2
-    TRAIN_ITERS= ITERATIONS=$((NUM_BLOCKS > 1 ? NUM_BLOCKS * STEPS_PER_BLOCK : 4))  # one visit to every block
+    LR=1e-3 LOG_INTERVAL=1 EVAL_INTERVAL=3 EVAL_ITERS=2 SAVE_INTERVAL=3
+    TRAIN_ITERS= ITERATIONS=$((NUM_BLOCKS > 1 ? NUM_BLOCKS * 2 : 4))  # two visits to every block
     DATA_PATH=$OUT/text/stdlib_text_document
     TOKENS=(--tokenizer-type ByteLevelTokenizer)
 fi
@@ -95,11 +95,6 @@ TRAINING_ARGS+=(
     --weight-decay 0.1
     --clip-grad 1.0
 )
-case "$METHOD ${EXTRA_ARGS[*]}" in
-    full* | offload* | *--bcd-switch[\ =]plateau*) ;;
-    pretrain*) [ -z "$SCALE" ] || METHOD_ARGS+=(--bcd-steps-per-block "$STEPS_PER_BLOCK") ;;
-    *) METHOD_ARGS+=(--bcd-steps-per-block "$STEPS_PER_BLOCK") ;;
-esac
 TEXT=("${DATA_PATH:-DATA_PATH}")
 [ -n "$SCALE" ] || read -r -a TEXT <<< "${TEXT[0]}"  # one prefix, or weight prefix weight prefix
 DATA_ARGS=(

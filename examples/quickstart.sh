@@ -23,7 +23,7 @@ cd "$BCD_ROOT"
 OUT=${OUT:-out/quickstart}
 TEXT_MB=${TEXT_MB:-4}
 NUM_BLOCKS=3
-STEPS_PER_BLOCK=$((ITERS >= 6 ? ITERS / 6 : 1))  # two visits to every block
+EVAL_INTERVAL=$((ITERS >= 6 ? ITERS / 6 : 1))  # about a phase: each block has two
 WARMUP=$((ITERS > 10 ? 10 : ITERS - 1))  # it must be shorter than the run
 
 say() {
@@ -89,7 +89,7 @@ DATA_ARGS=(
     --split 95,5,0
 )
 REPORT_ARGS=(
-    --eval-interval "$STEPS_PER_BLOCK"
+    --eval-interval "$EVAL_INTERVAL"
     --eval-iters 4
     --eval-fixed
     --log-interval 1
@@ -111,10 +111,10 @@ say "2/5 Full-parameter training with Adam, for comparison: $WHERE, pipeline $PI
 train full --bcd-num-blocks 1
 
 say "3/5 Block coordinate descent as published: $NUM_BLOCKS blocks, the other layers frozen"
-train paper --bcd-preset paper --bcd-num-blocks "$NUM_BLOCKS" --bcd-steps-per-block "$STEPS_PER_BLOCK"
+train paper --bcd-preset paper --bcd-num-blocks "$NUM_BLOCKS"
 
 say "4/5 The preset for pretraining: the other layers are updated too, without optimizer state"
-train pretrain --bcd-preset pretrain --bcd-num-blocks "$NUM_BLOCKS" --bcd-steps-per-block "$STEPS_PER_BLOCK"
+train pretrain --bcd-preset pretrain --bcd-num-blocks "$NUM_BLOCKS"
 TRAINED=$((SECONDS - STARTED))
 
 say "5/5 Comparison (training took $TRAINED s)"

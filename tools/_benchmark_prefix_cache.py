@@ -133,7 +133,7 @@ class PrefixCacheBenchmark:
         bench.build(block)
         bench.components.forward_backward.module.train()
         samples.end_phase()
-        num_uses = bench.components.block_schedule.least_steps * data.global_batch_size(bench.components.config)
+        num_uses = bench.components.block_schedule.least_steps(0) * data.global_batch_size(bench.components.config)
         fill_ms, forward_ms, num_samples = [], [], 0
         for _ in range(NUM_FILLS):
             self._forget()

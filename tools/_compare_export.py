@@ -206,7 +206,7 @@ def job_of(components: Components) -> tuple[dict[str, Any], dict[str, Any]]:
         "model": model_settings(config, vocabulary),
         "num_parameters": sum(weight.numel() for weight in weights.values()),
         "blocks": block_prefixes(components.partition, llama=is_llama(config)),
-        "steps_per_block": config.bcd.bcd_steps_per_block,
+        "steps_per_block": round(components.block_schedule.settings.mean_steps),
         "num_steps": num_steps,
         "microbatches_per_step": per_step,
         "lr": optimizer.lr,

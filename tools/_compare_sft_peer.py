@@ -67,7 +67,7 @@ class Peer:
             eps=optimizer.adam_eps,
             weight_decay=optimizer.weight_decay,
         )
-        self.optimizer: Any = adam if kind != "badam" else _in_blocks(adam, self.model, config.bcd.bcd_steps_per_block)
+        self.optimizer: Any = adam if kind != "badam" else _in_blocks(adam, self.model, round(config.bcd.mean_steps))
         self._state_bytes = 0
 
     def set_rate(self, rate: float) -> None:

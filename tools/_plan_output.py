@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.bcd.blocks.schedule import describe_steps, even_phases
 from megatron.bcd.planner.command import torchrun_command
 from megatron.bcd.planner.estimate import Estimate
 from megatron.bcd.planner.fit import FITTED_MODELS
@@ -269,8 +270,10 @@ def _percent(share: float) -> str:
 
 def _cost(estimate: Estimate) -> str:
     cost, cluster = estimate.cost, estimate.recipe.cluster
-    more = ""
-    if estimate.recipe.partition.num_blocks > 1:
+    more = phases = ""
+    num_blocks, longest = estimate.recipe.partition.num_blocks, estimate.recipe.bcd.mean_steps
+    if num_blocks > 1:
+        phases = f", {describe_steps(even_phases(cost.iterations, num_blocks=num_blocks, longest=longest))}"
         more = f" x B-F multiplier {cost.multiplier:.2f} ({cost.multiplier_source})"
     tokens = f"{cost.tokens / 1e9:,.1f} G" if cost.tokens >= 1e9 else f"{cost.tokens / 1e6:,.1f} M"
     is_small = cost.gpu_hours < 100
@@ -279,7 +282,7 @@ def _cost(estimate: Estimate) -> str:
     price = f"${dollars} (${cluster.usd_per_gpu_hour:g} per GPU hour)"
     if not is_priced(cluster):
         price = f"no price known (usd_per_gpu_hour of {cluster.name} is 0)"
-    return f"{tokens} tokens{more}:\n{cost.iterations:,} iterations, {days}, {hours} GPU hours, {price}"
+    return f"{tokens} tokens{more}:\n{cost.iterations:,} iterations{phases}, {days}, {hours} GPU hours, {price}"
 
 
 def _command(estimate: Estimate) -> str:

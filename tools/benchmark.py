@@ -255,7 +255,7 @@ class Benchmark:
 
 def result(config: RunConfig, rows: Sequence[BlockFigures], turns: dict[int, list[Turn]], argv: Sequence[str]) -> Any:
     """Everything that --json writes: times in milliseconds, bytes by rank."""
-    steps_per_block = config.bcd.bcd_steps_per_block
+    steps_per_block = round(config.bcd.mean_steps)
     return {
         "command": command_line(argv),
         "hardware": hardware(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,33 @@ def test_greedy_starves_no_block(world2: World, text_data: str) -> None:
     assert [sorted(order[start : start + 3]) for start in (0, 3, 6)] == [[0, 1, 2]] * 3
     assert ranks[0]["losses"] == ranks[1]["losses"]
     assert ranks[0]["losses"][-1] < ranks[0]["losses"][0]
+
+
+def untrained(config: RunConfig) -> dict[str, Any]:
+    """Layers with a weight that a run leaves as it was, and what it warned of."""
+    with worlds.started(config) as one:
+        named = dict(one.model.named_parameters())
+        before = {name: parameter.detach().clone() for name, parameter in named.items()}
+        one.run()
+        same = [name for name in named if torch.equal(named[name], before[name])]
+        layers = {int(number) for name in same for number in re.findall(r"layers\.(\d+)\.", name)}
+        return {"layers": sorted(layers), "warnings": one.recorder.warnings}
+
+
+@pytest.mark.parametrize("order", ["ascending", "greedy"])
+def test_untrained_layers_are_named(world1: World, text_data: str, order: str) -> None:
+    """Layers that leave a run as they came, and no line that says so before it and after it."""
+    flags: dict[str, Any] = {"data_path": text_data, "train_iters": 8, "bcd_order": order}
+    (given,) = world1.run(untrained, worlds.run_config(**flags, bcd_steps_per_block=4))
+    before, after = given["warnings"]
+    first, last = given["layers"]
+    assert f"layers {first}-{last}" in after
+    assert f"layers {first}-{last}, final norm" in before or order == "greedy"
+    (whole,) = world1.run(untrained, worlds.run_config(**flags, bcd_steps_per_block=None))
+    assert whole == {"layers": [], "warnings": []}
+    resting = {"bcd_resting_update": "orthogonal", "bcd_always_active": "norms,biases,embedding"}
+    (rests,) = world1.run(untrained, worlds.run_config(**flags, **resting, bcd_steps_per_block=4))
+    assert rests == {"layers": [], "warnings": []}
 
 
 PLATEAU = {

@@ -1,8 +1,9 @@
-"""--use-checkpoint-opt_param-scheduler: a resumed run keeps the schedule of the checkpoint."""
+"""A resumed run keeps the schedule of the checkpoint: of its phases, and with --use-checkpoint-opt_param-scheduler."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -26,3 +27,16 @@ def test_resumed_learning_rate(keeps: bool, runs: ForkedRuns, tmp_path: Path) ->
     assert (rates == [1e-3, 1e-3]) == keeps
     assert ("--lr 0.0005 (was 0.001)" in second.stdout) != keeps
     assert keeps or max(rates) <= 5e-4
+
+
+def test_resumed_phases(runs: ForkedRuns, tmp_path: Path) -> None:
+    """Phases of another length after a resume with more steps, or a run shorter than a cycle that leaves blocks out."""
+    write_dataset(tmp_path / "data" / "text_document", good_documents())
+    run = ("--save", "saved", "--load", "saved", "--bcd-num-blocks", "2", "--train-iters")
+    for num_steps in ("7", "14"):
+        (done,) = runs.run(command_line(*run, num_steps), folder=tmp_path, num_ranks=1)
+        assert done.code == 0, done.stderr
+    assert "--bcd-steps-per-block" not in done.stdout
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    phases = Counter(line["phase"] for line in lines if "learning_rate" in line)
+    assert [*phases.values()] == [2, 2, 2, 1] * 2

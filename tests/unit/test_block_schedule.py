@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -13,9 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.block_schedules import block_schedule
+from support.command_line import parse
 
 from megatron.bcd.blocks.phase_state import CycleEnd, PhaseState
-from megatron.bcd.blocks.schedule import BlockSchedule
+from megatron.bcd.blocks.schedule import BlockSchedule, block_schedule_from_config
+from megatron.bcd.blocks.stages import partition_from_config
 from megatron.bcd.config import ORDERS
 
 NAN, INF = float("nan"), float("inf")
@@ -58,12 +61,12 @@ def _states(schedule: BlockSchedule, steps: int) -> list[PhaseState]:
 
 def _at(schedule: BlockSchedule, iteration: int) -> PhaseState:
     """The state after so many steps of phases of equal length."""
-    phase, step_in_phase = divmod(iteration, schedule.settings.bcd_steps_per_block)
+    phase, step_in_phase = divmod(iteration, schedule.least_steps(0))
     return PhaseState(phase=phase, step_in_phase=step_in_phase)
 
 
 def _blocks(schedule: BlockSchedule, phases: int) -> list[int]:
-    return [schedule.block(_at(schedule, phase * schedule.settings.bcd_steps_per_block)) for phase in range(phases)]
+    return [schedule.block(_at(schedule, phase * schedule.least_steps(0))) for phase in range(phases)]
 
 
 @given(schedule=schedules, iteration=st.integers(0, 120))
@@ -75,7 +78,7 @@ def test_closed_form_equals_stepping(schedule: BlockSchedule, iteration: int) ->
 @given(schedule=schedules)
 def test_each_phase_lasts_its_steps(schedule: BlockSchedule) -> None:
     """Exposes an off-by-one at the switch, or a cycle counted wrong."""
-    length, blocks = schedule.settings.bcd_steps_per_block, schedule.num_blocks
+    length, blocks = schedule.least_steps(0), schedule.num_blocks
     for iteration, state in enumerate(_states(schedule, 3 * blocks * length)):
         assert schedule.cycle(state) == iteration // (length * blocks)
         assert state.phase == iteration // length
@@ -154,7 +157,7 @@ def test_greedy_has_no_block_before_the_choice() -> None:
 @given(schedule=schedules)
 def test_switches_only_between_phases_of_different_blocks(schedule: BlockSchedule) -> None:
     """Exposes a rebuild amid a phase, or one that throws the moments away when the block stays the same."""
-    states = _states(schedule, 3 * schedule.num_blocks * schedule.settings.bcd_steps_per_block)
+    states = _states(schedule, 3 * schedule.num_blocks * schedule.least_steps(0))
     for before, after in pairwise(states):
         is_new_phase = after.phase != before.phase
         assert schedule.is_switch(before, after) == (is_new_phase and schedule.num_blocks > 1)
@@ -293,7 +296,7 @@ def test_going_on_from_json_takes_every_decision_alike(schedule: BlockSchedule, 
 def _after_cycles(schedule: BlockSchedule, validation_losses: Sequence[float]) -> PhaseState:
     state = schedule.after_evaluation(PhaseState(), 0.001)
     for loss in validation_losses:
-        for _ in range(schedule.num_blocks * schedule.settings.bcd_steps_per_block):
+        for _ in range(schedule.num_blocks * schedule.least_steps(0)):
             assert not schedule.is_cycle_end(state) or state.step_in_phase == 0
             state = schedule.after_evaluation(schedule.after_step(state), loss)
             if not schedule.is_cycle_end(state):
@@ -378,8 +381,35 @@ def test_which_states_fit_greedy_order() -> None:
 def test_least_steps(settings: dict[str, Any], least: int) -> None:
     """What pays after more steps than a phase may have."""
     schedule = block_schedule(num_blocks=3, **settings)
-    assert schedule.least_steps == least
+    assert schedule.least_steps(0) == least
     state, steps = PhaseState(), 0
     while state.phase == 0:
         state, steps = schedule.after_step(state, loss=1.0), steps + 1
     assert steps == least
+
+
+@given(st.integers(1, 24), st.integers(1, 1500), st.sampled_from([(), ("--bcd-preset", "finetune")]))
+def test_every_block_is_visited_equally_often(num_blocks: int, num_steps: int, preset: tuple[str, ...]) -> None:
+    """Phases so long that a run ends before its last blocks, or that some are visited once more than others."""
+    flags = ("--num-layers", "24", "--bcd-num-blocks", str(num_blocks), "--train-iters", str(num_steps), *preset)
+    config = parse(*flags, without=("--num-layers", "--train-iters"))
+    schedule = block_schedule_from_config(config, partition_from_config(config))
+    states = _states(schedule, num_steps)
+    lengths = Counter(state.phase for state in states[:-1])
+    longest = 50 if preset else 100
+    assert max(lengths.values()) <= longest and max(lengths.values()) - min(lengths.values()) <= 1 + (num_blocks == 1) * 99
+    if num_blocks == 1:
+        assert set([*lengths.values()][:-1]) <= {longest}
+        return
+    visits = Counter(schedule.block(PhaseState(phase=phase)) for phase in lengths)
+    assert len(visits) == min(num_blocks, num_steps) and len(set(visits.values())) == 1
+    assert min(visits.values()) >= 2 or num_steps < 2 * num_blocks
+    assert len(visits) == len(schedule.visited(states[-1]))
+    assert len(lengths) >= schedule.phases_within(PhaseState(), num_steps) == min(len(lengths), num_blocks)
+
+
+def test_given_steps_stay_as_they_are() -> None:
+    """A run whose flags say how long a phase is, and that trains another schedule."""
+    config = parse("--bcd-steps-per-block", "7", "--train-iters", "10", without=("--train-iters",))
+    schedule = block_schedule_from_config(config, partition_from_config(config))
+    assert [state.phase for state in _states(schedule, 15)] == [0] * 7 + [1] * 7 + [2] * 2

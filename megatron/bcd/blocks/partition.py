@@ -6,7 +6,7 @@ into blocks. Layers, stages, submodels and blocks are numbered from 0, in depth 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -182,6 +182,14 @@ class Partition:
             "head": not self.tied and self.head_active(block),
         }
         return tuple(name for name, is_held in held.items() if is_held)
+
+    def describe_untrained(self, visited: Collection[int]) -> tuple[str, ...]:
+        """What no phase of the blocks `visited` updates though another block's would, for people."""
+        layers = {layer for block in visited for layer in (*self.blocks[block].layers, *self.resting_layers(block))}
+        left = describe_layers([layer for layer in range(self.num_layers) if layer not in layers])
+        trained = {extra for block in visited for extra in self.describe_extras(block)}
+        extras = dict.fromkeys(extra for block in self.blocks for extra in self.describe_extras(block.index))
+        return (*([f"layers {left}"] if left else []), *(extra for extra in extras if extra not in trained))
 
 
 def partition(

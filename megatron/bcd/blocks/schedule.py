@@ -16,9 +16,33 @@ from megatron.bcd.blocks.phase_state import CycleEnd, PhaseState
 from megatron.bcd.config import ORDERS, SWITCHES, BcdConfig, RunConfig
 
 
-def block_schedule_from_config(config: RunConfig, partition: Partition) -> BlockSchedule:
-    """The block schedule of a run. Raises ValueError that names the flag of a bad value."""
-    return BlockSchedule(settings=config.bcd, num_blocks=partition.num_blocks, seed=config.training.seed)
+def block_schedule_from_config(
+    config: RunConfig, partition: Partition, *, num_steps: int | None = None
+) -> BlockSchedule:
+    """The block schedule of a run of `num_steps` steps; None: --train-iters, if it is known. Raises ValueError that
+    names the flag of a bad value."""
+    settings, num_blocks = config.bcd, partition.num_blocks
+    num_steps = num_steps or config.training.train_iters
+    if settings.bcd_steps_per_block is None and num_steps is not None:
+        steps = even_phases(num_steps, num_blocks=num_blocks, longest=settings.mean_steps)
+        settings = replace(settings, bcd_steps_per_block=steps)
+    return BlockSchedule(settings=settings, num_blocks=num_blocks, seed=config.training.seed)
+
+
+def even_phases(num_steps: int, *, num_blocks: int, longest: float) -> float:
+    """Steps of a phase, on average, with which `num_steps` steps visit every block equally often: twice or more, once
+    where two visits would lack steps. From 1 to `longest`; `longest` for a single block.
+    """
+    if num_blocks == 1:
+        return longest
+    visits = 1 if num_steps < 2 * num_blocks else max(2, math.ceil(num_steps / (num_blocks * longest)))
+    return max(1, num_steps / (num_blocks * visits))
+
+
+def describe_steps(mean: float) -> str:
+    """The length of phases of `mean` steps, for people."""
+    least, most = math.floor(mean), math.ceil(mean)
+    return f"{least:,}{'' if least == most else f' or {most:,}'} step{'' if most == 1 else 's'} per block"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +62,13 @@ class BlockSchedule:
         _check_warmup(self.settings)
         _check_multipliers(self.settings, self.num_blocks)
 
-    @property
-    def least_steps(self) -> int:
-        """Steps that every phase has at least, unless the run ends."""
+    def least_steps(self, phase: int) -> int:
+        """Steps that a phase has at least, unless the run ends; with switch steps it has as many."""
         own = self.settings
         if own.bcd_switch == "steps":
-            return own.bcd_steps_per_block
+            # the product may exceed a whole number by a rounding error
+            end, start = (math.ceil(number * own.mean_steps - 1e-6) for number in (phase + 1, phase))
+            return end - start
         # a window until the first mean, and another one without a better mean
         least = max(own.bcd_min_steps_per_block, 2 * own.bcd_plateau_window)
         return least if own.bcd_max_steps_per_block is None else min(least, own.bcd_max_steps_per_block)
@@ -51,16 +76,17 @@ class BlockSchedule:
     @property
     def least_steps_per_cycle(self) -> int:
         """Steps that every cycle has at least, unless the run ends."""
-        return self.num_blocks * self.least_steps
+        own = self.settings
+        least = own.mean_steps if own.bcd_switch == "steps" else self.least_steps(0)
+        return math.floor(self.num_blocks * least + 1e-6)
 
     def describe(self) -> str:
         """Order and length of the phases, for people."""
         own = self.settings
         if own.bcd_switch == "steps":
-            length = f"{own.bcd_steps_per_block:,} step{'' if own.bcd_steps_per_block == 1 else 's'} per block"
-        else:
-            most = "" if own.bcd_max_steps_per_block is None else f" to {own.bcd_max_steps_per_block:,}"
-            length = f"a block until its loss stops falling ({self.least_steps:,}{most or ' or more'} steps)"
+            return f"{describe_steps(own.mean_steps)}, {own.bcd_order} order"
+        most = "" if own.bcd_max_steps_per_block is None else f" to {own.bcd_max_steps_per_block:,}"
+        length = f"a block until its loss stops falling ({self.least_steps(0):,}{most or ' or more'} steps)"
         return f"{length}, {own.bcd_order} order"
 
     def block(self, state: PhaseState) -> int:
@@ -124,6 +150,22 @@ class BlockSchedule:
             visited=visited if len(visited) < self.num_blocks else (),
             cycle_ends=state.cycle_ends,
         )
+
+    def phases_within(self, state: PhaseState, num_steps: int) -> int:
+        """Phases that a run has begun, at most, when `num_steps` more steps are done after `state`."""
+        phase, left = state.phase, num_steps + state.step_in_phase
+        while left > 0 and phase < self.num_blocks:
+            left -= self.least_steps(phase)
+            phase += 1
+        return phase
+
+    def visited(self, state: PhaseState) -> frozenset[int]:
+        """Blocks that have had a step; all of them after one cycle."""
+        if state.phase >= self.num_blocks:
+            return frozenset(range(self.num_blocks))
+        is_greedy = self.settings.bcd_order == "greedy"
+        before = () if is_greedy else (self.block(PhaseState(phase=phase)) for phase in range(state.phase))
+        return frozenset((*state.visited, *before, *([self.block(state)] if state.step_in_phase else [])))
 
     def is_switch(self, before: PhaseState, after: PhaseState) -> bool:
         """Whether the active block is rebuilt; if not, the same block continues with its optimizer state.
@@ -224,7 +266,7 @@ class BlockSchedule:
         """Algorithm 1, line 8: "trained until converged"."""
         own = self.settings
         if own.bcd_switch == "steps":
-            return state.step_in_phase >= own.bcd_steps_per_block
+            return state.step_in_phase >= self.least_steps(state.phase)
         if own.bcd_max_steps_per_block is not None and state.step_in_phase >= own.bcd_max_steps_per_block:
             return True
         steps_without_improvement = state.step_in_phase - state.best_loss_step
@@ -258,7 +300,7 @@ def _hash(*values: int) -> int:
 def _check_phases(settings: BcdConfig) -> None:
     _check_choice("--bcd-order", settings.bcd_order, ORDERS)
     _check_choice("--bcd-switch", settings.bcd_switch, SWITCHES)
-    _check_at_least("--bcd-steps-per-block", settings.bcd_steps_per_block, 1)
+    _check_at_least("--bcd-steps-per-block", settings.mean_steps, 1)
     _check_at_least("--bcd-plateau-window", settings.bcd_plateau_window, 1)
     _check_fraction("--bcd-plateau-min-improvement", settings.bcd_plateau_min_improvement)
     least, most = settings.bcd_min_steps_per_block, settings.bcd_max_steps_per_block
@@ -273,7 +315,7 @@ def _check_warmup(settings: BcdConfig) -> None:
     warmup = settings.bcd_phase_warmup_steps
     _check_at_least("--bcd-phase-warmup-steps", warmup, 0)
     if settings.bcd_switch == "steps":
-        flag, longest = "--bcd-steps-per-block", settings.bcd_steps_per_block
+        flag, longest = "--bcd-steps-per-block", settings.mean_steps
     elif settings.bcd_max_steps_per_block is not None:
         flag, longest = "--bcd-max-steps-per-block", settings.bcd_max_steps_per_block
     else:
@@ -281,7 +323,7 @@ def _check_warmup(settings: BcdConfig) -> None:
     if warmup >= longest:
         raise ValueError(
             f"--bcd-phase-warmup-steps {warmup}: no phase would reach the full learning rate; "
-            f"must be less than {flag} {longest}"
+            f"must be less than {flag} {longest:g}"
         )
 
 
@@ -301,7 +343,7 @@ def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{flag} {value}: must be one of {', '.join(choices)}")
 
 
-def _check_at_least(flag: str, value: int, least: int) -> None:
+def _check_at_least(flag: str, value: float, least: int) -> None:
     if value < least:
         raise ValueError(f"{flag} {value}: must be at least {least}")
 

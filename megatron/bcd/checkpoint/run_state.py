@@ -197,11 +197,15 @@ _SCHEDULED = ("lr", "min_lr", "weight_decay")
 
 
 def with_saved_schedule(saved: Mapping[str, Any], config: RunConfig) -> RunConfig:
-    """`config` with the schedule of a checkpoint's flags, if --use-checkpoint-opt_param-scheduler asks for it.
+    """`config` with the schedule of a checkpoint's flags: that of the phases where no --bcd-steps-per-block is given,
+    that of the learning rate if --use-checkpoint-opt_param-scheduler asks for it.
 
     Raises:
         ValueError: the checkpoint's schedule counts steps and this run samples, or the reverse.
     """
+    if config.bcd.bcd_steps_per_block is None:
+        steps = saved.get("bcd", {}).get("bcd_steps_per_block")
+        config = config.replace_section("bcd", bcd_steps_per_block=steps)
     if not config.checkpoint.use_checkpoint_opt_param_scheduler:
         return config
     if (saved["training"]["train_samples"] is None) != (config.training.train_samples is None):

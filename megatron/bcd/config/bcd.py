@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from megatron.bcd.config.option import option
 
 DEFAULT_NUM_BLOCKS = 3
+LONGEST_PHASES = {None: 100, "paper": 100, "pretrain": 50, "finetune": 50}
+"""By --bcd-preset: steps of a phase at most where --bcd-steps-per-block is not given."""
 LAYOUTS = ("spread", "strided", "stage", "submodel", "interleaved")
 SCHEDULES = ("bcd", "stock")
 ORDERS = ("ascending", "descending", "random", "greedy")
@@ -55,9 +57,14 @@ class BcdConfig:
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None, "the same as layers of a chunk; must divide the layers of a pipeline stage", type=int
     )
-    bcd_steps_per_block: int = option(
-        100, "training steps of one phase, after which the next block becomes active", type=int
+    bcd_steps_per_block: float | None = option(
+        None,
+        "training steps of one phase, after which the next block becomes active. Default: as many as visit every block "
+        f"equally often, at least twice, and at most {LONGEST_PHASES[None]} ({LONGEST_PHASES['finetune']} with preset "
+        "finetune or pretrain)",
+        type=int,
     )
+    # derived, it is the mean of phases that differ by one step
     bcd_order: str = option(
         "ascending",
         "order in which a cycle visits the blocks: random = a new order for each cycle, from --seed; greedy = "
@@ -178,6 +185,12 @@ class BcdConfig:
         "stages, a third if the last stage is the first trainable one",
         type=int,
     )
+
+    @property
+    def mean_steps(self) -> float:
+        """Steps of a phase, on average; the most that they may be while the length of the run is not known."""
+        steps = self.bcd_steps_per_block
+        return LONGEST_PHASES[self.bcd_preset] if steps is None else steps
 
     @property
     def num_parts(self) -> int:

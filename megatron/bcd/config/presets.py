@@ -24,7 +24,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Algorithm 1 of arXiv 2506.12037
     "paper": {
         "bcd_layout": "spread",
-        "bcd_steps_per_block": 100,
         "bcd_order": "ascending",
         "bcd_optimizer_state": "reset",
         "bcd_always_active": "none",
@@ -34,7 +33,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     # docs/fine_tuning.md; one layer a block, and no active head where it is frozen: arguments/derive.py
     "finetune": {
         "bcd_layout": "spread",
-        "bcd_steps_per_block": 50,
         "bcd_order": "random",
         "bcd_optimizer_state": "reset",
         "bcd_always_active": "head",
@@ -45,7 +43,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     # docs/learning.md
     "pretrain": {
         "bcd_layout": "strided",
-        "bcd_steps_per_block": 50,
         "bcd_order": "ascending",
         "bcd_optimizer_state": "host",
         **_RESTING,

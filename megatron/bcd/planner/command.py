@@ -13,8 +13,6 @@ SFT_FLAGS = (
     "--num-epochs 3 --lr 1e-5 --lr-warmup-fraction 0.03 --lr-decay-style cosine --weight-decay 0 --clip-grad 1.0"
 )
 """As in examples/finetune.sh."""
-STEPS_PER_BLOCK = 100
-"""As in examples/pretrain.sh, which leaves preset pretrain its own."""
 _SAVE_INTERVAL = 500
 _INDENT = " \\\n    "
 _WIDTH = 112
@@ -84,10 +82,9 @@ def method_flags(recipe: Recipe) -> list[str]:
     return flags
 
 
-def schedule_flags(recipe: Recipe, *, iterations: int) -> list[str]:
-    """Flags of the training's length and learning rate, and of the phases' length where the method leaves it open."""
-    flags = [f"--train-iters {iterations}", LEARNING_RATE_FLAGS]
-    return [*flags, f"--bcd-steps-per-block {STEPS_PER_BLOCK}"] if recipe.method == "bcd" else flags
+def schedule_flags(iterations: int) -> list[str]:
+    """Flags of the training's length and learning rate."""
+    return [f"--train-iters {iterations}", LEARNING_RATE_FLAGS]
 
 
 def sft_flags(recipe: Recipe) -> list[str]:
@@ -120,7 +117,7 @@ def torchrun_command(recipe: Recipe, *, iterations: int) -> str:
     flags = [
         *network_flags(recipe),
         *layout_flags(recipe),
-        *schedule_flags(recipe, iterations=iterations),
+        *schedule_flags(iterations),
         *save_flags(recipe),
     ]
     # NullTokenizer adds an end-of-document token to its vocabulary

@@ -254,7 +254,8 @@ class Recipe:
 @lru_cache
 def _bcd_of(method: str) -> BcdConfig:
     known = {field.name for field in fields(BcdConfig)}
-    values = PRESETS[PRESET_OF[method]] if method in PRESET_OF else {}
+    preset = PRESET_OF.get(method)
+    values = {"bcd_preset": preset, **PRESETS[preset]} if preset else {}
     return BcdConfig(**{name: value for name, value in values.items() if name in known})
 
 

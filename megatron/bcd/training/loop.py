@@ -12,6 +12,7 @@ from megatron.core.num_microbatches_calculator import (
     update_num_microbatches,
 )
 
+from megatron.bcd.blocks.phase_state import PhaseState
 from megatron.bcd.training.check_replicas import check_replicas
 from megatron.bcd.training.save import check_skipped, export, is_export_due, is_save_due, requests, stop_or_save
 from megatron.bcd.training.setup import Components
@@ -26,11 +27,31 @@ def run(components: Components, state: TrainState) -> None:
     """
     with components.stop.listening(), _garbage_collector(is_manual=components.config.training.manual_gc):
         if not components.config.training.skip_train:
+            if state.iteration < components.train_iters:
+                _warn_of_untrained(components, state, num_steps=components.train_iters - state.iteration)
             is_stopped = train(components, state)
             components.prefix_cache.close()
             if is_stopped:
                 return
+            _warn_of_untrained(components, state, num_steps=0)
         components.evaluator.at_end(state)
+
+
+def _warn_of_untrained(components: Components, state: TrainState, *, num_steps: int) -> None:
+    """Name what `num_steps` more steps leave untrained for certain; with none, what the run has left untrained."""
+    schedule, after = components.block_schedule, state.phase_state
+    if num_steps > 0:
+        after = PhaseState(phase=schedule.phases_within(after, num_steps))
+    is_unknown = num_steps > 0 and components.config.bcd.bcd_order == "greedy"
+    visited = range(min(after.phase, schedule.num_blocks)) if is_unknown else schedule.visited(after)
+    parts = components.partition.describe_untrained(visited)
+    if parts:
+        components.reporter.warning(
+            f"{len(visited)} of {schedule.num_blocks} blocks are active in {components.train_iters:,} steps "
+            f"({schedule.describe()}); {'the other blocks' if is_unknown else ', '.join(parts)} "
+            f"{'will stay' if num_steps > 0 else 'stayed'} as at the start: give more steps, or leave "
+            "--bcd-steps-per-block out"
+        )
 
 
 @contextlib.contextmanager

@@ -121,7 +121,7 @@ class Phase:
         """What each phase starts with, also where the same block continues."""
         block, schedule = self._block_schedule.block(state.phase_state), self._block_schedule
         first_iteration = state.iteration - state.phase_state.step_in_phase
-        num_steps = min(schedule.least_steps, self._train_iters - first_iteration)
+        num_steps = min(schedule.least_steps(state.phase_state.phase), self._train_iters - first_iteration)
         is_served = False
         if self._prefix_cache.root is not None:
             with self._active.whole_parameters():

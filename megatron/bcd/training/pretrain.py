@@ -60,6 +60,7 @@ def pretrain(
         if source is not None and source.state is not None:
             restore.check_same_tokens(source, config)
             config = run_state.with_saved_schedule(source.state.flags, config)
+        config = fine_tuning.with_phases(config)
         overwrites = check_save_folder(config, source)
         reporter = _reporter(config, source.state if source else None)
         components = setup(config, build_model, reporter, source=source, is_restart=launch.is_restart)

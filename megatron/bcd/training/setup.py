@@ -142,13 +142,13 @@ def setup(
 
 def _base(config: RunConfig, build_model: ModelBuilder, source: loader.Source | None) -> _Base:
     partition = partition_from_config(config)
-    block_schedule = block_schedule_from_config(config, partition)
+    train_iters = data.num_iterations(config)
+    block_schedule = block_schedule_from_config(config, partition, num_steps=train_iters)
     _init_num_microbatches(config)
     tokenizer = tokenizer_of(config)
     network = _network_to_load(config, tokenizer)
     num_ids = tokenizer.vocab_size if network is None else network.vocab_size
     vocab_size = padded_vocab_size(num_ids, config.model.make_vocab_size_divisible_by, config.tensor_size)
-    train_iters = data.num_iterations(config)
     plan = data.plan_fine_tuning if config.data.sft else data.plan_splits
     split_plan: data.SplitPlan | data.FineTuningPlan = plan(
         config, tokenizer, train_iters, least_steps_per_cycle=block_schedule.least_steps_per_cycle
