@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import worlds
 
-from megatron.bcd.config import RunConfig
+from megatron.bcd.checkpoint.run_state import RunState
+from megatron.bcd.config import RunConfig, run_config_to_dict
 from megatron.bcd.huggingface.architecture import architecture_from_config, config_of, flags_of
 from megatron.bcd.huggingface.run_network import describe_run, network_of_run
 
@@ -93,6 +96,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA | {"rope_scaling": [8.0]}, {}, "rope_scaling is .*must be an object"),
     (GPT2, {"max_position_embeddings": 128}, "--max-position-embeddings 128 contradicts"),
     (GPT2, {"seq_length": 65}, "--seq-length 65 is larger than --max-position-embeddings 64"),
+    (LLAMA, {"seq_length": 97}, "--seq-length 97 is larger than --max-position-embeddings 96 of --load-hf"),
+    (LLAMA, {"seq_length": 97, "max_position_embeddings": 96}, "--seq-length 97 is larger than"),
     (GPT2, {"use_rotary_position_embeddings": True}, "--use-rotary-position-embeddings and"),
     (LLAMA | {"model_type": "mistral", "architectures": None, "sliding_window": 63}, {}, "the sliding window of"),
     (LLAMA | {"hidden_act": "relu"}, {}, "hidden_act 'relu' is not supported"),
@@ -118,6 +123,39 @@ def test_a_sliding_window_limits_positions(tmp_path: Path) -> None:
     assert parse(tmp_path / "m", mistral).model.max_position_embeddings == 64
     assert parse(tmp_path / "m", mistral | {"sliding_window": 128}).model.max_position_embeddings == 96
     assert parse(tmp_path / "m", mistral, max_position_embeddings=96).model.max_position_embeddings == 96
+
+
+def test_more_positions_are_exported(tmp_path: Path) -> None:
+    """A model trained on longer sequences whose config.json has the old positions, or another RoPE scaling than
+    before; a shorter window that takes positions away."""
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaled = LLAMA | {"rope_scaling": scaling | {"original_max_position_embeddings": 8192}, "of_another": "program"}
+    for asked, exported in ((128, 128), (96, 96), (None, 96)):
+        run = parse(tmp_path / "m", scaled, max_position_embeddings=asked, seq_length=asked or 64)
+        config = json.loads(describe_run(run, is_on_gpu=False).config)
+        assert config == scaled | {"max_position_embeddings": exported}
+
+
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_positions_of_a_checkpoint(tmp_path: Path, is_converted: bool) -> None:
+    """A checkpoint that is trained beyond its positions in silence, or whose export has fewer than it had."""
+    first = parse(tmp_path / "m", LLAMA)
+    folder = tmp_path / "saved" / "iter_0000001"
+    folder.mkdir(parents=True)
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("1")
+    (folder / ".metadata").write_text("")
+    if is_converted:
+        shutil.copytree(tmp_path / "m", folder / "huggingface")
+    else:
+        phase = dict.fromkeys(field.name for field in dataclasses.fields(RunState)) | {"format_version": 2}
+        (folder / "run_state.json").write_text(json.dumps(phase | {"flags": run_config_to_dict(first)}))
+    flags = {"load_hf": None, "load": str(tmp_path / "saved"), "finetune": True, "form": "llama", "num_layers": 6}
+    flags |= {"hidden_size": 48, "num_attention_heads": 4}
+    with pytest.raises(ValueError, match="--seq-length 97 is larger than --max-position-embeddings 96 of --load"):
+        parse(tmp_path / "m", LLAMA, seq_length=97, **flags)
+    assert parse(tmp_path / "m", LLAMA, seq_length=32, **flags).model.max_position_embeddings == 96
+    longer = parse(tmp_path / "m", LLAMA, seq_length=97, max_position_embeddings=128, **flags)
+    assert longer.model.max_position_embeddings == 128
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2, LLAMA | {"attention_bias": True, "mlp_bias": True}])

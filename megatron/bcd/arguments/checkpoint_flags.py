@@ -9,6 +9,7 @@ from typing import Any
 from megatron.bcd.arguments.flag_groups import NETWORK, TOKENIZER
 from megatron.bcd.arguments.flags import Flag
 from megatron.bcd.checkpoint import layout, run_state
+from megatron.bcd.huggingface import convert, folder
 
 _OF_THIS_RUN = frozenset(("attention_backend", "transformer_impl", "use_cpu_initialization"))
 """Flags of these groups that say how a network is computed, not which."""
@@ -39,6 +40,22 @@ def take_checkpoint_flags(values: dict[str, Any], flags: Iterable[Flag], *, give
         values[flag.field] = tuple(value) if isinstance(value, list) else value
     if "group_query_attention" not in given:
         values["group_query_attention"] = saved["transformer"].get("num_query_groups") is not None
+
+
+def positions_of_checkpoint(values: Mapping[str, Any]) -> int | None:
+    """--max-position-embeddings of the weights with which --finetune starts; None where nothing says it."""
+    if values["load"] is None or not values["finetune"]:
+        return None
+    try:
+        saved: int | None = _saved_flags(values)["model"].get("max_position_embeddings")
+        return saved
+    except ValueError:  # no run has written it
+        found = layout.candidates(values["load"]) if values["ckpt_step"] is None else [values["ckpt_step"]]
+    try:
+        carried = os.path.join(layout.iteration_folder(values["load"], found[0]), convert.CARRIED)
+        return folder.read_architecture(carried).plain_positions
+    except (ValueError, IndexError):
+        return None  # if that matters, loading the weights says so
 
 
 def _saved_flags(values: Mapping[str, Any]) -> Mapping[str, Any]:

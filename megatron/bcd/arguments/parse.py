@@ -20,7 +20,7 @@ from megatron.bcd.arguments import (
     precision_aware,
     unsupported_flags,
 )
-from megatron.bcd.arguments.checkpoint_flags import take_checkpoint_flags
+from megatron.bcd.arguments.checkpoint_flags import positions_of_checkpoint, take_checkpoint_flags
 from megatron.bcd.arguments.data_files import read_data_files
 from megatron.bcd.arguments.derive import derive_values, derived_core_fields, has_no_evaluation
 from megatron.bcd.arguments.flags import CORE_SECTIONS, OWN_SECTIONS, Flag, generate_flags
@@ -260,6 +260,8 @@ def _checked(
             read()
         except ValueError as error:
             found.append(str(error))
+    if reads_files and values["max_position_embeddings"] is None:
+        values["max_position_embeddings"] = positions_of_checkpoint(values)
     derive_values(values, given=given, world_size=world_size)
     config = _assemble(flags, values)
     for text in find_problems(config, given=given, world_size=world_size, writes=reads_files, is_partial=bool(found)):

@@ -48,12 +48,15 @@ def check_positions(run: Run, given: Mapping[str, Any]) -> None:
         not given.get("use_rotary_position_embeddings") or asked == "rope",
         f"--use-rotary-position-embeddings and --position-embedding-type {asked} are both given: give one of them",
     )
+    source = f" of --load-hf {run.load_hf}" if run.load_hf else f" of --load {run.load}" if run.finetune else ""
+    remedy = f"give at most that, or --max-position-embeddings {run.seq_length} to train beyond it"
     if run.position_embedding_type == "learned_absolute":
-        refuse_unless(
-            run.seq_length <= run.max_position_embeddings,
-            f"--seq-length {run.seq_length} is larger than --max-position-embeddings "
-            f"{run.max_position_embeddings}: the position table must reach the end of a sequence",
-        )
+        remedy = "the position table must reach the end of a sequence"
+    refuse_unless(
+        run.seq_length <= run.max_position_embeddings,
+        f"--seq-length {run.seq_length} is larger than --max-position-embeddings {run.max_position_embeddings}"
+        f"{source}: {remedy}",
+    )
     if run.position_embedding_type != "rope":
         for field in ("rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling"):
             refuse_unless(not given.get(field), f"{flag_name(field)} needs --position-embedding-type rope")

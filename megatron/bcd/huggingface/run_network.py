@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from typing import Any
 
 from megatron.bcd.checkpoint import layout, run_state
@@ -73,7 +74,12 @@ def describe_run(config: RunConfig, *, is_on_gpu: bool, vocab_size: int | None =
     if config.checkpoint.load_hf is not None:
         if vocab_size is not None:
             raise ValueError("--vocab-size: the config.json of --load-hf says it; leave the flag out")
-        return convert.describe(folder.locate(config.checkpoint.load_hf, flag="--load-hf", weights=False))
+        described = convert.describe(folder.locate(config.checkpoint.load_hf, flag="--load-hf", weights=False))
+        positions = config.model.max_position_embeddings or 0
+        if positions <= described.network.max_positions:
+            return described
+        content = json.dumps(json.loads(described.config) | {"max_position_embeddings": positions}, indent=2) + "\n"
+        return replace(described, config=content.encode())
     num_ids = _num_ids(config, vocab_size)
     network = network_of_run(config, is_on_gpu=is_on_gpu, vocab_size=num_ids)
     content = json.dumps(config_of(network, dtype=_DTYPES[config.precision]), indent=2) + "\n"
