@@ -123,7 +123,7 @@ BAD_RUNS: list[tuple[str, int, list[str]]] = [
     ),
     ("--bcd-stop-cycle-improvement 0.1 --eval-iters 0", 1, ["--bcd-stop-cycle-improvement", "--eval-iters"]),
     ("--bcd-stop-cycle-improvement 2", 1, ["--bcd-stop-cycle-improvement 2", "less than 1"]),
-    ("--bcd-phase-warmup-steps 100", 1, ["--bcd-phase-warmup-steps 100", "--bcd-steps-per-block 100"]),
+    ("--bcd-phase-warmup-steps 100", 1, ["--bcd-phase-warmup-steps 100", "--bcd-steps-per-block"]),
     ("--bcd-block-lr-multipliers 1 2", 1, ["--bcd-block-lr-multipliers", "2 given", "3 blocks"]),
     ("--bcd-block-lr-multipliers 1 2 0", 1, ["--bcd-block-lr-multipliers 0", "above 0"]),
     ("--bcd-always-active norm", 1, ["--bcd-always-active norm", "norms, biases, embedding, head"]),
