@@ -112,14 +112,14 @@ class GPT2BPETokenizer(Tokenizer):
             ) from error
         engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         engine.decoder = decoders.ByteLevel()
-        self._engine = engine
+        self.engine = engine
         super().__init__(vocab_size=len(vocab), eod=vocab[self.EOD_TOKEN], vocab_file=vocab_file, merge_file=merge_file)
 
     def tokenize(self, text: str) -> list[int]:
-        return list(self._engine.encode(text).ids)
+        return list(self.engine.encode(text).ids)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        return str(self._engine.decode(list(ids)))
+        return str(self.engine.decode(list(ids)))
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -165,7 +165,8 @@ class HuggingFaceTokenizer(Tokenizer):
     """A local Hugging Face folder: its tokenizer.json where there is one, else AutoTokenizer.
 
     eod is the folder's eos_token, or its sep_token if it names no eos_token. Special tokens in the text are read as
-    such; none is added. Nothing is downloaded and no code from the folder runs.
+    such unless the folder says split_special_tokens; none is added. Nothing is downloaded, and no code of the folder
+    runs.
     Raises ValueError naming --tokenizer-model when the folder is absent, unreadable or names no eos_token.
     """
 
@@ -176,17 +177,17 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"--tokenizer-model {folder} is not a folder; "
                 "HuggingFaceTokenizer needs a local one (nothing is downloaded)"
             )
-        self._engine: Any
+        self.engine: Any
         if os.path.isfile(os.path.join(folder, "tokenizer.json")):
-            self._engine, special = load_tokenizer_json(folder)
-            vocab: dict[str, int] = self._engine.get_vocab(with_added_tokens=True)
-            added = self._engine.get_added_tokens_decoder()
+            self.engine, special = load_tokenizer_json(folder)
+            vocab: dict[str, int] = self.engine.get_vocab(with_added_tokens=True)
+            added = self.engine.get_added_tokens_decoder()
             self._encode_options = {"add_special_tokens": False}
             self._has_encodings = True
         else:
-            self._engine, special = load_with_transformers(folder)
-            vocab = self._engine.get_vocab()
-            added = self._engine.added_tokens_decoder
+            self.engine, special = load_with_transformers(folder)
+            vocab = self.engine.get_vocab()
+            added = self.engine.added_tokens_decoder
             self._encode_options = {"add_special_tokens": False, "truncation": False, "verbose": False}
             self._has_encodings = False
         eod_token = special.get("eos_token") or special.get("sep_token")
@@ -200,7 +201,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.added_ids = frozenset(added)
         """Tokens that the vocabulary was extended by, special ones among them; no other text becomes one of them."""
         first, bos = (
-            self._engine.encode("", **self._encode_options | {"add_special_tokens": True}),
+            self.engine.encode("", **self._encode_options | {"add_special_tokens": True}),
             special.get("bos_token"),
         )
         is_first = bos in vocab and list(first.ids if self._has_encodings else first)[:1] == [vocab[bos]]
@@ -215,11 +216,11 @@ class HuggingFaceTokenizer(Tokenizer):
         )
 
     def tokenize(self, text: str) -> list[int]:
-        encoding = self._engine.encode(text, **self._encode_options)
+        encoding = self.engine.encode(text, **self._encode_options)
         return list(encoding.ids if self._has_encodings else encoding)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        return str(self._engine.decode([int(i) for i in ids], skip_special_tokens=True))
+        return str(self.engine.decode([int(i) for i in ids], skip_special_tokens=True))
 
 
 class TikTokenizer(Tokenizer):
@@ -244,7 +245,7 @@ class TikTokenizer(Tokenizer):
     ) -> None:
         path = _existing_file("--tokenizer-model", tokenizer_model, "TikTokenizer")
         num_ids = vocab_size or self.VOCAB_SIZE
-        self._engine, special = load_tiktoken(
+        self.engine, special = load_tiktoken(
             path, num_ids=num_ids, num_special=tiktoken_num_special_tokens, pattern=tiktoken_pattern
         )
         super().__init__(
@@ -257,10 +258,10 @@ class TikTokenizer(Tokenizer):
         )
 
     def tokenize(self, text: str) -> list[int]:
-        return list(self._engine.encode(text, allowed_special="all"))
+        return list(self.engine.encode(text, allowed_special="all"))
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        return str(self._engine.decode([int(i) for i in ids]))
+        return str(self.engine.decode([int(i) for i in ids]))
 
 
 class NullTokenizer(Tokenizer):

@@ -105,17 +105,21 @@ def _read_tiktoken_vocab(path: str) -> list[bytes]:
     return tokens
 
 
+TOKENIZER_JSON, CONFIG = "tokenizer.json", "tokenizer_config.json"
+
+
 def load_tokenizer_json(folder: str) -> tuple[Any, dict[str, str]]:
     """The tokenizer of a folder's tokenizer.json and its special tokens. Raises ValueError naming --tokenizer-model."""
     from tokenizers import Tokenizer as Engine
 
     try:
-        engine = Engine.from_file(os.path.join(folder, "tokenizer.json"))
+        engine = Engine.from_file(os.path.join(folder, TOKENIZER_JSON))
     except Exception as error:  # the library raises bare Exception
         raise ValueError(f"--tokenizer-model {folder}: cannot read its tokenizer.json: {one_line(error)}") from error
     # A model's input limits, saved along with it, must not truncate or pad documents.
     engine.no_truncation()
     engine.no_padding()
+    engine.encode_special_tokens = bool(entries_of(folder, CONFIG).get("split_special_tokens"))
     return engine, _special_tokens(folder)
 
 
@@ -140,20 +144,24 @@ def load_with_transformers(folder: str) -> tuple[Any, dict[str, str]]:
 def _special_tokens(folder: str) -> dict[str, str]:
     """eos_token and the like, from the folder's two small JSON files; the first takes precedence."""
     special: dict[str, str] = {}
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        path = os.path.join(folder, name)
-        if not os.path.isfile(path):
-            continue
-        try:
-            with open(path, encoding="utf-8") as file:
-                entries = json.load(file)
-        except ValueError as error:
-            raise ValueError(f"--tokenizer-model {folder}: {name} is not JSON: {one_line(error)}") from error
-        for key, value in entries.items():
+    for name in (CONFIG, "special_tokens_map.json"):
+        for key, value in entries_of(folder, name).items():
             token = value.get("content") if isinstance(value, dict) else value
             if key.endswith("_token") and isinstance(token, str):
                 special.setdefault(key, token)
     return special
+
+
+def entries_of(folder: str, name: str) -> dict[str, Any]:
+    """What a JSON file of a tokenizer's folder says; nothing if it is absent. Raises ValueError."""
+    path = os.path.join(folder, name)
+    if not os.path.isfile(path):
+        return {}
+    try:
+        with open(path, encoding="utf-8") as file:
+            return dict(json.load(file))
+    except ValueError as error:
+        raise ValueError(f"--tokenizer-model {folder}: {name} is not JSON: {one_line(error)}") from error
 
 
 def one_line(error: Exception) -> str:

@@ -48,9 +48,9 @@ def learned_texts(
             if is_learned:
                 piece.append(token)
             elif piece:
-                pieces.append(tokenizer._engine.decode(piece, skip_special_tokens=False))
+                pieces.append(tokenizer.engine.decode(piece, skip_special_tokens=False))
                 piece = []
-        found.append((tokenizer._engine.decode(tokens.ids.tolist(), skip_special_tokens=False), pieces))
+        found.append((tokenizer.engine.decode(tokens.ids.tolist(), skip_special_tokens=False), pieces))
     return found
 
 

@@ -23,6 +23,7 @@ from megatron.bcd.huggingface.architecture import Architecture
 from megatron.bcd.huggingface.core_format import CoreCheckpoint, Piece
 from megatron.bcd.huggingface.folder import ModelFolder
 from megatron.bcd.runtime import atomic_io
+from megatron.bcd.tokenizer import Tokenizer
 
 CARRIED = "huggingface"
 """Folder inside a converted checkpoint with config.json and the files beside it."""
@@ -170,8 +171,10 @@ class Description:
     network: Architecture
     config: bytes
     """Content of config.json."""
-    companions: Mapping[str, str]
-    """Paths of the other files, by name."""
+    companions: Mapping[str, str | bytes]
+    """Paths or contents of the other files, by name."""
+    tokenizer: Tokenizer | None = None
+    """That of the run, where it is known."""
 
 
 def describe(config_folder: str) -> Description:
@@ -237,7 +240,10 @@ def to_hugging_face(
         dtype = _write_weights(checkpoint, temporary, network, max_shard_bytes)
         atomic_io.write(os.path.join(temporary, folder.CONFIG), _with_dtype(description.config, dtype))
         for name, companion in description.companions.items():
-            shutil.copyfile(companion, os.path.join(temporary, name))
+            if isinstance(companion, bytes):
+                atomic_io.write(os.path.join(temporary, name), companion)
+            else:
+                shutil.copyfile(companion, os.path.join(temporary, name))
         if run is not None:
             atomic_io.write(os.path.join(temporary, RUN), f"{run}\n".encode())
         for name in os.listdir(temporary):

@@ -12,7 +12,7 @@ import torch
 from megatron.bcd.checkpoint import layout, run_state
 from megatron.bcd.checkpoint.shard_writer import ShardWrite
 from megatron.bcd.config import RunConfig
-from megatron.bcd.huggingface import convert, run_network
+from megatron.bcd.huggingface import convert, run_network, tokenizer_export
 from megatron.bcd.huggingface.core_format import CoreCheckpoint
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.model.builder import unwrap_model
@@ -41,12 +41,13 @@ class Exporter:
         self._reporter = reporter
         self._is_first = torch.distributed.get_rank() == 0
 
-        def describe() -> tuple[str, convert.Description]:
+        def describe() -> str:
             run = _name_of_run(config, is_continued=is_continued)
             _check_folder(config, self.root, run=run if is_continued else None)
-            return run, run_network.describe_run(config, is_on_gpu=device.has_cuda())
+            self._description = run_network.describe_run(config, is_on_gpu=device.has_cuda())  # of rank 0 alone
+            return run
 
-        self._run, self._description = collectives.on_rank_0(describe)
+        self._run = collectives.on_rank_0(describe)
 
     def export(self, model: torch.nn.Module, *, iteration: int | None = None) -> bool:
         """Write `model` to --save-hf, or to ``iter_0000007`` in it; a warning and False if that failed."""
@@ -60,14 +61,17 @@ class Exporter:
             write.start()
             write.finish()
             error = collectives.first_error(None if write.error is None else atomic_io.describe(write.error))
+        difference = None
         if error is None:
-            error = collectives.long_on_rank_0(lambda: _error_of(lambda: self._convert(weights, target)))
+            error, difference = collectives.long_on_rank_0(lambda: self._convert(weights, target))
         if self._is_first:
             shutil.rmtree(weights, ignore_errors=True)
         if error is not None:
             self._reporter.warning(f"--save-hf {target}: the model was not written ({error})")
             return False
         self._reporter.note(f"model written to {target} ({time.monotonic() - started:,.1f} s)")
+        if difference is not None:
+            self._reporter.warning(f"--save-hf {target}: {difference}")
         return True
 
     def _make_anew(self, weights: str) -> None:
@@ -79,9 +83,13 @@ class Exporter:
         shutil.rmtree(weights, ignore_errors=True)
         os.makedirs(weights)
 
-    def _convert(self, weights: str, target: str) -> None:
-        run = self._run if target == self.root else None
-        convert.to_hugging_face(CoreCheckpoint(weights), target, self._description, run=run)
+    def _convert(self, weights: str, target: str) -> tuple[str | None, str | None]:
+        """What went wrong, and what other programs read otherwise."""
+        run, described = self._run if target == self.root else None, self._description
+        error = _error_of(lambda: convert.to_hugging_face(CoreCheckpoint(weights), target, described, run=run))
+        if error is not None or described.tokenizer is None:
+            return error, None
+        return None, tokenizer_export.difference(described.tokenizer, target)
 
 
 def _name_of_run(config: RunConfig, *, is_continued: bool) -> str:

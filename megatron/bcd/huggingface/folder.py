@@ -19,8 +19,9 @@ from megatron.bcd.huggingface.architecture import Architecture, architecture_fro
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+GENERATION = "generation_config.json"
 COMPANIONS = (
-    "generation_config.json",
+    GENERATION,
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",

@@ -9,9 +9,15 @@ from typing import Any
 
 from megatron.bcd.checkpoint import layout, run_state
 from megatron.bcd.config import RunConfig, run_config_from_dict
-from megatron.bcd.huggingface import convert, folder
+from megatron.bcd.huggingface import convert, folder, tokenizer_export
 from megatron.bcd.huggingface.architecture import Architecture, config_of, flags_of
-from megatron.bcd.tokenizer import build_tokenizer
+from megatron.bcd.tokenizer import (
+    HuggingFaceTokenizer,
+    NullTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    build_tokenizer,
+)
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -71,29 +77,41 @@ def describe_run(config: RunConfig, *, is_on_gpu: bool, vocab_size: int | None =
     Raises:
         ValueError: transformers has no such network, or nothing says how many ids the vocabulary has.
     """
-    if config.checkpoint.load_hf is not None:
-        if vocab_size is not None:
-            raise ValueError("--vocab-size: the config.json of --load-hf says it; leave the flag out")
-        described = convert.describe(folder.locate(config.checkpoint.load_hf, flag="--load-hf", weights=False))
+    load_hf = config.checkpoint.load_hf
+    if load_hf is not None and vocab_size is not None:
+        raise ValueError("--vocab-size: the config.json of --load-hf says it; leave the flag out")
+    tokenizer = _tokenizer(config, is_needed=load_hf is None and vocab_size is None)
+    if load_hf is not None:
+        described = convert.describe(folder.locate(load_hf, flag="--load-hf", weights=False))
         positions = config.model.max_position_embeddings or 0
-        if positions <= described.network.max_positions:
+        if positions > described.network.max_positions:
+            more = json.loads(described.config) | {"max_position_embeddings": positions}
+            described = replace(described, config=(json.dumps(more, indent=2) + "\n").encode())
+        if tokenizer is None or isinstance(tokenizer, NullTokenizer):
             return described
-        content = json.dumps(json.loads(described.config) | {"max_position_embeddings": positions}, indent=2) + "\n"
-        return replace(described, config=content.encode())
-    num_ids = _num_ids(config, vocab_size)
-    network = network_of_run(config, is_on_gpu=is_on_gpu, vocab_size=num_ids)
-    content = json.dumps(config_of(network, dtype=_DTYPES[config.precision]), indent=2) + "\n"
-    return convert.Description(network=network, config=content.encode(), companions=_tokenizer_files(config))
+    else:
+        network = network_of_run(config, is_on_gpu=is_on_gpu, vocab_size=_num_ids(tokenizer, vocab_size))
+        content = config_of(network, dtype=_DTYPES[config.precision])
+        content["eos_token_id"] = None if tokenizer is None else tokenizer.eod
+        described = convert.Description(
+            network=network, config=(json.dumps(content, indent=2) + "\n").encode(), companions={}
+        )
+    return replace(described, companions=_companions(described, config, tokenizer), tokenizer=tokenizer)
 
 
-def _num_ids(config: RunConfig, given: int | None) -> int:
-    """`given`, else those of the run's tokenizer. Raises ValueError if neither says it, or they differ."""
+def _tokenizer(config: RunConfig, *, is_needed: bool) -> Tokenizer | None:
+    """The run's; None, or ValueError if it `is_needed`, if it can't be read."""
     try:
-        own = build_tokenizer(**vars(config.tokenizer)).vocab_size
+        return build_tokenizer(**vars(config.tokenizer))
     except ValueError as error:
-        if given is not None:
-            return given
-        raise ValueError(f"the run's tokenizer can't be read ({error}): give --vocab-size") from None
+        if is_needed:
+            raise ValueError(f"the run's tokenizer can't be read ({error}): give --vocab-size") from None
+        return None
+
+
+def _num_ids(tokenizer: Tokenizer | None, given: int | None) -> int:
+    """`given`, else those of the run's tokenizer. Raises ValueError if it has more."""
+    own = 0 if tokenizer is None else tokenizer.vocab_size
     if given is not None and given < own:
         raise ValueError(
             f"--vocab-size {given}: the run's tokenizer has {own} ids; give at least that, or leave it out"
@@ -101,17 +119,20 @@ def _num_ids(config: RunConfig, given: int | None) -> int:
     return own if given is None else given
 
 
-def _tokenizer_files(config: RunConfig) -> dict[str, str]:
-    """Paths of the run's tokenizer files by the names that transformers looks for."""
-    flags = config.tokenizer
-    kind, model = flags.tokenizer_type or "", flags.tokenizer_model
-    if kind == "HuggingFaceTokenizer" and model and os.path.isdir(model):
-        return {name: os.path.join(model, name) for name in folder.companions(model)}
-    if kind == "GPT2BPETokenizer" and flags.vocab_file and flags.merge_file:
-        return {"vocab.json": flags.vocab_file, "merges.txt": flags.merge_file}
-    if "SentencePiece" in kind or kind == "Llama2Tokenizer":
-        return {"tokenizer.model": model} if model else {}
-    return {}
+def _companions(
+    described: convert.Description, config: RunConfig, tokenizer: Tokenizer | None
+) -> dict[str, str | bytes]:
+    """The generation_config.json of `described`, and the files of the run's tokenizer."""
+    files = {name: path for name, path in described.companions.items() if name == folder.GENERATION}
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        names = folder.companions(tokenizer.folder)
+        files |= {name: os.path.join(tokenizer.folder, name) for name in names if name != folder.GENERATION}
+    elif isinstance(tokenizer, SentencePieceTokenizer):
+        files["tokenizer.model"] = tokenizer.unique_identifiers["tokenizer_model"]
+    if tokenizer is not None:
+        expects = config.checkpoint.load_hf is not None or config.data.sft
+        files |= tokenizer_export.files_of(tokenizer, adds_special_tokens=expects)
+    return files
 
 
 def network_of_run(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> Architecture:

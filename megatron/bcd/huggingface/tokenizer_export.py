@@ -1,0 +1,181 @@
+"""A run's tokenizer as transformers reads it: tokenizer.json and tokenizer_config.json."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from megatron.bcd import tokenizer as own
+from megatron.bcd.tokenizer_files import CONFIG, TOKENIZER_JSON, entries_of, one_line
+
+_END = "<|endoftext|>"
+_SPACE = "\u2581"
+_NEVER = -1000.0
+"""Score of a piece that no text may become: below any path of other pieces through its characters."""
+LINES = (
+    "The planner, and don't 1234",
+    "=======     aaaaaaaaaaa",
+    "  spaces   inside,\tbehind  ",
+    "\r\n\n lines\r\n",
+    "na\u00efve \u0441\u043b\u043e\u0432\u043e \u65e5\u672c\u8a9e \u0939\u093f\u0928\u094d\u0926\u0940",
+    "\U0001f600\u200d\u2581\u00a0\u3000x",
+    "e\u0323\u0302 \u0308 marks",
+    "<s> </s> <unk> <0x0A> <|endoftext|>",
+)
+"""What readers of a tokenizer are compared on: white space, scripts, combining marks, special tokens spelled out."""
+
+
+def files_of(tokenizer: own.Tokenizer, *, adds_special_tokens: bool) -> dict[str, bytes]:
+    """tokenizer.json and tokenizer_config.json by name; none of a tokenizer that the library tokenizers does not have.
+
+    `adds_special_tokens`: the model was trained on what a Hugging Face tokenizer puts before a text.
+    """
+    config: dict[str, Any] = {"eos_token": _END}
+    if isinstance(tokenizer, own.SentencePieceTokenizer):
+        engine, config = _of_sentencepiece(tokenizer.unique_identifiers["tokenizer_model"])
+    elif isinstance(tokenizer, own.GPT2BPETokenizer):
+        engine = _copy(tokenizer.engine)
+    elif isinstance(tokenizer, own.ByteLevelTokenizer):
+        engine = _byte_level({bytes([i]): i for i in range(256)}, {_END: tokenizer.eod})
+    elif isinstance(tokenizer, own.TikTokenizer):
+        state = tokenizer.engine.__getstate__()
+        engine = _byte_level(state["mergeable_ranks"], state["special_tokens"], pattern=state["pat_str"])
+        config = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    elif isinstance(tokenizer, own.HuggingFaceTokenizer):
+        engine = getattr(tokenizer.engine, "backend_tokenizer", tokenizer.engine)
+        engine = engine if hasattr(engine, "to_str") else None  # a class of transformers that is written in Python
+        config = tokenizer.special_tokens | entries_of(tokenizer.folder, CONFIG)
+        config.pop("auto_map", None)  # its code is not exported
+        if engine is not None and not adds_special_tokens:
+            engine = _copy(engine)
+            engine.post_processor = None
+            config |= {"add_bos_token": False, "add_eos_token": False}
+    else:
+        engine = None
+    if engine is None:
+        return {}
+    if isinstance(tokenizer, own.SentencePieceTokenizer | own.GPT2BPETokenizer | own.ByteLevelTokenizer):
+        engine.add_special_tokens([token for token in config.values() if token])
+        # what a text spells out is text, as in training
+        config |= {"split_special_tokens": True, "clean_up_tokenization_spaces": False}
+    # the families' own classes would make parts of tokenizer.json anew
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    return {
+        TOKENIZER_JSON: engine.to_str().encode(),
+        CONFIG: f"{json.dumps(config, indent=2, ensure_ascii=False)}\n".encode(),
+    }
+
+
+def difference(tokenizer: own.Tokenizer, folder: str) -> str | None:
+    """How the tokenizer of an exported folder is read otherwise than by the run, as a part of one line; None if it
+    is not. A look at `LINES`, by this program and by transformers."""
+    if isinstance(tokenizer, own.NullTokenizer):
+        return "NullTokenizer has no text to read: the model is written without a tokenizer"
+    try:
+        for reader in (_own, _transformers):
+            encode = reader(folder)
+            wrong = next((line for line in LINES if encode(line) != tokenizer.tokenize(line)), None)
+            if wrong is not None:
+                name = "this program" if reader is _own else "AutoTokenizer of transformers"
+                return f"{name} reads its tokenizer otherwise than the run: {wrong!r} has other ids"
+    except ImportError:
+        return "its tokenizer was not tried in transformers, which is not installed"
+    except Exception as error:  # whatever a tokenizer's class raises
+        return f"its tokenizer can't be read ({one_line(error)})"
+    return None
+
+
+def _own(folder: str) -> Callable[[str], list[int]]:
+    return own.HuggingFaceTokenizer(tokenizer_model=folder).tokenize
+
+
+def _transformers(folder: str) -> Callable[[str], list[int]]:
+    from transformers import AutoTokenizer
+
+    engine = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return lambda text: list(engine.encode(text, add_special_tokens=False))
+
+
+def _copy(engine: Any) -> Any:
+    return type(engine).from_str(engine.to_str())
+
+
+def _merges(words: Iterable[str]) -> list[tuple[str, str]]:
+    """All pairs that make one of `words`, which are in order of priority."""
+    known = dict.fromkeys(words)
+    pairs = ((word[:i], word[i:]) for word in known for i in range(1, len(word)))
+    return [(left, right) for left, right in pairs if left in known and right in known]
+
+
+def _byte_level(ids: dict[bytes, int], special: dict[str, int], *, pattern: str | None = None) -> Any:
+    """BPE of bytes, in words that `pattern` cuts out; `ids` in order of rank."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's letters for bytes
+    letters = {byte: chr(byte) for byte in shown}
+    letters |= {byte: chr(256 + i) for i, byte in enumerate(sorted(set(range(256)) - letters.keys()))}
+    vocabulary = {"".join(letters[byte] for byte in token): i for token, i in ids.items()}
+    engine = Tokenizer(models.BPE(vocabulary | special, _merges(vocabulary), ignore_merges=True))
+    words = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    engine.pre_tokenizer = pre_tokenizers.Sequence([*words, bytes_of])
+    engine.decoder = decoders.ByteLevel()
+    engine.add_special_tokens(list(special))
+    return engine
+
+
+def _of_sentencepiece(path: str) -> tuple[Any, dict[str, Any]]:
+    """The library's form of a model file, and its special tokens; None for a kind that is neither unigram nor BPE.
+
+    Replacements of characters (a model that is not trained with the rule "identity") are taken from the model's own
+    table, which the library applies to characters with combining marks otherwise than SentencePiece.
+    """
+    import sentencepiece
+    from sentencepiece import sentencepiece_model_pb2
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    with open(path, "rb") as file:
+        content = file.read()
+    proto: Any = sentencepiece_model_pb2.ModelProto.FromString(content)
+    kinds, trainer, rules = proto.SentencePiece, proto.trainer_spec, proto.normalizer_spec
+    scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == kinds.NORMAL}
+    symbols = sorted((p.piece for p in proto.pieces if p.type == kinds.USER_DEFINED), key=len, reverse=True)
+    model = sentencepiece.SentencePieceProcessor(model_proto=content)
+    if trainer.model_type == trainer.UNIGRAM:
+        highest = max(scores.values())
+        scores |= {symbol: len(symbol.encode()) * highest - 0.1 for symbol in symbols}  # as SentencePiece has it
+        pieces = [(piece.piece, scores.get(piece.piece, _NEVER)) for piece in proto.pieces]
+        engine = Tokenizer(models.Unigram(pieces, model.unk_id(), trainer.byte_fallback))
+    elif trainer.model_type == trainer.BPE:
+        engine = Tokenizer(
+            models.BPE(
+                {piece.piece: i for i, piece in enumerate(proto.pieces)},
+                _merges(sorted(scores, key=lambda word: -scores[word])),
+                unk_token=model.id_to_piece(model.unk_id()),
+                fuse_unk=True,
+                byte_fallback=trainer.byte_fallback,
+                ignore_merges=bool(symbols),
+            )
+        )
+        if symbols:
+            engine.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(map(re.escape, symbols))), "isolated")
+    else:
+        return None, {}
+    steps: list[Any] = []
+    if rules.precompiled_charsmap:
+        ends = model.normalize("a\r\na").strip(_SPACE).replace(_SPACE, " ")[1:-1]
+        # The library looks at "\r\n" as one character.
+        steps = [normalizers.Replace("\r\n", ends), normalizers.Precompiled(rules.precompiled_charsmap)]
+    if rules.remove_extra_whitespaces:
+        steps += [normalizers.Replace(Regex(rf"\A +|[ {_SPACE}]+\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    if rules.add_dummy_prefix:
+        steps.append(normalizers.Prepend(_SPACE))
+    engine.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+    leading = 10**6 if rules.remove_extra_whitespaces else int(rules.add_dummy_prefix)
+    engine.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", leading, 0)]
+    )
+    ids = {f"{name}_token": getattr(model, f"{name}_id")() for name in ("bos", "eos", "unk", "pad")}
+    return engine, {name: model.id_to_piece(i) for name, i in ids.items() if i >= 0}
