@@ -197,7 +197,7 @@ def test_what_is_not_equal_is_said(tmp_path: Path) -> None:
     folder = exported(tokenizer, tmp_path / "out")
     assert tokenizer_export.difference(tokenizer, str(folder)) is None
     with mock.patch.dict("sys.modules", transformers=None):
-        assert "not installed" in str(tokenizer_export.difference(tokenizer, str(folder)))
+        assert tokenizer_export.difference(tokenizer, str(folder)) is not None
     assert tokenizer_export.difference(tokenizer, str(exported(tokenizer, tmp_path / "q", family="qwen2"))) is not None
     (folder / "tokenizer.json").unlink()
     assert tokenizer_export.difference(tokenizer, str(folder)) is not None

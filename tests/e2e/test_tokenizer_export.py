@@ -1,0 +1,58 @@
+"""A tokenizer is trained, a model is trained with it, and both leave: transformers and the tools read the same ids."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+from support.forked_runs import ForkedRuns
+
+from megatron.bcd.tokenizer import build_tokenizer
+
+TEXT = [f"The planner has {n} layers,  and\tthe model has {n * n} of them. \u00dcber \u65e5\u672c" for n in range(300)]
+SIZES = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64"
+RUN = "--micro-batch-size 2 --train-iters 4 --lr 1e-2 --bcd-num-blocks 2 --bcd-steps-per-block 1 --eval-iters 0"
+ROWS = (
+    "--make-vocab-size-divisible-by 400"  # padding rows take part in the softmax of a checkpoint, and are not exported
+)
+PROMPT = "The planner has"
+
+
+@pytest.mark.parametrize("script", ["pretrain_gpt_bcd", "pretrain_llama_bcd"])
+def test_from_text_to_transformers(runs: ForkedRuns, tmp_path: Path, script: str) -> None:
+    """A folder that transformers, generate.py or evaluate.py reads with other ids than the checkpoint: the first
+    word's space, an id without an embedding, an end token that ends nothing."""
+
+    def run(script: str, words: str) -> str:
+        [result] = runs.run(words.split(), folder=tmp_path, num_ranks=1, script=script)
+        assert result.code == 0, result.stderr
+        return result.stdout
+
+    (tmp_path / "text.txt").write_text("\n".join(TEXT), encoding="utf-8")
+    (tmp_path / "prompts.txt").write_text(f"{PROMPT}\n", encoding="utf-8")
+    run("train_tokenizer", "--input text.txt --vocab-size 400 --output-prefix sp --num-threads 1")
+    tokenizer = "--tokenizer-type SentencePieceTokenizer --tokenizer-model sp.model"
+    run("preprocess_data", f"--input text.txt --output-prefix data --workers 1 --append-eod {tokenizer}")
+    flags = f"{SIZES} {ROWS} {RUN} {tokenizer} --data-path data_text_document --split 1,0,0 --num-workers 0"
+    said = run(script, f"{flags} --save run --save-hf out")
+    assert "warning" not in said.lower().split("model written to")[-1]
+    assert "warning" not in run("convert_checkpoint", "--from bcd --to hf --input run --output back")
+    own = build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(tmp_path / "sp.model"))
+    for folder in ("out", "back"):
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / folder)
+        assert [theirs(text)["input_ids"] for text in TEXT] == [own.tokenize(text) for text in TEXT]
+        assert json.loads((tmp_path / folder / "config.json").read_text())["eos_token_id"] == own.eod
+    answers, losses = [], []
+    for model in ("run", "out", "back"):
+        words = f"--model {model} --prompts prompts.txt --max-new-tokens 12 --json"
+        answers.append(run("generate", words))
+        run("evaluate", f"--model {model} --text text.txt --json {model}.json")
+        losses.append(json.loads((tmp_path / f"{model}.json").read_text())["texts"]["text.txt"])
+    assert len(set(answers)) == 1
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[1] == pytest.approx(losses[2], rel=1e-5)
+    again = f"{RUN} --seq-length 64 --data-path data_text_document --split 1,0,0 --num-workers 0 --load-hf out"
+    run(script, f"{again} --save-hf again")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert [theirs(text)["input_ids"] for text in TEXT] == [own.tokenize(text) for text in TEXT]
