@@ -4,7 +4,8 @@
 #
 #   bash examples/finetune.sh MODEL CLUSTER [flags of the training script]
 #
-#   MODEL     a row of models.csv in LLaMA's form, of the size of MODEL_DIR: LLaMA-7B, L-1.5B
+#   MODEL     the folder of the published model, or its config.json: the plan follows from that. Or a row of models.csv, in
+#             LLaMA's form and of the size of MODEL_DIR: LLaMA-7B, L-1.5B; --models FILE names rows of your own
 #   CLUSTER   a row of clusters.csv: rtx4090 a100 a800
 #
 #   MODEL_DIR=llama-7b DATA=alpaca.jsonl bash examples/finetune.sh LLaMA-7B rtx4090             one RTX 4090 (24 GB)
@@ -18,7 +19,8 @@
 # of one of them, and SAVE on a disk that all of them see.
 #
 # Environment:
-#   MODEL_DIR             the published model: a folder with config.json and safetensors, or a name on the hub
+#   MODEL_DIR             the published model: a folder with config.json and safetensors, or a name on the hub (MODEL, where
+#                         that is a folder)
 #   DATA                  records, jsonl (docs/fine_tuning.md)
 #   NUM_GPUS              (1); NNODES and GPUS_PER_NODE as in examples/pretrain.sh
 #   HEAD_NODE, MASTER_PORT   rendezvous of several nodes (port 29500)
@@ -61,6 +63,7 @@ trap 'rm -f "$ERRORS"' EXIT
 RECIPE=$("$PLANNER" "$ROOT/tools/recipe.py" "$WHOLE" "$NAME" finetune "$CARD" "${LENGTH[@]}" "$@" 2> "$ERRORS") \
     || { MESSAGE=$(< "$ERRORS"); fail "${MESSAGE#pretrain.sh: error: }"; }
 eval "$RECIPE"  # MODEL, CLUSTER, PARALLEL_ARGS, TRAINING_ARGS, METHOD_ARGS, EXTRA_ARGS, SEQUENCE, PLAN, MISFIT, ...
+[ ! -d "$NAME" ] || MODEL_DIR=${MODEL_DIR:-$NAME}
 [ "$FORM" = llama ] || fail "MODEL $MODEL is a GPT: give one in LLaMA's form"
 
 . "$ROOT/examples/given.sh"

@@ -98,7 +98,10 @@ def compare(
         if method in PRESET_OF and num_blocks is not None:
             blocks = [num_blocks]
         # full training has no blocks that a layout or frozen parts could be of
-        without: dict[str, Any] = {} if method in PRESET_OF else {"layout": None, "frozen": None, "num_chunks": None}
+        unused = () if method in PRESET_OF else ("layout", "frozen", "always_active", "num_chunks")
+        without: dict[str, Any] = dict.fromkeys(unused) | (
+            {"adam_moments_dtype": "fp32"} if method == "offload" else {}
+        )
         number = blocks[0] if blocks else None
         try:
             recipe = replace(base, method=method, num_blocks=number, **without)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from megatron.bcd.blocks.schedule import describe_steps, even_phases
 from megatron.bcd.planner.command import torchrun_command
 from megatron.bcd.planner.estimate import Estimate
 from megatron.bcd.planner.fit import FITTED_MODELS
-from megatron.bcd.planner.memory import RankMemory, peak, rank_memory, recomputation
+from megatron.bcd.planner.memory import RankMemory, recomputation
 from megatron.bcd.planner.paper import Paper, mean_error
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.search import SearchResult
@@ -58,23 +59,45 @@ def show_estimate(estimate: Estimate, remedies: Sequence[Remedied] = ()) -> str:
 class Remedied:
     """A change with which the plan fits."""
 
+    names: tuple[str, ...]
+    """Of the changed flags, as argparse has them."""
     flags: str
     """The changed ones."""
     command: str
     """Of the planner, for the changed plan."""
-    recipe: Recipe
+    estimate: Estimate
+
+    @property
+    def loss(self) -> list[str]:
+        """What each changed flag costs in loss, as far as measured."""
+        return [f"--{name.replace('_', '-')}: {LOSS_OF[name]}" for name in self.names if name in LOSS_OF]
+
+
+_SAME = "the same loss, a longer step"
+LOSS_OF = {
+    "micro_batch_size": _SAME,
+    "recompute": _SAME,
+    "adam_moments_dtype": "0.1 and 2 % higher in two small models, full Adam; fine-tuning with four blocks the same",
+    "precision": "not measured apart from other changes",
+    "bcd_always_active": "the head is trained in the top block's phase only: not measured",
+    "bcd_frozen": "a frozen head 5 and 6 % higher than an active one (two small models fine-tuned)",
+    "bcd_num_blocks": "fine-tuning of 350 steps 1.1 % over full training with 2, 2.4 % with 6, 4.5 % with 30",
+    "method": "side by side with --compare",
+}
+"""Of flags that let a plan fit: docs/fine_tuning.md, docs/learning.md."""
 
 
 def show_remedies(remedies: Sequence[Remedied]) -> str:
     """What fits, a line each, and the planner's command of the first."""
     if not remedies:
         return "nothing fits on any number of these GPUs: take a smaller model or a GPU with more memory"
-    rows = [("with", "GPUs", "PP x DP", "GiB")]
+    rows = [("with", "GPUs", "PP x DP", "GiB", "tokens/s")]
     for each in remedies:
-        recipe = each.recipe
-        size = f"{peak(rank_memory(recipe)).total / GIB:.1f}"
-        rows.append((each.flags, str(recipe.num_gpus), f"{recipe.pipeline_size} x {recipe.data_size}", size))
-    return f"what fits\n{table(rows)}\nplan the first with\n{remedies[0].command}"
+        recipe = each.estimate.recipe
+        figures = (f"{each.estimate.peak.total / GIB:.1f}", f"{each.estimate.tokens_per_second:,.0f}")
+        rows.append((each.flags, str(recipe.num_gpus), f"{recipe.pipeline_size} x {recipe.data_size}", *figures))
+    loss = "\n".join(dict.fromkeys(line for each in remedies for line in each.loss))
+    return f"what fits\n{table(rows)}\nloss\n{loss}\nplan the first with\n{remedies[0].command}"
 
 
 def show_figures(estimate: Estimate) -> str:
@@ -157,11 +180,13 @@ def show_paper(paper: Paper) -> str:
 def _headline(estimate: Estimate) -> str:
     recipe = estimate.recipe
     nodes = f"{recipe.num_nodes} node{'s' if recipe.num_nodes > 1 else ''} of {recipe.gpus_per_node}"
-    return (
-        f"{recipe.model.name}: {estimate.parameters:,} parameters, {recipe.method}, on {recipe.num_gpus} x "
-        f"{recipe.cluster.gpu} ({nodes})\n"
+    settings = (
         f"{_layout(estimate)}, {recipe.precision}, sequence {recipe.tokens:,}, global batch {recipe.global_batch_size} "
         f"({recipe.num_microbatches} microbatches)"
+    )
+    return (
+        f"{recipe.model.name}: {estimate.parameters:,} parameters, {recipe.method}, on {recipe.num_gpus} x "
+        f"{recipe.cluster.gpu} ({nodes})\n{textwrap.fill(settings, 120)}"
     )
 
 
@@ -188,10 +213,10 @@ def _recomputed(recipe: Recipe) -> str:
     """What --recompute auto recomputes."""
     choices = recomputation(recipe)
     layers = [sum(sum(stage[block].layers) for stage in choices) for block in range(recipe.partition.num_blocks)]
-    if len(layers) == 1 and layers[0]:
-        return f"recomputation of {layers[0]} layer{'s' * (layers[0] > 1)}"
-    if any(layers):
-        return f"recomputation of {', '.join(map(str, layers))} layers by block"
+    least, most = min(layers), max(layers)
+    if most:
+        number = str(most) if least == most else f"{least} to {most}"
+        return f"recomputation of {number} layer{'s' * (most > 1)}"
     is_selective = any(choice.granularity == "selective" for stage in choices for choice in stage)
     return "recomputation of attention" if is_selective else "nothing recomputed"
 

@@ -20,8 +20,8 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,11 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _parser import STDOUT, Parser, add_json, add_precision, bad_input, leave_with
 from _plan_compare import as_asked, compare, comparison_as_list, gpus, show_comparison, verdict
-from _plan_flags import refuse_unused
+from _plan_flags import MODELS, add_memory_flags, flags_of, memory_fields, named_model, refuse_unused, words_of
 from _plan_output import Remedied, show_estimate, show_paper, show_remedies, show_search
 from _plan_pipelines import pipelines_as_list, show_pipelines
 
-from megatron.bcd.config import LAYOUTS, BcdConfig
+from megatron.bcd.config import LAYOUTS
 from megatron.bcd.config.presets import PRESETS
 from megatron.bcd.planner.command import torchrun_command
 from megatron.bcd.planner.cost import PRECISIONS
@@ -43,20 +43,19 @@ from megatron.bcd.planner.multipliers import PAPER, PRETRAIN
 from megatron.bcd.planner.paper import Paper, recompute_paper, time_errors
 from megatron.bcd.planner.pipelines import PIPELINES, layout_times
 from megatron.bcd.planner.placement import place, with_fewest_blocks
-from megatron.bcd.planner.recipe import CUTS, METHODS, PRESET_OF, RECOMPUTE_CHOICES, Recipe
+from megatron.bcd.planner.recipe import CUTS, METHODS, PRESET_OF, RECOMPUTE_CHOICES, VOCABULARY_MULTIPLE, Recipe
 from megatron.bcd.planner.remedies import remedies
 from megatron.bcd.planner.search import layouts, search, shortest_that_fits, valid_pipelines
 from megatron.bcd.planner.tables import choose, read_clusters, read_models, read_published
 
 PROG = "tools/plan.py"
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_CLUSTERS = os.path.join(ROOT, "examples", "clusters.csv")
 DEFAULT_BATCH = 64
 TASKS = ("pretrain", "sft")
 SFT_DEFAULTS = {"precision": "bf16", "seq_length": 1024, "global_batch_size": 8, "recompute": None}
 """By flag; recompute None: only where it does not fit without."""
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
-_FLAG_OF = {"num_blocks": "bcd_num_blocks", "layout": "bcd_layout", "cut": "pipeline_cut"}
-"""Flags of Recipe's fields, where they have another name."""
 _PAPER_CLUSTER = "rtx4090"
 
 
@@ -64,7 +63,7 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
     """With the defaults of a task."""
     parser = Parser(prog=PROG, description=__doc__)
     add = parser.add_argument
-    add("--model", metavar="NAME", help="a row of the model table")
+    add("--model", metavar="NAME", help="a row of the model table, a config.json, or the folder that holds one")
     add("--gpu", metavar="NAME", help="a row of the cluster table")
     add("--num-gpus", type=int, metavar="N", help="GPUs of the run")
     add("--search", action="store_true", help="all methods side by side, each in its cheapest layouts that fit, and"
@@ -87,8 +86,7 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
     add("--bcd-num-blocks", type=int, metavar="M", help="(default: 3, with finetune the fewest that fit; --search"
         " tries 2 to 6 with method bcd)")  # fmt: skip
     add("--bcd-layout", choices=LAYOUTS, help="(default: spread; with --bcd-preset pretrain strided)")
-    add("--bcd-frozen", metavar="PARTS", help="never trained: some of embedding, head, norms, or none (default: none;"
-        " with finetune embedding)")  # fmt: skip
+    add_memory_flags(group)
     add("--pipeline-model-parallel-size", type=int, metavar="N", help="(default: the smallest that fits;"
         " --search tries all)")  # fmt: skip
     add("--context-parallel-size", type=int, default=1, metavar="N", help="(default: 1)")
@@ -114,8 +112,8 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
         f" (default: {PAPER.value}, {PAPER.source}; method pretrain: {PRETRAIN.value}, {PRETRAIN.source})")  # fmt: skip
     group = parser.add_argument_group("data files")
     add = group.add_argument
-    add("--models", metavar="FILE", default=os.path.join(ROOT, "examples", "models.csv"), help="the model table")
-    add("--clusters", metavar="FILE", default=os.path.join(ROOT, "examples", "clusters.csv"), help="the cluster table")
+    add("--models", metavar="FILE", help="rows of your own, beside those of examples/models.csv or in their place")
+    add("--clusters", metavar="FILE", default=_CLUSTERS, help="the cluster table")
     if task == "sft":
         parser.set_defaults(**SFT_DEFAULTS)
     return parser
@@ -153,7 +151,7 @@ def fields_of(arguments: argparse.Namespace) -> dict[str, Any]:
         if given is None:
             raise ValueError(f"{flag} is required (except with --paper)")
     return {
-        "model": choose(read_models(arguments.models), arguments.model, flag="--model"),
+        "model": named_model(arguments.model, models=arguments.models, flag="--model"),
         "cluster": choose(read_clusters(arguments.clusters), arguments.gpu, flag="--gpu"),
         "num_gpus": arguments.num_gpus,
         "context_size": arguments.context_parallel_size,
@@ -165,19 +163,12 @@ def fields_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "micro_batch_size": arguments.micro_batch_size,
         "global_batch_size": arguments.global_batch_size,
         "recompute": arguments.recompute or "none",
-        "frozen": frozen_parts(arguments.bcd_frozen),
+        **memory_fields(arguments),
         "task": arguments.task,
+        "vocabulary_multiple": VOCABULARY_MULTIPLE[arguments.task],
         "cut": arguments.pipeline_cut,
         "num_chunks": arguments.num_virtual_stages_per_pipeline_rank,
     }
-
-
-def frozen_parts(text: str | None) -> frozenset[str] | None:
-    """Of --bcd-frozen, as the training script reads it; None without the flag.
-
-    Raises ValueError for an unknown part.
-    """
-    return None if text is None else BcdConfig(bcd_frozen=text).frozen
 
 
 def cost_of(arguments: argparse.Namespace) -> dict[str, float | None]:
@@ -198,35 +189,32 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
     return with_fewest_blocks(shortest_that_fits(suited))
 
 
-def paper(arguments: argparse.Namespace) -> Paper:
+def paper() -> Paper:
     """The paper's numbers, recomputed."""
-    clusters = read_clusters(arguments.clusters)
     return recompute_paper(
         read_published(os.path.join(ROOT, "docs", "paper_figures.csv")),
-        read_models(arguments.models),
-        choose(clusters, _PAPER_CLUSTER, flag="--clusters"),
+        read_models(MODELS),
+        read_clusters(_CLUSTERS)[_PAPER_CLUSTER],
     )
 
 
 def what_fits(arguments: argparse.Namespace) -> list[Remedied]:
     """Changed flags with which the plan fits, and the planner's command for each."""
     found = []
-    for remedy in remedies(fields_of(arguments), pipeline_size=arguments.pipeline_model_parallel_size):
-        changes = {_FLAG_OF.get(name, name): value for name, value in remedy.changes.items()}
+    fields = fields_of(arguments) | {"recompute": arguments.recompute or "auto"}
+    for remedy in remedies(fields, pipeline_size=arguments.pipeline_model_parallel_size):
+        changes = flags_of(remedy.changes)
         if "method" in changes:
-            changes |= {"bcd_preset": None, "num_virtual_stages_per_pipeline_rank": None}
-            if not remedy.recipe.has_blocks:
-                changes["bcd_frozen"] = None
-                if not fits(replace(remedy.recipe, frozen=None)):
-                    continue
+            changes["bcd_preset"] = None
         if remedy.recipe.pipeline_size != arguments.pipeline_model_parallel_size:
             changes["pipeline_model_parallel_size"] = None
         shown = {name: value for name, value in changes.items() if value is not None}
         found.append(
             Remedied(
-                flags=" ".join(_words(shown)),
-                command=shlex.join(["python", PROG, *_words(_given(arguments) | changes)]),
-                recipe=remedy.recipe,
+                names=tuple(shown),
+                flags=" ".join(words_of(shown)),
+                command=shlex.join(["python", PROG, *words_of(_given(arguments) | changes)]),
+                estimate=make_estimate(remedy.recipe),
             )
         )
     return found
@@ -240,14 +228,6 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
         for name, value in vars(arguments).items()
         if (value != default(name) or name == "task" and value == "sft") and value is not True and name != "json"
     }
-
-
-def _words(values: Mapping[str, Any]) -> list[str]:
-    words = []
-    for name, value in values.items():
-        if value is not None:
-            words += [f"--{name.replace('_', '-')}", f"{value:g}" if isinstance(value, float) else str(value)]
-    return words
 
 
 def run(argv: Sequence[str] | None) -> tuple[str, int]:
@@ -281,14 +261,16 @@ class Answer:
 def answer_to(arguments: argparse.Namespace) -> Answer:
     """Raises ValueError for a user's mistake."""
     if arguments.paper:
-        recomputed = paper(arguments)
+        recomputed = paper()
         return Answer(text=show_paper(recomputed), data=recomputed.as_list())
     if arguments.pipelines:
         return run_pipelines(arguments)
     recipe = recipe_of(arguments)
     if arguments.verify:
-        from _plan_verify import show_counts, verify  # torch takes seconds to import
-
+        try:
+            from _plan_verify import show_counts, verify  # torch takes seconds to import
+        except ModuleNotFoundError as error:
+            raise ValueError(f"--verify builds the model, and {error.name} is not installed") from None
         counts = verify(recipe)
         return Answer(text=show_counts(recipe, counts), data=counts)
     is_one_method = bool(arguments.method or arguments.bcd_preset)
@@ -319,7 +301,7 @@ def run_comparison(arguments: argparse.Namespace, recipe: Recipe) -> Answer:
     """All methods side by side, with --search the plan of the best on these GPUs too."""
     rows = compare(
         recipe,
-        time_errors(paper(arguments).cells()),
+        time_errors(paper().cells()),
         num_blocks=arguments.bcd_num_blocks,
         pipeline_size=arguments.pipeline_model_parallel_size,
         **cost_of(arguments),
@@ -336,7 +318,7 @@ def run_comparison(arguments: argparse.Namespace, recipe: Recipe) -> Answer:
     changes = {"num_gpus": cheapest.num_gpus}
     if cheapest.global_batch_size != recipe.global_batch_size:
         changes["global_batch_size"] = cheapest.global_batch_size
-    command = shlex.join(["python", PROG, *_words(_given(arguments) | changes), "--search"])
+    command = shlex.join(["python", PROG, *words_of(_given(arguments) | changes), "--search"])
     text = f"{text}\n\nno method fits on {gpus(recipe.num_gpus)}; plan the best with\n{command}"
     return Answer(text=text, data=data, code=1)
 
@@ -362,8 +344,8 @@ def _with_command(estimate: Estimate) -> dict[str, Any]:
     return estimate.as_dict() | {"command": _command(estimate) if estimate.fits else None}
 
 
-def _listed(others: Sequence[Remedied]) -> list[dict[str, str]]:
-    return [{"flags": each.flags, "command": each.command} for each in others]
+def _listed(others: Sequence[Remedied]) -> list[dict[str, Any]]:
+    return [{"flags": each.flags, "command": each.command, "loss": each.loss} for each in others]
 
 
 def _command(estimate: Estimate) -> str:

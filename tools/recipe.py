@@ -19,12 +19,13 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _parser import Parser, leave_with
+from _plan_flags import add_memory_flags, flags_of, memory_fields, named_model, refuse_blocks_without, words_of
 from _plan_output import show_figures
 
 from megatron.bcd.config import LAYOUTS
@@ -32,8 +33,9 @@ from megatron.bcd.planner.command import SCRIPTS, method_flags, network_flags, p
 from megatron.bcd.planner.estimate import Estimate, make_estimate
 from megatron.bcd.planner.memory import fits
 from megatron.bcd.planner.placement import fit_on, grow_until_fits, place, scaled_down
-from megatron.bcd.planner.recipe import METHODS, PRESET_OF, Recipe
-from megatron.bcd.planner.tables import GIB, choose, read_clusters, read_models, read_placements
+from megatron.bcd.planner.recipe import METHODS, PRESET_OF, VOCABULARY_MULTIPLE, Recipe
+from megatron.bcd.planner.remedies import remedies
+from megatron.bcd.planner.tables import GIB, choose, read_clusters, read_placements
 
 PROG = "pretrain.sh"
 EXAMPLES = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "examples")
@@ -58,6 +60,9 @@ _ELSEWHERE = {
             "--num-layers",
             "--hidden-size",
             "--num-attention-heads",
+            "--kv-channels",
+            "--add-qkv-bias",
+            "--qk-layernorm",
             "--ffn-hidden-size",
             "--group-query-attention",
             "--no-group-query-attention",
@@ -69,7 +74,7 @@ _ELSEWHERE = {
             "--untie-embeddings-and-output-weights",
             "--no-untie-embeddings-and-output-weights",
         ),
-        "add a row to examples/models.csv",
+        "give a row of your own with --models FILE, or a config.json as MODEL",
     ),  # fmt: skip
     **dict.fromkeys(("--optimizer-cpu-offload", "--optimizer-offload-fraction"), "take METHOD offload"),
     **dict.fromkeys(("--data-path", "--train-data-path", "--valid-data-path"), "set DATA_PATH"),
@@ -82,20 +87,16 @@ _ELSEWHERE = {
         flag: f"the estimate covers {covered} only; write the command yourself"
         for flag, covered in {
             "--tensor-model-parallel-size": "tensor-parallel size 1",
-            "--kv-channels": "heads of hidden size / heads",
             "--attention-backend": "the default attention",
             "--optimizer": "the method's optimizer",
             "--muon-momentum-dtype": "the preset's momentum",
             "--muon-grad-dtype": "the preset's gradients",
-            "--adam-moments-dtype": "moments in fp32",
             "--bcd-resting-update": "the preset's resting update",
             "--bcd-resting-layers": "the preset's resting layers",
             "--bcd-resting-grad-dtype": "the preset's gradients",
             "--no-use-distributed-optimizer": "the distributed optimizer",
             "--grad-reduce-in-bf16": "gradients in fp32",
             "--make-vocab-size-divisible-by": "the default padding of the vocabulary",
-            "--bcd-always-active": "what the method always trains",
-            "--bcd-frozen": "what the method never trains",
         }.items()
     },
 }
@@ -141,10 +142,12 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, tup
     add = parser.add_argument
     for name in ("model", "method", "cluster"):
         add(name)
+    add("--models")
     add("--bcd-num-blocks", type=int)
     add("--bcd-layout", choices=LAYOUTS)
     add("--pipeline-model-parallel-size", type=int)
     add("--seq-length", type=int)
+    add_memory_flags(parser)
     arguments, extra = parser.parse_known_args(argv)
     is_fine_tuning = arguments.method == "finetune"
     elsewhere, places = (_OF_FINE_TUNING, _PLACES_OF_FINE_TUNING) if is_fine_tuning else (_ELSEWHERE, {})
@@ -159,13 +162,14 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, tup
 
 def request_of(arguments: argparse.Namespace, extra: tuple[str, ...], environment: Mapping[str, str]) -> Request:
     """Raises ValueError, one line, for a name that no table has, or an invalid combination of numbers."""
-    model = choose(read_models(os.path.join(EXAMPLES, "models.csv")), arguments.model, flag="MODEL")
+    model = named_model(arguments.model, models=arguments.models, flag="MODEL")
     cluster = choose(read_clusters(os.path.join(EXAMPLES, "clusters.csv")), arguments.cluster, flag="CLUSTER")
     method = "bcd" if arguments.method == PRESET_OF["bcd"] else arguments.method
     if method not in METHODS:
         known = ", ".join(PRESET_OF.get(name, name) for name in METHODS if name != "finetune")
         raise ValueError(f"METHOD {arguments.method}: must be one of {known}, bcd (as paper)")
-    settings = {
+    refuse_blocks_without(arguments, method)
+    settings = memory_fields(arguments) | {
         "num_blocks": arguments.bcd_num_blocks,
         "layout": arguments.bcd_layout,
         "pipeline_size": arguments.pipeline_model_parallel_size,
@@ -192,11 +196,13 @@ def request_of(arguments: argparse.Namespace, extra: tuple[str, ...], environmen
                 "give one or the other"
             )
         num_gpus = together
+    task = "sft" if method == "finetune" else "pretrain"
     given = {
         "model": model,
         "cluster": cluster,
         "method": method,
-        "task": "sft" if method == "finetune" else "pretrain",
+        "task": task,
+        "vocabulary_multiple": VOCABULARY_MULTIPLE[task],
         "placements": read_placements(os.path.join(EXAMPLES, "methods.csv")),
         **{name: value for name, value in settings.items() if value is not None},
     }
@@ -247,10 +253,26 @@ def misfit(request: Request, estimate: Estimate) -> str:
     if estimate.fits:
         return ""
     recipe = estimate.recipe
+    settings = "".join(f"{words} or " for words in settings_that_fit(recipe)) if recipe.method == "finetune" else ""
     return (
         f"{recipe.model.name} with METHOD {recipe.method} does not fit on {recipe.num_gpus} x {recipe.cluster.gpu}: "
-        f"{estimate.peak.total / GIB:.1f} of {recipe.cluster.memory_gib:g} GiB estimated; {remedy(request)}"
+        f"{estimate.peak.total / GIB:.1f} of {recipe.cluster.memory_gib:g} GiB estimated; {settings}{remedy(request)}"
     )
+
+
+def settings_that_fit(recipe: Recipe) -> list[str]:
+    """Flags and variables with which it fits on its GPUs."""
+    given = {field.name: getattr(recipe, field.name) for field in fields(recipe) if field.name != "pipeline_size"}
+    found = remedies(given, pipeline_size=recipe.pipeline_size)
+    kept = [each.changes for each in found if not {"method", "num_gpus"} & each.changes.keys()]
+    return [as_variables(" ".join(words_of(flags_of(changes)))) for changes in kept]
+
+
+def as_variables(text: str) -> str:
+    """Flags that have an environment variable, by its name."""
+    for flag, name in _VARIABLES.items():
+        text = text.replace(f"{flag} ", f"{name}=")
+    return text
 
 
 def remedy(request: Request) -> str:
@@ -303,10 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         print(run(argv, os.environ))
     except ValueError as error:
-        line = " ".join(str(error).split())
-        for flag, name in _VARIABLES.items():
-            line = line.replace(f"{flag} ", f"{name}=")
-        print(f"{PROG}: error: {line}", file=sys.stderr)
+        print(f"{PROG}: error: {as_variables(' '.join(str(error).split()))}", file=sys.stderr)
         return 2
     return 0
 

@@ -24,6 +24,15 @@ RUNS: dict[str, dict[str, Any]] = {
     "one_block": {"bcd_num_blocks": 1},
     "data2_bf16": TWO | {"bf16": True},
     "grouped_queries": {"group_query_attention": True, "num_query_groups": 2},
+    "like_qwen": {
+        "kv_channels": 16,
+        "qk_layernorm": True,
+        "disable_bias_linear": True,
+        "add_qkv_bias": True,
+        "untie_embeddings_and_output_weights": True,
+        "bcd_always_active": "head",
+    },
+    "moments_bf16": TWO | {"adam_moments_dtype": "bf16"},
     "offload": {"bcd_num_blocks": 1, "optimizer_cpu_offload": True, "no_pin_cpu_grads": True},
     "data2_bf16_offload": TWO
     | {"bf16": True, "bcd_num_blocks": 1, "optimizer_cpu_offload": True, "no_pin_cpu_grads": True},
@@ -52,6 +61,10 @@ def recipe_of(root: Path, flags: dict[str, Any]) -> Recipe:
         vocabulary=257,
         sequence=32,
         source="",
+        head_dim=flags.get("kv_channels", 0),
+        tied=not flags.get("untie_embeddings_and_output_weights"),
+        biases="qkv" if flags.get("add_qkv_bias") else "",
+        qk_norm=flags.get("qk_layernorm"),
     )
     return Recipe(
         model=model,
@@ -63,6 +76,8 @@ def recipe_of(root: Path, flags: dict[str, Any]) -> Recipe:
         num_blocks=flags.get("bcd_num_blocks", 3),
         layout=flags.get("bcd_layout"),
         frozen=frozenset(flags["bcd_frozen"].split(",")) if "bcd_frozen" in flags else None,
+        always_active=frozenset({flags["bcd_always_active"]}) if "bcd_always_active" in flags else None,
+        adam_moments_dtype=flags.get("adam_moments_dtype", "fp32"),
         precision="bf16" if flags.get("bf16") else "fp32",
         micro_batch_size=2,
         global_batch_size=8,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,25 @@ def test_flags_of_the_user(tmp_path: Path) -> None:
     assert words[words.index("--train-data-path") + 1] == "d.jsonl"
 
 
+def test_a_model_that_needs_a_setting(tmp_path: Path) -> None:
+    """A config.json that is not planned from, a remedy that the recipe refuses in turn, or one that gets lost."""
+    (tmp_path / "my-8b").mkdir()
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
+    sizes |= {"head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936, "max_position_embeddings": 40960}
+    names = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    (tmp_path / "my-8b" / "config.json").write_text(json.dumps(names | sizes))
+    done = start("my-8b", "rtx4090", cwd=tmp_path, DRY_RUN="1")
+    assert done.returncode == 0 and "does NOT fit" in done.stdout
+    flags = ("--bcd-frozen", "embedding,head", "--adam-moments-dtype", "int8", "--bcd-always-active", "none")
+    assert " ".join(flags[:2]) in done.stdout.split("note: ")[1]
+    done = start("my-8b", "rtx4090", *flags, cwd=tmp_path, DRY_RUN="1")
+    words = shlex.split(done.stdout.split("\ntorchrun")[1])
+    assert done.returncode == 0 and "does NOT fit" not in done.stdout
+    assert words[words.index("--load-hf") + 1] == "my-8b"
+    for flag, value in zip(flags[::2], flags[1::2], strict=True):
+        assert words.count(flag) == 1 and words[words.index(flag) + 1] == value
+
+
 @pytest.mark.parametrize(
     ("words", "variables", "message"),
     [
@@ -73,7 +93,8 @@ def test_flags_of_the_user(tmp_path: Path) -> None:
         (("LLaMA-7B", "rtx4090"), {}, "MODEL_DIR is not set"),
         (("LLaMA-7B", "rtx4090"), {"MODEL_DIR": "m"}, "DATA is not set"),
         (("LLaMA-7B", "rtx4090"), {"MODEL_DIR": "m", "DATA": "no.jsonl"}, "DATA=no.jsonl: there is no such file"),
-        (("LLaMA-7B", "rtx4090", "--bcd-frozen", "none"), {}, "--bcd-frozen: is set by the recipe"),
+        (("LLaMA-7B", "rtx4090", "--bcd-frozen", "everything"), {}, "--bcd-frozen everything: must be"),
+        (("no-model/config.json", "rtx4090"), {}, "no-model has no config.json"),
         (("LLaMA-7B", "rtx4090", "--data-path", "d"), {}, "--data-path: is set by the recipe; set DATA"),
         (("LLaMA-7B", "rtx4090", "--save=s"), {}, "--save: is set by the recipe; set SAVE"),
         (

@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 PURE_PACKAGES = ("blocks", "config", "planner")
 PURE_MODULES = (
     "megatron.bcd.tokenizer",
+    "megatron.bcd.huggingface.architecture",
     *(f"megatron.bcd.pipeline.{name}" for name in ("actions", "build", "validate", "simulate", "render")),
 )
 SHELL_SCRIPTS = (

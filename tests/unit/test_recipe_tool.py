@@ -97,7 +97,7 @@ def test_what_would_fit_does() -> None:
 
 @pytest.mark.parametrize("flag", [
     "--num-query-groups", "--kv-channels", "--swiglu", "--no-swiglu", "--untie-embeddings-and-output-weights",
-    "--optimizer", "--bcd-always-active", "--make-vocab-size-divisible-by", "--max-position-embeddings",
+    "--optimizer", "--bcd-resting-update", "--make-vocab-size-divisible-by", "--max-position-embeddings",
     "--no-use-distributed-optimizer", "--attention-backend", "--position-embedding-type", "--group-query-attention",
 ])  # fmt: skip
 def test_flags_that_the_plan_follows_from(flag: str) -> None:

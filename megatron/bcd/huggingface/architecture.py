@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+CONFIG = "config.json"
 
 FAMILIES = {
     "GPT2LMHeadModel": "gpt2",
@@ -61,6 +65,32 @@ class Architecture:
     def plain_positions(self) -> int:
         """The most positions at which the network is what attention without a sliding window makes of it."""
         return min(self.max_positions, self.sliding_window or self.max_positions)
+
+
+def read_architecture(path: str) -> Architecture:
+    """The network of a ``config.json``, or of the folder that holds one.
+
+    Raises:
+        ValueError: it is absent or no JSON object, or as `architecture_from_config`.
+    """
+    file = os.path.join(path, CONFIG) if os.path.isdir(path) else path
+    folder = os.path.dirname(file)
+    config = read_json(file, absent=f"{folder} has no {CONFIG}; give the folder of a model in Hugging Face's format")
+    return architecture_from_config(config, source=file)
+
+
+def read_json(path: str, *, absent: str) -> dict[str, Any]:
+    """The object in a file; `absent` is the message if there is none. Raises ValueError."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except FileNotFoundError:
+        raise ValueError(absent) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} can't be read ({' '.join(str(error).split())[:200]})") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return content
 
 
 def architecture_from_config(config: Mapping[str, Any], *, source: str) -> Architecture:

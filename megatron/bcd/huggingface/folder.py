@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -14,9 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron.bcd.huggingface import tensors
-from megatron.bcd.huggingface.architecture import Architecture, architecture_from_config
+from megatron.bcd.huggingface.architecture import CONFIG, read_architecture, read_json
 
-CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 GENERATION = "generation_config.json"
@@ -71,25 +69,6 @@ def locate(name: str, *, flag: str, weights: bool = True) -> str:
         raise ValueError(
             f"{flag} {name}: no such folder, and the hub does not give a model of that name ({reason})"
         ) from None
-
-
-def read_config(folder: str) -> dict[str, Any]:
-    """The content of ``config.json``.
-
-    Raises:
-        ValueError: it is absent or no JSON object.
-    """
-    path = os.path.join(folder, CONFIG)
-    return _read_json(path, absent=f"{folder} has no {CONFIG}; give the folder of a model in Hugging Face's format")
-
-
-def read_architecture(folder: str) -> Architecture:
-    """The network of the folder's ``config.json``.
-
-    Raises:
-        ValueError: as `read_config` and `architecture_from_config`.
-    """
-    return architecture_from_config(read_config(folder), source=os.path.join(folder, CONFIG))
 
 
 def companions(folder: str) -> list[str]:
@@ -223,7 +202,7 @@ def _weight_files(folder: str) -> list[str]:
     """Paths of the safetensors files: those of the index, or the only one. Raises ValueError."""
     index = os.path.join(folder, INDEX)
     if os.path.isfile(index):
-        table = _read_json(index, absent="").get("weight_map")
+        table = read_json(index, absent="").get("weight_map")
         if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
             raise ValueError(f"{index} has no weight_map")
         names = sorted(set(table.values()))
@@ -271,16 +250,3 @@ def _opened(path: str) -> Iterator[Any]:
             yield file
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} can't be read ({' '.join(str(error).split())[:200]})") from None
-
-
-def _read_json(path: str, *, absent: str) -> dict[str, Any]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-    except FileNotFoundError:
-        raise ValueError(absent) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} can't be read ({' '.join(str(error).split())[:200]})") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no JSON object")
-    return content

@@ -81,6 +81,8 @@ def bytes_of_layers(
     else:
         # norm input and output, query-key-value, context, the second norm's; before and after GELU
         active, suffix = 4 * hidden + 2 * heads + 2 * ffn, 2 * hidden + 2 * heads + ffn
+    if shape.qk_norm_size:  # the norms keep copies of queries and keys
+        active, suffix = active + heads, suffix + heads
     # key and value of whole sequences, and the contexts of both chunks beside the whole context
     split = 2 * context_size * (heads - query) + query if context_size > 1 else 0
     scores = sequence * attention * (1 if shape.gated else 2) if unfused_attention else 0

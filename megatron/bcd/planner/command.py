@@ -19,7 +19,7 @@ _WIDTH = 112
 
 
 def network_flags(recipe: Recipe) -> list[str]:
-    """Flags of the model."""
+    """Flags of the model. Raises ValueError for what the script has no flag for."""
     model = recipe.model
     flags = [
         f"--num-layers {model.layers}",
@@ -30,8 +30,20 @@ def network_flags(recipe: Recipe) -> list[str]:
     ]
     if model.groups != model.heads:
         flags.append(f"--group-query-attention --num-query-groups {model.groups}")
+    if model.head_dim not in (0, model.hidden // model.heads):
+        flags.append(f"--kv-channels {model.head_dim}")
     if model.form == "gpt":
-        flags += [f"--max-position-embeddings {recipe.tokens} --hidden-dropout 0 --attention-dropout 0"]
+        flags += [f"--max-position-embeddings {recipe.shape.num_positions} --hidden-dropout 0 --attention-dropout 0"]
+    if recipe.shape.tied != (model.form == "gpt"):
+        flags.append(f"--{'no-' * recipe.shape.tied}untie-embeddings-and-output-weights")
+    if recipe.shape.biases and model.form == "llama":
+        raise ValueError(f"--model {model.name}: only --load-hf (--task sft) gives a LLaMA biases in all linear layers")
+    if model.form == "gpt" and not recipe.shape.biases:
+        flags.append("--disable-bias-linear")
+    if recipe.shape.qkv_bias:
+        flags.append("--add-qkv-bias")
+    if recipe.shape.qk_norm_size:
+        flags.append("--qk-layernorm")
     return flags
 
 
@@ -57,6 +69,8 @@ def training_flags(recipe: Recipe) -> list[str]:
         flags.append(f"--{recipe.precision}")
     if recipe.precision == "fp16":  # with --bf16 the default
         flags.append("--accumulate-allreduce-grads-in-fp32")
+    if recipe.adam_moments_dtype != "fp32":
+        flags.append(f"--adam-moments-dtype {recipe.adam_moments_dtype}")
     if recipe.recompute == "full":
         flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
     elif recipe.recompute == "auto":
@@ -72,14 +86,20 @@ def method_flags(recipe: Recipe) -> list[str]:
         preset = "" if recipe.method == "bcd" else f"--bcd-preset {PRESET_OF[recipe.method]} "
         number = DEFAULT_NUM_BLOCKS if recipe.asked_blocks is None else recipe.asked_blocks
         blocks = "" if layout == "stage" else f"--bcd-num-blocks {number} "
-        frozen = "" if recipe.frozen is None else f" --bcd-frozen {','.join(sorted(recipe.frozen)) or 'none'}"
+        given = {"--bcd-frozen": recipe.frozen, "--bcd-always-active": recipe.always_active}
+        parts = "".join(f" {flag} {parts_of(named)}" for flag, named in given.items() if named is not None)
         chunks = recipe.num_chunks if layout == "interleaved" else None
         virtual = "" if chunks in (None, number) else f" --num-virtual-stages-per-pipeline-rank {chunks}"
-        return [f"{preset}{blocks}--bcd-layout {layout}{virtual}{frozen}"]
+        return [f"{preset}{blocks}--bcd-layout {layout}{virtual}{parts}"]
     flags = ["--bcd-num-blocks 1 --bcd-schedule stock"]
     if recipe.method == "offload":
         flags.append("--optimizer-cpu-offload --optimizer-offload-fraction 1.0")
     return flags
+
+
+def parts_of(named: frozenset[str]) -> str:
+    """The value of --bcd-frozen or --bcd-always-active."""
+    return ",".join(sorted(named)) or "none"
 
 
 def schedule_flags(iterations: int) -> list[str]:

@@ -179,28 +179,38 @@ class ModelShape:
     tied: bool
     """Whether the output head is the embedding."""
     biases: bool
-    """Whether linear layers have a bias and norms a shift (LayerNorm)."""
+    """Whether linear layers have a bias."""
     gated: bool
     """Whether the MLP has a gate, a third matrix (SwiGLU)."""
     query_size: int
     """Width of all query heads; differs from ``hidden_size`` with --kv-channels."""
     key_value_size: int
     """Width of all key heads, and of all value heads: less than ``query_size`` with grouped-query attention."""
+    shifted_norms: bool
+    """Whether norms have a shift beside their scale (LayerNorm)."""
+    qkv_bias: bool = False
+    """Whether queries, keys and values have a bias; with ``biases`` they have."""
+    qk_norm_size: int = 0
+    """Width of a head where queries and keys are normalised; else 0."""
 
     @property
     def layer_parameters(self) -> int:
         """One transformer layer: attention, MLP and two norms."""
         projections = 2 * self.query_size + 2 * self.key_value_size
         matrices = self.hidden_size * (projections + (self._up_projections + 1) * self.ffn_hidden_size)
-        return matrices + self.layer_biases + 2 * self.norm_parameters
+        return matrices + self.layer_biases + self.layer_norms
 
     @property
     def layer_biases(self) -> int:
         """Biases of one layer's linear layers."""
-        if not self.biases:
-            return 0
-        attention = self.query_size + 2 * self.key_value_size + self.hidden_size
-        return attention + self._up_projections * self.ffn_hidden_size + self.hidden_size
+        attention = self.query_size + 2 * self.key_value_size
+        others = 2 * self.hidden_size + self._up_projections * self.ffn_hidden_size
+        return attention * (self.biases or self.qkv_bias) + others * self.biases
+
+    @property
+    def layer_norms(self) -> int:
+        """Norms of one layer."""
+        return 2 * self.norm_parameters + 2 * (1 + self.shifted_norms) * self.qk_norm_size
 
     @property
     def _up_projections(self) -> int:
@@ -209,7 +219,7 @@ class ModelShape:
     @property
     def norm_parameters(self) -> int:
         """One norm, also the final one."""
-        return (2 if self.biases else 1) * self.hidden_size
+        return (1 + self.shifted_norms) * self.hidden_size
 
     @property
     def num_parameters(self) -> int:
@@ -252,6 +262,7 @@ def gpt2(
         gated=False,
         query_size=hidden_size,
         key_value_size=hidden_size,
+        shifted_norms=True,
     )
 
 
@@ -281,6 +292,7 @@ def llama(
         gated=True,
         query_size=_or_default(query_size, hidden_size),
         key_value_size=_or_default(key_value_size, _or_default(query_size, hidden_size)),
+        shifted_norms=False,
     )
 
 
@@ -315,9 +327,9 @@ def active_parameters(
     """
     assert (shape.num_layers, shape.tied) == (partition.num_layers, partition.tied)
     last = partition.num_stages - 1
-    of_layer = shape.layer_parameters - 2 * shape.norm_parameters * ("norms" in partition.frozen)
+    of_layer = shape.layer_parameters - shape.layer_norms * ("norms" in partition.frozen)
     counts = [len(partition.active_layers(block, stage)) * of_layer for stage in range(partition.num_stages)]
-    of_other_layers = 2 * shape.norm_parameters * partition.norms_always_active
+    of_other_layers = shape.layer_norms * partition.norms_always_active
     of_other_layers += shape.layer_biases * ("biases" in partition.always_active)
     for stage in range(partition.num_stages):
         others = len(partition.stage_layers(stage)) - len(partition.active_layers(block, stage))

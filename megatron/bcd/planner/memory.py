@@ -18,6 +18,8 @@ from megatron.bcd.planner.tensors import Buffer, buffer_of, stage_tensors
 
 STEP_COUNTER_BYTES = 4
 """PyTorch's Adam has one step counter per parameter that the rank holds a part of."""
+_LOW_BIT_CHUNK = 2**22
+"""Elements whose moments are decoded at once on a GPU (`optim.low_bit_moments`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +115,15 @@ def rank_memory(recipe: Recipe, *, replica: int = 0) -> tuple[RankMemory, ...]:
 
 
 def _memory_of(recipe: Recipe, stage: int, block: int, replica: int, recomputed: Recomputed) -> RankMemory:
-    budget, sizes = state_budget(precision=recipe.precision), layer_bytes(recipe)
+    budget = state_budget(precision=recipe.precision, adam_moments_dtype=recipe.adam_moments_dtype)
+    sizes = layer_bytes(recipe)
     is_on_host = recipe.method == "offload"
     buffer, elements = _stage_weights(recipe)[stage][block]
     held, pieces = buffer.held[replica], buffer.pieces[replica]
     share, shape = matrix_share(recipe, stage, block, replica), _steady_shape(recipe, block)
-    of_adam = int(budget.optimizer) * held + STEP_COUNTER_BYTES * pieces
+    of_adam = int(budget.optimizer * held)
+    if recipe.adam_moments_dtype == "fp32":
+        of_adam += STEP_COUNTER_BYTES * pieces
     return RankMemory(
         stage=stage,
         block=block,
@@ -126,10 +131,15 @@ def _memory_of(recipe: Recipe, stage: int, block: int, replica: int, recomputed:
         gradients=budget.gradient * buffer.size + share.gradients,
         optimizer=0 if is_on_host else of_adam + share.state,
         activations=stage_activations(recipe.layer_counts, sizes, shape, stage, block, recomputed),
-        optimizer_work=0 if is_on_host else max(4 * held, share.working),
+        optimizer_work=0 if is_on_host else max(_adam_work(recipe, held), share.working),
         communication=stage_messages(sizes, shape, stage),
         framework=int(recipe.cluster.framework_gib * GIB),
     )
+
+
+def _adam_work(recipe: Recipe, held: int) -> int:
+    """Temporary memory of Adam's step; with moments in fewer bits it steps a part of a parameter at a time."""
+    return 4 * held if recipe.adam_moments_dtype == "fp32" else 16 * min(held, _LOW_BIT_CHUNK)
 
 
 def _steady_shape(recipe: Recipe, block: int) -> Shape:

@@ -131,6 +131,8 @@ def scaled_down(recipe: Recipe, *, num_gpus: int = 2) -> Recipe:
         ffn=2 * round(_TINY_HIDDEN * model.ffn / model.hidden / 2),
         vocabulary=_BYTES,
         sequence=_TINY_SEQUENCE,
+        head_dim=0,
+        positions=0,
     )
     return replace(
         recipe,

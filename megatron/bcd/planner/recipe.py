@@ -24,6 +24,10 @@ RECOMPUTE_CHOICES = (*RECOMPUTE, "auto")
 """auto: in each phase and on each stage the least that fits (`planner.recomputation`)."""
 CUTS = ("even", "auto")
 """auto: stages take equally long, head counted (`blocks.cut`)."""
+MOMENTS = ("fp32", "bf16", "int8")
+"""Of --adam-moments-dtype."""
+VOCABULARY_MULTIPLE = {"pretrain": 128, "sft": 1}
+"""--make-vocab-size-divisible-by; of a published model 1, because rows of padding would take part in the softmax."""
 MAX_GPUS, MAX_BATCH, MAX_TOKENS = 4096, 2**17, 2**24
 """Larger values are taken for typing errors."""
 
@@ -64,6 +68,9 @@ class Recipe:
     """None: the preset's."""
     frozen: frozenset[str] | None = None
     """--bcd-frozen; None: the preset's."""
+    always_active: frozenset[str] | None = None
+    """--bcd-always-active; None: the preset's, but for frozen parts."""
+    adam_moments_dtype: str = "fp32"
     num_chunks: int | None = None
     """Of every stage, in layout interleaved; None: as many as blocks."""
     cut: str = "even"
@@ -99,6 +106,7 @@ class Recipe:
             ("--pipeline-cut", self.cut, CUTS),
             ("--recompute", self.recompute, RECOMPUTE_CHOICES),
             ("--precision", self.precision, PRECISIONS),
+            ("--adam-moments-dtype", self.adam_moments_dtype, MOMENTS),
         ):
             if chosen not in choices:
                 raise ValueError(f"{flag} {chosen}: must be one of {', '.join(choices)}")
@@ -116,6 +124,11 @@ class Recipe:
             raise ValueError(
                 f"--context-parallel-size {self.context_size} x --pipeline-model-parallel-size {self.pipeline_size} "
                 f"does not divide --num-gpus {self.num_gpus}: give a divisor"
+            )
+        if self.model.form == "gpt" and self.tokens > self.shape.num_positions:
+            raise ValueError(
+                f"--seq-length {self.tokens}: {self.model.name} has {self.shape.num_positions} positions; give at most "
+                "so many"
             )
         if self.context_size > 1 and self.tokens % (2 * self.context_size):
             raise ValueError(
@@ -138,6 +151,12 @@ class Recipe:
             raise ValueError(
                 f"--bcd-num-blocks {self.num_blocks} cannot be combined with --method {self.method}, where all "
                 "parameters are active; leave it out"
+            )
+        if self.adam_moments_dtype != "fp32" and self.method == "offload":
+            raise ValueError("--adam-moments-dtype: the optimizer on the host has moments in fp32; leave it out")
+        if self.adam_moments_dtype == "int8" and self.shape.tied and self.pipeline_size > 1 and self.data_size > 1:
+            raise ValueError(
+                "--adam-moments-dtype int8 with a tied head needs one stage or one data-parallel rank; give bf16"
             )
         _ = self.partition  # raises if the layout does not fit the model
 
@@ -222,7 +241,7 @@ class Recipe:
             self.layout or bcd.bcd_layout if self._may_have_chunks else "spread",
             self.shape.tied,
             self._frozen_parts,
-            bcd.always_active - self._frozen_parts,
+            bcd.always_active - self._frozen_parts if self.always_active is None else self.always_active,
             bcd.bcd_resting_layers if bcd.bcd_resting_update != "none" else "none",
             self.num_chunks,
             self.head_passes if self.cut == "auto" else None,

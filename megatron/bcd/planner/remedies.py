@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import combinations, product
 from typing import Any
 
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS
@@ -20,6 +21,7 @@ _OTHERS = {
     "finetune": ("offload",),
 }
 """Other methods, the nearest first."""
+_OF_BLOCKS = ("num_blocks", "layout", "frozen", "always_active", "num_chunks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,20 +36,20 @@ class Remedy:
 def remedies(fields: Mapping[str, Any], *, pipeline_size: int | None) -> list[Remedy]:
     """Changes that make a recipe of these fields fit, those first that keep method and GPUs; empty if none does.
 
-    Each is the smallest of its kind: a setting alone, the settings together where none helps alone, another method,
-    more GPUs (a power of two times as many), with
-    recomputation if that needs fewer. ``pipeline_size`` is kept where it was
-    given, unless no other change helps.
+    Each is the smallest of its kind: a setting alone, settings together of which none can be left out, another
+    method, more GPUs (a power of two times as many), with recomputation if that needs fewer. ``pipeline_size`` is kept
+    where it was given, unless no other change helps.
     """
     for kept in dict.fromkeys((pipeline_size, None)):
-        settings = list(_settings(fields))
-        found = _those_that_fit(fields, settings, kept)
-        if not found:
-            together = [dict(pair) for pair in _together(settings)]
-            found = _those_that_fit(fields, together, kept)[:1]
+        found = _settings_that_fit(fields, kept)
         for method in _OTHERS[fields["method"]]:
-            other = {"method": method, "num_blocks": None, "layout": None}
-            found += _those_that_fit(fields, [other, other | {"recompute": "auto"}], kept)[:1]
+            other: dict[str, Any] = {"method": method} | dict.fromkeys(_OF_BLOCKS)
+            if method in PRESET_OF:
+                other["frozen"] = fields.get("frozen")
+            if method == "offload" and fields.get("adam_moments_dtype", "fp32") != "fp32":
+                other["adam_moments_dtype"] = "fp32"
+            each = (_remedy(fields, changes, kept) for changes in (other, other | {"recompute": "auto"}))
+            found += [fitting] if (fitting := next(filter(None, each), None)) else []
         more: list[dict[str, Any]] = [{}, {"recompute": "auto"}, {"recompute": "auto", "micro_batch_size": 1}]
         larger = [each for extra in more if (each := _on_more_gpus(fields, extra, kept))]
         found += sorted(larger, key=lambda each: each.recipe.num_gpus)[:1]
@@ -56,37 +58,39 @@ def remedies(fields: Mapping[str, Any], *, pipeline_size: int | None) -> list[Re
     return []
 
 
-def _settings(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _settings(fields: Mapping[str, Any]) -> Iterator[list[dict[str, Any]]]:
+    """The values of each setting that need less memory, the nearest first; those first that change the loss least."""
     if fields["micro_batch_size"] > 1:
-        yield {"micro_batch_size": 1}
+        yield [{"micro_batch_size": 1}]
     if fields["recompute"] == "none":
-        yield {"recompute": "auto"}
+        yield [{"recompute": "auto"}]
+    if fields["method"] != "offload" and fields.get("adam_moments_dtype", "fp32") != "int8":
+        yield [{"adam_moments_dtype": "int8"}]
     if fields["precision"] == "fp32":
-        yield {"precision": "bf16"}
-    if fields["method"] in PRESET_OF and fields.get("layout") != "stage":
-        given = fields["num_blocks"]
-        for number in range((DEFAULT_NUM_BLOCKS if given is None else given) + 1, _MOST_BLOCKS + 1):
-            yield {"num_blocks": number}
+        yield [{"precision": "bf16"}]
+    is_fine_tuning, given = fields["method"] == "finetune", fields["num_blocks"]
+    if is_fine_tuning and fields.get("always_active") is None:
+        yield [{"always_active": frozenset()}]
+    if is_fine_tuning and "head" not in (fields.get("always_active") or ()):
+        yield [{"frozen": (fields.get("frozen") or frozenset({"embedding"})) | {"head"}}]
+    # without a number, fine-tuning has as many as there are
+    if fields["method"] in PRESET_OF and fields.get("layout") != "stage" and not (is_fine_tuning and given is None):
+        fewest = (DEFAULT_NUM_BLOCKS if given is None else given) + 1
+        yield [{"num_blocks": number} for number in range(fewest, _MOST_BLOCKS + 1)]
 
 
-def _together(settings: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """One more of the settings each time; of the numbers of blocks each in turn."""
-    merged: dict[str, Any] = {}
-    for setting in settings:
-        merged = merged | setting
-        if len(merged) > 1:
-            yield merged
-
-
-def _those_that_fit(
-    fields: Mapping[str, Any], settings: list[dict[str, Any]], pipeline_size: int | None
-) -> list[Remedy]:
-    """At most one for each name of a setting."""
-    found: dict[tuple[str, ...], Remedy] = {}
-    for changes in settings:
-        if tuple(changes) not in found and (recipe := _fitting({**fields, **changes}, pipeline_size)) is not None:
-            found[tuple(changes)] = Remedy(changes=changes, recipe=recipe)
-    return list(found.values())
+def _settings_that_fit(fields: Mapping[str, Any], pipeline_size: int | None) -> list[Remedy]:
+    """Settings that help alone, then those that help together and not with fewer; the first values of each."""
+    settings, found = list(filter(None, _settings(fields))), list[Remedy]()
+    for number in range(1, len(settings) + 1):
+        for chosen in combinations(settings, number):
+            names = {name for values in chosen for name in values[0]}
+            if any(each.changes.keys() <= names for each in found) or {"always_active", "frozen"} <= names:
+                continue
+            together = ({name: one[name] for one in each for name in one} for each in product(*chosen))
+            fitting = (_remedy(fields, changes, pipeline_size) for changes in together)
+            found += [each] if (each := next(filter(None, fitting), None)) else []
+    return found
 
 
 def _on_more_gpus(fields: Mapping[str, Any], extra: Mapping[str, Any], pipeline_size: int | None) -> Remedy | None:
@@ -95,14 +99,15 @@ def _on_more_gpus(fields: Mapping[str, Any], extra: Mapping[str, Any], pipeline_
         changes = {"num_gpus": number, **extra}
         if fields["global_batch_size"] % number:
             changes["global_batch_size"] = -(-fields["global_batch_size"] // number) * number
-        recipe = _fitting({**fields, **changes}, pipeline_size)
-        if recipe is not None:
-            return Remedy(changes=changes, recipe=recipe)
+        if (found := _remedy(fields, changes, pipeline_size)) is not None:
+            return found
         number *= 2
     return None
 
 
-def _fitting(fields: Mapping[str, Any], pipeline_size: int | None) -> Recipe | None:
+def _remedy(fields: Mapping[str, Any], changes: Mapping[str, Any], pipeline_size: int | None) -> Remedy | None:
+    """The changes, if the recipe fits with them."""
+    fields = {**fields, **changes}
     try:
         if pipeline_size is not None:
             recipe = Recipe(pipeline_size=pipeline_size, **fields)
@@ -110,4 +115,4 @@ def _fitting(fields: Mapping[str, Any], pipeline_size: int | None) -> Recipe | N
             recipe = shortest_that_fits(valid_pipelines(**fields))
     except ValueError:  # more stages or blocks than layers, fp16 with Muon
         return None
-    return recipe if fits(recipe) else None
+    return Remedy(changes=changes, recipe=recipe) if fits(recipe) else None

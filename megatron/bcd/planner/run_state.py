@@ -86,7 +86,7 @@ def state_bytes(config: RunConfig, *, num_parameters: int, counts: Mapping[str, 
 
 
 def shape_of(config: RunConfig, *, vocab_size: int) -> cost.ModelShape:
-    """Sizes of the model. Norms of queries and keys, a few numbers per layer, are left out."""
+    """Sizes of the model."""
     fields = config.transformer
     hidden, heads = config.hidden_size, int(fields["num_attention_heads"])
     channels = fields.get("kv_channels") or hidden // heads
@@ -103,6 +103,9 @@ def shape_of(config: RunConfig, *, vocab_size: int) -> cost.ModelShape:
         gated=config.is_gated,
         query_size=heads * channels,
         key_value_size=(fields.get("num_query_groups") or heads) * channels,
+        shifted_norms=fields.get("normalization", "LayerNorm") == "LayerNorm",
+        qkv_bias=bool(fields.get("add_qkv_bias")),
+        qk_norm_size=channels if fields.get("qk_layernorm") else 0,
     )
 
 

@@ -9,13 +9,14 @@ import csv
 import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron.bcd.planner.cost import ModelShape, gpt2, llama
+from megatron.bcd.planner.cost import ModelShape
 
 FAMILY_DEFAULTS = ("gpt", "llama")
+_BIASES = ("", "none", "qkv", "all")
 GIB = 2**30
 
 
@@ -37,37 +38,50 @@ class Model:
     sequence: int
     """Default tokens per sequence."""
     source: str
+    head_dim: int = 0
+    """Width of a head; 0: ``hidden`` / ``heads``."""
+    tied: bool | None = None
+    """Whether the head is the embedding; None: in form gpt."""
+    biases: str = ""
+    """Linear layers with a bias: none, qkv (queries, keys, values) or all; empty: all in form gpt, none in llama."""
+    qk_norm: bool | None = None
+    """Whether queries and keys are normalised."""
+    positions: int = 0
+    """Rows of a GPT's position table; 0: as many as a sequence has tokens."""
 
     def __post_init__(self) -> None:
-        if self.form not in FAMILY_DEFAULTS:
-            raise ValueError(f"model {self.name}: form {self.form} must be one of {', '.join(FAMILY_DEFAULTS)}")
+        for name, choices in (("form", FAMILY_DEFAULTS), ("biases", _BIASES)):
+            if getattr(self, name) not in choices:
+                found, known = getattr(self, name), ", ".join(filter(None, choices))
+                raise ValueError(f"model {self.name}: {name} {found} must be one of {known}")
         for name in ("layers", "hidden", "heads", "groups", "ffn", "vocabulary", "sequence"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model {self.name}: {name} {getattr(self, name)} must be at least 1")
-        if self.hidden % self.heads:
+        if self.head_dim < 0 or self.positions < 0:
+            raise ValueError(f"model {self.name}: head_dim and positions must be at least 0")
+        if not self.head_dim and self.hidden % self.heads:
             raise ValueError(f"model {self.name}: hidden {self.hidden} is not divisible by heads {self.heads}")
         if self.heads % self.groups:
             raise ValueError(f"model {self.name}: heads {self.heads} is not divisible by groups {self.groups}")
 
     def shape(self, sequence: int | None = None) -> ModelShape:
-        """Sizes that determine the number of parameters; a GPT's position table has ``sequence`` rows."""
-        key_value_size = self.hidden // self.heads * self.groups
-        if self.form == "llama":
-            return llama(
-                num_layers=self.layers,
-                hidden_size=self.hidden,
-                ffn_hidden_size=self.ffn,
-                vocab_size=self.vocabulary,
-                key_value_size=key_value_size,
-            )
-        plain = gpt2(
+        """Sizes that determine the number of parameters, with sequences of ``sequence`` tokens."""
+        is_gpt, width = self.form == "gpt", self.head_dim or self.hidden // self.heads
+        return ModelShape(
             num_layers=self.layers,
             hidden_size=self.hidden,
             ffn_hidden_size=self.ffn,
             vocab_size=self.vocabulary,
-            num_positions=self.sequence if sequence is None else sequence,
+            num_positions=(self.positions or sequence or self.sequence) if is_gpt else 0,
+            tied=is_gpt if self.tied is None else self.tied,
+            biases=self.biases == "all" or is_gpt and not self.biases,
+            gated=not is_gpt,
+            query_size=self.heads * width,
+            key_value_size=self.groups * width,
+            shifted_norms=is_gpt,
+            qkv_bias=self.biases == "qkv",
+            qk_norm_size=width if self.qk_norm else 0,
         )
-        return replace(plain, key_value_size=key_value_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +169,16 @@ class Published:
 
 
 Row = TypeVar("Row", Model, Cluster, Placement, Published)
-_CONVERTERS = {"str": str, "int": int, "float": float}
+_SWITCH = {"yes": True, "no": False}
+
+
+def _switch(cell: str) -> bool:
+    if cell not in _SWITCH:
+        raise ValueError(f"{cell} must be yes or no")
+    return _SWITCH[cell]
+
+
+_CONVERTERS = {"str": str, "int": int, "float": float, "bool | None": _switch}
 
 
 def read_models(path: str | Path) -> dict[str, Model]:
@@ -210,6 +233,11 @@ def _by_name(path: str | Path, rows: list[Any]) -> dict[str, Any]:
     return named
 
 
+def columns_of(kind: type[Row]) -> str:
+    """The columns of a table, those in brackets optional."""
+    return ",".join(field.name if field.default is MISSING else f"[{field.name}]" for field in fields(kind))
+
+
 def _read(path: str | Path, kind: type[Row]) -> list[Row]:
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -219,15 +247,17 @@ def _read(path: str | Path, kind: type[Row]) -> list[Row]:
     table = csv.reader(line for _, line in lines)
     columns = next(table, [])
     converters = {field.name: _CONVERTERS[str(field.type)] for field in fields(kind)}
-    if sorted(columns) != sorted(converters):
-        raise ValueError(f"{path}: its columns must be {','.join(converters)}")
+    optional = {field.name for field in fields(kind) if field.default is not MISSING}
+    if len(set(columns)) < len(columns) or not converters.keys() - optional <= set(columns) <= converters.keys():
+        raise ValueError(f"{path}: its columns must be {columns_of(kind)}")
     rows = []
     for (number, _), cells in zip(lines[1:], table, strict=False):
         try:
             if len(cells) != len(columns):
                 raise ValueError(f"{len(cells)} cells instead of {len(columns)}")
-            values = {name: converters[name](cell.strip()) for name, cell in zip(columns, cells, strict=True)}
-            rows.append(kind(**values))
+            texts = {name: cell.strip() for name, cell in zip(columns, cells, strict=True)}
+            given = {name: text for name, text in texts.items() if text or name not in optional}
+            rows.append(kind(**{name: converters[name](text) for name, text in given.items()}))
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
     return rows

@@ -68,7 +68,7 @@ def _names_and_parts(shape: ModelShape, partition: Partition, stage: int, vocabu
             for name, parts in _layer(shape):
                 yield f"{before}decoder.layers.{index}.{name}", parts
         if virtual == last:
-            for part in ("weight", "bias") if shape.biases else ("weight",):
+            for part in ("weight", "bias") if shape.shifted_norms else ("weight",):
                 yield f"{before}decoder.final_layernorm.{part}", ((1, hidden),)
             if not shape.tied or last > 0:  # on a single stage a tied head is the embedding itself
                 yield f"{before}output_layer.weight", ((vocabulary, hidden),)
@@ -84,14 +84,20 @@ def _layer(shape: ModelShape) -> Iterator[_NameAndParts]:
         ("mlp.linear_fc1", hidden, (inner,)),
         ("mlp.linear_fc2", ffn, (hidden,)),
     )
-    for norm, following in (("input_layernorm", matrices[:2]), ("pre_mlp_layernorm", matrices[2:])):
-        yield f"{norm}.weight", ((1, hidden),)
-        if shape.biases:
-            yield f"{norm}.bias", ((1, hidden),)
-        for name, inputs, outputs in following:
-            yield f"{name}.weight", tuple((rows, inputs) for rows in outputs)
-            if shape.biases:
-                yield f"{name}.bias", ((1, sum(outputs)),)
+    yield from _norm("input_layernorm", hidden, shape)
+    for name, inputs, outputs in matrices:
+        if name == "mlp.linear_fc1":
+            for norm in ("q_layernorm", "k_layernorm") if shape.qk_norm_size else ():
+                yield from _norm(f"self_attention.{norm}", shape.qk_norm_size, shape)
+            yield from _norm("pre_mlp_layernorm", hidden, shape)
+        yield f"{name}.weight", tuple((rows, inputs) for rows in outputs)
+        if shape.biases or (shape.qkv_bias and name.endswith("qkv")):
+            yield f"{name}.bias", ((1, sum(outputs)),)
+
+
+def _norm(name: str, width: int, shape: ModelShape) -> Iterator[_NameAndParts]:
+    for part in ("weight", "bias") if shape.shifted_norms else ("weight",):
+        yield f"{name}.{part}", ((1, width),)
 
 
 @dataclass(frozen=True, kw_only=True)

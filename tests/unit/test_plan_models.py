@@ -1,0 +1,220 @@
+"""tools/plan.py: models by config.json and by rows of the user, and what fits where a plan does not."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import plan
+import pytest
+from _plan_flags import named_model
+
+from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
+from megatron.bcd.blocks.partition import partition
+from megatron.bcd.planner.memory import fits
+from megatron.bcd.planner.run_state import stage_state
+
+CARD = ("--gpu", "rtx4090", "--num-gpus", "1")
+COLUMNS = "name,form,layers,hidden,heads,groups,ffn,vocabulary,sequence,source"
+
+
+def config(kind: str, layers: int, hidden: int, heads: tuple[int, int], ffn: int, vocabulary: int, **more: Any) -> Any:
+    """A config.json of LLaMA's form."""
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads[0]}
+    sizes |= {"num_key_value_heads": heads[1], "intermediate_size": ffn, "vocab_size": vocabulary}
+    name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[kind]
+    names = {"architectures": [f"{name}ForCausalLM"], "model_type": kind, "max_position_embeddings": 4096}
+    return names | sizes | {"tie_word_embeddings": False} | more
+
+
+GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_positions": 1024, "vocab_size": 50257}
+PUBLISHED = {
+    "GPT-2": (GPT2 | {"n_layer": 12, "n_embd": 768, "n_head": 12}, 124_439_808),
+    "Llama-3-8B": (config("llama", 32, 4096, (32, 8), 14336, 128256), 8_030_261_248),
+    "Llama-2-13B": (config("llama", 40, 5120, (40, 40), 13824, 32000), 13_015_864_320),
+    "Qwen2.5-7B": (config("qwen2", 28, 3584, (28, 4), 18944, 152064), 7_615_616_512),
+    "Qwen2.5-14B": (config("qwen2", 48, 5120, (40, 8), 13824, 152064), 14_770_033_664),
+    "Qwen3-8B": (config("qwen3", 36, 4096, (32, 8), 12288, 151936, head_dim=128), 8_190_735_360),
+    "Qwen3-0.6B": (
+        config("qwen3", 28, 1024, (16, 8), 3072, 151936, head_dim=128, tie_word_embeddings=True),
+        596_049_920,
+    ),
+    "SmolLM2-135M": (config("llama", 30, 576, (9, 3), 1536, 49152, tie_word_embeddings=True), 134_515_008),
+    "Mistral-7B": (config("mistral", 32, 4096, (32, 8), 14336, 32000), 7_241_732_096),
+}
+"""Public architectures, and their parameters as transformers counts them on the meta device."""
+SMALL = {
+    "gpt2": GPT2 | {"n_layer": 6, "n_embd": 64, "n_head": 4, "vocab_size": 500, "n_positions": 96},
+    "qwen2": config("qwen2", 6, 64, (4, 2), 96, 500),
+    "qwen3": config("qwen3", 6, 64, (4, 2), 96, 500, head_dim=32, tie_word_embeddings=True),
+}
+BIASES = config("llama", 6, 64, (4, 4), 96, 500, attention_bias=True, mlp_bias=True)
+
+
+def folder(tmp_path: Path, content: Any, *, name: str = "published") -> Path:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_text(json.dumps(content))
+    return tmp_path / name
+
+
+def run(capsys: pytest.CaptureFixture[str], *flags: str | Path, code: int = 0) -> str:
+    assert plan.main([str(flag) for flag in flags]) == code
+    captured = capsys.readouterr()
+    return captured.err if code == 2 else captured.out
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_by_its_config(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
+    """Heads wider than hidden size / heads, a tied head, norms of queries and keys, or Qwen2's biases that a plan
+    leaves out without a word."""
+    content, parameters = PUBLISHED[name]
+    where = folder(tmp_path, content, name=name)
+    whole = json.loads(run(capsys, "--model", where, "--gpu", "a100", "--num-gpus", "16", "--json"))
+    assert whole["model"]["parameters"] == parameters and whole["model"]["name"] == name
+    assert named_model(str(where / "config.json"), models=None, flag="--model").shape().num_parameters == parameters
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", SMALL)
+def test_every_parameter_is_the_built_models(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
+    """A count that is right in sum alone, or a printed command that builds another network than the config.json's."""
+    stages = ("--gpu", "rtx4090", "--num-gpus", "2", "--pipeline-model-parallel-size", "2", "--seq-length", "64")
+    rows = json.loads(run(capsys, "--model", folder(tmp_path, SMALL[name]), *stages, "--verify", "--json"))
+    assert len(rows) == 2
+    assert all(row["equal"] and row["built_by_block"] == row["formula_by_block"] for row in rows)
+
+
+def test_a_row_says_what_a_config_says(tmp_path: Path) -> None:
+    """Columns that are read and not used; an older file without them that is refused."""
+    where = folder(tmp_path, PUBLISHED["Qwen3-0.6B"][0])
+    (tmp_path / "new.csv").write_text(
+        f"{COLUMNS},head_dim,tied,biases,qk_norm\nmine,llama,28,1024,16,8,3072,151936,2048,x,128,yes,none,yes\n"
+        "G-1.6B,llama,28,1024,16,8,3072,151936,2048,x,,,qkv,\n"
+    )
+    (tmp_path / "old.csv").write_text(f"{COLUMNS}\nmine,llama,28,1024,16,8,3072,151936,2048,x\n")
+    shapes = [
+        asdict(named_model(name, models=str(tmp_path / file), flag="--model").shape())
+        for name, file in ((str(where), "new.csv"), ("mine", "new.csv"), ("mine", "old.csv"), ("g-1.6b", "new.csv"))
+    ]
+    assert shapes[0] == shapes[1]
+    assert shapes[2] | {"qkv_bias": True} == shapes[3] and not shapes[2]["tied"]
+
+
+@pytest.mark.parametrize(
+    ("cells", "fault"),
+    [("maybe,none", "maybe"), ("yes,some", "some")],
+)
+def test_a_cell_that_means_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path, cells: str, fault: str) -> None:
+    """A typing error that is planned as the default."""
+    (tmp_path / "m.csv").write_text(f"{COLUMNS},tied,biases\nmine,llama,2,64,4,4,96,500,64,x,{cells}\n")
+    error = run(capsys, "--model", "mine", *CARD, "--models", tmp_path / "m.csv", code=2)
+    assert "m.csv, line 2" in error and fault in error and error.count("\n") == 1
+
+
+def test_bad_models_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A traceback for a config.json that is damaged, missing or of another family; a GPT beyond its positions; an error
+    that does not say how else a model can be given."""
+    broken = folder(tmp_path, {"architectures": ["T5Model"]})
+    gpt = folder(tmp_path, SMALL["gpt2"], name="gpt")
+    biases = folder(tmp_path, BIASES, name="biases")
+    assert "--load-hf" in run(capsys, "--model", biases, *CARD, "--task", "sft")
+    for flags, words in (
+        (("--model", broken), ("T5Model",)),
+        (("--model", tmp_path / "none" / "config.json"), ("config.json",)),
+        (("--model", biases), ("--load-hf",)),
+        (("--model", gpt, "--seq-length", "128"), ("--seq-length 128", "96")),
+        (("--model", "Llama-3-8B"), ("--models", "config.json", "head_dim", "LLaMA-7B")),
+    ):
+        error = run(capsys, *flags, *CARD, code=2)
+        assert error.count("\n") == 1 and all(word in error for word in words), error
+
+
+def test_search_with_a_table_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A search that misses the paper's models, whose times say how far off the planner is, in the user's file."""
+    (tmp_path / "m.csv").write_text(f"{COLUMNS}\nmine,llama,6,256,4,4,512,500,64,x\n")
+    found = json.loads(run(capsys, "--model", "mine", *CARD, "--models", tmp_path / "m.csv", "--search", "--json"))
+    assert found["best"]["model"]["name"] == "mine"
+    assert "G-1.6B" in run(capsys, "--model", "G-1.6B", *CARD, "--models", tmp_path / "m.csv")
+
+
+def test_verify_without_torch(repo_root: Path, tmp_path: Path) -> None:
+    """A traceback on the machine of someone who only plans."""
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
+    program = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(repo_root / 'tools')!r}]; import plan\n"
+    program += f"sys.exit(plan.main(['--model', 'tiny', *{CARD!r}, '--verify']))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "--verify" in done.stderr and "torch" in done.stderr
+
+
+def test_recomputation_is_a_range(capsys: pytest.CaptureFixture[str]) -> None:
+    """A header with a number for each of 32 blocks."""
+    text = run(capsys, "--task", "sft", "--model", "llama-7b", *CARD, "--seq-length", "4096")
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_what_fits_on_one_card(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Only more GPUs offered for what one card holds with a frozen head or moments in 8 bits; a setting that does not
+    fit after all, that another one makes needless, or whose loss is not said."""
+    large = folder(tmp_path, PUBLISHED["Llama-3-8B"][0], name="large")
+    middle = folder(tmp_path, config("llama", 32, 4096, (32, 8), 12288, 128256), name="middle")
+    seen: set[str] = set()
+    for model in (large, middle):
+        flags = ("--task", "sft", "--model", model, *CARD, "--seq-length", "2048", "--micro-batch-size", "2")
+        offered = json.loads(run(capsys, *flags, "--json", code=1))["what_fits"]
+        names = [{word for word in each["flags"].split() if word[:2] == "--"} for each in offered]
+        assert not any(one < other for one in names for other in names)
+        seen |= set().union(*names)
+        for each, changed in zip(offered, names, strict=True):
+            assert len(each["loss"]) == len(changed - {"--num-gpus", "--global-batch-size"})
+            assert "torchrun" in run(capsys, *shlex.split(each["command"])[2:])
+    assert {"--bcd-frozen", "--adam-moments-dtype", "--num-gpus"} <= seen
+
+
+def test_settings_that_save_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """A flag that the plan reads and the command lacks, or that frees other bytes than the training script counts."""
+    whole = ("--task", "sft", "--model", "L-1.5B", *CARD, "--bcd-num-blocks", "30", "--json")
+    before = None
+    for more in (
+        (),
+        ("--adam-moments-dtype", "int8"),
+        ("--adam-moments-dtype", "int8", "--bcd-always-active", "none"),
+        ("--adam-moments-dtype", "int8", "--bcd-frozen", "embedding,head"),
+    ):
+        found = json.loads(run(capsys, *whole, *more))
+        states = [rank["model_state"] for rank in found["memory"]["ranks"]]
+        assert before is None or sum(states) < before
+        before = sum(states)
+        words = shlex.split(found["command"].replace("\\\n", ""))
+        words = words[words.index("--micro-batch-size") :]
+        words = words[: words.index("--num-epochs")]
+        network = "--num-layers 30 --hidden-size 2048 --num-attention-heads 16 --ffn-hidden-size 5050 --seq-length 1024"
+        data = "--mock-data --tokenizer-type NullTokenizer --vocab-size 31999 --train-iters 9 --lr 1"
+        script = {"prog": "test", "defaults": FAMILY_DEFAULTS["llama"], "world_size": 1}
+        config_of_run = parse_run_config([*network.split(), *words, *data.split()], **script)
+        bcd = config_of_run.bcd
+        cut = partition(
+            num_layers=30, num_stages=1, num_blocks=30, layout=bcd.bcd_layout,
+            tied=False, frozen=bcd.frozen, always_active=bcd.always_active,
+        )  # fmt: skip
+        ((_, counted),) = stage_state(config_of_run, cut, vocab_size=32000, num_replicas=1)
+        assert max(states) == pytest.approx(counted, rel=1e-3)
+
+
+def test_flags_that_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan for what the training script refuses."""
+    for flags in (
+        ("--method", "offload", "--adam-moments-dtype", "int8"),
+        ("--method", "full", "--bcd-always-active", "head"),
+        ("--bcd-frozen", "head", "--bcd-always-active", "head"),
+    ):
+        error = run(capsys, "--model", "G-1.6B", *CARD, *flags, code=2)
+        assert flags[-2] in error and error.count("\n") == 1
+    tied = ("--model", "G-1.6B", "--gpu", "a100", "--num-gpus", "4", "--pipeline-model-parallel-size", "2")
+    assert "int8" in run(capsys, *tied, "--adam-moments-dtype", "int8", code=2)
+    assert fits(plan.recipe_of(plan.parse_arguments([*tied, "--adam-moments-dtype", "bf16"])))
