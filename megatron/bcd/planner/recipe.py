@@ -125,11 +125,6 @@ class Recipe:
                 f"--context-parallel-size {self.context_size} x --pipeline-model-parallel-size {self.pipeline_size} "
                 f"does not divide --num-gpus {self.num_gpus}: give a divisor"
             )
-        if self.model.form == "gpt" and self.tokens > self.shape.num_positions:
-            raise ValueError(
-                f"--seq-length {self.tokens}: {self.model.name} has {self.shape.num_positions} positions; give at most "
-                "so many"
-            )
         if self.context_size > 1 and self.tokens % (2 * self.context_size):
             raise ValueError(
                 f"--seq-length {self.tokens}: must be a multiple of {2 * self.context_size}, 2 x "
@@ -152,13 +147,21 @@ class Recipe:
                 f"--bcd-num-blocks {self.num_blocks} cannot be combined with --method {self.method}, where all "
                 "parameters are active; leave it out"
             )
+        self._check_model()
+        _ = self.partition  # raises if the layout does not fit the model
+
+    def _check_model(self) -> None:
+        if self.model.form == "gpt" and self.tokens > self.shape.num_positions:
+            raise ValueError(
+                f"--seq-length {self.tokens}: {self.model.name} has {self.shape.num_positions} positions; give at most "
+                "so many"
+            )
         if self.adam_moments_dtype != "fp32" and self.method == "offload":
             raise ValueError("--adam-moments-dtype: the optimizer on the host has moments in fp32; leave it out")
-        if self.adam_moments_dtype == "int8" and self.shape.tied and self.pipeline_size > 1 and self.data_size > 1:
+        if self.adam_moments_dtype == "int8" and self.shape.tied and 1 < self.pipeline_size < self.num_gpus:
             raise ValueError(
                 "--adam-moments-dtype int8 with a tied head needs one stage or one data-parallel rank; give bf16"
             )
-        _ = self.partition  # raises if the layout does not fit the model
 
     @property
     def has_blocks(self) -> bool:

@@ -48,10 +48,10 @@ def remedies(fields: Mapping[str, Any], *, pipeline_size: int | None) -> list[Re
                 other["frozen"] = fields.get("frozen")
             if method == "offload" and fields.get("adam_moments_dtype", "fp32") != "fp32":
                 other["adam_moments_dtype"] = "fp32"
-            each = (_remedy(fields, changes, kept) for changes in (other, other | {"recompute": "auto"}))
-            found += [fitting] if (fitting := next(filter(None, each), None)) else []
+            fitting = (_remedy(fields, changes, kept) for changes in (other, other | {"recompute": "auto"}))
+            found += [each] if (each := next(filter(None, fitting), None)) else []
         more: list[dict[str, Any]] = [{}, {"recompute": "auto"}, {"recompute": "auto", "micro_batch_size": 1}]
-        larger = [each for extra in more if (each := _on_more_gpus(fields, extra, kept))]
+        larger = list(filter(None, (_on_more_gpus(fields, extra, kept) for extra in more)))
         found += sorted(larger, key=lambda each: each.recipe.num_gpus)[:1]
         if found:
             return found

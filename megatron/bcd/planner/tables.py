@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -178,7 +178,7 @@ def _switch(cell: str) -> bool:
     return _SWITCH[cell]
 
 
-_CONVERTERS = {"str": str, "int": int, "float": float, "bool | None": _switch}
+_CONVERTERS: Mapping[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float, "bool | None": _switch}
 
 
 def read_models(path: str | Path) -> dict[str, Model]:
