@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 from collections.abc import Iterator
@@ -96,6 +97,15 @@ def test_a_disk_that_takes_nothing(
 ) -> None:
     """What a real disk does that no patched function does: some other call fails first, on every rank."""
     check(world2, config_of(text_data, small_disk, async_save=async_save), name, small_disk, 0, whole)
+
+
+def test_a_disk_with_little_room(world2: World, text_data: str, small_disk: Path) -> None:
+    """A file that the disk takes in part: PyTorch's writer then reports positions in the file, not that it is full."""
+    config = config_of(text_data, small_disk, save_hf=small_disk / "model", save_hf_interval=1)
+    rooms = [2**power for power in range(12, 20)]
+    ranks = world2.run(save_faults.saves_with_room, config, str(small_disk), rooms)
+    assert ranks[0] == ranks[1] and len(ranks[0]) > len(rooms)
+    assert [line for line in ranks[0] if os.strerror(errno.ENOSPC) not in line] == []
 
 
 @pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])

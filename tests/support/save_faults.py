@@ -7,7 +7,7 @@ import errno
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megatron.bcd.checkpoint import saver, shard_writer
 from megatron.bcd.config import RunConfig
+from megatron.bcd.training import save
 from megatron.bcd.training.train_step import TrainingFailed
 from support import resumed_runs, worlds
 
@@ -49,13 +50,13 @@ PATCHES: dict[str, Callable[[], Any]] = {
 
 
 @contextlib.contextmanager
-def full_disk(root: str) -> Iterator[None]:
-    """Nothing is left of the file system below `root`, which has to be a small one."""
+def full_disk(root: str, *, room: int = 0) -> Iterator[None]:
+    """`room` bytes are left of the file system below `root`, which has to be a small one."""
     filler = os.path.join(root, "filler")
-    with open(filler, "wb") as file, contextlib.suppress(OSError):
+    with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(2**16))
-            file.flush()
+    os.truncate(filler, os.path.getsize(filler) - room)
     yield
     os.unlink(filler)
 
@@ -103,3 +104,16 @@ def run_with_fault(config: RunConfig, name: str, root: str, *, rank: int, for_ev
             return {"failed": str(failed)}
         finally:
             fault.close()
+
+
+def saves_with_room(config: RunConfig, root: str, rooms: Sequence[int]) -> list[str]:
+    """Warnings of a checkpoint and of an export for each number of bytes that is left on the disk of `root`."""
+    with worlds.started(config) as one:
+        for room in rooms:
+            barrier = torch.distributed.barrier
+            with full_disk(root, room=room) if torch.distributed.get_rank() == 0 else contextlib.nullcontext():
+                barrier()
+                one.save()
+                save.export(one.components, one.state, is_last=False)
+                barrier()
+        return one.recorder.warnings

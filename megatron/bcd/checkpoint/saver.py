@@ -181,7 +181,8 @@ class Saver:
         shutil.rmtree(folder, ignore_errors=True)
         os.makedirs(folder)
         atomic_io.write(os.path.join(folder, run_state.FILE_NAME), state.to_json().encode())
-        torch.save({"iteration": state.iteration, "checkpoint_version": 3.0}, os.path.join(folder, _COMMON))
+        with open(os.path.join(folder, _COMMON), "wb") as common:  # given a path, PyTorch does not say what failed
+            torch.save({"iteration": state.iteration, "checkpoint_version": 3.0}, common)
         save_config(CheckpointingConfig("torch_dist", 1), folder)
         for name in os.listdir(folder):
             with open(os.path.join(folder, name), "rb") as file:

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.bcd.checkpoint.layout import FileDigest, file_digest
-from megatron.bcd.runtime import device
+from megatron.bcd.runtime import atomic_io, device
 from megatron.bcd.runtime.compat.checkpoint_writing import PlanningStrategy, results_in_process
 
 
@@ -94,7 +94,7 @@ class ShardWrite:
             )
             _, answer = results.get()
             if isinstance(answer, BaseException):
-                self.error = answer
+                self.error = atomic_io.os_error(answer)  # here: on its way to other ranks it loses its context
                 break
             answers[index] = answer
         self._buckets = []
@@ -125,5 +125,5 @@ class ShardWrite:
             self._finalize()
         except CheckpointException as failed:
             if self.error is None:
-                reasons = [str(error) for error, _ in failed.failures.values()]
-                self.error = RuntimeError(reasons[0] if reasons else "another rank could not write its shard")
+                reasons = [error for error, _ in failed.failures.values()]
+                self.error = reasons[0] if reasons else RuntimeError("another rank could not write its shard")

@@ -105,7 +105,8 @@ def write(folder: str, files: Sequence[Sequence[Piece]]) -> None:
     for plan, pieces in zip(writer.prepare_global_plan(plans), files, strict=True):
         results.append(writer.write_data(plan, _Plan(pieces)).wait())
     writer.finish(metadata, results)
-    torch.save({"checkpoint_version": 3.0}, os.path.join(folder, _COMMON))
+    with open(os.path.join(folder, _COMMON), "wb") as common:  # given a path, PyTorch does not say what failed
+        torch.save({"checkpoint_version": 3.0}, common)
     save_config(CheckpointingConfig("torch_dist", 1), folder)
 
 

@@ -28,8 +28,18 @@ def sync(path: str) -> None:
         os.close(file)
 
 
+def os_error(error: BaseException) -> BaseException:
+    """The error of the operating system that `error` was raised over, or `error`: PyTorch's file writer covers a full
+    disk with an error of its own."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ if cause.__suppress_context__ else cause.__context__
+    return cause or error
+
+
 def describe(error: BaseException) -> str:
     """An error as a part of one line."""
+    error = os_error(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
