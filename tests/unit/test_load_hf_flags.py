@@ -105,14 +105,17 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (GPT2 | {"embd_pdrop": 0.1}, {}, "resid_pdrop 0.25 and embd_pdrop 0.1 .*--hidden-dropout is one value for both"),
     (LLAMA, {"save_hf_interval": 3}, "--save-hf-interval needs --save-hf"),
     (LLAMA, {"save_hf": "a", "save": "./a"}, "--save-hf a is the folder of --save"),
+    (LLAMA, {"save": "{folder}"}, "--save .*/m holds a model"),
     (LLAMA, {"save_hf": "a", "skip_train": True, "load": "b"}, "--skip-train trains nothing"),
 ]
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[2][:30])
 def test_what_is_refused(tmp_path: Path, case: tuple[dict[str, Any], dict[str, Any], str]) -> None:
-    """A model that is built with other flags than its own; a model written over checkpoints."""
+    """A model that is built with other flags than its own; a model written over checkpoints, or the other
+    way round."""
     config, flags, message = case
+    flags = {name: tmp_path / "m" if value == "{folder}" else value for name, value in flags.items()}
     with pytest.raises(ValueError, match=message):
         parse(tmp_path / "m", config, **flags)
 

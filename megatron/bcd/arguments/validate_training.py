@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron.bcd.arguments.derive import has_no_evaluation
 from megatron.bcd.arguments.rules import Run, flag_name, refuse_unless
+from megatron.bcd.huggingface.folder import CONFIG, RUN
 
 
 def check_batch(run: Run, world_size: int) -> None:
@@ -235,6 +236,10 @@ def check_checkpoints(run: Run) -> None:
     refuse_unless(
         run.save_hf is None or run.save is None or Path(run.save_hf).resolve() != Path(run.save).resolve(),
         f"--save-hf {run.save_hf} is the folder of --save: give another one",
+    )
+    refuse_unless(
+        run.save is None or not any((Path(run.save) / name).exists() for name in (CONFIG, RUN)),
+        f"--save {run.save} holds a model in Hugging Face's format: give another folder",
     )
     refuse_unless(
         not (run.save_hf and run.skip_train),

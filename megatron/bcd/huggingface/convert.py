@@ -32,9 +32,6 @@ _PIECE_BYTES = 16 * 2**20
 _ITERATION = 0
 LEFTOVER = os.path.basename(layout.incomplete_folder("", _ITERATION))
 """What a conversion to a checkpoint that was killed leaves in its folder; `to_core` deletes it."""
-RUN = ".bcd-run"
-"""File in a folder of --save-hf with the name of the run that writes there."""
-
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 """As config.json names them."""
 
@@ -245,7 +242,7 @@ def to_hugging_face(
             else:
                 shutil.copyfile(companion, os.path.join(temporary, name))
         if run is not None:
-            atomic_io.write(os.path.join(temporary, RUN), f"{run}\n".encode())
+            atomic_io.write(os.path.join(temporary, folder.RUN), f"{run}\n".encode())
         for name in os.listdir(temporary):
             atomic_io.sync(os.path.join(temporary, name))
         _publish(temporary, path)

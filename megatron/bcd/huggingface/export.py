@@ -14,6 +14,7 @@ from megatron.bcd.checkpoint.shard_writer import ShardWrite
 from megatron.bcd.config import RunConfig
 from megatron.bcd.huggingface import convert, run_network, tokenizer_export
 from megatron.bcd.huggingface.core_format import CoreCheckpoint
+from megatron.bcd.huggingface.folder import RUN
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.runtime import atomic_io, collectives, device
@@ -76,7 +77,7 @@ class Exporter:
 
     def _make_anew(self, weights: str) -> None:
         if os.path.dirname(weights) == self.root and _run_in(self.root) != self._run:  # before anything else is in it
-            path = os.path.join(self.root, convert.RUN)
+            path = os.path.join(self.root, RUN)
             os.makedirs(self.root, exist_ok=True)
             atomic_io.write(path + ".new", f"{self._run}\n".encode())
             os.replace(path + ".new", path)
@@ -110,7 +111,7 @@ def _name_of_run(config: RunConfig, *, is_continued: bool) -> str:
 def _run_in(folder: str) -> str | None:
     """Name of the run that writes models there; None if nothing says it."""
     try:
-        with open(os.path.join(folder, convert.RUN), encoding="utf-8") as file:
+        with open(os.path.join(folder, RUN), encoding="utf-8") as file:
             return file.read(100).strip()
     except (OSError, ValueError):
         return None

@@ -18,6 +18,8 @@ from megatron.bcd.huggingface.architecture import CONFIG, read_architecture, rea
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 GENERATION = "generation_config.json"
+RUN = ".bcd-run"
+"""In a folder of --save-hf: the name of the run that writes there."""
 COMPANIONS = (
     GENERATION,
     "tokenizer.json",
