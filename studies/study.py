@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tools"))
 
 from _machine import cpu_model
-from _parser import Parser, bad_input, leave_when_stopped
+from _parser import Parser, bad_input, leave_with
 from results import (
     ROOT,
     Point,
@@ -466,4 +466,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave_when_stopped(main)
+    leave_with(main)

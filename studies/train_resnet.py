@@ -21,7 +21,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.append(os.path.join(sys.path[0], "tools"))
 
 import torch
-from _parser import Parser, bad_input
+from _parser import Parser, bad_input, leave_with
 from cifar import NUM_CLASSES, Images, Scale, read_split, training_batches
 from resnet import MODELS, build_resnet, residual_blocks
 
@@ -280,4 +280,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave_with(main)

@@ -31,21 +31,16 @@ def bad_input(prog: str, error: Exception | str) -> int:
     return 2
 
 
-def leave_when_stopped(main: Callable[[], int]) -> NoReturn:
-    """End the process with the code of `main`. SIGTERM and Ctrl-C unwind the stack, so that no process that the tool
-    started outlives it."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
-
-
 def leave_with(main: Callable[[], int | None]) -> NoReturn:
-    """End the process with the code of `main`; without a traceback where the reader of stdout (head, less) has left."""
+    """End the process with the code of `main`; without a traceback after Ctrl-C, or where the reader of stdout (head,
+    less) has left. SIGTERM and Ctrl-C unwind the stack: no process that the tool started outlives it, and no partial
+    file stays."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         code = main()
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
         code = 1

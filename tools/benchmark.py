@@ -46,7 +46,7 @@ from _benchmark_common import (
     write_json,
 )
 from _benchmark_figures import BlockFigures, Turn, block_figures, mean_ratio, rotated, slowest
-from _parser import STDOUT, Parser, add_json
+from _parser import STDOUT, Parser, add_json, leave_with
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from rich.table import Table
 
@@ -339,4 +339,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":  # reader processes may import this file
-    main(sys.argv[1:])
+    leave_with(lambda: main(sys.argv[1:]))

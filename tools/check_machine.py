@@ -29,7 +29,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import _check_installed as installed
 from _check_result import FAIL, Check, as_list, exit_code, failed, passed, show, skipped
-from _parser import STDOUT, Parser, add_json, bad_input, leave_when_stopped
+from _parser import STDOUT, Parser, add_json, bad_input, leave_with
 
 PROG = "tools/check_machine.py"
 ROOT = Path(__file__).resolve().parents[1]
@@ -220,4 +220,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave_when_stopped(main)
+    leave_with(main)

@@ -40,7 +40,7 @@ import _compare_sft as fine_tuning
 from _compare_figures import Row, Turn, ratios, rotated, row_of, table_text, typical_ms
 from _compare_runs import PEER, CannotRun, Variant, beside_peer, measure, planned, run, variants_of
 from _machine import cpu_model
-from _parser import Parser, add_precision, bad_input, leave_when_stopped
+from _parser import Parser, add_precision, bad_input, leave_with
 
 from megatron.bcd.config import LAYOUTS, BcdConfig
 from megatron.bcd.planner.cost import PRECISIONS
@@ -390,4 +390,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave_when_stopped(main)
+    leave_with(main)

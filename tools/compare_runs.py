@@ -33,7 +33,7 @@ from pathlib import Path
 import psutil
 from _bit_compare_configurations import CONFIGURATIONS, GPT, LLAMA, Configuration
 from _bit_compare_records import NoRecords, run_difference
-from _parser import Parser, bad_input, leave_when_stopped
+from _parser import Parser, bad_input, leave_with
 
 PROG = "tools/compare_runs.py"
 ROOT = Path(__file__).resolve().parents[1]
@@ -334,4 +334,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave_when_stopped(main)
+    leave_with(main)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _parser import Parser, bad_input, leave_when_stopped
+from _parser import Parser, bad_input, leave_with
 
 PROG = "tools/convert_checkpoint.py"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -146,4 +146,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave_when_stopped(main)
+    leave_with(main)

@@ -25,7 +25,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import _benchmark_common as common
 import torch
-from _parser import STDOUT, Parser, add_json
+from _parser import STDOUT, Parser, add_json, leave_with
 
 from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
 from megatron.bcd.model.builder import unwrap_model
@@ -251,4 +251,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    leave_with(lambda: main(sys.argv[1:]))

@@ -26,7 +26,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _loaded_model import add_model_flags, loaded_model
 from _long_work import check_json_file, naming_memory, write_json_file
-from _parser import STDOUT, Parser, add_json, bad_input, leave_when_stopped
+from _parser import STDOUT, Parser, add_json, bad_input, leave_with
 
 if TYPE_CHECKING:
     from megatron.bcd.generation.load import LoadedModel
@@ -207,4 +207,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave_when_stopped(main)
+    leave_with(main)

@@ -30,6 +30,7 @@ import numpy
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from _parser import leave_with
 from _preprocess_totals import EncodedBatch, EncodedDocuments, Totals, show_progress
 from _text_files import Batch, Source, read_batches
 from _text_input import OneLineParser, add_input_flags, read_documents, sources_of
@@ -352,12 +353,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(run(args))
     except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
     return 0
 
 
 if __name__ == "__main__":
-    # So that `kill` unwinds the stack and leaves no partial files.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    sys.exit(main())
+    leave_with(main)

@@ -29,6 +29,7 @@ from typing import NoReturn
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from _parser import leave_with
 from _soak_job import KEPT_CHECKPOINTS, SAVE_INTERVAL, Files, Job, Process, Progress, SoakFailed, flags, torchrun
 
 from megatron.bcd.checkpoint import layout
@@ -383,5 +384,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no rank outlives this tool
-    sys.exit(main(sys.argv[1:]))
+    leave_with(lambda: main(sys.argv[1:]))

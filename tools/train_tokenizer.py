@@ -13,10 +13,10 @@ import argparse
 import io
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 
 import sentencepiece
+from _parser import leave_with
 from _text_files import Source, read_batches
 from _text_input import OneLineParser, add_input_flags, read_documents, sources_of
 
@@ -183,4 +183,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave_with(main)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import importlib
 import json
 import re
+import runpy
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -115,6 +118,21 @@ def test_a_reader_that_leaves() -> None:
         text=True,
     )
     assert (done.stdout, done.stderr) == ("0\n1\n", "")
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_ctrl_c(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A traceback under Ctrl-C."""
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", interrupted)
+    monkeypatch.setattr(sys, "argv", [tool, "whole"])  # recipe.py wants that word first
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(ROOT / "tools" / f"{tool}.py"), run_name="__main__")
+    assert left.value.code == 128 + signal.SIGINT
 
 
 def test_precision_as_the_scripts_say_it() -> None:
