@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 IGNORED_FIELDS = frozenset(
-    {"step_time_ms", "switch_time_ms", "tokens_per_second", "peak_memory_bytes", "reserved_memory_bytes", "run"}
+    {"step_time_ms", "switch_time_ms", "switches", "tokens_per_second"}
+    | {"peak_memory_bytes", "reserved_memory_bytes", "run"}
 )
 """Fields of a metrics file that differ from one run to the next: times, and memory that the allocator or the
-operating system counts; and the run's name, which depends on the flags that a version has. Everything else is compared,
+operating system counts; the run's name, which depends on the flags that a version has; and switches, which older
+versions lack and the blocks of the steps show. Everything else is compared,
 fields that are added later too."""
 ABSENT = "absent"
 LATEST = "latest_checkpointed_iteration.txt"

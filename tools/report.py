@@ -135,6 +135,10 @@ def _parsed(line: str, *, where: str) -> dict[str, Any]:
     state = values.get("model_state_bytes")
     if "loss" in values and not (isinstance(state, list) and state and all(isinstance(n, int) for n in state)):
         raise ValueError(f"{where}: model_state_bytes is not a list of whole numbers")
+    switches = values.get("switches", [])
+    pairs = switches if isinstance(switches, list) else [switches]
+    if not all(isinstance(pair, list) and [type(n) for n in pair] == [int, int] for pair in pairs):
+        raise ValueError(f"{where}: switches is not a list of pairs of iteration and block")
     return values
 
 

@@ -3,7 +3,6 @@
 import math
 import statistics
 from collections.abc import Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
@@ -39,13 +38,19 @@ STYLE = {
 
 
 def phase_bands(run: "Run") -> list[tuple[float, float, int]]:
-    """(start, end, block) of each phase on the iteration axis, neighbours of the same block joined."""
-    bands: list[tuple[float, float, int]] = []
-    for block, group in groupby(run.steps, key=lambda step: step["block"]):
-        last = list(group)[-1]["iteration"]
-        start = bands[-1][1] if bands else float(run.steps[0]["iteration"] - 1)
-        bands.append((start, float(last), block))
-    return bands
+    """(start, end, block) of each phase on the iteration axis, neighbours of the same block joined.
+
+    A switch that no line has (of an older version, or lost when the run was stopped) is put at the line before it.
+    """
+    starts: list[tuple[float, int]] = []
+    before = run.steps[0]["iteration"] - 1
+    for step in run.steps:
+        for start, block in (*step.get("switches", ()), (before, step["block"])):
+            if not starts or block != starts[-1][1]:
+                starts.append((float(start), block))
+        before = step["iteration"]
+    ends = [*(start for start, _ in starts[1:]), float(before)]
+    return [(start, end, block) for (start, block), end in zip(starts, ends, strict=True)]
 
 
 def smoothed(values: Sequence[float]) -> list[float]:

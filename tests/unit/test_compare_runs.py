@@ -33,6 +33,7 @@ STEP = {"iteration": 1, "loss": 5.5, "learning_rate": 1e-3, "grad_norm": None, "
 TIMES = {
     "step_time_ms": 1.5,
     "switch_time_ms": 0.0,
+    "switches": [[0, 1]],
     "tokens_per_second": 9.5,
     "peak_memory_bytes": [1, 2],
     "reserved_memory_bytes": [1, 2],

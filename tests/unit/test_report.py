@@ -197,6 +197,7 @@ def test_metrics_lines(tmp_path: Path) -> None:
     assert (first["loss"], first["learning_rate"]) == (9.87654321987654, 1e-3 / 3)
     assert first["model_state_bytes"] == [40 * MIB, 45 * MIB]
     assert (first["switch_time_ms"], second["switch_time_ms"]) == (12.5, 0.0)
+    assert first["switches"] == [[9, 1]] and "switches" not in second
     assert validation == {
         "iteration": 11,
         "consumed_samples": 176,

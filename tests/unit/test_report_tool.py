@@ -86,6 +86,19 @@ def test_phase_bands(tool: Any, two_runs: list[str]) -> None:
     assert figure.phase_bands(tool.read_run(two_runs[3])) == [(0.0, 4.0, 0)]
 
 
+def test_phases_between_lines(tool: Any, tmp_path: Path) -> None:
+    """A phase that begins at a logged step in place of its switch; phases between two lines that are not there."""
+    figure, path = importlib.import_module("report_figure"), tmp_path / "m.jsonl"
+    lines = [json.loads(resumed_line(i, ranks=1, block=block, step_ms=1.0, mib=1)) for i, block in ((1, 0), (10, 0))]
+    lines += [json.loads(resumed_line(20, ranks=1, block=2, step_ms=1.0, mib=1)) | {"switches": [[13, 1], [16, 2]]}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    bands = figure.phase_bands(tool.read_run(f"run={path}"))
+    assert bands == [(0.0, 13.0, 0), (13.0, 16.0, 1), (16.0, 20.0, 2)]
+    path.write_text(json.dumps(lines[-1] | {"switches": [[13]]}))
+    with pytest.raises(ValueError, match="line 1: switches"):
+        tool.read_run(f"run={path}")
+
+
 def test_smoothing_keeps_a_straight_line(tool: Any) -> None:
     """A smoothed curve shifted against the phases."""
     smoothed = importlib.import_module("report_figure").smoothed

@@ -49,6 +49,7 @@ class Reporter:
         self._train_iters = train_iters
         self._contents: dict[int, str] = {}
         self._switch_time_ms = 0.0
+        self._switches: list[tuple[int, int]] = []
         self._timing_log_option = timing_log_option
         self._writes_timers = log_timers_to_tensorboard
         self._num_named = straggler_minmax_count
@@ -85,11 +86,12 @@ class Reporter:
         if self._metrics is not None:
             # of all switches since the last line
             values = {**dataclasses.asdict(record), "switch_time_ms": self._switch_time_ms}
-            for name in ("timers_ms", "straggler_ms"):
+            values["switches"] = self._switches
+            for name in ("timers_ms", "straggler_ms", "switches"):
                 if not values[name]:
                     del values[name]
             self._write_metrics(values)
-        self._switch_time_ms = 0.0
+        self._switch_time_ms, self._switches = 0.0, []
         timers = timer_scalars(record) if self._writes_timers else {}
         self._write_scalars({**step_scalars(record), **timers}, record.iteration)
 
@@ -122,6 +124,7 @@ class Reporter:
         )
         self._screen.line(text, block=block)
         self._switch_time_ms += switch_time_ms
+        self._switches.append((iteration, block))
         self._write_scalars({"bcd/switch-time-ms": switch_time_ms}, iteration)
 
     def note(self, text: str) -> None:
