@@ -85,7 +85,7 @@ def test_ctrl_c(start: Callable[..., Started], tmp_path: Path) -> None:
     """A traceback, and all steps since the last checkpoint lost; readers that die of it end the run before it saves.
     torchrun forwards the signal: the same Ctrl-C arrives twice."""
     run = start(*LONG, "--num-workers", "1")
-    run.wait_for(lambda: "iteration        5/" in run.output)
+    run.wait_for(lambda: "iteration       5/1000000" in run.output)
     run.send()
     run.send()
     assert run.end() == 0, run.output

@@ -99,18 +99,31 @@ def metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def test_step_line_in_a_log_file() -> None:
-    """A line that lost a figure, or that was wrapped at the console's width (40 here)."""
+    """A line that lost a figure or the time that is left, or that was wrapped at the console's width (40 here)."""
     console = log_console()
-    with Reporter(train_iters=60, console=console) as reporter:
+    with Reporter(train_iters=60, start_iteration=9, console=console) as reporter:
         reporter.step(collect_step_metrics())
         reporter.step(collect_step_metrics(11, grad_norm=None, loss_scale=65536.0, skipped_iterations=2))
-    first, second = printed(console).splitlines()
+    first, *second = printed(console).splitlines()
     assert first == (
-        "iteration       10/      60 | cycle 0 | block 1 | loss 9.876543E+00 | lr 3.333333E-04"
-        " | grad norm 1.234 | 123.4 ms/step | 16,384 tokens/s | memory 123.0 MiB (model state 45.0 MiB)"
+        "iteration 10/60 | block 1 | loss 9.876543E+00 | lr 3.333E-04 | grad norm 1.234 | 123.4 ms/step | 0:00:06 left"
     )
-    assert "grad norm - |" in second
-    assert second.endswith("| loss scale 65,536 | skipped iterations 2")
+    assert "grad norm - |" in second[0]
+    assert "".join(second).endswith("loss scale 65,536 | skipped iterations 2")
+
+
+def test_a_step_line_fits_a_screen() -> None:
+    """A line over 120 characters; a long run whose usual figures take two."""
+    console = log_console()
+    with Reporter(train_iters=500_000, start_iteration=99_999, console=console) as reporter:
+        usual = collect_step_metrics(100_000, block=11, grad_norm=123.4567, step_time_ms=12345.6)
+        reporter.step(usual)
+        assert len(printed(console).splitlines()) == 1
+        asked = {"tflops_per_gpu": 123.4, "num_zeros": 10**9, "params_norm": 1e4, "loss_scale": 2.0**32}
+        reporter.step(dataclasses.replace(usual, grad_norm=1.23e-30, **asked))
+    assert max(map(len, printed(console).splitlines())) <= 120
+    for figure in ("57d 3h left", "123.4 TFLOP/s", "zeros in gradient 1,000,000,000", "loss scale 4,294,967,296"):
+        assert figure in printed(console)
 
 
 def test_log_file_has_no_control_characters(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -162,7 +175,7 @@ def test_terminal_shows_a_progress_line_and_gives_the_terminal_back() -> None:
     text = printed(console)
     assert "iteration 10/60" in text
     assert "16,384 tokens/s" in text
-    assert "0:00:06 to go" in text  # 50 steps of 123.44 ms
+    assert "0:00:06 left" in text  # 50 steps of 123.44 ms
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
 
 

@@ -2,7 +2,6 @@
 
 import sys
 import time
-from datetime import timedelta
 
 from rich import box
 from rich.console import Console, Group
@@ -11,7 +10,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from megatron.bcd.metrics.lines import bytes_by_rank, highest_by_rank, listed
+from megatron.bcd.metrics.lines import bytes_by_rank, format_left, highest_by_rank, listed
 from megatron.bcd.metrics.schema import RunSummary, StepMetrics
 
 _BLOCK_STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")
@@ -86,6 +85,7 @@ class Screen:
         self._train_iters = train_iters
         self._start = self._last = start_iteration
         self._busy_ms = 0.0
+        self._left = ""
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._refreshed = 0.0
@@ -105,6 +105,14 @@ class Screen:
             rich_text.highlight_regex(r"\bloss [\d.]\S+", "bold")
             rich_text.highlight_words([f"block {block}"], _BLOCK_STYLES[block % len(_BLOCK_STYLES)])
         self._console.print(rich_text, soft_wrap=True, highlight=False)
+
+    def time_left(self, record: StepMetrics) -> str:
+        """By the mean step so far: blocks differ in speed."""
+        self._busy_ms += record.step_time_ms * max(0, record.iteration - self._last)
+        self._last = max(self._last, record.iteration)
+        done = self._last - self._start
+        self._left = format_left(self._busy_ms / done * max(0, self._train_iters - self._last) if done else 0.0)
+        return self._left
 
     def advance(self, iteration: int, record: StepMetrics | None = None) -> None:
         """Move the progress line to `iteration`; a record updates its text."""
@@ -137,16 +145,10 @@ class Screen:
         return progress
 
     def _doing(self, record: StepMetrics) -> str:
-        """Block, loss, speed and remaining time from the mean step so far (blocks differ in speed)."""
-        self._busy_ms += record.step_time_ms * max(0, record.iteration - self._last)
-        self._last = max(self._last, record.iteration)
-        done = self._last - self._start
-        left_ms = self._busy_ms / done * max(0, self._train_iters - self._last) if done else 0.0
-        to_go = timedelta(seconds=round(left_ms / 1000.0))
         style = _BLOCK_STYLES[record.block % len(_BLOCK_STYLES)]
         return (
             f"[{style}]block {record.block}[/{style}]  loss [bold]{record.loss:.4f}[/bold]"
-            f"  {record.tokens_per_second:,.0f} tokens/s  [dim]{to_go} to go[/dim]"
+            f"  {record.tokens_per_second:,.0f} tokens/s  [dim]{self._left}[/dim]"
         )
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ from megatron.bcd.metrics.schema import BlockSummary, EvalMetrics, StepMetrics
 
 MIB = 2**20
 GIB = 2**30
+_LINE_LENGTH = 120
 _NUM_SHOWN = 4  # of a longer list only minimum and maximum are printed, to fit a screen
 
 
@@ -31,23 +32,26 @@ def highest_by_rank(blocks: Iterable[BlockSummary]) -> tuple[int, ...]:
     return tuple(max(column) for column in zip(*(b.model_state_bytes for b in blocks), strict=True))
 
 
-def step_line(record: StepMetrics, *, train_iters: int) -> str:
-    """The log line of one log step."""
-    norm = "-" if record.grad_norm is None else f"{record.grad_norm:.3f}"
+def format_left(milliseconds: float) -> str:
+    """A remaining time: "0:00:06 left", "3d 14h left"."""
+    minutes, seconds = divmod(round(milliseconds / 1000.0), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours // 24}d {hours % 24}h left" if hours >= 24 else f"{hours}:{minutes:02d}:{seconds:02d} left"
+
+
+def step_lines(record: StepMetrics, *, train_iters: int, left: str) -> list[str]:
+    """The log line of one log step, of at most 120 characters; what does not fit (figures that flags ask for) follows
+    on another."""
+    step_ms = record.step_time_ms
     parts = [
-        f"iteration {record.iteration:8d}/{train_iters:8d}",
-        f"cycle {record.cycle}",
+        f"iteration {record.iteration:{len(str(train_iters))}d}/{train_iters}",
         f"block {record.block}",
         f"loss {record.loss:.6E}",
-        f"lr {record.learning_rate:.6E}",
-        f"grad norm {norm}",
-        f"{record.step_time_ms:,.1f} ms/step",
-        f"{record.tokens_per_second:,.0f} tokens/s",
+        f"lr {record.learning_rate:.3E}",
+        f"grad norm {'-' if record.grad_norm is None else f'{record.grad_norm:.4g}'}",
+        f"{step_ms:.{0 if step_ms >= 1000 else 1}f} ms/step",
+        left,
     ]
-    peak, state = max(record.peak_memory_bytes, default=0), max(record.model_state_bytes, default=0)
-    reserved = max(record.reserved_memory_bytes, default=0)
-    of_allocator = f", reserved {format_bytes(reserved)}" if reserved else ""
-    parts.append(f"memory {format_bytes(peak)} (model state {format_bytes(state)}{of_allocator})")
     if record.tflops_per_gpu is not None:
         parts.append(f"{record.tflops_per_gpu:,.1f} TFLOP/s per GPU")
     if record.num_zeros is not None:
@@ -58,7 +62,13 @@ def step_line(record: StepMetrics, *, train_iters: int) -> str:
         parts.append(f"loss scale {record.loss_scale:,.0f}")
     if record.skipped_iterations:
         parts.append(f"skipped iterations {record.skipped_iterations}")
-    return " | ".join(parts)
+    lines = parts[:1]
+    for part in parts[1:]:
+        if len(f"{lines[-1]} | {part}") <= _LINE_LENGTH:
+            lines[-1] += f" | {part}"
+        else:
+            lines.append(f"  {part}")
+    return lines
 
 
 _TIMES = {"max": "max time", "minmax": "(min, max) time", "all": "times"}

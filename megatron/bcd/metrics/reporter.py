@@ -8,7 +8,7 @@ from types import TracebackType
 from rich.console import Console
 
 from megatron.bcd.metrics.console import Screen
-from megatron.bcd.metrics.lines import evaluation_line, step_line, straggler_lines, timer_lines
+from megatron.bcd.metrics.lines import evaluation_line, step_lines, straggler_lines, timer_lines
 from megatron.bcd.metrics.schema import EvalMetrics, RunSummary, StepMetrics
 from megatron.bcd.metrics.sinks import MetricsFile, TensorBoard, Wandb, evaluation_scalars, step_scalars, timer_scalars
 
@@ -77,7 +77,9 @@ class Reporter:
 
     def step(self, record: StepMetrics) -> None:
         """Write one log line, one metrics line and one point of every curve."""
-        self._screen.line(step_line(record, train_iters=self._train_iters), block=record.block)
+        left = self._screen.time_left(record)
+        for line in step_lines(record, train_iters=self._train_iters, left=left):
+            self._screen.line(line, block=record.block)
         for line in timer_lines(record.timers_ms, option=self._timing_log_option):
             self._screen.line(line)
         for line in straggler_lines(record.straggler_ms, num_named=self._num_named):
