@@ -139,7 +139,8 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
             text = text_of(loaded, ids, found.tokens)
             answers.append({"prompt": prompt, "answer": text, "tokens": len(found.tokens), "is_ended": found.is_ended})
             if options.json != STDOUT:
-                print(f"{prompt}{text}\n", flush=True)
+                between = "\n" if options.chat or options.instruction else ""  # an answer, or the text's continuation
+                print(f"{prompt}{between}{text}\n", flush=True)
     return answers
 
 

@@ -52,7 +52,8 @@ TEMPLATE = (
 
 
 def test_chat(runs: ForkedRuns, tmp_path: Path) -> None:
-    """A prompt that is not put into the template, or an instruction that is not in the form that was trained."""
+    """A prompt that is not put into the template, or an instruction that is not in the form that was trained; an answer
+    behind the question, on its line."""
     folder = models.write_model("llama2", tmp_path / "model")
     vocabulary = {chr(code): code - 31 for code in range(32, 127)} | {"</s>": 0}
     engine = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="</s>"))
@@ -80,6 +81,7 @@ def test_chat(runs: ForkedRuns, tmp_path: Path) -> None:
     code, said, error = run(runs, tmp_path, "generate", *words, "--chat")
     assert code == 0, error
     ended = json.loads(said)[0]
+    assert f"hi\n{ended['answer']}\n" in run(runs, tmp_path, "generate", *words[:-1], "--chat")[1]
     assert ended["is_ended"] and end not in ended["answer"].split() and answers[1].startswith(ended["answer"])
 
 
