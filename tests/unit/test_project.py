@@ -280,6 +280,14 @@ def test_links_of_the_documents(repo_root: Path) -> None:
     assert {name: links for name, links in broken.items() if links} == {}
 
 
+def test_the_index_of_the_documents(repo_root: Path) -> None:
+    """A page that its reader finds only by listing the folder."""
+    assert "docs/README.md" in LINK.findall((repo_root / "README.md").read_text(encoding="utf-8"))
+    links = LINK.findall((repo_root / "docs" / "README.md").read_text(encoding="utf-8"))
+    pages = {path.name for path in (repo_root / "docs").glob("*.md")} - {"README.md"}
+    assert pages - {link.partition("#")[0] for link in links} == set()
+
+
 def test_broken_links_are_found(tmp_path: Path) -> None:
     """A check that takes any link for a good one."""
     text = "# One `two`, three!\n# Again\n# Again\n[a](b.md) [c](#again-1) [d](#one-two-three) [e](#two) `[f](g)`\n"

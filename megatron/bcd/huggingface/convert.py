@@ -32,6 +32,7 @@ _PIECE_BYTES = 16 * 2**20
 _ITERATION = 0
 LEFTOVER = os.path.basename(layout.incomplete_folder("", _ITERATION))
 """What a conversion to a checkpoint that was killed leaves in its folder; `to_core` deletes it."""
+
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 """As config.json names them."""
 
