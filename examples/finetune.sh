@@ -133,7 +133,7 @@ else
     export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     rm -rf "$SAVE" "$SAVE-hf" "$SAVE.jsonl" "$MODEL_DIR"  # an earlier tiny run would be resumed
     mkdir -p "$OUT"
-    for i in {0..39}; do
+    for i in {0..99}; do  # two visits to every block
         printf '{"instruction": "Say the number %d twice.", "output": "%d %d"}\n' "$i" "$i" "$i"
     done > "$DATA"
     # in place of a published model: a few steps from random weights

@@ -49,8 +49,8 @@ def _warn_of_untrained(components: Components, state: TrainState, *, num_steps: 
         components.reporter.warning(
             f"{len(visited)} of {schedule.num_blocks} blocks are active in {components.train_iters:,} steps "
             f"({schedule.describe()}); {'the other blocks' if is_unknown else ', '.join(parts)} "
-            f"{'will stay' if num_steps > 0 else 'stayed'} as at the start: give more steps, or leave "
-            "--bcd-steps-per-block out"
+            f"{'will stay' if num_steps > 0 else 'stayed'} as at the start: give more steps, fewer blocks or "
+            "shorter phases"
         )
 
 
