@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support import worlds
+from support.fine_tuning import tokenizer_folder
 
 from megatron.bcd.checkpoint.run_state import RunState
 from megatron.bcd.config import RunConfig, run_config_to_dict
@@ -183,6 +184,29 @@ def test_vocabulary_of_a_run(tmp_path: Path) -> None:
     assert describe_run(run, is_on_gpu=False, vocab_size=256).network.vocab_size == 256
     with pytest.raises(ValueError, match="give --vocab-size"):
         describe_run(run, is_on_gpu=False)
+
+
+def test_the_tokenizer_that_is_exported(tmp_path: Path) -> None:
+    """Files of the model's own tokenizer beside a model that was trained with another; those of the model that are
+    lost, or lose the begin token that its texts have; a run from scratch whose texts get one."""
+    tokenizer_folder(tmp_path / "m", None, bos=True)
+    (tmp_path / "m" / "generation_config.json").write_text("{}")
+    original = (tmp_path / "m" / "tokenizer.json").read_bytes()
+    other = describe_run(parse(tmp_path / "m", LLAMA), is_on_gpu=False).companions
+    assert other.keys() == {"generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert json.loads(other["tokenizer.json"]) != json.loads(original)
+    own = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tmp_path / "m")}
+    kept = describe_run(parse(tmp_path / "m", LLAMA, **own), is_on_gpu=False).companions
+    assert kept.keys() == other.keys()
+    assert json.loads(kept["tokenizer.json"])["post_processor"] == json.loads(original)["post_processor"]
+    sizes = {"load_hf": None, "num_layers": 6, "hidden_size": 64, "num_attention_heads": 4}
+    scratch = describe_run(parse(tmp_path / "m", LLAMA, form="llama", **own, **sizes), is_on_gpu=False)
+    assert scratch.companions.keys() == {"tokenizer.json", "tokenizer_config.json"}
+    assert json.loads(scratch.companions["tokenizer.json"])["post_processor"] is None
+    assert scratch.tokenizer is not None and json.loads(scratch.config)["eos_token_id"] == scratch.tokenizer.eod
+    ids = {"tokenizer_type": "NullTokenizer", "vocab_size": 200}
+    numbers = describe_run(parse(tmp_path / "m", LLAMA, **ids), is_on_gpu=False).companions
+    assert {Path(str(path)).parent for path in numbers.values()} == {tmp_path / "m"} and numbers.keys() == kept.keys()
 
 
 def test_what_transformers_does_not_have(tmp_path: Path) -> None:
