@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 from support import switched_runs, worlds
 from support.dist import World
 
 from megatron.bcd.config import RunConfig
+from megatron.bcd.runtime import distributed
+from megatron.bcd.training import pretrain
 
 KINDS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -108,3 +111,21 @@ def test_short_phases_lose_nothing(world1: World, text_data: str, kind: str) -> 
     config = worlds.run_config(**flags, **KINDS[kind], **HOST, bcd_always_active="norms")
     long, short = (world1.run(in_short_phases, config, is_cut=is_cut)[0] for is_cut in (False, True))
     assert long == short
+
+
+def saves_of_a_run(config: RunConfig) -> int:
+    """How often state is kept, from the first step to the end of `pretrain`."""
+    with (
+        worlds.started(config) as one,
+        mock.patch.object(distributed, "leave"),  # the groups are the world's
+        mock.patch.object(one.active.kept, "save", wraps=one.active.kept.save) as save,
+    ):
+        pretrain._run(one.components, one.state, prog="test")
+    return save.call_count
+
+
+def test_nothing_is_kept_when_the_run_ends(world1: World, text_data: str) -> None:
+    """Copies that nobody reads, and that can fail after the last checkpoint: main parameters of the host beside weights
+    of the device with --optimizer-cpu-offload."""
+    flags = {"bcd_optimizer_state": "host", "bf16": True, "train_iters": 3}
+    assert world1.run(saves_of_a_run, worlds.run_config(data_path=text_data, **flags)) == [2]

@@ -136,8 +136,8 @@ class _HookedActiveBlock(ActiveBlock):
         super().build(block)
         self._run.call("after_build")
 
-    def dispose(self) -> None:
-        super().dispose()
+    def dispose(self, **options: bool) -> None:
+        super().dispose(**options)
         self._run.call("after_dispose")
 
 

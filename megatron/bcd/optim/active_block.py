@@ -90,22 +90,17 @@ class ActiveBlock:
             self.matrices.begin(rules)
         self._switch_check = SwitchCheck(self.optimizer, self.parameters, self.matrices, block=block, stage=self.stage)
 
-    def dispose(self) -> None:
-        """Save what is kept between phases, and free gradients, optimizer state and buffers. A collective."""
+    def dispose(self, *, is_end_of_run: bool = False) -> None:
+        """Save what is kept between phases, and free gradients, optimizer state and buffers. A collective.
+
+        At the end of the run nothing is kept.
+        """
         assert self.wrapped is not None and self.block is not None, "build() comes first"
         self._gather_parameters()
-        self._loss_scaler_state = self.loss_scaler_state()
-        rested_before = self._rested_before(self.block)
-        self.kept.save(self.block, self.own_shards(), without_main_param=rested_before)
+        if not is_end_of_run:
+            self._keep()
         if self.matrices is not None:
-            main_params_to_rest(self.matrices, self.own_shards(), rested_before, is_sharded=self.is_sharded)
-            self.matrices.end(keeps_momenta=self.kept.keeps_moments)
-        if self.partition.always_active:
-            self.kept.save_always_active(
-                self.always_active_shards(),
-                self.parameters.always_active(),
-                group=replicas.group() if self.is_sharded else None,
-            )
+            self.matrices.end(keeps_momenta=self.kept.keeps_moments and not is_end_of_run)
         self._disconnect()
         in_buffers = self._in_buffers if self.partition.always_active else []
         megatron_phase.drop_gradient_hooks(self.wrapped)
@@ -122,6 +117,21 @@ class ActiveBlock:
             # the weight is a view of the buffer; always-active ones would keep this buffer alive beside the next
             parameter.data = parameter.data.clone()
         memory.release_cached_memory()
+
+    def _keep(self) -> None:
+        """Save the block's state for its next phase, and that of always-active parameters for the next block's."""
+        assert self.block is not None
+        self._loss_scaler_state = self.loss_scaler_state()
+        rested_before = self._rested_before(self.block)
+        self.kept.save(self.block, self.own_shards(), without_main_param=rested_before)
+        if self.matrices is not None:
+            main_params_to_rest(self.matrices, self.own_shards(), rested_before, is_sharded=self.is_sharded)
+        if self.partition.always_active:
+            self.kept.save_always_active(
+                self.always_active_shards(),
+                self.parameters.always_active(),
+                group=replicas.group() if self.is_sharded else None,
+            )
 
     def _rested_before(self, block: int) -> list[str]:
         """The block's 16-bit matrices that Megatron Core's optimizer steps now and the matrix optimizer otherwise."""

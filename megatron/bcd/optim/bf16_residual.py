@@ -37,10 +37,10 @@ class Bf16Residual:
     def restore(self, weight: torch.Tensor, *, main_param: torch.Tensor) -> None:
         """Write into `main_param` (fp32, flat) its value at the call of `bf16_residual`.
 
-        `weight` must be the same as then.
+        `weight` must be the same as then; it may be on another device.
         """
         for start in range(0, main_param.numel(), _CHUNK):
-            upper = _upper(weight[start : start + _CHUNK])
+            upper = _upper(weight[start : start + _CHUNK].to(main_param.device))
             difference = self.differences[start : start + _CHUNK].to(main_param.device, non_blocking=True)
             _bits(main_param[start : start + _CHUNK]).copy_(upper + difference)
         if self.exception_indices.numel():
@@ -52,11 +52,13 @@ class Bf16Residual:
 def bf16_residual(main_param: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> Bf16Residual:
     """What restores `main_param` (fp32, flat) bit for bit from `weight` (bf16, flat).
 
-    `out` is an int16 host buffer for the differences, written without waiting for the device.
+    `out` is an int16 host buffer for the differences, written without waiting for the device. An optimizer may hold
+    main parameters in host memory while weights are on the device.
     """
     indices, exceptions = [], []
     for start in range(0, main_param.numel(), _CHUNK):
-        bits, upper = _bits(main_param[start : start + _CHUNK]), _upper(weight[start : start + _CHUNK])
+        bits = _bits(main_param[start : start + _CHUNK])
+        upper = _upper(weight[start : start + _CHUNK].to(main_param.device))
         difference = (bits - upper).to(torch.int16)
         exception = torch.nonzero(upper + difference != bits).view(-1)
         out[start : start + _CHUNK].copy_(difference, non_blocking=True)

@@ -68,11 +68,12 @@ class Phase:
             on_built()
         self._begin(state)
 
-    def exit(self) -> None:
-        """Free gradients, optimizer and reader threads. The weights stay, and what is kept of the block's state."""
+    def exit(self, *, is_end_of_run: bool = False) -> None:
+        """Free gradients, optimizer and reader threads. The weights stay, and unless the run ends what is kept of the
+        block's state."""
         self._prefix_cache.close()
         self._lr_scheduler.optimizer = None  # a reference here would keep the old optimizer alive
-        self._active.dispose()
+        self._active.dispose(is_end_of_run=is_end_of_run)
         memory.reset_peak_memory()  # a phase's peak includes the allocation of its own state
 
     def advance(self, state: TrainState, before: PhaseState) -> None:

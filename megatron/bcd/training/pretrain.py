@@ -101,7 +101,7 @@ def _run(components: Components, state: TrainState, *, prog: str) -> None:
         torch.distributed.barrier()
         sys.exit(1)
     if not components.config.training.skip_train:
-        components.phase.exit()
+        components.phase.exit(is_end_of_run=True)
     torch.distributed.barrier()
     distributed.leave()
 
