@@ -23,7 +23,6 @@ maximum over the model-parallel ranks. It reads the loss too, once per microbatc
 
 IN_HOST_MEMORY = (
     "/compat/cpu",
-    "/core/utils.py",
     "/torch/optim/",
     "/datasets/",
     "/bcd/data/",

@@ -19,9 +19,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core import utils
 from torch.distributed import ProcessGroupGloo
 
-from megatron.bcd.runtime.compat import cpu
+from megatron.bcd.runtime.compat import cpu, grad_norm
 from megatron.bcd.runtime.compat.private_apis import PRIVATE_APIS, PrivateApi
 
 
@@ -91,6 +92,18 @@ def test_tensor_shims() -> None:
     """`cpu.patch_megatron_core`: the optimizers compare the names of types, which differ by "cuda." alone."""
     assert cpu._tensor_type(torch.zeros(1)) == "torch.FloatTensor"
     assert cpu._tensor_type(torch.zeros(1, dtype=torch.bfloat16)) == "torch.BFloat16Tensor"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grad_norm(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """`grad_norm.l2_norm`: another value than that of the function it replaces."""
+    monkeypatch.setattr(utils, "torch", cpu._TorchOnCpu())
+    draw = torch.Generator().manual_seed(1)
+    gradients = [torch.randn(size, 7, generator=draw).to(dtype) * size for size in range(1, 40)]
+    ours, theirs = (
+        norm(65536, None, [gradients], False) for norm in (grad_norm.l2_norm, utils.local_multi_tensor_l2_norm)
+    )
+    assert ours[0].dtype == torch.float32 and torch.equal(ours[0], theirs[0]) and ours[1] is theirs[1] is None
 
 
 OVERRIDDEN_IN_PLACE = {

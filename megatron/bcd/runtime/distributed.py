@@ -61,6 +61,7 @@ def initialize(
         os.environ.setdefault(CONNECTIONS, "1")
     compat.patch_optimizer_offload()
     compat.patch_norm_recomputation()
+    compat.patch_grad_norm()
     if backend == "auto":
         backend = "nccl" if device.has_cuda() else "gloo"
     if backend == "nccl" and not device.has_cuda():

@@ -6,7 +6,8 @@ overridden private methods and patches of both packages that stand elsewhere.
 """
 
 from megatron.bcd.runtime.compat.gloo import share_gloo_device
+from megatron.bcd.runtime.compat.grad_norm import patch_grad_norm
 from megatron.bcd.runtime.compat.norm_recomputation import patch_norm_recomputation
 from megatron.bcd.runtime.compat.optimizer_offload import patch_optimizer_offload
 
-__all__ = ["patch_norm_recomputation", "patch_optimizer_offload", "share_gloo_device"]
+__all__ = ["patch_grad_norm", "patch_norm_recomputation", "patch_optimizer_offload", "share_gloo_device"]

@@ -139,6 +139,13 @@ MEGATRON_APIS = (
     ),
     PrivateApi(
         "megatron.core.optimizer.clip_grads",
+        "get_grad_norm_fp32",
+        used_in="runtime.compat.grad_norm",
+        use="l2_norm_impl replaced in its module, see test_grad_norm",
+        source=("l2_norm_impl,",),
+    ),
+    PrivateApi(
+        "megatron.core.optimizer.clip_grads",
         "",
         used_in="runtime.compat.cpu",
         use="its `torch` replaced: factories on the CPU",
