@@ -101,6 +101,7 @@ def check_torch(found: Mapping[str, Any]) -> Iterator[Check]:
         yield passed("torch", f"{found['torch']}, CUDA {found['cuda']}", **found)
         yield passed("driver", _query("driver_version") or "unknown: nvidia-smi is missing")
         yield passed("nccl", found["nccl"])
+        yield check_compiler(found["missing_for_compilation"])
     elif has_driver and _query("name"):
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         remedy = "unset CUDA_VISIBLE_DEVICES" if hidden else "install the torch build of the driver's CUDA version"
@@ -124,6 +125,14 @@ def _check_optional(part: str, found: Mapping[str, Any], *, has_cuda: bool) -> C
         f"installed and broken ({found['error']}): training goes on without it",
         remedy="reinstall it for this torch and CUDA, or uninstall it",
     )
+
+
+def check_compiler(missing: str) -> Check:
+    """Of Megatron Core's fused functions."""
+    if missing:
+        remedy = "install gcc and python3-dev; a run without fusions says which flags switch them off"
+        return failed("compiler", f"torch.compile lacks {missing}", remedy=remedy)
+    return passed("compiler", "C compiler and Python.h are there, or torch.compile is off")
 
 
 def check_gpus(gpus: list[Mapping[str, Any]], cores: int) -> Iterator[Check]:

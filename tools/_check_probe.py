@@ -8,7 +8,11 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import sys
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 OPTIONAL = {
     "transformer_engine": ("transformer_engine.pytorch",),
@@ -54,6 +58,8 @@ def gpus(torch: Any) -> list[dict[str, Any]]:
 def probe() -> dict[str, Any]:
     import torch
 
+    from megatron.bcd.runtime import packages
+
     has_cuda = torch.cuda.is_available()
     return {
         "torch": torch.__version__,
@@ -63,6 +69,7 @@ def probe() -> dict[str, Any]:
         "gpus": gpus(torch) if has_cuda else [],
         "transformer_engine": optional("transformer_engine"),
         "apex": optional("apex"),
+        "missing_for_compilation": packages.missing_for_compilation(),
         "cores": len(os.sched_getaffinity(0)),
     }
 

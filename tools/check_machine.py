@@ -34,7 +34,7 @@ from _parser import STDOUT, Parser, add_json, bad_input, leave_with
 PROG = "tools/check_machine.py"
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = Path(__file__).with_name("check_machine_figures.json")
-NEEDED = ("python", "torch", "folder")
+NEEDED = ("python", "torch", "compiler", "folder")
 """Parts without which no run is tried, beside all packages."""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from _check_runs import Runner
+from _check_runs import Runner, flags_of
 
 from megatron.bcd.optim.bf16_residual import bf16_residual
 
@@ -80,6 +80,19 @@ def test_residuals_across_devices(num_gpus: int, main_on: str) -> None:
     restored = torch.zeros_like(main_param)
     residual.restore(weight, main_param=restored)
     assert torch.equal(restored, main_param)
+
+
+def test_no_compiler(repo_root: Path, num_gpus: int) -> None:
+    """A run that dies in its first step, with the traceback of torch.compile on every rank."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    data = {"mock_data": True, "tokenizer_type": "NullTokenizer", "vocab_size": 256}
+    sizes = {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "train_iters": 1}
+    batch = {"micro_batch_size": 1, "global_batch_size": 1, "lr": 1e-3, "max_position_embeddings": 64}
+    command = [sys.executable, "pretrain_gpt_bcd.py", *flags_of(data | sizes | batch)]
+    environment = os.environ | {"CC": "/no/such/compiler", "TORCHDYNAMO_DISABLE": "0"}
+    done = subprocess.run(command, cwd=repo_root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and "--no-bias-gelu-fusion" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_switch_frees_the_allocators_bytes(runners: Callable[[int], Runner]) -> None:

@@ -31,6 +31,7 @@ PROBED = {
     "gpus": [],
     "transformer_engine": {"is_absent": True, "error": ""},
     "apex": {"is_absent": True, "error": ""},
+    "missing_for_compilation": "",
     "cores": 2,
 }
 GPU = {"name": "NVIDIA GeForce RTX 4090", "memory_gib": 23.6, "capability": "8.9", "peers": []}
@@ -259,6 +260,7 @@ def test_torch_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.Monke
     [
         ({"gpus": [GPU, GPU | {"name": "NVIDIA T4"}]}, "gpus"),
         ({"gpus": [GPU] * 4, "cores": 2}, "cores"),
+        ({"missing_for_compilation": "a C compiler"}, "compiler"),
         ({"transformer_engine": {"is_absent": False, "error": "undefined symbol"}}, "transformer engine"),
         ({"apex": {"is_absent": False, "error": "No module named 'amp_C'"}}, "apex"),
     ],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import sysconfig
 import types
 
 import pytest
@@ -129,6 +131,27 @@ def test_recomputation_that_never_ends_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "switches"),
+    [((), {"--no-bias-gelu-fusion"}), (("--swiglu",), {"--no-bias-swiglu-fusion"}), (("--squared-relu",), set())],
+)
+def test_a_gpu_without_a_compiler(flags: tuple[str, ...], switches: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A traceback of torch.compile in the first step, or flags that do not help."""
+    local = choose_implementation("local", transformer_engine=False, apex=False, optimizer="PyTorch AdamW")
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    monkeypatch.setenv("CC", "/no/such/compiler")
+    with pytest.raises(ValueError) as caught:
+        transformer_config.build_transformer_config(parse(*flags), local)
+    given = set(re.findall(r"--no-[a-z-]+", str(caught.value)))
+    assert given == switches | {"--no-bias-dropout-fusion"}
+    transformer_config.build_transformer_config(parse(*flags, *sorted(given)), local)
+    monkeypatch.setenv("CC", "true")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": "/no/such/folder"})
+    with pytest.raises(ValueError, match=r"Python\.h"):
+        transformer_config.build_transformer_config(parse(*flags), local)
+
+
+@pytest.mark.parametrize(
     ("flags", "is_fused"),
     [
         (("--bf16", "--bcd-preset", "pretrain"), True),
@@ -143,6 +166,7 @@ def test_fused_weight_gradient(flags: tuple[str, ...], is_fused: bool, monkeypat
     """Apex's kernel for gradients in bf16, which takes no fp32 inputs: a crash in the first backward pass."""
     monkeypatch.setattr(device, "has_cuda", lambda: True)
     monkeypatch.setattr(packages, "is_importable", lambda name: name == "fused_weight_gradient_mlp_cuda")
+    monkeypatch.setattr(packages, "missing_for_compilation", lambda: "")
     local = choose_implementation("local", transformer_engine=False, apex=False, optimizer="PyTorch AdamW")
     assert transformer_config.build_transformer_config(parse(*flags), local).gradient_accumulation_fusion == is_fused
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from megatron.core.transformer.enums import AttnBackend
@@ -68,6 +69,7 @@ def build_transformer_config(config: RunConfig, implementation: Implementation) 
         fields["gradient_accumulation_fusion"] = False
     if not device.has_cuda() or not packages.is_importable("scaled_masked_softmax_cuda"):
         fields["masked_softmax_fusion"] = False
+    _check_compiled_fusions(config, fields)
     if config.num_chunks > 1:
         fields["virtual_pipeline_model_parallel_size"] = config.num_chunks
         chunks = [len(submodel.layers) for submodel in partition_from_config(config).submodels]
@@ -98,6 +100,21 @@ def _has_plain_rotation(config: RunConfig) -> bool:
     # nothing comes between projection and rotation
     is_alone = not fields.get("qk_layernorm") and groups >= config.tensor_size
     return config.model.position_embedding_type == "rope" and is_plain and is_alone
+
+
+def _check_compiled_fusions(config: RunConfig, fields: Mapping[str, Any]) -> None:
+    """Raises ValueError on a GPU where Megatron Core's compiled functions would fail in the first step."""
+    ways = {
+        "bias_activation_fusion": f"with --no-bias-{'swiglu' if config.model.swiglu else 'gelu'}-fusion",
+        "bias_dropout_fusion": "with --no-bias-dropout-fusion",
+        "cross_entropy_loss_fusion": "without --cross-entropy-loss-fusion",
+    }
+    compiled = [way for field, way in ways.items() if fields.get(field)]
+    if compiled and device.has_cuda() and (missing := packages.missing_for_compilation()):
+        raise ValueError(
+            f"{missing} is missing, which the fused functions of Megatron Core need on a GPU (torch.compile): install "
+            f"gcc and python3-dev, or run {', '.join(compiled)}"
+        )
 
 
 def tanh_gelu(x: Tensor) -> Tensor:

@@ -1,9 +1,13 @@
-"""Optional packages: Transformer Engine and Apex, used where they are importable and there is a GPU."""
+"""Optional packages: Transformer Engine and Apex, used where they are importable and there is a GPU; a C compiler."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import shutil
+import sysconfig
+from pathlib import Path
 
 from megatron.bcd.runtime import device
 
@@ -50,6 +54,20 @@ def has_apex() -> bool:
         and is_importable("apex.normalization")
         and is_importable("amp_C")
     )
+
+
+def missing_for_compilation() -> str:
+    """What torch.compile lacks here to compile for a GPU; empty if nothing, or if it is switched off.
+
+    Triton compiles the launchers of its kernels with a C compiler: CC, else gcc or clang.
+    """
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        return ""
+    compiler = os.environ.get("CC")
+    if not any(shutil.which(name) for name in ([compiler] if compiler else ["gcc", "clang"])):
+        return f"the C compiler of CC={compiler}" if compiler else "a C compiler"
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    return "" if header.is_file() else str(header)
 
 
 PYTORCH_OPTIMIZER = "PyTorch AdamW"
