@@ -28,8 +28,6 @@ class Run:
     """What a run wrote to its metrics file."""
 
     steps: tuple[Line, ...]
-    validation_loss: dict[str, float]
-    """By iteration; at the last one of the final evaluation."""
 
     @property
     def losses(self) -> list[float]:
@@ -53,7 +51,7 @@ class Runner:
     num_ranks: int
     on_gpu: bool
     flags: Mapping[str, Any]
-    """Of every run."""
+    """Of every run, beside its own."""
     seconds: float = 300.0
     """Limit of one run: what hangs must end."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -80,15 +78,27 @@ class Runner:
         flags = dict(self.flags) | no_step | sizes
         self._start("weights", flags, num_ranks=1, environment={**self.environment, **NO_GPU})
 
-    def train(self, name: str, flags: Mapping[str, Any], *, until: Callable[[], bool] | None = None) -> Run:
-        """A run from the initial weights on all ranks, or with --load in its flags from there. Raises CannotRun."""
+    def train(
+        self,
+        name: str,
+        flags: Mapping[str, Any],
+        *,
+        num_ranks: int | None = None,
+        on_cpu: bool = False,
+        until: Callable[[], bool] | None = None,
+    ) -> Run:
+        """A run from the initial weights on all or so many ranks, or with --load in its flags from there.
+
+        Raises CannotRun."""
+        num_ranks = num_ranks or self.num_ranks
         stages = int(flags.get("pipeline_model_parallel_size", 1)) * int(flags.get("tensor_model_parallel_size", 1))
         from_weights = {} if "load" in flags else {"load": self.weights, "finetune": True}
-        num_replicas = self.num_ranks // stages
+        num_replicas = num_ranks // stages
         sizes = {"micro_batch_size": 2 if num_replicas <= 2 else 1}
-        exact = {"deterministic_mode": True} if self.on_gpu else {}
+        exact = {"deterministic_mode": True} if self.on_gpu and not on_cpu else {}
         values = dict(self.flags) | sizes | exact | from_weights | dict(flags)
-        return self._start(name, values, num_ranks=self.num_ranks, environment=self.environment, until=until)
+        environment = {**self.environment, **(NO_GPU if on_cpu else {})}
+        return self._start(name, values, num_ranks=num_ranks, environment=environment, until=until)
 
     def metrics(self, name: str) -> Path:
         return self.folder / f"{name}.jsonl"
@@ -114,9 +124,4 @@ def read_run(metrics: Path) -> Run:
     except (OSError, ValueError) as error:
         raise CannotRun(f"its metrics cannot be read ({error})") from None
     steps = [line for line in lines if "loss" in line]
-    return Run(
-        steps=tuple(Line(loss=line["loss"], grad_norm=line["grad_norm"] or 0.0, raw=line) for line in steps),
-        validation_loss={
-            str(line["iteration"]): line["validation_loss"] for line in lines if "validation_loss" in line
-        },
-    )
+    return Run(steps=tuple(Line(loss=line["loss"], grad_norm=line["grad_norm"] or 0.0, raw=line) for line in steps))

@@ -1,8 +1,8 @@
-"""The self-test of tools/check_machine.py: training runs on all ranks, compared with committed figures."""
+"""The self-test of tools/check_machine.py: training runs on all ranks, compared with one process of this machine."""
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,10 +15,37 @@ from megatron.bcd.planner.memory import rank_memory
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.tables import Cluster, Model
 
-LAYOUTS = ("spread", "strided", "submodel", "interleaved")
 SAVE_INTERVAL = 4
 NUMERICS = "a kernel computes something else: try without Transformer Engine and Apex, and another GPU"
 MESSAGES = "look into the run's log; NCCL_DEBUG=INFO says how the GPUs are connected"
+FLAGS: dict[str, Any] = {
+    "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "max_position_embeddings": 64,
+    "global_batch_size": 8, "lr": 1e-3, "min_lr": 1e-4, "lr_decay_style": "cosine", "lr_warmup_iters": 2,
+    "weight_decay": 0.1, "clip_grad": 1.0, "adam_beta2": 0.95, "hidden_dropout": 0, "attention_dropout": 0,
+    "openai_gelu": True, "seed": 1234, "tokenizer_type": "NullTokenizer", "vocab_size": 256,
+    "use_cpu_initialization": True, "split": "90,10,0", "num_workers": 0, "log_interval": 1, "eval_iters": 0,
+}  # fmt: skip
+"""Of every run. The form of GELU is that of the fused kernel of a GPU, and the learning rate one at which rounding
+hardly grows: tests/distributed/test_self_test_margin.py."""
+ONE_BLOCK = {"bcd_num_blocks": 1, "train_iters": 6}
+SHORT = {"bcd_num_blocks": 2, "train_iters": 8, "bcd_steps_per_block": 2}
+LONG = {"bcd_num_blocks": 2, "train_iters": 24, "bcd_steps_per_block": 3}
+LAYOUTS = {
+    "spread": SHORT | {"bcd_layout": "spread"},
+    "strided": SHORT | {"bcd_layout": "strided"},
+    "submodel": LONG | {"bcd_layout": "submodel"},
+    "interleaved": SHORT | {"bcd_layout": "interleaved"},
+}
+SAME_BLOCKS = {
+    "spread": {"bcd_layout": "strided"},
+    "strided": {},
+    "submodel": {"bcd_layout": "spread", "bcd_num_blocks": 4},
+    "interleaved": {"bcd_layout": "spread"},
+}
+"""What makes one stage form the blocks that two stages form."""
+PREFIX_CACHE = {"bcd_num_blocks": 2, "train_iters": 6, "bcd_steps_per_block": 3, "bcd_sample_ratio": 0.026}
+TOLERANCE = {"fp32": 2e-4, "tf32": 3e-3, "bf16": 5e-3}
+"""Relative, of losses; ten times as much of gradient norms, which are not compared in bf16."""
 
 
 @dataclass(kw_only=True)
@@ -26,12 +53,10 @@ class SelfTest:
     """Its parts share runs: a part may need that of another."""
 
     runner: Runner
-    expected: Mapping[str, Any]
-    """tools/check_machine_figures.json."""
     fp32: str
     """Key of the tolerance of fp32 runs: tf32 where Transformer Engine multiplies so."""
     only: Callable[[str], bool] = field(default=lambda part: True)
-    _runs: dict[str, Run] = field(default_factory=dict)
+    _runs: dict[Any, Run] = field(default_factory=dict)
 
     def checks(self) -> Iterator[Check]:
         """Each part as soon as it is known. Without initial weights nothing else is tried."""
@@ -47,18 +72,16 @@ class SelfTest:
 
     def parts(self) -> dict[str, Callable[[str], Check]]:
         """By name, in their order."""
-        several = {
+        return {
             "one block": self.one_block,
             "one block, bf16": self.one_block,
-            "tensor parallel": self.one_block,
-        }
-        layouts = {f"layout {layout}": self.layout for layout in LAYOUTS}
-        return several | layouts | {
+            "tensor parallel": self.tensor_parallel,
+            **{f"layout {layout}": self.layout for layout in LAYOUTS},
             "memory at a switch": self.memory,
             "kill and resume": self.resume,
             "prefix cache": self.prefix_cache,
             "offload": self.offload,
-        }  # fmt: skip
+        }
 
     def _guarded(self, part: str, check: Callable[[str], Check]) -> Check:
         try:
@@ -67,29 +90,28 @@ class SelfTest:
             return failed(part, str(error), remedy=MESSAGES, folder=str(self.runner.folder))
 
     def one_block(self, part: str) -> Check:
-        """The curve of stock Megatron-LM: data parallel on all ranks."""
-        flags = dict(self.expected["stock"]["flags"])
+        """Data parallel on all ranks, against one process on the CPU."""
         precision = "bf16" if part.endswith("bf16") else self.fp32
-        if precision == "bf16":
-            flags["bf16"] = True
-        if part == "tensor parallel":
-            if self.runner.num_ranks == 1:
-                return skipped(part, "one rank")
-            # the vocabulary is padded to a multiple of this times the ranks: to as many rows as without
-            flags |= {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 64}
-        return self.compare(part, self._train(part, flags), self.expected["stock"], precision, of="stock Megatron-LM")
+        flags = ONE_BLOCK | {"bf16": precision == "bf16"}
+        return self.compare(part, flags, flags, precision, on_cpu=True)
+
+    def tensor_parallel(self, part: str) -> Check:
+        if self.runner.num_ranks == 1:
+            return skipped(part, "one rank")
+        # the vocabulary is padded to a multiple of this times the ranks: to as many rows as without
+        split = {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 64}
+        return self.compare(part, ONE_BLOCK | split, ONE_BLOCK)
 
     def layout(self, part: str) -> Check:
         layout = part.removeprefix("layout ")
-        return self.compare(part, self._of_layout(layout), self.expected["bcd"][layout][self._stages], self.fp32)
+        same_blocks = SAME_BLOCKS[layout] if self.runner.num_stages > 1 else {}
+        return self.compare(part, self._on_stages(LAYOUTS[layout]), LAYOUTS[layout] | same_blocks)
+
+    def _on_stages(self, flags: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(flags) | ({"pipeline_model_parallel_size": 2} if self.runner.num_stages > 1 else {})
 
     def _of_layout(self, layout: str) -> Run:
-        flags = self.expected["bcd"][layout]["flags"] | {"pipeline_model_parallel_size": self.runner.num_stages}
-        return self._train(f"layout {layout}", flags)
-
-    @property
-    def _stages(self) -> str:
-        return str(self.runner.num_stages)
+        return self._train(self._on_stages(LAYOUTS[layout]))
 
     def memory(self, part: str) -> Check:
         """Bytes that are alive in every phase of the second cycle, against the formula's."""
@@ -108,13 +130,13 @@ class SelfTest:
 
     def planned_state(self) -> dict[int, list[int]]:
         """By block: model state of every rank in layout spread."""
-        flags, stages = self.runner.flags, self.runner.num_stages
+        flags, stages = FLAGS, self.runner.num_stages
         model = Model(name="self-test", form="gpt", layers=flags["num_layers"], hidden=flags["hidden_size"],
                       heads=flags["num_attention_heads"], groups=flags["num_attention_heads"],
                       ffn=4 * flags["hidden_size"], vocabulary=flags["vocab_size"] + 1, sequence=flags["seq_length"],
                       source="")  # fmt: skip
         recipe = Recipe(model=model, cluster=UNKNOWN, num_gpus=self.runner.num_ranks, pipeline_size=stages,
-                        num_blocks=self.expected["bcd"]["spread"]["flags"]["bcd_num_blocks"], layout="spread",
+                        num_blocks=SHORT["bcd_num_blocks"], layout="spread",
                         global_batch_size=flags["global_batch_size"])  # fmt: skip
         found: dict[int, list[int]] = {block.index: [] for block in recipe.partition.blocks}
         for stage in range(stages):  # ranks of a stage are neighbours
@@ -127,11 +149,7 @@ class SelfTest:
     def resume(self, part: str) -> Check:
         """Kill a run after a checkpoint and start it again: its losses are those of a run that was not killed."""
         whole, folder = self._of_layout("submodel"), self.runner.folder / "killed"
-        flags = self.expected["bcd"]["submodel"]["flags"] | {
-            "pipeline_model_parallel_size": self.runner.num_stages,
-            "save": folder,
-            "save_interval": SAVE_INTERVAL,
-        }
+        flags = self._on_stages(LAYOUTS["submodel"]) | {"save": folder, "save_interval": SAVE_INTERVAL}
         tracker = folder / "latest_checkpointed_iteration.txt"
         self.runner.train("killed", flags, until=tracker.is_file)
         again = self.runner.train("resumed", flags | {"load": folder})
@@ -146,65 +164,59 @@ class SelfTest:
 
     def prefix_cache(self, part: str) -> Check:
         """Outputs of frozen layers, read from disk: the losses of a run that computes them."""
-        of_cache = self.expected["prefix_cache"]
-        flags = of_cache["flags"] | {
-            "pipeline_model_parallel_size": self.runner.num_stages,
-            "bcd_prefix_cache": self.runner.folder / "prefix",
-        }
-        run = self._train(part, flags)
-        hits = sum(step.raw["prefix_cache_hits"] for step in run.steps)
+        flags = self._on_stages(PREFIX_CACHE)
+        cached = flags | {"bcd_prefix_cache": self.runner.folder / "prefix"}
+        hits = sum(step.raw["prefix_cache_hits"] for step in self._train(cached).steps)
         if not hits:
             remedy = "the folder needs a file system with room and locks: give another with --output"
             return failed(part, "no sample was read from the cache", remedy=remedy)
-        check = self.compare(part, run, of_cache[self._stages], self.fp32, of="a run without cache")
+        check = self.compare(part, cached, flags, num_ranks=self.runner.num_ranks, on_cpu=False)
         return Check(**vars(check) | {"detail": f"{check.detail}; {hits} samples from the cache"})
 
     def offload(self, part: str) -> Check:
-        """The optimizer in host memory: the curve of stock Megatron-LM."""
+        """The optimizer in host memory: the losses of one on the device."""
         if not self.runner.on_gpu:
             return skipped(part, "needs a CUDA GPU")
-        offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
-        flags = self.expected["stock"]["flags"] | offload
-        return self.compare(part, self._train(part, flags), self.expected["stock"], self.fp32, of="stock Megatron-LM")
+        return self.compare(part, ONE_BLOCK | {"optimizer_cpu_offload": True}, ONE_BLOCK, on_cpu=False)
 
-    def record(self) -> dict[str, Any]:
-        """The figures with those of this machine's runs in place of their own. Raises CannotRun."""
-        self.runner.prepare()
-        places = [*self.expected["bcd"].items(), ("prefix_cache", self.expected["prefix_cache"])]
-        for name, place in places:
-            flags = place["flags"] | {"pipeline_model_parallel_size": self.runner.num_stages}
-            run = self._train(f"recorded {name}", flags)
-            place[self._stages] = {
-                "loss": [round(step.loss, 6) for step in run.steps],
-                "grad_norm": [round(step.grad_norm, 5) for step in run.steps],
-            }
-        return dict(self.expected)
-
-    def _train(self, part: str, flags: Mapping[str, Any]) -> Run:
-        if part not in self._runs:
-            self._runs[part] = self.runner.train(part.replace(" ", "_").replace(",", ""), flags)
-        return self._runs[part]
+    def _train(self, flags: Mapping[str, Any], *, num_ranks: int | None = None, on_cpu: bool = False) -> Run:
+        sizes = {"num_ranks": num_ranks or self.runner.num_ranks, "on_cpu": on_cpu or not self.runner.on_gpu}
+        key = json.dumps([flags, sizes], sort_keys=True, default=str)
+        if key not in self._runs:
+            self._runs[key] = self.runner.train(f"run_{len(self._runs)}", flags, **sizes)
+        return self._runs[key]
 
     def compare(
-        self, part: str, run: Run, figures: Mapping[str, Any], precision: str, *, of: str = "the CPU's"
+        self,
+        part: str,
+        flags: Mapping[str, Any],
+        wanted: Mapping[str, Any],
+        precision: str | None = None,
+        *,
+        num_ranks: int = 1,
+        on_cpu: bool | None = None,
     ) -> Check:
-        """Losses and gradient norms within the tolerance of the precision."""
-        tolerance = self.expected["tolerance"][precision]
-        pairs = {"loss": (run.losses, figures["loss"])}
+        """Losses and gradient norms of a run on all ranks, against those of one with the flags `wanted`: on this kind
+        of device, but where that would be the same run on the CPU."""
+        precision = precision or self.fp32
+        one_rank = self.runner.num_ranks == 1
+        if one_rank and not self.runner.on_gpu and flags == wanted:
+            return skipped(part, "one process on the CPU is what the others are compared with")
+        run = self._train(flags)
+        reference = self._train(wanted, num_ranks=num_ranks, on_cpu=one_rank if on_cpu is None else on_cpu)
+        pairs = {"loss": (run.losses, reference.losses)}
         if precision != "bf16":
-            pairs["gradient norm"] = ([step.grad_norm for step in run.steps], figures["grad_norm"])
-        if "validation_loss" in figures:
-            wanted = figures["validation_loss"]
-            pairs["validation loss"] = ([run.validation_loss.get(at, math.nan) for at in wanted], [*wanted.values()])
+            pairs["gradient norm"] = ([step.grad_norm for step in one.steps] for one in (run, reference))
         for what, (ours, theirs) in pairs.items():
-            allowed = tolerance * (10 if what == "gradient norm" else 1)
+            allowed = TOLERANCE[precision] * (10 if what == "gradient norm" else 1)
             at = first_difference(ours, theirs, allowed)
             if at is not None:
                 shown = " and ".join(f"{series[at]:.6f}" if at < len(series) else "none" for series in (ours, theirs))
-                detail = f"{what} {at + 1} is not {of}: {shown}, more than {allowed:g} apart"
-                return failed(part, detail, remedy=NUMERICS, ours=ours, theirs=list(theirs))
+                detail = f"{what} {at + 1} is not the reference run's: {shown}, more than {allowed:g} apart"
+                return failed(part, detail, remedy=NUMERICS, ours=ours, theirs=theirs)
         deviation = max(abs(one / other - 1) for one, other in zip(*pairs["loss"], strict=True))
-        return passed(part, f"{len(run.steps)} losses as {of}, within {deviation:.1e} ({precision})", loss=run.losses)
+        detail = f"{len(run.steps)} losses as the reference run's, within {deviation:.1e} ({precision})"
+        return passed(part, detail, loss=run.losses)
 
 
 UNKNOWN = Cluster(name="none", gpu="none", memory_gib=1, fp32_tflops=1, bf16_tflops=1, memory_gb_per_s=1,

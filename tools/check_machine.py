@@ -5,10 +5,10 @@
     python tools/check_machine.py --only "one block*"
 
 One line per part: PASS, FAIL with the remedy, SKIP with the reason. The self-test trains models of 0.2 M parameters
-with the training script under torchrun: with one block against the curve of stock Megatron-LM, in every layout against
-the losses of a CPU, killed and resumed, with prefix cache, with the optimizer on the host. Without a GPU it runs on the
-CPU under gloo. --calibrate measures rates and writes examples/clusters.csv with a row of this machine, for
-tools/plan.py. Exit code 0 if nothing failed, 1 if something did, 2 for bad flags. See docs/gpu.md.
+with the training script under torchrun: with one block and in every layout against one process of this machine, killed
+and resumed, with prefix cache, with the optimizer on the host. Without a GPU it runs on the CPU under gloo.
+--calibrate measures rates and writes examples/clusters.csv with a row of this machine, for tools/plan.py. Exit code 0
+if nothing failed, 1 if something did, 2 for bad flags. See docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from _parser import STDOUT, Parser, add_json, bad_input, leave_with
 
 PROG = "tools/check_machine.py"
 ROOT = Path(__file__).resolve().parents[1]
-FIGURES = Path(__file__).with_name("check_machine_figures.json")
 NEEDED = ("python", "torch", "compiler", "folder")
 """Parts without which no run is tried, beside all packages."""
 
@@ -52,17 +51,14 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         " --calibrate adds a row to (default: examples/clusters.csv)")  # fmt: skip
     add("--least-link-gb-per-s", type=float, metavar="RATE", help="slower links fail (default: a quarter of the"
         " cluster table's for this GPU)")  # fmt: skip
-    add("--figures", metavar="FILE", default=str(FIGURES), help="figures to compare with (default: the committed ones)")
-    add("--write-figures", metavar="FILE", help="only run what the figures of this project are of, and write them")
     add("--output", metavar="FOLDER", help="logs, checkpoints and tables; kept (default: a folder that is removed if"
         " nothing failed)")  # fmt: skip
     add_json(parser)
     arguments = parser.parse_args(argv)
     if arguments.num_ranks not in (None, 1, 2, 4, 8):
         raise ValueError(f"--num-ranks {arguments.num_ranks}: must be 1, 2, 4 or 8")
-    for flag, path in (("--json", arguments.json), ("--write-figures", arguments.write_figures)):
-        if path not in (None, STDOUT) and not _can_be_written(path):
-            raise ValueError(f"{flag} {path}: cannot be written; give a file in a folder that can")
+    if arguments.json not in (None, STDOUT) and not _can_be_written(arguments.json):
+        raise ValueError(f"--json {arguments.json}: cannot be written; give a file in a folder that can")
     return arguments
 
 
@@ -128,35 +124,27 @@ def self_test(arguments: argparse.Namespace, folder: Path, probed: dict[str, Any
     """Runs. Imported here: the packages that they need are there."""
     from _check_calibrate import calibrate, check_links, known_gpu, measured
     from _check_runs import Runner
-    from _check_self_test import SelfTest
+    from _check_self_test import FLAGS, SelfTest
     from _compare_runs import CannotRun
 
     from megatron.bcd.planner.tables import read_clusters
 
-    expected = arguments.expected
     gpus = probed["gpus"]
     num_ranks = num_ranks_of(arguments, num_gpus=len(gpus), cores=probed["cores"])
-    runner = Runner(folder=folder, num_ranks=num_ranks, on_gpu=bool(gpus), flags=expected["flags"])
+    runner = Runner(folder=folder, num_ranks=num_ranks, on_gpu=bool(gpus), flags=FLAGS)
     if gpus and num_ranks < len(gpus):
         yield skipped("other gpus", f"the self-test uses {num_ranks} of {len(gpus)}: choose with CUDA_VISIBLE_DEVICES")
-    parts = [*SelfTest(runner=runner, expected=expected, fp32="fp32").parts(), "link"]
+    # Transformer Engine multiplies fp32 matrices in TF32
+    fp32 = "tf32" if gpus and "version" in probed["transformer_engine"] else "fp32"
+    only = wanted(arguments.only)
+    test = SelfTest(runner=runner, fp32=fp32, only=only)
+    parts = [*test.parts(), "link"]
     for pattern in arguments.only or ():
         if not fnmatch.filter(parts, pattern):
             raise ValueError(f"--only {pattern}: no such part; there are {', '.join(parts)}")
-    if arguments.write_figures:
-        try:
-            figures = SelfTest(runner=runner, expected=expected, fp32="fp32").record()
-        except CannotRun as error:
-            raise ValueError(f"--write-figures: {error}") from error
-        _write(arguments.write_figures, json.dumps(figures, indent=1) + "\n")
-        yield passed("figures", f"wrote {arguments.write_figures}")
-        return
-    only = wanted(arguments.only)
     clusters = read_clusters(arguments.clusters)
-    # Transformer Engine multiplies fp32 matrices in TF32
-    fp32 = "tf32" if gpus and "version" in probed["transformer_engine"] else "fp32"
     if any(only(part) for part in parts if part != "link"):
-        yield from SelfTest(runner=runner, expected=expected, fp32=fp32, only=only).checks()
+        yield from test.checks()
     name = gpus[0]["name"] if gpus else None
     try:
         if only("link"):
@@ -176,19 +164,8 @@ def wanted(patterns: Sequence[str] | None) -> Callable[[str], bool]:
     return lambda part: patterns is None or any(fnmatch.fnmatchcase(part, pattern) for pattern in patterns)
 
 
-def read_figures(path: Path) -> dict[str, Any]:
-    """Raises ValueError for a file that is not one of figures."""
-    try:
-        figures = json.loads(path.read_text(encoding="utf-8"))
-        assert {"flags", "tolerance", "stock", "bcd", "prefix_cache"} <= set(figures)
-    except (OSError, ValueError, AssertionError) as error:
-        raise ValueError(f"--figures {path}: cannot be read ({error or 'parts are missing'})") from None
-    return figures
-
-
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """The exit code. Raises ValueError for bad flags."""
-    arguments.expected = read_figures(Path(arguments.figures))
     # runs start in the repository, wherever this was started
     folder = Path(arguments.output or tempfile.mkdtemp(prefix="check_machine_")).resolve()
     arguments.clusters = str(Path(arguments.clusters).resolve())

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from _check_runs import Runner
+from _check_self_test import FLAGS
 
 ON_CPU = "BCD_GPU_TESTS_ON_CPU"
 
@@ -26,15 +24,7 @@ def num_gpus() -> int:
 
 
 @pytest.fixture(scope="session")
-def figures(repo_root: Path) -> dict[str, Any]:
-    """What tools/check_machine.py compares with."""
-    return json.loads((repo_root / "tools" / "check_machine_figures.json").read_text(encoding="utf-8"))
-
-
-@pytest.fixture(scope="session")
-def runners(
-    num_gpus: int, figures: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[int], Runner]:
+def runners(num_gpus: int, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Runner]:
     """A runner on so many GPUs, or a skip. All start from the weights that a CPU draws."""
     folder = tmp_path_factory.mktemp("gpu")
     on_gpu = not os.environ.get(ON_CPU)
@@ -43,7 +33,7 @@ def runners(
     def runner(num_ranks: int) -> Runner:
         if num_ranks > num_gpus:
             pytest.skip(f"needs {num_ranks} CUDA GPUs, here are {num_gpus}")
-        one = Runner(folder=folder, num_ranks=num_ranks, on_gpu=on_gpu, flags=figures["flags"])
+        one = Runner(folder=folder, num_ranks=num_ranks, on_gpu=on_gpu, flags=FLAGS)
         if not prepared:
             one.prepare()
             prepared.append(one)

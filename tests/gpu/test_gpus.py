@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 from _check_runs import Runner, flags_of
+from _check_self_test import ONE_BLOCK, TOLERANCE
 
 from megatron.bcd.optim.bf16_residual import bf16_residual
 
 pytestmark = pytest.mark.timeout(1800)
-SUBMODEL = {"bcd_num_blocks": 2, "bcd_layout": "submodel", "bcd_steps_per_block": 2, "train_iters": 8, "eval_iters": 0}
-FULL = {"bcd_num_blocks": 1, "train_iters": 8, "eval_iters": 0}
-OFFLOAD = FULL | {"optimizer_cpu_offload": True}
+SUBMODEL = {"bcd_num_blocks": 2, "bcd_layout": "submodel", "bcd_steps_per_block": 2, "train_iters": 8}
+OFFLOAD = ONE_BLOCK | {"train_iters": 8} | {"optimizer_cpu_offload": True}
 SPLITS = {
     2: ((2, 1), (1, 2), (1, 1)),
     4: ((2, 2), (4, 1), (2, 1), (1, 2)),
@@ -108,21 +108,18 @@ def test_a_switch_frees_the_allocators_bytes(runners: Callable[[int], Runner]) -
 
 
 @pytest.mark.parametrize(("num_ranks", "split"), [(number, split) for number in SPLITS for split in SPLITS[number]])
-def test_parallel_layouts(
-    runners: Callable[[int], Runner], figures: dict[str, Any], num_ranks: int, split: tuple[int, int]
-) -> None:
-    """Messages and reductions of NCCL in another order, or over other ranks, than the CPU's: stock's curve."""
+def test_parallel_layouts(runners: Callable[[int], Runner], num_ranks: int, split: tuple[int, int]) -> None:
+    """Messages and reductions of NCCL in another order, or over other ranks: the losses of one process on the CPU."""
     stages, tensor = split
     sizes = {"pipeline_model_parallel_size": stages, "tensor_model_parallel_size": tensor}
-    flags = figures["stock"]["flags"] | {name: size for name, size in sizes.items() if size > 1}
+    flags = ONE_BLOCK | {name: size for name, size in sizes.items() if size > 1}
     flags["make_vocab_size_divisible_by"] = 128 // tensor  # as many rows as on one rank
     run = runners(num_ranks).train(f"split_{num_ranks}_{stages}_{tensor}", flags)
-    assert run.losses == pytest.approx(figures["stock"]["loss"], rel=figures["tolerance"]["tf32"])
+    reference = runners(num_ranks).train("one_process", ONE_BLOCK, num_ranks=1, on_cpu=True)
+    assert run.losses == pytest.approx(reference.losses, rel=TOLERANCE["tf32"])
 
 
-def test_weights_across_implementations(
-    runners: Callable[[int], Runner], figures: dict[str, Any], tmp_path: Path
-) -> None:
+def test_weights_across_implementations(runners: Callable[[int], Runner], tmp_path: Path) -> None:
     """Weights of Transformer Engine's modules that the others read wrongly, or the other way round: the first loss
     after the load is another one."""
     pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine", exc_type=ImportError)
@@ -135,13 +132,13 @@ def test_weights_across_implementations(
             runner.train(f"{writer}_read_by_{reader}", SUBMODEL | loaded | {"transformer_impl": reader}).losses[0]
             for reader in ("transformer_engine", "local")
         ]
-        assert first[0] == pytest.approx(first[1], rel=figures["tolerance"]["tf32"])
+        assert first[0] == pytest.approx(first[1], rel=TOLERANCE["tf32"])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_apex(runners: Callable[[int], Runner], figures: dict[str, Any], tmp_path: Path, precision: str) -> None:
-    """Apex's norm or Adam that computes something else than PyTorch's, or is named in the banner and not taken: stock's
-    curve. Megatron Core prefers Transformer Engine's Adam, so that package is hidden from these runs."""
+def test_apex(runners: Callable[[int], Runner], tmp_path: Path, precision: str) -> None:
+    """Apex's norm or Adam that computes something else than PyTorch's, or is named in the banner and not taken: the
+    CPU's losses. Megatron Core prefers Transformer Engine's Adam, so that package is hidden from these runs."""
     for module in ("apex.optimizers", "apex.normalization", "amp_C"):
         pytest.importorskip(module, reason="needs Apex", exc_type=ImportError)
     hidden = tmp_path / "transformer_engine"
@@ -149,7 +146,9 @@ def test_apex(runners: Callable[[int], Runner], figures: dict[str, Any], tmp_pat
     (hidden / "__init__.py").write_text("raise ModuleNotFoundError('hidden from this run')\n")
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     runner = replace(runners(1), environment={"PYTHONPATH": path})
-    run = runner.train(f"apex_{precision}", figures["stock"]["flags"] | {"bf16": precision == "bf16"})
+    flags = ONE_BLOCK | {"bf16": precision == "bf16"}
+    run = runner.train(f"apex_{precision}", flags)
     banner = " ".join((runner.folder / f"apex_{precision}.log").read_text().split())
     assert "layers local" in banner and "norm Apex fused LayerNorm, optimizer Apex fused Adam" in banner
-    assert run.losses == pytest.approx(figures["stock"]["loss"], rel=figures["tolerance"][precision])
+    reference = runner.train(f"cpu_{precision}", flags, on_cpu=True)
+    assert run.losses == pytest.approx(reference.losses, rel=TOLERANCE[precision])

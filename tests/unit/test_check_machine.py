@@ -6,6 +6,7 @@ import csv
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import check_machine
 import pytest
 from _check_result import FAIL, PASS, SKIP, Check
 from _check_runs import Line, Run, Runner
-from _check_self_test import SelfTest
+from _check_self_test import FLAGS, SelfTest
 from _compare_runs import CannotRun
 from _compare_runs import run as start
 
@@ -47,10 +48,6 @@ RATES = {
 }
 
 
-def figures() -> dict[str, Any]:
-    return check_machine.read_figures(check_machine.FIGURES)
-
-
 def only_failure(checks: list[Check]) -> Check:
     [check] = [check for check in checks if check.verdict == FAIL]
     assert check.remedy, "what to do is not said"
@@ -58,29 +55,20 @@ def only_failure(checks: list[Check]) -> Check:
 
 
 class Recorded(Runner):
-    """Runs that end as the figures say; the killed one leaves a checkpoint."""
+    """Runs that end alike; the killed one leaves a checkpoint."""
 
     def prepare(self) -> None: ...
 
-    def train(self, name: str, flags: Mapping[str, Any], *, until: Any = None) -> Run:
-        if name == "killed":
-            return Run(steps=(), validation_loss={})
-        expected = figures()
-        layout = flags.get("bcd_layout", "")
-        place = expected["stock"] if flags["bcd_num_blocks"] == 1 else expected["bcd"].get(layout, {}).get("2")
-        place = expected["prefix_cache"]["2"] if "bcd_sample_ratio" in flags else place
+    def train(self, name: str, flags: Mapping[str, Any], **_: Any) -> Run:
         steps = [
-            Line(loss=loss, grad_norm=norm, raw=self._line(index + 1, flags))
-            for index, (loss, norm) in enumerate(zip(place["loss"], place["grad_norm"], strict=True))
+            Line(loss=6 - 0.1 * index, grad_norm=1 + index, raw=self._line(index + 1, flags))
+            for index in range(flags["train_iters"])
         ]
-        return Run(
-            steps=tuple(steps[4:] if name == "resumed" else steps),
-            validation_loss=place.get("validation_loss", {}),
-        )
+        return Run(steps=tuple({"killed": [], "resumed": steps[4:]}.get(name, steps)))
 
     def _line(self, iteration: int, flags: Mapping[str, Any]) -> dict[str, Any]:
         phase = (iteration - 1) // flags.get("bcd_steps_per_block", 100)
-        state = SelfTest(runner=self, expected=figures(), fp32="fp32").planned_state()
+        state = SelfTest(runner=self, fp32="fp32").planned_state()
         return {
             "iteration": iteration,
             "cycle": phase // 2,
@@ -90,42 +78,37 @@ class Recorded(Runner):
         }
 
 
-def self_test(tmp_path: Path, expected: dict[str, Any], kind: type[Runner] = Recorded) -> list[Check]:
-    runner = kind(folder=tmp_path, num_ranks=2, on_gpu=False, flags=expected["flags"])
-    return list(SelfTest(runner=runner, expected=expected, fp32="fp32").checks())
+def self_test(tmp_path: Path, kind: type[Runner] = Recorded, *, num_ranks: int = 2) -> list[Check]:
+    runner = kind(folder=tmp_path, num_ranks=num_ranks, on_gpu=False, flags=FLAGS)
+    return list(SelfTest(runner=runner, fp32="fp32").checks())
 
 
-def test_a_machine_that_holds(tmp_path: Path) -> None:
-    """A part that fails whatever it is given, or is not tried."""
-    verdicts = {check.part: check.verdict for check in self_test(tmp_path, figures())}
-    assert verdicts.pop("offload") == SKIP
-    assert set(verdicts.values()) == {PASS} and len(verdicts) == 11, verdicts
+@pytest.mark.parametrize(("num_ranks", "num_passed"), [(1, 4), (2, 11)])
+def test_a_machine_that_holds(tmp_path: Path, num_ranks: int, num_passed: int) -> None:
+    """A part that fails whatever it is given, or is not tried; one process of the CPU that is compared with itself."""
+    verdicts = [check.verdict for check in self_test(tmp_path, num_ranks=num_ranks)]
+    assert (verdicts.count(PASS), verdicts.count(SKIP)) == (num_passed, 12 - num_passed)
 
 
 @pytest.mark.parametrize(
-    ("places", "part"),
+    ("wrong", "part"),
     [
-        (("stock", "loss"), "one block"),
-        (("stock", "validation_loss", "6"), "one block"),
-        (("bcd", "strided", "2", "loss"), "layout strided"),
-        (("bcd", "interleaved", "2", "grad_norm"), "layout interleaved"),
-        (("prefix_cache", "2", "loss"), "prefix cache"),
+        ("bf16", "one block, bf16"),
+        ("tensor_model_parallel_size", "tensor parallel"),
+        ("interleaved", "layout interleaved"),
+        ("bcd_prefix_cache", "prefix cache"),
     ],
 )
-def test_a_corrupted_expectation(tmp_path: Path, places: tuple[str, ...], part: str) -> None:
-    """A comparison that passes whatever the figures are."""
-    expected = figures()
-    *folders, last = places
-    place: Any = expected
-    for name in folders:
-        place = place[name]
-    if isinstance(place[last], list):
-        place[last][-1] *= 1.01
-    else:
-        place[last] *= 1.01
-    failures = [check for check in self_test(tmp_path, expected) if check.verdict == FAIL]
-    assert failures and all(check.part.startswith(part) or check.part == "tensor parallel" for check in failures)
-    assert failures[0].part == part and failures[0].remedy
+def test_a_wrong_run(tmp_path: Path, wrong: str, part: str) -> None:
+    """A comparison that passes whatever a run computes, or a run that is compared with itself."""
+
+    class Wrong(Recorded):
+        def train(self, name: str, flags: Mapping[str, Any], **options: Any) -> Run:
+            run = super().train(name, flags, **options)
+            is_wrong = options.get("num_ranks") == 2 and (flags.get(wrong) or wrong in flags.values())
+            return Run(steps=run.steps[:-1] + (replace(run.steps[-1], loss=7.0),)) if is_wrong else run
+
+    assert only_failure(self_test(tmp_path, Wrong)).part == part
 
 
 class Leaking(Recorded):
@@ -139,14 +122,13 @@ class Leaking(Recorded):
 class Forgetful(Recorded):
     """A resumed run that has lost a bit."""
 
-    def train(self, name: str, flags: Mapping[str, Any], *, until: Any = None) -> Run:
-        run = super().train(name, flags, until=until)
+    def train(self, name: str, flags: Mapping[str, Any], **options: Any) -> Run:
+        run = super().train(name, flags, **options)
         if name != "resumed":
             return run
         last = run.steps[-1]
         return Run(
             steps=(*run.steps[:-1], Line(loss=last.loss + 1e-6, grad_norm=last.grad_norm, raw=last.raw)),
-            validation_loss={},
         )
 
 
@@ -160,10 +142,10 @@ class Uncached(Recorded):
 class Dying(Recorded):
     """A run that ends in an error."""
 
-    def train(self, name: str, flags: Mapping[str, Any], *, until: Any = None) -> Run:
+    def train(self, name: str, flags: Mapping[str, Any], **options: Any) -> Run:
         if flags.get("tensor_model_parallel_size") == 2:
             raise CannotRun("did not end within 300 s")
-        return super().train(name, flags, until=until)
+        return super().train(name, flags, **options)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +155,7 @@ class Dying(Recorded):
 )  # fmt: skip
 def test_a_broken_part(tmp_path: Path, kind: type[Runner], part: str) -> None:
     """A part whose check sees nothing, or an error that ends the others."""
-    assert only_failure(self_test(tmp_path, figures(), kind)).part == part
+    assert only_failure(self_test(tmp_path, kind)).part == part
 
 
 def test_nothing_starts(tmp_path: Path) -> None:
@@ -183,7 +165,7 @@ def test_nothing_starts(tmp_path: Path) -> None:
         def prepare(self) -> None:
             raise CannotRun("torchrun is not there")
 
-    [check] = self_test(tmp_path, figures(), Dead)
+    [check] = self_test(tmp_path, Dead)
     assert (check.part, check.verdict) == ("start", FAIL)
 
 
@@ -338,34 +320,11 @@ def test_a_row_of_the_cluster_table(tmp_path: Path) -> None:
     assert (priced.usd_per_gpu_hour, priced.network_gb_per_s) == (known.usd_per_gpu_hour, known.network_gb_per_s)
 
 
-def test_stock_figures_are_stocks() -> None:
-    """Figures of this project in place of stock's."""
-    base = json.loads((ROOT / "tests" / "data" / "stock_flags.json").read_text())
-    of_base, ours = base["runs"]["base"], figures()
-    for name in ("loss", "grad_norm"):
-        assert ours["stock"][name] == [line[name] for line in of_base["iterations"]]
-    assert ours["stock"]["validation_loss"] == of_base["validation_loss"]
-    flags = ours["flags"] | ours["stock"]["flags"]
-    assert {name: flags[name] for name in base["flags"] if not name.startswith("log_")} == {
-        name: value for name, value in base["flags"].items() if not name.startswith("log_")
-    }
-
-
-def test_layouts_have_figures_of_their_own() -> None:
-    """Figures that another layout would meet too; on one stage some layouts are the same."""
-    curves = [tuple(place["2"]["loss"]) for place in figures()["bcd"].values()]
-    pairs = [(one, other) for index, one in enumerate(curves) for other in curves[:index]]
-    alike = [max(abs(a / b - 1) for a, b in zip(one, other, strict=False)) < 1e-4 for one, other in pairs]
-    assert sum(alike) == 1, "with two layers on each of two stages spread and strided are one layout"
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--num-ranks", "3"], "--num-ranks 3: must be 1, 2, 4 or 8"),
-        (["--figures", "/no/such/file"], "--figures /no/such/file: cannot be read"),
         (["--json", "/dev/null/file"], "--json /dev/null/file: cannot be written"),
-        (["--write-figures", "/dev/null/file"], "--write-figures /dev/null/file: cannot be written"),
         (["--only", "layuot*"], "--only layuot*: no such part; there are one block, "),
         (["--onyl"], "unrecognized arguments: --onyl"),
     ],

@@ -1,0 +1,63 @@
+"""By which margin comparisons of runs hold where sums are rounded otherwise: the last bits of the start are flipped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import _check_walks as walks
+import pytest
+import torch
+from _check_self_test import FLAGS, LAYOUTS, ONE_BLOCK, SAME_BLOCKS, TOLERANCE
+from support import worlds
+from support.dist import World
+
+from megatron.bcd.config import RunConfig
+
+MARGIN = 5
+RUNS = {
+    "one_block": ONE_BLOCK,
+    "bf16": ONE_BLOCK | {"bf16": True},
+    **LAYOUTS,
+    **{f"{name}_of_two_stages": LAYOUTS[name] | same for name, same in SAME_BLOCKS.items() if same},
+}
+
+
+@pytest.fixture(scope="module")
+def data_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return walks.write(tmp_path_factory.mktemp("walks"))
+
+
+def perturbed_run(config: RunConfig) -> dict[str, Any]:
+    """A run in which the last bit of every other initial weight is flipped, by chance."""
+
+    def flip(one: worlds.RecordedRun) -> None:
+        draw = torch.Generator().manual_seed(1)
+        for weight in [] if one.results else one.model.parameters():  # before the first phase only
+            bits = weight.data.view(torch.int32 if weight.dtype == torch.float32 else torch.int16)
+            bits ^= torch.randint(0, 2, bits.shape, generator=draw, dtype=bits.dtype)
+
+    with worlds.started(config, before_build=flip) as one:
+        one.run()
+        return worlds.outcome(one)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_margin(world1: World, data_path: str, name: str) -> None:
+    """A learning rate that makes of one bit what a broken machine makes: a self-test that fails on another CPU."""
+    config = worlds.config_of(**(FLAGS | {"micro_batch_size": 2, "data_path": data_path} | RUNS[name]))
+    [run], [perturbed] = world1.run(worlds.train_run, config), world1.run(perturbed_run, config)
+    assert run["losses"][-1] < run["losses"][0] - 0.02
+    tolerance = TOLERANCE["bf16" if name == "bf16" else "fp32"] / MARGIN
+    assert perturbed["losses"] == pytest.approx(run["losses"], rel=tolerance)
+    if name != "bf16":
+        assert perturbed["grad_norms"] == pytest.approx(run["grad_norms"], rel=10 * tolerance)
+    assert perturbed["losses"] != run["losses"] or perturbed["grad_norms"] != run["grad_norms"], "nothing was flipped"
+
+
+def test_layouts_differ(world1: World, data_path: str) -> None:
+    """Tolerances that the blocks of another layout would meet too."""
+    flags = FLAGS | {"micro_batch_size": 2, "data_path": data_path, "train_iters": 6}
+    runs = [
+        world1.run(worlds.train_run, worlds.config_of(**(flags | LAYOUTS[name])))[0] for name in ("spread", "strided")
+    ]
+    assert runs[0]["grad_norms"] != pytest.approx(runs[1]["grad_norms"], rel=100 * TOLERANCE["fp32"])
