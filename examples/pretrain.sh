@@ -3,7 +3,8 @@
 #
 #   bash examples/pretrain.sh MODEL METHOD CLUSTER [flags of the training script]
 #
-#   MODEL     a row of models.csv, or the folder of a model with config.json: G-0.15B G-1.6B G-5.4B G-10B G-20B L-1.5B L-6.0B L-8.0B L-11B L-23B LLaMA-7B
+#   MODEL     a row of models.csv: G-0.15B G-1.6B G-5.4B G-10B G-20B L-1.5B L-6.0B L-8.0B L-11B L-23B LLaMA-7B; or a folder
+#             with a config.json
 #   METHOD    pretrain (block coordinate descent with --bcd-preset pretrain), paper or bcd (as published), full (full
 #             training), offload (full training, optimizer on the host)
 #   CLUSTER   a row of clusters.csv: rtx4090 a100 a800

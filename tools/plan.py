@@ -61,7 +61,7 @@ _PAPER_CLUSTER = "rtx4090"
 
 def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
     """With the defaults of a task."""
-    parser = Parser(prog=PROG, description=__doc__)
+    parser = Parser(prog=PROG, usage=f"{PROG} --model NAME --gpu NAME --num-gpus N [flags]", description=__doc__)
     add = parser.add_argument
     add("--model", metavar="NAME", help="a row of the model table, a config.json, or the folder that holds one")
     add("--gpu", metavar="NAME", help="a row of the cluster table")
