@@ -405,12 +405,12 @@ def test_what_does_not_fit_together(fields: dict[str, Any], message: str) -> Non
     "change, message",
     [
         (("hidden,", "width,"), "its columns must be"),
-        (("30,2048,16,16", "30,2048,15,16"), "line 7: model G-1.6B: hidden 2048 is not divisible by heads 15"),
-        (("G-1.6B,gpt,30", "G-1.6B,gpt,many"), "line 7: invalid literal for int"),
-        (("G-1.6B,gpt", "G-1.6B,bert"), "line 7: model G-1.6B: form bert"),
+        (("30,2048,16,16", "30,2048,15,16"), "line 9: model G-1.6B: hidden 2048 is not divisible by heads 15"),
+        (("G-1.6B,gpt,30", "G-1.6B,gpt,many"), "line 9: invalid literal for int"),
+        (("G-1.6B,gpt", "G-1.6B,bert"), "line 9: model G-1.6B: form bert"),
         (("G-5.4B", "G-1.6B"), "contains a name twice"),
-        (("G-1.6B,gpt,", "G-1.6B,"), "line 7: 9 cells instead of 10"),
-        (("30,2048,16,16", "30,2048,16,3"), "line 7: model G-1.6B: heads 16 is not divisible by groups 3"),
+        (("G-1.6B,gpt,", "G-1.6B,"), "line 9: 9 cells instead of 10"),
+        (("30,2048,16,16", "30,2048,16,3"), "line 9: model G-1.6B: heads 16 is not divisible by groups 3"),
     ],
 )
 def test_a_broken_table_names_its_line(tmp_path: Path, change: tuple[str, str], message: str) -> None:
