@@ -14,6 +14,7 @@ from megatron.bcd.blocks.phase_state import PhaseState
 from megatron.bcd.blocks.schedule import BlockSchedule
 from megatron.bcd.config import BcdConfig
 from megatron.bcd.optim.update_rules import RULES, direction
+from megatron.bcd.torch_loop import ranks
 from megatron.bcd.torch_loop.parameter_blocks import KINDS, divide_parameters
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -31,8 +32,8 @@ class BlockCoordinate(Optimizer):
     learning-rate schedulers, ``GradScaler``, Accelerate and transformers' ``Trainer`` see an ordinary optimizer. A
     frozen parameter has ``requires_grad`` False, no gradient and no state, and PyTorch's optimizers pass over it.
 
-    One step is one call of ``step``, however many backward passes it follows. One process only: data parallelism
-    builds its gradient reduction for the parameters that are trainable at first.
+    One step is one call of ``step``, however many backward passes it follows. Several processes need the model in
+    ``DistributedDataParallel``, wrapped before or after, or in FSDP2's ``fully_shard``, applied before.
 
     Constructing it freezes all of ``model`` but its first active block.
 
@@ -60,11 +61,14 @@ class BlockCoordinate(Optimizer):
             improved by ``plateau_min_improvement`` (relative) for as many steps. ``step`` then needs the loss: from
             its closure, or from ``report_loss`` before it.
         max_steps_per_block: with "plateau", the most steps of a phase.
-        seed: of the random order.
+        seed: of the random order; rank 0's, where torch.distributed is initialized.
 
     Raises:
         ValueError: an argument does not fit; one line that names it.
     """
+
+    _is_reduced = True
+    """DistributedDataParallel averages what is active now. Stays so in a pickled model's hook, which has no state."""
 
     def __init__(
         self,
@@ -96,7 +100,7 @@ class BlockCoordinate(Optimizer):
         self._divided = divide_parameters(
             model, num_blocks=num_blocks, layout=layout, layers=layers, always_active=always_active
         )
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not num_blocks and resting_update == "none" and not self._divided.always_active:
             raise ValueError("num_blocks 0 trains nothing: give a resting_update or always_active")
         self._resting_update = resting_update
@@ -105,7 +109,7 @@ class BlockCoordinate(Optimizer):
         self._kept: dict[str, dict[str, Any]] = {}
         self._schedule = _block_schedule(
             max(1, num_blocks),
-            seed,
+            ranks.of_rank_0(seed),
             bcd_steps_per_block=steps_per_block,
             bcd_order=order,
             bcd_switch=switch,
@@ -116,26 +120,32 @@ class BlockCoordinate(Optimizer):
         self._phase_state = PhaseState()
         self._loss: float | None = None
         self.optimizer_state_bytes = 0
-        """Live bytes of optimizer state in the last step, before a switch."""
-        self._optimizers = self._make_optimizers(optimizer, always_active_optimizer, optimizer_settings)
+        """Live bytes of this rank's optimizer state in the last step, before a switch."""
+        self._optimizers = self._make_optimizers(named, optimizer, always_active_optimizer, optimizer_settings)
+        for p in named.values():
+            p.requires_grad_(False)
+        names = {id(p): name for name, p in named.items()}
+        self._names = [[names.get(id(p)) for p in group["params"]] for group in self._wrapped_groups()]
         self._is_built = False
         super().__init__(self._wrapped_groups(), self._optimizers[0].defaults)
         self._is_built = True
+        ranks.unwrapped(model).register_forward_pre_hook(self._before_forward)
         self._enter_phase()
 
     def _make_optimizers(
-        self, optimizer: Factory, always_active_optimizer: Factory | None, settings: dict[str, Any]
+        self,
+        named: dict[str, nn.Parameter],
+        optimizer: Factory,
+        always_active_optimizer: Factory | None,
+        settings: dict[str, Any],
     ) -> list[Optimizer]:
-        _check_one_process()
         always = self._divided.always_active if always_active_optimizer else frozenset()
-        in_blocks = [p for name, p in self._parameters.items() if name not in always]
+        in_blocks = [p for name, p in named.items() if name not in always]
         if not in_blocks:
             raise ValueError("the model has no parameter that requires a gradient beside those of always_active")
         made = [optimizer(in_blocks, **settings)]
         if always and always_active_optimizer:
-            made.append(
-                always_active_optimizer([self._parameters[name] for name in self._parameters if name in always])
-            )
+            made.append(always_active_optimizer([p for name, p in named.items() if name in always]))
         for wrapped in made:
             if not isinstance(wrapped, Optimizer) or isinstance(wrapped, torch.optim.LBFGS):
                 raise ValueError(
@@ -143,6 +153,13 @@ class BlockCoordinate(Optimizer):
                     "closure"
                 )
         return made
+
+    @property
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """By name. Read from the groups, where Accelerate replaces parameters by sharded ones."""
+        groups = zip(self._names, self.param_groups, strict=True)
+        pairs = (pair for names, group in groups for pair in zip(names, group["params"], strict=True))
+        return {name: p for name, p in pairs if name is not None}
 
     def _wrapped_groups(self) -> list[dict[str, Any]]:
         return [group for wrapped in self._optimizers for group in wrapped.param_groups]
@@ -184,7 +201,7 @@ class BlockCoordinate(Optimizer):
 
     @property
     def host_state_bytes(self) -> int:
-        """Bytes of optimizer state that wait in host memory for their block."""
+        """Bytes of this rank's optimizer state that wait in host memory for their block."""
         return _num_bytes(entry["value"] for kept in self._kept.values() for entry in kept.values())
 
     def describe(self) -> str:
@@ -193,7 +210,7 @@ class BlockCoordinate(Optimizer):
         return f"phase {self.phase}: block {self.block}, layers {layers}; {self._schedule.describe()}"
 
     def report_loss(self, loss: float) -> None:
-        """The training loss of the coming step, for ``switch="plateau"``."""
+        """The training loss of the coming step, for ``switch="plateau"``; ``step`` takes the mean over the ranks."""
         self._loss = float(loss)
 
     @torch.no_grad()
@@ -201,16 +218,22 @@ class BlockCoordinate(Optimizer):
         """Update the active parameters and the resting ones, whose gradients it frees; switch if the phase is over.
 
         Returns the loss of ``closure``, which is called once. Raises ValueError where ``switch="plateau"`` has no
-        loss, or where torch.distributed runs several processes.
+        loss, or where nothing has averaged the gradients of several processes.
         """
-        _check_one_process()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
             self.report_loss(loss)
-        if self._schedule.settings.bcd_switch == "plateau" and self._loss is None:
-            raise ValueError('switch="plateau" needs the loss of every step: call report_loss(loss) before step()')
+        if ranks.num_ranks() > 1 and not self._is_reduced and not all(map(ranks.is_sharded, self.active_parameters)):
+            raise ValueError(
+                f"nothing averages the gradients of {ranks.num_ranks()} processes: wrap the model in "
+                "DistributedDataParallel, or apply fully_shard to it, and call the whole model"
+            )
+        if self._schedule.settings.bcd_switch == "plateau":
+            if self._loss is None:
+                raise ValueError('switch="plateau" needs the loss of every step: call report_loss(loss) before step()')
+            self._loss = ranks.mean_of_ranks(self._loss, self.param_groups[0]["params"][0].device)
         if self._resting_update != "none":
             self._step_resting()
         for wrapped in self._optimizers:
@@ -222,6 +245,11 @@ class BlockCoordinate(Optimizer):
             self._enter_phase()
         return loss
 
+    def _before_forward(self, *_: Any) -> None:
+        """The first forward pass of a phase that has a backward pass."""
+        if not self._is_reduced and torch.is_grad_enabled():
+            self._is_reduced = ranks.rebuild_reducer()
+
     def _step_resting(self) -> None:
         active = {id(p) for p in self.active_parameters}
         for group in self.param_groups:
@@ -231,12 +259,14 @@ class BlockCoordinate(Optimizer):
                 if p.grad is None or id(p) in active:
                     continue
                 p.mul_(1 - rate * decay)
-                update = direction(self._resting_update, p.grad.flatten(1)).reshape(p.shape)
-                p.add_(update, alpha=size)
+                gradient = p.grad.full_tensor() if ranks.is_sharded(p) else p.grad
+                update = direction(self._resting_update, gradient.flatten(1)).reshape(p.shape)
+                p.add_(ranks.sharded_like(p, update), alpha=size)
                 p.grad = None
 
     def _enter_phase(self) -> None:
         """Freeze what is not active, and move the optimizer's state to where the phase needs it."""
+        self._is_reduced = False
         active = self.active_names
         for name, p in self._parameters.items():
             rests = self._resting_update != "none" and p.ndim > 1
@@ -322,16 +352,8 @@ def _check_choices(**given: str) -> None:
             raise ValueError(f"{name} {value!r}: must be one of {', '.join(CHOICES[name])}")
 
 
-def _check_one_process() -> None:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise ValueError(
-            "BlockCoordinate runs in one process, torch.distributed has several: train with pretrain_gpt_bcd.py there"
-        )
-
-
 def _num_bytes(values: Iterable[Any]) -> int:
-    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+    return sum(ranks.local(value).nbytes for value in values if isinstance(value, torch.Tensor))
 
 
 def _to_host(value: Any) -> Any:

@@ -1,0 +1,76 @@
+"""Several processes: DistributedDataParallel for the active block, and parameters that FSDP2 has sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def num_ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def of_rank_0(value: int) -> int:
+    """Rank 0's ``value``."""
+    values = [value]
+    if num_ranks() > 1:
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def mean_of_ranks(value: float, device: torch.device) -> float:
+    """On ``device``, as NCCL has no other."""
+    if num_ranks() == 1:
+        return value
+    total = torch.tensor(value, device=device)
+    dist.all_reduce(total)
+    return float(total) / num_ranks()
+
+
+def is_sharded(p: torch.Tensor) -> bool:
+    return hasattr(p, "full_tensor")
+
+
+def sharded_like(p: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    """``full``, which every rank has whole, cut as ``p`` is."""
+    if not is_sharded(p):
+        return full
+    from torch.distributed.tensor import distribute_tensor
+
+    sharded: Any = p
+    return distribute_tensor(full, sharded.device_mesh, sharded.placements, src_data_rank=None)
+
+
+def local(value: Any) -> Any:
+    """This rank's part of a sharded tensor; anything else as it is."""
+    return value.to_local() if is_sharded(value) else value
+
+
+def rebuild_reducer() -> bool:
+    """Let the DistributedDataParallel whose forward pass this is average what requires a gradient now, and no more.
+
+    Returns whether there is one. Its constructor has taken what required a gradient then, and waits for all of it;
+    unpickling it builds its reducer anew, by the same calls.
+    """
+    ddp: Any = DistributedDataParallel._get_active_ddp_module()
+    if ddp is None:
+        return False
+    parameters, is_sparse = ddp._build_params_for_reducer()
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    ddp._ddp_init_helper(parameters, is_sparse, names, ddp.static_graph)
+    if ddp.static_graph:
+        ddp.static_graph = False
+        ddp._set_static_graph()
+    hooks, ddp._comm_hooks = ddp._comm_hooks, []
+    for hook, state in hooks:
+        ddp.register_comm_hook(state, hook)
+    return True
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """What ``model`` wraps if it is a DistributedDataParallel."""
+    return model.module if isinstance(model, DistributedDataParallel) else model

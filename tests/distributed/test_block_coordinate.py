@@ -1,0 +1,205 @@
+"""BlockCoordinate on two ranks, in DistributedDataParallel and under FSDP2: parity with one process."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import worlds
+from support.dist import World
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron.bcd import BlockCoordinate
+
+STEPS, PER_BLOCK, ROWS = 9, 2, 8
+
+
+class Net(nn.Module):
+    """Odd sizes, so that the shards of two ranks differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.embedding = nn.Embedding(11, 6)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x_B2: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(x_B2).sum(dim=1)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return self.head(hidden)
+
+
+def two_ranks() -> AbstractContextManager[None]:
+    return worlds.parallel(worlds.run_config(mock_data=True, split=None, world_size=2))
+
+
+def optimizer_of(model: nn.Module, **settings: Any) -> BlockCoordinate:
+    settings = {"lr": 0.01, "steps_per_block": PER_BLOCK, "keep_state": "host"} | settings
+    return BlockCoordinate(model, torch.optim.AdamW, **settings)
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value.detach().clone()
+
+
+def train(
+    model: Any, optimizer: BlockCoordinate, *, start: int = 0, stop: int = STEPS, parts: int = 1, clip: bool = False
+) -> list[Any]:
+    """This rank's rows of every step's batch, in `parts` backward passes; the loss of the whole batch and the block."""
+    is_parallel = torch.distributed.is_initialized()
+    rank, size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if is_parallel else (0, 1)
+    seen = []
+    for step in range(start, stop):
+        generator = torch.Generator().manual_seed(step)
+        inputs, targets = (
+            torch.randint(11, (ROWS, 2), generator=generator),
+            torch.randint(3, (ROWS,), generator=generator),
+        )
+        rows = torch.arange(ROWS)[rank::size].chunk(parts)
+        total = torch.zeros(())
+        for number, own in enumerate(rows):
+            waits = number < parts - 1 and isinstance(model, DistributedDataParallel)
+            with model.no_sync() if waits else contextlib.nullcontext():
+                loss = nn.functional.cross_entropy(model(inputs[own]), targets[own]) / parts
+                loss.backward()
+            total += loss.detach() / size
+        if is_parallel:
+            torch.distributed.all_reduce(total)
+        if clip:
+            torch.nn.utils.clip_grad_norm_(optimizer.active_parameters, 0.5)
+        seen.append((float(total), optimizer.block))
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def result(model: nn.Module, seen: list[Any]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    return seen, {name.removeprefix("module."): whole(value) for name, value in model.state_dict().items()}
+
+
+def alone(**settings: Any) -> Any:
+    model = Net()
+    return result(model, train(model, optimizer_of(model, **settings), clip=True))
+
+
+def assert_parity(results: list[Any], reference: Any) -> None:
+    losses, blocks = zip(*reference[0], strict=True)
+    for seen, weights in results:
+        assert tuple(block for _, block in seen) == blocks
+        assert [loss for loss, _ in seen] == pytest.approx(losses, rel=1e-5)
+        torch.testing.assert_close(weights, reference[1], rtol=1e-4, atol=1e-6)
+
+
+def in_ddp(is_first: bool, parts: int, settings: dict[str, Any], how: dict[str, Any]) -> Any:
+    with two_ranks():
+        model = Net()
+        if is_first:
+            model = ddp = DistributedDataParallel(model, **how)
+            optimizer = optimizer_of(model, **settings)
+        else:
+            optimizer = optimizer_of(model, **settings)
+            ddp = DistributedDataParallel(model, **how)
+        seen = train(ddp, optimizer, parts=parts, clip=True)
+        active = sum(p.numel() for p in ddp.parameters() if p.requires_grad)
+        ddp(torch.zeros(1, 2, dtype=torch.int64))  # the block after the last switch
+        buckets = ddp._get_ddp_logging_data()["bucket_sizes"]
+        assert sum(map(int, buckets.split(", "))) == 4 * active
+        assert set(optimizer.state) <= set(optimizer.active_parameters)
+        return result(ddp, seen)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize(
+    ("parts", "settings", "how"),
+    [
+        (1, {}, {"find_unused_parameters": True}),
+        (2, {"resting_update": "orthogonal", "order": "random"}, {"gradient_as_bucket_view": True}),
+        (1, {"steps_per_block": 1, "always_active": ("norms",)}, {"static_graph": True}),
+    ],
+)
+def test_ddp(world2: World, is_first: bool, parts: int, settings: dict[str, Any], how: dict[str, Any]) -> None:
+    """DDP averages what was trainable when it was made: other blocks train apart on every rank, or the run stops."""
+    assert_parity(world2.run(in_ddp, is_first, parts, settings, how), alone(**settings))
+
+
+def sharded(settings: dict[str, Any]) -> tuple[Any, BlockCoordinate]:
+    model = Net()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return model, optimizer_of(model, **settings)
+
+
+def in_fsdp(settings: dict[str, Any], folder: Path) -> Any:
+    """A run, and one that continues from what its rank has saved amid it."""
+    with two_ranks():
+        model, optimizer = sharded(settings)
+        file = folder / f"rank_{torch.distributed.get_rank()}.pt"
+        seen = train(model, optimizer, stop=5, clip=True)
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        seen += train(model, optimizer, start=5, clip=True)
+        active = optimizer.active_parameters
+        assert optimizer.optimizer_state_bytes == sum(8 * p.to_local().numel() + 4 for p in active)
+        resumed, optimizer = sharded(settings)
+        loaded = torch.load(file, weights_only=True)
+        resumed.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+        assert train(resumed, optimizer, start=5, clip=True) == seen[5:]
+        assert all(
+            torch.equal(whole(p), whole(q)) for p, q in zip(resumed.parameters(), model.parameters(), strict=True)
+        )
+        return result(model, seen)
+
+
+@pytest.mark.parametrize("rule", ["none", "orthogonal", "normalized"])
+def test_fsdp2(world2: World, rule: str, tmp_path: Path) -> None:
+    """Directions of a shard for those of its matrix, whole moments on every rank, a resume that loses the shards'."""
+    settings = {"resting_update": rule}
+    assert_parity(world2.run(in_fsdp, settings, tmp_path), alone(**settings))
+
+
+def blocks_of_rank() -> list[int]:
+    """With a seed and losses of its own."""
+    with two_ranks():
+        rank = torch.distributed.get_rank()
+        model = Net()
+        settings = {"order": "random", "switch": "plateau", "plateau_window": 1, "steps_per_block": 1}
+        optimizer = optimizer_of(model, seed=rank, **settings)
+        ddp, blocks = DistributedDataParallel(model), []
+        for step in range(12):
+            ddp(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
+            optimizer.report_loss([1.0, 1.0, 0.5, 1.0][step % 4] if rank else 1.0)
+            blocks.append(optimizer.block)
+            optimizer.step()
+            optimizer.zero_grad()
+        return blocks
+
+
+def test_ranks_switch_together(world2: World) -> None:
+    """A phase that ends on one rank only, or another block on each: the ranks average gradients of different layers."""
+    one, other = world2.run(blocks_of_rank)
+    assert one == other and len(set(one)) == 3
+
+
+def error_of_step() -> str:
+    with two_ranks():
+        model = Net()
+        optimizer = optimizer_of(model)
+        model(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
+        with pytest.raises(ValueError) as raised:
+            optimizer.step()
+        return str(raised.value)
+
+
+def test_gradients_that_nothing_averages_are_refused(world2: World) -> None:
+    """Ranks that each train a model of their own, which nobody notices."""
+    for error in world2.run(error_of_step):
+        assert "DistributedDataParallel" in error and "\n" not in error
