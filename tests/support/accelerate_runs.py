@@ -1,0 +1,68 @@
+"""transformers' Trainer and TRL's SFTTrainer with BlockCoordinate; as a program, what `accelerate launch` starts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from megatron.bcd import BlockCoordinate
+
+STEPS, STEPS_PER_BLOCK, SAVED_AT, GLOBAL_BATCH, VOCABULARY = 8, 2, 5, 8, 20
+
+
+def new_trainer(client: str, folder: Path) -> Any:
+    """Every global batch in two backward passes, on however many ranks there are."""
+    torch.manual_seed(3)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=8, n_embd=8, n_layer=3, n_head=2, attn_pdrop=0.0, embd_pdrop=0.0,
+        resid_pdrop=0.0, bos_token_id=0, eos_token_id=0, pad_token_id=1,
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config)
+    optimizer = BlockCoordinate(
+        model, torch.optim.AdamW, lr=0.01, steps_per_block=STEPS_PER_BLOCK, order="random", keep_state="host"
+    )
+    settings: dict[str, Any] = {"output_dir": str(folder), "use_cpu": True, "bf16": False, "max_steps": STEPS}
+    settings |= {"gradient_accumulation_steps": 2, "learning_rate": 0.01, "save_steps": SAVED_AT, "logging_steps": 1}
+    settings |= {"report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False}
+    ranks = int(transformers.TrainingArguments(str(folder), use_cpu=True).world_size)
+    settings["per_device_train_batch_size"] = GLOBAL_BATCH // 2 // ranks
+    tokens = torch.randint(2, VOCABULARY, (64, 8), generator=torch.Generator().manual_seed(5)).tolist()
+    if client == "Trainer":
+        data: Any = [{"input_ids": row, "labels": row} for row in tokens]
+        made = transformers.Trainer, transformers.TrainingArguments(**settings), {}
+    else:
+        import datasets
+        import trl
+        from tokenizers import Tokenizer, models
+
+        words = Tokenizer(models.WordLevel({str(i): i for i in range(VOCABULARY)}, unk_token="1"))
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="0", pad_token="1")
+        data = datasets.Dataset.from_dict({"input_ids": tokens})
+        made = trl.SFTTrainer, trl.SFTConfig(**settings), {"processing_class": tokenizer}
+    kind, arguments, more = made
+    return kind(model=model, args=arguments, train_dataset=data, optimizers=(optimizer, None), **more)
+
+
+def run(client: str, folder: Path) -> dict[str, Any]:
+    """Losses by step and weights of a run, and the weights of one that continues from its checkpoint."""
+    trainer = new_trainer(client, folder)
+    trainer.train()
+    resumed = new_trainer(client, folder)
+    resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED_AT}"))
+    return {
+        "losses": [line["loss"] for line in trainer.state.log_history if "loss" in line],
+        "weights": trainer.accelerator.unwrap_model(trainer.model_wrapped).state_dict(),
+        "resumed": resumed.accelerator.unwrap_model(resumed.model_wrapped).state_dict(),
+        "world_size": trainer.args.world_size,
+    }
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    found = {client: run(client, folder / client) for client in sys.argv[2:]}
+    torch.save(found, folder / f"rank_{torch.distributed.get_rank()}.pt")
+    torch.distributed.destroy_process_group()
