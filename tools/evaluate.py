@@ -160,7 +160,6 @@ def _harness(loaded: LoadedModel, options: argparse.Namespace) -> dict[str, Any]
         tasks=names,
         limit=options.limit,
         task_manager=manager,
-        bootstrap_iters=0,
     )
     return dict(found["results"])
 

@@ -130,18 +130,27 @@ def test_ddp(world2: World, is_first: bool, parts: int, settings: dict[str, Any]
     assert_parity(world2.run(in_ddp, is_first, parts, settings, how), alone(**settings))
 
 
-def sharded(settings: dict[str, Any]) -> tuple[Any, BlockCoordinate]:
+def sharded(settings: dict[str, Any], *, is_first: bool = False) -> tuple[Any, BlockCoordinate]:
+    """`is_first`: sharded before the optimizer is made; else the optimizer's parameters are replaced, as Accelerate
+    does."""
     model = Net()
+    optimizer = None if is_first else optimizer_of(model, **settings)
+    names = {p: name for name, p in model.named_parameters()}
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
-    return model, optimizer_of(model, **settings)
+    if optimizer is None:
+        return model, optimizer_of(model, **settings)
+    new = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        group["params"] = [new[names[p]] for p in group["params"]]
+    return model, optimizer
 
 
 def in_fsdp(settings: dict[str, Any], folder: Path) -> Any:
     """A run, and one that continues from what its rank has saved amid it."""
     with two_ranks():
-        model, optimizer = sharded(settings)
+        model, optimizer = sharded(settings, is_first=True)
         file = folder / f"rank_{torch.distributed.get_rank()}.pt"
         seen = train(model, optimizer, stop=5, clip=True)
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)

@@ -198,7 +198,7 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
     importlib.util.find_spec("lm_eval") is None, reason="needs lm-evaluation-harness: pip install lm_eval"
 )
 def test_lm_evaluation_harness(repo_root: Path, model: Path, tmp_path: Path) -> None:
-    """An adapter that lm-evaluation-harness can't use, or that scores otherwise than --multiple-choice."""
+    """An adapter that lm-evaluation-harness can't use, that scores otherwise than --multiple-choice, no errors."""
     data = tmp_path / "mc.jsonl"
     questions = [
         {"query": f"{i} and {i} is", "choices": [str(i), str(2 * i), "none"], "gold": i % 3} for i in range(12)
@@ -218,5 +218,5 @@ def test_lm_evaluation_harness(repo_root: Path, model: Path, tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out.json").read_text())
     own, theirs = found["multiple_choice"][str(data)], found["lm_eval"]["local_choice"]
-    for metric in ("acc", "acc_norm"):
+    for metric in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr"):
         assert theirs[f"{metric},none"] == pytest.approx(own[metric])
