@@ -12,6 +12,7 @@ import torch
 from support import worlds
 from support.dist import World
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -107,7 +108,15 @@ def in_ddp(is_first: bool, parts: int, settings: dict[str, Any], how: dict[str, 
         else:
             optimizer = optimizer_of(model, **settings)
             ddp = DistributedDataParallel(model, **how)
+        hooked = set()
+
+        def hook(_, bucket):  # PyTorch checks annotations
+            hooked.add(optimizer.block)
+            return default_hooks.allreduce_hook(None, bucket)
+
+        ddp.register_comm_hook(None, hook)
         seen = train(ddp, optimizer, parts=parts, clip=True)
+        assert hooked == {0, 1, 2}
         active = sum(p.numel() for p in ddp.parameters() if p.requires_grad)
         ddp(torch.zeros(1, 2, dtype=torch.int64))  # the block after the last switch
         buckets = ddp._get_ddp_logging_data()["bucket_sizes"]
@@ -185,7 +194,7 @@ def blocks_of_rank() -> list[int]:
         ddp, blocks = DistributedDataParallel(model), []
         for step in range(12):
             ddp(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
-            optimizer.report_loss([1.0, 1.0, 0.5, 1.0][step % 4] if rank else 1.0)
+            optimizer.report_loss(1.0 - 0.1 * (step % 4) if rank else 1.0)
             blocks.append(optimizer.block)
             optimizer.step()
             optimizer.zero_grad()
