@@ -122,8 +122,7 @@ class BlockCoordinate(Optimizer):
         self.optimizer_state_bytes = 0
         """Live bytes of this rank's optimizer state in the last step, before a switch."""
         self._optimizers = self._make_optimizers(named, optimizer, always_active_optimizer, optimizer_settings)
-        for p in named.values():
-            p.requires_grad_(False)
+        model.requires_grad_(False)
         names = {id(p): name for name, p in named.items()}
         self._names = [[names.get(id(p)) for p in group["params"]] for group in self._wrapped_groups()]
         self._is_built = False
