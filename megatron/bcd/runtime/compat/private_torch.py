@@ -115,4 +115,32 @@ TORCH_APIS = (
         parameters="f, map_location, pickle_module, weights_only, mmap, **pickle_load_args",
         source=("weights_only",),
     ),
+    PrivateApi(
+        "torch.nn.parallel.distributed",
+        "DistributedDataParallel._get_active_ddp_module",
+        used_in="runtime.compat.ddp_reducer",
+        use="called in a forward pass",
+        parameters="cls",
+    ),
+    PrivateApi(
+        "torch.nn.parallel.distributed",
+        "DistributedDataParallel._build_params_for_reducer",
+        used_in="runtime.compat.ddp_reducer",
+        use="called as by its constructor",
+        parameters="self",
+    ),
+    PrivateApi(
+        "torch.nn.parallel.distributed",
+        "DistributedDataParallel._build_debug_param_to_name_mapping",
+        used_in="runtime.compat.ddp_reducer",
+        use="called as by its constructor",
+        parameters="self, parameters",
+    ),
+    PrivateApi(
+        "torch.nn.parallel.distributed",
+        "DistributedDataParallel._ddp_init_helper",
+        used_in="runtime.compat.ddp_reducer",
+        use="called as by its constructor",
+        parameters="self, parameters, expect_sparse_gradient, param_to_name_mapping, static_graph",
+    ),
 )
