@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import _check_walks as walks
 import pytest
-import torch
 from _check_self_test import FLAGS, LAYOUTS, ONE_BLOCK, SAME_BLOCKS, TOLERANCE
 from support import worlds
 from support.dist import World
-
-from megatron.bcd.config import RunConfig
 
 MARGIN = 5
 RUNS = {
@@ -27,25 +22,11 @@ def data_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return walks.write(tmp_path_factory.mktemp("walks"))
 
 
-def perturbed_run(config: RunConfig) -> dict[str, Any]:
-    """A run in which the last bit of every other initial weight is flipped, by chance."""
-
-    def flip(one: worlds.RecordedRun) -> None:
-        draw = torch.Generator().manual_seed(1)
-        for weight in [] if one.results else one.model.parameters():  # before the first phase only
-            bits = weight.data.view(torch.int32 if weight.dtype == torch.float32 else torch.int16)
-            bits ^= torch.randint(0, 2, bits.shape, generator=draw, dtype=bits.dtype)
-
-    with worlds.started(config, before_build=flip) as one:
-        one.run()
-        return worlds.outcome(one)
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_margin(world1: World, data_path: str, name: str) -> None:
     """A learning rate that makes of one bit what a broken machine makes: a self-test that fails on another CPU."""
     config = worlds.config_of(**(FLAGS | {"micro_batch_size": 2, "data_path": data_path} | RUNS[name]))
-    [run], [perturbed] = world1.run(worlds.train_run, config), world1.run(perturbed_run, config)
+    [run], [perturbed] = world1.run(worlds.train_run, config), world1.run(worlds.perturbed_run, config)
     assert run["losses"][-1] < run["losses"][0] - 0.02
     tolerance = TOLERANCE["bf16" if name == "bf16" else "fp32"] / MARGIN
     assert perturbed["losses"] == pytest.approx(run["losses"], rel=tolerance)

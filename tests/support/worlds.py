@@ -325,6 +325,20 @@ def train_run(config: RunConfig, *, blocks_of_stages: int | None = None) -> dict
         return outcome(one)
 
 
+def perturbed_run(config: RunConfig) -> dict[str, Any]:
+    """`train_run` with the last bit of every other initial weight flipped, by chance."""
+
+    def flip(one: RecordedRun) -> None:
+        draw = torch.Generator().manual_seed(1)
+        for weight in [] if one.results else one.model.parameters():  # before the first phase only
+            bits = weight.data.view(torch.int32 if weight.dtype == torch.float32 else torch.int16)
+            bits ^= torch.randint(0, 2, bits.shape, generator=draw, dtype=bits.dtype)
+
+    with started(config, before_build=flip) as one:
+        one.run()
+        return outcome(one)
+
+
 @contextlib.contextmanager
 def blocks_as_of(num_stages: int | None) -> Iterator[None]:
     """Runs on one stage form the blocks that `num_stages` stages would: the same layers, all on stage 0."""
