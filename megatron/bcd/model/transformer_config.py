@@ -27,9 +27,8 @@ def build_transformer_config(config: RunConfig, implementation: Implementation) 
     Raises:
         ValueError: a flag needs kernels that are not installed, or Megatron Core rejects the combination.
     """
-    fields = dict(config.transformer)
     dtype = DTYPES[config.precision]
-    fields.update(params_dtype=dtype, pipeline_dtype=dtype, deallocate_pipeline_outputs=True)
+    fields = dict(config.transformer, params_dtype=dtype, pipeline_dtype=dtype, deallocate_pipeline_outputs=True)
     if "attention_backend" in fields:
         fields["attention_backend"] = AttnBackend[str(fields["attention_backend"])]
     if config.is_gated:
