@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-NAMES = ("gloo", "strict", "strict-one-queue")
+NAMES = ("gloo", "strict", "strict-one-queue", "nccl")
 """See `strict_backend` for the latter two."""
 _BACKEND, _HANG_SECONDS = "BCD_TEST_BACKEND", "BCD_TEST_HANG_SECONDS"
 
@@ -22,7 +22,7 @@ def chosen() -> str:
 
 
 def is_strict() -> bool:
-    return chosen() != "gloo"
+    return chosen().startswith("strict")
 
 
 def hang_seconds() -> float:

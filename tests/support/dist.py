@@ -1,7 +1,7 @@
 """Worlds: several ranks that stay alive and run one function after another.
 
 Importing PyTorch and Megatron Core costs seconds in every process, so a test session starts one world per size and
-sends it functions (`World.run`). Every function runs on all ranks at once, in a process group over gloo; its results
+sends it functions (`World.run`). Every function runs on all ranks at once, in a process group; its results
 come back by rank, and an exception on any rank is raised in the test with that rank's traceback.
 """
 
@@ -41,7 +41,7 @@ class RankError(AssertionError):
 
 
 class World:
-    """`size` processes with one process group over gloo; they start at the first `run` and after a failure."""
+    """`size` processes with one process group; they start at the first `run` and after a failure."""
 
     def __init__(self, size: int, *, backend: str | None = None, hang_seconds: float = 100.0) -> None:
         """`backend` of backends.NAMES; None takes that of the session's --backend."""
@@ -102,7 +102,9 @@ class World:
         atexit.register(self.close)  # ranks are no daemons, for those may not start processes
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["support.imported"])
-        with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # it gets no other search path
+        # it gets no other search path, and must not start CUDA, which no fork could use then
+        variables = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        with mock.patch.dict(os.environ, variables):
             forkserver.ensure_running()
         for rank in range(self.size):
             ours, theirs = context.Pipe()

@@ -27,7 +27,7 @@ from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
 from megatron.bcd.model.builder import build_model, unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
-from megatron.bcd.runtime import compat, distributed, rng
+from megatron.bcd.runtime import compat, device, distributed, rng
 from megatron.bcd.runtime.compat import cpu
 from megatron.bcd.training import loop, restore, save, setup
 from megatron.bcd.training.forward_backward import ForwardBackward
@@ -281,7 +281,8 @@ def _cut_world(config: RunConfig) -> None:
     """Parallel groups of its sizes: kept where they are there already, else in place of those of the run before."""
     torch.set_num_threads(1)
     cpu_kernels = config.training.cpu_kernels
-    cpu.patch_megatron_core(cpu_kernels)  # also where groups are kept: raises if this rank has the other kernels
+    if not device.has_cuda():
+        cpu.patch_megatron_core(cpu_kernels)  # also where groups are kept: raises if this rank has the other kernels
     num_microbatches_calculator.unset_num_microbatches_calculator()
     if parallel_state.model_parallel_is_initialized():
         torch.distributed.barrier()
@@ -299,7 +300,7 @@ def _cut_world(config: RunConfig) -> None:
         strict_backend.register()
         compat.share_gloo_device()  # as with gloo, before the first group
     distributed.initialize(
-        backend="strict" if backends.is_strict() else "gloo",
+        backend="strict" if backends.is_strict() else backends.chosen(),
         timeout_minutes=2,
         tensor_size=config.tensor_size,
         pipeline_size=config.pipeline_size,
@@ -398,8 +399,8 @@ def outcome(one: RecordedRun) -> dict[str, Any]:
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of this rank's parameters by GPTModel's names."""
-    return {name: parameter.detach().clone() for name, parameter in unwrap_model(model).named_parameters()}
+    """Copies in host memory of this rank's parameters, by GPTModel's names."""
+    return {name: parameter.detach().to("cpu", copy=True) for name, parameter in unwrap_model(model).named_parameters()}
 
 
 def initial_weights(config: RunConfig) -> dict[str, torch.Tensor]:

@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# The GPU path on a machine without a GPU: sets up emulated GPUs (docs/gpu.md), and runs the tests that need a GPU on them.
+#
+#   bash tests/emulated_gpu.sh                     the lane: at most 15 minutes on two cores
+#   bash tests/emulated_gpu.sh tests/gpu -k memory -x      arguments go to pytest
+#   bash tests/emulated_gpu.sh --run COMMAND...    any command on emulated GPUs: torchrun --nproc-per-node 2 pretrain_gpt_bcd.py ...
+#
+# The first time it downloads 3 GB (the CUDA build of torch, and the pins of requirements.txt) into a folder of its own of
+# 6 GB: 5 to 12 minutes. .venv is not touched. Needs python3 (3.11 to 3.13) with venv, cmake, a C and a C++ compiler.
+# Environment:
+#   BCD_EMULATED_GPU   the folder (default: .emulated_gpu at the repository's root)
+#   FAKEGPU            FakeGPU's source (default: ../shared/emulated_gpu/fakegpu_native)
+#   NGPU, GPU          how many (default: 4), and which: rtx4090 (default), a100, h100, ...
+#   EMU_...            see tests/emulated_gpu/*.py and *.cpp
+set -euo pipefail
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+FOLDER=${BCD_EMULATED_GPU:-$ROOT/.emulated_gpu}
+FAKEGPU=${FAKEGPU:-$ROOT/../shared/emulated_gpu/fakegpu_native}
+SOURCE=$ROOT/tests/emulated_gpu
+export BCD_EMULATED_GPU=$FOLDER
+say() { printf 'emulated_gpu: %s\n' "$*"; }
+fail() { printf 'emulated_gpu: error: %s\n' "$*" >&2; exit 2; }
+
+setup() {
+    [ -f "$FAKEGPU/CMakeLists.txt" ] || fail "FakeGPU is not in $FAKEGPU: clone github.com/FanBB2333/FakeGPU (MIT), check out" \
+        "commit 7d5cf83, and name its folder that holds CMakeLists.txt and src in FAKEGPU"
+    local need
+    for need in python3 cmake gcc g++; do
+        command -v "$need" >/dev/null || fail "$need is missing (Debian, Ubuntu: apt-get install python3-venv cmake g++)"
+    done
+    local stamp
+    stamp=$(cat "$ROOT/requirements.txt" "$ROOT/tests/emulated_gpu.sh" "$SOURCE"/*.cpp "$SOURCE"/*.h | sha256sum)
+    mkdir -p "$FOLDER"
+    [ "$(cat "$FOLDER/stamp" 2>/dev/null)" != "$stamp" ] || return 0
+    say "setting up $FOLDER: up to 3 GB to download, 6 GB on disk"
+    [ -x "$FOLDER/venv/bin/torchrun" ] || {
+        python3 -m venv "$FOLDER/venv"
+        # "===" takes the CUDA build where a +cpu build of the version is offered too
+        "$FOLDER/venv/bin/pip" install -q "$(sed -n 's/^torch==/torch===/p' "$ROOT/requirements.txt")"
+    }
+    grep -v '^torch==' "$ROOT/requirements.txt" > "$FOLDER/requirements.txt"
+    "$FOLDER/venv/bin/pip" install -q -r "$FOLDER/requirements.txt"
+    cmake -S "$FAKEGPU" -B "$FOLDER/build" -DCMAKE_BUILD_TYPE=Release > "$FOLDER/cmake.log"
+    cmake --build "$FOLDER/build" -j 2 --target fake_gpu fake_cuda fake_cudart fake_cublas >> "$FOLDER/cmake.log"
+    mkdir -p "$FOLDER/lib"
+    g++ -std=c++20 -O2 -fPIC -shared -Wl,-soname,libnccl.so.2 "$SOURCE"/*.cpp -o "$FOLDER/lib/new" -ldl -lpthread
+    mv "$FOLDER/lib/new" "$FOLDER/lib/libnccl.so.2"
+    echo "$stamp" > "$FOLDER/stamp"
+}
+
+setup
+export FAKEGPU_MODE=simulate FAKEGPU_DEVICE_COUNT=${NGPU:-4} FAKEGPU_PROFILE=${GPU:-rtx4090}
+export FAKEGPU_TERMINAL_REPORT=0 FAKEGPU_REPORT_PATH=/dev/null
+export LD_LIBRARY_PATH="$FOLDER/build${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" PATH="$FOLDER/venv/bin:$PATH"
+export PYTHONPATH="$SOURCE:$ROOT${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export TORCHDYNAMO_DISABLE=1 # compiled kernels are not emulated
+libraries=$FOLDER/lib/libnccl.so.2
+for library in libcublas.so.12 libcudart.so.12 libcuda.so.1 libnvidia-ml.so.1; do
+    libraries=$libraries:$FOLDER/build/$library
+done
+if [ "${1:-}" = --run ]; then
+    shift
+    LD_PRELOAD=$libraries exec "$@"
+fi
+cd "$ROOT"
+[ $# -gt 0 ] || set -- tests/emulated_gpu tests/gpu
+LD_PRELOAD=$libraries exec python -m pytest --backend nccl -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -1,0 +1,207 @@
+"""With EMU_LAG=1: order between streams, which a GPU leaves to the program.
+
+- Non-blocking copies of page-locked memory are made as late as possible: when the host or a kernel waits for them. A host
+  that reads too early finds NaN; one that overwrites the source too early sends what it wrote.
+- Kernels (and such copies) on two streams that use the same memory, at least one writing, must be ordered by an event or
+  by the host. Else, and where memory is freed, and given to somebody else, while a kernel of another stream may still use
+  it (no record_stream), the next kernel raises RuntimeError "[emulated] RACE".
+
+EMU_POISON=1 fills freed memory with NaN, as streams.cpp does fresh memory. Which stream has waited for what is kept by
+the vector clocks of torch's own sanitizer, which looks at less (no copies of the host, no freed memory).
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import os
+import traceback
+from dataclasses import dataclass, field
+
+import torch
+from torch.cuda import _gpu_trace, _sanitizer
+
+IS_ON = os.environ.get("EMU_LAG") == "1"
+_POISONS = "EMU_POISON" in os.environ
+
+
+@dataclass
+class _Memory:
+    """Kernels since the last write, by stream: the numbers of the last ones."""
+
+    home: int
+    """The stream that the allocator gives it back to."""
+    num_bytes: int = 0
+    writes: dict[int, int] = field(default_factory=dict)
+    reads: dict[int, int] = field(default_factory=dict)
+    recorded: set[int] = field(default_factory=set)
+
+
+@dataclass
+class _Copy:
+    """That was asked for and is not made."""
+
+    stream: int
+    number: int
+    device_memory: int | None
+    host_memory: int
+    make: object
+
+
+_clocks = _sanitizer.StreamSynchronizations()
+_number = 0
+_memory: dict[int, _Memory] = {}
+_freed: dict[int, tuple[int, dict[int, int]]] = {}
+_copies: list[_Copy] = []
+_late: list[str] = []
+_had_kernels: set[int] = set()
+
+
+def _stream():
+    return torch.cuda.current_stream().cuda_stream
+
+
+def _pointer(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+def _unordered(stream, uses):
+    """Of kernels by stream, those that `stream` has not waited for."""
+    return {other: n for other, n in uses.items() if other != stream and not _clocks.is_ordered_after(stream, n, other)}
+
+
+def _make(copies):
+    for copy in copies:
+        _copies.remove(copy)
+        if copy.device_memory is not None:  # reads what copies to the host have written
+            _make([each for each in _copies if each.device_memory is None and each.host_memory == copy.host_memory])
+        copy.make()
+
+
+def before_kernel(name, tensors, writes):
+    """Of the current stream: the order of what it uses, and the copies that it waited for."""
+    if not IS_ON:
+        return
+    global _number
+    _number += 1
+    stream, written = _stream(), {_pointer(tensor) for tensor in writes}
+    _had_kernels.add(stream)
+    _clocks.update_seq_num(stream, _number)
+    problems, _late[:] = list(_late), []
+    for tensor in tensors:
+        if not tensor.is_cuda:
+            continue
+        pointer = _pointer(tensor)
+        memory = _memory.setdefault(pointer, _Memory(stream))
+        memory.num_bytes = tensor.untyped_storage().nbytes()
+        is_write = pointer in written
+        if _unordered(stream, memory.writes) or (is_write and _unordered(stream, memory.reads)):
+            problems.append(f"aten::{name} uses memory of a kernel on another stream that it did not wait for")
+        if is_write:
+            memory.writes, memory.reads = {stream: _number}, {}
+        else:
+            memory.reads[stream] = _number
+        if _copies:
+            _make([copy for copy in _copies if copy.device_memory == pointer])
+    if problems:
+        print("[emulated] RACE:", *problems, "".join(traceback.format_stack(limit=12)), sep="\n", flush=True)
+        raise RuntimeError(f"[emulated] RACE: {problems[0]}")
+
+
+def written(tensor):
+    """A kernel's result, in new memory."""
+    if IS_ON and tensor.numel():
+        memory = _memory.setdefault(_pointer(tensor), _Memory(_stream()))
+        memory.num_bytes, memory.writes = tensor.untyped_storage().nbytes(), {_stream(): _number}
+
+
+def copy_later(to, source, to_view, source_view):
+    """Whether the copy, which `before_kernel` knows, is made later."""
+    if not IS_ON:
+        return False
+    if to.is_cuda:
+        _copies.append(_Copy(_stream(), _number, _pointer(to), _pointer(source), lambda: to_view.copy_(source)))
+        return True
+    value, to = source_view.clone(), to.detach()
+    to.view(torch.uint8).fill_(0xFF) if to.is_contiguous() and to.dim() else to.fill_(-1)
+    _copies.append(_Copy(_stream(), _number, None, _pointer(to), lambda: to.copy_(value)))
+    return True
+
+
+def _after_host_waited():
+    done = _clocks.host_sync_state
+    _make([copy for copy in _copies if copy.number <= done.get(copy.stream, -1)])
+
+
+def host_waits_for_stream(stream):
+    if IS_ON:
+        _clocks.all_streams_wait_for_stream(stream)
+        _after_host_waited()
+
+
+def _host_waits_for_event(event):
+    _clocks.all_streams_wait_for_event(event)
+    _after_host_waited()
+
+
+def _host_waits_for_device():
+    _clocks.sync_all_streams()
+    _after_host_waited()
+
+
+def _stream_waits_for_event(event, stream):
+    _clocks.stream_wait_for_event(stream, event)
+    if stream not in _had_kernels:  # NCCL's, whose kernels nobody sees
+        done = _clocks.current_sync_states[stream]
+        _make([c for c in _copies if c.device_memory is not None and c.number <= done.get(c.stream, -1)])
+
+
+def _allocated(pointer):
+    stream = _stream()
+    _memory[pointer] = _Memory(stream)
+    for freed, (num_bytes, uses) in list(_freed.items()):
+        if not _unordered(stream, uses):
+            del _freed[freed]
+        elif freed <= pointer < freed + num_bytes:
+            _late.append("memory was freed, and is used again, before a kernel of another stream was done with it")
+
+
+def _was_freed(pointer):
+    memory = _memory.pop(pointer, None)
+    if memory is None:
+        return
+    _make([copy for copy in _copies if copy.device_memory == pointer])
+    uses = collections.Counter(memory.reads) | collections.Counter(memory.writes)
+    uses = _unordered(memory.home, {stream: n for stream, n in uses.items() if stream not in memory.recorded})
+    if uses:
+        _freed[pointer] = memory.num_bytes, uses
+    elif _POISONS:
+        torch._C._cuda_synchronize() if False else None
+        ctypes.memset(pointer, 0xFF, memory.num_bytes)
+
+
+def install():
+    """Listen to torch's streams, events and allocations."""
+    if not IS_ON:
+        return
+    torch._C._activate_gpu_trace()
+    _gpu_trace.register_callback_for_event_record(_clocks.record_state)
+    _gpu_trace.register_callback_for_event_wait(_stream_waits_for_event)
+    _gpu_trace.register_callback_for_event_synchronization(_host_waits_for_event)
+    _gpu_trace.register_callback_for_stream_synchronization(host_waits_for_stream)
+    _gpu_trace.register_callback_for_device_synchronization(_host_waits_for_device)
+    _gpu_trace.register_callback_for_memory_allocation(_allocated)
+    _gpu_trace.register_callback_for_memory_deallocation(_was_freed)
+    record_stream, query = torch.Tensor.record_stream, torch.cuda.Event.query
+
+    def recording(tensor, stream):
+        _memory.setdefault(_pointer(tensor), _Memory(_stream())).recorded.add(stream.cuda_stream)
+        record_stream(tensor, stream)
+
+    def querying(event):
+        is_done = query(event)
+        if is_done and event.cuda_event in _clocks.recorded_sync_states:
+            _host_waits_for_event(event.cuda_event)
+        return is_done
+
+    torch.Tensor.record_stream, torch.cuda.Event.query = recording, querying

@@ -1,0 +1,155 @@
+"""What the emulated GPUs promise: the CPU's numbers, CUDA's rules, and a report where a GPU would hang or be wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.dist import RankError, World
+from torch import distributed, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+
+class Network(nn.Module):
+    """Embedding, norm, attention of PyTorch's own operations, GELU, dropout, loss."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(64, 32), nn.LayerNorm(32)
+        self.qkv, self.up, self.down = nn.Linear(32, 96), nn.Linear(32, 128), nn.Linear(128, 32)
+        self.dropout = nn.Dropout(dropout)
+
+    def layer(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        x = x + self.dropout((q @ k.transpose(1, 2) / 32**0.5).softmax(-1) @ v)
+        return x + self.down(functional.gelu(self.up(x)))
+
+    def forward(self, tokens: torch.Tensor, *, recomputes: bool = False) -> torch.Tensor:
+        x = self.embedding(tokens)
+        x = checkpoint(self.layer, x, use_reentrant=False) if recomputes else self.layer(x)
+        return functional.cross_entropy((x @ self.embedding.weight.t()).flatten(0, 1), tokens.flatten())
+
+
+def trained(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Losses and weights of three steps of Adam."""
+    torch.manual_seed(1)
+    network = Network().to(device, dtype)
+    tokens = torch.arange(48).view(2, 24).to(device)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, foreach=True)
+    losses = []
+    for _ in range(3):
+        loss = network(tokens)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(network.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.detach())
+    return [tensor.cpu() for tensor in (*losses, *network.state_dict().values())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_training_step_is_the_cpus(dtype: torch.dtype) -> None:
+    """A kernel that is replaced by another, or that writes elsewhere: not the CPU's numbers bit for bit."""
+    for mine, theirs in zip(trained("cuda", dtype), trained("cpu", dtype), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_recomputation_repeats_dropout() -> None:
+    """Random numbers that don't follow the generator of the device: a recomputed layer has other dropout."""
+    gradients = []
+    for recomputes in (False, True):
+        torch.manual_seed(1)
+        network = Network(dropout=0.5).to("cuda")
+        network(torch.arange(48, device="cuda").view(2, 24), recomputes=recomputes).backward()
+        gradients.append([parameter.grad for parameter in network.parameters()])
+    assert all(torch.equal(plain, again) for plain, again in zip(*gradients, strict=True))
+    torch.manual_seed(1)
+    first, second = (functional.dropout(torch.ones(100, device="cuda")) for _ in range(2))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_attention(dtype: torch.dtype) -> None:
+    """Attention of the kernels that a GPU takes, which keep no scores: other outputs or gradients than by the formula."""
+    torch.manual_seed(1)
+    query, key, value = (torch.randn(2, 4, 24, 16, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
+    results = []
+    for is_fused in (True, False):
+        if is_fused:
+            before = torch.cuda.memory_allocated()
+            out = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            assert torch.cuda.memory_allocated() - before < 2 * out.nbytes, "the scores are kept"
+        else:
+            scores = (query @ key.transpose(-1, -2)).float() / 4
+            causal = torch.ones(24, 24, dtype=torch.bool, device="cuda").triu(1)
+            out = scores.masked_fill(causal, float("-inf")).softmax(-1).to(dtype) @ value
+        results.append([out, *torch.autograd.grad(out.square().sum(), (query, key, value))])
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=4e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_mixed_devices_are_refused() -> None:
+    """A tensor that was forgotten on the host: CUDA's kernels refuse it."""
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.ones(2, device="cuda") + torch.ones(2)
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.ones(2, device="cuda:0") + torch.ones(2, device="cuda:1")
+    assert (torch.ones(2, device="cuda") + torch.tensor(1.0)).tolist() == [2, 2], "numbers may be on the host"
+
+
+def _init() -> None:
+    from support import worlds
+
+    worlds._cut_world(worlds.run_config(world_size=2, mock_data=True, split=None))
+
+
+def reduced() -> list[float]:
+    _init()
+    rank = distributed.get_rank()
+    numbers = torch.arange(4.0, device="cuda") + rank
+    distributed.all_reduce(numbers)
+    parts = [torch.empty(2, device="cuda") for _ in range(2)]
+    distributed.all_gather(parts, torch.full((2,), float(rank), device="cuda"))
+    half = torch.empty(2, device="cuda")
+    distributed.reduce_scatter_tensor(half, numbers)
+    to = [distributed.P2POp(distributed.isend, numbers + rank, 1 - rank)]
+    received = torch.empty(4, device="cuda")
+    for work in distributed.batch_isend_irecv([*to, distributed.P2POp(distributed.irecv, received, 1 - rank)]):
+        work.wait()
+    distributed.broadcast(half, 1)
+    return torch.cat([numbers, *parts, half, received]).tolist()
+
+
+def mismatched(kind: str) -> None:
+    _init()
+    rank = distributed.get_rank()
+    numbers = torch.ones(4 + (kind == "size") * rank, device="cuda")
+    if kind == "collective" and rank:
+        distributed.broadcast(numbers, 0)
+    elif kind == "type" and rank:
+        distributed.all_reduce(numbers.double())
+    else:
+        distributed.all_reduce(numbers)
+    torch.cuda.synchronize()
+
+
+@pytest.fixture
+def two() -> World:
+    world = World(2)
+    yield world
+    world.close()
+
+
+def test_collectives(two: World) -> None:
+    """A collective that adds, gathers or sends something else."""
+    parts = [0.0, 0, 1, 1, 10, 14]
+    mine, theirs = two.run(reduced)
+    assert mine == [1, 3, 5, 7, *parts, 2, 4, 6, 8]
+    assert theirs == [1, 3, 5, 7, *parts, 1, 3, 5, 7]
+
+
+@pytest.mark.parametrize("kind", ["size", "type", "collective"])
+def test_a_mismatched_message_ends_the_process(two: World, kind: str) -> None:
+    """Ranks that disagree about a message: NCCL hangs or writes behind the buffer."""
+    with pytest.raises(RankError, match="exit code 86(.|\n)*NCCL MISMATCH"):
+        two.run(mismatched, kind)
