@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +101,37 @@ def reference() -> dict[str, Any]:
     if not path.is_file():
         pytest.skip("needs ../shared/reference/stock_megatron_cpu.json beside the repository")
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="session")
+def text_data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Prefix of a small indexed dataset: Python source, one document per paragraph, byte by byte."""
+    import preprocess_data
+
+    folder = tmp_path_factory.mktemp("text")
+    text = "\n".join(line for line in inspect.getsource(argparse).splitlines() if line.strip())
+    (folder / "text.txt").write_text(text, encoding="utf-8")
+    arguments = ["--input", str(folder / "text.txt"), "--output-prefix", str(folder / "text")]
+    arguments += ["--tokenizer-type", "ByteLevelTokenizer", "--append-eod", "--workers", "1"]
+    assert preprocess_data.main(arguments) == 0
+    return str(folder / "text_text_document")
+
+
+@pytest.fixture(scope="session")
+def gpus() -> Iterator[Any]:
+    """Worlds whose ranks have a GPU each, under NCCL."""
+    from support.gpu_worlds import Worlds
+
+    worlds = Worlds("nccl")
+    yield worlds
+    worlds.close()
+
+
+@pytest.fixture(scope="session")
+def cpus() -> Iterator[Any]:
+    """Worlds whose ranks see no GPU, under gloo."""
+    from support.gpu_worlds import Worlds
+
+    worlds = Worlds("gloo", CUDA_VISIBLE_DEVICES="")
+    yield worlds
+    worlds.close()

@@ -1,12 +1,9 @@
-"""Worlds of one, two and four ranks that live for the session, a small text, and weights that all of them share."""
+"""Worlds of one, two and four ranks that live for the session, and weights that all of them share."""
 
 from __future__ import annotations
 
-import argparse
-import inspect
 from collections.abc import Callable, Iterator
 
-import preprocess_data
 import pytest
 from support import worlds
 from support.dist import World
@@ -43,18 +40,6 @@ def worlds_of(world1: World, world2: World) -> Iterator[dict[str, tuple[World, W
     yield {"fast": (world1, world2), "megatron": megatron}
     for world in megatron:
         world.close()
-
-
-@pytest.fixture(scope="session")
-def text_data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Prefix of a small indexed dataset: Python source, one document per paragraph, byte by byte."""
-    folder = tmp_path_factory.mktemp("text")
-    text = "\n".join(line for line in inspect.getsource(argparse).splitlines() if line.strip())
-    (folder / "text.txt").write_text(text, encoding="utf-8")
-    arguments = ["--input", str(folder / "text.txt"), "--output-prefix", str(folder / "text")]
-    arguments += ["--tokenizer-type", "ByteLevelTokenizer", "--append-eod", "--workers", "1"]
-    assert preprocess_data.main(arguments) == 0
-    return str(folder / "text_text_document")
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,9 @@ from emulated_kernels import _begin, _on_device, _seed, cpu_view
 def _probabilities(q, k, bias, is_causal, scale, dropout, seed):
     """Before dropout, the mask that dropout multiplies them with, and their log-sum-exp."""
     scores = q @ k.transpose(-1, -2) * scale
-    if is_causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+    if is_causal:  # 1: the diagonal begins at the upper left; 2: it ends at the lower right, as flash attention's
+        first = 1 + (is_causal == 2) * (scores.size(-1) - scores.size(-2))
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(first), float("-inf"))
     if bias is not None:
         scores = scores + cpu_view(bias).float()
     generator = torch.Generator().manual_seed(seed)
@@ -53,15 +54,14 @@ def _backward(name, grad, q, k, v, bias, out, seed, dropout, is_causal, scale):
 
 
 def _flash(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
-    assert not is_causal or q.size(2) == k.size(2), "[emulated] causal flash attention of unequal lengths"
-    out, lse, seed = _forward("_scaled_dot_product_flash_attention", q, k, v, None, dropout_p, is_causal, scale)
+    out, lse, seed = _forward("_scaled_dot_product_flash_attention", q, k, v, None, dropout_p, 2 * is_causal, scale)
     offset, mask = torch.zeros_like(seed), torch.empty(0, dtype=q.dtype, device=q.device)
     return out, _on_device(lse, q.device), None, None, q.size(2), k.size(2), seed, offset, mask
 
 
 def _flash_backward(grad, q, k, v, out, lse, cq, ck, mq, mk, dropout_p, is_causal, seed, offset, *, scale=None):
     name = "_scaled_dot_product_flash_attention_backward"
-    return _backward(name, grad, q, k, v, None, out, seed, dropout_p, is_causal, scale)[:3]
+    return _backward(name, grad, q, k, v, None, out, seed, dropout_p, 2 * is_causal, scale)[:3]
 
 
 def _efficient(q, k, v, bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None):
@@ -78,7 +78,29 @@ def _efficient_backward(grad, q, k, v, bias, out, lse, seed, offset, dropout_p, 
     return dq, dk, dv, _on_device(ds.to(q.dtype), q.device) if mask[3] else None
 
 
+def _efficient_of(
+    q, k, v, bias, cq, ck, mq, mk, dropout_p, mask_type, compute_log_sumexp=False, *, scale=None, **others
+):
+    """[B, S, N, D], and the mask as `is_causal` above."""
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    out, *others = _efficient(q, k, v, bias, compute_log_sumexp, dropout_p, mask_type, scale=scale)
+    return out.transpose(1, 2), *others, q.size(2), k.size(2)
+
+
+def _efficient_of_backward(
+    grad, q, k, v, bias, out, cq, ck, mq, mk, lse, dropout_p, seed, offset, mask_type, has_bias, *, scale=None, **others
+):
+    grad, q, k, v, out = (tensor.transpose(1, 2) for tensor in (grad, q, k, v, out))
+    mask = (True, True, True, False)
+    gradients = _efficient_backward(
+        grad, q, k, v, bias, out, lse, seed, offset, dropout_p, mask, mask_type, scale=scale
+    )
+    return *(gradient.transpose(1, 2) for gradient in gradients[:3]), None
+
+
 KERNELS = {
+    "_efficient_attention_forward": _efficient_of,
+    "_efficient_attention_backward": _efficient_of_backward,
     "_scaled_dot_product_flash_attention": _flash,
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_scaled_dot_product_efficient_attention": _efficient,

@@ -1,4 +1,4 @@
-"""ATen's CUDA kernels, replaced by the CPU's on views of the same memory: on an emulated GPU, device memory is host memory.
+"""ATen's CUDA kernels, replaced by the CPU's on views of the same memory: device memory is host memory here.
 
 Autograd, the caching allocator, streams, events, CUDA's generators and ProcessGroupNCCL stay torch's own. As on a GPU,
 tensors of two devices in one operation are refused, and random numbers follow seed and offset of the device's generator
@@ -19,20 +19,18 @@ import os
 import sys
 import warnings
 
-import torch
-
 import emulated_order as order
+import torch
 
 _LIBRARY = torch.library.Library("aten", "IMPL")
 _NATIVE = ctypes.CDLL(None)
 _num_pending = ctypes.c_int.in_dll(_NATIVE, "emu_num_pending")
 _wait_stream = _NATIVE.emu_wait_stream
 _wait_stream.argtypes, _wait_stream.restype = [ctypes.c_void_p], None
-_OWN_KERNELS = set(
-    """empty.memory_format empty_strided as_strided view _reshape_alias set_ set_.source_Storage set_.source_Tensor
-    set_.source_Storage_storage_offset resize_ is_pinned _pin_memory unfold view_as_real view_as_complex is_set_to
-    record_stream _efficientzerotensor _nested_view_from_buffer _fused_sdp_choice""".split()
-)
+_OWN_KERNELS = {"empty.memory_format", "empty_strided", "as_strided", "view", "_reshape_alias", "set_", "resize_"}
+_OWN_KERNELS |= {"set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor", "is_set_to"}
+_OWN_KERNELS |= {"is_pinned", "_pin_memory", "view_as_real", "view_as_complex", "record_stream", "_fused_sdp_choice"}
+_OWN_KERNELS |= {"_efficientzerotensor", "_nested_view_from_buffer", "unfold"}
 """Of torch, for CUDA: they allocate memory, or look at no numbers."""
 _TAKE_TWO_DEVICES = {"copy_", "_copy_from", "_copy_from_and_resize", "_foreach_copy_", "_unsafe_index"}
 _TAKE_TWO_DEVICES |= {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"}
@@ -257,10 +255,14 @@ def install():
     for name in sorted(names - _OWN_KERNELS - set(own)) + ["copy_"]:
         base, _, overload = name.partition(".")
         with contextlib.suppress(AttributeError, RuntimeError):  # not a function of Python's
-            _LIBRARY.impl(name, _Kernel(getattr(getattr(torch.ops.aten, base), overload or "default")), "CUDA", allow_override=True)
+            _LIBRARY.impl(
+                name,
+                _Kernel(getattr(getattr(torch.ops.aten, base), overload or "default")),
+                "CUDA",
+                allow_override=True,
+            )
     for name, kernel in own.items():
         _LIBRARY.impl(name, kernel, "CUDA", allow_override=True)
-    order.install()
     if "EMU_OPS_LOG" in os.environ:
         atexit.register(_write_log)
 

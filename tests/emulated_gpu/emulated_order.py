@@ -1,28 +1,26 @@
 """With EMU_LAG=1: order between streams, which a GPU leaves to the program.
 
-- Non-blocking copies of page-locked memory are made as late as possible: when the host or a kernel waits for them. A host
-  that reads too early finds NaN; one that overwrites the source too early sends what it wrote.
-- Kernels (and such copies) on two streams that use the same memory, at least one writing, must be ordered by an event or
-  by the host. Else, and where memory is freed, and given to somebody else, while a kernel of another stream may still use
+- Non-blocking copies of page-locked memory are made as late as possible: when the host or a kernel waits for them. A
+  host that reads too early finds NaN; one that overwrites the source too early sends what it wrote.
+- Kernels (and such copies) on two streams that use the same memory, at least one writing, must be ordered by an event
+  or by the host. Else, and where memory is freed and used again while a kernel of another stream may not be done with
   it (no record_stream), the next kernel raises RuntimeError "[emulated] RACE".
 
 EMU_POISON=1 fills freed memory with NaN, as streams.cpp does fresh memory. Which stream has waited for what is kept by
-the vector clocks of torch's own sanitizer, which looks at less (no copies of the host, no freed memory).
+the vector clocks of torch's own sanitizer, which itself looks at less: not at the host, nor at freed memory.
 """
 
 from __future__ import annotations
 
 import collections
 import ctypes
+import functools
 import os
 import traceback
 from dataclasses import dataclass, field
 
 import torch
 from torch.cuda import _gpu_trace, _sanitizer
-
-IS_ON = os.environ.get("EMU_LAG") == "1"
-_POISONS = "EMU_POISON" in os.environ
 
 
 @dataclass
@@ -80,7 +78,7 @@ def _make(copies):
 
 def before_kernel(name, tensors, writes):
     """Of the current stream: the order of what it uses, and the copies that it waited for."""
-    if not IS_ON:
+    if not is_on():
         return
     global _number
     _number += 1
@@ -110,14 +108,14 @@ def before_kernel(name, tensors, writes):
 
 def written(tensor):
     """A kernel's result, in new memory."""
-    if IS_ON and tensor.numel():
+    if is_on() and tensor.numel():
         memory = _memory.setdefault(_pointer(tensor), _Memory(_stream()))
         memory.num_bytes, memory.writes = tensor.untyped_storage().nbytes(), {_stream(): _number}
 
 
 def copy_later(to, source, to_view, source_view):
     """Whether the copy, which `before_kernel` knows, is made later."""
-    if not IS_ON:
+    if not is_on():
         return False
     if to.is_cuda:
         _copies.append(_Copy(_stream(), _number, _pointer(to), _pointer(source), lambda: to_view.copy_(source)))
@@ -134,7 +132,7 @@ def _after_host_waited():
 
 
 def host_waits_for_stream(stream):
-    if IS_ON:
+    if is_on():
         _clocks.all_streams_wait_for_stream(stream)
         _after_host_waited()
 
@@ -175,15 +173,15 @@ def _was_freed(pointer):
     uses = _unordered(memory.home, {stream: n for stream, n in uses.items() if stream not in memory.recorded})
     if uses:
         _freed[pointer] = memory.num_bytes, uses
-    elif _POISONS:
-        torch._C._cuda_synchronize() if False else None
-        ctypes.memset(pointer, 0xFF, memory.num_bytes)
+    elif "EMU_POISON" in os.environ:
+        torch.cuda.current_stream().query() and ctypes.memset(pointer, 0xFF, memory.num_bytes)
 
 
-def install():
-    """Listen to torch's streams, events and allocations."""
-    if not IS_ON:
-        return
+@functools.cache
+def is_on():
+    """Whether this process checks; from the first kernel on it listens to torch's streams, events and allocations."""
+    if os.environ.get("EMU_LAG") != "1":
+        return False
     torch._C._activate_gpu_trace()
     _gpu_trace.register_callback_for_event_record(_clocks.record_state)
     _gpu_trace.register_callback_for_event_wait(_stream_waits_for_event)
@@ -205,3 +203,4 @@ def install():
         return is_done
 
     torch.Tensor.record_stream, torch.cuda.Event.query = recording, querying
+    return True

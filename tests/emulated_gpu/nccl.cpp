@@ -52,7 +52,6 @@ struct Communicator {
 };
 struct Issued { Communicator* communicator; Operation operation; Stream stream; };
 
-static const bool is_serial = getenv("EMU_NCCL_SERIAL");
 static long turns_given = 0, turns_done = 0;
 static thread_local int group_depth = 0;
 static thread_local std::vector<Issued> issued;
@@ -229,6 +228,7 @@ static void work(Communicator* c) {
 }
 
 static void submit() {
+  static const bool is_serial = getenv("EMU_NCCL_SERIAL");
   std::lock_guard<std::mutex> lock(mutex);
   while (!issued.empty()) {
     Communicator* c = issued.front().communicator;

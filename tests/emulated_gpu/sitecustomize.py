@@ -1,4 +1,4 @@
-"""Python imports this module at its start (its folder is on PYTHONPATH): torch gets the emulation when it is imported."""
+"""Python imports this at its start, for its folder is on PYTHONPATH: installs the emulation when torch is imported."""
 
 import importlib.abc
 import importlib.util

@@ -70,7 +70,7 @@ def test_recomputation_repeats_dropout() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_attention(dtype: torch.dtype) -> None:
-    """Attention of the kernels that a GPU takes, which keep no scores: other outputs or gradients than by the formula."""
+    """A GPU's kernels for attention, which keep no scores: other outputs or gradients than by the formula."""
     torch.manual_seed(1)
     query, key, value = (torch.randn(2, 4, 24, 16, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
     results = []
@@ -85,7 +85,9 @@ def test_fused_attention(dtype: torch.dtype) -> None:
             out = scores.masked_fill(causal, float("-inf")).softmax(-1).to(dtype) @ value
         results.append([out, *torch.autograd.grad(out.square().sum(), (query, key, value))])
     for mine, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=4e-2 if dtype == torch.bfloat16 else 1e-5)
+        torch.testing.assert_close(
+            mine, theirs, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=4e-2 if dtype == torch.bfloat16 else 1e-5
+        )
 
 
 def test_mixed_devices_are_refused() -> None:

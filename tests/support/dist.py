@@ -43,10 +43,12 @@ class RankError(AssertionError):
 class World:
     """`size` processes with one process group; they start at the first `run` and after a failure."""
 
-    def __init__(self, size: int, *, backend: str | None = None, hang_seconds: float = 100.0) -> None:
-        """`backend` of backends.NAMES; None takes that of the session's --backend."""
+    def __init__(
+        self, size: int, *, backend: str | None = None, hang_seconds: float = 100.0, **environment: str
+    ) -> None:
+        """`backend` of backends.NAMES; None takes that of the session's --backend. `environment` is the ranks' own."""
         self.size = size
-        self._backend = backends.environment(backend or backends.chosen(), hang_seconds=hang_seconds)
+        self._environment = environment | backends.environment(backend or backends.chosen(), hang_seconds=hang_seconds)
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -118,7 +120,7 @@ class World:
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "TORCHELASTIC_RESTART_COUNT": "0",
                 "OMP_NUM_THREADS": "1",
-                **self._backend,
+                **self._environment,
             }
             process = context.Process(target=_serve, args=(theirs, environment, self._log(rank)))
             process.start()

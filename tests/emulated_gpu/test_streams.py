@@ -1,0 +1,194 @@
+"""Order between streams: what is wrong is reported by the emulation, the product passes, and fails with a wait less.
+
+Here copies of page-locked memory come as late as they may, NCCL's kernels start late and one at a time, and memory that
+is fresh or was freed is NaN.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from support import prefix_runs, resumed_runs, worlds
+from support.dist import RankError
+from support.gpu_worlds import Worlds
+
+from megatron.bcd.pipeline import p2p
+
+
+@pytest.fixture(scope="module")
+def late() -> Iterator[Worlds]:
+    """Worlds of GPUs that do everything as late as they may."""
+    worlds = Worlds("nccl", EMU_LAG="1", EMU_POISON="1", EMU_NCCL_DELAY_MS="3", EMU_NCCL_SERIAL="1")
+    yield worlds
+    worlds.close()
+
+
+# ---- what the emulation reports
+
+
+def _copy_to_device(side: torch.cuda.Stream, waits: bool) -> float:
+    source = torch.ones(4).pin_memory()
+    with torch.cuda.stream(side):
+        copy = source.to("cuda", non_blocking=True)
+    if waits:
+        torch.cuda.current_stream().wait_stream(side)
+    return (copy + 1).sum().item()
+
+
+def _copy_to_host(side: torch.cuda.Stream, waits: bool) -> float:
+    copy = torch.full((4,), 2.0, device="cuda").to("cpu", non_blocking=True)
+    if waits:
+        torch.cuda.current_stream().synchronize()
+    return copy.sum().item()
+
+
+def _source_overwritten(side: torch.cuda.Stream, waits: bool) -> float:
+    source = torch.full((4,), 2.0).pin_memory()
+    copy = source.to("cuda", non_blocking=True)
+    if waits:
+        event = torch.cuda.Event()
+        event.record()
+        event.synchronize()
+    source.fill_(0)
+    return copy.sum().item()
+
+
+def _kernel_on_side(side: torch.cuda.Stream, waits: bool) -> float:
+    numbers = torch.ones(4, device="cuda")
+    if waits:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        total = (2 * numbers).sum()
+    side.synchronize()
+    return total.item()
+
+
+def _freed_memory(side: torch.cuda.Stream, waits: bool) -> float:
+    numbers = torch.full((4,), 2.0, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        total = numbers.sum()
+    if waits:
+        numbers.record_stream(side)
+    del numbers
+    torch.zeros(4, device="cuda").add_(1)
+    side.synchronize()
+    return total.item()
+
+
+def outcomes() -> dict[str, list[Any]]:
+    """By case, with the wait that it needs and without."""
+    results: dict[str, list[Any]] = {}
+    for case in (_copy_to_device, _copy_to_host, _source_overwritten, _kernel_on_side, _freed_memory):
+        for waits in (True, False):
+            try:
+                outcome: Any = case(torch.cuda.Stream(), waits)
+            except RuntimeError as error:
+                outcome = str(error)[:15]
+            torch.cuda.synchronize()
+            results.setdefault(case.__name__, []).append(outcome)
+    return results
+
+
+def test_a_missing_wait_is_reported(late: Worlds) -> None:
+    """A race that this machine does not show: the host reads, or writes, before a copy; a kernel runs before another
+    stream's; memory is used again while a late kernel reads it."""
+    [seen] = late(1).run(outcomes)
+    race = "[emulated] RACE"
+    assert seen.pop("_copy_to_host")[1] != 8
+    assert seen == {
+        "_copy_to_device": [8, race],
+        "_source_overwritten": [8, 0],
+        "_kernel_on_side": [8, race],
+        "_freed_memory": [8, race],
+    }
+
+
+# ---- the product
+
+PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2}
+OFFLOAD = {"bcd_num_blocks": 1, "optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
+CASES: dict[str, dict[str, Any]] = {
+    "cache": prefix_runs.FLAGS | {"bcd_prefix_cache": True},
+    "cache_on_two_stages": prefix_runs.FLAGS | PIPELINE | {"bcd_prefix_cache": True, "bcd_layout": "submodel"},
+    "host_state": {"world_size": 2, "bf16": True, "bcd_optimizer_state": "host", "train_iters": 9},
+    "offload": OFFLOAD,
+    "offload_on_two": OFFLOAD | {"world_size": 2, "bf16": True},
+    "forward_only_stage": PIPELINE | {"bcd_layout": "stage", "bcd_num_blocks": None},
+    "interleaved": PIPELINE | {"bcd_layout": "interleaved"},
+    "pretrain": {"world_size": 2, "bcd_preset": "pretrain", "bf16": True},
+    "overlap": {"world_size": 2, "overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 3000},
+}
+
+
+def config_of(case: str, text_data: str, folder: Path) -> Any:
+    flags = {"num_layers": 4, "bcd_num_blocks": 2, "micro_batch_size": 1, "data_path": text_data} | CASES[case]
+    if "bcd_prefix_cache" in flags:
+        flags["bcd_prefix_cache"] = folder
+    return worlds.run_config(**flags)
+
+
+def steps_of(config: Any) -> list[Any]:
+    """What a run tells of its steps, and of its checkpoint."""
+    outcome = worlds.train_run(config)
+    return [outcome["losses"], outcome["grad_norms"], outcome["evaluations"]]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_late_is_the_same(late: Worlds, gpus: Worlds, text_data: str, tmp_path: Path, case: str) -> None:
+    """A wait that is missing: a value that is read before it is there."""
+    size = CASES[case].get("world_size", 1)
+    mine = late(size).run(steps_of, config_of(case, text_data, tmp_path / "mine"))
+    assert mine == gpus(size).run(steps_of, config_of(case, text_data, tmp_path / "theirs"))
+
+
+def test_late_checkpoint(late: Worlds, text_data: str, tmp_path: Path) -> None:
+    """A checkpoint that is written in the background from copies that are not there yet."""
+    flags = {"async_save": True, "save": tmp_path, "data_path": text_data, "train_iters": 4}
+    assert (
+        late(2).run(resumed_runs.saved_in_passing, worlds.run_config(world_size=2, **flags), 2, str(tmp_path))
+        == [[]] * 2
+    )
+
+
+# ---- mutants: one wait less
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _without_wait(self: p2p.ChunkMessages, tensor: torch.Tensor) -> None:
+    self._coming.pop(id(tensor))
+
+
+MUTANTS: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
+    "the stream of the prefix cache": ("cache", torch.cuda.Stream, "wait_stream", _nothing),
+    "the memory of the prefix cache": ("cache", torch.Tensor, "record_stream", _nothing),
+    "the loss's copy to the host": ("host_state", torch.cuda.Event, "synchronize", _nothing),
+    "copies of an offloaded optimizer": ("offload", torch.cuda.Event, "synchronize", _nothing),
+    "messages of the prefix": ("forward_only_stage", p2p, "_wait", _nothing),
+    "messages between chunks": ("interleaved", p2p.ChunkMessages, "wait_for", _without_wait),
+}
+
+
+def mutated(config: Any, where: Any, name: str, replacement: Any) -> list[Any]:
+    with mock.patch.object(where, name, replacement):
+        return steps_of(config)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_wait_less_fails(late: Worlds, gpus: Worlds, text_data: str, tmp_path: Path, mutant: str) -> None:
+    """A lane that passes whatever the program waits for."""
+    case, *change = MUTANTS[mutant]
+    size = CASES[case].get("world_size", 1)
+    config = config_of(case, text_data, tmp_path / "mine")
+    right = gpus(size).run(steps_of, config_of(case, text_data, tmp_path / "theirs"))
+    with contextlib.suppress(RankError):
+        assert late(size).run(mutated, config, *change) != right

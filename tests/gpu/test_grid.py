@@ -1,0 +1,141 @@
+"""Runs on GPUs beside the same runs on a CPU under gloo: as many ranks, the same initial weights, other kernels.
+
+That a CPU's ranks take the steps of one process is what tests/distributed proves.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import resumed_runs, worlds
+from support.gpu_worlds import Worlds
+from support.pairwise import Combination, pairwise
+
+PIPELINE = {"pipeline_model_parallel_size": 2}
+TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+CUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "pipeline": (2, PIPELINE),
+    "tensor": (2, TENSOR),
+    "data": (2, {}),
+    "context": (2, {"context_parallel_size": 2}),
+}
+FOUR: dict[str, tuple[int, dict[str, Any]]] = {
+    "pipeline_tensor": (4, PIPELINE | TENSOR),
+    "pipeline_data": (4, PIPELINE),
+}
+LAYOUTS = ("spread", "strided", "submodel", "stage", "interleaved")
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True, "initial_loss_scale": 256, "accumulate_allreduce_grads_in_fp32": True},
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {"bcd_num_blocks": 1},
+    "paper": {"bcd_preset": "paper"},
+    "pretrain": {"bcd_preset": "pretrain"},
+    "finetune": {"bcd_preset": "finetune"},
+}
+UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "recompute": UNIFORM,
+    "selective": {"recompute_granularity": "selective"},
+    "auto": {"recompute": "auto", "recompute_memory_gib": 1},
+    "cache": {"bcd_sample_ratio": 0.5, "bcd_prefix_cache": True},
+    "host_state": {"bcd_optimizer_state": "host", "train_iters": 9},
+    "offload": {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True},
+    "overlap": {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 3000},
+}
+TOLERANCES = {"fp32": 2e-5, "bf16": 2e-3, "fp16": 2e-3}
+
+
+def is_allowed(case: Combination) -> bool:
+    """What the flags allow, and the layouts that a stage has at all."""
+    cut, layout, method, option = (case[name] for name in ("cut", "layout", "method", "option"))
+    return (
+        ("pipeline" in cut or layout not in ("stage", "interleaved"))
+        and (method != "full" or layout == "spread")
+        and (option != "offload" or method == "full")
+        and (option != "cache" or (method == "paper" and cut != "tensor"))
+        and not (method == "pretrain" and case["precision"] == "fp16")
+    )
+
+
+FACTORS = {"layout": LAYOUTS, "precision": PRECISIONS, "method": METHODS, "option": OPTIONS}
+CASES = pairwise({"cut": CUTS, **FACTORS}, is_allowed)
+CASES += [
+    {"cut": cut, "layout": layout, "precision": "fp32", "method": method, "option": "plain"}
+    for cut in FOUR
+    for layout, method in (("submodel", "paper"), ("interleaved", "pretrain"))
+]
+
+
+@pytest.fixture(scope="session")
+def start(cpus: Worlds, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Flags that load the weights that a CPU draws: a GPU's generator draws others."""
+    folder = tmp_path_factory.mktemp("start")
+    case = {"cut": "one", "layout": "spread", "precision": "fp32", "method": "full", "option": "plain"}
+    cpus(1).run(worlds.save_initial_weights, config_of(case), str(folder))
+    return {"load": folder, "finetune": True}
+
+
+def config_of(case: Combination, folder: Path | None = None, **flags: Any) -> Any:
+    size, cut = (CUTS | FOUR)[case["cut"]]
+    values: dict[str, Any] = {"num_layers": 4, "bcd_num_blocks": 2, "train_iters": 5, "micro_batch_size": 1}
+    values |= {"global_batch_size": 4, "eval_iters": 1, "eval_interval": 3, "no_bias_gelu_fusion": True}
+    if case["layout"] == "stage":
+        values["bcd_num_blocks"] = None
+    values |= cut | PRECISIONS[case["precision"]] | METHODS[case["method"]] | OPTIONS[case["option"]]
+    if values.get("bcd_prefix_cache"):
+        values["bcd_prefix_cache"] = folder
+    values["bcd_layout"] = case["layout"]
+    return worlds.run_config(world_size=size, mock_data=True, split=None, **values | flags)
+
+
+def assert_same_run(mine: list[dict[str, Any]], theirs: list[dict[str, Any]], tolerance: float) -> None:
+    for one, other in zip(mine, theirs, strict=True):
+        assert one["blocks"] == other["blocks"] and len(one["losses"]) >= 5
+        assert one["losses"] == pytest.approx(other["losses"], rel=tolerance)
+        largest = max(other["grad_norms"])
+        assert one["grad_norms"] == pytest.approx(other["grad_norms"], abs=50 * tolerance * largest)
+        evaluations = ([loss for *_, loss in run["evaluations"]] for run in (one, other))
+        assert next(evaluations) == pytest.approx(next(evaluations), rel=tolerance)
+        assert one["model_state_bytes"] == other["model_state_bytes"] or tolerance > 1e-3
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case.values()))
+def test_as_on_a_cpu(gpus: Worlds, cpus: Worlds, start: dict[str, Any], tmp_path: Path, case: Combination) -> None:
+    """A tensor on the wrong device, a branch for GPUs that computes something else, a collective that NCCL orders
+    otherwise, a kernel that runs before its input is there."""
+    size = (CUTS | FOUR)[case["cut"]][0]
+    mine = gpus(size).run(worlds.train_run, config_of(case, tmp_path / "mine", **start))
+    on_cpu = {"optimizer_cpu_offload": False, "overlap_cpu_optimizer_d2h_h2d": False}
+    theirs = cpus(size).run(worlds.train_run, config_of(case, tmp_path / "theirs", **start, **on_cpu))
+    assert_same_run(mine, theirs, TOLERANCES[case["precision"]])
+
+
+RESUMED = ({"layout": "spread", "method": "paper", "option": "host_state"},
+           {"layout": "submodel", "method": "pretrain", "option": "plain"})  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("first", ["cpu", "gpu"])
+@pytest.mark.parametrize("case", RESUMED, ids=lambda case: case["method"])
+def test_the_other_device_goes_on(
+    gpus: Worlds, cpus: Worlds, tmp_path: Path, case: Combination, precision: str, first: str
+) -> None:
+    """A checkpoint whose tensors stay on the device that wrote them, or whose state only that device reads."""
+    case = case | {"cut": "pipeline", "precision": precision}
+    places = {"cpu": cpus(2), "gpu": gpus(2)}
+    save = {"save": tmp_path / "run", "no_load_rng": True}
+    places[first].run(worlds.train_run, config_of(case, **save, exit_interval=3))
+    rest = places.pop(first), places.popitem()[1]
+    runs = [
+        world.run(resumed_runs.one_part, config_of(case, load=tmp_path / "run", no_load_rng=True)) for world in rest
+    ]
+    for one, other in zip(*runs, strict=True):
+        assert len(one["losses"]) == len(other["losses"]) >= 2
+        assert one["losses"] == pytest.approx(other["losses"], rel=TOLERANCES[precision])
