@@ -5,118 +5,13 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import pretended_gpu, worlds
 from support.dist import World
+from support.planned import RUNS, planned_activations, planned_state, recipe_of
 
 from megatron.bcd.config import RunConfig
-from megatron.bcd.planner.activations import layer_bytes, stage_saved_bytes
-from megatron.bcd.planner.memory import phase_shape, rank_memory, recomputation
-from megatron.bcd.planner.recipe import Recipe
-from megatron.bcd.planner.tables import Model, read_clusters
-
-TWO = {"world_size": 2}
-PRETRAIN = {"bcd_preset": "pretrain"}
-RUNS: dict[str, dict[str, Any]] = {
-    "one": {},
-    "one_block": {"bcd_num_blocks": 1},
-    "data2_bf16": TWO | {"bf16": True},
-    "grouped_queries": {"group_query_attention": True, "num_query_groups": 2},
-    "like_qwen": {
-        "kv_channels": 16,
-        "qk_layernorm": True,
-        "disable_bias_linear": True,
-        "add_qkv_bias": True,
-        "untie_embeddings_and_output_weights": True,
-        "bcd_always_active": "head",
-    },
-    "moments_bf16": TWO | {"adam_moments_dtype": "bf16"},
-    "offload": {"bcd_num_blocks": 1, "optimizer_cpu_offload": True, "no_pin_cpu_grads": True},
-    "data2_bf16_offload": TWO
-    | {"bf16": True, "bcd_num_blocks": 1, "optimizer_cpu_offload": True, "no_pin_cpu_grads": True},
-    "pretrain": PRETRAIN,
-    "pretrain_no_block": PRETRAIN | {"bcd_num_blocks": 0},
-    "pretrain_data2_bf16": TWO | PRETRAIN | {"bf16": True},
-    "pretrain_pipeline2": TWO | PRETRAIN | {"pipeline_model_parallel_size": 2},
-    "finetune_bf16": {"bcd_preset": "finetune", "bcd_num_blocks": None, "bcd_order": "ascending", "bf16": True},
-    "frozen_pipeline2": TWO | {"pipeline_model_parallel_size": 2, "bcd_frozen": "embedding,head"},
-    "context2": TWO | {"context_parallel_size": 2},
-    "pipeline2": TWO | {"pipeline_model_parallel_size": 2},
-    "pipeline2_submodel": TWO | {"pipeline_model_parallel_size": 2, "bcd_layout": "submodel", "num_layers": 7},
-}
-
-
-def recipe_of(root: Path, flags: dict[str, Any]) -> Recipe:
-    """The planner's view of a small run."""
-    model = Model(
-        name="small",
-        form="gpt",
-        layers=flags["num_layers"],
-        hidden=40,
-        heads=4,
-        groups=flags.get("num_query_groups", 4),
-        ffn=160,
-        vocabulary=257,
-        sequence=32,
-        source="",
-        head_dim=flags.get("kv_channels", 0),
-        tied=not flags.get("untie_embeddings_and_output_weights"),
-        biases="qkv" if flags.get("add_qkv_bias") else "",
-        qk_norm=flags.get("qk_layernorm"),
-    )
-    return Recipe(
-        model=model,
-        cluster=read_clusters(root / "examples" / "clusters.csv")["rtx4090"],
-        num_gpus=flags.get("world_size", 1),
-        pipeline_size=flags.get("pipeline_model_parallel_size", 1),
-        context_size=flags.get("context_parallel_size", 1),
-        method="offload" if flags.get("optimizer_cpu_offload") else flags.get("bcd_preset", "bcd"),
-        num_blocks=flags.get("bcd_num_blocks", 3),
-        layout=flags.get("bcd_layout"),
-        frozen=frozenset(flags["bcd_frozen"].split(",")) if "bcd_frozen" in flags else None,
-        always_active=frozenset({flags["bcd_always_active"]}) if "bcd_always_active" in flags else None,
-        adam_moments_dtype=flags.get("adam_moments_dtype", "fp32"),
-        precision="bf16" if flags.get("bf16") else "fp32",
-        micro_batch_size=2,
-        global_batch_size=8,
-        vocabulary_multiple=worlds.PADDED_VOCABULARY,
-    )
-
-
-def planned_state(recipe: Recipe) -> list[list[int]]:
-    """Bytes of model state by block, then by rank."""
-    replicas = [rank_memory(recipe, replica=rank) for rank in range(recipe.num_replicas)]
-    return [
-        [
-            memory.model_state
-            for stage in range(recipe.pipeline_size)
-            for replica in replicas
-            for memory in replica
-            if (memory.stage, memory.block) == (stage, block)
-        ]
-        for block in range(recipe.partition.num_blocks)
-    ]
-
-
-def planned_activations(recipe: Recipe) -> list[list[int]]:
-    """Bytes that autograd keeps, by block, then by rank."""
-    return [
-        [
-            stage_saved_bytes(
-                recipe.layer_counts,
-                layer_bytes(recipe),
-                phase_shape(recipe, block),
-                stage,
-                block,
-                recomputation(recipe)[stage][block],
-            )
-            for stage in range(recipe.pipeline_size)
-            for _ in range(recipe.num_replicas)
-        ]
-        for block in range(recipe.partition.num_blocks)
-    ]
 
 
 def counted(config: RunConfig) -> list[tuple[list[int], list[int]]]:

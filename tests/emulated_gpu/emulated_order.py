@@ -49,7 +49,7 @@ class _Copy:
 _clocks = _sanitizer.StreamSynchronizations()
 _number = 0
 _memory: dict[int, _Memory] = {}
-_freed: dict[int, tuple[int, dict[int, int]]] = {}
+_freed: dict[int, _Memory] = {}
 _copies: list[_Copy] = []
 _late: list[str] = []
 _had_kernels: set[int] = set()
@@ -157,10 +157,10 @@ def _stream_waits_for_event(event, stream):
 def _allocated(pointer):
     stream = _stream()
     _memory[pointer] = _Memory(stream)
-    for freed, (num_bytes, uses) in list(_freed.items()):
-        if not _unordered(stream, uses):
+    for freed, memory in list(_freed.items()):
+        if not _unordered(memory.home, memory.reads):
             del _freed[freed]
-        elif freed <= pointer < freed + num_bytes:
+        elif memory.home == stream and freed <= pointer < freed + memory.num_bytes:
             _late.append("memory was freed, and is used again, before a kernel of another stream was done with it")
 
 
@@ -172,7 +172,7 @@ def _was_freed(pointer):
     uses = collections.Counter(memory.reads) | collections.Counter(memory.writes)
     uses = _unordered(memory.home, {stream: n for stream, n in uses.items() if stream not in memory.recorded})
     if uses:
-        _freed[pointer] = memory.num_bytes, uses
+        _freed[pointer] = _Memory(memory.home, memory.num_bytes, reads=uses)
     elif "EMU_POISON" in os.environ:
         torch.cuda.current_stream().query() and ctypes.memset(pointer, 0xFF, memory.num_bytes)
 
