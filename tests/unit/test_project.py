@@ -25,6 +25,7 @@ PURE_MODULES = (
 SHELL_SCRIPTS = (
     ".ci/run",
     "tests/run.sh",
+    "tests/emulated_gpu.sh",
     "examples/setup_env.sh",
     "examples/quickstart.sh",
     "examples/pretrain.sh",
