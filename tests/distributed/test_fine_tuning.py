@@ -123,7 +123,7 @@ def packed_and_alone(config: RunConfig) -> list[tuple[str, float]]:
             assert len(starts) > 2, "nothing is packed"
             for start, end in zip(starts, starts[1:], strict=False):
                 part = (slice(row, row + 1), slice(start, end))
-                positions = torch.arange(end - start)[None]
+                positions = torch.arange(end - start, device=batch["tokens"].device)[None]
                 alone = model(batch["tokens"][part], positions, None, labels=batch["labels"][part])
                 gradient_alone = gradients_of(alone)
                 packed = together()[part]

@@ -15,6 +15,7 @@ from support import worlds
 from support.dist import World
 
 from megatron.bcd.generation import cached_model, generate, likelihood, load, multiple_choice
+from megatron.bcd.runtime import device
 
 BYTES = load.TokenizerFlags(tokenizer_type="ByteLevelTokenizer")
 PROMPTS = [[5, 17, 200, 3], [7] * 11, [250]]
@@ -66,11 +67,11 @@ def test_greedy_is_that_of_transformers(world1: World, tmp_path: Path, name: str
 def cached_and_whole(folder: str, tokens: torch.Tensor, *, first: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits after each of the tokens from `first` on, with and without a cache."""
     with worlds.parallel(worlds.run_config(**ONE_RANK)):
-        model = load.open_model(folder).model
+        model, tokens = load.open_model(folder).model, tokens.to(device.current())
         cached = cached_model.CachedModel(model, batch_size=len(tokens), max_length=tokens.size(1))
         steps = [cached.append(tokens[:, :first])]
         steps += [cached.append(tokens[:, [i]]) for i in range(first, tokens.size(1))]
-        return torch.stack(steps, dim=1), cached_model.whole_logits(model, tokens)[:, first - 1 :]
+        return torch.stack(steps, dim=1).cpu(), cached_model.whole_logits(model, tokens)[:, first - 1 :].cpu()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3"])

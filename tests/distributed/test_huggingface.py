@@ -17,6 +17,7 @@ from support.dist import World
 
 from megatron.bcd.huggingface import export, folder
 from megatron.bcd.model.builder import unwrap_model
+from megatron.bcd.runtime import device
 
 LENGTH = 48
 LAYOUTS = {(1, 1): "world1", (2, 1): "world2", (1, 2): "world2", (2, 2): "world4", (4, 1): "world4"}
@@ -72,9 +73,10 @@ def write_out(config: Any) -> list[str]:
 def logits_of(config: Any, tokens: torch.Tensor) -> torch.Tensor:
     """[B, S, V] of one rank's whole model before its first step."""
     with worlds.started(config) as one, torch.no_grad():
-        positions = torch.arange(tokens.size(1)).expand_as(tokens)
+        tokens = tokens.to(device.current())
+        positions = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
         logits: torch.Tensor = unwrap_model(one.model).eval()(tokens, positions, None)
-        return logits
+        return logits.cpu()
 
 
 @pytest.mark.parametrize("name", models.SETTINGS)

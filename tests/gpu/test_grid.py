@@ -103,7 +103,6 @@ def assert_same_run(mine: list[dict[str, Any]], theirs: list[dict[str, Any]], to
         assert one["grad_norms"] == pytest.approx(other["grad_norms"], abs=50 * tolerance * largest)
         evaluations = ([loss for *_, loss in run["evaluations"]] for run in (one, other))
         assert next(evaluations) == pytest.approx(next(evaluations), rel=tolerance)
-        assert one["model_state_bytes"] == other["model_state_bytes"] or tolerance > 1e-3
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case.values()))
@@ -114,7 +113,10 @@ def test_as_on_a_cpu(gpus: Worlds, cpus: Worlds, start: dict[str, Any], tmp_path
     mine = gpus(size).run(worlds.train_run, config_of(case, tmp_path / "mine", **start))
     on_cpu = {"optimizer_cpu_offload": False, "overlap_cpu_optimizer_d2h_h2d": False}
     theirs = cpus(size).run(worlds.train_run, config_of(case, tmp_path / "theirs", **start, **on_cpu))
-    assert_same_run(mine, theirs, TOLERANCES[case["precision"]])
+    # a GPU orthogonalises matrices in bf16, a CPU in fp32
+    assert_same_run(mine, theirs, TOLERANCES["bf16" if case["method"] == "pretrain" else case["precision"]])
+    if case["option"] != "offload":
+        assert [run["model_state_bytes"] for run in mine] == [run["model_state_bytes"] for run in theirs]
 
 
 RESUMED = ({"layout": "spread", "method": "paper", "option": "host_state"},
@@ -138,4 +140,5 @@ def test_the_other_device_goes_on(
     ]
     for one, other in zip(*runs, strict=True):
         assert len(one["losses"]) == len(other["losses"]) >= 2
-        assert one["losses"] == pytest.approx(other["losses"], rel=TOLERANCES[precision])
+        tolerance = TOLERANCES["bf16" if case["method"] == "pretrain" else precision]
+        assert one["losses"] == pytest.approx(other["losses"], rel=tolerance)
