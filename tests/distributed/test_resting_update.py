@@ -153,6 +153,34 @@ def test_pipeline_with_data_parallel(
     assert found["losses"] == pytest.approx(expected["losses"], rel=2e-4)
 
 
+def train_overlapped(config: Any) -> tuple[dict[str, Any], list[bool]]:
+    """The run, and by step whether the reductions of all resting gradients had begun when the passes were over."""
+    begun: list[bool] = []
+
+    def after_schedule(one: worlds.RecordedRun) -> None:
+        begun.append(all(stack.is_reducing for stack in one.active.matrices.stacks))
+
+    with worlds.started(config, after_schedule=after_schedule) as one:
+        one.run()
+        return worlds.outcome(one), begun
+
+
+@pytest.mark.parametrize("cut", ["data2", "pipeline2_data2"])
+@pytest.mark.parametrize("method", ["adam", "muon"])
+def test_overlapped_reductions_change_nothing(
+    world2: World, world4: World, text_data: str, cut: str, method: str
+) -> None:
+    """Gradients of resting layers that are reduced after the passes, or before their last microbatch, or twice."""
+    world = world4 if cut == "pipeline2_data2" else world2
+    flags = ITERATIONS | METHODS[method] | CUTS[cut] | {"data_path": text_data, "micro_batch_size": 1}
+    plain = world.run(train_overlapped, worlds.run_config(**flags))
+    overlapped = world.run(train_overlapped, worlds.run_config(**flags, overlap_grad_reduce=True))
+    for (expected, begun_late), (found, begun) in zip(plain, overlapped, strict=True):
+        assert found["losses"] == expected["losses"] and found["grad_norms"] == expected["grad_norms"]
+        assert worlds.same_bits(found["weights"], expected["weights"]) == []
+        assert begun == [True] * 8 and begun_late == [False] * 8
+
+
 FACTORS = {
     "method": [*METHODS],
     "cut": ["one", "pipeline2", "data2", "tensor2"],

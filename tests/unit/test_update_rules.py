@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.bcd.blocks.ownership import STACK_ELEMENTS, matrix_stacks
 from megatron.bcd.optim import bf16_split, matrix_direction, update_rules
 from megatron.bcd.optim.matrix_direction import MatrixLayout
+from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer, MatrixRule
 
 SHAPES = ((48, 16), (16, 48), (32, 32))
 
@@ -73,7 +76,7 @@ def test_queries_keys_and_values_apart() -> None:
     groups, width, hidden = 2, 3, 8
     parts = (2 * width, width, width)
     g = gradient(groups * sum(parts), hidden)
-    found = matrix_direction.direction("orthogonal", g, MatrixLayout(parts=parts), num_steps=5)
+    [found] = matrix_direction.direction("orthogonal", g[None], MatrixLayout(parts=parts), num_steps=5)
     rows = torch.arange(g.shape[0]).view(groups, sum(parts))
     for start, size in ((0, 6), (6, 3), (9, 3)):
         mine = rows[:, start : start + size].flatten()
@@ -154,3 +157,61 @@ def test_small_updates_add_up_in_bf16() -> None:
         bf16_split.split(bf16_split.join(weight, low_bits) + 1e-5, weight=weight, low_bits=low_bits)
     assert torch.allclose(bf16_split.join(weight, low_bits), torch.full((4,), 1.01), atol=1e-4)
     assert (weight > 1).all()
+
+
+class _CountCalls(TorchDispatchMode):
+    """Operators that compute: what only describes a tensor or its memory anew is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not (operator.is_view or "view" in operator.name())
+        return operator(*args, **(kwargs or {}))
+
+
+def calls_of_a_step(num_layers: int, momentum: float | None) -> int:
+    """Operator calls that step the matrices of so many layers, in bf16."""
+    shapes = {"linear_qkv": (24, 8), "linear_fc1": (32, 8), "linear_fc2": (8, 32)}
+    matrices = {
+        f"layers.{layer}.{name}": (
+            torch.nn.Parameter(gradient(*shape, seed=layer).bfloat16()),
+            MatrixLayout(parts=(4, 4, 4) if name == "linear_qkv" else ()),
+        )
+        for layer in range(num_layers)
+        for name, shape in shapes.items()
+    }
+    optimizer = MatrixOptimizer(matrices, group=cast(Any, _OneRank()), momentum_dtype=torch.bfloat16)
+    rule = MatrixRule(
+        name="orthogonal", scale=0.2, grad_dtype=torch.bfloat16, num_steps=5, momentum=momentum, nesterov=True
+    )
+    optimizer.begin([(rule, list(matrices), False)])
+    with _CountCalls() as calls:
+        optimizer.step()
+    return calls.count
+
+
+class _OneRank:
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("momentum", [None, 0.95])
+def test_matrices_of_one_shape_take_one_product(momentum: float | None) -> None:
+    """A step whose small matrices are launched one by one: a GPU that waits for the CPU."""
+    assert calls_of_a_step(8, momentum) == calls_of_a_step(2, momentum) < 150
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 2 * STACK_ELEMENTS))))
+def test_stacks_are_bounded(matrices: list[tuple[int, int]]) -> None:
+    """A stack whose temporary memory is a multiple of the largest matrix', or that mixes shapes; a matrix in none."""
+    sizes = [size for _, size in matrices]
+    stacks = matrix_stacks(matrices, sizes)
+    assert sorted(index for stack in stacks for index in stack) == list(range(len(matrices)))
+    for stack in stacks:
+        assert len({matrices[index] for index in stack}) == 1 and stack == sorted(stack, reverse=True)
+        assert len(stack) == 1 or sum(sizes[index] for index in stack) <= STACK_ELEMENTS

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from megatron.bcd.blocks.partition import Partition
+
+STACK_ELEMENTS = 1 << 22
+"""Matrices that are stepped together: enough for kernels to be longer than their launch, few enough for their
+temporary memory, and for their reduction to begin early."""
 
 Module = Literal["embedding", "layer", "final_norm", "head"]
 
@@ -98,3 +102,17 @@ def matrix_owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
         owners[index] = load.index(min(load))
         load[owners[index]] += sizes[index]
     return owners
+
+
+def matrix_stacks(keys: Sequence[Hashable], sizes: Sequence[int]) -> list[list[int]]:
+    """Matrices that are stepped together: of one key and at most STACK_ELEMENTS elements, or one alone.
+
+    `keys` are of matrices in the model's order; a stack has the last ones first, whose gradients come first.
+    """
+    by_key: dict[Hashable, list[list[int]]] = {}
+    for index in reversed(range(len(keys))):
+        stacks = by_key.setdefault(keys[index], [[]])
+        if stacks[-1] and (len(stacks[-1]) + 1) * sizes[index] > STACK_ELEMENTS:
+            stacks.append([])
+        stacks[-1].append(index)
+    return [stack for stacks in by_key.values() for stack in stacks]

@@ -146,9 +146,21 @@ class ActiveBlock:
         model_config.grad_scale_func = self.optimizer.scale_loss
         model_config.finalize_model_grads_func = finalize_model_grads
         if self._config.ddp.overlap_grad_reduce:
-            model_config.no_sync_func = self.wrapped.no_sync
+            model_config.no_sync_func = self._no_sync
             if model_config.pipeline_model_parallel_size > 1:
-                model_config.grad_sync_func = self.wrapped.start_grad_sync
+                model_config.grad_sync_func = self._start_grad_sync
+
+    @contextlib.contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        assert self.wrapped is not None
+        with self.wrapped.no_sync(), contextlib.nullcontext() if self.matrices is None else self.matrices.no_sync():
+            yield
+
+    def _start_grad_sync(self, *_: Any) -> None:
+        assert self.wrapped is not None
+        self.wrapped.start_grad_sync()
+        if self.matrices is not None:
+            self.matrices.start_reductions()
 
     def _disconnect(self) -> None:
         model_config = self._model_config

@@ -13,15 +13,19 @@ import torch
 @torch.no_grad()
 def join(weight: torch.Tensor, low_bits: torch.Tensor) -> torch.Tensor:
     """The fp32 value of a bf16 weight and its int16 low bits, of the same shape."""
-    upper = weight.contiguous().view(torch.int16).to(torch.int32) << 16
-    return (upper + low_bits.to(torch.int32)).view(torch.float32)
+    bits = weight.contiguous().view(torch.int16).to(torch.int32)
+    bits <<= 16
+    bits += low_bits
+    return bits.view(torch.float32)
 
 
 @torch.no_grad()
 def split(value: torch.Tensor, *, weight: torch.Tensor, low_bits: torch.Tensor | None) -> None:
     """Write fp32 `value` into `weight` (bf16) and `low_bits` (int16); None drops the low bits."""
     bits = value.contiguous().view(torch.int32)
-    upper = (bits + 0x8000) >> 16
-    weight.copy_(upper.to(torch.int16).view(torch.bfloat16))
+    upper = bits + 0x8000
+    upper >>= 16
+    weight.view(torch.int16).copy_(upper)
     if low_bits is not None:
-        low_bits.copy_((bits - (upper << 16)).to(torch.int16))
+        upper <<= 16
+        low_bits.copy_(bits - upper)

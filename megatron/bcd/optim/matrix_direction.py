@@ -3,6 +3,7 @@ with queries, keys and values in one."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,47 +60,47 @@ def layout_of(
 
 
 def direction(
-    rule: str, gradient_MN: torch.Tensor, layout: MatrixLayout, *, num_steps: int, scale_mode: str = "spectral"
+    rule: str, gradient_KMN: torch.Tensor, layout: MatrixLayout, *, num_steps: int, scale_mode: str = "spectral"
 ) -> torch.Tensor:
-    """The direction of `rule`; `num_steps` and `scale_mode`, a key of SCALES, are of `orthogonal`. A collective over
-    the tensor-parallel group."""
+    """The direction of `rule` of each of K matrices; `num_steps` and `scale_mode`, a key of SCALES, are of
+    `orthogonal`. A collective over the tensor-parallel group."""
     if rule == "sign":
-        return gradient_MN.sign()
+        return gradient_KMN.sign()
     if rule == "normalized":
-        return _normalized(gradient_MN, layout)
+        return _normalized(gradient_KMN, layout)
     if not layout.parts:
-        return _orthogonal(gradient_MN, layout, num_steps, scale_mode)
+        return _orthogonal(gradient_KMN, layout, num_steps, scale_mode)
     # queries, keys and values have no common singular vectors to preserve
-    by_group = gradient_MN.view(-1, sum(layout.parts), gradient_MN.shape[1])
-    num_groups, _, width = by_group.shape
-    parts = [
-        _orthogonal(part.reshape(-1, width), layout, num_steps, scale_mode).view(num_groups, -1, width)
-        for part in by_group.split(layout.parts, dim=1)
-    ]
-    return torch.cat(parts, dim=1).view_as(gradient_MN)
+    by_group = gradient_KMN.unflatten(1, (-1, sum(layout.parts)))
+    done: list[torch.Tensor] = []
+    for _, parts in itertools.groupby(by_group.split(layout.parts, dim=2), key=lambda part: part.shape):
+        of_one_shape = torch.stack(list(parts))
+        directions = _orthogonal(of_one_shape.flatten(2, 3).flatten(0, 1), layout, num_steps, scale_mode)
+        done += directions.view_as(of_one_shape).unbind()
+    return torch.cat(done, dim=2).view_as(gradient_KMN)
 
 
-def _normalized(gradient_MN: torch.Tensor, layout: MatrixLayout) -> torch.Tensor:
+def _normalized(gradient_KMN: torch.Tensor, layout: MatrixLayout) -> torch.Tensor:
     if layout.sharded_dim != 1 or layout.group is None:
-        return update_rules.normalize_rows(gradient_MN)
-    return update_rules.normalize_rows(gradient_MN, num_slices=layout.group.size(), all_reduce=_all_reduce(layout))
+        return update_rules.normalize_rows(gradient_KMN)
+    return update_rules.normalize_rows(gradient_KMN, num_slices=layout.group.size(), all_reduce=_all_reduce(layout))
 
 
-def _orthogonal(gradient_MN: torch.Tensor, layout: MatrixLayout, num_steps: int, scale_mode: str) -> torch.Tensor:
+def _orthogonal(gradient_KMN: torch.Tensor, layout: MatrixLayout, num_steps: int, scale_mode: str) -> torch.Tensor:
     dim, group = layout.sharded_dim, layout.group
-    rows, columns = gradient_MN.shape
+    _, rows, columns = gradient_KMN.shape
     if dim is None or group is None:
         scale = SCALES[scale_mode](rows, columns)
-        return update_rules.orthogonalize(gradient_MN, num_steps=num_steps, scale=scale)
+        return update_rules.orthogonalize(gradient_KMN, num_steps=num_steps, scale=scale)
     rows, columns = (rows * group.size(), columns) if dim == 0 else (rows, columns * group.size())
     scale = SCALES[scale_mode](rows, columns)
     if layout.gathers:
-        slices = [torch.empty_like(gradient_MN) for _ in range(group.size())]
-        torch.distributed.all_gather(slices, gradient_MN.contiguous(), group=group)
-        whole = update_rules.orthogonalize(torch.cat(slices, dim=dim), num_steps=num_steps, scale=scale)
-        return whole.chunk(group.size(), dim=dim)[group.rank()]
+        slices = [torch.empty_like(gradient_KMN) for _ in range(group.size())]
+        torch.distributed.all_gather(slices, gradient_KMN.contiguous(), group=group)
+        whole = update_rules.orthogonalize(torch.cat(slices, dim=1 + dim), num_steps=num_steps, scale=scale)
+        return whole.chunk(group.size(), dim=1 + dim)[group.rank()]
     return update_rules.orthogonalize(
-        gradient_MN, num_steps=num_steps, scale=scale, sharded_dim=dim, all_reduce=_all_reduce(layout)
+        gradient_KMN, num_steps=num_steps, scale=scale, sharded_dim=dim, all_reduce=_all_reduce(layout)
     )
 
 

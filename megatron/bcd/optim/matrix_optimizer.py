@@ -4,10 +4,13 @@ muon the active block's, which keep a momentum.
 Each matrix has one of its replicas (`runtime.replicas`) as its owner: gradients are reduced to the owner, it computes
 the new weights, and broadcasts them. The owner alone holds what exists beside weight and gradient: the momentum, and in
 bf16 the 16 bits that the weight lacks of its fp32 value. Owners never change, so a switch moves none of it.
+Matrices of one shape, rule and owner are reduced and stepped together (`matrix_stack`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +20,7 @@ import torch
 from megatron.bcd.blocks.ownership import matrix_owners
 from megatron.bcd.optim import bf16_split, matrix_direction
 from megatron.bcd.optim.matrix_direction import MatrixLayout
+from megatron.bcd.optim.matrix_stack import Matrix, Stack, distribute, joined, stacked, sum_of_squares
 from megatron.bcd.runtime import device
 
 MOMENTUM = "momentum_buffer"
@@ -42,22 +46,13 @@ class MatrixRule:
     """A key of `matrix_direction.SCALES`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Matrix:
-    """A matrix of a layer, or this rank's tensor-parallel slice of it."""
-
-    name: str
-    parameter: torch.nn.Parameter
-    owner: int
-    """Rank among the replicas."""
-    layout: MatrixLayout
-
-
 class MatrixOptimizer:
     """The matrices of this pipeline stage. `begin` and `end` enclose a phase; low bits and momenta outlive it.
 
     With `keeps_low_bits_on_host` low bits are in host memory while their matrix is not stepped: for matrices that are
     stepped in the phases of one block only. Momenta are held in `momentum_dtype`, on the device and in host memory.
+    With `overlaps_reduction` a stack is reduced as soon as the last microbatch has its gradients (`no_sync` encloses
+    the others), else all of them in `reduce_gradients`.
     """
 
     def __init__(
@@ -67,9 +62,12 @@ class MatrixOptimizer:
         group: torch.distributed.ProcessGroup,
         keeps_low_bits_on_host: bool = False,
         momentum_dtype: torch.dtype = torch.float32,
+        overlaps_reduction: bool = False,
     ) -> None:
         self._keeps_low_bits_on_host = keeps_low_bits_on_host
         self._momentum_dtype = momentum_dtype
+        self._overlaps_reduction = overlaps_reduction
+        self._is_last_microbatch = True
         self._group = group
         self._rank, self._size = group.rank(), group.size()
         owners = matrix_owners([parameter.numel() for parameter, _ in matrices.values()], self._size)
@@ -78,8 +76,8 @@ class MatrixOptimizer:
             for owner, (name, (parameter, layout)) in zip(owners, matrices.items(), strict=True)
         }
         self.param_groups: list[dict[str, Any]] = []
-        """Of the present phase, as the learning-rate scheduler sets them: lr, weight_decay; the matrices and their
-        rule."""
+        """Of the present phase, as the learning-rate scheduler sets them: lr, weight_decay; the matrices, their
+        stacks and their rule."""
         self.momenta: dict[str, torch.Tensor] = {}
         """By name, on the owner: of the present phase on the device, kept ones in host memory."""
         self._low_bits: dict[str, torch.Tensor] = {}
@@ -88,6 +86,10 @@ class MatrixOptimizer:
     def is_owner(self, name: str) -> bool:
         """Whether this rank steps the matrix."""
         return self.matrices[name].owner == self._rank
+
+    @property
+    def stacks(self) -> Iterator[Stack]:
+        return (stack for group in self.param_groups for stack in group["stacks"])
 
     @property
     def held(self) -> Iterator[Matrix]:
@@ -103,21 +105,25 @@ class MatrixOptimizer:
             matrices = [self.matrices[name] for name in names]
             if not matrices:
                 continue
+            stacks = stacked(matrices, rule.grad_dtype)
             self.param_groups.append(
                 {
                     "params": [],
                     "lr": 0.0,
                     "weight_decay": 0.0,
                     "matrices": matrices,
+                    "stacks": stacks,
                     "rule": rule,
                     "is_of_block": is_of_block,
                 }
             )
-            for matrix in matrices:
-                self._attach(matrix, rule)
+            for stack in stacks:
+                for matrix, gradient in zip(stack.matrices, stack.gradient, strict=True):
+                    self._attach(matrix, rule, stack, gradient)
 
     def end(self, *, keeps_momenta: bool) -> None:
         """Free gradients and momenta; `keeps_momenta` moves momenta to host memory, where `begin` finds them."""
+        self._finish_reductions()
         for handle in self._hooks:
             handle.remove()
         self._hooks = []
@@ -134,12 +140,13 @@ class MatrixOptimizer:
                 del self.momenta[name]
         self.param_groups = []
 
-    def _attach(self, matrix: Matrix, rule: MatrixRule) -> None:
+    def _attach(self, matrix: Matrix, rule: MatrixRule, stack: Stack, gradient: torch.Tensor) -> None:
         parameter = matrix.parameter
         parameter.requires_grad_(True)
-        parameter.main_grad = torch.zeros_like(parameter, dtype=rule.grad_dtype)  # type: ignore[attr-defined]
+        parameter.main_grad = gradient  # type: ignore[attr-defined]
         parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        self._hooks.append(parameter.register_post_accumulate_grad_hook(_accumulate))
+        hook = functools.partial(self._accumulate, stack)
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
         if rule.momentum is not None and self.is_owner(matrix.name):
             kept = self.momenta.get(matrix.name)
             momentum = torch.zeros_like(parameter, dtype=self._momentum_dtype) if kept is None else kept
@@ -156,9 +163,39 @@ class MatrixOptimizer:
 
     def zero_grad(self) -> None:
         """Set the gradient buffers to zero."""
+        self._finish_reductions()  # of a step that was skipped
+        for stack in self.stacks:
+            stack.zero_grad()
         for matrix in self.held:
-            matrix.parameter.main_grad.zero_()  # type: ignore[attr-defined]
             matrix.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients are not final yet: more microbatches follow."""
+        self._is_last_microbatch = False
+        try:
+            yield
+        finally:
+            self._is_last_microbatch = True
+
+    @torch.no_grad()
+    def _accumulate(self, stack: Stack, parameter: torch.Tensor) -> None:
+        """Add a microbatch's gradient to the buffer, unless the matrix product has written it there."""
+        if not parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
+            parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+        parameter.grad = None
+        if self._overlaps_reduction and self._is_last_microbatch:
+            stack.count_final(self._group)
+
+    @torch.no_grad()
+    def start_reductions(self) -> None:
+        """Begin all reductions of this step that have not begun. A collective."""
+        for stack in self.stacks:
+            stack.start_reduction(self._group)
+
+    def _finish_reductions(self) -> None:
+        for stack in self.stacks:
+            stack.finish_reduction()
 
     @torch.no_grad()
     def reduce_gradients(self) -> device.HostCopy:
@@ -169,16 +206,14 @@ class MatrixOptimizer:
             the same on every rank; not finite if one gradient is not. To be read once the CPU has waited for the
             device anyway. A collective.
         """
-        squares = torch.zeros(2, dtype=torch.float32, device=device.current())
+        self.start_reductions()
+        self._finish_reductions()
+        own: tuple[list[torch.Tensor], ...] = ([], [])
         for group in self.param_groups:
-            for matrix in group["matrices"]:
-                gradient = matrix.parameter.main_grad
-                if self._size > 1:
-                    gradient.div_(self._size)
-                    owner = torch.distributed.get_global_rank(self._group, matrix.owner)
-                    torch.distributed.reduce(gradient, dst=owner, group=self._group)
-                if self.is_owner(matrix.name):
-                    squares[int(group["rule"].momentum is None)] += gradient.float().square().sum()
+            own[group["rule"].momentum is None].extend(
+                stack.gradient for stack in group["stacks"] if stack.owner == self._rank
+            )
+        squares = torch.stack([sum_of_squares(gradients) for gradients in own])
         torch.distributed.all_reduce(squares)
         return device.HostCopy(squares)
 
@@ -189,31 +224,45 @@ class MatrixOptimizer:
         `clip_coefficient` scales the gradients that enter a momentum; directions do not depend on it.
         """
         for group in self.param_groups:
-            rule: MatrixRule = group["rule"]
-            for matrix in group["matrices"]:
-                if self.is_owner(matrix.name):
-                    self._update(matrix, rule, group, clip_coefficient)
+            for stack in group["stacks"]:
+                if stack.owner == self._rank:
+                    self._update(stack, group, clip_coefficient)
         if self._size > 1:
-            self._broadcast_weights()
+            for stack in self.stacks:  # after all updates: every owner computes at the same time
+                owner = torch.distributed.get_global_rank(self._group, stack.owner)
+                weights = joined(stack.weights)
+                torch.distributed.broadcast(weights, src=owner, group=self._group)
+                distribute(weights, stack.weights)
 
-    def _update(self, matrix: Matrix, rule: MatrixRule, group: Mapping[str, Any], clip_coefficient: float) -> None:
-        gradient = matrix.parameter.main_grad.float()  # type: ignore[attr-defined]
+    def _update(self, stack: Stack, group: Mapping[str, Any], clip_coefficient: float) -> None:
+        rule: MatrixRule = group["rule"]
+        gradient = stack.gradient.float()
         if rule.momentum is not None:
             if clip_coefficient < 1.0:
                 gradient = gradient * clip_coefficient
-            gradient = self._with_momentum(matrix.name, gradient, rule)
+            gradient = self._with_momentum(stack, gradient, rule)
         update = matrix_direction.direction(
-            rule.name, gradient, matrix.layout, num_steps=rule.num_steps, scale_mode=rule.scale_mode
+            rule.name, gradient, stack.layout, num_steps=rule.num_steps, scale_mode=rule.scale_mode
         )
-        value = self._value(matrix)
+        del gradient
+        weights = joined(stack.weights)
+        low_bits = [self._low_bits[matrix.name] for matrix in stack.matrices if matrix.name in self._low_bits]
+        bits = joined(low_bits) if low_bits else None
+        value = weights if bits is None else bf16_split.join(weights, bits)
         value.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * rule.scale)
-        self._set_value(matrix, value)
+        del update
+        if bits is not None:
+            bf16_split.split(value, weight=weights, low_bits=bits)
+            distribute(bits, low_bits)
+        distribute(weights, stack.weights)
 
-    def _with_momentum(self, name: str, gradient: torch.Tensor, rule: MatrixRule) -> torch.Tensor:
+    def _with_momentum(self, stack: Stack, gradient: torch.Tensor, rule: MatrixRule) -> torch.Tensor:
         assert rule.momentum is not None
-        momentum = self.momenta[name]
+        momenta = [self.momenta[matrix.name] for matrix in stack.matrices]
+        momentum = joined(momenta)
         # Muon's running mean, as in Megatron Core; PyTorch's SGD sums, which is the same up to the scale
         momentum.copy_(momentum.float().lerp_(gradient, 1 - rule.momentum))
+        distribute(momentum, momenta)
         return gradient.lerp(momentum.float(), rule.momentum) if rule.nesterov else momentum.float()
 
     def _value(self, matrix: Matrix) -> torch.Tensor:
@@ -228,16 +277,6 @@ class MatrixOptimizer:
         weight = matrix.parameter.data
         if weight.dtype == torch.bfloat16:
             bf16_split.split(value, weight=weight, low_bits=self._low_bits.get(matrix.name))
-
-    def _broadcast_weights(self) -> None:
-        pending = []
-        for matrix in self.held:
-            owner = torch.distributed.get_global_rank(self._group, matrix.owner)
-            pending.append(
-                torch.distributed.broadcast(matrix.parameter.data, src=owner, group=self._group, async_op=True)
-            )
-        for work in pending:
-            work.wait()
 
     def main_params(self) -> dict[str, torch.Tensor]:
         """Of bf16 matrices that this rank owns: their fp32 values, by name, made when they are taken. Where there are
@@ -290,7 +329,7 @@ class MatrixOptimizer:
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """Gradient buffers of the present phase."""
-        return (matrix.parameter.main_grad for matrix in self.held)  # type: ignore[attr-defined,misc]
+        return (stack.gradient for stack in self.stacks)
 
     def state_on_device(self) -> Iterator[torch.Tensor]:
         """Momenta of the present phase and low bits."""
@@ -316,10 +355,3 @@ class MatrixOptimizer:
             for matrix in group["matrices"]
             if group["rule"].momentum is not None and self.is_owner(matrix.name)
         ]
-
-
-def _accumulate(parameter: torch.Tensor) -> None:
-    """Add a microbatch's gradient to the buffer, unless the matrix product has written it there."""
-    if not parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
-        parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
-    parameter.grad = None

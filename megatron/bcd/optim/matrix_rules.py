@@ -47,6 +47,7 @@ def build_matrix_optimizer(
         group=replicas.group(),
         keeps_low_bits_on_host=config.bcd.bcd_resting_update == "none",
         momentum_dtype=DTYPES[config.bcd.muon_momentum_dtype],
+        overlaps_reduction=config.ddp.overlap_grad_reduce,
     )
 
 

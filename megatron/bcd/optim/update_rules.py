@@ -1,9 +1,10 @@
-"""Directions of weight updates that need no optimizer state, each a function of one gradient matrix. Plain PyTorch.
+"""Directions of weight updates that need no optimizer state, each a function of one gradient matrix, or of each one
+in a stack of them. Plain PyTorch.
 
 Every direction has a root mean square of 1, whatever the size of the gradient. Adam's is 0.2 to 0.4, so a rate of about
 0.2 of Adam's suits them (Liu et al., arXiv 2502.16982, section 2.2).
 
-Shapes: M = rows (outputs), N = columns (inputs).
+Shapes: M = rows (outputs), N = columns (inputs); MN may stand for KMN, K matrices.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def normalize_rows(
 
     If ranks hold slices of the columns, `num_slices` is their number and `all_reduce` sums over them.
     """
-    squares_M1 = gradient_MN.float().square().mean(dim=1, keepdim=True)
+    squares_M1 = gradient_MN.float().square().mean(dim=-1, keepdim=True)
     norms_M1 = ((all_reduce or _nothing)(squares_M1) / num_slices).sqrt()
     norms_M1 = norms_M1.clamp(min=_SMALLEST)
     if gradient_MN.dtype == torch.float16:  # where the smallest divisor is 0
@@ -64,22 +65,24 @@ def orthogonalize(
     If ranks hold slices of the matrix, `sharded_dim` is the dimension along which it is sliced, `all_reduce` sums over
     these ranks, and the result is this rank's slice; `scale` must then be given.
     """
-    matrix = gradient_MN.to(torch.bfloat16 if gradient_MN.is_cuda else torch.float32, copy=True)
-    is_transposed = matrix.shape[0] > matrix.shape[1] if sharded_dim is None else sharded_dim == 0
+    matrix = gradient_MN.reshape(-1, *gradient_MN.shape[-2:])
+    is_transposed = matrix.shape[1] > matrix.shape[2] if sharded_dim is None else sharded_dim == 0
+    norm = torch.linalg.vector_norm(matrix, dim=(1, 2), keepdim=True, dtype=torch.float32)
+    if all_reduce is not None:
+        norm = all_reduce(norm.square()).sqrt()
+    matrix = (matrix / norm.clamp_(min=_SMALLEST)).to(torch.bfloat16 if matrix.is_cuda else torch.float32)
     if is_transposed:
-        matrix = matrix.T
+        matrix = matrix.mT
     reduced = all_reduce or _nothing
-    norm = reduced(gradient_MN.float().square().sum()).sqrt()
-    matrix = matrix / norm.clamp(min=_SMALLEST)
     a, b, c = _QUINTIC
     for _ in range(num_steps):
-        gram = reduced(matrix @ matrix.T)
-        matrix = torch.addmm(matrix, torch.addmm(gram, gram, gram, beta=b, alpha=c), matrix, beta=a)
+        gram = reduced(torch.bmm(matrix, matrix.mT))
+        matrix = torch.baddbmm(matrix, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), matrix, beta=a)
     if is_transposed:
-        matrix = matrix.T
+        matrix = matrix.mT
     if scale is None:
-        scale = math.sqrt(max(gradient_MN.shape))
-    return (matrix * scale).to(gradient_MN.dtype)
+        scale = math.sqrt(max(gradient_MN.shape[-2:]))
+    return matrix.mul_(scale).to(gradient_MN.dtype).view_as(gradient_MN)
 
 
 def _nothing(tensor: torch.Tensor) -> torch.Tensor:

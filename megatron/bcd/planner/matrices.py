@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron.bcd.blocks.ownership import matrix_owners
+from megatron.bcd.blocks.ownership import matrix_owners, matrix_stacks
 from megatron.bcd.planner.cost import DTYPE_BYTES, newton_schulz_flops
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.tensors import Tensor, stage_tensors
 
-_WORKING_BYTES = 20
-"""Per element of a matrix during its update: gradient, update, value and two temporaries, all in fp32."""
+_WORKING_BYTES, _WORKING_BYTES_COPIED = 12, 17
+"""Per element of what is updated at a time: gradient, update and value in fp32; and with copies of weights, low bits
+and momentum where several matrices are joined, or of queries, keys and values."""
 _RESTING_PASSES, _MUON_PASSES = 17, 27
 """4-byte elements read or written per parameter in one step, outside the products of the orthogonalisation: norm and
 copies of the gradient, scaling, weight decay, update; with a momentum also its update and Nesterov's mean."""
@@ -32,7 +33,7 @@ class MatrixShare:
     kept: int = 0
     """Bytes of momenta of other blocks, in host memory."""
     working: int = 0
-    """Bytes of temporary memory while the largest own matrix is updated."""
+    """Bytes of temporary memory while the largest own stack of matrices is updated."""
     orthogonalization: int = 0
     """Operations."""
     traffic: int = 0
@@ -97,8 +98,16 @@ def _share(recipe: Recipe, matrices: list[Tensor], is_own: list[bool], block: in
         if not is_active and recipe.partition.has_active_block and bcd.bcd_optimizer_state == "host":
             total["kept"] += momentum * tensor.size
         if is_stepped:
-            total["working"] = max(total["working"], _WORKING_BYTES * tensor.size)
             total["traffic"] += 4 * (_MUON_PASSES if is_active else _RESTING_PASSES) * tensor.size
             if is_active or bcd.bcd_resting_update == "orthogonal":
                 total["orthogonalization"] += sum(newton_schulz_flops(*part) for part in tensor.parts)
+    updated = [
+        tensor for tensor, own in zip(matrices, is_own, strict=True) if own and is_stepped_alone(recipe, tensor, block)
+    ]
+    keys = [(tensor.is_active(block), tensor.parts) for tensor in updated]
+    for stack in matrix_stacks(keys, [tensor.size for tensor in updated]):
+        first = updated[stack[0]]
+        is_copied = len(stack) > 1 or len(first.parts) > 1
+        working = (_WORKING_BYTES_COPIED if is_copied else _WORKING_BYTES) * len(stack) * first.size
+        total["working"] = max(total["working"], working)
     return MatrixShare(**total)

@@ -36,8 +36,8 @@ class RankMemory:
     it owns; 0 if they are on the host."""
     activations: int
     optimizer_work: int
-    """Temporary memory of PyTorch's Adam, or of the largest matrix that is stepped without it, when activations are
-    already freed."""
+    """Temporary memory of PyTorch's Adam, or of the largest stack of matrices that is stepped without it, when
+    activations are already freed."""
     communication: int
     framework: int
 
