@@ -104,6 +104,10 @@ def test_grad_norm(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
         norm(65536, None, [gradients], False) for norm in (grad_norm.l2_norm, utils.local_multi_tensor_l2_norm)
     )
     assert ours[0].dtype == torch.float32 and torch.equal(ours[0], theirs[0]) and ours[1] is theirs[1] is None
+    clipped = [gradient.clone() for gradient in gradients]
+    grad_norm.scale_in_place(65536, None, [clipped, clipped], 0.3)
+    utils.local_multi_tensor_scale(65536, None, [gradients, gradients], 0.3)
+    assert all(map(torch.equal, clipped, gradients))
 
 
 OVERRIDDEN_IN_PLACE = {

@@ -14,6 +14,7 @@ import torch
 from megatron.bcd.blocks.ownership import matrix_stacks
 from megatron.bcd.optim.matrix_direction import MatrixLayout
 from megatron.bcd.runtime import device
+from megatron.bcd.runtime.compat import foreach
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +85,11 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def distribute(values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Write back what `joined` has copied of several tensors."""
     if len(tensors) > 1:
-        torch._foreach_copy_(list(tensors), list(values.unbind()))
+        foreach.copy_each(tensors, values.unbind())
 
 
 def sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
     if not gradients:
         return torch.zeros((), device=device.current())
-    return torch.stack(torch._foreach_norm(gradients, 2, torch.float32)).square().sum()
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    return torch.stack(norms).square().sum()

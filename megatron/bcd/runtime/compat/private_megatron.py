@@ -146,6 +146,13 @@ MEGATRON_APIS = (
     ),
     PrivateApi(
         "megatron.core.optimizer.clip_grads",
+        "clip_grad_by_total_norm_fp32",
+        used_in="runtime.compat.grad_norm",
+        use="multi_tensor_scale_impl replaced in its module, see test_grad_norm",
+        source=("multi_tensor_scale_impl, dummy_overflow_buf, [grads, grads]",),
+    ),
+    PrivateApi(
+        "megatron.core.optimizer.clip_grads",
         "",
         used_in="runtime.compat.cpu",
         use="its `torch` replaced: factories on the CPU",

@@ -6,6 +6,20 @@ from megatron.bcd.runtime.compat.private_api import PrivateApi
 
 TORCH_APIS = (
     PrivateApi(
+        "torch.optim.asgd",
+        "",
+        used_in="runtime.compat.foreach",
+        use="written in C++; PyTorch's own use of it",
+        source=("torch._foreach_copy_(",),
+    ),
+    PrivateApi(
+        "torch.nn.utils.clip_grad",
+        "",
+        used_in="runtime.compat.foreach",
+        use="written in C++; PyTorch's own use of it, see test_grad_norm",
+        source=("torch._foreach_mul_(",),
+    ),
+    PrivateApi(
         "torch._C",
         "TensorBase.cuda",
         used_in="runtime.compat.cpu",

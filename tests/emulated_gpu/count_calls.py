@@ -1,0 +1,107 @@
+"""What a training step launches, copies and waits for, on an emulated GPU; operators count by their CUDA kernels.
+
+    run="bash tests/emulated_gpu.sh --run python tests/emulated_gpu/count_calls.py"
+    $run --output docs/measurements/calls_of_a_step.csv
+    $run --method pretrain      # by operator
+
+A GPT of 8 layers without dropout, 4 microbatches, bf16, one GPU; of all blocks the one with the most calls. Views and
+empty tensors are no calls. A wait is a read of the device or a copy that blocks the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+METHODS = {
+    "full": ["--bcd-num-blocks", "1"],
+    "paper": ["--bcd-preset", "paper"],
+    "pretrain": ["--bcd-preset", "pretrain"],
+    "finetune": ["--bcd-preset", "finetune"],
+}
+SIZES = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --hidden-dropout 0 --attention-dropout 0 "
+    "--micro-batch-size 1 --global-batch-size 4 --bf16 --mock-data --tokenizer-type NullTokenizer --vocab-size 1023 "
+    "--num-workers 0 --train-iters 1000 --eval-iters 0 --lr 1e-4"
+)
+
+
+def counted(method: str) -> dict[str, dict[str, int]]:
+    """Calls by operator, and waits and copies by kind, of one step on this process' GPU."""
+    import torch
+    from _benchmark_common import Bench
+
+    from megatron.bcd.arguments import parse_run_config
+    from megatron.bcd.runtime import distributed, rng
+
+    emulated_kernels = sys.modules["emulated_kernels"]  # imported by torch, see sitecustomize.py
+    config = parse_run_config([*SIZES.split(), *METHODS[method]], prog="count_calls", world_size=1)
+    distributed.initialize(
+        backend=None, timeout_minutes=2, tensor_size=1, pipeline_size=1, context_size=1, cpu_kernels="fast"
+    )
+    rng.seed_everything(config.training.seed)
+    bench = Bench(config)
+    copies: Counter[str] = Counter()
+    copies_later = emulated_kernels._Kernel._copies_later
+
+    def counting(kernel: Any, args: Any, kwargs: Any) -> bool:
+        copies["to the device" if args[0].is_cuda else "to the host"] += 1
+        return copies_later(kernel, args, kwargs)
+
+    emulated_kernels._Kernel._copies_later = counting
+    counters = {"calls": emulated_kernels.calls, "copies": copies, "waits": emulated_kernels.waits}
+    steps = []
+    for block in range(bench.components.partition.num_blocks):
+        bench.build(block)
+        bench.components.pipeline.begin_phase(block)
+        bench.warm_up(1, num_microbatches_next=4)  # the first step of a phase meters activations
+        torch.cuda.synchronize()
+        for counter in counters.values():
+            counter.clear()
+        bench.step(num_microbatches_next=4)
+        steps.append({name: dict(counter) for name, counter in counters.items()})
+        bench.dispose()
+    return max(steps, key=lambda step: sum(step["calls"].values()))
+
+
+def in_a_process(method: str) -> dict[str, dict[str, int]]:
+    """As `counted`; a process can set up one run."""
+    command = [sys.executable, __file__, "--method", method]
+    return json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+def table() -> list[dict[str, Any]]:
+    """A row by method."""
+    steps = {method: in_a_process(method) for method in METHODS}
+    totals = {method: {name: sum(one.values()) for name, one in step.items()} for method, step in steps.items()}
+    return [
+        {"method": method, **total, "calls of full": round(total["calls"] / totals["full"]["calls"], 3)}
+        for method, total in totals.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", choices=METHODS, help="only this one, by operator, as JSON")
+    parser.add_argument("--output", metavar="FILE", help="the table (default: stdout)")
+    given = parser.parse_args()
+    if given.method is not None:
+        sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+        json.dump(counted(given.method), sys.stdout, indent=1, sort_keys=True)
+        return
+    rows = table()
+    with open(given.output or sys.stdout.fileno(), "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
