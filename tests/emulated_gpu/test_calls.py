@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from count_calls import table
+
+from megatron.bcd.optim.matrix_direction import MatrixLayout
+from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer, MatrixRule
+from megatron.bcd.planner import matrices
 
 
 @pytest.fixture(scope="module")
@@ -35,3 +40,36 @@ def test_the_committed_table_holds(rows: dict[str, dict[str, Any]], repo_root: P
                 int(row["copies"]),
                 int(row["waits"]),
             ]
+
+
+class _OneRank:
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("momentum", [None, 0.95])
+@pytest.mark.parametrize(
+    ("number", "shape", "parts"), [(1, (1024, 256), ()), (4, (512, 512), ()), (1, (768, 256), (64, 64, 64))]
+)
+def test_planned_work_memory(number: int, shape: tuple[int, int], parts: tuple[int, ...], momentum: float) -> None:
+    """An update in bf16 that takes more temporary memory than the planner counts: a plan that fits, and a run that does
+    not."""
+    stack = {
+        f"matrix {index}": (
+            torch.nn.Parameter(torch.randn(shape, device="cuda", dtype=torch.bfloat16)),
+            MatrixLayout(parts=parts),
+        )
+        for index in range(number)
+    }
+    optimizer = MatrixOptimizer(stack, group=_OneRank(), momentum_dtype=torch.bfloat16)
+    rule = MatrixRule(name="orthogonal", scale=0.2, grad_dtype=torch.bfloat16, num_steps=5, momentum=momentum)
+    optimizer.begin([(rule, list(stack), False)])
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    optimizer.step(clip_coefficient=0.5)
+    taken = (torch.cuda.max_memory_allocated() - held) / (number * shape[0] * shape[1])
+    is_copied = number > 1 or parts
+    assert taken == pytest.approx(matrices._WORKING_BYTES_COPIED if is_copied else matrices._WORKING_BYTES, rel=0.06)
