@@ -139,17 +139,10 @@ MEGATRON_APIS = (
     ),
     PrivateApi(
         "megatron.core.optimizer.clip_grads",
-        "get_grad_norm_fp32",
+        "",
         used_in="runtime.compat.grad_norm",
-        use="l2_norm_impl replaced in its module, see test_grad_norm",
-        source=("l2_norm_impl,",),
-    ),
-    PrivateApi(
-        "megatron.core.optimizer.clip_grads",
-        "clip_grad_by_total_norm_fp32",
-        used_in="runtime.compat.grad_norm",
-        use="multi_tensor_scale_impl replaced in its module, see test_grad_norm",
-        source=("multi_tensor_scale_impl, dummy_overflow_buf, [grads, grads]",),
+        use="two functions replaced in it, see test_grad_norm",
+        source=("l2_norm_impl,", "multi_tensor_scale_impl, dummy_overflow_buf, [grads, grads]"),
     ),
     PrivateApi(
         "megatron.core.optimizer.clip_grads",
