@@ -317,9 +317,3 @@ def test_files_named_in_the_documents(repo_root: Path) -> None:
     assert missing_files("`tools/plan.py --gpu x` `test_a*.py` `old.py`", ["tools/plan.py", "t/test_ab.py"]) == {
         "old.py"
     }
-
-
-def test_readme_says_first_what_is_not_known(repo_root: Path) -> None:
-    """A reader who rents GPUs before the page says that none has run this, or what its losses are of."""
-    top = "\n".join((repo_root / "README.md").read_text(encoding="utf-8").splitlines()[:10])
-    assert "No GPU has run this yet" in top and "reach the loss of full training is not known" in top
