@@ -30,9 +30,9 @@ def allocated(config: Any, *, leaks: bool = False) -> list[dict[str, int]]:
     kept: list[Any] = []
     dispose = ActiveBlock.dispose
 
-    def leak(self: ActiveBlock) -> None:
+    def leak(self: ActiveBlock, **options: bool) -> None:
         kept.append(self.optimizer)
-        dispose(self)
+        dispose(self, **options)
 
     def before_step(one: worlds.RecordedRun) -> None:
         torch.cuda.synchronize()
