@@ -140,7 +140,7 @@ def test_the_newest_is_damaged(
     results = resume(runs, place, case.num_ranks)
     assert [(rank.code, rank.stderr) for rank in results] == [(0, "")] * case.num_ranks
     said = results[0].stdout
-    (warning,) = [line for line in said.splitlines() if "warning" in line]
+    (warning,) = [line for line in said.splitlines() if "warning" in line and "saved" in line]
     missing = [name for name in ("saved/iter_0000003", *case.named) if name not in warning]
     assert missing == [], warning
     assert re.search(r"resuming from saved/iter_0000002, after iteration 2", said), said
