@@ -96,9 +96,6 @@ def test_help_of_the_llama_script(capsys: pytest.CaptureFixture[str], monkeypatc
     [
         ("gpt", "--openai-gelu --swiglu", ["--openai-gelu", "--swiglu", "leave one of them out"]),
         ("llama", "--openai-gelu", ["--openai-gelu", "--no-swiglu"]),
-        ("gpt", "--rotary-base 500", ["--rotary-base needs --position-embedding-type rope"]),
-        ("llama", "--position-embedding-type none --rotary-interleaved", ["--rotary-interleaved needs"]),
-        ("llama", "--position-embedding-type learned_absolute --rotary-percent 0.5", ["--rotary-percent needs"]),
         (
             "llama",
             "--position-embedding-type learned_absolute --use-rotary-position-embeddings",
@@ -109,7 +106,6 @@ def test_help_of_the_llama_script(capsys: pytest.CaptureFixture[str], monkeypatc
             "--position-embedding-type learned_absolute --no-position-embedding",
             ["--no-position-embedding", "--position-embedding-type"],
         ),
-        ("llama", "--num-query-groups 2", ["--num-query-groups needs --group-query-attention"]),
         ("llama", "--group-query-attention --num-query-groups 3", ["--num-query-groups 3", "divisor of 4"]),
     ],
 )

@@ -15,8 +15,7 @@ from support.command_line import BASE
 
 from megatron.bcd.arguments import FAMILY_DEFAULTS, read_command_line
 from megatron.bcd.arguments.flags import Flag, generate_flags
-from megatron.bcd.arguments.refusals import stock_flags
-from megatron.bcd.arguments.unsupported_flags import COMPATIBLE_FLAGS
+from megatron.bcd.arguments.unsupported_flags import stock_flags
 
 NUMBERS = ("0", "1", "2", "3", "4", "6", "8", "16", "64", "1000", "0.5", "1e-3", "100000")
 HOSTILE = ("-1", "-0", "nan", "inf", "-inf", "1e400", "9" * 20, "9" * 400, "-" + "9" * 30, "1e3", "0x10", "1_000", "٣",
@@ -54,12 +53,9 @@ def script_words(draw: random.Random, flags: Sequence[Flag], stock: Sequence[str
     words = [word for pair in BASE.items() if draw.random() > 0.005 for word in pair]
     for _ in range(draw.choice((1, 1, 2, 3, 6, 12))):
         kind = draw.random()
-        if kind < 0.85:
+        if kind < 0.9:
             flag = draw.choice(flags)
             name, values = draw.choice((*flag.names, *flag.off_names)), _values(draw, flag)
-        elif kind < 0.93:
-            row = draw.choice(COMPATIBLE_FLAGS)
-            name, values = row.name, [draw.choice((*row.values, *NUMBERS))] * bool(row.values)
         elif kind < 0.97:
             name, values = draw.choice(stock), [draw.choice(NUMBERS)] * draw.randint(0, 1)
         else:

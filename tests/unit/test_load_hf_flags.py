@@ -104,7 +104,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA | {"hidden_act": "relu"}, {}, "hidden_act 'relu' is not supported"),
     (LLAMA, {"load_hf": "/no/such/folder"}, "--load-hf /no/such/folder: no such folder"),
     (GPT2 | {"embd_pdrop": 0.1}, {}, "resid_pdrop 0.25 and embd_pdrop 0.1 .*--hidden-dropout is one value for both"),
-    (LLAMA, {"save_hf_interval": 3}, "--save-hf-interval needs --save-hf"),
     (LLAMA, {"save_hf": "a", "save": "./a"}, "--save-hf a is the folder of --save"),
     (LLAMA, {"save": "{folder}"}, "--save .*/m holds a model"),
     (LLAMA, {"save_hf": "a", "skip_train": True, "load": "b"}, "--skip-train trains nothing"),

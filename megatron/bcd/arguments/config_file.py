@@ -12,11 +12,11 @@ from typing import Any
 
 import yaml
 
-from megatron.bcd.arguments import unsupported_flags
 from megatron.bcd.arguments.flags import Flag
 from megatron.bcd.arguments.refusals import refusal
 from megatron.bcd.arguments.rules import flattened
 from megatron.bcd.arguments.switch import Switch
+from megatron.bcd.arguments.unsupported_flags import has_no_effect
 from megatron.bcd.config import RunConfig
 from megatron.bcd.config.yaml_file import read_yaml
 
@@ -60,6 +60,8 @@ def _value(
 ) -> dict[str, Any]:
     """By field name; empty for a flag of Megatron-LM without effect that is off. Raises ValueError."""
     action = actions.get(name)
+    if action is None and has_no_effect(name, [str(value)]):
+        return {} if value is False else {name: value}
     if action is None:
         raise ValueError(refusal(name, frozenset(actions)))
     if action.dest in COMMAND_LINE_ONLY:
@@ -95,7 +97,7 @@ def config_lines(
 ) -> list[str]:
     """A file for --config: the flags that were `given`, and as comments all others with their value in this run."""
     kept = {flag.names[0][2:]: given[flag.field] for flag in flags if flag.field in given}
-    kept |= {row.name[2:]: given[row.name] for row in unsupported_flags.COMPATIBLE_FLAGS if row.name in given}
+    kept |= {name[2:]: value for name, value in given.items() if name.startswith("--")}
     run = vars(flattened(config))
     rest = {flag.names[0][2:]: run[flag.field] for flag in flags if flag.field in run and flag.field not in given}
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"

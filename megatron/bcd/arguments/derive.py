@@ -7,21 +7,26 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.bcd.arguments import precision_aware
-from megatron.bcd.config import TrainingConfig
+from megatron.bcd.config import DEFAULT_NUM_BLOCKS, TrainingConfig
 
 
-def derive_values(values: dict[str, Any], *, given: Mapping[str, Any], world_size: int) -> None:
-    """Fill in `values`, by field name; `given` holds those of the command line alone."""
+def derive_values(values: dict[str, Any], *, given: Mapping[str, Any], world_size: int) -> int | None:
+    """Fill in `values`, by field name; `given` holds those of the command line alone.
+
+    Returns:
+        The chunks of a pipeline stage that flags ask for; in `values` they are a multiple of the blocks.
+    """
     _derive_network(values)
     _derive_evaluation(values)
     _derive_fine_tuning(values, given=given)
     _derive_training(values, given=given, world_size=world_size)
     _derive_tokenizer(values)
-    _derive_chunks(values, given=given)
     _derive_blocks(values)
+    chunks = _derive_chunks(values, given=given)
     _derive_frozen(values, given=given)
     if has_no_evaluation(values):
         values["eval_iters"] = 0
+    return chunks
 
 
 def _derive_evaluation(values: dict[str, Any]) -> None:
@@ -40,8 +45,8 @@ def has_no_evaluation(values: Mapping[str, Any]) -> bool:
     return len(shares) == 3 and shares[0] > 0 and shares[1:] == [0.0, 0.0]
 
 
-def _derive_chunks(values: dict[str, Any], *, given: Mapping[str, Any]) -> None:
-    """Chunks of a pipeline stage imply the layout that has them."""
+def _derive_chunks(values: dict[str, Any], *, given: Mapping[str, Any]) -> int | None:
+    """Chunks of a pipeline stage imply the layout that has them, whose chunks each belong to one block."""
     layers, per_chunk = values["num_layers"] or 0, values["num_layers_per_virtual_pipeline_stage"] or 0
     if per_chunk > 0 and values["num_virtual_stages_per_pipeline_rank"] is None:
         on_stage, left = divmod(layers, max(1, values["pipeline_model_parallel_size"]))
@@ -52,6 +57,10 @@ def _derive_chunks(values: dict[str, Any], *, given: Mapping[str, Any]) -> None:
         values["bcd_layout"] = "interleaved"
     if num_chunks > 1 and values["pipeline_model_parallel_size"] > 1 and values["bcd_layout"] == "interleaved":
         values["overlap_param_gather"] = False  # it would change speed alone
+    if num_chunks > 1 and values["bcd_layout"] == "interleaved" and values["pipeline_model_parallel_layout"] is None:
+        num_blocks = max(1, DEFAULT_NUM_BLOCKS if values["bcd_num_blocks"] is None else values["bcd_num_blocks"])
+        values["num_virtual_stages_per_pipeline_rank"] = max(num_chunks // num_blocks, 1) * num_blocks
+    return num_chunks if num_chunks > 1 else None
 
 
 def _derive_blocks(values: dict[str, Any]) -> None:
@@ -143,6 +152,8 @@ def derived_core_fields(values: Mapping[str, Any]) -> Iterator[tuple[str, str, A
         values["bias_swiglu_fusion"] if values["swiglu"] else values["bias_gelu_fusion"] and values["add_bias_linear"]
     )
     yield "transformer", "bias_activation_fusion", is_fused
+    if values["fp8"]:  # passes outside of a step, such as those of --bcd-order greedy, would read outdated weights
+        yield "transformer", "disable_parameter_transpose_cache", True
     for section in ("optimizer", "ddp"):
         yield section, "use_distributed_optimizer", values["use_distributed_optimizer"]
     # as in stock: offload is a branch of that code

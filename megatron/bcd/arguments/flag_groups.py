@@ -14,7 +14,6 @@ FINE_TUNING = "supervised fine-tuning"
 TOKENIZER = "tokenizer"
 CHECKPOINTS = "checkpoints"
 REPORT = "report"
-COMPATIBILITY = "accepted for compatibility"
 GROUPS = (
     BCD,
     NETWORK,
@@ -30,12 +29,7 @@ GROUPS = (
     TOKENIZER,
     CHECKPOINTS,
     REPORT,
-    COMPATIBILITY,
 )
-
-DESCRIPTIONS = {
-    COMPATIBILITY: "Flags of Megatron-LM for what is done here anyway.",
-}
 
 FIELD_GROUPS = {
     "micro_batch_size": BATCH,

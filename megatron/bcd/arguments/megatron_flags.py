@@ -110,6 +110,17 @@ TRANSFORMER_FLAGS = (
     ),
     CoreFlag(field="fp16", group=PRECISION, also=("optimizer",)),
     CoreFlag(field="bf16", group=PRECISION, also=("optimizer",)),
+    CoreFlag(
+        field="fp8",
+        group=PRECISION,
+        name="--fp8-format",
+        help="matrix products of the layers in 8 bits, with Transformer Engine: e4m3, or hybrid, which has e5m2 for "
+        "gradients",
+    ),
+    CoreFlag(field="fp8_recipe", group=PRECISION, default=None, choices=("delayed",), help="scaling of 8-bit tensors"),
+    CoreFlag(field="fp8_margin", group=PRECISION, default=None, help="the scale is 2 to this power smaller"),
+    CoreFlag(field="fp8_amax_history_len", group=PRECISION, default=None, help="steps that decide the scale"),
+    CoreFlag(field="fp8_amax_compute_algo", group=PRECISION, default=None, help="which of these steps decides"),
     CoreFlag(field="attention_softmax_in_fp32", group=PRECISION, default=False),
     CoreFlag(
         field="disable_bf16_reduced_precision_matmul",

@@ -18,7 +18,7 @@ from megatron.bcd.arguments import (
     megatron_flags,
     model_folder,
     precision_aware,
-    unsupported_flags,
+    without_effect,
 )
 from megatron.bcd.arguments.checkpoint_flags import positions_of_checkpoint, take_checkpoint_flags
 from megatron.bcd.arguments.data_files import read_data_files
@@ -28,6 +28,7 @@ from megatron.bcd.arguments.pipeline_cut import with_balanced_cut
 from megatron.bcd.arguments.refusals import RefusedFlags, refusal
 from megatron.bcd.arguments.rules import flag_name
 from megatron.bcd.arguments.switch import Switch
+from megatron.bcd.arguments.unsupported_flags import has_no_effect
 from megatron.bcd.arguments.validate import find_problems
 from megatron.bcd.config import DdpSettings, OptimizerSettings, RunConfig
 from megatron.bcd.config.presets import preset_values
@@ -80,18 +81,6 @@ def _add_flag(group: Any, flag: Flag) -> None:
             group.add_argument(*names, **common, help=text, action=Switch, const=flag.names)
 
 
-def _add_compatible_flag(group: Any, flag: unsupported_flags.CompatibleFlag) -> None:
-    common: dict[str, Any] = {"dest": flag.name, "default": argparse.SUPPRESS, "help": flag.why}
-    if not flag.values:
-        group.add_argument(flag.name, **common, action="store_const", const=True)
-    elif flag.values is unsupported_flags.ANY_NUMBER:
-        group.add_argument(flag.name, **common, type=int, metavar="N")
-    elif flag.values is unsupported_flags.ANY_TEXT:
-        group.add_argument(flag.name, **common, metavar="TEXT")
-    else:
-        group.add_argument(flag.name, **common, choices=flag.values, metavar="VALUE" if len(flag.values) > 4 else None)
-
-
 def _formatter(prog: str) -> argparse.HelpFormatter:
     width = shutil.get_terminal_size().columns - 2
     return argparse.HelpFormatter(prog, max_help_position=min(38, width // 2), width=width)
@@ -105,15 +94,11 @@ def _parser(prog: str, flags: Iterable[Flag]) -> _Parser:
         formatter_class=_formatter,
         usage=f"torchrun --nproc-per-node PROCESSES {prog} [flags]",
         description="Train with block coordinate descent on Megatron Core. Flags are Megatron-LM's, "
-        "and --bcd-*; a flag of Megatron-LM that is not listed here is refused.",
+        "and --bcd-*; what other flags of Megatron-LM do is in docs/flags.md.",
     )
-    groups = {
-        title: parser.add_argument_group(title, flag_groups.DESCRIPTIONS.get(title)) for title in flag_groups.GROUPS
-    }
+    groups = {title: parser.add_argument_group(title) for title in flag_groups.GROUPS}
     for flag in sorted(flags, key=lambda flag: flag.field not in megatron_flags.REQUIRED):
         _add_flag(groups[flag.group], flag)
-    for row in unsupported_flags.COMPATIBLE_FLAGS:
-        _add_compatible_flag(groups[flag_groups.COMPATIBILITY], row)
     last = parser.add_argument_group("help and files of flags")
     last.add_argument("-h", "--help", action="help", help="show this text and exit")
     last.add_argument(
@@ -141,13 +126,11 @@ def _words_by_flag(argv: Sequence[str]) -> list[list[str]]:
     return groups
 
 
-def _otherwise(name: str) -> str:
-    rows = unsupported_flags.COMPATIBLE_FLAGS
-    return next((f"; {row.otherwise}" for row in rows if row.name == name and row.otherwise), "")
-
-
 def _parse(argv: Sequence[str], parser: _Parser) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values on the command line by field name (flags that are absent have no entry), and the problems by flag."""
+    """The values on the command line by field name (flags that are absent have no entry), and the problems by flag.
+
+    Stock's flags that set nothing here are among the values by their own names.
+    """
     known = frozenset(name for action in parser._actions for name in action.option_strings)
     values: dict[str, Any] = {}
     problems: dict[str, str] = {}
@@ -156,7 +139,11 @@ def _parse(argv: Sequence[str], parser: _Parser) -> tuple[dict[str, Any], dict[s
     for words in _words_by_flag(argv):
         name = words[0].split("=", 1)[0]
         if name.startswith("--") and name not in known:
-            problems[name] = refusal(name, known)
+            given = [*words[0].split("=", 1)[1:], *words[1:]]
+            if has_no_effect(name, given):
+                values[name] = given[0] if len(given) == 1 else given or True
+            else:
+                problems[name] = refusal(name, known)
             continue
         if words[0].endswith("=--"):  # argparse would set an empty list
             problems[name] = f"{name}: '--' is not a value"
@@ -164,7 +151,7 @@ def _parse(argv: Sequence[str], parser: _Parser) -> tuple[dict[str, Any], dict[s
         try:
             namespace, rest = parser.parse_known_args(words)
         except ValueError as error:
-            problems[name] = f"{error}{_otherwise(name)}"
+            problems[name] = str(error)
             continue
         values |= vars(namespace)
         if rest:
@@ -200,32 +187,39 @@ class CommandLine:
 
     config: RunConfig
     notes: tuple[str, ...] = ()
-    """Lines of the banner about flags that were accepted."""
+    """Lines of the run summary about flags that were accepted."""
 
 
-def _notes(given: Mapping[str, Any], config: RunConfig) -> tuple[str, ...]:
-    dropped = [
-        f"{row.name} {given[row.name]}" if row.values else row.name
-        for row in unsupported_flags.DROPPED_FLAGS
-        if row.name in given
-    ]
+def _notes(
+    given: Mapping[str, Any], config: RunConfig, *, taken_back: Mapping[str, str], chunks: int | None
+) -> tuple[str, ...]:
+    """Lines of the run summary about flags that were accepted.
+
+    `taken_back`: flags that have no effect, by field; `chunks`: those of a pipeline stage that were asked for.
+    """
+    ignored = [name for name in given if name.startswith("--")]
+    ignored += taken_back.values()
     has_precision_aware = config.optimizer.use_precision_aware_optimizer or config.training.main_grads_dtype != "fp32"
     if given.get("use_precision_aware_optimizer") and not has_precision_aware:
-        dropped.append(precision_aware.SWITCH)
-    notes = [f"accepted without effect: {', '.join(dropped)}"] if dropped else []
+        ignored.append(precision_aware.SWITCH)
     if given.get("sequence_parallel") and not config.transformer["sequence_parallel"]:
-        notes.append("--sequence-parallel is off: there is one tensor parallel rank")
-    if given.get("overlap_param_gather") and not config.ddp.overlap_param_gather:
-        notes.append("--overlap-param-gather is off: weights of chunks are gathered after the step")
-    if has_no_evaluation(vars(config.data)) and not config.data.mock_data:
-        notes.append(f"--split {config.data.split} leaves no data to evaluate on: there is no evaluation")
+        ignored.append("--sequence-parallel (one tensor parallel rank)")
+    is_gathered = config.ddp.overlap_param_gather or "overlap_param_gather" in taken_back
+    if given.get("overlap_param_gather") and not is_gathered:
+        ignored.append("--overlap-param-gather (chunks are gathered after the step)")
     if config.report.log_timers_to_tensorboard and not config.report.timing_log_level:
-        notes.append("--log-timers-to-tensorboard: there are no timers to write at --timing-log-level 0")
+        ignored.append("--log-timers-to-tensorboard (--timing-log-level 0)")
     kind = config.transformer.get("cp_comm_type")
     if kind is not None and config.context_size == 1:
-        notes.append(f"accepted without effect: --cp-comm-type {kind}, with one context parallel rank")
+        ignored.append(f"--cp-comm-type {kind} (one context parallel rank)")
     if config.data.mock_data and config.data.split:
-        notes.append(f"--split {config.data.split} is not used: mock data are not split")
+        ignored.append(f"--split {config.data.split} (mock data are not split)")
+    notes = [f"without effect here: {', '.join(ignored)}"] if ignored else []
+    if has_no_evaluation(vars(config.data)) and not config.data.mock_data:
+        notes.append(f"--split {config.data.split} leaves no data to evaluate on: there is no evaluation")
+    rounded = config.bcd.num_virtual_stages_per_pipeline_rank
+    if chunks is not None and chunks != rounded:
+        notes.append(f"{rounded} chunks on every pipeline stage in place of {chunks}: a multiple of the blocks")
     return tuple(notes)
 
 
@@ -236,11 +230,12 @@ def _checked(
     *,
     world_size: int,
     reads_files: bool,
-) -> RunConfig:
-    """The RunConfig of these values. Raises RefusedFlags with `problems` and every rule that the values break.
+) -> CommandLine:
+    """What these values ask for. Raises RefusedFlags with `problems` and every rule that the values break.
 
     `reads_files`: whether there are files to read, and to write to.
     """
+    asked = given
     preset = given.get("bcd_preset")
     of_preset = {} if preset is None else preset_values(preset, given)
     of_model: dict[str, Any] = {}
@@ -262,7 +257,9 @@ def _checked(
             found.append(str(error))
     if reads_files and values["max_position_embeddings"] is None:
         values["max_position_embeddings"] = positions_of_checkpoint(values)
-    derive_values(values, given=given, world_size=world_size)
+    taken_back = without_effect.take_back(values, {flag.field: flag for flag in flags}, given=asked)
+    given = {field: value for field, value in given.items() if field not in taken_back}
+    chunks = derive_values(values, given=given, world_size=world_size)
     config = _assemble(flags, values)
     for text in find_problems(config, given=given, world_size=world_size, writes=reads_files, is_partial=bool(found)):
         named = [flag_name(field) for field in of_preset if re.search(rf"{flag_name(field)}(?![\w-])", text)]
@@ -273,9 +270,10 @@ def _checked(
     if found:
         raise RefusedFlags(found)
     try:
-        return with_balanced_cut(config, reads_files=reads_files)
+        config = with_balanced_cut(config, reads_files=reads_files)
     except ValueError as error:  # the tokenizer's files
         raise RefusedFlags([str(error)]) from error
+    return CommandLine(config=config, notes=_notes(asked, config, taken_back=taken_back, chunks=chunks))
 
 
 def read_command_line(
@@ -316,18 +314,18 @@ def read_command_line(
     if world_size < 1:
         problems["--dry-run-world-size"] = f"--dry-run-world-size {world_size}: must be at least 1"
     try:
-        config = _checked(flags, given, problems, world_size=world_size, reads_files=not is_dry)
+        command = _checked(flags, given, problems, world_size=world_size, reads_files=not is_dry)
     except RefusedFlags as error:
         if not is_dry:
             raise
         dry_run.leave(2, [f"{prog}: error: {text}" for text in error.problems])
-    notes = _notes(given, config)
+    config, notes = command.config, command.notes
     if is_dry:
         if "print_config" in given:
             lines = config_file.config_lines(config, flags=flags, given=given, world_size=world_size, prog=prog)
             dry_run.leave(0, lines)
         dry_run.leave(0, dry_run.plan_lines(config, world_size=world_size, notes=notes))
-    return CommandLine(config=config, notes=notes)
+    return command
 
 
 def parse_run_config(

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import functools
-import importlib.resources
-import re
 from collections.abc import Sequence
 
-from megatron.bcd.arguments import unsupported_flags
-from megatron.bcd.arguments.flags import CORE_SECTIONS, dashed
-from megatron.bcd.arguments.synonyms import SYNONYMS
+from megatron.bcd.arguments.unsupported_flags import reason_of
 
 _LISTED = 3
 """Problems that the one line of a normal run lists."""
-_SIMILAR = 0.85
+_SIMILAR = 0.8
 """Similarity (difflib) from which another flag's name is worth suggesting."""
+_OTHER_NAMES = {
+    "--num-hidden-layers": "--num-layers",
+    "--intermediate-size": "--ffn-hidden-size",
+    "--num-key-value-heads": "--num-query-groups",
+    "--rope-theta": "--rotary-base",
+    "--learning-rate": "--lr",
+    "--max-grad-norm": "--clip-grad",
+    "--max-steps": "--train-iters",
+    "--warmup": "--lr-warmup-fraction",
+    "--batch-size": "--micro-batch-size",
+    "--per-device-train-batch-size": "--micro-batch-size",
+    "--gradient-accumulation-steps": "--global-batch-size",
+    "--checkpoint-activations": "--recompute-granularity",
+    "--model-parallel-size": "--tensor-model-parallel-size",
+    "--zero-stage": "--use-distributed-optimizer",
+    "--deepspeed": "--use-distributed-optimizer",
+    "--output-dir": "--save",
+    "--model-name-or-path": "--load-hf",
+}
+"""Flags of transformers, DeepSpeed and older Megatron-LM whose names are not similar to those here."""
 
 
 class RefusedFlags(ValueError):
@@ -34,43 +48,11 @@ class RefusedFlags(ValueError):
         return f"{len(self.problems)} problems: {listed}" + (f" and {more} more: --dry-run lists all" * (more > 0))
 
 
-@functools.cache
-def stock_flags() -> frozenset[str]:
-    """Every flag of stock Megatron-LM, supported or not."""
-    core_fields = [field for core, _ in CORE_SECTIONS.values() for field in dataclasses.fields(core)]
-    names = {dashed(field.name) for field in core_fields if not field.name.startswith("_")}
-    for field in core_fields:
-        names.update(field.metadata.get("argparse_meta", {}).get("arg_names", ()))
-    file = importlib.resources.files("megatron.bcd.arguments") / "megatron_flag_names.txt"
-    listed = file.read_text(encoding="utf-8")
-    names.update(name for line in listed.splitlines() if (name := line.split("#")[0].strip()))
-    return frozenset(names)
-
-
-def _positive(name: str) -> str:
-    return re.sub(r"^--(?:no|disable)-", "--", name)
-
-
-@functools.cache
-def _stock_switches(known: frozenset[str]) -> frozenset[str]:
-    """Both spellings of a switch are stock's, unless the switch itself is supported: then the other one is a typo."""
-    return frozenset(_positive(name) for name in stock_flags()) - {_positive(name) for name in known}
-
-
-def reason_of(name: str) -> str | None:
-    """Why a flag of stock Megatron-LM is refused; None where no table says."""
-    starts = (name, _positive(name))
-    rows = unsupported_flags.REFUSAL_REASONS
-    return next((why for start, why in rows if any(one.startswith(start) for one in starts)), None)
-
-
 def refusal(name: str, known: frozenset[str]) -> str:
     """Why the flag is refused: it is not one of `known`."""
-    instead = SYNONYMS.get(name)
-    if instead is not None:
-        return f"unknown flag {name}; give {instead}"
-    if name in stock_flags() or _positive(name) in _stock_switches(known):
-        reason = reason_of(name) or "--help lists those it does"
+    reason = reason_of(name)
+    if reason is not None:
         return f"{name} is a Megatron-LM flag that Megatron-BCD does not support ({reason})"
     near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=_SIMILAR)
-    return f"unknown flag {name}; " + (f"did you mean {near[0]}?" if near else "--help lists all flags")
+    nearest = _OTHER_NAMES.get(name) or next(iter(near), None)
+    return f"unknown flag {name}; " + (f"did you mean {nearest}?" if nearest else "--help lists all flags")

@@ -46,7 +46,7 @@ def find_problems(
     made: list[Partition] = []
     rules: list[Callable[[], object]] = [
         lambda: _check_required(run),
-        lambda: validate_model.check_network(run, given),
+        lambda: validate_model.check_network(run),
         lambda: validate_model.check_positions(run, given),
         lambda: validate_model.check_compatible(run, given),
         lambda: validate_model.check_parallel(run, world_size),
@@ -55,12 +55,11 @@ def find_problems(
         lambda: made.append(partition_from_config(config)),
         lambda: block_schedule_from_config(config, made[0]),
         lambda: validate_bcd.check_phases(config, given),
-        lambda: validate_bcd.check_resting(
-            config, given, num_blocks=made[0].num_blocks, has_active_block=made[0].has_active_block
-        ),
+        lambda: validate_bcd.check_resting(config, made[0]),
         lambda: validate_bcd.check_main_params(config, given),
-        lambda: validate_bcd.check_prefix_cache(run, given),
+        lambda: validate_bcd.check_prefix_cache(run),
         lambda: validate_model.check_precision(run, given),
+        lambda: validate_model.check_fp8(run, starts=writes),
         lambda: precision_aware.check(run, given, starts=writes),
         lambda: validate_model.check_optimizer(run, given),
         lambda: validate_model.check_offload(run, made[0].num_blocks, given),
@@ -71,7 +70,7 @@ def find_problems(
         lambda: validate_training.check_learning_rate(run, given),
         lambda: validate_training.check_weight_decay(run, given),
         lambda: validate_training.check_data(run),
-        lambda: validate_sft.check_fine_tuning(run, given),
+        lambda: validate_sft.check_fine_tuning(run),
         lambda: validate_training.check_checkpoints(run),
         lambda: validate_training.check_report(run),
         lambda: None if problems else validate_model.check_core_accepts(config),  # would say the same less clearly

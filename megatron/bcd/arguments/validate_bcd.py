@@ -7,36 +7,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.bcd.arguments.rules import Run, flag_name, refuse_unless
+from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
-
-_NEEDS_PLATEAU = (
-    "bcd_plateau_window",
-    "bcd_plateau_min_improvement",
-    "bcd_min_steps_per_block",
-    "bcd_max_steps_per_block",
-)
 
 
 def check_phases(config: RunConfig, given: Mapping[str, Any]) -> None:
     bcd = config.bcd
-    if bcd.bcd_switch != "plateau":
-        for field in _NEEDS_PLATEAU:
-            refuse_unless(field not in given, f"{flag_name(field)} needs --bcd-switch plateau")
-    else:
-        refuse_unless(
-            "bcd_steps_per_block" not in given,
-            "--bcd-steps-per-block does not go with --bcd-switch plateau: give --bcd-min-steps-per-block and "
-            "--bcd-max-steps-per-block",
-        )
+    refuse_unless(
+        bcd.bcd_switch != "plateau" or "bcd_steps_per_block" not in given,
+        "--bcd-steps-per-block does not go with --bcd-switch plateau: give --bcd-min-steps-per-block and "
+        "--bcd-max-steps-per-block",
+    )
     most = bcd.bcd_max_steps_per_block
     refuse_unless(
         bcd.bcd_switch != "plateau" or most is None or most > 2 * bcd.bcd_plateau_window,
         f"--bcd-max-steps-per-block {most}: no phase would last long enough to end at a plateau; must be more than "
         f"2 x --bcd-plateau-window {bcd.bcd_plateau_window}",
-    )
-    refuse_unless(
-        "bcd_greedy_microbatches" not in given or bcd.bcd_order == "greedy",
-        "--bcd-greedy-microbatches needs --bcd-order greedy",
     )
     refuse_unless(
         bcd.bcd_stop_cycle_improvement is None or config.training.eval_iters > 0,
@@ -130,15 +116,10 @@ def check_chunks(config: RunConfig, run: Run, given: Mapping[str, Any]) -> None:
     )
 
 
-_NEEDS_RESTING = ("bcd_resting_lr_ratio", "bcd_resting_layers", "bcd_resting_grad_dtype")
-
-
-def check_resting(config: RunConfig, given: Mapping[str, Any], *, num_blocks: int, has_active_block: bool) -> None:
+def check_resting(config: RunConfig, partition: Partition) -> None:
     """Rules of --bcd-resting-update."""
     rule = config.bcd.bcd_resting_update
     if rule == "none":
-        for field in _NEEDS_RESTING:
-            refuse_unless(field not in given, f"{flag_name(field)} needs --bcd-resting-update")
         return
     name = f"--bcd-resting-update {rule}"
     refuse_unless(
@@ -150,18 +131,13 @@ def check_resting(config: RunConfig, given: Mapping[str, Any], *, num_blocks: in
         f"{name} does not go with --optimizer-cpu-offload, a baseline of full training: leave one of them out",
     )
     refuse_unless(
-        num_blocks > 1 or not has_active_block,
+        partition.num_blocks > 1 or not partition.has_active_block,
         f"{name}: no layer rests while all of them are one block; give --bcd-num-blocks 2 or more, or 0",
     )
 
 
-def check_prefix_cache(run: Run, given: Mapping[str, Any]) -> None:
+def check_prefix_cache(run: Run) -> None:
     if run.bcd_prefix_cache is None:
-        refuse_unless(
-            run.bcd_prefix_cache_max_gib is None,
-            "--bcd-prefix-cache-max-gib needs --bcd-prefix-cache",
-        )
-        refuse_unless("bcd_prefix_cache_dtype" not in given, "--bcd-prefix-cache-dtype needs --bcd-prefix-cache")
         return
     name = f"--bcd-prefix-cache {run.bcd_prefix_cache}"
     refuse_unless(
@@ -178,3 +154,4 @@ def check_prefix_cache(run: Run, given: Mapping[str, Any]) -> None:
     )
     refuse_unless(run.bcd_schedule == "bcd", f"{name} needs --bcd-schedule bcd: the stock schedule runs every stage")
     refuse_unless(not run.sequence_parallel, f"{name} does not go with --sequence-parallel")
+    refuse_unless(not run.fp8, f"{name} does not go with --fp8-format: ranks that read it would not scale with others")

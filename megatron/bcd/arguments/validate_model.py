@@ -12,9 +12,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.bcd.arguments.rules import Run, flag_name, refuse_unless
 from megatron.bcd.config import RunConfig
+from megatron.bcd.runtime import packages
 
 
-def check_network(run: Run, given: Mapping[str, Any]) -> None:
+def check_network(run: Run) -> None:
     hidden, heads = run.hidden_size, run.num_attention_heads
     if run.kv_channels is None:
         refuse_unless(
@@ -23,13 +24,10 @@ def check_network(run: Run, given: Mapping[str, Any]) -> None:
             f"{heads}: give a multiple of {heads}, or --kv-channels",
         )
     groups = run.num_query_groups
-    if groups is None:
-        refuse_unless("num_query_groups" not in given, "--num-query-groups needs --group-query-attention")
-    else:
-        refuse_unless(
-            heads % groups == 0,
-            f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}: give a divisor of {heads}",
-        )
+    refuse_unless(
+        groups is None or heads % groups == 0,
+        f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}: give a divisor of {heads}",
+    )
     refuse_unless(
         not (run.test_mode and run.qk_layernorm and run.normalization == "RMSNorm"),
         "--test-mode with --qk-layernorm needs --normalization LayerNorm: Megatron Core compares biases too",
@@ -57,10 +55,7 @@ def check_positions(run: Run, given: Mapping[str, Any]) -> None:
         f"--seq-length {run.seq_length} is larger than --max-position-embeddings {run.max_position_embeddings}"
         f"{source}: {remedy}",
     )
-    if run.position_embedding_type != "rope":
-        for field in ("rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling"):
-            refuse_unless(not given.get(field), f"{flag_name(field)} needs --position-embedding-type rope")
-    else:
+    if run.position_embedding_type == "rope":
         rotated = int((run.kv_channels or run.hidden_size // run.num_attention_heads) * run.rotary_percent)
         refuse_unless(
             rotated >= 2 and rotated % 2 == 0,
@@ -124,23 +119,26 @@ def check_parallel(run: Run, world_size: int) -> None:
         "would be sharded, and rounded, differently; give bf16, --no-use-distributed-optimizer, or "
         "--untie-embeddings-and-output-weights",
     )
-    if run.overlap_param_gather:
-        refuse_unless(run.overlap_grad_reduce, "--overlap-param-gather needs --overlap-grad-reduce")
-        refuse_unless(
-            run.use_distributed_optimizer,
-            "--overlap-param-gather needs the distributed optimizer: leave out "
-            + ("--optimizer sgd" if run.optimizer == "sgd" else "--no-use-distributed-optimizer"),
-        )
 
 
 def check_precision(run: Run, given: Mapping[str, Any]) -> None:
     refuse_unless(not (run.fp16 and run.bf16), "--fp16 and --bf16 are both given: give one of them")
-    if given.get("grad_reduce_in_bf16"):
-        refuse_unless(run.bf16, "--grad-reduce-in-bf16 needs --bf16")
-        refuse_unless(
-            not given.get("grad_reduce_in_fp32"),
-            "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 are both given: give one of them",
-        )
+    refuse_unless(
+        not (given.get("grad_reduce_in_bf16") and given.get("grad_reduce_in_fp32")),
+        "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 are both given: give one of them",
+    )
+
+
+def check_fp8(run: Run, *, starts: bool) -> None:
+    """`starts`: the run is to start on this machine."""
+    if run.fp8 is None:
+        return
+    flag = f"--fp8-format {run.fp8}"
+    refuse_unless(run.bf16, f"{flag} needs --bf16")
+    refuse_unless(run.transformer_impl != "local", f"{flag} does not go with --transformer-impl local: leave it out")
+    refuse_unless(
+        not starts or packages.has_transformer_engine(), f"{flag} needs Transformer Engine and a GPU; give --bf16 alone"
+    )
 
 
 def check_optimizer(run: Run, given: Mapping[str, Any]) -> None:
@@ -149,24 +147,8 @@ def check_optimizer(run: Run, given: Mapping[str, Any]) -> None:
             not given.get("use_distributed_optimizer"),
             "--use-distributed-optimizer does not go with --optimizer sgd: Megatron Core's is for Adam only",
         )
-        for field in ("adam_beta1", "adam_beta2", "adam_eps", "decoupled_weight_decay"):
-            refuse_unless(field not in given, f"{flag_name(field)} does not go with --optimizer sgd")
-        refuse_unless(
-            run.adam_moments_dtype == "fp32",
-            f"--adam-moments-dtype {run.adam_moments_dtype} does not go with --optimizer sgd: leave one of them out",
-        )
-    else:
-        refuse_unless("sgd_momentum" not in given, "--sgd-momentum needs --optimizer sgd")
     if run.optimizer == "muon":
         _check_muon(run)
-    else:
-        for field in _OF_MUON:
-            refuse_unless(field not in given, f"{flag_name(field)} needs --optimizer muon")
-        if run.bcd_resting_update != "orthogonal":
-            for field in _OF_ORTHOGONALIZATION:
-                refuse_unless(
-                    field not in given, f"{flag_name(field)} needs --optimizer muon or --bcd-resting-update orthogonal"
-                )
     groups, tensor = run.num_query_groups, run.tensor_model_parallel_size
     is_orthogonal = run.optimizer == "muon" or run.bcd_resting_update == "orthogonal"
     # Megatron Core then slices inside of a group: a rank's rows are not whole queries, keys and values
@@ -175,17 +157,6 @@ def check_optimizer(run: Run, given: Mapping[str, Any]) -> None:
         f"--num-query-groups {groups} is less than --tensor-model-parallel-size {tensor}: queries, keys and values "
         "cannot be orthogonalised apart; give --muon-no-split-qkv",
     )
-
-
-_OF_ORTHOGONALIZATION = ("muon_split_qkv", "muon_num_ns_steps", "muon_tp_mode")
-_OF_MUON = (
-    "muon_momentum",
-    "muon_use_nesterov",
-    "muon_scale_mode",
-    "muon_extra_scale_factor",
-    "muon_momentum_dtype",
-    "muon_grad_dtype",
-)
 
 
 def _check_muon(run: Run) -> None:
@@ -198,14 +169,9 @@ def _check_muon(run: Run) -> None:
         refuse_unless(not is_given, f"--optimizer muon does not go with {flag}: {remedy}")
 
 
-_OF_OFFLOAD = ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads")
-
-
 def check_offload(run: Run, num_blocks: int, given: Mapping[str, Any]) -> None:
     """--optimizer-cpu-offload, stock Megatron-LM's: a baseline, without blocks."""
     if not run.optimizer_cpu_offload:
-        for field in _OF_OFFLOAD:
-            refuse_unless(field not in given, f"{flag_name(field)} needs --optimizer-cpu-offload")
         return
     for flag, is_right in (
         (f"--optimizer {run.optimizer}", run.optimizer == "adam"),
@@ -241,7 +207,6 @@ def check_recomputation(run: Run, num_blocks: int, given: Mapping[str, Any]) -> 
         f"--recompute auto decides what is recomputed, and so does --recompute-granularity {granularity}: give one of "
         "them",
     )
-    refuse_unless(run.recompute_memory_gib is None or run.recompute, "--recompute-memory-gib needs --recompute auto")
     if granularity == "full":
         refuse_unless(
             not given.get("recompute_activations"),
@@ -251,13 +216,6 @@ def check_recomputation(run: Run, num_blocks: int, given: Mapping[str, Any]) -> 
             run.recompute_method and run.recompute_num_layers,
             "--recompute-granularity full needs --recompute-method and --recompute-num-layers",
         )
-    else:
-        for field in ("recompute_method", "recompute_num_layers", "distribute_saved_activations"):
-            refuse_unless(not getattr(run, field), f"{flag_name(field)} needs --recompute-granularity full")
-    refuse_unless(
-        run.recompute_modules is None or granularity == "selective",
-        "--recompute-modules needs --recompute-granularity selective",
-    )
     if run.distribute_saved_activations:
         refuse_unless(
             run.tensor_model_parallel_size > 1 and not run.sequence_parallel,

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from megatron.bcd.arguments.rules import Run, flag_name, refuse_unless
 
-_OF_FINE_TUNING = ("num_epochs", "sft_prompt_format", "sft_packing", "sft_drop_long")
 
-
-def check_fine_tuning(run: Run, given: Mapping[str, Any]) -> None:
+def check_fine_tuning(run: Run) -> None:
     if not run.sft:
-        for field in _OF_FINE_TUNING:
-            refuse_unless(field not in given, f"{_spelled(field, given)} needs --sft")
+        refuse_unless(run.num_epochs is None, "--num-epochs needs --sft")
         return
     for flag, is_given, remedy in (
         ("--mock-data", run.mock_data, "give --data-path"),
@@ -43,10 +37,6 @@ def _check_epochs(run: Run) -> None:
             getattr(run, field) is None,
             f"--num-epochs does not go with {flag_name(field)}: leave one of them out",
         )
-
-
-def _spelled(field: str, given: Mapping[str, Any]) -> str:
-    return "--no-sft-packing" if field == "sft_packing" and not given.get(field, True) else flag_name(field)
 
 
 def _is_number(word: str) -> bool:

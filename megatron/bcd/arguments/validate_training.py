@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.bcd.arguments.derive import has_no_evaluation
 from megatron.bcd.arguments.rules import Run, flag_name, refuse_unless
 from megatron.bcd.huggingface.folder import CONFIG, RUN
 
@@ -61,25 +60,15 @@ def check_length(run: Run, given: Mapping[str, Any]) -> None:
 
 
 def check_evaluation(run: Run) -> None:
-    """Rules of --eval-fixed and --full-validation."""
-    has_none, why = has_no_evaluation({"split": run.split}), "--eval-iters 0, which evaluates nothing"
-    if has_none:
-        why = f"--split {run.split}, which leaves no data to evaluate on"
-    for field in ("eval_fixed", "full_validation"):
-        refuse_unless(
-            run.eval_iters or not getattr(run, field),
-            f"{flag_name(field)} does not go with {why}: leave one of them out",
-        )
-    if run.eval_generate is not None:
-        flag = f"--eval-generate {run.eval_generate}"
-        refuse_unless(run.eval_iters or run.full_validation, f"{flag} needs evaluations: --eval-iters is 0")
-        refuse_unless(
-            run.context_parallel_size == 1,
-            f"{flag} does not go with --context-parallel-size {run.context_parallel_size}: leave one of them out",
-        )
+    """Rules of --eval-generate and --full-validation."""
+    refuse_unless(
+        run.eval_generate is None or run.context_parallel_size == 1,
+        f"--eval-generate {run.eval_generate} does not go with --context-parallel-size {run.context_parallel_size}: "
+        "leave one of them out",
+    )
     if not run.full_validation:
         return
-    refuse_unless(not run.mock_data, "--full-validation does not go with --mock-data, which has no end: leave it out")
+    refuse_unless(not run.mock_data, "--eval-iters -1 does not go with --mock-data, which has no end")
     for field in ("data_path", "valid_data_path"):
         refuse_unless(
             not _is_weighted(getattr(run, field)),
@@ -95,10 +84,6 @@ def check_learning_rate(run: Run, given: Mapping[str, Any]) -> None:
             low_value is None or high_value is None or low_value <= high_value,
             f"{flag_name(low)} {low_value}: must be at most {flag_name(high)} {high_value}",
         )
-    refuse_unless(
-        run.decoupled_min_lr is None or run.decoupled_lr is not None,
-        "--decoupled-min-lr needs --decoupled-lr",
-    )
     unit = "iters" if run.train_samples is None else "samples"
     warmup, decay = getattr(run, f"lr_warmup_{unit}"), getattr(run, f"lr_decay_{unit}")
     if run.lr_warmup_fraction is not None:
@@ -153,9 +138,6 @@ def check_data(run: Run) -> None:
         run.dataloader_type == "single" or run.bcd_sample_ratio is None,
         "--dataloader-type cyclic does not go with --bcd-sample-ratio: each phase draws samples of its own; leave "
         "one of them out",
-    )
-    refuse_unless(
-        run.data_sharding or run.dataloader_type == "cyclic", "--no-data-sharding needs --dataloader-type cyclic"
     )
     for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         _check_blend(flag_name(field), getattr(run, field))
@@ -219,20 +201,11 @@ def _is_weighted(words: tuple[str, ...] | None) -> bool:
 
 
 def check_checkpoints(run: Run) -> None:
-    refuse_unless(run.save_interval is None or run.save, "--save-interval needs --save")
-    refuse_unless(not run.finetune or run.load, "--finetune needs --load")
-    refuse_unless(not run.exit_on_missing_checkpoint or run.load, "--exit-on-missing-checkpoint needs --load")
-    refuse_unless(not run.overwrite_checkpoints or run.save, "--overwrite-checkpoints needs --save")
-    refuse_unless(run.ckpt_step is None or run.load, "--ckpt-step needs --load")
-    refuse_unless(not run.log_progress or run.save, "--log-progress needs --save")
-    refuse_unless(not run.async_save or run.save, "--async-save needs --save")
-    refuse_unless(run.keep_last_checkpoints is None or run.save, "--keep-last-checkpoints needs --save")
     retained, interval = run.save_retain_interval, run.save_interval
     refuse_unless(
         retained is None or (interval is not None and retained % interval == 0),
         f"--save-retain-interval {retained}: must be a multiple of --save-interval {interval or '(not given)'}",
     )
-    refuse_unless(run.save_hf_interval is None or run.save_hf, "--save-hf-interval needs --save-hf")
     refuse_unless(
         run.save_hf is None or run.save is None or Path(run.save_hf).resolve() != Path(run.save).resolve(),
         f"--save-hf {run.save_hf} is the folder of --save: give another one",
