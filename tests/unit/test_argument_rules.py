@@ -218,6 +218,11 @@ BAD_RUNS: list[tuple[str, int, list[str]]] = [
     ("--bf16 --fp8-format hybrid", 1, ["--fp8-format hybrid", "Transformer Engine"]),
     ("--fp8-format hybrid", 1, ["--fp8-format hybrid", "--bf16"]),
     ("--bf16 --fp8-format hybrid --transformer-impl local", 1, ["--fp8-format", "--transformer-impl local"]),
+    (
+        "--bf16 --fp8-format hybrid --bcd-layout submodel --pipeline-model-parallel-size 2 --bcd-num-blocks 2",
+        2,
+        ["--fp8-format hybrid", "--bcd-layout spread"],
+    ),
     ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise", 1, ["--fp8-recipe", "delayed"]),
     ("--main-params-dtype fp16", 1, ["--main-params-dtype"]),
     ("--rotary-seq-len-interpolation-factor 2", 1, ["--rotary-seq-len-interpolation-factor"]),
@@ -331,7 +336,7 @@ def test_all_problems_at_once() -> None:
         parse(*words.split())
     first = ("--num-experts", "--fim-data", "--multi-latent-attention", "unknown flag --foo", "--clip-grad")
     assert [text.startswith(name) for text, name in zip(refusal.value.problems, first, strict=True)] == [True] * 5
-    assert str(refusal.value).startswith("5 problems: (1) --num-experts") and "2 more: --dry-run" in str(refusal.value)
+    assert all(problem in str(refusal.value) for problem in refusal.value.problems)
     with pytest.raises(RefusedFlags) as refusal:
         parse("--foo", "--global-batch-size", "3", "--min-lr", "1")
     assert [text.split()[0] for text in refusal.value.problems] == ["unknown", "--global-batch-size", "--min-lr"]

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from megatron.bcd.arguments.unsupported_flags import reason_of
 
-_LISTED = 3
-"""Problems that the one line of a normal run lists."""
 _SIMILAR = 0.8
 """Similarity (difflib) from which another flag's name is worth suggesting."""
 _OTHER_NAMES = {
@@ -38,14 +36,8 @@ class RefusedFlags(ValueError):
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
-        super().__init__(self._line())
-
-    def _line(self) -> str:
-        if len(self.problems) == 1:
-            return self.problems[0]
-        listed = " ".join(f"({number}) {text}" for number, text in enumerate(self.problems[:_LISTED], start=1))
-        more = len(self.problems) - _LISTED
-        return f"{len(self.problems)} problems: {listed}" + (f" and {more} more: --dry-run lists all" * (more > 0))
+        listed = " ".join(f"({number}) {text}" for number, text in enumerate(self.problems, start=1))
+        super().__init__(f"{len(problems)} problems: {listed}" if len(problems) > 1 else problems[0])
 
 
 def refusal(name: str, known: frozenset[str]) -> str:

@@ -59,7 +59,7 @@ def find_problems(
         lambda: validate_bcd.check_main_params(config, given),
         lambda: validate_bcd.check_prefix_cache(run),
         lambda: validate_model.check_precision(run, given),
-        lambda: validate_model.check_fp8(run, starts=writes),
+        lambda: validate_model.check_fp8(run, made[0], starts=writes),
         lambda: precision_aware.check(run, given, starts=writes),
         lambda: validate_model.check_optimizer(run, given),
         lambda: validate_model.check_offload(run, made[0].num_blocks, given),

@@ -11,6 +11,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.bcd.arguments.rules import Run, flag_name, refuse_unless
+from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
 from megatron.bcd.runtime import packages
 
@@ -129,13 +130,19 @@ def check_precision(run: Run, given: Mapping[str, Any]) -> None:
     )
 
 
-def check_fp8(run: Run, *, starts: bool) -> None:
+def check_fp8(run: Run, partition: Partition, *, starts: bool) -> None:
     """`starts`: the run is to start on this machine."""
     if run.fp8 is None:
         return
     flag = f"--fp8-format {run.fp8}"
     refuse_unless(run.bf16, f"{flag} needs --bf16")
     refuse_unless(run.transformer_impl != "local", f"{flag} does not go with --transformer-impl local: leave it out")
+    # Transformer Engine updates the scales at the end of a pass with gradients only
+    refuse_unless(
+        not any(map(partition.first_trainable_virtual_stage, range(partition.num_blocks))),
+        f"{flag} needs gradients on every pipeline stage in every phase: give --bcd-layout spread, or --bcd-num-blocks "
+        "1",
+    )
     refuse_unless(
         not starts or packages.has_transformer_engine(), f"{flag} needs Transformer Engine and a GPU; give --bf16 alone"
     )
@@ -216,17 +223,11 @@ def check_recomputation(run: Run, num_blocks: int, given: Mapping[str, Any]) -> 
             run.recompute_method and run.recompute_num_layers,
             "--recompute-granularity full needs --recompute-method and --recompute-num-layers",
         )
-    if run.distribute_saved_activations:
-        refuse_unless(
-            run.tensor_model_parallel_size > 1 and not run.sequence_parallel,
-            "--distribute-saved-activations needs --tensor-model-parallel-size greater than 1, "
-            "without --sequence-parallel",
-        )
-        refuse_unless(
-            num_blocks == 1,
-            f"--distribute-saved-activations does not work behind frozen layers, and there are {num_blocks} blocks: "
-            "leave it out, or give --bcd-num-blocks 1",
-        )
+    refuse_unless(
+        not run.distribute_saved_activations or num_blocks == 1,
+        f"--distribute-saved-activations does not work behind frozen layers, and there are {num_blocks} blocks: "
+        "leave it out, or give --bcd-num-blocks 1",
+    )
 
 
 def check_core_accepts(config: RunConfig) -> None:

@@ -25,6 +25,11 @@ def _is_gathered_by_shards(values: _Values) -> bool:
     return bool(values["overlap_grad_reduce"] and has_shards)
 
 
+def _splits_layer_inputs(values: _Values) -> bool:
+    has_split = values["tensor_model_parallel_size"] > 1 and not values["sequence_parallel"]
+    return _is_recomputed(values) == "full" and has_split
+
+
 def _orthogonalizes(values: _Values) -> bool:
     return bool(values["optimizer"] == "muon" or values["bcd_resting_update"] == "orthogonal")
 
@@ -42,7 +47,12 @@ _OWNERS: tuple[tuple[str, Callable[[_Values], object], str], ...] = (
     (
         "no --recompute-granularity full",
         lambda values: _is_recomputed(values) == "full",
-        "recompute_method recompute_num_layers distribute_saved_activations",
+        "recompute_method recompute_num_layers",
+    ),
+    (
+        "no --recompute-granularity full with tensor parallel ranks, or --sequence-parallel",
+        _splits_layer_inputs,
+        "distribute_saved_activations",
     ),
     (
         "no --recompute-granularity selective",
