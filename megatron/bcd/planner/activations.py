@@ -38,8 +38,13 @@ class LayerBytes:
     active_core: int
     """Of an active layer's: what recomputing the core of attention need not save."""
     suffix_core: int
-    working: int
-    """The largest gradients that one layer, or the head, holds during its backward pass."""
+    active_working: int
+    """The most that the backward pass of one active layer holds beside what is saved: gradients, and one weight's."""
+    suffix_working: int
+    head_working: int
+    """The same of the head, if it is frozen."""
+    forward_working: int
+    """The most that the forward pass of a layer of the prefix holds."""
 
 
 def layer_bytes(recipe: Recipe) -> LayerBytes:
@@ -86,7 +91,15 @@ def bytes_of_layers(
     # key and value of whole sequences, and the contexts of both chunks beside the whole context
     split = 2 * context_size * (heads - query) + query if context_size > 1 else 0
     scores = sequence * attention * (1 if shape.gated else 2) if unfused_attention else 0
-    logits = vocabulary * (4 if element == 4 else 6)
+    projections = 2 if shape.gated else 1
+    weight = hidden * ffn * element
+    # backward through the second linear layer, the activation, the first linear layer; the gradient of a weight is
+    # added to the buffer before the next one begins
+    active_working = max(
+        tokens * (hidden + ffn) * element + weight,
+        tokens * (hidden + projections * ffn) * element,
+        tokens * (2 * hidden - ffn) * element + projections * weight,
+    )
     return LayerBytes(
         active=tokens * ((active + split + scores) * element + 4 * attention),
         suffix=tokens * ((suffix + split + scores) * element + 4 * attention),
@@ -94,7 +107,10 @@ def bytes_of_layers(
         head=tokens * (2 * hidden * element + 4 * vocabulary),
         active_core=tokens * (scores * element + 4 * attention),
         suffix_core=tokens * ((scores + query) * element + 4 * attention),
-        working=tokens * max((2 * hidden + 2 * ffn) * element, logits - 4 * vocabulary),
+        active_working=active_working,
+        suffix_working=tokens * (hidden + (1 + projections) * ffn) * element,
+        head_working=tokens * (hidden * element if element == 4 else max(hidden * element, 2 * vocabulary)),
+        forward_working=tokens * (2 * hidden + (1 + projections) * ffn) * element,
     )
 
 
@@ -127,36 +143,45 @@ def _chunk_bytes(
     cut: LayerCounts, sizes: LayerBytes, stage: int, chunk: int, block: int, recomputed: Recomputed
 ) -> int:
     """Of one microbatch in one chunk."""
-    partition = cut.partition
-    virtual = chunk * partition.num_stages + stage
-    is_updated = cut.is_updated[virtual][block]
-    num_whole = recomputed.num_whole(chunk)
-    is_selective = recomputed.granularity == "selective"
-    active = sizes.active - sizes.active_core * is_selective
-    suffix = sizes.suffix - sizes.suffix_core * is_selective
-    kept = num_whole * sizes.input + sum(active if updated else suffix for updated in is_updated[num_whole:])
-    return kept + sizes.head * (virtual == partition.num_virtual_stages - 1)
+    layers = _layers(cut, sizes, stage, chunk, block, recomputed)
+    return sum(kept for kept, _ in layers) + sizes.head * _has_head(cut, stage, chunk)
+
+
+def _has_head(cut: LayerCounts, stage: int, chunk: int) -> bool:
+    return chunk * cut.partition.num_stages + stage == cut.partition.num_virtual_stages - 1
+
+
+def _layers(
+    cut: LayerCounts, sizes: LayerBytes, stage: int, chunk: int, block: int, recomputed: Recomputed
+) -> list[tuple[int, int]]:
+    """What each layer after the prefix saves, and what its backward pass holds beside it."""
+    is_selective, layers = recomputed.granularity == "selective", []
+    for number, is_updated in enumerate(cut.is_updated[chunk * cut.partition.num_stages + stage][block]):
+        whole, core, working = (
+            (sizes.active, sizes.active_core, sizes.active_working)
+            if is_updated
+            else (sizes.suffix, sizes.suffix_core, sizes.suffix_working)
+        )
+        if number < recomputed.num_whole(chunk):
+            layers.append((sizes.input, whole + working))
+        else:
+            layers.append((whole - core * is_selective, core * is_selective + working))
+    return layers
 
 
 def stage_activations(
     cut: LayerCounts, sizes: LayerBytes, shape: Shape, stage: int, block: int, recomputed: Recomputed
 ) -> int:
-    """Peak of a stage's activations: saved, recomputed for one layer, and working memory."""
-    partition, once = cut.partition, 0
-    for chunk in range(partition.num_chunks):
-        virtual = chunk * partition.num_stages + stage
-        is_updated = cut.is_updated[virtual][block]
-        again = 0
-        if any(is_updated[: recomputed.num_whole(chunk)]):
-            again = sizes.active
-        elif recomputed.num_whole(chunk):
-            again = sizes.suffix
-        elif recomputed.granularity == "selective" and is_updated:
-            again = max(sizes.active_core, sizes.suffix_core)
-        if virtual == partition.num_virtual_stages - 1:  # the head's are freed before the first layer is recomputed
-            again = max(0, again - sizes.head)
-        once = max(once, again)
-    return stage_saved_bytes(cut, sizes, shape, stage, block, recomputed) + once + sizes.working
+    """Peak of a stage's activations: what is saved, and the most that a microbatch's passes hold beside it."""
+    saved, beside = stage_saved_bytes(cut, sizes, shape, stage, block, recomputed), 0
+    for chunk in range(cut.partition.num_chunks):
+        has_head = _has_head(cut, stage, chunk)
+        freed = sizes.head * has_head  # of this microbatch, when the backward pass comes to the layer
+        beside = max(beside, sizes.head_working * has_head)
+        for kept, working in reversed(_layers(cut, sizes, stage, chunk, block, recomputed)):
+            beside = max(beside, working - freed)
+            freed += kept
+    return max(saved + beside, sizes.forward_working)
 
 
 @cache
