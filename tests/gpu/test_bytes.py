@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from megatron.core.fusions import fused_bias_gelu
 from support import worlds
 from support.gpu_worlds import Worlds
 from support.planned import RUNS, planned_memory, recipe_of
@@ -18,10 +22,24 @@ from megatron.bcd.optim.active_block import ActiveBlock
 
 SIZES = {"num_layers": 6, "hidden_size": 256, "seq_length": 128, "max_position_embeddings": 128}
 SIZES |= {"micro_batch_size": 4, "global_batch_size": 8}
-PEAKS = (0.88, 1.13)
-"""Of the planned ones. The model is coarse at this size: phases with a long prefix are planned up to 11 % too high,
-those of `pretrain`, which keeps gradients of matrices that rest, up to 12 % too low. Of a stage
-that only runs forward, whose layers' temporary memory is not planned, the peak is bounded by no figure here."""
+PEAKS = (0.95, 1.05)
+"""Of the planned ones."""
+
+
+def as_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron Core's fused functions hold nothing but their result in a GPU's memory, if they are compiled."""
+    return lambda *tensors: function(*(each.cpu() for each in tensors)).to(tensors[0].device)
+
+
+@contextlib.contextmanager
+def compiled_fusions() -> Iterator[None]:
+    """In eager mode, as on emulated GPUs, the fused GELU has up to six temporaries of the MLP's width."""
+    with contextlib.ExitStack() as patches:
+        for name in ("bias_gelu", "bias_gelu_back") if os.environ.get("TORCHDYNAMO_DISABLE") == "1" else ():
+            patches.enter_context(
+                mock.patch.object(fused_bias_gelu, name, as_compiled(getattr(fused_bias_gelu, name)))
+            )
+        yield
 
 
 def allocated(config: Any, *, leaks: bool = False) -> list[dict[str, int]]:
@@ -57,7 +75,7 @@ def allocated(config: Any, *, leaks: bool = False) -> list[dict[str, int]]:
     torch.cuda.empty_cache()
     before = Counter(torch.cuda.memory_stats())  # empty before the first allocation
     patch = mock.patch.object(ActiveBlock, "dispose", leak if leaks else dispose)
-    with patch, worlds.started(config, before_step=before_step, after_step=after_step) as one:
+    with patch, compiled_fusions(), worlds.started(config, before_step=before_step, after_step=after_step) as one:
         one.run()
     return steps
 
@@ -70,19 +88,18 @@ def test_allocated_is_planned(repo_root: Path, gpus: Worlds, text_data: str, nam
     recipe = recipe_of(repo_root, flags)
     planned = planned_memory(recipe)
     num_blocks = len(planned)
-    config = worlds.run_config(data_path=text_data, **flags, train_iters=2 * num_blocks)
+    config = worlds.run_config(data_path=text_data, **flags, train_iters=4 * num_blocks, bcd_steps_per_block=2)
     size = flags.get("world_size", 1)
     for rank, steps in enumerate(gpus(size).run(allocated, config)):
         is_behind_another = rank >= size // flags.get("pipeline_model_parallel_size", size)
         message = SIZES["seq_length"] * SIZES["micro_batch_size"] * SIZES["hidden_size"] * 8 * is_behind_another
-        for step in steps[num_blocks:]:  # from the second cycle on, all blocks are in buffers
+        # from the second cycle on, all blocks are in buffers; a phase's first passes run before Adam has its moments
+        for step in steps[2 * num_blocks + 1 :: 2]:
             plan = planned[step["block"]][rank]
             rest = step["asked"] - plan.model_state
             assert rest % 512 <= 64 and rest // 512 in (0, message // 512), (rank, step, plan)
-            assert 0 <= step["stays"] - step["asked"] <= 512 * step["number"] + 2**20, "a block of the allocator"
-            total = plan.total - plan.framework
-            if plan.gradients:
-                assert PEAKS[0] <= (step["peak"] - rest) / total <= PEAKS[1], (rank, step, plan)
+            assert 0 <= step["stays"] - step["asked"] <= 512 * step["number"] + 2**21, "two blocks of the allocator"
+            assert PEAKS[0] <= step["peak"] / (plan.total - plan.framework) <= PEAKS[1], (rank, step, plan)
 
 
 def visits_of(steps: list[dict[str, int]]) -> dict[int, list[int]]:
