@@ -11,7 +11,7 @@
 #   BCD_EMULATED_GPU   the folder (default: .emulated_gpu at the repository's root)
 #   FAKEGPU            FakeGPU's source (default: ../shared/emulated_gpu/fakegpu_native)
 #   NGPU, GPU          how many (default: 4), and which: rtx4090 (default), a100, h100, ...
-#   EMU_...            see tests/emulated_gpu/*.py and *.cpp
+#   EMU_LATE, EMU_TRACE   see tests/emulated_gpu/nccl.cpp and emulated_order.py
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 FOLDER=${BCD_EMULATED_GPU:-$ROOT/.emulated_gpu}
@@ -43,8 +43,11 @@ setup() {
     cmake -S "$FAKEGPU" -B "$FOLDER/build" -DCMAKE_BUILD_TYPE=Release > "$FOLDER/cmake.log"
     cmake --build "$FOLDER/build" -j 2 --target fake_gpu fake_cuda fake_cudart fake_cublas >> "$FOLDER/cmake.log"
     mkdir -p "$FOLDER/lib"
-    g++ -std=c++20 -O2 -fPIC -shared -Wl,-soname,libnccl.so.2 "$SOURCE"/*.cpp -o "$FOLDER/lib/new" -ldl -lpthread
+    g++ -std=c++20 -O2 -fPIC -shared -isystem "$FOLDER"/venv/lib/python3*/site-packages/torch/include \
+        -Wl,-soname,libnccl.so.2 "$SOURCE/nccl.cpp" -o "$FOLDER/lib/new" -ldl -lpthread
     mv "$FOLDER/lib/new" "$FOLDER/lib/libnccl.so.2"
+    mkdir -p "$FOLDER/lib/emulated-1.dist-info"
+    printf '[torch.backends]\nemulated = emulated_kernels:install\n' > "$FOLDER/lib/emulated-1.dist-info/entry_points.txt"
     echo "$stamp" > "$FOLDER/stamp"
 }
 
@@ -52,7 +55,7 @@ setup
 export FAKEGPU_MODE=simulate FAKEGPU_DEVICE_COUNT=${NGPU:-4} FAKEGPU_PROFILE=${GPU:-rtx4090}
 export FAKEGPU_TERMINAL_REPORT=0 FAKEGPU_REPORT_PATH=/dev/null
 export LD_LIBRARY_PATH="$FOLDER/build${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" PATH="$FOLDER/venv/bin:$PATH"
-export PYTHONPATH="$SOURCE:$ROOT${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export PYTHONPATH="$FOLDER/lib:$SOURCE:$ROOT${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TORCHDYNAMO_DISABLE=1 # compiled kernels are not emulated
 libraries=$FOLDER/lib/libnccl.so.2
 for library in libcublas.so.12 libcudart.so.12 libcuda.so.1 libnvidia-ml.so.1; do

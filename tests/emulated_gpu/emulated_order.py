@@ -1,4 +1,4 @@
-"""With EMU_LAG=1: order between streams, which a GPU leaves to the program.
+"""With EMU_LATE=1: order between streams, which a GPU leaves to the program.
 
 - Non-blocking copies of page-locked memory are made as late as possible: when the host or a kernel waits for them. A
   host that reads too early finds NaN; one that overwrites the source too early sends what it wrote.
@@ -6,17 +6,15 @@
   or by the host. Else, and where memory is freed and used again while a kernel of another stream may not be done with
   it (no record_stream), the next kernel raises RuntimeError "[emulated] RACE".
 
-EMU_POISON=1 fills freed memory with NaN, as streams.cpp does fresh memory. Which stream has waited for what is kept by
-the vector clocks of torch's own sanitizer, which itself looks at less: not at the host, nor at freed memory.
+Freed memory is filled with NaN, as streams.h does with fresh memory. Which stream has waited for what is kept by the
+vector clocks of torch's own sanitizer, which itself looks at less: not at the host, nor at freed memory.
 """
 
 from __future__ import annotations
 
-import collections
 import ctypes
 import functools
 import os
-import traceback
 from dataclasses import dataclass, field
 
 import torch
@@ -51,11 +49,11 @@ _number = 0
 _memory: dict[int, _Memory] = {}
 _freed: dict[int, _Memory] = {}
 _copies: list[_Copy] = []
-_late: list[str] = []
+_races: list[str] = []
 _had_kernels: set[int] = set()
 
 
-def _stream():
+def current_stream():
     return torch.cuda.current_stream().cuda_stream
 
 
@@ -82,69 +80,59 @@ def before_kernel(name, tensors, writes):
         return
     global _number
     _number += 1
-    stream, written = _stream(), {_pointer(tensor) for tensor in writes}
+    stream, written_to = current_stream(), {_pointer(tensor) for tensor in writes}
     _had_kernels.add(stream)
     _clocks.update_seq_num(stream, _number)
-    problems, _late[:] = list(_late), []
-    for tensor in tensors:
-        if not tensor.is_cuda:
-            continue
+    for tensor in (tensor for tensor in tensors if tensor.is_cuda):
         pointer = _pointer(tensor)
         memory = _memory.setdefault(pointer, _Memory(stream))
         memory.num_bytes = tensor.untyped_storage().nbytes()
-        is_write = pointer in written
-        if _unordered(stream, memory.writes) or (is_write and _unordered(stream, memory.reads)):
-            problems.append(f"aten::{name} uses memory of a kernel on another stream that it did not wait for")
-        if is_write:
+        if _unordered(stream, memory.writes) or (pointer in written_to and _unordered(stream, memory.reads)):
+            _races.append(f"aten::{name} uses memory of a kernel on another stream that it did not wait for")
+        if pointer in written_to:
             memory.writes, memory.reads = {stream: _number}, {}
         else:
             memory.reads[stream] = _number
-        if _copies:
-            _make([copy for copy in _copies if copy.device_memory == pointer])
-    if problems:
-        print("[emulated] RACE:", *problems, "".join(traceback.format_stack(limit=12)), sep="\n", flush=True)
-        raise RuntimeError(f"[emulated] RACE: {problems[0]}")
+        _make([copy for copy in _copies if copy.device_memory == pointer])
+    if _races:
+        race, _races[:] = _races[0], []
+        raise RuntimeError(f"[emulated] RACE: {race}")
 
 
 def written(tensor):
     """A kernel's result, in new memory."""
     if is_on() and tensor.numel():
-        memory = _memory.setdefault(_pointer(tensor), _Memory(_stream()))
-        memory.num_bytes, memory.writes = tensor.untyped_storage().nbytes(), {_stream(): _number}
+        num_bytes = tensor.untyped_storage().nbytes()
+        _memory[_pointer(tensor)] = _Memory(current_stream(), num_bytes, {current_stream(): _number})
 
 
 def copy_later(to, source, to_view, source_view):
     """Whether the copy, which `before_kernel` knows, is made later."""
     if not is_on():
         return False
-    if to.is_cuda:
-        _copies.append(_Copy(_stream(), _number, _pointer(to), _pointer(source), lambda: to_view.copy_(source)))
-        return True
-    value, to = source_view.clone(), to.detach()
-    to.view(torch.uint8).fill_(0xFF) if to.is_contiguous() and to.dim() else to.fill_(-1)
-    _copies.append(_Copy(_stream(), _number, None, _pointer(to), lambda: to.copy_(value)))
+    places = (_pointer(to), _pointer(source)) if to.is_cuda else (None, _pointer(to))
+    if not to.is_cuda:
+        source, to_view = source_view.clone(), to.detach()
+        to_view.view(torch.uint8).fill_(0xFF) if to.is_contiguous() and to.dim() else to_view.fill_(-1)
+    _copies.append(_Copy(current_stream(), _number, *places, lambda: to_view.copy_(source)))
     return True
 
 
-def _after_host_waited():
+def _host_waits(note, *what):
+    """`note` tells the clocks what for."""
+    note(*what)
     done = _clocks.host_sync_state
     _make([copy for copy in _copies if copy.number <= done.get(copy.stream, -1)])
 
 
-def host_waits_for_stream(stream):
+_host_waits_for_event = functools.partial(_host_waits, _clocks.all_streams_wait_for_event)
+_host_waits_for_stream = functools.partial(_host_waits, _clocks.all_streams_wait_for_stream)
+
+
+def host_waits():
+    """For the current stream."""
     if is_on():
-        _clocks.all_streams_wait_for_stream(stream)
-        _after_host_waited()
-
-
-def _host_waits_for_event(event):
-    _clocks.all_streams_wait_for_event(event)
-    _after_host_waited()
-
-
-def _host_waits_for_device():
-    _clocks.sync_all_streams()
-    _after_host_waited()
+        _host_waits_for_stream(current_stream())
 
 
 def _stream_waits_for_event(event, stream):
@@ -155,13 +143,13 @@ def _stream_waits_for_event(event, stream):
 
 
 def _allocated(pointer):
-    stream = _stream()
+    stream = current_stream()
     _memory[pointer] = _Memory(stream)
     for freed, memory in list(_freed.items()):
         if not _unordered(memory.home, memory.reads):
             del _freed[freed]
         elif memory.home == stream and freed <= pointer < freed + memory.num_bytes:
-            _late.append("memory was freed, and is used again, before a kernel of another stream was done with it")
+            _races.append("memory was freed, and is used again, before a kernel of another stream was done with it")
 
 
 def _was_freed(pointer):
@@ -169,31 +157,31 @@ def _was_freed(pointer):
     if memory is None:
         return
     _make([copy for copy in _copies if copy.device_memory == pointer])
-    uses = collections.Counter(memory.reads) | collections.Counter(memory.writes)
-    uses = _unordered(memory.home, {stream: n for stream, n in uses.items() if stream not in memory.recorded})
+    uses = {stream: n for stream, n in (memory.writes | memory.reads).items() if stream not in memory.recorded}
+    uses = _unordered(memory.home, uses)
     if uses:
         _freed[pointer] = _Memory(memory.home, memory.num_bytes, reads=uses)
-    elif "EMU_POISON" in os.environ:
-        torch.cuda.current_stream().query() and ctypes.memset(pointer, 0xFF, memory.num_bytes)
+    elif torch.cuda.current_stream().query():
+        ctypes.memset(pointer, 0xFF, memory.num_bytes)
 
 
 @functools.cache
 def is_on():
     """Whether this process checks; from the first kernel on it listens to torch's streams, events and allocations."""
-    if os.environ.get("EMU_LAG") != "1":
+    if "EMU_LATE" not in os.environ:
         return False
     torch._C._activate_gpu_trace()
     _gpu_trace.register_callback_for_event_record(_clocks.record_state)
     _gpu_trace.register_callback_for_event_wait(_stream_waits_for_event)
     _gpu_trace.register_callback_for_event_synchronization(_host_waits_for_event)
-    _gpu_trace.register_callback_for_stream_synchronization(host_waits_for_stream)
-    _gpu_trace.register_callback_for_device_synchronization(_host_waits_for_device)
+    _gpu_trace.register_callback_for_stream_synchronization(_host_waits_for_stream)
+    _gpu_trace.register_callback_for_device_synchronization(functools.partial(_host_waits, _clocks.sync_all_streams))
     _gpu_trace.register_callback_for_memory_allocation(_allocated)
     _gpu_trace.register_callback_for_memory_deallocation(_was_freed)
     record_stream, query = torch.Tensor.record_stream, torch.cuda.Event.query
 
     def recording(tensor, stream):
-        _memory.setdefault(_pointer(tensor), _Memory(_stream())).recorded.add(stream.cuda_stream)
+        _memory.setdefault(_pointer(tensor), _Memory(current_stream())).recorded.add(stream.cuda_stream)
         record_stream(tensor, stream)
 
     def querying(event):

@@ -25,7 +25,7 @@ from megatron.bcd.runtime import device, replicas
 @pytest.fixture(scope="module")
 def late() -> Iterator[Worlds]:
     """Worlds of GPUs that do everything as late as they may."""
-    worlds = Worlds("nccl", EMU_LAG="1", EMU_POISON="1", EMU_NCCL_DELAY_MS="3", EMU_NCCL_SERIAL="1")
+    worlds = Worlds("nccl", EMU_LATE="1")
     yield worlds
     worlds.close()
 

@@ -150,7 +150,7 @@ class World:
         if answer is not None:
             return f"--- rank {rank} of {self.size} raised\n{answer[1].decode()}"
         process = self._processes[rank]
-        process.join(0)
+        process.join(1)  # until its exit code has come
         state = "did not answer" if process.exitcode is None else f"died with exit code {process.exitcode}"
         log = Path(self._log(rank)).read_text(errors="replace")[-2000:]
         return f"--- rank {rank} of {self.size} {state}; the end of its output:\n{log}"
