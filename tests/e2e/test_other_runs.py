@@ -102,7 +102,6 @@ FOLDERS = {
     "other files": ({"notes.txt": "x"}, (), ("no checkpoint", "other files")),
     "Hugging Face": (HUGGING_FACE, (), ("Hugging Face", "--load-hf")),
     "Hugging Face, finetune": (HUGGING_FACE, ("--finetune",), ("Hugging Face",)),
-    "Hugging Face, own": (HUGGING_FACE, ("--save", "given"), ("Hugging Face",)),
     "a checkpoint": ({"checksums.json": "{}", "run_state.json": "{}"}, (), ("the folder that it is in",)),
 }
 
