@@ -13,6 +13,7 @@ from typing import Any
 import hypothesis
 import pytest
 from support import backends
+from support.shared_data import shared
 
 # Before torch is imported: ranks that each start a thread per core make two cores crawl.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -21,7 +22,6 @@ for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_AD
     os.environ.pop(_name, None)  # a scheduler's values would make one-process tests wait for other ranks
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARED = ROOT.parent / "shared"
 _LEFT_OUT = pytest.StashKey[int]()
 
 # The same examples each time, and no deadline: no test may time anything.
@@ -87,20 +87,14 @@ def repo_root() -> Path:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """``../shared/data`` beside the repository, or a skip that says so."""
-    folder = SHARED / "data"
-    if not folder.is_dir():
-        pytest.skip("needs ../shared/data beside the repository (WikiText-2, GPT-2's vocabulary)")
-    return folder
+    """``../shared/data``: WikiText-2, GPT-2's vocabulary."""
+    return shared("data")
 
 
 @pytest.fixture(scope="session")
 def reference() -> dict[str, Any]:
-    """``../shared/reference/stock_megatron_cpu.json``: stock Megatron-LM's curves, or a skip."""
-    path = SHARED / "reference" / "stock_megatron_cpu.json"
-    if not path.is_file():
-        pytest.skip("needs ../shared/reference/stock_megatron_cpu.json beside the repository")
-    return json.loads(path.read_text(encoding="utf-8"))
+    """``../shared/reference/stock_megatron_cpu.json``: stock Megatron-LM's curves."""
+    return json.loads(shared("reference", "stock_megatron_cpu.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="session")

@@ -16,11 +16,6 @@ from support.dist import World
 ITERATIONS, COUNTED = 4, 2
 """A step without a log line before or after it: steps 1 and 4 have one."""
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
-OF_STOCK = ("clip_grads.py: item", "training.py: item", "training.py: item")
-"""Stock Megatron-LM's train_step and what it calls: the norm, then whether all ranks have stepped, and the norm's
-maximum over the model-parallel ranks. It reads the loss too, once per microbatch, unless that check is switched off."""
-
-
 IN_HOST_MEMORY = (
     "/compat/cpu",
     "/torch/optim/",
@@ -32,7 +27,7 @@ IN_HOST_MEMORY = (
 
 
 class Reads:
-    """Counts reads of tensors by the CPU, by the file that reads. A copy in host memory may be read again."""
+    """Counts reads of tensors by the CPU. A copy in host memory may be read again."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
@@ -70,7 +65,7 @@ class Reads:
         file = frame.f_code.co_filename
         # the run that records a test's steps reads the loss scale, which training does at log lines, in fp16
         if not any(part in file for part in IN_HOST_MEMORY) and frame.f_code.co_name != "loss_scale":
-            self.found.append(f"{file.rpartition('/')[2]}: {name}")
+            self.found.append(name)
 
 
 def reads_of_a_step(config: Any) -> list[str]:
@@ -98,8 +93,7 @@ def test_a_step_waits_for_loss_and_norm_only(world1: World, world2: World, text_
     }
     config = worlds.run_config(data_path=text_data, **flags | cut)
     for found in (world1, world2)[cut.get("world_size", 1) - 1].run(reads_of_a_step, config):
-        assert found == ["loss.py: cpu", "clip_grads.py: item"]
-        assert len(found) <= len(OF_STOCK)
+        assert found == ["cpu", "item"]  # stock Megatron-LM reads three: the norm twice, and whether all ranks stepped
 
 
 def test_resting_layers_add_one_read(world1: World, text_data: str) -> None:
@@ -113,5 +107,5 @@ def test_resting_layers_add_one_read(world1: World, text_data: str) -> None:
     }
     [found] = world1.run(reads_of_a_step, worlds.run_config(data_path=text_data, num_workers=0, **flags))
     # the copy to host memory is under way before the CPU waits for the norm
-    assert [read for read in found if "item" in read or "cpu" in read] == ["loss.py: cpu", "clip_grads.py: item"]
-    assert [read for read in found if read not in ("loss.py: cpu", "clip_grads.py: item")] == ["device.py: tolist"]
+    assert [read for read in found if read in ("cpu", "item")] == ["cpu", "item"]
+    assert sorted(found) == ["cpu", "item", "tolist"]

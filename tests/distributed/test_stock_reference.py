@@ -13,6 +13,7 @@ import pytest
 from support import worlds
 from support.dist import World
 from support.kernels import with_cpu_kernels
+from support.shared_data import shared
 
 # steps of 2,048 tokens with a vocabulary of 50,304: a second or two each on a quiet core
 pytestmark = pytest.mark.timeout(900)
@@ -151,14 +152,11 @@ def test_stock_checkpoint(
     wikitext: str,
     bpe_files: dict[str, Any],
     reference: dict[str, Any],
-    repo_root: Path,
     stages: int,
 ) -> None:
     """Names, shapes or slices of stock's checkpoint that are read wrongly: a trained model that knows nothing."""
     stock = reference["checkpoint"]
-    folder = repo_root.parent / "shared" / "reference" / stock["folder"]
-    if not folder.is_dir():
-        pytest.skip("needs ../shared/reference/stock_checkpoint beside the repository")
+    folder = shared("reference", stock["folder"])
     flags = stock["flags"] | {"load": folder, "finetune": True, "skip_train": True, "num_workers": 0}
     cut = {"pipeline_model_parallel_size": stages, "bcd_num_blocks": 1, "data_path": wikitext}
     config = worlds.config_of(world_size=stages, **flags | cut | bpe_files)

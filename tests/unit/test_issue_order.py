@@ -124,12 +124,3 @@ def test_wrong_schedules_are_seen(name: str, num_stages: int, first_trainable: i
     check(case)
     with MUTANTS[name](), pytest.raises(OrderError, match=MESSAGES[name]):
         check(case)
-
-
-def test_a_hang_is_described() -> None:
-    """An error that does not say which rank waits for what."""
-    case = Case(num_stages=2, num_microbatches=2, events=(Event("train", 1),) * 2)
-    ranks = record(case)
-    ranks[1].steps = ranks[1].steps[:3]  # the first contact and the first receive
-    with pytest.raises(OrderError, match=r"rank 0 is at step \d+: .*\n(  .*: send .*\n)+rank 1 is at its end"):
-        simulate(ranks, one_queue=False)

@@ -152,12 +152,6 @@ def test_verify_without_torch(repo_root: Path, tmp_path: Path) -> None:
     assert "--verify" in done.stderr and "torch" in done.stderr
 
 
-def test_recomputation_is_a_range(capsys: pytest.CaptureFixture[str]) -> None:
-    """A header with a number for each of 32 blocks."""
-    text = run(capsys, "--task", "sft", "--model", "llama-7b", *CARD, "--seq-length", "4096")
-    assert max(map(len, text.splitlines())) <= 120
-
-
 def test_what_fits_on_one_card(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Only more GPUs offered for what one card holds with a frozen head or moments in 8 bits; a setting that does not
     fit after all, that another one makes needless, or whose loss is not said."""

@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_read
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.msc_utils import MultiStorageClientFeature
 from megatron.core.transformer.enums import AttnBackend
+from support.shared_data import shared
 from support.unsafe_pickles import TRICKS, text
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint import FileSystemReader, filesystem, metadata, planner
@@ -181,11 +182,9 @@ def test_no_more_is_allowed_than_needed(good: Path) -> None:
     assert allowed < named and {name for _, name in named - allowed} == {"_MEM_FORMAT_ENCODING", "WriteItemType"}
 
 
-def test_stock_checkpoint(one_rank: None, repo_root: Path) -> None:
+def test_stock_checkpoint(one_rank: None) -> None:
     """Stock Megatron-LM's checkpoints would be refused: its common.pt holds its flags, with enumerations among them."""
-    folder = repo_root.parent / "shared" / "reference" / "stock_checkpoint" / "iter_0000010"
-    if not folder.is_dir():
-        pytest.skip("needs ../shared/reference/stock_checkpoint beside the repository")
+    folder = shared("reference", "stock_checkpoint", "iter_0000010")
     with only_data():
         names = dist_checkpointing.load_tensors_metadata(str(folder))
         common = dist_checkpointing.load_common_state_dict(str(folder))

@@ -84,7 +84,7 @@ def test_share_of_the_data_that_was_seen() -> None:
 
 def test_a_subset_smaller_than_a_sample_is_refused() -> None:
     """A phase that would wait for a sample for ever."""
-    with pytest.raises(ValueError, match="--bcd-sample-ratio 0.001: less than one of the 100 samples"):
+    with pytest.raises(ValueError, match="--bcd-sample-ratio"):
         samples("--bcd-sample-ratio", "0.001")
 
 

@@ -27,23 +27,21 @@ GOOD = {
     "--num-layers 6 --pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et|(t|)*2,t*3L": (1, 1, 1, 3),
     "--num-layers 6 --pipeline-model-parallel-size 1 --pipeline-model-parallel-layout Et*6L": (6,),
 }
+TWO = "--pipeline-model-parallel-size 2"
 BAD = {
-    "--decoder-first-pipeline-num-layers 2": "needs --pipeline-model-parallel-size 2",
-    "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 6": "too few layers",
-    "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 7": "leaves -1 layers for 1 other",
-    "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2": "leaves 4 layers for 3 other stages",
-    "--pipeline-model-parallel-size 2 --account-for-loss-in-pipeline-split": "7, which is not divisible",
-    "--pipeline-model-parallel-size 2 --account-for-loss-in-pipeline-split --decoder-first-pipeline-num-layers 2": (
-        "both divide"
-    ),
-    "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|ttL": "there are 5 layers",
-    "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout tttE|tttL": "must be E on the first stage",
-    "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|tt|tt|L": "has 4 stages",
-    "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*6|L": "too few layers",
-    "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tttmL": "multi-token prediction",
-    "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tttX": "letters are E, t and L",
-    "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*99999999999999999999|L": "more than",
-    "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout ((t*999)*999)*999": "more than|letters",
+    "--decoder-first-pipeline-num-layers 2": "--pipeline-model-parallel-size",
+    f"{TWO} --decoder-first-pipeline-num-layers 6": "layers",
+    f"{TWO} --decoder-first-pipeline-num-layers 7": "--decoder-first-pipeline-num-layers",
+    "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2": "--decoder-first-pipeline-num-layers",
+    f"{TWO} --account-for-loss-in-pipeline-split": "--account-for-loss-in-pipeline-split",
+    f"{TWO} --account-for-loss-in-pipeline-split --decoder-first-pipeline-num-layers 2": "--account-for-loss",
+    f"{TWO} --pipeline-model-parallel-layout Ettt|ttL": "--pipeline-model-parallel-layout",
+    f"{TWO} --pipeline-model-parallel-layout tttE|tttL": "--pipeline-model-parallel-layout",
+    f"{TWO} --pipeline-model-parallel-layout Ett|tt|tt|L": "--pipeline-model-parallel-layout",
+    f"{TWO} --pipeline-model-parallel-layout Et*6|L": "layers",
+    f"{TWO} --pipeline-model-parallel-layout Ettt|tttmL": "--pipeline-model-parallel-layout",
+    f"{TWO} --pipeline-model-parallel-layout Et*99999999999999999999|L": "--pipeline-model-parallel-layout",
+    f"{TWO} --pipeline-model-parallel-layout ((t*999)*999)*999": "--pipeline-model-parallel-layout",
 }
 
 

@@ -39,16 +39,15 @@ def test_cores_are_shared(monkeypatch: pytest.MonkeyPatch, processes: str | None
     """Processes that together have more threads than there are cores."""
     if processes:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
-    line = threads.set_threads()
+    threads.set_threads()
     assert torch.get_num_threads() == number
-    assert line == f"{number} CPU thread(s) per process: 8 core(s), {processes or 1} process(es) on this node"
 
 
 def test_the_user_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """A number that was set on purpose, and is replaced."""
     torch.set_num_threads(3)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert threads.set_threads() == "3 CPU thread(s) per process: OMP_NUM_THREADS"
+    threads.set_threads()
     assert torch.get_num_threads() == 3
 
 
@@ -66,12 +65,6 @@ def test_under_torchrun(monkeypatch: pytest.MonkeyPatch, user: str | None, numbe
         threads.set_threads()
         torchrun.kill()
     assert torch.get_num_threads() == number
-
-
-def test_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that take ten times as long beside another program, and no word of why."""
-    monkeypatch.setattr(os, "getloadavg", lambda: (7.0, 0.0, 0.0))
-    assert threads.set_threads().endswith("(load 7.0), so OMP_NUM_THREADS=1 may be faster")
 
 
 @pytest.mark.parametrize("text, cores", [("150000 100000\n", 1), ("400000 100000\n", 4), ("max 100000\n", 6)])
