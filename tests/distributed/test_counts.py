@@ -72,4 +72,4 @@ def test_a_large_vocabulary(world1: World, world2: World, text_data: str, cut: s
     copies = 2 if cut == "pipeline2" else 1  # a tied head has a copy on the last stage
     share = f"{copies * tokens / (layers + copies * tokens):.0%}"
     for (line,) in world.run(warnings, large):
-        assert line.startswith("block 0 holds") and f": {share} are the word embedding" in line, line
+        assert "block 0" in line and share in line, line

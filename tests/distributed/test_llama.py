@@ -87,19 +87,3 @@ def test_parameters(world2: World, text_data: str, extra: dict[str, Any]) -> Non
         assert outcome["parameters_per_stage"] == cost.stage_parameters(
             shape, cut, padded_vocab_size=worlds.PADDED_VOCABULARY
         )
-
-
-def banner(config: Any) -> str:
-    with worlds.started(config) as one:
-        return str(one.recorder.summary.model)
-
-
-def test_banner_names_the_model(world1: World, text_data: str) -> None:
-    """A LLaMA that is called a GPT, groups that are not told, or the activation of another machine."""
-    one = {"world_size": 1, "pipeline_model_parallel_size": 1, "data_path": text_data}
-    (said,) = world1.run(banner, worlds.run_config(**LLAMA | one))
-    assert said.startswith("LLaMA, 6 layers, hidden 32, 4 heads in 2 query groups, ffn 88, SwiGLU, vocabulary 257")
-    (said,) = world1.run(banner, worlds.run_config(**LLAMA | one | {"normalization": "LayerNorm"}))
-    assert said.startswith("GPT, 6 layers, hidden 32, 4 heads in 2 query groups, ffn 88, SwiGLU, vocabulary")
-    (said,) = world1.run(banner, worlds.run_config(data_path=text_data))
-    assert said.startswith("GPT, 6 layers, hidden 32, 4 heads, ffn 128, GELU, vocabulary 257")

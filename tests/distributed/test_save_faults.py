@@ -59,7 +59,7 @@ def check(world: World, config: Any, name: str, root: Path, rank: int, whole: li
     ranks = world.run(save_faults.run_with_fault, config, name, str(root), rank=rank)
     assert ranks[0]["warnings"] == ranks[1]["warnings"]
     _, warning, _ = ranks[0]["warnings"]  # the others name blocks that 9 steps do not reach
-    assert warning.startswith(f"checkpoint {save_faults.FAULTY_SAVE} was not saved ("), warning
+    assert f"checkpoint {save_faults.FAULTY_SAVE} " in warning, warning
     assert "\n" not in warning
     for mine, expected in zip(ranks, whole, strict=True):
         assert resumed_runs.differences(expected, [mine]) == []

@@ -166,7 +166,7 @@ def test_a_converged_run_ends(world2: World, text_data: str, tmp_path: Path) -> 
     first, second = world2.run(converging, worlds.run_config(**flags))
     assert len(first["losses"]) == len(second["losses"]) == 12, "two cycles of three blocks"
     assert [at for at, split, _ in first["evaluations"] if split == "validation"] == [6, 12, 12]
-    assert any("cycle 1 brought the validation loss from" in note for note in first["notes"])
+    assert any("cycle 1" in note for note in first["notes"])
     assert (tmp_path / "iter_0000012").is_dir()
     again, _ = world2.run(converging, worlds.run_config(**flags | {"load": tmp_path}))
     assert again["losses"] == []

@@ -30,8 +30,6 @@ def test_training(repo_root: Path, tmp_path: Path) -> None:
     files = ["--metrics-file", str(metrics), "--bcd-prefix-cache", str(cache)]
     done = run(repo_root, "pretrain_gpt_bcd.py", *TRAINING, *files)
     assert done.returncode == 0, done.stderr
-    assert f"prefix cache {cache}: layers before the first active one, by block 0, 1, 2; kept in fp32" in done.stdout
-    assert "phase 0 keeps 8 outputs of 2 layers, 0.0 MiB: samples are used 2.00 times" in done.stdout
     steps = [line for line in map(json.loads, metrics.read_text().splitlines()) if "loss" in line]
     assert [line["prefix_cache_hits"] for line in steps] == [4] * 8
     folders = sorted(cache.glob("prefix_*"))
@@ -41,12 +39,10 @@ def test_training(repo_root: Path, tmp_path: Path) -> None:
 
 
 def test_training_without_a_prefix(runs: ForkedRuns, tmp_path: Path) -> None:
-    """A banner that promises a cache where no block can have one."""
+    """A cache that is filled where no block can have one."""
     files = ["--bcd-prefix-cache", str(tmp_path), "--bcd-always-active", "norms"]
     (done,) = runs.run([*TRAINING, *files, "--train-iters", "1"], folder=tmp_path, num_ranks=1)
     assert done.code == 0, done.stderr
-    reason = "--bcd-always-active norms trains the bottom of the model in every phase"
-    assert f"prefix cache: off, no block has a prefix ({reason})" in done.stdout
     assert not list(tmp_path.glob("prefix_*"))
 
 

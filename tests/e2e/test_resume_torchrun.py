@@ -148,8 +148,6 @@ def after_signals_and_a_kill(root: Path, place: Path, signals: tuple[signal.Sign
                 rank.send_signal(number)
             assert one.exit_code() == 0, one.output  # torchrun's, so every rank's
             (saved,) = layout.candidates(str(place / "saved"))[:1]
-            assert f"stopping after iteration {saved}: signal {number.name}" in one.output
-            assert stopped_at == 0 or f"after iteration {stopped_at}" in one.output
             assert stopped_at < saved == last_iteration(place) < LAST
             stopped_at = saved
     with start(root, place) as one:

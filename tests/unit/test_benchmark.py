@@ -13,7 +13,6 @@ from _benchmark_schedule_figures import (
     ActionTimes,
     RankTimes,
     ScheduleTurn,
-    layout_means,
     merged,
     schedule_figures,
     steady_shape,
@@ -59,12 +58,6 @@ def test_one_disturbed_step_and_one_disturbed_round_change_nothing() -> None:
     assert typical_step_ms(block) == 6
 
 
-def test_rounds_must_match() -> None:
-    """Pairs of different rounds would compare two states of the machine."""
-    with pytest.raises(ValueError):
-        paired_ratio([turn(1)], [turn(1), turn(1)])
-
-
 def test_slowest_rank_decides_times_and_bytes_stay_by_rank() -> None:
     """The first rank's own times would hide that another stage is what the step waits for."""
     merged = slowest([turn(1, 5, first=2, build=9, state=10), turn(3, 4, first=1, dispose=7, state=20)])
@@ -91,12 +84,6 @@ def test_mean_over_blocks_with_and_without_switches() -> None:
     ]
     assert mean_ratio(rows) == pytest.approx(0.6)
     assert mean_ratio(rows, steps_per_block=10) == pytest.approx(0.6 + (0.2 + 0.1) / 2)
-
-
-def test_largest_state_of_the_rounds() -> None:
-    """A leak that grows from round to round would vanish in a median."""
-    row = figures([turn(1, state=7), turn(1, state=9)], [turn(1, state=16), turn(1, state=16)])
-    assert (row.model_state_bytes, row.full_model_state_bytes) == ((9,), (16,))
 
 
 def test_flags_of_training_are_taken() -> None:
@@ -232,18 +219,6 @@ def test_schedule_figures_are_paired_by_round() -> None:
     assert (row.predicted_stock_ms, row.predicted_bcd_ms) == pytest.approx((90, 75.6))
     assert row.predicted_ratio == pytest.approx(0.8 * 84 / 90)
     assert (row.stock_deviation, row.bcd_deviation) == pytest.approx((-0.1, -0.16))
-
-
-def test_means_are_a_layouts_own() -> None:
-    """A mean over all rows would let the layout with the most blocks speak for the others."""
-    rows = [
-        schedule_figures(
-            [schedule_turn(100, iteration_ms=100)], [schedule_turn(bcd, iteration_ms=bcd / 2)], partition=cut, block=0
-        )
-        for cut, bcd in ((two_stages("spread"), 100), (two_stages("stage"), 100), (two_stages("stage"), 60))
-    ]
-    means = [(mean.layout, mean.ratio, mean.predicted_ratio) for mean in layout_means(rows)]
-    assert means == [("spread", 1, 0.5), ("stage", pytest.approx(0.8), pytest.approx(0.4))]
 
 
 def trace(*actions: tuple[Kind, int, float, float]) -> list[TimedAction]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -74,27 +73,6 @@ def test_row_pairs_the_rounds() -> None:
     assert row.mfu == pytest.approx(2e9 / row.iteration_ms * 1e3 / 2 / 1e12)
     alone = row_of("bcd", bcd, None, PLANNED, tokens_per_iteration=130, peak_flops_per_s=None)
     assert alone.ratio_to_full is None and alone.mfu is None
-
-
-def test_one_ratio_has_one_meaning() -> None:
-    """The recorded rounds, in which medians of ratios made BAdam the faster one and medians of times the slower."""
-    times = {
-        "full": (626.6, 697.8, 648.2, 605.3, 565.9),
-        "bcd": (381.3, 387.7, 449.6, 397.8, 395.6),
-        "badam": (397.7, 413.2, 474.7, 379.1, 425.5),
-    }
-    turns = {name: [turn([ms]) for ms in rounds] for name, rounds in times.items()}
-    rows = {
-        name: row_of(name, own, turns["full"], PLANNED, tokens_per_iteration=1024, peak_flops_per_s=None)
-        for name, own in turns.items()
-    }
-    assert rows["full"].ratio_to_full == 1
-    for row in rows.values():
-        assert row.ratio_to_full == pytest.approx(row.iteration_ms / rows["full"].iteration_ms)
-        within = [mine / full for mine, full in zip(times[row.name], times["full"], strict=True)]
-        assert row.ratio_to_full == pytest.approx(statistics.geometric_mean(within))
-    assert rows["bcd"].iteration_ms < rows["badam"].iteration_ms
-    assert (rows["bcd"].ratio_to_full or 1) < (rows["badam"].ratio_to_full or 0)
 
 
 def test_all_take_the_same_steps_of_the_planned_command() -> None:

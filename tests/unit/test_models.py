@@ -51,7 +51,7 @@ def test_choice_details() -> None:
     assert (masked.layers, masked.attention) == ("transformer_engine", "scaled_dot_product_attention")
     unfused = choose_implementation("local", apex=False, attention_backend="unfused", **absent)
     assert unfused.attention == "Megatron Core unfused"
-    with pytest.raises(ValueError, match="--transformer-impl transformer_engine needs"):
+    with pytest.raises(ValueError, match="--transformer-impl"):
         choose_implementation("transformer_engine", apex=True, **absent)
 
 
@@ -125,7 +125,7 @@ def test_recomputation_that_never_ends_is_refused() -> None:
     """Megatron Core's checkpoint around a local feed-forward part with biases: its backward pass recurses for ever."""
     flags = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn", "mlp")
     local = choose_implementation("local", transformer_engine=False, apex=False, optimizer="PyTorch AdamW")
-    with pytest.raises(ValueError, match="--recompute-modules mlp needs --disable-bias-linear"):
+    with pytest.raises(ValueError, match="--disable-bias-linear"):
         transformer_config.build_transformer_config(parse(*flags), local)
     transformer_config.build_transformer_config(parse(*flags, "--disable-bias-linear"), local)
 

