@@ -190,7 +190,7 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
     "missing": ("llama2", edit_tensors(lambda t: t.pop("model.layers.2.mlp.up_proj.weight")), "up_proj.weight"),
     "extra": ("llama2", edit_weight(layers__0__self_attn__q_proj__bias=torch.ones(32)), "q_proj.bias"),
     "shape": ("llama2", edit_weight(norm__weight=torch.ones(31)), "model.norm.weight"),
-    "dtypes": ("llama2", edit_weight(norm__weight=torch.ones(32).half()), "dtype"),
+    "dtypes": ("llama2", edit_weight(layers__0__mlp__up_proj__weight=torch.ones(48, 32).half()), "dtype"),
     "integers": ("llama2", edit_weight(norm__weight=torch.ones(32).int()), "I32"),
     "no_shard": ("llama2", lambda given: sorted(given.glob("*.safetensors"))[1].unlink(), "index.json"),
     "cut_short": ("llama2", cut_short, "safetensors"),

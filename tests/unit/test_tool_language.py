@@ -149,6 +149,7 @@ def test_json_has_one_meaning(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert main([*words, "--json"]) == 0
         printed = json.loads(capsys.readouterr().out)
         assert main([*words, "--json", f"{tool}.json"]) == 0
+        capsys.readouterr()
         assert json.loads((tmp_path / f"{tool}.json").read_text()) == printed
     benchmark: Any = importlib.import_module("benchmark")
     assert benchmark.parse(["--json"])[0].json == "-"
