@@ -12,9 +12,11 @@ COMMON = (
     "--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--micro-batch-size 2 --global-batch-size 8 --train-iters 14 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine "
     "--lr-warmup-iters 2 --seed 1234 --data-cache-path {folder}/index --num-workers 1 --eval-interval 6 --eval-iters 2 "
-    "--log-interval 1 --metrics-file {folder}/metrics.jsonl --save {folder}/checkpoints --distributed-timeout-minutes 5"
+    "--log-interval 1 --metrics-file {folder}/metrics.jsonl --save {folder}/checkpoints "
+    "--distributed-timeout-minutes 5 --cpu-kernels megatron"
 )
-"""Of every start; what a configuration says comes after it and wins."""
+"""Of every start; what a configuration says comes after it and wins. Older versions have CPU kernels of their own,
+which --cpu-kernels turns off; now it has no effect."""
 DATA = "--tokenizer-type ByteLevelTokenizer --data-path {data} --split 80,10,10"
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 LOAD = "--load {folder}/checkpoints"

@@ -320,7 +320,6 @@ def main(argv: Sequence[str]) -> None:
             tensor_size=config.tensor_size,
             pipeline_size=config.pipeline_size,
             context_size=config.context_size,
-            cpu_kernels=config.training.cpu_kernels,
         )
         rng.seed_everything(config.training.seed)
         kind: Any = Benchmark

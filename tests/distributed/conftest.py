@@ -34,15 +34,6 @@ def world4() -> Iterator[World]:
 
 
 @pytest.fixture(scope="session")
-def worlds_of(world1: World, world2: World) -> Iterator[dict[str, tuple[World, World]]]:
-    """Worlds of one and of two ranks by --cpu-kernels: a process keeps the kernels that it started with."""
-    megatron = World(1), World(2)
-    yield {"fast": (world1, world2), "megatron": megatron}
-    for world in megatron:
-        world.close()
-
-
-@pytest.fixture(scope="session")
 def initial_weights(
     world1: World, text_data: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., dict[str, object]]:

@@ -14,7 +14,6 @@ import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from support import worlds
 from support.dist import World
-from support.kernels import with_cpu_kernels
 from torch import Tensor
 from torch.nn import functional
 
@@ -161,14 +160,12 @@ def model_and_batch(
     return flags, world1.run(worlds.initial_weights, config)[0], world1.run(global_batch, config)[0]
 
 
-@pytest.mark.parametrize(
-    ("cut", "kernels"), with_cpu_kernels(CUTS, megatron=("one", "one_biases", "data2", "pipeline2_spread"))
-)
+@pytest.mark.parametrize("cut", CUTS)
 def test_gradient_of_every_block(
-    worlds_of: dict[str, tuple[World, World]],
+    world1: World,
+    world2: World,
     model_and_batch: tuple[dict[str, Any], Weights, dict[str, Tensor]],
     cut: str,
-    kernels: str,
 ) -> None:
     """A suffix that does not carry the gradient back, a prefix that is trained, a tied copy that is not summed,
     a recomputed layer or a bias of a frozen one without a gradient: anything that makes a block's gradient not the
@@ -176,8 +173,8 @@ def test_gradient_of_every_block(
     size, extra = CUTS[cut]
     flags, weights, batch = model_and_batch
     untied = "output_layer.weight" in weights
-    config = worlds.run_config(world_size=size, **flags | extra | {"cpu_kernels": kernels})
-    ranks = worlds_of[kernels][size - 1].run(gradients_of_all_blocks, config)
+    config = worlds.run_config(world_size=size, **flags | extra)
+    ranks = (world1, world2)[size - 1].run(gradients_of_all_blocks, config)
     blocks = partition(
         num_layers=config.num_layers,
         num_stages=config.pipeline_size,

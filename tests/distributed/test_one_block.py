@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from support import worlds
 from support.dist import World
-from support.kernels import with_cpu_kernels
 from support.plain_training import plain_training
 
 from megatron.bcd.config import RunConfig
@@ -21,14 +20,12 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("cut", "kernels"), with_cpu_kernels(CUTS, megatron=("one", "data2")))
-def test_one_block_is_plain_training(
-    worlds_of: dict[str, tuple[World, World]], text_data: str, cut: str, kernels: str
-) -> None:
+@pytest.mark.parametrize("cut", CUTS)
+def test_one_block_is_plain_training(world1: World, world2: World, text_data: str, cut: str) -> None:
     """Anything of block coordinate descent that touches full-parameter training: order, groups, rebuilds, divisors."""
     flags = {"data_path": text_data, "bcd_num_blocks": 1, "bcd_steps_per_block": 2, "lr_warmup_iters": 2} | CUTS[cut]
-    config = worlds.run_config(**flags | {"cpu_kernels": kernels})
-    world = worlds_of[kernels][flags.get("world_size", 1) - 1]
+    config = worlds.run_config(**flags)
+    world = (world1, world2)[flags.get("world_size", 1) - 1]
     ours, plain = world.run(worlds.train_run, config), world.run(plain_training, config)
     assert ours[0]["losses"][-1] < ours[0]["losses"][0] - 0.5, "nothing was learnt: nothing would be compared"
     for mine, other in zip(ours, plain, strict=True):

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 from support import worlds
 from support.dist import World
-from support.kernels import with_cpu_kernels
 
 Flags = Callable[..., dict[str, Any]]
 PIPELINE = {"pipeline_model_parallel_size": 2}
 TENSOR = {"tensor_model_parallel_size": 2}
-CUTS: dict[str, tuple[int, dict[str, Any]]] = {"one": (1, {}), "data2": (2, {}), "tensor2": (2, TENSOR)}
+CUTS: dict[str, dict[str, Any]] = {"data2": {}, "tensor2": TENSOR}
 LAYOUTS = (
     {"bcd_layout": "spread", "bcd_num_blocks": 3},
     {"bcd_layout": "stage", "bcd_num_blocks": None},
@@ -48,15 +47,10 @@ def one_rank(world1: World, initial_weights: Flags) -> dict[str, Any]:
     return run(world1, initial_weights(bcd_num_blocks=3))[0]
 
 
-@pytest.mark.parametrize(("name", "kernels"), with_cpu_kernels(CUTS, megatron=("one", "data2")))
-def test_layout_of_one_stage(
-    worlds_of: dict[str, tuple[World, World]], initial_weights: Flags, one_rank: dict[str, Any], name: str, kernels: str
-) -> None:
-    """A gradient of one data or tensor rank that is not reduced, or not averaged, in some block; a CPU kernel that
-    computes something else than Megatron Core."""
-    size, cut = CUTS[name]
-    flags = initial_weights(bcd_num_blocks=3) | cut | {"cpu_kernels": kernels}
-    assert_same_run(run(worlds_of[kernels][size - 1], flags), one_rank)
+@pytest.mark.parametrize("name", CUTS)
+def test_layout_of_one_stage(world2: World, initial_weights: Flags, one_rank: dict[str, Any], name: str) -> None:
+    """A gradient of one data or tensor rank that is not reduced, or not averaged, in some block."""
+    assert_same_run(run(world2, initial_weights(bcd_num_blocks=3) | CUTS[name]), one_rank)
 
 
 def test_pipeline_of_one_block(world1: World, world2: World, initial_weights: Flags) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from support import worlds
 from support.dist import World
-from support.kernels import with_cpu_kernels
 from support.shared_data import shared
 
 # steps of 2,048 tokens with a vocabulary of 50,304: a second or two each on a quiet core
@@ -101,19 +100,14 @@ def first_of(stock: dict[str, Any], last: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("run", "kernels"), with_cpu_kernels(RUNS, megatron=("gpt_pp1",)))
+@pytest.mark.parametrize("run", RUNS)
 def test_curve(
-    worlds_of: dict[str, tuple[World, World]],
-    wikitext: str,
-    bpe_files: dict[str, Any],
-    reference: dict[str, Any],
-    run: str,
-    kernels: str,
+    world1: World, world2: World, wikitext: str, bpe_files: dict[str, Any], reference: dict[str, Any], run: str
 ) -> None:
     """Seeds, initialisation, sample order, weight-decay groups, schedule or loss averaging that are not stock's."""
     # The first steps: the entry script's run above has an evaluation
-    world = worlds_of[kernels][reference["runs"][run]["world_size"] - 1]
-    flags = flags_of(reference, run, {"data_path": wikitext, "cpu_kernels": kernels} | bpe_files)
+    world = (world1, world2)[reference["runs"][run]["world_size"] - 1]
+    flags = flags_of(reference, run, {"data_path": wikitext} | bpe_files)
     check_curve(world, flags, first_of(reference["runs"][run], FIRST), exit_interval=FIRST)
 
 

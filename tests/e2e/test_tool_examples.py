@@ -23,7 +23,6 @@ EXAMPLES: dict[str, tuple[str | None, ...]] = {
     "compare": (SHORT_COMPARISON, SHORT_COMPARISON, None),
     "compare_runs": ("--before HEAD --only grid", "--before HEAD --after REPOSITORY --only grid"),
     "convert_checkpoint": ("", ""),
-    "cpu_kernels_ablation": ("--pairs 2 --steps 1 --json out/ablation.json",),
     "soak": ("--kills 1 --iterations 30",),
     "train_tokenizer": ("--vocab-size 300",),
 }

@@ -43,9 +43,7 @@ def counted(method: str) -> dict[str, dict[str, int]]:
 
     emulated_kernels = sys.modules["emulated_kernels"]  # imported by torch, see sitecustomize.py
     config = parse_run_config([*SIZES.split(), *METHODS[method]], prog="count_calls", world_size=1)
-    distributed.initialize(
-        backend=None, timeout_minutes=2, tensor_size=1, pipeline_size=1, context_size=1, cpu_kernels="fast"
-    )
+    distributed.initialize(backend=None, timeout_minutes=2, tensor_size=1, pipeline_size=1, context_size=1)
     rng.seed_everything(config.training.seed)
     bench = Bench(config)
     copies: Counter[str] = Counter()

@@ -36,9 +36,7 @@ def compiled_fusions() -> Iterator[None]:
     """In eager mode, as on emulated GPUs, the fused GELU has up to six temporaries of the MLP's width."""
     with contextlib.ExitStack() as patches:
         for name in ("bias_gelu", "bias_gelu_back") if os.environ.get("TORCHDYNAMO_DISABLE") == "1" else ():
-            patches.enter_context(
-                mock.patch.object(fused_bias_gelu, name, as_compiled(getattr(fused_bias_gelu, name)))
-            )
+            patches.enter_context(mock.patch.object(fused_bias_gelu, name, as_compiled(getattr(fused_bias_gelu, name))))
         yield
 
 

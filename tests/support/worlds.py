@@ -27,8 +27,7 @@ from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
 from megatron.bcd.model.builder import build_model, unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
-from megatron.bcd.runtime import compat, device, distributed, rng
-from megatron.bcd.runtime.compat import cpu
+from megatron.bcd.runtime import compat, distributed, rng
 from megatron.bcd.training import loop, restore, save, setup
 from megatron.bcd.training.forward_backward import ForwardBackward
 from megatron.bcd.training.phase import Phase
@@ -280,9 +279,6 @@ def parallel(config: RunConfig, *, freezes: bool = False) -> Iterator[None]:
 def _cut_world(config: RunConfig) -> None:
     """Parallel groups of its sizes: kept where they are there already, else in place of those of the run before."""
     torch.set_num_threads(1)
-    cpu_kernels = config.training.cpu_kernels
-    if not device.has_cuda():
-        cpu.patch_megatron_core(cpu_kernels)  # also where groups are kept: raises if this rank has the other kernels
     num_microbatches_calculator.unset_num_microbatches_calculator()
     if parallel_state.model_parallel_is_initialized():
         torch.distributed.barrier()
@@ -305,7 +301,6 @@ def _cut_world(config: RunConfig) -> None:
         tensor_size=config.tensor_size,
         pipeline_size=config.pipeline_size,
         context_size=config.context_size,
-        cpu_kernels=cpu_kernels,
     )
 
 

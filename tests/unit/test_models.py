@@ -100,27 +100,6 @@ def test_attention(num_groups: int, with_mask: bool, on_gpu: bool, monkeypatch: 
     torch.testing.assert_close(attention(q, k, v, mask), expected)
 
 
-ROPE = "--position-embedding-type rope"
-
-
-@pytest.mark.parametrize(
-    ("flags", "world_size", "plain"),
-    [
-        ("", 1, False),
-        (ROPE, 1, True),
-        (f"{ROPE} --rotary-interleaved", 1, False),
-        (f"{ROPE} --rotary-percent 0.5", 1, False),
-        (f"{ROPE} --qk-layernorm", 1, False),
-        (f"{ROPE} --group-query-attention --num-query-groups 2 --tensor-model-parallel-size 2", 2, True),
-        (f"{ROPE} --group-query-attention --num-query-groups 1 --tensor-model-parallel-size 2", 2, False),
-    ],
-)
-def test_rotation_for_a_cpu(flags: str, world_size: int, plain: bool) -> None:
-    """Another rotation computed as if it were the plain one: pairs beside each other, a part of the head, or queries
-    and keys that something else is done to first."""
-    assert transformer_config._has_plain_rotation(parse(*flags.split(), world_size=world_size)) is plain
-
-
 def test_recomputation_that_never_ends_is_refused() -> None:
     """Megatron Core's checkpoint around a local feed-forward part with biases: its backward pass recurses for ever."""
     flags = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn", "mlp")

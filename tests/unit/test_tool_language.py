@@ -23,7 +23,6 @@ PARSERS = {
     "compare": "parse_arguments",
     "compare_runs": "parse_arguments",
     "convert_checkpoint": "parse_arguments",
-    "cpu_kernels_ablation": None,
     "evaluate": "parse_arguments",
     "generate": "parse_arguments",
     "plan": "parse_arguments",

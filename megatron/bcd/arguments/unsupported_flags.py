@@ -104,6 +104,9 @@ def reason_of(name: str) -> str | None:
     return next((why for why, starts in REFUSED.items() if name.startswith(starts)), None)
 
 
+_FORMER = ("--cpu-kernels",)  # a CPU runs Megatron Core's own functions
+
+
 def has_no_effect(name: str, values: Sequence[str]) -> bool:
-    """Whether a flag that sets nothing here is stock's, and may be ignored."""
-    return name in stock_flags() and (reason_of(name) is None or _HARMLESS.get(name) == list(values))
+    """Whether a flag that sets nothing here is stock's, or was this program's, and may be ignored."""
+    return name in _FORMER or name in stock_flags() and (reason_of(name) is None or _HARMLESS.get(name) == list(values))

@@ -100,12 +100,6 @@ class TrainingConfig:
     distributed_backend: str = option(
         "auto", "torch.distributed backend; auto is nccl on GPUs and gloo on CPUs", choices=("auto", "nccl", "gloo")
     )
-    cpu_kernels: str = option(
-        "fast",
-        "kernels on a CPU: fast = this project's, and PyTorch's fused Adam; megatron = Megatron Core's own functions. "
-        "Ignored on GPUs",
-        choices=("fast", "megatron"),
-    )
     decoder_first_pipeline_num_layers: int | None = option(
         None, "layers of the first pipeline stage; the others share the rest evenly", type=int
     )

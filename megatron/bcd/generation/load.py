@@ -195,9 +195,7 @@ def _alone(config: RunConfig, precision: str | None) -> RunConfig:
 
 
 def _build(config: RunConfig, num_rows: int) -> torch.nn.Module:
-    model = build_model(config, num_rows, implementation_here(config))
-    unwrap_model(model).config.fused_single_qkv_rope = False  # a cache takes keys and values one by one
-    return model.eval().requires_grad_(False)
+    return build_model(config, num_rows, implementation_here(config)).eval().requires_grad_(False)
 
 
 @torch.no_grad()

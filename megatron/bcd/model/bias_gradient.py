@@ -22,7 +22,7 @@ def add_bias_gradients(model: GPTModel) -> None:
 
 
 def _with_bias_gradient(linear: Any, inputs: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-    """Adds a zero with the bias's gradient. `compat.cpu_kernels` detaches the bias of a frozen weight for it."""
+    """Adds a zero with the bias's gradient."""
     if not linear.bias.requires_grad or linear.weight.requires_grad or not torch.is_grad_enabled():
         return output
     return output[0] + (linear.bias - linear.bias.detach()), output[1]

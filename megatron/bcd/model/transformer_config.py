@@ -37,10 +37,8 @@ def build_transformer_config(config: RunConfig, implementation: Implementation) 
     if config.model.squared_relu:
         fields["activation_func"] = squared_relu
     has_bias = fields.get("add_bias_linear", True)
-    has_fast_kernels = not device.has_cuda() and config.training.cpu_kernels == "fast"
     has_fused_gelu = has_bias and not (config.model.squared_relu or config.model.quick_geglu)
-    fuses_activation = device.has_cuda() and (config.model.swiglu or has_fused_gelu)
-    if not (fuses_activation or has_fast_kernels and config.model.swiglu):
+    if not (device.has_cuda() and (config.model.swiglu or has_fused_gelu)):
         fields["bias_activation_fusion"] = False
     if config.model.openai_gelu and not fields["bias_activation_fusion"]:
         # the fused kernel always computes the tanh form, but Megatron Core accepts it for torch's GELU only
@@ -48,7 +46,6 @@ def build_transformer_config(config: RunConfig, implementation: Implementation) 
     if not device.has_cuda():
         fields["bias_dropout_fusion"] = False
         fields["cross_entropy_loss_fusion"] = False
-        fields["fused_single_qkv_rope"] = has_fast_kernels and _has_plain_rotation(config)
     if config.context_size > 1 and config.data.reset_attention_mask and implementation.attention != SCALED_DOT_PRODUCT:
         raise ValueError(
             f"--reset-attention-mask does not go with --context-parallel-size {config.context_size}: Transformer "
@@ -88,17 +85,6 @@ def _has_narrow_gradients(config: RunConfig) -> bool:
     dtypes = [config.bcd.bcd_resting_grad_dtype] if config.bcd.bcd_resting_update != "none" else []
     dtypes += [config.bcd.muon_grad_dtype] if config.optimizer.optimizer == "muon" else []
     return config.precision == "fp32" and "bf16" in dtypes
-
-
-def _has_plain_rotation(config: RunConfig) -> bool:
-    """Whether the fused rotary embedding of `compat.cpu_kernels` applies: all of each head, in halves, straight after
-    the projection."""
-    fields = config.transformer
-    groups = int(fields.get("num_query_groups") or fields["num_attention_heads"])
-    is_plain = config.model.rotary_percent == 1.0 and not fields.get("rotary_interleaved")
-    # nothing comes between projection and rotation
-    is_alone = not fields.get("qk_layernorm") and groups >= config.tensor_size
-    return config.model.position_embedding_type == "rope" and is_plain and is_alone
 
 
 def _check_compiled_fusions(config: RunConfig, fields: Mapping[str, Any]) -> None:

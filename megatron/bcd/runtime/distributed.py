@@ -45,7 +45,6 @@ def initialize(
     pipeline_size: int,
     context_size: int = 1,
     hierarchical_context_sizes: Sequence[int] | None = None,
-    cpu_kernels: str = "fast",
 ) -> Launch:
     """Join the process group of torchrun's environment and create Megatron Core's parallel groups.
 
@@ -76,7 +75,7 @@ def initialize(
         if packages.optimizer_implementation() == packages.PYTORCH_OPTIMIZER:
             fused_adam.patch_megatron_core()
     else:
-        cpu.patch_megatron_core(cpu_kernels)
+        cpu.patch_megatron_core()
     if backend == "gloo":
         compat.share_gloo_device()
     start = 1

@@ -120,7 +120,6 @@ def _initialize(config: RunConfig) -> distributed.Launch:
         pipeline_size=config.pipeline_size,
         context_size=config.context_size,
         hierarchical_context_sizes=config.transformer.get("hierarchical_context_parallel_sizes"),
-        cpu_kernels=training.cpu_kernels,
     )
     rng.seed_everything(training.seed, data_parallel_random_init=training.data_parallel_random_init)
     return launch

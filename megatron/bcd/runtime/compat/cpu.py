@@ -1,17 +1,14 @@
-"""Megatron Core on a CPU: shims for its CUDA calls, and --cpu-kernels."""
+"""Megatron Core on a CPU: shims for its CUDA calls."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib
 import logging
 import types
 from typing import Any
 
 import torch
-
-from megatron.bcd.runtime.compat import cpu_kernels, fused_adam
 
 _FACTORIES = ("empty", "full", "ones", "rand", "randn", "tensor", "zeros")
 _MODULES_FOR_CUDA = (
@@ -28,8 +25,6 @@ _MODULES_FOR_CUDA = (
 
 class _TorchOnCpu(types.ModuleType):
     """`torch` for Megatron Core's modules without a GPU: factory calls with device="cuda" return CPU tensors."""
-
-    distributed: Any
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -61,30 +56,16 @@ def _type_name_as_cuda(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kw
 _tensor_type = torch.Tensor.type
 
 
-def patch_megatron_core(kernels: str) -> None:
-    """Let Megatron Core run on this CPU, with `kernels` as --cpu-kernels has them. Only where there is no GPU.
+def patch_megatron_core() -> None:
+    """Let Megatron Core run on this CPU. Only where there is no GPU.
 
-    Patches are never taken back: later calls change nothing.
+    Its CUDA random generator is the CPU's, its current device is the CPU, streams and synchronisation vanish. Never
+    taken back: later calls change nothing.
     """
-    if kernels_in_use() is None:
-        torch_on_cpu = _emulate_cuda()
-        if kernels == "fast":
-            _use_fast_kernels(torch_on_cpu)
-    assert kernels_in_use() == kernels, f"this process computes with --cpu-kernels {kernels_in_use()}"
-
-
-def kernels_in_use() -> str | None:
-    """--cpu-kernels of this process, seen in what is patched; None before `patch_megatron_core`."""
     from megatron.core import utils
 
-    if not isinstance(utils.torch, _TorchOnCpu):
-        return None
-    return "fast" if isinstance(utils.torch.distributed, cpu_kernels.DistributedForOneRank) else "megatron"
-
-
-def _emulate_cuda() -> _TorchOnCpu:
-    """Megatron Core's CUDA random generator is the CPU's, its current device is the CPU, streams and synchronisation
-    vanish. Returns `torch` as its modules see it from now on."""
+    if isinstance(utils.torch, _TorchOnCpu):
+        return
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
@@ -107,39 +88,11 @@ def _emulate_cuda() -> _TorchOnCpu:
     torch_on_cpu = _TorchOnCpu()
     for name in _MODULES_FOR_CUDA:
         importlib.import_module(name).torch = torch_on_cpu  # type: ignore[attr-defined]
-    return torch_on_cpu
-
-
-def _use_fast_kernels(torch_on_cpu: _TorchOnCpu) -> None:
-    fused_adam.patch_megatron_core()
-    torch_on_cpu.distributed = cpu_kernels.DistributedForOneRank("torch.distributed")
-    cpu_kernels.patch_megatron_core()
-    keep_freed_memory()
-
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Of glibc's mallopt."""
-
-
-@functools.cache
-def _glibc() -> Any:
-    """The C library of this process; None where it is another one, or another system."""
-    library = ctypes.CDLL(None)
-    return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
-
-
-def keep_freed_memory() -> None:
-    """Let what is freed be there for what is allocated next, as PyTorch's allocator does on a GPU.
-
-    Else glibc hands it back to the system, and every step finds fresh pages, each of which costs time. Tensors above
-    32 MiB, glibc's limit, are handed back all the same.
-    """
-    if _glibc() is not None:
-        _glibc().mallopt(_MMAP_THRESHOLD, 32 * 2**20)
-        _glibc().mallopt(_TRIM_THRESHOLD, -1)  # never
 
 
 def return_freed_memory() -> None:
-    """Hand what is free back to the system, so that a peak that is measured from now on does not count it."""
-    if _glibc() is not None:
-        _glibc().malloc_trim(0)
+    """Hand what is free back to the system, so that a peak that is measured from now on does not count it. Without
+    glibc it does nothing."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)

@@ -81,13 +81,6 @@ MEGATRON_APIS = (
     ),
     PrivateApi(
         "megatron.core.distributed.param_and_grad_buffer",
-        "",
-        used_in="runtime.compat.cpu_kernels",
-        use="replaced where the group has one rank",
-        source=("dist_all_gather_func(", "dist_reduce_scatter_func("),
-    ),
-    PrivateApi(
-        "megatron.core.distributed.param_and_grad_buffer",
         "_ParamAndGradBuffer.__init__",
         used_in="optim.state_bytes",
         use="counting bytes",
@@ -287,40 +280,6 @@ MEGATRON_APIS = (
         source=("import torch",),
     ),
     PrivateApi(
-        "megatron.core.tensor_parallel.cross_entropy",
-        "vocab_parallel_cross_entropy",
-        used_in="runtime.compat.cpu_kernels",
-        use="replaced on one tensor-parallel rank",
-        parameters="vocab_parallel_logits, target, label_smoothing",
-    ),
-    PrivateApi(
-        "megatron.core.tensor_parallel.layers",
-        "",
-        used_in="runtime.compat.cpu_kernels",
-        use="replaced where the group has one rank",
-        source=("copy_to_tensor_model_parallel_region(", "reduce_from_tensor_model_parallel_region("),
-    ),
-    PrivateApi(
-        "megatron.core.tensor_parallel.layers",
-        "linear_with_frozen_weight",
-        used_in="runtime.compat.cpu_kernels",
-        use="wrapped",
-        parameters=(
-            "input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, "
-            "tp_group, grad_output_buffer, wgrad_deferral_limit, async_grad_allreduce"
-        ),
-    ),
-    PrivateApi(
-        "megatron.core.tensor_parallel.layers",
-        "linear_with_grad_accumulation_and_async_allreduce",
-        used_in="runtime.compat.cpu_kernels",
-        use="wrapped",
-        parameters=(
-            "input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, "
-            "grad_output_buffer, wgrad_deferral_limit, async_grad_allreduce, tp_group"
-        ),
-    ),
-    PrivateApi(
         "megatron.core.tensor_parallel.random",
         "_get_cuda_rng_state",
         used_in="runtime.compat.cpu",
@@ -333,27 +292,6 @@ MEGATRON_APIS = (
         used_in="runtime.compat.cpu",
         use="replaced by the CPU's generator",
         parameters="new_state, device, graph_safe",
-    ),
-    PrivateApi(
-        "megatron.core.transformer.attention",
-        "",
-        used_in="runtime.compat.cpu_kernels",
-        use="`apply_fused_qkv_rotary_pos_emb` replaced",
-        source=("apply_fused_qkv_rotary_pos_emb(", "HAVE_FUSED_QKV_ROPE"),
-    ),
-    PrivateApi(
-        "megatron.core.transformer.mlp",
-        "",
-        used_in="runtime.compat.cpu_kernels",
-        use="`bias_swiglu_impl` replaced",
-        source=("bias_swiglu_impl(",),
-    ),
-    PrivateApi(
-        "megatron.core.transformer.torch_norm",
-        "WrappedTorchNorm.__new__",
-        used_in="runtime.compat.cpu_kernels",
-        use="wrapped: RMSNorm in one function",
-        parameters="cls, config, hidden_size, eps, persist_layer_norm, zero_centered_gamma, normalization",
     ),
     PrivateApi(
         "megatron.core.transformer.transformer_block",
