@@ -11,7 +11,6 @@ from support import worlds
 from support.dist import World
 
 from megatron.bcd.config import RunConfig
-from megatron.bcd.runtime import device
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd"},
@@ -31,7 +30,7 @@ def reference(config: RunConfig, parameters: dict[str, torch.Tensor]) -> torch.o
     if config.optimizer.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=1.0, momentum=config.optimizer.sgd_momentum)
     kind = torch.optim.AdamW if config.optimizer.decoupled_weight_decay else torch.optim.Adam
-    return kind(groups, lr=1.0, fused=not device.has_cuda() or None)  # as `platform` has it on a CPU
+    return kind(groups, lr=1.0)
 
 
 def beside_a_reference(config: RunConfig) -> tuple[list[str], list[float]]:

@@ -1,9 +1,9 @@
 """Activations that autograd saves for one microbatch, and a layer's working memory: closed formulas in bytes.
 
 Counted for Megatron Core's local layers without dropout, as `model.builder` builds them on a GPU. Fused attention saves
-query, key, value and output; RMSNorm, rotation and the element-wise functions of the MLP are fused. A layer of the suffix
-saves what its input gradient needs: no input of a linear layer. A layer of the prefix saves nothing. A CPU fuses none of
-these, and saves more for a LLaMA.
+query, key, value and output; RMSNorm, rotation and the element-wise functions of the MLP are fused. A layer of the
+suffix saves what its input gradient needs: no input of a linear layer. A layer of the prefix saves nothing. A CPU
+fuses none of these and saves more for a LLaMA.
 """
 
 from __future__ import annotations
