@@ -16,6 +16,7 @@ PRETRAIN = {"bcd_preset": "pretrain"}
 RUNS: dict[str, dict[str, Any]] = {
     "one": {},
     "one_block": {"bcd_num_blocks": 1},
+    "large_vocabulary": {"make_vocab_size_divisible_by": 4096},
     "data2_bf16": TWO | {"bf16": True},
     "grouped_queries": {"group_query_attention": True, "num_query_groups": 2},
     "like_qwen": {
@@ -75,7 +76,7 @@ def recipe_of(root: Path, flags: dict[str, Any]) -> Recipe:
         precision="bf16" if flags.get("bf16") else "fp32",
         micro_batch_size=flags.get("micro_batch_size", 2),
         global_batch_size=8,
-        vocabulary_multiple=worlds.PADDED_VOCABULARY,
+        vocabulary_multiple=flags.get("make_vocab_size_divisible_by", worlds.PADDED_VOCABULARY),
     )
 
 

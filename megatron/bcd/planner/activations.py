@@ -43,7 +43,9 @@ class LayerBytes:
     """The most that the backward pass of one active layer holds beside what is saved: gradients, and one weight's."""
     suffix_working: int
     head_working: int
-    """The same of the head, if it is frozen."""
+    """The same of the head, without the gradient of its weight."""
+    head_weight: int
+    """That gradient, before it is added to the buffer."""
     forward_working: int
     """The most that the forward pass of a layer of the prefix holds."""
 
@@ -111,6 +113,7 @@ def bytes_of_layers(
         active_working=active_working,
         suffix_working=tokens * (hidden + (1 + projections) * ffn) * element,
         head_working=tokens * (hidden * element if element == 4 else max(hidden * element, 2 * vocabulary)),
+        head_weight=vocabulary * hidden * element,
         forward_working=tokens * (2 * hidden + (1 + projections) * ffn) * element,
     )
 
@@ -177,8 +180,11 @@ def stage_activations(
     saved, beside = stage_saved_bytes(cut, sizes, shape, stage, block, recomputed), 0
     for chunk in range(cut.partition.num_chunks):
         has_head = _has_head(cut, stage, chunk)
+        head_weight = sizes.head_weight * (has_head and cut.partition.head_active(block))
+        beside = max(beside, sizes.head_working * has_head + head_weight)
         freed = sizes.head * has_head  # of this microbatch, when the backward pass comes to the layer
-        beside = max(beside, sizes.head_working * has_head)
+        if cut.partition.tied and cut.partition.num_virtual_stages == 1:  # waits for the embedding's gradient
+            freed -= head_weight
         for kept, working in reversed(_layers(cut, sizes, stage, chunk, block, recomputed)):
             beside = max(beside, working - freed)
             freed += kept
