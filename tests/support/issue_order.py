@@ -136,7 +136,7 @@ class Rank:
             "pp": self._group(("pp", tensor, data), [number(s, tensor, data) for s in stages]),
             "tp": self._group(("tp", stage, data), [number(stage, t, data) for t in tensors]),
             "dp": self._group(("dp", stage, tensor), [number(stage, tensor, d) for d in replicas]),
-            "mp": self._group(("mp", data), [number(s, t, data) for s in stages for t in tensors]),
+            "norm": self._group(("norm",), world),
             "embd": self._group(("embd", tensor, data), [number(s, tensor, data) for s in (0, case.num_stages - 1)]),
             "world": self._group(("world",), world),
         }
@@ -320,7 +320,7 @@ class Rank:
         if self.stage == self.case.num_stages - 1:
             self.collective("losses of replicas", "dp")
         self.collective("losses and signals", "world")
-        self.collective("norm of the gradient", "mp")
+        self.collective("norm of the gradient", "norm")
         if self._is_active:
             self.collective("parameters", "dp")
 
@@ -364,7 +364,7 @@ def _recording() -> Iterator[None]:
         (p2p_communication.dist, {"get_global_rank": lambda group, rank: group.ranks[rank]}),
         (torch.distributed, {"group": SimpleNamespace(WORLD="world")}),
         (torch.cuda, {"current_device": lambda: "cpu", "synchronize": lambda: now[-1].steps.append(Sync())}),
-        (device, {"synchronize": lambda: now[-1].steps.append(Sync())}),
+        (device, {"synchronize": lambda: now[-1].steps.append(Sync()), "has_cuda": lambda: False}),
         (schedule, {"_process_groups": groups, "get_model_config": lambda model: model.config}),
         (chunk_executor, {"select_chunk": lambda model, chunk: setattr(now[-1], "chunk", chunk)}),
         (iteration, {

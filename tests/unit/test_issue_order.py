@@ -62,7 +62,7 @@ def test_with_tensor_and_data_parallel_collectives(num_stages: int) -> None:
         ranks = check(replace(case, overlaps_reduction=overlaps_reduction))
         assert len(ranks) == 4 * num_stages
         groups = {str(step.communicator[0]) for rank in ranks for step in rank.steps if hasattr(step, "communicator")}
-        assert groups == {"pp", "tp", "dp", "mp", "embd", "world"}
+        assert groups == {"pp", "tp", "dp", "norm", "embd", "world"}
 
 
 @pytest.mark.long
