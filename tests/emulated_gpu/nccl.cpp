@@ -262,6 +262,8 @@ int ncclCommAbort(C c) {
   return SUCCESS;
 }
 int ncclCommDestroy(C c) { return ncclCommAbort(c); }
+int ncclCommCount(C c, int* size) { return *size = c->size, SUCCESS; }
+int ncclCommUserRank(C c, int* rank) { return *rank = c->rank, SUCCESS; }
 int ncclCommFinalize(C) { return SUCCESS; }
 int ncclCommGetAsyncError(C, int* code) { return *code = SUCCESS; }
 int ncclGetVersion(int* version) { return *version = 22907, SUCCESS; }
@@ -282,11 +284,11 @@ int ncclRecv(void* data, size_t n, int type, int peer, C c, Stream s) { return i
 // All others that torch links to:
 #define NOT_EMULATED(name) int name() { die(#name " is not emulated\n"); }
 NOT_EMULATED(ncclCommInitAll) NOT_EMULATED(ncclCommInitRank) NOT_EMULATED(ncclCommInitRankScalable)
-NOT_EMULATED(ncclCommSplit) NOT_EMULATED(ncclCommShrink) NOT_EMULATED(ncclCommMemStats) NOT_EMULATED(ncclCommCount)
-NOT_EMULATED(ncclCommUserRank) NOT_EMULATED(ncclCommResume) NOT_EMULATED(ncclCommSuspend) NOT_EMULATED(ncclCommRegister)
-NOT_EMULATED(ncclCommDeregister) NOT_EMULATED(ncclCommWindowRegister) NOT_EMULATED(ncclCommWindowDeregister)
-NOT_EMULATED(ncclDevCommCreate) NOT_EMULATED(ncclDevCommDestroy) NOT_EMULATED(ncclGetLsaMultimemDevicePointer)
-NOT_EMULATED(ncclGetPeerDevicePointer) NOT_EMULATED(ncclMemAlloc) NOT_EMULATED(ncclMemFree) NOT_EMULATED(ncclAlltoAll)
-NOT_EMULATED(ncclGroupSimulateEnd) NOT_EMULATED(ncclPutSignal) NOT_EMULATED(ncclSignal) NOT_EMULATED(ncclWaitSignal)
-NOT_EMULATED(ncclRedOpCreatePreMulSum) NOT_EMULATED(ncclRedOpDestroy)
+NOT_EMULATED(ncclCommSplit) NOT_EMULATED(ncclCommShrink) NOT_EMULATED(ncclCommMemStats) NOT_EMULATED(ncclCommResume)
+NOT_EMULATED(ncclCommSuspend) NOT_EMULATED(ncclCommRegister) NOT_EMULATED(ncclCommDeregister)
+NOT_EMULATED(ncclCommWindowRegister) NOT_EMULATED(ncclCommWindowDeregister) NOT_EMULATED(ncclDevCommCreate)
+NOT_EMULATED(ncclDevCommDestroy) NOT_EMULATED(ncclGetLsaMultimemDevicePointer) NOT_EMULATED(ncclGetPeerDevicePointer)
+NOT_EMULATED(ncclMemAlloc) NOT_EMULATED(ncclMemFree) NOT_EMULATED(ncclAlltoAll) NOT_EMULATED(ncclGroupSimulateEnd)
+NOT_EMULATED(ncclPutSignal) NOT_EMULATED(ncclSignal) NOT_EMULATED(ncclWaitSignal) NOT_EMULATED(ncclRedOpCreatePreMulSum)
+NOT_EMULATED(ncclRedOpDestroy)
 }
