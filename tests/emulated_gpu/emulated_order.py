@@ -158,8 +158,7 @@ def _was_freed(pointer):
         return
     _make([copy for copy in _copies if copy.device_memory == pointer])
     uses = {stream: n for stream, n in (memory.writes | memory.reads).items() if stream not in memory.recorded}
-    uses = _unordered(memory.home, uses)
-    if uses:
+    if uses := _unordered(memory.home, uses):
         _freed[pointer] = _Memory(memory.home, memory.num_bytes, reads=uses)
     elif torch.cuda.current_stream().query():
         ctypes.memset(pointer, 0xFF, memory.num_bytes)
