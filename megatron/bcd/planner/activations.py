@@ -42,10 +42,10 @@ class LayerBytes:
     active_working: int
     """The most that the backward pass of one active layer holds beside what is saved: gradients, and one weight's."""
     suffix_working: int
-    head_working: int
-    """The same of the head, without the gradient of its weight."""
+    head_converted: int
+    """The gradient of 16-bit logits, beside that of the loss's fp32 ones; 0 in fp32."""
     head_weight: int
-    """That gradient, before it is added to the buffer."""
+    """The gradient of the head's weight, before it is added to the buffer."""
     forward_working: int
     """The most that the forward pass of a layer of the prefix holds."""
 
@@ -112,7 +112,7 @@ def bytes_of_layers(
         suffix_core=tokens * ((scores + query) * element + 4 * attention),
         active_working=active_working,
         suffix_working=tokens * (hidden + (1 + projections) * ffn) * element,
-        head_working=tokens * (hidden * element if element == 4 else max(hidden * element, 2 * vocabulary)),
+        head_converted=0 if element == 4 else tokens * vocabulary * element,
         head_weight=vocabulary * hidden * element,
         forward_working=tokens * (2 * hidden + (1 + projections) * ffn) * element,
     )
@@ -181,7 +181,8 @@ def stage_activations(
     for chunk in range(cut.partition.num_chunks):
         has_head = _has_head(cut, stage, chunk)
         head_weight = sizes.head_weight * (has_head and cut.partition.head_active(block))
-        beside = max(beside, sizes.head_working * has_head + head_weight)
+        if has_head:  # the loss's gradient is freed before the head's pass
+            beside = max(beside, sizes.head_converted, sizes.input + head_weight - sizes.head_converted)
         freed = sizes.head * has_head  # of this microbatch, when the backward pass comes to the layer
         if cut.partition.tied and cut.partition.num_virtual_stages == 1:  # waits for the embedding's gradient
             freed -= head_weight
