@@ -219,5 +219,3 @@ def test_prompts_that_do_not_fit(world1: World, text_data: str, tmp_path: Path) 
             path.write_text(content)
         [refused] = world1.run(refusals, config)
         assert refused.startswith(f"--eval-generate {path}")
-    with pytest.raises(ValueError, match="--eval-generate"):
-        worlds.run_config(data_path=text_data, eval_iters=0, eval_generate=str(path))
