@@ -71,7 +71,7 @@ def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
         module, block = "final_norm", last
     elif name.startswith("decoder.layers."):
         module, layer = "layer", partition.chunk_layers(stage, chunk)[int(name.split(".")[2])]
-        block = next(block.index for block in partition.blocks if layer in block.layers)
+        block = partition.block_of_layer[layer]
         is_always_active |= not is_norm and name.endswith(".bias") and "biases" in partition.always_active
     else:
         raise KeyError(name)

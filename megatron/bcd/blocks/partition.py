@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 from megatron.bcd.blocks import check_partition
@@ -70,6 +71,11 @@ class Partition:
     def num_virtual_stages(self) -> int:
         """Stages x chunks, in depth order."""
         return self.num_stages * self.num_chunks
+
+    @cached_property
+    def block_of_layer(self) -> dict[int, int]:
+        """The number of the block that a layer belongs to."""
+        return {layer: block.index for block in self.blocks for layer in block.layers}
 
     def active_layers(self, block: int, stage: int) -> tuple[int, ...]:
         """Layers of pipeline stage ``stage`` that are active while block number ``block`` is."""
