@@ -81,7 +81,8 @@ def allocated(config: Any, *, leaks: bool = False) -> list[dict[str, int]]:
 @pytest.mark.parametrize("name", RUNS)
 def test_allocated_is_planned(repo_root: Path, gpus: Worlds, text_data: str, name: str) -> None:
     """Model state that the run holds and neither counts nor plans, to the byte; a peak that does not fit though its
-    plan does. A stage keeps the message that it received last, with its gradient, and a few numbers stay."""
+    plan does. A stage keeps the message that it received last, with its gradient if it
+    has one, and a few numbers stay."""
     flags = SIZES | RUNS[name]
     recipe = recipe_of(repo_root, flags)
     planned = planned_memory(recipe)
@@ -95,7 +96,7 @@ def test_allocated_is_planned(repo_root: Path, gpus: Worlds, text_data: str, nam
         for step in steps[2 * num_blocks + 1 :: 2]:
             plan = planned[step["block"]][rank]
             rest = step["asked"] - plan.model_state
-            assert rest % 512 <= 64 and rest // 512 in (0, message // 512), (rank, step, plan)
+            assert rest % 512 <= 64 and rest // 512 in (0, message // 1024, message // 512), (rank, step, plan)
             assert 0 <= step["stays"] - step["asked"] <= 512 * step["number"] + 2**21, "two blocks of the allocator"
             assert PEAKS[0] <= step["peak"] / (plan.total - plan.framework) <= PEAKS[1], (rank, step, plan)
 
