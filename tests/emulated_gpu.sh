@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The GPU path on a machine without a GPU: sets up emulated GPUs (docs/gpu.md), and runs the tests that need a GPU on them.
 #
-#   bash tests/emulated_gpu.sh                     the lane: at most 15 minutes on two cores
+#   bash tests/emulated_gpu.sh                     the lane
 #   bash tests/emulated_gpu.sh tests/gpu -k memory -x      arguments go to pytest
 #   bash tests/emulated_gpu.sh --run COMMAND...    any command on emulated GPUs: torchrun --nproc-per-node 2 pretrain_gpt_bcd.py ...
 #

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Lint, types, import direction and all tests; stops at the first step that fails.
 #
-#   bash tests/run.sh                       the default suite: 12 to 15 minutes on two cores
+#   bash tests/run.sh                       the default suite
 #   bash tests/run.sh --long                with the tests marked long: full products of options, hours
 #   bash tests/run.sh -k blocks -x          arguments go to pytest
 #   bash tests/run.sh -m "not e2e"          the markers are unit, distributed, e2e
