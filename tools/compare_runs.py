@@ -6,7 +6,8 @@
 Each configuration (--list) is trained with the code before and after, by one Python interpreter, on the CPU, on text
 that is made once. Compared are all lines of the metrics files but for times and peak memory, and all tensors of the
 last checkpoints. Revisions are exported, folders are copied first, so both may change meanwhile. One line for each
-configuration: equal, or the first difference. Exit code 0 where all are equal, 1 where not, 2 for bad flags.
+configuration: equal, or the first difference. Before the runs, the flags of every configuration are resolved by both
+versions and compared, and those of --recipes. Exit code 0 where all are equal, 1 where not, 2 for bad flags.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import contextlib
 import filecmp
 import io
+import json
 import os
 import re
 import shutil
@@ -34,6 +36,7 @@ import psutil
 from _bit_compare_configurations import CONFIGURATIONS, GPT, LLAMA, Configuration
 from _bit_compare_records import NoRecords, run_difference
 from _parser import Parser, bad_input, leave_with
+from _resolved_configurations import first_difference
 
 PROG = "tools/compare_runs.py"
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,6 +46,8 @@ NEEDED = (GPT, LLAMA, "megatron", "tools", "examples")
 TEXT = "tokenized-text"
 """The name of what is compared first, and of its folder."""
 TEXT_MEGABYTES = "0.6"
+FLAGS = "resolved-flags"
+"""The name of the comparison of configurations, and of its folder."""
 START_SECONDS = 300.0
 """After which a start hangs."""
 _SCHEDULER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
@@ -78,6 +83,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--before", metavar="REV|FOLDER", help="a git revision, or the folder of a checkout")
     add("--after", metavar="REV|FOLDER", help="the same (default: the working tree that this tool lies in)")
     add("--only", metavar="NAME,...", help="these configurations (default: all)")
+    add("--recipes", metavar="FILE,...", help="compare the configurations of these command lines too: JSON lists of "
+        "{name, world_size, flags}")  # fmt: skip
+    add("--no-runs", action="store_true", help="compare resolved flags alone, train nothing")
     add("--list", action="store_true", help="show the configurations and end")
     add("--jobs", type=int, default=1, metavar="N", help="configurations at the same time (default: 1)")
     add("--output", metavar="FOLDER", help="keep logs, metrics files and checkpoints here (default: kept nowhere)")
@@ -228,6 +236,47 @@ def make_data(task: Task) -> str | None:
     return None
 
 
+def command_lines(configurations: Sequence[Configuration], recipes: Sequence[str]) -> dict[str, tuple[object, ...]]:
+    """Script, ranks and flags by name: of all starts, and of the recipes as they are and as one block.
+
+    Raises:
+        ValueError: a file of --recipes has other content.
+    """
+    lines: dict[str, tuple[object, ...]] = {}
+    for each in configurations:
+        for number, start in enumerate(each.starts, start=1):
+            words = start.argv(folder=Path("run"), data=Path("text"))
+            flags = words[words.index(start.script) + 1 :]
+            lines[f"{each.name}, start {number}"] = (start.script, start.num_processes, flags)
+    for file in recipes:
+        try:
+            for row in json.loads(Path(file).read_text()):
+                for flags in ([], ["--bcd-num-blocks", "1"]):
+                    lines[" ".join([row["name"], *flags])] = (GPT, row["world_size"], [*row["flags"], *flags])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"--recipes {file}: not a JSON list of {{name, world_size, flags}} ({error!r})") from error
+    return lines
+
+
+def resolved_difference(lines: dict[str, tuple[object, ...]], task: Task) -> str | None:
+    """Resolve all lines with both versions; the first difference. Raises RunFailed naming the side."""
+    folder = task.output / FLAGS
+    folder.mkdir()
+    (folder / "lines.json").write_text(json.dumps(lines))
+    found = {}
+    for side in SIDES:
+        program = [str(ROOT / "tools" / "_resolved_configurations.py"), str(folder / "lines.json")]
+        argv = [sys.executable, *program, str(folder / f"{side}.json")]
+        try:
+            run_process(argv, checkout=task.checkouts[side], log=folder / f"{side}.log", stop=task.stop)
+        except RunFailed as error:
+            raise RunFailed(f"{side} {error}") from None
+        found[side] = json.loads((folder / f"{side}.json").read_text())
+    accepted = {side: sum(not isinstance(value, str) for value in values.values()) for side, values in found.items()}
+    print(f"{len(lines)} command lines: {accepted['before']} accepted before, {accepted['after']} after")
+    return first_difference(found["before"], found["after"])
+
+
 def run_configuration(configuration: Configuration, task: Task) -> None:
     """All starts, before and after. Raises RunFailed naming the side and the start."""
     for side in SIDES:
@@ -285,6 +334,7 @@ def compare(arguments: argparse.Namespace) -> int:
         for each in configurations:
             print(f"{each.name:<20}{each.about}")
         return 0
+    lines = command_lines(configurations, arguments.recipes.split(",") if arguments.recipes else [])
     if arguments.before is None:
         raise ValueError("--before is required: a git revision, or the folder of a checkout")
     if arguments.jobs < 1:
@@ -294,14 +344,17 @@ def compare(arguments: argparse.Namespace) -> int:
         materialise("--before", arguments.before, checkouts["before"])
         materialise("--after", arguments.after or str(ROOT), checkouts["after"])
         task = Task(checkouts=checkouts, output=output, stop=threading.Event())
-        try:
-            different = [] if _tell(TEXT, make_data(task)) else [TEXT]
-        except RunFailed as error:
-            _tell(TEXT, str(error))
-            return 1
         started = time.monotonic()
+        try:
+            different = [] if _tell(FLAGS, resolved_difference(lines, task)) else [FLAGS]
+            if arguments.no_runs:
+                return 1 if different else 0
+            different += [] if _tell(TEXT, make_data(task)) else [TEXT]
+        except RunFailed as error:
+            print(error)
+            return 1
         different += compare_all(configurations, task, jobs=arguments.jobs)
-    total, seconds = len(configurations) + 1, time.monotonic() - started
+    total, seconds = len(configurations) + 2, time.monotonic() - started
     print(f"{f'{len(different)} of {total} not equal' if different else f'all {total} equal'} ({seconds:,.0f} s)")
     if different and not arguments.output:
         print("--output FOLDER keeps the logs")

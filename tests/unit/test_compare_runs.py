@@ -26,9 +26,14 @@ from _bit_compare_records import (
     read_metrics,
     run_difference,
 )
-from compare_runs import RunFailed, Stopped, Task, compare_all, materialise, run_process
+from _resolved_configurations import first_difference
+from compare_runs import SIDES, RunFailed, Stopped, Task, compare_all, materialise, run_process
 from support.processes import has_ended
 
+GOOD_FLAGS = """
+--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --lr 1e-3
+--micro-batch-size 2 --global-batch-size 4 --train-iters 2 --mock-data --tokenizer-type NullTokenizer --vocab-size 64
+"""
 STEP = {"iteration": 1, "loss": 5.5, "learning_rate": 1e-3, "grad_norm": None, "backward_messages": [0, 4]}
 TIMES = {
     "step_time_ms": 1.5,
@@ -240,3 +245,25 @@ def test_refusals(tmp_path: Path, capsys: Any, flags: list[str], told: str) -> N
     assert compare_runs.main([str(tmp_path / places[flag]) if flag in places else flag for flag in flags]) == 2
     said = capsys.readouterr()
     assert told in said.err and said.err.count("\n") == 1 and not said.out
+
+
+def test_a_changed_configuration_is_found(tmp_path: Path) -> None:
+    """A flag that resolves to another value trains something else; a recipe that was refused may be accepted."""
+    before = {"a": {"lr": 1e-3, "bf16": False}, "refused": "--lr: must be given"}
+    assert first_difference(before, {"a": {"lr": 1e-3}, "refused": {"lr": 1e-3}}) is None
+    assert "lr" in str(first_difference(before, {"a": {"lr": 2e-3, "bf16": False}, "refused": "x"}))
+    assert "refused" in str(first_difference(before, {"a": "--lr: must be given", "refused": "x"}))
+
+
+def test_every_start_and_recipe_is_resolved(tmp_path: Path) -> None:
+    """A start left out of the comparison of configurations may change unseen."""
+    recipes = tmp_path / "recipes.json"
+    recipes.write_text(json.dumps([{"name": "mine", "world_size": 1, "flags": GOOD_FLAGS.split()}]))
+    lines = compare_runs.command_lines(CONFIGURATIONS, [str(recipes)])
+    assert len(lines) == sum(len(each.starts) for each in CONFIGURATIONS) + 2
+    chosen = {name: lines[name] for name in ("mine", "one-block, start 1")}
+    task = Task(checkouts=dict.fromkeys(SIDES, compare_runs.ROOT), output=tmp_path, stop=threading.Event())
+    assert compare_runs.resolved_difference(chosen, task) is None
+    found = json.loads((tmp_path / compare_runs.FLAGS / "after.json").read_text())
+    assert found["mine"].get("num-layers") == 3, found
+    assert found["one-block, start 1"]["bcd-num-blocks"] == 1
