@@ -15,7 +15,7 @@ from megatron.bcd.arguments import parse_run_config, run_config_from_dict, run_c
 from megatron.bcd.arguments.flag_tables import flag_tables
 from megatron.bcd.arguments.flags import CORE_SECTIONS, OWN_SECTIONS, Flag, dashed, generate_flags
 from megatron.bcd.arguments.parse import _parser
-from megatron.bcd.arguments.unsupported_flags import REFUSED, reason_of, stock_flags
+from megatron.bcd.arguments.stock import REFUSED, reason_of, stock_flags
 from megatron.bcd.config import RunConfig, core_keywords
 
 # examples/gpt3/train_gpt3_175b_distributed.sh of Megatron-LM, with --rampup-batch-size as there

@@ -15,7 +15,7 @@ from support.command_line import BASE
 
 from megatron.bcd.arguments import FAMILY_DEFAULTS, read_command_line
 from megatron.bcd.arguments.flags import Flag, generate_flags
-from megatron.bcd.arguments.unsupported_flags import stock_flags
+from megatron.bcd.arguments.stock import stock_flags
 
 NUMBERS = ("0", "1", "2", "3", "4", "6", "8", "16", "64", "1000", "0.5", "1e-3", "1000")
 HOSTILE = ("-1", "-0", "nan", "inf", "-inf", "1e400", "9" * 20, "9" * 400, "-" + "9" * 30, "1e3", "0x10", "1_000", "٣",

@@ -15,8 +15,8 @@ import yaml
 from megatron.bcd.arguments.flags import Flag
 from megatron.bcd.arguments.refusals import refusal
 from megatron.bcd.arguments.rules import flattened
+from megatron.bcd.arguments.stock import has_no_effect
 from megatron.bcd.arguments.switch import Switch
-from megatron.bcd.arguments.unsupported_flags import has_no_effect
 from megatron.bcd.config import RunConfig
 from megatron.bcd.config.yaml_file import read_yaml
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.bcd.arguments.flags import generate_flags
-from megatron.bcd.arguments.unsupported_flags import REFUSED, stock_flags
+from megatron.bcd.arguments.stock import REFUSED, stock_flags
 
 
 def flag_tables() -> str:

@@ -27,8 +27,8 @@ from megatron.bcd.arguments.flags import CORE_SECTIONS, OWN_SECTIONS, Flag, gene
 from megatron.bcd.arguments.pipeline_cut import with_balanced_cut
 from megatron.bcd.arguments.refusals import RefusedFlags, refusal
 from megatron.bcd.arguments.rules import flag_name
+from megatron.bcd.arguments.stock import REPLACED, has_no_effect
 from megatron.bcd.arguments.switch import Switch
-from megatron.bcd.arguments.unsupported_flags import has_no_effect
 from megatron.bcd.arguments.validate import find_problems
 from megatron.bcd.config import DdpSettings, OptimizerSettings, RunConfig
 from megatron.bcd.config.presets import preset_values
@@ -197,7 +197,7 @@ def _notes(
 
     `taken_back`: flags that have no effect, by field; `chunks`: those of a pipeline stage that were asked for.
     """
-    ignored = [name for name in given if name.startswith("--")]
+    ignored = [f"{name} ({REPLACED[name]})" if name in REPLACED else name for name in given if name.startswith("--")]
     ignored += taken_back.values()
     has_precision_aware = config.optimizer.use_precision_aware_optimizer or config.training.main_grads_dtype != "fp32"
     if given.get("use_precision_aware_optimizer") and not has_precision_aware:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-from megatron.bcd.arguments.unsupported_flags import reason_of
+from megatron.bcd.arguments.stock import reason_of
 
 _SIMILAR = 0.8
 """Similarity (difflib) from which another flag's name is worth suggesting."""

@@ -104,9 +104,15 @@ def reason_of(name: str) -> str | None:
     return next((why for why, starts in REFUSED.items() if name.startswith(starts)), None)
 
 
-_FORMER = ("--cpu-kernels",)  # a CPU runs Megatron Core's own functions
+REPLACED = {
+    "--cpu-kernels": "a CPU runs Megatron Core's own functions",
+}
+"""Flags that this program had: accepted with any value, without effect, and the run summary says what took their
+place."""
 
 
 def has_no_effect(name: str, values: Sequence[str]) -> bool:
     """Whether a flag that sets nothing here is stock's, or was this program's, and may be ignored."""
-    return name in _FORMER or name in stock_flags() and (reason_of(name) is None or _HARMLESS.get(name) == list(values))
+    if name in REPLACED:
+        return True
+    return name in stock_flags() and (reason_of(name) is None or _HARMLESS.get(name) == list(values))
