@@ -27,7 +27,8 @@ from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
 from megatron.bcd.model.builder import build_model, unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
-from megatron.bcd.runtime import compat, distributed, rng
+from megatron.bcd.runtime import distributed, rng
+from megatron.bcd.runtime.compat import pytorch
 from megatron.bcd.training import loop, restore, save, setup
 from megatron.bcd.training.forward_backward import ForwardBackward
 from megatron.bcd.training.phase import Phase
@@ -294,7 +295,7 @@ def _cut_world(config: RunConfig) -> None:
             torch.distributed.destroy_process_group(group)
     if backends.is_strict():
         strict_backend.register()
-        compat.share_gloo_device()  # as with gloo, before the first group
+        pytorch.share_gloo_device()  # as with gloo, before the first group
     distributed.initialize(
         backend="strict" if backends.is_strict() else backends.chosen(),
         timeout_minutes=2,

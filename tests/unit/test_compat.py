@@ -1,7 +1,7 @@
 """What this project depends on in the inside of Megatron Core 0.16.1 and PyTorch 2.13, and that only `compat` does.
 
-When a pin moves: read each failing entry's source again, then the module in `used_in`. Sources are parsed, not
-imported, because a test that ran before may have replaced the functions in this process.
+When a pin moves: read each failing line's source again, then the file above it in tests/data/private_apis.txt. Sources
+are parsed, not imported, because a test that ran before may have replaced the functions in this process.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ import torch
 from megatron.core import utils
 from torch.distributed import ProcessGroupGloo
 
-from megatron.bcd.runtime.compat import cpu, grad_norm
-from megatron.bcd.runtime.compat.private_apis import PRIVATE_APIS, PrivateApi
+from megatron.bcd.runtime.compat import cpu, megatron_core
+
+TABLE = Path(__file__).parents[1] / "data" / "private_apis.txt"
+PRIVATE_APIS = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
 
 
 @cache
@@ -37,18 +39,6 @@ def source_of(module: str) -> tuple[str, ast.Module]:
     return text, ast.parse(text)
 
 
-def definition(api: PrivateApi) -> ast.AST:
-    """The last definition of that name: overloads come before it."""
-    _, node = source_of(api.module)
-    found: ast.AST = node
-    for part in api.name.split("."):
-        nodes = (one for one in ast.walk(found) if isinstance(one, ast.FunctionDef | ast.ClassDef))
-        matches = [one for one in nodes if one.name == part]
-        assert matches, f"{api.module} has no {api.name}; {api.used_in}: {api.use}"
-        found = matches[-1]
-    return found
-
-
 def parameters_of(function: ast.AST) -> str:
     assert isinstance(function, ast.FunctionDef)
     given = function.args
@@ -59,23 +49,27 @@ def parameters_of(function: ast.AST) -> str:
     return ", ".join(names)
 
 
-@pytest.mark.parametrize("api", PRIVATE_APIS, ids=lambda api: f"{api.module}:{api.name}")
-def test_private_api(api: PrivateApi, repo_root: Path) -> None:
+@pytest.mark.parametrize("line", PRIVATE_APIS)
+def test_private_api(line: str) -> None:
     """A changed signature, or an attribute that is gone: in the best case an error in the middle of a run."""
-    text, _ = source_of(api.module)
-    if api.name:
-        node = definition(api)
-        text = ast.get_source_segment(text, node) or ""
-        if api.parameters is not None:
-            assert parameters_of(node) == api.parameters, f"{api.used_in}: {api.use}"
-    for marker in api.source:
-        assert marker in text, f"{api.used_in}: {api.use}"
-    user = repo_root / "megatron" / "bcd" / Path(*api.used_in.split("."))
-    assert user.with_suffix(".py").exists(), f"{api.used_in} has moved: correct the entry"
+    api, *markers = line.split(" | ")
+    module, _, name = api.partition(":")
+    name, has_parameters, parameters = name.partition("(")
+    text, node = source_of(module)
+    if name:
+        found: ast.AST = node
+        for part in name.split("."):  # the last definition of that name: overloads come before it
+            kinds = (one for one in ast.walk(found) if isinstance(one, ast.FunctionDef | ast.ClassDef))
+            found = [one for one in kinds if one.name == part][-1]
+        text = ast.get_source_segment(text, found) or ""
+        if has_parameters:
+            assert parameters_of(found) == parameters.removesuffix(")")
+    for marker in markers:
+        assert marker in text
 
 
 def test_the_table_is_of_the_pinned_versions() -> None:
-    """Look at every entry of PRIVATE_APIS, then at docs/megatron_core_notes.md."""
+    """Look at every line of the table, then at docs/megatron_core_notes.md."""
     assert version("megatron-core") == "0.16.1"
     assert version("torch").startswith("2.13.")
 
@@ -96,16 +90,16 @@ def test_tensor_shims() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grad_norm(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """`grad_norm.l2_norm`: another value than that of the function it replaces."""
+    """`megatron_core.l2_norm`: another value than that of the function it replaces."""
     monkeypatch.setattr(utils, "torch", cpu._TorchOnCpu())
     draw = torch.Generator().manual_seed(1)
     gradients = [torch.randn(size, 7, generator=draw).to(dtype) * size for size in range(1, 40)]
     ours, theirs = (
-        norm(65536, None, [gradients], False) for norm in (grad_norm.l2_norm, utils.local_multi_tensor_l2_norm)
+        norm(65536, None, [gradients], False) for norm in (megatron_core.l2_norm, utils.local_multi_tensor_l2_norm)
     )
     assert ours[0].dtype == torch.float32 and torch.equal(ours[0], theirs[0]) and ours[1] is theirs[1] is None
     clipped = [gradient.clone() for gradient in gradients]
-    grad_norm.scale_in_place(65536, None, [clipped, clipped], 0.3)
+    megatron_core.scale_in_place(65536, None, [clipped, clipped], 0.3)
     utils.local_multi_tensor_scale(65536, None, [gradients, gradients], 0.3)
     assert all(map(torch.equal, clipped, gradients))
 

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from megatron.bcd.runtime.compat import cpu, fused_adam
+from megatron.bcd.runtime.compat import cpu, megatron_core
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 
@@ -22,7 +22,7 @@ def adam(optimizer: type[torch.optim.Optimizer], *, fused: bool, cuts: list[int]
     weights = [start[begin:end].clone().requires_grad_() for begin, end in bounds]
     one = optimizer(weights, lr=1e-2, weight_decay=0.1)
     if fused:
-        fused_adam.take_fused_adam(one)
+        megatron_core.take_fused_adam(one)
     for _ in range(10):
         gradient = torch.randn(cuts[-1], generator=generator)
         for weight, (begin, end) in zip(weights, bounds, strict=True):
@@ -43,7 +43,7 @@ def test_fused_adam(optimizer: type[torch.optim.Optimizer]) -> None:
 def test_other_optimizers_stay() -> None:
     sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0, momentum=0.9)
     for optimizer in (sgd, None):
-        fused_adam.take_fused_adam(optimizer)
+        megatron_core.take_fused_adam(optimizer)
     assert not sgd.param_groups[0]["fused"]
 
 

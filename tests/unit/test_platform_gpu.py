@@ -13,8 +13,8 @@ from support import worlds
 
 from megatron.bcd.pipeline.build import MAX_SENDS_IN_FLIGHT
 from megatron.bcd.pipeline.p2p import OneWayLink
-from megatron.bcd.runtime import compat, device, distributed, packages, rng
-from megatron.bcd.runtime.compat import fused_adam
+from megatron.bcd.runtime import device, distributed, packages, rng
+from megatron.bcd.runtime.compat import megatron_core
 from megatron.bcd.training import banner, pretrain
 
 
@@ -25,9 +25,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(device, "has_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda number: done.append(f"GPU {number}"))
-    monkeypatch.setattr(fused_adam, "patch_megatron_core", lambda: done.append("fused Adam"))
+    monkeypatch.setattr(megatron_core, "patch_adam", lambda: done.append("fused Adam"))
     monkeypatch.setattr(packages, "optimizer_implementation", lambda: packages.PYTORCH_OPTIMIZER)
-    monkeypatch.setattr(compat, "patch_optimizer_offload", lambda: None)
+    monkeypatch.setattr(megatron_core, "patch_optimizer_offload", lambda: None)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     world = SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=None))
     monkeypatch.setattr(torch.distributed, "group", world)

@@ -28,7 +28,7 @@ from megatron.bcd.optim.phase_optimizer import build_optimizer, wrap_model
 from megatron.bcd.optim.state_bytes import StateBytes, state_bytes, storage_bytes
 from megatron.bcd.optim.switch_check import SwitchCheck
 from megatron.bcd.runtime import memory, replicas
-from megatron.bcd.runtime.compat import megatron_phase
+from megatron.bcd.runtime.compat import megatron_core
 
 _CORE_PARAMETER_ATTRIBUTES = ("main_grad", "main_param", "main_param_sharded", "grad_added_to_main_grad")
 """What Megatron Core's DDP and optimizer attach to parameters."""
@@ -103,7 +103,7 @@ class ActiveBlock:
             self.matrices.end(keeps_momenta=self.kept.keeps_moments and not is_end_of_run)
         self._disconnect()
         in_buffers = self._in_buffers if self.partition.always_active else []
-        megatron_phase.drop_gradient_hooks(self.wrapped)
+        megatron_core.drop_gradient_hooks(self.wrapped)
         for chunk in chunks_of(self.model):
             chunk.set_input_tensor(None)  # holds the last input that was received, and its gradient
         for parameter in self.model.parameters():
@@ -175,11 +175,11 @@ class ActiveBlock:
             yield
         finally:
             if self.wrapped is not None:
-                megatron_phase.gather_in_forward(self.wrapped)
+                megatron_core.gather_in_forward(self.wrapped)
 
     def _gather_parameters(self) -> None:
         if self.wrapped is not None:
-            megatron_phase.gather_parameters(self.wrapped)
+            megatron_core.gather_parameters(self.wrapped)
 
     def check_switch(self) -> str | None:
         """As `SwitchCheck.problem`."""

@@ -14,7 +14,7 @@ import torch
 from megatron.bcd.blocks.ownership import matrix_stacks
 from megatron.bcd.optim.matrix_direction import MatrixLayout
 from megatron.bcd.runtime import device
-from megatron.bcd.runtime.compat import foreach
+from megatron.bcd.runtime.compat import pytorch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def distribute(values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Write back what `joined` has copied of several tensors."""
     if len(tensors) > 1:
-        foreach.copy_each(tensors, values.unbind())
+        pytorch.copy_each(tensors, values.unbind())
 
 
 def sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:

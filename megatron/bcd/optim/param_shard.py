@@ -16,7 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.bcd.optim import held_state, low_bit_moments
 from megatron.bcd.optim.low_bit_adam import LowBitAdam
 from megatron.bcd.optim.optimizer_params import OptimizerParam, optimizer_params
-from megatron.bcd.runtime.compat import megatron_phase
+from megatron.bcd.runtime.compat import megatron_core
 
 MAIN_PARAM = "master"
 """Name of the main parameter's state in checkpoints."""
@@ -138,9 +138,9 @@ def param_shards(optimizers: Iterable[Any], parameters: Mapping[str, torch.nn.Pa
             continue
         groups, params = optimizer.optimizer.param_groups, optimizer_params(optimizer.optimizer)
         if isinstance(optimizer, DistributedOptimizer):
-            for parameter, (group, order) in megatron_phase.places_in_groups(optimizer).items():
+            for parameter, (group, order) in megatron_core.places_in_groups(optimizer).items():
                 one = params[groups[group]["params"][order]]
-                found[parameter] = _shard(parameter, one, *megatron_phase.held_range(optimizer, parameter))
+                found[parameter] = _shard(parameter, one, *megatron_core.held_range(optimizer, parameter))
             continue
         for parameter in parameters.values():
             main_param = getattr(parameter, "main_param", parameter)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from megatron.bcd.runtime import collectives, compat, device, packages
-from megatron.bcd.runtime.compat import cpu, fused_adam
+from megatron.bcd.runtime import collectives, device, packages
+from megatron.bcd.runtime.compat import cpu, megatron_core, pytorch
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """CUDA's queues to a GPU. With one, kernels start in the order of their launch: with tensor parallelism Megatron Core
@@ -58,9 +58,9 @@ def initialize(
 
     if tensor_size > 1:  # read when CUDA starts
         os.environ.setdefault(CONNECTIONS, "1")
-    compat.patch_optimizer_offload()
-    compat.patch_norm_recomputation()
-    compat.patch_grad_norm()
+    megatron_core.patch_optimizer_offload()
+    megatron_core.patch_norm_recomputation()
+    megatron_core.patch_grad_norm()
     if backend == "auto":
         backend = "nccl" if device.has_cuda() else "gloo"
     if backend == "nccl" and not device.has_cuda():
@@ -73,11 +73,11 @@ def initialize(
     if device.has_cuda():
         torch.cuda.set_device(_own_gpu())
         if packages.optimizer_implementation() == packages.PYTORCH_OPTIMIZER:
-            fused_adam.patch_megatron_core()
+            megatron_core.patch_adam()
     else:
         cpu.patch_megatron_core()
     if backend == "gloo":
-        compat.share_gloo_device()
+        pytorch.share_gloo_device()
     start = 1
     if not torch.distributed.is_initialized():
         timeout = datetime.timedelta(minutes=timeout_minutes)

@@ -14,7 +14,7 @@ from megatron.bcd.blocks.phase_state import PhaseState
 from megatron.bcd.blocks.schedule import BlockSchedule
 from megatron.bcd.config import BcdConfig
 from megatron.bcd.optim.update_rules import RULES, direction
-from megatron.bcd.runtime.compat import ddp_reducer
+from megatron.bcd.runtime.compat import pytorch
 from megatron.bcd.torch_loop import ranks
 from megatron.bcd.torch_loop.parameter_blocks import KINDS, divide_parameters
 
@@ -248,7 +248,7 @@ class BlockCoordinate(Optimizer):
     def _before_forward(self, *_: Any) -> None:
         """The first forward pass of a phase that has a backward pass."""
         if not self._is_reduced and torch.is_grad_enabled():
-            self._is_reduced = ddp_reducer.rebuild_reducer()
+            self._is_reduced = pytorch.rebuild_reducer()
 
     def _step_resting(self) -> None:
         active = {id(p) for p in self.active_parameters}
