@@ -26,7 +26,7 @@ from _compare_peer import Peer
 from megatron.bcd import data
 from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
 from megatron.bcd.config import RunConfig
-from megatron.bcd.metrics.silent import SilentReporter
+from megatron.bcd.metrics.reporter import SilentReporter
 from megatron.bcd.metrics.sinks import MetricsFile
 from megatron.bcd.model.builder import build_model
 from megatron.bcd.optim.lr_schedule import build_scheduler

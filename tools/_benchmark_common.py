@@ -23,7 +23,7 @@ from megatron.bcd import data
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.blocks.stages import partition_from_config
 from megatron.bcd.config import RunConfig
-from megatron.bcd.metrics.silent import SilentReporter
+from megatron.bcd.metrics.reporter import SilentReporter
 from megatron.bcd.model.builder import build_model
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.pipeline.schedule import PipelineSchedule

@@ -24,7 +24,7 @@ from _benchmark_figures import rotated
 from megatron.bcd import data
 from megatron.bcd.blocks.phase_state import PhaseState
 from megatron.bcd.config import RunConfig
-from megatron.bcd.metrics.lines import format_bytes
+from megatron.bcd.metrics.console import format_bytes
 from megatron.bcd.model.implementation import implementation_here
 from megatron.bcd.planner.cost import compute_ratio
 from megatron.bcd.prefix_cache import folders

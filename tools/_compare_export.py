@@ -26,7 +26,7 @@ from megatron.bcd import data
 from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
-from megatron.bcd.metrics.silent import SilentReporter
+from megatron.bcd.metrics.reporter import SilentReporter
 from megatron.bcd.model.builder import build_model, unwrap_model
 from megatron.bcd.runtime import distributed, rng
 from megatron.bcd.training.setup import Components, setup

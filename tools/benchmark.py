@@ -52,7 +52,7 @@ from rich.table import Table
 
 from megatron.bcd.arguments import parse_run_config
 from megatron.bcd.config import RunConfig
-from megatron.bcd.metrics.lines import bytes_by_rank
+from megatron.bcd.metrics.console import bytes_by_rank
 from megatron.bcd.model.implementation import implementation_here
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.pipeline.schedule import PipelineSchedule

@@ -1,14 +1,15 @@
 """Reporter: writes metrics to the console and to all sinks."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 from collections.abc import Mapping
-from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 
-from megatron.bcd.metrics.console import Screen
-from megatron.bcd.metrics.lines import evaluation_line, step_lines, straggler_lines, timer_lines
+from megatron.bcd.metrics.console import Screen, evaluation_line, step_lines, straggler_lines, timer_lines
 from megatron.bcd.metrics.schema import EvalMetrics, RunSummary, StepMetrics
 from megatron.bcd.metrics.sinks import MetricsFile, TensorBoard, Wandb, evaluation_scalars, step_scalars, timer_scalars
 
@@ -174,13 +175,20 @@ class Reporter:
             except OSError as error:
                 self.warning(f"{sink.flag}: {_reason(error)}; its last points are lost")
 
-    def __enter__(self) -> "Reporter":
+    def __enter__(self) -> Reporter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class SilentReporter(Reporter):
+    """Of every rank but the first: the same interface, no output, so that all ranks run the same code."""
+
+    def __init__(self) -> None:
+        pass
+
+    def banner(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    step = progress = evaluation = phase = note = warning = close = banner

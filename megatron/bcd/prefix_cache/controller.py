@@ -19,7 +19,7 @@ from megatron.bcd import data
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
 from megatron.bcd.data.samples import TrainingSamples
-from megatron.bcd.metrics.lines import format_bytes
+from megatron.bcd.metrics.console import format_bytes
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.model.implementation import Implementation
 from megatron.bcd.model.transformer_config import DTYPES

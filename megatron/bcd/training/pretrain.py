@@ -16,8 +16,7 @@ from megatron.bcd import data
 from megatron.bcd.checkpoint import layout, loader, run_state
 from megatron.bcd.checkpoint.saver import check_save_folder, claim_save_folder, clear_save_folder
 from megatron.bcd.config import RunConfig
-from megatron.bcd.metrics.reporter import Reporter
-from megatron.bcd.metrics.silent import SilentReporter
+from megatron.bcd.metrics.reporter import Reporter, SilentReporter
 from megatron.bcd.model import builder
 from megatron.bcd.prefix_cache import folders as caches
 from megatron.bcd.prefix_cache.serve import DamagedRecord
