@@ -32,7 +32,7 @@ from megatron.bcd.model.builder import build_model
 from megatron.bcd.optim.lr_schedule import build_scheduler
 from megatron.bcd.runtime import distributed, rng
 from megatron.bcd.runtime.exit import exit_on_error
-from megatron.bcd.training.setup import setup
+from megatron.bcd.trainer import Trainer
 
 PROG = "studies/badam_peer.py"
 
@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> None:
         metrics = MetricsFile(config.report.metrics_file, start_iteration=0)
         distributed.initialize(backend="auto", timeout_minutes=10, tensor_size=1, pipeline_size=1)
         rng.seed_everything(config.training.seed)
-        components = setup(config, build_model, SilentReporter())
+        components = Trainer(config, build_model, reporter=SilentReporter())
         job, tensors = job_of(components)
         splits = components.splits
         del components  # its model

@@ -28,9 +28,8 @@ from megatron.bcd.model.builder import build_model
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.runtime import device
-from megatron.bcd.training.setup import setup
-from megatron.bcd.training.state import TrainState
-from megatron.bcd.training.train_step import StepResult
+from megatron.bcd.trainer import Trainer
+from megatron.bcd.training.state import StepResult
 
 PROG = "tools/benchmark.py"
 SPARE_STEPS = 64  # more than fp16's loss scale can be halved
@@ -57,8 +56,8 @@ class Bench:
     """The one model that all turns train, with the training loop's own step, and the batches that they share."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.components = setup(config, build_model, SilentReporter())
-        self.state = TrainState()
+        self.components = Trainer(config, build_model, reporter=SilentReporter())
+        self.state = self.components.state
         dataset = self.components.splits.train
         self.batches: Iterator[data.Batch] = (
             data.no_batches() if dataset is None else data.batches(dataset, config, consumed_samples=0)
@@ -68,16 +67,15 @@ class Bench:
     @property
     def active(self) -> ActiveBlock:
         """The one that is built and stepped."""
-        return self.components.forward_backward.active
+        return self.components.active
 
     @property
     def stage(self) -> int:
-        return self.components.active.stage
+        return self.components.stage
 
     def use(self, active: ActiveBlock, pipeline: PipelineSchedule) -> None:
         """Train with these from the next `build` on, instead of those of the flags."""
-        self.components.forward_backward.active = active
-        self.components.forward_backward.pipeline = pipeline
+        self.components.active, self.components.pipeline = active, pipeline
 
     def build(self, block: int) -> None:
         """Make `block` the active one."""
@@ -86,11 +84,9 @@ class Bench:
         self.components.lr_scheduler.step(0)
 
     def step(self, *, num_microbatches_next: int = 0, batches: Iterator[data.Batch] | None = None) -> StepResult:
-        """One training step; see `TrainStep`."""
+        """One training step; see `Trainer.train_step`."""
         return self.components.train_step(
-            self.batches if batches is None else batches,
-            self.state.phase_state,
-            num_microbatches_next=num_microbatches_next,
+            self.batches if batches is None else batches, num_microbatches_next=num_microbatches_next
         )
 
     def dispose(self) -> None:

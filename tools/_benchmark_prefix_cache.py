@@ -131,7 +131,7 @@ class PrefixCacheBenchmark:
         phase = index * self.partition.num_blocks + block
         bench.state.phase_state = PhaseState(phase=phase)
         bench.build(block)
-        bench.components.forward_backward.module.train()
+        bench.components.module.train()
         samples.end_phase()
         num_uses = bench.components.block_schedule.least_steps(0) * data.global_batch_size(bench.components.config)
         fill_ms, forward_ms, num_samples = [], [], 0

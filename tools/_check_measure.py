@@ -142,7 +142,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
     if dist.get_world_size() > 1:
         found["links"] = links(device)
     if not quick:  # all ranks at once, as in training: on a CPU they share its memory's bandwidth
-        import megatron.bcd.training.setup  # noqa: F401  (counted as framework)
+        import megatron.bcd.trainer  # noqa: F401  (counted as framework)
 
         found |= {"framework_bytes": framework_bytes(device), "device_bytes": device_bytes(device)}
         found |= {"matrix_products": matrix_products(device), "memory": memory(device)}

@@ -29,7 +29,7 @@ from megatron.bcd.config import RunConfig
 from megatron.bcd.metrics.reporter import SilentReporter
 from megatron.bcd.model.builder import build_model, unwrap_model
 from megatron.bcd.runtime import distributed, rng
-from megatron.bcd.training.setup import Components, setup
+from megatron.bcd.trainer import Trainer
 
 PROG = "tools/_compare_export.py"
 JOB_FILE, TENSORS_FILE = "job.json", "tensors.pt"
@@ -183,14 +183,14 @@ def export(folder: str, form: str, argv: Sequence[str]) -> None:
     config = parse_run_config(list(argv), prog=PROG, defaults=FAMILY_DEFAULTS[form])
     distributed.initialize(backend="auto", timeout_minutes=10, tensor_size=1, pipeline_size=1)
     rng.seed_everything(config.training.seed)
-    job, tensors = job_of(setup(config, build_model, SilentReporter()))
+    job, tensors = job_of(Trainer(config, build_model, reporter=SilentReporter()))
     torch.save(tensors, os.path.join(folder, TENSORS_FILE))
     with open(os.path.join(folder, JOB_FILE), "w", encoding="utf-8") as file:
         json.dump(job, file, indent=1)
     torch.distributed.destroy_process_group()
 
 
-def job_of(components: Components) -> tuple[dict[str, Any], dict[str, Any]]:
+def job_of(components: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the peer needs of a run that has not started: settings, and samples and initial weights."""
     config = components.config
     weights = {

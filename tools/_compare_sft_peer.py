@@ -35,8 +35,8 @@ from megatron.bcd.metrics.sinks import MetricsFile
 from megatron.bcd.optim.lr_schedule import build_scheduler
 from megatron.bcd.runtime import device, distributed, memory, rng, threads
 from megatron.bcd.runtime.exit import exit_on_error
-from megatron.bcd.training.fine_tuning import with_length
-from megatron.bcd.training.setup import tokenizer_of
+from megatron.bcd.tokenizer import build_tokenizer
+from megatron.bcd.training.pretrain import with_length
 
 PROG = "tools/_compare_sft_peer.py"
 PEERS = ("full", "badam", "lora")
@@ -170,7 +170,9 @@ class _Data:
         self.config, training = config, config.training
         assert training.global_batch_size is not None, "the parser fills it in"
         init_num_microbatches_calculator(0, None, training.global_batch_size, training.micro_batch_size, 1)
-        plan = data.plan_fine_tuning(config, tokenizer_of(config), data.num_iterations(config), least_steps_per_cycle=1)
+        plan = data.plan_fine_tuning(
+            config, build_tokenizer(**vars(config.tokenizer)), data.num_iterations(config), least_steps_per_cycle=1
+        )
         self.splits = plan.splits
         self.per_step = training.global_batch_size // training.micro_batch_size
         self.batches = data.batches(self.splits.train, config, consumed_samples=0)

@@ -93,14 +93,14 @@ def in_short_phases(config: RunConfig, *, is_cut: bool) -> list[float]:
         block = one.active.block
         if one.iteration == 0:
             return
-        one.components.lr_scheduler.optimizer = None
+        one.lr_scheduler.optimizer = None
         one.active.dispose()
         one.build(block)
-        one.components.lr_scheduler.optimizer = one.active.optimizer
-        one.components.lr_scheduler.step(0)
+        one.lr_scheduler.optimizer = one.active.optimizer
+        one.lr_scheduler.step(0)
 
     with worlds.started(config, **({"before_step": freeze_and_return} if is_cut else {})) as one:
-        one.run()
+        one.train()
         return worlds.outcome(one)["losses"]
 
 
@@ -120,7 +120,7 @@ def saves_of_a_run(config: RunConfig) -> int:
         mock.patch.object(distributed, "leave"),  # the groups are the world's
         mock.patch.object(one.active.kept, "save", wraps=one.active.kept.save) as save,
     ):
-        pretrain._run(one.components, one.state, prog="test")
+        pretrain.run(one, prog="test")
     return save.call_count
 
 

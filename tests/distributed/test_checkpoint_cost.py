@@ -37,12 +37,12 @@ def save_once_more(one: worlds.RecordedRun) -> float:
 def seconds_of_saves(config: Any) -> tuple[list[float], list[float]]:
     """Of the training loop, and of the whole save."""
     with worlds.started(config) as one:
-        one.run()
+        one.train()
         in_loop, whole = [], []
         for _ in range(NUM_TIMED):
             started = time.perf_counter()
             in_loop.append(save_once_more(one))
-            assert one.components.saver is not None and one.components.saver.finish()
+            assert one.saver is not None and one.saver.finish()
             whole.append(time.perf_counter() - started)
         return in_loop, whole
 
@@ -58,7 +58,7 @@ def test_an_asynchronous_save_hardly_stops_the_loop(world2: World, text_data: st
 def needed_bytes(config: Any) -> int:
     """This rank's weights and the active block's state, after a run that saved at its end."""
     with worlds.started(config) as one:
-        one.run()
+        one.train()
         return sum(weight.nbytes for weight in one.model.parameters()) + one.active.state_bytes().optimizer_state
 
 
@@ -114,15 +114,15 @@ def what_is_alive() -> dict[str, int]:
 def alive_before_and_after(config: Any) -> tuple[dict[str, int], dict[str, int]]:
     """Both after some saves, for the first ones fill caches."""
     with worlds.started(config) as one:
-        one.run()
+        one.train()
         gc.unfreeze()  # the run has frozen what was there: it would not be looked at
         for _ in range(NUM_BEFORE):
             save_once_more(one)
-        assert one.components.saver is not None and one.components.saver.finish()
+        assert one.saver is not None and one.saver.finish()
         before = what_is_alive()
         for _ in range(NUM_SAVES):
             save_once_more(one)
-        assert one.components.saver.finish()
+        assert one.saver.finish()
         return before, what_is_alive()
 
 

@@ -28,7 +28,7 @@ STILL = {"lr": 1e-30, "weight_decay": 0.0, "eval_iters": 2, "eval_interval": 2, 
 def evaluations(config: RunConfig) -> list[tuple[int, int, str, float, bool]]:
     """Everything that this rank reports of the evaluations of a run."""
     with worlds.started(config) as one:
-        one.run()
+        one.train()
         return [
             (record.iteration, record.consumed_samples, record.split, record.loss, record.is_final)
             for record in one.recorder.evaluations
@@ -42,7 +42,7 @@ def losses(config: RunConfig) -> list[float]:
 def mean_over_split(config: RunConfig) -> tuple[float, int]:
     """The mean loss over the validation split, sample by sample, and the number of samples."""
     with worlds.started(config) as one, torch.no_grad():
-        dataset, sums = one.components.splits.validation, torch.zeros(2, dtype=torch.float64)
+        dataset, sums = one.splits.validation, torch.zeros(2, dtype=torch.float64)
         one.model.eval()
         for index in range(len(dataset)):
             batch = data.batch_of(dataset, [index])

@@ -15,7 +15,7 @@ from support.dist import World
 
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import unwrap_model
-from megatron.bcd.training.fine_tuning import with_length
+from megatron.bcd.training.pretrain import with_length
 
 LLAMA: dict[str, Any] = {
     "swiglu": True,
@@ -42,14 +42,14 @@ def data(records: list[dict[str, str]], tmp_path_factory: pytest.TempPathFactory
 def run_of(config: RunConfig) -> dict[str, Any]:
     """A whole run, with the weights that it started from and the samples of its steps."""
     with worlds.started(config) as one:
-        batches: Iterator[Any] = one.components.samples.look_ahead(phase=0, consumed_samples=0, position=0)
-        steps = range(one.components.train_iters)
+        batches: Iterator[Any] = one.samples.look_ahead(phase=0, consumed_samples=0, position=0)
+        steps = range(one.train_iters)
         samples = [
             [sample for _ in range(get_num_microbatches()) for sample in fine_tuning.samples_of(next(batches))]
             for _ in steps
         ]
         before = worlds.weights_of(one.model)
-        one.run()
+        one.train()
         return worlds.outcome(one) | {"before": before, "samples": samples, "notes": one.recorder.notes}
 
 
@@ -100,7 +100,7 @@ def packed_and_alone(config: RunConfig) -> list[tuple[str, float]]:
     """Largest differences of each sample in a packed microbatch from the same sample alone: of its token losses, and of
     the gradients of their sum; and the largest gradient of a masked position's logits."""
     with worlds.started(config) as one:
-        batch = next(one.components.samples.look_ahead(phase=0, consumed_samples=0, position=0))
+        batch = next(one.samples.look_ahead(phase=0, consumed_samples=0, position=0))
         model = unwrap_model(one.model)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         logits: list[torch.Tensor] = []
@@ -210,8 +210,8 @@ def length_of(config: RunConfig) -> tuple[int | None, int | None, int, int]:
     with worlds.parallel(config):
         found = with_length(config)
     with worlds.started(found) as one:
-        two_cycles = sum(one.components.block_schedule.least_steps(phase) for phase in range(6))
-        sequences = one.components.samples.epoch_samples
+        two_cycles = sum(one.block_schedule.least_steps(phase) for phase in range(6))
+        sequences = one.samples.epoch_samples
         return found.training.train_iters, found.schedule.lr_decay_iters, sequences, two_cycles
 
 

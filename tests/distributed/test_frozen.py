@@ -56,7 +56,7 @@ def changes_of_every_step(config: RunConfig) -> list[dict[str, Any]]:
         remember(one)
 
     with worlds.started(config, after_build=remember, after_step=compare) as one:
-        one.run()
+        one.train()
     return steps
 
 
@@ -98,7 +98,7 @@ def run_with_a_fault(config: RunConfig, fault: str, rank: int) -> str:
 
     with worlds.started(config, before_step=provoke) as one:
         try:
-            one.run()
+            one.train()
         except RuntimeError as error:
             return str(error)
     return "the run saw nothing"
@@ -150,7 +150,7 @@ def checks_of_a_run(config: RunConfig, zero_gradient_at: list[int]) -> list[int]
             return check()
 
         one.active.check_switch = counted
-        one.run()
+        one.train()
     return checked
 
 

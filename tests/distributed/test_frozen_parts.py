@@ -71,7 +71,7 @@ def what_there_is(config: RunConfig) -> dict[str, Any]:
     with worlds.started(
         config, after_build=lambda one: first.update(worlds.weights_of(one.model)), after_step=look
     ) as one:
-        one.run()
+        one.train()
         sizes = {name: parameter.numel() for name, parameter in unwrap_model(one.model).named_parameters()}
         return {"steps": steps, "sizes": sizes, "notes": one.recorder.summary.notes}
 
@@ -116,7 +116,7 @@ def inputs_with_a_gradient(config: RunConfig) -> list[tuple[int, list[int], int]
     with worlds.started(config) as one:
         watch(one)
         one.hooks["after_step"] = look
-        one.run()
+        one.train()
         saved = [max(step.saved_activation_bytes) for step in one.recorder.steps]
     return [(block, held, size) for (block, held, _), size in zip(steps, saved, strict=True)]
 
@@ -198,7 +198,7 @@ def host_bytes_and_start(config: RunConfig) -> tuple[list[int], list[bool]]:
         starts.append(all(torch.equal(shard.main_param.flatten(), shard.weight.float()) for shard in shards))
 
     with worlds.started(config, after_build=compare) as one:
-        one.run()
+        one.train()
         return [step.host_state_bytes[0] for step in one.recorder.steps], starts[3:]
 
 

@@ -85,7 +85,7 @@ def test_a_cached_step_equals_a_whole_forward(world1: World, tmp_path: Path, nam
 
 def train_and_save(config: Any) -> None:
     with worlds.started(config) as one:
-        one.run()
+        one.train()
 
 
 @pytest.mark.parametrize("form", ["gpt", "llama"])
@@ -164,7 +164,7 @@ def test_likelihoods(world1: World, tmp_path: Path) -> None:
 def trained(config: Any) -> dict[str, Any]:
     """Losses, last weights and what was printed of the prompts."""
     with worlds.started(config) as one:
-        one.run()
+        one.train()
         notes = [note for note in one.recorder.notes if note.startswith("sample after")]
         return {"results": one.results, "weights": worlds.weights_of(one.model), "notes": notes}
 

@@ -105,13 +105,13 @@ def gradients_of_all_blocks(config: RunConfig) -> list[dict[str, Any]]:
     `split` is the dimension that tensor-parallel ranks share, None where each holds all of it.
     """
     with worlds.started(config) as one:
-        first_layer = one.components.partition.stage_layers(one.active.stage).start
+        first_layer = one.partition.stage_layers(one.active.stage).start
         blocks = []
         one.active.dispose()
-        for block in range(one.components.partition.num_blocks):
+        for block in range(one.partition.num_blocks):
             one.active.build(block)
             one.active.zero_grad()
-            batches = one.components.samples.look_ahead(phase=0, consumed_samples=0, position=0)
+            batches = one.samples.look_ahead(phase=0, consumed_samples=0, position=0)
             one.forward_backward(batches, get_num_microbatches(), forward_only=False)
             gradients = {}
             for name, parameter in unwrap_model(one.model).named_parameters():
@@ -131,7 +131,7 @@ def gradients_of_all_blocks(config: RunConfig) -> list[dict[str, Any]]:
 def global_batch(config: RunConfig) -> dict[str, Tensor]:
     """All microbatches of the first step, put together along B."""
     with worlds.started(config) as one:
-        batches = one.components.samples.look_ahead(phase=0, consumed_samples=0, position=0)
+        batches = one.samples.look_ahead(phase=0, consumed_samples=0, position=0)
         microbatches = [next(batches) for _ in range(get_num_microbatches())]
         return {name: torch.cat([microbatch[name] for microbatch in microbatches]) for name in microbatches[0]}
 

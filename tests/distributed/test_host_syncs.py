@@ -75,7 +75,7 @@ def reads_of_a_step(config: Any) -> list[str]:
         reads.is_on = one.iteration == COUNTED  # until the next step begins
 
     with worlds.started(config, before_step=before_step) as one, reads.patched():
-        one.run()
+        one.train()
         reads.is_on = False
     return reads.found
 

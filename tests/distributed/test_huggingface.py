@@ -63,8 +63,8 @@ def write_out(config: Any) -> list[str]:
     folder.ModelFolder._read, folder.ModelFolder.read_rows = watched, watched_rows  # type: ignore[method-assign]
     try:
         with worlds.started(config) as one, one.active.whole_parameters():
-            assert one.components.exporter is not None
-            assert one.components.exporter.export(one.model)
+            assert one.exporter is not None
+            assert one.exporter.export(one.model)
     finally:
         folder.ModelFolder._read, folder.ModelFolder.read_rows = one_tensor, some_rows  # type: ignore[method-assign]
     return read
@@ -133,7 +133,7 @@ def test_there_and_back(
 def train_and_save(config: Any) -> dict[str, Any]:
     """Train; what was noted, and this rank's last weights."""
     with worlds.started(config) as one:
-        one.run()
+        one.train()
         return {"notes": one.recorder.notes, "weights": worlds.weights_of(one.model)}
 
 

@@ -48,7 +48,7 @@ def trained_in_first_phase(config: Any) -> dict[str, bool]:
     """By this rank's parameters: whether a step changed it."""
     with worlds.started(config) as one:
         before = worlds.weights_of(one.model)
-        one.run()
+        one.train()
         changed = worlds.same_bits(before, worlds.weights_of(one.model))
         return {name: name in changed for name in before}
 

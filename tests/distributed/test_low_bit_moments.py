@@ -102,7 +102,7 @@ def small_run(text_data: str, dtype: str, **flags: Any) -> RunConfig:
 def trained(config: RunConfig) -> dict[str, Any]:
     """Losses; bytes of model state and of kept state, counted and as the banner tells."""
     with worlds.started(config) as one:
-        one.run()
+        one.train()
         last, summary = one.recorder.steps[-1], one.recorder.summary
         kinds = {
             str(tensor.dtype)
@@ -169,7 +169,7 @@ def test_layouts_take_the_same_steps(
 def second_moments(config: RunConfig) -> dict[str, tuple[int, torch.Tensor]]:
     """After one step, this rank's shards as they are stored: index of the first element, and the elements."""
     with worlds.started(config) as one:
-        one.run()
+        one.train()
         return {n: (shard.start, shard.stored_moments()["exp_avg_sq"]) for n, shard in one.active.own_shards().items()}
 
 

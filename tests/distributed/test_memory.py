@@ -88,7 +88,7 @@ def memory_of_a_run(config: RunConfig) -> dict[str, Any]:
 
     hooks = {"before_build": before_build, "before_switch": before_switch, "after_dispose": after_dispose}
     with worlds.started(config, **hooks) as one:
-        one.run()
+        one.train()
         weights = sum(parameter.numel() * parameter.element_size() for parameter in one.model.parameters())
     return {"start": start[0], "in_phase": in_phase, "between": between, "weights": weights}
 
@@ -188,7 +188,7 @@ def outlived(config: RunConfig) -> list[tuple[int, str]]:
         things.append([weakref.ref(one.active.wrapped), *(weakref.ref(each) for each in one.active.optimizers())])
 
     with worlds.started(config, freezes=True, after_build=after_build) as one:
-        one.run()
+        one.train()
         return [
             (phase, type(thing()).__name__)
             for phase, built in enumerate(things[:-1])

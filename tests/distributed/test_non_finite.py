@@ -12,8 +12,8 @@ import torch
 from support import resumed_runs, worlds
 from support.dist import World
 
-from megatron.bcd.training import train_step
-from megatron.bcd.training.train_step import TrainingFailed
+from megatron.bcd import trainer
+from megatron.bcd.training.state import TrainingFailed
 
 BAD_STEPS = (2, 3, 5)
 CUTS: dict[str, dict[str, Any]] = {
@@ -33,7 +33,7 @@ class Spoiler:
     def __init__(self, what: str, steps: tuple[int, ...], *, rank: int) -> None:
         self._what, self._steps = what, steps
         self._is_here = torch.distributed.get_rank() == rank
-        self._original_loss = train_step.reduce_with_maxima
+        self._original_loss = trainer.reduce_with_maxima
         self._before: dict[str, torch.Tensor] = {}
         self.changed: list[list[str]] = []
         self.scheduler_steps: list[int] = []
@@ -56,15 +56,15 @@ class Spoiler:
     def before_step(self, one: worlds.RecordedRun) -> None:
         self.is_bad = one.iteration in self._steps and self._is_here
         is_loss = self.is_bad and self._what == "loss"
-        train_step.reduce_with_maxima = self._spoilt_losses if is_loss else self._original_loss
+        trainer.reduce_with_maxima = self._spoilt_losses if is_loss else self._original_loss
         self._before = self._state(one)
 
     def after_step(self, one: worlds.RecordedRun) -> None:
-        train_step.reduce_with_maxima = self._original_loss
+        trainer.reduce_with_maxima = self._original_loss
         now = self._state(one)
         added = [name for name in now if name not in self._before]
         self.changed.append(added + worlds.same_bits({name: now[name] for name in self._before}, self._before))
-        self.scheduler_steps.append(one.components.lr_scheduler.num_steps)
+        self.scheduler_steps.append(one.lr_scheduler.num_steps)
 
     def _spoilt_losses(self, reported: list[dict[str, torch.Tensor]], requests: Sequence[int]) -> Any:
         """A microbatch of this rank whose loss is not a number, before ranks are summed."""
@@ -89,7 +89,7 @@ def spoilt_run(config: Any, what: str, steps: tuple[int, ...], *, rank: int) -> 
         spoiler = Spoiler(what, steps, rank=rank)
         one = worlds.RecordedRun(config, **spoiler.hooks())
         try:
-            one.run()
+            one.train()
             failed = None
         except TrainingFailed as error:
             failed = str(error)

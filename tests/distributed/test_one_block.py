@@ -42,7 +42,7 @@ def run_and_watch_builds(config: RunConfig) -> dict[str, Any]:
         seen.append((id(one.active.optimizer), float(next(iter(inner.state.values()))["step"])))
 
     with worlds.started(config, after_step=look) as one:
-        one.run()
+        one.train()
         return {"seen": seen, **worlds.outcome(one)}
 
 

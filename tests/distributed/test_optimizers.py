@@ -51,7 +51,7 @@ def beside_a_reference(config: RunConfig) -> tuple[list[str], list[float]]:
         optimizer.step()
 
     with worlds.started(config, after_schedule=step_copies) as one:
-        one.run()
+        one.train()
         weights = worlds.weights_of(one.model)
         different = worlds.same_bits(
             {name: weights[name] for name in copies}, {n: c.detach() for n, c in copies.items()}
@@ -85,7 +85,7 @@ def gradient_norms(config: RunConfig) -> dict[str, Any]:
         always.append(sum(p.numel() for p in one.active.parameters.always_active().values()))
 
     with worlds.started(config, after_schedule=ask) as one:
-        one.run()
+        one.train()
         scales = [step["loss_scale"] for step in one.results]
         norms = [step["grad_norm"] for step in one.results]
         return {"asked": asked, "own": own, "norms": norms, "counts": counts, "always": always, "scales": scales,
@@ -129,7 +129,7 @@ def scaled(config: RunConfig, factor: float) -> dict[str, Any]:
     with worlds.started(config, before_step=lambda one: one.active.scale_learning_rate(factor)) as one:
         before = worlds.weights_of(one.model)
         try:
-            one.run()
+            one.train()
         except RuntimeError as error:
             return {"said": str(error)}
         after = worlds.weights_of(one.model)

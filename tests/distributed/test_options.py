@@ -75,7 +75,7 @@ def norm_calls(config: RunConfig) -> list[int]:
 
         for number, layer in enumerate(layers):
             layer.input_layernorm.register_forward_hook(functools.partial(count, number))
-        one.run()
+        one.train()
         return calls
 
 
@@ -118,7 +118,7 @@ def test_gradient_accumulation(world1: World, world2: World, initial_weights: Fl
 def first_moments(config: RunConfig) -> dict[str, Any]:
     """Adam's first moments after one step, a tenth of the gradient that it was given, and the norm that is logged."""
     with worlds.started(config) as one:
-        one.run()
+        one.train()
         optimizers = [part.optimizer for part in one.active.optimizer.chained_optimizers]
         moments = [optimizer.state[main_param]["exp_avg"] for optimizer in optimizers for main_param in optimizer.state]
         return {"norm": one.results[0]["grad_norm"], "moments": [moment.clone() for moment in moments]}

@@ -145,8 +145,8 @@ def measured_run(config: RunConfig) -> list[dict[str, Any]]:
             )
             return reported
 
-        one.forward_backward.wrapper = measured
-        one.run()
+        one.wrapper = measured
+        one.train()
         assert sends["now"] == 0
         weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in one.model.parameters())
         for step, record in zip(steps, one.recorder.steps, strict=True):

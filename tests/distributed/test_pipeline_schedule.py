@@ -14,7 +14,7 @@ from support.dist import World
 from megatron.bcd.blocks.partition import partition
 from megatron.bcd.config import RunConfig
 from megatron.bcd.pipeline.build import PlanShape, default_run_ahead
-from megatron.bcd.training import forward_backward
+from megatron.bcd.trainer import Trainer
 
 LAYOUTS = ("spread", "stage", "submodel")
 STEPS_PER_BLOCK = 3  # the first of a phase begins with nothing done ahead, the last runs no more ahead
@@ -126,27 +126,27 @@ def record(config: RunConfig) -> dict[str, Any]:
         assert one.active.wrapped is not None
         gradients.append(digests({str(i): buffer.grad_data for i, buffer in enumerate(one.active.wrapped.buffers)}))
 
-    def counting_forward_step(batches: Iterator[Any], model: torch.nn.Module) -> Any:
+    def counting_forward_step(self: Trainer, batches: Iterator[Any], model: torch.nn.Module) -> Any:
         nonlocal num_forwards
         num_forwards += 1
-        return original(batches, model)
+        return original(self, batches, model)
 
-    original = forward_backward.forward_step
-    forward_backward.forward_step = counting_forward_step
+    original = Trainer.forward_step
+    Trainer.forward_step = counting_forward_step  # type: ignore[method-assign]
     try:
         with worlds.started(config, after_schedule=after_schedule) as one:
-            execute = one.components.pipeline.execute
+            execute = one.pipeline.execute
 
             def recording_execute(shape: PlanShape, **arguments: Any) -> list[Any]:
                 if shape.first_trainable < shape.num_stages:
                     ahead.append(shape.done_ahead)
                 return execute(shape, **arguments)
 
-            one.components.pipeline.execute = recording_execute  # type: ignore[method-assign]
-            one.run()
+            one.pipeline.execute = recording_execute  # type: ignore[method-assign]
+            one.train()
             kept = worlds.outcome(one)
     finally:
-        forward_backward.forward_step = original
+        Trainer.forward_step = original  # type: ignore[method-assign]
     compared = {name: kept[name] for name in ("steps", "metrics", "evaluations", "switches")}
     compared |= {"gradients": gradients, "weights": digests(kept["weights"])}
     return {"compared": compared, "ahead": ahead, "num_forwards": num_forwards}

@@ -37,7 +37,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 
 def train_and_save(config: Any) -> None:
     with worlds.started(config) as one:
-        one.run()
+        one.train()
 
 
 def loss_of(config: Any) -> float:

@@ -18,7 +18,7 @@ def counted(config: RunConfig) -> list[tuple[list[int], list[int]]]:
     """Model state and kept activations of all ranks, by step."""
     offloads = config.optimizer.optimizer_cpu_offload
     with pretended_gpu.pretended_gpu() if offloads else contextlib.nullcontext(), worlds.started(config) as one:
-        one.run()
+        one.train()
         return [(list(step.model_state_bytes), list(step.saved_activation_bytes)) for step in one.recorder.steps]
 
 

@@ -14,11 +14,12 @@ import torch
 from support import worlds
 from support.dist import RankError, World
 
+from megatron.bcd import trainer
 from megatron.bcd.metrics import sinks
 from megatron.bcd.metrics.schema import StepMetrics
 from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.runtime import device, memory
-from megatron.bcd.training import pretrain, stragglers, train_step
+from megatron.bcd.training import reporting, timers
 
 
 def run_of(config: Any) -> dict[str, Any]:
@@ -26,9 +27,9 @@ def run_of(config: Any) -> dict[str, Any]:
     calls: list[str] = []
     with worlds.started(config) as one:
         release = mock.Mock(side_effect=lambda: calls.append("released"))
-        with mock.patch.object(train_step.memory, "release_cached_memory", release):
-            one.run()
-        dataset = one.components.splits.train.dataset
+        with mock.patch.object(trainer.memory, "release_cached_memory", release):
+            one.train()
+        dataset = one.splits.train.dataset
         speeds = [(record.tflops_per_gpu, record.step_time_ms) for record in one.recorder.steps]
         found = {"released": len(calls), "reader": type(dataset.bin_reader).__name__, "speeds": speeds}
         return worlds.outcome(one) | found
@@ -40,7 +41,7 @@ def config_of(text_data: str, **flags: Any) -> Any:
 
 def test_change_nothing(world1: World, text_data: str, tmp_path: Path) -> None:
     """A flag that is ignored, or one that changes a loss."""
-    assert memory.release_cached_memory is train_step.memory.release_cached_memory
+    assert memory.release_cached_memory is trainer.memory.release_cached_memory
     [plain] = world1.run(run_of, config_of(text_data))
     assert (plain["released"], plain["reader"]) == (0, "_MMapBinReader")
     assert plain["metrics"][0]["params_norm"] is plain["metrics"][0]["num_zeros"] is None
@@ -69,7 +70,7 @@ def timed_run(config: Any) -> dict[str, Any]:
     """A run, the times of its steps as each log line has them, and how often ranks waited for each other."""
     with worlds.started(config) as one:
         with mock.patch.object(torch.distributed, "barrier", wraps=torch.distributed.barrier) as barrier:
-            one.run()
+            one.train()
         times = [dict(record.timers_ms) for record in one.recorder.steps]
         return worlds.outcome(one) | {"times": times, "barriers": barrier.call_count}
 
@@ -122,11 +123,11 @@ def straggling_run(config: Any, slow: int) -> dict[str, Any]:
     def slow_down(*_: Any) -> None:
         clock.seconds += 0.02
 
-    patches = (mock.patch.object(stragglers, "time", clock), mock.patch.object(device, "_now", clock.perf_counter))
+    patches = (mock.patch.object(timers, "time", clock), mock.patch.object(device, "_now", clock.perf_counter))
     with worlds.started(config) as one, patches[0], patches[1]:
         if torch.distributed.get_rank() == slow:
             unwrap_model(one.model).register_forward_pre_hook(slow_down)
-        one.run()
+        one.train()
         return worlds.outcome(one) | {"ranks": [dict(record.straggler_ms) for record in one.recorder.steps]}
 
 
@@ -161,7 +162,7 @@ def reported(config: Any) -> tuple[str, set[str]]:
     )
     printed = io.StringIO()
     with mock.patch.object(sinks.TensorBoard, "write") as write, contextlib.redirect_stdout(printed):
-        with pretrain._reporter(config, None) as reporter:
+        with reporting.reporter_of(config, None) as reporter:
             reporter.step(record)
         return printed.getvalue(), set(write.call_args.args[0])
 
@@ -189,7 +190,7 @@ def broken_run(config: Any, at: int) -> dict[str, Any]:
                 weights["decoder.final_layernorm.weight"].view(torch.int32)[3] ^= 1
 
     with worlds.started(config, after_step=break_weight) as one:
-        one.run()
+        one.train()
         return worlds.outcome(one)
 
 

@@ -65,10 +65,10 @@ class PlainLoop:
             self._weights = {name: parameter.detach().clone() for name, parameter in named.items()}
         gradients = {name: parameter.main_grad.clone() for name, parameter in named.items()}
         is_matrix = {name: "layers" in name and parameter.dim() == 2 for name, parameter in named.items()}
-        active = one.components.partition.blocks[one.block].layers
+        active = one.partition.blocks[one.block].layers
         resting = {name for name in named if is_matrix[name] and int(name.split(".")[2]) not in active}
         norm = math.sqrt(sum(float(gradients[name].square().sum()) for name in named if name not in resting))
-        lr = one.components.lr_scheduler.get_lr({})
+        lr = one.lr_scheduler.get_lr({})
         for name, weight in self._weights.items():
             g = gradients[name] if name in resting else gradients[name] * min(1.0, 1.0 / (norm + 1e-6))
             weight.mul_(1 - lr * 0.01 * (weight.dim() == 2))
@@ -100,7 +100,7 @@ class PlainLoop:
 def against_plain_loop(config: Any, *, is_muon: bool) -> list[float]:
     plain = PlainLoop(is_muon=is_muon)
     with worlds.started(config, after_schedule=plain.after_schedule, after_step=plain.after_step) as one:
-        one.run()
+        one.train()
     return plain.differences
 
 
@@ -161,7 +161,7 @@ def train_overlapped(config: Any) -> tuple[dict[str, Any], list[bool]]:
         begun.append(all(stack.is_reducing for stack in one.active.matrices.stacks))
 
     with worlds.started(config, after_schedule=after_schedule) as one:
-        one.run()
+        one.train()
         return worlds.outcome(one), begun
 
 
@@ -255,7 +255,7 @@ def test_banner_counts_what_is_held(world2: World, text_data: str, method: str, 
 
 def bytes_by_block(config: Any) -> list[tuple[int, int, int]]:
     with worlds.started(config) as one:
-        one.run()
+        one.train()
         blocks = one.recorder.summary.blocks
         return [
             (step.block, sum(step.model_state_bytes), sum(blocks[step.block].model_state_bytes))
@@ -277,7 +277,7 @@ def spoilt_step(config: Any) -> list[list[str]]:
         changed.append(worlds.same_bits(worlds.weights_of(one.model), before))
 
     with worlds.started(config, after_schedule=after_schedule, after_step=after_step) as one:
-        one.run()
+        one.train()
         return changed
 
 
@@ -301,5 +301,5 @@ def test_prefix_stages_stay_forward_only_with_suffix(world2: World, text_data: s
 
 def messages_by_block(config: Any) -> list[tuple[int, int]]:
     with worlds.started(config) as one:
-        one.run()
+        one.train()
         return [(step.block, sum(step.backward_messages)) for step in one.recorder.steps]

@@ -29,16 +29,16 @@ def resumed(config: Any, root: str, **options: Any) -> dict[str, Any]:
             "began_at": (one.iteration, one.state.consumed_samples, one.state.consumed_validation_samples),
             "began_in": one.state.phase_state.to_dict(),
             "adam_steps": sorted({float(state["step"]) for state in states}),
-            "scheduler_steps": one.components.lr_scheduler.num_steps,
+            "scheduler_steps": one.lr_scheduler.num_steps,
             "first_weights": worlds.weights_of(one.model),
         }
-        one.run()
+        one.train()
         return worlds.outcome(one) | begin | {"said": one.recorder.notes + one.recorder.warnings}
 
 
 def weights_at_the_end(config: Any) -> dict[str, Any]:
     with worlds.started(config) as one:
-        one.run()
+        one.train()
         return worlds.weights_of(one.model)
 
 

@@ -36,7 +36,7 @@ class Asking:
         if one.iteration != ASKED_AT or not self._is_asked:
             return
         if self._how == "time":
-            one.components.stop._duration = 0.0
+            one.stop._duration = 0.0
         else:
             signal.raise_signal(signal.Signals[self._how])
 
@@ -78,7 +78,7 @@ def stopped_while_writing(config: Any, root: str) -> dict[str, Any]:
 
         def ask_and_go_on(one: worlds.RecordedRun) -> None:
             if one.iteration == ASKED_AT:
-                was_writing.append(one.components.saver is not None and one.components.saver.is_writing)
+                was_writing.append(one.saver is not None and one.saver.is_writing)
                 threading.Timer(0.5, release.set).start()
             ask(one)
 
@@ -134,7 +134,7 @@ def test_a_signal_before_a_prefix_cache_is_filled(world2: World, text_data: str,
 def signalled_while_saving(config: Any) -> dict[str, Any]:
     """SIGTERM on rank 1 while a checkpoint is written that is due anyway."""
     with worlds.started(config) as one:
-        saver = one.components.saver
+        saver = one.saver
         assert saver is not None
         original, saves = saver.save, []
 
@@ -145,7 +145,7 @@ def signalled_while_saving(config: Any) -> dict[str, Any]:
             return original(*arguments)
 
         with mock.patch.object(saver, "save", save):
-            one.run()
+            one.train()
         return {"saves": saves, "iteration": one.iteration}
 
 

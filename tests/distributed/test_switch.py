@@ -76,7 +76,7 @@ def embeddings_after_every_phase(config: RunConfig) -> list[dict[str, torch.Tens
         phases.append({name: weights[name] for name in weights if "word_embeddings" in name or "output" in name})
 
     with worlds.started(config, before_switch=look) as one:
-        one.run()
+        one.train()
     return phases
 
 

@@ -115,16 +115,16 @@ def run_of(config: RunConfig) -> dict[str, Any]:
     with worlds.started(config) as one:
         one.active.dispose()
         _draw(one)
-        batches = one.components.samples.look_ahead(phase=0, consumed_samples=0, position=0)
+        batches = one.samples.look_ahead(phase=0, consumed_samples=0, position=0)
         microbatches = [next(batches) for _ in range(get_num_microbatches())]
         batch = {name: torch.cat([microbatch[name] for microbatch in microbatches]) for name in microbatches[0]}
         weights = {name: pieces(p, p) for name, p in _named(one)}
         logits = logits_of(one.model, batch)
         gradients: list[dict[str, dict[str, Any]]] = []
-        for block in range(one.components.partition.num_blocks):
+        for block in range(one.partition.num_blocks):
             one.active.build(block)
             one.active.zero_grad()
-            batches = one.components.samples.look_ahead(phase=0, consumed_samples=0, position=0)
+            batches = one.samples.look_ahead(phase=0, consumed_samples=0, position=0)
             one.forward_backward(batches, get_num_microbatches(), forward_only=False)
             gradients.append({name: pieces(p, p.main_grad) for name, p in _named(one) if p.requires_grad})
             one.active.dispose()
@@ -133,13 +133,13 @@ def run_of(config: RunConfig) -> dict[str, Any]:
 
 def _named(one: Any) -> list[tuple[str, Any]]:
     """The stage's parameters by the names that they have in the whole model; a tied head's copy is the embedding."""
-    first = one.components.partition.stage_layers(one.active.stage).start
+    first = one.partition.stage_layers(one.active.stage).start
     found = []
     for name, parameter in unwrap_model(one.model).named_parameters():
         if name.startswith("decoder.layers."):
             index, _, rest = name.removeprefix("decoder.layers.").partition(".")
             name = f"decoder.layers.{int(index) + first}.{rest}"
-        if name == "output_layer.weight" and one.components.config.tied:
+        if name == "output_layer.weight" and one.config.tied:
             name = "embedding.word_embeddings.weight"
         found.append((name, parameter))
     return found

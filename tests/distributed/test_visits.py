@@ -56,9 +56,9 @@ def scores_and_choice(config: RunConfig) -> dict[str, Any]:
     with worlds.started(config) as one:
         chosen, drawn = one.block, generator()
         one.active.dispose()
-        batches = [*itertools.islice(one.components.samples.look_ahead(phase=0, consumed_samples=0, position=0), 4)]
-        one.forward_backward.module.train()
-        for block in range(one.components.partition.num_blocks):
+        batches = [*itertools.islice(one.samples.look_ahead(phase=0, consumed_samples=0, position=0), 4)]
+        one.module.train()
+        for block in range(one.partition.num_blocks):
             one.build(block)
             one.active.zero_grad()
             with rng.random_generators_kept():
@@ -102,7 +102,7 @@ def untrained(config: RunConfig) -> dict[str, Any]:
     with worlds.started(config) as one:
         named = dict(one.model.named_parameters())
         before = {name: parameter.detach().clone() for name, parameter in named.items()}
-        one.run()
+        one.train()
         same = [name for name in named if torch.equal(named[name], before[name])]
         layers = {int(number) for name in same for number in re.findall(r"layers\.(\d+)\.", name)}
         return {"layers": sorted(layers), "warnings": one.recorder.warnings}
@@ -155,7 +155,7 @@ def test_plateau(world2: World, text_data: str) -> None:
 
 def converging(config: RunConfig) -> dict[str, Any]:
     with worlds.started(config) as one:
-        one.run()
+        one.train()
         return worlds.outcome(one) | {"notes": one.recorder.notes}
 
 
@@ -189,7 +189,7 @@ def learning_rates(config: RunConfig) -> list[tuple[int, set[float], set[float]]
             return step(**arguments)
 
         one.active.step = recording_step  # type: ignore[method-assign]
-        one.run()
+        one.train()
     return rates
 
 
@@ -222,7 +222,7 @@ def samples_of_phases(config: RunConfig) -> dict[str, Any]:
     """The samples that this rank trained on, by phase, and what the run said of them."""
     phases: list[list[int]] = []
     with worlds.started(config) as one:
-        recording = one.components.samples._dataset = Recording(one.components.splits.train)
+        recording = one.samples._dataset = Recording(one.splits.train)
 
         def after_step(one: worlds.RecordedRun) -> None:
             phase = one.state.phase_state.phase
@@ -231,11 +231,11 @@ def samples_of_phases(config: RunConfig) -> dict[str, Any]:
             recording.asked.clear()
 
         one.hooks["after_step"] = after_step
-        one.run()
+        one.train()
         return {
             "phases": phases,
-            "num_samples": one.components.samples.epoch_samples,
-            "length": len(one.components.splits.train),
+            "num_samples": one.samples.epoch_samples,
+            "length": len(one.splits.train),
             "seen": [record.data_seen for record in one.recorder.steps],
             "notes": one.recorder.summary.notes,
         }

@@ -64,7 +64,7 @@ def calls_in_steps(config: Any) -> tuple[list[int], list[Any]]:
         marks.append(len(LINE.findall(path.read_text())))
 
     with worlds.started(config, before_step=mark, after_step=mark) as one:
-        one.run()
+        one.train()
     calls = LINE.findall(path.read_text())
     inside = [
         itertools.dropwhile(lambda call: call[0] not in ("send", "receive"), calls[first:last])

@@ -74,7 +74,7 @@ def allocated(config: Any, *, leaks: bool = False) -> list[dict[str, int]]:
     before = Counter(torch.cuda.memory_stats())  # empty before the first allocation
     patch = mock.patch.object(ActiveBlock, "dispose", leak if leaks else dispose)
     with patch, compiled_fusions(), worlds.started(config, before_step=before_step, after_step=after_step) as one:
-        one.run()
+        one.train()
     return steps
 
 

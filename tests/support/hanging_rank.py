@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from megatron.bcd import trainer
 from megatron.bcd.arguments import parse_run_config
 from megatron.bcd.blocks.phase_state import PhaseState
 from megatron.bcd.model.builder import build_model
 from megatron.bcd.runtime import distributed
-from megatron.bcd.training import forward_backward, restore
 from megatron.bcd.training.pretrain import pretrain
 from megatron.bcd.training.state import TrainState
 
@@ -34,14 +34,14 @@ def main() -> None:
     initialize = distributed.initialize
     distributed.initialize = lambda **values: initialize(**values | {"timeout_minutes": seconds / 60})
     first = PhaseState(phase=config.pipeline_size - 1)
-    restore.TrainState = functools.partial(TrainState, phase_state=first)  # type: ignore[assignment,misc]
+    trainer.TrainState = functools.partial(TrainState, phase_state=first)  # type: ignore[assignment,misc]
     if torch.distributed.get_rank() == rank:
         stop_before(microbatch)
     pretrain(config, build_model, prog="hanging_rank.py")
 
 
 def stop_before(microbatch: int) -> None:
-    original, count = forward_backward.forward_step, 0
+    original, count = trainer.Trainer.forward_step, 0
 
     def forward_step(*args: Any) -> Any:
         nonlocal count
@@ -50,7 +50,7 @@ def stop_before(microbatch: int) -> None:
         count += 1
         return original(*args)
 
-    forward_backward.forward_step = forward_step
+    trainer.Trainer.forward_step = forward_step  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,8 +19,15 @@ from megatron.bcd.config import RunConfig, core_keywords
 from megatron.bcd.model import builder, implementation, loss
 from megatron.bcd.optim import lr_schedule
 from megatron.bcd.tokenizer import build_tokenizer
-from megatron.bcd.training.forward_backward import forward_step
 from support import worlds
+
+
+def forward_step(batches: Iterator[data.Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
+    """As stock Megatron-LM's."""
+    batch = next(batches)
+    tensors = (batch.get(name) for name in ("tokens", "position_ids", "attention_mask"))
+    output = model(*tensors, labels=batch.get("labels"))
+    return output, functools.partial(loss.masked_loss, batch.get("loss_mask"))
 
 
 def plain_training(config: RunConfig) -> dict[str, Any]:

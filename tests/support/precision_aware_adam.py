@@ -136,7 +136,7 @@ def train_run(config: RunConfig) -> dict[str, Any]:
                            if not torch.equal(tensors[what], now[name].get(what, torch.zeros(0))))  # fmt: skip
 
     with installed(), worlds.started(config, after_step=remember, after_build=compare) as one:
-        one.run()
+        one.train()
         rank, steps = torch.distributed.get_rank(), one.recorder.steps
         states = [state for each in one.active.optimizers() if not each.is_stub_optimizer
                   for state in each.optimizer.state.values()]  # fmt: skip

@@ -29,7 +29,7 @@ FLAGS: dict[str, Any] = {"bcd_sample_ratio": 0.007, "bcd_steps_per_block": 4, "t
 def served_run(config: RunConfig) -> dict[str, Any]:
     """`worlds.train_run`, and what the cache did."""
     with worlds.started(config) as one:
-        one.run()
+        one.train()
         return worlds.outcome(one) | {
             "hits": [record.prefix_cache_hits for record in one.recorder.steps],
             "bytes": [record.prefix_cache_bytes for record in one.recorder.steps],
@@ -62,7 +62,7 @@ def counted_run(config: RunConfig) -> dict[str, Any]:
         layers_counted() as counts,
         worlds.started(config, before_switch=lambda _: by_phase.append(dict(counts))) as one,
     ):
-        one.run()
+        one.train()
         by_phase.append(dict(counts))
         return {"layers": by_phase, "notes": notes_of(one), "losses": [step["loss"] for step in one.results]}
 
@@ -85,7 +85,7 @@ def killed_in_fill(config: RunConfig, after: int) -> None:
     RecordStore.write = write  # type: ignore[method-assign]
     try:
         with worlds.started(config) as one:
-            one.run()
+            one.train()
     except KeyboardInterrupt:
         return
     finally:
@@ -102,11 +102,11 @@ def damaged_in_phase(config: RunConfig, root: str) -> str:
 
     with worlds.started(config, after_step=damage) as one:
         try:
-            one.run()
+            one.train()
         except serve.DamagedRecord as error:
             return str(error)
         finally:
-            one.components.prefix_cache.close()
+            one.prefix_cache.close()
     return "went through"
 
 

@@ -58,7 +58,7 @@ def pretended_gpu() -> Iterator[None]:
 def train_run(config: RunConfig) -> dict[str, Any]:
     """`worlds.train_run`, and by step bytes in host memory, of this rank."""
     with pretended_gpu(), worlds.started(config) as one:
-        one.run()
+        one.train()
         rank = torch.distributed.get_rank()
         steps = one.recorder.steps
         return worlds.outcome(one) | {

@@ -28,7 +28,7 @@ def with_checkpoints(config: RunConfig, **changes: Any) -> RunConfig:
 def one_part(config: RunConfig, **hooks: worlds.Hook) -> dict[str, Any]:
     """`worlds.train_run`, and what the run said."""
     with worlds.started(config, **hooks) as one:
-        one.run()
+        one.train()
         said = {"notes": one.recorder.notes, "warnings": one.recorder.warnings, "iteration": one.iteration}
         return worlds.outcome(one) | said
 
@@ -120,7 +120,7 @@ def resumed_and_saved_again(config: RunConfig, root: str, copy: str) -> dict[str
             "began_in": (one.state.phase_state.phase, one.state.phase_state.step_in_phase),
         }
         assert one.save()
-        one.run()
+        one.train()
         return worlds.outcome(one) | begin | {"warnings": one.recorder.warnings}
 
 

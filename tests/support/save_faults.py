@@ -16,8 +16,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megatron.bcd.checkpoint import saver, shard_writer
 from megatron.bcd.config import RunConfig
-from megatron.bcd.training import save
-from megatron.bcd.training.train_step import TrainingFailed
+from megatron.bcd.training.state import TrainingFailed
 from support import resumed_runs, worlds
 
 SAVE_INTERVAL, FAULTY_SAVE, LAST = 3, 6, 9
@@ -80,7 +79,7 @@ class Fault:
         if one.iteration == FAULTY_SAVE - 1 and self._is_here:
             self._fault.enter_context(self._make())
         if one.iteration == FAULTY_SAVE + 1:  # the step after this one finishes what is written in the background
-            while one.components.saver is not None and one.components.saver.is_writing:
+            while one.saver is not None and one.saver.is_writing:
                 time.sleep(0.01)
         if one.iteration == FAULTY_SAVE + 2 and not self._for_ever:
             self.close()
@@ -114,6 +113,6 @@ def saves_with_room(config: RunConfig, root: str, rooms: Sequence[int]) -> list[
             with full_disk(root, room=room) if torch.distributed.get_rank() == 0 else contextlib.nullcontext():
                 barrier()
                 one.save()
-                save.export(one.components, one.state, is_last=False)
+                one._export(is_last=False)
                 barrier()
         return one.recorder.warnings

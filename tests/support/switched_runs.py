@@ -41,7 +41,7 @@ def switches(config: RunConfig) -> dict[str, Any]:
     with worlds.started(
         config, before_switch=lambda one: look(one, "end"), after_build=lambda one: look(one, "begin")
     ) as one:
-        one.run()
+        one.train()
         metrics = [(record.block, record.model_state_bytes, record.host_state_bytes) for record in one.recorder.steps]
         summary = one.recorder.summary
         banner = [block.model_state_bytes for block in summary.blocks]

@@ -17,6 +17,7 @@ import torch
 from megatron.core import num_microbatches_calculator, parallel_state
 from torch.distributed import distributed_c10d
 
+from megatron.bcd import trainer
 from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
 from megatron.bcd.blocks import partition
 from megatron.bcd.blocks.block import Block
@@ -29,11 +30,8 @@ from megatron.bcd.model.builder import build_model, unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.runtime import distributed, rng
 from megatron.bcd.runtime.compat import pytorch
-from megatron.bcd.training import loop, restore, save, setup
-from megatron.bcd.training.forward_backward import ForwardBackward
-from megatron.bcd.training.phase import Phase
-from megatron.bcd.training.state import TrainState
-from megatron.bcd.training.train_step import StepResult, TrainStep
+from megatron.bcd.trainer import Trainer
+from megatron.bcd.training.state import StepResult
 from support import backends, strict_backend
 
 PADDED_VOCABULARY = 264  # of 257 byte-level tokens, on one and on two tensor-parallel ranks
@@ -141,110 +139,63 @@ class _HookedActiveBlock(ActiveBlock):
         self._run.call("after_dispose")
 
 
-class _HookedForwardBackward(ForwardBackward):
-    """A ForwardBackward that calls the run's hooks; `wrapper` may stand around each call."""
-
-    wrapper: Callable[..., Any] | None = None
-
-    def __init__(self, run: RecordedRun, *args: Any, **kwargs: Any) -> None:
-        self._run = run
-        super().__init__(*args, **kwargs)
-
-    def __call__(self, batches: Iterator[Any], num_microbatches: int, *, forward_only: bool) -> list[dict[str, Any]]:
-        inner = super().__call__ if self.wrapper is None else functools.partial(self.wrapper, super().__call__)
-        reported = inner(batches, num_microbatches, forward_only=forward_only)
-        if not forward_only:
-            self._run.call("after_schedule")
-        return reported
-
-
-class _HookedTrainStep(TrainStep):
-    """A TrainStep that calls the run's hooks and keeps every result."""
-
-    def __init__(self, run: RecordedRun, *args: Any, **kwargs: Any) -> None:
-        self._run = run
-        super().__init__(*args, **kwargs)
-
-    def __call__(self, batches: Iterator[Any], phase_state: PhaseState, **kwargs: Any) -> StepResult:
-        self._run.call("before_step")
-        result = super().__call__(batches, phase_state, **kwargs)
-        self._run.results.append(
-            {
-                "phase": phase_state.phase,
-                "block": self.block_schedule.block(phase_state),
-                "step": phase_state.step_in_phase,
-                "loss": result.loss,
-                "grad_norm": result.grad_norm,
-                "learning_rate": result.learning_rate,
-                "loss_scale": self._run.active.loss_scale(),
-            }
-        )
-        self._run.call("after_step")
-        return result
-
-
-class _HookedPhase(Phase):
-    """A Phase that calls the run's hooks."""
-
-    def __init__(self, run: RecordedRun, *args: Any, **kwargs: Any) -> None:
-        self._run = run
-        super().__init__(*args, **kwargs)
-
-    def advance(self, state: TrainState, before: PhaseState) -> None:
-        self._run.call("before_switch")
-        super().advance(state, before)
-
-
-class RecordedRun:
+class RecordedRun(Trainer):
     """A run that keeps every step's result, and calls whoever wants to act in between; its first phase is entered.
 
     Hooks by name: before_build, after_build, before_step, after_schedule (gradients are whole, the optimizer has not
     stepped), after_step, before_switch (also where the same block follows, but not where the run ends), after_dispose.
     """
 
+    wrapper: Callable[..., Any] | None = None
+    """Stands around each call of `forward_backward`."""
+    recorder: Recorder
+
     def __init__(self, config: RunConfig, **hooks: Hook) -> None:
         self.results: list[dict[str, Any]] = []
         self.hooks = hooks
         self.recorder = Recorder()
-        hooked = {
-            "ActiveBlock": _HookedActiveBlock,
-            "ForwardBackward": _HookedForwardBackward,
-            "TrainStep": _HookedTrainStep,
-            "Phase": _HookedPhase,
-        }
-        source = loader.find(config)
-        with contextlib.ExitStack() as patches:
-            for name, kind in hooked.items():
-                patches.enter_context(mock.patch.object(setup, name, functools.partial(kind, self)))
-            self.components = setup.setup(config, build_model, self.recorder, source=source)
-        start = restore.start_evaluation if config.training.skip_train else restore.start
-        self.state = start(self.components, source)
+        hooked = functools.partial(_HookedActiveBlock, self)
+        with mock.patch.object(trainer, "ActiveBlock", hooked):
+            super().__init__(config, build_model, source=loader.find(config), reporter=self.recorder)
+        self.restore()
 
-    def run(self) -> None:
-        loop.run(self.components, self.state)
+    def forward_backward(self, *args: Any, forward_only: bool) -> list[dict[str, Any]]:
+        inner = super().forward_backward
+        call = inner if self.wrapper is None else functools.partial(self.wrapper, inner)
+        reported = call(*args, forward_only=forward_only)
+        if not forward_only:
+            self.call("after_schedule")
+        return reported
 
-    def save(self) -> bool:
-        return save.save(self.components, self.state)
+    def train_step(self, *args: Any, **kwargs: Any) -> StepResult:
+        self.call("before_step")
+        result = super().train_step(*args, **kwargs)
+        phase_state = self.state.phase_state
+        self.results.append(
+            {
+                "phase": phase_state.phase,
+                "block": self.block,
+                "step": phase_state.step_in_phase,
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "learning_rate": result.learning_rate,
+                "loss_scale": self.active.loss_scale(),
+            }
+        )
+        self.call("after_step")
+        return result
+
+    def switch_block(self, before: PhaseState) -> None:
+        self.call("before_switch")
+        super().switch_block(before)
 
     def build(self, block: int) -> None:
         self.active.build(block)
-        self.components.pipeline.begin_phase(block)
+        self.pipeline.begin_phase(block)
 
     def call(self, name: str) -> None:
         if name in self.hooks:
             self.hooks[name](self)
-
-    @property
-    def active(self) -> ActiveBlock:
-        return self.components.active
-
-    @property
-    def model(self) -> torch.nn.Module:
-        return self.components.model
-
-    @property
-    def forward_backward(self) -> _HookedForwardBackward:
-        return self.components.forward_backward  # type: ignore[return-value]
 
     @property
     def iteration(self) -> int:
@@ -253,7 +204,7 @@ class RecordedRun:
     @property
     def block(self) -> int:
         """The block that the schedule says is active."""
-        return self.components.block_schedule.block(self.state.phase_state)
+        return self.block_schedule.block(self.state.phase_state)
 
 
 @contextlib.contextmanager
@@ -318,7 +269,7 @@ def train_run(config: RunConfig, *, blocks_of_stages: int | None = None) -> dict
     With `blocks_of_stages` one pipeline stage takes the blocks that so many stages would form.
     """
     with blocks_as_of(blocks_of_stages), started(config) as one:
-        one.run()
+        one.train()
         return outcome(one)
 
 
@@ -332,7 +283,7 @@ def perturbed_run(config: RunConfig) -> dict[str, Any]:
             bits ^= torch.randint(0, 2, bits.shape, generator=draw, dtype=bits.dtype)
 
     with started(config, before_build=flip) as one:
-        one.run()
+        one.train()
         return outcome(one)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.bcd.training.banner import warn_of_dominance
+from megatron.bcd.training.reporting import warn_of_dominance
 
 
 @pytest.mark.parametrize(

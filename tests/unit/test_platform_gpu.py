@@ -15,7 +15,7 @@ from megatron.bcd.pipeline.build import MAX_SENDS_IN_FLIGHT
 from megatron.bcd.pipeline.p2p import OneWayLink
 from megatron.bcd.runtime import device, distributed, packages, rng
 from megatron.bcd.runtime.compat import megatron_core
-from megatron.bcd.training import banner, pretrain
+from megatron.bcd.training import pretrain, reporting
 
 
 @pytest.fixture
@@ -84,10 +84,10 @@ def test_one_queue_to_the_gpu_with_tensor_parallelism(calls: list[str], monkeypa
     initialize(tensor_size=2)
     assert calls[-3:] == ["1", "fused Adam", "groups"]
     config = SimpleNamespace(tensor_size=2)
-    assert banner._describe_connections(config) == ("CUDA_DEVICE_MAX_CONNECTIONS=1",)  # type: ignore[arg-type]
+    assert reporting._describe_connections(config) == ("CUDA_DEVICE_MAX_CONNECTIONS=1",)  # type: ignore[arg-type]
     monkeypatch.setenv(distributed.CONNECTIONS, "8")
     initialize(tensor_size=2)
-    [note] = banner._describe_connections(config)  # type: ignore[arg-type]
+    [note] = reporting._describe_connections(config)  # type: ignore[arg-type]
     assert "CUDA_DEVICE_MAX_CONNECTIONS=8" in note
 
 

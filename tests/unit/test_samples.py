@@ -17,8 +17,7 @@ from megatron.bcd.config import RunConfig
 from megatron.bcd.data import ConsecutiveBatches, ReshuffledBatches, SubsetBatches, num_samples
 from megatron.bcd.data.samples import TrainingSamples
 from megatron.bcd.data.splits import _epoch_samples
-from megatron.bcd.training.state import TrainState
-from megatron.bcd.training.train_step import StepResult
+from megatron.bcd.training.state import StepResult, TrainState
 
 NO_STEP: dict[str, Any] = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, "milliseconds": 1.0}
 

@@ -178,6 +178,33 @@ def check_same_weights(text: str, config: RunConfig, *, source: str) -> None:
         )
 
 
+_TOKENIZER = ("tokenizer_type", "vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens")
+"""Flags on which the meaning of an id depends. Files of the tokenizer may have been moved."""
+
+
+def check_same_tokens(saved: Mapping[str, Any], config: RunConfig, *, source: str) -> None:
+    """Compare what tokens are with the run that wrote the checkpoint; other data of the same tokenizer may follow.
+
+    Raises:
+        ValueError: one of the two trained on mock data, or they have different tokenizers.
+    """
+    remedy = "or other folders for --save and --load (--finetune starts a new run with these weights)"
+    now = config.data.mock_data
+    if saved.get("data", {}).get("mock_data", now) != now:
+        was, here, again = (
+            ("without", "has it", "leave it out") if now else ("with", "does not have it", "give it again")
+        )
+        raise ValueError(f"{source} was written {was} --mock-data, but this run {here}: {again}, {remedy}")
+    before = saved.get("tokenizer", {})
+    for name in _TOKENIZER:
+        value = getattr(config.tokenizer, name)
+        if before.get(name, value) != value:  # older versions wrote less
+            raise ValueError(
+                f"{source} was written with {_flag(name)} {before[name]}, but this run has {value}: give the same "
+                f"value, {remedy}"
+            )
+
+
 def check_holds_what_is_loaded(saved: Mapping[str, Any], config: RunConfig, *, source: str) -> None:
     """Compare what the run that wrote a checkpoint left out (--no-save-optim, --no-save-rng) with what is loaded.
 

@@ -7,25 +7,24 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from megatron.bcd import data
+from megatron.bcd.arguments.rules import flattened
+from megatron.bcd.arguments.validate_training import check_learning_rate
 from megatron.bcd.checkpoint import layout, loader, run_state
 from megatron.bcd.checkpoint.saver import check_save_folder, claim_save_folder, clear_save_folder
 from megatron.bcd.config import RunConfig
-from megatron.bcd.metrics.reporter import Reporter, SilentReporter
 from megatron.bcd.model import builder
 from megatron.bcd.prefix_cache import folders as caches
 from megatron.bcd.prefix_cache.serve import DamagedRecord
 from megatron.bcd.runtime import collectives, device, dir_claim, distributed, rng, threads
 from megatron.bcd.runtime.exit import exit_on_error
-from megatron.bcd.training import fine_tuning, loop, restore
-from megatron.bcd.training.setup import Components, ModelBuilder, setup
-from megatron.bcd.training.state import TrainState
-from megatron.bcd.training.train_step import TrainingFailed
+from megatron.bcd.tokenizer import build_tokenizer
+from megatron.bcd.trainer import ModelBuilder, Trainer
+from megatron.bcd.training.state import TrainingFailed
 
 _PATIENCE = datetime.timedelta(minutes=1)
 
@@ -40,7 +39,7 @@ def pretrain(
     """Run `config` on all ranks that torchrun started, or without torchrun in this process.
 
     `build_model` makes the model of this rank's pipeline stage from the configuration, the padded vocabulary size and
-    the kernels of this machine. `prog` begins every error message; `notes` are printed after the banner.
+    the kernels of this machine. `prog` begins every error message; `notes` are printed after the run summary.
 
     Exits with code 2, after one line from rank 0 and before any training, if data, files or machine don't fit; with
     code 1, after one line, if training can't continue. In training SIGINT (Ctrl-C),
@@ -50,46 +49,43 @@ def pretrain(
         if not device.has_cuda():
             notes = (threads.set_threads(), *notes)
         launch = _initialize(config)
-        config = fine_tuning.with_length(config)
+        config = with_length(config)
         save_dir = config.checkpoint.save
         is_new = not dir_claim.exists(save_dir)
         save_claim = dir_claim.DirClaim() if is_new else claim_save_folder(save_dir)
         config = _resuming_after_restart(config, launch)
         source = loader.find(config)
         if source is not None and source.state is not None:
-            restore.check_same_tokens(source, config)
+            run_state.check_same_tokens(source.state.flags, config, source=f"--load {source.root}: {source.path}")
             config = run_state.with_saved_schedule(source.state.flags, config)
-        config = fine_tuning.with_phases(config)
         overwrites = check_save_folder(config, source)
-        reporter = _reporter(config, source.state if source else None)
-        components = setup(config, build_model, reporter, source=source, is_restart=launch.is_restart)
+        trainer = Trainer(config, build_model, source=source, is_restart=launch.is_restart)
         for note in notes:
-            reporter.note(note)
+            trainer.reporter.note(note)
         if is_new:  # created only after everything has been checked
             save_claim = claim_save_folder(save_dir)
         if overwrites and save_dir is not None:
             clear_save_folder(save_dir)
         cache_claim = claim_prefix_cache(None if config.training.skip_train else config.bcd.bcd_prefix_cache)
         for warning in (*save_claim.warnings, *cache_claim.warnings):
-            reporter.warning(warning)
+            trainer.reporter.warning(warning)
         if save_dir is None and config.checkpoint.save_hf is None and not config.training.skip_train:
-            reporter.note("without --save nothing is kept of this run: neither weights nor a way to resume it")
-        start = restore.start_evaluation if config.training.skip_train else restore.start
-        state = start(components, source)
-    _run(components, state, prog=prog)
+            trainer.reporter.note("without --save nothing is kept of this run: neither weights nor a way to resume it")
+        trainer.restore()
+    run(trainer, prog=prog)
     # a program may train again: nothing of this run may stay
-    del components, state
+    del trainer
     gc.unfreeze()
     gc.collect()
     save_claim.release()
     cache_claim.release()
 
 
-def _run(components: Components, state: TrainState, *, prog: str) -> None:
+def run(trainer: Trainer, *, prog: str) -> None:
     """Train, end the phase, and leave the process groups; on an error end the process."""
     try:
-        with components.reporter:
-            loop.run(components, state)
+        with trainer.reporter:
+            trainer.train()
     except DamagedRecord as error:  # on this rank alone: the others wait in a collective until torchrun ends them
         print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()
@@ -99,10 +95,29 @@ def _run(components: Components, state: TrainState, *, prog: str) -> None:
             print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
         torch.distributed.barrier()
         sys.exit(1)
-    if not components.config.training.skip_train:
-        components.phase.exit(is_end_of_run=True)
+    if not trainer.config.training.skip_train:
+        trainer.end_phase(is_end_of_run=True)
     torch.distributed.barrier()
     distributed.leave()
+
+
+def with_length(config: RunConfig) -> RunConfig:
+    """`config` with --num-epochs as --train-iters. A collective; reads the data.
+
+    Raises:
+        ValueError: as `data.with_epochs`; or the learning rate's schedule does not fit that number of steps.
+    """
+    if config.training.num_epochs is None:
+        return config
+    tokenizer = build_tokenizer(**vars(config.tokenizer))
+    config = data.with_epochs(config, tokenizer, global_batch_size=data.global_batch_size(config))
+    check_learning_rate(flattened(config), {})
+    return config
+
+
+def claim_prefix_cache(root: str | None) -> dir_claim.DirClaim:
+    """See `dir_claim.claim`. A collective."""
+    return dir_claim.claim(root, flag="--bcd-prefix-cache", contents="prefix caches", clean=caches.clean_leftovers)
 
 
 def _initialize(config: RunConfig) -> distributed.Launch:
@@ -122,11 +137,6 @@ def _initialize(config: RunConfig) -> distributed.Launch:
     )
     rng.seed_everything(training.seed, data_parallel_random_init=training.data_parallel_random_init)
     return launch
-
-
-def claim_prefix_cache(root: str | None) -> dir_claim.DirClaim:
-    """See `dir_claim.claim`. A collective."""
-    return dir_claim.claim(root, flag="--bcd-prefix-cache", contents="prefix caches", clean=caches.clean_leftovers)
 
 
 def _resuming_after_restart(config: RunConfig, launch: distributed.Launch) -> RunConfig:
@@ -176,24 +186,3 @@ def _torchruns_store() -> Any:
         return None
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return torch.distributed.TCPStore(*address, is_master=False, timeout=_PATIENCE)
-
-
-def _reporter(config: RunConfig, resumed: run_state.RunState | None) -> Reporter:
-    report = config.report
-    if torch.distributed.get_rank() != 0:
-        return SilentReporter()
-    return Reporter(
-        train_iters=data.num_iterations(config),
-        start_iteration=resumed.iteration if resumed else 0,
-        run=run_state.name_of_run(config, resumed),
-        metrics_file=report.metrics_file,
-        tensorboard_dir=report.tensorboard_dir,
-        wandb_project=report.wandb_project,
-        wandb_exp_name=report.wandb_exp_name,
-        wandb_entity=report.wandb_entity,
-        wandb_save_dir=report.wandb_save_dir,
-        run_config=asdict(config),
-        timing_log_option=report.timing_log_option,
-        straggler_minmax_count=report.straggler_minmax_count,
-        log_timers_to_tensorboard=report.log_timers_to_tensorboard,
-    )

@@ -26,25 +26,31 @@ class Recomputation:
             ValueError: there is neither a GPU nor --recompute-memory-gib; one line.
         """
         self._model, self._stage = model, stage
-        self._choices: tuple[tuple[Recomputed, ...], ...] | None = None
-        if run is not None:
-            limit = _memory_bytes(config)
-            self._choices = tuple(
-                tuple(run.recomputed(stage, block.index, memory_bytes=limit) for block in run.partition.blocks)
-                for stage in range(run.partition.num_stages)
-            )
+        self._choices: list[list[Recomputed]] = []
+        """By stage and block; empty without --recompute auto."""
+        if run is None:
+            return
+        limit = (config.training.recompute_memory_gib or 0.0) * _GIB
+        if not limit:
+            total = min(collectives.gather_objects(memory.total_bytes()))
+            if not total:
+                raise ValueError("--recompute auto needs --recompute-memory-gib where there is no GPU")
+            limit = total - _FRAMEWORK_GIB * _GIB
+        self._choices = [
+            [run.recomputed(stage, block.index, memory_bytes=limit) for block in run.partition.blocks]
+            for stage in range(run.partition.num_stages)
+        ]
 
     def begin_phase(self, block: int) -> None:
         """`block` is active from now on."""
-        if self._choices is None:
-            return
-        choice = self._choices[self._stage][block]
-        for number, chunk in enumerate(chunks_of(self._model)):
-            chunk.decoder.recompute(choice.granularity, choice.num_whole(number))
+        if self._choices:
+            choice = self._choices[self._stage][block]
+            for number, chunk in enumerate(chunks_of(self._model)):
+                chunk.decoder.recompute(choice.granularity, choice.num_whole(number))
 
     def describe(self, partition: Partition) -> tuple[str, ...]:
-        """A line for the banner."""
-        if self._choices is None:
+        """A line for the run summary."""
+        if not self._choices:
             return ()
         by_block = (
             f"block {block.index}: {', '.join(_describe(stage[block.index]) for stage in self._choices)}"
@@ -57,13 +63,3 @@ def _describe(choice: Recomputed) -> str:
     if choice.granularity == "selective":
         return "attention"
     return f"first {sum(choice.layers)}" if sum(choice.layers) else "none"
-
-
-def _memory_bytes(config: RunConfig) -> float:
-    given = config.training.recompute_memory_gib
-    if given is not None:
-        return given * _GIB
-    total = min(collectives.gather_objects(memory.total_bytes()))
-    if not total:
-        raise ValueError("--recompute auto needs --recompute-memory-gib where there is no GPU")
-    return total - _FRAMEWORK_GIB * _GIB

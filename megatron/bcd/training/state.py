@@ -7,7 +7,60 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.bcd.blocks.phase_state import PhaseState
-from megatron.bcd.training.train_step import StepResult
+from megatron.bcd.runtime import device
+
+
+class TrainingFailed(RuntimeError):
+    """Training can't continue, detected on every rank: one line with the reason and the checkpoint to resume from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one training step gave, equal on every rank."""
+
+    loss: float
+    grad_norm: float | None
+    """None if the step was skipped."""
+    learning_rate: float
+    """The rate that the step used."""
+    duration: device.Stopwatch | float
+    """Milliseconds, or what will have measured them."""
+    requests: tuple[int, ...] = ()
+    """What any rank asks of the others, see `StopRequests.on_this_rank`."""
+
+    @property
+    def milliseconds(self) -> float:
+        """Waits for the device if the step is not over there."""
+        return self.duration if isinstance(self.duration, float) else self.duration.milliseconds
+
+    @property
+    def skipped(self) -> bool:
+        return self.grad_norm is None
+
+    def to_dict(self) -> dict[str, float | None]:
+        """Plain values, under the names of the checkpoint format."""
+        names = ("loss", "grad_norm", "learning_rate", "milliseconds")
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> StepResult:
+        """What `to_dict` returned."""
+        return cls(
+            loss=values["loss"],
+            grad_norm=values["grad_norm"],
+            learning_rate=values["learning_rate"],
+            duration=float(values["milliseconds"]),
+        )
+
+
+_COUNTERS = (
+    "iteration",
+    "consumed_samples",
+    "consumed_validation_samples",
+    "samples_in_phase",
+    "samples_seen_before",
+    "skipped_steps",
+)
 
 
 @dataclass(kw_only=True)
@@ -46,14 +99,8 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values for JSON, under the names of the checkpoint format."""
-        return {
-            "iteration": self.iteration,
-            "consumed_samples": self.consumed_samples,
-            "consumed_validation_samples": self.consumed_validation_samples,
+        return {name: getattr(self, name) for name in _COUNTERS} | {
             "phase": self.phase_state.to_dict(),
-            "samples_in_phase": self.samples_in_phase,
-            "samples_seen_before": self.samples_seen_before,
-            "skipped_steps": self.skipped_steps,
             "run": self.run,
             "interval": [step.to_dict() for step in self.interval],
         }
@@ -64,11 +111,7 @@ class TrainState:
         Raises:
             ValueError: the phase state is damaged.
         """
-        self.iteration = values["iteration"]
-        self.consumed_samples = values["consumed_samples"]
-        self.consumed_validation_samples = values["consumed_validation_samples"]
+        for name in _COUNTERS:
+            setattr(self, name, values[name])
         self.phase_state = PhaseState.from_dict(values["phase"])
-        self.samples_in_phase = values["samples_in_phase"]
-        self.samples_seen_before = values["samples_seen_before"]
-        self.skipped_steps = values["skipped_steps"]
         self.interval = [StepResult.from_dict(step) for step in values["interval"]]

@@ -1,0 +1,404 @@
+"""The reporter of a run, and its run summary: what will run, and its memory compared with full-parameter training."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.bcd import data
+from megatron.bcd.blocks.ownership import ownership
+from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.blocks.schedule import BlockSchedule
+from megatron.bcd.blocks.subsets import PhaseSubset
+from megatron.bcd.checkpoint import run_state
+from megatron.bcd.config import RunConfig
+from megatron.bcd.config.presets import PRESETS
+from megatron.bcd.metrics.reporter import Reporter, SilentReporter
+from megatron.bcd.metrics.schema import BlockSummary, RunSummary
+from megatron.bcd.model.builder import count_parameters, unwrap_model
+from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, Implementation
+from megatron.bcd.model.transformer_config import describe_activation
+from megatron.bcd.pipeline.build import default_run_ahead
+from megatron.bcd.planner import cost
+from megatron.bcd.planner.run_state import offload_fraction, phase_counts, state_bytes
+from megatron.bcd.runtime import collectives, device, distributed, replicas
+from megatron.bcd.training.recompute import Recomputation
+
+_DOMINANT = 0.6
+"""Share of the parameters from which a block is too large to save much."""
+
+
+def reporter_of(config: RunConfig, resumed: run_state.RunState | None) -> Reporter:
+    """On rank 0 the reporter that the flags describe; on the other ranks a silent one."""
+    report = config.report
+    if torch.distributed.get_rank() != 0:
+        return SilentReporter()
+    return Reporter(
+        train_iters=data.num_iterations(config),
+        start_iteration=resumed.iteration if resumed else 0,
+        run=run_state.name_of_run(config, resumed),
+        metrics_file=report.metrics_file,
+        tensorboard_dir=report.tensorboard_dir,
+        wandb_project=report.wandb_project,
+        wandb_exp_name=report.wandb_exp_name,
+        wandb_entity=report.wandb_entity,
+        wandb_save_dir=report.wandb_save_dir,
+        run_config=asdict(config),
+        timing_log_option=report.timing_log_option,
+        straggler_minmax_count=report.straggler_minmax_count,
+        log_timers_to_tensorboard=report.log_timers_to_tensorboard,
+    )
+
+
+def summarize(
+    *,
+    config: RunConfig,
+    partition: Partition,
+    block_schedule: BlockSchedule,
+    model: torch.nn.Module,
+    implementation: Implementation,
+    vocab_size: int,
+    padded_vocab_size: int,
+    train_iters: int,
+    samples: PhaseSubset | None,
+    recomputation: Recomputation,
+) -> RunSummary:
+    """Collect the figures of the run summary from all ranks; a collective, the same on every rank."""
+    ranks = collectives.gather_objects(_this_rank(config, partition, model))
+    # one replica's stages and tensor slices make up the model
+    one_replica = [rank for rank in ranks if rank["replica"] == 0]
+    by_stage = {rank["stage"]: rank for rank in reversed(one_replica)}
+    per_stage = tuple(by_stage[stage]["stage_parameters"] for stage in range(partition.num_stages))
+    num_parameters = sum(rank["num_parameters"] for rank in one_replica)
+    shares = [
+        sum(rank["counts"][block.index][kind] for rank in one_replica for kind in ("adam", "muon")) / num_parameters
+        for block in partition.blocks
+    ]
+    of_tokens = sum(rank["num_of_tokens"] for rank in one_replica) / num_parameters
+    blocks = tuple(
+        BlockSummary(
+            index=block.index,
+            layers=partition.describe_layers(block.index),
+            extras=", ".join(partition.describe_extras(block.index)),
+            share=shares[block.index],
+            model_state_bytes=tuple(
+                state_bytes(
+                    config,
+                    num_parameters=rank["num_parameters"],
+                    counts=rank["counts"][block.index],
+                    num_replicas=replicas.size(),
+                )
+                for rank in ranks
+            ),
+        )
+        for block in partition.blocks
+    )
+    return RunSummary(
+        model=_describe_model(config, unwrap_model(model).config, vocab_size, padded_vocab_size),
+        parallel=f"{config.describe_ranks(parallel_state.get_data_parallel_world_size())}, {config.precision}",
+        parameters_per_stage=per_stage,
+        total_parameters=sum(per_stage) - by_stage[partition.num_stages - 1]["tied_copy"],
+        blocks=blocks,
+        layout=partition.layout,
+        phases=block_schedule.describe(),
+        full_model_state_bytes=tuple(_full_state_bytes(config, rank["num_parameters"]) for rank in ranks),
+        training=_describe_training(config, train_iters),
+        notes=(
+            implementation.describe(),
+            *_describe_context(config, implementation),
+            *_describe_preset(config),
+            *_describe_other_blocks(config, partition, one_replica),
+            *_describe_host_memory(config, partition, ranks),
+            *_describe_pipeline(config, partition),
+            *recomputation.describe(partition),
+            *_describe_connections(config),
+            *_describe_samples(samples),
+            *_describe_prefix_cache(config, partition),
+        ),
+        warnings=() if config.training.skip_train else warn_of_dominance(shares, of_tokens),
+    )
+
+
+def warn_of_dominance(shares: Sequence[float], of_tokens: float) -> tuple[str, ...]:
+    """A line about the largest of several blocks where it holds most of the model, and what helps.
+
+    `shares`: of the parameters, by block; `of_tokens`: that of the word embedding and an output head of its own.
+    """
+    largest = max(range(len(shares)), key=shares.__getitem__)
+    if len(shares) < 2 or shares[largest] < _DOMINANT:
+        return ()
+    if of_tokens < _DOMINANT / 2:
+        helps = "more blocks or another --bcd-layout divide the layers more evenly"
+    else:
+        helps = (
+            f"{of_tokens:.0%} are the word embedding and the head; a smaller vocabulary (tools/train_tokenizer.py) or "
+            "a wider or deeper model makes them a smaller part, and --adam-moments-dtype int8 their optimizer state"
+        )
+    return (
+        f"block {largest} holds {shares[largest]:.0%} of the parameters, so its phases need nearly the model state of "
+        f"full training: {helps}",
+    )
+
+
+def _this_rank(config: RunConfig, partition: Partition, model: torch.nn.Module) -> dict[str, Any]:
+    """This rank's numbers of parameters."""
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    is_muon = config.optimizer.optimizer == "muon"
+    sizes = {name: parameter.numel() for name, parameter in unwrap_model(model).named_parameters()}
+    owned = {name: ownership(name, partition=partition, stage=stage) for name in sizes}
+    # those with state of their own block only, which may be offloaded between its phases
+    between = [name for name, one in owned.items() if not one.is_always_active and one.block is not None]
+    matrices = {name for name, one in owned.items() if one.is_matrix and (is_muon or one.resting_in)}
+    heads = [size for name, size in sizes.items() if name.endswith("output_layer.weight")]
+    tied_copy = sum(heads) * parallel_state.get_tensor_model_parallel_world_size() if partition.tied else 0
+    return {
+        "stage": stage,
+        "replica": replicas.rank(),
+        "stage_parameters": count_parameters(model),
+        "num_parameters": sum(sizes.values()),
+        "num_of_tokens": sum(size for name, size in sizes.items() if name.endswith("word_embeddings.weight"))
+        + sum(heads),
+        "num_frozen": sum(sizes[name] for name, one in owned.items() if one.is_frozen),
+        "num_kept": sum(sizes[name] for name in between if name not in matrices),
+        "num_kept_matrix": sum(sizes[name] for name in between if name in matrices),
+        "tied_copy": tied_copy,
+        "counts": [phase_counts(sizes, owned, block.index, is_muon=is_muon) for block in partition.blocks],
+    }
+
+
+def _full_state_bytes(config: RunConfig, num_parameters: int) -> int:
+    """Of full-parameter training by stock Megatron-LM: Adam with fp32 moments, or SGD."""
+    return cost.model_state_bytes(
+        num_parameters=num_parameters,
+        num_active=num_parameters,
+        precision=config.precision,
+        optimizer="sgd" if config.optimizer.optimizer == "sgd" else "adam",
+        sgd_momentum=config.optimizer.sgd_momentum != 0.0,
+        gradients_in_fp32=config.ddp.grad_reduce_in_fp32,
+        data_parallel_size=replicas.size(),
+        distributed_optimizer=config.training.use_distributed_optimizer,
+        offload_fraction=offload_fraction(config),
+    )
+
+
+def _describe_model(config: RunConfig, built: TransformerConfig, vocab_size: int, padded_vocab_size: int) -> str:
+    is_llama = (
+        config.model.position_embedding_type == "rope"
+        and config.model.swiglu
+        and built.normalization == "RMSNorm"
+        and not built.add_bias_linear
+    )
+    heads, groups = built.num_attention_heads, built.num_query_groups
+    parts = (
+        "LLaMA" if is_llama else "GPT",
+        f"{config.num_layers} layers",
+        f"hidden {config.hidden_size}",
+        f"{heads} heads" + (f" in {groups} query groups" if groups != heads else ""),
+        f"ffn {built.ffn_hidden_size}",
+        describe_activation(built),
+        f"vocabulary {vocab_size:,} (padded {padded_vocab_size:,})",
+        f"sequence {config.model.seq_length:,}",
+        f"{'tied' if config.tied else 'untied'} head",
+    )
+    return ", ".join(parts)
+
+
+def _describe_training(config: RunConfig, train_iters: int) -> str:
+    training, optimizer = config.training, config.optimizer
+    if training.skip_train:
+        return "evaluation only"
+    dtypes = list(dict.fromkeys(config.moment_dtypes))
+    parts = (
+        f"{train_iters:,} iterations",
+        f"global batch {data.global_batch_size(config)} of micro-batches of {training.micro_batch_size}",
+        f"lr {optimizer.lr} {config.schedule.lr_decay_style}",
+        optimizer.optimizer + ("" if dtypes == ["fp32"] else f" with {' and '.join(dtypes)} moments"),
+        f"clip {optimizer.clip_grad}",
+        f"seed {training.seed}",
+    )
+    return ", ".join(parts)
+
+
+def _describe_context(config: RunConfig, implementation: Implementation) -> tuple[str, ...]:
+    kind = config.transformer.get("cp_comm_type")
+    if config.context_size == 1:
+        return ()
+    if implementation.attention != SCALED_DOT_PRODUCT:
+        return (f"context parallel ranks exchange keys and values by {kind or 'p2p'}",)
+    ignored = "" if kind in (None, "all_gather") else f"; accepted without effect: --cp-comm-type {kind}"
+    return (f"context parallel ranks gather keys and values{ignored}",)
+
+
+def _describe_preset(config: RunConfig) -> tuple[str, ...]:
+    name = config.bcd.bcd_preset
+    if name is None:
+        return ()
+    values = vars(config.bcd) | vars(config.optimizer)
+    same = {field: value for field, value in PRESETS[name].items() if values[field] == value}
+    own = sorted(PRESETS[name].keys() - same)
+    flags = [f"--{field.replace('_', '-')}" + ("" if value is True else f" {value}") for field, value in same.items()]
+    differs = f"; not {', '.join('--' + field.replace('_', '-') for field in own)}, as given" if own else ""
+    return (f"preset {name}: {' '.join(flags)}{differs}",)
+
+
+def _describe_other_blocks(
+    config: RunConfig, partition: Partition, one_replica: Sequence[Mapping[str, Any]]
+) -> tuple[str, ...]:
+    """What is not trained with the active block, and how."""
+    bcd, notes = config.bcd, []
+    if partition.frozen:
+        num_frozen = sum(rank["num_frozen"] for rank in one_replica)
+        notes.append(f"no phase trains {', '.join(sorted(partition.frozen))} (--bcd-frozen), {num_frozen:,} parameters")
+    if bcd.bcd_resting_update != "none":
+        which = "all other layers" if bcd.bcd_resting_layers == "all" else "layers after the block's first"
+        notes.append(
+            f"stateless update {bcd.bcd_resting_update}: matrices of {which}, {bcd.bcd_resting_lr_ratio:g} of the "
+            f"learning rate, gradients in {bcd.bcd_resting_grad_dtype}"
+        )
+    return tuple(notes)
+
+
+def _describe_host_memory(
+    config: RunConfig, partition: Partition, ranks: Sequence[Mapping[str, Any]]
+) -> tuple[str, ...]:
+    """Optimizer state in host memory: of inactive blocks, and with --optimizer-cpu-offload."""
+    if config.training.skip_train:
+        return ()
+    notes = []
+    num_bytes = max(_offloaded_bytes(config, rank) for rank in ranks)
+    if partition.num_blocks > 1 and num_bytes:
+        notes.append(
+            f"kept in host memory between phases: {' and '.join(_offloaded(config, ranks))}, {num_bytes:,} bytes per "
+            "rank"
+        )
+    fraction = offload_fraction(config)
+    if fraction:
+        num_parameters = max(rank["num_parameters"] for rank in ranks)
+        held = math.ceil(cost.OFFLOADED_BYTES * fraction * num_parameters / replicas.size())
+        notes.append(
+            f"optimizer offloaded to the host, {fraction:.0%} of it: weights, gradients and moments in fp32, {held:,} "
+            "bytes of host memory per rank before page-locked memory is rounded up"
+        )
+    return tuple(notes)
+
+
+def _moment_bytes(config: RunConfig) -> tuple[float, float]:
+    """Offloaded bytes of moments of a parameter, and of a matrix."""
+    if config.bcd.bcd_optimizer_state != "host":
+        return 0, 0
+    optimizer = config.optimizer.optimizer
+    moments = cost.moment_bytes(
+        optimizer,
+        sgd_momentum=config.optimizer.sgd_momentum != 0.0,
+        adam_moments_dtype=config.kept_moment_dtypes,
+    )
+    return moments, cost.DTYPE_BYTES[config.bcd.muon_momentum_dtype] if optimizer == "muon" else moments
+
+
+def _offloaded_bytes(config: RunConfig, rank: Mapping[str, Any]) -> int:
+    """Of a rank in host memory while none of its blocks is active."""
+    moments, of_matrices = _moment_bytes(config)
+    optimizer = config.optimizer.optimizer
+    sharding: dict[str, Any] = {
+        "data_parallel_size": replicas.size(),
+        "distributed_optimizer": config.training.use_distributed_optimizer or optimizer == "muon",
+    }
+    main_params: dict[str, Any] = {"main_params": config.bcd.bcd_main_params == "host", "precision": config.precision}
+    # with a stateless update, what matrices lack of their main parameters stays on the device
+    of_matrix: dict[str, Any] = main_params if config.bcd.bcd_resting_update == "none" else {"precision": "fp32"}
+    return cost.host_state_bytes(
+        num_kept=rank["num_kept"], moments=moments, **main_params, **sharding
+    ) + cost.host_state_bytes(num_kept=rank["num_kept_matrix"], moments=of_matrices, **of_matrix, **sharding)
+
+
+def _offloaded(config: RunConfig, ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is in host memory of inactive blocks."""
+    kept = ["the optimizer's moments"] if any(_moment_bytes(config)) else []
+    names = ["num_kept", *(["num_kept_matrix"] if config.bcd.bcd_resting_update == "none" else [])]
+    if config.bcd.bcd_main_params == "host" and any(rank[name] for rank in ranks for name in names):
+        low = {"fp32": [], "bf16": ["the low 16 bits of main parameters"], "fp16": ["main parameters"]}
+        kept += low[config.precision]
+    return kept
+
+
+def _describe_pipeline(config: RunConfig, partition: Partition) -> tuple[str, ...]:
+    if partition.num_stages == 1:
+        return ()
+    notes = []
+    if config.training.pipeline_cut == "auto":
+        layout = config.training.pipeline_model_parallel_layout
+        notes.append(f"--pipeline-cut auto: --pipeline-model-parallel-layout {layout}")
+    if config.bcd.bcd_schedule == "stock":
+        return (*notes, "pipeline schedule stock: Megatron Core's 1F1B")
+    if partition.num_chunks > 1:
+        firsts = [partition.first_trainable_virtual_stage(block.index) for block in partition.blocks]
+        forward_only = [first // partition.num_stages for first in firsts]
+        how = (
+            f"interleaved, {partition.num_chunks} chunks of the model on every stage; forward-only chunks by block "
+            f"{_listed(forward_only)}"
+        )
+        return (*notes, f"pipeline schedule bcd: {how}")
+    forward_only = [partition.first_trainable_stage(block.index) for block in partition.blocks]
+    if not partition.has_prefix:
+        how = f"no stage runs forward only ({_why_no_prefix(config)})"
+    elif not any(forward_only):
+        how = "every block begins on the first stage, so no stage runs forward only"
+    else:
+        asked = config.bcd.bcd_run_ahead
+        ahead = [
+            default_run_ahead(num_stages=partition.num_stages, first_trainable=first)
+            if asked is None
+            else asked * (first > 0)
+            for first in forward_only
+        ]
+        how = f"forward-only stages by block {_listed(forward_only)}; they run ahead {_listed(ahead)} microbatches"
+    return (*notes, f"pipeline schedule bcd: {how}")
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _why_no_prefix(config: RunConfig) -> str:
+    bcd = config.bcd
+    if bcd.bcd_resting_update != "none" and bcd.bcd_resting_layers == "all":
+        return f"--bcd-resting-update {bcd.bcd_resting_update} updates all layers in every phase"
+    return f"--bcd-always-active {bcd.bcd_always_active} trains the bottom of the model in every phase"
+
+
+def _describe_connections(config: RunConfig) -> tuple[str, ...]:
+    if config.tensor_size == 1 or not device.has_cuda():
+        return ()
+    value = os.environ[distributed.CONNECTIONS]
+    warning = "" if value == "1" else ", as given; before Blackwell, tensor-parallel communication overlaps with 1 only"
+    return (f"{distributed.CONNECTIONS}={value}{warning}",)
+
+
+def _describe_samples(samples: PhaseSubset | None) -> tuple[str, ...]:
+    if samples is None:
+        return ()
+    return (
+        f"each phase trains on {samples.size:,} of the {samples.num_samples:,} sequences of an epoch; after "
+        f"{math.ceil(samples.num_samples / samples.size):,} phases all have been drawn",
+    )
+
+
+def _describe_prefix_cache(config: RunConfig, partition: Partition) -> tuple[str, ...]:
+    root = config.bcd.bcd_prefix_cache
+    if root is None:
+        return ()
+    lengths = [len(partition.prefix_layers(block.index)) for block in partition.blocks]
+    if not any(lengths):
+        why = "there is one block" if partition.has_prefix else _why_no_prefix(config)
+        return (f"prefix cache: off, no block has a prefix ({why})",)
+    return (
+        f"prefix cache {root}: layers before the first active one, by block {_listed(lengths)}; kept in "
+        f"{config.bcd.bcd_prefix_cache_dtype}",
+    )
