@@ -41,7 +41,10 @@ def resolve(script: str, world_size: int, words: list[str]) -> Resolved:
 
 
 def first_difference(before: Mapping[str, Resolved], after: Mapping[str, Resolved]) -> str | None:
-    """Of the lines that the version before accepts; a flag that only one version has counts unless it is off there."""
+    """Of the lines that the version before accepts; a flag that only one version has counts unless it is off there, or
+    something else took its place."""
+    from megatron.bcd.arguments.stock import REPLACED
+
     for name, values in before.items():
         now = after[name]
         if isinstance(values, str):
@@ -49,7 +52,7 @@ def first_difference(before: Mapping[str, Resolved], after: Mapping[str, Resolve
         if isinstance(now, str):
             return f"{name} is refused: {now.strip()}"
         for flag in values | now:
-            if (values.get(flag) or None) != (now.get(flag) or None):
+            if f"--{flag}" not in REPLACED and (values.get(flag) or None) != (now.get(flag) or None):
                 return f"{name}: {flag} was {values.get(flag)}, is {now.get(flag)}"
     return None
 

@@ -831,7 +831,7 @@ class Trainer:
         return self.exporter is not None and (is_last or bool(interval and iteration % interval == 0))
 
     def _export(self, *, is_last: bool) -> None:
-        """Write the model in Hugging Face's format (--save-hf). Raises TrainingFailed if the last one can't be written."""
+        """Write the model of --save-hf. Raises TrainingFailed if the last one can't be written."""
         assert self.exporter is not None
         interval, iteration = self.config.checkpoint.save_hf_interval, self.state.iteration
         with self.active.whole_parameters():

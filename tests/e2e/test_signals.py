@@ -162,16 +162,3 @@ def test_while_it_evaluates(start: Callable[..., Started], tmp_path: Path, flags
     assert run.end() == 0, run.output
     assert "Traceback" not in run.output
     assert flags or layout.candidates(str(tmp_path / "saved")) == [3]
-
-
-def test_while_it_continues_prompts(start: Callable[..., Started], tmp_path: Path) -> None:
-    """Samples of an evaluation, a forward pass for every token, that all come before the run saves."""
-    (tmp_path / "prompts.txt").write_text("a\nb\n")
-    evaluation = ("--eval-iters", "1", "--eval-interval", "3", "--train-iters", "30", "--seq-length", "240")
-    samples = ("--eval-generate", "prompts.txt", "--eval-generate-tokens", "238")
-    run = start(*LONG[2:4], *evaluation, *samples, script="tests/support/announced_evaluation.py")
-    run.wait_for(lambda: "it evaluates" in run.output)
-    run.send(signal.SIGTERM)
-    assert run.end() == 0, run.output
-    assert "sample after" not in run.output and "Traceback" not in run.output
-    assert layout.candidates(str(tmp_path / "saved")) == [3]

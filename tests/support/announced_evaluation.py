@@ -1,4 +1,4 @@
-"""pretrain_gpt_bcd.py that says on stdout when the third global batch (or token of a sample) of an evaluation comes."""
+"""pretrain_gpt_bcd.py that says on stdout when the third global batch of an evaluation comes."""
 
 from __future__ import annotations
 

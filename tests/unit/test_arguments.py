@@ -242,8 +242,6 @@ def test_flag_names_are_stocks() -> None:
     ours = {
         "--adam-moments-dtype",
         "--cpu-kernels",
-        "--eval-generate",
-        "--eval-generate-tokens",
         "--eval-fixed",
         "--keep-last-checkpoints",
         "--load-hf",

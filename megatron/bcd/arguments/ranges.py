@@ -66,7 +66,7 @@ _RANGES: dict[str, _Range] = {
         ),
         _AT_LEAST_1,
     ),
-    **dict.fromkeys(("eval_generate_tokens", "straggler_minmax_count"), _AT_LEAST_1),
+    "straggler_minmax_count": _AT_LEAST_1,
     **dict.fromkeys(
         (
             "eval_iters",

@@ -106,6 +106,8 @@ def reason_of(name: str) -> str | None:
 
 REPLACED = {
     "--cpu-kernels": "a CPU runs Megatron Core's own functions",
+    "--eval-generate": "tools/generate.py on a folder of --save-hf takes its place",
+    "--eval-generate-tokens": "tools/generate.py on a folder of --save-hf takes its place",
 }
 """Flags that this program had: accepted with any value, without effect, and the run summary says what took their
 place."""

@@ -60,12 +60,7 @@ def check_length(run: Run, given: Mapping[str, Any]) -> None:
 
 
 def check_evaluation(run: Run) -> None:
-    """Rules of --eval-generate and --full-validation."""
-    refuse_unless(
-        run.eval_generate is None or run.context_parallel_size == 1,
-        f"--eval-generate {run.eval_generate} does not go with --context-parallel-size {run.context_parallel_size}: "
-        "leave one of them out",
-    )
+    """Rules of --full-validation."""
     if not run.full_validation:
         return
     refuse_unless(not run.mock_data, "--eval-iters -1 does not go with --mock-data, which has no end")

@@ -93,7 +93,7 @@ _OWNERS: tuple[tuple[str, Callable[[_Values], object], str], ...] = (
     (
         "no evaluation",
         lambda values: values["eval_iters"] and not has_no_evaluation(values),
-        "eval_fixed full_validation eval_generate",
+        "eval_fixed full_validation",
     ),
     ("--mock-data has no end", lambda values: not values["mock_data"], "full_validation"),
     ("no --sft", lambda values: values["sft"], "sft_prompt_format sft_packing sft_drop_long"),

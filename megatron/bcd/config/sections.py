@@ -306,15 +306,6 @@ class ReportConfig:
     """Logs, metrics and where they go."""
 
     log_interval: int = option(100, "training steps between log lines", type=int)
-    eval_generate: str | None = option(
-        None,
-        "continue the prompts of this file, one on every line, at every evaluation on the validation split, and print "
-        "them; with --sft they are instructions",
-        metavar="FILE",
-    )
-    eval_generate_tokens: int = option(
-        32, "most tokens of a continuation of --eval-generate; each is a forward pass over whole sequences", type=int
-    )
     log_params_norm: bool = option(False, "log the norm of all weights")
     log_num_zeros_in_grad: bool = option(
         False, "log the number of zeros in the gradient of what Megatron Core's optimizer steps in the phase"

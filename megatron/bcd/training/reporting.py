@@ -82,30 +82,21 @@ def summarize(
         for block in partition.blocks
     ]
     of_tokens = sum(rank["num_of_tokens"] for rank in one_replica) / num_parameters
-    blocks = tuple(
-        BlockSummary(
-            index=block.index,
-            layers=partition.describe_layers(block.index),
-            extras=", ".join(partition.describe_extras(block.index)),
-            share=shares[block.index],
-            model_state_bytes=tuple(
-                state_bytes(
-                    config,
-                    num_parameters=rank["num_parameters"],
-                    counts=rank["counts"][block.index],
-                    num_replicas=replicas.size(),
-                )
-                for rank in ranks
-            ),
-        )
-        for block in partition.blocks
-    )
     return RunSummary(
         model=_describe_model(config, unwrap_model(model).config, vocab_size, padded_vocab_size),
         parallel=f"{config.describe_ranks(parallel_state.get_data_parallel_world_size())}, {config.precision}",
         parameters_per_stage=per_stage,
         total_parameters=sum(per_stage) - by_stage[partition.num_stages - 1]["tied_copy"],
-        blocks=blocks,
+        blocks=tuple(
+            BlockSummary(
+                index=block.index,
+                layers=partition.describe_layers(block.index),
+                extras=", ".join(partition.describe_extras(block.index)),
+                share=shares[block.index],
+                model_state_bytes=tuple(_state_bytes(config, rank, block.index) for rank in ranks),
+            )
+            for block in partition.blocks
+        ),
         layout=partition.layout,
         phases=block_schedule.describe(),
         full_model_state_bytes=tuple(_full_state_bytes(config, rank["num_parameters"]) for rank in ranks),
@@ -171,6 +162,16 @@ def _this_rank(config: RunConfig, partition: Partition, model: torch.nn.Module) 
         "tied_copy": tied_copy,
         "counts": [phase_counts(sizes, owned, block.index, is_muon=is_muon) for block in partition.blocks],
     }
+
+
+def _state_bytes(config: RunConfig, rank: Mapping[str, Any], block: int) -> int:
+    """Estimated model state of a rank in a phase."""
+    return state_bytes(
+        config,
+        num_parameters=rank["num_parameters"],
+        counts=rank["counts"][block],
+        num_replicas=replicas.size(),
+    )
 
 
 def _full_state_bytes(config: RunConfig, num_parameters: int) -> int:
