@@ -19,6 +19,8 @@ import yaml
 
 Resolved = dict[str, object] | str
 """Values by flag, or one error."""
+REPLACED = ("eval-generate", "eval-generate-tokens")
+"""Flags whose place something else has taken: accepted by both versions, and a value by one only."""
 
 
 def resolve(script: str, world_size: int, words: list[str]) -> Resolved:
@@ -43,8 +45,6 @@ def resolve(script: str, world_size: int, words: list[str]) -> Resolved:
 def first_difference(before: Mapping[str, Resolved], after: Mapping[str, Resolved]) -> str | None:
     """Of the lines that the version before accepts; a flag that only one version has counts unless it is off there, or
     something else took its place."""
-    from megatron.bcd.arguments.stock import REPLACED
-
     for name, values in before.items():
         now = after[name]
         if isinstance(values, str):
@@ -52,7 +52,7 @@ def first_difference(before: Mapping[str, Resolved], after: Mapping[str, Resolve
         if isinstance(now, str):
             return f"{name} is refused: {now.strip()}"
         for flag in values | now:
-            if f"--{flag}" not in REPLACED and (values.get(flag) or None) != (now.get(flag) or None):
+            if flag not in REPLACED and (values.get(flag) or None) != (now.get(flag) or None):
                 return f"{name}: {flag} was {values.get(flag)}, is {now.get(flag)}"
     return None
 
