@@ -66,5 +66,5 @@ if [ "${1:-}" = --run ]; then
     LD_PRELOAD=$libraries exec "$@"
 fi
 cd "$ROOT"
-[ $# -gt 0 ] || set -- tests/emulated_gpu tests/gpu tests/distributed/test_{generation,huggingface,fine_tuning}.py
+[ $# -gt 0 ] || set -- tests/gpu/test_check_machine.py tests/emulated_gpu tests/gpu tests/distributed/test_{generation,huggingface,fine_tuning}.py
 LD_PRELOAD=$libraries exec python -m pytest --backend nccl -n 2 --dist loadfile --no-loadscope-reorder "$@"

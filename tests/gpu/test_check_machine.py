@@ -1,0 +1,34 @@
+"""The first command of a machine with GPUs, on all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(1800)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_check_machine(
+    repo_root: Path, tmp_path: Path, pytestconfig: pytest.Config, num_gpus: int, num_ranks: int
+) -> None:
+    """One-block losses that are not the CPU's, layouts, memory at a switch, resuming, prefix cache, offload, and a
+    peak that is more than 10 % off its plan."""
+    if num_ranks > num_gpus:
+        pytest.skip(f"needs {num_ranks} CUDA GPUs, here are {num_gpus}")
+    is_emulated = "BCD_EMULATED_GPU" in os.environ  # whose times mean nothing; more ranks than cores show no more
+    if is_emulated and num_ranks != 2 and not pytestconfig.getoption("--long"):
+        pytest.skip("two emulated GPUs show what one and four would; --long runs them")
+    report = tmp_path / "report.json"
+    words = ["--json", str(report), "--output", str(tmp_path / "out"), "--num-ranks", str(num_ranks)]
+    command = [sys.executable, "tools/check_machine.py", *words, *([] if is_emulated else ["--calibrate"])]
+    # no more emulated GPUs than there are cores: check_machine says so of a machine
+    environment = os.environ | ({"FAKEGPU_DEVICE_COUNT": str(num_ranks)} if is_emulated else {})
+    done = subprocess.run(command, cwd=repo_root, env=environment, capture_output=True, text=True)
+    failures = [check for check in json.loads(report.read_text())["checks"] if check["verdict"] == "FAIL"]
+    assert done.returncode == 0 and failures == [], failures
