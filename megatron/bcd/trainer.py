@@ -49,7 +49,6 @@ from megatron.bcd.model.implementation import Implementation, implementation_her
 from megatron.bcd.model.loss import masked_loss, reduce_losses, reduce_with_maxima
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.lr_schedule import build_scheduler
-from megatron.bcd.optim.params_norm import params_norm
 from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.planner.run_recomputation import RunMemory
 from megatron.bcd.planner.run_state import head_passes, phase_flops
@@ -656,7 +655,7 @@ class Trainer:
         found: dict[str, Any] = {"timers_ms": self.timers.take(), "straggler_ms": self.stragglers.take()}
         if report.log_params_norm:
             with active.whole_parameters():
-                found["params_norm"] = params_norm(active.model, held=active.held_main_params())
+                found["params_norm"] = active.params_norm()
         if report.log_num_zeros_in_grad:
             found["num_zeros"] = active.num_zeros
         if report.log_throughput:

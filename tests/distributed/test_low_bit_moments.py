@@ -14,7 +14,7 @@ from support.dist import World
 from support.pairwise import Combination, all_combinations, pairwise
 
 from megatron.bcd.config import RunConfig
-from megatron.bcd.optim import low_bit_moments
+from megatron.bcd.optim import low_bit_adam
 
 CUTS: dict[str, dict[str, Any]] = {
     "one": {},
@@ -222,6 +222,6 @@ def test_a_resumed_run_may_store_moments_otherwise(world1: World, text_data: str
     (of_int8,) = world1.run(resumed_moments, coarse, str(tmp_path / "int8"))
     (as_fp32,) = world1.run(resumed_moments, exact, str(tmp_path / "int8"))
     for name, moment in of_fp32.items():
-        expected = low_bit_moments.decode(low_bit_moments.encode({"exp_avg_sq": moment}, "int8"))["exp_avg_sq"]
+        expected = low_bit_adam.decode(low_bit_adam.encode({"exp_avg_sq": moment}, "int8"))["exp_avg_sq"]
         assert torch.equal(rounded[name], expected) and bool(moment.any())
         assert torch.equal(as_fp32[name], of_int8[name])

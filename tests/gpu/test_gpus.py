@@ -16,7 +16,7 @@ import torch
 from _check_runs import Runner, flags_of
 from _check_self_test import ONE_BLOCK, TOLERANCE
 
-from megatron.bcd.optim.bf16_residual import bf16_residual
+from megatron.bcd.optim.bf16 import bf16_residual
 
 pytestmark = pytest.mark.timeout(1800)
 SUBMODEL = {"bcd_num_blocks": 2, "bcd_layout": "submodel", "bcd_steps_per_block": 2, "train_iters": 8}

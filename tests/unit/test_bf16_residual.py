@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.bcd.optim import bf16_residual
+from megatron.bcd.optim import bf16
 
 TIES = [0x3F7F8000, 0x3F808000, -0x80000000 + 0x3F7F8000, -0x80000000 + 0x3F808000]
 NON_FINITE = [0x7F800000, -0x80000000 + 0x7F800000, 0x7FC00000, 0x7F800001, 0x7FFFFFFF, -1]
 EDGES = [0, -0x80000000, 1, 0x7FFF, 0x8000, 0x8001, 0x18000, 0x7F7FFFFF, 0x7F7F8000, 0x7F7F7FFF]
 
 
-def round_trip(bits: torch.Tensor) -> tuple[torch.Tensor, bf16_residual.Bf16Residual]:
+def round_trip(bits: torch.Tensor) -> tuple[torch.Tensor, bf16.Bf16Residual]:
     main_param = bits.view(torch.float32)
     weight = main_param.to(torch.bfloat16)
-    residual = bf16_residual.bf16_residual(main_param, weight, out=torch.empty(len(bits), dtype=torch.int16))
+    residual = bf16.bf16_residual(main_param, weight, out=torch.empty(len(bits), dtype=torch.int16))
     restored = torch.full_like(main_param, 7.0)
     residual.restore(weight, main_param=restored)
     return restored.view(torch.int32), residual
@@ -37,7 +37,7 @@ def test_ties_edges_and_what_is_not_finite() -> None:
 @pytest.mark.parametrize("chunk", [64, 1 << 22])
 def test_any_bits(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     """A lost bit, an index that is counted from the start of its chunk, a long list of exceptions."""
-    monkeypatch.setattr(bf16_residual, "_CHUNK", chunk)
+    monkeypatch.setattr(bf16, "_CHUNK", chunk)
     any_bits = torch.randint(-(2**31), 2**31, (10_001,), generator=torch.Generator().manual_seed(1)).to(torch.int32)
     assert torch.equal(round_trip(any_bits)[0], any_bits)
     usual = torch.randn(100_001, generator=torch.Generator().manual_seed(2)).view(torch.int32)
@@ -50,7 +50,7 @@ def test_a_weight_that_is_no_rounding_of_its_main_parameter() -> None:
     """A weight that was rounded by another rule, or changed: the main parameter is restored all the same."""
     main_param = torch.randn(1000, generator=torch.Generator().manual_seed(3))
     weight = torch.randn(1000, generator=torch.Generator().manual_seed(4)).to(torch.bfloat16)
-    residual = bf16_residual.bf16_residual(main_param, weight, out=torch.empty(1000, dtype=torch.int16))
+    residual = bf16.bf16_residual(main_param, weight, out=torch.empty(1000, dtype=torch.int16))
     restored = torch.empty_like(main_param)
     residual.restore(weight, main_param=restored)
     assert torch.equal(restored, main_param)

@@ -10,9 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.bcd.optim import low_bit_moments
-from megatron.bcd.optim.low_bit_adam import LowBitAdam
-from megatron.bcd.optim.low_bit_moments import BLOCK
+from megatron.bcd.optim import low_bit_adam
+from megatron.bcd.optim.low_bit_adam import BLOCK, LowBitAdam
 
 DTYPES = ("bf16", "int8")
 LARGEST = torch.finfo(torch.float32).max
@@ -40,9 +39,9 @@ def test_encoding_what_was_decoded_changes_nothing(
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(size, generator=generator) * 10.0 ** -(decades * torch.rand(size, generator=generator))
     values = values * magnitude * (torch.rand(size, generator=generator) >= zeros)
-    stored = low_bit_moments.encode({"exp_avg": values, "exp_avg_sq": values.abs()}, dtype)
-    decoded = low_bit_moments.decode(stored)
-    assert same_bits(low_bit_moments.encode(decoded, dtype), stored)
+    stored = low_bit_adam.encode({"exp_avg": values, "exp_avg_sq": values.abs()}, dtype)
+    decoded = low_bit_adam.decode(stored)
+    assert same_bits(low_bit_adam.encode(decoded, dtype), stored)
     assert torch.equal(decoded["exp_avg"] > 0, (decoded["exp_avg"] > 0) & (values > 0)), "a sign that turned"
     assert bool((decoded["exp_avg_sq"] >= 0).all())
 
@@ -72,7 +71,7 @@ def test_8_bits_are_the_nearest_of_the_format(name: str) -> None:
     values *= 10.0 ** -(5 * torch.rand(values.shape, generator=generator))
     values *= 10.0 ** torch.arange(values.numel()).div(BLOCK, rounding_mode="floor")
     values = values if name == "exp_avg" else values.abs()
-    decoded = low_bit_moments.decode(low_bit_moments.encode({name: values}, "int8"))[name]
+    decoded = low_bit_adam.decode(low_bit_adam.encode({name: values}, "int8"))[name]
     expected = torch.cat([independent_codes(block.double(), name == "exp_avg") for block in values.split(BLOCK)])
     error, smallest = (decoded - values).abs(), (expected - values).abs()
     assert bool((error <= smallest + 0.001 * values.abs()).all()), "close to the middle either neighbour will do"
@@ -82,24 +81,24 @@ def test_8_bits_are_the_nearest_of_the_format(name: str) -> None:
 def test_a_second_moment_above_0_stays_above_0() -> None:
     """A step divided by epsilon, because the neighbour's gradient is large."""
     values = torch.tensor([1e10, 1e-30, 0.0, 1e3])
-    decoded = low_bit_moments.decode(low_bit_moments.encode({"exp_avg_sq": values}, "int8"))["exp_avg_sq"]
+    decoded = low_bit_adam.decode(low_bit_adam.encode({"exp_avg_sq": values}, "int8"))["exp_avg_sq"]
     assert (decoded > 0).tolist() == [True, True, False, True]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bytes(dtype: str) -> None:
     """A stored form that is larger than it says, or a scale per element."""
-    state = low_bit_moments.zeros(10 * BLOCK + 1, dtype, torch.device("cpu"))
+    state = low_bit_adam.zeros(10 * BLOCK + 1, dtype, torch.device("cpu"))
     expected = {"bf16": 4 * (10 * BLOCK + 1), "int8": 2 * (10 * BLOCK + 1) + 2 * 11 * 4}[dtype]
     assert sum(tensor.nbytes for tensor in state.values()) == expected
-    assert all(not tensor.any() for tensor in low_bit_moments.decode(state).values())
+    assert all(not tensor.any() for tensor in low_bit_adam.decode(state).values())
 
 
 def test_not_a_number_is_not_hidden() -> None:
     """Moments that are broken and look healthy."""
     values = torch.ones(2 * BLOCK)
     values[3] = float("nan")
-    decoded = low_bit_moments.decode(low_bit_moments.encode({"exp_avg": values}, "int8"))["exp_avg"]
+    decoded = low_bit_adam.decode(low_bit_adam.encode({"exp_avg": values}, "int8"))["exp_avg"]
     assert decoded[:BLOCK].isnan().all() and not decoded[BLOCK:].isnan().any()
 
 
@@ -114,7 +113,7 @@ def adam(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_first_step_is_pytorchs(dtype: str, decoupled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong bias correction or weight decay, or a chunk that is left out: the first step rounds nothing before it."""
-    monkeypatch.setattr("megatron.bcd.optim.low_bit_moments.CHUNK", 2 * BLOCK)
+    monkeypatch.setattr("megatron.bcd.optim.low_bit_adam.CHUNK", 2 * BLOCK)
     parameter = torch.nn.Parameter(torch.randn(3, 3 * BLOCK, generator=torch.Generator().manual_seed(1)))
     reference = torch.nn.Parameter(parameter.detach().double())
     parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
@@ -137,7 +136,7 @@ def test_moments_follow_fp64(dtype: str) -> None:
         gradient = parameter.grad.double()
         exp_avg, exp_avg_sq = 0.9 * exp_avg + 0.1 * gradient, 0.95 * exp_avg_sq + 0.05 * gradient**2
         optimizer.step()
-    decoded = low_bit_moments.decode(optimizer.state[parameter])
+    decoded = low_bit_adam.decode(optimizer.state[parameter])
     first, second = (decoded["exp_avg"] - exp_avg).abs(), (decoded["exp_avg_sq"] / exp_avg_sq - 1).abs()
     assert first.mean() < {"bf16": 0.002, "int8": 0.01}[dtype]
     assert second.mean() < {"bf16": 0.01, "int8": 0.05}[dtype]
@@ -154,7 +153,7 @@ def test_second_moment_follows_a_gradient_that_shrinks(dtype: str) -> None:
         parameter.grad = torch.randn(8 * BLOCK, generator=generator) * (1.0 if step < 1000 else 0.3)
         expected = 0.999 * expected + 0.001 * parameter.grad**2
         optimizer.step()
-    roots = (low_bit_moments.decode(optimizer.state[parameter])["exp_avg_sq"] / expected).sqrt()
+    roots = (low_bit_adam.decode(optimizer.state[parameter])["exp_avg_sq"] / expected).sqrt()
     assert roots.mean() == pytest.approx(1, abs=0.03) and roots.std() < 0.1
 
 
@@ -198,6 +197,6 @@ def test_shards_in_bf16_round_as_the_whole_does(monkeypatch: pytest.MonkeyPatch)
     steps are repeated, whatever else draws random numbers."""
     whole = stepped(0, 3 * BLOCK)
     torch.manual_seed(1)
-    monkeypatch.setattr("megatron.bcd.optim.low_bit_moments.CHUNK", BLOCK)
+    monkeypatch.setattr("megatron.bcd.optim.low_bit_adam.CHUNK", BLOCK)
     shards = [stepped(0, 300), stepped(300, 3 * BLOCK)]
     assert same_bits({name: torch.cat([shard[name] for shard in shards]) for name in whole}, whole)

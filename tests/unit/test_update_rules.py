@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.bcd.blocks.ownership import STACK_ELEMENTS, matrix_stacks
-from megatron.bcd.optim import bf16_split, matrix_direction, update_rules
-from megatron.bcd.optim.matrix_direction import MatrixLayout
+from megatron.bcd.optim import bf16, update_rules
 from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer, MatrixRule
+from megatron.bcd.optim.update_rules import MatrixLayout
 
 SHAPES = ((48, 16), (16, 48), (32, 32))
 
@@ -76,7 +76,7 @@ def test_queries_keys_and_values_apart() -> None:
     groups, width, hidden = 2, 3, 8
     parts = (2 * width, width, width)
     g = gradient(groups * sum(parts), hidden)
-    [found] = matrix_direction.direction("orthogonal", g[None], MatrixLayout(parts=parts), num_steps=5)
+    [found] = update_rules.direction("orthogonal", g[None], MatrixLayout(parts=parts), num_steps=5)
     rows = torch.arange(g.shape[0]).view(groups, sum(parts))
     for start, size in ((0, 6), (6, 3), (9, 3)):
         mine = rows[:, start : start + size].flatten()
@@ -144,8 +144,8 @@ def test_split_loses_no_bit(values: list[float]) -> None:
     """A value halfway between two bf16 numbers whose rest does not fit 16 bits; a lost sign of zero."""
     value = torch.tensor(values, dtype=torch.float32)
     weight, low_bits = torch.empty_like(value, dtype=torch.bfloat16), torch.empty_like(value, dtype=torch.int16)
-    bf16_split.split(value, weight=weight, low_bits=low_bits)
-    assert torch.equal(bf16_split.join(weight, low_bits).view(torch.int32), value.view(torch.int32))
+    bf16.split(value, weight=weight, low_bits=low_bits)
+    assert torch.equal(bf16.join(weight, low_bits).view(torch.int32), value.view(torch.int32))
     spacing = (weight.float().abs() * 2**-8).clamp(min=2.0**-133)
     assert ((weight.float() - value).abs() <= spacing).all()
 
@@ -154,8 +154,8 @@ def test_small_updates_add_up_in_bf16() -> None:
     """Updates far below a bf16 step that are rounded away."""
     weight, low_bits = torch.ones(4, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int16)
     for _ in range(1000):
-        bf16_split.split(bf16_split.join(weight, low_bits) + 1e-5, weight=weight, low_bits=low_bits)
-    assert torch.allclose(bf16_split.join(weight, low_bits), torch.full((4,), 1.01), atol=1e-4)
+        bf16.split(bf16.join(weight, low_bits) + 1e-5, weight=weight, low_bits=low_bits)
+    assert torch.allclose(bf16.join(weight, low_bits), torch.full((4,), 1.01), atol=1e-4)
     assert (weight > 1).all()
 
 

@@ -1,4 +1,5 @@
-"""What is kept of each block between its phases, and the state of always-active parameters during a switch."""
+"""Offloaded state: what is kept of each block in host memory between its phases, and the state of always-active
+parameters during a switch."""
 
 from __future__ import annotations
 
@@ -8,15 +9,15 @@ from typing import Any
 
 import torch
 
-from megatron.bcd.optim import low_bit_moments
-from megatron.bcd.optim.bf16_residual import Bf16Residual, bf16_residual
+from megatron.bcd.optim import low_bit_adam
+from megatron.bcd.optim.bf16 import Bf16Residual, bf16_residual
 from megatron.bcd.optim.param_shard import MAIN_PARAM, ParamShard
 from megatron.bcd.runtime import collectives, device, memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeptShard:
-    """Kept state of elements `start` to `end` of a frozen parameter; all tensors are flat, in host memory."""
+    """Offloaded state of elements `start` to `end` of a frozen parameter; all tensors are flat, in host memory."""
 
     parameter: torch.nn.Parameter
     start: int
@@ -32,11 +33,11 @@ class KeptShard:
     def names(self) -> set[str]:
         """Names of `tensors`."""
         has_main_param = self.residual is not None or self.main_param is not None
-        return {*low_bit_moments.names(self.moments), *([MAIN_PARAM] if has_main_param else [])}
+        return {*low_bit_adam.names(self.moments), *([MAIN_PARAM] if has_main_param else [])}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """As `ParamShard.tensors`: moments, and the main parameter unless it is the weight itself."""
-        tensors = low_bit_moments.decode(self.moments)
+        tensors = low_bit_adam.decode(self.moments)
         if self.main_param is not None:
             tensors[MAIN_PARAM] = self.main_param
         if self.residual is not None:
@@ -140,8 +141,9 @@ class BlockStateStore:
     ) -> None:
         """Save the state of always-active parameters for the optimizer of the next block.
 
-        `group` is that of the replicas if the distributed optimizer shards them, and this a collective over it: the
-        next block's optimizer shards them differently, so each rank saves whole parameters. Else None.
+        `group` is the data-parallel x context-parallel one if the distributed optimizer shards them, and this a
+        collective over it: the next block's optimizer shards them differently, so each rank saves whole parameters.
+        Else None.
         """
         states = {
             name: _WholeState(num_steps=shard.num_steps, tensors=shard.tensors()) for name, shard in shards.items()

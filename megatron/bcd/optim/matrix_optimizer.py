@@ -1,27 +1,32 @@
-"""Steps matrices of layers without Megatron Core's optimizer: resting ones, which keep no state, and with --optimizer
-muon the active block's, which keep a momentum.
+"""Steps matrices of layers without Megatron Core's optimizer: inactive ones, which keep no state (stateless updates,
+--bcd-resting-update), and with --optimizer muon the active block's, which keep a momentum.
 
-Each matrix has one of its replicas (`runtime.replicas`) as its owner: gradients are reduced to the owner, it computes
-the new weights, and broadcasts them. The owner alone holds what exists beside weight and gradient: the momentum, and in
-bf16 the 16 bits that the weight lacks of its fp32 value. Owners never change, so a switch moves none of it.
-Matrices of one shape, rule and owner are reduced and stepped together (`matrix_stack`).
+Each matrix has one rank of the data-parallel x context-parallel group as its owner: gradients are reduced to the owner,
+it computes the new weights, and broadcasts them. The owner alone holds what exists beside weight and gradient: the
+momentum, and in bf16 the 16 bits that the weight lacks of its fp32 value. Owners never change, so a switch moves none
+of it. Matrices of one shape, rule and owner are reduced and stepped together, in stacks.
+
+Shapes: K = matrices of a stack, M = rows, N = columns.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
 
-from megatron.bcd.blocks.ownership import matrix_owners
-from megatron.bcd.optim import bf16_split, matrix_direction
-from megatron.bcd.optim.matrix_direction import MatrixLayout
-from megatron.bcd.optim.matrix_stack import Matrix, Stack, distribute, joined, stacked, sum_of_squares
-from megatron.bcd.runtime import device
+from megatron.bcd.blocks.ownership import matrix_owners, matrix_stacks
+from megatron.bcd.config import RunConfig
+from megatron.bcd.optim import bf16, update_rules
+from megatron.bcd.optim.update_rules import MatrixLayout
+from megatron.bcd.runtime import device, replicas
+from megatron.bcd.runtime.compat import pytorch
 
 MOMENTUM = "momentum_buffer"
 """Name of the momentum in checkpoints."""
@@ -43,7 +48,90 @@ class MatrixRule:
     num_steps: int
     """Newton-Schulz iterations."""
     scale_mode: str = "spectral"
-    """A key of `matrix_direction.SCALES`."""
+    """A key of `update_rules.SCALES`."""
+
+
+Rules = list[tuple[MatrixRule, Iterable[str], bool]]
+"""Rule, names of matrices, and whether the active block owns them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """A matrix of a layer, or this rank's tensor-parallel slice of it."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    owner: int
+    """Rank in the data-parallel x context-parallel group."""
+    layout: MatrixLayout
+
+
+class Stack:
+    """Matrices of one shape, owner and layout in one phase, up to `ownership.STACK_ELEMENTS`: they share a gradient
+    buffer, its reduction, and every product and kernel of their update."""
+
+    def __init__(self, matrices: Sequence[Matrix], grad_dtype: torch.dtype) -> None:
+        self.matrices = matrices
+        self.owner, self.layout = matrices[0].owner, matrices[0].layout
+        weight = matrices[0].parameter
+        self.gradient = torch.zeros((len(matrices), *weight.shape), dtype=grad_dtype, device=weight.device)
+        """[K, M, N]; each matrix' `main_grad` is a slice."""
+        self._num_missing = len(matrices)
+        self.is_reducing = False
+        self._reduction: torch.distributed.Work | None = None
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        return [matrix.parameter.data for matrix in self.matrices]
+
+    def zero_grad(self) -> None:
+        self.gradient.zero_()
+        self._num_missing, self.is_reducing = len(self.matrices), False
+
+    def count_final(self, group: torch.distributed.ProcessGroup) -> None:
+        """One more of the gradients is final; the last one starts the reduction."""
+        self._num_missing -= 1
+        if self._num_missing == 0:
+            self.start_reduction(group)
+
+    def start_reduction(self, group: torch.distributed.ProcessGroup) -> None:
+        """Average the gradient over the group, on the owner, unless that has begun in this step. A collective."""
+        if group.size() > 1 and not self.is_reducing:
+            self.gradient.div_(group.size())
+            owner = torch.distributed.get_global_rank(group, self.owner)
+            self._reduction = torch.distributed.reduce(self.gradient, dst=owner, group=group, async_op=True)
+        self.is_reducing = True
+
+    def finish_reduction(self) -> None:
+        if self._reduction is not None:
+            self._reduction.wait()
+            self._reduction = None
+
+
+def stacked(matrices: Sequence[Matrix], grad_dtype: torch.dtype) -> list[Stack]:
+    """All matrices of one rule in stacks."""
+    shapes = [matrix.parameter.shape for matrix in matrices]
+    keys = [(matrix.owner, matrix.layout, shape) for matrix, shape in zip(matrices, shapes, strict=True)]
+    stacks = matrix_stacks(keys, [shape.numel() for shape in shapes])
+    return [Stack([matrices[index] for index in indices], grad_dtype) for indices in stacks]
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[K, ...]: a copy, or a view of the only one."""
+    return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
+
+
+def distribute(values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Write back what `joined` has copied of several tensors."""
+    if len(tensors) > 1:
+        pytorch.copy_each(tensors, values.unbind())
+
+
+def sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
+    if not gradients:
+        return torch.zeros((), device=device.current())
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    return torch.stack(norms).square().sum()
 
 
 class MatrixOptimizer:
@@ -157,10 +245,6 @@ class MatrixOptimizer:
                 low_bits = torch.zeros_like(parameter, dtype=torch.int16)
             self._low_bits[matrix.name] = low_bits.to(parameter.device)
 
-    def groups_of_block(self) -> list[dict[str, Any]]:
-        """The groups of the active block's own matrices."""
-        return [group for group in self.param_groups if group["is_of_block"]]
-
     def zero_grad(self) -> None:
         """Set the gradient buffers to zero."""
         self._finish_reductions()  # of a step that was skipped
@@ -241,18 +325,18 @@ class MatrixOptimizer:
             if clip_coefficient < 1.0:
                 gradient = gradient * clip_coefficient
             gradient = self._with_momentum(stack, gradient, rule)
-        update = matrix_direction.direction(
+        update = update_rules.direction(
             rule.name, gradient, stack.layout, num_steps=rule.num_steps, scale_mode=rule.scale_mode
         )
         del gradient
         weights = joined(stack.weights)
         low_bits = [self._low_bits[matrix.name] for matrix in stack.matrices if matrix.name in self._low_bits]
         bits = joined(low_bits) if low_bits else None
-        value = weights if bits is None else bf16_split.join(weights, bits)
+        value = weights if bits is None else bf16.join(weights, bits)
         value.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * rule.scale)
         del update
         if bits is not None:
-            bf16_split.split(value, weight=weights, low_bits=bits)
+            bf16.split(value, weight=weights, low_bits=bits)
             distribute(bits, low_bits)
         distribute(weights, stack.weights)
 
@@ -265,37 +349,26 @@ class MatrixOptimizer:
         distribute(momentum, momenta)
         return gradient.lerp(momentum.float(), rule.momentum) if rule.nesterov else momentum.float()
 
-    def _value(self, matrix: Matrix) -> torch.Tensor:
-        """The weight in full precision; in fp32 the weight itself."""
-        weight = matrix.parameter.data
-        if weight.dtype != torch.bfloat16:
-            return weight
-        low_bits = self._low_bits.get(matrix.name)
-        return weight.float() if low_bits is None else bf16_split.join(weight, low_bits.to(weight.device))
-
-    def _set_value(self, matrix: Matrix, value: torch.Tensor) -> None:
-        weight = matrix.parameter.data
-        if weight.dtype == torch.bfloat16:
-            bf16_split.split(value, weight=weight, low_bits=self._low_bits.get(matrix.name))
-
     def main_params(self) -> dict[str, torch.Tensor]:
         """Of bf16 matrices that this rank owns: their fp32 values, by name, made when they are taken. Where there are
         no low bits the weight is the value: it has not been stepped here yet."""
-        return {
-            name: self._value(matrix)
-            for name, matrix in self.matrices.items()
-            if self.is_owner(name) and matrix.parameter.dtype == torch.bfloat16
-        }
+        values = {}
+        for name, matrix in self.matrices.items():
+            weight, low_bits = matrix.parameter.data, self._low_bits.get(name)
+            if self.is_owner(name) and weight.dtype == torch.bfloat16:
+                values[name] = weight.float() if low_bits is None else bf16.join(weight, low_bits.to(weight.device))
+        return values
 
     @torch.no_grad()
     def set_main_param(self, name: str, value: torch.Tensor) -> None:
         """Set weight and, on the owner, low bits of a bf16 matrix to an fp32 value."""
         matrix = self.matrices[name]
+        weight = matrix.parameter.data
         if self.is_owner(name) and name not in self._low_bits:
-            at_rest = self._keeps_low_bits_on_host and not any(matrix.name == name for matrix in self.held)
-            place = torch.device("cpu") if at_rest else matrix.parameter.device
-            self._low_bits[name] = torch.zeros_like(matrix.parameter, dtype=torch.int16, device=place)
-        self._set_value(matrix, value.to(matrix.parameter.device).view_as(matrix.parameter))
+            is_inactive = self._keeps_low_bits_on_host and not any(matrix.name == name for matrix in self.held)
+            place = torch.device("cpu") if is_inactive else weight.device
+            self._low_bits[name] = torch.zeros_like(weight, dtype=torch.int16, device=place)
+        bf16.split(value.to(weight.device).view_as(weight), weight=weight, low_bits=self._low_bits.get(name))
 
     def set_momentum(self, name: str, value: torch.Tensor) -> None:
         """Set a momentum on the matrix's owner; of the present phase, or in host memory until its next one."""
@@ -317,7 +390,7 @@ class MatrixOptimizer:
         if self._size > 1:
             owner = torch.distributed.get_global_rank(self._group, matrix.owner)
             torch.distributed.broadcast(low_bits.view(torch.uint8), src=owner, group=self._group)
-        return bf16_split.join(matrix.parameter.data, low_bits)
+        return bf16.join(matrix.parameter.data, low_bits)
 
     def tensors_to_step(self, *, is_of_block: bool) -> Iterator[torch.Tensor]:
         """The weights of the active block's matrices, or of resting ones, and their low bits that this rank holds."""
@@ -355,3 +428,65 @@ class MatrixOptimizer:
             for matrix in group["matrices"]
             if group["rule"].momentum is not None and self.is_owner(matrix.name)
         ]
+
+
+def build_matrix_optimizer(
+    config: RunConfig, model: torch.nn.Module, matrices: Mapping[str, torch.nn.Parameter]
+) -> MatrixOptimizer | None:
+    """For the matrices of this stage, by name; None if Megatron Core's optimizer steps all that is updated."""
+    if not (is_muon(config) or config.bcd.bcd_resting_update != "none"):
+        return None
+    built, settings = get_model_config(model), config.optimizer
+    heads, groups, width = built.num_attention_heads, built.num_query_groups, built.kv_channels
+    assert groups is not None and width is not None
+    qkv_parts = (heads // groups * width, width, width)
+    tensor_group = parallel_state.get_tensor_model_parallel_group()
+
+    def layout_of(name: str, parameter: torch.nn.Parameter) -> MatrixLayout:
+        is_qkv = settings.muon_split_qkv and name.endswith("linear_qkv.weight")
+        dim = getattr(parameter, "partition_dim", -1)  # Megatron Core's: -1 where each rank has all of it
+        is_sliced = tensor_group.size() > 1 and settings.muon_tp_mode != "blockwise" and dim >= 0
+        return MatrixLayout(
+            parts=qkv_parts if is_qkv and parameter.shape[0] % sum(qkv_parts) == 0 else (),
+            sharded_dim=dim if is_sliced else None,
+            group=tensor_group if is_sliced else None,
+            gathers=settings.muon_tp_mode == "duplicated",
+        )
+
+    return MatrixOptimizer(
+        {name: (parameter, layout_of(name, parameter)) for name, parameter in matrices.items()},
+        group=replicas.group(),
+        keeps_low_bits_on_host=config.bcd.bcd_resting_update == "none",
+        momentum_dtype=DTYPES[config.bcd.muon_momentum_dtype],
+        overlaps_reduction=config.ddp.overlap_grad_reduce,
+    )
+
+
+def is_muon(config: RunConfig) -> bool:
+    """Whether Muon steps the active block's matrices."""
+    return config.optimizer.optimizer == "muon"
+
+
+def rules_of_phase(config: RunConfig, *, inactive: Iterable[str], of_block: Iterable[str]) -> Rules:
+    """What the matrix optimizer steps in a phase: matrices that are updated without state, and with Muon the
+    block's own."""
+    bcd, settings = config.bcd, config.optimizer
+    stateless = MatrixRule(
+        name=bcd.bcd_resting_update,
+        scale=bcd.bcd_resting_lr_ratio,
+        grad_dtype=DTYPES[bcd.bcd_resting_grad_dtype],
+        num_steps=settings.muon_num_ns_steps,
+    )
+    rules: Rules = [(stateless, inactive, False)]
+    if is_muon(config):
+        muon = MatrixRule(
+            name="orthogonal",
+            scale=settings.muon_extra_scale_factor,
+            grad_dtype=DTYPES[bcd.muon_grad_dtype],
+            momentum=settings.muon_momentum,
+            nesterov=settings.muon_use_nesterov,
+            num_steps=settings.muon_num_ns_steps,
+            scale_mode=settings.muon_scale_mode,
+        )
+        rules.append((muon, of_block, True))
+    return rules

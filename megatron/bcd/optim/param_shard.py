@@ -1,63 +1,76 @@
-"""The optimizer state that this rank holds of each active parameter.
+"""The tensors that a phase's optimizers step, and the state that this rank holds of each active parameter.
 
 Megatron Core's distributed optimizer shards each parameter's flat state over the data-parallel ranks; the ordinary one
 holds whole parameters, the same on each of these ranks.
+
+With --optimizer-cpu-offload, Megatron Core's HybridDeviceOptimizer holds the weights on the device in its groups, and
+inner optimizers step copies of them: in host memory, or on the device for the share that is not offloaded.
+
+With --use-precision-aware-optimizer, Transformer Engine's Adam steps bf16 weights and holds their main parameters
+itself, in 16 bits: the bits of the main parameter minus those of the weight in the upper half, where the weight is the
+main parameter rounded with halves away from zero (`bf16.join`). Its moments have a precision of their own, those in
+fp16 with a scale for each tensor. Only what it documents, or Megatron Core calls, is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron.bcd.optim import held_state, low_bit_moments
-from megatron.bcd.optim.low_bit_adam import LowBitAdam
-from megatron.bcd.optim.optimizer_params import OptimizerParam, optimizer_params
+from megatron.bcd.optim import bf16, low_bit_adam
 from megatron.bcd.runtime.compat import megatron_core
 
+ALWAYS_ACTIVE = "bcd_always_active"
+"""Attribute of always-active parameters (--bcd-always-active), and key of the optimizer's groups of them."""
 MAIN_PARAM = "master"
 """Name of the main parameter's state in checkpoints."""
-_NO_MOMENTS = ("step", "master_param")
-"""Entries of an optimizer's state: Adam's counter, and with offload the main parameter."""
+_REMAINDER = "master_param"
+"""Transformer Engine's name of what a bf16 weight lacks; with offload an entry of that name is the main parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParamShard:
-    """Elements `start` to `end` of a flat active parameter, and the optimizer's state of them."""
+class OptimizerParam:
+    """One tensor, and the optimizer of PyTorch, Apex or Transformer Engine that steps it."""
 
-    parameter: torch.nn.Parameter
-    start: int
-    end: int
-    optimizer: torch.optim.Optimizer
+    optimizer: Any
     group: dict[str, Any]
     stepped: torch.Tensor
     """The tensor that the optimizer steps: the main parameter, in fp32 the weight itself; this shard of the bf16 weight
-    where the optimizer holds what it lacks (`held_state`)."""
-
-    @property
-    def is_held(self) -> bool:
-        """Whether the optimizer holds the main parameter itself."""
-        return held_state.is_held(self.optimizer)
-
-    @property
-    def main_param(self) -> torch.Tensor:
-        """Flat, in fp32; a copy if it is held."""
-        return held_state.main_param(self.optimizer, self.stepped) if self.is_held else self.stepped.detach().view(-1)
-
-    def set_main_param(self, value: torch.Tensor) -> None:
-        """Set the main parameter to a copy of a flat tensor, on any device."""
-        if self.is_held:
-            held_state.set_main_param(self.optimizer, self.stepped, value)
-        else:
-            self.stepped.data.view(-1).copy_(value, non_blocking=True)
+    where the optimizer holds what it lacks (`is_held`)."""
+    on_host: bool
 
     @property
     def state(self) -> Mapping[str, Any]:
         """The optimizer's state of what it steps; empty before the first step."""
         return self.optimizer.state.get(self.stepped, {})
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the optimizer holds the main parameter itself (--use-precision-aware-optimizer)."""
+        return bool(getattr(self.optimizer, "store_param_remainders", False))
+
+    @property
+    def main_param(self) -> torch.Tensor:
+        """Flat, in fp32; a copy if it is held."""
+        flat = self.stepped.detach().view(-1)
+        if not self.is_held:
+            return flat
+        return bf16.join(flat, self.state[_REMAINDER].view(-1)) if self.state else flat.float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamShard(OptimizerParam):
+    """Elements `start` to `end` of a flat active parameter, and the optimizer's state of them."""
+
+    parameter: torch.nn.Parameter
+    start: int
+    end: int
 
     @property
     def has_own_main_param(self) -> bool:
@@ -69,65 +82,128 @@ class ParamShard:
         """This shard of the weight, flat."""
         return self.parameter.detach().view(-1)[self.start : self.end]
 
+    @property
+    def num_steps(self) -> int:
+        """Steps since this state was created. PyTorch's Adam counts by parameter, Apex and Transformer Engine count by
+        group, SGD does not count: 0."""
+        return int(self.state.get("step", self.group.get("step", 0)))
+
     def moments(self) -> dict[str, torch.Tensor]:
         """Flat, by name, in fp32: Adam's exp_avg and exp_avg_sq, SGD's momentum_buffer; none before the first step."""
-        return low_bit_moments.decode(self.stored_moments())
+        return low_bit_adam.decode(self.stored_moments())
 
     def stored_moments(self) -> dict[str, torch.Tensor]:
-        """The same as the optimizer stores them, in fewer bits if flags say so; those with a scale in fp32."""
-        if self.is_held:  # has zeros before the first step where its main parameter was set
-            held = held_state.moments(self.optimizer, self.stepped) if self.num_steps else {}
-            return {name: value.detach().reshape(-1) for name, value in held.items()}
-        return {
-            name: value.detach().reshape(-1)
-            for name, value in self.state.items()
-            if torch.is_tensor(value) and name not in _NO_MOMENTS
-        }
+        """The same as the optimizer stores them, in fewer bits if flags say so; Transformer Engine's fp16 ones, which
+        have a scale, in fp32."""
+        if self.is_held and not self.num_steps:  # has zeros where its main parameter was set
+            return {}
+        found = {}
+        for name, value in self.state.items():
+            if torch.is_tensor(value) and name not in ("step", _REMAINDER):
+                has_scale = self.is_held and value.dtype not in (torch.float32, torch.bfloat16)
+                stored = self.optimizer.get_unscaled_state(self.stepped, name) if has_scale else value
+                found[name] = stored.detach().reshape(-1)
+        return found
 
     def names(self) -> set[str]:
         """Names of `tensors`."""
-        return {*low_bit_moments.names(self.stored_moments()), *([MAIN_PARAM] if self.has_own_main_param else [])}
+        names = low_bit_adam.names(self.stored_moments())
+        return {*names, *([MAIN_PARAM] if self.has_own_main_param else [])}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Moments, and the main parameter unless it is the weight itself; flat."""
         return self.moments() | ({MAIN_PARAM: self.main_param} if self.has_own_main_param else {})
 
-    @property
-    def num_steps(self) -> int:
-        """Steps since this state was created. PyTorch's Adam counts by parameter, Apex and Transformer Engine count by
-        group, SGD does not count: 0."""
-        step = self.state.get("step", self.group.get("step", 0))
-        return int(step.item()) if torch.is_tensor(step) else int(step)
-
     def set(self, tensors: Mapping[str, torch.Tensor], *, num_steps: int) -> None:
         """Set the state to copies of flat tensors, on any device, and to the number of steps."""
         moments = {name: tensor for name, tensor in tensors.items() if name != MAIN_PARAM}
-        if isinstance(self.optimizer, LowBitAdam):
+        if isinstance(self.optimizer, low_bit_adam.LowBitAdam):
             moments = {name: tensor.to(self.stepped.device) for name, tensor in moments.items()}
-            self.set_stored_moments(low_bit_moments.encode(moments, self.optimizer.dtype), num_steps=num_steps)
-        else:
-            self.set_stored_moments(moments, num_steps=num_steps)
+            moments = low_bit_adam.encode(moments, self.optimizer.dtype)
+        self.set_stored_moments(moments, num_steps=num_steps)
         if MAIN_PARAM in tensors:
             self.set_main_param(tensors[MAIN_PARAM])
+
+    @torch.no_grad()
+    def set_main_param(self, value: torch.Tensor) -> None:
+        """Set the main parameter to a copy of a flat tensor, on any device.
+
+        If it is held, the weight must be its rounding; a value halfway between two weights, of a run that rounded it to
+        the lower, even one, becomes 1 fp32 step less.
+        """
+        if not self.is_held:
+            self.stepped.data.view(-1).copy_(value, non_blocking=True)
+            return
+        bits = value.to(self.stepped.device).contiguous().view(torch.int32)
+        upper = self.stepped.detach().reshape(-1).view(torch.int16).to(torch.int32) << 16
+        remainder = (bits - upper).clamp_(-0x8000, 0x7FFF).to(torch.int16)
+        self._set_held(_REMAINDER, remainder)
 
     def set_stored_moments(self, moments: Mapping[str, torch.Tensor], *, num_steps: int) -> None:
         """Set the moments to copies of what `stored_moments` returned, on any device, and the number of steps."""
         for name, tensor in moments.items():
             if self.is_held:
-                held_state.set_moment(self.optimizer, self.stepped, name, tensor)
+                self._set_held(name, tensor.to(self.stepped.device, torch.float32, copy=True))
                 continue
             copy = tensor.to(self.stepped.device, copy=True, non_blocking=True)
-            is_low_bit = isinstance(self.optimizer, LowBitAdam)
+            is_low_bit = isinstance(self.optimizer, low_bit_adam.LowBitAdam)
             self.optimizer.state[self.stepped][name] = copy if is_low_bit else copy.view_as(self.stepped)
         if not num_steps:  # without a step, Adam must find no state, so that it creates its own
             return
         if isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW):
             where = self.stepped.device if self.group.get("fused") else "cpu"
-            self.optimizer.state[self.stepped]["step"] = torch.tensor(
-                float(num_steps), dtype=torch.float32, device=where
-            )
+            step = torch.tensor(float(num_steps), dtype=torch.float32, device=where)
+            self.optimizer.state[self.stepped]["step"] = step
         else:
             self.group["step"] = num_steps
+
+    def _set_held(self, name: str, value: torch.Tensor) -> None:
+        """Set an entry of Transformer Engine's state."""
+        if not self.state:  # its first step leaves alone what has any state
+            self.optimizer.initialize_state(self.stepped, True)
+        self.optimizer.set_scaled_state(self.stepped, name, value.view_as(self.stepped))
+
+
+def chained_optimizers(optimizer: MegatronOptimizer | None) -> list[Any]:
+    """The optimizers that Megatron Core chains for a phase; none between phases."""
+    return list(getattr(optimizer, "chained_optimizers", []))
+
+
+def all_optimizer_params(optimizer: MegatronOptimizer | None) -> Iterator[OptimizerParam]:
+    """The tensors that all chained optimizers step: in 16-bit precision this rank's shard of fp32 copies."""
+    for each in chained_optimizers(optimizer):
+        if not each.is_stub_optimizer:
+            yield from optimizer_params(each.optimizer).values()
+
+
+def optimizer_params(optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, OptimizerParam]:
+    """By the tensor in the optimizer's own groups, in their order; empty on a rank that steps nothing (None)."""
+    if optimizer is None:
+        return {}
+    if not isinstance(optimizer, HybridDeviceOptimizer):
+        return {
+            main_param: OptimizerParam(optimizer=optimizer, group=group, stepped=main_param, on_host=False)
+            for group in optimizer.param_groups
+            for main_param in group["params"]
+        }
+    inner = {
+        id(main_param): (inner_optimizer, group)
+        for inner_optimizer in optimizer.sub_optimizers
+        for group in inner_optimizer.param_groups
+        for main_param in group["params"]
+    }
+    found = {}
+    for outer_group in optimizer.param_groups:
+        for weight in outer_group["params"]:
+            main_param = optimizer.param_to_inner_param[weight]
+            inner_optimizer, group = inner[id(main_param)]
+            found[weight] = OptimizerParam(
+                optimizer=inner_optimizer,
+                group=group,
+                stepped=main_param,
+                on_host=weight in optimizer.gpu_params_map_cpu_copy,
+            )
+    return found
 
 
 def param_shards(optimizers: Iterable[Any], parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, ParamShard]:
@@ -139,17 +215,13 @@ def param_shards(optimizers: Iterable[Any], parameters: Mapping[str, torch.nn.Pa
         groups, params = optimizer.optimizer.param_groups, optimizer_params(optimizer.optimizer)
         if isinstance(optimizer, DistributedOptimizer):
             for parameter, (group, order) in megatron_core.places_in_groups(optimizer).items():
+                start, end = megatron_core.held_range(optimizer, parameter)
                 one = params[groups[group]["params"][order]]
-                found[parameter] = _shard(parameter, one, *megatron_core.held_range(optimizer, parameter))
+                found[parameter] = ParamShard(**vars(one), parameter=parameter, start=start, end=end)
             continue
         for parameter in parameters.values():
             main_param = getattr(parameter, "main_param", parameter)
             if main_param in params:
-                found[parameter] = _shard(parameter, params[main_param], 0, parameter.numel())
+                one = params[main_param]
+                found[parameter] = ParamShard(**vars(one), parameter=parameter, start=0, end=parameter.numel())
     return {name: found[parameter] for name, parameter in parameters.items() if parameter in found}
-
-
-def _shard(parameter: torch.nn.Parameter, one: OptimizerParam, start: int, end: int) -> ParamShard:
-    return ParamShard(
-        parameter=parameter, start=start, end=end, optimizer=one.optimizer, group=one.group, stepped=one.main_param
-    )

@@ -19,10 +19,8 @@ from megatron.core.utils import get_model_config
 
 from megatron.bcd.config import RunConfig, core_keywords
 from megatron.bcd.model.transformer_config import DTYPES
-from megatron.bcd.optim import held_state
 from megatron.bcd.optim.low_bit_adam import LowBitAdam
-from megatron.bcd.optim.optimizer_params import ALWAYS_ACTIVE, chained_optimizers
-from megatron.bcd.optim.param_shard import param_shards
+from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE, chained_optimizers, param_shards
 from megatron.bcd.runtime import memory, replicas
 
 
@@ -49,7 +47,14 @@ def build_optimizer(
         settings = replace(settings, optimizer="adam")
     keywords = core_keywords(settings)
     if config.is_precision_aware:
-        keywords |= held_state.config_fields(config)
+        exp_avg, exp_avg_sq = (DTYPES[dtype] for dtype in config.moment_dtypes)
+        keywords |= {
+            "use_precision_aware_optimizer": True,
+            "store_param_remainders": True,
+            "main_grads_dtype": DTYPES["fp32" if config.ddp.grad_reduce_in_fp32 else "bf16"],
+            "exp_avg_dtype": exp_avg,
+            "exp_avg_sq_dtype": exp_avg_sq,
+        }
     optimizer_config = OptimizerConfig(**keywords, params_dtype=DTYPES[config.precision])
     overrides = get_standard_config_overrides(optimizer_config)
     for parameter in always_active:

@@ -9,27 +9,26 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 
 from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
-from megatron.bcd.optim.optimizer_params import own_main_params
-from megatron.bcd.optim.owned_parameters import OwnedParameters
+from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE, all_optimizer_params
 from megatron.bcd.runtime import collectives
 
 Fingerprint = tuple[int, int]
 
 
 class SwitchCheck:
-    """Compares this rank's weights with those at the start of a phase, when it is created."""
+    """Compares this rank's weights with those at the start of a phase, when it is created with all `parameters`."""
 
     def __init__(
         self,
         optimizer: MegatronOptimizer,
-        parameters: OwnedParameters,
-        matrices: MatrixOptimizer | None = None,
+        parameters: Iterable[torch.Tensor],
+        matrices: MatrixOptimizer | None,
         *,
         block: int,
         stage: int,
     ) -> None:
         self._optimizer = optimizer
-        self._parameters = parameters
+        self._frozen_parameters = [parameter for parameter in parameters if not parameter.requires_grad]
         self._matrices = matrices
         self._block = block
         self._stage = stage
@@ -44,7 +43,7 @@ class SwitchCheck:
 
         For use once a phase, after the first step whose learning rate and gradient are not zero. Found are: a stage
         that holds part of the block and on which none of its main parameters changed (always-active ones don't count),
-        the same of resting layers, and a rank whose frozen weights changed.
+        the same of inactive layers, and a rank whose frozen weights changed.
         """
         ranks = collectives.gather_objects(
             {
@@ -71,7 +70,9 @@ class SwitchCheck:
         return None
 
     def _main_params(self) -> Iterator[torch.Tensor]:
-        yield from own_main_params(self._optimizer)
+        for one in all_optimizer_params(self._optimizer):
+            if not one.group.get(ALWAYS_ACTIVE):
+                yield one.main_param
         if self._matrices is not None:
             yield from self._matrices.tensors_to_step(is_of_block=True)
 
@@ -80,7 +81,7 @@ class SwitchCheck:
             yield from self._matrices.tensors_to_step(is_of_block=False)
 
     def _frozen(self) -> Fingerprint:
-        return fingerprint(self._parameters.frozen().values())
+        return fingerprint(self._frozen_parameters)
 
 
 def _unchanged_stages(ranks: list[dict[str, Any]], what: str) -> tuple[set[int], list[int]]:

@@ -1,5 +1,5 @@
 """Directions of weight updates that need no optimizer state, each a function of one gradient matrix, or of each one
-in a stack of them. Plain PyTorch.
+in a stack of them, whole or sliced over tensor-parallel ranks. Plain PyTorch.
 
 Every direction has a root mean square of 1, whatever the size of the gradient. Adam's is 0.2 to 0.4, so a rate of about
 0.2 of Adam's suits them (Liu et al., arXiv 2502.16982, section 2.2).
@@ -9,8 +9,10 @@ Shapes: M = rows (outputs), N = columns (inputs); MN may stand for KMN, K matric
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -25,13 +27,79 @@ AllReduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over the ranks that share a matrix, in place, and returns it."""
 
 
-def direction(rule: str, gradient_MN: torch.Tensor) -> torch.Tensor:
-    """The direction of `rule`, one of RULES, in the gradient's dtype. A gradient of zeros gives zeros."""
-    if rule == "orthogonal":
-        return orthogonalize(gradient_MN)
+SCALES: dict[str, Callable[[int, int], float]] = {
+    "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
+    "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
+    "shape_scaling": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+}
+"""Megatron's --muon-scale-mode: the factor of an orthogonal matrix. `spectral` gives a root mean square of 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixLayout:
+    """What a matrix of Megatron Core is made of, and how it is sliced."""
+
+    parts: tuple[int, ...] = ()
+    """Rows per query group of queries, keys and values, which are interleaved by group; empty: the matrix is one."""
+    sharded_dim: int | None = None
+    """Dimension that is sliced over the tensor-parallel ranks; None: it is whole, or each slice counts as a matrix."""
+    group: torch.distributed.ProcessGroup | None = None
+    """The tensor-parallel group, where the matrix is sliced."""
+    gathers: bool = False
+    """Every rank gathers the whole matrix (--muon-tp-mode duplicated)."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As `AllReduce`, over the group."""
+        torch.distributed.all_reduce(tensor, group=self.group)
+        return tensor
+
+
+def direction(
+    rule: str,
+    gradient_MN: torch.Tensor,
+    layout: MatrixLayout | None = None,
+    *,
+    num_steps: int = NEWTON_SCHULZ_STEPS,
+    scale_mode: str = "spectral",
+) -> torch.Tensor:
+    """The direction of `rule`, one of RULES, in the gradient's dtype. A gradient of zeros gives zeros.
+
+    `num_steps` and `scale_mode`, a key of SCALES, are of `orthogonal`. A collective over the layout's group.
+    """
+    layout = layout or MatrixLayout()
+    if rule == "sign":
+        return gradient_MN.sign()
     if rule == "normalized":
+        if layout.sharded_dim == 1 and layout.group is not None:
+            return normalize_rows(gradient_MN, num_slices=layout.group.size(), all_reduce=layout.all_reduce)
         return normalize_rows(gradient_MN)
-    return gradient_MN.sign()
+    if not layout.parts:
+        return _orthogonal(gradient_MN, layout, num_steps, scale_mode)
+    # queries, keys and values have no common singular vectors to preserve
+    by_group = gradient_MN.unflatten(1, (-1, sum(layout.parts)))
+    done: list[torch.Tensor] = []
+    for _, parts in itertools.groupby(by_group.split(layout.parts, dim=2), key=lambda part: part.shape):
+        of_one_shape = torch.stack(list(parts))
+        directions = _orthogonal(of_one_shape.flatten(2, 3).flatten(0, 1), layout, num_steps, scale_mode)
+        done += directions.view_as(of_one_shape).unbind()
+    return torch.cat(done, dim=2).view_as(gradient_MN)
+
+
+def _orthogonal(gradient_MN: torch.Tensor, layout: MatrixLayout, num_steps: int, scale_mode: str) -> torch.Tensor:
+    """`orthogonalize` of matrices that may be sliced, with the scale of the whole ones."""
+    dim, group = layout.sharded_dim, layout.group
+    rows, columns = gradient_MN.shape[-2:]
+    if dim is None or group is None:
+        scale = SCALES[scale_mode](rows, columns)
+        return orthogonalize(gradient_MN, num_steps=num_steps, scale=scale)
+    rows, columns = (rows * group.size(), columns) if dim == 0 else (rows, columns * group.size())
+    scale = SCALES[scale_mode](rows, columns)
+    if layout.gathers:
+        slices = [torch.empty_like(gradient_MN) for _ in range(group.size())]
+        torch.distributed.all_gather(slices, gradient_MN.contiguous(), group=group)
+        whole = orthogonalize(torch.cat(slices, dim=1 + dim), num_steps=num_steps, scale=scale)
+        return whole.chunk(group.size(), dim=1 + dim)[group.rank()]
+    return orthogonalize(gradient_MN, num_steps=num_steps, scale=scale, sharded_dim=dim, all_reduce=layout.all_reduce)
 
 
 def normalize_rows(
@@ -42,8 +110,9 @@ def normalize_rows(
     If ranks hold slices of the columns, `num_slices` is their number and `all_reduce` sums over them.
     """
     squares_M1 = gradient_MN.float().square().mean(dim=-1, keepdim=True)
-    norms_M1 = ((all_reduce or _nothing)(squares_M1) / num_slices).sqrt()
-    norms_M1 = norms_M1.clamp(min=_SMALLEST)
+    if all_reduce is not None:
+        squares_M1 = all_reduce(squares_M1) / num_slices
+    norms_M1 = squares_M1.sqrt().clamp(min=_SMALLEST)
     if gradient_MN.dtype == torch.float16:  # where the smallest divisor is 0
         return (gradient_MN.float() / norms_M1).to(gradient_MN.dtype)
     return gradient_MN / norms_M1.to(gradient_MN.dtype)
@@ -73,17 +142,14 @@ def orthogonalize(
     matrix = (matrix / norm.clamp_(min=_SMALLEST)).to(torch.bfloat16 if matrix.is_cuda else torch.float32)
     if is_transposed:
         matrix = matrix.mT
-    reduced = all_reduce or _nothing
     a, b, c = _QUINTIC
     for _ in range(num_steps):
-        gram = reduced(torch.bmm(matrix, matrix.mT))
+        gram = torch.bmm(matrix, matrix.mT)
+        if all_reduce is not None:
+            gram = all_reduce(gram)
         matrix = torch.baddbmm(matrix, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), matrix, beta=a)
     if is_transposed:
         matrix = matrix.mT
     if scale is None:
         scale = math.sqrt(max(gradient_MN.shape[-2:]))
     return matrix.mul_(scale).to(gradient_MN.dtype).view_as(gradient_MN)
-
-
-def _nothing(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

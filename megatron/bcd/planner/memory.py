@@ -19,7 +19,7 @@ from megatron.bcd.planner.tensors import Buffer, buffer_of, stage_tensors
 STEP_COUNTER_BYTES = 4
 """PyTorch's Adam has one step counter per parameter that the rank holds a part of."""
 _LOW_BIT_CHUNK = 2**22
-"""Elements whose moments are decoded at once on a GPU (`optim.low_bit_moments`)."""
+"""Elements whose moments are decoded at once on a GPU (`optim.low_bit_adam`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from megatron.core.utils import get_model_config
 from megatron.bcd import data
 from megatron.bcd.config.sections import ReportConfig
 from megatron.bcd.optim.active_block import ActiveBlock
-from megatron.bcd.optim.optimizer_params import chained_optimizers
+from megatron.bcd.optim.param_shard import chained_optimizers
 from megatron.bcd.runtime import collectives, device
 
 

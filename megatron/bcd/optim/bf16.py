@@ -1,10 +1,13 @@
-"""What a bf16 weight lacks of its fp32 main parameter, in 2 bytes per element.
+"""fp32 main parameters of bf16 weights in 2 further bytes per element, which lose nothing. Two forms:
 
-A bf16 weight is its main parameter rounded to the upper 16 bits, up or down. As integers, the bits of the main
-parameter lie within half a step of the weight's, -0x8000 to +0x8000: 65,537 values, and all but the last fit 16 bits.
-+0x8000 occurs if a main parameter lies halfway and the even weight is the one below (0x3f808000 rounds to 0x3f80; from
-the other side 0x3f7f8000 does, too). Those elements, and those whose weight is no rounding at all (NaN loses its
-payload), are exceptions: their bits are stored whole, with their index.
+`Bf16Residual`, in host memory, for Megatron Core's main parameters, whose weights round halves to even. As integers,
+the bits of the main parameter lie within half a step of the weight's, -0x8000 to +0x8000: 65,537 values, and all but
+the last fit 16 bits. +0x8000 occurs if a main parameter lies halfway and the even weight is the one below (0x3f808000
+rounds to 0x3f80; from the other side 0x3f7f8000 does, too). Those elements, and those whose weight is no rounding at
+all (NaN loses its payload), are exceptions: their bits are stored whole, with their index.
+
+`join` and `split`, on the device: the weight rounds halves away from zero. The bits then lie -0x8000 to +0x7fff from
+the weight's, which fits without exceptions. Values must be finite.
 """
 
 from __future__ import annotations
@@ -77,3 +80,24 @@ def _bits(main_param: torch.Tensor) -> torch.Tensor:
 
 def _upper(weight: torch.Tensor) -> torch.Tensor:
     return weight.view(torch.int16).to(torch.int32) << 16
+
+
+@torch.no_grad()
+def join(weight: torch.Tensor, low_bits: torch.Tensor) -> torch.Tensor:
+    """The fp32 value of a bf16 weight and its int16 low bits, of the same shape."""
+    bits = weight.contiguous().view(torch.int16).to(torch.int32)
+    bits <<= 16
+    bits += low_bits
+    return bits.view(torch.float32)
+
+
+@torch.no_grad()
+def split(value: torch.Tensor, *, weight: torch.Tensor, low_bits: torch.Tensor | None) -> None:
+    """Write fp32 `value` into `weight` (bf16) and `low_bits` (int16); None drops the low bits."""
+    bits = value.contiguous().view(torch.int32)
+    upper = bits + 0x8000
+    upper >>= 16
+    weight.view(torch.int16).copy_(upper)
+    if low_bits is not None:
+        upper <<= 16
+        low_bits.copy_(bits - upper)
