@@ -57,7 +57,7 @@ from results import (
     write_results,
 )
 
-from megatron.bcd.blocks.stages import partition_from_config
+from megatron.bcd.blocks.partition import partition_from_config
 
 PROG = "studies/study.py"
 PICTURES = ROOT / "docs" / "images"

@@ -20,8 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.bcd import data
-from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.blocks.stages import partition_from_config
+from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.metrics.reporter import SilentReporter
 from megatron.bcd.model.builder import build_model

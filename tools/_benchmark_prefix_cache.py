@@ -22,7 +22,7 @@ from _benchmark_common import Bench, command_line, cut, hardware, now, print_tab
 from _benchmark_figures import rotated
 
 from megatron.bcd import data
-from megatron.bcd.blocks.phase_state import PhaseState
+from megatron.bcd.blocks.schedule import PhaseState
 from megatron.bcd.config import RunConfig
 from megatron.bcd.metrics.console import format_bytes
 from megatron.bcd.model.implementation import implementation_here

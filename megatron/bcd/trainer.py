@@ -32,9 +32,8 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.utils import get_model_config
 
 from megatron.bcd import __version__, data
-from megatron.bcd.blocks.phase_state import PhaseState
-from megatron.bcd.blocks.schedule import block_schedule_from_config
-from megatron.bcd.blocks.stages import partition_from_config
+from megatron.bcd.blocks.partition import partition_from_config
+from megatron.bcd.blocks.schedule import PhaseState, block_schedule_from_config
 from megatron.bcd.checkpoint import loader, optimizer_state, run_state
 from megatron.bcd.checkpoint.saver import Saver
 from megatron.bcd.config import RunConfig, run_config_to_dict

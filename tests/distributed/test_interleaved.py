@@ -12,7 +12,7 @@ from support.dist import World
 from support.pairwise import pairwise
 from support.plain_training import plain_training
 
-from megatron.bcd.blocks.stages import partition_from_config
+from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
 
 Flags = Callable[..., dict[str, Any]]

@@ -13,7 +13,7 @@ import pytest
 from support import precision_aware_adam, worlds
 from support.dist import World
 
-from megatron.bcd.blocks.stages import partition_from_config
+from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.planner.run_state import stage_state
 

@@ -9,7 +9,7 @@ import pytest
 from support import worlds
 from support.dist import World
 
-from megatron.bcd.blocks.stages import partition_from_config
+from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.planner.run_recomputation import RunMemory

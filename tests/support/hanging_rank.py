@@ -19,7 +19,7 @@ import torch
 
 from megatron.bcd import trainer
 from megatron.bcd.arguments import parse_run_config
-from megatron.bcd.blocks.phase_state import PhaseState
+from megatron.bcd.blocks.schedule import PhaseState
 from megatron.bcd.model.builder import build_model
 from megatron.bcd.runtime import distributed
 from megatron.bcd.training.pretrain import pretrain

@@ -20,8 +20,8 @@ from torch.distributed import distributed_c10d
 from megatron.bcd import trainer
 from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
 from megatron.bcd.blocks import partition
-from megatron.bcd.blocks.block import Block
-from megatron.bcd.blocks.phase_state import PhaseState
+from megatron.bcd.blocks.partition import Block
+from megatron.bcd.blocks.schedule import PhaseState
 from megatron.bcd.checkpoint import loader
 from megatron.bcd.config import RunConfig
 from megatron.bcd.metrics.reporter import Reporter

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron.bcd.blocks.cut import Pipeline, balanced_cut
-from megatron.bcd.blocks.layers import divide, divide_into_pieces
+from megatron.bcd.blocks.partition import divide, divide_into_pieces
 from megatron.bcd.planner.activations import Recomputed
 from megatron.bcd.planner.recomputation import least_recomputation
 

@@ -12,7 +12,7 @@ from support.command_line import BASE, PROG
 from support.shared_data import shared
 
 from megatron.bcd.arguments import parse_run_config, read_command_line
-from megatron.bcd.blocks.stages import partition_from_config
+from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.planner.run_state import stage_state
 
 WORDS = [word for pair in BASE.items() for word in pair]

@@ -1,4 +1,4 @@
-"""The partition of a model into stages, submodels and blocks."""
+"""The partition of a model into stages, by stock Megatron-LM's flags too, submodels and blocks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from support.command_line import parse
 
-from megatron.bcd.blocks.layers import divide
-from megatron.bcd.blocks.partition import Partition, partition
+from megatron.bcd.blocks.partition import Partition, divide, partition, partition_from_config
 from megatron.bcd.config import LAYOUTS
+from megatron.bcd.model.implementation import Implementation
+from megatron.bcd.model.transformer_config import build_transformer_config
 
 
 def _make(*, layers: int, stages: int, blocks: int | None = 3, layout: str = "spread", tied: bool = True) -> Partition:
@@ -32,19 +35,8 @@ def partitions(draw: st.DrawFn) -> Partition:
         num_blocks=draw(st.sampled_from([None, stages])) if layout == "stage" else parts,
         layout=layout,
         tied=draw(st.booleans()),
-        layers_per_stage=sizes if is_own_cut and layout != "interleaved" else None,
+        layers_per_stage=tuple(sizes) if is_own_cut and layout != "interleaved" else None,
     )
-
-
-@given(total=st.integers(0, 200), parts=st.integers(1, 40))
-def test_divide_is_contiguous_and_even(total: int, parts: int) -> None:
-    """Exposes a lost or doubled layer at a cut, and a remainder that lands on the wrong parts."""
-    ranges = divide(total, parts)
-    assert list(chain.from_iterable(ranges)) == list(range(total))
-    sizes = [len(layers) for layers in ranges]
-    assert len(sizes) == parts
-    assert max(sizes) - min(sizes) <= 1
-    assert sizes == sorted(sizes, reverse=True)
 
 
 @given(partitions())
@@ -69,14 +61,6 @@ def test_submodels_are_whole_runs_inside_one_stage(cut: Partition) -> None:
 
 
 @given(partitions())
-def test_submodels_of_a_stage_differ_by_at_most_one_layer(cut: Partition) -> None:
-    """Exposes an uneven cut, which makes one phase pay more state than the budget."""
-    for stage in range(cut.num_stages):
-        sizes = [len(submodel.layers) for submodel in cut.submodels if submodel.stage == stage]
-        assert max(sizes) - min(sizes) <= 1
-
-
-@given(partitions())
 def test_embedding_norm_and_head_have_one_owner(cut: Partition) -> None:
     """Exposes an embedding or head that is never trained, trained twice, or a tied copy trained alone."""
     numbers = range(cut.num_blocks)
@@ -94,7 +78,7 @@ def test_the_prefix_is_what_lies_before_the_first_active_layer(cut: Partition) -
     for block in cut.blocks:
         prefix = cut.prefix_layers(block.index)
         assert list(prefix) == list(range(min(block.layers)))
-        assert block.first_layer in cut.stage_layers(block.first_trainable_stage)
+        assert block.first_layer in cut.stage_layers(block.submodels[0].stage)
         if cut.embedding_active(block.index):
             assert not prefix
 
@@ -106,7 +90,6 @@ def test_stage_questions_agree_with_layers(cut: Partition) -> None:
         on_stages = [cut.active_layers(block.index, stage) for stage in range(cut.num_stages)]
         assert tuple(chain.from_iterable(on_stages)) == block.layers
         for stage, active in enumerate(on_stages):
-            assert block.on_stage(stage) == bool(active)
             has_copy = cut.tied and block.owns_embedding and stage == cut.num_stages - 1
             assert cut.stage_active(block.index, stage) == (bool(active) or has_copy)
             assert cut.forward_only(block.index, stage) == (cut.stage_layers(stage)[-1] < block.first_layer)
@@ -139,15 +122,6 @@ def test_number_of_blocks_by_layout(cut: Partition) -> None:
     assert [block.index for block in cut.blocks] == list(range(cut.num_blocks))
 
 
-@given(layers=st.integers(4, 60), blocks=st.integers(1, 4))
-def test_with_one_stage_spread_is_submodel(layers: int, blocks: int) -> None:
-    """Exposes a difference between the two layouts where there is nothing to spread over."""
-    spread = _make(layers=layers, stages=1, blocks=blocks)
-    submodel = _make(layers=layers, stages=1, blocks=blocks, layout="submodel")
-    assert spread.blocks == submodel.blocks
-    assert [block.layers for block in spread.blocks] == [tuple(part) for part in divide(layers, blocks)]
-
-
 @given(layers=st.integers(1, 60), stages=st.integers(1, 6), tied=st.booleans())
 def test_one_spread_block_is_everything(layers: int, stages: int, tied: bool) -> None:
     """Exposes a one-block run that is not full-parameter training (invariant 1)."""
@@ -177,64 +151,28 @@ def test_tied_copy_makes_the_last_stage_active_in_stage_layout() -> None:
     assert [cut.forward_only(3, stage) for stage in range(4)] == [True, True, True, False]
 
 
-def test_own_pipeline_cut_is_used() -> None:
-    """Exposes a partition that assumes an even pipeline while Megatron cut it otherwise."""
-    cut = partition(num_layers=9, num_stages=2, num_blocks=3, layout="spread", tied=True, layers_per_stage=[3, 6])
-    assert [block.layers for block in cut.blocks] == [(0, 3, 4), (1, 5, 6), (2, 7, 8)]
-
-
-@pytest.mark.parametrize(
-    ("layout", "stages", "given_blocks", "expected"),
-    [("spread", 2, None, 3), ("submodel", 2, None, 6), ("stage", 4, None, 4), ("stage", 4, 4, 4)],
-)
-def test_default_number_of_blocks(layout: str, stages: int, given_blocks: int | None, expected: int) -> None:
-    """Exposes a default of 3 blocks in layout stage, where the number of stages rules."""
-    cut = _make(layers=12, stages=stages, blocks=given_blocks, layout=layout)
-    assert cut.num_blocks == expected
-
-
 @pytest.mark.parametrize(
     ("given_values", "flag"),
     [
-        ({"num_layers": 4}, "--num-layers 4"),
-        ({"num_layers": 5, "layout": "submodel"}, "--num-layers 5"),
-        ({"num_layers": 3, "num_stages": 4, "num_blocks": None, "layout": "stage"}, "--num-layers 3"),
+        ({"num_layers": 5}, "--num-layers 5"),
         ({"num_blocks": 3, "layout": "stage"}, "--bcd-num-blocks 3"),
         ({"num_blocks": -1}, "--bcd-num-blocks -1"),
         ({"num_blocks": 0}, "--bcd-num-blocks 0"),
-        ({"layout": "striped"}, "--bcd-layout striped"),
-        ({"num_stages": 0}, "--pipeline-model-parallel-size 0"),
-        ({"layers_per_stage": [10, 2]}, "stage 1"),
-        ({"layers_per_stage": [10, 1]}, "12"),
-        ({"num_parts": 4, "layout": "interleaved"}, "blocks"),
-        ({"num_layers": 5, "layout": "interleaved"}, "6 layers"),
-        ({"layers_per_stage": [6, 6], "layout": "interleaved"}, "6 numbers"),
         ({"num_blocks": 0, "resting": "all", "always_active": frozenset({"head"}), "layout": "interleaved"}, "layout"),
+        ({"layers_per_stage": (10, 2)}, "stage 1"),
+        ({"layers_per_stage": (10, 1)}, "--num-layers"),
+        ({"num_parts": 4, "layout": "interleaved"}, "--bcd-num-blocks"),
+        ({"num_layers": 5, "layout": "interleaved"}, "--num-layers 5"),
+        ({"layers_per_stage": (6, 6), "layout": "interleaved"}, "6 numbers"),
+        ({"frozen": frozenset({"head"}), "always_active": frozenset({"embedding"})}, "--bcd-frozen"),
     ],
 )
-def test_bad_input_is_one_line_that_names_the_flag(given_values: dict[str, Any], flag: str) -> None:
+def test_bad_input_names_the_flag(given_values: dict[str, Any], flag: str) -> None:
     """A wrong partition, or an error that leaves the user without the flag."""
     usual = {"num_layers": 12, "num_stages": 2, "num_blocks": 3, "layout": "spread", "tied": True}
     with pytest.raises(ValueError, match=flag) as caught:
         partition(**{**usual, **given_values})
     assert "\n" not in str(caught.value)
-
-
-@given(
-    layers=st.integers(1, 24),
-    stages=st.integers(1, 5),
-    blocks=st.integers(1, 5),
-    layout=st.sampled_from(LAYOUTS),
-)
-def test_the_number_of_layers_asked_for_is_exact(layers: int, stages: int, blocks: int, layout: str) -> None:
-    """Exposes an error message whose "needs at least" is refused too, or a limit that is too strict."""
-    needed = stages * (1 if layout == "stage" else blocks)
-    asked = None if layout == "stage" else blocks
-    if layers >= needed:
-        assert _make(layers=layers, stages=stages, blocks=asked, layout=layout).num_layers == layers
-        return
-    with pytest.raises(ValueError, match=f"needs at least {needed} layers"):
-        _make(layers=layers, stages=stages, blocks=asked, layout=layout)
 
 
 @given(layers=st.integers(4, 40), stages=st.integers(1, 4), blocks=st.integers(1, 4), data=st.data())
@@ -304,3 +242,61 @@ def test_without_an_active_block_all_layers_rest() -> None:
     assert cut.num_blocks == 1 and cut.resting_layers(0) == (0, 1, 2, 3, 4)
     assert cut.active_layers(0, 0) == cut.active_layers(0, 1) == ()
     assert cut.embedding_active(0) and cut.head_active(0) and cut.final_norm_active(0) and not cut.has_prefix
+
+
+ONE_BLOCK = ("--bcd-num-blocks", "1")
+LOCAL = Implementation(layers="local", attention="", norm="PyTorch LayerNorm", optimizer="")
+GOOD = {
+    "--num-layers 10 --pipeline-model-parallel-size 4": (3, 3, 2, 2),
+    "--num-layers 10 --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1": (1, 3, 3, 3),
+    "--num-layers 10 --pipeline-model-parallel-size 4 --decoder-last-pipeline-num-layers 1": (3, 3, 3, 1),
+    "--num-layers 10 --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2 "
+    "--decoder-last-pipeline-num-layers 4": (2, 2, 2, 4),
+    "--num-layers 6 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 2 "
+    "--decoder-last-pipeline-num-layers 4": (2, 4),
+    "--num-layers 10 --pipeline-model-parallel-size 4 --account-for-embedding-in-pipeline-split "
+    "--account-for-loss-in-pipeline-split": (2, 3, 3, 2),
+    "--num-layers 11 --pipeline-model-parallel-size 4 --account-for-embedding-in-pipeline-split": (2, 3, 3, 3),
+    "--num-layers 11 --pipeline-model-parallel-size 4 --account-for-loss-in-pipeline-split": (3, 3, 3, 2),
+    "--num-layers 6 --pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et|(t|)*2,t*3L": (1, 1, 1, 3),
+    "--num-layers 6 --pipeline-model-parallel-size 1 --pipeline-model-parallel-layout Et*6L": (6,),
+}
+TWO = "--pipeline-model-parallel-size 2"
+BAD = {
+    "--decoder-first-pipeline-num-layers 2": "--pipeline-model-parallel-size",
+    f"{TWO} --decoder-first-pipeline-num-layers 6": "layers",
+    f"{TWO} --decoder-first-pipeline-num-layers 7": "--decoder-first-pipeline-num-layers",
+    "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2": "--decoder-first-pipeline-num-layers",
+    f"{TWO} --account-for-loss-in-pipeline-split": "--account-for-loss-in-pipeline-split",
+    f"{TWO} --account-for-loss-in-pipeline-split --decoder-first-pipeline-num-layers 2": "--account-for-loss",
+    f"{TWO} --pipeline-model-parallel-layout Ettt|ttL": "--pipeline-model-parallel-layout",
+    f"{TWO} --pipeline-model-parallel-layout tttE|tttL": "--pipeline-model-parallel-layout",
+    f"{TWO} --pipeline-model-parallel-layout Ett|tt|tt|L": "--pipeline-model-parallel-layout",
+    f"{TWO} --pipeline-model-parallel-layout Et*6|L": "layers",
+    f"{TWO} --pipeline-model-parallel-layout Ettt|tttmL": "--pipeline-model-parallel-layout",
+    f"{TWO} --pipeline-model-parallel-layout Et*99999999999999999999|L": "--pipeline-model-parallel-layout",
+    f"{TWO} --pipeline-model-parallel-layout ((t*999)*999)*999": "--pipeline-model-parallel-layout",
+}
+
+
+@pytest.mark.parametrize("words", GOOD)
+def test_split(words: str) -> None:
+    """A stage of another size than the flags say, and than Megatron Core would build."""
+    ranks = int(words.split("--pipeline-model-parallel-size ")[1].split()[0])
+    config = parse(*words.split(), *ONE_BLOCK, world_size=ranks)
+    assert partition_from_config(config).layers_per_stage == GOOD[words]
+    layout = build_transformer_config(config, LOCAL).pipeline_model_parallel_layout
+    if len(set(GOOD[words])) > 1:
+        counts = [[kind.name for kind in stage].count("decoder") for [stage] in layout.layout]
+        assert tuple(counts) == GOOD[words]
+    if "layout" in words:
+        stages = PipelineParallelLayerLayout.parse_str_to_list(words.split()[-1])
+        assert tuple([kind.name for kind in stage].count("decoder") for stage in stages) == GOOD[words]
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_split(words: str) -> None:
+    """Layers that are left over or counted twice, or a layout that fills the memory, told in one line."""
+    ranks = int(words.split("--pipeline-model-parallel-size ")[1].split()[0]) if "--pipeline-" in words[:11] else 1
+    with pytest.raises(ValueError, match=BAD[words]):
+        parse(*words.split(), *ONE_BLOCK, world_size=ranks)

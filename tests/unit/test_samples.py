@@ -10,8 +10,8 @@ import numpy
 import pytest
 from support.command_line import parse
 
+from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.blocks.schedule import block_schedule_from_config
-from megatron.bcd.blocks.stages import partition_from_config
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
 from megatron.bcd.data import ConsecutiveBatches, ReshuffledBatches, SubsetBatches, num_samples

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron.bcd.arguments.pipeline_cut import known_vocabulary
-from megatron.bcd.blocks.layers import describe_layers
-from megatron.bcd.blocks.stages import partition_from_config
+from megatron.bcd.blocks.partition import describe_layers, partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.planner.run_state import stage_state
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron.bcd.blocks.cut import Pipeline, balanced_cut
-from megatron.bcd.blocks.stages import partition_from_config
+from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.planner.run_state import head_passes
 from megatron.bcd.tokenizer import TikTokenizer, build_tokenizer

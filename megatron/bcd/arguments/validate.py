@@ -21,9 +21,8 @@ from megatron.bcd.arguments import (
 )
 from megatron.bcd.arguments.ranges import range_problems
 from megatron.bcd.arguments.rules import Run, flag_name, flattened, refuse_unless
-from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.blocks.schedule import block_schedule_from_config
-from megatron.bcd.blocks.stages import partition_from_config
 from megatron.bcd.config import RunConfig
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.bcd.blocks.layers import divide, divide_into_pieces
+from megatron.bcd.blocks.partition import divide, divide_into_pieces
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,15 +6,105 @@ into blocks. Layers, stages, submodels and blocks are numbered from 0, in depth 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import groupby
+from functools import cache, cached_property
+from itertools import accumulate, groupby, pairwise
 
-from megatron.bcd.blocks import check_partition
-from megatron.bcd.blocks.block import Block, Submodel
-from megatron.bcd.blocks.layers import consecutive, describe_layers, divide, divide_into_pieces
-from megatron.bcd.config import DEFAULT_NUM_BLOCKS
+from megatron.bcd.config import DEFAULT_NUM_BLOCKS, LAYOUTS, RunConfig
+
+_TIED = frozenset({"embedding", "head"})
+
+
+def divide(total: int, parts: int) -> tuple[range, ...]:
+    """Divide ``range(total)`` into ``parts`` contiguous ranges, as even as possible, larger ones first."""
+    size, larger = divmod(total, parts)
+    return consecutive([size + (part < larger) for part in range(parts)])
+
+
+def divide_into_pieces(total: int, *, parts: int, stages: int) -> tuple[tuple[range, ...], ...]:
+    """Divide ``range(total)`` into ``parts`` as ``divide``, and each part into a piece per stage; by part and stage.
+
+    The parts do not depend on the number of stages. Of a part that the stages do not divide, the stages with the fewest
+    layers so far take one more.
+    """
+    held = [0] * stages
+    sizes: list[int] = []
+    for part in divide(total, parts):
+        size, larger = divmod(len(part), stages)
+        with_more = sorted(range(stages), key=held.__getitem__)[:larger]
+        for stage in range(stages):
+            sizes.append(size + (stage in with_more))
+            held[stage] += sizes[-1]
+    pieces = consecutive(sizes)
+    return tuple(pieces[part * stages : (part + 1) * stages] for part in range(parts))
+
+
+def consecutive(sizes: Sequence[int]) -> tuple[range, ...]:
+    """Ranges of these sizes, one after the other from 0 on."""
+    return tuple(range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0)))
+
+
+def describe_layers(layers: Sequence[int]) -> str:
+    """Ascending layer numbers in short form: ``(0, 1, 2, 5)`` becomes ``"0-2, 5"``, none becomes ``""``."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submodel:
+    """Consecutive layers inside one pipeline stage."""
+
+    index: int
+    """Place in depth order over the whole model."""
+    stage: int
+    layers: range
+    """Layer numbers over the whole model; never empty."""
+    first: bool
+    """First submodel of the model: owns the embedding."""
+    last: bool
+    """Last submodel of the model: owns the final norm and an untied output head."""
+    chunk: int = 0
+    """In layout ``interleaved``: which chunk of the stage it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """The submodels that are updated together, in depth order."""
+
+    index: int
+    submodels: tuple[Submodel, ...]
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Layer numbers of the block, ascending."""
+        return tuple(layer for submodel in self.submodels for layer in submodel.layers)
+
+    @property
+    def first_layer(self) -> int:
+        """The first active layer while this block is active."""
+        return self.submodels[0].layers.start
+
+    @property
+    def owns_embedding(self) -> bool:
+        """Whether the embedding (tied: and with it the head's copy) belongs to this block."""
+        return self.submodels[0].first
+
+    @property
+    def owns_final_norm(self) -> bool:
+        """Whether the final norm (untied: and the output head) belongs to this block."""
+        return self.submodels[-1].last
+
+    def layers_on_stage(self, stage: int) -> tuple[int, ...]:
+        """Layer numbers of the block that pipeline stage ``stage`` holds; empty if it holds none."""
+        held = (submodel for submodel in self.submodels if submodel.stage == stage)
+        return tuple(layer for submodel in held for layer in submodel.layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,19 +125,17 @@ class Partition:
     """Which layers outside the active block are updated without state: ``none``, ``all``, or ``suffix`` (after the
     block's first layer)."""
     has_active_block: bool = True
-    """False with --bcd-num-blocks 0: the one block is empty, all layers rest."""
+    """False with --bcd-num-blocks 0: the one block is empty, all layers are updated without state."""
     num_chunks: int = 1
     """Chunks of the model on every stage (layout ``interleaved``): chunk c of stage s is virtual stage
     c x stages + s. Else each stage is one virtual stage."""
 
     @property
     def num_layers(self) -> int:
-        """Layers of the whole model."""
         return sum(self.layers_per_stage)
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages."""
         return len(self.layers_per_stage)
 
     @property
@@ -116,12 +204,12 @@ class Partition:
 
     def embedding_active(self, block: int) -> bool:
         """Whether the embedding, on the first stage, is active in the block's phase."""
-        is_owned = self._owns(self.blocks[block].owns_embedding) and "embedding" not in self.frozen
+        is_owned = self.has_active_block and self.blocks[block].owns_embedding and "embedding" not in self.frozen
         return is_owned or self.embedding_always_active
 
     def final_norm_active(self, block: int) -> bool:
         """Whether the final norm, on the last stage, is active in the block's phase."""
-        is_owned = self._owns(self.blocks[block].owns_final_norm) and "norms" not in self.frozen
+        is_owned = self.has_active_block and self.blocks[block].owns_final_norm and "norms" not in self.frozen
         return is_owned or self.norms_always_active
 
     def head_active(self, block: int) -> bool:
@@ -132,11 +220,8 @@ class Partition:
         """
         if self.tied:
             return self.embedding_active(block)
-        is_owned = self._owns(self.blocks[block].owns_final_norm) and "head" not in self.frozen
+        is_owned = self.has_active_block and self.blocks[block].owns_final_norm and "head" not in self.frozen
         return is_owned or self.head_always_active
-
-    def _owns(self, is_owned: bool) -> bool:
-        return is_owned and self.has_active_block
 
     def stage_active(self, block: int, stage: int) -> bool:
         """Whether stage ``stage`` holds anything that is updated: layers, resting ones too, embedding, norms, head."""
@@ -147,9 +232,9 @@ class Partition:
     def virtual_stage_active(self, block: int, virtual: int) -> bool:
         """As ``stage_active``, of one chunk of a stage."""
         chunk, stage = divmod(virtual, self.num_stages)
-        submodels = self.blocks[block].submodels
+        submodels = self.blocks[block].submodels if self.has_active_block else ()
         return (
-            self._owns(any((submodel.chunk, submodel.stage) == (chunk, stage) for submodel in submodels))
+            any((submodel.chunk, submodel.stage) == (chunk, stage) for submodel in submodels)
             or any(self.is_resting(layer, block) for layer in self.chunk_layers(stage, chunk))
             or bool({"norms", "biases"} & self.always_active)
             or (virtual == 0 and self.embedding_active(block))
@@ -163,7 +248,7 @@ class Partition:
 
     def first_trainable_stage(self, block: int) -> int:
         """The first stage that receives a gradient in the block's phase."""
-        return self.blocks[block].first_trainable_stage if self.has_prefix else 0
+        return self.blocks[block].submodels[0].stage if self.has_prefix else 0
 
     def forward_only(self, block: int, stage: int) -> bool:
         """Whether stage ``stage`` holds prefix only, so that it receives no gradient in the block's phase."""
@@ -198,6 +283,31 @@ class Partition:
         return (*([f"layers {left}"] if left else []), *(extra for extra in extras if extra not in trained))
 
 
+# ------------------------------------------------------------------------------------------------------ how it is made
+
+
+def partition_from_config(config: RunConfig) -> Partition:
+    """The partition of a run. Raises ValueError, one line that names the flags, where it does not fit the model."""
+    sizes: tuple[int, ...] | None = None
+    if config.bcd.bcd_layout != "interleaved":
+        sizes = layers_per_stage(config)
+    elif config.training.pipeline_model_parallel_layout is not None:
+        sizes = _sizes_of_layout(config, num_stages=config.pipeline_size * config.bcd.num_parts)
+    return partition(
+        num_layers=config.num_layers,
+        num_stages=config.pipeline_size,
+        num_blocks=config.bcd.bcd_num_blocks,
+        layout=config.bcd.bcd_layout,
+        layers_per_stage=sizes,
+        tied=config.tied,
+        always_active=config.bcd.always_active,
+        frozen=config.bcd.frozen,
+        resting=config.bcd.bcd_resting_layers if config.bcd.bcd_resting_update != "none" else "none",
+        num_parts=config.bcd.num_virtual_stages_per_pipeline_rank,
+    )
+
+
+@cache
 def partition(
     *,
     num_layers: int,
@@ -205,7 +315,7 @@ def partition(
     num_blocks: int | None,
     layout: str,
     tied: bool,
-    layers_per_stage: Sequence[int] | None = None,
+    layers_per_stage: tuple[int, ...] | None = None,
     always_active: frozenset[str] = frozenset(),
     frozen: frozenset[str] = frozenset(),
     resting: str = "none",
@@ -216,36 +326,47 @@ def partition(
     ``num_blocks`` is ``--bcd-num-blocks``; None takes the default: ``DEFAULT_NUM_BLOCKS``, or the number of stages in
     layout ``stage``. ``layers_per_stage`` gives each stage's number of layers, in layout ``interleaved`` that of each
     virtual stage in depth order; None divides evenly. ``always_active`` is ``--bcd-always-active``, ``frozen`` is
-    ``--bcd-frozen``, ``resting`` is ``--bcd-resting-layers``, or ``none`` without a resting update. ``num_parts`` is
+    ``--bcd-frozen``, ``resting`` is ``--bcd-resting-layers``, or ``none`` without a stateless update. ``num_parts`` is
     ``--num-virtual-stages-per-pipeline-rank``, for layout ``interleaved``; None takes the number of blocks.
 
     Raises:
         ValueError: the layout does not fit the model; one line that names the flags.
     """
-    check_partition.check_sizes(layout=layout, num_layers=num_layers, num_stages=num_stages)
-    frozen = check_partition.with_tied_parts(frozen, tied=tied)
-    check_partition.check_frozen(frozen, always_active=always_active, tied=tied)
-    parts = _submodels_per_stage(num_blocks=num_blocks, num_stages=num_stages, layout=layout)
-    submodels: tuple[Submodel, ...] | None = None
-    if layout == "interleaved":
-        num_parts = parts if num_parts is None else num_parts
-        check_partition.check_parts(num_parts, num_layers=num_layers, num_stages=num_stages, num_blocks=parts)
-        pieces = _pieces(layers_per_stage, num_layers=num_layers, num_stages=num_stages, num_parts=num_parts)
-        submodels = _interleaved(pieces, num_stages=num_stages)
-        layers_per_stage = _layers_by_stage(submodels)
-    check_partition.check_enough_layers(num_layers=num_layers, num_stages=num_stages, parts=parts, layout=layout)
-    if layers_per_stage is None:
-        sizes = tuple(len(layers) for layers in divide(num_layers, num_stages))
-    else:
-        sizes = tuple(layers_per_stage)
-        check_partition.check_stages(sizes, num_layers=num_layers, num_stages=num_stages, parts=parts, layout=layout)
+    assert layout in LAYOUTS and num_layers >= 1 and num_stages >= 1
+    frozen = with_tied_parts(frozen, tied=tied)
+    both = sorted(frozen & with_tied_parts(always_active, tied=tied))
+    if both:
+        raise ValueError(f"--bcd-frozen and --bcd-always-active both name {' and '.join(both)}: leave it out of one")
+    if num_blocks is not None and num_blocks < 0:
+        raise ValueError(f"--bcd-num-blocks {num_blocks}: must be at least 0")
+    if layout == "stage" and num_blocks not in (None, num_stages):
+        raise ValueError(
+            f"--bcd-num-blocks {num_blocks}: --bcd-layout stage has a block per pipeline stage, {num_stages} "
+            "(--pipeline-model-parallel-size)"
+        )
+    parts = 1 if layout == "stage" else DEFAULT_NUM_BLOCKS if num_blocks is None else max(num_blocks, 1)
     if num_blocks == 0:
-        check_partition.check_all_rest(resting=resting, always_active=always_active, layout=layout)
-    if submodels is None:
+        _check_without_blocks(resting=resting, always_active=always_active, layout=layout)
+    num_submodels = parts if num_parts is None or layout != "interleaved" else num_parts
+    if num_submodels % parts:
+        raise ValueError(f"--bcd-num-blocks {parts}: the {num_parts} chunks of a stage must be a multiple of it")
+    if num_layers < num_stages * num_submodels:
+        raise ValueError(
+            f"--num-layers {num_layers}: --bcd-layout {layout} with {num_submodels} of --bcd-num-blocks or chunks on "
+            f"each of {num_stages} pipeline stages needs at least {num_stages * num_submodels} layers"
+        )
+    if layout == "interleaved":
+        submodels = _interleaved(layers_per_stage, num_layers, num_stages=num_stages, num_parts=num_submodels)
+    else:
+        sizes = layers_per_stage or tuple(len(layers) for layers in divide(num_layers, num_stages))
+        _check_sizes(sizes, num_layers=num_layers, num_stages=num_stages, least=parts)
         submodels = _submodels(sizes, parts=None if layout == "strided" else parts)
     return Partition(
         layout=layout,
-        layers_per_stage=sizes,
+        layers_per_stage=tuple(
+            sum(len(submodel.layers) for submodel in submodels if submodel.stage == stage)
+            for stage in range(num_stages)
+        ),
         submodels=submodels,
         blocks=_group(submodels, parts=parts, layout=layout),
         tied=tied,
@@ -257,54 +378,57 @@ def partition(
     )
 
 
-def _submodels_per_stage(*, num_blocks: int | None, num_stages: int, layout: str) -> int:
-    if num_blocks is not None and num_blocks < 0:
-        raise ValueError(f"--bcd-num-blocks {num_blocks}: must be at least 0")
-    if layout != "stage":
-        return DEFAULT_NUM_BLOCKS if num_blocks is None else max(num_blocks, 1)
-    if num_blocks not in (None, num_stages):
+def with_tied_parts(parts: frozenset[str], *, tied: bool) -> frozenset[str]:
+    """``parts`` with the embedding and a tied head, which is the same weight, both in it or neither."""
+    return parts | _TIED if tied and parts & _TIED else parts
+
+
+def _check_without_blocks(*, resting: str, always_active: frozenset[str], layout: str) -> None:
+    """--bcd-num-blocks 0."""
+    if resting != "all":
+        raise ValueError("--bcd-num-blocks 0 needs --bcd-resting-update, with --bcd-resting-layers all")
+    if not always_active:
+        raise ValueError("--bcd-num-blocks 0 trains embedding, norms and head only if --bcd-always-active names them")
+    if layout not in ("spread", "strided"):
+        raise ValueError(f"--bcd-num-blocks 0 has no blocks: leave out --bcd-layout {layout}")
+
+
+def _check_sizes(sizes: Sequence[int], *, num_layers: int, num_stages: int, least: int) -> None:
+    if len(sizes) != num_stages or sum(sizes) != num_layers:
         raise ValueError(
-            f"--bcd-num-blocks {num_blocks} does not fit --bcd-layout stage, which has a block per pipeline "
-            f"stage: give {num_stages} (--pipeline-model-parallel-size) or leave the flag out"
+            f"layers per pipeline stage {list(sizes)}: must be {num_stages} numbers with the sum {num_layers} "
+            "(--num-layers)"
         )
-    return 1
+    if min(sizes) < least:
+        raise ValueError(
+            f"pipeline stage {sizes.index(min(sizes))} has {min(sizes)} layers: each needs at least {least}, one for "
+            "each of its blocks (--bcd-num-blocks)"
+        )
 
 
 def _submodels(layers_per_stage: Sequence[int], *, parts: int | None) -> tuple[Submodel, ...]:
     """``parts`` submodels of every stage; None: each layer is one."""
-    num_submodels = sum(layers_per_stage) if parts is None else len(layers_per_stage) * parts
-    submodels: list[Submodel] = []
-    for stage, held in enumerate(consecutive(layers_per_stage)):
-        for part in divide(len(held), len(held) if parts is None else parts):
-            index = len(submodels)
-            submodels.append(
-                Submodel(
-                    index=index,
-                    stage=stage,
-                    layers=held[part.start : part.stop],
-                    first=index == 0,
-                    last=index == num_submodels - 1,
-                )
-            )
-    return tuple(submodels)
+    held = [
+        (stage, layers[part.start : part.stop])
+        for stage, layers in enumerate(consecutive(layers_per_stage))
+        for part in divide(len(layers), len(layers) if parts is None else parts)
+    ]
+    return tuple(
+        Submodel(index=index, stage=stage, layers=layers, first=index == 0, last=index == len(held) - 1)
+        for index, (stage, layers) in enumerate(held)
+    )
 
 
-def _pieces(sizes: Sequence[int] | None, *, num_layers: int, num_stages: int, num_parts: int) -> Sequence[range]:
-    """The layers of every virtual stage, in depth order."""
+def _interleaved(
+    sizes: Sequence[int] | None, num_layers: int, *, num_stages: int, num_parts: int
+) -> tuple[Submodel, ...]:
+    """A submodel for each virtual stage; on a single stage all parts are one chunk."""
     if sizes is None:
         by_part = divide_into_pieces(num_layers, parts=num_parts, stages=num_stages)
-        return [layers for pieces in by_part for layers in pieces]
-    if len(sizes) != num_stages * num_parts or sum(sizes) != num_layers or min(sizes) < 1:
-        raise ValueError(
-            f"layers per virtual pipeline stage {list(sizes)}: must be {num_stages * num_parts} numbers "
-            f"(--pipeline-model-parallel-size {num_stages} x {num_parts} chunks on every stage), each at least 1, with "
-            f"the sum {num_layers} (--num-layers)"
-        )
-    return consecutive(sizes)
-
-
-def _interleaved(pieces: Sequence[range], *, num_stages: int) -> tuple[Submodel, ...]:
-    """A submodel for each virtual stage; on a single stage all parts are one chunk."""
+        pieces: Sequence[range] = [layers for part in by_part for layers in part]
+    else:
+        _check_sizes(sizes, num_layers=num_layers, num_stages=num_stages * num_parts, least=1)
+        pieces = consecutive(sizes)
     return tuple(
         Submodel(
             index=index,
@@ -318,25 +442,115 @@ def _interleaved(pieces: Sequence[range], *, num_stages: int) -> tuple[Submodel,
     )
 
 
-def _layers_by_stage(submodels: Sequence[Submodel]) -> list[int]:
-    stages = range(1 + max(submodel.stage for submodel in submodels))
-    return [sum(len(one.layers) for one in submodels if one.stage == stage) for stage in stages]
-
-
 def _group(submodels: tuple[Submodel, ...], *, parts: int, layout: str) -> tuple[Block, ...]:
-    if layout == "spread":
-        return tuple(Block(index=index, submodels=submodels[index::parts]) for index in range(parts))
+    if layout in ("stage", "submodel"):  # a stage is one submodel in layout `stage`
+        return tuple(Block(index=submodel.index, submodels=(submodel,)) for submodel in submodels)
+    num_stages = 1 + max(submodel.stage for submodel in submodels)
+    grouped: list[list[Submodel]] = [[] for _ in range(parts)]
     if layout == "interleaved":
-        num_stages = 1 + max(submodel.stage for submodel in submodels)
-        return tuple(
-            Block(index=index, submodels=tuple(one for one in submodels if one.index // num_stages % parts == index))
-            for index in range(parts)
-        )
-    if layout == "strided":
-        strided: list[list[Submodel]] = [[] for _ in range(parts)]
+        for submodel in submodels:
+            grouped[submodel.index // num_stages % parts].append(submodel)
+    else:  # spread and strided: the submodels of every stage in turn
         for _, on_stage in groupby(submodels, key=lambda submodel: submodel.stage):
             for place, submodel in enumerate(on_stage):
-                strided[place % parts].append(submodel)
-        return tuple(Block(index=index, submodels=tuple(held)) for index, held in enumerate(strided))
-    # A stage is one submodel in layout `stage`, so both other layouts have one submodel per block.
-    return tuple(Block(index=submodel.index, submodels=(submodel,)) for submodel in submodels)
+                grouped[place % parts].append(submodel)
+    return tuple(Block(index=index, submodels=tuple(held)) for index, held in enumerate(grouped))
+
+
+# ----------------------------------------------------------------------------------------- layers of pipeline stages
+
+_MOST_WORDS = 10**6
+"""Of an unrolled layout; more are taken for a typing error."""
+_REPEATED = (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)")
+"""Megatron Core's: a group in brackets first, then single letters."""
+
+
+def layers_per_stage(config: RunConfig) -> tuple[int, ...]:
+    """Layers of each stage: as the flags of the split say, else as even as possible, larger stages first.
+
+    Raises:
+        ValueError: the flags don't fit each other or the model; one line that names them.
+    """
+    training, num_stages = config.training, config.pipeline_size
+    first, last = training.decoder_first_pipeline_num_layers, training.decoder_last_pipeline_num_layers
+    embedding = training.account_for_embedding_in_pipeline_split
+    loss = training.account_for_loss_in_pipeline_split
+    has_layout = training.pipeline_model_parallel_layout is not None
+    asked = {
+        "--pipeline-model-parallel-layout": has_layout,
+        "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers": not first is last is None,
+        "--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split": embedding or loss,
+    }
+    given = [flag for flag, is_given in asked.items() if is_given]
+    if len(given) > 1:
+        raise ValueError(f"{given[0]} and {given[1]} both divide the layers over the stages: give one of them")
+    if given and num_stages == 1 and not has_layout:
+        raise ValueError(f"{given[0]} needs --pipeline-model-parallel-size 2 or more")
+    if has_layout:
+        return _sizes_of_layout(config, num_stages=num_stages)
+    if first is not None or last is not None:
+        return _sizes_with_ends(first, last, num_layers=config.num_layers, num_stages=num_stages)
+    # embedding and loss count as a layer each, where asked, and then all stages are equal
+    total = config.num_layers + embedding + loss
+    if given and total % num_stages:
+        raise ValueError(
+            f"{given[0]}: {total}, which is --num-layers {config.num_layers} and {total - config.num_layers} more, "
+            f"must be divisible by --pipeline-model-parallel-size {num_stages}"
+        )
+    sizes = [len(layers) for layers in divide(total, num_stages)]
+    sizes[0] -= embedding
+    sizes[-1] -= loss
+    return tuple(sizes)
+
+
+def _sizes_with_ends(first: int | None, last: int | None, *, num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """The first and the last stage as given, the stages between evenly."""
+    between = num_stages - (first is not None) - (last is not None)
+    left = num_layers - (first or 0) - (last or 0)
+    if left < 0 or (left % between if between else left):
+        raise ValueError(
+            f"--decoder-first-pipeline-num-layers {first} and --decoder-last-pipeline-num-layers {last} leave {left} "
+            f"of --num-layers {num_layers} layers for {between} other stages: must be a multiple"
+        )
+    middle = [left // between] * between if between else []
+    return (*([] if first is None else [first]), *middle, *([] if last is None else [last]))
+
+
+def _sizes_of_layout(config: RunConfig, *, num_stages: int) -> tuple[int, ...]:
+    """The sizes of a layout in Megatron Core's notation, such as ``Et*3|(tt|)*4L``."""
+    text = config.training.pipeline_model_parallel_layout
+    assert text is not None
+    name = f"--pipeline-model-parallel-layout {text}"
+    stages = _unrolled(text, name).split("|")
+    if unknown := set("".join(stages)) - set("EtL"):
+        raise ValueError(f"{name}: letters are E, t and L, not {', '.join(sorted(unknown))}")
+    if len(stages) != num_stages:
+        raise ValueError(
+            f"{name}: has {len(stages)} stages: must be {num_stages} (--pipeline-model-parallel-size; with layout "
+            "interleaved that times the chunks of a stage)"
+        )
+    whole = "".join(stages)
+    if whole != "E" + "t" * config.num_layers + "L" or stages[0][:1] != "E" or stages[-1][-1:] != "L":
+        raise ValueError(
+            f"{name}: must be E on the first stage, t for each of --num-layers {config.num_layers} layers, and L on "
+            f"the last stage; there are {whole.count('t')} layers"
+        )
+    return tuple(stage.count("t") for stage in stages)
+
+
+def _unrolled(text: str, name: str) -> str:
+    """The layout without commas and repetitions."""
+    left = _MOST_WORDS
+
+    def repeated(match: re.Match[str]) -> str:
+        nonlocal left
+        times = int(match[2]) if len(match[2]) < len(str(_MOST_WORDS)) else _MOST_WORDS
+        left -= len(match[1]) * times
+        if left <= 0:
+            raise ValueError(f"{name}: has more than {_MOST_WORDS} layers")
+        return match[1] * times
+
+    text = text.replace(",", "")
+    for pattern in _REPEATED:
+        text = re.sub(pattern, repeated, text)
+    return text

@@ -8,12 +8,67 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
+from typing import Any
 
 from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.blocks.phase_state import CycleEnd, PhaseState
 from megatron.bcd.config import ORDERS, SWITCHES, BcdConfig, RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class CycleEnd:
+    """The validation loss at the end of a cycle."""
+
+    cycle: int
+    validation_loss: float
+    """Mean loss per token; infinite where the evaluation's was not finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseState:
+    """Position of a run in its phases: all that a checkpoint must keep for the same later decisions."""
+
+    phase: int = 0
+    """Phases that are over, which is the number of the current phase."""
+    step_in_phase: int = 0
+    """Steps done in the current phase."""
+    block: int | None = None
+    """In greedy order the block that was chosen for this phase, None before that; otherwise None."""
+    visited: tuple[int, ...] = ()
+    """In greedy order the blocks of this cycle's earlier phases; otherwise empty."""
+    recent_losses: tuple[float, ...] = ()
+    """With switch plateau the last finite training losses of this phase, at most the window."""
+    best_loss: float | None = None
+    """With switch plateau the best mean over a full window in this phase; a new best is lower by at least the least
+    improvement."""
+    best_loss_step: int = 0
+    """``step_in_phase`` when ``best_loss`` was reached; 0 where there is none."""
+    cycle_ends: tuple[CycleEnd, ...] = ()
+    """Of the last two cycles that ended with an evaluation, the earlier one first."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The state in JSON types, equal to what is read back: lists, and infinity as ``"inf"``."""
+        values = asdict(self) | {"visited": list(self.visited), "recent_losses": list(self.recent_losses)}
+        values["cycle_ends"] = [
+            {
+                "cycle": end.cycle,
+                "validation_loss": end.validation_loss if math.isfinite(end.validation_loss) else "inf",
+            }
+            for end in self.cycle_ends
+        ]
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> PhaseState:
+        """The state that ``to_dict`` wrote. Raises ValueError where an entry is missing or unknown."""
+        if values.keys() != cls.__dataclass_fields__.keys():
+            raise ValueError(f"the phase state has the entries {sorted(values)}, and not {sorted(vars(cls()))}")
+        ends = (
+            CycleEnd(cycle=end["cycle"], validation_loss=float(end["validation_loss"])) for end in values["cycle_ends"]
+        )
+        sequences = {name: tuple(values[name]) for name in ("visited", "recent_losses")}
+        return cls(**{**values, **sequences, "cycle_ends": tuple(ends)})
 
 
 def block_schedule_from_config(
@@ -58,9 +113,7 @@ class BlockSchedule:
 
     def __post_init__(self) -> None:
         assert self.num_blocks >= 1
-        _check_phases(self.settings)
-        _check_warmup(self.settings)
-        _check_multipliers(self.settings, self.num_blocks)
+        _check(self.settings, self.num_blocks)
 
     def least_steps(self, phase: int) -> int:
         """Steps that a phase has at least, unless the run ends; with switch steps it has as many."""
@@ -297,57 +350,34 @@ def _hash(*values: int) -> int:
     return int.from_bytes(sha256(repr(values).encode()).digest(), "big")
 
 
-def _check_phases(settings: BcdConfig) -> None:
-    _check_choice("--bcd-order", settings.bcd_order, ORDERS)
-    _check_choice("--bcd-switch", settings.bcd_switch, SWITCHES)
-    _check_at_least("--bcd-steps-per-block", settings.mean_steps, 1)
-    _check_at_least("--bcd-plateau-window", settings.bcd_plateau_window, 1)
-    _check_fraction("--bcd-plateau-min-improvement", settings.bcd_plateau_min_improvement)
-    least, most = settings.bcd_min_steps_per_block, settings.bcd_max_steps_per_block
-    _check_at_least("--bcd-min-steps-per-block", least, 1)
-    if most is not None and most < least:
-        raise ValueError(f"--bcd-max-steps-per-block {most}: must be at least --bcd-min-steps-per-block {least}")
-    if settings.bcd_stop_cycle_improvement is not None:
-        _check_fraction("--bcd-stop-cycle-improvement", settings.bcd_stop_cycle_improvement)
-
-
-def _check_warmup(settings: BcdConfig) -> None:
-    warmup = settings.bcd_phase_warmup_steps
-    _check_at_least("--bcd-phase-warmup-steps", warmup, 0)
-    if settings.bcd_switch == "steps":
-        flag, longest = "--bcd-steps-per-block", settings.mean_steps
-    elif settings.bcd_max_steps_per_block is not None:
-        flag, longest = "--bcd-max-steps-per-block", settings.bcd_max_steps_per_block
-    else:
-        return
-    if warmup >= longest:
-        raise ValueError(
-            f"--bcd-phase-warmup-steps {warmup}: no phase would reach the full learning rate; "
-            f"must be less than {flag} {longest:g}"
-        )
-
-
-def _check_multipliers(settings: BcdConfig, num_blocks: int) -> None:
-    multipliers = settings.bcd_block_lr_multipliers or ()
-    for multiplier in multipliers:
-        if not (math.isfinite(multiplier) and multiplier > 0):
-            raise ValueError(f"--bcd-block-lr-multipliers {multiplier}: each must be a finite number above 0")
-    if multipliers and len(multipliers) != num_blocks:
-        raise ValueError(
-            f"--bcd-block-lr-multipliers: {len(multipliers)} given, must be one for each of the {num_blocks} blocks"
-        )
-
-
-def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{flag} {value}: must be one of {', '.join(choices)}")
-
-
-def _check_at_least(flag: str, value: float, least: int) -> None:
-    if value < least:
-        raise ValueError(f"{flag} {value}: must be at least {least}")
-
-
-def _check_fraction(flag: str, value: float) -> None:
-    if not 0 <= value < 1:  # false for NaN, too
-        raise ValueError(f"{flag} {value}: must be at least 0 and less than 1 (0.01 is one percent)")
+def _check(settings: BcdConfig, num_blocks: int) -> None:
+    """Raise ValueError that names the flag of the first bad value."""
+    own, multipliers = settings, settings.bcd_block_lr_multipliers or ()
+    longest: float | None = own.mean_steps if own.bcd_switch == "steps" else own.bcd_max_steps_per_block
+    least, most = own.bcd_min_steps_per_block, own.bcd_max_steps_per_block
+    rules = {
+        f"--bcd-order {own.bcd_order}: must be one of {', '.join(ORDERS)}": own.bcd_order in ORDERS,
+        f"--bcd-switch {own.bcd_switch}: must be one of {', '.join(SWITCHES)}": own.bcd_switch in SWITCHES,
+        f"--bcd-steps-per-block {own.mean_steps:g}: must be at least 1": own.mean_steps >= 1,
+        f"--bcd-plateau-window {own.bcd_plateau_window}: must be at least 1": own.bcd_plateau_window >= 1,
+        f"--bcd-plateau-min-improvement {own.bcd_plateau_min_improvement}: must be at least 0 and less than 1": (
+            0 <= own.bcd_plateau_min_improvement < 1
+        ),
+        f"--bcd-min-steps-per-block {least}: must be at least 1": least >= 1,
+        f"--bcd-max-steps-per-block {most}: must be at least --bcd-min-steps-per-block {least}": (
+            most is None or most >= least
+        ),
+        f"--bcd-stop-cycle-improvement {own.bcd_stop_cycle_improvement}: must be at least 0 and less than 1": (
+            own.bcd_stop_cycle_improvement is None or 0 <= own.bcd_stop_cycle_improvement < 1
+        ),
+        f"--bcd-phase-warmup-steps {own.bcd_phase_warmup_steps}: must be at least 0, and less than the longest phase, "
+        f"{longest} steps": (
+            own.bcd_phase_warmup_steps >= 0 and (longest is None or own.bcd_phase_warmup_steps < longest)
+        ),
+        f"--bcd-block-lr-multipliers: must be {num_blocks} finite numbers above 0, one for each block": (
+            len(multipliers) in (0, num_blocks) and all(math.isfinite(one) and one > 0 for one in multipliers)
+        ),
+    }
+    for problem, is_met in rules.items():
+        if not is_met:
+            raise ValueError(problem)

@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.blocks.phase_state import PhaseState
-from megatron.bcd.blocks.schedule import BlockSchedule
+from megatron.bcd.blocks.schedule import BlockSchedule, PhaseState
 from megatron.bcd.config import RunConfig, run_config_to_dict
 
 FILE_NAME = "run_state.json"

@@ -10,7 +10,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron.bcd.blocks.stages import layers_per_stage, partition_from_config
+from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, Implementation
 from megatron.bcd.runtime import device, packages
@@ -66,14 +66,12 @@ def build_transformer_config(config: RunConfig, implementation: Implementation) 
     if not device.has_cuda() or not packages.is_importable("scaled_masked_softmax_cuda"):
         fields["masked_softmax_fusion"] = False
     _check_compiled_fusions(config, fields)
-    if config.num_chunks > 1:
-        fields["virtual_pipeline_model_parallel_size"] = config.num_chunks
-        chunks = [len(submodel.layers) for submodel in partition_from_config(config).submodels]
-        fields["pipeline_model_parallel_layout"] = _uneven_layout(chunks)
-    else:
-        sizes = layers_per_stage(config)
-        if len(set(sizes)) > 1:
-            fields["pipeline_model_parallel_layout"] = _uneven_layout(sizes)
+    cut = partition_from_config(config)
+    if cut.num_chunks > 1:
+        fields["virtual_pipeline_model_parallel_size"] = cut.num_chunks
+        fields["pipeline_model_parallel_layout"] = _uneven_layout([len(chunk.layers) for chunk in cut.submodels])
+    elif len(set(cut.layers_per_stage)) > 1:
+        fields["pipeline_model_parallel_layout"] = _uneven_layout(cut.layers_per_stage)
     try:
         return TransformerConfig(**fields)
     except AssertionError as error:

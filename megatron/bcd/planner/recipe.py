@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 
-from megatron.bcd.blocks.check_partition import with_tied_parts
 from megatron.bcd.blocks.cut import Pipeline, balanced_cut
-from megatron.bcd.blocks.partition import Partition, partition
+from megatron.bcd.blocks.partition import Partition, partition, with_tied_parts
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS, LAYOUTS, BcdConfig
 from megatron.bcd.config.presets import PRESETS
 from megatron.bcd.planner.cost import PRECISIONS, ModelShape, head_passes

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from megatron.bcd.blocks.phase_state import PhaseState
-from megatron.bcd.blocks.schedule import BlockSchedule
+from megatron.bcd.blocks.schedule import BlockSchedule, PhaseState
 from megatron.bcd.config import BcdConfig
 from megatron.bcd.optim.update_rules import RULES, direction
 from megatron.bcd.runtime.compat import pytorch

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from megatron.bcd.blocks.layers import divide
+from megatron.bcd.blocks.partition import divide
 
 LAYOUTS = ("contiguous", "strided")
 KINDS = ("norms", "biases", "embedding", "head")

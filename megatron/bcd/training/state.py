@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.bcd.blocks.phase_state import PhaseState
+from megatron.bcd.blocks.schedule import PhaseState
 from megatron.bcd.runtime import device
 
 
