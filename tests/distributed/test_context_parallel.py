@@ -13,7 +13,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from support import resumed_runs, worlds
 from support.dist import World
 
-from megatron.bcd.model.context_attention import whole_sequence
+from megatron.bcd.model.attention import whole_sequence
 
 Flags = Callable[..., dict[str, Any]]
 CONTEXT = {"context_parallel_size": 2}

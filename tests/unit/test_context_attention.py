@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.bcd.model.context_attention import causal_attention
+from megatron.bcd.model.attention import causal_attention
 
 LENGTH, BATCH, HEADS, SIZE = 24, 2, 4, 8
 

@@ -15,8 +15,8 @@ from support.command_line import parse
 
 from megatron.bcd.model import transformer_config
 from megatron.bcd.model.attention import ScaledDotProductAttention
+from megatron.bcd.model.builder import PlainNorm
 from megatron.bcd.model.implementation import choose_implementation
-from megatron.bcd.model.norm import PlainNorm
 from megatron.bcd.runtime import device, packages
 
 

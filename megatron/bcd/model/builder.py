@@ -1,6 +1,12 @@
-"""Builds the model of one pipeline stage."""
+"""Builds the model of one pipeline stage.
+
+Tensor shapes: S sequence length on this rank, B micro-batch size, H hidden size.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -9,20 +15,100 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.attention import ScaledDotProductAttention
-from megatron.bcd.model.bias_gradient import add_bias_gradients
-from megatron.bcd.model.chunks import ChunkedModel
 from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, Implementation
-from megatron.bcd.model.norm import PlainNorm
 from megatron.bcd.model.transformer_block import BcdTransformerBlock
 from megatron.bcd.model.transformer_config import build_transformer_config
 from megatron.bcd.runtime import device, replicas, rng
+
+
+class PlainNorm(torch.nn.Module):
+    """LayerNorm or RMSNorm in plain PyTorch with --apply-layernorm-1p and --sequence-parallel.
+
+    Megatron Core's own wrapper of PyTorch's norms has neither. With --apply-layernorm-1p the weight is what is added
+    to 1. With --sequence-parallel each tensor-parallel rank sees a part of the sequence: Megatron Core sums the
+    gradients of parameters that say so over these ranks. The signature is that of Megatron Core's norms.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.is_centered = config.layernorm_zero_centered_gamma
+        self.is_rms = config.normalization == "RMSNorm"
+        self.weight = torch.nn.Parameter((torch.zeros if self.is_centered else torch.ones)(hidden_size))
+        self.bias = None if self.is_rms else torch.nn.Parameter(torch.zeros(hidden_size))
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[S, B, H], or [S, B, heads, head size] for queries and keys."""
+        if not self.is_centered:
+            return self._normalized(x, self.weight, self.bias)
+        # in 16 bits the sum would lose what a small weight says: 1 + 0.001 is 1 in bf16
+        bias = None if self.bias is None else self.bias.float()
+        return self._normalized(x.float(), self.weight.float() + 1, bias).to(x.dtype)
+
+    def _normalized(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.is_rms:
+            return torch.nn.functional.rms_norm(x, weight.shape, weight, self.eps)
+        return torch.nn.functional.layer_norm(x, weight.shape, weight, bias, self.eps)
+
+
+class ChunkedModel(MegatronModule):
+    """The chunks of one stage, in depth order. One after the other they stand for the whole module: `select` says which
+    one runs forward.
+
+    One module for all of them gives a block one DDP wrapper, one set of gradient buffers and one optimizer, however
+    many chunks it has.
+    """
+
+    def __init__(self, chunks: Sequence[GPTModel]) -> None:
+        super().__init__(config=chunks[0].config)
+        self.chunks = torch.nn.ModuleList(chunks)
+        self.share_embeddings_and_output_weights = chunks[0].share_embeddings_and_output_weights
+        self.model_type, self.vocab_size = chunks[0].model_type, chunks[0].vocab_size
+        # what Megatron Core asks of the model when it sums gradients of tied embeddings
+        self.pre_process, self.post_process = chunks[0].pre_process, chunks[-1].post_process
+        self._selected: list[Any] = [chunks[0]]  # in a list, or it would be a submodule again
+
+    def select(self, chunk: int) -> None:
+        """Let `forward` and `set_input_tensor` be those of this chunk."""
+        self._selected = [self.chunks[chunk]]
+
+    @property
+    def decoder(self) -> torch.nn.Module:
+        """The selected chunk's layers, where Megatron Core notes the microbatch."""
+        return self._selected[0].decoder  # type: ignore[no-any-return]
+
+    def set_input_tensor(self, input_tensor: Tensor | None) -> None:
+        """Of the selected chunk."""
+        self._selected[0].set_input_tensor(input_tensor)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Of the selected chunk."""
+        return self._selected[0](*args, **kwargs)
+
+    def shared_embedding_or_output_weight(self) -> Tensor | None:
+        """The tied weight that this stage holds: the embedding's on the first stage, its copy on the last."""
+        return self.chunks[0 if self.pre_process else -1].shared_embedding_or_output_weight()
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """As GPTModel's: the names are this module's, the keys in a checkpoint those of the whole model."""
+        assert not prefix and not sharded_offsets, "only the whole of a stage is saved"
+        return {
+            f"chunks.{number}.{name}": entry
+            for number, chunk in enumerate(self.chunks)
+            for name, entry in chunk.sharded_state_dict(metadata=metadata).items()
+        }
 
 
 def _layer_spec(
@@ -109,11 +195,25 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     if "biases" in config.bcd.always_active:
-        add_bias_gradients(model)
+        for layer in model.decoder.layers:
+            if layer.self_attention.linear_qkv.bias is not None:
+                layer.self_attention.linear_qkv.register_forward_hook(_with_bias_gradient)
     # GPTModel takes no class for its decoder; BcdTransformerBlock only overrides methods, so the class can be changed
     # after the decoder is built
     model.decoder.__class__ = BcdTransformerBlock
     return model
+
+
+def _with_bias_gradient(linear: Any, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    """Adds a zero with the gradient of the bias, where the weight is frozen (--bcd-always-active biases).
+
+    Megatron Core's linear layer with a frozen weight returns no gradient for its bias, and Transformer Engine computes
+    it with the weight's. Queries, keys and values have the only such bias: the other linear layers return theirs
+    unused, for the fused kernels behind them.
+    """
+    if not linear.bias.requires_grad or linear.weight.requires_grad or not torch.is_grad_enabled():
+        return output
+    return output[0] + (linear.bias - linear.bias.detach()), output[1]
 
 
 @torch.no_grad()

@@ -19,8 +19,8 @@ from megatron.core import parallel_state
 from megatron.bcd import data
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
+from megatron.bcd.model.attention import whole_sequence
 from megatron.bcd.model.builder import unwrap_model
-from megatron.bcd.model.context_attention import whole_sequence
 from megatron.bcd.model.transformer_config import DTYPES
 from megatron.bcd.pipeline.p2p import OneWayLink
 from megatron.bcd.pipeline.schedule import PipelineSchedule
