@@ -113,8 +113,6 @@ def _to_bcd(options: argparse.Namespace) -> str:
 
 
 def _to_hf(options: argparse.Namespace) -> str:
-    import _check_export
-
     from megatron.bcd.huggingface import convert, run_network, tokenizer_export
     from megatron.bcd.huggingface.core_format import CoreCheckpoint
 
@@ -127,11 +125,11 @@ def _to_hf(options: argparse.Namespace) -> str:
         described,
         max_shard_bytes=options.max_shard_size or convert.MAX_SHARD_BYTES,
     )
-    said = [_check_export.difference(path, options.output)]
-    if described.tokenizer is not None:
-        said.append(tokenizer_export.difference(described.tokenizer, options.output))
     lines = [f"{options.output}: {described.network.family}, from {path}"]
-    return "\n".join([*lines, *(f"warning: {options.output}: {line}" for line in said if line)])
+    if described.tokenizer is not None:
+        differs = tokenizer_export.difference(described.tokenizer, options.output)
+        lines += [f"warning: {options.output}: {differs}"] if differs else []
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@
     python tools/generate.py --model out/tuned --chat --prompt "Why is the sky blue?"
 
 The most likely token is taken unless a temperature is given. An answer ends at the model's end token, after
---max-new-tokens, or at the model's last position. One process, one device; keys and values are cached.
+--max-new-tokens, or at the model's last position. The text is that of transformers' generate.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _loaded_model import add_model_flags, loaded_model
-from _long_work import check_json_file, naming_memory, write_json_file
+from _model_flags import add_model_flags, loaded_model
 from _parser import STDOUT, Parser, add_json, bad_input, leave_with
 
 if TYPE_CHECKING:
-    from megatron.bcd.generation.load import LoadedModel
+    from megatron.bcd.huggingface.in_memory import LoadedModel
 
 PROG = "tools/generate.py"
 
@@ -44,7 +44,7 @@ def _parser() -> Parser:
     form.add_argument(
         "--instruction",
         action="store_true",
-        help="a prompt is an instruction in Alpaca's form, as --sft has it without one",
+        help="a prompt is an instruction in Alpaca's form, as --sft has it without a template",
     )
     group.add_argument("--system", metavar="TEXT", help="with --chat: the system's message before it")
     group = parser.add_argument_group("answers")
@@ -52,6 +52,7 @@ def _parser() -> Parser:
     group.add_argument(
         "--temperature", type=float, default=0.0, metavar="X", help="0 takes the most likely token (default)"
     )
+    group.add_argument("--top-k", type=int, default=0, metavar="K", help="draw among the K most likely (default: all)")
     group.add_argument(
         "--top-p",
         type=float,
@@ -75,42 +76,79 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         raise ValueError("nothing to continue: give --prompt TEXT or --prompts FILE")
     if options.system is not None and not options.chat:
         raise ValueError("--system needs --chat")
-    if options.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1")
-    if not 0 <= options.seed < 2**63:
-        raise ValueError(f"--seed {options.seed}: must be 0 to 2^63 - 1")
-    if options.top_p != 1 and options.temperature == 0:
-        raise ValueError(f"--top-p {options.top_p:g} has no effect on the most likely token: give --temperature too")
+    for flag, value, is_fine, wanted in (
+        ("--max-new-tokens", options.max_new_tokens, options.max_new_tokens >= 1, "at least 1"),
+        ("--temperature", options.temperature, 0 <= options.temperature < float("inf"), "0 or more"),
+        ("--top-k", options.top_k, options.top_k >= 0, "0 (all) or more"),
+        ("--top-p", options.top_p, 0 < options.top_p <= 1, "more than 0, and at most 1"),
+        ("--seed", options.seed, 0 <= options.seed < 2**32, "0 to 2^32 - 1"),
+    ):
+        if not is_fine:
+            raise ValueError(f"{flag} {value:g}: must be {wanted}")
+    if options.temperature == 0 and (options.top_p != 1 or options.top_k):
+        raise ValueError("--top-k and --top-p have no effect on the most likely token: give --temperature too")
     return options
 
 
-def encode(loaded: LoadedModel, prompt: str, options: argparse.Namespace) -> list[int]:
-    """Ids of a prompt in the form that the flags ask for.
-
-    Raises:
-        ValueError: there is no tokenizer, or it is another model's; or no chat template, or it refuses the prompt.
-    """
-    from megatron.bcd.data.sft.chat_template import chat_template_of
-    from megatron.bcd.data.sft.records import Record
-    from megatron.bcd.data.sft.render import Renderer
-
-    tokenizer = loaded.known_tokenizer()
-    if options.instruction:
-        return loaded.tokenize(Renderer(tokenizer, "text").prompt(Record(prompt=prompt, is_instruction=True)))
-    if not options.chat:
-        return loaded.encode(prompt)
-    template = chat_template_of(tokenizer)
-    if template is None:
-        raise ValueError(
-            "--chat: the model's tokenizer has no chat template (chat_template.jinja, or chat_template in its "
-            "tokenizer_config.json); leave --chat out, or give --instruction"
-        )
-    system = [] if options.system is None else [{"role": "system", "content": options.system}]
+def read_prompts(path: str) -> list[str]:
+    """The lines of a file that are not empty. Raises ValueError if there is none, or it can't be read."""
     try:
-        text = template.render([*system, {"role": "user", "content": prompt}], for_answer=True)
-    except ValueError as error:
-        raise ValueError(f"--prompt {prompt[:40]!r} {error}") from None
-    return loaded.tokenize(text)
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--prompts {path} can't be read ({error})") from None
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise ValueError(f"--prompts {path} is empty: write a prompt on every line")
+    return prompts
+
+
+def encode(loaded: LoadedModel, prompt: str, options: argparse.Namespace) -> list[int]:
+    """Ids of a prompt in the form that the flags ask for. Raises ValueError if it can't be continued."""
+    from megatron.bcd.data.sft.text import alpaca
+
+    tokenizer = loaded.tokenizer
+    if options.chat:
+        system = [] if options.system is None else [{"role": "system", "content": options.system}]
+        messages = [*system, {"role": "user", "content": prompt}]
+        try:
+            prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # there is no template, or it refuses the messages
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"--chat: the tokenizer's chat template can't be used ({reason})") from None
+    elif options.instruction:
+        prompt = alpaca(prompt)
+    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=not options.chat)
+    rows = loaded.model.get_input_embeddings().num_embeddings
+    if not ids:
+        raise ValueError("the prompt has no tokens: give at least a word")
+    if max(ids) >= rows:
+        raise ValueError(
+            f"the tokenizer gives the id {max(ids):,}, and the model has the ids 0 to {rows - 1:,}: give "
+            "--tokenizer-type and the files that the model was trained with"
+        )
+    if len(ids) >= loaded.positions:
+        raise ValueError(
+            f"the prompt has {len(ids):,} tokens, and the model has {loaded.positions:,} positions: give a shorter one"
+        )
+    return ids
+
+
+def end_ids(loaded: LoadedModel) -> list[int]:
+    """What ends an answer: the end tokens of the model, else of its tokenizer, and the special token that the chat
+    template puts after an answer."""
+    found = loaded.model.generation_config.eos_token_id
+    found = loaded.tokenizer.eos_token_id if found is None else found
+    ends = {found} if isinstance(found, int) else set(found or ())
+    if loaded.tokenizer.chat_template:
+        try:
+            text = loaded.tokenizer.apply_chat_template(
+                [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "Yes."}], tokenize=False
+            )
+        except Exception:  # said where the template is used
+            return sorted(ends)
+        after = loaded.tokenizer.encode(text.rpartition("Yes.")[2].lstrip(), add_special_tokens=False)
+        ends |= set(after[:1]) & loaded.tokenizer.added_tokens_decoder.keys()
+    return sorted(ends)
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -119,39 +157,56 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     Raises:
         ValueError: a file is missing or damaged, or a prompt is too long.
     """
-    from megatron.bcd.data.prompts import read_prompts
-    from megatron.bcd.generation.generate import check_prompt, continuation, text_of
-    from megatron.bcd.generation.sampling import Sampling
-
-    sampling = Sampling(temperature=options.temperature, top_p=options.top_p)
-    prompts = [*options.prompt, *(read_prompts(options.prompts, flag="--prompts") if options.prompts else [])]
-    check_json_file(options.json)
+    prompts = [*options.prompt, *(read_prompts(options.prompts) if options.prompts else [])]
     answers = []
-    remedy = "give --precision bf16, a shorter prompt or fewer --max-new-tokens"
-    with naming_memory(remedy), loaded_model(options) as loaded:
+    with loaded_model(options) as loaded:
         encoded = [encode(loaded, prompt, options) for prompt in prompts]
-        for ids in encoded:
-            check_prompt(loaded, ids)
+        ends = end_ids(loaded)
         for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
-            found = continuation(
-                loaded, ids, max_new_tokens=options.max_new_tokens, sampling=sampling, seed=options.seed + number
-            )
-            text = text_of(loaded, ids, found.tokens)
-            answers.append({"prompt": prompt, "answer": text, "tokens": len(found.tokens), "is_ended": found.is_ended})
+            new = continuation(loaded, ids, ends, options, seed=options.seed + number)
+            is_ended = bool(new) and new[-1] in ends
+            new = new[:-1] if is_ended else new
+            # decoded with the prompt: tokens alone may lose a space
+            start = len(loaded.tokenizer.decode(ids, skip_special_tokens=True))
+            text = loaded.tokenizer.decode([*ids, *new], skip_special_tokens=True)[start:]
+            answers.append({"prompt": prompt, "answer": text, "tokens": len(new), "is_ended": is_ended})
             if options.json != STDOUT:
                 between = "\n" if options.chat or options.instruction else ""  # an answer, or the text's continuation
                 print(f"{prompt}{between}{text}\n", flush=True)
     return answers
 
 
+def continuation(
+    loaded: LoadedModel, prompt: list[int], ends: list[int], options: argparse.Namespace, *, seed: int
+) -> list[int]:
+    """New tokens after `prompt`, with the end token if there is one."""
+    import torch
+    from transformers import GenerationConfig, set_seed
+
+    draws: dict[str, Any] = {"do_sample": False}
+    if options.temperature:
+        draws = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")} | {"do_sample": True}
+    loaded.model.generation_config = GenerationConfig(  # in place of what the model's folder asks for
+        max_new_tokens=min(options.max_new_tokens, loaded.positions - len(prompt)),
+        eos_token_id=ends or None,
+        pad_token_id=ends[0] if ends else 0,
+        **draws,
+    )
+    set_seed(seed)
+    tokens = torch.tensor([prompt], device=loaded.model.device)
+    found: list[int] = loaded.model.generate(tokens, attention_mask=torch.ones_like(tokens))[0].tolist()
+    return found[len(prompt) :]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parse_arguments(argv)
         answers = run(options)
+        text = json.dumps(answers, indent=1, ensure_ascii=False)
         if options.json == STDOUT:
-            print(json.dumps(answers, indent=1, ensure_ascii=False))
+            print(text)
         elif options.json:
-            write_json_file(options.json, json.dumps(answers, indent=1, ensure_ascii=False))
+            Path(options.json).write_text(text + "\n", encoding="utf-8")
             print(f"wrote {options.json}")
     except (ValueError, OSError) as error:
         return bad_input(PROG, error)

@@ -4,26 +4,23 @@ Ids equal those of stock Megatron-LM core_v0.16.1 without --legacy-tokenizer. By
 deliberate difference: GPT2BPETokenizer reads a literal "<|endoftext|>" in the text as ordinary text, as OpenAI's
 encoder and the legacy tokenizer do, so that a document cannot forge a document boundary.
 
-Without torch and Megatron Core, preprocessing workers start in a fraction of a second.
+These call the libraries themselves and not megatron.core.tokenizers, which imports torch and Megatron Core (seconds in
+every preprocessing worker), needs transformers, downloads GPT-2's files, and has other ids for bytes.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+import inspect
+import json
 import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron.bcd.tokenizer_files import (
-    load_tiktoken,
-    load_tokenizer_json,
-    load_with_transformers,
-    one_line,
-    read_merges,
-    read_vocab,
-)
-
+TOKENIZER_JSON, CONFIG = "tokenizer.json", "tokenizer_config.json"
 NO_PAD = -1
 """The pad id of a tokenizer without one: Megatron Core's own value for "in no dataset"."""
 
@@ -94,7 +91,7 @@ class GPT2BPETokenizer(Tokenizer):
 
     EOD_TOKEN = "<|endoftext|>"
 
-    def __init__(self, *, vocab_file: str | None, merge_file: str | None) -> None:
+    def __init__(self, *, vocab_file: str | None = None, merge_file: str | None = None) -> None:
         vocab_file = _existing_file("--vocab-file", vocab_file, "GPT2BPETokenizer")
         merge_file = _existing_file("--merge-file", merge_file, "GPT2BPETokenizer")
         from tokenizers import Tokenizer as Engine
@@ -129,7 +126,7 @@ class SentencePieceTokenizer(Tokenizer):
     was trained without an end-of-sentence piece.
     """
 
-    def __init__(self, *, tokenizer_model: str | None) -> None:
+    def __init__(self, *, tokenizer_model: str | None = None) -> None:
         path = _existing_file("--tokenizer-model", tokenizer_model, "SentencePieceTokenizer")
         import sentencepiece
 
@@ -170,7 +167,7 @@ class HuggingFaceTokenizer(Tokenizer):
     Raises ValueError naming --tokenizer-model when the folder is absent, unreadable or names no eos_token.
     """
 
-    def __init__(self, *, tokenizer_model: str | None) -> None:
+    def __init__(self, *, tokenizer_model: str | None = None) -> None:
         folder = _required("--tokenizer-model", tokenizer_model, "HuggingFaceTokenizer")
         if not os.path.isdir(folder):
             raise ValueError(
@@ -181,13 +178,11 @@ class HuggingFaceTokenizer(Tokenizer):
         if os.path.isfile(os.path.join(folder, "tokenizer.json")):
             self.engine, special = load_tokenizer_json(folder)
             vocab: dict[str, int] = self.engine.get_vocab(with_added_tokens=True)
-            added = self.engine.get_added_tokens_decoder()
             self._encode_options = {"add_special_tokens": False}
             self._has_encodings = True
         else:
             self.engine, special = load_with_transformers(folder)
             vocab = self.engine.get_vocab()
-            added = self.engine.added_tokens_decoder
             self._encode_options = {"add_special_tokens": False, "truncation": False, "verbose": False}
             self._has_encodings = False
         eod_token = special.get("eos_token") or special.get("sep_token")
@@ -198,12 +193,8 @@ class HuggingFaceTokenizer(Tokenizer):
             )
         self.folder, self.special_tokens = folder, special
         """The latter by name, as templates of conversations use them: bos_token, eos_token, ..."""
-        self.added_ids = frozenset(added)
-        """Tokens that the vocabulary was extended by, special ones among them; no other text becomes one of them."""
-        first, bos = (
-            self.engine.encode("", **self._encode_options | {"add_special_tokens": True}),
-            special.get("bos_token"),
-        )
+        first = self.engine.encode("", **self._encode_options | {"add_special_tokens": True})
+        bos = special.get("bos_token")
         is_first = bos in vocab and list(first.ids if self._has_encodings else first)[:1] == [vocab[bos]]
         self.start_of_text = bos if bos and is_first else ""
         """The token that the model expects before a text; empty if it expects none."""
@@ -238,7 +229,7 @@ class TikTokenizer(Tokenizer):
     def __init__(
         self,
         *,
-        tokenizer_model: str | None,
+        tokenizer_model: str | None = None,
         vocab_size: int | None = None,
         tiktoken_pattern: str = "v2",
         tiktoken_num_special_tokens: int = 1000,
@@ -270,7 +261,7 @@ class NullTokenizer(Tokenizer):
     `vocab_size` ids 0..vocab_size-1 plus eod = vocab_size, so vocab_size + 1 in all, as in Megatron.
     """
 
-    def __init__(self, *, vocab_size: int | None) -> None:
+    def __init__(self, *, vocab_size: int | None = None) -> None:
         if vocab_size is None:
             raise ValueError("--vocab-size is required by --tokenizer-type NullTokenizer")
         if vocab_size < 1:
@@ -290,37 +281,26 @@ class NullTokenizer(Tokenizer):
         return " ".join(str(i) for i in ids)
 
 
-_BUILDERS: dict[str, tuple[Callable[..., Tokenizer], tuple[str, ...]]] = {
-    "ByteLevelTokenizer": (ByteLevelTokenizer, ()),
-    "GPT2BPETokenizer": (GPT2BPETokenizer, ("vocab_file", "merge_file")),
-    "SentencePieceTokenizer": (SentencePieceTokenizer, ("tokenizer_model",)),
-    "GPTSentencePieceTokenizer": (SentencePieceTokenizer, ("tokenizer_model",)),
-    "Llama2Tokenizer": (SentencePieceTokenizer, ("tokenizer_model",)),
-    "HuggingFaceTokenizer": (HuggingFaceTokenizer, ("tokenizer_model",)),
-    "TikTokenizer": (
-        TikTokenizer,
-        ("tokenizer_model", "vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens"),
-    ),
-    "NullTokenizer": (NullTokenizer, ("vocab_size",)),
+_CLASSES: dict[str, type[Tokenizer]] = {
+    "ByteLevelTokenizer": ByteLevelTokenizer,
+    "GPT2BPETokenizer": GPT2BPETokenizer,
+    "SentencePieceTokenizer": SentencePieceTokenizer,
+    "GPTSentencePieceTokenizer": SentencePieceTokenizer,
+    "Llama2Tokenizer": SentencePieceTokenizer,
+    "HuggingFaceTokenizer": HuggingFaceTokenizer,
+    "TikTokenizer": TikTokenizer,
+    "NullTokenizer": NullTokenizer,
 }
-"""Class, and the arguments that it takes, by --tokenizer-type. The three SentencePiece names are one tokenizer, as in
-Megatron Core 0.16.1's build_tokenizer; none of them prepends a begin-of-sentence id."""
+"""By --tokenizer-type. The three SentencePiece names are one tokenizer, as in Megatron Core 0.16.1's build_tokenizer;
+none of them prepends a begin-of-sentence id."""
 
-TOKENIZER_TYPES = tuple(_BUILDERS)
+TOKENIZER_TYPES = tuple(_CLASSES)
 """Values of --tokenizer-type."""
 
 
-def build_tokenizer(
-    tokenizer_type: str | None,
-    *,
-    vocab_file: str | None = None,
-    merge_file: str | None = None,
-    tokenizer_model: str | None = None,
-    vocab_size: int | None = None,
-    tiktoken_pattern: str = "v2",
-    tiktoken_num_special_tokens: int = 1000,
-) -> Tokenizer:
-    """The tokenizer of Megatron's flags of the same names.
+def build_tokenizer(tokenizer_type: str | None, **given: Any) -> Tokenizer:
+    """The tokenizer of Megatron's flags of the same names: vocab_file, merge_file, tokenizer_model, vocab_size,
+    tiktoken_pattern and tiktoken_num_special_tokens.
 
     Arguments that the type does not use are ignored, as stock recipes pass them. Without a type: NullTokenizer.
 
@@ -328,19 +308,12 @@ def build_tokenizer(
         ValueError: the type is unknown, or a file is absent or malformed; one line that names the flag.
     """
     tokenizer_type = tokenizer_type or "NullTokenizer"
-    if tokenizer_type not in _BUILDERS:
+    if tokenizer_type not in _CLASSES:
         raise ValueError(
             f"--tokenizer-type {tokenizer_type} is not supported; choose from {', '.join(TOKENIZER_TYPES)}"
         )
-    build, names = _BUILDERS[tokenizer_type]
-    given = {
-        "vocab_file": vocab_file,
-        "merge_file": merge_file,
-        "tokenizer_model": tokenizer_model,
-        "vocab_size": vocab_size,
-        "tiktoken_pattern": tiktoken_pattern,
-        "tiktoken_num_special_tokens": tiktoken_num_special_tokens,
-    }
+    build: Callable[..., Tokenizer] = _CLASSES[tokenizer_type]
+    names = inspect.signature(build).parameters.keys() & given.keys()
     return build(**{name: given[name] for name in names})
 
 
@@ -348,15 +321,7 @@ def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor
     """`vocab_size` rounded up to a multiple of both factors' product (stock Megatron's rule).
 
     50257 ids and 128 give 50304 rows at tensor parallel 1 and 50432 at 2.
-    Raises ValueError for a factor or a vocabulary below 1.
     """
-    for flag, value in (
-        ("--vocab-size", vocab_size),
-        ("--make-vocab-size-divisible-by", make_vocab_size_divisible_by),
-        ("--tensor-model-parallel-size", tensor_model_parallel_size),
-    ):
-        if value < 1:
-            raise ValueError(f"{flag} {value} must be at least 1")
     multiple = make_vocab_size_divisible_by * tensor_model_parallel_size
     return -(-vocab_size // multiple) * multiple
 
@@ -376,3 +341,163 @@ def _existing_file(flag: str, value: str | None, tokenizer_type: str) -> str:
     if not os.access(path, os.R_OK):
         raise ValueError(f"{flag} {path} cannot be read")
     return path
+
+
+# --- files
+
+
+def read_vocab(path: str) -> dict[str, int]:
+    """Ids by token of a JSON file. Raises ValueError naming --vocab-file."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            vocab = json.load(file)
+    except ValueError as error:
+        raise ValueError(f"--vocab-file {path} is not JSON: {one_line(error)}") from error
+    if not isinstance(vocab, dict) or not _counts_from_zero(list(vocab.values())):
+        raise ValueError(f"--vocab-file {path} must map every token to an id, 0 up to the number of tokens less 1")
+    return vocab
+
+
+def _counts_from_zero(ids: list[Any]) -> bool:
+    return all(type(i) is int for i in ids) and sorted(ids) == list(range(len(ids)))
+
+
+def read_merges(path: str) -> list[tuple[str, str]]:
+    """Pairs in order of rank; the first line may be a "#version" line. Raises ValueError naming --merge-file."""
+    merges = []
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                words = line.split()
+                if (number == 1 and line.startswith("#version")) or not words:
+                    continue
+                if len(words) != 2:
+                    raise ValueError(f"--merge-file {path}, line {number}: expected two tokens, not {len(words)}")
+                merges.append((words[0], words[1]))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--merge-file {path} is not UTF-8 text: {one_line(error)}") from error
+    return merges
+
+
+TIKTOKEN_PATTERNS = {
+    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+"""What cuts text into words, by --tiktoken-pattern; part of Megatron-LM's format."""
+TIKTOKEN_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+
+
+def load_tiktoken(path: str, *, num_ids: int, num_special: int, pattern: str) -> tuple[Any, dict[str, int]]:
+    """tiktoken's encoding of a JSON vocabulary, and the ids of its special tokens, which come first.
+
+    Raises ValueError naming --tokenizer-model, --vocab-size or --tiktoken-num-special-tokens.
+    """
+    try:
+        import tiktoken
+    except ImportError as error:
+        raise ValueError("--tokenizer-type TikTokenizer needs tiktoken: pip install tiktoken") from error
+    if not len(TIKTOKEN_SPECIAL) <= num_special < num_ids:
+        raise ValueError(
+            f"--tiktoken-num-special-tokens {num_special}: must be at least {len(TIKTOKEN_SPECIAL)} and less than the "
+            f"vocabulary of {num_ids} ids (--vocab-size)"
+        )
+    tokens = _read_tiktoken_vocab(path)
+    if len(tokens) < num_ids - num_special:
+        raise ValueError(
+            f"--tokenizer-model {path} has {len(tokens)} tokens, too few for {num_ids} ids with {num_special} special "
+            f"ones: give --vocab-size {len(tokens) + num_special} or less"
+        )
+    names = [*TIKTOKEN_SPECIAL, *(f"<SPECIAL_{i}>" for i in range(len(TIKTOKEN_SPECIAL), num_special))]
+    special = {name: i for i, name in enumerate(names)}
+    encoding = tiktoken.Encoding(
+        name=os.path.basename(os.path.dirname(path)),
+        pat_str=TIKTOKEN_PATTERNS[pattern],
+        mergeable_ranks={token: num_special + i for i, token in enumerate(tokens[: num_ids - num_special])},
+        special_tokens=special,
+    )
+    return encoding, special
+
+
+def _read_tiktoken_vocab(path: str) -> list[bytes]:
+    """Tokens in order of rank, of a JSON list of ``{"rank", "token_bytes", "token_str"}`` whose bytes are in base64.
+
+    The first 256 are the single bytes. Raises ValueError naming --tokenizer-model.
+    """
+    problem = f"--tokenizer-model {path} is no vocabulary of TikTokenizer: "
+    try:
+        with open(path, encoding="utf-8") as file:
+            entries = json.load(file)
+        tokens = [base64.b64decode(entry["token_bytes"], validate=True) for entry in entries]
+        ranks = [entry["rank"] for entry in entries]
+    except (ValueError, TypeError, KeyError, binascii.Error) as error:
+        raise ValueError(
+            f"{problem}it must be a JSON list of objects with rank and token_bytes ({one_line(error)})"
+        ) from error
+    if ranks != list(range(len(ranks))) or tokens[:256] != [bytes([i]) for i in range(256)]:
+        raise ValueError(f"{problem}ranks must count from 0, and the first 256 tokens be the single bytes")
+    if len(set(tokens)) < len(tokens):
+        raise ValueError(f"{problem}a token stands in it twice")
+    return tokens
+
+
+def load_tokenizer_json(folder: str) -> tuple[Any, dict[str, str]]:
+    """The tokenizer of a folder's tokenizer.json and its special tokens. Raises ValueError naming --tokenizer-model."""
+    from tokenizers import Tokenizer as Engine
+
+    try:
+        engine = Engine.from_file(os.path.join(folder, TOKENIZER_JSON))
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"--tokenizer-model {folder}: cannot read its tokenizer.json: {one_line(error)}") from error
+    # A model's input limits, saved along with it, must not truncate or pad documents.
+    engine.no_truncation()
+    engine.no_padding()
+    engine.encode_special_tokens = bool(entries_of(folder, CONFIG).get("split_special_tokens"))
+    return engine, _special_tokens(folder)
+
+
+def load_with_transformers(folder: str) -> tuple[Any, dict[str, str]]:
+    """The same through transformers' AutoTokenizer."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ValueError(
+            f"--tokenizer-model {folder} has no tokenizer.json; install transformers to read its other files"
+        ) from error
+    try:
+        engine = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever the folder's tokenizer class raises
+        raise ValueError(
+            f"--tokenizer-model {folder} holds no tokenizer that transformers can read: {one_line(error)}"
+        ) from error
+    names = ("bos_token", "eos_token", "sep_token", "pad_token", "unk_token")
+    return engine, {name: str(token) for name in names if (token := getattr(engine, name, None)) is not None}
+
+
+def _special_tokens(folder: str) -> dict[str, str]:
+    """eos_token and the like, from the folder's two small JSON files; the first takes precedence."""
+    special: dict[str, str] = {}
+    for name in (CONFIG, "special_tokens_map.json"):
+        for key, value in entries_of(folder, name).items():
+            token = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(token, str):
+                special.setdefault(key, token)
+    return special
+
+
+def entries_of(folder: str, name: str) -> dict[str, Any]:
+    """What a JSON file of a tokenizer's folder says; nothing if it is absent. Raises ValueError."""
+    path = os.path.join(folder, name)
+    if not os.path.isfile(path):
+        return {}
+    try:
+        with open(path, encoding="utf-8") as file:
+            return dict(json.load(file))
+    except ValueError as error:
+        raise ValueError(f"--tokenizer-model {folder}: {name} is not JSON: {one_line(error)}") from error
+
+
+def one_line(error: Exception) -> str:
+    """An error's text without line breaks, cut to 200 characters."""
+    return " ".join(str(error).split())[:200]

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
+import evaluate
 import pytest
 import tokenizers
+import torch
+import transformers
+from support import fine_tuning
 from support import huggingface_models as models
-from support.forked_runs import CANNOT_MOUNT, ForkedRuns
+from support.forked_runs import ForkedRuns
 
 BYTES = ["--tokenizer-type", "ByteLevelTokenizer"]
 
@@ -88,7 +94,7 @@ def test_chat(runs: ForkedRuns, tmp_path: Path) -> None:
 REFUSED = {
     "--prompt": ["--model", "MODEL"],
     "--max-new-tokens 0": ["--model", "MODEL", "--prompt", "a", "--max-new-tokens", "0"],
-    "--top-p 0.5": ["--model", "MODEL", "--prompt", "a", "--top-p", "0.5"],
+    "--top-p": ["--model", "MODEL", "--prompt", "a", "--top-p", "0.5"],
     "--temperature -1": ["--model", "MODEL", "--prompt", "a", "--temperature", "-1"],
     "--system": ["--model", "MODEL", "--prompt", "a", "--system", "s"],
     "--prompts absent.txt": ["--model", "MODEL", "--prompts", "absent.txt"],
@@ -106,52 +112,34 @@ def test_generate_refuses(runs: ForkedRuns, model: Path, tmp_path: Path, said: s
     assert (code, printed) == (2, "") and len(error.splitlines()) == 1 and said in error
 
 
-def test_evaluate(runs: ForkedRuns, model: Path, tmp_path: Path) -> None:
-    """A text or file that is left out, or a traceback for one that cannot be scored."""
-    (tmp_path / "text.txt").write_text("some words " * 20)
-    (tmp_path / "mc.jsonl").write_text(json.dumps({"query": "a", "choices": ["b", "c"], "gold": 0}) + "\n")
-    words = ["--model", model, *BYTES, "--text", "text.txt", "--multiple-choice", "mc.jsonl", "--stride", 30]
-    code, said, error = run(runs, tmp_path, "evaluate", *words, "--json", "out.json")
+def test_another_tokenizer(runs: ForkedRuns, model: Path, tmp_path: Path) -> None:
+    """A traceback for an id without an embedding."""
+    large = tmp_path / "large"
+    fine_tuning.tokenizer_folder(large, None, special=tuple(f"<{i}>" for i in range(9)) + fine_tuning.SPECIAL)
+    words = ["--model", model, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", large]
+    code, printed, error = run(runs, tmp_path, "generate", *words, "--prompt", "a</s>")
+    assert (code, printed) == (2, "") and "--tokenizer-type" in error and len(error.splitlines()) == 1
+
+
+def test_text_is_that_of_transformers(runs: ForkedRuns, model: Path, tmp_path: Path) -> None:
+    """A model, a position, or an end token that is not the folder's."""
+    words = ["--model", model, *BYTES, "--prompt", "The sky", "--max-new-tokens", 16, "--json"]
+    code, said, error = run(runs, tmp_path, "generate", *words)
     assert code == 0, error
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert found["texts"]["text.txt"]["tokens"] == 220 and found["multiple_choice"]["mc.jsonl"]["questions"] == 1
-    (tmp_path / "empty.txt").write_text("")
-    for words, expected in (
-        (["--text", "empty.txt"], "--text empty.txt"),
-        (["--text", "text.txt", "--stride", "65"], "--stride 65"),
-        (["--multiple-choice", "text.txt"], "text.txt, line 1"),
-        (["--text", "text.txt", "--limit", "2"], "--limit"),
-        (["--multiple-choice", "mc.jsonl", "--stride", "2"], "--stride"),
-        ([], "--text"),
-    ):
-        code, said, error = run(runs, tmp_path, "evaluate", "--model", model, *BYTES, *words)
-        assert (code, said) == (2, "") and expected in error and len(error.splitlines()) == 1
-
-
-def test_another_tokenizer_and_output(runs: ForkedRuns, model: Path, tmp_path: Path) -> None:
-    """A traceback for an id without an embedding; a file that can't be written, noticed after the whole evaluation."""
-    (tmp_path / "text.txt").write_text("1 2 400")
-    larger = ["--model", model, "--tokenizer-type", "NullTokenizer", "--vocab-size", 500]
-    for tool, words in (("generate", ["--prompt", "1 2 400"]), ("evaluate", ["--text", "text.txt"])):
-        code, printed, error = run(runs, tmp_path, tool, *larger, *words)
-        assert (code, printed) == (2, "") and "400" in error and len(error.splitlines()) == 1
-        (tmp_path / "only").mkdir(exist_ok=True)
-        words = ["--model", "./absent", *words, "--json", "only/out.json"]  # the file is looked at before the model
-        results = runs.run(
-            list(map(str, words)), folder=tmp_path, num_ranks=1, script=tool, read_only=tmp_path / "only"
-        )
-        if results[0].code == CANNOT_MOUNT:
-            pytest.skip("may not mount a read-only folder")
-        error = results[0].stderr
-        assert results[0].code == 2 and len(error.splitlines()) == 1
-        assert "--json only/out.json" in error
+    tokens = torch.tensor([[*b"The sky"]])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(model)
+    expected = theirs.generate(tokens, max_new_tokens=16, do_sample=False, eos_token_id=256, pad_token_id=0)
+    new = expected[0, tokens.size(1) :].tolist()
+    new = new[: new.index(256)] if 256 in new else new
+    (found,) = json.loads(said)
+    assert found["tokens"] == len(new)
+    assert found["answer"] == bytes(i for i in new if i < 256).decode(errors="replace")
 
 
 @pytest.mark.parametrize(
     "command",
     [
         "generate.py --model absent --prompts config.json",
-        "evaluate.py --model absent --text config.json",
         "convert_checkpoint.py --from hf --to bcd --input . --output out",
     ],
 )
@@ -192,15 +180,29 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
     importlib.util.find_spec("lm_eval") is None, reason="needs lm-evaluation-harness: pip install lm_eval"
 )
 def test_lm_evaluation_harness(repo_root: Path, model: Path, tmp_path: Path) -> None:
-    """An adapter that lm-evaluation-harness can't use, that scores otherwise than --multiple-choice, no errors."""
+    """A model or a tokenizer that lm-evaluation-harness can't use; a file that it reads otherwise than a task."""
     data = tmp_path / "mc.jsonl"
     questions = [
         {"query": f"{i} and {i} is", "choices": [str(i), str(2 * i), "none"], "gold": i % 3} for i in range(12)
     ]
     data.write_text("\n".join(map(json.dumps, questions)))
+    letters = [{"ctx": one["query"], "endings": one["choices"], "label": "ABC"[one["gold"]]} for one in questions]
+    (tmp_path / "letters.jsonl").write_text("\n".join(map(json.dumps, letters)))
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "local_choice.yaml").write_text(TASK.format(data=data))
-    words = ["--model", str(model), *BYTES, "--multiple-choice", str(data), "--json", "out.json"]
+    (tmp_path / "text.txt").write_text("some words " * 40)
+    words = [
+        "--model",
+        str(model),
+        *BYTES,
+        "--multiple-choice",
+        str(data),
+        "letters.jsonl",
+        "--text",
+        "text.txt",
+        "--json",
+        "out.json",
+    ]
     words += ["--lm-eval", "local_choice", "--lm-eval-include", str(tmp_path / "tasks")]
     done = subprocess.run(
         [sys.executable, str(repo_root / "tools" / "evaluate.py"), *words],
@@ -211,6 +213,25 @@ def test_lm_evaluation_harness(repo_root: Path, model: Path, tmp_path: Path) -> 
     )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out.json").read_text())
-    own, theirs = found["multiple_choice"][str(data)], found["lm_eval"]["local_choice"]
+    own, theirs = found["results"][str(data)], found["results"]["local_choice"]
     for metric in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr"):
-        assert theirs[f"{metric},none"] == pytest.approx(own[metric])
+        assert theirs[f"{metric},none"] == own[f"{metric},none"] == found["results"]["letters.jsonl"][f"{metric},none"]
+    text = found["results"]["text.txt"]
+    assert 4 < text["bits_per_byte,none"] < 20
+    assert text["bits_per_byte,none"] == pytest.approx(math.log2(text["byte_perplexity,none"]))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "--text"),
+        (["--text", "text.txt", "--batch-size", "0"], "--batch-size 0"),
+        (["--text", "text.txt"], "lm_eval"),
+    ],
+)
+def test_evaluate_refuses(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A traceback, of the missing package too."""
+    with mock.patch("importlib.util.find_spec", lambda name: None):
+        assert evaluate.main(["--model", "absent", *words]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert said in line

@@ -23,7 +23,7 @@ PROMPT = "The planner has"
 
 @pytest.mark.parametrize("script", ["pretrain_gpt_bcd", "pretrain_llama_bcd"])
 def test_from_text_to_transformers(runs: ForkedRuns, tmp_path: Path, script: str) -> None:
-    """A folder that transformers, generate.py or evaluate.py reads with other ids than the checkpoint: the first
+    """A folder that transformers or generate.py reads with other ids than the checkpoint: the first
     word's space, an id without an embedding, an end token that ends nothing."""
 
     def run(script: str, words: str) -> str:
@@ -46,14 +46,8 @@ def test_from_text_to_transformers(runs: ForkedRuns, tmp_path: Path, script: str
         theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / folder)
         assert [theirs(text)["input_ids"] for text in TEXT] == [own.tokenize(text) for text in TEXT]
         assert json.loads((tmp_path / folder / "config.json").read_text())["eos_token_id"] == own.eod
-    answers, losses = [], []
-    for model in ("run", "out", "back"):
-        words = f"--model {model} --prompts prompts.txt --max-new-tokens 12 --json"
-        answers.append(run("generate", words))
-        run("evaluate", f"--model {model} --text text.txt --json {model}.json")
-        losses.append(json.loads((tmp_path / f"{model}.json").read_text())["texts"]["text.txt"])
-    assert len(set(answers)) == 1
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[1] == pytest.approx(losses[2], rel=1e-5)
+    words = "--prompts prompts.txt --max-new-tokens 12 --json"
+    assert len({run("generate", f"--model {model} {words}") for model in ("run", "out", "back")}) == 1
     again = f"{RUN} --seq-length 64 --data-path data_text_document --split 1,0,0 --num-workers 0 --load-hf out"
     run(script, f"{again} --save-hf again")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")

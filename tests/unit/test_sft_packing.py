@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ from hypothesis import strategies as st
 from support import fine_tuning
 
 from megatron.bcd.data.batches import between_segments
-from megatron.bcd.data.sft import plan, prepare, store
-from megatron.bcd.data.sft.dataset import FineTuningDataset
-from megatron.bcd.data.sft.packing import divide, divide_by_record, one_each, pack
-from megatron.bcd.data.sft.tokens import Tokens
+from megatron.bcd.data.sft import dataset as plan
+from megatron.bcd.data.sft import store
+from megatron.bcd.data.sft.dataset import FineTuningDataset, divide, divide_by_record, one_each, pack
+from megatron.bcd.data.sft.text import Tokens
 from megatron.bcd.tokenizer import ByteLevelTokenizer, HuggingFaceTokenizer
 
 
@@ -148,6 +149,8 @@ def test_a_killed_preparation_is_not_used(tmp_path: Path) -> None:
     left = root / "one.0123.part"
     left.mkdir(parents=True)
     (left / "ids.bin").write_bytes(b"1234")
+    for path in (left / "ids.bin", left):
+        os.utime(path, (0, 0))
     with store.new_folder(str(root), "two") as at_work:
         assert not left.exists()
         assert store.open_samples(str(root), "two") is None
@@ -211,5 +214,5 @@ def test_records_that_cannot_be_read() -> None:
     """A traceback for a file that is there, and whose content is not."""
     path = "/proc/self/mem"  # unreadable at its start, for root too
     with pytest.raises(ValueError, match=f"^--data-path {path} can't be read") as refusal:
-        prepare._digest_of([("--data-path", path)], ByteLevelTokenizer(), "auto")
+        store._digest_of_run([("--data-path", path)], ByteLevelTokenizer(), "auto")
     assert "\n" not in str(refusal.value)

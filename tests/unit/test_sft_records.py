@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.bcd.data.sft.records import Record, read_records
+from megatron.bcd.data.sft.text import Record, read_records
 
 MESSAGES = [
     {"role": "system", "content": "s"},

@@ -14,7 +14,7 @@ from megatron.bcd.data.batches import (
 )
 from megatron.bcd.data.indexed import check_indexed_dataset
 from megatron.bcd.data.lengths import global_batch_size, num_iterations, num_samples, samples_after
-from megatron.bcd.data.sft.plan import FineTuningPlan, plan_fine_tuning, with_epochs
+from megatron.bcd.data.sft.dataset import FineTuningPlan, plan_fine_tuning, with_epochs
 from megatron.bcd.data.splits import SplitPlan, Splits, build_splits, plan_splits
 
 __all__ = [

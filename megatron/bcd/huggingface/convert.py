@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -33,9 +32,6 @@ _ITERATION = 0
 LEFTOVER = os.path.basename(layout.incomplete_folder("", _ITERATION))
 """What a conversion to a checkpoint that was killed leaves in its folder; `to_core` deletes it."""
 
-DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-"""As config.json names them."""
-
 
 def check_output(path: str, *, flag: str, leftover: str | None = None) -> None:
     """Whether a model may be written to `path`, which may be a link to an empty folder; `leftover` may be in it.
@@ -62,58 +58,25 @@ def to_core(source: ModelFolder, root: str, *, padded_vocab_size: int) -> str:
 
     Raises:
         OSError, RuntimeError: a file can't be written.
-        ValueError: a file of the model can't be read, or another conversion writes there.
+        ValueError: a file of the model can't be read.
     """
     is_new = not os.path.lexists(root)
     temporary = layout.incomplete_folder(root, _ITERATION)
-    if os.path.lexists(temporary):
-        with _held(temporary):  # not by a conversion that is still under way
-            shutil.rmtree(temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
     os.makedirs(temporary)
-    with _held(temporary):
-        _write_core(source, root, is_new=is_new, padded_vocab_size=padded_vocab_size)
-    return layout.iteration_folder(root, _ITERATION)
-
-
-@contextlib.contextmanager
-def _held(path: str) -> Iterator[None]:
-    """A lock on a folder, which the kernel releases when this process ends. Raises ValueError if another has it."""
-    opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{path} is being written by another conversion; wait for it, or stop it") from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS_HERE:
-                raise
-        yield
-    finally:
-        os.close(opened)
-
-
-_NO_LOCKS_HERE = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
-
-
-def _write_core(source: ModelFolder, root: str, *, is_new: bool, padded_vocab_size: int) -> None:
-    """Write the checkpoint under its temporary name, and publish it; on failure nothing is left."""
-    temporary = layout.incomplete_folder(root, _ITERATION)
     try:
         core_format.write(temporary, _files(source, padded_vocab_size))
         carried = os.path.join(temporary, CARRIED)
         os.mkdir(carried)
         for name in (folder.CONFIG, *folder.companions(source.folder)):
             shutil.copyfile(os.path.join(source.folder, name), os.path.join(carried, name))
-        layout.finish(temporary, _digests(temporary))
+        paths = [os.path.join(parent, name) for parent, _, names in os.walk(temporary) for name in names]
+        layout.finish(temporary, {os.path.relpath(path, temporary): layout.file_digest(path) for path in paths})
         layout.publish(root, _ITERATION)
     except BaseException:
         shutil.rmtree(root if is_new else temporary, ignore_errors=True)
         raise
-
-
-def _digests(root: str) -> dict[str, layout.FileDigest]:
-    paths = [os.path.join(parent, name) for parent, _, names in os.walk(root) for name in names]
-    return {os.path.relpath(path, root): layout.file_digest(path) for path in paths}
+    return layout.iteration_folder(root, _ITERATION)
 
 
 def _files(source: ModelFolder, padded_vocab_size: int) -> list[list[Piece]]:
@@ -122,20 +85,20 @@ def _files(source: ModelFolder, padded_vocab_size: int) -> list[list[Piece]]:
     outside = [row for row in source.rows if not row.is_stacked]
     files = [[piece for row in outside for piece in _pieces(source, row, padded_vocab_size)]]
     for layer in range(num_layers):
-        files.append([])
-        for row in source.rows:
-            if row.is_stacked:
-                shape = row.shape
-                files[-1].append(
-                    Piece(
-                        key=row.key,
-                        whole=(num_layers, *shape),
-                        offsets=(layer, *[0] * len(shape)),
-                        shape=(1, *shape),
-                        dtype=source.dtype(row, layer),
-                        read=partial(source.read, row, layer),
-                    )
+        files.append(
+            [
+                Piece(
+                    key=row.key,
+                    whole=(num_layers, *row.shape),
+                    offsets=(layer, *[0] * len(row.shape)),
+                    shape=(1, *row.shape),
+                    dtype=source.dtype(row, layer),
+                    read=partial(source.read, row, layer),
                 )
+                for row in source.rows
+                if row.is_stacked
+            ]
+        )
     return files
 
 
@@ -167,7 +130,7 @@ class Description:
     """What is written beside the weights."""
 
     network: Architecture
-    config: bytes
+    config: Mapping[str, Any]
     """Content of config.json."""
     companions: Mapping[str, str | bytes]
     """Paths or contents of the other files, by name."""
@@ -182,8 +145,8 @@ def describe(config_folder: str) -> Description:
         ValueError: its config.json is absent, damaged or not supported.
     """
     network = folder.read_architecture(config_folder)
-    with open(os.path.join(config_folder, folder.CONFIG), "rb") as file:
-        config = file.read()
+    with open(os.path.join(config_folder, folder.CONFIG), encoding="utf-8") as file:
+        config = json.load(file)
     paths = {name: os.path.join(config_folder, name) for name in folder.companions(config_folder)}
     return Description(network=network, config=config, companions=paths)
 
@@ -192,16 +155,9 @@ def check_checkpoint(checkpoint: CoreCheckpoint, network: Architecture) -> None:
     """Whether the checkpoint holds the weights of `network`, and no others.
 
     Raises:
-        ValueError: a tensor is missing, extra or misshapen, or the head is tied in one and not in the other.
+        ValueError: a tensor is missing, extra or misshapen.
     """
     rows = tensors.rows_of(network)
-    head = "output_layer.weight"
-    if (head in checkpoint.tensors) == network.tied:
-        held, said = ("an output head of its own", "tied") if network.tied else ("no output head", "not tied")
-        raise ValueError(
-            f"{checkpoint.folder} holds {held}, and {folder.CONFIG} says that the head is {said} to the embedding "
-            f"(tie_word_embeddings {str(network.tied).lower()})"
-        )
     expected = {row.key: ((network.num_layers,) if row.is_stacked else ()) + row.shape for row in rows}
     found = {key: checkpoint.shape(key) for key in checkpoint.tensors}
     for row in rows:
@@ -228,20 +184,14 @@ def to_hugging_face(
         ValueError: as `check_checkpoint`, or a file of the checkpoint can't be read.
         OSError: a file can't be written.
     """
-    network = description.network
-    check_checkpoint(checkpoint, network)
+    check_checkpoint(checkpoint, description.network)
     path = os.path.realpath(path)  # a folder can't be renamed onto a link, nor to another disk
     temporary = path + ".bcd-incomplete"
     shutil.rmtree(temporary, ignore_errors=True)
     os.makedirs(temporary)
     try:
-        dtype = _write_weights(checkpoint, temporary, network, max_shard_bytes)
-        atomic_io.write(os.path.join(temporary, folder.CONFIG), _with_dtype(description.config, dtype))
-        for name, companion in description.companions.items():
-            if isinstance(companion, bytes):
-                atomic_io.write(os.path.join(temporary, name), companion)
-            else:
-                shutil.copyfile(companion, os.path.join(temporary, name))
+        dtypes = _write_weights(checkpoint, temporary, description.network, max_shard_bytes)
+        write_description(temporary, description, dtype=dtypes.pop() if len(dtypes) == 1 else None)
         if run is not None:
             atomic_io.write(os.path.join(temporary, folder.RUN), f"{run}\n".encode())
         for name in os.listdir(temporary):
@@ -250,6 +200,21 @@ def to_hugging_face(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def write_description(path: str, description: Description, *, dtype: torch.dtype | None = None) -> None:
+    """Write config.json, which names the `dtype` of the weights, and what belongs beside it."""
+    config = dict(description.config)
+    if dtype is not None:
+        config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
+    with open(os.path.join(path, folder.CONFIG), "w", encoding="utf-8") as file:
+        file.write(json.dumps(config, indent=2) + "\n")
+    for name, companion in description.companions.items():
+        target = os.path.join(path, name)
+        if isinstance(companion, bytes):
+            atomic_io.write(target, companion)
+        else:
+            shutil.copyfile(companion, target)
 
 
 def _publish(temporary: str, path: str) -> None:
@@ -270,32 +235,42 @@ def _publish(temporary: str, path: str) -> None:
     atomic_io.sync(os.path.dirname(path))
 
 
-_Unit = tuple[tensors.Row, int]
+Unit = tuple[tensors.Row, int]
 """A row, and a layer."""
+
+
+def units_of(network: Architecture) -> list[Unit]:
+    """Every row of every layer, in the model's order."""
+    rows = tensors.rows_of(network)
+    first = next(number for number, row in enumerate(rows) if row.is_stacked)
+    stacked = [row for row in rows if row.is_stacked]
+    layers = [(row, layer) for layer in range(network.num_layers) for row in stacked]
+    return [*((row, 0) for row in rows[:first]), *layers, *((row, 0) for row in rows[first + len(stacked) :])]
 
 
 def _write_weights(
     checkpoint: CoreCheckpoint, path: str, network: Architecture, max_shard_bytes: int
-) -> torch.dtype | None:
-    """Write the safetensors files and their index; the dtype of all tensors, None if they have several."""
-    shards = _shards(checkpoint, network, max_shard_bytes)
+) -> set[torch.dtype]:
+    """Write the safetensors files and their index; the dtypes of the tensors."""
+    shards = _shards(checkpoint, units_of(network), max_shard_bytes)
     weight_map: dict[str, str] = {}
+    dtypes: set[torch.dtype] = set()
     total = 0
     for number, units in enumerate(shards, start=1):
         name = folder.SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        content = dict(_tensors(checkpoint, units))
+        content = dict(tensors_of(checkpoint, units))
         _save(content, os.path.join(path, name))
         weight_map |= dict.fromkeys(content, name)
+        dtypes |= {tensor.dtype for tensor in content.values()}
         total += sum(tensor.nbytes for tensor in content.values())
         del content
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         atomic_io.write(os.path.join(path, folder.INDEX), json.dumps(index, indent=2).encode())
-    dtypes = {checkpoint.dtype(row.key) for units in shards for row, _ in units}
-    return dtypes.pop() if len(dtypes) == 1 else None
+    return dtypes
 
 
-def _save(content: Mapping[str, Tensor], path: str) -> None:
+def _save(content: dict[str, Tensor], path: str) -> None:
     """Write a safetensors file with the permissions of any new file: the library lets only its owner read it.
 
     Raises:
@@ -307,21 +282,15 @@ def _save(content: Mapping[str, Tensor], path: str) -> None:
     with open(path, "wb") as file:  # what umask and the folder make of it
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
     try:
-        save_file(dict(content), path, metadata={"format": "pt"})
+        save_file(content, path, metadata={"format": "pt"})
     except SafetensorError as error:  # a full disk, too; it is no OSError
         raise OSError(f"{path} can't be written ({' '.join(str(error).split())[:200]})") from None
     os.chmod(path, mode)
 
 
-def _shards(checkpoint: CoreCheckpoint, network: Architecture, max_bytes: int) -> list[list[_Unit]]:
-    """Rows and layers by file, in the model's order; a file's tensors have at most `max_bytes`, or are one row's."""
-    rows = tensors.rows_of(network)
-    first = next(number for number, row in enumerate(rows) if row.is_stacked)
-    stacked = [row for row in rows if row.is_stacked]
-    units: list[_Unit] = [(row, 0) for row in rows[:first]]
-    units += [(row, layer) for layer in range(network.num_layers) for row in stacked]
-    units += [(row, 0) for row in rows[first + len(stacked) :]]
-    shards: list[list[_Unit]] = [[]]
+def _shards(checkpoint: CoreCheckpoint, units: Sequence[Unit], max_bytes: int) -> list[list[Unit]]:
+    """The units by file; a file's tensors have at most `max_bytes`, or are one unit's."""
+    shards: list[list[Unit]] = [[]]
     held = 0
     for row, layer in units:
         size = torch.Size(row.shape).numel() * checkpoint.dtype(row.key).itemsize
@@ -333,7 +302,7 @@ def _shards(checkpoint: CoreCheckpoint, network: Architecture, max_bytes: int) -
     return shards
 
 
-def _tensors(checkpoint: CoreCheckpoint, units: Sequence[_Unit]) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(checkpoint: CoreCheckpoint, units: Sequence[Unit]) -> Iterator[tuple[str, Tensor]]:
     """transformers' tensors by name, each with memory of its own."""
     for row, layer in units:
         whole = checkpoint.read(
@@ -344,14 +313,3 @@ def _tensors(checkpoint: CoreCheckpoint, units: Sequence[_Unit]) -> Iterator[tup
         for name, part in zip(row.names_of(layer), row.split(whole), strict=True):
             is_own = part.is_contiguous() and part.untyped_storage().nbytes() == part.nbytes
             yield name, part if is_own else part.clone(memory_format=torch.contiguous_format)
-
-
-def _with_dtype(config: bytes, dtype: torch.dtype | None) -> bytes:
-    """The config.json as it is, unless it says another dtype than that of the weights."""
-    if dtype is None:
-        return config
-    values: dict[str, Any] = json.loads(config)
-    name = "dtype" if "dtype" in values else "torch_dtype"
-    if values.get(name) == DTYPE_NAMES[dtype]:
-        return config
-    return (json.dumps(values | {name: DTYPE_NAMES[dtype]}, indent=2) + "\n").encode()

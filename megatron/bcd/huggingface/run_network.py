@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 from typing import Any
@@ -42,7 +41,11 @@ def checkpoint_folder(path: str, *, flag: str) -> str:
 
 
 def description_of(
-    path: str, *, config_folder: str | None = None, vocab_size: int | None = None
+    path: str,
+    *,
+    config_folder: str | None = None,
+    vocab_size: int | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> convert.Description:
     """What goes with the weights of the checkpoint `path`.
 
@@ -51,6 +54,7 @@ def description_of(
         config_folder: the folder to take config.json and companions from; None for what was carried along with the
             checkpoint, else what the flags of its run say.
         vocab_size: rows without padding; None for what config.json or the run's tokenizer says.
+        tokenizer: in place of the run's.
 
     Raises:
         ValueError: nothing says it, or transformers has no such network.
@@ -58,21 +62,27 @@ def description_of(
     carried = os.path.join(path, convert.CARRIED)
     if config_folder is None and os.path.isdir(carried):
         config_folder = carried
-    file = os.path.join(path, run_state.FILE_NAME)
-    if config_folder is None and not os.path.isfile(file):
-        raise ValueError(f"{path} has no {run_state.FILE_NAME} that describes the network: give --config with a folder")
     if config_folder is not None:
         if vocab_size is not None:
             raise ValueError("--vocab-size: config.json says it; leave the flag out")
         return convert.describe(config_folder)
+    file = os.path.join(path, run_state.FILE_NAME)
+    if not os.path.isfile(file):
+        raise ValueError(
+            f"{path} has no {run_state.FILE_NAME} that describes the network: give tools/convert_checkpoint.py --config"
+        )
     with open(file, encoding="utf-8") as opened:
         state = run_state.from_json(opened.read(), path=file)
     is_on_gpu = state.layout.get("device", "cpu") != "cpu"
-    return describe_run(run_config_from_dict(state.flags), is_on_gpu=is_on_gpu, vocab_size=vocab_size)
+    config = run_config_from_dict(state.flags)
+    return describe_run(config, is_on_gpu=is_on_gpu, vocab_size=vocab_size, tokenizer=tokenizer)
 
 
-def describe_run(config: RunConfig, *, is_on_gpu: bool, vocab_size: int | None = None) -> convert.Description:
-    """What goes with the weights of a run: the model of --load-hf, or a config.json made from its flags.
+def describe_run(
+    config: RunConfig, *, is_on_gpu: bool, vocab_size: int | None = None, tokenizer: Tokenizer | None = None
+) -> convert.Description:
+    """What goes with the weights of a run: the model of --load-hf, or a config.json made from its flags. `tokenizer`
+    in place of the run's.
 
     Raises:
         ValueError: transformers has no such network, or nothing says how many ids the vocabulary has.
@@ -80,49 +90,34 @@ def describe_run(config: RunConfig, *, is_on_gpu: bool, vocab_size: int | None =
     load_hf = config.checkpoint.load_hf
     if load_hf is not None and vocab_size is not None:
         raise ValueError("--vocab-size: the config.json of --load-hf says it; leave the flag out")
-    tokenizer = _tokenizer(config, is_needed=load_hf is None and vocab_size is None)
+    if tokenizer is None:
+        try:
+            tokenizer = build_tokenizer(**vars(config.tokenizer))
+        except ValueError as error:
+            if load_hf is None and vocab_size is None:
+                raise ValueError(f"the run's tokenizer can't be read ({error}): give --vocab-size") from None
     if load_hf is not None:
         described = convert.describe(folder.locate(load_hf, flag="--load-hf", weights=False))
         positions = config.model.max_position_embeddings or 0
         if positions > described.network.max_positions:
-            more = json.loads(described.config) | {"max_position_embeddings": positions}
-            described = replace(described, config=(json.dumps(more, indent=2) + "\n").encode())
+            described = replace(described, config=dict(described.config) | {"max_position_embeddings": positions})
         if tokenizer is None or isinstance(tokenizer, NullTokenizer):
             return described
     else:
-        network = network_of_run(config, is_on_gpu=is_on_gpu, vocab_size=_num_ids(tokenizer, vocab_size))
+        own = 0 if tokenizer is None else tokenizer.vocab_size
+        if vocab_size is not None and vocab_size < own:
+            raise ValueError(f"--vocab-size {vocab_size}: the run's tokenizer has {own} ids; give at least that")
+        network = network_of_run(config, is_on_gpu=is_on_gpu, vocab_size=vocab_size or own)
         content = config_of(network, dtype=_DTYPES[config.precision])
         content["eos_token_id"] = None if tokenizer is None else tokenizer.eod
-        described = convert.Description(
-            network=network, config=(json.dumps(content, indent=2) + "\n").encode(), companions={}
-        )
+        described = convert.Description(network=network, config=content, companions={})
     return replace(described, companions=_companions(described, config, tokenizer), tokenizer=tokenizer)
-
-
-def _tokenizer(config: RunConfig, *, is_needed: bool) -> Tokenizer | None:
-    """The run's; None, or ValueError if it `is_needed`, if it can't be read."""
-    try:
-        return build_tokenizer(**vars(config.tokenizer))
-    except ValueError as error:
-        if is_needed:
-            raise ValueError(f"the run's tokenizer can't be read ({error}): give --vocab-size") from None
-        return None
-
-
-def _num_ids(tokenizer: Tokenizer | None, given: int | None) -> int:
-    """`given`, else those of the run's tokenizer. Raises ValueError if it has more."""
-    own = 0 if tokenizer is None else tokenizer.vocab_size
-    if given is not None and given < own:
-        raise ValueError(
-            f"--vocab-size {given}: the run's tokenizer has {own} ids; give at least that, or leave it out"
-        )
-    return own if given is None else given
 
 
 def _companions(
     described: convert.Description, config: RunConfig, tokenizer: Tokenizer | None
 ) -> dict[str, str | bytes]:
-    """The generation_config.json of `described`, and the files of the run's tokenizer."""
+    """The generation_config.json of `described`, and the files of the tokenizer."""
     files = {name: path for name, path in described.companions.items() if name == folder.GENERATION}
     if isinstance(tokenizer, HuggingFaceTokenizer):
         names = folder.companions(tokenizer.folder)
@@ -162,7 +157,7 @@ def network_of_run(config: RunConfig, *, is_on_gpu: bool, vocab_size: int) -> Ar
         norm_epsilon=float(fields.get("layernorm_epsilon", 1e-5)),
         tied=config.tied,
         rotary_base=model.rotary_base if is_rope else None,
-        rope_scaling_factor=_rope_scaling_factor(model),
+        rope_scaling_factor=float(model.rope_scaling_factor) if model.use_rope_scaling else None,
         linear_bias=linear_bias,
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
@@ -181,22 +176,18 @@ def _family(*, is_rope: bool, qk_norm: bool, only_qkv_bias: bool) -> str:
     return "qwen3" if qk_norm else "qwen2" if only_qkv_bias else "llama"
 
 
-def _rope_scaling_factor(model: Any) -> float | None:
-    return float(model.rope_scaling_factor) if model.use_rope_scaling else None
-
-
-_ALWAYS = {"swiglu": True}
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "gpt2": {"swiglu": False, "add_bias_linear": True, "qk_layernorm": False, "group_query_attention": False},
     "qwen3": {"add_bias_linear": False, "add_qkv_bias": False},
 }
+"""What a family has beyond `flags_of`; the others have SwiGLU."""
 
 
 def _check_expressible(config: RunConfig, network: Architecture) -> None:
     """Whether config.json has the same meaning as the flags. Raises ValueError."""
     actual: dict[str, Any] = dict(config.transformer) | vars(config.model)
     actual["group_query_attention"] = network.num_query_groups != network.num_attention_heads
-    wanted = flags_of(network) | _ALWAYS | _OF_FAMILY.get(network.family, {})
+    wanted = flags_of(network) | {"swiglu": True} | _OF_FAMILY.get(network.family, {})
     if network.family == "gpt2":
         wanted["kv_channels"] = network.hidden_size // network.num_attention_heads
         actual["kv_channels"] = network.head_size

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from megatron.bcd import tokenizer as own
-from megatron.bcd.tokenizer_files import CONFIG, TOKENIZER_JSON, entries_of, one_line
+from megatron.bcd.tokenizer import CONFIG, TOKENIZER_JSON, entries_of, one_line
 
 _END = "<|endoftext|>"
 _SPACE = "\u2581"

@@ -1,20 +1,105 @@
-"""Sequences of fine-tuning samples, as a dataset.
+"""Datasets of supervised fine-tuning: samples are divided into splits and packed into sequences.
 
-S sequence length.
+The same on every rank. S sequence length, R samples.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
+import numpy.typing
 import torch
+from megatron.core import parallel_state
 
-from megatron.bcd.blocks.subsets import Permutation
-from megatron.bcd.data.sft.packing import Packed
-from megatron.bcd.data.sft.store import Samples
+from megatron.bcd.blocks.subsets import Permutation, PhaseSubset
+from megatron.bcd.config import RunConfig
+from megatron.bcd.data.lengths import num_samples
+from megatron.bcd.data.sft.store import Files, Samples, tokenized_samples
+from megatron.bcd.data.sft.text import name_of
+from megatron.bcd.data.splits import Splits
+from megatron.bcd.tokenizer import Tokenizer
+
+Indices = numpy.typing.NDArray[numpy.int64]
+
+
+def divide(num_samples: int, shares: Sequence[float]) -> list[Indices]:
+    """Indices of each split, in a random order, drawn without a seed: every run has the same validation samples.
+
+    `shares` need not sum to 1.
+    """
+    order = Permutation(max(1, num_samples), "splits of fine-tuning samples").at(numpy.arange(num_samples))
+    bounds = numpy.rint(numpy.cumsum([0.0, *shares]) / sum(shares) * num_samples).astype(int).tolist()
+    return [order[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+
+
+def divide_by_record(records: numpy.typing.NDArray[numpy.int64], shares: Sequence[float]) -> list[Indices]:
+    """As `divide`, but of records: the samples of one are in one split, side by side.
+
+    `records` [R, k]: names the record of each sample; samples of one record follow each other.
+    """
+    is_first = numpy.any(records[1:] != records[:-1], axis=1)
+    numbers = numpy.cumsum([0, *is_first])[: len(records)]
+    num_records = int(numbers[-1]) + 1 if len(numbers) else 0
+    found = []
+    for split in divide(num_records, shares):
+        places = numpy.full(num_records, -1)
+        places[split] = numpy.arange(len(split))
+        members = numpy.flatnonzero(places[numbers] >= 0)
+        found.append(members[numpy.argsort(places[numbers[members]], kind="stable")])
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """Samples, sequence by sequence."""
+
+    samples: Indices
+    """Of the first sequence, then of the second, ..."""
+    bounds: Indices
+    """[number of sequences + 1]; where in `samples` each sequence begins, and where the last one ends."""
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def of_sequence(self, index: int) -> Indices:
+        """The samples that share a sequence."""
+        return self.samples[self.bounds[index] : self.bounds[index + 1]]
+
+
+def one_each(samples: Indices) -> Packed:
+    """Every sample has a sequence of its own."""
+    return Packed(samples=samples, bounds=numpy.arange(len(samples) + 1))
+
+
+def pack(samples: Indices, lengths: numpy.typing.NDArray[numpy.integer], capacity: int) -> Packed:
+    """Put each sample, in the order given, into the sequence with the least room that is enough (online best fit).
+
+    `lengths`: of the samples, each at most `capacity`. Sequences are numbered by their first samples.
+    """
+    sequences: list[list[int]] = []
+    by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    rooms = 0  # bit r is set where a sequence has room r: the lowest bit from a length on is the best fit
+    for sample, length in zip(samples.tolist(), lengths.tolist(), strict=True):
+        enough = rooms >> length
+        if enough:
+            room = length + (enough & -enough).bit_length() - 1
+            number = by_room[room].pop()
+            if not by_room[room]:
+                rooms &= ~(1 << room)
+            sequences[number].append(sample)
+        else:
+            room, number = capacity, len(sequences)
+            sequences.append([sample])
+        by_room[room - length].append(number)
+        rooms |= 1 << (room - length)
+    counts = [len(sequence) for sequence in sequences]
+    flat = [sample for sequence in sequences for sample in sequence]
+    return Packed(samples=numpy.array(flat, dtype=numpy.int64), bounds=numpy.cumsum([0, *counts]))
 
 
 class FineTuningDataset(torch.utils.data.Dataset[Mapping[str, Any]]):
@@ -70,3 +155,173 @@ class FineTuningDataset(torch.utils.data.Dataset[Mapping[str, Any]]):
         segment_ids[start:] = len(samples)
         sequence = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": position_ids}
         return sequence | {"segment_ids": segment_ids} if self._has_segments else sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prepared:
+    """Samples of all files, and the sequences of the training, validation and test split."""
+
+    samples: Samples
+    splits: tuple[Packed, Packed, Packed]
+    num_left_out: int
+
+
+def _prepare(config: RunConfig, tokenizer: Tokenizer) -> _Prepared:
+    """Tokenize the files, unless that has been done before, and pack the samples into sequences. A collective.
+
+    Raises:
+        ValueError: as `tokenized_samples`; or a sample does not fit, or a split that is needed has none.
+    """
+    data = config.data
+    of_splits = {
+        "--train-data-path": data.train_data_path,
+        "--valid-data-path": data.valid_data_path,
+        "--test-data-path": data.test_data_path,
+    }
+    paths = {"--data-path": data.data_path} if data.data_path else of_splits
+    files = [(flag, path) for flag, of_flag in paths.items() for path in of_flag or ()]
+    samples = tokenized_samples(config, tokenizer, files, check=lambda made: _members(made, config, files))
+    members, num_left_out = _members(samples, config, files)
+    lengths = numpy.minimum(samples.lengths - 1, config.model.seq_length)
+    train, valid, test = (
+        pack(one, lengths[one], config.model.seq_length) if data.sft_packing else one_each(one) for one in members
+    )
+    return _Prepared(samples=samples, splits=(train, valid, test), num_left_out=num_left_out)
+
+
+def _members(samples: Samples, config: RunConfig, files: Files) -> tuple[list[Indices], int]:
+    """Samples of each split, and the number of those that are left out. Raises ValueError as `_prepare`."""
+    keeps = _that_fit(samples, config, files)
+    if config.data.data_path:
+        shares = [float(share) for share in str(config.data.split).strip("'\"").replace("/", ",").split(",")]
+        members = [of_split[keeps[of_split]] for of_split in divide_by_record(samples.places[:, :2], shares)]
+    else:
+        flags = numpy.array([flag for flag, _ in files])[samples.places[:, 0]]
+        in_files = [numpy.flatnonzero(keeps & (flags == f"--{name}-data-path")) for name in ("train", "valid", "test")]
+        members = [kept[divide(len(kept), (1.0,))[0]] for kept in in_files]  # files are often sorted
+    needed = (not config.training.skip_train, config.training.eval_iters > 0, False)
+    for name, of_split, is_needed in zip(("training", "validation", "test"), members, needed, strict=True):
+        if is_needed and not len(of_split):
+            where = f"--split {config.data.split}: " if config.data.data_path else ""
+            raise ValueError(
+                f"{where}the {name} split has no record; give it more" + (", or --eval-iters 0" * (name != "training"))
+            )
+    return members, int((~keeps).sum())
+
+
+def _that_fit(samples: Samples, config: RunConfig, files: Files) -> Any:
+    """Whether each sample can be learned from, bool [R]. An answer that is longer than a sequence can't, nor one that
+    begins behind its end.
+
+    Raises:
+        ValueError: one can't, and --sft-drop-long does not say to leave it out.
+    """
+    length = config.model.seq_length
+    keeps = numpy.ones(len(samples), dtype=bool)
+    for sample in numpy.flatnonzero(samples.lengths > length + 1).tolist():
+        first, last = samples.bounds[sample : sample + 2].tolist()
+        learned = numpy.flatnonzero(samples.learned[first:last])
+        longest = max(len(run) for run in numpy.split(learned, numpy.flatnonzero(numpy.diff(learned) > 1) + 1))
+        keeps[sample] = longest and longest <= length and learned[0] <= length
+        if keeps[sample] or config.data.sft_drop_long:
+            continue
+        number, place, is_line = samples.places[sample].tolist()
+        flag, path = files[number]
+        before = int(learned[0]) if longest else last - first
+        what = (
+            f"has an answer of {longest:,} tokens, longer than --seq-length {length}"
+            if longest > length
+            else f"has a prompt of {before:,} tokens, which leaves none of --seq-length {length} to its answer"
+        )
+        raise ValueError(
+            f"{flag} {path}, {name_of(place, is_line=bool(is_line))} {what}: give longer sequences, or --sft-drop-long"
+        )
+    return keeps
+
+
+def _notes(config: RunConfig, prepared: _Prepared) -> tuple[str, ...]:
+    samples, length = prepared.samples, config.model.seq_length
+    parts, num_long = [], 0
+    for name, split in zip(("training", "validation", "test"), prepared.splits, strict=True):
+        if len(split):
+            lengths = samples.lengths[split.samples]
+            share = int(numpy.minimum(lengths - 1, length).sum()) / (len(split) * length)
+            parts.append(f"{name} {len(split.samples):,} samples in {len(split):,} sequences, {share:.1%} full")
+            num_long += int((lengths > length + 1).sum())
+    lines = ["; ".join(parts)]
+    if num_long:
+        lines.append(f"{num_long:,} samples are longer than --seq-length {length} and were cut at their end")
+    if prepared.num_left_out:
+        lines.append(f"{prepared.num_left_out:,} samples are left out, their answers do not fit")
+    return tuple(f"fine-tuning: {line}" for line in lines)
+
+
+def with_epochs(config: RunConfig, tokenizer: Tokenizer, *, global_batch_size: int) -> RunConfig:
+    """`config` with --num-epochs as --train-iters, rounded up. A collective.
+
+    Raises:
+        ValueError: as `plan_fine_tuning`.
+    """
+    epochs, training = config.training.num_epochs, config.training
+    if epochs is None or training.skip_train or training.train_iters is not None:
+        return config
+    sequences = len(_prepare(config, tokenizer).splits[0])
+    train_iters = max(1, math.ceil(sequences * epochs / global_batch_size))
+    decay = config.schedule.lr_decay_iters or train_iters
+    return config.replace_section("training", train_iters=train_iters).replace_section("schedule", lr_decay_iters=decay)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FineTuningPlan:
+    """The datasets of a run; see `SplitPlan` for those of pretraining."""
+
+    splits: Splits
+    epoch_samples: int
+    """Sequences of one epoch of the training split."""
+    notes: tuple[str, ...]
+    """Lines of the run summary."""
+
+
+def plan_fine_tuning(
+    config: RunConfig, tokenizer: Tokenizer, train_iters: int, *, least_steps_per_cycle: int
+) -> FineTuningPlan:
+    """As `plan_splits` and `build_splits`. A collective.
+
+    Raises:
+        ValueError: as `tokenized_samples`; or a sample does not fit, or a split that is needed has none.
+    """
+    prepared = _prepare(config, tokenizer)
+    sizes = num_samples(config, train_iters, least_steps_per_cycle=least_steps_per_cycle)
+    epoch_samples, num_validation, num_test = (len(split) for split in prepared.splits)
+    if config.bcd.bcd_sample_ratio is not None and not config.training.skip_train:
+        sizes = (epoch_samples, *sizes[1:])
+        PhaseSubset(num_samples=epoch_samples, ratio=config.bcd.bcd_sample_ratio, seed=config.training.seed)
+    if sizes[1] is not None:
+        num_validation = sizes[1]
+    has_data = (
+        parallel_state.is_pipeline_first_stage()
+        or parallel_state.is_pipeline_last_stage()
+        or config.data.reset_attention_mask
+    )
+    datasets = [
+        FineTuningDataset(
+            prepared.samples,
+            split,
+            num_sequences=size,
+            seq_length=config.model.seq_length,
+            end_token=tokenizer.eod,
+            seed=config.training.seed,
+            has_segments=config.data.reset_attention_mask,
+        )
+        if has_data and size and len(split)
+        else None
+        for size, split in zip((sizes[0], num_validation, sizes[2]), prepared.splits, strict=True)
+    ]
+    splits = Splits(
+        train=datasets[0],
+        validation=datasets[1],
+        test=datasets[2],
+        has_test=num_test > 0 and sizes[2] > 0,
+        num_validation=num_validation,
+    )
+    return FineTuningPlan(splits=splits, epoch_samples=epoch_samples, notes=_notes(config, prepared))

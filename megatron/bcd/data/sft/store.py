@@ -1,4 +1,5 @@
-"""Tokenized records on disk: a folder that appears only when it is complete, named by what it was made from.
+"""Tokenized records of a run's files: made by rank 0, kept on disk in a folder named by what it was made from, and read
+by all ranks.
 
 N tokens in all, R samples.
 """
@@ -10,20 +11,28 @@ import glob
 import hashlib
 import os
 import shutil
+import sys
+import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy
 import numpy.typing
+from rich.console import Console
+from rich.progress import Progress
 
-from megatron.bcd.data.sft.tokens import Tokens
-from megatron.bcd.runtime import atomic_io
-from megatron.bcd.runtime.dir_lock import DirLock
+from megatron.bcd.config import RunConfig
+from megatron.bcd.data.sft.text import Renderer, Tokens, name_of, read_records, tokens_of
+from megatron.bcd.runtime import atomic_io, collectives
 from megatron.bcd.tokenizer import Tokenizer
 
 _FORMAT = 2
 _FLUSH_TOKENS = 1 << 20
+_ROUND_SECONDS = 5.0
+"""Between collectives while rank 0 prepares: the other ranks must not wait longer than their timeout."""
+_LEFT_SECONDS = 24 * 3600.0
+"""After which a folder that nobody writes to was left by a job that was killed."""
 _TOKENIZER_FILES = (
     "tokenizer*",
     "chat_template*",
@@ -35,6 +44,8 @@ _TOKENIZER_FILES = (
     "*.tiktoken",
     "config.json",  # transformers takes the kind of the tokenizer from it
 )
+Files = Sequence[tuple[str, str]]
+"""The flag that names a file, and its path."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +70,101 @@ class Samples:
     def lengths(self) -> numpy.typing.NDArray[numpy.int64]:
         """[R]; tokens of each sample."""
         return numpy.diff(self.bounds)
+
+
+def tokenized_samples(
+    config: RunConfig, tokenizer: Tokenizer, files: Files, *, check: Callable[[Samples], object]
+) -> Samples:
+    """The samples of all files, from the disk where an earlier run has kept them. A collective.
+
+    `check` may refuse new ones, by a ValueError, before they are kept.
+
+    Raises:
+        ValueError: a file can't be read, or a record is none; or the samples can't be kept. One line; nothing is left
+            on the disk then.
+    """
+    for flag, path in files:
+        if not os.path.isfile(path):
+            what = "is a folder" if os.path.isdir(path) else "does not exist"
+            raise ValueError(f"{flag} {path} {what}: with --sft give files of records, .jsonl or .json")
+    prompt_format = config.data.sft_prompt_format
+    digest = collectives.on_rank_0(lambda: _digest_of_run(files, tokenizer, prompt_format))
+    beside = os.path.join(os.path.dirname(os.path.abspath(files[0][1])), "cache")
+    roots = [config.data.data_cache_path or beside]
+    if config.data.data_cache_path is None:  # data are often read-only
+        cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        roots.append(os.path.join(cache, "megatron-bcd"))
+    roots = [os.path.join(root, "sft") for root in roots]
+    for root in roots:
+        if collectives.on_rank_0(lambda: open_samples(root, digest) is not None):  # noqa: B023
+            return _open_everywhere(root, digest)
+    errors = []
+    for root in roots:
+        try:
+            _in_rounds(_prepared(root, digest, Renderer(tokenizer, prompt_format), tokenizer, files, check))
+            return _open_everywhere(root, digest)
+        except OSError as error:
+            errors.append(f"{root}: {error.strerror}")
+    raise ValueError(
+        f"--data-cache-path: the tokenized records can't be written ({', '.join(errors)}); give a folder that can"
+    )
+
+
+def _in_rounds(steps: Iterator[None]) -> None:
+    """Run a generator on rank 0 to its end. A collective every few seconds."""
+
+    def go_on() -> bool:
+        deadline = time.monotonic() + _ROUND_SECONDS
+        return not any(time.monotonic() > deadline for _ in steps)
+
+    while not collectives.on_rank_0(go_on):
+        pass
+
+
+def _prepared(
+    root: str,
+    digest: str,
+    renderer: Renderer,
+    tokenizer: Tokenizer,
+    files: Files,
+    check: Callable[[Samples], object],
+) -> Iterator[None]:
+    """Tokenize into a new folder, with a progress bar on a terminal."""
+    with (
+        new_folder(root, digest) as folder,
+        Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress,
+    ):
+        yield from write(folder, _tokenized(files, renderer, tokenizer, progress))
+        written = open_samples(*os.path.split(folder))
+        assert written is not None
+        check(written)
+
+
+def _tokenized(
+    files: Files, renderer: Renderer, tokenizer: Tokenizer, progress: Progress
+) -> Iterator[tuple[tuple[int, int, int], Tokens]]:
+    for number, (flag, path) in enumerate(files):
+        task = progress.add_task(f"tokenizing {os.path.basename(path)}", total=os.path.getsize(path))
+        try:
+            for place in read_records(path):
+                try:
+                    samples = tokens_of(place.record, renderer, tokenizer)
+                except ValueError as error:
+                    raise ValueError(f"{name_of(place.number, is_line=place.is_line)} {error}") from error
+                for tokens in samples:
+                    yield (number, place.number, int(place.is_line)), tokens
+                progress.update(task, completed=place.bytes_read)
+        except ValueError as error:
+            separator = "" if str(error).startswith(("is ", "can't ")) else ","
+            raise ValueError(f"{flag} {path}{separator} {error}") from error
+
+
+def _digest_of_run(files: Files, tokenizer: Tokenizer, prompt_format: str) -> str:
+    try:
+        return digest_of([path for _, path in files], tokenizer, prompt_format)
+    except OSError as error:
+        flag = {path: flag for flag, path in files}.get(error.filename, "--sft: the tokenizer's file")
+        raise ValueError(f"{flag} {error.filename} can't be read ({error.strerror})") from None
 
 
 def digest_of(files: Sequence[str], tokenizer: Tokenizer, prompt_format: str) -> str:
@@ -105,19 +211,33 @@ def open_samples(root: str, digest: str) -> Samples | None:
         return None
 
 
+def _open_everywhere(root: str, digest: str) -> Samples:
+    found = open_samples(root, digest)
+    hosts = collectives.gather_objects(None if found is not None else os.uname().nodename)
+    blind = sorted({host for host in hosts if host is not None})
+    if blind:
+        raise ValueError(
+            f"--data-cache-path: {', '.join(blind)} can't see the tokenized records in {root}; give a folder on a disk "
+            "that all nodes share"
+        )
+    assert found is not None
+    return found
+
+
 @contextlib.contextmanager
 def new_folder(root: str, digest: str) -> Iterator[str]:
     """A folder of a name of its own below `root`, which gets its final one at the end, and is deleted after an error.
 
-    What jobs that were killed left behind is deleted first. Raises OSError.
+    What jobs that were killed left behind is deleted after a day. Raises OSError.
     """
     parents = [path for path in (os.path.dirname(root), root) if not os.path.isdir(path)]
     os.makedirs(root, exist_ok=True)
-    _delete_leftovers(root)
+    for path in glob.glob(os.path.join(glob.escape(root), "*.part")):
+        with contextlib.suppress(OSError):
+            if max(os.stat(one).st_mtime for one in (path, *glob.glob(f"{path}/*"))) < time.time() - _LEFT_SECONDS:
+                shutil.rmtree(path)
     folder = os.path.join(root, f"{digest}.{uuid.uuid4().hex}.part")
-    lock = DirLock(f"{folder}.new", flag="--data-cache-path", contents="samples")
-    lock.acquire()
-    os.rename(f"{folder}.new", folder)  # only now another job may find it
+    os.mkdir(folder)
     try:
         yield folder
         atomic_io.sync(folder)
@@ -125,7 +245,6 @@ def new_folder(root: str, digest: str) -> Iterator[str]:
             _publish(folder, root, digest)
         atomic_io.sync(root)
     finally:
-        lock.release()
         shutil.rmtree(folder, ignore_errors=True)
         for path in reversed(parents):
             with contextlib.suppress(OSError):  # not empty
@@ -140,17 +259,6 @@ def _publish(folder: str, root: str, digest: str) -> None:
         if open_samples(root, digest) is None:
             shutil.rmtree(target)
             os.rename(folder, target)
-
-
-def _delete_leftovers(root: str) -> None:
-    for folder in glob.glob(os.path.join(glob.escape(root), "*.part")):
-        lock = DirLock(folder, flag="--data-cache-path", contents="samples")
-        try:
-            lock.acquire()
-        except (ValueError, OSError):  # a job that is at work
-            continue
-        shutil.rmtree(folder, ignore_errors=True)
-        lock.release()
 
 
 def write(folder: str, samples: Iterable[tuple[tuple[int, int, int], Tokens]]) -> Iterator[None]:

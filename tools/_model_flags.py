@@ -1,0 +1,92 @@
+"""--model and its tokenizer, of the tools that read a model (generate, evaluate)."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from megatron.bcd.tokenizer import TOKENIZER_TYPES, build_tokenizer
+
+if TYPE_CHECKING:
+    from megatron.bcd.huggingface.in_memory import LoadedModel
+
+
+def add_model_flags(parser: Any) -> None:
+    """--model, where and how it computes, and a tokenizer in place of its own."""
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="DIR",
+        help="a model in Hugging Face's format, as --save-hf writes it, a folder of --save (its newest checkpoint is "
+        "taken), or one checkpoint in it",
+    )
+    parser.add_argument(
+        "--precision",
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        help="of weights and arithmetic (default: the weights')",
+    )
+    parser.add_argument("--device", help="cuda, cuda:1, cpu, ... (default: the first GPU, without one the CPU)")
+    group = parser.add_argument_group("tokenizer", "instead of the model's own, as the training scripts' flags")
+    add_tokenizer_flags(group)
+
+
+def add_tokenizer_flags(group: Any, **options: Any) -> None:
+    """The training scripts' flags of a tokenizer; `options` of --tokenizer-type."""
+    group.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, **options)
+    group.add_argument("--vocab-file", metavar="FILE", help="GPT2BPETokenizer: encoder.json")
+    group.add_argument("--merge-file", metavar="FILE", help="GPT2BPETokenizer: vocab.bpe")
+    group.add_argument(
+        "--tokenizer-model",
+        metavar="PATH",
+        help="SentencePiece model file, local Hugging Face folder, or JSON vocabulary of TikTokenizer",
+    )
+    group.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="NullTokenizer: ids 0..N-1, and N ends a document; TikTokenizer: all ids (default 131072)",
+    )
+    group.add_argument("--tiktoken-pattern", choices=("v1", "v2"), default="v2", help="TikTokenizer (default: v2)")
+    group.add_argument(
+        "--tiktoken-num-special-tokens", type=int, default=1000, metavar="N", help="TikTokenizer (default: 1000)"
+    )
+
+
+def tokenizer_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of `build_tokenizer`, beside the type."""
+    names = "vocab_file merge_file tokenizer_model vocab_size tiktoken_pattern tiktoken_num_special_tokens"
+    return {name: getattr(options, name) for name in names.split()}
+
+
+@contextlib.contextmanager
+def loaded_model(options: argparse.Namespace) -> Iterator[LoadedModel]:
+    """The model of the flags.
+
+    Raises:
+        ValueError: it can't be read, or it or the work inside does not fit into memory.
+    """
+    import torch
+
+    from megatron.bcd.huggingface.in_memory import open_model
+
+    given = None
+    if options.tokenizer_type is not None:
+        given = build_tokenizer(options.tokenizer_type, **tokenizer_options(options))
+    elif options.tokenizer_model or options.vocab_file or options.merge_file or options.vocab_size:
+        raise ValueError("the flags of a tokenizer, such as --tokenizer-model, need --tokenizer-type")
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from None
+    try:
+        yield open_model(options.model, precision=options.precision, device=device, tokenizer=given)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise ValueError("too little memory: give --precision bf16, or shorter or fewer texts at a time") from None
