@@ -135,7 +135,7 @@ def test_more_positions_are_exported(tmp_path: Path) -> None:
     scaled = LLAMA | {"rope_scaling": scaling | {"original_max_position_embeddings": 8192}, "of_another": "program"}
     for asked, exported in ((128, 128), (96, 96), (None, 96)):
         run = parse(tmp_path / "m", scaled, max_position_embeddings=asked, seq_length=asked or 64)
-        config = json.loads(describe_run(run, is_on_gpu=False).config)
+        config = describe_run(run, is_on_gpu=False).config
         assert config == scaled | {"max_position_embeddings": exported}
 
 
@@ -202,7 +202,7 @@ def test_the_tokenizer_that_is_exported(tmp_path: Path) -> None:
     scratch = describe_run(parse(tmp_path / "m", LLAMA, form="llama", **own, **sizes), is_on_gpu=False)
     assert scratch.companions.keys() == {"tokenizer.json", "tokenizer_config.json"}
     assert json.loads(scratch.companions["tokenizer.json"])["post_processor"] is None
-    assert scratch.tokenizer is not None and json.loads(scratch.config)["eos_token_id"] == scratch.tokenizer.eod
+    assert scratch.tokenizer is not None and scratch.config["eos_token_id"] == scratch.tokenizer.eod
     ids = {"tokenizer_type": "NullTokenizer", "vocab_size": 200}
     numbers = describe_run(parse(tmp_path / "m", LLAMA, **ids), is_on_gpu=False).companions
     assert {Path(str(path)).parent for path in numbers.values()} == {tmp_path / "m"} and numbers.keys() == kept.keys()
