@@ -774,7 +774,7 @@ class Trainer:
             scheduler_steps=self.lr_scheduler.num_steps,
             optimizer_state=optimizer_state.summaries_to_dict(summaries),
             loss_scaler=self.active.loss_scaler_state(),
-            layout=vars(loader.current_layout()),
+            layout=loader.current_layout(),
             flags=run_config_to_dict(self.config),
             versions={name: version(name) for name in ("torch", "megatron-core")} | {"megatron-bcd": __version__},
         )

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from support.damaged_checkpoints import DAMAGE
 
-from megatron.bcd.checkpoint import layout
+from megatron.bcd.checkpoint import layout, loader
 from megatron.bcd.runtime.dir_claim import SharedDiskProbe
 from megatron.bcd.runtime.dir_lock import DirLock
 
@@ -111,15 +111,6 @@ def test_layout(tmp_path: Path) -> None:
     assert layout.candidates(str(tmp_path)) == [12345678, 7]
 
 
-@pytest.mark.parametrize("size", [0, 8 * 2**20, 8 * 2**20 + 1])
-def test_file_digest(tmp_path: Path, size: int) -> None:
-    """Would hash the rest of the piece before a second time, or miss the last one."""
-    content = bytes(range(251)) * (size // 251 + 1)
-    (tmp_path / "file").write_bytes(content[:size])
-    expected = {"bytes": size, "sha256": hashlib.sha256(content[:size]).hexdigest()}
-    assert layout.file_digest(str(tmp_path / "file")) == expected
-
-
 def test_finish_wants_a_record_of_every_file(tmp_path: Path) -> None:
     """A rank whose files were forgotten would go unchecked; one whose files are elsewhere would pass."""
     (tmp_path / "a").write_text("a")
@@ -172,15 +163,6 @@ def test_publish_loses_neither_when_renaming_fails(tmp_path: Path, monkeypatch: 
     assert content_of(tmp_path, 7) == "old"
 
 
-def test_publish_of_nothing(tmp_path: Path) -> None:
-    """An unfinished folder would take the place of a complete one."""
-    save(tmp_path, 7, "old")
-    Path(layout.incomplete_folder(str(tmp_path), 7)).mkdir()
-    with pytest.raises(FileNotFoundError):
-        layout.publish(str(tmp_path), 7)
-    assert content_of(tmp_path, 7) == "old"
-
-
 def test_prune(tmp_path: Path) -> None:
     """Would delete the newest, the one to resume from, or somebody's stock checkpoint."""
     for iteration in (1, 2, 3, 4, 20):
@@ -192,18 +174,10 @@ def test_prune(tmp_path: Path) -> None:
     assert names(tmp_path)[:-1] == ["iter_0000000", "iter_0000003", "iter_0000004", "iter_0000020"]
     assert layout.candidates(str(tmp_path)) == [4, 3]
     assert layout.prune(str(tmp_path), 9) == []
-    with pytest.raises(ValueError, match="at least 1"):
-        layout.prune(str(tmp_path), 0)
-
-
-def test_prune_retains(tmp_path: Path) -> None:
-    """--save-retain-interval that deletes a multiple of it, or keeps another one but the newest."""
-    for iteration in (2, 4, 6, 8, 10, 12, 14):
+    for iteration in (6, 8, 10):
         save(tmp_path, iteration, "x")
-    assert layout.prune(str(tmp_path), 1, retain_interval=4) == [2, 6, 10]
-    save(tmp_path, 16, "x")
-    assert layout.prune(str(tmp_path), 1, retain_interval=4) == [14]
-    assert layout.candidates(str(tmp_path)) == [16, 12, 8, 4]
+    assert layout.prune(str(tmp_path), 1, retain_interval=4) == [3, 6]
+    assert layout.candidates(str(tmp_path)) == [10, 8, 4]
 
 
 def test_prune_killed_anywhere(tmp_path: Path, killer: Killer) -> None:
@@ -279,11 +253,22 @@ def test_candidates(tmp_path: Path, tracker: str | None, expected: list[int]) ->
     else:
         (tmp_path / layout.TRACKER).write_text(tracker)
     assert layout.candidates(str(tmp_path)) == expected
+    assert layout.candidates(str(tmp_path / "absent")) == []
 
 
-def test_no_candidates(tmp_path: Path) -> None:
-    """An empty or absent root is a fresh start, not an error."""
-    assert layout.candidates(str(tmp_path)) == layout.candidates(str(tmp_path / "absent")) == []
+def test_a_tracker_of_no_use_is_told(tmp_path: Path) -> None:
+    """A run that starts at iteration 0, or resumes from an older checkpoint, without a message."""
+    for iteration in (2, 5, 7):
+        save(tmp_path, iteration, "x")
+    for tracker, expected in ((b"release", [7, 5, 2]), (b"\xff1", [7, 5, 2]), (b"9", [7, 5, 2]), (b"5", [5, 2])):
+        (tmp_path / layout.TRACKER).write_bytes(tracker)
+        iterations, problem = loader._candidates(str(tmp_path))
+        assert iterations == expected
+        assert (problem is None) == (tracker == b"5")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / layout.TRACKER).write_bytes(b"9")
+    with pytest.raises(ValueError, match="iter_0000009"):
+        loader._candidates(str(tmp_path / "empty"))
 
 
 def test_foreign(tmp_path: Path) -> None:
@@ -292,7 +277,9 @@ def test_foreign(tmp_path: Path) -> None:
     assert not layout.is_foreign(layout.iteration_folder(str(tmp_path), 7))
     assert not layout.is_foreign(str(tmp_path)) and not layout.is_foreign(str(tmp_path / "absent"))
     (tmp_path / "metadata.json").write_text("{}")
-    assert layout.is_foreign(str(tmp_path))
+    assert layout.is_foreign(str(tmp_path)) and loader._is_foreign(str(tmp_path))
+    (tmp_path / "run_state.json").write_text("{}")  # ours, which has lost its checksums: damaged
+    assert not loader._is_foreign(str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -305,13 +292,6 @@ def test_damage(tmp_path: Path, kind: str) -> None:
     said = layout.damage(str(checkpoint))
     assert said is not None and "\n" not in said
     assert said.startswith(f"{checkpoint}/") and expected in said
-
-
-def test_no_damage(tmp_path: Path) -> None:
-    """A note that somebody left in a checkpoint would make it useless."""
-    save(tmp_path, 7, "x")
-    (tmp_path / "iter_0000007" / "README").write_text("the good one")
-    assert layout.damage(str(tmp_path / "iter_0000007")) is None
 
 
 def test_damage_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,10 +78,11 @@ def finish(folder: str, digests: Mapping[str, FileDigest]) -> None:
     Raises:
         ValueError: a file has no digest, or a digest no file.
     """
-    found = _files_in(folder)
-    for name in sorted(found ^ digests.keys()):
-        fault = "has no checksum" if name in found else "has a checksum and is not there"
-        raise ValueError(f"{os.path.join(folder, name)} {fault}")
+    found = {
+        os.path.relpath(os.path.join(parent, name), folder) for parent, _, names in os.walk(folder) for name in names
+    }
+    if different := sorted(found ^ digests.keys()):
+        raise ValueError(f"{os.path.join(folder, different[0])} has no checksum, or is not there")
     content = {"files": {name: digests[name] for name in sorted(digests)}}
     atomic_io.write(os.path.join(folder, CHECKSUMS), json.dumps(content, indent=1).encode())
     for name in digests:
@@ -119,22 +120,19 @@ def publish(root: str, iteration: int) -> None:
 
 def prune(root: str, keep: int, *, retain_interval: int | None = None) -> list[int]:
     """Delete all but the newest `keep` complete checkpoints, never the tracker's nor newer ones, nor those of multiples
-    of `retain_interval`.
+    of `retain_interval`; the deleted iterations.
 
-    Folders without ``checksums.json`` are another program's: they are not counted and not deleted. Returns the deleted
-    iterations.
-
-    Raises:
-        ValueError: `keep` is below 1.
+    Folders without ``checksums.json`` are another program's: they are not counted and not deleted.
     """
-    if keep < 1:
-        raise ValueError(f"{keep} checkpoints to keep; keep at least 1")
+    assert keep >= 1
     named = read_tracker(root)
     # those after the tracker's belong to an abandoned run
     usable = [iteration for iteration in _complete(root) if named is None or iteration <= named]
-    old = [iteration for iteration in usable[:-keep] if iteration != named]
-    if retain_interval is not None:
-        old = [iteration for iteration in old if iteration % retain_interval]
+    old = [
+        iteration
+        for iteration in usable[:-keep]
+        if iteration != named and (retain_interval is None or iteration % retain_interval)
+    ]
     for iteration in old:
         _remove(iteration_folder(root, iteration))
     return old
@@ -226,33 +224,27 @@ def damage(folder: str, *, part: int = 0, num_parts: int = 1) -> str | None:
     Every part compares all sizes. The files are divided by bytes over `num_parts`, and part `part` reads and hashes its
     own. A file that ``checksums.json`` does not list is ignored.
     """
-    checksums = os.path.join(folder, CHECKSUMS)
+    path = os.path.join(folder, CHECKSUMS)
     try:
-        digests = _read_digests(checksums)
-    except FileNotFoundError:
-        return f"{checksums} is missing"
-    except (OSError, ValueError, RecursionError) as error:
-        return f"{checksums} is damaged ({' '.join(str(error).split())[:100]})"
-    for name in sorted(digests):
-        path, expected = os.path.join(folder, name), digests[name]["bytes"]
-        try:
+        digests = _read_digests(path)
+        for name in sorted(digests):
+            path, expected = os.path.join(folder, name), digests[name]["bytes"]
             status = os.stat(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return f"{path} is missing"
-        except OSError as error:
-            return f"{path} can't be read ({error.strerror})"
-        if not stat.S_ISREG(status.st_mode):
-            return f"{path} is not a file"
-        if status.st_size != expected:
-            fault = "is truncated" if status.st_size < expected else "is too long"
-            return f"{path} {fault}: {status.st_size} bytes, {expected} were written"
-    for name in _share(digests, part, num_parts):
-        path = os.path.join(folder, name)
-        try:
+            if not stat.S_ISREG(status.st_mode):
+                return f"{path} is not a file"
+            if status.st_size != expected:
+                fault = "is truncated" if status.st_size < expected else "is too long"
+                return f"{path} {fault}: {status.st_size} bytes, {expected} were written"
+        for name in _share(digests, part, num_parts):
+            path = os.path.join(folder, name)
             if file_digest(path) != digests[name]:
                 return f"{path} is damaged: its checksum is not that of what was written"
-        except OSError as error:
-            return f"{path} can't be read ({error.strerror})"
+    except (FileNotFoundError, NotADirectoryError):
+        return f"{path} is missing"
+    except OSError as error:
+        return f"{path} can't be read ({error.strerror})"
+    except (ValueError, RecursionError) as error:
+        return f"{path} is damaged ({' '.join(str(error).split())[:100]})"
     return None
 
 
@@ -277,14 +269,6 @@ def _complete(root: str) -> list[int]:
         for iteration in _iterations(root)
         if os.path.isfile(os.path.join(iteration_folder(root, iteration), CHECKSUMS))
     ]
-
-
-def _files_in(folder: str) -> set[str]:
-    """Relative names of all files below `folder` but its ``checksums.json``."""
-    found = {
-        os.path.relpath(os.path.join(parent, name), folder) for parent, _, names in os.walk(folder) for name in names
-    }
-    return found - {CHECKSUMS}
 
 
 def _read_digests(path: str) -> dict[str, FileDigest]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.bcd.checkpoint import layout, optimizer_state, random_states, run_state
 from megatron.bcd.checkpoint.optimizer_state import StateSummary
-from megatron.bcd.checkpoint.run_state import ParallelLayout, RunState
+from megatron.bcd.checkpoint.run_state import RunState
 from megatron.bcd.checkpoint.safe_loading import only_data
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import unwrap_model
@@ -33,7 +33,7 @@ class Source:
 
     root: str
     path: str
-    state: RunState | None
+    state: RunState | None = None
     """None if only the weights are loaded: --finetune, --skip-train, another program's checkpoint."""
     messages: tuple[str, ...] = ()
     """Warnings for the user, such as newer checkpoints that are damaged."""
@@ -42,9 +42,14 @@ class Source:
     consumed_samples: int = 0
     """Training samples until then; 0 where another program wrote it."""
 
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"--load {self.root}: {self.path}"
+
 
 class _NoCommon(LoadCommonStrategy):
-    """Keeps Megatron Core from reading ``common.pt``, which is not needed."""
+    """Keeps Megatron Core from reading ``common.pt``, which is not needed, and in stock's is more than data."""
 
     def __init__(self) -> None:
         pass
@@ -58,19 +63,21 @@ class _NoCommon(LoadCommonStrategy):
     def check_backend_compatibility(self, loaded_version: Any) -> None:
         pass
 
-    def check_version_compatibility(self, loaded_version: Any) -> None:
-        pass
+    check_version_compatibility = check_backend_compatibility
 
 
-def current_layout() -> ParallelLayout:
-    """The parallel sizes and the device type of this run."""
-    return ParallelLayout(
-        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
-        pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        data_size=parallel_state.get_data_parallel_world_size(),
-        device=device.current().type,
-        context_size=parallel_state.get_context_parallel_world_size(),
-    )
+def current_layout() -> dict[str, Any]:
+    """Parallel sizes and device type of this run. Random generators can be restored only in the same one."""
+    return {
+        "tensor_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "data_size": parallel_state.get_data_parallel_world_size(),
+        "device": device.current().type,
+        "context_size": parallel_state.get_context_parallel_world_size(),
+    }
+
+
+# --- find
 
 
 def find(config: RunConfig) -> Source | None:
@@ -78,22 +85,28 @@ def find(config: RunConfig) -> Source | None:
 
     Raises:
         ValueError: there is none, and the run needs one or the folder holds something else; there are checkpoints but
-            none is valid; or the newest valid one has another format version or
-            another network; or another program wrote it and neither --finetune nor --skip-train is given.
+            none is valid; or the newest valid one has another format version or another network; or another program
+            wrote it and neither --finetune nor --skip-train is given.
     """
-    root = config.checkpoint.load
+    root, step = config.checkpoint.load, config.checkpoint.ckpt_step
     if root is None:
         return None
-    step = config.checkpoint.ckpt_step
     iterations, problem = _on_rank_0(lambda: _candidates(root) if step is None else (_only(root, step), None))
     messages = [problem] if problem else []
+    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     for iteration in iterations:
         path = layout.iteration_folder(root, iteration)
+        source = Source(root=root, path=path, messages=tuple(messages), iteration=iteration)
         if _on_rank_0(lambda path=path: _is_foreign(path)):  # type: ignore[misc]
-            return _foreign(config, root, path, tuple(messages), iteration)
-        damage = _damage(path)
+            if config.checkpoint.finetune or config.training.skip_train:
+                return source
+            raise ValueError(
+                f"{source.name} was not written by this program (it has no {layout.CHECKSUMS}), so a run can't resume "
+                "from it; add --finetune to start at iteration 0 with its weights"
+            )
+        damage = collectives.first_error(layout.damage(path, part=rank, num_parts=num_ranks))
         if damage is None:
-            return _fitting(config, root, path, tuple(messages), iteration)
+            return _checked(config, source)
         messages.append(f"skipped a damaged checkpoint: {damage}")
     if messages:
         raise ValueError(f"--load {root}: it has no valid checkpoint; {'; '.join(messages)}")
@@ -107,11 +120,8 @@ def has_checkpoint(root: str) -> bool:
 
 
 def _candidates(root: str) -> tuple[list[int], str | None]:
-    """Iterations to try, best first, and what is wrong with the tracker, if anything.
-
-    Raises:
-        ValueError: there is a tracker but no checkpoint.
-    """
+    """Iterations to try, best first, and what is wrong with the tracker, if anything. Raises ValueError if there is a
+    tracker but no checkpoint."""
     iterations, named = layout.candidates(root), layout.read_tracker(root)
     problem = None
     if named is None and os.path.lexists(os.path.join(root, layout.TRACKER)):
@@ -124,11 +134,7 @@ def _candidates(root: str) -> tuple[list[int], str | None]:
 
 
 def _only(root: str, step: int) -> list[int]:
-    """The iteration that --ckpt-step asks for.
-
-    Raises:
-        ValueError: it is not there.
-    """
+    """The iteration of --ckpt-step. Raises ValueError if it is not there."""
     if not os.path.isdir(layout.iteration_folder(root, step)):
         found = ", ".join(map(str, sorted(layout.candidates(root)))) or "none"
         raise ValueError(f"--ckpt-step {step}: --load {root} has checkpoints of iterations {found}; give one of them")
@@ -136,18 +142,18 @@ def _only(root: str, step: int) -> list[int]:
 
 
 def _check_may_start_anew(config: RunConfig, root: str) -> None:
-    """Whether a run whose --load holds no checkpoint may begin with new weights.
-
-    Raises:
-        ValueError: it may not.
-    """
+    """Raise ValueError if a run whose --load holds no checkpoint may not begin with new weights."""
     checkpoint, folder = config.checkpoint, f"--load {root}: holds no checkpoint"
     kind = layout.other_contents(root)
     if kind is not None and kind != layout.OTHER_FILES:
         raise ValueError(f"{folder} of this program, but {kind}")
-    for flag in ("finetune", "skip_train", "exit_on_missing_checkpoint"):
-        if getattr(config.training if flag == "skip_train" else checkpoint, flag):
-            raise ValueError(f"{folder}, and --{flag.replace('_', '-')} needs one; give the folder of --save of a run")
+    for flag, is_given in (
+        ("--finetune", checkpoint.finetune),
+        ("--skip-train", config.training.skip_train),
+        ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint),
+    ):
+        if is_given:
+            raise ValueError(f"{folder}, and {flag} needs one; give the folder of --save of a run")
     is_own = checkpoint.save is not None and os.path.realpath(checkpoint.save) == os.path.realpath(root)
     if kind is not None and not is_own:  # logs may lie beside the checkpoints of a job that was killed before its first
         raise ValueError(f"{folder}, but {kind}; give the folder of --save of a run, or an empty one to start anew")
@@ -158,63 +164,36 @@ def _is_foreign(path: str) -> bool:
     return layout.is_foreign(path) and not os.path.lexists(os.path.join(path, run_state.FILE_NAME))
 
 
-def _damage(path: str) -> str | None:
-    """The first problem that a rank finds in its share of the files, on every rank. A collective."""
-    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    try:
-        mine = layout.damage(path, part=rank, num_parts=num_ranks)
-    except OSError as error:
-        mine = f"{error.strerror}: {error.filename}"
-    return collectives.first_error(mine)
+def _checked(config: RunConfig, source: Source) -> Source:
+    """`source` with its run state, if it fits this run. Raises ValueError if not."""
+    file = os.path.join(source.path, run_state.FILE_NAME)
 
-
-def _foreign(config: RunConfig, root: str, path: str, messages: tuple[str, ...], iteration: int) -> Source:
-    if not (config.checkpoint.finetune or config.training.skip_train):
-        raise ValueError(
-            f"--load {root}: {path} was not written by this program (it has no {layout.CHECKSUMS}), so a run can't "
-            "resume from it; add --finetune to start at iteration 0 with its weights"
-        )
-    return Source(root=root, path=path, state=None, messages=messages, iteration=iteration)
-
-
-def _fitting(config: RunConfig, root: str, path: str, messages: tuple[str, ...], iteration: int) -> Source:
-    file = os.path.join(path, run_state.FILE_NAME)
-
-    def read() -> str:
+    def read() -> str | None:
+        if not os.path.lexists(file):
+            return None
         with open(file, encoding="utf-8") as opened:
             return opened.read()
 
-    is_of_run = _on_rank_0(lambda: os.path.lexists(file))
+    text = _on_rank_0(read)
     if config.checkpoint.finetune or config.training.skip_train:
-        text = _on_rank_0(read) if is_of_run else ""
-        run_state.check_same_weights(text, config, source=f"--load {root}: {path}")
-        return Source(
-            root=root,
-            path=path,
-            state=None,
-            messages=messages,
-            iteration=iteration,
-            consumed_samples=run_state.consumed_samples(text),
-        )
-    if not is_of_run:
+        if text is not None:
+            run_state.check_same_weights(text, config, source=source.name)
+        return replace(source, consumed_samples=run_state.consumed_samples(text or ""))
+    if text is None:
         raise ValueError(
-            f"--load {root}: {path} holds the weights of a converted model, and no run to resume; add --finetune to "
-            "start at iteration 0 with them"
+            f"{source.name} holds the weights of a converted model, and no run to resume; add --finetune to start at "
+            "iteration 0 with them"
         )
-    state = run_state.from_json(_on_rank_0(read), path=f"--load {root}: {file}")
-    run_state.check_same_network(state.flags, config, source=f"--load {root}: {path}")
-    run_state.check_holds_what_is_loaded(state.flags, config, source=f"--load {root}: {path}")
-    changed = run_state.changed_flags(state.flags, config)
+    state = run_state.from_json(text, path=f"--load {source.root}: {file}")
+    run_state.check_same_network(state.flags, config, source=source.name)
+    run_state.check_holds_what_is_loaded(state.flags, config, source=source.name)
+    messages, changed = source.messages, run_state.changed_flags(state.flags, config)
     if changed:
-        messages = (*messages, f"flags differ from those that wrote {path}: {', '.join(changed)}")
-    return Source(
-        root=root,
-        path=path,
-        state=state,
-        messages=messages,
-        iteration=iteration,
-        consumed_samples=state.consumed_samples,
-    )
+        messages = (*messages, f"flags differ from those that wrote {source.path}: {', '.join(changed)}")
+    return replace(source, state=state, messages=messages, consumed_samples=state.consumed_samples)
+
+
+# --- load
 
 
 def load_weights(source: Source, model: torch.nn.Module) -> None:
@@ -235,65 +214,56 @@ def load_weights(source: Source, model: torch.nn.Module) -> None:
 
 
 def load_kept_state(source: Source, active: ActiveBlock, *, next_block: int | None) -> None:
-    """Load the kept state of all blocks but `next_block`, the one to be built next if it is known.
+    """Load the offloaded state of all blocks but `next_block`, the one to be built next if it is known.
 
     Call it before that block is built. A collective. Each block is built briefly, so that its state is sharded as at
-    its next phase.
-
-    Raises:
-        ValueError: as `load_weights`.
+    its next phase. Raises ValueError as `load_weights`.
     """
     assert source.state is not None
     for owner, summary in optimizer_state.summaries_from_dict(source.state.optimizer_state).items():
         block = optimizer_state.block_of(owner)
-        if block is None or block == next_block:
-            continue
         kept = optimizer_state.as_kept(summary, active)
-        if kept.names and optimizer_state.needs_build(owner):
+        if block is None or block == next_block or not kept.names:
+            continue
+        if optimizer_state.needs_build(owner):
             active.build(block)
             _load_state({owner: kept}, source, active)
             active.dispose()
-        elif kept.names:
+        else:
             _load_state({owner: kept}, source, active)
 
 
 def load_optimizer(source: Source, active: ActiveBlock) -> None:
-    """Load moments and main parameters of the active block and of always-active parameters, main parameters of resting
-    matrices, and fp16's loss scale.
+    """Load moments and main parameters of the active block and of always-active parameters, main parameters of
+    matrices that are updated without state, and fp16's loss scale.
 
-    Call it after `ActiveBlock.build`. A collective.
-
-    Raises:
-        ValueError: as `load_weights`.
+    Call it after `ActiveBlock.build`. A collective. Raises ValueError as `load_weights`.
     """
     assert source.state is not None
-    state = source.state
-    wanted = optimizer_state.summaries_from_dict(state.optimizer_state)
     wanted = {
-        owner: summary for owner, summary in wanted.items() if optimizer_state.block_of(owner) in (None, active.block)
+        owner: summary
+        for owner, summary in optimizer_state.summaries_from_dict(source.state.optimizer_state).items()
+        if optimizer_state.block_of(owner) in (None, active.block)
     }
     _load_state(wanted, source, active)
-    if state.loss_scaler is not None:
-        active.set_loss_scaler_state(state.loss_scaler)
-
-
-def _load_state(summaries: Mapping[str, StateSummary], source: Source, active: ActiveBlock) -> None:
-    loaded = _load({"optimizer": optimizer_state.requested_state(active, summaries)}, source)
-    optimizer_state.set_state(active, summaries, loaded.get("optimizer", {}))
+    if source.state.loss_scaler is not None:
+        active.set_loss_scaler_state(source.state.loss_scaler)
 
 
 def load_random_states(source: Source) -> str | None:
     """Restore this rank's generators. A message, the same on every rank, if the parallel layout differs."""
     assert source.state is not None
-    if ParallelLayout(**source.state.layout) != current_layout():
-        return (
-            "random generators are seeded anew: the checkpoint was written with another parallel layout "
-            f"({source.state.layout})"
-        )
-    random_states.restore_random_states(
-        os.path.join(source.path, random_states.file_name(torch.distributed.get_rank()))
-    )
+    saved = {"context_size": 1} | source.state.layout  # older versions say nothing of it
+    if saved != current_layout():
+        return f"random generators are seeded anew: the checkpoint was written with another parallel layout ({saved})"
+    rank = torch.distributed.get_rank()
+    random_states.restore_random_states(os.path.join(source.path, random_states.file_name(rank)))
     return None
+
+
+def _load_state(summaries: Mapping[str, StateSummary], source: Source, active: ActiveBlock) -> None:
+    loaded = _load({"optimizer": optimizer_state.requested_state(active, summaries)}, source)
+    optimizer_state.set_state(active, summaries, loaded.get("optimizer", {}))
 
 
 def _load(sharded: dict[str, Any], source: Source) -> dict[str, Any]:
@@ -305,11 +275,7 @@ def _load(sharded: dict[str, Any], source: Source) -> dict[str, Any]:
 
 
 def _check_same_model(sharded: dict[str, Any], source: Source) -> None:
-    """Compare names and whole shapes of this rank's weights with the checkpoint's index.
-
-    Raises:
-        ValueError: one is absent or of another shape, or the checkpoint can't be read.
-    """
+    """Compare names and whole shapes of this rank's weights with the checkpoint's index. Raises ValueError."""
     try:
         with only_data():
             saved = dist_checkpointing.load_tensors_metadata(source.path)
@@ -319,25 +285,20 @@ def _check_same_model(sharded: dict[str, Any], source: Source) -> None:
         if not isinstance(tensor, ShardedTensor):
             continue
         there, here = saved.get(tensor.key), list(tensor.global_shape)
-        if there is None:
-            found = "is not in it"
-        elif list(there.global_shape) == here or tensor.allow_shape_mismatch:  # the padded vocabulary may differ
-            continue
-        else:
-            found = f"is {list(there.global_shape)} in it"
-        raise ValueError(
-            f"--load {source.root}: {source.path} is of another model: {tensor.key} {found} and {here} in this run; "
-            "give the flags of the run that saved it"
-        )
+        # the padded vocabulary may differ
+        if there is None or (list(there.global_shape) != here and not tensor.allow_shape_mismatch):
+            found = "is not in it" if there is None else f"is {list(there.global_shape)} in it"
+            raise ValueError(
+                f"{source.name} is of another model: {tensor.key} {found} and {here} in this run; give the flags of "
+                "the run that saved it"
+            )
 
 
 def _unreadable(source: Source, error: BaseException) -> ValueError:
     if isinstance(error, CheckpointException) and error.failures:  # its text has every rank's traceback
         error = next(iter(error.failures.values()))[0]
     reason = " ".join([type(error).__name__, *str(error).split()])[:200]
-    return ValueError(
-        f"--load {source.root}: {source.path} can't be read ({reason}); give a checkpoint that is complete"
-    )
+    return ValueError(f"{source.name} can't be read ({reason}); give a checkpoint that is complete")
 
 
 def _on_rank_0(read: Callable[[], T]) -> T:

@@ -44,11 +44,13 @@ class StateSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Whole:
-    """A tensor that one data-parallel rank holds whole."""
+class _Part:
+    """One tensor of a parameter's state: whole on one data-parallel rank, or a shard on each."""
 
     name: str
     tensor: torch.Tensor
+    start: int = 0
+    is_whole: bool = True
     num_steps: int = 0
 
     def names(self) -> set[str]:
@@ -57,31 +59,8 @@ class _Whole:
     def tensors(self) -> dict[str, torch.Tensor]:
         return {self.name: self.tensor.detach().float().reshape(-1)}
 
-    @property
-    def start(self) -> int:
-        return 0
 
-    @property
-    def end(self) -> int:
-        return self.tensor.numel()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _MainParam(_Whole):
-    """The main parameter alone of a shard."""
-
-    shard: ParamShard
-
-    @property
-    def start(self) -> int:
-        return self.shard.start
-
-    @property
-    def end(self) -> int:
-        return self.shard.end
-
-
-_Held: TypeAlias = Mapping[str, ParamShard | KeptShard | _Whole]
+_Held: TypeAlias = Mapping[str, ParamShard | KeptShard | _Part]
 
 
 def _held(active: ActiveBlock) -> dict[str, _Held]:
@@ -98,19 +77,19 @@ def _held_by_matrix_optimizer(active: ActiveBlock) -> dict[str, _Held]:
     if matrices is None:
         return {}
     by_core = {} if active.block is None or active.is_muon else active.parameters.of_block(active.block)
-    main_params: dict[str, _Whole] = {
-        name: _Whole(name=MAIN_PARAM, tensor=tensor)
+    main_params = {
+        name: _Part(name=MAIN_PARAM, tensor=tensor)
         for name, tensor in matrices.main_params().items()
         if name not in by_core
     }
     for name, shard in active.own_shards().items() if active.block is not None else ():
         if name in matrices.matrices and shard.has_own_main_param:
-            main_params[name] = _MainParam(name=MAIN_PARAM, tensor=shard.main_param, shard=shard)
+            main_params[name] = _Part(name=MAIN_PARAM, tensor=shard.main_param, start=shard.start, is_whole=False)
     held: dict[str, _Held] = {MATRICES: main_params}
     for block in range(active.partition.num_blocks):
         of_block = active.parameters.of_block(block)
         held[f"{_MOMENTUM}{block}"] = {
-            name: _Whole(name=MOMENTUM, tensor=tensor) for name, tensor in matrices.momenta.items() if name in of_block
+            name: _Part(name=MOMENTUM, tensor=tensor) for name, tensor in matrices.momenta.items() if name in of_block
         }
     return held
 
@@ -178,17 +157,19 @@ def sharded_state(active: ActiveBlock, summaries: Mapping[str, StateSummary]) ->
         for index, (name, parameter) in enumerate(_parameters(active, owner).items()):
             shard = held.get(owner, {}).get(name)
             tensors = shard.tensors() if shard else {}
+            rank = index % group.size()  # holds the whole tensor, and saves it
+            is_shared = active.is_sharded or (isinstance(shard, _Part) and shard.is_whole)
             for state_name in _state_names(active, owner, summary, name):
-                whole = _gather(
-                    parameter,
-                    shard,
-                    tensors.get(state_name),
-                    owner=index % group.size(),
-                    group=group,
-                    is_sharded=active.is_sharded or type(shard) is _Whole,
-                )
-                if whole is not None:
-                    entries[f"{state_name}.{name}"] = _entry(sharded[name], whole, state_name, is_main=True)
+                tensor = tensors.get(state_name)
+                is_joined = tensor is None or (is_shared and group.size() > 1)
+                if is_joined:
+                    start = 0 if shard is None else shard.start
+                    tensor = collectives.join_shards(tensor, start, like=parameter, group=group, rank=rank)
+                if group.rank() == rank and tensor is not None:
+                    whole = tensor.to("cpu", copy=not is_joined).view(parameter.shape)
+                    entry = make_sharded_optimizer_tensor(sharded[name], whole, f"{PREFIX}.{state_name}")
+                    entry = replace(entry, replica_id=(*entry.replica_id[:-1], 0))  # type: ignore[misc]
+                    entries[f"{state_name}.{name}"] = entry
     return entries
 
 
@@ -210,29 +191,12 @@ def _state_names(active: ActiveBlock, owner: str, summary: StateSummary, name: s
     return tuple(state_name for state_name in summary.names if state_name != MAIN_PARAM)
 
 
-def _gather(
-    parameter: torch.nn.Parameter,
-    shard: ParamShard | KeptShard | _Whole | None,
-    tensor: torch.Tensor | None,
-    *,
-    owner: int,
-    group: torch.distributed.ProcessGroup,
-    is_sharded: bool,
-) -> torch.Tensor | None:
-    """The whole tensor, of the parameter's shape, on rank `owner` of the group; None on the others. A collective."""
-    if tensor is not None and (group.size() == 1 or not is_sharded):
-        return tensor.to("cpu", copy=True).view(parameter.shape) if group.rank() == owner else None
-    start = 0 if shard is None else shard.start
-    flat = collectives.join_shards(tensor, start, like=parameter, group=group, rank=owner)
-    return flat.cpu().view(parameter.shape) if group.rank() == owner else None
-
-
 def requested_state(active: ActiveBlock, summaries: Mapping[str, StateSummary]) -> dict[str, Entry]:
     """Whole tensors for the state of this rank's parameters, for Megatron Core's dist_checkpointing to fill."""
     sharded = _sharded_weights(active)
     return {
-        f"{state_name}.{name}": _entry(
-            sharded[name], torch.empty(parameter.shape, dtype=torch.float32), state_name, is_main=False
+        f"{state_name}.{name}": make_sharded_optimizer_tensor(
+            sharded[name], torch.empty(parameter.shape, dtype=torch.float32), f"{PREFIX}.{state_name}"
         )
         for owner, summary in summaries.items()
         for name, parameter in _parameters(active, owner).items()
@@ -270,13 +234,6 @@ def _set_matrices(active: ActiveBlock, owner: str, loaded: Mapping[str, torch.Te
             )
         elif name not in active.parameters.of_block(-1 if active.block is None else active.block) or active.is_muon:
             matrices.set_main_param(name, loaded[f"{MAIN_PARAM}.{name}"].view(parameter.shape))
-
-
-def _entry(weight: Entry, tensor: torch.Tensor, state_name: str, *, is_main: bool) -> Entry:
-    entry = make_sharded_optimizer_tensor(weight, tensor, f"{PREFIX}.{state_name}")
-    if is_main:  # the one rank that holds the whole tensor saves it
-        entry = replace(entry, replica_id=(*entry.replica_id[:-1], 0))  # type: ignore[misc]
-    return entry
 
 
 def _sharded_weights(active: ActiveBlock) -> dict[str, Entry]:

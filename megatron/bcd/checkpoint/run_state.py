@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -34,18 +34,6 @@ _SECTIONS_THAT_MAY_CHANGE = ("checkpoint", "report")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelLayout:
-    """Parallel sizes and device type. Random generators can be restored only in the same one."""
-
-    tensor_size: int
-    pipeline_size: int
-    data_size: int
-    device: str
-    context_size: int = 1
-    """Checkpoints of older versions say nothing of it."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunState:
     """JSON values only; floats are not rounded. Field names are keys of the file."""
 
@@ -71,7 +59,7 @@ class RunState:
     interval: list[dict[str, Any]]
     """Results of the steps since the last log line."""
     layout: dict[str, Any]
-    """`ParallelLayout`."""
+    """See `loader.current_layout`."""
     flags: dict[str, Any]
     """`RunConfig`."""
     versions: dict[str, str] = field(default_factory=dict)
@@ -137,38 +125,29 @@ def contents_of_blocks(partition: Partition) -> list[str]:
 
 
 def check_same_network(saved: Mapping[str, Any], config: RunConfig, *, source: str) -> None:
-    """Compare the flags on which weights and optimizer state depend.
-
-    Raises:
-        ValueError: one differs; names the first.
-    """
-    before, now = _network(saved), _network(run_config_to_dict(config))
-    for name in _NETWORK:
-        # older versions wrote no value for a switch that they did not have
-        if (before.get(name) or None) != (now.get(name) or None):
-            raise ValueError(
-                f"{source} was written with {_flag(name)} {_show(before.get(name))}, but this run has "
-                f"{_show(now.get(name))}: give the same value, or another --load"
-            )
+    """Compare the flags on which weights and optimizer state depend. Raises ValueError that names those that differ."""
+    _check_same(_NETWORK, saved, config, source=source)
 
 
 def check_same_weights(text: str, config: RunConfig, *, source: str) -> None:
     """Compare the flags on which the meaning of the weights depends; `text` is the content of the file, also of
-    another format version.
-
-    Raises:
-        ValueError: one differs; names all of them.
-    """
+    another format version. Raises ValueError that names those that differ."""
     try:
         saved = json.loads(text)["flags"]
-        before = _network({section: saved[section] for section in ("transformer", "model")})
-    except (ValueError, KeyError, TypeError, AttributeError):
+        sections = {section: saved[section] for section in ("transformer", "model")}
+    except (ValueError, KeyError, TypeError):
         return  # of a version that wrote other sections; shapes are compared when the weights are loaded
-    now = _network(run_config_to_dict(config))
+    names = [name for name in _NETWORK if name not in _MAY_CHANGE_WITHOUT_STATE]
+    _check_same(names, sections, config, source=source)
+
+
+def _check_same(names: Sequence[str], saved: Mapping[str, Any], config: RunConfig, *, source: str) -> None:
+    before, now = _network(saved), _network(run_config_to_dict(config))
     differing = [
         f"{_flag(name)} {_show(before.get(name))}, here {_show(now.get(name))}"
-        for name in _NETWORK
-        if name not in _MAY_CHANGE_WITHOUT_STATE and (before.get(name) or None) != (now.get(name) or None)
+        for name in names
+        # older versions wrote no value for a switch that they did not have
+        if (before.get(name) or None) != (now.get(name) or None)
     ]
     if differing:
         raise ValueError(
@@ -190,10 +169,8 @@ def check_same_tokens(saved: Mapping[str, Any], config: RunConfig, *, source: st
     remedy = "or other folders for --save and --load (--finetune starts a new run with these weights)"
     now = config.data.mock_data
     if saved.get("data", {}).get("mock_data", now) != now:
-        was, here, again = (
-            ("without", "has it", "leave it out") if now else ("with", "does not have it", "give it again")
-        )
-        raise ValueError(f"{source} was written {was} --mock-data, but this run {here}: {again}, {remedy}")
+        was, again = ("without", "leave it out") if now else ("with", "give it again")
+        raise ValueError(f"{source} was written {was} --mock-data: {again}, {remedy}")
     before = saved.get("tokenizer", {})
     for name in _TOKENIZER:
         value = getattr(config.tokenizer, name)
@@ -248,13 +225,13 @@ def with_saved_schedule(saved: Mapping[str, Any], config: RunConfig) -> RunConfi
 def changed_flags(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
     """Other flags that differ, as ``--lr 0.1 (was 0.2)``. The run resumes with the new values."""
     now = run_config_to_dict(with_saved_schedule(saved, config))
-    kept = [section for section in now if section not in _SECTIONS_THAT_MAY_CHANGE]
-    before_flat = _side_by_side({section: saved.get(section, {}) for section in kept})
-    now_flat = _side_by_side({section: now[section] for section in kept})
+    sections = [section for section in now if section not in _SECTIONS_THAT_MAY_CHANGE]
+    before_flat = _side_by_side({section: saved.get(section, {}) for section in sections})
+    now_flat = _side_by_side({section: now[section] for section in sections})
     return [
-        f"{_flag(name)} {_show(now_flat.get(name))} (was {_show(before_flat.get(name))})"
-        for name in sorted({*before_flat, *now_flat})
-        if before_flat.get(name, now_flat.get(name)) != now_flat.get(name) and name not in _MAY_CHANGE
+        f"{_flag(name)} {_show(value)} (was {_show(before_flat[name])})"
+        for name, value in sorted(now_flat.items())
+        if name in before_flat and before_flat[name] != value and name not in _MAY_CHANGE
     ]
 
 

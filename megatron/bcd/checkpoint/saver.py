@@ -46,18 +46,18 @@ def check_save_folder(config: RunConfig, source: Source | None) -> bool:
     Raises:
         ValueError: it holds another run, and --overwrite-checkpoints is not given, or --finetune reads from it.
     """
-    flags = config.checkpoint
-    root = flags.save
+    root = config.checkpoint.save
     if root is None or config.training.skip_train:
         return False
     iterations = collectives.on_rank_0(lambda: layout.candidates(root))
     is_source = source is not None and os.path.realpath(root) == os.path.realpath(source.root)
-    if not iterations or (is_source and source is not None and source.state is not None):
+    is_resumed = is_source and source is not None and source.state is not None
+    if not iterations or is_resumed:
         return False
     held = f"--save {root}: holds a run, saved up to iteration {iterations[0]}"
     if is_source:
         raise ValueError(f"{held}, and --finetune starts another one with its weights; give another folder for --save")
-    if not flags.overwrite_checkpoints:
+    if not config.checkpoint.overwrite_checkpoints:
         raise ValueError(
             f"{held}; give --load {root} to continue it, another folder for --save, or --overwrite-checkpoints to "
             "delete it"
@@ -66,11 +66,7 @@ def check_save_folder(config: RunConfig, source: Source | None) -> bool:
 
 
 def clear_save_folder(root: str) -> None:
-    """Delete the checkpoints below --save. A collective.
-
-    Raises:
-        ValueError: one can't be deleted.
-    """
+    """Delete the checkpoints below --save. A collective. Raises ValueError if one can't be deleted."""
     error = collectives.on_rank_0(lambda: _error_of(lambda: layout.clear(root)))
     if error is not None:
         raise ValueError(f"--overwrite-checkpoints: --save {root} can't be cleared ({error}); give another folder")
@@ -106,7 +102,15 @@ class Saver:
         if error is not None:
             return self._abandon(state.iteration, error)
         error = _error_of(lambda: _write_random_states(folder, digests)) if self._config.save_rng else None
-        write = ShardWrite(_entries(model, active, state), folder, in_background=self._config.async_save)
+        # weights under Megatron Core's own keys, and the optimizer state of every block that has some
+        entries: dict[str, Any] = {
+            f"model.{name}": one for name, one in unwrap_model(model).sharded_state_dict().items()
+        }
+        if state.optimizer_state:
+            summaries = optimizer_state.summaries_from_dict(state.optimizer_state)
+            optimizer = optimizer_state.sharded_state(active, summaries)
+            entries |= {f"optimizer.{name}": one for name, one in optimizer.items()}
+        write = ShardWrite(entries, folder, in_background=self._config.async_save)
         write.start()
         self._pending = _PendingSave(
             iteration=state.iteration, write=write, digests=digests, error=error, started=started
@@ -145,7 +149,14 @@ class Saver:
         error = next((rank[0] for rank in ranks if rank[0] is not None), None)
         if error is None and self._is_first:
             digests = {name: digest for rank in ranks for name, digest in rank[1].items()}
-            error = _error_of(lambda: self._publish(pending.iteration, digests))
+
+            def publish() -> None:
+                folder = layout.incomplete_folder(self.root, pending.iteration)
+                digests[".metadata"] = layout.file_digest(os.path.join(folder, ".metadata"))
+                layout.finish(folder, digests)
+                layout.publish(self.root, pending.iteration)
+
+            error = _error_of(publish)
         error = collectives.first_error(error)
         if error is not None:
             return self._abandon(pending.iteration, error)
@@ -189,12 +200,6 @@ class Saver:
                 os.fsync(file.fileno())
             digests[name] = layout.file_digest(file.name)
 
-    def _publish(self, iteration: int, digests: dict[str, FileDigest]) -> None:
-        folder = layout.incomplete_folder(self.root, iteration)
-        digests[".metadata"] = layout.file_digest(os.path.join(folder, ".metadata"))
-        layout.finish(folder, digests)
-        layout.publish(self.root, iteration)
-
     def _prune(self) -> None:
         keep, retained = self._config.keep_last_checkpoints, self._config.save_retain_interval
         if keep is None and retained is not None:
@@ -227,16 +232,3 @@ def _write_random_states(folder: str, digests: dict[str, FileDigest]) -> None:
     name = random_states.file_name(torch.distributed.get_rank())
     atomic_io.write(os.path.join(folder, name), random_states.random_states())
     digests[name] = layout.file_digest(os.path.join(folder, name))
-
-
-def _entries(model: torch.nn.Module, active: ActiveBlock, state: RunState) -> dict[str, Any]:
-    """Weights under Megatron Core's own keys, and the optimizer state of every block that has some."""
-    entries: dict[str, Any] = {
-        f"model.{name}": entry for name, entry in unwrap_model(model).sharded_state_dict().items()
-    }
-    if state.optimizer_state:
-        summaries = optimizer_state.summaries_from_dict(state.optimizer_state)
-        entries.update(
-            {f"optimizer.{name}": entry for name, entry in optimizer_state.sharded_state(active, summaries).items()}
-        )
-    return entries
