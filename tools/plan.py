@@ -6,11 +6,9 @@
     python tools/plan.py --model G-5.4B --gpu rtx4090 --num-gpus 4 --compare
     python tools/plan.py --model G-5.4B --gpu rtx4090 --num-gpus 4 --pipelines --global-batch-size 32
     python tools/plan.py --paper
-    python tools/plan.py --model G-0.15B --gpu rtx4090 --num-gpus 2 --verify
 
 Nothing is run: memory and time follow from formulas and from the editable tables examples/models.csv and
-examples/clusters.csv. --paper recomputes the tables of the paper (arXiv 2506.12037), --verify builds the model of
-every rank on PyTorch's meta device and compares parameter counts. See docs/planner.md.
+examples/clusters.csv. --paper recomputes the tables of the paper (arXiv 2506.12037). See docs/planner.md.
 """
 
 from __future__ import annotations
@@ -20,7 +18,8 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,42 +27,68 @@ from typing import Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _parser import STDOUT, Parser, add_json, add_precision, bad_input, leave_with
-from _plan_compare import as_asked, compare, comparison_as_list, gpus, show_comparison, verdict
-from _plan_flags import MODELS, add_memory_flags, flags_of, memory_fields, named_model, refuse_unused, words_of
-from _plan_output import Remedied, show_estimate, show_paper, show_remedies, show_search
-from _plan_pipelines import pipelines_as_list, show_pipelines
 
-from megatron.bcd.config import LAYOUTS
+from megatron.bcd.blocks.schedule import describe_steps, even_phases
+from megatron.bcd.config import LAYOUTS, BcdConfig
 from megatron.bcd.config.presets import PRESETS
-from megatron.bcd.planner.command import torchrun_command
+from megatron.bcd.huggingface.architecture import CONFIG, read_architecture
+from megatron.bcd.planner.command import parts_of, torchrun_command
+from megatron.bcd.planner.compare import COMPARED, PIPELINES, Compared, LayoutTime, compare, layout_times, name_of
 from megatron.bcd.planner.cost import PRECISIONS
-from megatron.bcd.planner.estimate import Estimate, make_estimate
-from megatron.bcd.planner.memory import fits
-from megatron.bcd.planner.multipliers import PAPER, PRETRAIN
-from megatron.bcd.planner.paper import Paper, recompute_paper, time_errors
-from megatron.bcd.planner.pipelines import PIPELINES, layout_times
-from megatron.bcd.planner.placement import place, with_fewest_blocks
-from megatron.bcd.planner.recipe import CUTS, METHODS, PRESET_OF, RECOMPUTE_CHOICES, VOCABULARY_MULTIPLE, Recipe
+from megatron.bcd.planner.estimate import MULTIPLIERS, Estimate, make_estimate
+from megatron.bcd.planner.memory import RankMemory, recomputation
+from megatron.bcd.planner.paper import FITTED_MODELS, Paper
+from megatron.bcd.planner.recipe import (
+    CUTS,
+    METHODS,
+    MOMENTS,
+    PRESET_OF,
+    RECOMPUTE_CHOICES,
+    VOCABULARY_MULTIPLE,
+    Recipe,
+)
 from megatron.bcd.planner.remedies import remedies
-from megatron.bcd.planner.search import layouts, search, shortest_that_fits, valid_pipelines
-from megatron.bcd.planner.tables import choose, read_clusters, read_models, read_published
+from megatron.bcd.planner.search import (
+    SearchResult,
+    place,
+    search,
+    shortest_that_fits,
+    valid_pipelines,
+    with_fewest_blocks,
+)
+from megatron.bcd.planner.tables import (
+    GIB,
+    Cluster,
+    Model,
+    choose,
+    columns_of,
+    read_clusters,
+    read_models,
+    read_published,
+)
 
 PROG = "tools/plan.py"
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_CLUSTERS = os.path.join(ROOT, "examples", "clusters.csv")
-DEFAULT_BATCH = 64
-TASKS = ("pretrain", "sft")
+MODELS = os.path.join(ROOT, "examples", "models.csv")
+CLUSTERS = os.path.join(ROOT, "examples", "clusters.csv")
 SFT_DEFAULTS = {"precision": "bf16", "seq_length": 1024, "global_batch_size": 8, "recompute": None}
 """By flag; recompute None: only where it does not fit without."""
+_LONGEST_DEFAULT = 2048
+"""Tokens of a sequence by default, where config.json allows more."""
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
-_PAPER_CLUSTER = "rtx4090"
+_FITTED_CLUSTER = "rtx4090"
+_WIDTH = 120
+_MOST_ROWS = 12
+"""Rows of the memory table; with more ranks, only the stages with the largest and smallest peak are shown."""
+
+# ---------------------------------------------------------------- the command line
 
 
 def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
     """With the defaults of a task."""
     parser = Parser(prog=PROG, usage=f"{PROG} --model NAME --gpu NAME --num-gpus N [flags]", description=__doc__)
     add = parser.add_argument
-    add("--model", metavar="NAME", help="a row of the model table, a config.json, or the folder that holds one")
+    add("--model", metavar="NAME", help="a config.json, the folder that holds one, or a row of the model table")
     add("--gpu", metavar="NAME", help="a row of the cluster table")
     add("--num-gpus", type=int, metavar="N", help="GPUs of the run")
     add("--search", action="store_true", help="all methods side by side, each in its cheapest layouts that fit, and"
@@ -72,17 +97,16 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
     add("--pipelines", action="store_true", help="layouts of blocks on one pipeline (--num-gpus stages), side by side;"
         " without --model of six of the paper's models")  # fmt: skip
     add("--paper", action="store_true", help="recompute the paper's tables")
-    add("--verify", action="store_true", help="compare parameter counts with models on the meta device (needs torch)")
+    add("--verify", action="store_true", help=f"without effect: {_VERIFY}")
     add_json(parser)
     group = parser.add_argument_group("recipe", "same names as the training script's flags")
     add = group.add_argument
-    add("--task", choices=TASKS, default="pretrain", help="pretrain, or sft: fine-tuning a published model on records;"
-        " its defaults are method finetune, bf16, packed sequences of 1,024 tokens, global batch 8, recomputation where"
+    add("--task", choices=tuple(COMPARED), default="pretrain", help="sft: fine-tuning a published model on records;"
+        " by default method finetune, bf16, packed sequences of 1,024 tokens, global batch 8, recomputation where"
         " needed, three epochs of Alpaca (default: pretrain)")  # fmt: skip
-    add("--method", choices=METHODS, help="block coordinate descent as in the paper, or with --bcd-preset pretrain or"
-        " finetune; full training, or full training with the optimizer on the host (default: bcd)")  # fmt: skip
-    add("--bcd-preset", choices=tuple(PRESETS), help="of block coordinate descent: paper is --method bcd, the others"
-        " are methods of their name")  # fmt: skip
+    add("--method", choices=METHODS, help="bcd: block coordinate descent as in the paper; pretrain, finetune: with that"
+        " --bcd-preset; full training; offload: the same with the optimizer on the host (default: bcd)")  # fmt: skip
+    add("--bcd-preset", choices=tuple(PRESETS), help="the method of that name; paper is --method bcd")
     add("--bcd-num-blocks", type=int, metavar="M", help="(default: 3, with finetune the fewest that fit; --search"
         " tries 2 to 6 with method bcd)")  # fmt: skip
     add("--bcd-layout", choices=LAYOUTS, help="(default: spread; with --bcd-preset pretrain strided)")
@@ -90,14 +114,12 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
     add("--pipeline-model-parallel-size", type=int, metavar="N", help="(default: the smallest that fits;"
         " --search tries all)")  # fmt: skip
     add("--context-parallel-size", type=int, default=1, metavar="N", help="(default: 1)")
-    add("--seq-length", type=int, metavar="N", help="(default: the model table's; with --task sft at most"
-        f" {SFT_DEFAULTS['seq_length']:,})")  # fmt: skip
+    add("--seq-length", type=int, metavar="N", help="(default: the model's, of a config.json at most"
+        f" {_LONGEST_DEFAULT:,}; with --task sft {SFT_DEFAULTS['seq_length']:,})")  # fmt: skip
     add("--micro-batch-size", type=int, default=1, metavar="N", help="(default: 1; --search tries powers of two)")
-    add("--global-batch-size", type=int, default=DEFAULT_BATCH, metavar="N", help="sequences of an iteration (default:"
-        f" {DEFAULT_BATCH})")  # fmt: skip
-    add("--recompute", nargs="?", const="full", choices=RECOMPUTE_CHOICES, default="none", help="recompute activations:"
-        " none, full, or auto: on each stage and in each phase the least that fits; the bare flag means full (--search"
-        " tries none and auto)")  # fmt: skip
+    add("--global-batch-size", type=int, default=64, metavar="N", help="sequences of an iteration (default: 64)")
+    add("--recompute", nargs="?", const="full", choices=RECOMPUTE_CHOICES, default="none", help="auto: on each stage"
+        " and in each phase the least that fits; the bare flag means full (--search tries none and auto)")  # fmt: skip
     add("--pipeline-cut", choices=CUTS, default="even", help="auto: the head counts as layers (--search tries both)")
     add("--num-virtual-stages-per-pipeline-rank", type=int, metavar="V", help="chunks of a stage, with --bcd-layout"
         " interleaved (default: as many as blocks)")  # fmt: skip
@@ -106,17 +128,41 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
     add = group.add_argument
     add("--tokens", type=token_count, metavar="N", help="tokens that full training would read, such as 300M, 1B or 1e9"
         " (default: 20 per parameter)")  # fmt: skip
+    (paper, _), (pretrain, _) = MULTIPLIERS["bcd"], MULTIPLIERS["pretrain"]
     add("--bf-multiplier", type=float, metavar="K", help="iterations of BCD with three blocks over those of full"
-        " training to the same loss; with method bcd scaled to other numbers of blocks as in the paper's table 11; with"
-        " --compare pretrain's"
-        f" (default: {PAPER.value}, {PAPER.source}; method pretrain: {PRETRAIN.value}, {PRETRAIN.source})")  # fmt: skip
+        " training to the same loss; with --compare pretrain's"
+        f" (default: {paper}; method pretrain: {pretrain})")  # fmt: skip
     group = parser.add_argument_group("data files")
     add = group.add_argument
     add("--models", metavar="FILE", help="rows of your own, beside those of examples/models.csv or in their place")
-    add("--clusters", metavar="FILE", default=_CLUSTERS, help="the cluster table")
+    add("--clusters", metavar="FILE", default=CLUSTERS, help="the cluster table")
     if task == "sft":
         parser.set_defaults(**SFT_DEFAULTS)
     return parser
+
+
+_VERIFY = "the formulas are compared with built models by tests/unit/test_plan_verify.py"
+_CHUNKS = "num_virtual_stages_per_pipeline_rank"
+_OF_BLOCKS = ("bcd_layout", "bcd_frozen", "bcd_always_active", _CHUNKS)
+_SET_BY_PIPELINES = ("pipeline_model_parallel_size", "recompute", "pipeline_cut", "bcd_layout", _CHUNKS)
+_FLAG_OF = {
+    "num_blocks": "bcd_num_blocks",
+    "layout": "bcd_layout",
+    "frozen": "bcd_frozen",
+    "always_active": "bcd_always_active",
+    "num_chunks": _CHUNKS,
+}
+"""Flags of Recipe's fields, where they have another name."""
+
+
+def add_memory_flags(group: Any) -> None:
+    """Flags that save memory at a cost in quality."""
+    add = group.add_argument
+    add("--bcd-frozen", metavar="PARTS", help="never trained: some of embedding, head, norms, or none (default: none;"
+        " with finetune embedding)")  # fmt: skip
+    add("--bcd-always-active", metavar="PARTS", help="trained in every phase: some of norms, biases, embedding, head,"
+        " or none; what is not belongs to a block, the head to the top one (default: the preset's)")  # fmt: skip
+    add("--adam-moments-dtype", choices=MOMENTS, default="fp32", help="of Adam's moments (default: fp32)")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -126,7 +172,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def token_count(text: str) -> float:
-    """1e9, 300M, 1B. Raises argparse.ArgumentTypeError for what is no number."""
+    """1e9, 300M, 1B."""
     unit = _UNITS.get(text[-1:].upper())
     try:
         return float(text[:-1]) * unit if unit else float(text)
@@ -143,6 +189,64 @@ def method_of(arguments: argparse.Namespace) -> str:
     if method not in (None, "bcd") and PRESET_OF.get(method) != preset:
         raise ValueError(f"--bcd-preset {preset} cannot be combined with --method {method}; give one of them")
     return next(name for name, known in PRESET_OF.items() if known == preset)
+
+
+def check_flags(arguments: argparse.Namespace, method: str) -> None:
+    """Raises ValueError naming a flag that nothing would read."""
+    if getattr(arguments, "pipelines", False):
+        names, other = _SET_BY_PIPELINES, "--pipelines, which sets it itself"
+    elif method not in PRESET_OF:
+        names, other = _OF_BLOCKS, f"--method {method}, which has no blocks"
+    else:
+        names, other = (), ""
+    for name in names:
+        if (value := getattr(arguments, name, None)) not in (None, "none", "even") or name == "bcd_frozen" and value:
+            raise ValueError(f"--{name.replace('_', '-')} {value} cannot be combined with {other}: leave it out")
+    if not names and getattr(arguments, _CHUNKS, None) and arguments.bcd_layout != "interleaved":
+        raise ValueError(f"--{_CHUNKS.replace('_', '-')} needs --bcd-layout interleaved: give both, or leave it out")
+
+
+def named_model(name: str, *, models: str | None, flag: str) -> Model:
+    """The network of a config.json or of the folder that holds one, else a row of the file `models` or of the built-in
+    table."""
+    if name.endswith(".json") or os.path.isfile(os.path.join(name, CONFIG)):
+        network = read_architecture(name)
+        is_gpt = network.family == "gpt2"
+        return Model(
+            name=os.path.basename(os.path.abspath(name if os.path.isdir(name) else os.path.dirname(name))),
+            form="gpt" if is_gpt else "llama",
+            layers=network.num_layers,
+            hidden=network.hidden_size,
+            heads=network.num_attention_heads,
+            groups=network.num_query_groups,
+            ffn=network.ffn_hidden_size,
+            vocabulary=network.vocab_size,
+            sequence=min(network.plain_positions, _LONGEST_DEFAULT),
+            source=name,
+            head_dim=network.head_size,
+            tied=network.tied,
+            biases="all" if network.linear_bias else "qkv" if network.qkv_bias else "none",
+            qk_norm=network.qk_norm,
+            positions=network.max_positions if is_gpt else 0,
+        )
+    table = read_models(MODELS) | (read_models(models) if models else {})
+    try:
+        return choose(table, name, flag=flag)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; or give a {CONFIG}, the folder that holds one, or a row of your own with --models FILE "
+            f"(columns {columns_of(Model)})"
+        ) from None
+
+
+def memory_fields(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Recipe's fields of `add_memory_flags`; None: the preset's. Raises ValueError for an unknown part."""
+    frozen, always = arguments.bcd_frozen, arguments.bcd_always_active
+    return {
+        "frozen": None if frozen is None else BcdConfig(bcd_frozen=frozen).frozen,
+        "always_active": None if always is None else BcdConfig(bcd_always_active=always).always_active,
+        "adam_moments_dtype": arguments.adam_moments_dtype,
+    }
 
 
 def fields_of(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -171,35 +275,195 @@ def fields_of(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def cost_of(arguments: argparse.Namespace) -> dict[str, float | None]:
-    """Arguments of an estimate's cost."""
-    return {"tokens": arguments.tokens, "multiplier": arguments.bf_multiplier}
-
-
 def recipe_of(arguments: argparse.Namespace) -> Recipe:
     """The recipe of the flags. Raises ValueError naming a missing or invalid flag."""
-    fields = fields_of(arguments)
-    if arguments.recompute is None and not arguments.search and not arguments.compare:
-        given = {"pipeline_size": arguments.pipeline_model_parallel_size} | fields
-        return place(placements=(), **{name: value for name, value in given.items() if name != "recompute"})
-    size = arguments.pipeline_model_parallel_size
+    fields, size = fields_of(arguments), arguments.pipeline_model_parallel_size
+    is_search = arguments.search or arguments.compare
+    if arguments.recompute is None and not is_search:
+        del fields["recompute"]
+        return place(pipeline_size=size, **fields)
     suited = valid_pipelines(**fields) if size is None else [Recipe(pipeline_size=size, **fields)]
-    if arguments.search or arguments.compare:
-        return suited[0]
-    return with_fewest_blocks(shortest_that_fits(suited))
+    return suited[0] if is_search else with_fewest_blocks(shortest_that_fits(suited))
+
+
+def flags_of(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of flags, by name, of changed fields of a recipe; None: the default."""
+    words = {name: parts_of(value) if isinstance(value, frozenset) else value for name, value in changes.items()}
+    return {_FLAG_OF.get(name, name): value for name, value in words.items()}
+
+
+def words_of(values: Mapping[str, Any]) -> list[str]:
+    """The command line of flags, without those that are None."""
+    words = []
+    for name, value in values.items():
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", f"{value:g}" if isinstance(value, float) else str(value)]
+    return words
+
+
+# ---------------------------------------------------------------- answers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """For people, for programs, and the exit code: 1 for a plan that does not fit."""
+
+    text: str
+    data: Any
+    code: int = 0
+
+
+def answer_to(arguments: argparse.Namespace) -> Answer:
+    """Raises ValueError for a user's mistake."""
+    if arguments.paper:
+        recomputed = paper()
+        return Answer(text=show_paper(recomputed), data=list(paper_cells(recomputed)))
+    if arguments.pipelines:
+        return answer_pipelines(arguments)
+    recipe = recipe_of(arguments)
+    is_one_method = bool(arguments.method or arguments.bcd_preset)
+    if arguments.compare and is_one_method:
+        raise ValueError("--compare shows all methods: leave out --method and --bcd-preset")
+    if arguments.compare or (arguments.search and not is_one_method):
+        return answer_comparison(arguments, recipe)
+    if arguments.search:
+        return answer_search(arguments, recipe)
+    estimate = make_estimate(recipe, **cost_of(arguments))
+    if estimate.fits:
+        return Answer(text=show_estimate(estimate), data=with_command(estimate))
+    others = what_fits(arguments)
+    text = f"{show_figures(estimate)}\n\n{show_remedies(others)}"
+    return Answer(text=text, data=with_command(estimate) | {"what_fits": [each.data for each in others]}, code=1)
+
+
+def cost_of(arguments: argparse.Namespace) -> dict[str, float | None]:
+    return {"tokens": arguments.tokens, "multiplier": arguments.bf_multiplier}
 
 
 def paper() -> Paper:
     """The paper's numbers, recomputed."""
-    return recompute_paper(
-        read_published(os.path.join(ROOT, "docs", "paper_figures.csv")),
-        read_models(MODELS),
-        read_clusters(_CLUSTERS)[_PAPER_CLUSTER],
+    published = read_published(os.path.join(ROOT, "docs", "paper_figures.csv"))
+    return Paper(published, read_models(MODELS), read_clusters(CLUSTERS)[_FITTED_CLUSTER])
+
+
+def paper_cells(recomputed: Paper) -> Iterator[dict[str, Any]]:
+    for cell in recomputed.cells:
+        yield {
+            "table": cell.table,
+            "row": cell.row,
+            "column": cell.column,
+            "published": cell.published,
+            "recomputed": cell.recomputed,
+            "difference": cell.difference,
+            "note": cell.note,
+        }
+
+
+def answer_pipelines(arguments: argparse.Namespace) -> Answer:
+    """Layouts on the given pipeline, or on those of PIPELINES."""
+    wanted = PIPELINES if arguments.model is None else ((arguments.model, arguments.num_gpus),)
+    rows = []
+    for model, stages in wanted:
+        given = argparse.Namespace(**{**vars(arguments), "model": model, "num_gpus": stages})
+        fields = fields_of(given) | {"recompute": "none", "cut": "even", "layout": None}
+        rows += [(model, stages, time) for time in layout_times(Recipe(pipeline_size=stages, **fields))]
+    data = [
+        {
+            "model": model,
+            "stages": stages,
+            "layout": time.name,
+            "chunks": time.recipe.partition.num_chunks,
+            "cut": time.recipe.cut,
+            "recompute": time.recipe.recompute,
+            "num_blocks": time.recipe.partition.num_blocks,
+            "iteration_seconds": time.seconds,
+            "ratio_to_full": time.ratio,
+            "peak_gib": time.peak_gib,
+            "fits": time.fits,
+            "layers_recomputed": time.num_recomputed,
+        }
+        for model, stages, time in rows
+    ]
+    return Answer(text=show_pipelines(rows), data=data)
+
+
+def answer_comparison(arguments: argparse.Namespace, recipe: Recipe) -> Answer:
+    """All methods side by side, with --search the plan of the best on these GPUs too."""
+    rows = compare(
+        recipe,
+        paper().time_errors(),
+        num_blocks=arguments.bcd_num_blocks,
+        pipeline_size=arguments.pipeline_model_parallel_size,
+        **cost_of(arguments),
     )
+    methods = [
+        row.estimate.as_dict()
+        | {
+            "cost_ratio": row.cost_ratio,
+            "state_per_parameter": row.estimate.state_per_parameter,
+            "dollars_with_error": row.price_with_error if recipe.cluster.is_priced else None,
+        }
+        for row in rows
+    ]
+    text = show_comparison(rows, asked=recipe.num_gpus)
+    if arguments.compare:
+        return Answer(text=text, data=methods)
+    best = as_asked(rows)
+    data = {"best": None, "methods": methods, "verdict": list(verdict(rows))}
+    if best is not None:
+        text = f"{text}\n\nthe best on {gpus(recipe.num_gpus)}\n\n{show_estimate(best.estimate)}"
+        return Answer(text=text, data=data | {"best": with_command(best.estimate)})
+    cheapest = rows[0].estimate.recipe
+    changes = {"num_gpus": cheapest.num_gpus, "global_batch_size": cheapest.global_batch_size}
+    if cheapest.global_batch_size == recipe.global_batch_size:
+        del changes["global_batch_size"]
+    command = shlex.join(["python", PROG, *words_of(_given(arguments) | changes), "--search"])
+    text = f"{text}\n\nno method fits on {gpus(recipe.num_gpus)}; plan the best with\n{command}"
+    return Answer(text=text, data=data, code=1)
+
+
+def answer_search(arguments: argparse.Namespace, recipe: Recipe) -> Answer:
+    """The cheapest layouts of one method."""
+    found = search(
+        recipe,
+        num_blocks=None if arguments.bcd_num_blocks is None else [arguments.bcd_num_blocks],
+        pipeline_size=arguments.pipeline_model_parallel_size,
+        **cost_of(arguments),
+    )
+    if not found.best:
+        others = what_fits(arguments)
+        head = f"no layout of {recipe.model.name} with --method {recipe.method} fits on {recipe.num_gpus} x "
+        text = f"{head}{recipe.cluster.gpu}\n{show_remedies(others)}"
+        return Answer(text=text, data={"best": [], "what_fits": [each.data for each in others]}, code=1)
+    best = [with_command(estimate) for estimate in found.best]
+    return Answer(text=show_search(found), data={"tried": found.num_tried, "fitting": found.num_fitting, "best": best})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedied:
+    """A change with which the plan fits."""
+
+    data: dict[str, Any]
+    """The changed flags, the planner's command for the changed plan, and what each flag costs in loss."""
+    estimate: Estimate
+
+
+_SAME = "the same loss, a longer step"
+LOSS_OF = {
+    "micro_batch_size": _SAME,
+    "recompute": _SAME,
+    "adam_moments_dtype": "0.1 and 2 % higher in two small models, full Adam; fine-tuning with four blocks the same",
+    "precision": "not measured apart from other changes",
+    "bcd_always_active": "the head is trained in the top block's phase only: not measured",
+    "bcd_frozen": "a frozen head 5 and 6 % higher than an active one (two small models fine-tuned)",
+    "bcd_num_blocks": "fine-tuning of 350 steps 1.1 % over full training with 2, 2.4 % with 6, 4.5 % with 30",
+    "method": "side by side with --compare",
+}
+"""Of flags that let a plan fit: docs/fine_tuning.md, docs/learning.md."""
 
 
 def what_fits(arguments: argparse.Namespace) -> list[Remedied]:
-    """Changed flags with which the plan fits, and the planner's command for each."""
+    """Changed flags with which the plan fits."""
     found = []
     fields = fields_of(arguments) | {"recompute": arguments.recompute or "auto"}
     for remedy in remedies(fields, pipeline_size=arguments.pipeline_model_parallel_size):
@@ -209,14 +473,12 @@ def what_fits(arguments: argparse.Namespace) -> list[Remedied]:
         if remedy.recipe.pipeline_size != arguments.pipeline_model_parallel_size:
             changes["pipeline_model_parallel_size"] = None
         shown = {name: value for name, value in changes.items() if value is not None}
-        found.append(
-            Remedied(
-                names=tuple(shown),
-                flags=" ".join(words_of(shown)),
-                command=shlex.join(["python", PROG, *words_of(_given(arguments) | changes)]),
-                estimate=make_estimate(remedy.recipe),
-            )
-        )
+        data = {
+            "flags": " ".join(words_of(shown)),
+            "command": shlex.join(["python", PROG, *words_of(_given(arguments) | changes)]),
+            "loss": [f"--{name.replace('_', '-')}: {LOSS_OF[name]}" for name in shown if name in LOSS_OF],
+        }
+        found.append(Remedied(data=data, estimate=make_estimate(remedy.recipe)))
     return found
 
 
@@ -230,136 +492,407 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def run(argv: Sequence[str] | None) -> tuple[str, int]:
-    """The text to print, and the exit code: 1 for a plan that does not fit. Raises ValueError for a user's mistake."""
-    arguments = parse_arguments(argv)
-    modes = [name for name in ("search", "compare", "pipelines", "paper", "verify") if getattr(arguments, name)]
-    if len(modes) > 1:
-        raise ValueError(f"--{modes[0]} and --{modes[1]} are both given: give one of them")
-    refuse_unused(arguments, method_of(arguments))
-    answer = answer_to(arguments)
-    if arguments.json is None:
-        return answer.text, answer.code
-    data = json.dumps(answer.data, indent=1)
-    if arguments.json == STDOUT:
-        return data, answer.code
-    from report import write_aside
-
-    write_aside(arguments.json, lambda name: Path(name).write_text(f"{data}\n", encoding="utf-8"), flag="--json")
-    return f"{answer.text}\nwrote {arguments.json}", answer.code
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """For people, for programs, and the exit code."""
-
-    text: str
-    data: Any
-    code: int = 0
-
-
-def answer_to(arguments: argparse.Namespace) -> Answer:
-    """Raises ValueError for a user's mistake."""
-    if arguments.paper:
-        recomputed = paper()
-        return Answer(text=show_paper(recomputed), data=recomputed.as_list())
-    if arguments.pipelines:
-        return run_pipelines(arguments)
-    recipe = recipe_of(arguments)
-    if arguments.verify:
-        try:
-            from _plan_verify import show_counts, verify  # torch takes seconds to import
-        except ModuleNotFoundError as error:
-            raise ValueError(f"--verify builds the model, and {error.name} is not installed") from None
-        counts = verify(recipe)
-        return Answer(text=show_counts(recipe, counts), data=counts)
-    is_one_method = bool(arguments.method or arguments.bcd_preset)
-    if arguments.compare and is_one_method:
-        raise ValueError("--compare shows all methods: leave out --method and --bcd-preset")
-    if arguments.compare or (arguments.search and not is_one_method):
-        return run_comparison(arguments, recipe)
-    if arguments.search:
-        return run_search(arguments, recipe)
-    estimate = make_estimate(recipe, **cost_of(arguments))
-    others = [] if estimate.fits else what_fits(arguments)
-    data = _with_command(estimate) | ({} if estimate.fits else {"what_fits": _listed(others)})
-    return Answer(text=show_estimate(estimate, others), data=data, code=0 if estimate.fits else 1)
-
-
-def run_pipelines(arguments: argparse.Namespace) -> Answer:
-    """Layouts on the given pipeline, or on those of PIPELINES."""
-    wanted = PIPELINES if arguments.model is None else ((arguments.model, arguments.num_gpus),)
-    rows = {}
-    for model, stages in wanted:
-        given = argparse.Namespace(**{**vars(arguments), "model": model, "num_gpus": stages})
-        fields = fields_of(given) | {"recompute": "none", "cut": "even", "layout": None}
-        rows[model, stages] = layout_times(Recipe(pipeline_size=stages, **fields))
-    return Answer(text=show_pipelines(rows), data=pipelines_as_list(rows))
-
-
-def run_comparison(arguments: argparse.Namespace, recipe: Recipe) -> Answer:
-    """All methods side by side, with --search the plan of the best on these GPUs too."""
-    rows = compare(
-        recipe,
-        time_errors(paper().cells()),
-        num_blocks=arguments.bcd_num_blocks,
-        pipeline_size=arguments.pipeline_model_parallel_size,
-        **cost_of(arguments),
-    )
-    text = show_comparison(rows)
-    if arguments.compare:
-        return Answer(text=text, data=comparison_as_list(rows))
-    best = as_asked(rows)
-    data = {"best": None, "methods": comparison_as_list(rows), "verdict": verdict(rows)}
-    if best is not None:
-        text = f"{text}\n\nthe best on {gpus(recipe.num_gpus)}\n\n{show_estimate(best.estimate)}"
-        return Answer(text=text, data=data | {"best": _with_command(best.estimate)})
-    cheapest = rows[0].estimate.recipe
-    changes = {"num_gpus": cheapest.num_gpus}
-    if cheapest.global_batch_size != recipe.global_batch_size:
-        changes["global_batch_size"] = cheapest.global_batch_size
-    command = shlex.join(["python", PROG, *words_of(_given(arguments) | changes), "--search"])
-    text = f"{text}\n\nno method fits on {gpus(recipe.num_gpus)}; plan the best with\n{command}"
-    return Answer(text=text, data=data, code=1)
-
-
-def run_search(arguments: argparse.Namespace, recipe: Recipe) -> Answer:
-    """The cheapest layouts of one method."""
-    sizes = {
-        "num_blocks": None if arguments.bcd_num_blocks is None else [arguments.bcd_num_blocks],
-        "pipeline_size": arguments.pipeline_model_parallel_size,
-    }
-    if not any(fits(each) for each in layouts(recipe, **sizes)):
-        others = what_fits(arguments)
-        head = f"no layout of {recipe.model.name} with --method {recipe.method} fits on {recipe.num_gpus} x "
-        text = f"{head}{recipe.cluster.gpu}\n{show_remedies(others)}"
-        return Answer(text=text, data={"best": [], "what_fits": _listed(others)}, code=1)
-    found = search(recipe, **sizes, **cost_of(arguments))
-    best = [_with_command(estimate) for estimate in found.best]
-    return Answer(text=show_search(found), data={"tried": found.num_tried, "fitting": found.num_fitting, "best": best})
-
-
-def _with_command(estimate: Estimate) -> dict[str, Any]:
+def with_command(estimate: Estimate) -> dict[str, Any]:
     """Plain values; the command is None where it would run out of memory."""
-    return estimate.as_dict() | {"command": _command(estimate) if estimate.fits else None}
+    return estimate.as_dict() | {"command": command_of(estimate) if estimate.fits else None}
 
 
-def _listed(others: Sequence[Remedied]) -> list[dict[str, Any]]:
-    return [{"flags": each.flags, "command": each.command, "loss": each.loss} for each in others]
-
-
-def _command(estimate: Estimate) -> str:
+def command_of(estimate: Estimate) -> str:
     return torchrun_command(estimate.recipe, iterations=estimate.cost.iterations)
+
+
+# ---------------------------------------------------------------- text
+
+
+def table(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """Aligned columns; the first `left` ones to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        aligned = (
+            cell.ljust(width) if number < left else cell.rjust(width) for number, (cell, width) in enumerate(cells)
+        )
+        lines.append("  ".join(aligned).rstrip())
+    return "\n".join(lines)
+
+
+def gpus(number: int) -> str:
+    return f"{number} GPU{'s' if number > 1 else ''}"
+
+
+def unit_of_price(cluster: Cluster) -> str:
+    """What plans are ranked by."""
+    return "dollars" if cluster.is_priced else "GPU hours"
+
+
+def without_price(cluster: Cluster) -> str:
+    return f"no price is known: usd_per_gpu_hour of {cluster.name} is 0 in the cluster table; ranked by GPU hours"
+
+
+def show_estimate(estimate: Estimate) -> str:
+    """Recipe, memory, time, cost and the command of a plan that fits."""
+    if estimate.recipe.task == "sft":
+        advice = "put your own in place of MODEL_DIR, DATA.jsonl and OUT_DIR"
+    else:
+        needs = "needs a GPU; " if estimate.recipe.method == "offload" else ""
+        advice = f"{needs}mock data: replace the last line by your own, and leave out -mock in --save and --load"
+    return f"{show_figures(estimate)}\n\ncommand ({advice})\n{command_of(estimate)}"
+
+
+def show_remedies(others: Sequence[Remedied]) -> str:
+    """What fits, a line each, and the planner's command of the first."""
+    if not others:
+        return "nothing fits on any number of these GPUs: take a smaller model or a GPU with more memory"
+    rows = [("with", "GPUs", "PP x DP", "GiB", "tokens/s")]
+    for each in others:
+        recipe = each.estimate.recipe
+        figures = (f"{each.estimate.peak.total / GIB:.1f}", f"{each.estimate.tokens_per_second:,.0f}")
+        ranks = f"{recipe.pipeline_size} x {recipe.data_size}"
+        rows.append((each.data["flags"], str(recipe.num_gpus), ranks, *figures))
+    loss = "\n".join(dict.fromkeys(line for each in others for line in each.data["loss"]))
+    return f"what fits\n{table(rows)}\nloss\n{loss}\nplan the first with\n{others[0].data['command']}"
+
+
+def show_figures(estimate: Estimate) -> str:
+    """Recipe, memory, time, cost."""
+    recipe = estimate.recipe
+    nodes = f"{recipe.num_nodes} node{'s' if recipe.num_nodes > 1 else ''} of {recipe.gpus_per_node}"
+    settings = (
+        f"{_layout(estimate)}, {recipe.precision}, sequence {recipe.tokens:,}, global batch {recipe.global_batch_size} "
+        f"({recipe.num_microbatches} microbatches)"
+    )
+    return (
+        f"{recipe.model.name}: {estimate.parameters:,} parameters, {recipe.method}, on {recipe.num_gpus} x "
+        f"{recipe.cluster.gpu} ({nodes})\n{textwrap.fill(settings, _WIDTH)}\n\n"
+        f"memory per rank, GiB (of {recipe.cluster.memory_gib:g})\n{_memory(estimate)}\n\n"
+        f"time of an iteration, ms\n{_time(estimate)}\n\n{_cost(estimate)}"
+    )
+
+
+def _layout(estimate: Estimate) -> str:
+    recipe, partition = estimate.recipe, estimate.recipe.partition
+    context = f" x context {recipe.context_size}" if recipe.context_size > 1 else ""
+    parts = [f"pipeline {recipe.pipeline_size}{context} x data {recipe.data_size}"]
+    if recipe.has_blocks:
+        parts.append(f"{partition.num_blocks} block{'s' if partition.num_blocks > 1 else ''} ({partition.layout})")
+    if partition.num_chunks > 1:
+        parts.append(f"{partition.num_chunks} chunks a stage")
+    if recipe.cut == "auto":
+        parts.append("cut by work")
+    parts.append(f"micro-batch {recipe.micro_batch_size}")
+    if recipe.recompute == "auto":
+        parts.append(_recomputed(recipe))
+    elif recipe.recompute != "none":
+        parts.append("recomputation")
+    return ", ".join(parts)
+
+
+def _recomputed(recipe: Recipe) -> str:
+    """What --recompute auto recomputes."""
+    choices = recomputation(recipe)
+    layers = [sum(sum(stage[block].layers) for stage in choices) for block in range(recipe.partition.num_blocks)]
+    least, most = min(layers), max(layers)
+    if most:
+        number = str(most) if least == most else f"{least} to {most}"
+        return f"recomputation of {number} layer{'s' * (most > 1)}"
+    is_selective = any(choice.granularity == "selective" for stage in choices for choice in stage)
+    return "recomputation of attention" if is_selective else "nothing recomputed"
+
+
+def _memory(estimate: Estimate) -> str:
+    names = ("weights", "gradients", "optimizer", "activations", "optimizer_work", "communication", "framework")
+    rows = [("stage", "block", *(name.replace("_", " ") for name in names), "peak")]
+    shown = _most_telling(estimate.ranks)
+    for rank in shown:
+        figures = (*(getattr(rank, name) for name in names), rank.total)
+        rows.append((str(rank.stage), str(rank.block), *(f"{figure / GIB:.2f}" for figure in figures)))
+    lines, recipe, peak = [table(rows, left=0)], estimate.recipe, estimate.peak
+    blocks = recipe.partition.num_blocks
+    if len(shown) < len(estimate.ranks):
+        of_phases = len(shown) <= 2 and blocks > 2
+        number = (
+            f"phases with the largest and the smallest peak, of {blocks}"
+            if of_phases
+            else (f"stages with the largest and the smallest peak, of {recipe.pipeline_size}")
+        )
+        lines.append(f"the {number}")
+    lines.append("peak: model state and framework, and the larger of activations with communication and optimizer work")
+    if estimate.host_bytes:
+        what = "main parameters' low bits (none with --bcd-main-params drop)"
+        if recipe.method == "offload":
+            what = "weights, gradients and moments"
+        elif recipe.is_muon:
+            what = "momenta of inactive blocks"
+        lines.append(f"on the host, per rank: {estimate.host_bytes / GIB:.1f} GiB of {what}")
+    largest = estimate.largest_micro_batch
+    where = f"{peak.total / GIB:.1f} GiB on stage {peak.stage} in the phase of block {peak.block}"
+    if estimate.fits:
+        lines.append(f"fits: {where}; the largest micro-batch that fits is {largest}")
+    else:
+        what = f"micro-batch {largest} would fit" if largest else "no micro-batch fits"
+        lines.append(f"does NOT fit: {where}; {what}")
+    return "\n".join(lines)
+
+
+def _most_telling(ranks: Sequence[RankMemory]) -> Sequence[RankMemory]:
+    """Of many ranks the stages with the largest and the smallest peak; of many phases these two ranks."""
+    if len(ranks) <= _MOST_ROWS:
+        return ranks
+    by_peak = sorted(ranks, key=lambda rank: rank.total)
+    largest = max(ranks, key=lambda rank: rank.total)
+    extremes = [largest, by_peak[0]]
+    shown = [rank for rank in ranks if rank.stage in {each.stage for each in extremes}]
+    return shown if len(shown) <= _MOST_ROWS else [rank for rank in shown if rank in extremes]
+
+
+def _time(estimate: Estimate) -> str:
+    rows = [("block", "pipeline", "optimizer", "reductions", "total", "bubble")]
+    phases = estimate.phases
+    if len(phases) > _MOST_ROWS:
+        phases = (phases[0], phases[len(phases) // 2], phases[-1])
+    for phase in phases:
+        seconds = (phase.pipeline, phase.optimizer, phase.reductions, phase.total)
+        rows.append((str(phase.block), *(f"{1e3 * second:,.0f}" for second in seconds), _percent(phase.bubble)))
+    rows.append(("mean", "", "", "", f"{1e3 * estimate.iteration_seconds:,.0f}", _percent(estimate.bubble)))
+    speed = f"{estimate.tokens_per_second:,.0f} tokens/s, MFU {100 * estimate.mfu:.1f} % (arithmetic of full training)"
+    if (share := estimate.orthogonalization_share) > 0:
+        speed += f"; orthogonalisation is {100 * share:.1f} % of the time"
+    return f"{table(rows)}\n{speed}"
+
+
+def _percent(share: float) -> str:
+    return f"{abs(round(100 * share)):d} %"  # rounding errors may make it less than nothing
+
+
+def _cost(estimate: Estimate) -> str:
+    cost, cluster = estimate.cost, estimate.recipe.cluster
+    more = phases = ""
+    num_blocks, longest = estimate.recipe.partition.num_blocks, estimate.recipe.bcd.mean_steps
+    if num_blocks > 1:
+        phases = f", {describe_steps(even_phases(cost.iterations, num_blocks=num_blocks, longest=longest))}"
+        more = f" x B-F multiplier {cost.multiplier:.2f} ({cost.multiplier_source})"
+    tokens = f"{cost.tokens / 1e9:,.1f} G" if cost.tokens >= 1e9 else f"{cost.tokens / 1e6:,.1f} M"
+    is_small = cost.gpu_hours < 100
+    hours, dollars = f"{cost.gpu_hours:,.{is_small:d}f}", f"{cost.dollars:,.{2 * is_small:d}f}"
+    days = f"{cost.days:,.1f} days" if cost.days >= 1 else f"{24 * cost.days:,.1f} hours"
+    price = f"${dollars} (${cluster.usd_per_gpu_hour:g} per GPU hour)"
+    if not cluster.is_priced:
+        price = f"no price known (usd_per_gpu_hour of {cluster.name} is 0)"
+    return f"{tokens} tokens{more}:\n{cost.iterations:,} iterations{phases}, {days}, {hours} GPU hours, {price}"
+
+
+LEARNING_NOTE = (
+    "number of blocks, layout and chunks per block decide which layers learn together: they change what is learned,\n"
+    "as the pipeline's size does except with interleaved. Recomputation and micro-batch change memory and speed only,\n"
+    "and so does the cut with interleaved; with the others it moves layers between blocks"
+)
+
+
+def show_search(found: SearchResult) -> str:
+    """The cheapest layouts, and the cheapest one's estimate."""
+    first = found.best[0].recipe
+    rows = [("layout", "GiB", "iteration s", "tokens/s", "B-F multiplier", "days", unit_of_price(first.cluster))]
+    for estimate in found.best:
+        rows.append(
+            (
+                _layout(estimate),
+                f"{estimate.peak.total / GIB:.1f}",
+                f"{estimate.iteration_seconds:.2f}",
+                f"{estimate.tokens_per_second:,.0f}",
+                f"{estimate.cost.multiplier:.2f}",
+                f"{estimate.cost.days:,.1f}",
+                f"{estimate.price:,.0f}",
+            )
+        )
+    lines = [f"{found.num_tried} layouts tried, {found.num_fitting} fit; the cheapest", table(rows)]
+    if not first.cluster.is_priced:
+        lines.append(without_price(first.cluster))
+    if first.method == "bcd":
+        lines.append(LEARNING_NOTE)
+    return "\n".join(lines) + f"\n\n{show_estimate(found.best[0])}"
+
+
+def as_asked(rows: Iterable[Compared]) -> Compared | None:
+    """The cheapest on the number of GPUs that was asked for."""
+    return next((row for row in rows if row.is_as_asked), None)
+
+
+def show_comparison(rows: Sequence[Compared], *, asked: int) -> str:
+    """One line per method and number of GPUs, cheapest first; what is best; what the figures rest on."""
+    head = ("method", "GPUs", "PP x DP", "blocks", "recompute", "GiB", "host", "B/param", "s/step", "B-F")
+    first = rows[0].estimate.recipe
+    lines = [(*head, "days", unit_of_price(first.cluster), "with error", "to full")]
+    for row in rows:
+        estimate, recipe, ends = row.estimate, row.estimate.recipe, row.price_with_error
+        lines.append(
+            (
+                row.name,
+                str(recipe.num_gpus),
+                f"{recipe.pipeline_size} x {recipe.data_size}",
+                str(recipe.partition.num_blocks) if recipe.has_blocks else "-",
+                recipe.recompute,
+                f"{estimate.peak.total / GIB:.1f}",
+                f"{estimate.host_bytes / GIB:.0f}",
+                f"{estimate.state_per_parameter:.1f}",
+                f"{estimate.iteration_seconds:.2f}",
+                f"{estimate.cost.multiplier:.2f}",
+                f"{estimate.cost.days:,.1f}",
+                f"{estimate.price:,.0f}",
+                "unknown" if ends is None else f"{ends[0]:,.0f}-{ends[1]:,.0f}",
+                "-" if row.cost_ratio is None else f"{row.cost_ratio:.2f}",
+            )
+        )
+    title = (
+        f"{first.model.name} on {asked} x {first.cluster.gpu}, {first.precision}, sequence {first.tokens:,}, global "
+        f"batch {first.global_batch_size}: the cheapest layout of each method, best first"
+    )
+    notes = [*verdict(rows), *_comparison_notes(rows, asked)]
+    return "\n".join([title, table(lines), *(textwrap.fill(one, _WIDTH, subsequent_indent="  ") for one in notes)])
+
+
+def verdict(rows: Sequence[Compared]) -> Iterator[str]:
+    """Whether block coordinate descent is the best choice."""
+    others = [row for row in rows if not row.estimate.recipe.has_blocks]
+    for name in dict.fromkeys(row.name for row in rows if row.estimate.recipe.has_blocks):
+        mine = [row for row in rows if row.name == name]
+        row = as_asked(mine) or mine[0]
+        if not others:
+            yield f"{name}: full training fits on no number of these GPUs, with the optimizer on the host either"
+            continue
+        best = (as_asked(others) if row.is_as_asked else None) or others[0]
+        number = best.estimate.recipe.num_gpus
+        ratio, multiplier = row.estimate.price / best.estimate.price, row.estimate.cost.multiplier
+        which = "there" if number == row.estimate.recipe.num_gpus else "that fits"
+        against = f"{best.name} on {gpus(number)}, the cheapest full training {which}"
+        if ratio < 1:
+            yield (
+                f"{name} costs {ratio:.2f} of {against}, if its multiplier of {multiplier:.2f} holds; above "
+                f"{multiplier / ratio:.2f} it costs more"
+            )
+            continue
+        ours, theirs = row.price_with_error, best.price_with_error
+        overlap = "; with the known errors the two overlap" if ours and theirs and ours[0] <= theirs[1] else ""
+        yield (
+            f"{name} is NOT the best choice: it costs {ratio:.2f} x {against}, and would cost less with a multiplier "
+            f"below {multiplier / ratio:.2f} only{overlap}"
+        )
+
+
+def _comparison_notes(rows: Sequence[Compared], asked: int) -> Iterator[str]:
+    first = rows[0].estimate.recipe
+    unit = unit_of_price(first.cluster)
+    yield (
+        f"to full: {unit} to full training's loss over the least of full training; with error: {unit} if times are as "
+        "far off as known ones were; B/param: bytes of model state per parameter; host: GiB of host memory per GPU"
+    )
+    if not first.cluster.is_priced:
+        yield without_price(first.cluster)
+    named: dict[str, list[Compared]] = {}
+    for row in rows:
+        named.setdefault(row.name, []).append(row)
+    for name, mine in named.items():
+        recipe, cost = mine[0].estimate.recipe, mine[0].estimate.cost
+        if as_asked(mine) is None:
+            yield (
+                f"{name}: no layout fits on {gpus(asked)}, with recomputation either; shown on {recipe.num_gpus}, the "
+                "fewest that fit"
+            )
+        if recipe.has_blocks:
+            yield f"B-F multiplier of {name}: {cost.multiplier:.2f}, {cost.multiplier_source}"
+    for name in map(name_of, COMPARED[first.task]):
+        if name not in named:
+            yield f"{name}: left out, it cannot be had with these flags or fits nowhere"
+    known, unknown = [], []
+    for name, mine in named.items():
+        if errors := mine[0].errors:
+            ends = f"{100 * min(errors):+.0f} to {100 * max(errors):+.0f} %"
+            known.append(f"{name} {ends} ({len(errors)} times)")
+        else:
+            unknown.append(name)
+    yield (
+        "known error: of the iteration time, against the paper's times on RTX 4090 in fp32 that no fit has seen: "
+        + ", ".join(known)
+    )
+    unknown += [first.precision] * (first.precision != "fp32")
+    unknown += [first.cluster.gpu] * (first.cluster.name != _FITTED_CLUSTER)
+    if unknown:
+        yield f"no time was ever published or measured for {', '.join(unknown)}; multipliers have errors too"
+
+
+def show_pipelines(rows: Sequence[tuple[str, int, LayoutTime]]) -> str:
+    """A line for each layout of each model and number of stages."""
+    shown = [("model", "stages", "layout", "chunks", "cut", "recompute", "blocks", "to full", "GiB", "layers again")]
+    for model, stages, time in rows:
+        recipe, partition = time.recipe, time.recipe.partition
+        settings = (time.name, str(partition.num_chunks), recipe.cut, recipe.recompute, str(partition.num_blocks))
+        peak = f"{time.peak_gib:.1f}{'' if time.fits else ' !'}"
+        shown.append((model, str(stages), *settings, f"{time.ratio:.3f}", peak, f"{time.num_recomputed:.1f}"))
+    first = rows[0][2].recipe
+    return "\n".join(
+        [
+            f"{first.cluster.gpu}, {first.precision}, sequence {first.tokens:,}, {first.num_microbatches} microbatches",
+            table(shown, left=6),
+            "to full: iteration time, simulated, over full training's on as many stages (1F1B, even cut, nothing",
+            "  recomputed, as if it fitted)",
+            f"GiB: the largest rank's peak, of {first.cluster.memory_gib:g}; !: does not fit; layers again: recomputed,"
+            " a phase's mean",
+            LEARNING_NOTE,
+        ]
+    )
+
+
+def show_paper(recomputed: Paper) -> str:
+    """Every cell that was recomputed, and what was fitted."""
+    rows, notes, settings = [("table", "row", "column", "published", "recomputed", "difference")], ["note"], 0
+    for cell in recomputed.cells:
+        if cell.recomputed is None or cell.difference is None:
+            settings += 1
+            continue
+        figures = (f"{cell.published:.3f}", f"{cell.recomputed:.3f}", f"{cell.difference:+.3f}")
+        rows.append((str(cell.table), cell.row, cell.column, *figures))
+        notes.append(cell.note)
+    body, cluster = table(rows, left=3).splitlines(), recomputed.cluster
+    errors = (f"table {number} {100 * recomputed.mean_error(number):.1f} %" for number in (4, 15, 16, 3))
+    return "\n".join(
+        [
+            *(f"{line}  {note}" for line, note in zip(body, notes, strict=True)),
+            "",
+            f"difference: published less recomputed. {settings} further cells (layers, sizes, numbers of GPUs) are "
+            "settings and were taken as given.",
+            f"Times: fitted on {' and '.join(FITTED_MODELS)} alone (tables 4, 15, 16; 8 cells): share of the peak "
+            f"{cluster.compute_share:.3f}, share of the memory bandwidth {cluster.memory_share:.3f};",
+            f"offload: on the same two models in table 3, {cluster.host_gb_per_s:.1f} GB/s through the host.",
+            f"Mean absolute error of the times that no fit has seen: {', '.join(errors)}",
+        ]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     # not through megatron.bcd.runtime.exit, which is for several ranks and imports torch
     try:
-        text, code = run(argv)
+        arguments = parse_arguments(argv)
+        modes = [name for name in ("search", "compare", "pipelines", "paper") if getattr(arguments, name)]
+        if len(modes) > 1:
+            raise ValueError(f"--{modes[0]} and --{modes[1]} are both given: give one of them")
+        check_flags(arguments, method_of(arguments))
+        answer = answer_to(arguments)
+        text, data = answer.text, json.dumps(answer.data, indent=1)
+        if arguments.json == STDOUT:
+            text = data
+        elif arguments.json is not None:
+            from report import write_aside
+
+            write_aside(
+                arguments.json, lambda name: Path(name).write_text(f"{data}\n", encoding="utf-8"), flag="--json"
+            )
+            text = f"{text}\nwrote {arguments.json}"
     except ValueError as error:
         return bad_input(PROG, error)
+    if arguments.verify:
+        print(f"{PROG}: --verify is without effect: {_VERIFY}", file=sys.stderr)
     print(text, flush=True)
-    return code
+    return answer.code
 
 
 if __name__ == "__main__":

@@ -25,103 +25,63 @@ from typing import Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _parser import Parser, leave_with
-from _plan_flags import add_memory_flags, flags_of, memory_fields, named_model, refuse_blocks_without, words_of
-from _plan_output import show_figures
+from plan import (
+    CLUSTERS,
+    ROOT,
+    add_memory_flags,
+    check_flags,
+    flags_of,
+    memory_fields,
+    named_model,
+    show_figures,
+    words_of,
+)
 
 from megatron.bcd.config import LAYOUTS
 from megatron.bcd.planner.command import SCRIPTS, method_flags, network_flags, parallel_flags, training_flags
 from megatron.bcd.planner.estimate import Estimate, make_estimate
-from megatron.bcd.planner.memory import fits
-from megatron.bcd.planner.placement import fit_on, grow_until_fits, place, scaled_down
 from megatron.bcd.planner.recipe import METHODS, PRESET_OF, VOCABULARY_MULTIPLE, Recipe
 from megatron.bcd.planner.remedies import remedies
+from megatron.bcd.planner.search import place
 from megatron.bcd.planner.tables import GIB, choose, read_clusters, read_placements
 
 PROG = "pretrain.sh"
-EXAMPLES = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "examples")
-
 _VARIABLES = {
     "--num-gpus": "NUM_GPUS",
     "--micro-batch-size": "MICRO_BATCH",
     "--global-batch-size": "GLOBAL_BATCH",
     "--precision": "PRECISION",
     "--recompute": "RECOMPUTE",
+    "--method": "METHOD",
 }
-"""The planner's flags and their environment variables."""
-_ELSEWHERE = {
-    **{flag: f"set {name}" for flag, name in _VARIABLES.items()},
-    **dict.fromkeys(("--bf16", "--fp16"), "set PRECISION"),
-    **dict.fromkeys(
-        ("--recompute-activations", "--recompute-granularity", "--recompute-method", "--recompute-num-layers"),
-        "set RECOMPUTE=auto, full or none",
-    ),
-    **dict.fromkeys(
-        (
-            "--num-layers",
-            "--hidden-size",
-            "--num-attention-heads",
-            "--kv-channels",
-            "--add-qkv-bias",
-            "--qk-layernorm",
-            "--ffn-hidden-size",
-            "--group-query-attention",
-            "--no-group-query-attention",
-            "--num-query-groups",
-            "--swiglu",
-            "--no-swiglu",
-            "--position-embedding-type",
-            "--use-rotary-position-embeddings",
-            "--untie-embeddings-and-output-weights",
-            "--no-untie-embeddings-and-output-weights",
-        ),
-        "give a row of your own with --models FILE, or a config.json as MODEL",
-    ),  # fmt: skip
-    **dict.fromkeys(("--optimizer-cpu-offload", "--optimizer-offload-fraction"), "take METHOD offload"),
-    **dict.fromkeys(("--data-path", "--train-data-path", "--valid-data-path"), "set DATA_PATH"),
-    "--mock-data": "set MOCK_DATA=1",
-    "--tokenizer-type": "set TOKENIZER_ARGS",
-    "--bcd-schedule": "METHOD decides it",
-    "--bcd-preset": "take METHOD pretrain or paper",
-    "--max-position-embeddings": "give --seq-length",
-    **{
-        flag: f"the estimate covers {covered} only; write the command yourself"
-        for flag, covered in {
-            "--tensor-model-parallel-size": "tensor-parallel size 1",
-            "--attention-backend": "the default attention",
-            "--optimizer": "the method's optimizer",
-            "--muon-momentum-dtype": "the preset's momentum",
-            "--muon-grad-dtype": "the preset's gradients",
-            "--bcd-resting-update": "the preset's resting update",
-            "--bcd-resting-layers": "the preset's resting layers",
-            "--bcd-resting-grad-dtype": "the preset's gradients",
-            "--no-use-distributed-optimizer": "the distributed optimizer",
-            "--grad-reduce-in-bf16": "gradients in fp32",
-            "--make-vocab-size-divisible-by": "the default padding of the vocabulary",
-        }.items()
-    },
+"""The planner's flags and their environment variables; METHOD is a word of the command."""
+_BY_THE_RECIPE = {
+    **{f"set {name}": flag for flag, name in _VARIABLES.items()},
+    "set PRECISION": "--precision --bf16 --fp16",
+    "set RECOMPUTE=auto, full or none": "--recompute --recompute-activations --recompute-granularity --recompute-method"
+    " --recompute-num-layers",
+    "give a row of your own with --models FILE, or a config.json as MODEL": "--num-layers --hidden-size"
+    " --num-attention-heads --kv-channels --add-qkv-bias --qk-layernorm --ffn-hidden-size --group-query-attention"
+    " --no-group-query-attention --num-query-groups --swiglu --no-swiglu --position-embedding-type"
+    " --use-rotary-position-embeddings --untie-embeddings-and-output-weights --no-untie-embeddings-and-output-weights",
+    "give --seq-length": "--max-position-embeddings",
+    "METHOD decides it; for another, write the command yourself": "--bcd-schedule --bcd-preset --optimizer"
+    " --optimizer-cpu-offload --optimizer-offload-fraction --muon-momentum-dtype --muon-grad-dtype --bcd-resting-update"
+    " --bcd-resting-layers --bcd-resting-grad-dtype",
+    "the estimate covers its default only; write the command yourself": "--tensor-model-parallel-size"
+    " --attention-backend --no-use-distributed-optimizer --grad-reduce-in-bf16 --make-vocab-size-divisible-by",
 }
-"""Flags with which the command would differ from the estimate, and what to do instead."""
-_OF_FINE_TUNING = {
-    **{
-        flag: remedy
-        for flag, remedy in _ELSEWHERE.items()
-        if flag not in ("--data-path", "--train-data-path", "--valid-data-path", "--tokenizer-type", "--mock-data")
-    },
-    **dict.fromkeys(
-        ("--optimizer-cpu-offload", "--optimizer-offload-fraction"),
-        "the estimate covers the preset's optimizer only; write the command yourself",
-    ),
-    "--bcd-schedule": "the preset decides it",
-    "--bcd-preset": "it is finetune; write the command yourself for another",
+"""Flags with which the command would differ from the estimate, by what to do instead."""
+_DATA_OF_PRETRAINING = {
+    "set DATA_PATH": "--data-path --train-data-path --valid-data-path",
+    "set MOCK_DATA=1": "--mock-data",
+    "set TOKENIZER_ARGS": "--tokenizer-type",
 }
-"""The same for examples/finetune.sh, which has other variables."""
-_PLACES_OF_FINE_TUNING = {
-    **dict.fromkeys(("--save", "--load", "--save-hf", "--metrics-file"), "set SAVE, from which all of them follow"),
-    **dict.fromkeys(("--data-path", "--train-data-path"), "set DATA"),
-    "--load-hf": "set MODEL_DIR",
-    "--mock-data": "fine-tuning needs records; set DATA",
+_DATA_OF_FINE_TUNING = {
+    "set SAVE, from which all of them follow": "--save --load --save-hf --metrics-file",
+    "set DATA": "--data-path --train-data-path --mock-data",
+    "set MODEL_DIR": "--load-hf",
 }
-"""Flags whose values examples/finetune.sh gives and uses itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +89,8 @@ class Request:
     """The user's recipe, and flags that do not affect the estimate."""
 
     recipe: Recipe
-    given: Mapping[str, Any]
-    """Arguments of ``place`` for it, without the number of GPUs."""
-    by_node: bool
-    """Whether the number of GPUs was given per node."""
+    given: Mapping[str, Any]  # arguments of `place` for it, without the number of GPUs
+    by_node: bool  # whether the number of GPUs was given per node
     extra: tuple[str, ...]
 
 
@@ -149,26 +107,35 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, tup
     add("--seq-length", type=int)
     add_memory_flags(parser)
     arguments, extra = parser.parse_known_args(argv)
-    is_fine_tuning = arguments.method == "finetune"
-    elsewhere, places = (_OF_FINE_TUNING, _PLACES_OF_FINE_TUNING) if is_fine_tuning else (_ELSEWHERE, {})
+    of_data = _DATA_OF_FINE_TUNING if arguments.method == "finetune" else _DATA_OF_PRETRAINING
+    instead = {flag: advice for advice, flags in {**_BY_THE_RECIPE, **of_data}.items() for flag in flags.split()}
     for word in extra:
-        flag = word.split("=", 1)[0]
-        if flag in places:
-            raise ValueError(f"{flag}: is set by the recipe; {places[flag]}")
-        if flag in elsewhere:
-            raise ValueError(f"{flag}: is set by the recipe, because the estimate depends on it; {elsewhere[flag]}")
+        if (flag := word.split("=", 1)[0]) in instead:
+            raise ValueError(f"{flag}: is set by the recipe; {instead[flag]}")
     return arguments, tuple(extra)
 
 
 def request_of(arguments: argparse.Namespace, extra: tuple[str, ...], environment: Mapping[str, str]) -> Request:
     """Raises ValueError, one line, for a name that no table has, or an invalid combination of numbers."""
-    model = named_model(arguments.model, models=arguments.models, flag="MODEL")
-    cluster = choose(read_clusters(os.path.join(EXAMPLES, "clusters.csv")), arguments.cluster, flag="CLUSTER")
     method = "bcd" if arguments.method == PRESET_OF["bcd"] else arguments.method
     if method not in METHODS:
         known = ", ".join(PRESET_OF.get(name, name) for name in METHODS if name != "finetune")
         raise ValueError(f"METHOD {arguments.method}: must be one of {known}, bcd (as paper)")
-    refuse_blocks_without(arguments, method)
+    check_flags(arguments, method)
+    cluster = choose(read_clusters(CLUSTERS), arguments.cluster, flag="CLUSTER")
+    num_gpus = _number(environment, "NUM_GPUS")
+    nodes, per_node = _number(environment, "NNODES"), _number(environment, "GPUS_PER_NODE")
+    by_node = nodes is not None or per_node is not None
+    if by_node:  # of the three numbers, two are enough
+        if num_gpus is not None and per_node is None and num_gpus % (nodes or 1) == 0:
+            per_node = num_gpus // (nodes or 1)
+        elif num_gpus is not None and nodes is None and num_gpus % (per_node or 1) == 0:
+            nodes = num_gpus // (per_node or 1)
+        nodes, per_node = nodes or 1, per_node or cluster.gpus_per_node
+        if num_gpus not in (None, nodes * per_node):
+            raise ValueError(f"NUM_GPUS={num_gpus} is not NNODES={nodes} x GPUS_PER_NODE={per_node}: give one of them")
+        cluster, num_gpus = replace(cluster, gpus_per_node=per_node), nodes * per_node
+    task = "sft" if method == "finetune" else "pretrain"
     settings = memory_fields(arguments) | {
         "num_blocks": arguments.bcd_num_blocks,
         "layout": arguments.bcd_layout,
@@ -179,31 +146,13 @@ def request_of(arguments: argparse.Namespace, extra: tuple[str, ...], environmen
         "precision": environment.get("PRECISION") or None,
         "recompute": environment.get("RECOMPUTE") or None,
     }
-    num_gpus = _number(environment, "NUM_GPUS")
-    nodes, per_node = _number(environment, "NNODES"), _number(environment, "GPUS_PER_NODE")
-    by_node = nodes is not None or per_node is not None
-    if num_gpus is not None and by_node:  # of the three numbers, two are enough
-        if per_node is None and nodes is not None and num_gpus % nodes == 0:
-            per_node = num_gpus // nodes
-        elif nodes is None and per_node is not None and num_gpus % per_node == 0:
-            nodes = num_gpus // per_node
-    if by_node:
-        cluster = replace(cluster, gpus_per_node=per_node or cluster.gpus_per_node)
-        together = (nodes or 1) * cluster.gpus_per_node
-        if num_gpus not in (None, together):
-            raise ValueError(
-                f"NUM_GPUS={num_gpus} is not NNODES={nodes or 1} x GPUS_PER_NODE={cluster.gpus_per_node}: "
-                "give one or the other"
-            )
-        num_gpus = together
-    task = "sft" if method == "finetune" else "pretrain"
     given = {
-        "model": model,
+        "model": named_model(arguments.model, models=arguments.models, flag="MODEL"),
         "cluster": cluster,
         "method": method,
         "task": task,
         "vocabulary_multiple": VOCABULARY_MULTIPLE[task],
-        "placements": read_placements(os.path.join(EXAMPLES, "methods.csv")),
+        "placements": read_placements(os.path.join(ROOT, "examples", "methods.csv")),
         **{name: value for name, value in settings.items() if value is not None},
     }
     return Request(recipe=place(num_gpus=num_gpus, **given), given=given, by_node=by_node, extra=extra)
@@ -211,11 +160,9 @@ def request_of(arguments: argparse.Namespace, extra: tuple[str, ...], environmen
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:
     text = environment.get(name, "")
-    if not text:
-        return None
-    if not text.isdecimal() or int(text) < 1:
+    if text and (not text.isdecimal() or int(text) < 1):
         raise ValueError(f"{name}={text}: must be a whole number, at least 1")
-    return int(text)
+    return int(text) if text else None
 
 
 def as_bash(request: Request, *, tiny: int | None = None) -> str:
@@ -248,63 +195,84 @@ def as_bash(request: Request, *, tiny: int | None = None) -> str:
     return "\n".join([*lines, f"EXTRA_ARGS=({shlex.join(request.extra)})"])
 
 
+def scaled_down(recipe: Recipe, *, num_gpus: int = 2) -> Recipe:
+    """The same recipe with a small model of the same family, on at most ``num_gpus`` ranks of one node.
+
+    Method, layout, number of blocks (in layout ``stage``: one per stage), precision and recomputation stay, and a
+    pipeline stays a pipeline. The vocabulary is ByteLevelTokenizer's.
+    """
+    model, ranks = recipe.model, min(num_gpus, recipe.num_gpus)
+    stages = min(recipe.pipeline_size, ranks)
+    small = replace(
+        model,
+        layers=max(6, stages * (recipe.num_blocks or 3)),
+        hidden=64,
+        heads=4,
+        groups=2 if model.groups < model.heads else 4,
+        ffn=2 * round(64 * model.ffn / model.hidden / 2),
+        vocabulary=257,
+        sequence=64,
+        head_dim=0,
+        positions=0,
+    )
+    return replace(
+        recipe,
+        model=small,
+        cluster=replace(recipe.cluster, gpus_per_node=ranks),
+        num_gpus=ranks,
+        num_blocks=None if recipe.layout == "stage" else recipe.num_blocks,
+        pipeline_size=stages,
+        context_size=1,
+        sequence=None,
+        micro_batch_size=2,
+        global_batch_size=8,
+    )
+
+
 def misfit(request: Request, estimate: Estimate) -> str:
     """Why it does not fit, and what would; empty if it fits."""
     if estimate.fits:
         return ""
     recipe = estimate.recipe
-    settings = "".join(f"{words} or " for words in settings_that_fit(recipe)) if recipe.method == "finetune" else ""
     return (
         f"{recipe.model.name} with METHOD {recipe.method} does not fit on {recipe.num_gpus} x {recipe.cluster.gpu}: "
-        f"{estimate.peak.total / GIB:.1f} of {recipe.cluster.memory_gib:g} GiB estimated; {settings}{remedy(request)}"
+        f"{estimate.peak.total / GIB:.1f} of {recipe.cluster.memory_gib:g} GiB estimated; {what_fits(recipe, request)}"
     )
 
 
-def settings_that_fit(recipe: Recipe) -> list[str]:
-    """Flags and variables with which it fits on its GPUs."""
+def what_fits(recipe: Recipe, request: Request, *, is_here: bool = False) -> str:
+    """Settings, methods and, but for GPUs that are here, numbers of GPUs with which a recipe fits."""
     given = {field.name: getattr(recipe, field.name) for field in fields(recipe) if field.name != "pipeline_size"}
-    found = remedies(given, pipeline_size=recipe.pipeline_size)
-    kept = [each.changes for each in found if not {"method", "num_gpus"} & each.changes.keys()]
-    return [as_variables(" ".join(words_of(flags_of(changes)))) for changes in kept]
+    found = []
+    for remedy in remedies(given, pipeline_size=request.given.get("pipeline_size")):
+        if is_here and "num_gpus" in remedy.changes:
+            continue
+        changes = flags_of(remedy.changes)
+        text = as_variables(" ".join(words_of(changes)))
+        if request.by_node and "num_gpus" in changes:
+            number = f"NNODES={remedy.recipe.num_nodes} GPUS_PER_NODE={remedy.recipe.gpus_per_node}"
+            text = text.replace(f"NUM_GPUS={remedy.recipe.num_gpus}", number)
+        found.append(text)
+    if not found:
+        return "nothing fits: take a smaller model, a GPU with more memory or a shorter --seq-length"
+    return f"would fit: {', or '.join(found)}"
+
+
+def on_gpus_here(request: Request, here: int) -> str:
+    """What fits on this node's GPUs, in a recipe's settings."""
+    cluster = request.given["cluster"]
+    settings = {**request.given, "cluster": replace(cluster, gpus_per_node=max(here, cluster.gpus_per_node))}
+    recipe = place(num_gpus=here, **settings)
+    number = f"NNODES=1 GPUS_PER_NODE={here}" if request.by_node else f"NUM_GPUS={here}"
+    estimate = make_estimate(recipe)
+    return f"{number} would fit" if estimate.fits else f"with {number} {what_fits(recipe, request, is_here=True)}"
 
 
 def as_variables(text: str) -> str:
     """Flags that have an environment variable, by its name."""
     for flag, name in _VARIABLES.items():
-        text = text.replace(f"{flag} ", f"{name}=")
+        text = text.replace(f"{flag} ", f"{name} " if name == "METHOD" else f"{name}=")
     return text
-
-
-def remedy(request: Request) -> str:
-    """The fewest GPUs on which it would fit, with as few changed settings as possible."""
-    eased, changes = dict(request.given), []
-    for setting, value, words in (
-        ("", None, ""),
-        ("micro_batch_size", 1, "MICRO_BATCH=1"),
-        ("recompute", "auto", "RECOMPUTE=auto"),
-        ("pipeline_size", None, "no --pipeline-model-parallel-size"),
-    ):
-        if setting:
-            if eased.pop(setting, value) == value:
-                continue
-            eased |= {} if value is None else {setting: value}
-            changes.append(words)
-        *_, last = grow_until_fits(**eased)
-        if fits(last):
-            number = f"NUM_GPUS={last.num_gpus}"
-            if request.by_node:
-                number = f"NNODES={last.num_nodes} GPUS_PER_NODE={last.gpus_per_node}"
-            return f"{number}{' with ' * bool(changes)}{' and '.join(changes)} would fit"
-    return "no number of GPUs is enough: take a smaller model, a GPU with more memory or a shorter --seq-length"
-
-
-def on_gpus_here(request: Request, here: int) -> str:
-    """The method that fits on this node's GPUs, in a recipe's settings."""
-    other = fit_on(here, **request.given)
-    if other is None:
-        return f"no method fits on these; with METHOD {request.recipe.method} {remedy(request)}"
-    number = f"NNODES=1 GPUS_PER_NODE={here}" if request.by_node else f"NUM_GPUS={here}"
-    return f"METHOD {other.method} with {number} would fit"
 
 
 def run(argv: Sequence[str] | None, environment: Mapping[str, str]) -> str:

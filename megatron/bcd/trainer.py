@@ -49,8 +49,7 @@ from megatron.bcd.model.loss import masked_loss, reduce_losses, reduce_with_maxi
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.lr_schedule import build_scheduler
 from megatron.bcd.pipeline.schedule import PipelineSchedule
-from megatron.bcd.planner.run_recomputation import RunMemory
-from megatron.bcd.planner.run_state import head_passes, phase_flops
+from megatron.bcd.planner.run_state import RunMemory, head_passes, phase_flops
 from megatron.bcd.prefix_cache.controller import PrefixCache
 from megatron.bcd.runtime import collectives, device, memory, replicas, rng
 from megatron.bcd.runtime.activation_meter import ActivationMeter

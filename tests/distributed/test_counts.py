@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from support import worlds
 from support.dist import World
+from support.planned import shape_of, stage_parameters
 
 from megatron.bcd.blocks.partition import partition
 from megatron.bcd.config import RunConfig
-from megatron.bcd.planner import cost
 
 CUTS: dict[str, dict[str, Any]] = {
     "one": {},
@@ -30,10 +30,8 @@ def test_parameters(world1: World, world2: World, world4: World, text_data: str,
     config = worlds.run_config(untie_embeddings_and_output_weights=untied, **flags)
     world = {1: world1, 2: world2, 4: world4}[int(flags.get("world_size", 1))]
     outcomes = world.run(worlds.train_run, config)
-    shape = cost.gpt2(
-        num_layers=config.num_layers, hidden_size=32, vocab_size=VOCABULARY, num_positions=32, tied=not untied
-    )
-    stages = cost.stage_parameters(
+    shape = shape_of(layers=config.num_layers, hidden=32, vocabulary=VOCABULARY, positions=32, tied=not untied)
+    stages = stage_parameters(
         shape,
         partition(
             num_layers=config.num_layers,
@@ -42,7 +40,7 @@ def test_parameters(world1: World, world2: World, world4: World, text_data: str,
             layout="spread",
             tied=not untied,
         ),
-        padded_vocab_size=worlds.PADDED_VOCABULARY,
+        padded=worlds.PADDED_VOCABULARY,
     )
     padding = (worlds.PADDED_VOCABULARY - VOCABULARY) * 32 * (2 if untied else 1)
     # the formula of GPT-2: L (12 H^2 + 13 H) + (V + S) H + 2 H, and V H more where the head is its own

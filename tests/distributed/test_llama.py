@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from support import prefix_runs, resumed_runs, worlds
 from support.dist import World
+from support.planned import shape_of, stage_parameters
 
 from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import partition
-from megatron.bcd.planner import cost
 
 LLAMA: dict[str, Any] = {
     "form": "llama",
@@ -71,19 +71,10 @@ def test_parameters(world2: World, text_data: str, extra: dict[str, Any]) -> Non
     """Invariant 10 with grouped-query attention: key and value heads counted as often as query heads."""
     config = worlds.run_config(**LLAMA | {"data_path": text_data, "train_iters": 1} | extra)
     outcomes = world2.run(worlds.train_run, config)
-    head_size = extra.get("kv_channels", 8)
-    shape = cost.llama(
-        num_layers=config.num_layers,
-        hidden_size=32,
-        ffn_hidden_size=88,
-        vocab_size=257,
-        query_size=4 * head_size,
-        key_value_size=config.transformer["num_query_groups"] * head_size,
-    )
+    heads = {"heads": 4, "groups": config.transformer["num_query_groups"], "head_dim": extra.get("kv_channels", 8)}
+    shape = shape_of("llama", layers=config.num_layers, hidden=32, ffn=88, vocabulary=257, **heads)
     cut = partition(num_layers=config.num_layers, num_stages=2, num_blocks=3, layout="spread", tied=False)
     padding = 2 * (worlds.PADDED_VOCABULARY - 257) * 32
     for outcome in outcomes:
         assert outcome["total_parameters"] - padding == shape.num_parameters
-        assert outcome["parameters_per_stage"] == cost.stage_parameters(
-            shape, cut, padded_vocab_size=worlds.PADDED_VOCABULARY
-        )
+        assert outcome["parameters_per_stage"] == stage_parameters(shape, cut, padded=worlds.PADDED_VOCABULARY)

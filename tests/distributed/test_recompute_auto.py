@@ -12,7 +12,7 @@ from support.dist import World
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import unwrap_model
-from megatron.bcd.planner.run_recomputation import RunMemory
+from megatron.bcd.planner.run_state import RunMemory
 
 Flags = Callable[..., dict[str, Any]]
 AUTO = {"recompute": "auto"}
@@ -40,7 +40,7 @@ def recomputed(config: RunConfig) -> list[tuple[int | None, int | None]]:
         told.append((one.active.block, unwrap_model(one.model).decoder.config.recompute_num_layers))
 
     with worlds.parallel(config):
-        worlds.RecordedRun(config, after_schedule=tell).run()
+        worlds.RecordedRun(config, after_schedule=tell).train()
     return told
 
 
@@ -69,7 +69,7 @@ def test_the_run_ahead_counts(asked: int | None, counted: int) -> None:
     config = worlds.run_config(data_path="text", bcd_run_ahead=asked, **flags)
     partition = partition_from_config(config)
     run = RunMemory(config=config, partition=partition, padded_vocab_size=264, num_replicas=1, num_microbatches=4)
-    assert [run._phase_shape(block).run_ahead for block in (0, 1)] == [0, counted]
+    assert [run.activations(0, block).shape.run_ahead for block in (0, 1)] == [0, counted]
 
 
 @pytest.mark.parametrize("name", [pytest.param("spread", marks=pytest.mark.long), "interleaved"])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.forked_runs import ForkedRuns
+from support.planned import active_parameters, shape_of, stage_parameters
 
 from megatron.bcd.blocks.partition import partition
 from megatron.bcd.planner import cost
@@ -35,14 +36,14 @@ def written(folder: Path) -> dict[str, Any]:
 
 def expected_state(num_stages: int, layout: str) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
     """Model state by block and by rank, and that of full training, from the formula for fp32 with Adam."""
-    shape = cost.gpt2(num_layers=LAYERS, hidden_size=HIDDEN, vocab_size=VOCABULARY, num_positions=SEQUENCE)
+    shape = shape_of(layers=LAYERS, hidden=HIDDEN, vocabulary=VOCABULARY, positions=SEQUENCE)
     cut = partition(num_layers=LAYERS, num_stages=num_stages, num_blocks=3, layout=layout, tied=True)
-    held = cost.stage_parameters(shape, cut, padded_vocab_size=VOCABULARY)
+    held = stage_parameters(shape, cut, padded=VOCABULARY)
     blocks = [
         tuple(
             cost.model_state_bytes(num_parameters=parameters, num_active=active)
             for parameters, active in zip(
-                held, cost.active_parameters(shape, cut, block.index, padded_vocab_size=VOCABULARY), strict=True
+                held, active_parameters(shape, cut, block.index, padded=VOCABULARY), strict=True
             )
         )
         for block in cut.blocks

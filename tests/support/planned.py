@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron.bcd.planner.activations import layer_bytes, stage_saved_bytes
-from megatron.bcd.planner.memory import RankMemory, phase_shape, rank_memory, recomputation
+from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.planner.cost import ModelShape
+from megatron.bcd.planner.memory import RankMemory, rank_memory, recomputation, stage_activations
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.tables import Model, read_clusters
+from megatron.bcd.planner.tensors import stage_tensors
 from support import worlds
 
 TWO = {"world_size": 2}
@@ -80,6 +82,24 @@ def recipe_of(root: Path, flags: dict[str, Any]) -> Recipe:
     )
 
 
+def shape_of(form: str = "gpt", *, tied: bool | None = None, **sizes: int) -> ModelShape:
+    """Of a model with heads as wide as the model, or as head_dim says; a GPT-2, or a LLaMA with `ffn`."""
+    given = {"heads": 1, "groups": sizes.get("heads", 1), "ffn": 4 * sizes["hidden"], "vocabulary": 50257} | sizes
+    return Model(name="any", form=form, sequence=1024, source="", tied=tied, **given).shape()  # type: ignore[arg-type]
+
+
+def stage_parameters(shape: ModelShape, partition: Partition, *, padded: int) -> tuple[int, ...]:
+    """Parameters that each pipeline stage holds, the tied head's copy included."""
+    stages = [stage_tensors(shape, partition, stage, padded_vocabulary=padded) for stage in range(partition.num_stages)]
+    return tuple(sum(tensor.size for tensor in tensors) for tensors in stages)
+
+
+def active_parameters(shape: ModelShape, partition: Partition, block: int, *, padded: int) -> tuple[int, ...]:
+    """Parameters of each pipeline stage that are active in the block's phase."""
+    stages = [stage_tensors(shape, partition, stage, padded_vocabulary=padded) for stage in range(partition.num_stages)]
+    return tuple(sum(tensor.size for tensor in tensors if tensor.is_active(block)) for tensors in stages)
+
+
 def planned_memory(recipe: Recipe) -> list[list[RankMemory]]:
     """By block, then by rank."""
     replicas = [rank_memory(recipe, replica=rank) for rank in range(recipe.num_replicas)]
@@ -104,14 +124,7 @@ def planned_activations(recipe: Recipe) -> list[list[int]]:
     """Bytes that autograd keeps, by block, then by rank."""
     return [
         [
-            stage_saved_bytes(
-                recipe.layer_counts,
-                layer_bytes(recipe),
-                phase_shape(recipe, block),
-                stage,
-                block,
-                recomputation(recipe)[stage][block],
-            )
+            stage_activations(recipe, stage, block).saved_bytes(recomputation(recipe)[stage][block])
             for stage in range(recipe.pipeline_size)
             for _ in range(recipe.num_replicas)
         ]

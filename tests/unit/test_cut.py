@@ -8,8 +8,7 @@ import pytest
 
 from megatron.bcd.blocks.cut import Pipeline, balanced_cut
 from megatron.bcd.blocks.partition import divide, divide_into_pieces
-from megatron.bcd.planner.activations import Recomputed
-from megatron.bcd.planner.recomputation import least_recomputation
+from megatron.bcd.planner.activations import Recomputed, least_recomputation
 
 
 def pipeline(**changes: Any) -> Pipeline:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.planned import active_parameters, stage_parameters
 
+from megatron.bcd.blocks.ownership import ownership
+from megatron.bcd.blocks.partition import partition
 from megatron.bcd.config import LAYOUTS
-from megatron.bcd.pipeline.build import PlanShape, build_plan
-from megatron.bcd.pipeline.simulate import simulate
-from megatron.bcd.planner import cost, step_time
-from megatron.bcd.planner.activations import Recomputed, layer_bytes, stage_saved_bytes
-from megatron.bcd.planner.estimate import largest_micro_batch, make_estimate
-from megatron.bcd.planner.memory import fits, host_bytes, peak, phase_shape, rank_memory, recomputation
-from megatron.bcd.planner.multipliers import multiplier_at
+from megatron.bcd.pipeline.build import PlanShape
+from megatron.bcd.planner import cost
+from megatron.bcd.planner.activations import Recomputed
+from megatron.bcd.planner.estimate import largest_micro_batch, make_estimate, multiplier_of
+from megatron.bcd.planner.memory import fits, host_bytes, peak, rank_memory, recomputation, stage_activations
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.search import fewest_gpus, layouts, search, shortest_that_fits, valid_pipelines
 from megatron.bcd.planner.step_time import cycle_seconds, head_pass, layer_pass, mean_seconds, phase_seconds
@@ -72,25 +72,12 @@ def recipes(draw: st.DrawFn) -> Recipe:
     )
 
 
-@given(recipes(), st.integers(1, 64), st.integers(1, 64))
-def test_tensors_are_the_formulas_parameters(one: Recipe, query_size: int, key_value_size: int) -> None:
-    """A bias, a norm, a table or the head's copy that a stage forgets, a tensor in the wrong block, or key and value
-    heads that are counted as often as query heads."""
-    shape = replace(one.shape, query_size=query_size, key_value_size=key_value_size)
-    partition, padded = one.partition, one.padded_vocabulary
-    stages = [stage_tensors(shape, partition, stage, padded_vocabulary=padded) for stage in range(one.pipeline_size)]
-    whole = cost.stage_parameters(shape, partition, padded_vocab_size=padded)
-    assert tuple(sum(tensor.size for tensor in stage) for stage in stages) == whole
-    for block in range(partition.num_blocks):
-        active = cost.active_parameters(shape, partition, block, padded_vocab_size=padded)
-        by_stage = (sum(tensor.size for tensor in stage if tensor.is_active(block)) for stage in stages)
-        assert tuple(by_stage) == active
-
-
 @given(st.lists(st.tuples(st.integers(1, 1000), st.booleans()), max_size=20), st.integers(1, 9))
 def test_ranks_share_a_buffer(sizes: list[tuple[int, bool]], data_size: int) -> None:
     """A part of a parameter that two data-parallel ranks hold, or none; a buffer that they cannot share evenly."""
-    tensors = [Tensor(name=str(i), size=size, is_shared=shared) for i, (size, shared) in enumerate(sizes)]
+    one = partition(num_layers=1, num_stages=1, num_blocks=1, layout="spread", tied=True)
+    owned = ownership("embedding.word_embeddings.weight", partition=one, stage=0)
+    tensors = [Tensor(name="x", size=size, owned=owned, is_shared=is_shared) for size, is_shared in sizes]
     buffer = buffer_of(tensors, num_ranks=data_size)
     assert sum(buffer.held) == sum(size for size, _ in sizes) <= buffer.size
     assert buffer.size % data_size == 0
@@ -100,26 +87,21 @@ def test_ranks_share_a_buffer(sizes: list[tuple[int, bool]], data_size: int) -> 
 
 @given(recipes())
 def test_model_state_is_the_budget_and_padding(one: Recipe) -> None:
-    """A budget of the planner's own that drifts away from the banner's."""
-    stages = cost.stage_parameters(one.shape, one.partition, padded_vocab_size=one.padded_vocabulary)
-    for data_rank in range(one.data_size):
-        for rank in rank_memory(one, replica=data_rank):
-            padded = one.padded_vocabulary
-            active = cost.active_parameters(one.shape, one.partition, rank.block, padded_vocab_size=padded)[rank.stage]
-            budget = cost.state_budget(precision=one.precision)
-            assert rank.weights >= budget.weight * stages[rank.stage]
-            assert rank.gradients >= budget.gradient * active
-            num_tensors = 13 * one.model.layers + 6
-            padding = num_tensors * 64 + 3 * 128 * one.data_size
-            assert rank.weights <= budget.weight * (stages[rank.stage] + padding * one.partition.num_blocks)
-            assert rank.gradients <= budget.gradient * (active + padding)
-            if not active:
-                assert rank.gradients == rank.optimizer == 0
+    """A budget of the planner's own that drifts away from the run summary's."""
+    padded, budget = one.padded_vocabulary, cost.state_budget(precision=one.precision)
+    stages = stage_parameters(one.shape, one.partition, padded=padded)
+    num_tensors = 13 * one.model.layers + 6
+    padding = num_tensors * 64 + 3 * 128 * one.data_size
+    ranks = [rank_memory(one, replica=rank) for rank in range(one.data_size)]
+    for rank in (rank for of_replica in ranks for rank in of_replica):
+        active = active_parameters(one.shape, one.partition, rank.block, padded=padded)[rank.stage]
+        assert 0 <= rank.weights - budget.weight * stages[rank.stage] <= 4 * padding * one.partition.num_blocks
+        assert 0 <= rank.gradients - budget.gradient * active <= 4 * padding * bool(active)
+        assert active or rank.optimizer == 0
     # over its data-parallel ranks a stage holds each state once
-    first = [rank_memory(one, replica=rank)[0] for rank in range(one.data_size)]
-    active = cost.active_parameters(one.shape, one.partition, 0, padded_vocab_size=one.padded_vocabulary)[0]
-    counters = 4 * one.data_size * (13 * one.model.layers + 6)
-    assert 0 <= sum(rank.optimizer for rank in first) - budget.optimizer * active <= counters
+    active = active_parameters(one.shape, one.partition, 0, padded=padded)[0]
+    held = sum(of_replica[0].optimizer for of_replica in ranks)
+    assert 0 <= held - budget.optimizer * active <= 4 * one.data_size * num_tensors
 
 
 def test_a_papers_model_in_the_papers_bytes() -> None:
@@ -134,7 +116,7 @@ def test_context_parallel_divides_activations() -> None:
     """Would expose activations of whole sequences, gathered keys and values that are forgotten, or a free exchange."""
     alone = recipe("G-5.4B", precision="bf16", num_gpus=4, global_batch_size=4, sequence=8192)
     split = replace(alone, context_size=4)
-    whole, part = layer_bytes(alone), layer_bytes(split)
+    whole, part = alone.layer_bytes, split.layer_bytes
     gathered = 2 * 8192 * split.shape.key_value_size * 2
     contexts = 2048 * split.shape.query_size * 2
     assert part.active == whole.active // 4 + gathered + contexts
@@ -144,7 +126,7 @@ def test_context_parallel_divides_activations() -> None:
     assert state[0] == state[1]
     # the same work on each rank, but for what is exchanged
     speed = 1e9 * split.cluster.link_gb_per_s
-    forward, backward = split.model.layers, split.layer_counts.after_prefix[0][0]
+    forward, backward = split.model.layers, sum(split.layer_counts.after_prefix(0, 0))
     exchanged = 4 * (forward + backward) * gathered * 3 / 4 / speed
     times = [phase_seconds(one, 0).pipeline for one in (replace(alone, context_size=1), split)]
     work = phase_seconds(replace(split, cluster=replace(split.cluster, link_gb_per_s=1e12)), 0).pipeline
@@ -153,34 +135,25 @@ def test_context_parallel_divides_activations() -> None:
 
 
 @given(recipes(), st.sampled_from((0, 2, 3)))
-def test_state_of_resting_layers_and_muon(one: Recipe, num_blocks: int) -> None:
-    """A budget unlike the banner's: gradients of resting layers, momentum of the active ones, low bits of
-    all matrices, each held once over the data-parallel ranks; padding aside."""
-    stages = one.pipeline_size
-    model = replace(one.model, layers=max(one.model.layers, 3 * stages))
+def test_state_of_stateless_updates_and_muon(one: Recipe, num_blocks: int) -> None:
+    """A budget unlike the run summary's: gradients of all matrices, momentum of the active ones, low bits of all, each
+    held once over the data-parallel ranks; padding aside."""
+    model = replace(one.model, layers=max(one.model.layers, 3 * one.pipeline_size))
     one = replace(one, model=model, method="pretrain", num_blocks=num_blocks, layout=None)
-    cut, shape = one.partition, one.shape
-    matrices = shape.layer_parameters - shape.layer_biases - 2 * shape.norm_parameters
     ranks = [rank_memory(one, replica=rank) for rank in range(one.data_size)]
     budget = cost.state_budget(precision=one.precision)
     padding = (13 * model.layers + 6) * 64 + 3 * 128 * one.data_size
     for place, first in enumerate(ranks[0]):
-        layers, active = cut.layers_per_stage[first.stage], len(cut.active_layers(first.block, first.stage))
-        by_adam = cost.active_parameters(shape, cut, first.block, padded_vocab_size=one.padded_vocabulary)[first.stage]
-        by_adam -= active * matrices
-        of_matrices = cost.matrix_state_bytes(
-            num_matrix=layers * matrices, num_stepped=0, grad_dtype="bf16", precision=one.precision
-        ) + cost.matrix_state_bytes(
-            num_matrix=0, num_stepped=active * matrices, grad_dtype="bf16", momentum_dtype="bf16"
-        ) - 2 * active * matrices  # fmt: skip
-        gradients = 2 * layers * matrices + budget.gradient * by_adam
+        tensors = stage_tensors(one.shape, one.partition, first.stage, padded_vocabulary=one.padded_vocabulary)
+        matrices = sum(tensor.size for tensor in tensors if tensor.parts)
+        active = sum(tensor.size for tensor in tensors if tensor.parts and tensor.is_active(first.block))
+        by_adam = sum(tensor.size for tensor in tensors if tensor.is_active(first.block)) - active
+        low_bits = 2 if one.precision == "bf16" else 0
+        gradients = 2 * matrices + budget.gradient * by_adam
         assert gradients <= first.gradients <= gradients + budget.gradient * padding
-        state = sum(rank[place].optimizer for rank in ranks) - budget.optimizer * by_adam - of_matrices
-        assert 0 <= state <= 4 * one.data_size * (13 * model.layers + 6)
-    if num_blocks:  # between its phases a block's momentum is in host memory
-        assert host_bytes(one) > 0
-    else:
-        assert host_bytes(one) == 0
+        state = sum(rank[place].optimizer for rank in ranks) - budget.optimizer * by_adam
+        assert 0 <= state - low_bits * matrices - 2 * active <= 4 * one.data_size * (13 * model.layers + 6)
+    assert (host_bytes(one) > 0) == (num_blocks > 0), "between its phases a block's momentum is in host memory"
 
 
 @given(recipes())
@@ -191,18 +164,12 @@ def test_more_in_a_microbatch_needs_more(one: Recipe) -> None:
         # the gradient of a weight does not grow with the microbatch
         assert rank.activations < larger.activations <= 2 * rank.activations + 2
         assert larger.model_state == rank.model_state
-    kept = replace(one, recompute="none")
-    spared = replace(one, recompute="full")
-    sizes = layer_bytes(one)
-    for block in range(one.partition.num_blocks):
-        shape = phase_shape(one, block)
-        for stage in range(one.pipeline_size):
-            less = stage_saved_bytes(
-                spared.layer_counts, sizes, shape, stage, block, recomputation(spared)[stage][block]
-            )
-            assert less <= stage_saved_bytes(kept.layer_counts, sizes, shape, stage, block, Recomputed())
-            if isinstance(shape, PlanShape) and shape.is_forward_only(stage):
-                assert stage_saved_bytes(kept.layer_counts, sizes, shape, stage, block, Recomputed()) == 0
+        found = stage_activations(one, rank.stage, rank.block)
+        kept = found.saved_bytes(Recomputed())
+        spared = recomputation(replace(one, recompute="full"))[rank.stage][rank.block]
+        assert found.saved_bytes(spared) <= kept
+        if isinstance(found.shape, PlanShape) and found.shape.is_forward_only(rank.stage):
+            assert kept == 0
 
 
 def test_offload_moves_the_optimizer_to_the_host() -> None:
@@ -229,9 +196,9 @@ def test_one_stage_does_one_thing_after_the_other() -> None:
         assert phase.reductions == 0
 
 
-def test_time_of_resting_layers_and_muon() -> None:
-    """W that is not charged for resting layers, an orthogonalisation that every data-parallel rank repeats, or one that
-    costs as much in fp32; gradients and weights of matrices that no link carries."""
+def test_time_of_stateless_updates_and_muon() -> None:
+    """W that is not charged for stateless updates, an orthogonalisation that every data-parallel rank repeats, or one
+    that costs as much in fp32; gradients and weights of matrices that no link carries."""
     one = recipe(method="pretrain", num_blocks=3)
     full = phase_seconds(recipe(method="full"), 0)
     assert phase_seconds(one, 1).pipeline == pytest.approx(full.pipeline)
@@ -245,7 +212,7 @@ def test_time_of_resting_layers_and_muon() -> None:
     two = phase_seconds(replace(one, num_gpus=2), 1)
     assert two.orthogonalization == pytest.approx(by_hand / 2)
     matrices = 12 * 12 * 64**2
-    by_adam = cost.active_parameters(one.shape, one.partition, 0, padded_vocab_size=512)[0] - matrices // 3
+    by_adam = active_parameters(one.shape, one.partition, 0, padded=512)[0] - matrices // 3
     exact = (matrices * (2 + 4) + by_adam * (4 + 4) / 2) / (1e9 * one.cluster.link_gb_per_s)
     assert two.reductions == pytest.approx(exact, rel=0.02)
 
@@ -256,11 +223,8 @@ def test_many_microbatches_go_on_as_some(one: Recipe, number: int) -> None:
     """Extrapolating from microbatches in which the pipeline still fills."""
     one = replace(one, global_batch_size=number * one.micro_batch_size * one.data_size)
     for block in range(one.partition.num_blocks if one.partition.num_chunks == 1 else 0):
-        shape = phase_shape(one, block)
-        assert isinstance(shape, PlanShape)
-        exact = simulate(build_plan(shape), step_time._costs(one, shape, block))
-        phase = phase_seconds(one, block)
-        assert phase.pipeline == pytest.approx(exact.iteration_time, rel=0.03)
+        exact, phase = phase_seconds(one, block, is_whole=True), phase_seconds(one, block)
+        assert phase.pipeline == pytest.approx(exact.pipeline, rel=0.03)
         assert phase.bubble == pytest.approx(exact.bubble, abs=0.02)
 
 
@@ -271,7 +235,7 @@ def test_some_of_many_blocks_are_simulated(layout: str) -> None:
     phases = cycle_seconds(one)
     exact = tuple(phase_seconds(one, block.index) for block in one.partition.blocks)
     assert len(phases) == len(exact) > 5
-    assert mean_seconds(phases) == pytest.approx(mean_seconds(exact), rel=0.01)
+    assert sum(phase.total for phase in phases) / len(phases) == pytest.approx(mean_seconds(one), rel=0.01)
     for phase, simulated in zip(phases, exact, strict=True):
         assert phase.total == pytest.approx(simulated.total, rel=0.10)
         assert phase.bubble == pytest.approx(simulated.bubble, abs=0.10)
@@ -318,8 +282,8 @@ def test_bill() -> None:
 def test_multiplier_of_other_numbers_of_blocks() -> None:
     """Table 11 of the paper: 40, 50 and 60 epochs at two, three and four blocks, 18 in full training."""
     for num_blocks, epochs in ((2, 40), (3, 50), (4, 60)):
-        assert multiplier_at(num_blocks, 50 / 18) == pytest.approx(epochs / 18)
-    assert multiplier_at(1, 3.0) == 1.0
+        assert multiplier_of("bcd", num_blocks, 50 / 18)[0] == pytest.approx(epochs / 18)
+    assert multiplier_of("bcd", 1, 3.0)[0] == 1.0
 
 
 def test_search_finds_the_cheapest() -> None:
@@ -334,16 +298,13 @@ def test_search_finds_the_cheapest() -> None:
     assert {plan.recipe.partition.num_blocks for plan in search(base, num_blocks=[3]).best} == {3}
 
 
-def test_search_says_how_many_would_do() -> None:
-    """A refusal that leaves the user guessing, or a number that does not do either."""
+def test_fewest_gpus_fit() -> None:
+    """A number on which nothing fits, or twice what is needed."""
     base = recipe("G-10B", num_gpus=2)
-    with pytest.raises(ValueError, match=r"--num-gpus \d+"):
-        search(base)
+    assert search(base).best == ()
     number = fewest_gpus(base)
-    assert number is not None
-    assert search(replace(base, num_gpus=number)).best
-    with pytest.raises(ValueError):
-        search(replace(base, num_gpus=number // 2))
+    assert number is not None and search(replace(base, num_gpus=number)).best
+    assert not search(replace(base, num_gpus=number // 2)).best
 
 
 def test_fewest_gpus_need_be_no_power_of_two() -> None:
@@ -413,19 +374,3 @@ def test_a_cluster_that_cannot_be(field: str, value: float) -> None:
     """A share of 120 %, or a division by zero later."""
     with pytest.raises(ValueError, match=field):
         replace(CLUSTERS["a100"], **{field: value})
-
-
-def test_a_shell_reads_the_tables(repo_root: Path) -> None:
-    """A quoted cell before the last one: a recipe that splits at commas would take the wrong column."""
-    program = """
-        while IFS=, read -r name form layers hidden heads groups ffn vocabulary sequence source; do
-            echo "$name $ffn $sequence"
-        done < <(grep -v '^#' examples/models.csv)
-        while IFS=, read -r name gpu memory fp32 bf16 bandwidth link network per_node price rest; do
-            echo "$name $per_node $price"
-        done < <(grep -v '^#' examples/clusters.csv)
-    """
-    done = subprocess.run(["bash", "-c", program], cwd=repo_root, capture_output=True, text=True, check=True)
-    lines = done.stdout.splitlines()
-    assert "L-6.0B 9200 1024" in lines and "rtx4090 8 0.29" in lines
-    assert lines[0] == "name ffn sequence"

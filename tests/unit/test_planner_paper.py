@@ -1,4 +1,4 @@
-"""planner.paper and planner.fit: the paper's tables, recomputed."""
+"""The paper's tables, recomputed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.bcd.planner.fit import FITTED_MODELS, fit_host, fit_shares, iteration_ms
-from megatron.bcd.planner.paper import Cell, Figures, Paper, fitting_runs, mean_error, recompute_paper
-from megatron.bcd.planner.tables import read_clusters, read_models, read_published
+from megatron.bcd.planner.paper import FITTED_MODELS, Cell, Paper
+from megatron.bcd.planner.step_time import mean_seconds
+from megatron.bcd.planner.tables import Cluster, read_clusters, read_models, read_published
 
 TABLES = (3, 4, 5, 6, 7, 8, 12, 13, 14, 15, 16)
 # 100 (1 - k n_BCD t_BCD price / (n_full t_full price)) from the paper's own times at k = 2.77 and 1.25, by hand
@@ -43,19 +43,24 @@ REDUCTIONS = {
 DO_NOT_FOLLOW = {(5, "G-1.6B"), (5, "G-5.4B"), (5, "G-20B"), (12, "G-1.6B"), (12, "G-20B")}
 
 
+ROOT = Path(__file__).resolve().parents[2]
+PUBLISHED = read_published(ROOT / "docs" / "paper_figures.csv")
+MODELS = read_models(ROOT / "examples" / "models.csv")
+
+
 @pytest.fixture(scope="module")
-def paper() -> Paper:
-    root = Path(__file__).resolve().parents[2]
-    return recompute_paper(
-        read_published(root / "docs" / "paper_figures.csv"),
-        read_models(root / "examples" / "models.csv"),
-        read_clusters(root / "examples" / "clusters.csv")["rtx4090"],
-    )
+def table() -> Cluster:
+    return read_clusters(ROOT / "examples" / "clusters.csv")["rtx4090"]
+
+
+@pytest.fixture(scope="module")
+def paper(table: Cluster) -> Paper:
+    return Paper(PUBLISHED, MODELS, table)
 
 
 @pytest.fixture(scope="module")
 def cells(paper: Paper) -> list[Cell]:
-    return paper.cells()
+    return paper.cells
 
 
 def test_every_table_is_there(cells: list[Cell]) -> None:
@@ -76,7 +81,7 @@ def test_published_figures_are_the_papers(paper: Paper, shared_data: Path) -> No
                 name += f" {row['distributed_nodes']}x{row['distributed_gpus_per_node']}"
             for column, value in row.items():
                 if value and not column.endswith("gpu_type"):
-                    assert paper.figures(table, name, column) == float(value)
+                    assert paper.figure(table, name, column) == float(value)
 
 
 def test_memory(cells: list[Cell]) -> None:
@@ -101,45 +106,35 @@ def test_reductions(cells: list[Cell]) -> None:
         assert abs(cell.difference or 0) <= 0.6 or (table, row) in {*DO_NOT_FOLLOW, (6, "G-1.6B")}
 
 
-def test_times_are_predicted(cells: list[Cell]) -> None:
+def test_times_are_predicted(paper: Paper) -> None:
     """A simulation that is off by more than is claimed."""
-    times = [cell for cell in cells if cell.is_simulated]
-    assert len(times) == 2 * 6 + 2 * 10 + 3 * 3 + 3 * 3
-    assert mean_error(cells) < 0.20
+    assert sum(cell.column.endswith("_ms") for cell in paper.cells) == 2 * 6 + 2 * 10 + 3 * 3 + 3 * 3
+    assert paper.mean_error(4) < 0.20
+    assert {method: len(errors) for method, errors in paper.time_errors().items()} == {
+        "full": 8,
+        "offload": 4,
+        "bcd": 24,
+    }
 
 
-def test_only_two_models_are_fitted(paper: Paper) -> None:
-    """A fit that other models change."""
-    others = Figures(
-        [each for each in paper.figures.all if each.row in FITTED_MODELS or "." in each.table],
-    )
-    shares, host = fitting_runs(others, paper.models, paper.cluster)
-    assert {run.recipe.model.name for run in (*shares, *host)} == set(FITTED_MODELS)
-    assert len(shares) == 8
-    again = fit_host(host, fit_shares(shares, paper.cluster))
-    assert again.compute_share == pytest.approx(paper.cluster.compute_share)
-    assert again.memory_share == pytest.approx(paper.cluster.memory_share)
+def test_only_two_models_are_fitted(paper: Paper, table: Cluster) -> None:
+    """A fit that other models change; shares in the table that no fit gives."""
+    others = [each for each in PUBLISHED if each.row in FITTED_MODELS or "." in each.table]
+    assert Paper(others, MODELS, table).cluster == paper.cluster
+    for share, tolerance in (("compute_share", 0.005), ("memory_share", 0.005), ("host_gb_per_s", 0.5)):
+        assert getattr(table, share) == pytest.approx(getattr(paper.cluster, share), abs=tolerance)
 
 
 def test_fit_is_the_smallest_error(paper: Paper) -> None:
     """A fit that stops beside the minimum."""
-    shares, _ = fitting_runs(paper.figures, paper.models, paper.cluster)
+    compute, memory = paper.cluster.compute_share, paper.cluster.memory_share
 
     def error(compute: float, memory: float) -> float:
         cluster = replace(paper.cluster, compute_share=compute, memory_share=memory)
-        times = (iteration_ms(replace(run.recipe, cluster=cluster)) / run.ms for run in shares)
-        return sum((time - 1) ** 2 for time in times)
+        shares, _ = paper.fitting_runs(cluster)
+        return sum((1e3 * mean_seconds(run.recipe) / run.ms - 1) ** 2 for run in shares)
 
-    compute, memory = paper.cluster.compute_share, paper.cluster.memory_share
     best = error(compute, memory)
     for factor in (0.97, 1.03):
         assert error(compute * factor, memory) > best
         assert error(compute, memory * factor) > best
-
-
-def test_the_cluster_table_has_the_fit(paper: Paper) -> None:
-    """Shares in the table that no fit gives."""
-    table = read_clusters(Path(__file__).resolve().parents[2] / "examples" / "clusters.csv")["rtx4090"]
-    assert table.compute_share == pytest.approx(paper.cluster.compute_share, abs=0.005)
-    assert table.memory_share == pytest.approx(paper.cluster.memory_share, abs=0.005)
-    assert table.host_gb_per_s == pytest.approx(paper.cluster.host_gb_per_s, abs=0.5)

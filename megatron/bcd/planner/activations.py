@@ -1,27 +1,69 @@
-"""Activations that autograd saves for one microbatch, and a layer's working memory: closed formulas in bytes.
+"""Activations that autograd saves for one microbatch, a layer's working memory, and the least recomputation that fits.
 
-Counted for Megatron Core's local layers without dropout, as `model.builder` builds them on a GPU. Fused attention saves
-query, key, value and output; RMSNorm, rotation and the element-wise functions of the MLP are fused. A layer of the
-suffix saves what its input gradient needs: no input of a linear layer. A layer of the prefix saves nothing. A CPU
-fuses none of these and saves more for a LLaMA.
+Closed formulas in bytes, counted for Megatron Core's local layers without dropout, as `model.builder` builds them on a
+GPU. Fused attention saves query, key, value and output; RMSNorm, rotation and the element-wise functions of the MLP are
+fused. A layer of the suffix saves what its input gradient needs: no input of a linear layer. A layer of the prefix
+saves nothing. A CPU fuses none of these and saves more for a LLaMA.
+
+Both the planner (`memory`) and the trainer's --recompute auto (`run_state`) use `StageActivations`.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import le
 from typing import TypeAlias
 
+from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.pipeline.actions import Kind
-from megatron.bcd.pipeline.build import MAX_SENDS_IN_FLIGHT, PlanShape
-from megatron.bcd.pipeline.chunk_shape import ChunkShape
+from megatron.bcd.pipeline.build import MAX_SENDS_IN_FLIGHT, PlanShape, bcd_shape, default_run_ahead
+from megatron.bcd.pipeline.chunk_shape import ChunkShape, phase_chunk_shape
 from megatron.bcd.pipeline.interleaved import MAX_MESSAGES_IN_FLIGHT, build_chunk_plan
-from megatron.bcd.planner.cost import ModelShape
-from megatron.bcd.planner.recipe import LayerCounts, Recipe
+from megatron.bcd.planner.cost import ModelShape, pass_products
 
 Shape: TypeAlias = PlanShape | ChunkShape
 """Of a pipeline's schedule, with a chunk on each stage or several."""
+MOST_ROUNDS = 4
+"""Microbatches per stage of an interleaved plan after which what is kept has reached its peak."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerCounts:
+    """A partition and the layers of its virtual stages: in layouts without chunks, the stages."""
+
+    partition: Partition
+    layers: tuple[int, ...]
+    """By virtual stage."""
+    is_updated: tuple[tuple[tuple[bool, ...], ...], ...]
+    """By virtual stage and block, of each layer after the prefix, in depth order: whether its weight gradients are
+    computed, because it is active or updated without state."""
+
+    def after_prefix(self, stage: int, block: int) -> list[int]:
+        """By chunk of a stage."""
+        return [len(by_block[block]) for by_block in self.is_updated[stage :: self.partition.num_stages]]
+
+
+def layer_counts_of(partition: Partition) -> LayerCounts:
+    held = [
+        partition.chunk_layers(stage, chunk)
+        for chunk in range(partition.num_chunks)
+        for stage in range(partition.num_stages)
+    ]
+    phases = []
+    for block in partition.blocks:
+        updated = set(block.layers if partition.has_active_block else ()) | set(partition.resting_layers(block.index))
+        phases.append((len(partition.prefix_layers(block.index)), updated))
+    return LayerCounts(
+        partition=partition,
+        layers=tuple(map(len, held)),
+        is_updated=tuple(
+            tuple(tuple(layer in updated for layer in layers if layer >= first) for first, updated in phases)
+            for layers in held
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,42 +71,19 @@ class LayerBytes:
     """Saved bytes of one microbatch, by kind of layer."""
 
     active: int
-    """An active layer."""
-    suffix: int
-    """A frozen layer that passes a gradient back."""
-    input: int
-    """A layer's input, which full recomputation saves; also the size of a message between stages."""
-    head: int
-    """Final norm, head and loss."""
-    active_core: int
-    """Of an active layer's: what recomputing the core of attention need not save."""
+    suffix: int  # a frozen layer that passes a gradient back
+    input: int  # a layer's input, which full recomputation saves; also the size of a message between stages
+    head: int  # final norm, head and loss
+    active_core: int  # of an active layer's: what recomputing the core of attention need not save
     suffix_core: int
-    active_working: int
-    """The most that the backward pass of one active layer holds beside what is saved: gradients, and one weight's."""
+    active_working: int  # the most that an active layer's backward pass holds beside: gradients, and one weight's
     suffix_working: int
-    head_converted: int
-    """The gradient of 16-bit logits, beside that of the loss's fp32 ones; 0 in fp32."""
-    head_weight: int
-    """The gradient of the head's weight, before it is added to the buffer."""
-    forward_working: int
-    """The most that the forward pass of a layer of the prefix holds."""
+    head_converted: int  # the gradient of 16-bit logits, beside that of the loss's fp32 ones; 0 in fp32
+    head_weight: int  # the gradient of the head's weight, before it is added to the buffer
+    forward_working: int  # the most that the forward pass of a layer of the prefix holds
 
 
-def layer_bytes(recipe: Recipe) -> LayerBytes:
-    """The formula for one microbatch of the recipe."""
-    return bytes_of_layers(
-        recipe.shape,
-        tokens=recipe.rank_tokens * recipe.micro_batch_size,
-        sequence=recipe.tokens,
-        element=recipe.bytes_per_element,
-        num_heads=recipe.model.heads,
-        context_size=recipe.context_size,
-        padded_vocabulary=recipe.padded_vocabulary,
-        unfused_attention=recipe.unfused_attention,
-    )
-
-
-def bytes_of_layers(
+def layer_bytes(
     shape: ModelShape,
     *,
     tokens: int,
@@ -132,64 +151,135 @@ class Recomputed:
         return self.layers[chunk] if self.layers else 0
 
 
-def stage_saved_bytes(
-    cut: LayerCounts, sizes: LayerBytes, shape: Shape, stage: int, block: int, recomputed: Recomputed
-) -> int:
-    """Bytes that autograd saves on a stage in the block's phase, over all microbatches in flight."""
-    of_chunks = [_chunk_bytes(cut, sizes, stage, chunk, block, recomputed) for chunk in range(cut.partition.num_chunks)]
-    if isinstance(shape, ChunkShape):
-        in_flight = microbatches_in_flight(shape, stage)
-        return max(sum(one * number for one, number in zip(of_chunks, numbers, strict=True)) for numbers in in_flight)
-    return 0 if shape.is_forward_only(stage) else of_chunks[0] * shape.max_graphs(stage)
+def least_recomputation(numbers: Sequence[int], fits: Callable[[Recomputed], bool], *, core_share: float) -> Recomputed:
+    """Nothing if that fits; else the core of attention in every layer, or the first few whole layers, whichever is less
+    work and fits; all layers if nothing fits.
+
+    ``numbers`` are the layers after the prefix, by chunk. The first layers of the first chunks are recomputed: their
+    activations are kept longest. ``core_share`` is the part of a layer's arithmetic that is the core of attention.
+    """
+    total = sum(numbers)
+    if not total or fits(Recomputed()):
+        return Recomputed()
+    whole = 1 + bisect_left(range(1, total), True, key=lambda number: fits(_first_layers(numbers, number)))
+    selective = Recomputed(granularity="selective")
+    return selective if core_share * total < whole and fits(selective) else _first_layers(numbers, whole)
 
 
-def _chunk_bytes(
-    cut: LayerCounts, sizes: LayerBytes, stage: int, chunk: int, block: int, recomputed: Recomputed
-) -> int:
-    """Of one microbatch in one chunk."""
-    layers = _layers(cut, sizes, stage, chunk, block, recomputed)
-    return sum(kept for kept, _ in layers) + sizes.head * _has_head(cut, stage, chunk)
+def _first_layers(numbers: Sequence[int], whole: int) -> Recomputed:
+    layers = []
+    for number in numbers:
+        layers.append(min(number, whole))
+        whole -= layers[-1]
+    return Recomputed(granularity="full", layers=tuple(layers))
 
 
-def _has_head(cut: LayerCounts, stage: int, chunk: int) -> bool:
-    return chunk * cut.partition.num_stages + stage == cut.partition.num_virtual_stages - 1
+def phase_shape(
+    partition: Partition, block: int, *, num_microbatches: int, head: float, run_ahead: int | None = None
+) -> Shape:
+    """The pipeline schedule in the middle of the block's phase; ``head`` is the head's cost in passes of a layer."""
+    if partition.num_chunks > 1:
+        return phase_chunk_shape(partition, block, num_microbatches=num_microbatches, head=head)
+    first, stages = partition.first_trainable_stage(block), partition.num_stages
+    if run_ahead is None:
+        run_ahead = default_run_ahead(num_stages=stages, first_trainable=first)
+    ahead = min(run_ahead, num_microbatches) if first else 0
+    return bcd_shape(
+        num_stages=stages,
+        num_microbatches=num_microbatches,
+        first_trainable=first,
+        active=[partition.stage_active(block, stage) for stage in range(stages)],
+        done_ahead=ahead,
+        run_ahead=ahead,
+    )
 
 
-def _layers(
-    cut: LayerCounts, sizes: LayerBytes, stage: int, chunk: int, block: int, recomputed: Recomputed
-) -> list[tuple[int, int]]:
-    """What each layer after the prefix saves, and what its backward pass holds beside it."""
-    is_selective, layers = recomputed.granularity == "selective", []
-    for number, is_updated in enumerate(cut.is_updated[chunk * cut.partition.num_stages + stage][block]):
-        whole, core, working = (
-            (sizes.active, sizes.active_core, sizes.active_working)
-            if is_updated
-            else (sizes.suffix, sizes.suffix_core, sizes.suffix_working)
-        )
-        if number < recomputed.num_whole(chunk):
-            layers.append((sizes.input, whole + working))
+@dataclass(frozen=True, kw_only=True)
+class StageActivations:
+    """Activations and messages of one stage in the phase of one block."""
+
+    counts: LayerCounts
+    sizes: LayerBytes
+    shape: Shape
+    stage: int
+    block: int
+
+    def saved_bytes(self, recomputed: Recomputed) -> int:
+        """What autograd saves, over all microbatches in flight."""
+        of_chunks = [
+            sum(kept for kept, _ in self._layers(chunk, recomputed)) + self.sizes.head * self._has_head(chunk)
+            for chunk in range(self.counts.partition.num_chunks)
+        ]
+        if isinstance(self.shape, ChunkShape):
+            in_flight = microbatches_in_flight(self.shape, self.stage)
+            return max(
+                sum(one * number for one, number in zip(of_chunks, numbers, strict=True)) for numbers in in_flight
+            )
+        return of_chunks[0] * self.shape.max_graphs(self.stage)
+
+    def peak_bytes(self, recomputed: Recomputed) -> int:
+        """What is saved, and the most that a microbatch's passes hold beside it."""
+        sizes, partition, beside = self.sizes, self.counts.partition, 0
+        for chunk in range(partition.num_chunks):
+            has_head = self._has_head(chunk)
+            head_weight = sizes.head_weight * (has_head and partition.head_active(self.block))
+            if has_head:  # the loss's gradient is freed before the head's pass
+                beside = max(beside, sizes.head_converted, sizes.input + head_weight - sizes.head_converted)
+            freed = sizes.head * has_head  # of this microbatch, when the backward pass comes to the layer
+            if partition.tied and partition.num_virtual_stages == 1:  # waits for the embedding's gradient
+                freed -= head_weight
+            for kept, working in reversed(self._layers(chunk, recomputed)):
+                beside = max(beside, working - freed)
+                freed += kept
+        return max(self.saved_bytes(recomputed) + beside, sizes.forward_working)
+
+    @property
+    def message_bytes(self) -> int:
+        """Queued messages and messages in flight, beside the inputs counted as activations."""
+        shape = self.shape
+        if isinstance(shape, ChunkShape):
+            number = 2 + MAX_MESSAGES_IN_FLIGHT
+        elif shape.num_stages == 1:
+            number = 0
+        elif shape.is_forward_only(self.stage):
+            number = 1 + MAX_SENDS_IN_FLIGHT
         else:
-            layers.append((whole - core * is_selective, core * is_selective + working))
-    return layers
+            number = 2 + (shape.run_ahead if self.stage == shape.first_trainable else 0)
+        return number * self.sizes.input
 
+    def least_recomputation(
+        self, model: ModelShape, *, sequence: int, state: int, optimizer_work: int, limit: float
+    ) -> Recomputed:
+        """With which model state, and the larger of activations with messages and the optimizer's work, take at most
+        ``limit`` bytes; all layers where that does not fit either."""
+        matrices, core = pass_products(model, sequence=sequence)
 
-def stage_activations(
-    cut: LayerCounts, sizes: LayerBytes, shape: Shape, stage: int, block: int, recomputed: Recomputed
-) -> int:
-    """Peak of a stage's activations: what is saved, and the most that a microbatch's passes hold beside it."""
-    saved, beside = stage_saved_bytes(cut, sizes, shape, stage, block, recomputed), 0
-    for chunk in range(cut.partition.num_chunks):
-        has_head = _has_head(cut, stage, chunk)
-        head_weight = sizes.head_weight * (has_head and cut.partition.head_active(block))
-        if has_head:  # the loss's gradient is freed before the head's pass
-            beside = max(beside, sizes.head_converted, sizes.input + head_weight - sizes.head_converted)
-        freed = sizes.head * has_head  # of this microbatch, when the backward pass comes to the layer
-        if cut.partition.tied and cut.partition.num_virtual_stages == 1:  # waits for the embedding's gradient
-            freed -= head_weight
-        for kept, working in reversed(_layers(cut, sizes, stage, chunk, block, recomputed)):
-            beside = max(beside, working - freed)
-            freed += kept
-    return max(saved + beside, sizes.forward_working)
+        def fits(choice: Recomputed) -> bool:
+            return state + max(self.peak_bytes(choice) + self.message_bytes, optimizer_work) <= limit
+
+        numbers = self.counts.after_prefix(self.stage, self.block)
+        return least_recomputation(numbers, fits, core_share=core / (matrices + core))
+
+    def _virtual(self, chunk: int) -> int:
+        return chunk * self.counts.partition.num_stages + self.stage
+
+    def _has_head(self, chunk: int) -> bool:
+        return self._virtual(chunk) == self.counts.partition.num_virtual_stages - 1
+
+    def _layers(self, chunk: int, recomputed: Recomputed) -> list[tuple[int, int]]:
+        """What each layer after the prefix saves, and what its backward pass holds beside it."""
+        sizes, is_selective, layers = self.sizes, recomputed.granularity == "selective", []
+        for number, is_updated in enumerate(self.counts.is_updated[self._virtual(chunk)][self.block]):
+            whole, core, working = (
+                (sizes.active, sizes.active_core, sizes.active_working)
+                if is_updated
+                else (sizes.suffix, sizes.suffix_core, sizes.suffix_working)
+            )
+            if number < recomputed.num_whole(chunk):
+                layers.append((sizes.input, whole + working))
+            else:
+                layers.append((whole - core * is_selective, core * is_selective + working))
+        return layers
 
 
 @cache
@@ -204,16 +294,3 @@ def microbatches_in_flight(shape: ChunkShape, stage: int) -> tuple[tuple[int, ..
         elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
             kept[action.chunk] -= 1
     return tuple(one for one in sorted(found) if not any(one != other and all(map(le, one, other)) for other in found))
-
-
-def stage_messages(sizes: LayerBytes, shape: Shape, stage: int) -> int:
-    """Bytes of queued messages and messages in flight, beside the inputs counted as activations."""
-    one = sizes.input
-    if isinstance(shape, ChunkShape):
-        return (2 + MAX_MESSAGES_IN_FLIGHT) * one
-    if shape.num_stages == 1:
-        return 0
-    if shape.is_forward_only(stage):
-        return (1 + MAX_SENDS_IN_FLIGHT) * one
-    ahead = shape.run_ahead if stage == shape.first_trainable else 0
-    return (2 + ahead) * one

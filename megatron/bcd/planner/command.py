@@ -13,14 +13,12 @@ SFT_FLAGS = (
     "--num-epochs 3 --lr 1e-5 --lr-warmup-fraction 0.03 --lr-decay-style cosine --weight-decay 0 --clip-grad 1.0"
 )
 """As in examples/finetune.sh."""
-_SAVE_INTERVAL = 500
-_INDENT = " \\\n    "
 _WIDTH = 112
 
 
 def network_flags(recipe: Recipe) -> list[str]:
     """Flags of the model. Raises ValueError for what the script has no flag for."""
-    model = recipe.model
+    model, shape = recipe.model, recipe.shape
     flags = [
         f"--num-layers {model.layers}",
         f"--hidden-size {model.hidden}",
@@ -33,16 +31,16 @@ def network_flags(recipe: Recipe) -> list[str]:
     if model.head_dim not in (0, model.hidden // model.heads):
         flags.append(f"--kv-channels {model.head_dim}")
     if model.form == "gpt":
-        flags += [f"--max-position-embeddings {recipe.shape.num_positions} --hidden-dropout 0 --attention-dropout 0"]
-    if recipe.shape.tied != (model.form == "gpt"):
-        flags.append(f"--{'no-' * recipe.shape.tied}untie-embeddings-and-output-weights")
-    if recipe.shape.biases and model.form == "llama":
+        flags += [f"--max-position-embeddings {shape.num_positions} --hidden-dropout 0 --attention-dropout 0"]
+    if shape.tied != (model.form == "gpt"):
+        flags.append(f"--{'no-' * shape.tied}untie-embeddings-and-output-weights")
+    if shape.biases and model.form == "llama":
         raise ValueError(f"--model {model.name}: only --load-hf (--task sft) gives a LLaMA biases in all linear layers")
-    if model.form == "gpt" and not recipe.shape.biases:
+    if model.form == "gpt" and not shape.biases:
         flags.append("--disable-bias-linear")
-    if recipe.shape.qkv_bias:
+    if shape.qkv_bias:
         flags.append("--add-qkv-bias")
-    if recipe.shape.qk_norm_size:
+    if shape.qk_norm_size:
         flags.append("--qk-layernorm")
     return flags
 
@@ -53,7 +51,6 @@ def layout_flags(recipe: Recipe) -> list[str]:
 
 
 def parallel_flags(recipe: Recipe) -> list[str]:
-    """Flags of the parallel sizes."""
     context = f" --context-parallel-size {recipe.context_size}" if recipe.context_size > 1 else ""
     cut = " --pipeline-cut auto" if recipe.cut == "auto" and recipe.pipeline_size > 1 else ""
     return [f"--pipeline-model-parallel-size {recipe.pipeline_size}{context}{cut}"]
@@ -81,20 +78,21 @@ def training_flags(recipe: Recipe) -> list[str]:
 
 def method_flags(recipe: Recipe) -> list[str]:
     """Flags that choose block coordinate descent, full training, or full training with the optimizer on the host."""
-    if recipe.has_blocks:
-        layout = recipe.partition.layout
-        preset = "" if recipe.method == "bcd" else f"--bcd-preset {PRESET_OF[recipe.method]} "
-        number = DEFAULT_NUM_BLOCKS if recipe.asked_blocks is None else recipe.asked_blocks
-        blocks = "" if layout == "stage" else f"--bcd-num-blocks {number} "
-        given = {"--bcd-frozen": recipe.frozen, "--bcd-always-active": recipe.always_active}
-        parts = "".join(f" {flag} {parts_of(named)}" for flag, named in given.items() if named is not None)
-        chunks = recipe.num_chunks if layout == "interleaved" else None
-        virtual = "" if chunks in (None, number) else f" --num-virtual-stages-per-pipeline-rank {chunks}"
-        return [f"{preset}{blocks}--bcd-layout {layout}{virtual}{parts}"]
-    flags = ["--bcd-num-blocks 1 --bcd-schedule stock"]
-    if recipe.method == "offload":
-        flags.append("--optimizer-cpu-offload --optimizer-offload-fraction 1.0")
-    return flags
+    if not recipe.has_blocks:
+        offload = ["--optimizer-cpu-offload --optimizer-offload-fraction 1.0"]
+        return ["--bcd-num-blocks 1 --bcd-schedule stock", *(offload if recipe.method == "offload" else [])]
+    layout = recipe.partition.layout
+    number = DEFAULT_NUM_BLOCKS if recipe.asked_blocks is None else recipe.asked_blocks
+    flags = [] if recipe.method == "bcd" else [f"--bcd-preset {PRESET_OF[recipe.method]}"]
+    if layout != "stage":
+        flags.append(f"--bcd-num-blocks {number}")
+    flags.append(f"--bcd-layout {layout}")
+    if layout == "interleaved" and recipe.num_chunks not in (None, number):
+        flags.append(f"--num-virtual-stages-per-pipeline-rank {recipe.num_chunks}")
+    for flag, parts in (("--bcd-frozen", recipe.frozen), ("--bcd-always-active", recipe.always_active)):
+        if parts is not None:
+            flags.append(f"{flag} {parts_of(parts)}")
+    return [" ".join(flags)]
 
 
 def parts_of(named: frozenset[str]) -> str:
@@ -102,55 +100,27 @@ def parts_of(named: frozenset[str]) -> str:
     return ",".join(sorted(named)) or "none"
 
 
-def schedule_flags(iterations: int) -> list[str]:
-    """Flags of the training's length and learning rate."""
-    return [f"--train-iters {iterations}", LEARNING_RATE_FLAGS]
-
-
-def sft_flags(recipe: Recipe) -> list[str]:
-    """Flags of fine-tuning a published model, instead of those of the network and the schedule."""
-    return [f"--sft --load-hf MODEL_DIR --seq-length {recipe.tokens}", *layout_flags(recipe), SFT_FLAGS]
-
-
-def save_flags(recipe: Recipe) -> list[str]:
-    """Flags with which a restarted command goes on from its newest checkpoint. A folder of its own for what is trained
-    on mock data: a run on the user's data would resume from it."""
-    mock = "" if recipe.task == "sft" else "-mock"
-    folder = f"out/{recipe.model.name}-{PRESET_OF.get(recipe.method, recipe.method)}-{recipe.cluster.name}{mock}"
-    return [f"--save {folder} --load {folder}", f"--save-interval {_SAVE_INTERVAL} --keep-last-checkpoints 2"]
-
-
-def launcher(recipe: Recipe) -> str:
-    """torchrun; with several nodes the command is to be started on each."""
-    start = f"torchrun --nproc-per-node {recipe.gpus_per_node}"
-    if recipe.num_nodes == 1:
-        return start
-    return f"{start} --nnodes {recipe.num_nodes} --rdzv-backend c10d --rdzv-endpoint ${{HEAD_NODE:?}}:29500"
-
-
 def torchrun_command(recipe: Recipe, *, iterations: int) -> str:
-    """The whole command, with --mock-data on its last line in place of the user's data; for fine-tuning with names of a
-    model and of data to fill in."""
+    """The whole command, to be started on each node: with --mock-data on its last line in place of the user's data; for
+    fine-tuning with names of a model and of data to fill in. Started again, it goes on from its newest checkpoint."""
+    start = f"torchrun --nproc-per-node {recipe.gpus_per_node}"
+    if recipe.num_nodes > 1:
+        start += f" --nnodes {recipe.num_nodes} --rdzv-backend c10d --rdzv-endpoint ${{HEAD_NODE:?}}:29500"
     if recipe.task == "sft":
-        lines = [*_packed([*sft_flags(recipe), *save_flags(recipe)]), "--data-path DATA.jsonl --save-hf OUT_DIR"]
-        return _INDENT.join([f"{launcher(recipe)} {SCRIPTS[recipe.model.form]}", *lines])
-    flags = [
-        *network_flags(recipe),
-        *layout_flags(recipe),
-        *schedule_flags(iterations),
-        *save_flags(recipe),
-    ]
-    # NullTokenizer adds an end-of-document token to its vocabulary
-    data = f"--mock-data --tokenizer-type NullTokenizer --vocab-size {recipe.model.vocabulary - 1}"
-    return _INDENT.join([f"{launcher(recipe)} {SCRIPTS[recipe.model.form]}", *_packed(flags), data])
-
-
-def _packed(flags: list[str]) -> list[str]:
-    """Lines of at most _WIDTH characters."""
+        flags = [f"--sft --load-hf MODEL_DIR --seq-length {recipe.tokens}", *layout_flags(recipe), SFT_FLAGS]
+        mock, data = "", "--data-path DATA.jsonl --save-hf OUT_DIR"
+    else:
+        flags = [*network_flags(recipe), *layout_flags(recipe), f"--train-iters {iterations}", LEARNING_RATE_FLAGS]
+        # a folder of its own for what is trained on mock data: a run on the user's data would resume from it
+        mock = "-mock"
+        # NullTokenizer adds an end-of-document token to its vocabulary
+        data = f"--mock-data --tokenizer-type NullTokenizer --vocab-size {recipe.model.vocabulary - 1}"
+    folder = f"out/{recipe.model.name}-{PRESET_OF.get(recipe.method, recipe.method)}-{recipe.cluster.name}{mock}"
+    flags += [f"--save {folder} --load {folder}", "--save-interval 500 --keep-last-checkpoints 2"]
     lines = [flags[0]]
     for flag in flags[1:]:
         if len(lines[-1]) + 1 + len(flag) <= _WIDTH:
             lines[-1] += f" {flag}"
         else:
             lines.append(flag)
-    return lines
+    return " \\\n    ".join([f"{start} {SCRIPTS[recipe.model.form]}", *lines, data])

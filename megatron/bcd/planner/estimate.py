@@ -6,12 +6,22 @@ from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from typing import Any
 
+from megatron.bcd.config import DEFAULT_NUM_BLOCKS
 from megatron.bcd.planner.memory import RankMemory, fits, host_bytes, peak, rank_memory
-from megatron.bcd.planner.multipliers import multiplier_of
 from megatron.bcd.planner.recipe import Recipe
-from megatron.bcd.planner.step_time import PhaseTime, cycle_seconds, head_pass, layer_pass, mean_seconds
+from megatron.bcd.planner.step_time import PhaseTime, cycle_seconds, head_pass, layer_pass
 from megatron.bcd.planner.tables import GIB
 
+MULTIPLIERS = {
+    # Adam and three blocks, 2.78 and 2.09 (table 2 of the paper)
+    "bcd": (2.44, "the paper's two GPT-2 runs"),
+    # at most that, in steps to full Adam's loss, in all of this project's studies
+    "pretrain": (0.53, "models of 0.7 to 3.3 M parameters, docs/learning.md; none larger measured"),
+    # arXiv 2404.02827, 2403.17919 and ICML 2025's BREAD fine-tune as many epochs as full Adam; not confirmed here
+    "finetune": (1.0, "assumed: equal epochs, as BAdam, LISA and BREAD report"),
+}
+"""B-F multiplier of a method at three blocks, and where it is from: iterations to full training's loss over full
+training's."""
 DEFAULT_TOKENS_PER_PARAMETER = 20
 """Hoffmann et al. 2022."""
 DEFAULT_SFT_TOKENS = 3 * 52002 * 120.0
@@ -23,10 +33,8 @@ tokenizer), the rest is the prompt around it."""
 class TrainingCost:
     """Cost of training to the loss that full training reaches on a number of tokens."""
 
-    tokens: float
-    """Read by full training."""
-    multiplier: float
-    """B-F multiplier at this number of blocks; 1 where all parameters are active."""
+    tokens: float  # read by full training
+    multiplier: float  # at this number of blocks; 1 where all parameters are active
     multiplier_source: str
     iterations: int
     days: float
@@ -39,22 +47,15 @@ class Estimate:
     """Memory, time and cost of a recipe."""
 
     recipe: Recipe
-    parameters: int
-    """Of the model, unpadded."""
-    ranks: tuple[RankMemory, ...]
-    """Data-parallel rank 0 of every stage, in every phase."""
-    host_bytes: int
-    """Per rank, of an optimizer on the host, or of momenta that blocks keep; else 0."""
-    largest_micro_batch: int | None
-    """The largest that fits and divides the batch; None if none does."""
+    parameters: int  # of the model, unpadded
+    ranks: tuple[RankMemory, ...]  # data-parallel rank 0 of every stage, in every phase
+    host_bytes: int  # per rank
+    largest_micro_batch: int | None  # that fits and divides the batch; None if none does
     phases: tuple[PhaseTime, ...]
-    iteration_seconds: float
-    """Mean over a cycle."""
-    bubble: float
-    """Mean over a cycle."""
+    iteration_seconds: float  # mean over a cycle
+    bubble: float  # mean over a cycle
     tokens_per_second: float
-    mfu: float
-    """FLOPs of full training on the same tokens over the GPUs' peak: work that BCD skips counts as done."""
+    mfu: float  # FLOPs of full training on the same tokens over the GPUs' peak: work that BCD skips counts as done
     cost: TrainingCost
 
     @property
@@ -63,8 +64,21 @@ class Estimate:
 
     @property
     def orthogonalization_share(self) -> float:
-        """Of the time of an iteration; 0 without Muon and resting layers."""
+        """Of the time of an iteration; 0 without Muon and stateless updates."""
         return sum(phase.orthogonalization for phase in self.phases) / sum(phase.total for phase in self.phases)
+
+    @property
+    def state_per_parameter(self) -> float:
+        """Bytes of model state per parameter on one data-parallel rank of every stage, in its largest phase."""
+        largest: dict[int, int] = {}
+        for rank in self.ranks:
+            largest[rank.stage] = max(rank.model_state, largest.get(rank.stage, 0))
+        return sum(largest.values()) / self.parameters
+
+    @property
+    def price(self) -> float:
+        """Dollars; where the cluster table has no price GPU hours, which have the same ratios."""
+        return self.cost.dollars if self.recipe.cluster.is_priced else self.cost.gpu_hours
 
     @property
     def fits(self) -> bool:
@@ -118,44 +132,45 @@ def make_estimate(recipe: Recipe, *, tokens: float | None = None, multiplier: fl
     """Estimate a recipe.
 
     ``tokens`` is what full training would read, by default 20 per parameter, for fine-tuning three epochs of Alpaca;
-    ``multiplier`` is the B-F multiplier at
-    three blocks, by default the method's. Raises ValueError if either is out of range.
+    ``multiplier`` is the B-F multiplier at three blocks, by default the method's. Raises ValueError if either is out of
+    range.
     """
-    if tokens is not None and not 0 < tokens < 1e18:
-        raise ValueError(f"--tokens {tokens:g}: must be more than 0 and less than 1e18")
-    parameters = recipe.shape.num_parameters
     phases = cycle_seconds(recipe)
-    seconds = mean_seconds(phases)
-    tokens_per_iteration = recipe.global_batch_size * recipe.tokens
+    seconds = sum(phase.total for phase in phases) / len(phases)
+    # full training without recomputation: three passes through layers and head
+    flops = 3 * (recipe.model.layers * layer_pass(recipe).flops + head_pass(recipe).flops)
+    flops *= recipe.num_microbatches * recipe.num_replicas
     return Estimate(
         recipe=recipe,
-        parameters=parameters,
+        parameters=recipe.shape.num_parameters,
         ranks=rank_memory(recipe),
         host_bytes=host_bytes(recipe),
         largest_micro_batch=largest_micro_batch(recipe),
         phases=phases,
         iteration_seconds=seconds,
         bubble=sum(phase.bubble for phase in phases) / len(phases),
-        tokens_per_second=tokens_per_iteration / seconds,
-        mfu=_full_flops(recipe) / seconds / (recipe.num_gpus * recipe.cluster.peak_flops_per_s(recipe.precision)),
+        tokens_per_second=recipe.global_batch_size * recipe.tokens / seconds,
+        mfu=flops / seconds / (recipe.num_gpus * recipe.cluster.peak_flops_per_s(recipe.precision)),
         cost=training_cost(recipe, seconds, tokens=tokens, multiplier=multiplier),
     )
 
 
 def training_cost(recipe: Recipe, seconds: float, *, tokens: float | None, multiplier: float | None) -> TrainingCost:
     """The cost at ``seconds`` per iteration."""
-    if tokens is None and recipe.task == "sft":
-        tokens = DEFAULT_SFT_TOKENS
-    elif tokens is None:
-        tokens = DEFAULT_TOKENS_PER_PARAMETER * recipe.shape.num_parameters
-    scaled = multiplier_of(recipe.method, recipe.partition.num_blocks, multiplier)
-    iterations = -int(-tokens * scaled.value // (recipe.global_batch_size * recipe.tokens))
+    for flag, given, most in (("--tokens", tokens, 1e18), ("--bf-multiplier", multiplier, 1e6)):
+        if given is not None and not 0 < given < most:
+            raise ValueError(f"{flag} {given:g}: must be more than 0 and less than {most:g}")
+    if tokens is None:
+        is_sft = recipe.task == "sft"
+        tokens = DEFAULT_SFT_TOKENS if is_sft else DEFAULT_TOKENS_PER_PARAMETER * recipe.shape.num_parameters
+    value, source = multiplier_of(recipe.method, recipe.partition.num_blocks, multiplier)
+    iterations = -int(-tokens * value // (recipe.global_batch_size * recipe.tokens))
     hours = iterations * seconds / 3600
     gpu_hours = hours * recipe.num_gpus
     return TrainingCost(
         tokens=tokens,
-        multiplier=scaled.value,
-        multiplier_source=scaled.source,
+        multiplier=value,
+        multiplier_source=source,
         iterations=iterations,
         days=hours / 24,
         gpu_hours=gpu_hours,
@@ -163,16 +178,25 @@ def training_cost(recipe: Recipe, seconds: float, *, tokens: float | None, multi
     )
 
 
+def multiplier_of(method: str, num_blocks: int, given: float | None = None) -> tuple[float, str]:
+    """B-F multiplier of a method at ``num_blocks``, and its source; ``given`` replaces the value at three blocks."""
+    if method not in MULTIPLIERS:
+        return 1.0, "full training"
+    value, source = MULTIPLIERS[method] if given is None else (given, "--bf-multiplier")
+    if method == "bcd" and num_blocks > 1:
+        # Table 11 of the paper has 2.22, 2.78 and 3.33 at two, three and four blocks (Adam). A small GPT here had 2.24,
+        # 2.89 and more than 5 at two, three and six; this gives 4.6 at six (docs/learning.md).
+        value = value * (num_blocks + 2) / 5
+    elif method == "bcd":
+        value = 1.0
+    elif method == "pretrain" and given is None and num_blocks != DEFAULT_NUM_BLOCKS:
+        source += "; taken from three blocks"
+    return value, source
+
+
 def largest_micro_batch(recipe: Recipe) -> int | None:
     """The largest micro-batch that fits and divides the batch of a data-parallel rank."""
     per_rank = recipe.global_batch_size // recipe.data_size
-    sizes = [size for size in range(per_rank, 0, -1) if per_rank % size == 0]
-    if recipe.partition.num_chunks > 1:  # a plan for each size takes a while, and a larger one needs more
-        return max(takewhile(lambda size: fits(replace(recipe, micro_batch_size=size)), reversed(sizes)), default=None)
-    return next((size for size in sizes if fits(replace(recipe, micro_batch_size=size))), None)
-
-
-def _full_flops(recipe: Recipe) -> float:
-    """FLOPs of one iteration of full training without recomputation: three passes through layers and head."""
-    layers = recipe.model.layers * layer_pass(recipe).flops
-    return 3 * (layers + head_pass(recipe).flops) * recipe.num_microbatches * recipe.num_replicas
+    sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
+    fitting = takewhile(lambda size: fits(replace(recipe, micro_batch_size=size)), sizes)
+    return max(fitting, default=None)

@@ -6,13 +6,18 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
-from megatron.bcd.pipeline.build import bcd_shape, default_run_ahead
-from megatron.bcd.pipeline.chunk_shape import ChunkShape, phase_chunk_shape
-from megatron.bcd.planner.activations import Recomputed, Shape, layer_bytes, stage_activations, stage_messages
-from megatron.bcd.planner.cost import OFFLOADED_BYTES, ModelShape, host_state_bytes, pass_products, state_budget
+from megatron.bcd.pipeline.chunk_shape import ChunkShape
+from megatron.bcd.planner.activations import (
+    MOST_ROUNDS,
+    LayerCounts,
+    Recomputed,
+    Shape,
+    StageActivations,
+    phase_shape,
+)
+from megatron.bcd.planner.cost import OFFLOADED_BYTES, ModelShape, host_state_bytes, state_budget
 from megatron.bcd.planner.matrices import matrix_share
-from megatron.bcd.planner.recipe import LayerCounts, Recipe
-from megatron.bcd.planner.recomputation import MOST_ROUNDS, least_recomputation
+from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.tables import GIB
 from megatron.bcd.planner.tensors import Buffer, buffer_of, stage_tensors
 
@@ -28,8 +33,7 @@ class RankMemory:
 
     stage: int
     block: int
-    weights: int
-    """With the padding of the buffers in which the phases leave their blocks."""
+    weights: int  # with the padding of the buffers in which the phases leave their blocks
     gradients: int
     optimizer: int
     """Moments, main parameters and step counters of the rank's shard, Muon's momenta and low bits of the matrices that
@@ -65,140 +69,114 @@ def _stage_weights(recipe: Recipe) -> tuple[tuple[tuple[Buffer, int], ...], ...]
 
 @lru_cache(maxsize=1024)  # a search needs the same buffers for every micro-batch size
 def _weights(
-    shape: ModelShape, cut: LayerCounts, padded_vocabulary: int, num_replicas: int, is_muon: bool
+    shape: ModelShape, counts: LayerCounts, padded_vocabulary: int, num_replicas: int, is_muon: bool
 ) -> tuple[tuple[tuple[Buffer, int], ...], ...]:
-    partition, stages = cut.partition, []
+    partition, stages = counts.partition, []
     for stage in range(partition.num_stages):
         tensors = stage_tensors(shape, partition, stage, padded_vocabulary=padded_vocabulary)
         held = [
             [tensor for tensor in tensors if tensor.is_active(block.index) and not (is_muon and tensor.parts)]
             for block in partition.blocks
         ]
-        sizes = [sum(tensor.size for tensor in each) for each in held]
         buffers = [buffer_of(each, num_ranks=num_replicas) for each in held]
         everything = sum(tensor.size for tensor in tensors)
-        if partition.always_active:  # a buffer ends with its phase
-            elements = [everything - size + buffer.size for size, buffer in zip(sizes, buffers, strict=True)]
-        else:
-            elements = [everything - sum(sizes) + sum(buffer.size for buffer in buffers)] * len(buffers)
-        stages.append(tuple(zip(buffers, elements, strict=True)))
+        padding = [
+            buffer.size - sum(tensor.size for tensor in each) for each, buffer in zip(held, buffers, strict=True)
+        ]
+        if not partition.always_active:  # else a buffer ends with its phase
+            padding = [sum(padding)] * len(padding)
+        stages.append(tuple((buffer, everything + more) for buffer, more in zip(buffers, padding, strict=True)))
     return tuple(stages)
 
 
-def phase_shape(recipe: Recipe, block: int) -> Shape:
-    """Shape of the pipeline schedule in the middle of the block's phase."""
-    partition = recipe.partition
-    if partition.num_chunks > 1:
-        return phase_chunk_shape(partition, block, num_microbatches=recipe.num_microbatches, head=recipe.head_passes)
-    first_trainable = partition.first_trainable_stage(block)
-    ahead = min(
-        default_run_ahead(num_stages=partition.num_stages, first_trainable=first_trainable), recipe.num_microbatches
-    )
-    return bcd_shape(
-        num_stages=partition.num_stages,
-        num_microbatches=recipe.num_microbatches,
-        first_trainable=first_trainable,
-        active=[partition.stage_active(block, stage) for stage in range(partition.num_stages)],
-        done_ahead=ahead,
-        run_ahead=ahead,
-    )
+def schedule_shape(recipe: Recipe, block: int) -> Shape:
+    """The pipeline schedule in the middle of the block's phase."""
+    return phase_shape(recipe.partition, block, num_microbatches=recipe.num_microbatches, head=recipe.head_passes)
+
+
+def stage_activations(recipe: Recipe, stage: int, block: int) -> StageActivations:
+    shape = schedule_shape(recipe, block)
+    if isinstance(shape, ChunkShape):
+        shape = replace(shape, num_microbatches=min(shape.num_microbatches, MOST_ROUNDS * shape.num_stages))
+    return StageActivations(counts=recipe.layer_counts, sizes=recipe.layer_bytes, shape=shape, stage=stage, block=block)
 
 
 def rank_memory(recipe: Recipe, *, replica: int = 0) -> tuple[RankMemory, ...]:
     """One rank per stage in every phase, ordered by stage, then by block."""
-    choices = recomputation(recipe)
-    return tuple(
-        _memory_of(recipe, stage, block, replica, choices[stage][block])
-        for stage in range(recipe.pipeline_size)
-        for block in range(recipe.partition.num_blocks)
-    )
+    choices, ranks = recomputation(recipe), []
+    for stage, block in product(range(recipe.pipeline_size), range(recipe.partition.num_blocks)):
+        one = stage_activations(recipe, stage, block)
+        state = _without_activations(recipe, stage, block, replica)
+        activations = one.peak_bytes(choices[stage][block])
+        ranks.append(replace(state, activations=activations, communication=one.message_bytes))
+    return tuple(ranks)
 
 
-def _memory_of(recipe: Recipe, stage: int, block: int, replica: int, recomputed: Recomputed) -> RankMemory:
+def _without_activations(recipe: Recipe, stage: int, block: int, replica: int) -> RankMemory:
     budget = state_budget(precision=recipe.precision, adam_moments_dtype=recipe.adam_moments_dtype)
-    sizes = layer_bytes(recipe)
-    is_on_host = recipe.method == "offload"
+    is_on_host, is_fp32 = recipe.method == "offload", recipe.adam_moments_dtype == "fp32"
     buffer, elements = _stage_weights(recipe)[stage][block]
-    held, pieces = buffer.held[replica], buffer.pieces[replica]
-    share, shape = matrix_share(recipe, stage, block, replica), _steady_shape(recipe, block)
-    of_adam = int(budget.optimizer * held)
-    if recipe.adam_moments_dtype == "fp32":
-        of_adam += STEP_COUNTER_BYTES * pieces
+    held, share = buffer.held[replica], matrix_share(recipe, stage, block, replica)
+    of_adam = int(budget.optimizer * held) + STEP_COUNTER_BYTES * buffer.pieces[replica] * is_fp32
+    # with moments in fewer bits Adam steps a part of a parameter at a time
+    adam_work = 4 * held if is_fp32 else 16 * min(held, _LOW_BIT_CHUNK)
     return RankMemory(
         stage=stage,
         block=block,
         weights=budget.weight * elements,
         gradients=budget.gradient * buffer.size + share.gradients,
         optimizer=0 if is_on_host else of_adam + share.state,
-        activations=stage_activations(recipe.layer_counts, sizes, shape, stage, block, recomputed),
-        optimizer_work=0 if is_on_host else max(_adam_work(recipe, held), share.working),
-        communication=stage_messages(sizes, shape, stage),
+        activations=0,
+        optimizer_work=0 if is_on_host else max(adam_work, share.working),
+        communication=0,
         framework=int(recipe.cluster.framework_gib * GIB),
     )
 
 
-def _adam_work(recipe: Recipe, held: int) -> int:
-    """Temporary memory of Adam's step; with moments in fewer bits it steps a part of a parameter at a time."""
-    return 4 * held if recipe.adam_moments_dtype == "fp32" else 16 * min(held, _LOW_BIT_CHUNK)
-
-
-def _steady_shape(recipe: Recipe, block: int) -> Shape:
-    shape = phase_shape(recipe, block)
-    if isinstance(shape, ChunkShape):
-        return replace(shape, num_microbatches=min(shape.num_microbatches, MOST_ROUNDS * shape.num_stages))
-    return shape
-
-
 @lru_cache(maxsize=256)
 def recomputation(recipe: Recipe) -> tuple[tuple[Recomputed, ...], ...]:
-    """What is recomputed, by stage and block: as the recipe says, or with auto the cheapest that fits, of what costs
-    least, all layers where nothing does."""
-    return tuple(
-        tuple(_choice(recipe, stage, block) for block in range(recipe.partition.num_blocks))
-        for stage in range(recipe.pipeline_size)
-    )
+    """What is recomputed, by stage and block: as the recipe says, or with auto the least that fits."""
+    blocks = range(recipe.partition.num_blocks)
+    return tuple(tuple(_recomputed(recipe, stage, block) for block in blocks) for stage in range(recipe.pipeline_size))
 
 
-def _choice(recipe: Recipe, stage: int, block: int) -> Recomputed:
-    cut = recipe.layer_counts
-    numbers = [
-        cut.after_prefix[chunk * recipe.pipeline_size + stage][block] for chunk in range(recipe.partition.num_chunks)
-    ]
-    if recipe.recompute == "none":
+def _recomputed(recipe: Recipe, stage: int, block: int) -> Recomputed:
+    numbers = recipe.layer_counts.after_prefix(stage, block)
+    if recipe.recompute == "none" or not any(numbers):
         return Recomputed()
     if recipe.recompute == "full":
-        return Recomputed(granularity="full", layers=tuple(numbers)) if any(numbers) else Recomputed()
-    limit = recipe.memory_share * recipe.cluster.memory_gib * GIB
+        return Recomputed(granularity="full", layers=tuple(numbers))
     # ranks differ by less than a parameter's shard
-    largest = max(range(recipe.num_replicas), key=lambda rank: _stage_weights(recipe)[stage][block][0].held[rank])
-    matrices, core = pass_products(recipe.shape, sequence=recipe.tokens)
-    return least_recomputation(
-        numbers,
-        lambda choice: _memory_of(recipe, stage, block, largest, choice).total <= limit,
-        core_share=core / (matrices + core),
+    largest = max(range(recipe.num_replicas), key=lambda rank: stage_buffers(recipe, stage)[block].held[rank])
+    rank = _without_activations(recipe, stage, block, largest)
+    return stage_activations(recipe, stage, block).least_recomputation(
+        recipe.shape,
+        sequence=recipe.tokens,
+        state=rank.model_state + rank.framework,
+        optimizer_work=rank.optimizer_work,
+        limit=recipe.memory_share * recipe.cluster.memory_gib * GIB,
     )
 
 
 def host_bytes(recipe: Recipe) -> int:
-    """Host memory of one rank: with method offload weights, gradients and moments; momenta that blocks keep, and what
+    """Host memory of one rank: with method offload weights, gradients and moments; else offloaded momenta, and what
     16-bit weights lack of main parameters (--bcd-main-params host)."""
-    if recipe.method != "offload":
-        ranks, blocks = range(recipe.num_replicas), range(recipe.partition.num_blocks)
-        stages = range(recipe.pipeline_size)
-        momenta = max(matrix_share(recipe, *place).kept for place in product(stages, blocks, ranks))
-        return momenta + max(_kept_main_params(recipe, stage) for stage in stages)
-    held = max(max(stage_buffers(recipe, stage)[0].held) for stage in range(recipe.pipeline_size))
-    return OFFLOADED_BYTES * held
+    stages = range(recipe.pipeline_size)
+    if recipe.method == "offload":
+        return OFFLOADED_BYTES * max(max(stage_buffers(recipe, stage)[0].held) for stage in stages)
+    ranks, blocks = range(recipe.num_replicas), range(recipe.partition.num_blocks)
+    momenta = max(matrix_share(recipe, *place).kept for place in product(stages, blocks, ranks))
+    # main parameters of stateless updates are on the device
+    if len(blocks) == 1 or recipe.bcd.bcd_resting_update != "none":
+        return momenta
+    return momenta + max(_offloaded_main_params(recipe, stage) for stage in stages)
 
 
-def _kept_main_params(recipe: Recipe, stage: int) -> int:
-    partition = recipe.partition
-    if partition.num_blocks == 1 or recipe.bcd.bcd_resting_update != "none":  # resting matrices' are on the device
-        return 0
-    tensors = stage_tensors(recipe.shape, partition, stage, padded_vocabulary=recipe.padded_vocabulary)
-    owned = [(tensor.size, tensor.owned) for tensor in tensors if tensor.owned is not None]
+def _offloaded_main_params(recipe: Recipe, stage: int) -> int:
+    tensors = stage_tensors(recipe.shape, recipe.partition, stage, padded_vocabulary=recipe.padded_vocabulary)
+    kept = (each.size for each in tensors if each.owned.block is not None and not each.owned.is_always_active)
     return host_state_bytes(
-        num_kept=sum(size for size, one in owned if one.block is not None and not one.is_always_active),
+        num_kept=sum(kept),
         precision=recipe.precision,
         moments=0,
         data_parallel_size=recipe.num_replicas,

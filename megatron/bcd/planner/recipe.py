@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 
@@ -9,6 +10,7 @@ from megatron.bcd.blocks.cut import Pipeline, balanced_cut
 from megatron.bcd.blocks.partition import Partition, partition, with_tied_parts
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS, LAYOUTS, BcdConfig
 from megatron.bcd.config.presets import PRESETS
+from megatron.bcd.planner.activations import LayerBytes, LayerCounts, layer_bytes, layer_counts_of
 from megatron.bcd.planner.cost import PRECISIONS, ModelShape, head_passes
 from megatron.bcd.planner.tables import Cluster, Model
 
@@ -20,7 +22,7 @@ the optimizer on the host."""
 RECOMPUTE = ("none", "full")
 """Of all stages in all phases alike."""
 RECOMPUTE_CHOICES = (*RECOMPUTE, "auto")
-"""auto: in each phase and on each stage the least that fits (`planner.recomputation`)."""
+"""auto: in each phase and on each stage the least that fits (`activations.least_recomputation`)."""
 CUTS = ("even", "auto")
 """auto: stages take equally long, head counted (`blocks.cut`)."""
 MOMENTS = ("fp32", "bf16", "int8")
@@ -29,22 +31,6 @@ VOCABULARY_MULTIPLE = {"pretrain": 128, "sft": 1}
 """--make-vocab-size-divisible-by; of a published model 1, because rows of padding would take part in the softmax."""
 MAX_GPUS, MAX_BATCH, MAX_TOKENS = 4096, 2**17, 2**24
 """Larger values are taken for typing errors."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LayerCounts:
-    """A partition and its numbers of layers, indexed by virtual stage, then by block. In layouts without chunks each
-    stage is one virtual stage."""
-
-    partition: Partition
-    layers: tuple[int, ...]
-    """By virtual stage."""
-    weight_gradient: tuple[tuple[int, ...], ...]
-    """Layers whose weight gradients are computed: active and resting ones."""
-    after_prefix: tuple[tuple[int, ...], ...]
-    """These, and layers of the suffix."""
-    is_updated: tuple[tuple[tuple[bool, ...], ...], ...]
-    """Of each layer after the prefix, in depth order: whether its weight gradients are computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,34 +47,29 @@ class Recipe:
     method: str = "bcd"
     pipeline_size: int = 1
     context_size: int = 1
-    num_blocks: int | None = None
-    """For methods with blocks; None: the default."""
-    layout: str | None = None
-    """None: the preset's."""
-    frozen: frozenset[str] | None = None
-    """--bcd-frozen; None: the preset's."""
-    always_active: frozenset[str] | None = None
-    """--bcd-always-active; None: the preset's, but for frozen parts."""
+    num_blocks: int | None = None  # for methods with blocks; None: the default
+    layout: str | None = None  # None: the preset's
+    frozen: frozenset[str] | None = None  # --bcd-frozen; None: the preset's
+    always_active: frozenset[str] | None = None  # --bcd-always-active; None: the preset's, but for frozen parts
     adam_moments_dtype: str = "fp32"
-    num_chunks: int | None = None
-    """Of every stage, in layout interleaved; None: as many as blocks."""
+    num_chunks: int | None = None  # of every stage, in layout interleaved; None: as many as blocks
     cut: str = "even"
     precision: str = "fp32"
-    sequence: int | None = None
-    """None: the model's default."""
+    sequence: int | None = None  # None: the model's default
     micro_batch_size: int = 1
     global_batch_size: int = 64
     recompute: str = "none"
-    memory_share: float = 1.0
-    """Of a GPU's memory, that recomputation with auto leaves to be filled."""
-    unfused_attention: bool = False
-    """Attention scores in memory, as in Megatron Core's own attention; assumed for the paper's runs."""
-    task: str = "pretrain"
-    """What the command trains on: ``pretrain`` text, ``sft`` records."""
-    vocabulary_multiple: int = 128
-    """--make-vocab-size-divisible-by."""
+    memory_share: float = 1.0  # of a GPU's memory, that recomputation with auto leaves to be filled
+    unfused_attention: bool = False  # attention scores in memory, as in the paper's runs
+    task: str = "pretrain"  # what the command trains on: pretrain text, sft records
+    vocabulary_multiple: int = 128  # --make-vocab-size-divisible-by
 
     def __post_init__(self) -> None:
+        for fault in self._faults():
+            raise ValueError(fault)
+        _ = self.partition  # raises if the layout does not fit the model
+
+    def _faults(self) -> Iterator[str]:
         for flag, value, most in (
             ("--num-gpus", self.num_gpus, MAX_GPUS),
             ("--pipeline-model-parallel-size", self.pipeline_size, MAX_GPUS),
@@ -98,7 +79,7 @@ class Recipe:
             ("--seq-length", self.tokens, MAX_TOKENS),
         ):
             if not 1 <= value <= most:
-                raise ValueError(f"{flag} {value}: must be 1 to {most}")
+                yield f"{flag} {value}: must be 1 to {most}"
         for flag, chosen, choices in (
             ("--method", self.method, METHODS),
             ("--bcd-layout", self.layout or "spread", LAYOUTS),
@@ -108,59 +89,36 @@ class Recipe:
             ("--adam-moments-dtype", self.adam_moments_dtype, MOMENTS),
         ):
             if chosen not in choices:
-                raise ValueError(f"{flag} {chosen}: must be one of {', '.join(choices)}")
+                yield f"{flag} {chosen}: must be one of {', '.join(choices)}"
+        gpus, stages, context = f"--num-gpus {self.num_gpus}", self.pipeline_size, self.context_size
         if self.num_gpus % self.num_nodes:
-            raise ValueError(
-                f"--num-gpus {self.num_gpus}: cannot be divided evenly among {self.num_nodes} nodes of at most "
-                f"{self.cluster.gpus_per_node} GPUs"
-            )
-        if self.num_gpus % self.pipeline_size:
-            raise ValueError(
-                f"--pipeline-model-parallel-size {self.pipeline_size} does not divide --num-gpus {self.num_gpus}: "
-                "give a divisor"
-            )
-        if self.num_gpus % (self.pipeline_size * self.context_size):
-            raise ValueError(
-                f"--context-parallel-size {self.context_size} x --pipeline-model-parallel-size {self.pipeline_size} "
-                f"does not divide --num-gpus {self.num_gpus}: give a divisor"
-            )
-        if self.context_size > 1 and self.tokens % (2 * self.context_size):
-            raise ValueError(
-                f"--seq-length {self.tokens}: must be a multiple of {2 * self.context_size}, 2 x "
-                "--context-parallel-size"
-            )
-        per_step = self.micro_batch_size * self.data_size
-        if self.global_batch_size % per_step:
-            raise ValueError(
-                f"--global-batch-size {self.global_batch_size}: must be a multiple of {per_step} "
-                f"(--micro-batch-size {self.micro_batch_size} x {self.data_size} data-parallel ranks)"
-            )
+            nodes = f"{self.num_nodes} nodes of at most {self.cluster.gpus_per_node} GPUs"
+            yield f"{gpus}: cannot be divided evenly among {nodes}"
+        if self.num_gpus % stages:
+            yield f"--pipeline-model-parallel-size {stages} does not divide {gpus}: give a divisor"
+        if self.num_gpus % (stages * context):
+            product = f"--context-parallel-size {context} x --pipeline-model-parallel-size {stages}"
+            yield f"{product} does not divide {gpus}: give a divisor"
+        if context > 1 and self.tokens % (2 * context):
+            yield f"--seq-length {self.tokens}: must be a multiple of {2 * context}, 2 x --context-parallel-size"
+        if self.global_batch_size % (per_step := self.micro_batch_size * self.data_size):
+            product = f"--micro-batch-size {self.micro_batch_size} x {self.data_size} data-parallel ranks"
+            yield f"--global-batch-size {self.global_batch_size}: must be a multiple of {per_step} ({product})"
+        blocks, method = f"--bcd-num-blocks {self.num_blocks}", f"--method {self.method}"
         if self.is_muon and self.precision == "fp16":
-            raise ValueError(f"--precision fp16: --method {self.method} has no loss scale; give bf16 or fp32")
+            yield f"--precision fp16: {method} has no loss scale; give bf16 or fp32"
         if self.method == "bcd" and self.num_blocks == 0:
-            raise ValueError("--bcd-num-blocks 0 needs --bcd-preset pretrain, with which all layers rest")
+            yield f"{blocks} needs --bcd-preset pretrain, with which all layers are updated without state"
         if self.method == "pretrain" and self.num_blocks == 1:
-            raise ValueError("--bcd-num-blocks 1: with --method pretrain no layer would rest; give at least 2, or 0")
+            yield f"{blocks}: with {method} no layer would be inactive; give at least 2, or 0"
         if not self.has_blocks and self.num_blocks not in (None, 1):
-            raise ValueError(
-                f"--bcd-num-blocks {self.num_blocks} cannot be combined with --method {self.method}, where all "
-                "parameters are active; leave it out"
-            )
-        self._check_model()
-        _ = self.partition  # raises if the layout does not fit the model
-
-    def _check_model(self) -> None:
-        if self.model.form == "gpt" and self.tokens > self.shape.num_positions:
-            raise ValueError(
-                f"--seq-length {self.tokens}: {self.model.name} has {self.shape.num_positions} positions; give at most "
-                "so many"
-            )
+            yield f"{blocks} cannot be combined with {method}, where all parameters are active; leave it out"
+        if self.model.form == "gpt" and self.tokens > (most := self.shape.num_positions):
+            yield f"--seq-length {self.tokens}: {self.model.name} has {most} positions; give at most so many"
         if self.adam_moments_dtype != "fp32" and self.method == "offload":
-            raise ValueError("--adam-moments-dtype: the optimizer on the host has moments in fp32; leave it out")
-        if self.adam_moments_dtype == "int8" and self.shape.tied and 1 < self.pipeline_size < self.num_gpus:
-            raise ValueError(
-                "--adam-moments-dtype int8 with a tied head needs one stage or one data-parallel rank; give bf16"
-            )
+            yield "--adam-moments-dtype: the optimizer on the host has moments in fp32; leave it out"
+        if self.adam_moments_dtype == "int8" and self.shape.tied and 1 < stages < self.num_gpus:
+            yield "--adam-moments-dtype int8 with a tied head needs one stage or one data-parallel rank; give bf16"
 
     @property
     def has_blocks(self) -> bool:
@@ -183,9 +141,9 @@ class Recipe:
         return self.model.sequence if self.sequence is None else self.sequence
 
     @property
-    def rank_tokens(self) -> int:
-        """Tokens of a sequence on one context-parallel rank."""
-        return self.tokens // self.context_size
+    def micro_batch_tokens(self) -> int:
+        """Tokens of a microbatch on one context-parallel rank."""
+        return self.tokens // self.context_size * self.micro_batch_size
 
     @property
     def data_size(self) -> int:
@@ -194,7 +152,7 @@ class Recipe:
 
     @property
     def num_replicas(self) -> int:
-        """Ranks with the same weights: data-parallel times context-parallel ones."""
+        """The data-parallel x context-parallel group: ranks with the same weights."""
         return self.num_gpus // self.pipeline_size
 
     @property
@@ -222,12 +180,26 @@ class Recipe:
         """Sizes that determine the number of parameters."""
         return self.model.shape(self.tokens)
 
+    @cached_property
+    def layer_bytes(self) -> LayerBytes:
+        """Saved activations of one microbatch."""
+        return layer_bytes(
+            self.shape,
+            tokens=self.micro_batch_tokens,
+            sequence=self.tokens,
+            element=self.bytes_per_element,
+            num_heads=self.model.heads,
+            context_size=self.context_size,
+            padded_vocabulary=self.padded_vocabulary,
+            unfused_attention=self.unfused_attention,
+        )
+
     @property
     def padded_vocabulary(self) -> int:
         """Rows of the embedding in a run."""
         return -(-self.model.vocabulary // self.vocabulary_multiple) * self.vocabulary_multiple
 
-    @cached_property
+    @property
     def partition(self) -> Partition:
         """Which layers form which block; one block for methods full and offload."""
         return self.layer_counts.partition
@@ -236,14 +208,17 @@ class Recipe:
     def layer_counts(self) -> LayerCounts:
         """The partition with its numbers of layers by stage and phase."""
         bcd = self.bcd
+        frozen = with_tied_parts(bcd.frozen if self.frozen is None else self.frozen, tied=self.shape.tied)
+        # methods without blocks have stages, or in layout interleaved chunks of them
+        has_layout = self.has_blocks or self.layout == "interleaved"
         return _layer_counts(
             self.model.layers,
             self.pipeline_size,
             self.asked_blocks if self.has_blocks else 1,
-            self.layout or bcd.bcd_layout if self._may_have_chunks else "spread",
+            self.layout or bcd.bcd_layout if has_layout else "spread",
             self.shape.tied,
-            self._frozen_parts,
-            bcd.always_active - self._frozen_parts if self.always_active is None else self.always_active,
+            frozen,
+            bcd.always_active - frozen if self.always_active is None else self.always_active,
             bcd.bcd_resting_layers if bcd.bcd_resting_update != "none" else "none",
             self.num_chunks,
             self.head_passes if self.cut == "auto" else None,
@@ -257,19 +232,9 @@ class Recipe:
         return self.num_blocks
 
     @property
-    def _frozen_parts(self) -> frozenset[str]:
-        parts = self.bcd.frozen if self.frozen is None else self.frozen
-        return with_tied_parts(parts, tied=self.shape.tied)
-
-    @property
     def head_passes(self) -> float:
-        """Passes of a layer that have as much arithmetic as one pass of the output head."""
+        """Cost of one pass of the output head, in passes of a layer."""
         return head_passes(self.shape, sequence=self.tokens, padded_vocabulary=self.padded_vocabulary)
-
-    @property
-    def _may_have_chunks(self) -> bool:
-        """Whether the layout counts: methods without blocks have stages, or in layout interleaved chunks of them."""
-        return self.has_blocks or self.layout == "interleaved"
 
 
 @lru_cache
@@ -307,43 +272,17 @@ def _layer_counts(
                 head=head,
             )
         )
-    blocks = partition(
-        num_layers=num_layers,
-        num_stages=num_stages,
-        num_blocks=num_blocks,
-        layout=layout,
-        layers_per_stage=sizes,
-        tied=tied,
-        frozen=frozen,
-        always_active=always_active,
-        resting=resting,
-        num_parts=num_chunks,
+    return layer_counts_of(
+        partition(
+            num_layers=num_layers,
+            num_stages=num_stages,
+            num_blocks=num_blocks,
+            layout=layout,
+            layers_per_stage=sizes,
+            tied=tied,
+            frozen=frozen,
+            always_active=always_active,
+            resting=resting,
+            num_parts=num_chunks,
+        )
     )
-    return layer_counts_of(blocks)
-
-
-def layer_counts_of(blocks: Partition) -> LayerCounts:
-    """The numbers of layers of a partition."""
-    held = [blocks.chunk_layers(*_place(blocks, virtual)) for virtual in range(blocks.num_virtual_stages)]
-    is_updated = tuple(tuple(_updated(blocks, block.index, layers) for block in blocks.blocks) for layers in held)
-    return LayerCounts(
-        partition=blocks,
-        layers=tuple(len(layers) for layers in held),
-        weight_gradient=tuple(tuple(map(sum, by_block)) for by_block in is_updated),
-        after_prefix=tuple(tuple(map(len, by_block)) for by_block in is_updated),
-        is_updated=is_updated,
-    )
-
-
-def _place(blocks: Partition, virtual: int) -> tuple[int, int]:
-    """Stage and chunk of a virtual stage."""
-    chunk, stage = divmod(virtual, blocks.num_stages)
-    return stage, chunk
-
-
-def _updated(blocks: Partition, block: int, layers: range) -> tuple[bool, ...]:
-    """Of the layers after the block's prefix: whether they are active or rest."""
-    active = set(blocks.blocks[block].layers if blocks.has_active_block else ())
-    active.update(blocks.resting_layers(block))
-    first = len(blocks.prefix_layers(block))
-    return tuple(layer in active for layer in layers if layer >= first)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any
@@ -21,15 +21,15 @@ _OTHERS = {
     "finetune": ("offload",),
 }
 """Other methods, the nearest first."""
-_OF_BLOCKS = ("num_blocks", "layout", "frozen", "always_active", "num_chunks")
+OF_BLOCKS = ("layout", "frozen", "always_active", "num_chunks")
+"""Fields of Recipe that only methods with blocks have, beside their number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
     """Changed settings with which a plan fits."""
 
-    changes: Mapping[str, Any]
-    """Fields of Recipe, but the pipeline's size."""
+    changes: Mapping[str, Any]  # fields of Recipe, but the pipeline's size
     recipe: Recipe
 
 
@@ -43,15 +43,14 @@ def remedies(fields: Mapping[str, Any], *, pipeline_size: int | None) -> list[Re
     for kept in dict.fromkeys((pipeline_size, None)):
         found = _settings_that_fit(fields, kept)
         for method in _OTHERS[fields["method"]]:
-            other: dict[str, Any] = {"method": method} | dict.fromkeys(_OF_BLOCKS)
+            other: dict[str, Any] = {"method": method} | dict.fromkeys(("num_blocks", *OF_BLOCKS))
             if method in PRESET_OF:
                 other["frozen"] = fields.get("frozen")
             if method == "offload" and fields.get("adam_moments_dtype", "fp32") != "fp32":
                 other["adam_moments_dtype"] = "fp32"
-            fitting = (_remedy(fields, changes, kept) for changes in (other, other | {"recompute": "auto"}))
-            found += [each] if (each := next(filter(None, fitting), None)) else []
-        more: list[dict[str, Any]] = [{}, {"recompute": "auto"}, {"recompute": "auto", "micro_batch_size": 1}]
-        larger = list(filter(None, (_on_more_gpus(fields, extra, kept) for extra in more)))
+            found += _first_that_fits(fields, (other, other | {"recompute": "auto"}), kept)
+        extras: list[dict[str, Any]] = [{}, {"recompute": "auto"}, {"recompute": "auto", "micro_batch_size": 1}]
+        larger = [one for extra in extras for one in _first_that_fits(fields, _more_gpus(fields, extra), kept)]
         found += sorted(larger, key=lambda each: each.recipe.num_gpus)[:1]
         if found:
             return found
@@ -76,43 +75,45 @@ def _settings(fields: Mapping[str, Any]) -> Iterator[list[dict[str, Any]]]:
     # without a number, fine-tuning has as many as there are
     if fields["method"] in PRESET_OF and fields.get("layout") != "stage" and not (is_fine_tuning and given is None):
         fewest = (DEFAULT_NUM_BLOCKS if given is None else given) + 1
-        yield [{"num_blocks": number} for number in range(fewest, _MOST_BLOCKS + 1)]
+        if fewest <= _MOST_BLOCKS:
+            yield [{"num_blocks": number} for number in range(fewest, _MOST_BLOCKS + 1)]
 
 
 def _settings_that_fit(fields: Mapping[str, Any], pipeline_size: int | None) -> list[Remedy]:
     """Settings that help alone, then those that help together and not with fewer; the first values of each."""
-    settings, found = list(filter(None, _settings(fields))), list[Remedy]()
+    settings, found = list(_settings(fields)), list[Remedy]()
     for number in range(1, len(settings) + 1):
         for chosen in combinations(settings, number):
             names = {name for values in chosen for name in values[0]}
             if any(each.changes.keys() <= names for each in found) or {"always_active", "frozen"} <= names:
                 continue
             together = ({name: one[name] for one in each for name in one} for each in product(*chosen))
-            fitting = (_remedy(fields, changes, pipeline_size) for changes in together)
-            found += [each] if (each := next(filter(None, fitting), None)) else []
+            found += _first_that_fits(fields, together, pipeline_size)
     return found
 
 
-def _on_more_gpus(fields: Mapping[str, Any], extra: Mapping[str, Any], pipeline_size: int | None) -> Remedy | None:
+def _more_gpus(fields: Mapping[str, Any], extra: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     number = 2 * fields["num_gpus"]
     while number <= MOST_GPUS:
-        changes = {"num_gpus": number, **extra}
-        if fields["global_batch_size"] % number:
-            changes["global_batch_size"] = -(-fields["global_batch_size"] // number) * number
-        if (found := _remedy(fields, changes, pipeline_size)) is not None:
-            return found
+        batch = -(-fields["global_batch_size"] // number) * number
+        more = {} if batch == fields["global_batch_size"] else {"global_batch_size": batch}
+        yield {"num_gpus": number, **extra, **more}
         number *= 2
-    return None
 
 
-def _remedy(fields: Mapping[str, Any], changes: Mapping[str, Any], pipeline_size: int | None) -> Remedy | None:
-    """The changes, if the recipe fits with them."""
-    fields = {**fields, **changes}
-    try:
-        if pipeline_size is not None:
-            recipe = Recipe(pipeline_size=pipeline_size, **fields)
-        else:
-            recipe = shortest_that_fits(valid_pipelines(**fields))
-    except ValueError:  # more stages or blocks than layers, fp16 with Muon
-        return None
-    return Remedy(changes=changes, recipe=recipe) if fits(recipe) else None
+def _first_that_fits(
+    fields: Mapping[str, Any], choices: Iterable[Mapping[str, Any]], pipeline_size: int | None
+) -> list[Remedy]:
+    """The first of these changes with which the recipe fits, if any does."""
+    for changes in choices:
+        changed = {**fields, **changes}
+        try:
+            if pipeline_size is not None:
+                recipe = Recipe(pipeline_size=pipeline_size, **changed)
+            else:
+                recipe = shortest_that_fits(valid_pipelines(**changed))
+        except ValueError:  # more stages or blocks than layers, fp16 with Muon
+            continue
+        if fits(recipe):
+            return [Remedy(changes=changes, recipe=recipe)]
+    return []

@@ -1,13 +1,24 @@
-"""Model state of a run in bytes, from its configuration. Pure."""
+"""A run's memory and arithmetic from its configuration: model state, --recompute auto, FLOPs. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 
-from megatron.bcd.blocks.ownership import Ownership, ownership
+from megatron.bcd.blocks.ownership import Ownership
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
 from megatron.bcd.planner import cost
+from megatron.bcd.planner.activations import (
+    MOST_ROUNDS,
+    LayerCounts,
+    Recomputed,
+    StageActivations,
+    layer_bytes,
+    layer_counts_of,
+    phase_shape,
+)
 from megatron.bcd.planner.tensors import stage_tensors
 
 _SHARED_BY_TENSOR_RANKS = (
@@ -50,12 +61,12 @@ def state_bytes(config: RunConfig, *, num_parameters: int, counts: Mapping[str, 
 
     ``num_replicas`` ranks hold the same weights: data-parallel times context-parallel ones.
     """
-    bcd = config.bcd
-    resting = cost.matrix_state_bytes(
+    bcd, precision = config.bcd, config.precision
+    stateless = cost.matrix_state_bytes(
         num_matrix=counts["matrices"],
         num_stepped=counts["resting"],
         grad_dtype=bcd.bcd_resting_grad_dtype,
-        precision=config.precision,
+        precision=precision,
         data_parallel_size=num_replicas,
     )
     muon = cost.matrix_state_bytes(
@@ -63,26 +74,23 @@ def state_bytes(config: RunConfig, *, num_parameters: int, counts: Mapping[str, 
         num_stepped=counts["muon"],
         grad_dtype=bcd.muon_grad_dtype,
         momentum_dtype=bcd.muon_momentum_dtype,
-        precision=config.precision,
+        precision=precision,
         data_parallel_size=num_replicas,
     )
-    return (
-        resting
-        + muon
-        + cost.model_state_bytes(
-            num_parameters=num_parameters,
-            num_active=counts["adam"],
-            precision=config.precision,
-            optimizer=config.optimizer.optimizer,
-            sgd_momentum=config.optimizer.sgd_momentum != 0.0,
-            adam_moments_dtype=config.moment_dtypes,
-            gradients_in_fp32=config.ddp.grad_reduce_in_fp32,
-            precision_aware=config.is_precision_aware,
-            data_parallel_size=num_replicas,
-            distributed_optimizer=config.training.use_distributed_optimizer,
-            offload_fraction=offload_fraction(config),
-        )
+    of_optimizer = cost.model_state_bytes(
+        num_parameters=num_parameters,
+        num_active=counts["adam"],
+        precision=precision,
+        optimizer=config.optimizer.optimizer,
+        sgd_momentum=config.optimizer.sgd_momentum != 0.0,
+        adam_moments_dtype=config.moment_dtypes,
+        gradients_in_fp32=config.ddp.grad_reduce_in_fp32,
+        precision_aware=config.is_precision_aware,
+        data_parallel_size=num_replicas,
+        distributed_optimizer=config.training.use_distributed_optimizer,
+        offload_fraction=offload_fraction(config),
     )
+    return stateless + muon + of_optimizer
 
 
 def shape_of(config: RunConfig, *, vocab_size: int) -> cost.ModelShape:
@@ -110,20 +118,23 @@ def shape_of(config: RunConfig, *, vocab_size: int) -> cost.ModelShape:
 
 
 def head_passes(config: RunConfig, *, padded_vocab_size: int) -> float:
-    """Passes of a layer that have as much arithmetic as one pass of the output head."""
+    """Cost of one pass of the output head, in passes of a layer."""
     shape = shape_of(config, vocab_size=padded_vocab_size)
     return cost.head_passes(shape, sequence=config.model.seq_length, padded_vocabulary=padded_vocab_size)
 
 
-def stage_sizes(config: RunConfig, partition: Partition, stage: int, *, padded_vocab_size: int) -> dict[str, int]:
-    """Elements of every parameter of a rank of a pipeline stage, by name."""
-    shape = shape_of(config, vocab_size=padded_vocab_size)
-    return {
-        tensor.name: -(-tensor.size // config.tensor_size)
-        if tensor.name.endswith(_SHARED_BY_TENSOR_RANKS)
-        else tensor.size
-        for tensor in stage_tensors(shape, partition, stage, padded_vocabulary=padded_vocab_size)
-    }
+def _stage_counts(
+    config: RunConfig, partition: Partition, stage: int, *, padded_vocab_size: int
+) -> tuple[int, list[dict[str, int]]]:
+    """Parameters of a rank of a pipeline stage, and its `phase_counts` by block."""
+    shape, sizes, owned = shape_of(config, vocab_size=padded_vocab_size), {}, {}
+    for tensor in stage_tensors(shape, partition, stage, padded_vocabulary=padded_vocab_size):
+        is_split = tensor.name.endswith(_SHARED_BY_TENSOR_RANKS)
+        sizes[tensor.name] = -(-tensor.size // config.tensor_size) if is_split else tensor.size
+        owned[tensor.name] = tensor.owned
+    is_muon = config.optimizer.optimizer == "muon"
+    counts = [phase_counts(sizes, owned, block.index, is_muon=is_muon) for block in partition.blocks]
+    return sum(sizes.values()), counts
 
 
 def stage_state(
@@ -135,23 +146,10 @@ def stage_state(
     """
     multiple = config.model.make_vocab_size_divisible_by * config.tensor_size
     padded = -(-vocab_size // multiple) * multiple
-    is_muon = config.optimizer.optimizer == "muon"
     for stage in range(partition.num_stages):
-        sizes = stage_sizes(config, partition, stage, padded_vocab_size=padded)
-        owned = {name: ownership(name, partition=partition, stage=stage) for name in sizes}
-        total = sum(sizes.values())
-        yield (
-            total,
-            max(
-                state_bytes(
-                    config,
-                    num_parameters=total,
-                    counts=phase_counts(sizes, owned, block.index, is_muon=is_muon),
-                    num_replicas=num_replicas,
-                )
-                for block in partition.blocks
-            ),
-        )
+        total, counts = _stage_counts(config, partition, stage, padded_vocab_size=padded)
+        states = (state_bytes(config, num_parameters=total, counts=each, num_replicas=num_replicas) for each in counts)
+        yield total, max(states)
 
 
 def phase_flops(config: RunConfig, partition: Partition, block: int, *, padded_vocab_size: int) -> float:
@@ -168,3 +166,66 @@ def phase_flops(config: RunConfig, partition: Partition, block: int, *, padded_v
     head = shape.hidden_size * padded_vocab_size
     of_layers = 3 * layers * cost.total_compute_ratio(partition, block)
     return 2.0 * length * (of_layers + head * (2 + partition.head_active(block)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunMemory:
+    """A run's memory, by the planner's formulas: no padding of buffers, and a LLaMA's kernels are assumed fused."""
+
+    config: RunConfig
+    partition: Partition
+    padded_vocab_size: int
+    num_replicas: int
+    """Ranks with the same weights."""
+    num_microbatches: int
+    """Of a full global batch."""
+
+    def recomputed(self, stage: int, block: int, *, memory_bytes: float) -> Recomputed:
+        """The least recomputation with which model state, activations and messages of a rank of the stage take at most
+        ``memory_bytes`` in the block's phase; all layers where that does not fit either."""
+        config = self.config
+        total, counts = _stage_counts(config, self.partition, stage, padded_vocab_size=self.padded_vocab_size)
+        state = state_bytes(config, num_parameters=total, counts=counts[block], num_replicas=self.num_replicas)
+        shards = self.num_replicas if config.training.use_distributed_optimizer else 1
+        return self.activations(stage, block).least_recomputation(
+            self._model_shape,
+            sequence=config.model.seq_length,
+            state=state,
+            optimizer_work=4 * counts[block]["adam"] // shards,  # temporary memory of PyTorch's Adam
+            limit=memory_bytes,
+        )
+
+    def activations(self, stage: int, block: int) -> StageActivations:
+        config, partition, number = self.config, self.partition, self.num_microbatches
+        if partition.num_chunks > 1:
+            number = min(number, MOST_ROUNDS * partition.num_stages)
+        return StageActivations(
+            counts=self._layer_counts,
+            sizes=layer_bytes(
+                self._model_shape,
+                tokens=config.training.micro_batch_size * config.model.seq_length // config.context_size,
+                sequence=config.model.seq_length,
+                element=4 if config.precision == "fp32" else 2,
+                num_heads=int(config.transformer["num_attention_heads"]),
+                padded_vocabulary=self.padded_vocab_size,
+                context_size=config.context_size,
+                tensor_size=config.tensor_size,
+            ),
+            shape=phase_shape(
+                partition,
+                block,
+                num_microbatches=number,
+                head=head_passes(config, padded_vocab_size=self.padded_vocab_size),
+                run_ahead=config.bcd.bcd_run_ahead,
+            ),
+            stage=stage,
+            block=block,
+        )
+
+    @cached_property
+    def _layer_counts(self) -> LayerCounts:
+        return layer_counts_of(self.partition)
+
+    @cached_property
+    def _model_shape(self) -> cost.ModelShape:
+        return shape_of(self.config, vocab_size=self.padded_vocab_size)

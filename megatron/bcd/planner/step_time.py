@@ -15,10 +15,10 @@ from megatron.bcd.pipeline.chunk_shape import ChunkShape
 from megatron.bcd.pipeline.interleaved import build_chunk_plan
 from megatron.bcd.pipeline.simulate import ActionCosts, Timeline, action_costs, simulate
 from megatron.bcd.pipeline.simulate_interleaved import chunk_costs, simulate_chunk_plan
-from megatron.bcd.planner.activations import Shape, layer_bytes
+from megatron.bcd.planner.activations import Shape
 from megatron.bcd.planner.cost import pass_products, state_budget
 from megatron.bcd.planner.matrices import MatrixShare, matrix_share
-from megatron.bcd.planner.memory import phase_shape, recomputation, stage_buffers
+from megatron.bcd.planner.memory import recomputation, schedule_shape, stage_buffers
 from megatron.bcd.planner.recipe import Recipe
 
 _ADAM_PASSES = 11
@@ -31,19 +31,14 @@ _SIMULATED_ROUNDS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseTime:
-    """One iteration in the phase of a block."""
+    """Seconds of one iteration in the phase of a block."""
 
     block: int
-    pipeline: float
-    """Forward and backward of all microbatches, bubbles included."""
-    optimizer: float
-    """The slowest rank's step, orthogonalisation included."""
-    orthogonalization: float
-    """Matrix products of this step."""
-    reductions: float
-    """Reduce-scatter of gradients and all-gather of weights; of matrices with an owner reduce and broadcast."""
-    bubble: float
-    """Share of the pipeline's time in which stages are idle, over all stages."""
+    pipeline: float  # forward and backward of all microbatches, bubbles included
+    optimizer: float  # the slowest rank's step, orthogonalisation included
+    orthogonalization: float  # matrix products of this step
+    reductions: float  # of gradients and weights: reduce-scatter and all-gather; for matrices with an owner, whole
+    bubble: float  # share of the pipeline's time in which stages are idle, over all stages
 
     @property
     def total(self) -> float:
@@ -55,8 +50,7 @@ class PassCost:
     """Work of one microbatch in one pass (forward, input gradient or weight gradient) of a layer or the head."""
 
     flops: float
-    traffic: float
-    """Bytes of element-wise work."""
+    traffic: float  # bytes of element-wise work
 
     def seconds(self, recipe: Recipe) -> float:
         cluster = recipe.cluster
@@ -65,22 +59,19 @@ class PassCost:
 
 def layer_pass(recipe: Recipe) -> PassCost:
     """One pass of one transformer layer."""
-    tokens = recipe.rank_tokens * recipe.micro_batch_size
     products = sum(pass_products(recipe.shape, sequence=recipe.tokens))
-    return PassCost(flops=2 * tokens * products, traffic=2 * layer_bytes(recipe).active)
+    return PassCost(flops=2 * recipe.micro_batch_tokens * products, traffic=2 * recipe.layer_bytes.active)
 
 
 def core_pass(recipe: Recipe) -> PassCost:
     """The core of attention in one forward pass of a layer."""
-    tokens = recipe.rank_tokens * recipe.micro_batch_size
     _, core = pass_products(recipe.shape, sequence=recipe.tokens)
-    return PassCost(flops=2 * tokens * core, traffic=2 * layer_bytes(recipe).suffix_core)
+    return PassCost(flops=2 * recipe.micro_batch_tokens * core, traffic=2 * recipe.layer_bytes.suffix_core)
 
 
 def head_pass(recipe: Recipe) -> PassCost:
     """One pass of the output head and the loss."""
-    tokens = recipe.rank_tokens * recipe.micro_batch_size
-    elements = tokens * recipe.padded_vocabulary
+    elements = recipe.micro_batch_tokens * recipe.padded_vocabulary
     return PassCost(flops=2 * elements * recipe.shape.hidden_size, traffic=8 * elements)
 
 
@@ -90,7 +81,7 @@ def phase_seconds(recipe: Recipe, block: int, *, is_rough: bool = False, is_whol
     ``is_rough`` replaces the simulation by fill, drain and the slowest stage: fast, and exact for balanced stages.
     ``is_whole`` simulates every microbatch.
     """
-    shape = phase_shape(recipe, block)
+    shape = schedule_shape(recipe, block)
     costs = _costs(recipe, shape, block)
     pipeline, bubble = _rough_seconds(shape, costs) if is_rough else _pipeline_seconds(shape, costs, is_whole=is_whole)
     buffers = [stage_buffers(recipe, stage)[block] for stage in range(recipe.pipeline_size)]
@@ -134,23 +125,25 @@ def cycle_seconds(recipe: Recipe) -> tuple[PhaseTime, ...]:
     return tuple(phases)
 
 
-def mean_seconds(phases: tuple[PhaseTime, ...]) -> float:
-    """Mean iteration time of a cycle: every block is active for the same number of steps."""
-    return sum(phase.total for phase in phases) / len(phases)
+def mean_seconds(recipe: Recipe, *, is_rough: bool = False, is_whole: bool = False) -> float:
+    """Mean iteration time of a cycle, each phase as `phase_seconds` says: every block has the same number of steps."""
+    blocks = range(recipe.partition.num_blocks)
+    return sum(phase_seconds(recipe, each, is_rough=is_rough, is_whole=is_whole).total for each in blocks) / len(blocks)
 
 
 def _costs(recipe: Recipe, shape: Shape, block: int) -> ActionCosts:
-    partition, cut, choices = recipe.partition, recipe.layer_counts, recomputation(recipe)
+    partition, counts, choices = recipe.partition, recipe.layer_counts, recomputation(recipe)
     layer, head, core = (each(recipe).seconds(recipe) for each in (layer_pass, head_pass, core_pass))
     exchange = _exchange_seconds(recipe)
     forward, backward = [], []
     for virtual in range(partition.num_virtual_stages):
         chunk, stage = divmod(virtual, partition.num_stages)
-        num_active, num_inputs = cut.weight_gradient[virtual][block], cut.after_prefix[virtual][block]
+        is_updated = counts.is_updated[virtual][block]
+        num_updated, num_inputs = sum(is_updated), len(is_updated)
         choice = choices[stage][block]
         recomputed = choice.num_whole(chunk)
-        forward.append(cut.layers[virtual] * (layer + exchange))
-        backward.append((num_inputs + num_active + recomputed) * layer + (num_inputs + recomputed) * exchange)
+        forward.append(counts.layers[virtual] * (layer + exchange))
+        backward.append((num_inputs + num_updated + recomputed) * layer + (num_inputs + recomputed) * exchange)
         if choice.granularity == "selective":
             backward[-1] += num_inputs * core
         if virtual == shape.last:
@@ -163,14 +156,18 @@ def _costs(recipe: Recipe, shape: Shape, block: int) -> ActionCosts:
     return action_costs(shape, **values, message=message)
 
 
+def _group_speed(recipe: Recipe, ranks: int) -> float:
+    """Bytes per second between ranks of one stage, which are neighbours."""
+    cluster = recipe.cluster
+    return 1e9 * (cluster.link_gb_per_s if ranks <= recipe.gpus_per_node else cluster.network_gb_per_s)
+
+
 def _exchange_seconds(recipe: Recipe) -> float:
     """Gathering keys and values of one layer over context-parallel ranks, or scattering their gradients; not
     overlapped."""
-    ranks, cluster = recipe.context_size, recipe.cluster
+    ranks = recipe.context_size
     size = 2 * recipe.tokens * recipe.micro_batch_size * recipe.shape.key_value_size * recipe.bytes_per_element
-    # context-parallel ranks are neighbours
-    speed = cluster.link_gb_per_s if ranks <= recipe.gpus_per_node else cluster.network_gb_per_s
-    return size * (ranks - 1) / ranks / (1e9 * speed)
+    return size * (ranks - 1) / ranks / _group_speed(recipe, ranks)
 
 
 def _message_seconds(recipe: Recipe) -> float:
@@ -185,52 +182,28 @@ def _message_seconds(recipe: Recipe) -> float:
     # all ranks of a stage on a node send at once
     network = cluster.network_gb_per_s / min(recipe.num_replicas, recipe.gpus_per_node)
     speeds = [network] * between + [cluster.link_gb_per_s] * (num_links - between)
-    return layer_bytes(recipe).input * sum(1 / (1e9 * speed) for speed in speeds) / num_links
+    return recipe.layer_bytes.input * sum(1 / (1e9 * speed) for speed in speeds) / num_links
 
 
 def _pipeline_seconds(shape: Shape, costs: ActionCosts, *, is_whole: bool) -> tuple[float, float]:
     """Time and bubble; of many microbatches the first are simulated, the rest continue at the same pace."""
     most = shape.num_microbatches if is_whole else _SIMULATED_ROUNDS * shape.num_stages
     simulated = _with_microbatches(shape, min(shape.num_microbatches, most))
-    timeline = _timeline(simulated, costs)
+    timeline = simulate_shape(simulated, costs)
     more = (shape.num_microbatches - simulated.num_microbatches) / simulated.num_microbatches
     if not more:
         return timeline.iteration_time, timeline.bubble
-    fewer = _with_microbatches(shape, simulated.num_microbatches - shape.num_stages)
-    slope = (timeline.iteration_time - _timeline(fewer, costs).iteration_time) / shape.num_stages
+    fewer = simulate_shape(_with_microbatches(shape, simulated.num_microbatches - shape.num_stages), costs)
+    slope = (timeline.iteration_time - fewer.iteration_time) / shape.num_stages
     total = timeline.iteration_time + more * simulated.num_microbatches * slope
     return total, 1 - sum(timeline.busy_times) * (1 + more) / (total * shape.num_stages)
 
 
-def _timeline(shape: Shape, costs: ActionCosts) -> Timeline:
+def simulate_shape(shape: Shape, costs: ActionCosts) -> Timeline:
+    """The one simulation of an iteration, with a chunk on each stage or several."""
     if isinstance(shape, ChunkShape):
         return simulate_chunk_plan(build_chunk_plan(shape), costs)
     return simulate(build_plan(shape), costs)
-
-
-def _rough_seconds(shape: Shape, costs: ActionCosts) -> tuple[float, float]:
-    """Every stage from the first trainable one once, and the slowest stage for all other microbatches. With several
-    chunks: the first pass through all of them, and the last one back, as shares of that."""
-    if isinstance(shape, ChunkShape):
-        return _rough_chunk_seconds(shape, costs)
-    forward = [costs.of(stage, Kind.FORWARD) for stage in range(shape.num_stages)]
-    both = [forward[stage] + costs.of(stage, Kind.BACKWARD) for stage in range(shape.first_trainable, shape.num_stages)]
-    slowest = max(*both, *forward)
-    total = sum(both) + 2 * (len(both) - 1) * costs.message + (shape.num_microbatches - 1) * slowest
-    busy = shape.num_microbatches * (sum(both) + sum(forward[: shape.first_trainable]))
-    return total, 1 - busy / (total * shape.num_stages)
-
-
-def _rough_chunk_seconds(shape: ChunkShape, costs: ActionCosts) -> tuple[float, float]:
-    """The slowest stage's work, and a chunk's passes on all other stages."""
-    work = [0.0] * shape.num_stages
-    for virtual in range(shape.num_virtual):
-        work[shape.stage_of(virtual)] += costs.of(virtual, Kind.FORWARD)
-        if not shape.is_forward_only(virtual):
-            work[shape.stage_of(virtual)] += costs.of(virtual, Kind.BACKWARD)
-    fill = (sum(work) - max(work)) / shape.num_chunks + 2 * (shape.num_stages - 1) * costs.message
-    total = shape.num_microbatches * max(work) + fill
-    return total, 1 - shape.num_microbatches * sum(work) / (total * shape.num_stages)
 
 
 def _with_microbatches(shape: Shape, number: int) -> Shape:
@@ -238,6 +211,26 @@ def _with_microbatches(shape: Shape, number: int) -> Shape:
         return replace(shape, num_microbatches=number)
     ahead = min(default_run_ahead(num_stages=shape.num_stages, first_trainable=shape.first_trainable), number)
     return replace(shape, num_microbatches=number, done_ahead=ahead, run_ahead=ahead)
+
+
+def _rough_seconds(shape: Shape, costs: ActionCosts) -> tuple[float, float]:
+    """Time and bubble without a simulation. Every stage from the first trainable one once, and the slowest stage for
+    all other microbatches; with several chunks the slowest stage's work, and a chunk's passes on all other stages."""
+    if isinstance(shape, ChunkShape):
+        work = [0.0] * shape.num_stages
+        for virtual in range(shape.num_virtual):
+            work[shape.stage_of(virtual)] += costs.of(virtual, Kind.FORWARD)
+            if not shape.is_forward_only(virtual):
+                work[shape.stage_of(virtual)] += costs.of(virtual, Kind.BACKWARD)
+        fill = (sum(work) - max(work)) / shape.num_chunks + 2 * (shape.num_stages - 1) * costs.message
+        total, busy = shape.num_microbatches * max(work) + fill, shape.num_microbatches * sum(work)
+        return total, 1 - busy / (total * shape.num_stages)
+    forward = [costs.of(stage, Kind.FORWARD) for stage in range(shape.num_stages)]
+    both = [forward[stage] + costs.of(stage, Kind.BACKWARD) for stage in range(shape.first_trainable, shape.num_stages)]
+    slowest = max(*both, *forward)
+    total = sum(both) + 2 * (len(both) - 1) * costs.message + (shape.num_microbatches - 1) * slowest
+    busy = shape.num_microbatches * (sum(both) + sum(forward[: shape.first_trainable]))
+    return total, 1 - busy / (total * shape.num_stages)
 
 
 def _step_seconds(recipe: Recipe, held: int, share: MatrixShare) -> float:
@@ -259,7 +252,5 @@ def _reduction_seconds(recipe: Recipe, size: int, messages: int) -> float:
     ranks = recipe.num_replicas
     if ranks == 1:
         return 0.0
-    budget, cluster = state_budget(precision=recipe.precision), recipe.cluster
-    # ranks of one stage are neighbours
-    speed = cluster.link_gb_per_s if ranks <= recipe.gpus_per_node else cluster.network_gb_per_s
-    return ((budget.gradient + budget.weight) * size * (ranks - 1) / ranks + messages) / (1e9 * speed)
+    budget = state_budget(precision=recipe.precision)
+    return ((budget.gradient + budget.weight) * size * (ranks - 1) / ranks + messages) / _group_speed(recipe, ranks)

@@ -1,4 +1,4 @@
-"""Models, clusters and published numbers, read from CSV files that users can edit.
+"""Models, clusters with their prices, placements and published numbers: CSV files that users can edit.
 
 Lines that start with # are comments; the first other line names the columns.
 """
@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 
 from megatron.bcd.planner.cost import ModelShape
 
-FAMILY_DEFAULTS = ("gpt", "llama")
-_BIASES = ("", "none", "qkv", "all")
 GIB = 2**30
 
 
@@ -25,44 +23,31 @@ class Model:
     """A row of the model table."""
 
     name: str
-    form: str
-    """gpt or llama."""
+    form: str  # gpt or llama
     layers: int
     hidden: int
     heads: int
-    groups: int
-    """Query groups of grouped-query attention; equal to ``heads`` without it."""
+    groups: int  # query groups of grouped-query attention; equal to `heads` without it
     ffn: int
-    vocabulary: int
-    """Unpadded."""
-    sequence: int
-    """Default tokens per sequence."""
+    vocabulary: int  # unpadded
+    sequence: int  # default tokens per sequence
     source: str
-    head_dim: int = 0
-    """Width of a head; 0: ``hidden`` / ``heads``."""
-    tied: bool | None = None
-    """Whether the head is the embedding; None: in form gpt."""
-    biases: str = ""
-    """Linear layers with a bias: none, qkv (queries, keys, values) or all; empty: all in form gpt, none in llama."""
-    qk_norm: bool | None = None
-    """Whether queries and keys are normalised."""
-    positions: int = 0
-    """Rows of a GPT's position table; 0: as many as a sequence has tokens."""
+    head_dim: int = 0  # width of a head; 0: hidden / heads
+    tied: bool | None = None  # whether the head is the embedding; None: in form gpt
+    biases: str = ""  # linear layers with a bias: none, qkv or all; empty: all in form gpt, none in llama
+    qk_norm: bool | None = None  # whether queries and keys are normalised
+    positions: int = 0  # rows of a GPT's position table; 0: as many as a sequence has tokens
 
     def __post_init__(self) -> None:
-        for name, choices in (("form", FAMILY_DEFAULTS), ("biases", _BIASES)):
-            if getattr(self, name) not in choices:
-                found, known = getattr(self, name), ", ".join(filter(None, choices))
-                raise ValueError(f"model {self.name}: {name} {found} must be one of {known}")
-        for name in ("layers", "hidden", "heads", "groups", "ffn", "vocabulary", "sequence"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model {self.name}: {name} {getattr(self, name)} must be at least 1")
-        if self.head_dim < 0 or self.positions < 0:
-            raise ValueError(f"model {self.name}: head_dim and positions must be at least 0")
+        if self.form not in ("gpt", "llama"):
+            raise ValueError(f"form {self.form}: must be gpt or llama")
+        if self.biases not in ("", "none", "qkv", "all"):
+            raise ValueError(f"biases {self.biases}: must be none, qkv or all")
+        _check_positive(self, may_be_zero=("head_dim", "positions"))
         if not self.head_dim and self.hidden % self.heads:
-            raise ValueError(f"model {self.name}: hidden {self.hidden} is not divisible by heads {self.heads}")
+            raise ValueError(f"hidden {self.hidden} is not divisible by heads {self.heads}")
         if self.heads % self.groups:
-            raise ValueError(f"model {self.name}: heads {self.heads} is not divisible by groups {self.groups}")
+            raise ValueError(f"heads {self.heads} is not divisible by groups {self.groups}")
 
     def shape(self, sequence: int | None = None) -> ModelShape:
         """Sizes that determine the number of parameters, with sequences of ``sequence`` tokens."""
@@ -86,7 +71,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A row of the cluster table: one kind of GPU and its interconnect."""
+    """A row of the cluster table: one kind of GPU, its interconnect and its price."""
 
     name: str
     gpu: str
@@ -94,36 +79,25 @@ class Cluster:
     fp32_tflops: float
     bf16_tflops: float
     memory_gb_per_s: float
-    link_gb_per_s: float
-    """GPU to GPU inside a node, one way."""
-    network_gb_per_s: float
-    """Node to node, one way."""
+    link_gb_per_s: float  # GPU to GPU inside a node, one way
+    network_gb_per_s: float  # node to node, one way
     gpus_per_node: int
-    usd_per_gpu_hour: float
-    compute_share: float
-    """Share of the peak that matrix products achieve."""
-    memory_share: float
-    """Share of the memory bandwidth that element-wise work and the optimizer achieve."""
-    framework_gib: float
-    """Memory outside the run's tensors: driver context, workspaces, communication buffers, fragmentation."""
-    host_gb_per_s: float
-    """Rate at which an optimizer on the host processes model state, transfers included."""
+    usd_per_gpu_hour: float  # 0: not known
+    compute_share: float  # of the peak, that matrix products achieve
+    memory_share: float  # of the memory bandwidth, that element-wise work and the optimizer achieve
+    framework_gib: float  # driver context, workspaces, communication buffers, fragmentation
+    host_gb_per_s: float  # at which an optimizer on the host processes model state, transfers included
     source: str
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"cluster {self.name}: {field.name} {value} must be a number, at least 0")
-        for name in ("fp32_tflops", "bf16_tflops", "memory_gb_per_s", "link_gb_per_s", "network_gb_per_s",
-                     "host_gb_per_s", "compute_share", "memory_share"):  # fmt: skip
-            if getattr(self, name) == 0:
-                raise ValueError(f"cluster {self.name}: {name} must be more than 0")
+        _check_positive(self, may_be_zero=("memory_gib", "usd_per_gpu_hour", "framework_gib"))
         for name in ("compute_share", "memory_share"):
             if getattr(self, name) > 1:
-                raise ValueError(f"cluster {self.name}: {name} {getattr(self, name)} is a share, at most 1")
-        if self.gpus_per_node < 1:
-            raise ValueError(f"cluster {self.name}: gpus_per_node must be at least 1")
+                raise ValueError(f"{name} {getattr(self, name)} is a share, at most 1")
+
+    @property
+    def is_priced(self) -> bool:
+        return self.usd_per_gpu_hour > 0
 
     def peak_flops_per_s(self, precision: str) -> float:
         """Peak of matrix products."""
@@ -148,14 +122,11 @@ class Placement:
     cluster: str
     nodes: int
     gpus_per_node: int
-    pipeline: int
-    """Stages."""
+    pipeline: int  # stages
     source: str
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "gpus_per_node", "pipeline"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{self.method} {self.model}: {name} {getattr(self, name)} must be at least 1")
+        _check_positive(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,43 +140,46 @@ class Published:
 
 
 Row = TypeVar("Row", Model, Cluster, Placement, Published)
-_SWITCH = {"yes": True, "no": False}
+
+
+def _check_positive(row: Model | Cluster | Placement, *, may_be_zero: tuple[str, ...] = ()) -> None:
+    for field in fields(row):
+        value = getattr(row, field.name)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
+        if not (math.isfinite(value) and (value > 0 or value == 0 and field.name in may_be_zero)):
+            raise ValueError(f"{field.name} {value}: must be more than 0")
 
 
 def _switch(cell: str) -> bool:
-    if cell not in _SWITCH:
+    if cell not in ("yes", "no"):
         raise ValueError(f"{cell} must be yes or no")
-    return _SWITCH[cell]
+    return cell == "yes"
 
 
 _CONVERTERS: Mapping[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float, "bool | None": _switch}
 
 
 def read_models(path: str | Path) -> dict[str, Model]:
-    """By name. Raises ValueError with the file and line at fault."""
+    """By name. Raises ValueError with the file and line at fault, as the others do."""
     return _by_name(path, _read(path, Model))
 
 
 def read_clusters(path: str | Path) -> dict[str, Cluster]:
-    """By name. Raises ValueError with the file and line at fault."""
+    """By name."""
     return _by_name(path, _read(path, Cluster))
 
 
 def read_placements(path: str | Path) -> list[Placement]:
-    """In the file's order. Raises ValueError with the file and line at fault."""
     return _read(path, Placement)
 
 
 def read_published(path: str | Path) -> list[Published]:
-    """In the file's order. Raises ValueError with the file and line at fault."""
     return _read(path, Published)
 
 
 def choose(known: Mapping[str, Row], name: str, *, flag: str) -> Row:
-    """The row of that name, or for a GPU of a part of it, without regard to case, blanks and punctuation.
-
-    Raises ValueError with the list of names, and the nearest.
-    """
+    """The row of that name, or for a GPU of a part of it, without regard to case, blanks and punctuation."""
     asked, plain = _plain(name), {_plain(key): key for key in known}
     if asked in plain:
         return known[plain[asked]]
@@ -217,8 +191,8 @@ def choose(known: Mapping[str, Row], name: str, *, flag: str) -> Row:
     ]
     if len(cards) == 1:
         return known[cards[0]]
-    near = [plain[word] for word in difflib.get_close_matches(asked, plain, n=3)]
-    hint = f"; did you mean {' or '.join(cards or near)}?" if cards or near else ""
+    near = cards or [plain[word] for word in difflib.get_close_matches(asked, plain, n=3)]
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
     raise ValueError(f"{flag} {name}: must be one of {', '.join(known)}{hint}")
 
 
@@ -253,8 +227,6 @@ def _read(path: str | Path, kind: type[Row]) -> list[Row]:
     rows = []
     for (number, _), cells in zip(lines[1:], table, strict=False):
         try:
-            if len(cells) != len(columns):
-                raise ValueError(f"{len(cells)} cells instead of {len(columns)}")
             texts = {name: cell.strip() for name, cell in zip(columns, cells, strict=True)}
             given = {name: text for name, text in texts.items() if text or name not in optional}
             rows.append(kind(**{name: converters[name](text) for name, text in given.items()}))

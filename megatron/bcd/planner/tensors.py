@@ -1,4 +1,4 @@
-"""The parameters of a pipeline stage, one by one, as Megatron Core's GPTModel registers them."""
+"""The parameters of a pipeline stage, one by one, as Megatron Core's GPTModel registers them, and their buffers."""
 
 from __future__ import annotations
 
@@ -20,23 +20,20 @@ _NameAndParts = tuple[str, tuple[tuple[int, int], ...]]
 class Tensor:
     """One parameter of a stage."""
 
-    name: str
-    """GPTModel's, with local layers."""
-    size: int
-    """Elements."""
-    is_shared: bool = False
-    """The embedding with a copy on another stage, or that copy: Megatron Core gives it a separate bucket."""
-    owned: Ownership | None = None
+    name: str  # GPTModel's, with local layers
+    size: int  # elements
+    owned: Ownership
+    is_shared: bool = False  # an embedding with a copy on another stage, or the copy: it has a bucket of its own
     parts: tuple[tuple[int, int], ...] = ()
     """Of a matrix of a layer: rows and columns of what is orthogonalised apart (queries, keys, values)."""
 
     def is_active(self, block: int) -> bool:
         """Whether it is updated with optimizer state in the block's phase."""
-        return self.owned is not None and self.owned.is_active(block)
+        return self.owned.is_active(block)
 
     def is_resting(self, block: int) -> bool:
         """Whether it is updated without optimizer state in the block's phase."""
-        return self.owned is not None and self.owned.is_resting(block)
+        return self.owned.is_resting(block)
 
 
 def stage_tensors(shape: ModelShape, partition: Partition, stage: int, *, padded_vocabulary: int) -> tuple[Tensor, ...]:
@@ -68,31 +65,29 @@ def _names_and_parts(shape: ModelShape, partition: Partition, stage: int, vocabu
             for name, parts in _layer(shape):
                 yield f"{before}decoder.layers.{index}.{name}", parts
         if virtual == last:
-            for part in ("weight", "bias") if shape.shifted_norms else ("weight",):
-                yield f"{before}decoder.final_layernorm.{part}", ((1, hidden),)
+            yield from _norm(f"{before}decoder.final_layernorm", hidden, shape)
             if not shape.tied or last > 0:  # on a single stage a tied head is the embedding itself
                 yield f"{before}output_layer.weight", ((vocabulary, hidden),)
 
 
 def _layer(shape: ModelShape) -> Iterator[_NameAndParts]:
-    """The same of one layer."""
     hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
-    inner = (2 if shape.gated else 1) * ffn
-    matrices = (
-        ("self_attention.linear_proj", shape.query_size, (hidden,)),
-        ("self_attention.linear_qkv", hidden, (shape.query_size, shape.key_value_size, shape.key_value_size)),
-        ("mlp.linear_fc1", hidden, (inner,)),
-        ("mlp.linear_fc2", ffn, (hidden,)),
-    )
-    yield from _norm("input_layernorm", hidden, shape)
-    for name, inputs, outputs in matrices:
-        if name == "mlp.linear_fc1":
-            for norm in ("q_layernorm", "k_layernorm") if shape.qk_norm_size else ():
-                yield from _norm(f"self_attention.{norm}", shape.qk_norm_size, shape)
-            yield from _norm("pre_mlp_layernorm", hidden, shape)
+
+    def linear(name: str, inputs: int, *outputs: int, has_bias: bool = shape.biases) -> Iterator[_NameAndParts]:
         yield f"{name}.weight", tuple((rows, inputs) for rows in outputs)
-        if shape.biases or (shape.qkv_bias and name.endswith("qkv")):
+        if has_bias:
             yield f"{name}.bias", ((1, sum(outputs)),)
+
+    heads, groups = shape.query_size, shape.key_value_size
+    yield from _norm("input_layernorm", hidden, shape)
+    yield from linear("self_attention.linear_proj", heads, hidden)
+    has_bias = shape.biases or shape.qkv_bias
+    yield from linear("self_attention.linear_qkv", hidden, heads, groups, groups, has_bias=has_bias)
+    for name in ("q_layernorm", "k_layernorm") if shape.qk_norm_size else ():
+        yield from _norm(f"self_attention.{name}", shape.qk_norm_size, shape)
+    yield from _norm("pre_mlp_layernorm", hidden, shape)
+    yield from linear("mlp.linear_fc1", hidden, (1 + shape.gated) * ffn)
+    yield from linear("mlp.linear_fc2", ffn, hidden)
 
 
 def _norm(name: str, width: int, shape: ModelShape) -> Iterator[_NameAndParts]:
@@ -104,49 +99,38 @@ def _norm(name: str, width: int, shape: ModelShape) -> Iterator[_NameAndParts]:
 class Buffer:
     """Megatron Core's DDP buffer of a rank's active parameters."""
 
-    size: int
-    """Elements, with padding."""
-    held: tuple[int, ...]
-    """By data-parallel rank: elements whose optimizer state it holds, without padding."""
-    pieces: tuple[int, ...]
-    """By data-parallel rank: number of parameters that it holds a part of."""
+    size: int  # elements, with padding
+    held: tuple[int, ...]  # by data-parallel rank: elements whose optimizer state it holds, without padding
+    pieces: tuple[int, ...]  # by data-parallel rank: number of parameters that it holds a part of
 
 
 def buffer_of(tensors: list[Tensor], *, num_ranks: int) -> Buffer:
     """The buffer of these active parameters, given in GPTModel's order, with distributed optimizer.
 
-    Parameters are laid out in reverse order at multiples of 64; a shared embedding has a separate bucket. Each bucket
+    Parameters are laid out in reverse order at multiples of 64; a shared embedding has a bucket of its own. Each bucket
     is padded so that its ranks share it evenly, one slice each.
     """
-    buckets: list[tuple[int, int, list[tuple[int, int]]]] = []
-    start, bucket_start, inside = 0, 0, list[tuple[int, int]]()
-
-    def close(end: int) -> int:
-        nonlocal bucket_start, inside
-        end = _up(end, lcm(num_ranks, _BUCKET_ALIGNMENT))
-        buckets.append((bucket_start, end, inside))
-        bucket_start, inside = end, []
-        return end
-
+    buckets: list[list[Tensor]] = [[]]
     for tensor in reversed(tensors):
-        start = _up(start, _PARAMETER_ALIGNMENT)
-        if tensor.is_shared and inside:
-            start = close(start)
-        inside.append((start, start + tensor.size))
-        start += tensor.size
         if tensor.is_shared:
-            start = close(start)
-    if inside:
-        start = close(start)
-    held, pieces = [0] * num_ranks, [0] * num_ranks
-    for begin, end, spans in buckets:
+            buckets += [[tensor], []]
+        else:
+            buckets[-1].append(tensor)
+    end, held, pieces = 0, [0] * num_ranks, [0] * num_ranks
+    for bucket in filter(None, buckets):
+        begin, spans = end, []
+        for tensor in bucket:
+            first = _up(end, _PARAMETER_ALIGNMENT)
+            end = first + tensor.size
+            spans.append((first, end))
+        end = _up(end, lcm(num_ranks, _BUCKET_ALIGNMENT))
         slice_size = (end - begin) // num_ranks
         for first, stop in spans:
             for rank in range((first - begin) // slice_size, (stop - 1 - begin) // slice_size + 1):
                 low = begin + rank * slice_size
                 held[rank] += min(stop, low + slice_size) - max(first, low)
                 pieces[rank] += 1
-    return Buffer(size=start if tensors else 0, held=tuple(held), pieces=tuple(pieces))
+    return Buffer(size=end, held=tuple(held), pieces=tuple(pieces))
 
 
 def _up(number: int, multiple: int) -> int:

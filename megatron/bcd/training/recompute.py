@@ -8,7 +8,7 @@ from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import chunks_of
 from megatron.bcd.planner.activations import Recomputed
-from megatron.bcd.planner.run_recomputation import RunMemory
+from megatron.bcd.planner.run_state import RunMemory
 from megatron.bcd.runtime import collectives, memory
 
 _GIB = 2**30
