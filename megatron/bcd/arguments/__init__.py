@@ -1,7 +1,7 @@
 """Command-line flags under Megatron-LM's names, parsed into a RunConfig."""
 
-from megatron.bcd.arguments.family_defaults import FAMILY_DEFAULTS
 from megatron.bcd.arguments.parse import parse_run_config, read_command_line
 from megatron.bcd.config import run_config_from_dict, run_config_to_dict
+from megatron.bcd.config.presets import FAMILY_DEFAULTS
 
 __all__ = ["FAMILY_DEFAULTS", "parse_run_config", "read_command_line", "run_config_from_dict", "run_config_to_dict"]

@@ -1,89 +1,87 @@
-"""Values that follow from other flags, as in stock Megatron-LM's ``validate_args``."""
+"""Values that follow from other flags, as in stock Megatron-LM's ``validate_args``, and flags without effect."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from megatron.bcd.arguments import precision_aware
+from megatron.bcd.arguments.flags import Flag, holds
+from megatron.bcd.arguments.stock import BELONG_TO, REPLACED
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS, TrainingConfig
+from megatron.bcd.runtime import packages
+
+Values = dict[str, Any]
+"""By field name."""
 
 
-def derive_values(values: dict[str, Any], *, given: Mapping[str, Any], world_size: int) -> int | None:
-    """Fill in `values`, by field name; `given` holds those of the command line alone.
+def derive_values(
+    values: Values, flags: tuple[Flag, ...], *, asked: Mapping[str, Any], given: Mapping[str, Any], world_size: int
+) -> list[str]:
+    """Fill in `values`; `given` holds those of the command line and of --load-hf, `asked` those of the former alone.
 
     Returns:
-        The chunks of a pipeline stage that flags ask for; in `values` they are a multiple of the blocks.
+        Lines of the run summary about flags that are accepted and have no effect, or another one.
     """
-    _derive_network(values)
-    _derive_evaluation(values)
-    _derive_fine_tuning(values, given=given)
-    _derive_training(values, given=given, world_size=world_size)
-    _derive_tokenizer(values)
-    _derive_blocks(values)
-    chunks = _derive_chunks(values, given=given)
-    _derive_frozen(values, given=given)
-    if has_no_evaluation(values):
+    lines = []
+    if _leaves_no_evaluation(values["split"]):
         values["eval_iters"] = 0
-    return chunks
-
-
-def _derive_evaluation(values: dict[str, Any]) -> None:
-    """--eval-iters -1 is the whole validation split."""
-    if values["eval_iters"] == -1:
+        if not values["mock_data"]:
+            lines.append(f"--split {values['split']} leaves no data to evaluate on: there is no evaluation")
+    ignored = [f"{name} ({REPLACED[name]})" if name in REPLACED else name for name in asked if name.startswith("--")]
+    taken_back = _take_back(values, flags, asked=asked)
+    given = {field: value for field, value in given.items() if field not in taken_back}
+    _derive_network(values)
+    if values["eval_iters"] == -1:  # the whole validation split
         values["eval_iters"] = TrainingConfig.eval_iters
-        values["full_validation"] = values["full_validation"] or not has_no_evaluation(values)
+        values["full_validation"] = True
+    if values["sft"]:
+        _derive_fine_tuning(values, given=given)
+    _derive_training(values, world_size=world_size)
+    _derive_precision(values, given=given)
+    _derive_tokenizer(values)
+    _derive_blocks(values, given=given)
+    chunks = _derive_chunks(values, given=given)
+    if chunks is not None and chunks != values["num_virtual_stages_per_pipeline_rank"]:
+        rounded = values["num_virtual_stages_per_pipeline_rank"]
+        lines.append(f"{rounded} chunks on every pipeline stage in place of {chunks}: a multiple of the blocks")
+    ignored += taken_back.values()
+    if given.get("overlap_param_gather") and not values["overlap_param_gather"]:
+        ignored.append("--overlap-param-gather (chunks are gathered after the step)")
+    is_used = values["is_precision_aware"] or values["main_grads_dtype"] != "fp32"
+    if values["use_precision_aware_optimizer"] and not is_used:
+        ignored.append("--use-precision-aware-optimizer")
+    if values["mock_data"] and values["split"]:
+        ignored.append(f"--split {values['split']} (mock data are not split)")
+    return [f"without effect here: {', '.join(ignored)}", *lines] if ignored else lines
 
 
-def has_no_evaluation(values: Mapping[str, Any]) -> bool:
+def _take_back(values: Values, flags: tuple[Flag, ...], *, asked: Mapping[str, Any]) -> dict[str, str]:
+    """Set in `values` the defaults of flags that are given without the flag they belong to: by field, what to say."""
+    by_field = {flag.field: flag for flag in flags}
+    found: dict[str, str] = {}
+    for owners, fields in BELONG_TO.items():
+        if any(holds(values, owner) for owner in owners.split()):
+            continue
+        for field in fields.split():
+            flag = by_field[field]
+            if field in asked and (asked[field] != flag.default or asked[field] is True):
+                name = flag.off_names[0] if asked[field] is False else flag.names[0]
+                found[field] = f"{name} (without {owners.replace(' ', ' or ')})"
+                values[field] = flag.default
+    return found
+
+
+def _leaves_no_evaluation(split: str | None) -> bool:
     """Whether --split leaves nothing for validation and test, so that stock does not evaluate."""
     try:
-        shares = [float(share) for share in str(values["split"]).strip("'\"").replace("/", ",").split(",")]
+        shares = [float(share) for share in str(split).strip("'\"").replace("/", ",").split(",")]
     except ValueError:
         return False  # validation says so
     return len(shares) == 3 and shares[0] > 0 and shares[1:] == [0.0, 0.0]
 
 
-def _derive_chunks(values: dict[str, Any], *, given: Mapping[str, Any]) -> int | None:
-    """Chunks of a pipeline stage imply the layout that has them, whose chunks each belong to one block."""
-    layers, per_chunk = values["num_layers"] or 0, values["num_layers_per_virtual_pipeline_stage"] or 0
-    if per_chunk > 0 and values["num_virtual_stages_per_pipeline_rank"] is None:
-        on_stage, left = divmod(layers, max(1, values["pipeline_model_parallel_size"]))
-        if not left and on_stage % per_chunk == 0:
-            values["num_virtual_stages_per_pipeline_rank"] = on_stage // per_chunk
-    num_chunks = values["num_virtual_stages_per_pipeline_rank"] or 1
-    if num_chunks > 1 and "bcd_layout" not in given and values["bcd_layout"] == "spread":
-        values["bcd_layout"] = "interleaved"
-    if num_chunks > 1 and values["pipeline_model_parallel_size"] > 1 and values["bcd_layout"] == "interleaved":
-        values["overlap_param_gather"] = False  # it would change speed alone
-    if num_chunks > 1 and values["bcd_layout"] == "interleaved" and values["pipeline_model_parallel_layout"] is None:
-        num_blocks = max(1, DEFAULT_NUM_BLOCKS if values["bcd_num_blocks"] is None else values["bcd_num_blocks"])
-        values["num_virtual_stages_per_pipeline_rank"] = max(num_chunks // num_blocks, 1) * num_blocks
-    return num_chunks if num_chunks > 1 else None
-
-
-def _derive_blocks(values: dict[str, Any]) -> None:
-    """Preset finetune: as many blocks as a pipeline stage has layers."""
-    has_number = values["bcd_num_blocks"] is not None or values["bcd_layout"] == "stage"
-    if values["bcd_preset"] == "finetune" and not has_number and values["num_layers"]:
-        values["bcd_num_blocks"] = max(1, values["num_layers"] // max(1, values["pipeline_model_parallel_size"]))
-
-
-def _derive_frozen(values: dict[str, Any], *, given: Mapping[str, Any]) -> None:
-    """A tied head is the embedding: --bcd-frozen names both or neither. A preset's always-active parts leave out frozen
-    ones."""
-    parts = str(values["bcd_frozen"]).split(",")
-    tied = {"embedding", "head"} if not values["untie_embeddings_and_output_weights"] else set()
-    if tied & set(parts):
-        parts += sorted(tied - set(parts))
-        values["bcd_frozen"] = ",".join(parts)
-    if values["bcd_preset"] is not None and "bcd_always_active" not in given and values["bcd_always_active"]:
-        left = [part for part in values["bcd_always_active"].split(",") if part not in parts]
-        values["bcd_always_active"] = ",".join(left) or "none"
-
-
-def _derive_network(values: dict[str, Any]) -> None:
+def _derive_network(values: Values) -> None:
     if values["use_rotary_position_embeddings"]:
         values["position_embedding_type"] = "rope"
     if values["position_embedding_type"] != "rope":
@@ -99,64 +97,111 @@ def _derive_network(values: dict[str, Any]) -> None:
         values["max_position_embeddings"] = values["seq_length"]
     if values["recompute_activations"]:
         values["recompute_granularity"] = values["recompute_granularity"] or "selective"
+    is_fused = values["bias_gelu_fusion"] and values["add_bias_linear"]
+    values["bias_activation_fusion"] = values["bias_swiglu_fusion"] if values["swiglu"] else is_fused
+    # passes outside of a step, such as those of --bcd-order greedy, would read outdated weights
+    values["disable_parameter_transpose_cache"] = True if values["fp8"] else None
 
 
-def _derive_training(values: dict[str, Any], *, given: Mapping[str, Any], world_size: int) -> None:
-    model_ranks = math.prod(values[f"{kind}_parallel_size"] for kind in ("tensor_model", "pipeline_model", "context"))
-    if values["global_batch_size"] is None and values["micro_batch_size"] and model_ranks > 0:
-        values["global_batch_size"] = values["micro_batch_size"] * max(1, world_size // model_ranks)
-    if values["tensor_model_parallel_size"] == 1:
-        values["sequence_parallel"] = False  # stock's own rule
-    if values["bf16"]:
-        # stock's own rule: what the optimizer is given in bf16 is reduced in it
-        is_reduced_in_bf16 = values["use_precision_aware_optimizer"] and values["main_grads_dtype"] == "bf16"
-        if given.get("grad_reduce_in_fp32"):
-            is_reduced_in_bf16 = False  # refused
-        values["grad_reduce_in_fp32"] = not (values["grad_reduce_in_bf16"] or is_reduced_in_bf16)
-    if values["fp16"] and values["loss_scale"] is None:
-        # under dynamic scaling a gradient that is not finite is the scaler's signal, not an error
-        values["check_for_nan_in_loss_and_grad"] = False
-    if values["optimizer"] == "sgd" and not given.get("use_distributed_optimizer"):
-        values["use_distributed_optimizer"] = False  # Megatron Core's supports Adam only
-    for unit in ("iters", "samples"):
-        if values[f"lr_decay_{unit}"] is None:
-            values[f"lr_decay_{unit}"] = values[f"train_{unit}"]
-    if values["weight_decay_incr_style"] == "constant":
-        for end in ("start_weight_decay", "end_weight_decay"):
-            values[end] = values["weight_decay"] if values[end] is None else values[end]
-
-
-def _derive_fine_tuning(values: dict[str, Any], *, given: Mapping[str, Any]) -> None:
-    if not values["sft"]:
-        return
+def _derive_fine_tuning(values: Values, *, given: Mapping[str, Any]) -> None:
     if values["sft_packing"]:
         values["reset_position_ids"] = values["reset_attention_mask"] = True
     if values["optimizer"] != "muon":  # which has no such mean
         values["calculate_per_token_loss"] = True
     if values["data_path"] and values["split"] is None:
         values["split"] = "95,5,0"
-    if "eval_iters" not in given and not has_no_evaluation(values):  # a validation split of records is small
+    if "eval_iters" not in given and not _leaves_no_evaluation(
+        values["split"]
+    ):  # a validation split of records is small
         values["full_validation"] = True
 
 
-def _derive_tokenizer(values: dict[str, Any]) -> None:
+def _derive_training(values: Values, *, world_size: int) -> None:
+    model_ranks = math.prod(values[f"{kind}_parallel_size"] for kind in ("tensor_model", "pipeline_model", "context"))
+    if values["global_batch_size"] is None and values["micro_batch_size"] and model_ranks > 0:
+        values["global_batch_size"] = values["micro_batch_size"] * max(1, world_size // model_ranks)
+    if values["tensor_model_parallel_size"] == 1:
+        values["sequence_parallel"] = False  # stock's own rule
+    for unit in ("iters", "samples"):
+        if values[f"lr_decay_{unit}"] is None:
+            values[f"lr_decay_{unit}"] = values[f"train_{unit}"]
+    if values["weight_decay_incr_style"] == "constant":
+        values["start_weight_decay"] = values["end_weight_decay"] = values["weight_decay"]
+    if values["optimizer"] == "sgd":
+        values["use_distributed_optimizer"] = False  # Megatron Core's supports Adam only
+
+
+def _derive_precision(values: Values, *, given: Mapping[str, Any]) -> None:
+    if values["bf16"]:
+        # stock's own rule: what the optimizer is given in bf16 is reduced in it
+        asks_bf16 = values["use_precision_aware_optimizer"] and values["main_grads_dtype"] == "bf16"
+        is_reduced_in_bf16 = values["grad_reduce_in_bf16"] or asks_bf16
+        values["grad_reduce_in_fp32"] = bool(given.get("grad_reduce_in_fp32")) or not is_reduced_in_bf16
+    if values["fp16"] and values["loss_scale"] is None:
+        # under dynamic scaling a gradient that is not finite is the scaler's signal, not an error
+        values["check_for_nan_in_loss_and_grad"] = False
+    values["check_for_nan_in_grad"] = False  # it would end the run; a step that is not finite is skipped
+    # offload is a branch of the precision-aware optimizer, as in stock
+    values["is_precision_aware"] = values["optimizer_cpu_offload"] or _is_precision_aware(values)
+
+
+def _is_precision_aware(values: Values) -> bool:
+    """Whether Transformer Engine's Adam holds main parameters and moments itself: where it is there, as only memory
+    differs, or where lower precision is asked for."""
+    is_possible = (
+        values["use_precision_aware_optimizer"]
+        and values["bf16"]
+        and values["optimizer"] == "adam"
+        and values["adam_moments_dtype"] == "fp32"
+        and values["use_distributed_optimizer"]
+    )
+    has_lower_moments = (values["exp_avg_dtype"], values["exp_avg_sq_dtype"]) != ("fp32", "fp32")
+    return bool(is_possible) and (has_lower_moments or packages.has_precision_aware_adam())
+
+
+def _derive_tokenizer(values: Values) -> None:
     if values["tokenizer_type"] is None and values["vocab_file"] and values["merge_file"]:
         values["tokenizer_type"] = "GPT2BPETokenizer"
     if values["tokenizer_type"] is None and values["mock_data"] and values["vocab_size"]:
         values["tokenizer_type"] = "NullTokenizer"
 
 
-def derived_core_fields(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """(section, field, value) of Megatron Core fields that follow from flags that set other fields."""
-    is_fused = (
-        values["bias_swiglu_fusion"] if values["swiglu"] else values["bias_gelu_fusion"] and values["add_bias_linear"]
-    )
-    yield "transformer", "bias_activation_fusion", is_fused
-    if values["fp8"]:  # passes outside of a step, such as those of --bcd-order greedy, would read outdated weights
-        yield "transformer", "disable_parameter_transpose_cache", True
-    for section in ("optimizer", "ddp"):
-        yield section, "use_distributed_optimizer", values["use_distributed_optimizer"]
-    # as in stock: offload is a branch of that code
-    is_precision_aware = values["optimizer_cpu_offload"] or precision_aware.is_taken(values)
-    yield "optimizer", "use_precision_aware_optimizer", is_precision_aware
-    yield "ddp", "check_for_nan_in_grad", False  # it would end the run; a step that is not finite is skipped
+def _derive_blocks(values: Values, *, given: Mapping[str, Any]) -> None:
+    """Preset finetune has as many blocks as a pipeline stage has layers. A tied head is the embedding: --bcd-frozen
+    names both or neither. A preset's always-active parts leave out frozen ones."""
+    has_number = values["bcd_num_blocks"] is not None or values["bcd_layout"] == "stage"
+    if values["bcd_preset"] == "finetune" and not has_number and values["num_layers"]:
+        values["bcd_num_blocks"] = max(1, values["num_layers"] // max(1, values["pipeline_model_parallel_size"]))
+    frozen = str(values["bcd_frozen"]).split(",")
+    tied = {"embedding", "head"} if not values["untie_embeddings_and_output_weights"] else set()
+    if tied & set(frozen):
+        frozen += sorted(tied - set(frozen))
+        values["bcd_frozen"] = ",".join(frozen)
+    if values["bcd_preset"] is not None and "bcd_always_active" not in given and values["bcd_always_active"]:
+        left = [part for part in values["bcd_always_active"].split(",") if part not in frozen]
+        values["bcd_always_active"] = ",".join(left) or "none"
+
+
+def _derive_chunks(values: Values, *, given: Mapping[str, Any]) -> int | None:
+    """Chunks of a pipeline stage imply the layout that has them, each of which belongs to one block.
+
+    Returns:
+        How many flags ask for; in `values` they are a multiple of the blocks.
+    """
+    layers, per_chunk = values["num_layers"] or 0, values["num_layers_per_virtual_pipeline_stage"] or 0
+    if per_chunk > 0 and values["num_virtual_stages_per_pipeline_rank"] is None:
+        on_stage, left = divmod(layers, max(1, values["pipeline_model_parallel_size"]))
+        if not left and on_stage % per_chunk == 0:
+            values["num_virtual_stages_per_pipeline_rank"] = on_stage // per_chunk
+    num_chunks = values["num_virtual_stages_per_pipeline_rank"] or 1
+    if num_chunks <= 1:
+        return None
+    if "bcd_layout" not in given and values["bcd_layout"] == "spread":
+        values["bcd_layout"] = "interleaved"
+    if values["bcd_layout"] == "interleaved":
+        if values["pipeline_model_parallel_size"] > 1:
+            values["overlap_param_gather"] = False  # it would change speed alone
+        if values["pipeline_model_parallel_layout"] is None:
+            num_blocks = max(1, DEFAULT_NUM_BLOCKS if values["bcd_num_blocks"] is None else values["bcd_num_blocks"])
+            values["num_virtual_stages_per_pipeline_rank"] = max(num_chunks // num_blocks, 1) * num_blocks
+    return int(num_chunks)

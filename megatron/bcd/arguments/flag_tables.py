@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.bcd.arguments.flags import generate_flags
-from megatron.bcd.arguments.stock import REFUSED, stock_flags
+from megatron.bcd.arguments.stock import UNSUPPORTED, stock_flags
 
 
 def flag_tables() -> str:
@@ -11,7 +11,7 @@ def flag_tables() -> str:
     ours = {name for flag in generate_flags() for name in (*flag.names, *flag.off_names)}
     refused = (
         f"| {', '.join(f'`{start}*`' if start.endswith('-') else f'`{start}`' for start in starts)} | {why} |"
-        for why, starts in REFUSED.items()
+        for why, starts in UNSUPPORTED.items()
     )
     return "\n".join(
         (

@@ -1,9 +1,10 @@
-"""The command line as argparse reads it: ``--help``, refusals by name, and the assembled RunConfig."""
+"""The command line as argparse reads it: ``--help``, all problems at once, files of flags, and the RunConfig."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import os
 import re
 import shutil
@@ -11,27 +12,34 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from megatron.bcd.arguments import (
-    config_file,
-    dry_run,
-    flag_groups,
-    megatron_flags,
-    model_folder,
-    precision_aware,
-    without_effect,
-)
-from megatron.bcd.arguments.checkpoint_flags import positions_of_checkpoint, take_checkpoint_flags
-from megatron.bcd.arguments.data_files import read_data_files
-from megatron.bcd.arguments.derive import derive_values, derived_core_fields, has_no_evaluation
-from megatron.bcd.arguments.flags import CORE_SECTIONS, OWN_SECTIONS, Flag, generate_flags
+import yaml
+
+from megatron.bcd.arguments import dry_run, files, stock
+from megatron.bcd.arguments.derive import derive_values
+from megatron.bcd.arguments.flags import GROUPS, OWN_SECTIONS, Flag, flag_name, generate_flags
 from megatron.bcd.arguments.pipeline_cut import with_balanced_cut
-from megatron.bcd.arguments.refusals import RefusedFlags, refusal
-from megatron.bcd.arguments.rules import flag_name
-from megatron.bcd.arguments.stock import REPLACED, has_no_effect
-from megatron.bcd.arguments.switch import Switch
 from megatron.bcd.arguments.validate import find_problems
 from megatron.bcd.config import DdpSettings, OptimizerSettings, RunConfig
 from megatron.bcd.config.presets import preset_values
+from megatron.bcd.config.yaml_file import read_yaml
+
+
+class ConfigurationError(ValueError):
+    """What is wrong with a command line; as text one line, also for several problems."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        listed = " ".join(f"({number}) {text}" for number, text in enumerate(self.problems, start=1))
+        super().__init__(f"{len(problems)} problems: {listed}" if len(problems) > 1 else problems[0])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommandLine:
+    """What a command line asks for."""
+
+    config: RunConfig
+    notes: tuple[str, ...] = ()
+    """Lines of the run summary about flags that were accepted."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -44,41 +52,13 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(re.sub(r"^argument (--[\w-]+)(?:/--[\w-]+)*", r"\1", message))
 
-
-def _default_text(flag: Flag) -> str:
-    if flag.default is True:
-        return f" (default: on; {flag.off_names[0]} switches it off)"
-    if flag.type is bool or flag.default in (None, "") or "default" in flag.help.lower():
-        return ""
-    is_whole = isinstance(flag.default, float) and flag.default.is_integer()
-    return f" (default: {int(flag.default) if is_whole else flag.default})"
+    @property
+    def actions(self) -> dict[str, argparse.Action]:
+        return {name: action for action in self._actions for name in action.option_strings}
 
 
-def _help_text(flag: Flag) -> str:
-    required = " (required)" if flag.field in megatron_flags.REQUIRED else ""
-    choices = ": " + ", ".join(map(str, flag.choices)) if flag.choices and flag.metavar else ""
-    return (flag.help + choices + _default_text(flag) + required).replace("%", "%%")
-
-
-def _add_flag(group: Any, flag: Flag) -> None:
-    common: dict[str, Any] = {"dest": flag.field, "default": argparse.SUPPRESS}
-    if flag.type is not bool:
-        metavar = flag.metavar if flag.metavar or flag.choices else {int: "N", float: "X"}.get(flag.type, "TEXT")
-        group.add_argument(
-            flag.names[0],
-            **common,
-            help=_help_text(flag),
-            type=flag.type,
-            choices=flag.choices,
-            nargs=flag.nargs,
-            metavar=metavar,
-        )
-        for alias in flag.names[1:]:
-            group.add_argument(alias, **common, help=argparse.SUPPRESS, type=flag.type, nargs=flag.nargs)
-        return
-    for names, text in ((flag.shown, _help_text(flag)), (flag.hidden, argparse.SUPPRESS)):
-        if names:
-            group.add_argument(*names, **common, help=text, action=Switch, const=flag.names)
+_NOT_IN_A_FILE = ("config", "dry_run", "dry_run_world_size", "print_config", "help")
+"""Fields of flags that belong on the command line."""
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:
@@ -96,34 +76,50 @@ def _parser(prog: str, flags: Iterable[Flag]) -> _Parser:
         description="Train with block coordinate descent on Megatron Core. Flags are Megatron-LM's, "
         "and --bcd-*; what other flags of Megatron-LM do is in docs/flags.md.",
     )
-    groups = {title: parser.add_argument_group(title) for title in flag_groups.GROUPS}
-    for flag in sorted(flags, key=lambda flag: flag.field not in megatron_flags.REQUIRED):
+    groups = {title: parser.add_argument_group(title) for title in GROUPS}
+    for flag in sorted(flags, key=lambda flag: flag.field not in stock.REQUIRED):
         _add_flag(groups[flag.group], flag)
     last = parser.add_argument_group("help and files of flags")
+    common: dict[str, Any] = {"default": argparse.SUPPRESS}
     last.add_argument("-h", "--help", action="help", help="show this text and exit")
-    last.add_argument(
-        "--config",
-        metavar="FILE",
-        default=argparse.SUPPRESS,
-        help="read flags from a YAML file (num-layers: 12); those on the command line win",
-    )
-    common: dict[str, Any] = {"action": "store_true", "default": argparse.SUPPRESS}
-    last.add_argument("--dry-run", help="check the flags, print what would run, and exit", **common)
-    last.add_argument(
-        "--dry-run-world-size", type=int, default=argparse.SUPPRESS, metavar="N", help="as on N ranks, without torchrun"
-    )
-    last.add_argument("--print-config", help="check the flags, print a file for --config, and exit", **common)
+    text = "read flags from a YAML file (num-layers: 12); those on the command line win"
+    last.add_argument("--config", metavar="FILE", help=text, **common)
+    text = "check the flags, print what would run, and exit"
+    last.add_argument("--dry-run", action="store_true", help=text, **common)
+    last.add_argument("--dry-run-world-size", type=int, metavar="N", help="as on N ranks, without torchrun", **common)
+    text = "check the flags, print a file for --config, and exit"
+    last.add_argument("--print-config", action="store_true", help=text, **common)
     return parser
 
 
-def _words_by_flag(argv: Sequence[str]) -> list[list[str]]:
-    """Each flag with its values; words before the first flag come first."""
-    groups: list[list[str]] = []
-    for word in argv:
-        if word.startswith("--") or not groups:
-            groups.append([])
-        groups[-1].append(word)
-    return groups
+def _add_flag(group: Any, flag: Flag) -> None:
+    text = flag.help
+    if flag.choices and flag.metavar:
+        text += ": " + ", ".join(map(str, flag.choices))
+    if flag.default is True:
+        text += f" (default: on; {flag.shown} switches it off)"
+    elif flag.type is not bool and flag.default not in (None, "") and "default" not in text.lower():
+        text += f" (default: {flag.default})"
+    if flag.field in stock.REQUIRED:
+        text += " (required)"
+    text = text.replace("%", "%%")
+    for name in (*flag.names, *flag.off_names):
+        shown: dict[str, Any] = {"help": text if name == flag.shown else argparse.SUPPRESS}
+        shown |= {"dest": flag.field, "default": argparse.SUPPRESS}
+        if flag.type is bool:
+            group.add_argument(name, action="store_false" if name in flag.off_names else "store_true", **shown)
+            continue
+        metavar = flag.metavar if flag.metavar or flag.choices else {int: "N", float: "X"}.get(flag.type, "TEXT")
+        group.add_argument(name, type=flag.type, choices=flag.choices, nargs=flag.nargs, metavar=metavar, **shown)
+
+
+def _unknown(name: str, known: Iterable[str]) -> str:
+    """Why a flag is not accepted."""
+    reason = stock.why_unsupported(name)
+    if reason is not None:
+        return f"{name} is a Megatron-LM flag that Megatron-BCD does not support ({reason})"
+    nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.8)
+    return f"unknown flag {name}; " + (f"did you mean {nearest[0]}?" if nearest else "--help lists all flags")
 
 
 def _parse(argv: Sequence[str], parser: _Parser) -> tuple[dict[str, Any], dict[str, str]]:
@@ -131,109 +127,144 @@ def _parse(argv: Sequence[str], parser: _Parser) -> tuple[dict[str, Any], dict[s
 
     Stock's flags that set nothing here are among the values by their own names.
     """
-    known = frozenset(name for action in parser._actions for name in action.option_strings)
     values: dict[str, Any] = {}
     problems: dict[str, str] = {}
     if {"-h", "--help"} & set(argv):
         parser.parse_known_args(["--help"])
-    for words in _words_by_flag(argv):
-        name = words[0].split("=", 1)[0]
-        if name.startswith("--") and name not in known:
-            given = [*words[0].split("=", 1)[1:], *words[1:]]
-            if has_no_effect(name, given):
+    by_flag: list[list[str]] = []
+    for word in argv:
+        if word.startswith("--") or not by_flag:
+            by_flag.append([])
+        by_flag[-1].append(word)
+    for words in by_flag:
+        name, *joined = words[0].split("=", 1)
+        if name.startswith("--") and name not in parser.actions:
+            given = [*joined, *words[1:]]
+            if stock.has_no_effect(name, given):
                 values[name] = given[0] if len(given) == 1 else given or True
             else:
-                problems[name] = refusal(name, known)
-            continue
-        if words[0].endswith("=--"):  # argparse would set an empty list
-            problems[name] = f"{name}: '--' is not a value"
+                problems[name] = _unknown(name, parser.actions)
             continue
         try:
+            if joined == ["--"]:  # argparse would set an empty list
+                raise ValueError(f"{name}: '--' is not a value")
             namespace, rest = parser.parse_known_args(words)
+            if rest:
+                raise ValueError(f"unexpected argument {rest[0]!r} after {name}: every value belongs to a flag")
         except ValueError as error:
             problems[name] = str(error)
-            continue
-        values |= vars(namespace)
-        if rest:
-            problems[name] = (
-                f"unexpected argument {rest[0]!r} after {name}: every value belongs to a flag that starts with --"
-            )
+        else:
+            values |= vars(namespace)
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}, problems
 
 
-def _assemble(flags: tuple[Flag, ...], values: Mapping[str, Any]) -> RunConfig:
-    parts: dict[str, dict[str, Any]] = {section: {} for section in (*CORE_SECTIONS, *OWN_SECTIONS)}
-    for flag in flags:
-        value = values[flag.field]
-        for section in flag.sections:
-            if section in OWN_SECTIONS:
-                parts[section][flag.field] = value
-            elif value is not None:
-                parts[section][flag.field] = list(value) if isinstance(value, tuple) else value
-    for section, field, value in derived_core_fields(values):
-        parts[section][field] = value
-    own: dict[str, Any] = {section: kind(**parts[section]) for section, (kind, _) in OWN_SECTIONS.items()}
+def _parse_file(path: str, parser: _Parser) -> tuple[dict[str, Any], dict[str, str]]:
+    """As `_parse` of a YAML file, whose keys are flags without their dashes (``num-layers``, or ``num_layers``); a
+    switch is true or false. Each problem begins with the file and the key.
+
+    Raises:
+        ValueError: it can't be read, or is no mapping.
+    """
+    content = read_yaml(path, instead="--config needs a YAML file, such as --print-config prints")
+    if content is None:  # an empty file, or comments alone
+        content = {}
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: must be a mapping of flags, such as num-layers: 12")
+    values: dict[str, Any] = {}
+    problems: dict[str, str] = {}
+    for key, value in content.items():
+        name = f"--{key}"
+        if name not in parser.actions:
+            name = name.replace("_", "-")
+        try:
+            found = _parse_entry(name, value, parser)
+            if values.keys() & found:
+                raise ValueError("another key sets the same: leave one of them out")
+            values |= found
+        except ValueError as error:
+            problems[name] = f"{path}: {key}: {error}"
+    return values, problems
+
+
+def _parse_entry(name: str, value: Any, parser: _Parser) -> dict[str, Any]:
+    """By field name; empty for a flag of Megatron-LM without effect that is off. Raises ValueError."""
+    action = parser.actions.get(name)
+    if action is None:
+        if not stock.has_no_effect(name, [str(value)]):
+            raise ValueError(_unknown(name, parser.actions))
+        return {} if value is False else {name: value}
+    if action.dest in _NOT_IN_A_FILE:
+        raise ValueError("belongs on the command line: leave it out")
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise ValueError(f"{value!r}: must be true or false")
+        return {action.dest: action.const == value}
+    items = value if isinstance(value, list) else [value]
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, str | int | float):
+            raise ValueError(f"{item!r}: must be a {'number' if action.type in (int, float) else 'text'}")
+    if action.nargs is None and isinstance(value, list):
+        raise ValueError(f"{value}: takes one value, not a list")
+    if action.nargs is not None and any(str(item).startswith("--") for item in items):
+        raise ValueError(f"{value}: a value can't begin with a dash")
+    # in one word a value may begin with a dash
+    words = [f"{name}={value}"] if action.nargs is None else [name, *map(str, items)]
+    namespace, rest = parser.parse_known_args(words)
+    if rest:
+        raise ValueError(f"{rest[0]!r} is one value too many")
+    return {field: tuple(found) if isinstance(found, list) else found for field, found in vars(namespace).items()}
+
+
+def _print_config(config: RunConfig, *, flags: Iterable[Flag], given: Mapping[str, Any], ranks: int, prog: str) -> str:
+    """A file for --config: the flags that were `given`, and as comments all others with their value in this run."""
+    run = {field: value for section in dataclasses.asdict(config).values() for field, value in section.items()}
+    kept = {flag.names[0][2:]: given[flag.field] for flag in flags if flag.field in given}
+    kept |= {name[2:]: value for name, value in given.items() if name.startswith("--")}
+    rest = {flag.names[0][2:]: run.get(flag.field) for flag in flags if flag.field not in given}
+    unset = _as_yaml({name: value for name, value in rest.items() if value is not None})
+    return (
+        f"# Flags for {prog} --config FILE; flags on the command line win.\n{_as_yaml(kept)}"
+        f"# Not given: defaults, and what follows from the flags above on {ranks} rank{'s' * (ranks != 1)}.\n"
+        + "".join(f"# {line}\n" for line in unset.splitlines())
+    ).rstrip("\n")
+
+
+def _as_yaml(values: Mapping[str, Any]) -> str:
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=10**6)) if plain else ""
+
+
+def _assemble(flags: Iterable[Flag], values: Mapping[str, Any]) -> RunConfig:
+    values = dict(values) | {"use_precision_aware_optimizer": values["is_precision_aware"]}
+    of_core = [flag.field for flag in flags if flag.section == "transformer"]
+    of_core += ["bias_activation_fusion", "disable_parameter_transpose_cache"]
+    kinds: dict[str, Any] = {"optimizer": OptimizerSettings, "ddp": DdpSettings}
+    kinds |= {name: kind for name, (kind, _) in OWN_SECTIONS.items()}
+    sections: dict[str, Any] = {
+        name: kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)})
+        for name, kind in kinds.items()
+    }
     return RunConfig(
-        transformer=parts["transformer"],
-        optimizer=OptimizerSettings(**parts["optimizer"]),
-        ddp=DdpSettings(**parts["ddp"]),
-        **own,
+        transformer={
+            field: list(value) if isinstance(value, tuple) else value
+            for field in of_core
+            if (value := values[field]) is not None
+        },
+        **sections,
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CommandLine:
-    """What a command line asks for."""
-
-    config: RunConfig
-    notes: tuple[str, ...] = ()
-    """Lines of the run summary about flags that were accepted."""
-
-
-def _notes(
-    given: Mapping[str, Any], config: RunConfig, *, taken_back: Mapping[str, str], chunks: int | None
-) -> tuple[str, ...]:
-    """Lines of the run summary about flags that were accepted.
-
-    `taken_back`: flags that have no effect, by field; `chunks`: those of a pipeline stage that were asked for.
-    """
-    ignored = [f"{name} ({REPLACED[name]})" if name in REPLACED else name for name in given if name.startswith("--")]
-    ignored += taken_back.values()
-    has_precision_aware = config.optimizer.use_precision_aware_optimizer or config.training.main_grads_dtype != "fp32"
-    if given.get("use_precision_aware_optimizer") and not has_precision_aware:
-        ignored.append(precision_aware.SWITCH)
-    if given.get("sequence_parallel") and not config.transformer["sequence_parallel"]:
-        ignored.append("--sequence-parallel (one tensor parallel rank)")
-    is_gathered = config.ddp.overlap_param_gather or "overlap_param_gather" in taken_back
-    if given.get("overlap_param_gather") and not is_gathered:
-        ignored.append("--overlap-param-gather (chunks are gathered after the step)")
-    if config.report.log_timers_to_tensorboard and not config.report.timing_log_level:
-        ignored.append("--log-timers-to-tensorboard (--timing-log-level 0)")
-    kind = config.transformer.get("cp_comm_type")
-    if kind is not None and config.context_size == 1:
-        ignored.append(f"--cp-comm-type {kind} (one context parallel rank)")
-    if config.data.mock_data and config.data.split:
-        ignored.append(f"--split {config.data.split} (mock data are not split)")
-    notes = [f"without effect here: {', '.join(ignored)}"] if ignored else []
-    if has_no_evaluation(vars(config.data)) and not config.data.mock_data:
-        notes.append(f"--split {config.data.split} leaves no data to evaluate on: there is no evaluation")
-    rounded = config.bcd.num_virtual_stages_per_pipeline_rank
-    if chunks is not None and chunks != rounded:
-        notes.append(f"{rounded} chunks on every pipeline stage in place of {chunks}: a multiple of the blocks")
-    return tuple(notes)
-
-
-def _checked(
+def _check(
     flags: tuple[Flag, ...],
     given: Mapping[str, Any],
     problems: Mapping[str, str],
     *,
     world_size: int,
-    reads_files: bool,
+    starts: bool,
 ) -> CommandLine:
-    """What these values ask for. Raises RefusedFlags with `problems` and every rule that the values break.
+    """What these values ask for. Raises ConfigurationError with `problems` and every rule that the values break.
 
-    `reads_files`: whether there are files to read, and to write to.
+    `starts`: the run is to start, so that there are files to read and to write to.
     """
     asked = given
     preset = given.get("bcd_preset")
@@ -241,39 +272,43 @@ def _checked(
     of_model: dict[str, Any] = {}
     if given.get("load_hf") is not None:
         try:
-            fixed, of_model = model_folder.values_of_model(given, flags)
+            fixed, of_model = files.values_of_model(given, flags)
         except ValueError as error:  # without the network nothing else can be checked
-            raise RefusedFlags([*problems.values(), str(error)]) from error
+            raise ConfigurationError([*problems.values(), str(error)]) from error
         given = {**fixed, **given}
-    values = {flag.field: flag.default for flag in flags} | of_model | of_preset | dict(given)
+    values = {flag.field: flag.default for flag in flags} | of_model | of_preset
+    values |= {field: value for field, value in given.items() if not field.startswith("--")}
     found = list(problems.values())
-    readers = [lambda: read_data_files(values)] if reads_files else []
-    if values["use_checkpoint_args"]:
-        readers.append(lambda: take_checkpoint_flags(values, flags, given=given))
-    for read in readers:
-        try:
-            read()
-        except ValueError as error:
-            found.append(str(error))
-    if reads_files and values["max_position_embeddings"] is None:
-        values["max_position_embeddings"] = positions_of_checkpoint(values)
-    taken_back = without_effect.take_back(values, {flag.field: flag for flag in flags}, given=asked)
-    given = {field: value for field, value in given.items() if field not in taken_back}
-    chunks = derive_values(values, given=given, world_size=world_size)
+    try:
+        if starts:
+            files.read_data_files(values)
+        if values["use_checkpoint_args"]:
+            files.take_checkpoint_flags(values, flags, given=given)
+    except ValueError as error:
+        found.append(str(error))
+    if starts and values["max_position_embeddings"] is None:
+        values["max_position_embeddings"] = files.positions_of_checkpoint(values)
+    notes = derive_values(values, flags, asked=asked, given=given, world_size=world_size)
     config = _assemble(flags, values)
-    for text in find_problems(config, given=given, world_size=world_size, writes=reads_files, is_partial=bool(found)):
-        named = [flag_name(field) for field in of_preset if re.search(rf"{flag_name(field)}(?![\w-])", text)]
-        hint = f" ({', '.join(named)} from --bcd-preset {preset}; flags that are given win)" if named else ""
-        # what follows from a flag that is refused anyway says nothing new
-        if not any(re.search(rf"{re.escape(name)}(?![\w-])", text) for name in problems):
+    for text in find_problems(
+        config, values, given=given, world_size=world_size, starts=starts, is_partial=bool(found)
+    ):
+        # what follows from a flag that is wrong anyway says nothing new
+        if not any(_names(text, name) for name in problems):
+            of_text = [flag_name(field) for field in of_preset if _names(text, flag_name(field))]
+            hint = f" ({', '.join(of_text)} from --bcd-preset {preset}; flags that are given win)" if of_text else ""
             found.append(text + hint)
     if found:
-        raise RefusedFlags(found)
+        raise ConfigurationError(found)
     try:
-        config = with_balanced_cut(config, reads_files=reads_files)
+        config = with_balanced_cut(config, reads_files=starts)
     except ValueError as error:  # the tokenizer's files
-        raise RefusedFlags([str(error)]) from error
-    return CommandLine(config=config, notes=_notes(asked, config, taken_back=taken_back, chunks=chunks))
+        raise ConfigurationError([str(error)]) from error
+    return CommandLine(config=config, notes=tuple(notes))
+
+
+def _names(text: str, flag: str) -> bool:
+    return re.search(rf"{re.escape(flag)}(?![\w-])", text) is not None
 
 
 def read_command_line(
@@ -283,7 +318,7 @@ def read_command_line(
     defaults: Mapping[str, object] | None = None,
     world_size: int | None = None,
 ) -> CommandLine:
-    """The checked RunConfig of a command line, and what the banner says of its flags.
+    """The checked RunConfig of a command line, and what the run summary says of its flags.
 
     What one flag of stock Megatron-LM implies for another (its ``validate_args``) is filled in; what a Megatron Core
     dataclass derives itself is left to it.
@@ -300,13 +335,11 @@ def read_command_line(
     """
     if world_size is None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    words = sys.argv[1:] if argv is None else argv
-    has_file = any(word.split("=")[0] == "--config" for word in words)
-    flags = generate_flags(defaults, has_file=has_file)
+    flags = generate_flags(defaults)
     parser = _parser(prog, flags)
-    given, problems = _parse(words, parser)
+    given, problems = _parse(sys.argv[1:] if argv is None else argv, parser)
     if "config" in given:
-        from_file, problems_of_file = config_file.read_config_file(given["config"], parser)
+        from_file, problems_of_file = _parse_file(given["config"], parser)
         given = from_file | given
         problems = problems_of_file | problems
     is_dry = not {"dry_run", "dry_run_world_size", "print_config"}.isdisjoint(given)
@@ -314,17 +347,16 @@ def read_command_line(
     if world_size < 1:
         problems["--dry-run-world-size"] = f"--dry-run-world-size {world_size}: must be at least 1"
     try:
-        command = _checked(flags, given, problems, world_size=world_size, reads_files=not is_dry)
-    except RefusedFlags as error:
+        command = _check(flags, given, problems, world_size=world_size, starts=not is_dry)
+    except ConfigurationError as error:
         if not is_dry:
             raise
         dry_run.leave(2, [f"{prog}: error: {text}" for text in error.problems])
-    config, notes = command.config, command.notes
+    if "print_config" in given:
+        text = _print_config(command.config, flags=flags, given=given, ranks=world_size, prog=prog)
+        dry_run.leave(0, [text])
     if is_dry:
-        if "print_config" in given:
-            lines = config_file.config_lines(config, flags=flags, given=given, world_size=world_size, prog=prog)
-            dry_run.leave(0, lines)
-        dry_run.leave(0, dry_run.plan_lines(config, world_size=world_size, notes=notes))
+        dry_run.leave(0, dry_run.plan_lines(command.config, world_size=world_size, notes=command.notes))
     return command
 
 

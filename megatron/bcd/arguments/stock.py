@@ -1,15 +1,178 @@
-"""Flags of stock Megatron-LM that set nothing here: refused where the run would train something else or cannot do what
-was asked for, else accepted without effect."""
+"""What the command line of stock Megatron-LM (release core_v0.16.1) does: the tables behind its flags here.
+
+Types, defaults and help of flags come from the dataclass fields that they set (``flags.py``).
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib.resources
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-_GELU = "the activation is --swiglu, --quick-geglu, --squared-relu, or GELU"
-_SHARDED = "weights are not sharded over data-parallel ranks; the optimizer state is"
-REFUSED = {
+from megatron.bcd.config.sections import OPTIMIZER, PARALLELISM, RECOMPUTATION, option
+
+NETWORK = "network size"
+TRAINING = "training"
+LEARNING_RATE = "learning rate"
+PRECISION = "precision"
+
+REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr")
+
+TRANSFORMER_FIELDS = {
+    NETWORK: "num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels num_query_groups hidden_dropout "
+    "attention_dropout normalization layernorm_epsilon layernorm_zero_centered_gamma add_bias_linear add_qkv_bias "
+    "qk_layernorm apply_residual_connection_post_layernorm apply_query_key_layer_scaling rotary_interleaved "
+    "attention_backend init_method_std embedding_init_method_std use_cpu_initialization",
+    TRAINING: "calculate_per_token_loss deterministic_mode test_mode",
+    PRECISION: "fp16 bf16 fp8 fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo "
+    "attention_softmax_in_fp32 disable_bf16_reduced_precision_matmul masked_softmax_fusion bias_dropout_fusion "
+    "apply_rope_fusion persist_layer_norm gradient_accumulation_fusion cross_entropy_loss_fusion",
+    PARALLELISM: "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size cp_comm_type "
+    "hierarchical_context_parallel_sizes sequence_parallel",
+    RECOMPUTATION: "recompute_granularity recompute_method recompute_num_layers recompute_modules "
+    "distribute_saved_activations",
+}
+"""Fields of Megatron Core's ``TransformerConfig`` that have a flag."""
+OPTIMIZER_FIELDS = {
+    LEARNING_RATE: "lr min_lr decoupled_lr decoupled_min_lr",
+    OPTIMIZER: "weight_decay apply_wd_to_qk_layernorm optimizer adam_beta1 adam_beta2 adam_eps decoupled_weight_decay "
+    "sgd_momentum muon_momentum muon_use_nesterov muon_split_qkv muon_scale_mode muon_num_ns_steps muon_tp_mode "
+    "muon_extra_scale_factor clip_grad optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d "
+    "pin_cpu_grads",
+    PRECISION: "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
+}
+"""The same of ``OptimizerConfig``."""
+DDP_FIELDS = {
+    PRECISION: "grad_reduce_in_fp32",
+    PARALLELISM: "overlap_grad_reduce overlap_param_gather bucket_size pad_buckets_for_high_nccl_busbw "
+    "average_in_collective",
+}
+"""The same of ``DistributedDataParallelConfig``."""
+
+DIFFERENCES: dict[str, dict[str, Any]] = {
+    # stock's names and defaults that Megatron Core's dataclasses do not say
+    "masked_softmax_fusion": {"name": "--no-masked-softmax-fusion", "default": True},
+    "bias_dropout_fusion": {"name": "--no-bias-dropout-fusion", "default": True},
+    "apply_rope_fusion": {"name": "--no-rope-fusion", "default": True},
+    "persist_layer_norm": {"name": "--no-persist-layer-norm", "default": True},
+    "gradient_accumulation_fusion": {"name": "--no-gradient-accumulation-fusion", "default": True},
+    "attention_softmax_in_fp32": {"default": False},
+    "use_cpu_initialization": {"default": False},
+    "min_lr": {"default": 0.0},
+    "optimizer_offload_fraction": {"default": 1.0},
+    "pin_cpu_grads": {"name": "--no-pin-cpu-grads"},
+    "muon_split_qkv": {"name": "--muon-no-split-qkv"},
+    "initial_loss_scale": {"type": float},
+    "grad_reduce_in_fp32": {"name": "--accumulate-allreduce-grads-in-fp32"},
+    "bucket_size": {"name": "--ddp-bucket-size"},
+    "pad_buckets_for_high_nccl_busbw": {"name": "--ddp-pad-buckets-for-high-nccl-busbw"},
+    "average_in_collective": {"name": "--ddp-average-in-collective"},
+    # None leaves a field to Megatron Core
+    "fp8_margin": {"default": None},
+    "fp8_amax_history_len": {"default": None},
+    "fp8_amax_compute_algo": {"default": None},
+    # values
+    "fp8_recipe": {"default": None, "choices": ("delayed",)},
+    "attention_backend": {"choices": ("auto", "flash", "fused", "unfused", "local")},
+    "cp_comm_type": {"choices": ("p2p", "all_gather", "a2a", "a2a+p2p")},
+    "recompute_modules": {"choices": ("core_attn", "layernorm", "mlp"), "metavar": "MODULE"},
+    "muon_scale_mode": {"choices": ("spectral", "unit_rms_norm", "shape_scaling")},
+    "muon_tp_mode": {"default": "distributed", "choices": ("blockwise", "duplicated", "distributed")},
+    "optimizer": {
+        "choices": ("adam", "sgd", "muon"),
+        "help": "the active block's optimizer: adam (AdamW, unless --no-decoupled-weight-decay), sgd with momentum, or "
+        "muon for matrices of layers and adam for everything else",
+    },
+    # help where Megatron Core's is about something else
+    "ffn_hidden_size": {
+        "help": "inner width of the feed-forward part; default 4 x --hidden-size, with --swiglu two thirds of that in "
+        "multiples of 64"
+    },
+    "num_query_groups": {"help": "key-value heads, with --group-query-attention"},
+    "add_bias_linear": {"help": "biases in all linear layers"},
+    "clip_grad": {"help": "clip the active block's gradient to this norm; 0 never clips"},
+    "optimizer_cpu_offload": {
+        "help": "baseline of full training: optimizer and its state in host memory (needs --bcd-num-blocks 1, a GPU)"
+    },
+}
+"""By field: what differs from the dataclass field."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StockSwitches:
+    """Stock's switches that set no field of their own name: ``derive.py`` derives other values from them."""
+
+    group_query_attention: bool = option(
+        False, "heads share keys and values in --num-query-groups groups", group=NETWORK
+    )
+    use_rotary_position_embeddings: bool = option(False, "--position-embedding-type rope", group=NETWORK)
+    bias_gelu_fusion: bool = option(True, "fused bias and GELU, on GPUs", group=PRECISION)
+    bias_swiglu_fusion: bool = option(True, "fused bias and SwiGLU, on GPUs", group=PRECISION)
+    grad_reduce_in_bf16: bool = option(False, "with --bf16: accumulate and reduce gradients in it", group=PRECISION)
+    use_precision_aware_optimizer: bool = option(
+        False, "let Transformer Engine's Adam hold the main parameters of bf16 weights", group=OPTIMIZER
+    )
+    recompute_activations: bool = option(False, "--recompute-granularity selective", group=RECOMPUTATION)
+
+
+ALIASES = {
+    "save_interval": ("--persistent-save-interval",),
+    "use_checkpoint_opt_param_scheduler": ("--use-checkpoint-opt_param-scheduler",),
+}
+"""By field: further names of its flag."""
+
+BELONG_TO = {
+    "--save": "save_interval save_retain_interval overwrite_checkpoints log_progress async_save keep_last_checkpoints",
+    "--load": "exit_on_missing_checkpoint ckpt_step finetune",
+    "--save-hf": "save_hf_interval",
+    "--group-query-attention": "num_query_groups",
+    "--position-embedding-type=rope --use-rotary-position-embeddings": "rotary_base rotary_percent rotary_interleaved "
+    "use_rope_scaling",
+    "--recompute-granularity=full": "recompute_method recompute_num_layers distribute_saved_activations",
+    "--recompute-granularity=selective --recompute-activations": "recompute_modules",
+    "--no-sequence-parallel": "distribute_saved_activations",
+    "--tensor-model-parallel-size": "sequence_parallel distribute_saved_activations",
+    "--recompute": "recompute_memory_gib",
+    "--optimizer-cpu-offload": "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads",
+    "--optimizer=sgd": "sgd_momentum",
+    "--optimizer=adam --optimizer=muon": "adam_beta1 adam_beta2 adam_eps decoupled_weight_decay adam_moments_dtype "
+    "use_distributed_optimizer",
+    "--optimizer=muon": "muon_momentum muon_use_nesterov muon_scale_mode muon_extra_scale_factor muon_momentum_dtype "
+    "muon_grad_dtype",
+    "--optimizer=muon --bcd-resting-update=orthogonal": "muon_split_qkv muon_num_ns_steps muon_tp_mode",
+    "--overlap-grad-reduce": "overlap_param_gather",
+    "--use-distributed-optimizer": "overlap_param_gather",
+    "--bf16": "grad_reduce_in_bf16",
+    "--bf16 --fp16": "bcd_main_params",
+    "--fp8-format": "fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo",
+    "--decoupled-lr": "decoupled_min_lr",
+    "--weight-decay-incr-style": "start_weight_decay end_weight_decay",
+    "--dataloader-type=cyclic": "data_sharding",
+    "--eval-iters!=0": "eval_fixed full_validation",
+    "--no-mock-data": "full_validation",
+    "--sft": "sft_prompt_format sft_packing sft_drop_long num_epochs",
+    "--profile": "use_pytorch_profiler profile_step_start profile_step_end profile_ranks",
+    "--timing-log-level": "log_timers_to_tensorboard",
+    "--context-parallel-size": "cp_comm_type",
+    "--bcd-switch=plateau": "bcd_plateau_window bcd_plateau_min_improvement bcd_min_steps_per_block "
+    "bcd_max_steps_per_block",
+    "--bcd-order=greedy": "bcd_greedy_microbatches",
+    "--bcd-resting-update": "bcd_resting_lr_ratio bcd_resting_layers bcd_resting_grad_dtype",
+    "--bcd-prefix-cache": "bcd_prefix_cache_dtype bcd_prefix_cache_max_gib",
+}
+"""Flags (as in ``flags.holds``), one of which has to be given, and the fields whose flags have no effect otherwise."""
+
+REPLACED = {
+    "--cpu-kernels": "a CPU runs Megatron Core's own functions",
+    "--eval-generate": "tools/generate.py on a folder of --save-hf takes its place",
+    "--eval-generate-tokens": "tools/generate.py on a folder of --save-hf takes its place",
+}
+"""Flags that this program had: accepted with any value, without effect, and the run summary says what took their
+place."""
+
+UNSUPPORTED = {
     "dense models only": ("--num-experts", "--num-moe-experts"),
     "attention is plain or grouped-query": (
         "--multi-latent-attention",
@@ -30,7 +193,10 @@ REFUSED = {
         "--no-rope-freq",
         "--rope-type",
     ),
-    _GELU: ("--activation-func-clamp-value", "--glu-linear-offset"),
+    "the activation is --swiglu, --quick-geglu, --squared-relu, or GELU": (
+        "--activation-func-clamp-value",
+        "--glu-linear-offset",
+    ),
     "weights are drawn as --init-method-std says": ("--init-method-xavier-uniform",),
     "of 8 bits --fp8-format with delayed scaling is supported alone": (
         "--fp4-",
@@ -43,7 +209,11 @@ REFUSED = {
         "--use-kitchen",
         "--te-precision-config-file",
     ),
-    _SHARDED: ("--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2"),
+    "weights are not sharded over data-parallel ranks; the optimizer state is": (
+        "--use-megatron-fsdp",
+        "--use-custom-fsdp",
+        "--use-torch-fsdp2",
+    ),
     "activations stay on the device; give --recompute-activations": (
         "--cpu-offloading",
         "--offload-modules",
@@ -86,9 +256,9 @@ REFUSED = {
     "this trains language models on text": ("--perform-rl-step", "--export-", "--modelopt-"),
     "give --config, a YAML file of flags": ("--yaml-cfg",),
 }
-"""Why flags are refused, and how those start."""
+"""Stock's flags that would train something else, or ask for what cannot be done: why, and how they start."""
 _HARMLESS = {"--main-params-dtype": ["fp32"], "--rotary-seq-len-interpolation-factor": ["1"]}
-"""The one value of a refused flag that asks for what is done."""
+"""The one value of an unsupported flag that asks for what is done."""
 
 
 @functools.cache
@@ -99,22 +269,12 @@ def stock_flags() -> frozenset[str]:
     return frozenset(name for line in lines if (name := line.split("#")[0].strip()))
 
 
-def reason_of(name: str) -> str | None:
-    """Why a flag is refused; None where the table has no such flag."""
-    return next((why for why, starts in REFUSED.items() if name.startswith(starts)), None)
-
-
-REPLACED = {
-    "--cpu-kernels": "a CPU runs Megatron Core's own functions",
-    "--eval-generate": "tools/generate.py on a folder of --save-hf takes its place",
-    "--eval-generate-tokens": "tools/generate.py on a folder of --save-hf takes its place",
-}
-"""Flags that this program had: accepted with any value, without effect, and the run summary says what took their
-place."""
+def why_unsupported(name: str) -> str | None:
+    return next((why for why, starts in UNSUPPORTED.items() if name.startswith(starts)), None)
 
 
 def has_no_effect(name: str, values: Sequence[str]) -> bool:
     """Whether a flag that sets nothing here is stock's, or was this program's, and may be ignored."""
     if name in REPLACED:
         return True
-    return name in stock_flags() and (reason_of(name) is None or _HARMLESS.get(name) == list(values))
+    return name in stock_flags() and (why_unsupported(name) is None or _HARMLESS.get(name) == list(values))

@@ -1,110 +1,611 @@
 """Validation of a RunConfig, before any process group exists and before anything is written.
 
-Each rule is one line that names the flag, what is wrong and what would be right. The rules are those
-of stock Megatron-LM's ``validate_args`` for a dense GPT, of the block layouts (``blocks``), and of Megatron Core's
-TransformerConfig. Data and tokenizer files are checked where they are read.
+Each problem is one line that names the flag and says what would be right. What is here is what neither Megatron Core's
+TransformerConfig nor the partition into blocks checks. Data and tokenizer files are checked where they are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from megatron.bcd.arguments import (
-    megatron_flags,
-    precision_aware,
-    validate_bcd,
-    validate_context,
-    validate_model,
-    validate_sft,
-    validate_training,
-)
-from megatron.bcd.arguments.ranges import range_problems
-from megatron.bcd.arguments.rules import Run, flag_name, flattened, refuse_unless
+import torch
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.bcd.arguments import stock
+from megatron.bcd.arguments.flags import dashed, flag_name, holds
 from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.blocks.schedule import block_schedule_from_config
 from megatron.bcd.config import RunConfig
+from megatron.bcd.huggingface.folder import CONFIG, RUN
+from megatron.bcd.runtime import packages
+
+Run = Any
+"""A namespace of all values by field name."""
+
+AT_MOST_ONE = (
+    "--swiglu --quick-geglu --squared-relu --openai-gelu",
+    "--fp16 --bf16",
+    "--mock-data --data-path --train-data-path",
+    "--mock-data --data-path --valid-data-path",
+    "--mock-data --data-path --test-data-path",
+    "--train-iters --train-samples --num-epochs",
+    "--train-iters --lr-decay-samples",
+    "--train-iters --lr-warmup-samples",
+    "--train-iters --lr-wsd-decay-samples",
+    "--num-epochs --lr-decay-samples",
+    "--num-epochs --lr-warmup-samples",
+    "--num-epochs --lr-wsd-decay-samples",
+    "--train-samples --lr-decay-iters",
+    "--train-samples --lr-warmup-iters",
+    "--train-samples --lr-wsd-decay-iters",
+    "--lr-warmup-fraction --lr-warmup-iters --lr-warmup-samples",
+    "--num-epochs --rampup-batch-size",
+    "--accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16",
+    "--accumulate-allreduce-grads-in-fp32 --main-grads-dtype=bf16",
+    "--recompute --recompute-granularity",
+    "--recompute-activations --recompute-granularity=full",
+    "--pipeline-cut=auto --pipeline-model-parallel-layout",
+    "--pipeline-cut=auto --decoder-first-pipeline-num-layers",
+    "--pipeline-cut=auto --decoder-last-pipeline-num-layers",
+    "--pipeline-cut=auto --account-for-embedding-in-pipeline-split",
+    "--pipeline-cut=auto --account-for-loss-in-pipeline-split",
+    # interleaved cuts chunks: --pipeline-cut auto and --pipeline-model-parallel-layout do that
+    "--bcd-layout=interleaved --decoder-first-pipeline-num-layers",
+    "--bcd-layout=interleaved --decoder-last-pipeline-num-layers",
+    "--bcd-layout=interleaved --account-for-embedding-in-pipeline-split",
+    "--bcd-layout=interleaved --account-for-loss-in-pipeline-split",
+    "--context-parallel-size --attention-backend=unfused",  # which needs the scores of whole sequences
+    "--sft --mock-data",
+    "--sft --dataloader-type=cyclic",
+    "--sft --eod-mask-loss",
+    "--sft --context-parallel-size",
+    "--save-hf --skip-train",
+    "--full-validation --mock-data",
+    "--dataloader-type=cyclic --bcd-sample-ratio",  # each phase draws samples of its own
+    # Muon's gradients have no loss scale, and are not among the scores of greedy order
+    "--optimizer=muon --fp16",
+    "--optimizer=muon --loss-scale",
+    "--optimizer=muon --calculate-per-token-loss",
+    "--optimizer=muon --bcd-order=greedy",
+    "--optimizer-cpu-offload --optimizer!=adam",
+    "--optimizer-cpu-offload --no-decoupled-weight-decay",
+    "--optimizer-cpu-offload --no-use-distributed-optimizer",
+    "--optimizer-cpu-offload --adam-moments-dtype",
+    "--optimizer-cpu-offload --exp-avg-dtype",
+    "--optimizer-cpu-offload --exp-avg-sq-dtype",
+    "--optimizer-cpu-offload --bcd-resting-update",
+    "--bcd-main-params=drop --optimizer=muon",  # which keeps main parameters on the device
+    "--bcd-main-params=drop --bcd-resting-update",
+    "--bcd-resting-update --fp16",  # stateless updates have no loss scale
+    "--bcd-switch=plateau --bcd-steps-per-block",
+    "--bcd-stop-cycle-improvement --eval-iters=0",
+    "--bcd-run-ahead --bcd-schedule=stock",
+    "--bcd-prefix-cache --sequence-parallel",
+    "--bcd-prefix-cache --fp8-format",  # ranks that read it would not scale with others
+    "--fp8-format --transformer-impl=local",
+)
+"""Flags (as in ``flags.holds``) of which no two can be combined."""
+
+_LOWER_MOMENTS = "--use-precision-aware-optimizer --bf16 --optimizer=adam --use-distributed-optimizer"
+NEEDS = {
+    "--fp8-format": "--bf16",
+    "--main-grads-dtype": "--use-precision-aware-optimizer --bf16",
+    "--exp-avg-dtype": f"{_LOWER_MOMENTS} --adam-moments-dtype=fp32",
+    "--exp-avg-sq-dtype": f"{_LOWER_MOMENTS} --adam-moments-dtype=fp32",
+    "--weight-decay-incr-style": "--start-weight-decay --end-weight-decay",
+    "--use-pytorch-profiler": "--tensorboard-dir",
+    # without a subset a phase uses no sample twice; the cache would repeat one dropout mask for ever
+    "--bcd-prefix-cache": "--bcd-sample-ratio --hidden-dropout=0 --attention-dropout=0 --bcd-schedule=bcd",
+}
+"""Flags, and those that have to be given with each."""
+
+_AT_LEAST_1 = (
+    "num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels num_query_groups seq_length "
+    "max_position_embeddings rotary_base make_vocab_size_divisible_by vocab_size micro_batch_size global_batch_size "
+    "train_iters train_samples eval_interval log_interval save_interval save_hf_interval keep_last_checkpoints "
+    "save_retain_interval check_weight_hash_across_dp_replicas_interval ckpt_step exit_interval exit_duration_in_mins "
+    "max_skipped_steps seed lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples "
+    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
+    "num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage recompute_num_layers "
+    "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers bucket_size distributed_timeout_minutes "
+    "hysteresis loss_scale_window muon_num_ns_steps bcd_steps_per_block bcd_greedy_microbatches straggler_minmax_count"
+)
+_AT_LEAST_0 = (
+    "eval_iters num_workers profile_step_start manual_gc_interval lr_warmup_iters lr_warmup_samples lr_warmup_init "
+    "min_lr decoupled_min_lr weight_decay start_weight_decay end_weight_decay clip_grad bcd_run_ahead"
+)
+_ABOVE_0 = (
+    "lr decoupled_lr adam_eps layernorm_epsilon init_method_std embedding_init_method_std rope_scaling_factor "
+    "loss_scale initial_loss_scale min_loss_scale bcd_prefix_cache_max_gib recompute_memory_gib bcd_resting_lr_ratio "
+    "muon_extra_scale_factor num_epochs"
+)
+_BELOW_1 = "hidden_dropout attention_dropout adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction muon_momentum"
+_SHARE = "rotary_percent bcd_sample_ratio optimizer_offload_fraction"
+_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    **dict.fromkeys(_AT_LEAST_1.split(), ("at least 1", lambda value: value >= 1)),
+    **dict.fromkeys(_AT_LEAST_0.split(), ("at least 0", lambda value: value >= 0)),
+    **dict.fromkeys(_ABOVE_0.split(), ("greater than 0", lambda value: value > 0)),
+    **dict.fromkeys(_BELOW_1.split(), ("from 0 to less than 1", lambda value: 0 <= value < 1)),
+    **dict.fromkeys(_SHARE.split(), ("greater than 0 and at most 1", lambda value: 0 < value <= 1)),
+}
+_MOST = {"num_layers": 10**5, "bcd_num_blocks": 10**5}
+"""Every layer and block is counted; more are taken for typing errors."""
+_MOST_OF_ANY = 10**15
 
 
 def find_problems(
-    config: RunConfig, *, given: Mapping[str, Any], world_size: int, writes: bool = True, is_partial: bool = False
+    config: RunConfig,
+    values: Mapping[str, Any],
+    *,
+    given: Mapping[str, Any],
+    world_size: int,
+    starts: bool = True,
+    is_partial: bool = False,
 ) -> list[str]:
-    """One line for each rule that `config` breaks.
+    """One line for each rule that the run breaks.
 
     Args:
         config: of all flags.
+        values: the same by field name, and of the flags that set no field.
         given: the values of the command line.
         world_size: number of ranks.
-        writes: whether to check that the run's files can be written.
-        is_partial: flags have been refused before, so that values which the rules need may be absent.
+        starts: the run is to start on this machine, so that its files must be writable.
+        is_partial: there are problems already, so that values which the rules need may be absent.
     """
-    run = flattened(config)
-    problems = list(range_problems(run))
+    problems = [*_check_ranges(values)]
     if problems:
         return problems
+    run = SimpleNamespace(**values)
     made: list[Partition] = []
     rules: list[Callable[[], object]] = [
         lambda: _check_required(run),
-        lambda: validate_model.check_network(run),
-        lambda: validate_model.check_positions(run, given),
-        lambda: validate_model.check_compatible(run, given),
-        lambda: validate_model.check_parallel(run, world_size),
-        lambda: validate_context.check_context(run),
-        lambda: validate_bcd.check_chunks(config, run, given),
+        lambda: _check_network(run),
+        lambda: _check_positions(run, given),
+        lambda: _check_parallel(run, world_size),
+        lambda: _check_context(run),
+        lambda: _check_chunks(config, run, given),
         lambda: made.append(partition_from_config(config)),
         lambda: block_schedule_from_config(config, made[0]),
-        lambda: validate_bcd.check_phases(config, given),
-        lambda: validate_bcd.check_resting(config, made[0]),
-        lambda: validate_bcd.check_main_params(config, given),
-        lambda: validate_bcd.check_prefix_cache(run),
-        lambda: validate_model.check_precision(run, given),
-        lambda: validate_model.check_fp8(run, made[0], starts=writes),
-        lambda: precision_aware.check(run, given, starts=writes),
-        lambda: validate_model.check_optimizer(run, given),
-        lambda: validate_model.check_offload(run, made[0].num_blocks, given),
-        lambda: validate_model.check_recomputation(run, made[0].num_blocks, given),
-        lambda: validate_training.check_batch(run, world_size),
-        lambda: validate_training.check_length(run, given),
-        lambda: validate_training.check_evaluation(run),
-        lambda: validate_training.check_learning_rate(run, given),
-        lambda: validate_training.check_weight_decay(run, given),
-        lambda: validate_training.check_data(run),
-        lambda: validate_sft.check_fine_tuning(run),
-        lambda: validate_training.check_checkpoints(run),
-        lambda: validate_training.check_report(run),
-        lambda: None if problems else validate_model.check_core_accepts(config),  # would say the same less clearly
-        *([lambda: validate_training.check_outputs(run)] * writes),
+        lambda: _check_blocks(config, run, made[0]),
+        lambda: _check_packages(run) if starts else None,
+        lambda: _check_batch(run, world_size),
+        lambda: check_learning_rate(config),
+        lambda: _check_data(run),
+        lambda: _check_files(run),
+        lambda: None if problems else _check_core_accepts(config),  # would say the same less clearly
+        lambda: _check_outputs(run) if starts else None,
     ]
+    problems += _check_tables(values)
     for rule in rules:
         try:
             rule()
         except ValueError as error:
-            if str(error) not in problems:
-                problems.append(str(error))
+            problems.append(str(error))
         except Exception:
-            if not problems and not is_partial:  # else this rule needs what an earlier one has refused
+            if not problems and not is_partial:  # else this rule needs what an earlier one has found wrong
                 raise
-    return problems
+    return list(dict.fromkeys(problems))
+
+
+def require(condition: object, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _check_ranges(values: Mapping[str, Any]) -> Iterator[str]:
+    for field, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        name = f"{flag_name(field)} {value}"
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"{name}: must be a finite number"
+        elif isinstance(value, int) and value > (most := _MOST.get(field, _MOST_OF_ANY)):
+            yield f"{name}: must be at most {most}"
+        elif field in _RANGES and not _RANGES[field][1](value):
+            yield f"{name}: must be {_RANGES[field][0]}"
+
+
+def _check_tables(values: Mapping[str, Any]) -> Iterator[str]:
+    for row in AT_MOST_ONE:
+        found = [_described(values, flag) for flag in row.split() if holds(values, flag)]
+        if len(found) > 1:
+            yield f"{' and '.join(found)} cannot be combined: leave one of them out"
+    for flag, needed in NEEDS.items():
+        if holds(values, flag):
+            missing = [need.replace("=", " ") for need in needed.split() if not holds(values, need)]
+            if missing:
+                yield f"{_described(values, flag)} needs {' and '.join(missing)}"
+
+
+def _described(values: Mapping[str, Any], condition: str) -> str:
+    """The flag of a condition and its value."""
+    name = re.split("!?=", condition)[0]
+    value = values.get(name[2:].replace("-", "_"))
+    if value is None or isinstance(value, bool | tuple):
+        return name
+    return f"{name} {value}"
 
 
 def _check_required(run: Run) -> None:
-    missing = [flag_name(field) for field in megatron_flags.REQUIRED if getattr(run, field) is None]
+    missing = [flag_name(field) for field in stock.REQUIRED if getattr(run, field) is None]
     if run.skip_train:
         missing = [flag for flag in missing if flag != "--lr"]
     elif run.train_iters is None and run.train_samples is None and run.num_epochs is None:
         missing.append("--train-iters (or --train-samples" + (", or --num-epochs)" if run.sft else ")"))
     if run.tokenizer_type is None:
         missing.append("--tokenizer-type")
-    sources = (
-        "mock_data",
-        "data_path",
-        "train_data_path",
-        "valid_data_path",
-        "test_data_path",
-        "data_args_path",
-        "per_split_data_args_path",
-    )
-    if not any(getattr(run, source) for source in sources):
+    per_split = (run.train_data_path, run.valid_data_path, run.test_data_path, run.per_split_data_args_path)
+    if not any((run.mock_data, run.data_path, run.data_args_path, *per_split)):
         missing.append("--data-path")
     verb, pronoun = ("is", "it") if len(missing) == 1 else ("are", "them")
-    refuse_unless(not missing, f"{', '.join(missing)} {verb} missing: give {pronoun}; --help describes every flag")
+    require(not missing, f"{', '.join(missing)} {verb} missing: give {pronoun}; --help describes every flag")
+
+
+def _check_network(run: Run) -> None:
+    hidden, heads, groups = run.hidden_size, run.num_attention_heads, run.num_query_groups
+    require(
+        run.kv_channels is not None or hidden % heads == 0,
+        f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}: give a multiple, or --kv-channels",
+    )
+    require(
+        groups is None or heads % groups == 0,
+        f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}: give a divisor of {heads}",
+    )
+    require(
+        not (run.test_mode and run.qk_layernorm and run.normalization == "RMSNorm"),
+        "--test-mode with --qk-layernorm needs --normalization LayerNorm: Megatron Core compares biases too",
+    )
+
+
+def _check_positions(run: Run, given: Mapping[str, Any]) -> None:
+    kind = given.get("position_embedding_type", "rope")
+    require(
+        kind == "rope" or not given.get("use_rotary_position_embeddings"),
+        f"--use-rotary-position-embeddings and --position-embedding-type {kind} cannot be combined",
+    )
+    require(
+        run.position_embedding_type != "learned_absolute" or "--no-position-embedding" not in given,
+        "--no-position-embedding: give --position-embedding-type rope or none instead",
+    )
+    source = f" of --load-hf {run.load_hf}" if run.load_hf else f" of --load {run.load}" if run.finetune else ""
+    require(
+        run.seq_length <= run.max_position_embeddings,
+        f"--seq-length {run.seq_length} is larger than --max-position-embeddings {run.max_position_embeddings}{source}",
+    )
+    if run.position_embedding_type == "rope":
+        rotated = int((run.kv_channels or run.hidden_size // run.num_attention_heads) * run.rotary_percent)
+        require(
+            rotated >= 2 and rotated % 2 == 0,
+            f"--rotary-percent {run.rotary_percent} rotates {rotated} channels of a head: must be an even number",
+        )
+
+
+def _check_parallel(run: Run, world_size: int) -> None:
+    tensor, pipeline, context = (
+        run.tensor_model_parallel_size,
+        run.pipeline_model_parallel_size,
+        run.context_parallel_size,
+    )
+    of_context = f" x --context-parallel-size {context}" if context > 1 else ""
+    ranks = tensor * pipeline * context
+    require(
+        world_size % ranks == 0,
+        f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline}{of_context} does not "
+        f"divide the world size {world_size}: start a multiple of {ranks} processes (torchrun --nproc-per-node)",
+    )
+    for field in ("num_attention_heads", "ffn_hidden_size", "hidden_size"):
+        size = getattr(run, field)
+        require(
+            size is None or size % tensor == 0,
+            f"{flag_name(field)} {size} is not divisible by --tensor-model-parallel-size {tensor}",
+        )
+    is_orthogonal = run.optimizer == "muon" or run.bcd_resting_update == "orthogonal"
+    # Megatron Core then slices inside of a group: a rank's rows are not whole queries, keys and values
+    require(
+        run.num_query_groups is None or run.num_query_groups >= tensor or not (is_orthogonal and run.muon_split_qkv),
+        f"--num-query-groups {run.num_query_groups} is less than --tensor-model-parallel-size {tensor}: queries, keys "
+        "and values cannot be orthogonalised apart; give --muon-no-split-qkv",
+    )
+    is_tied_pipeline = pipeline > 1 and not run.untie_embeddings_and_output_weights
+    is_sharded = run.use_distributed_optimizer and world_size > tensor * pipeline
+    require(
+        run.adam_moments_dtype != "int8" or not is_tied_pipeline or not is_sharded,
+        "--adam-moments-dtype int8 over data parallel ranks of a pipeline with a tied head: the embedding and its copy "
+        "would be rounded differently; give bf16, --no-use-distributed-optimizer, or "
+        "--untie-embeddings-and-output-weights",
+    )
+
+
+def _check_context(run: Run) -> None:
+    size, tensor = run.context_parallel_size, run.tensor_model_parallel_size
+    halves = 2 * size if size > 1 else 1  # a sequence is cut into two chunks a rank, so that causal work is even
+    multiple = math.lcm(halves, size * tensor if run.sequence_parallel else 1)
+    shards = f" and --sequence-parallel, --tensor-model-parallel-size {tensor}" if run.sequence_parallel else ""
+    require(
+        run.seq_length % multiple == 0,
+        f"--seq-length {run.seq_length}: must be a multiple of {multiple} with --context-parallel-size {size}{shards}",
+    )
+    sizes, kind = run.hierarchical_context_parallel_sizes, run.cp_comm_type
+    if sizes is None:
+        require(kind != "a2a+p2p", "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes")
+    else:
+        require(
+            len(sizes) == 2 and min(sizes) >= 1 and math.prod(sizes) == size,
+            f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))}: must be two numbers whose product is "
+            f"--context-parallel-size {size}",
+        )
+    if kind in ("a2a", "a2a+p2p") and size > 1:
+        shared = size if kind == "a2a" else sizes[0]
+        groups = max(1, (run.num_query_groups or run.num_attention_heads) // tensor)
+        require(
+            groups % shared == 0,
+            f"--cp-comm-type {kind} divides the {groups} key-value heads of a tensor parallel rank over {shared} ranks, "
+            "evenly: give p2p or all_gather",
+        )
+
+
+def _check_chunks(config: RunConfig, run: Run, given: Mapping[str, Any]) -> None:
+    """Layout interleaved, and stock's flags for virtual pipeline stages."""
+    chunks, per_chunk = run.num_virtual_stages_per_pipeline_rank, run.num_layers_per_virtual_pipeline_stage
+    of_layers, of_chunks = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
+    require(
+        per_chunk is None or "num_virtual_stages_per_pipeline_rank" not in given,
+        f"{of_layers} and {of_chunks} cannot be combined: leave one of them out",
+    )
+    require(
+        per_chunk is None or chunks is not None,
+        f"{of_layers} {per_chunk}: must divide the layers of a pipeline stage "
+        f"(--num-layers {run.num_layers}, --pipeline-model-parallel-size {run.pipeline_model_parallel_size})",
+    )
+    require(
+        chunks in (None, 1) or run.bcd_layout == "interleaved",
+        f"{of_chunks} {chunks} needs --bcd-layout interleaved, not {run.bcd_layout}",
+    )
+    if config.num_chunks > 1:
+        for flag, is_given in (
+            ("--bcd-schedule stock", run.bcd_schedule == "stock"),
+            ("--bcd-run-ahead", run.bcd_run_ahead is not None),
+            ("--context-parallel-size", run.context_parallel_size > 1),
+        ):
+            require(not is_given, f"--bcd-layout interleaved and {flag} cannot be combined")
+
+
+def _check_blocks(config: RunConfig, run: Run, partition: Partition) -> None:
+    most, window = run.bcd_max_steps_per_block, run.bcd_plateau_window
+    require(
+        run.bcd_switch != "plateau" or most is None or most > 2 * window,
+        f"--bcd-max-steps-per-block {most}: no phase would last long enough to end at a plateau; must be more than "
+        f"2 x --bcd-plateau-window {window}",
+    )
+    num_blocks = partition.num_blocks
+    require(
+        run.bcd_resting_update == "none" or num_blocks > 1 or not partition.has_active_block,
+        f"--bcd-resting-update {run.bcd_resting_update}: no layer is inactive while all of them are one block; give "
+        "--bcd-num-blocks 2 or more, or 0",
+    )
+    require(
+        run.recompute is None or run.bcd_schedule == "bcd" or config.pipeline_size == 1 or run.bcd_num_blocks in (0, 1),
+        "--recompute auto needs --bcd-schedule bcd: it counts no activations of stages before the active block",
+    )
+    require(
+        not run.distribute_saved_activations or num_blocks == 1,
+        f"--distribute-saved-activations does not work behind frozen layers, and there are {num_blocks} blocks: "
+        "leave it out, or give --bcd-num-blocks 1",
+    )
+    # Transformer Engine updates the scales at the end of a pass with gradients only
+    require(
+        run.fp8 is None or not any(map(partition.first_trainable_virtual_stage, range(num_blocks))),
+        f"--fp8-format {run.fp8} needs gradients on every pipeline stage in every phase: give --bcd-layout spread, or "
+        "--bcd-num-blocks 1",
+    )
+    if not run.optimizer_cpu_offload:
+        return
+    require(
+        num_blocks == 1,
+        f"--optimizer-cpu-offload is a baseline of full training, and there are {num_blocks} blocks: give "
+        "--bcd-num-blocks 1 with it, or leave it out (--bcd-optimizer-state host offloads the state of inactive "
+        "blocks)",
+    )
+    require(
+        not run.fp16 or run.grad_reduce_in_fp32,
+        "--optimizer-cpu-offload with --fp16 needs --accumulate-allreduce-grads-in-fp32: the host steps in fp32",
+    )
+    # Megatron Core would step on gradients that are still being converted
+    require(
+        not (run.overlap_cpu_optimizer_d2h_h2d and run.optimizer_offload_fraction < 1 and run.grad_reduce_in_bf16),
+        "--overlap-cpu-optimizer-d2h-h2d with --optimizer-offload-fraction below 1 cannot be combined with "
+        "--grad-reduce-in-bf16",
+    )
+
+
+def _check_packages(run: Run) -> None:
+    require(
+        run.fp8 is None or packages.has_transformer_engine(),
+        f"--fp8-format {run.fp8} needs Transformer Engine and a GPU; give --bf16 alone",
+    )
+    for field in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        dtype = getattr(run, field)
+        require(
+            dtype == "fp32" or packages.has_precision_aware_adam(),
+            f"{flag_name(field)} {dtype} needs Transformer Engine 2.1 or later and a GPU; without them give "
+            "--adam-moments-dtype bf16 or int8",
+        )
+
+
+def _check_batch(run: Run, world_size: int) -> None:
+    model_ranks = run.tensor_model_parallel_size * run.pipeline_model_parallel_size * run.context_parallel_size
+    ranks = world_size // model_ranks
+    step, total = run.micro_batch_size * ranks, run.global_batch_size
+    product = f"--micro-batch-size {run.micro_batch_size} x data parallel size {ranks}"
+    require(
+        total % step == 0,
+        f"--global-batch-size {total} is not divisible by {product}: give a multiple of {step}",
+    )
+    if run.rampup_batch_size is None:
+        return
+    start, increment, samples = run.rampup_batch_size
+    require(
+        start > 0 and increment > 0 and samples >= 0 and start % step == 0 and increment % step == 0,
+        f"--rampup-batch-size {start} {increment} {samples}: start and increment must be greater than 0 and divisible "
+        f"by {product}, samples at least 0",
+    )
+    require(
+        start <= total and (total - start) % increment == 0,
+        f"--rampup-batch-size {start} {increment} {samples}: whole increments must lead from {start} to "
+        f"--global-batch-size {total}",
+    )
+
+
+def check_learning_rate(config: RunConfig) -> None:
+    """The learning rate's and the weight decay's schedule; lengths that are not known yet are not checked."""
+    run = SimpleNamespace(**vars(config.optimizer), **vars(config.training), **vars(config.schedule))
+    for low, high in (
+        ("min_lr", "lr"),
+        ("lr_warmup_init", "lr"),
+        ("decoupled_min_lr", "decoupled_lr"),
+        ("start_weight_decay", "end_weight_decay"),
+    ):
+        low_value, high_value = getattr(run, low), getattr(run, high)
+        require(
+            low_value is None or high_value is None or low_value <= high_value,
+            f"{dashed(low)} {low_value}: must be at most {dashed(high)} {high_value}",
+        )
+    unit = "iters" if run.train_samples is None else "samples"
+    warmup, decay = getattr(run, f"lr_warmup_{unit}"), getattr(run, f"lr_decay_{unit}")
+    if decay is None:
+        return
+    whole = f"{decay}, the length of the decay (--lr-decay-{unit}, or --train-{unit})"
+    require(warmup < decay, f"--lr-warmup-{unit} {warmup}: must be less than {whole}")
+    if run.lr_decay_style == "WSD":
+        last = getattr(run, f"lr_wsd_decay_{unit}")
+        require(last is not None, f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}")
+        require(last <= decay - warmup, f"--lr-wsd-decay-{unit} {last}: must be at most {whole}, less the warm-up")
+
+
+def _check_data(run: Run) -> None:
+    if run.split is not None:
+        require(run.data_path or run.data_args_path or run.mock_data, f"--split {run.split} needs --data-path")
+        try:
+            shares = [float(share) for share in re.split(r"[,/]", run.split.strip("'\""))]
+        except ValueError:
+            shares = []
+        require(
+            len(shares) == 3 and all(0 <= share < math.inf for share in shares) and sum(shares) > 0,
+            f"--split {run.split!r}: must be three numbers of at least 0, not all of them 0: the shares of training, "
+            "validation and test, e.g. 95,5,0",
+        )
+    for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        words = getattr(run, field) or ()
+        flag = f"{flag_name(field)} {' '.join(words)}"
+        # Megatron Core's two forms: prefixes alone, or weight prefix weight prefix ...
+        weights = [_as_number(word) for word in words[::2]] if len(words) % 2 == 0 else []
+        numbers = [weight for weight in weights if weight is not None]
+        require(
+            len(numbers) in (0, len(weights)) and all(0 < number < math.inf for number in numbers),
+            f"{flag}: give a weight greater than 0 before every prefix, or before none (a file whose name is a number "
+            "as ./NAME)",
+        )
+        is_evaluated = field in ("data_path", "valid_data_path")
+        require(
+            not (numbers and run.full_validation and is_evaluated),
+            f"--full-validation: {flag} has weights, which choose samples without end; give datasets without weights, "
+            "those of the validation with --valid-data-path",
+        )
+        has_number = any(_as_number(word) is not None for word in words)
+        require(not (run.sft and has_number), f"{flag}: --sft reads every record once an epoch; leave the weights out")
+
+
+def _as_number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def _check_files(run: Run) -> None:
+    retained, interval = run.save_retain_interval, run.save_interval
+    require(
+        retained is None or (interval is not None and retained % interval == 0),
+        f"--save-retain-interval {retained}: must be a multiple of --save-interval {interval or '(not given)'}",
+    )
+    for field in ("save_hf", "bcd_prefix_cache"):
+        path = getattr(run, field)
+        require(
+            path is None or run.save is None or os.path.realpath(path) != os.path.realpath(run.save),
+            f"{flag_name(field)} {path} is the folder of --save: give each a folder of its own",
+        )
+    require(
+        run.save is None or not any((Path(run.save) / name).exists() for name in (CONFIG, RUN)),
+        f"--save {run.save} holds a model in Hugging Face's format: give another folder",
+    )
+    require(
+        run.load is None or not Path(run.load).exists() or Path(run.load).is_dir(),
+        f"--load {run.load} is a file: give a folder",
+    )
+    require(
+        not run.profile or run.profile_step_end > run.profile_step_start,
+        f"--profile-step-end {run.profile_step_end}: must be more than --profile-step-start {run.profile_step_start}",
+    )
+
+
+def _check_core_accepts(config: RunConfig) -> None:
+    """The rules of Megatron Core's TransformerConfig: build it once, as on a machine without any fused kernel."""
+    transformer = dict(config.transformer)
+    transformer |= dict.fromkeys((field for field in transformer if field.endswith("_fusion")), False)
+    transformer |= {
+        "params_dtype": torch.float32,
+        "pipeline_model_parallel_size": 1,
+        "attention_backend": AttnBackend[transformer["attention_backend"]],
+    }
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            TransformerConfig(**transformer)
+    except (AssertionError, ValueError, RuntimeError) as error:
+        reason = re.sub(
+            r"\b[a-z]\w*\b", lambda word: flag_name(word[0]) if word[0] in transformer else word[0], str(error)
+        )
+        raise ValueError(f"Megatron Core: {' '.join(reason.split())}") from error
+
+
+def _check_outputs(run: Run) -> None:
+    for field in ("save", "save_hf", "tensorboard_dir", "wandb_save_dir"):
+        folder = getattr(run, field)
+        if folder is not None:
+            _check_can_write(f"{flag_name(field)} {folder}", Path(folder).absolute())
+    if run.metrics_file is not None:
+        file, name = Path(run.metrics_file).absolute(), f"--metrics-file {run.metrics_file}"
+        require(not file.is_dir(), f"{name} is a folder: give a file")
+        require(not file.exists() or os.access(file, os.W_OK), f"{name} can't be written: give a file that can")
+        _check_can_write(name, file.parent)
+    # data workers send samples through sockets below it, as pymp-XXXXXXXX/listener-XXXXXXXX, of at most 107 characters
+    folder, longest = tempfile.gettempdir(), 107 - len("/pymp-XXXXXXXX/listener-XXXXXXXX")
+    require(
+        not run.num_workers or len(os.fsencode(folder)) <= longest,
+        f"TMPDIR {folder} is too long for the sockets of --num-workers {run.num_workers}: give a folder with at most "
+        f"{longest} characters, or --num-workers 0",
+    )
+
+
+def _check_can_write(name: str, folder: Path) -> None:
+    """Create and remove a file in the folder, or in its nearest existing parent.
+
+    Root passes every permission check, and a read-only mount shows only when something is written.
+    """
+    try:
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        require(folder.is_dir(), f"{name} can't be written: {folder} is a file, not a folder")
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{name} can't be written ({error.strerror}: {folder}): give a folder that can") from error

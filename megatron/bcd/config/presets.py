@@ -1,4 +1,4 @@
-"""Values that --bcd-preset sets where the command line does not."""
+"""Values that --bcd-preset sets where the command line does not, and the defaults of the training scripts."""
 
 from __future__ import annotations
 
@@ -63,3 +63,18 @@ def preset_values(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("optimizer", "muon") != "muon":
         values = {field: value for field, value in values.items() if field not in _MUON}
     return {field: value for field, value in values.items() if field not in given}
+
+
+FAMILY_DEFAULTS: dict[str, Mapping[str, object]] = {
+    "gpt": {},
+    "llama": {
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "swiglu": True,
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    },
+}
+"""gpt: Megatron-LM's own (pretrain_gpt_bcd.py). llama: arXiv 2302.13971, section 2.2 (pretrain_llama_bcd.py)."""

@@ -1,14 +1,18 @@
-"""The configuration of a run, and its form in JSON."""
+"""The configuration of a run, and its form in JSON.
+
+Megatron Core's own classes are not imported: their fields are named here, types and defaults of their flags come from
+them (``arguments.flags``).
+"""
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from megatron.bcd.config.bcd import BcdConfig
-from megatron.bcd.config.core import DdpSettings, OptimizerSettings, core_keywords
 from megatron.bcd.config.sections import (
+    BcdConfig,
     CheckpointConfig,
     DataConfig,
     ModelConfig,
@@ -17,6 +21,60 @@ from megatron.bcd.config.sections import (
     TokenizerConfig,
     TrainingConfig,
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """Keyword arguments of Megatron Core's ``OptimizerConfig``."""
+
+    fp16: bool
+    bf16: bool
+    lr: float | None = None
+    min_lr: float | None = None
+    decoupled_lr: float | None = None
+    decoupled_min_lr: float | None = None
+    weight_decay: float
+    apply_wd_to_qk_layernorm: bool
+    optimizer: str
+    adam_beta1: float
+    adam_beta2: float
+    adam_eps: float
+    decoupled_weight_decay: bool
+    sgd_momentum: float
+    muon_momentum: float = 0.95
+    muon_use_nesterov: bool = False
+    muon_split_qkv: bool = True
+    muon_scale_mode: str = "spectral"
+    muon_num_ns_steps: int = 5
+    muon_tp_mode: str = "distributed"
+    muon_extra_scale_factor: float = 1.0
+    clip_grad: float
+    optimizer_cpu_offload: bool
+    optimizer_offload_fraction: float
+    overlap_cpu_optimizer_d2h_h2d: bool
+    pin_cpu_grads: bool
+    loss_scale: float | None = None
+    initial_loss_scale: float
+    min_loss_scale: float
+    loss_scale_window: float
+    hysteresis: int
+    overlap_param_gather: bool
+    use_distributed_optimizer: bool
+    use_precision_aware_optimizer: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class DdpSettings:
+    """Keyword arguments of Megatron Core's ``DistributedDataParallelConfig``."""
+
+    grad_reduce_in_fp32: bool
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+    bucket_size: int | None = None
+    pad_buckets_for_high_nccl_busbw: bool
+    average_in_collective: bool
+    use_distributed_optimizer: bool
+    check_for_nan_in_grad: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +171,20 @@ class RunConfig:
         return not self.model.untie_embeddings_and_output_weights
 
 
+def core_keywords(settings: OptimizerSettings | DdpSettings) -> dict[str, Any]:
+    """The keyword arguments for Megatron Core's class; it has its own default for what is None."""
+    return {name: value for name, value in vars(settings).items() if value is not None}
+
+
 def run_config_to_dict(config: RunConfig) -> dict[str, Any]:
     """Plain dicts, lists, strings and numbers, ready for JSON; the inverse of ``run_config_from_dict``."""
-    return {section.name: _plain(getattr(config, section.name)) for section in fields(RunConfig)}
+    sections: dict[str, Any] = {}
+    for name, section in vars(config).items():
+        if isinstance(section, OptimizerSettings | DdpSettings):
+            section = core_keywords(section)
+        values = section if isinstance(section, Mapping) else vars(section)
+        sections[name] = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+    return sections
 
 
 def run_config_from_dict(values: Mapping[str, Any]) -> RunConfig:
@@ -124,42 +193,16 @@ def run_config_from_dict(values: Mapping[str, Any]) -> RunConfig:
     Raises:
         ValueError: a section or a field is unknown, or a section is absent.
     """
-    names = {section.name for section in fields(RunConfig)}
-    if set(values) != names:
-        raise ValueError(
-            f"run configuration: must have the sections {', '.join(sorted(names))}, "
-            f"not {', '.join(sorted(values)) or 'none'}"
-        )
-    return RunConfig(**{name: _section(name, dict(values[name])) for name in names})
-
-
-def _section(name: str, values: dict[str, Any]) -> Any:
-    kind = _SECTION_TYPES.get(name)
-    if kind is None:
-        return values
-    unknown = set(values) - {own.name for own in fields(kind)}
-    if unknown:
-        raise ValueError(f"run configuration: {name} has no field {', '.join(sorted(unknown))}")
-    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
-
-
-def _plain(section: Any) -> dict[str, Any]:
-    if isinstance(section, OptimizerSettings | DdpSettings):
-        section = core_keywords(section)
-    elif not isinstance(section, Mapping):
-        section = {own.name: getattr(section, own.name) for own in fields(section)}
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in section.items()}
-
-
-_SECTION_TYPES: dict[str, type[Any]] = {
-    "optimizer": OptimizerSettings,
-    "ddp": DdpSettings,
-    "bcd": BcdConfig,
-    "model": ModelConfig,
-    "training": TrainingConfig,
-    "schedule": ScheduleConfig,
-    "data": DataConfig,
-    "tokenizer": TokenizerConfig,
-    "checkpoint": CheckpointConfig,
-    "report": ReportConfig,
-}
+    kinds = typing.get_type_hints(RunConfig)
+    if set(values) != set(kinds):
+        raise ValueError(f"run configuration: must have the sections {', '.join(kinds)}, not {', '.join(values)}")
+    sections: dict[str, Any] = {"transformer": dict(values["transformer"])}
+    for name, kind in kinds.items():
+        if name == "transformer":
+            continue
+        unknown = set(values[name]) - {own.name for own in fields(kind)}
+        if unknown:
+            raise ValueError(f"run configuration: {name} has no field {', '.join(sorted(unknown))}")
+        read = {key: tuple(value) if isinstance(value, list) else value for key, value in values[name].items()}
+        sections[name] = kind(**read)
+    return RunConfig(**sections)

@@ -1,36 +1,234 @@
-"""Flags beyond Megatron Core's and `--bcd-*`: one frozen dataclass per group.
+"""The flags that are not Megatron Core's: one frozen dataclass per group. Pure.
 
-A field's name is its flag's name (``micro_batch_size`` is ``--micro-batch-size``).
+A field's name is its flag's name (``micro_batch_size`` is ``--micro-batch-size``), its annotation the flag's type.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from megatron.bcd.config.option import option
 from megatron.bcd.tokenizer import TOKENIZER_TYPES
+
+DEFAULT_NUM_BLOCKS = 3
+LONGEST_PHASES = {None: 100, "paper": 100, "pretrain": 50, "finetune": 50}
+"""By --bcd-preset: steps of a phase at most where --bcd-steps-per-block is not given."""
+LAYOUTS = ("spread", "strided", "stage", "submodel", "interleaved")
+ORDERS = ("ascending", "descending", "random", "greedy")
+SWITCHES = ("steps", "plateau")
+ALWAYS_ACTIVE = ("norms", "biases", "embedding", "head")
+FROZEN = ("embedding", "head", "norms")
+BF16_OR_FP32 = ("bf16", "fp32")
+
+# groups of --help that hold fields of several dataclasses
+BATCH = "batch size"
+OPTIMIZER = "optimizer"
+PARALLELISM = "parallelism"
+RECOMPUTATION = "recomputation of activations"
+FINE_TUNING = "supervised fine-tuning"
+REPORT = "report"
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[Any, ...] | None = None,
+    nargs: str | int | None = None,
+    type: Any = None,
+    metavar: str | tuple[str, ...] | None = None,
+    group: str | None = None,
+) -> Any:
+    """A dataclass field with what argparse needs of its flag beside the annotation; `group`: where --help shows it, if
+    not with the rest of its dataclass."""
+    metadata = {"help": help, "choices": choices, "nargs": nargs, "type": type, "metavar": metavar, "group": group}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BcdConfig:
+    """Block coordinate descent (docs/concepts.md)."""
+
+    bcd_preset: str | None = option(
+        None,
+        "method: paper = as published; pretrain = inactive layers are updated too, blocks by Muon (docs/learning.md); "
+        "finetune = one layer a block, embedding frozen (docs/fine_tuning.md). Sets flags that are not given",
+        choices=("paper", "pretrain", "finetune"),
+    )
+    bcd_num_blocks: int | None = option(
+        None,
+        "number of blocks M; 1 = full training, 0 = no active block but --bcd-resting-update and --bcd-always-active. "
+        f"Default {DEFAULT_NUM_BLOCKS}; with --bcd-layout stage the number of pipeline stages",
+    )
+    bcd_layout: str = option(
+        "spread",
+        "layers of a block: spread = the k-th of M parts of every stage, strided = every M-th layer of every stage, "
+        "stage = all of stage k, submodel = one part of one stage, interleaved = the k-th part of the model, of which "
+        "every stage holds a piece (a virtual pipeline)",
+        choices=LAYOUTS,
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = option(
+        None,
+        "chunks of the model on every pipeline stage, a multiple of the blocks; more than 1 imply --bcd-layout "
+        "interleaved, whose default is the number of blocks",
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = option(None, "the same as layers of a chunk")
+    # derived, it is the mean of phases that differ by one step
+    bcd_steps_per_block: float | None = option(
+        None,
+        "training steps of a phase, after which the next block becomes active. Default: as many as visit every block "
+        f"equally often, at least twice, and at most {LONGEST_PHASES[None]} ({LONGEST_PHASES['finetune']} with preset "
+        "finetune or pretrain)",
+        type=int,
+    )
+    bcd_order: str = option(
+        "ascending",
+        "order of the blocks in a cycle: random = a new one for each cycle, from --seed; greedy = of those not yet "
+        "visited the one with the largest gradient norm per parameter",
+        choices=ORDERS,
+    )
+    bcd_greedy_microbatches: int = option(
+        4, "microbatches per data-parallel rank on which greedy order measures gradients"
+    )
+    bcd_switch: str = option(
+        "steps", "what ends a phase: --bcd-steps-per-block, or a plateau of the training loss", choices=SWITCHES
+    )
+    bcd_plateau_window: int = option(
+        50, "steps of the mean loss, and within which it must improve, else the phase ends"
+    )
+    bcd_plateau_min_improvement: float = option(0.005, "smallest improvement of that mean that counts, relative")
+    bcd_min_steps_per_block: int = option(1, "with --bcd-switch plateau: least steps of a phase")
+    bcd_max_steps_per_block: int | None = option(None, "with --bcd-switch plateau: most steps of a phase")
+    bcd_stop_cycle_improvement: float | None = option(
+        None, "evaluate after each cycle; end the run when one improved the validation loss by less than this, relative"
+    )
+    bcd_phase_warmup_steps: int = option(0, "steps at the start of each phase over which the learning rate rises")
+    bcd_block_lr_multipliers: tuple[float, ...] | None = option(
+        None, "one factor of the learning rate per block", metavar="FACTOR"
+    )
+    bcd_optimizer_state: str = option(
+        "reset",
+        "a block's optimizer state when its phase ends: reset = freed, host = offloaded to host memory until the next "
+        "visit",
+        choices=("reset", "host"),
+    )
+    bcd_main_params: str = option(
+        "host",
+        "with --bf16 or --fp16, a block's fp32 main parameters when its phase ends: host = what the weights lack of "
+        "them is offloaded to host memory, drop = the next visit starts from the rounded weights",
+        choices=("host", "drop"),
+    )
+    bcd_always_active: str | None = option(
+        None,
+        "parameters trained in every phase: none, or a comma-separated list of norms, biases (of layers), embedding, "
+        "head. Default none; with --bcd-resting-update all of them, but none with --bcd-resting-layers suffix",
+        metavar="PARTS",
+    )
+    bcd_frozen: str = option(
+        "none",
+        "parameters that no phase trains: none, or a comma-separated list of embedding, head, norms. A tied head and "
+        "the embedding are frozen together",
+        metavar="PARTS",
+    )
+    bcd_resting_update: str = option(
+        "none",
+        "stateless update of the layer matrices outside the active block: orthogonal = orthogonalised gradients "
+        "(Newton-Schulz), normalized = rows of the gradient divided by their root mean square, sign = its sign",
+        choices=("none", "orthogonal", "normalized", "sign"),
+    )
+    bcd_resting_lr_ratio: float = option(0.2, "learning rate of stateless updates over the active block's")
+    bcd_resting_layers: str = option(
+        "all",
+        "inactive layers that are updated: all, or suffix = those after the block's first layer, so that stages before "
+        "it still run forward only",
+        choices=("all", "suffix"),
+    )
+    bcd_resting_grad_dtype: str = option("bf16", "precision of gradients of stateless updates", choices=BF16_OR_FP32)
+    muon_momentum_dtype: str = option("fp32", "precision of Muon's momentum", choices=BF16_OR_FP32, group=OPTIMIZER)
+    muon_grad_dtype: str = option(
+        "fp32", "precision in which gradients for Muon are reduced", choices=BF16_OR_FP32, group=OPTIMIZER
+    )
+    bcd_sample_ratio: float | None = option(
+        None,
+        "each phase draws a new subset, this share of an epoch of the training split, and repeats it as steps need; "
+        "default: consecutive samples, as Megatron-LM",
+        metavar="RATIO",
+    )
+    bcd_prefix_cache: str | None = option(
+        None,
+        "folder for the outputs of the layers before the active block, so that a phase computes them once per sample "
+        "(needs --bcd-sample-ratio, and a disk that all ranks share)",
+    )
+    bcd_prefix_cache_dtype: str = option("fp32", "precision of the stored outputs", choices=BF16_OR_FP32)
+    bcd_prefix_cache_max_gib: float | None = option(
+        None,
+        "size limit of all phases together; a phase beyond it is computed; default: half of the free disk space",
+        metavar="GIB",
+    )
+    bcd_schedule: str = option(
+        "bcd",
+        "pipeline schedule: bcd = stages before the first active layer run forward only and ahead, and receive no "
+        "gradient; stock = Megatron Core's own 1F1B, for comparison",
+        choices=("bcd", "stock"),
+    )
+    bcd_run_ahead: int | None = option(
+        None,
+        "microbatches of the next iteration that forward-only stages compute early; default: half the number of "
+        "forward-only stages, a third if the last stage is the first trainable one",
+    )
+
+    @property
+    def mean_steps(self) -> float:
+        """Steps of a phase, on average; the most that they may be while the length of the run is not known."""
+        steps = self.bcd_steps_per_block
+        return LONGEST_PHASES[self.bcd_preset] if steps is None else steps
+
+    @property
+    def num_parts(self) -> int:
+        """Chunks of every stage in layout interleaved."""
+        num_blocks = DEFAULT_NUM_BLOCKS if self.bcd_num_blocks is None else self.bcd_num_blocks
+        return self.num_virtual_stages_per_pipeline_rank or max(num_blocks, 1)
+
+    @property
+    def always_active(self) -> frozenset[str]:
+        """The entries of --bcd-always-active, or its default, of which --bcd-frozen has none.
+
+        Raises ValueError for one not in ALWAYS_ACTIVE.
+        """
+        if self.bcd_always_active is None:
+            is_all = self.bcd_resting_update != "none" and self.bcd_resting_layers == "all"
+            return frozenset(ALWAYS_ACTIVE if is_all else ()) - self.frozen
+        return _parts("--bcd-always-active", self.bcd_always_active, ALWAYS_ACTIVE)
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The entries of --bcd-frozen. Raises ValueError for one not in FROZEN."""
+        return _parts("--bcd-frozen", self.bcd_frozen, FROZEN)
+
+
+def _parts(flag: str, value: str, choices: tuple[str, ...]) -> frozenset[str]:
+    parts = value.split(",")
+    if parts != ["none"] and not set(parts) <= set(choices):
+        raise ValueError(f"{flag} {value}: must be none, or a comma-separated list of {', '.join(choices)}")
+    return frozenset(parts) - {"none"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Network size beyond Megatron Core's TransformerConfig."""
 
-    seq_length: int = option(None, "tokens per sequence", type=int)
-    max_position_embeddings: int = option(
-        None, "largest position of the position table; default --seq-length", type=int
-    )
+    seq_length: int = option(None, "tokens per sequence")
+    max_position_embeddings: int = option(None, "largest position of the position table; default --seq-length")
     position_embedding_type: str = option(
         "learned_absolute", "position embedding", choices=("learned_absolute", "rope", "none")
     )
-    rotary_base: int = option(10000, "base of the rotary position embedding", type=int)
-    rotary_percent: float = option(1.0, "share of the head dimension that is rotated", type=float)
+    rotary_base: int = option(10000, "base of the rotary position embedding")
+    rotary_percent: float = option(1.0, "share of the head dimension that is rotated")
     use_rope_scaling: bool = option(
         False, "lower the rotary embedding's low frequencies as Llama 3.1 does, for sequences longer than 8,192 tokens"
     )
-    rope_scaling_factor: float = option(8.0, "factor of --use-rope-scaling", type=float)
-    make_vocab_size_divisible_by: int = option(
-        128, "pad the vocabulary to a multiple of this times the tensor parallel size", type=int
-    )
+    rope_scaling_factor: float = option(8.0, "factor of --use-rope-scaling")
+    make_vocab_size_divisible_by: int = option(128, "pad the vocabulary to a multiple of this x tensor parallel size")
     untie_embeddings_and_output_weights: bool = option(False, "give the output head its own weights")
     swiglu: bool = option(False, "gated linear units with SiLU instead of GELU")
     quick_geglu: bool = option(False, "gated linear units with x sigmoid(1.702 x) instead of GELU")
@@ -52,110 +250,99 @@ class ModelConfig:
 class TrainingConfig:
     """Length of the run, batches, evaluation, randomness."""
 
-    micro_batch_size: int = option(None, "sequences per microbatch and data-parallel rank", type=int)
+    micro_batch_size: int = option(None, "sequences per microbatch and data-parallel rank", group=BATCH)
     global_batch_size: int | None = option(
-        None, "sequences per training step over all ranks; default --micro-batch-size x data parallel size", type=int
+        None, "sequences per training step over all ranks; default one microbatch a rank", group=BATCH
     )
     rampup_batch_size: tuple[int, ...] | None = option(
         None,
         "batch size ramp-up: start size, increment, number of samples of the ramp",
         nargs=3,
-        type=int,
         metavar=("START", "INCREMENT", "SAMPLES"),
+        group=BATCH,
     )
-    train_iters: int | None = option(None, "number of training steps (or give --train-samples)", type=int)
-    train_samples: int | None = option(None, "number of training sequences (or give --train-iters)", type=int)
+    train_iters: int | None = option(None, "number of training steps (or give --train-samples)")
+    train_samples: int | None = option(None, "number of training sequences (or give --train-iters)")
     num_epochs: float | None = option(
-        None, "passes over the training records, with --sft, in place of --train-iters", type=float
+        None, "passes over the records of --sft, in place of --train-iters", group=FINE_TUNING
     )
     skip_train: bool = option(False, "do not train: evaluate only")
-    eval_iters: int = option(100, "steps (global batches) of one evaluation; -1 = --full-validation", type=int)
-    eval_fixed: bool = option(
-        False, "evaluate on the same validation samples each time, the first --eval-iters steps, not on the next ones"
-    )
-    full_validation: bool = option(
-        False, "evaluate on the whole validation split each time; --eval-iters is then for the test split alone"
-    )
-    eval_interval: int = option(1000, "training steps between evaluations on the validation split", type=int)
-    seed: int = option(1234, "seed of Python, NumPy, PyTorch and the data order", type=int)
+    eval_iters: int = option(100, "steps (global batches) of one evaluation; -1 = --full-validation")
+    eval_fixed: bool = option(False, "evaluate on the same validation samples each time, not on the next ones")
+    full_validation: bool = option(False, "evaluate on the whole validation split; --eval-iters is for the test split")
+    eval_interval: int = option(1000, "training steps between evaluations on the validation split")
+    seed: int = option(1234, "seed of Python, NumPy, PyTorch and the data order")
     data_parallel_random_init: bool = option(False, "initialise each data-parallel rank with its own seed")
     check_for_nan_in_loss_and_grad: bool = option(True, "skip a step whose loss or gradient is not finite")
     check_weight_hash_across_dp_replicas_interval: int | None = option(
-        None, "training steps between comparisons of the weights of all data-parallel ranks", type=int
+        None, "training steps between comparisons of weights of data-parallel ranks"
     )
-    max_skipped_steps: int = option(
-        10, "stop after this many steps in a row whose loss or gradient is not finite", type=int
-    )
+    max_skipped_steps: int = option(10, "stop after this many steps in a row whose loss or gradient is not finite")
     manual_gc: bool = option(False, "collect Python garbage only at fixed intervals")
-    manual_gc_interval: int = option(
-        0, "training steps between garbage collections with --manual-gc; 0: never", type=int
-    )
+    manual_gc_interval: int = option(0, "training steps between garbage collections with --manual-gc; 0: never")
     empty_unused_memory_level: int = option(
         0,
-        "return unused memory to the GPU's driver: 1 after the passes of each step and of each evaluation step, 2 "
-        "after the optimizer too",
-        type=int,
+        "return unused memory to the GPU: 1 after the passes of each step, 2 after the optimizer too",
         choices=(0, 1, 2),
     )
     distributed_backend: str = option(
-        "auto", "torch.distributed backend; auto is nccl on GPUs and gloo on CPUs", choices=("auto", "nccl", "gloo")
+        "auto", "auto is nccl on GPUs and gloo on CPUs", choices=("auto", "nccl", "gloo"), group=PARALLELISM
     )
     decoder_first_pipeline_num_layers: int | None = option(
-        None, "layers of the first pipeline stage; the others share the rest evenly", type=int
+        None, "layers of the first pipeline stage; the others share the rest evenly", group=PARALLELISM
     )
-    decoder_last_pipeline_num_layers: int | None = option(None, "layers of the last pipeline stage", type=int)
-    account_for_embedding_in_pipeline_split: bool = option(
-        False, "count the embedding as a layer when layers are divided over the pipeline stages"
-    )
-    account_for_loss_in_pipeline_split: bool = option(False, "count the output head and the loss as a layer")
+    decoder_last_pipeline_num_layers: int | None = option(None, "layers of the last pipeline stage", group=PARALLELISM)
+    account_for_embedding_in_pipeline_split: bool = option(False, "count the embedding as a layer", group=PARALLELISM)
+    account_for_loss_in_pipeline_split: bool = option(False, "count the head as a layer", group=PARALLELISM)
     pipeline_model_parallel_layout: str | None = option(
-        None, "what each pipeline stage holds: E embedding, t layer, L loss, | between stages, e.g. Et*3|t*4|t*3L"
+        None, "what each stage holds: E embedding, t layer, L loss, | between stages: Et*3|t*4L", group=PARALLELISM
     )
     pipeline_cut: str = option(
         "even",
         "layers of the pipeline stages: even = as many on each, the first ones one more; auto = the stages' work is "
         "even, output head and vocabulary counted. Sets --pipeline-model-parallel-layout",
         choices=("even", "auto"),
+        group=PARALLELISM,
     )
     recompute: str | None = option(
         None,
         "auto = in each phase and on each stage recompute the least that fits --recompute-memory-gib: nothing, the "
         "core of attention, or the first few layers after the prefix",
         choices=("auto",),
+        group=RECOMPUTATION,
     )
     recompute_memory_gib: float | None = option(
         None,
         "GiB of a rank for model state and activations, by which --recompute auto decides; default: the GPU's memory "
         "less 1 GiB",
-        type=float,
         metavar="GIB",
+        group=RECOMPUTATION,
     )
-    distributed_timeout_minutes: int = option(10, "minutes after which a collective fails", type=int)
+    distributed_timeout_minutes: int = option(10, "minutes after which a collective fails", group=PARALLELISM)
     use_distributed_optimizer: bool = option(
-        True, "shard the active block's optimizer state over the data-parallel ranks"
+        True, "shard optimizer state over the data-parallel ranks", group=PARALLELISM
     )
     adam_moments_dtype: str = option(
         "fp32",
         "precision in which Adam's two moments are stored; int8: 8-bit codes with an fp32 scale per 256 elements",
         choices=("fp32", "bf16", "int8"),
+        group=OPTIMIZER,
     )
-    main_grads_dtype: str = option(
-        "fp32",
-        "with --use-precision-aware-optimizer: bf16 is --grad-reduce-in-bf16",
-        choices=("fp32", "bf16"),
-    )
+    main_grads_dtype: str = option("fp32", "bf16: as --grad-reduce-in-bf16", choices=("fp32", "bf16"), group=OPTIMIZER)
     exp_avg_dtype: str = option(
         "fp32",
-        "precision in which Transformer Engine's Adam stores its first moment, with --use-precision-aware-optimizer",
-        choices=("fp32", "bf16", "fp16", "fp8"),
+        "with --use-precision-aware-optimizer: precision of the first moment",
+        choices=("fp32", "bf16", "fp16"),
+        group=OPTIMIZER,
     )
-    exp_avg_sq_dtype: str = option("fp32", "the same of its second moment", choices=("fp32", "bf16", "fp16", "fp8"))
+    exp_avg_sq_dtype: str = option(
+        "fp32", "the same of its second moment", choices=("fp32", "bf16", "fp16"), group=OPTIMIZER
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Learning rate and weight decay over the run (Megatron Core's OptimizerParamScheduler). Units: steps, or samples
-    with --train-samples."""
+    """Learning rate and weight decay over the run, in steps or, with --train-samples, samples."""
 
     lr_decay_style: str = option(
         "linear", "shape of the decay", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
@@ -163,18 +350,18 @@ class ScheduleConfig:
     lr_wsd_decay_style: str = option(
         "exponential", "shape of the last part of WSD", choices=("exponential", "linear", "cosine", "minus_sqrt")
     )
-    lr_decay_iters: int | None = option(None, "steps until --min-lr; default --train-iters", type=int)
-    lr_decay_samples: int | None = option(None, "samples until --min-lr; default --train-samples", type=int)
-    lr_wsd_decay_iters: int | None = option(None, "steps of the last part of WSD", type=int)
-    lr_wsd_decay_samples: int | None = option(None, "samples of the last part of WSD", type=int)
-    lr_warmup_fraction: float | None = option(None, "warm-up as a fraction of the decay length", type=float)
-    lr_warmup_iters: int = option(0, "steps of linear warm-up", type=int)
-    lr_warmup_samples: int = option(0, "samples of linear warm-up", type=int)
-    lr_warmup_init: float = option(0.0, "learning rate at the start of the warm-up", type=float)
-    start_weight_decay: float | None = option(None, "weight decay at the start; default --weight-decay", type=float)
-    end_weight_decay: float | None = option(None, "weight decay at the end; default --weight-decay", type=float)
+    lr_decay_iters: int | None = option(None, "steps until --min-lr; default --train-iters")
+    lr_decay_samples: int | None = option(None, "samples until --min-lr; default --train-samples")
+    lr_wsd_decay_iters: int | None = option(None, "steps of the last part of WSD")
+    lr_wsd_decay_samples: int | None = option(None, "samples of the last part of WSD")
+    lr_warmup_fraction: float | None = option(None, "warm-up as a fraction of the decay length")
+    lr_warmup_iters: int = option(0, "steps of linear warm-up")
+    lr_warmup_samples: int = option(0, "samples of linear warm-up")
+    lr_warmup_init: float = option(0.0, "learning rate at the start of the warm-up")
+    start_weight_decay: float | None = option(None, "weight decay at the start", group=OPTIMIZER)
+    end_weight_decay: float | None = option(None, "weight decay at the end", group=OPTIMIZER)
     weight_decay_incr_style: str = option(
-        "constant", "how weight decay goes from start to end", choices=("constant", "linear", "cosine")
+        "constant", "how weight decay goes from start to end", choices=("constant", "linear", "cosine"), group=OPTIMIZER
     )
 
 
@@ -183,29 +370,26 @@ class DataConfig:
     """Indexed datasets (Megatron's .bin/.idx) and how they are split and read."""
 
     data_path: tuple[str, ...] | None = option(
-        None, "prefix of an indexed dataset, or weight prefix weight prefix ...", nargs="*"
+        None, "prefix of an indexed dataset, or weight prefix weight prefix ...", metavar="PREFIX"
     )
-    train_data_path: tuple[str, ...] | None = option(None, "as --data-path, for the training split alone", nargs="*")
-    valid_data_path: tuple[str, ...] | None = option(None, "as --data-path, for the validation split alone", nargs="*")
-    test_data_path: tuple[str, ...] | None = option(None, "as --data-path, for the test split alone", nargs="*")
+    train_data_path: tuple[str, ...] | None = option(None, "the same for the training split alone", metavar="PREFIX")
+    valid_data_path: tuple[str, ...] | None = option(None, "the same for the validation split alone", metavar="PREFIX")
+    test_data_path: tuple[str, ...] | None = option(None, "the same for the test split alone", metavar="PREFIX")
     data_args_path: str | None = option(None, "file that holds what --data-path would", metavar="FILE")
     per_split_data_args_path: str | None = option(
         None, "JSON file with the lists train, valid and test, as --train-data-path and its relatives", metavar="FILE"
     )
     split: str | None = option(None, "train,validation,test shares of --data-path; default 969, 30, 1", metavar="T,V,E")
-    data_cache_path: str | None = option(None, "folder for the index caches; default beside the data")
+    data_cache_path: str | None = option(None, "folder for the index caches; default beside the data", metavar="FOLDER")
     mock_data: bool = option(False, "synthetic tokens instead of --data-path, for speed measurements only")
     mmap_bin_files: bool = option(True, "map data files into memory; without it they are read")
     dataloader_type: str = option(
         "single",
-        "order of the samples: single = as the dataset has shuffled them; cyclic = shuffled again in every epoch, also "
-        "by the number of the epoch",
+        "order of the samples: single = as the dataset has them, cyclic = shuffled again in every epoch",
         choices=("single", "cyclic"),
     )
-    data_sharding: bool = option(
-        True, "with --dataloader-type cyclic: each data-parallel rank shuffles a part of its own, not all samples"
-    )
-    num_workers: int = option(2, "reader processes per rank", type=int)
+    data_sharding: bool = option(True, "with cyclic order: each data-parallel rank shuffles a part of its own")
+    num_workers: int = option(2, "reader processes per rank")
     reset_position_ids: bool = option(False, "restart positions after each end-of-document token")
     reset_attention_mask: bool = option(False, "no attention across end-of-document tokens")
     eod_mask_loss: bool = option(False, "no loss on end-of-document tokens")
@@ -213,18 +397,20 @@ class DataConfig:
         False,
         "fine-tune on instructions or conversations: --data-path names JSONL files (or JSON lists) of records "
         "{instruction, input, output}, {prompt, completion} or {messages}; the loss counts answers only",
+        group=FINE_TUNING,
     )
     sft_prompt_format: str = option(
         "auto",
         "form of the records as text: chat = the tokenizer's chat template; text = Alpaca's prompt for instructions, "
         "other prompts as they are; auto = chat where the tokenizer has a template",
         choices=("auto", "chat", "text"),
+        group=FINE_TUNING,
     )
     sft_packing: bool = option(
-        True, "put several records into a sequence, without attention between them; without it each has its own"
+        True, "put several records into a sequence, without attention between them", group=FINE_TUNING
     )
     sft_drop_long: bool = option(
-        False, "leave out records whose answer does not fit into --seq-length, in place of an error"
+        False, "leave out records whose answer does not fit into --seq-length", group=FINE_TUNING
     )
 
 
@@ -232,46 +418,42 @@ class DataConfig:
 class TokenizerConfig:
     """The tokenizer of the data. Training needs its vocabulary size and end-of-document id."""
 
-    tokenizer_type: str | None = option(
-        None,
-        "tokenizer",
-        choices=TOKENIZER_TYPES,
-    )
-    vocab_file: str | None = option(None, "GPT-2 BPE vocabulary (vocab.json, encoder.json)")
-    merge_file: str | None = option(None, "GPT-2 BPE merges (merges.txt, vocab.bpe)")
+    tokenizer_type: str | None = option(None, "tokenizer", choices=TOKENIZER_TYPES, metavar="TYPE")
+    vocab_file: str | None = option(None, "GPT-2 BPE vocabulary (vocab.json, encoder.json)", metavar="FILE")
+    merge_file: str | None = option(None, "GPT-2 BPE merges (merges.txt, vocab.bpe)", metavar="FILE")
     tokenizer_model: str | None = option(
-        None, "SentencePiece model file, local Hugging Face tokenizer folder, or JSON vocabulary of TikTokenizer"
+        None,
+        "SentencePiece model file, local Hugging Face tokenizer folder, or JSON vocabulary of TikTokenizer",
+        metavar="PATH",
     )
-    vocab_size: int | None = option(
-        None, "vocabulary size of NullTokenizer, or of TikTokenizer (default 131072)", type=int
-    )
+    vocab_size: int | None = option(None, "vocabulary size of NullTokenizer, or of TikTokenizer (default 131072)")
     tiktoken_pattern: str = option("v2", "what cuts text into words for TikTokenizer", choices=("v1", "v2"))
-    tiktoken_num_special_tokens: int = option(1000, "first ids of TikTokenizer that are special tokens", type=int)
+    tiktoken_num_special_tokens: int = option(1000, "first ids of TikTokenizer that are special tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Checkpoints: where, when, and what is loaded from them."""
 
-    save: str | None = option(None, "folder for checkpoints, at the end of the run and when it is stopped")
-    save_interval: int | None = option(None, "training steps between checkpoints", type=int)
+    save: str | None = option(None, "folder for checkpoints", metavar="FOLDER")
+    save_interval: int | None = option(None, "training steps between checkpoints")
     async_save: bool = option(False, "write checkpoints in the background while training continues")
-    keep_last_checkpoints: int | None = option(None, "keep this many checkpoints and delete older ones", type=int)
+    keep_last_checkpoints: int | None = option(None, "keep this many checkpoints and delete older ones")
     save_retain_interval: int | None = option(
         None,
         "keep the checkpoints of multiples of this many training steps, and of others only the newest "
         "(--keep-last-checkpoints: more of them)",
-        type=int,
     )
     save_optim: bool = option(True, "save the optimizer state; without it a run resumes with --no-load-optim only")
     save_rng: bool = option(True, "save the random generators; without them a run resumes with --no-load-rng only")
-    log_progress: bool = option(False, "write starts and checkpoints to progress.txt in the folder of --save")
+    log_progress: bool = option(False, "write starts and checkpoints to progress.txt in --save", group=REPORT)
     load: str | None = option(
         None,
         "folder to resume from: its newest valid checkpoint; an empty or absent folder starts a new run. With the same "
         "folder as --save, a run that was killed resumes when it is started again",
+        metavar="FOLDER",
     )
-    ckpt_step: int | None = option(None, "load the checkpoint of this iteration instead of the newest", type=int)
+    ckpt_step: int | None = option(None, "load the checkpoint of this iteration instead of the newest")
     load_hf: str | None = option(
         None,
         "model in Hugging Face's format, a folder or a name on the hub: sizes of the network, tokenizer, and, where "
@@ -281,70 +463,52 @@ class CheckpointConfig:
     save_hf: str | None = option(
         None, "folder for the trained model in Hugging Face's format, at the end of the run", metavar="FOLDER"
     )
-    save_hf_interval: int | None = option(
-        None, "training steps between further models, in iter_NNNNNNN in the folder of --save-hf", type=int
-    )
-    overwrite_checkpoints: bool = option(
-        False, "delete the checkpoints of another run in the folder of --save when this one starts"
-    )
+    save_hf_interval: int | None = option(None, "training steps between further models, in --save-hf/iter_NNNNNNN")
+    overwrite_checkpoints: bool = option(False, "delete the checkpoints of another run in --save")
     exit_on_missing_checkpoint: bool = option(False, "end with an error if --load holds no checkpoint")
     finetune: bool = option(False, "load the weights of --load only, and start at iteration 0")
     load_optim: bool = option(True, "load the optimizer state of --load; else the active block starts with a new one")
     use_checkpoint_opt_param_scheduler: bool = option(
-        False, "take the learning-rate and weight-decay schedule of the checkpoint in --load, not that of the flags"
+        False, "take the learning-rate schedule of the checkpoint, not that of the flags"
     )
     use_checkpoint_args: bool = option(
-        False, "take the flags of network and tokenizer that are not given from the checkpoint in --load"
+        False, "take flags of network and tokenizer that are not given from the checkpoint"
     )
     load_rng: bool = option(True, "load the random generators of --load; else they are seeded again")
-    exit_interval: int | None = option(None, "save and stop after each multiple of this many training steps", type=int)
-    exit_duration_in_mins: int | None = option(None, "save and stop after this many minutes", type=int)
+    exit_interval: int | None = option(None, "save and stop after each multiple of this many training steps")
+    exit_duration_in_mins: int | None = option(None, "save and stop after this many minutes")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
     """Logs, metrics and where they go."""
 
-    log_interval: int = option(100, "training steps between log lines", type=int)
+    log_interval: int = option(100, "training steps between log lines")
     log_params_norm: bool = option(False, "log the norm of all weights")
-    log_num_zeros_in_grad: bool = option(
-        False, "log the number of zeros in the gradient of what Megatron Core's optimizer steps in the phase"
-    )
+    log_num_zeros_in_grad: bool = option(False, "log the number of zeros in the active gradient")
     log_throughput: bool = option(False, "log TFLOP/s per GPU, of what the phase computes")
     timing_log_level: int = option(
         0,
-        "log the times of parts of a step: 1 = passes, reductions and optimizer; 2 = each pass and message too. Every "
-        "timer waits for the GPU",
-        type=int,
+        "log times of parts of a step: 1 = passes, reductions, optimizer; 2 = each pass and message too",
         choices=(0, 1, 2),
     )
     timing_log_option: str = option(
-        "minmax",
-        "what is logged of these times over the ranks: the maximum, minimum and maximum, or all",
-        choices=("max", "minmax", "all"),
+        "minmax", "what is logged of these times over the ranks", choices=("max", "minmax", "all")
     )
     barrier_with_level_1_timing: bool = option(True, "let all ranks wait for each other before timers of level 1")
-    log_timers_to_tensorboard: bool = option(
-        False, "write these times to --tensorboard-dir and --wandb-project too: NAME-time, the maximum in seconds"
-    )
-    log_straggler: bool = option(
-        False, "log the slowest and the fastest rank by forward passes and by waits for batches"
-    )
-    straggler_minmax_count: int = option(
-        1, "ranks that --log-straggler names at either end, by their forward passes", type=int, metavar="N"
-    )
+    log_timers_to_tensorboard: bool = option(False, "write these times to TensorBoard and Weights & Biases too")
+    log_straggler: bool = option(False, "log the slowest and the fastest rank")
+    straggler_minmax_count: int = option(1, "ranks that --log-straggler names at either end", metavar="N")
     profile: bool = option(False, "profile some training steps: --use-pytorch-profiler, or marks for Nsight Systems")
-    profile_step_start: int = option(10, "steps before those that are profiled", type=int)
-    profile_step_end: int = option(12, "last step that is profiled", type=int)
-    profile_ranks: tuple[int, ...] = option(
-        (0,), "ranks that are profiled, default 0", nargs="+", type=int, metavar="RANK"
-    )
+    profile_step_start: int = option(10, "steps before those that are profiled")
+    profile_step_end: int = option(12, "last step that is profiled")
+    profile_ranks: tuple[int, ...] = option((0,), "ranks that are profiled, default 0", nargs="+", metavar="RANK")
     use_pytorch_profiler: bool = option(False, "write a trace of PyTorch's profiler to --tensorboard-dir")
     metrics_file: str | None = option(
-        None, "write one JSON line per log step and per evaluation to this file (of another run: refused)"
+        None, "write one JSON line per log step and per evaluation to this file", metavar="FILE"
     )
-    tensorboard_dir: str | None = option(None, "write TensorBoard events to this folder")
-    wandb_project: str | None = option(None, "log to this Weights & Biases project (needs wandb)")
-    wandb_entity: str | None = option(None, "Weights & Biases entity")
-    wandb_exp_name: str | None = option(None, "Weights & Biases run name")
-    wandb_save_dir: str | None = option(None, "folder of the local Weights & Biases files")
+    tensorboard_dir: str | None = option(None, "write TensorBoard events to this folder", metavar="FOLDER")
+    wandb_project: str | None = option(None, "log to this Weights & Biases project (needs wandb)", metavar="NAME")
+    wandb_entity: str | None = option(None, "Weights & Biases entity", metavar="NAME")
+    wandb_exp_name: str | None = option(None, "Weights & Biases run name", metavar="NAME")
+    wandb_save_dir: str | None = option(None, "folder of the local Weights & Biases files", metavar="FOLDER")

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from megatron.bcd import data
-from megatron.bcd.arguments.rules import flattened
-from megatron.bcd.arguments.validate_training import check_learning_rate
+from megatron.bcd.arguments.validate import check_learning_rate
 from megatron.bcd.checkpoint import layout, loader, run_state
 from megatron.bcd.checkpoint.saver import check_save_folder, claim_save_folder, clear_save_folder
 from megatron.bcd.config import RunConfig
@@ -111,7 +110,7 @@ def with_length(config: RunConfig) -> RunConfig:
         return config
     tokenizer = build_tokenizer(**vars(config.tokenizer))
     config = data.with_epochs(config, tokenizer, global_batch_size=data.global_batch_size(config))
-    check_learning_rate(flattened(config), {})
+    check_learning_rate(config)
     return config
 
 
