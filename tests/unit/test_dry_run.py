@@ -57,12 +57,6 @@ def test_plan_with_context_parallel(capsys: pytest.CaptureFixture[str]) -> None:
     assert state == of_data, "moments are divided over four ranks in both"
 
 
-def test_context_exchange_without_effect_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """Would expose an exchange that is asked for, has nothing to do, and is passed over in silence."""
-    assert dry_run(*WORDS, "--cp-comm-type", "a2a", ranks=1) == 0
-    assert "--cp-comm-type a2a" in capsys.readouterr().out.splitlines()[-1]
-
-
 def test_needs_no_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Would expose a dry run that reads tokenizer or data, or creates a folder."""
     absent = str(tmp_path / "absent")

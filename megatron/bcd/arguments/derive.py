@@ -67,7 +67,7 @@ def _take_back(values: Values, flags: tuple[Flag, ...], *, asked: Mapping[str, A
             flag = by_field[field]
             if field in asked and (asked[field] != flag.default or asked[field] is True):
                 name = flag.off_names[0] if asked[field] is False else flag.names[0]
-                found[field] = f"{name} (without {owners.replace(' ', ' or ')})"
+                found[field] = f"{name} (without {' or '.join(owners.split()).replace('=', ' ')})"
                 values[field] = flag.default
     return found
 
@@ -194,14 +194,13 @@ def _derive_chunks(values: Values, *, given: Mapping[str, Any]) -> int | None:
         if not left and on_stage % per_chunk == 0:
             values["num_virtual_stages_per_pipeline_rank"] = on_stage // per_chunk
     num_chunks = values["num_virtual_stages_per_pipeline_rank"] or 1
+    if num_chunks > 1 and "bcd_layout" not in given and values["bcd_layout"] == "spread":
+        values["bcd_layout"] = "interleaved"
+    if values["bcd_layout"] == "interleaved" and values["pipeline_model_parallel_size"] > 1:
+        values["overlap_param_gather"] = False  # it would change speed alone
     if num_chunks <= 1:
         return None
-    if "bcd_layout" not in given and values["bcd_layout"] == "spread":
-        values["bcd_layout"] = "interleaved"
-    if values["bcd_layout"] == "interleaved":
-        if values["pipeline_model_parallel_size"] > 1:
-            values["overlap_param_gather"] = False  # it would change speed alone
-        if values["pipeline_model_parallel_layout"] is None:
-            num_blocks = max(1, DEFAULT_NUM_BLOCKS if values["bcd_num_blocks"] is None else values["bcd_num_blocks"])
-            values["num_virtual_stages_per_pipeline_rank"] = max(num_chunks // num_blocks, 1) * num_blocks
+    if values["bcd_layout"] == "interleaved" and values["pipeline_model_parallel_layout"] is None:
+        num_blocks = max(1, DEFAULT_NUM_BLOCKS if values["bcd_num_blocks"] is None else values["bcd_num_blocks"])
+        values["num_virtual_stages_per_pipeline_rank"] = max(num_chunks // num_blocks, 1) * num_blocks
     return int(num_chunks)

@@ -7,7 +7,7 @@ from megatron.bcd.arguments.stock import UNSUPPORTED, stock_flags
 
 
 def flag_tables() -> str:
-    """Markdown: which of stock's flags are supported, and which are refused."""
+    """Markdown: which of stock's flags are supported, and which are not."""
     ours = {name for flag in generate_flags() for name in (*flag.names, *flag.off_names)}
     refused = (
         f"| {', '.join(f'`{start}*`' if start.endswith('-') else f'`{start}`' for start in starts)} | {why} |"
@@ -17,7 +17,7 @@ def flag_tables() -> str:
         (
             "### Supported\n",
             ", ".join(f"`{name}`" for name in sorted(ours & stock_flags())),
-            "\n### Refused\n",
+            "\n### Unsupported\n",
             "A name stands for every flag of Megatron-LM that begins with it and is not in the list above.\n",
             "| flag | why, and what to do instead |",
             "|---|---|",

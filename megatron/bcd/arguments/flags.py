@@ -123,7 +123,8 @@ def _of_annotation(annotation: Any) -> tuple[Any, tuple[Any, ...] | None, str | 
 def _help_of_core(core: Any) -> Mapping[str, str]:
     """Of the docstring under each field of a dataclass, inherited fields included, the first sentence."""
     texts: dict[str, str] = {}
-    for kind in reversed([kind for kind in core.__mro__ if dataclasses.is_dataclass(kind)]):
+    kinds: list[Any] = [kind for kind in reversed(core.__mro__) if dataclasses.is_dataclass(kind)]
+    for kind in kinds:
         tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
         assert isinstance(tree, ast.ClassDef)
         for above, below in zip(tree.body, tree.body[1:], strict=False):

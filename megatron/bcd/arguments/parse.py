@@ -277,7 +277,7 @@ def _check(
             raise ConfigurationError([*problems.values(), str(error)]) from error
         given = {**fixed, **given}
     values = {flag.field: flag.default for flag in flags} | of_model | of_preset
-    values |= {field: value for field, value in given.items() if not field.startswith("--")}
+    values |= {field: value for field, value in given.items() if field in values}
     found = list(problems.values())
     try:
         if starts:

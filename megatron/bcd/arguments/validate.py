@@ -348,8 +348,8 @@ def _check_context(run: Run) -> None:
         groups = max(1, (run.num_query_groups or run.num_attention_heads) // tensor)
         require(
             groups % shared == 0,
-            f"--cp-comm-type {kind} divides the {groups} key-value heads of a tensor parallel rank over {shared} ranks, "
-            "evenly: give p2p or all_gather",
+            f"--cp-comm-type {kind} divides the {groups} key-value heads of a tensor parallel rank over {shared} "
+            "ranks, evenly: give p2p or all_gather",
         )
 
 
@@ -467,7 +467,7 @@ def _check_batch(run: Run, world_size: int) -> None:
 
 def check_learning_rate(config: RunConfig) -> None:
     """The learning rate's and the weight decay's schedule; lengths that are not known yet are not checked."""
-    run = SimpleNamespace(**vars(config.optimizer), **vars(config.training), **vars(config.schedule))
+    run = SimpleNamespace(**vars(config.optimizer) | vars(config.training) | vars(config.schedule))
     for low, high in (
         ("min_lr", "lr"),
         ("lr_warmup_init", "lr"),
