@@ -51,9 +51,7 @@ def test_a_run_of_other_tokens_is_not_resumed(runs: ForkedRuns, workplace: Path)
     assert tuned.code == 0, tuned.stderr
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("cache", ["", "cache"])
-@pytest.mark.parametrize("left", [0.5, 0.0])
+@pytest.mark.parametrize("num_ranks, cache, left", [(1, "", 0.5), (2, "cache", 0.0)])
 def test_a_half_written_index_cache(runs: ForkedRuns, workplace: Path, num_ranks: int, cache: str, left: float) -> None:
     """After a kill every start fails for ever with numpy's words, or a traceback, and without a file to delete."""
     words = command_line(*(("--data-cache-path", cache) if cache else ()), num_ranks=num_ranks)

@@ -1,8 +1,21 @@
-"""Processes that a test looks at from outside, and that may end at any moment."""
+"""Programs as users start them, and processes that a test looks at from outside and that may end at any moment."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
 import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+START_SECONDS, END_SECONDS = 200, 60
 
 
 def has_ended(process: psutil.Process) -> bool:
@@ -11,3 +24,66 @@ def has_ended(process: psutil.Process) -> bool:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+class Job:
+    """`python WORD...` in a folder and in a process group of its own, like a job of a terminal, and all the processes
+    that it has started; a context manager that ends them."""
+
+    def __init__(self, *words: str, folder: Path) -> None:
+        self._log = folder / "output.txt"
+        with open(self._log, "wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", *words],
+                cwd=folder,
+                env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._started = [psutil.Process(self.process.pid)]
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        """Wait until it holds, and note the processes that the job has then."""
+        deadline = time.monotonic() + START_SECONDS
+        while not condition():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.output
+            time.sleep(0.02)
+        self._started += self._started[0].children(recursive=True)
+
+    def ranks(self) -> list[psutil.Process]:
+        """Those of torchrun, by rank."""
+        children = [child for child in self._started[0].children() if "RANK" in child.environ()]
+        return sorted(children, key=lambda child: int(child.environ()["RANK"]))
+
+    def exit_code(self) -> int:
+        """Of its end, which must come soon."""
+        try:
+            return self.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it does not end\n{self.output}") from None
+
+    def alive(self) -> list[psutil.Process]:
+        """Processes of the job that have not ended."""
+        return [process for process in self._started if not has_ended(process)]
+
+    def kill(self) -> None:
+        """As if the machine had lost its power."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._started += self._started[0].children(recursive=True)
+        for process in self.alive():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        while self.alive():  # a process takes a moment to die
+            time.sleep(0.01)
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
