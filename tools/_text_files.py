@@ -1,7 +1,8 @@
-"""Input files of the tools that read text: globs, formats, compression, and documents of plain text."""
+"""Input of the tools that read text: flags, globs, formats, compression, and documents."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import glob
 import gzip
@@ -9,6 +10,7 @@ import importlib
 import io
 import json
 import os
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -53,12 +55,40 @@ class Source:
     """What was found out about the file and the user should know."""
 
 
-def find_sources(patterns: Sequence[str], input_format: str, documents: str, json_keys: Sequence[str]) -> list[Source]:
+def add_input_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("input")
+    group.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="files and quoted globs, read in this order; .gz as it is, .zst needs zstandard, .parquet pyarrow",
+    )
+    group.add_argument(
+        "--input-format",
+        choices=("auto", *FORMATS),
+        default="auto",
+        help="jsonl: one JSON object a line; txt: plain text; parquet: one row a document; auto: by the ending .jsonl, "
+        ".json, .txt or .parquet, before .gz or .zst, and a .txt that holds JSONL is read as such (default)",
+    )
+    group.add_argument(
+        "--documents",
+        choices=DOCUMENTS,
+        default="line",
+        help="documents of plain text: each non-empty line, stripped (default, as stock), what stands between blank "
+        "lines, or each file",
+    )
+    group.add_argument(
+        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys or columns to read (default: text)"
+    )
+
+
+def sources_of(args: argparse.Namespace) -> list[Source]:
     """The files of --input in order, those of a glob sorted.
 
     Raises ValueError for the first that is no readable file of a known format, and for a missing package.
     """
-    paths = [path for pattern in patterns for path in _expanded(pattern)]
+    paths = [path for pattern in args.input for path in _expanded(pattern)]
     for path in paths:
         if not os.path.exists(path):
             raise ValueError(f"--input {path} does not exist")
@@ -66,7 +96,11 @@ def find_sources(patterns: Sequence[str], input_format: str, documents: str, jso
             raise ValueError(f"--input {path} is not a file; give the files themselves, or a glob such as '{path}/*'")
         if not os.access(path, os.R_OK):
             raise ValueError(f"--input {path} cannot be read")
-    return [_source(path, input_format, documents, tuple(json_keys)) for path in paths]
+    sources = [_source(path, args.input_format, args.documents, tuple(args.json_keys)) for path in paths]
+    for source in sources:
+        if source.noticed:
+            print(f"note: {source.noticed}", file=sys.stderr)
+    return sources
 
 
 def _expanded(pattern: str) -> list[str]:
@@ -231,3 +265,56 @@ def _parquet_batches(source: Source) -> Iterator[Batch]:
             num_file_bytes=num_bytes * len(entries) // num_rows,
         )
         first += len(entries)
+
+
+# --- documents
+
+
+def read_documents(batch: Batch, json_keys: Sequence[str]) -> Iterator[tuple[int, dict[str, list[str]]]]:
+    """Line number and, by key, the texts of each document: one text, or several where JSON has a list.
+
+    Blank entries are no documents. Plain text is stripped, and stands under every key.
+    Raises ValueError that names file and line for a line that is not UTF-8 or not the JSON asked for.
+    """
+    for number, entry in zip(batch.numbers, batch.entries, strict=True):
+        try:
+            text = entry.decode("utf-8").strip()
+            if not text:
+                continue
+            if batch.input_format == "txt":
+                yield number, {key: [text] for key in json_keys}
+            else:
+                yield number, _parse_json_document(text, json_keys)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{batch.path}, line {number}: not UTF-8 ({error.reason})") from error
+        except ValueError as error:
+            raise ValueError(f"{batch.path}, line {number}: {error}") from error
+
+
+def _parse_json_document(line: str, json_keys: Sequence[str]) -> dict[str, list[str]]:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg}); each line must be one JSON object") from error
+    if not isinstance(entry, dict):
+        raise ValueError("not a JSON object; each line must be one")
+    document = {}
+    for key in json_keys:
+        if key not in entry:
+            raise ValueError(f'no key "{key}"; --json-keys must name keys that every object has')
+        value = entry[key]
+        texts = value if isinstance(value, list) else [value]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f'key "{key}" must hold text or a list of texts')
+        if any(not _is_valid_unicode(text) for text in texts):
+            raise ValueError(f'key "{key}" holds half of a surrogate pair, which no UTF-8 text can')
+        document[key] = texts
+    return document
+
+
+def _is_valid_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -30,12 +30,13 @@ import numpy
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _parser import leave_with
-from _preprocess_totals import EncodedBatch, EncodedDocuments, Totals, show_progress
-from _text_files import Batch, Source, read_batches
-from _text_input import OneLineParser, add_input_flags, read_documents, sources_of
+from _model_flags import add_tokenizer_flags, tokenizer_options
+from _parser import Parser, bad_input, leave_with
+from _text_files import Batch, Source, add_input_flags, read_batches, read_documents, sources_of
 
-from megatron.bcd.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from megatron.bcd.tokenizer import Tokenizer, build_tokenizer
+
+PROG = "tools/preprocess_data.py"
 
 _SHORT_BYTES = 200
 """A wrapped line has about 70."""
@@ -52,7 +53,46 @@ class EncoderConfig:
     append_eod: bool
 
 
-# --- encoding --------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class EncodedDocuments:
+    """Tokens of the documents of one batch, for one key.
+
+    `tokens` [sum of all lengths]; `lengths` [documents][sequences]: an empty document has no sequences.
+    """
+
+    tokens: numpy.ndarray
+    lengths: list[list[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedBatch:
+    num_file_bytes: int
+    num_text_bytes: int
+    num_documents: int
+    documents: dict[str, EncodedDocuments]
+
+
+@dataclass(kw_only=True)
+class Totals:
+    """Running counts: documents once, their tokens and their empty texts over all keys."""
+
+    num_documents: int = 0
+    num_empty: int = 0
+    num_tokens: int = 0
+    num_file_bytes: int = 0
+    """Of the files as they are on the disk."""
+    num_text_bytes: int = 0
+
+    def add(self, batch: EncodedBatch) -> None:
+        self.num_documents += batch.num_documents
+        self.num_file_bytes += batch.num_file_bytes
+        self.num_text_bytes += batch.num_text_bytes
+        for documents in batch.documents.values():
+            self.num_empty += documents.lengths.count([])
+            self.num_tokens += documents.tokens.size
+
+
+# --- encoding
 
 
 class Encoder:
@@ -150,7 +190,7 @@ def encode_batches(batches: Iterable[Batch], encoder: Encoder, num_workers: int)
                 future.cancel()
 
 
-# --- writing ---------------------------------------------------------------------------------------
+# --- writing
 
 
 class DatasetWriter:
@@ -227,45 +267,20 @@ class DatasetWriter:
                 os.rmdir(folder)
 
 
-# --- command line ----------------------------------------------------------------------------------
+# --- command line
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
-        prog="preprocess_data.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def build_parser() -> Parser:
+    parser = Parser(prog=PROG, description=__doc__)
     add_input_flags(parser)
     group = parser.add_argument_group("tokenizer")
-    group.add_argument("--tokenizer-type", required=True, choices=TOKENIZER_TYPES)
-    group.add_argument("--vocab-file", metavar="FILE", help="GPT2BPETokenizer: encoder.json")
-    group.add_argument("--merge-file", metavar="FILE", help="GPT2BPETokenizer: vocab.bpe")
-    group.add_argument(
-        "--tokenizer-model",
-        metavar="PATH",
-        help="SentencePiece model file, local Hugging Face folder, or JSON vocabulary of TikTokenizer",
-    )
-    group.add_argument(
-        "--vocab-size",
-        type=int,
-        metavar="N",
-        help="NullTokenizer: ids 0..N-1, and N ends a document; TikTokenizer: all ids (default 131072)",
-    )
-    group.add_argument("--tiktoken-pattern", choices=("v1", "v2"), default="v2", help="TikTokenizer (default: v2)")
-    group.add_argument(
-        "--tiktoken-num-special-tokens", type=int, default=1000, metavar="N", help="TikTokenizer (default: 1000)"
-    )
+    add_tokenizer_flags(group, required=True)
     group.add_argument("--append-eod", action="store_true", help="end every document with the tokenizer's eod id")
     group = parser.add_argument_group("output and running")
     group.add_argument("--output-prefix", required=True, metavar="PREFIX", help="folders are created")
     group.add_argument("--workers", type=int, default=1, metavar="N", help="processes (default: 1)")
     group.add_argument(
-        "--log-interval",
-        type=int,
-        metavar="N",
-        help="documents between progress lines in a log (default: ten lines)",
+        "--log-interval", type=int, metavar="N", help="documents between progress lines (default: ten lines)"
     )
     return parser
 
@@ -277,18 +292,10 @@ def run(args: argparse.Namespace) -> str:
     if args.log_interval is not None and args.log_interval < 1:
         raise ValueError(f"--log-interval {args.log_interval} must be at least 1")
     sources = sources_of(args)
-    names = (
-        "vocab_file",
-        "merge_file",
-        "tokenizer_model",
-        "vocab_size",
-        "tiktoken_pattern",
-        "tiktoken_num_special_tokens",
-    )
     encoder = Encoder(
         EncoderConfig(
             tokenizer_type=args.tokenizer_type,
-            tokenizer_options={name: getattr(args, name) for name in names},
+            tokenizer_options=tokenizer_options(args),
             json_keys=tuple(dict.fromkeys(args.json_keys)),
             append_eod=args.append_eod,
         )
@@ -296,15 +303,19 @@ def run(args: argparse.Namespace) -> str:
     totals = Totals()
     with (
         DatasetWriter(args.output_prefix, encoder.config.json_keys, encoder.tokenizer.vocab_size) as writer,
-        show_progress(sum(os.path.getsize(source.path) for source in sources), args.log_interval) as report,
         contextlib.closing(encode_batches(read_batches(sources), encoder, args.workers)) as encoded_batches,
     ):
-        start = time.perf_counter()
+        start, total_bytes, steps_shown = time.perf_counter(), sum(os.path.getsize(one.path) for one in sources), 0
         for batch in encoded_batches:
             for key, documents in batch.documents.items():
                 writer.add(key, documents)
             totals.add(batch)
-            report(totals)
+            percent = 100 * totals.num_file_bytes // max(total_bytes, 1)
+            steps = totals.num_documents // args.log_interval if args.log_interval else percent // 10
+            if steps > steps_shown and totals.num_tokens:
+                steps_shown = steps
+                counts = f"{totals.num_documents:,} documents, {totals.num_tokens:,} tokens"
+                print(f"{percent:3d} %  {counts}", file=sys.stderr, flush=True)
         if totals.num_tokens == 0:
             raise ValueError(f"--input {' '.join(args.input)}: no text in it, so there is no dataset to write")
         writer.publish()
@@ -347,12 +358,10 @@ def summary(prefixes: Sequence[str], totals: Totals, seconds: float) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = build_parser()
-    args = parser.parse_args(arguments)
     try:
-        print(run(args))
+        print(run(build_parser().parse_args(arguments)))
     except (ValueError, OSError) as error:
-        parser.error(" ".join(str(error).split()))
+        return bad_input(PROG, error)
     return 0
 
 

@@ -16,9 +16,10 @@ import re
 from collections.abc import Iterator, Sequence
 
 import sentencepiece
-from _parser import leave_with
-from _text_files import Source, read_batches
-from _text_input import OneLineParser, add_input_flags, read_documents, sources_of
+from _parser import Parser, bad_input, leave_with
+from _text_files import Source, add_input_flags, read_batches, read_documents, sources_of
+
+PROG = "tools/train_tokenizer.py"
 
 SEED = 1234
 """Of the random choice of lines that --input-sentence-size asks for."""
@@ -117,13 +118,8 @@ def write_model(path: str, model: bytes) -> None:
         raise
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
-        prog="train_tokenizer.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def build_parser() -> Parser:
+    parser = Parser(prog=PROG, description=__doc__)
     add_input_flags(parser)
     group = parser.add_argument_group("model")
     group.add_argument("--output-prefix", required=True, metavar="PREFIX", help="folders are created")
@@ -173,12 +169,10 @@ def run(args: argparse.Namespace) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = build_parser()
-    args = parser.parse_args(arguments)
     try:
-        print(run(args))
+        print(run(build_parser().parse_args(arguments)))
     except (ValueError, OSError) as error:
-        parser.error(" ".join(str(error).split()))
+        return bad_input(PROG, error)
     return 0
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from support import huggingface_models as models
 from support.huggingface_weights import to_gpt2, to_llama
 
-from megatron.bcd.huggingface import core_format, folder
+from megatron.bcd.huggingface import core_format
 from megatron.bcd.huggingface.tensors import LAYERS
 
 Edit = Callable[[Path], None]
@@ -82,18 +82,6 @@ def test_tensors_are_those_that_another_table_gives(name: str, written: Callable
     groups = models.SETTINGS[name].get("num_key_value_heads", 2)
     theirs = to_gpt2(ours, num_heads=4) if name.startswith("gpt2") else to_llama(ours, num_heads=4, num_groups=groups)
     assert models.differing(theirs, models.tensors_of(written(name))) == []
-
-
-def test_16_bits_and_padding(tmp_path: Path) -> None:
-    """A dtype that changes on the way, a padding row that is not zero."""
-    given = models.write_model("llama3", tmp_path / "given", dtype=torch.bfloat16)
-    assert convert("hf", given, tmp_path / "bcd", "--make-vocab-size-divisible-by", "64") == 0
-    checkpoint = core_format.CoreCheckpoint(str(tmp_path / "bcd" / "iter_0000000"))
-    head = checkpoint.read("output_layer.weight")
-    assert head.shape == (320, 32) and head.dtype == torch.bfloat16
-    assert not head[models.VOCABULARY :].any() and head[: models.VOCABULARY].any(dim=1).all()
-    assert convert("bcd", tmp_path / "bcd", tmp_path / "back") == 0
-    assert models.differing(models.tensors_of(given), models.tensors_of(tmp_path / "back")) == []
 
 
 def test_large_vocabularies_are_written_in_parts(
@@ -272,15 +260,3 @@ def test_names_on_the_hub(
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert convert("hf", Path("other/model"), tmp_path / "none") == 2
     assert "huggingface_hub" in capsys.readouterr().err
-
-
-def test_only_one_tensor_is_read_at_a_time(written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pickle of a whole model in memory: headers only, until a tensor is asked for."""
-    read: list[str] = []
-    original = folder.ModelFolder._read
-    monkeypatch.setattr(folder.ModelFolder, "_read", lambda self, name: read.append(name) or original(self, name))
-    source = folder.ModelFolder(str(written("llama2")))
-    assert read == []
-    row = next(row for row in source.rows if row.key.endswith("linear_qkv.weight"))
-    source.read(row, 1)
-    assert read == [f"model.layers.1.self_attn.{letter}_proj.weight" for letter in "qkv"]

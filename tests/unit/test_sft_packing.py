@@ -17,9 +17,9 @@ from support import fine_tuning
 from megatron.bcd.data.batches import between_segments
 from megatron.bcd.data.sft import dataset as plan
 from megatron.bcd.data.sft import store
-from megatron.bcd.data.sft.dataset import FineTuningDataset, divide, divide_by_record, one_each, pack
+from megatron.bcd.data.sft.dataset import FineTuningDataset, divide, one_each, pack
 from megatron.bcd.data.sft.text import Tokens
-from megatron.bcd.tokenizer import ByteLevelTokenizer, HuggingFaceTokenizer
+from megatron.bcd.tokenizer import ByteLevelTokenizer
 
 
 @given(lengths=st.lists(st.integers(0, 20), max_size=40))
@@ -60,14 +60,6 @@ def test_a_record_is_in_one_split(tmp_path: Path) -> None:
     assert len(lines[0][0]) == len(lines[0][1]) == 20 and not lines[0][0] & lines[0][1]
     assert all(short <= long for short, long in zip(lines[1], lines[0], strict=True))
     assert sum(map(len, splits[0])) == len(rows) > sum(map(len, splits[1]))
-
-
-@given(count=st.integers(0, 50))
-def test_records_of_one_sample_are_divided_as_samples(count: int) -> None:
-    """A split that changes for records that have one sample each."""
-    records = numpy.stack([numpy.zeros(count), numpy.arange(count) * 2], axis=1).astype(numpy.int64)
-    for one, two in zip(divide(count, (95, 5)), divide_by_record(records, (95, 5)), strict=True):
-        assert one.tolist() == two.tolist()
 
 
 def test_between_segments() -> None:
@@ -172,21 +164,6 @@ def test_a_damaged_folder_is_made_again(tmp_path: Path, name: str) -> None:
     assert written(tmp_path).bounds.tolist() == [0, 3, 5, 9]
 
 
-def test_another_job_was_quicker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two jobs that prepare the same records: the slower one fails, or replaces what the other is reading."""
-    first = written(tmp_path)
-    real, calls = store.open_samples, []
-
-    def not_yet(root: str, digest: str) -> store.Samples | None:
-        calls.append(digest)
-        return None if len(calls) == 1 else real(root, digest)
-
-    monkeypatch.setattr(store, "open_samples", not_yet)
-    inode = (tmp_path / "one").stat().st_ino
-    assert written(tmp_path).digest == first.digest and len(calls) == 3
-    assert [path.name for path in tmp_path.iterdir()] == ["one"] and (tmp_path / "one").stat().st_ino == inode
-
-
 def test_the_digest_is_of_content(tmp_path: Path) -> None:
     """Tokens of a file or of a tokenizer that has changed since."""
     path, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
@@ -199,20 +176,3 @@ def test_the_digest_is_of_content(tmp_path: Path) -> None:
     assert store.digest_of([str(path), str(other)], tokenizer, "auto") != digest
     path.write_text("two")
     assert store.digest_of([str(path)], tokenizer, "auto") != digest
-
-
-@pytest.mark.parametrize("name", ["config.json", "qwen.tiktoken", "tokenizer_config.json"])
-def test_the_digest_covers_the_tokenizer(tmp_path: Path, name: str) -> None:
-    """Tokens that are kept although a file of the tokenizer's folder has changed."""
-    tokenizer = HuggingFaceTokenizer(tokenizer_model=fine_tuning.tokenizer_folder(tmp_path, None))
-    digest = store.digest_of([], tokenizer, "auto")
-    (tmp_path / name).write_text("{}")
-    assert store.digest_of([], tokenizer, "auto") != digest
-
-
-def test_records_that_cannot_be_read() -> None:
-    """A traceback for a file that is there, and whose content is not."""
-    path = "/proc/self/mem"  # unreadable at its start, for root too
-    with pytest.raises(ValueError, match=f"^--data-path {path} can't be read") as refusal:
-        store._digest_of_run([("--data-path", path)], ByteLevelTokenizer(), "auto")
-    assert "\n" not in str(refusal.value)

@@ -169,14 +169,6 @@ def test_what_has_no_text(
         tokens_of(record_of(record), Renderer(tokenizer, prompt_format), tokenizer)
 
 
-def test_a_tokenizer_without_a_folder_has_no_template() -> None:
-    """A conversation that is trained on without its roles."""
-    tokenizer = ByteLevelTokenizer()
-    assert chat_template_of(tokenizer) is None
-    with pytest.raises(ValueError, match="HuggingFaceTokenizer"):
-        tokens_of(record_of({"messages": TALK}), Renderer(tokenizer, "auto"), tokenizer)
-
-
 def test_the_template_sees_no_date() -> None:
     """Text, and with it everything that is kept of it, that changes from day to day."""
     source = "{{ strftime_now('%Y') if strftime_now is defined else 'no date' }}"

@@ -9,7 +9,6 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import sentencepiece
@@ -185,19 +184,3 @@ def test_other_types(tmp_path: Path, kind: str, family: str) -> None:
     folder = exported(tokenizer, tmp_path / "out", family=family)
     assert differing(tokenizer, folder, list(lines(1000))) == []
     assert tokenizer_export.difference(tokenizer, str(folder)) is None
-
-
-def test_what_is_not_equal_is_said(tmp_path: Path) -> None:
-    """An export that is silent: of numbers alone, of a tokenizer that AutoTokenizer makes anew for Qwen2, of a folder
-    without its files, or without transformers to look with."""
-    numbers = build_tokenizer("NullTokenizer", vocab_size=9)
-    assert tokenizer_export.files_of(numbers, adds_special_tokens=False) == {}
-    assert tokenizer_export.difference(numbers, str(tmp_path)) is not None
-    tokenizer = build_tokenizer("ByteLevelTokenizer")
-    folder = exported(tokenizer, tmp_path / "out")
-    assert tokenizer_export.difference(tokenizer, str(folder)) is None
-    with mock.patch.dict("sys.modules", transformers=None):
-        assert tokenizer_export.difference(tokenizer, str(folder)) is not None
-    assert tokenizer_export.difference(tokenizer, str(exported(tokenizer, tmp_path / "q", family="qwen2"))) is not None
-    (folder / "tokenizer.json").unlink()
-    assert tokenizer_export.difference(tokenizer, str(folder)) is not None
