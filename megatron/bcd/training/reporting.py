@@ -386,8 +386,8 @@ def _describe_samples(samples: PhaseSubset | None) -> tuple[str, ...]:
     if samples is None:
         return ()
     return (
-        f"each phase trains on {samples.size:,} of the {samples.num_samples:,} sequences of an epoch; after "
-        f"{math.ceil(samples.num_samples / samples.size):,} phases all have been drawn",
+        f"each phase trains on {samples.size:,} of the {samples.num_samples:,} sequences of an epoch, which is "
+        f"shuffled anew after {samples.num_samples // samples.size:,} phases",
     )
 
 

@@ -16,9 +16,10 @@ import numpy.typing
 import torch
 from megatron.core import parallel_state
 
-from megatron.bcd.blocks.subsets import Permutation, PhaseSubset
+from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
 from megatron.bcd.data.lengths import num_samples
+from megatron.bcd.data.sft.permutation import Permutation
 from megatron.bcd.data.sft.store import Files, Samples, tokenized_samples
 from megatron.bcd.data.sft.text import name_of
 from megatron.bcd.data.splits import Splits
