@@ -1,9 +1,8 @@
 """Times steps that read their prefix from a cache and steps that compute it: tools/benchmark.py --prefix-cache.
 
-In each round every block with a prefix is built once, as a phase of its own: a new subset of the data, whose cache is
-filled NUM_FILLS times, and which is used NUM_USES times. Steps that compute the prefix and steps with the cache go
-through the phase side by side, one of each in turn. What a fill took is compared with the prefix's forward passes
-alone, over the same samples in the same micro-batches, whose tokens lie ready; these come right after each fill.
+In each round every block with a prefix is built once, as a phase of its own: a new subset of the data, which is used
+NUM_USES times. Steps that compute the prefix and steps with the cache go through the phase side by side, one of each in
+turn.
 """
 
 from __future__ import annotations
@@ -27,13 +26,10 @@ from megatron.bcd.config import RunConfig
 from megatron.bcd.metrics.console import format_bytes
 from megatron.bcd.model.implementation import implementation_here
 from megatron.bcd.planner.cost import compute_ratio
-from megatron.bcd.prefix_cache import folders
-from megatron.bcd.prefix_cache.fill import Filler
 
 NUM_ROUNDS = 4
 NUM_STEPS = 15  # and one untimed: with 4 sequences a step, 16 samples are used 4 times
 NUM_USES = 4
-NUM_FILLS = 3  # of each cache
 REFUSED = ("bcd-layout", "bcd-schedule", "bcd-order", "bcd-switch", "bcd-steps-per-block", "bcd-sample-ratio",
            "bcd-always-active", "data-path", "train-data-path")  # fmt: skip
 DEFAULTS: dict[str, object] = {"bcd_sample_ratio": 1.0}
@@ -88,10 +84,8 @@ class CacheTurn:
 
     computed_ms: tuple[float, ...]
     served_ms: tuple[float, ...]
-    fill_ms: tuple[float, ...]
-    """From the decision to keep the outputs until the first of them could be read, each time from nothing."""
-    forward_ms: tuple[float, ...]
-    """The same samples through the prefix alone, right after each fill."""
+    fill_ms: float
+    """From the decision to keep the outputs until the first of them could be read."""
     num_samples: int
 
     @property
@@ -134,16 +128,11 @@ class PrefixCacheBenchmark:
         bench.components.module.train()
         samples.end_phase()
         num_uses = bench.components.block_schedule.least_steps(0) * data.global_batch_size(bench.components.config)
-        fill_ms, forward_ms, num_samples = [], [], 0
-        for _ in range(NUM_FILLS):
-            self._forget()
-            start = now()
-            is_served = cache.begin_phase(phase, block, num_samples=num_uses)
-            fill_ms.append((now() - start) * 1e3)
-            assert is_served and cache.cache is not None, "the flags say so"
-            bench.components.pipeline.begin_phase(block, is_prefix_served=True)
-            num_samples = cache.cache.key.num_records
-            forward_ms.append(self._forward_ms(cache.cache))
+        start = now()
+        is_served = cache.begin_phase(phase, block, num_samples=num_uses)
+        fill_ms = (now() - start) * 1e3
+        assert is_served and samples.subset is not None, "the flags say so"
+        bench.components.pipeline.begin_phase(block, is_prefix_served=True)
         served = cache.serve(samples.batches(phase=phase, consumed_samples=0, position=0), position=0)
         samples.end_phase()
         computed = samples.batches(phase=phase, consumed_samples=0, position=0)
@@ -154,18 +143,9 @@ class PrefixCacheBenchmark:
         return CacheTurn(
             computed_ms=times["computed"],
             served_ms=times["served"],
-            fill_ms=tuple(fill_ms),
-            forward_ms=tuple(forward_ms),
-            num_samples=num_samples,
+            fill_ms=fill_ms,
+            num_samples=samples.subset.size,
         )
-
-    def _forget(self) -> None:
-        """No cache of the present phase is there any more."""
-        prefix_cache = self.bench.components.prefix_cache
-        if prefix_cache.cache is not None:
-            folder = prefix_cache.cache.folder
-            prefix_cache.close()
-            folders.delete(folder)
 
     def _steps(self, ways: dict[str, Any], index: int) -> dict[str, tuple[float, ...]]:
         """Milliseconds of the timed steps, by way; one of each in turn, so that both meet the same machine."""
@@ -174,22 +154,6 @@ class PrefixCacheBenchmark:
             for way in rotated(list(ways), index + step):
                 times[way].append(self.bench.step(batches=ways[way]).milliseconds)
         return {way: tuple(of_way[self.num_warm_up_steps :]) for way, of_way in times.items()}
-
-    @torch.no_grad()
-    def _forward_ms(self, cache: folders.Cache) -> float:
-        components, samples = self.bench.components, cache.samples
-        filler = Filler(components.prefix_cache.prefix(), cache)
-        size = components.config.training.micro_batch_size
-        batches = [
-            data.batch_of(components.splits.train, samples[start : start + size].tolist())
-            for start in range(0, len(samples), size)
-        ]
-        start = now()
-        for batch in batches:
-            filler.forward(batch)
-        taken = (now() - start) * 1e3
-        filler.close()
-        return taken
 
     def _figures(self, turns: dict[int, list[CacheTurn]], argv: Sequence[str]) -> dict[str, Any]:
         config = self.bench.components.config
@@ -216,19 +180,12 @@ class PrefixCacheBenchmark:
             "served_ms": statistics.median(time for turn in turns for time in turn.served_ms),
             "ratio": statistics.median(turn.ratio for turn in turns),
             "bound": (units - layers) / units,
-            "fill_ms_per_sample": statistics.median(ms / turn.num_samples for turn in turns for ms in turn.fill_ms),
-            "forward_ms_per_sample": statistics.median(
-                ms / turn.num_samples for turn in turns for ms in turn.forward_ms
-            ),
-            "fill_ratio": statistics.median(
-                fill / forward for turn in turns for fill, forward in zip(turn.fill_ms, turn.forward_ms, strict=True)
-            ),
+            "fill_ms_per_sample": statistics.median(turn.fill_ms / turn.num_samples for turn in turns),
             "bytes_per_sample": config.model.seq_length * config.hidden_size * value_bytes,
         }
 
 
-COLUMNS = ("block", "layers", "prefix", "computed ms", "cached ms", "ratio", "bound", "fill ms/sample",
-           "forward ms/sample", "fill ratio", "per sample")  # fmt: skip
+COLUMNS = ("block", "layers", "prefix", "computed ms", "cached ms", "ratio", "bound", "fill ms/sample", "per sample")
 
 
 def _show(figures: dict[str, Any]) -> None:
@@ -243,14 +200,11 @@ def _show(figures: dict[str, Any]) -> None:
             f"{row['ratio']:.3f}",
             f"{row['bound']:.3f}",
             f"{row['fill_ms_per_sample']:,.2f}",
-            f"{row['forward_ms_per_sample']:,.2f}",
-            f"{row['fill_ratio']:.3f}",
             format_bytes(row["bytes_per_sample"]),
         )
     print_table(shown)
     print(
         f"ratio: step with the cache / step that computes its prefix; each sample is used {NUM_USES} times\n"
         "bound: F, D and W of the layers as 1 each, without embedding, head and optimizer\n"
-        "fill ratio: filling the cache / running the prefix forward over the same samples\n"
         f"{figures['hardware']}\n{figures['implementation']}\n{figures['command']}"
     )

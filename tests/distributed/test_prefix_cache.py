@@ -54,9 +54,9 @@ def test_a_prefix_runs_once_for_each_sample(world2: World, text_data: str, tmp_p
     much."""
     flags = prefix_runs.FLAGS | {"data_path": text_data, "eval_iters": 0, "train_iters": 8} | CASES["stage"]
     first, second = world2.run(prefix_runs.counted_run, worlds.run_config(**flags, bcd_prefix_cache=tmp_path))
-    before, after = first["layers"]
+    before, after = first
     assert {layer: after[layer] - before[layer] for layer in after} == dict.fromkeys(range(3), 8), "15 samples, by 2"
-    before, after = second["layers"]
+    before, after = second
     assert {layer: after[layer] - before[layer] for layer in after} == dict.fromkeys(range(3, 6), 16), "4 steps"
 
 
@@ -65,6 +65,6 @@ def test_all_stages_leave_out_their_chunks_of_the_prefix(world2: World, text_dat
     flags = prefix_runs.FLAGS | {"data_path": text_data, "eval_iters": 0, "train_iters": 8} | CASES["interleaved"]
     ranks = world2.run(prefix_runs.counted_run, worlds.run_config(**flags, bcd_prefix_cache=tmp_path))
     for stage, rank in enumerate(ranks):
-        before, after = rank["layers"]
+        before, after = rank
         times = {layer: after[layer] - before[layer] for layer in after}
         assert times == {stage: 8, stage + 2: 16, stage + 4: 16}, "15 samples by 2 in the fill, then 4 steps"

@@ -325,7 +325,7 @@ class Rank:
             self.collective("parameters", "dp")
 
     def _fill(self, link: Any, first_trainable: int) -> None:
-        """As `prefix_cache.fill.Filler`: up to the first active layer."""
+        """As a fill of the prefix cache: up to the first active layer."""
         if self.stage <= first_trainable:
             for number in range(self.case.num_microbatches):
                 received = link.receive((1,), more_follow=False) if self.stage > 0 else None

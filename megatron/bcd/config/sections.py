@@ -162,7 +162,7 @@ class BcdConfig:
     bcd_prefix_cache_dtype: str = option("fp32", "precision of the stored outputs", choices=BF16_OR_FP32)
     bcd_prefix_cache_max_gib: float | None = option(
         None,
-        "size limit of all phases together; a phase beyond it is computed; default: half of the free disk space",
+        "size limit; a phase that needs more is computed; default: half of the free disk space",
         metavar="GIB",
     )
     bcd_schedule: str = option(

@@ -1,50 +1,58 @@
-"""Pre-inference (arXiv 2506.12037, section 3.2.2): phases whose prefix is read from a cache instead of computed."""
+"""Phases whose prefix is read from a file instead of computed.
+
+Tensor shapes: S sequence length, B micro-batch size, H hidden size.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import hashlib
+import itertools
+import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy
 import torch
 from megatron.core import parallel_state
 
 from megatron.bcd import data
+from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
 from megatron.bcd.data.samples import TrainingSamples
 from megatron.bcd.metrics.console import format_bytes
 from megatron.bcd.metrics.reporter import Reporter
+from megatron.bcd.model.attention import whole_sequence
+from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.model.implementation import Implementation
 from megatron.bcd.model.transformer_config import DTYPES
 from megatron.bcd.pipeline.schedule import PipelineSchedule
-from megatron.bcd.prefix_cache import fill, folders, serve
-from megatron.bcd.prefix_cache.folders import Cache
-from megatron.bcd.prefix_cache.key import CacheKey, digest_of
-from megatron.bcd.prefix_cache.store import Slots
-from megatron.bcd.prefix_cache.weight_digests import layer_digests
-from megatron.bcd.runtime import atomic_io, collectives, device, packages
+from megatron.bcd.prefix_cache.store import Indices, PrefixFile, cache_files
+from megatron.bcd.runtime import atomic_io, collectives, device, packages, replicas
 
 BREAK_EVEN = 1.15
 """Least uses of a sample for which a cache pays: filling it costs at most as many forward passes of the prefix."""
-_SHARDS_AT_ONCE = 16
-"""Reserved while the other ranks wait: 4 GiB, two minutes on a disk that takes 32 MiB/s."""
-_CHANGE_NO_OUTPUT = (
-    "pipeline_model_parallel_size",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-)
+_MICROBATCHES_PER_ROUND = 16
+"""After each round all ranks exchange errors: ranks without work must not wait longer than a collective's timeout."""
+_MAX_PENDING_WRITES = 4
+_MICROBATCHES_AHEAD = 4
+_STOPPED = "the run is asked to stop"
+_DIGEST_CHUNK = 1 << 22
 
 
 class PrefixCache:
-    """--bcd-prefix-cache: opens and fills the cache of each phase, and serves from it. The same on every rank."""
+    """--bcd-prefix-cache: fills the cache of each phase and reads from it. The same on every rank.
+
+    Every phase has other samples and a prefix of other weights: the folder holds the file of one phase, which the next
+    fill removes.
+    """
 
     def __init__(
         self,
@@ -63,252 +71,355 @@ class PrefixCache:
         """`stage`: pipeline stage of this rank; `dataset`: the training split, None on a stage that needs no data;
         `should_stop`: whether the run is asked to stop, which ends the filling of a cache; a collective."""
         self.root = config.bcd.bcd_prefix_cache
-        self._config = config
-        self._model = model
-        self._partition = partition
-        self._stage = stage
-        self._dataset = dataset
+        self.config = config
+        self.model = model
+        self.partition = partition
+        self.stage = stage
+        self.dataset = dataset
         self._samples = samples
-        self._pipeline = pipeline
+        self.pipeline = pipeline
+        self._implementation = implementation
         self._reporter = reporter
-        self._should_stop = should_stop
-        self._network = _network(config, implementation)
-        self._phase = self._block = 0
-        self._cache: Cache | None = None
+        self.should_stop = should_stop
+        self.block = self._phase = 0
+        self._file: PrefixFile | None = None
         self._served: Iterator[data.Batch] | None = None
         self._hits = 0
 
-    @property
-    def cache(self) -> Cache | None:
-        """The cache that the present phase reads; None where it computes its prefix."""
-        return self._cache
-
     def begin_phase(self, phase: int, block: int, *, num_samples: int) -> bool:
-        """Open the cache of `phase`, in which `block` is active, and fill what is missing; whether the phase reads its
-        prefix from it. A collective, with whole weights on every rank.
+        """Fill the cache of `phase`, in which `block` is active; whether the phase reads its prefix from it. A
+        collective, with whole weights on every rank.
 
         `num_samples`: least number of samples, repeated ones included, that the phase trains on from its start.
         """
         self.close()
-        self._phase, self._block = phase, block
-        self._cache = self._open(num_samples)
-        return self._cache is not None
+        self._phase, self.block = phase, block
+        self._file = self._filled(num_samples)
+        return self._file is not None
 
     def serve(self, batches: Iterator[data.Batch], *, position: int) -> Iterator[data.Batch]:
         """`batches`, from sample `position` of the phase on; if the phase reads its prefix, with the input of the first
         active layer added on the stage that holds that layer."""
-        if self._cache is None or self._stage != self._partition.first_trainable_stage(self._block):
+        if self._file is None or self.stage != self.partition.first_trainable_stage(self.block):
             return batches
         if self._served is None:
-            self._served = self._with_prefix_outputs(batches, self._cache, position)
+            self._served = self._with_prefix_outputs(batches, self._file, position)
         return self._served
 
-    def prefix(self) -> fill.Prefix:
-        """The present phase's prefix, ready for forward passes. A collective."""
-        return fill.Prefix.of(
-            self._config,
-            model=self._model,
-            partition=self._partition,
-            stage=self._stage,
-            block=self._block,
-            dataset=self._dataset,
-            link=self._pipeline.prefix_link(self._model),
-            pipeline=self._pipeline,
-        )
-
     def take_hits(self) -> int:
-        """Samples served to this rank since the last call; counted once over the ranks that share a microbatch."""
+        """Samples read by this rank since the last call; counted once over the ranks that share a microbatch."""
         hits, self._hits = self._hits, 0
         return hits if parallel_state.get_tensor_and_context_parallel_rank() == 0 else 0
 
     def bytes_on_disk(self) -> int:
-        """Of all caches, as rank 0 sees them; 0 on the other ranks."""
+        """As rank 0 sees them; 0 on the other ranks."""
         with contextlib.suppress(OSError):
-            return folders.bytes_on_disk(self.root) if self.root and torch.distributed.get_rank() == 0 else 0
+            if self.root and torch.distributed.get_rank() == 0:
+                return sum(map(os.path.getsize, cache_files(self.root)))
         return 0
 
     def close(self) -> None:
         """Stop reading ahead, at the end of a phase."""
         if self._served is not None:
             self._served.close()  # type: ignore[attr-defined]
-        self._served = self._cache = None
+        self._served = self._file = None
 
-    def _open(self, num_samples: int) -> Cache | None:
-        """The present phase's cache, complete; None where the phase computes its prefix, with a note why."""
-        num_layers = len(self._partition.prefix_layers(self._block))
+    def _filled(self, num_samples: int) -> PrefixFile | None:
+        """The complete file of the present phase; None where the phase computes its prefix, with a note why."""
+        num_layers = len(self.partition.prefix_layers(self.block))
         subset = self._samples.subset
         if not num_layers or subset is None:
             return None
+        told = f"{subset.size:,} outputs of {num_layers} layer{'s' * (num_layers > 1)}"
         uses = subset.times_used(num_samples)
-        size = f"{subset.size:,} outputs of {num_layers} layer{'s' * (num_layers > 1)}"
-        pays = f"samples are used {uses:,.2f} times, and it pays from {BREAK_EVEN:.2f} on"
         if uses < BREAK_EVEN:
-            self._note_computing(f"{size} are not kept: {pays}")
+            self._note_computing(f"{told} are used {uses:,.2f} times, and a cache pays from {BREAK_EVEN:.2f} on")
             return None
         samples = numpy.sort(subset.indices(self._phase))
-        key = self._key(samples, num_layers)
-        cache = Cache(str(self.root), key, samples)
-        plan = self._prepare_on_rank_0(cache)
-        if plan["error"] is not None:
-            self._give_up(cache, plan["error"])
+        assert self.root is not None
+        file = PrefixFile(
+            self.root,
+            key=self._key(samples, num_layers),
+            samples=samples,
+            shape=(self.config.model.seq_length, self.config.hidden_size),
+            dtype=self.config.bcd.bcd_prefix_cache_dtype,
+        )
+        limit = self.config.bcd.bcd_prefix_cache_max_gib
+        max_bytes = None if limit is None else int(limit * 2**30)
+        error, no_room = collectives.on_rank_0(lambda: _attempt(lambda: file.prepare(max_bytes=max_bytes)))
+        if no_room:
+            self._note_computing(f"{told} ({format_bytes(file.num_bytes)}) are {no_room}")
             return None
-        if plan["reason"]:
-            self._note_computing(f"{size} ({format_bytes(cache.store.num_bytes)}) are not kept: {plan['reason']}")
-            return None
-        error = _reserve(cache)
-        if error is not None:
-            self._give_up(cache, error)
-            return None
-        missing = _not_there(cache, numpy.arange(key.num_records))
+        start = time.monotonic()
+        missing = numpy.arange(0) if error else _missing(file)
         if len(missing):
             self._reporter.note(
-                f"prefix cache: phase {self._phase} keeps {size}, {format_bytes(cache.store.num_bytes)}: {pays}"
+                f"prefix cache: phase {self._phase} stores {told} ({format_bytes(file.num_bytes)}), used {uses:,.2f} "
+                "times"
             )
-        return self._filled(cache, missing, plan["shorter"])
-
-    def _filled(self, cache: Cache, missing: Slots, shorter: list[Cache]) -> Cache | None:
-        start = time.monotonic()
-        sources = [(one, _there(one, cache.samples[missing])) for one in shorter] if len(missing) else []
-        error, counts = fill.fill(self.prefix(), cache, missing, sources, self._should_stop)
-        if error == fill.STOPPED:  # what is there serves the resumed run
-            self._note_computing("the run is asked to stop")
+            error = _Fill(self, file).run(missing)
+        if error == _STOPPED:  # what is there serves the resumed run
+            self._note_computing(error)
             return None
-        if error is not None:
-            self._give_up(cache, error)
+        if error:
+            if torch.distributed.get_rank() == 0:
+                _attempt(file.remove)  # it would only be in the way on a disk that is full
+            self._reporter.warning(
+                f"--bcd-prefix-cache {self.root}: can't be filled ({error}); phase {self._phase} computes its prefix"
+            )
             return None
         self._reporter.note(
-            f"prefix cache: phase {self._phase} reads {cache.folder}; of {cache.key.num_records:,} records "
-            f"{cache.key.num_records - len(missing):,} were there"
-            + "".join(f", {count:,} {how}" for how, count in counts.items() if count)
-            + (f" ({time.monotonic() - start:,.1f} s)" if len(missing) else "")
+            f"prefix cache: phase {self._phase} reads {file.path}; {len(missing):,} of {len(samples):,} entries were "
+            f"computed ({time.monotonic() - start:,.1f} s)"
         )
-        return cache
+        return file
 
     def _note_computing(self, reason: str) -> None:
         self._reporter.note(f"prefix cache: phase {self._phase} computes its prefix: {reason}")
 
-    def _give_up(self, cache: Cache, error: str) -> None:
-        if torch.distributed.get_rank() == 0:
-            with contextlib.suppress(OSError):
-                folders.delete(cache.folder)  # it would only be in the way on a disk that is full
-        self._reporter.warning(
-            f"--bcd-prefix-cache {self.root}: can't be filled ({error}); phase {self._phase} computes its prefix"
-        )
+    def _key(self, samples: Indices, num_layers: int) -> str:
+        """A hash of everything that decides what the file holds, the same on every rank. A collective."""
+        config, weights = self.config, self._weights(num_layers)
 
-    def _key(self, samples: Slots, num_layers: int) -> CacheKey:
-        return CacheKey(
-            prefix=layer_digests(self._model, self._partition, stage=self._stage, num_layers=num_layers),
-            samples=folders.samples_digest(samples),
-            num_records=len(samples),
-            record_shape=(self._config.model.seq_length, self._config.hidden_size),
-            dtype=self._config.bcd.bcd_prefix_cache_dtype,
-            data=collectives.on_rank_0(lambda: _describe_data(self._config, self._dataset)),
-            network=self._network,
-        )
+        def key() -> str:
+            parts = {
+                "format": 2,
+                "weights": weights,
+                "data": _describe_data(config, self.dataset),
+                "dtype": config.bcd.bcd_prefix_cache_dtype,
+                "transformer": {name: str(value) for name, value in config.transformer.items()},
+                "model": {name: str(value) for name, value in asdict(config.model).items()},
+                "precision": config.precision,
+                "positions": [config.data.reset_position_ids, config.data.reset_attention_mask],
+                "micro_batch_size": config.training.micro_batch_size,  # other shapes may select other kernels
+                "implementation": self._implementation.describe(),
+                "device": device.name(),
+                "versions": [version("torch"), version("megatron-core"), packages.transformer_engine_version()],
+            }
+            return hashlib.sha256(json.dumps(parts, sort_keys=True).encode() + samples.tobytes()).hexdigest()
 
-    def _prepare_on_rank_0(self, cache: Cache) -> dict[str, Any]:
-        """On rank 0: check disk space and find caches to start from. Returned on every rank."""
-        plan: dict[str, Any] = {"error": None, "reason": "", "shorter": []}
+        return collectives.on_rank_0(key)
 
-        def prepare() -> dict[str, Any]:
-            try:
-                self._prepare(cache, plan)
-            except OSError as error:
-                plan["error"] = atomic_io.describe(error)
-            return plan
+    def _weights(self, num_layers: int) -> list[tuple[int, int, str, int]]:
+        """A digest of each parameter before layer `num_layers`, by stage, tensor rank and name. A collective."""
+        mine = []
+        if replicas.rank() == 0:
+            tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+            for name, parameter in unwrap_model(self.model).named_parameters():
+                place = ownership(name, partition=self.partition, stage=self.stage)
+                if place.module == "embedding" or (place.layer is not None and place.layer < num_layers):
+                    mine.append((self.stage, tensor_rank, name, bits_digest(parameter)))
+        return sorted(itertools.chain.from_iterable(collectives.gather_objects(mine)))
 
-        return collectives.on_rank_0(prepare)
-
-    def _prepare(self, cache: Cache, plan: dict[str, Any]) -> None:
-        root, limit = str(self.root), self._config.bcd.bcd_prefix_cache_max_gib
-        os.makedirs(root, exist_ok=True)
-        space = folders.check_space(
-            root, cache.key, cache.store.num_bytes, limit=None if limit is None else int(limit * 2**30)
-        )
-        if not space.is_enough:
-            plan["reason"] = space.reason
-            return
-        for folder in space.to_delete:
-            folders.delete(folder)
-        folders.prepare(root, cache.key, cache.samples)
-        plan["shorter"] = folders.shorter(root, cache.key)
-
-    def _with_prefix_outputs(self, batches: Iterator[data.Batch], cache: Cache, position: int) -> Iterator[data.Batch]:
+    def _with_prefix_outputs(
+        self, batches: Iterator[data.Batch], file: PrefixFile, position: int
+    ) -> Iterator[data.Batch]:
         subset = self._samples.subset
         assert subset is not None
         sampler = data.SubsetBatches(
             subset=subset,
             phase=self._phase,
             position=position,
-            micro_batch_size=self._config.training.micro_batch_size,
+            micro_batch_size=self.config.training.micro_batch_size,
             rank=parallel_state.get_data_parallel_rank(),
             num_ranks=parallel_state.get_data_parallel_world_size(),
         )
-        slots = (cache.slots_of(numpy.array(samples, dtype=numpy.int64)) for samples in sampler)
-        outputs = serve.read_ahead(cache, slots, DTYPES[self._config.precision])
+        outputs = _read_ahead(file, sampler, DTYPES[self.config.precision])
         with contextlib.closing(outputs):  # type: ignore[type-var]
             for batch, output in zip(batches, device.copied_ahead(outputs), strict=False):
                 self._hits += output.size(1)
                 yield batch | {"prefix_output": data.part_of_sequences(output)}
 
 
-def _reserve(cache: Cache) -> str | None:
-    """On rank 0, share by share: the others must not wait for all of it in one collective, which has a timeout. The
-    error, on every rank."""
+class _Reached(Exception):
+    """Ends a forward pass at the input of the first active layer."""
 
-    def reserve(first_shard: int) -> str | None:
+    def __init__(self, hidden_states: torch.Tensor) -> None:
+        self.hidden_states = hidden_states
+
+
+class _Fill:
+    """The training's own forward passes, in micro-batches of the same size, up to the first active layer. Each
+    data-parallel replica does its share; a thread writes while the next micro-batch is computed."""
+
+    def __init__(self, cache: PrefixCache, file: PrefixFile) -> None:
+        self._file = file
+        self._model, self._dataset = cache.model, cache.dataset
+        self._pipeline, self._should_stop = cache.pipeline, cache.should_stop
+        config, partition, block = cache.config, cache.partition, cache.block
+        self._micro_batch_size = config.training.micro_batch_size
+        self._length, self._hidden_size = config.model.seq_length, config.hidden_size
+        self._link = self._pipeline.prefix_link(self._model)
+        self._stage = cache.stage
+        self._needs_batch = self._stage == 0 or config.data.reset_attention_mask
+        first_active = len(partition.prefix_layers(block))
+        self._num_chunks = 0  # of every stage that hold the prefix; 0 where a stage is one chunk
+        self._last_stage = partition.first_trainable_stage(block)
+        if partition.num_chunks > 1:
+            self._num_chunks = partition.first_trainable_virtual_stage(block) // partition.num_stages
+            self._last_stage = partition.num_stages - 1
+        self._ends_here = self._stage == self._last_stage
+        self._local_layer = first_active - partition.chunk_layers(self._stage, 0).start
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="prefix-fill")
+        self._writes: deque[Future[None]] = deque()
+        self._error = ""
+
+    def run(self, missing: Indices) -> str:
+        """Compute the entries `missing`. An error of any rank, `_STOPPED`, or "". A collective."""
+        rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        share = -(-len(missing) // ranks)
+        mine = missing[rank * share : (rank + 1) * share]
+        size = self._micro_batch_size
+        with self._writer:
+            for start in range(0, share, size * _MICROBATCHES_PER_ROUND):
+                end = min(start + size * _MICROBATCHES_PER_ROUND, len(mine))
+                self._compute([mine[first : min(first + size, end)] for first in range(start, end, size)])
+                if self._link is not None:
+                    self._link.finish_sends()
+                while self._writes:
+                    self._finish_oldest_write()
+                error = collectives.first_error(self._error or None)
+                if error or self._should_stop():
+                    return error or _STOPPED
+        return ""
+
+    @torch.no_grad()
+    def _compute(self, microbatches: Sequence[Indices]) -> None:
+        """Entries of these slots. A collective within the replica."""
+        if self._num_chunks:
+            if microbatches:
+                self._compute_in_chunks(microbatches)
+            return
+        if self._stage > self._last_stage:
+            return
+        model = unwrap_model(self._model)
+        shape = self._length // parallel_state.get_context_parallel_world_size(), self._micro_batch_size
+        for slots in microbatches:
+            batch = self._batch(slots)
+            if self._stage > 0:
+                assert self._link is not None
+                model.set_input_tensor(self._link.receive((*shape, self._hidden_size), more_follow=False))
+            try:
+                output = self._forward(batch)
+            finally:
+                model.set_input_tensor(None)
+            if self._ends_here:
+                self._write(slots, output)
+            else:
+                assert self._link is not None
+                self._link.send(output)
+
+    def _compute_in_chunks(self, microbatches: Sequence[Indices]) -> None:
+        """Through all chunks that hold the prefix, as in an evaluation."""
+        done = iter(microbatches)
+
+        def step(batches: Iterator[data.Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., None]]:
+            return _output(model, next(batches)), lambda output, non_loss_data: self._write(next(done), output)
+
+        self._pipeline.run_chunks_forward(
+            model=self._model,
+            num_chunks=self._num_chunks,
+            num_microbatches=len(microbatches),
+            data_iterator=map(self._batch, microbatches),
+            forward_step_func=step,
+            seq_length=self._length,
+            micro_batch_size=self._micro_batch_size,
+            decoder_seq_length=self._length,
+        )
+
+    def _batch(self, slots: Indices) -> data.Batch:
+        """Padded with the last sample to the micro-batch size of training, so that the same kernels run."""
+        if not self._needs_batch:
+            return {}
+        slots = numpy.pad(slots, (0, self._micro_batch_size - len(slots)), mode="edge")
+        return data.batch_of(self._dataset, self._file.samples[slots].tolist())
+
+    def _forward(self, batch: data.Batch) -> torch.Tensor:
+        """This stage's output; on the stage of the first active layer, that layer's input."""
+        if not self._ends_here:
+            return _output(self._model, batch)
+        layer = unwrap_model(self._model).decoder.layers[self._local_layer]
+        hook = layer.register_forward_pre_hook(_reached, with_kwargs=True)
         try:
-            cache.store.reserve(first_shard, _SHARDS_AT_ONCE)
-        except OSError as error:
-            return atomic_io.describe(error)
-        return None
+            _output(self._model, batch)
+        except _Reached as reached:
+            return reached.hidden_states
+        finally:
+            hook.remove()
+        raise AssertionError("the first active layer was not reached")
 
-    shares = range(0, cache.store.num_shards, _SHARDS_AT_ONCE)
-    errors = (collectives.on_rank_0(functools.partial(reserve, first_shard)) for first_shard in shares)
-    return next((error for error in errors if error is not None), None)
+    def _write(self, slots: Indices, hidden_states: torch.Tensor) -> None:
+        if parallel_state.get_tensor_model_parallel_rank() != 0:
+            return
+        hidden_states = whole_sequence(hidden_states, parallel_state.get_context_parallel_group())
+        if parallel_state.get_context_parallel_rank() != 0 or self._error:
+            return
+        self._writes.append(self._writer.submit(self._file.write, slots, self._file.to_entries(hidden_states)))
+        if len(self._writes) > _MAX_PENDING_WRITES:
+            self._finish_oldest_write()
 
-
-def _network(config: RunConfig, implementation: Implementation) -> dict[str, Any]:
-    """What determines, beside weights and tokens, every bit that a prefix computes."""
-    return {
-        "transformer": {name: str(v) for name, v in config.transformer.items() if name not in _CHANGE_NO_OUTPUT},
-        "model": {name: str(value) for name, value in asdict(config.model).items()},
-        "precision": config.precision,
-        "positions": [config.data.reset_position_ids, config.data.reset_attention_mask],
-        "micro_batch_size": config.training.micro_batch_size,
-        "implementation": implementation.describe(),
-        "device": device.name(),
-        "versions": {name: version(name) for name in ("torch", "megatron-core")}
-        | {"transformer-engine": packages.transformer_engine_version()},
-    }
+    def _finish_oldest_write(self) -> None:
+        error, _ = _attempt(self._writes.popleft().result)
+        self._error = self._error or error
 
 
-def _describe_data(config: RunConfig, dataset: Any) -> str:
+def _output(model: torch.nn.Module, batch: data.Batch) -> torch.Tensor:
+    output: torch.Tensor = model(batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"))
+    return output
+
+
+def _reached(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> NoReturn:
+    raise _Reached(kwargs["hidden_states"])
+
+
+def _attempt(action: Callable[[], Any]) -> tuple[str, Any]:
+    """An error of the disk, or ""; and what `action` returned."""
+    try:
+        return "", action()
+    except OSError as error:
+        return atomic_io.describe(error), None
+
+
+def _missing(file: PrefixFile) -> Indices:
+    """Slots whose entry was not written or is damaged; each rank checks a share. A collective."""
+    mine = numpy.array_split(numpy.arange(len(file.samples)), torch.distributed.get_world_size())
+    of_rank = mine[torch.distributed.get_rank()]
+    error, missing = _attempt(lambda: file.missing(of_rank))
+    return numpy.concatenate(collectives.gather_objects(of_rank if error else missing))
+
+
+def _read_ahead(file: PrefixFile, microbatches: Iterable[list[int]], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """What enters the first active layer, by micro-batch; two threads read the next ones."""
+    with ThreadPoolExecutor(2, thread_name_prefix="prefix-cache") as threads:
+        coming = (threads.submit(file.read, numpy.array(samples), dtype) for samples in microbatches)
+        ahead = deque(itertools.islice(coming, _MICROBATCHES_AHEAD))
+        while ahead:
+            next_one = ahead.popleft()
+            ahead.extend(itertools.islice(coming, 1))
+            yield next_one.result()
+
+
+def _describe_data(config: RunConfig, dataset: Any) -> list[str]:
     """The dataset that indices refer to; its files by size and time, not by their content."""
-    paths = config.data
     parts = [type(dataset).__name__, str(getattr(dataset, "unique_description_hash", ""))]
-    for word in (*(paths.data_path or ()), *(paths.train_data_path or ())):
+    for word in (*(config.data.data_path or ()), *(config.data.train_data_path or ())):
         for path in (f"{word}.bin", f"{word}.idx"):
             with contextlib.suppress(OSError):
                 found = os.stat(path)
                 parts.append(f"{os.path.basename(path)} {found.st_size} {found.st_mtime_ns}")
-    return digest_of(parts)
+    return parts
 
 
-def _not_there(cache: Cache, slots: Slots) -> Slots:
-    """Of `slots`, those whose record is absent or damaged. Each rank checks a share. A collective."""
-    number, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    bounds = [len(slots) * rank // ranks for rank in range(ranks + 1)]
-    mine = slice(bounds[number], bounds[number + 1])
-    found = numpy.zeros(len(slots), dtype=numpy.int32)
-    found[mine] = cache.store.are_there(slots[mine].tolist())
-    everyones = torch.from_numpy(found).to(device.current())
-    torch.distributed.all_reduce(everyones)
-    return slots[everyones.cpu().numpy() == 0]
-
-
-def _there(cache: Cache, samples: Slots) -> Slots:
-    """Slots of an older cache that hold `samples` undamaged; -1 for the others. A collective."""
-    slots = cache.slots_of(samples)
-    slots[numpy.isin(slots, _not_there(cache, slots[slots >= 0]))] = -1
-    return slots
+@torch.no_grad()
+def bits_digest(tensor: torch.Tensor) -> int:
+    """64 bits from the bits and places of all elements, computed where the tensor is: a sum of a hash (SplitMix64's) of
+    both. Integers, so that the order of summation does not count."""
+    bits = tensor.reshape(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+    total = 0
+    for start in range(0, bits.numel(), _DIGEST_CHUNK):
+        chunk = bits[start : start + _DIGEST_CHUNK].to(torch.int64)
+        places = torch.arange(start, start + chunk.numel(), device=chunk.device)
+        mixed = (chunk + places * -0x61C8864680B583EB) * -0x40A7B892E31B1A47
+        mixed = (mixed ^ (mixed >> 29)) * -0x6B2FB644ECCEEE15
+        total += int((mixed ^ (mixed >> 32)).sum())
+    return total % 2**64

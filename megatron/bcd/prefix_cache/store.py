@@ -1,134 +1,114 @@
-"""The records of one cache: fixed size, in shards, each with a checksum of its own.
+"""The file of one phase's prefix outputs.
 
-A record counts only where its checksum fits, and the checksum is written after it. So a fill that was killed, a file
-that is truncated or missing, and a flipped bit are one case: records that are absent.
+An entry is one sample's input of the first active layer. Entries lie in the order of the samples' dataset indices, and
+behind them a CRC-32 of each, written after it. So a fill that was killed, a truncated file and a flipped bit are one
+case: entries that are missing.
+
+Tensor shapes: S sequence length, B micro-batch size, H hidden size.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import mmap
+import functools
 import os
 import re
+import shutil
 import zlib
-from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy
 import numpy.typing
+import torch
 
-SHARD_BYTES = 256 * 2**20
-"""A shard holds as many records as fit, and at least one."""
-FILE_NAME = re.compile(r"shard_\d{6}\.(bin|crc)")
-_CHECKSUM_BYTES = 4
-_NEVER_WRITTEN = 0
-"""In place of a checksum: the content of a file whose space was only reserved."""
+from megatron.bcd.runtime import device
 
-Bytes = numpy.typing.NDArray[numpy.uint8]
-Slots = numpy.typing.NDArray[numpy.int64]
+_FILE_NAME = re.compile(r"prefix_[0-9a-f]{32}\.bin")
+_NUMPY = {"fp32": numpy.float32, "bf16": numpy.int16}  # numpy has no bf16: its bits
+_TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+Indices = numpy.typing.NDArray[numpy.int64]
 
 
-class RecordStore:
-    """Records by slot, 0 to `num_records`. Any process may write any slot; no two write the same one at once.
+class PrefixFile:
+    """Entries by slot, 0 to the number of samples. Any rank may write any slot; no two write the same one."""
 
-    Safe for several threads to read, and for one to write.
-    """
-
-    def __init__(self, folder: str, *, name: str, num_records: int, record_bytes: int) -> None:
-        """`name` goes into every checksum: records of another cache fit no slot of this one."""
-        self.folder = folder
-        self.num_records, self.record_bytes = num_records, record_bytes
-        self._records_per_shard = max(1, SHARD_BYTES // record_bytes)
-        self._seed = zlib.crc32(name.encode())
-        self._written: dict[str, int] = {}
+    def __init__(self, root: str, *, key: str, samples: Indices, shape: tuple[int, int], dtype: str) -> None:
+        """`key`: a hexadecimal hash of all that decides what the entries hold. It names the file and goes into every
+        checksum. `samples`: dataset indices, ascending; `shape`: [S, H] of an entry in `dtype`, fp32 or bf16."""
+        self.path = os.path.join(root, f"prefix_{key[:32]}.bin")
+        self.samples = samples
+        self._root, self._key = root, key
+        self._shape, self._dtype = shape, dtype
+        self._entry_bytes: int = shape[0] * shape[1] * _TORCH[dtype].itemsize
 
     @property
     def num_bytes(self) -> int:
-        """Of all files, once written."""
-        return self.num_records * (self.record_bytes + _CHECKSUM_BYTES)
+        return len(self.samples) * (self._entry_bytes + 4)
 
-    @property
-    def num_shards(self) -> int:
-        return -(-self.num_records // self._records_per_shard)
+    def prepare(self, *, max_bytes: int | None) -> str:
+        """Create the file and remove those of other phases; entries that are there stay. Why there is no room for it,
+        else "". Without `max_bytes` it may take half of the free space: checkpoints need some, too. Raises OSError."""
+        os.makedirs(self._root, exist_ok=True)
+        for path in cache_files(self._root):
+            if path != self.path or os.path.getsize(path) != self.num_bytes:
+                os.unlink(path)
+        if max_bytes is not None and self.num_bytes > max_bytes:
+            return f"more than --bcd-prefix-cache-max-gib {max_bytes / 2**30:g}"
+        if os.path.exists(self.path):
+            return ""
+        free = shutil.disk_usage(self._root).free
+        if self.num_bytes > (free if max_bytes is not None else free // 2):
+            return f"too much for {free / 2**30:,.2f} GiB of free disk space"
+        with open(self.path, "wb") as file:
+            file.truncate(self.num_bytes)  # of holes, whose checksums are 0
+        return ""
 
-    def reserve(self, first_shard: int = 0, num_shards: int | None = None) -> None:
-        """Reserve disk space for every record of some shards, by default of all, so that no later write finds the disk
-        full. Where the file system can't, the C library writes zeros: that takes as long. Raises OSError."""
-        for shard, count in itertools.islice(self._shards(), first_shard, num_shards and first_shard + num_shards):
-            for path, size in ((self._path(shard, "bin"), self.record_bytes), (self._path(shard, "crc"), 4)):
-                file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-                try:
-                    os.ftruncate(file, min(os.fstat(file).st_size, count * size))
-                    os.posix_fallocate(file, 0, count * size)
-                finally:
-                    os.close(file)
+    def remove(self) -> None:
+        """Raises OSError."""
+        os.unlink(self.path)
 
-    def write(self, slot: int, content: Bytes) -> None:
-        """The record of `slot`, then its checksum. Raises OSError."""
-        assert content.nbytes == self.record_bytes and 0 <= slot < self.num_records
-        shard, place = divmod(slot, self._records_per_shard)
-        view = content.reshape(-1).view(numpy.uint8).data
-        _write_all(self._file(shard, "bin"), view, place * self.record_bytes)
-        checksum = self._checksum(slot, view).to_bytes(_CHECKSUM_BYTES, "little")
-        _write_all(self._file(shard, "crc"), memoryview(checksum), place * _CHECKSUM_BYTES)
+    def missing(self, slots: Indices) -> Indices:
+        """Of `slots`, those whose entry was not written or is damaged. Raises OSError."""
+        entries = self._mapped()
+        checksums = numpy.fromfile(self.path, dtype="<u4", offset=entries.nbytes)
+        found = [i for i in slots.tolist() if not checksums[i] or checksums[i] != self._checksum(i, entries[i])]
+        return numpy.array(found, dtype=numpy.int64)
 
-    def close(self) -> None:
-        """Make what was written visible to other processes. Raises OSError for a write error reported late."""
-        while self._written:
-            os.close(self._written.popitem()[1])
+    def write(self, slots: Indices, hidden_states: torch.Tensor) -> None:
+        """The samples of `slots`, of [S, B, H]; what is padded behind them is not written. Raises OSError."""
+        by_sample = hidden_states.transpose(0, 1)[: len(slots)].contiguous()
+        with open(self.path, "r+b") as file:
+            for slot, entry in zip(slots.tolist(), by_sample, strict=True):
+                content = entry.view(torch.uint8).numpy()
+                file.seek(slot * self._entry_bytes)
+                file.write(content.data)
+                file.seek(len(self.samples) * self._entry_bytes + 4 * slot)  # flushes the entry
+                file.write(self._checksum(slot, content).to_bytes(4, "little"))
 
-    def read(self, slot: int) -> Bytes | None:
-        """The record of `slot`, mapped into memory and not copied; None where its checksum does not fit."""
-        shard, place = divmod(slot, self._records_per_shard)
-        with contextlib.suppress(OSError, ValueError):
-            stored = _mapped(self._path(shard, "crc"), place * _CHECKSUM_BYTES, _CHECKSUM_BYTES)
-            expected = int.from_bytes(stored.tobytes(), "little")
-            if expected == _NEVER_WRITTEN:
-                return None
-            record = _mapped(self._path(shard, "bin"), place * self.record_bytes, self.record_bytes)
-            if expected == self._checksum(slot, record.data):
-                return record
-        return None
+    def to_entries(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[S, B, H] in the precision of the file, in host memory."""
+        return hidden_states.detach().to(_TORCH[self._dtype]).cpu()
 
-    def are_there(self, slots: Iterable[int]) -> numpy.typing.NDArray[numpy.bool_]:
-        """By slot, whether its record is there and undamaged. Reads all of them."""
-        return numpy.array([self.read(slot) is not None for slot in slots], dtype=bool)
+    def read(self, samples: Indices, dtype: torch.dtype) -> torch.Tensor:
+        """The entries of these dataset indices as [S, B, H], in host memory (page-locked where there is a GPU)."""
+        entries = torch.from_numpy(self._entries[numpy.searchsorted(self.samples, samples)])
+        by_sample = entries.view(_TORCH[self._dtype]).view(len(samples), *self._shape)
+        batch = torch.empty(by_sample.transpose(0, 1).shape, dtype=dtype, pin_memory=device.has_cuda())
+        return batch.copy_(by_sample.transpose(0, 1))
 
-    def _checksum(self, slot: int, content: memoryview) -> int:
-        return zlib.crc32(content, zlib.crc32(slot.to_bytes(8, "little"), self._seed)) or 1  # never _NEVER_WRITTEN
+    @functools.cached_property
+    def _entries(self) -> Any:
+        """Mapped when the file is complete: an earlier mapping could show old pages of a network's disk."""
+        return self._mapped()
 
-    def _shards(self) -> Iterator[tuple[int, int]]:
-        """Numbers of the shards, and how many records each holds."""
-        for shard, first in enumerate(range(0, self.num_records, self._records_per_shard)):
-            yield shard, min(self._records_per_shard, self.num_records - first)
+    def _mapped(self) -> Any:
+        shape = (len(self.samples), self._shape[0] * self._shape[1])
+        return numpy.memmap(self.path, mode="r", dtype=_NUMPY[self._dtype], shape=shape)
 
-    def _path(self, shard: int, kind: str) -> str:
-        return os.path.join(self.folder, f"shard_{shard:06d}.{kind}")
-
-    def _file(self, shard: int, kind: str) -> int:
-        path = self._path(shard, kind)
-        if path not in self._written:
-            if len(self._written) > 1:  # records arrive in slot order: earlier shards are complete
-                self.close()
-            self._written[path] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        return self._written[path]
+    def _checksum(self, slot: int, entry: numpy.typing.NDArray[Any]) -> int:
+        return zlib.crc32(entry.data, zlib.crc32(f"{self._key} {slot}".encode())) or 1  # 0: never written
 
 
-def _write_all(file: int, content: memoryview, offset: int) -> None:
-    while content:
-        written = os.pwrite(file, content, offset)
-        content, offset = content[written:], offset + written
-
-
-def _mapped(path: str, offset: int, size: int) -> Bytes:
-    """Part of a file, mapped for as long as the array lives. Raises OSError or ValueError where the file is shorter.
-
-    One mapping per record, not one per file: what was read long ago must not count as this process's memory.
-    """
-    start = offset - offset % mmap.ALLOCATIONGRANULARITY
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        mapping = mmap.mmap(file, offset - start + size, prot=mmap.PROT_READ, offset=start)
-    finally:
-        os.close(file)
-    return numpy.frombuffer(mapping, dtype=numpy.uint8, count=size, offset=offset - start)
+def cache_files(root: str) -> list[str]:
+    """Of any phase, below `root`. Raises OSError."""
+    return [os.path.join(root, name) for name in sorted(os.listdir(root)) if _FILE_NAME.fullmatch(name)]

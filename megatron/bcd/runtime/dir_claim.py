@@ -32,7 +32,7 @@ class DirClaim:
             self.lock.release()
 
 
-def claim(root: str | None, *, flag: str, contents: str, clean: Callable[[str], Any]) -> DirClaim:
+def claim(root: str | None, *, flag: str, contents: str, clean: Callable[[str], Any] | None = None) -> DirClaim:
     """Lock `root` for this job, `clean` it up after a killed one, and check that every node sees it. A collective.
 
     `flag` and `contents` (what is written there, a plural) are for messages. Without a root there is nothing to claim.
@@ -46,7 +46,8 @@ def claim(root: str | None, *, flag: str, contents: str, clean: Callable[[str], 
 
     def prepare() -> tuple[str, str | None]:
         warning = lock.acquire()
-        clean(root)
+        if clean is not None:
+            clean(root)
         token = uuid.uuid4().hex
         SharedDiskProbe(root=root, token=token).create()
         return token, warning

@@ -17,8 +17,6 @@ from megatron.bcd.checkpoint import layout, loader, run_state
 from megatron.bcd.checkpoint.saver import check_save_folder, claim_save_folder, clear_save_folder
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model import builder
-from megatron.bcd.prefix_cache import folders as caches
-from megatron.bcd.prefix_cache.serve import DamagedRecord
 from megatron.bcd.runtime import collectives, device, dir_claim, distributed, rng, threads
 from megatron.bcd.runtime.exit import exit_on_error
 from megatron.bcd.tokenizer import build_tokenizer
@@ -85,10 +83,6 @@ def run(trainer: Trainer, *, prog: str) -> None:
     try:
         with trainer.reporter:
             trainer.train()
-    except DamagedRecord as error:  # on this rank alone: the others wait in a collective until torchrun ends them
-        print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(1)
     except TrainingFailed as error:
         if torch.distributed.get_rank() == 0:
             print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
@@ -116,7 +110,7 @@ def with_length(config: RunConfig) -> RunConfig:
 
 def claim_prefix_cache(root: str | None) -> dir_claim.DirClaim:
     """See `dir_claim.claim`. A collective."""
-    return dir_claim.claim(root, flag="--bcd-prefix-cache", contents="prefix caches", clean=caches.clean_leftovers)
+    return dir_claim.claim(root, flag="--bcd-prefix-cache", contents="prefix caches")
 
 
 def _initialize(config: RunConfig) -> distributed.Launch:
