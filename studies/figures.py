@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 from matplotlib.transforms import Bbox
-from report_figure import FAINT, RUN_COLOURS, STYLE
+from report import FAINT, RUN_COLOURS, STYLE
 from results import Row, Study, frontier
 
 MARKER_PIXELS = 11

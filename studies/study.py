@@ -38,8 +38,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tools"))
 
-from _machine import cpu_model
-from _parser import Parser, bad_input, leave_with
+from _parser import Parser, bad_input, cpu_model, leave_with
 from results import (
     ROOT,
     Point,

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from _check_result import Check, failed, passed, skipped
-from _check_runs import Run, Runner
-from _compare_runs import CannotRun
+from _processes import ROOT, CannotRun, read_metrics, run
 
 from megatron.bcd.planner.memory import rank_memory
 from megatron.bcd.planner.recipe import Recipe
-from megatron.bcd.planner.tables import Cluster, Model
+from megatron.bcd.planner.tables import Model, read_clusters
 
 SAVE_INTERVAL = 4
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 NUMERICS = "a kernel computes something else: try without Transformer Engine and Apex, and another GPU"
 MESSAGES = "look into the run's log; NCCL_DEBUG=INFO says how the GPUs are connected"
 FLAGS: dict[str, Any] = {
@@ -48,6 +50,110 @@ TOLERANCE = {"fp32": 2e-4, "tf32": 3e-3, "bf16": 5e-3}
 """Relative, of losses; ten times as much of gradient norms, which are not compared in bf16."""
 
 
+# ---------------------------------------------------------------- runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One training step of a metrics file."""
+
+    loss: float
+    grad_norm: float
+    raw: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run wrote to its metrics file."""
+
+    steps: tuple[Line, ...]
+
+    @property
+    def losses(self) -> list[float]:
+        return [step.loss for step in self.steps]
+
+
+def flags_of(values: Mapping[str, Any]) -> list[str]:
+    """Words of a command line."""
+    words: list[str] = []
+    for name, value in values.items():
+        flag = f"--{name.replace('_', '-')}"
+        words += [flag] if value is True else [] if value is False else [flag, str(value)]
+    return words
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runner:
+    """Starts the training script under torchrun on the ranks of this machine; files go to `folder`."""
+
+    folder: Path
+    num_ranks: int
+    on_gpu: bool
+    flags: Mapping[str, Any]
+    """Of every run, beside its own."""
+    seconds: float = 300.0
+    """Limit of one run: what hangs must end."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables beside those of this process."""
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages of runs that have several where they can."""
+        return 1 if self.num_ranks == 1 else 2
+
+    @property
+    def weights(self) -> Path:
+        """A checkpoint of the initial weights, which all runs share."""
+        return self.folder / "weights"
+
+    def prepare(self) -> None:
+        """Write the data, and the initial weights that stock Megatron-LM draws on a CPU: a GPU draws others.
+
+        Raises CannotRun."""
+        command = [sys.executable, str(ROOT / "tools" / "_check_walks.py"), str(self.folder)]
+        run(command, self.folder / "data.log", environment=NO_GPU, seconds=self.seconds)
+        no_step = {"train_iters": 1, "eval_iters": 0, "lr": 1e-30, "min_lr": 0, "lr_warmup_iters": 0}
+        flags = {**self.flags, **no_step, "micro_batch_size": 2, "bcd_num_blocks": 1, "save": self.weights}
+        self._start("weights", flags, num_ranks=1, environment={**self.environment, **NO_GPU})
+
+    def train(
+        self,
+        name: str,
+        flags: Mapping[str, Any],
+        *,
+        num_ranks: int | None = None,
+        on_cpu: bool = False,
+        until: Callable[[], bool] = lambda: False,
+    ) -> Run:
+        """A run from the initial weights on all or so many ranks, or with --load in its flags from there.
+
+        Raises CannotRun."""
+        num_ranks = num_ranks or self.num_ranks
+        stages = int(flags.get("pipeline_model_parallel_size", 1)) * int(flags.get("tensor_model_parallel_size", 1))
+        values = {**self.flags, "micro_batch_size": 2 if num_ranks // stages <= 2 else 1}
+        if self.on_gpu and not on_cpu:
+            values["deterministic_mode"] = True
+        if "load" not in flags:
+            values |= {"load": self.weights, "finetune": True}
+        environment = {**self.environment, **(NO_GPU if on_cpu else {})}
+        return self._start(name, values | dict(flags), num_ranks=num_ranks, environment=environment, until=until)
+
+    def metrics(self, name: str) -> Path:
+        return self.folder / f"{name}.jsonl"
+
+    def _start(self, name: str, flags: Mapping[str, Any], *, num_ranks: int, **options: Any) -> Run:
+        metrics = self.metrics(name)
+        words = flags_of({**flags, "data_path": self.folder / "walks", "metrics_file": metrics})
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+        log = self.folder / f"{name}.log"
+        run([*torchrun, "pretrain_gpt_bcd.py", *words], log, seconds=self.seconds, **options)
+        steps = [line for line in read_metrics(metrics) if "loss" in line]
+        return Run(steps=tuple(Line(loss=line["loss"], grad_norm=line["grad_norm"] or 0.0, raw=line) for line in steps))
+
+
+# ---------------------------------------------------------------- parts
+
+
 @dataclass(kw_only=True)
 class SelfTest:
     """Its parts share runs: a part may need that of another."""
@@ -68,7 +174,10 @@ class SelfTest:
         yield passed("start", f"torchrun and a checkpoint; {self.runner.num_ranks} rank(s) follow")
         for part, check in self.parts().items():
             if self.only(part):
-                yield self._guarded(part, check)
+                try:
+                    yield check(part)
+                except CannotRun as error:
+                    yield failed(part, str(error), remedy=MESSAGES, folder=str(self.runner.folder))
 
     def parts(self) -> dict[str, Callable[[str], Check]]:
         """By name, in their order."""
@@ -83,16 +192,10 @@ class SelfTest:
             "offload": self.offload,
         }
 
-    def _guarded(self, part: str, check: Callable[[str], Check]) -> Check:
-        try:
-            return check(part)
-        except CannotRun as error:
-            return failed(part, str(error), remedy=MESSAGES, folder=str(self.runner.folder))
-
     def one_block(self, part: str) -> Check:
-        """Data parallel on all ranks, against one process on the CPU."""
-        precision = "bf16" if part.endswith("bf16") else self.fp32
-        flags = ONE_BLOCK | {"bf16": precision == "bf16"}
+        """All ranks, data parallel, against one process of the CPU."""
+        precision = "bf16" if "bf16" in part else self.fp32
+        flags = ONE_BLOCK | ({"bf16": True} if precision == "bf16" else {})
         return self.compare(part, flags, flags, precision, on_cpu=True)
 
     def tensor_parallel(self, part: str) -> Check:
@@ -135,7 +238,9 @@ class SelfTest:
                       heads=flags["num_attention_heads"], groups=flags["num_attention_heads"],
                       ffn=4 * flags["hidden_size"], vocabulary=flags["vocab_size"] + 1, sequence=flags["seq_length"],
                       source="")  # fmt: skip
-        recipe = Recipe(model=model, cluster=UNKNOWN, num_gpus=self.runner.num_ranks, pipeline_size=stages,
+        anywhere = next(iter(read_clusters(ROOT / "examples" / "clusters.csv").values()))  # bytes do not depend on it
+        anywhere = replace(anywhere, gpus_per_node=4096)
+        recipe = Recipe(model=model, cluster=anywhere, num_gpus=self.runner.num_ranks, pipeline_size=stages,
                         num_blocks=SHORT["bcd_num_blocks"], layout="spread",
                         global_batch_size=flags["global_batch_size"])  # fmt: skip
         found: dict[int, list[int]] = {block.index: [] for block in recipe.partition.blocks}
@@ -217,12 +322,6 @@ class SelfTest:
         deviation = max(abs(one / other - 1) for one, other in zip(*pairs["loss"], strict=True))
         detail = f"{len(run.steps)} losses as the reference run's, within {deviation:.1e} ({precision})"
         return passed(part, detail, loss=run.losses)
-
-
-UNKNOWN = Cluster(name="none", gpu="none", memory_gib=1, fp32_tflops=1, bf16_tflops=1, memory_gb_per_s=1,
-                  link_gb_per_s=1, network_gb_per_s=1, gpus_per_node=4096, usd_per_gpu_hour=0, compute_share=1,
-                  memory_share=1, framework_gib=0, host_gb_per_s=1, source="")  # fmt: skip
-"""A cluster for what does not depend on one: bytes of model state."""
 
 
 def first_difference(ours: Sequence[float], theirs: Sequence[float], tolerance: float) -> int | None:

@@ -1,12 +1,15 @@
-"""The command line of the tools."""
+"""What the tools share: the command line, --json, tables, files that are whole or as they were. Without torch."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import platform
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 STDOUT = "-"
@@ -66,3 +69,55 @@ def add_json(group: Any) -> None:
         metavar="FILE",
         help="write all figures as JSON to this file; without one to stdout, and nothing else there",
     )
+
+
+def check_can_write(path: str | None, *, flag: str) -> None:
+    """Before hours are spent: raises ValueError if the file, or the folder (a path that ends in /), can't be written.
+    Nothing is created yet."""
+    if path is None or path == STDOUT:
+        return
+    folder = os.path.dirname(os.path.abspath(path)) if not path.endswith("/") else os.path.abspath(path)
+    while not os.path.lexists(folder):
+        folder = os.path.dirname(folder)
+    try:
+        if os.path.isdir(path) and not path.endswith("/"):
+            raise IsADirectoryError(0, "is a folder")
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: can't be written ({error.strerror}); give another") from None
+
+
+def write_aside(path: str, write: Callable[[str], object], *, flag: str) -> None:
+    """`write` a temporary file and rename it: `path` is whole, or as it was. Raises ValueError naming `flag`."""
+    aside = f"{path}.{os.getpid()}.tmp"
+    try:
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        write(aside)
+        os.replace(aside, path)
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: can't be written ({error.strerror}); give another") from None
+    finally:
+        Path(aside).unlink(missing_ok=True)
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: int = 1) -> None:
+    """Aligned columns; the first `num_left` hold words, the others numbers."""
+    lines = [columns, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = [
+            cell.ljust(width) if index < num_left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        print("  ".join(cells).rstrip())
+
+
+def cpu_model() -> str:
+    """As Linux names it, else as Python does."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,341 +1,501 @@
-"""Times BCD steps and full-parameter steps alternately in one run: ratio, bound, model state, switch.
+"""Speed and memory of full training, block coordinate descent and peers on the same model, data and batch.
 
     python tools/benchmark.py --num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 256
-    torchrun --nproc-per-node 2 tools/benchmark.py --pipeline-model-parallel-size 2 --json out/benchmark.json
+    python tools/benchmark.py --pipeline-model-parallel-size 2 --json out/benchmark.json
+    python tools/benchmark.py --model tiny --methods full,bcd,badam
+    python tools/benchmark.py --methods full,offload,bcd --variant "8-bit=--adam-moments-dtype int8"
     python tools/benchmark.py --schedule
+    python tools/benchmark.py --prefix-cache
 
-In each round full training and every block have one turn: build, untimed warm-up steps, timed steps, dispose. The
-order rotates from round to round. All turns train the same model with the training loop's step. Takes the flags of
-pretrain_gpt_bcd.py; the default is the model above with mock data, without dropout.
+Takes the flags of the training scripts; the default is a GPT of 12 layers on mock data. In every round each method has
+one turn, a training of its own, so that memory is this method's alone. The order rotates from round to round, because
+the machine's speed varies; times are geometric means over the rounds, so that ratios are those within the rounds. The
+first two steps after the start and after each switch are not counted. With --sft --load-hf DIR --data-path FILE it
+measures fine-tuning. Exit code 1 if a method failed for a reason other than memory.
 
---prefix-cache times steps that read their prefix from a cache, steps that compute it, and a fill.
-
---schedule times the BCD pipeline schedule and Megatron Core's 1F1B for every layout and block, with predictions; by
-default on two pipeline stages. Without torchrun it starts two processes.
+--schedule compares the BCD pipeline schedule with Megatron Core's 1F1B in every layout, --prefix-cache steps that read
+their prefix from a cache with steps that compute it. badam and lora train transformers' model (PyPI badam, peft) from
+the same weights on the same samples, in one process.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
+import importlib.metadata
+import importlib.util
 import json
 import os
+import shlex
 import statistics
+import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-import _benchmark_prefix_cache as prefix_cache
-import _benchmark_schedule as schedule
-import torch
-from _benchmark_common import (
-    PROG,
-    SPARE_STEPS,
-    Bench,
+from _parser import (
+    STDOUT,
+    Parser,
+    add_json,
+    bad_input,
     check_can_write,
-    command_line,
-    cut,
-    hardware,
-    now,
-    now_on_all_ranks,
+    cpu_model,
+    leave_with,
     print_table,
-    table,
-    write_json,
+    write_aside,
 )
-from _benchmark_figures import BlockFigures, Turn, block_figures, mean_ratio, rotated, slowest
-from _parser import STDOUT, Parser, add_json, leave_with
-from megatron.core.num_microbatches_calculator import get_num_microbatches
-from rich.table import Table
+from _processes import ROOT, SCRIPTS, CannotRun, launcher, read_metrics, run
 
-from megatron.bcd.arguments import parse_run_config
-from megatron.bcd.config import RunConfig
-from megatron.bcd.metrics.console import bytes_by_rank
-from megatron.bcd.model.implementation import implementation_here
-from megatron.bcd.optim.active_block import ActiveBlock
-from megatron.bcd.pipeline.schedule import PipelineSchedule
+from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
+from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.blocks.stages import partition_from_config
 from megatron.bcd.planner.cost import compute_ratio
-from megatron.bcd.runtime import collectives, distributed, rng
-from megatron.bcd.runtime.exit import exit_on_error
 
-FULL = -1  # the variant that is not a block
-DEFAULTS: dict[str, object] = {
-    "num_layers": 12,
-    "hidden_size": 512,
-    "num_attention_heads": 8,
-    "seq_length": 256,
-    "micro_batch_size": 2,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "lr": 1e-4,
-    "lr_decay_style": "constant",
-    "train_iters": 1_000_000,  # the parser wants one; the turns decide how many steps there are
-    "eval_iters": 0,
-    "num_workers": 0,  # a reader process would take a core from the steps that are timed
+PROG = "tools/benchmark.py"
+SIZES = "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 256"
+SCHEDULE_SIZES = "--num-layers 12 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --global-batch-size 8 " \
+    "--pipeline-model-parallel-size 2"  # fmt: skip
+SETTLED = (
+    "--micro-batch-size 2 --lr 1e-4 --lr-decay-style constant --weight-decay 0 --hidden-dropout 0 --attention-dropout 0"
+)
+"""Defaults. Without weight decay: Megatron Core spares biases and norms, peers do not."""
+MOCK = "--mock-data --tokenizer-type NullTokenizer --vocab-size 1023"
+ALWAYS = "--num-workers 0 --eval-iters 0 --log-interval 1 --log-throughput"
+"""Of every run. A reader process would take a core from the steps that are timed."""
+OWN = ("train-iters", "train-samples", "num-epochs", "eval-iters", "log-interval", "metrics-file", "save", "load",
+       "num-workers", "bcd-steps-per-block", "bcd-order")  # fmt: skip
+"""Flags that the tool sets: refused."""
+WARM_UP_STEPS = 2
+"""Of every phase. Two, as the second line of a training's metrics is the mean of its first two steps."""
+METHODS = {
+    "full": "--bcd-num-blocks 1 --bcd-schedule stock",
+    "offload": "--bcd-num-blocks 1 --bcd-schedule stock --optimizer-cpu-offload --optimizer-offload-fraction 1.0",
+    "bcd": "",
+    "pretrain": "--bcd-preset pretrain",
+    "finetune": "--bcd-preset finetune",
+    "badam": "",
+    "lora": "--bcd-num-blocks 1",
 }
-MOCK_DEFAULTS: dict[str, object] = {"mock_data": True, "tokenizer_type": "NullTokenizer", "vocab_size": 1023}
-NUM_MICROBATCHES = 2
-NUM_ROUNDS = 7
-# Training flags that a benchmark does not use: refused, not ignored.
-REFUSED = ("train-iters", "train-samples", "rampup-batch-size", "skip-train", "save", "save-interval", "eval-iters",
-           "eval-interval", "log-interval", "metrics-file", "tensorboard-dir", "wandb-project", "wandb-entity",
-           "wandb-exp-name", "wandb-save-dir", "manual-gc", "manual-gc-interval")  # fmt: skip
+PEERS = {"badam": ("badam", "transformers"), "lora": ("peft", "transformers")}
+"""And the packages that they need."""
+NUM_CACHE_USES = 4
+"""Of each sample in a phase, with --prefix-cache."""
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """This tool's own flags."""
+# ---------------------------------------------------------------- what is run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A row of the table: it has one turn in every round."""
+
+    name: str
+    flags: tuple[str, ...]
+    """Of its training script, but for the files."""
+    num_processes: int
+    script: str
+    partition: Partition
+    against: str
+    """The method that its ratios are to."""
+
+    def argv(self, metrics: Path, folder: Path) -> list[str]:
+        """What is started."""
+        files = ["--metrics-file", str(metrics)]
+        if "--bcd-sample-ratio" in self.flags and self.name == "cached":
+            files += ["--bcd-prefix-cache", str(folder / "prefix")]
+        return [*launcher(self.num_processes), *shlex.split(self.script), *self.flags, *files]
+
+    def command(self) -> str:
+        """What can be typed."""
+        start = "python" if self.num_processes == 1 else f"torchrun --nproc-per-node {self.num_processes}"
+        return f"{start} {self.script} {shlex.join(self.flags)}"
+
+
+def flag_sets(arguments: argparse.Namespace) -> dict[str, tuple[str, str]]:
+    """Flags of each method by name, and the method to compare it with."""
+    if arguments.schedule:
+        layouts = {
+            layout: (f"--bcd-layout {layout} --bcd-schedule bcd", f"{layout}, stock")
+            for layout in ("spread", "stage", "submodel")
+        }
+        stock = {other: (flags.replace("schedule bcd", "schedule stock"), other) for flags, other in layouts.values()}
+        return stock | layouts | {"interleaved": ("--bcd-layout interleaved", "spread")}
+    if arguments.prefix_cache:
+        return {"computed": ("", "computed"), "cached": ("", "computed")}
+    variants = dict(entry.split("=", 1) for entry in arguments.variant)
+    names = arguments.methods.split(",")
+    flags = {name.strip(): METHODS[name.strip()] for name in names} | variants
+    return {name: (words, "full" if "full" in flags else names[0].strip()) for name, words in flags.items()}
+
+
+def methods_of(arguments: argparse.Namespace, given: Sequence[str]) -> list[Method]:
+    """Every row. Raises ValueError for flags that do not fit."""
+    shared = [*_defaults(arguments, given), *given, *ALWAYS.split()]
+    family = arguments.family or ("llama" if "--sft" in given else "gpt")
+    found = {}
+    for name, (own, against) in flag_sets(arguments).items():
+        words = [*shared, *shlex.split(own)]
+        processes = 1 if name in PEERS else _num_processes(arguments, given)
+        values = {"prog": PROG, "defaults": FAMILY_DEFAULTS[family], "world_size": processes}
+        config = parse_run_config([*words, "--train-iters", "1000000"], **values)
+        partition = partition_from_config(config)
+        if arguments.prefix_cache and (partition.num_blocks < 2 or partition.num_stages > 1):
+            raise ValueError("--prefix-cache measures at least two blocks (--bcd-num-blocks) on one pipeline stage")
+        found[name] = Method(
+            name=name,
+            flags=tuple(words),
+            num_processes=processes,
+            script=f"tools/_peer.py --peer {name} --family {family}" if name in PEERS else SCRIPTS[family],
+            partition=partition,
+            against=against,
+        )
+    if arguments.schedule and next(iter(found.values())).partition.num_stages == 1:
+        raise ValueError("--schedule needs --pipeline-model-parallel-size 2 or more")
+    # full training, with its one block, takes as many steps as the others
+    most = max(method.partition.num_blocks for method in found.values())
+    return [_with_length(method, arguments.steps, most) for method in found.values()]
+
+
+def _with_length(method: Method, steps: int, most_blocks: int) -> Method:
+    per_block, blocks = WARM_UP_STEPS + steps, method.partition.num_blocks
+    num_steps = per_block * (most_blocks if blocks == 1 else blocks)
+    length = f"--train-iters {num_steps} --bcd-steps-per-block {per_block}"
+    if method.name in ("computed", "cached"):
+        length += f" --bcd-sample-ratio {per_block / NUM_CACHE_USES / num_steps:.6g}"
+    return Method(**{**vars(method), "flags": (*method.flags, *length.split())})
+
+
+def _defaults(arguments: argparse.Namespace, given: Sequence[str]) -> list[str]:
+    """Flags that come before those given, which win."""
+    words = SETTLED.split()
+    if arguments.model is not None:
+        words += _network(arguments)
+    elif "--load-hf" not in given:
+        words += (SCHEDULE_SIZES if arguments.schedule else SIZES).split()
+    has_data = any(word.split("=")[0].endswith("-data-path") for word in given)
+    return words if has_data else [*words, *MOCK.split()]
+
+
+def _network(arguments: argparse.Namespace) -> list[str]:
+    """Flags of a row of the model table."""
+    from megatron.bcd.planner.command import network_flags
+    from megatron.bcd.planner.recipe import Recipe
+    from megatron.bcd.planner.tables import choose, read_clusters, read_models
+
+    model = choose(read_models(arguments.models), arguments.model, flag="--model")
+    cluster = next(iter(read_clusters(ROOT / "examples" / "clusters.csv").values()))
+    arguments.family = model.form
+    recipe = Recipe(model=model, cluster=cluster, num_gpus=1, micro_batch_size=1, global_batch_size=1)
+    # NullTokenizer adds an end of document
+    return [*" ".join(network_flags(recipe)).split(), "--vocab-size", str(model.vocabulary - 1)]
+
+
+def _num_processes(arguments: argparse.Namespace, given: Sequence[str]) -> int:
+    """As few as the flags need."""
+    sizes = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("tensor-model", "pipeline-model", "context"):
+        sizes.add_argument(f"--{name}-parallel-size", type=int, default=1)
+    words = [*(SCHEDULE_SIZES.split() if arguments.schedule else ()), *given]
+    needed = 1
+    for size in vars(sizes.parse_known_args(words)[0]).values():
+        needed *= size
+    return arguments.num_processes or needed
+
+
+# ---------------------------------------------------------------- figures
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """A method in one round. Times in milliseconds."""
+
+    step_ms: Mapping[str, tuple[float, ...]]
+    """By block, the steps that count."""
+    switch_ms: Mapping[str, float]
+    """By block, of entering it; not of the first."""
+    loss: float | None
+    """Of the last step; None where it is not finite."""
+    model_state_bytes: tuple[int, ...]
+    """By rank, the maximum over the phases."""
+    peak_memory_bytes: tuple[int, ...]
+    tokens_per_second: float | None
+    tflops_per_gpu: float | None
+
+    def block_ms(self, block: str) -> float:
+        """Median over the block's steps; of full training's only block whichever is asked for."""
+        return statistics.median(self.step_ms[block] if block in self.step_ms else next(iter(self.step_ms.values())))
+
+    @property
+    def iteration_ms(self) -> float:
+        """Mean over the blocks, which all get equally many steps."""
+        return statistics.fmean(map(self.block_ms, self.step_ms))
+
+
+def turn_of(lines: Sequence[Mapping[str, Any]]) -> Turn:
+    """What a metrics file says that has a line per step."""
+    steps = [line for line in lines if "step_time_ms" in line]
+    times: dict[str, list[float]] = {}
+    switches = {}
+    for _, group in groupby(steps, key=lambda line: line["phase"]):
+        phase = list(group)
+        block = str(phase[0]["block"])
+        times.setdefault(block, []).extend(line["step_time_ms"] for line in phase[WARM_UP_STEPS:])
+        if phase[0].get("switch_time_ms"):
+            switches[block] = phase[0]["switch_time_ms"]
+    if not times or not all(times.values()):
+        raise CannotRun("it has phases without a step that counts")
+    last = steps[-1]
+    return Turn(
+        step_ms={block: tuple(of_block) for block, of_block in times.items()},
+        switch_ms=switches,
+        loss=last["loss"],
+        model_state_bytes=_most(steps, "model_state_bytes"),
+        peak_memory_bytes=_most(steps, "peak_memory_bytes"),
+        tokens_per_second=last.get("tokens_per_second") and last["tokens_per_second"] * last["step_time_ms"],
+        tflops_per_gpu=statistics.median(line.get("tflops_per_gpu") or 0 for line in steps) or None,
+    )
+
+
+def _most(steps: Sequence[Mapping[str, Any]], name: str) -> tuple[int, ...]:
+    return tuple(map(max, zip(*(step[name] for step in steps), strict=True)))
+
+
+def rows_of(methods: Sequence[Method], turns: Mapping[str, Sequence[Turn]]) -> list[dict[str, Any]]:
+    """The table: means over the rounds. Ratios are to the method that a method is compared with, if that ran."""
+    tokens = next((turn.tokens_per_second for one in turns.values() for turn in one if turn.tokens_per_second), None)
+    rows = []
+    for method in methods:
+        own, others = turns.get(method.name), turns.get(method.against)
+        if not own:
+            continue
+        blocks = [_block_row(method, block, own, others or ()) for block in own[0].step_ms]
+        mean = statistics.geometric_mean(turn.iteration_ms for turn in own)
+        bounds = [compute_ratio(method.partition, block.index) for block in method.partition.blocks]
+        rows.append(
+            {
+                "method": method.name,
+                "processes": method.num_processes,
+                "model_state_bytes": max(sum(turn.model_state_bytes) for turn in own),
+                "peak_memory_bytes": max(max(turn.peak_memory_bytes) for turn in own),
+                "step_ms": mean,
+                "tokens_per_second": tokens and tokens / mean,
+                "tflops_per_gpu": own[-1].tflops_per_gpu,
+                "against": method.against,
+                "ratio": _ratio(own, others or (), None),
+                "arithmetic": statistics.fmean(bounds),
+                "loss": own[-1].loss,
+                "blocks": blocks if len(blocks) > 1 else [],
+            }
+        )
+    return rows
+
+
+def _block_row(method: Method, block: str, own: Sequence[Turn], others: Sequence[Turn]) -> dict[str, Any]:
+    partition, index = method.partition, int(block) if block.isdecimal() else None
+    layers = ", ".join((partition.describe_layers(index or 0), *partition.describe_extras(index or 0)))
+    switches = [turn.switch_ms[block] for turn in own if block in turn.switch_ms]
+    return {
+        "block": block,
+        "layers": "-" if index is None else layers,
+        "step_ms": statistics.geometric_mean(turn.block_ms(block) for turn in own),
+        "ratio": _ratio(own, others, block),
+        "arithmetic": None if index is None else compute_ratio(partition, index),
+        "switch_ms": statistics.median(switches) if switches else None,
+    }
+
+
+def _ratio(own: Sequence[Turn], others: Sequence[Turn], block: str | None) -> float | None:
+    """Geometric mean over the rounds; a machine that is slow for a round is so for both."""
+    pairs = [(one, other) for one, other in zip(own, others, strict=False)]
+    if not pairs:
+        return None
+    if block is None:
+        return statistics.geometric_mean(one.iteration_ms / other.iteration_ms for one, other in pairs)
+    return statistics.geometric_mean(one.block_ms(block) / other.block_ms(block) for one, other in pairs)
+
+
+def rotated(names: Sequence[str], round_index: int) -> list[str]:
+    """The order of a round: each is first, second, ... equally often, so a drift favours none."""
+    start = round_index % len(names)
+    return [*names[start:], *names[:start]]
+
+
+def show(figures: Mapping[str, Any]) -> None:
+    """The tables and what is needed to read them."""
+
+    def cell(value: Any, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    head = (
+        "method",
+        "processes",
+        "state MiB",
+        "peak MiB",
+        "ms/step",
+        "tokens/s",
+        "TFLOP/s",
+        "ratio",
+        "arithmetic",
+        "loss",
+    )
+    forms = {"step_ms": ",.1f", "tokens_per_second": ",.0f", "tflops_per_gpu": ",.1f", "ratio": ".3f",
+             "arithmetic": ".3f", "loss": ".4f"}  # fmt: skip
+    rows = figures["rows"]
+    lines = []
+    for row in rows:
+        sizes = [f"{row[name] / 2**20:,.1f}" for name in ("model_state_bytes", "peak_memory_bytes")]
+        values = [cell(row[name], form) for name, form in forms.items()]
+        lines.append([row["method"], str(row["processes"]), *sizes, *values])
+    print_table(head, lines)
+    blocks = [(row, block) for row in rows for block in row["blocks"]]
+    if blocks:
+        forms = {"step_ms": ",.1f", "ratio": ".3f", "arithmetic": ".3f", "switch_ms": ",.1f"}
+        lines = [
+            [row["method"], block["block"], block["layers"], *(cell(block[name], form) for name, form in forms.items())]
+            for row, block in blocks
+        ]
+        print()
+        print_table(("method", "block", "layers", "ms/step", "ratio", "arithmetic", "switch ms"), lines, num_left=3)
+    for name, why in figures["not_run"].items():
+        print(f"{name} is not run: {why}")
+    references = {row["method"]: row["against"] for row in rows if row["against"] != row["method"]}
+    if references:
+        print("ratio:", ", ".join(f"{name} to {other}" for name, other in references.items()))
+    print(
+        "arithmetic: F, D and W of the layers as 1 each over full training's, without embedding, head and optimizer\n"
+        "state: weights, gradients, optimizer state, all processes; peak: of the largest process"
+        f"{'' if figures['has_gpu'] else ', its resident set with all libraries'}\n"
+        f"{figures['hardware']}\n{figures['command']}"
+    )
+
+
+def hardware(threads: int) -> str:
+    """Device and versions; the device is named in a process of its own, which frees it."""
+    program = "from megatron.bcd.runtime import device; print(device.name() if device.has_cuda() else '')"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    name = done.stdout.strip() or f"{cpu_model()}, {threads} thread(s) per process of {os.cpu_count()} cores"
+    packages = [package for package in ("torch", "megatron-core", "transformers", "badam", "peft")
+                if importlib.util.find_spec(package.replace("-", ".")) is not None]  # fmt: skip
+    return ", ".join([name, *(f"{package} {importlib.metadata.version(package)}" for package in packages)])
+
+
+# ---------------------------------------------------------------- command line
+
+
+def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The tool's own flags, and those of the training. Raises ValueError."""
     parser = Parser(
         prog=PROG,
         usage="%(prog)s [flags below] [flags of pretrain_gpt_bcd.py]",
         description=__doc__,
-        epilog="All other flags are those of pretrain_gpt_bcd.py, whose --help describes them.",
+        epilog="All other flags are those of the training scripts, whose --help describes them.",
     )
-    group = parser.add_argument_group("benchmark")
-    group.add_argument(
-        "--schedule", action="store_true", help="time the BCD and the stock pipeline schedule, in every layout"
-    )
-    group.add_argument("--prefix-cache", action="store_true", help="time steps with and without a prefix cache")
-    group.add_argument(
-        "--rounds",
-        type=int,
-        metavar="N",
-        help=f"turns of each variant (default: {NUM_ROUNDS}, with --schedule {schedule.NUM_ROUNDS}, with "
-        f"--prefix-cache {prefix_cache.NUM_ROUNDS})",
-    )
-    group.add_argument(
-        "--steps",
-        type=int,
-        metavar="N",
-        help=f"timed steps of a turn (default: 3, with --prefix-cache {prefix_cache.NUM_STEPS})",
-    )
-    group.add_argument(
-        "--warm-up-steps", type=int, default=1, metavar="N", help="untimed steps before them (default: 1)"
-    )
-    add_json(group)
-    return parser
-
-
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, RunConfig]:
-    """This tool's own flags, and the run that all others describe.
-
-    Raises:
-        ValueError: one line that names the flag, what is wrong and what would be right.
-        SystemExit: code 0, after ``--help``.
-    """
-    own, rest = build_parser().parse_known_args(list(argv))
-    if own.schedule and own.prefix_cache:
-        raise ValueError("--schedule and --prefix-cache are two benchmarks: give one of them")
-    own_mode = schedule if own.schedule else prefix_cache if own.prefix_cache else None
-    if own.rounds is None:
-        own.rounds = own_mode.NUM_ROUNDS if own_mode else NUM_ROUNDS
-    if own.steps is None:
-        own.steps = prefix_cache.NUM_STEPS if own.prefix_cache else 3
-    given = {word.split("=", 1)[0] for word in rest}
-    has_data = any(flag.endswith("-data-path") for flag in given)
-    defaults = DEFAULTS | (own_mode.DEFAULTS if own_mode else {}) | ({} if has_data else MOCK_DEFAULTS)
-    for flag in ("rounds", "steps", "warm_up_steps"):
-        if getattr(own, flag) < 1:
-            raise ValueError(f"--{flag.replace('_', '-')} {getattr(own, flag)}: must be at least 1")
-    for name in (*REFUSED, *(own_mode.REFUSED if own_mode else ())):
-        if f"--{name}" in given:
+    add = parser.add_argument_group("benchmark").add_argument
+    add("--methods", default="full,bcd", metavar="LIST", help=f"of {', '.join(METHODS)} (default: full,bcd)")
+    add("--variant", action="append", default=[], metavar="NAME=FLAGS", help="one more row, with these flags besides")
+    add("--schedule", action="store_true", help="the BCD and the stock pipeline schedule, in every layout")
+    add("--prefix-cache", action="store_true", help="steps with and without a prefix cache")
+    add("--model", metavar="NAME", help="a row of the model table")
+    add("--models", metavar="FILE", default=str(ROOT / "examples" / "models.csv"), help="the model table")
+    add("--family", choices=SCRIPTS, help="whose training script (default: gpt; with --model and --sft its own)")
+    add("--num-processes", type=int, metavar="N", help="of each training (default: as few as the flags need)")
+    add("--rounds", type=int, default=5, metavar="N", help="turns of each method (default: 5)")
+    add("--steps", type=int, default=6, metavar="N", help="counted steps of each block in a turn (default: 6)")
+    add_json(parser)
+    arguments, given = parser.parse_known_args(list(argv))
+    if "RANK" in os.environ:
+        raise ValueError("start it with python, without torchrun: it starts --num-processes itself")
+    for name in ("rounds", "steps", "num_processes"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    named = [name.strip() for name in arguments.methods.split(",")]
+    for name in named:
+        if name not in METHODS or named.count(name) > 1:
+            raise ValueError(f"--methods {arguments.methods}: {name} must be one of {', '.join(METHODS)}, once")
+        missing = [package for package in PEERS.get(name, ()) if importlib.util.find_spec(package) is None]
+        if missing:
+            raise ValueError(f"--methods {name} needs {' and '.join(missing)}: the pins are in requirements.txt")
+    for entry in arguments.variant:
+        name, _, flags = entry.partition("=")
+        if not name or name in named or not flags.lstrip().startswith("--"):
+            raise ValueError(f"--variant {entry}: must be a new NAME, =, and flags")
+    for name in OWN:
+        if any(word.split("=")[0] == f"--{name}" for word in given):
             raise ValueError(f"--{name} has no use in a benchmark: leave it out")
-    if own.json not in (None, STDOUT):
-        check_can_write(own.json)
-    starts_ranks = own.schedule and not schedule.has_ranks()
-    config = parse_run_config(
-        rest, prog=PROG, defaults=defaults, world_size=schedule.NUM_RANKS if starts_ranks else None
-    )
-    config = _with_length(config, own, has_batch="--global-batch-size" in given)
-    return own, prefix_cache.with_phases(config, own) if own.prefix_cache else config
+    check_can_write(arguments.json, flag="--json")
+    return arguments, given
 
 
-def _with_length(config: RunConfig, own: argparse.Namespace, *, has_batch: bool) -> RunConfig:
-    """As many samples as the turns take; and a few microbatches a step unless a flag says how many."""
-    batch = config.training.global_batch_size
-    assert batch is not None, "the parser fills it in"
-    steps_per_turn = max(own.warm_up_steps, SPARE_STEPS if config.precision == "fp16" else 0) + own.steps
-    if own.schedule:
-        num_microbatches = schedule.NUM_MICROBATCHES
-        num_steps = schedule.num_steps(config, num_rounds=own.rounds, num_steps_per_turn=steps_per_turn)
-    else:
-        num_microbatches = NUM_MICROBATCHES
-        num_blocks = cut(config, num_blocks=config.bcd.bcd_num_blocks, layout=config.bcd.bcd_layout).num_blocks
-        num_steps = (1 + own.rounds * (1 + num_blocks)) * steps_per_turn
-    training = dataclasses.replace(
-        config.training, train_iters=num_steps, global_batch_size=batch if has_batch else num_microbatches * batch
-    )
-    return dataclasses.replace(config, training=training)
-
-
-class Benchmark:
-    """One model and two active sets on it: a single block that covers everything, and the blocks of the flags."""
-
-    def __init__(self, config: RunConfig, *, num_warm_up_steps: int, num_steps: int) -> None:
-        self.bench = Bench(config)
-        self.num_warm_up_steps, self.num_steps = num_warm_up_steps, num_steps
-        components = self.bench.components
-        self.partition = components.partition
-        self.blocks, self.blocks_schedule = components.active, components.pipeline
-        whole = cut(config, num_blocks=1, layout="spread")
-        self.full = ActiveBlock(model=components.model, config=config, partition=whole, stage=self.bench.stage)
-        self.full_schedule = PipelineSchedule(name=config.bcd.bcd_schedule, partition=whole, run_ahead=None)
-
-    def measure(self, num_rounds: int, argv: Sequence[str]) -> dict[str, Any] | None:
-        """Time, and show the table; on rank 0 the figures, else None."""
-        turns = self.run(num_rounds)
-        if torch.distributed.get_rank() != 0:
-            return None
-        rows = self.rows(turns)
-        figures = result(self.bench.components.config, rows, turns, argv)
-        show(figures, rows)
-        return figures
-
-    def run(self, num_rounds: int) -> dict[int, list[Turn]]:
-        """Turns by variant (FULL or a block), one per round; the same on every rank."""
-        variants = [FULL, *range(self.partition.num_blocks)]
-        turns: dict[int, list[Turn]] = {variant: [] for variant in variants}
-        self._turn(FULL)  # the first steps of a process load kernels and fetch memory: no variant's fault
+def measure(
+    methods: Sequence[Method], num_rounds: int, *, threads: int
+) -> tuple[dict[str, list[Turn]], dict[str, CannotRun]]:
+    """The turns of every method, and why others have none."""
+    turns: dict[str, list[Turn]] = {method.name: [] for method in methods}
+    failed: dict[str, CannotRun] = {}
+    by_name = {method.name: method for method in methods}
+    with tempfile.TemporaryDirectory(prefix="benchmark_") as name:
+        folder = Path(name)
         for index in range(num_rounds):
-            for variant in rotated(variants, index):
-                mine = self._turn(variant)
-                turns[variant].append(slowest(collectives.gather_objects(mine)))
-            self._tell(index, num_rounds, turns)
-        return turns
-
-    def _turn(self, variant: int) -> Turn:
-        bench, is_full = self.bench, variant == FULL
-        active = self.full if is_full else self.blocks
-        pipeline = self.full_schedule if is_full else self.blocks_schedule
-        bench.use(active, pipeline)
-        start = now_on_all_ranks()
-        bench.build(max(variant, 0))
-        pipeline.begin_phase(max(variant, 0))
-        build_ms = (now() - start) * 1e3
-        num_microbatches = get_num_microbatches()
-        warm_up_ms = bench.warm_up(self.num_warm_up_steps, num_microbatches_next=num_microbatches)
-        # all steps but the last prepare the next one, as in training
-        following = [num_microbatches] * (self.num_steps - 1) + [0]
-        step_ms = [bench.step(num_microbatches_next=num).milliseconds for num in following]
-        model_state_bytes = active.state_bytes().model_state
-        start = now_on_all_ranks()
-        bench.dispose()
-        dispose_ms = (now() - start) * 1e3
-        bench.separate_weights()
-        return Turn(
-            build_ms=build_ms,
-            warm_up_ms=tuple(warm_up_ms),
-            step_ms=tuple(step_ms),
-            dispose_ms=dispose_ms,
-            model_state_bytes=(model_state_bytes,),
-        )
-
-    def _tell(self, index: int, num_rounds: int, turns: dict[int, list[Turn]]) -> None:
-        if torch.distributed.get_rank() != 0:
-            return
-        times = {variant: statistics.median(of_variant[-1].step_ms) for variant, of_variant in turns.items()}
-        blocks = ", ".join(f"block {block} {ms:,.1f}" for block, ms in times.items() if block != FULL)
-        print(f"round {index + 1}/{num_rounds}: full {times[FULL]:,.1f} ms, {blocks}", file=sys.stderr, flush=True)
-
-    def rows(self, turns: dict[int, list[Turn]]) -> list[BlockFigures]:
-        """The table's rows, one per block."""
-        return [
-            block_figures(
-                turns[block.index],
-                turns[FULL],
-                block=block.index,
-                layers=self.partition.describe_layers(block.index),
-                extras=self.partition.describe_extras(block.index),
-                bound=compute_ratio(self.partition, block.index),
-            )
-            for block in self.partition.blocks
-        ]
+            for method in rotated([*turns], index) if turns else ():
+                metrics = folder / f"{index}.jsonl"
+                metrics.unlink(missing_ok=True)
+                try:
+                    run(by_name[method].argv(metrics, folder / str(index)), folder / "log", threads=threads)
+                    turns[method].append(turn_of(read_metrics(metrics)))
+                except CannotRun as error:
+                    failed[method] = error
+                    del turns[method]
+                    print(f"{method} is not run: {error}", file=sys.stderr)
+                    continue
+                ms = turns[method][-1].iteration_ms
+                print(f"round {index + 1}/{num_rounds}: {method} {ms:,.1f} ms", file=sys.stderr, flush=True)
+    return turns, failed
 
 
-def result(config: RunConfig, rows: Sequence[BlockFigures], turns: dict[int, list[Turn]], argv: Sequence[str]) -> Any:
-    """Everything that --json writes: times in milliseconds, bytes by rank."""
-    steps_per_block = round(config.bcd.mean_steps)
-    return {
-        "command": command_line(argv),
-        "hardware": hardware(),
-        "implementation": implementation_here(config).describe(),
-        "world_size": torch.distributed.get_world_size(),
-        "layout": config.bcd.bcd_layout,
-        "mean_ratio": mean_ratio(rows),
-        "mean_bound": statistics.fmean(row.bound for row in rows),
-        "steps_per_block": steps_per_block,
-        "mean_ratio_with_switches": mean_ratio(rows, steps_per_block=steps_per_block),
-        "blocks": [dataclasses.asdict(row) for row in rows],
-        "turns": {
-            "full" if variant == FULL else f"block {variant}": [dataclasses.asdict(turn) for turn in of_variant]
-            for variant, of_variant in turns.items()
-        },
+def benchmark(argv: Sequence[str]) -> int:
+    """The exit code. Raises ValueError for a user's mistake."""
+    arguments, given = parse_arguments(argv)
+    methods = methods_of(arguments, given)
+    num_processes = max(method.num_processes for method in methods)
+    threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // num_processes))
+    about = hardware(threads)
+    has_gpu = " thread(s) per process" not in about
+    if not has_gpu and any(method.name == "offload" for method in methods):
+        raise ValueError("--methods offload needs a CUDA GPU, and this machine shows none")
+    turns, failed = measure(methods, arguments.rounds, threads=threads)
+    figures = {
+        "command": shlex.join(["python", PROG, *argv]),
+        "hardware": about,
+        "has_gpu": has_gpu,
+        "rounds": arguments.rounds,
+        "commands": {method.name: method.command() for method in methods},
+        "rows": rows_of(methods, turns),
+        "not_run": {name: str(error) for name, error in failed.items()},
+        "turns": {name: [asdict(turn) for turn in of_method] for name, of_method in turns.items()},
     }
+    text = json.dumps(figures, indent=1)
+    if arguments.json == STDOUT:
+        print(text)
+    else:
+        show(figures)
+        if arguments.json:
+            write_aside(arguments.json, lambda name: Path(name).write_text(f"{text}\n"), flag="--json")
+            print(f"wrote {arguments.json}")
+    return 1 if not turns or any(not error.for_want_of_memory for error in failed.values()) else 0
 
 
-COLUMNS = ("block", "layers", "full ms", "BCD ms", "ratio", "bound", "state full", "state BCD", "switch ms", "in steps")
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        return benchmark(sys.argv[1:] if argv is None else argv)
+    except ValueError as error:
+        return bad_input(PROG, error)
 
 
-def _table(rows: Sequence[BlockFigures], *, mean: float, bound: float) -> Table:
-    shown = table(COLUMNS, num_left=2)
-    for row in rows:
-        shown.add_row(
-            str(row.block),
-            ", ".join((row.layers, *row.extras)),
-            f"{row.full_step_ms:,.1f}",
-            f"{row.step_ms:,.1f}",
-            f"{row.ratio:.3f}",
-            f"{row.bound:.3f}",
-            bytes_by_rank(row.full_model_state_bytes),
-            bytes_by_rank(row.model_state_bytes),
-            f"{row.switch_ms:,.1f}",
-            f"{row.switch_steps:.2f}",
-            end_section=row is rows[-1],
-        )
-    shown.add_row("mean", "", "", "", f"{mean:.3f}", f"{bound:.3f}", style="bold")
-    return shown
-
-
-def show(figures: dict[str, Any], rows: Sequence[BlockFigures]) -> None:
-    """The table and what is needed to read it; plain text where stdout is no terminal."""
-    print_table(_table(rows, mean=figures["mean_ratio"], bound=figures["mean_bound"]))
-    print(
-        f"with a switch every {figures['steps_per_block']} steps (--bcd-steps-per-block): mean ratio "
-        f"{figures['mean_ratio_with_switches']:.3f}\n"
-        "bound: F, D and W of the layers as 1 each, on the slowest stage, without embedding, head and optimizer\n"
-        "switch: dispose and build, and what the first step after it takes longer\n"
-        f"{figures['hardware']}\n{figures['implementation']}\n{figures['command']}"
-    )
-
-
-def main(argv: Sequence[str]) -> None:
-    with exit_on_error(ValueError, prog=PROG):
-        own, config = parse(argv)
-        if own.schedule and not schedule.has_ranks():
-            schedule.start_ranks(__file__, argv)
-        distributed.initialize(
-            backend=config.training.distributed_backend,
-            timeout_minutes=config.training.distributed_timeout_minutes,
-            tensor_size=config.tensor_size,
-            pipeline_size=config.pipeline_size,
-            context_size=config.context_size,
-        )
-        rng.seed_everything(config.training.seed)
-        kind: Any = Benchmark
-        if own.schedule or own.prefix_cache:
-            kind = schedule.ScheduleBenchmark if own.schedule else prefix_cache.PrefixCacheBenchmark
-        benchmark = kind(config, num_warm_up_steps=own.warm_up_steps, num_steps=own.steps)
-    with contextlib.redirect_stdout(sys.stderr if own.json == STDOUT else sys.stdout):
-        figures = benchmark.measure(own.rounds, argv)
-    if figures and own.json == STDOUT:
-        print(json.dumps(figures, indent=1))
-    elif figures and own.json:
-        write_json(own.json, figures)
-        print(f"wrote {own.json}")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":  # reader processes may import this file
-    leave_with(lambda: main(sys.argv[1:]))
+if __name__ == "__main__":
+    leave_with(main)

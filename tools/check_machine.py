@@ -22,14 +22,15 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import _check_installed as installed
-from _check_result import FAIL, Check, as_list, exit_code, failed, passed, show, skipped
-from _parser import STDOUT, Parser, add_json, bad_input, leave_with
+from _check_result import FAIL, Check, failed, passed, skipped
+from _parser import STDOUT, Parser, add_json, bad_input, check_can_write, leave_with, write_aside
 
 PROG = "tools/check_machine.py"
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,29 +58,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.num_ranks not in (None, 1, 2, 4, 8):
         raise ValueError(f"--num-ranks {arguments.num_ranks}: must be 1, 2, 4 or 8")
-    if arguments.json not in (None, STDOUT) and not _can_be_written(arguments.json):
-        raise ValueError(f"--json {arguments.json}: cannot be written; give a file in a folder that can")
+    check_can_write(arguments.json, flag="--json")
     return arguments
-
-
-def _can_be_written(path: str) -> bool:
-    """Before minutes of runs; nothing is created yet."""
-    nearest = os.path.dirname(os.path.abspath(path))
-    while not os.path.lexists(nearest):
-        nearest = os.path.dirname(nearest)
-    return not os.path.isdir(path) and os.path.isdir(nearest) and os.access(nearest, os.W_OK)
-
-
-def _write(path: str, text: str) -> None:
-    """Whole or not at all, in a folder that may be new. Not through tools/report.py, which needs packages that may be
-    what is missing. Raises OSError."""
-    aside = f"{path}.{os.getpid()}.tmp"
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    try:
-        Path(aside).write_text(text, encoding="utf-8")
-        os.replace(aside, path)
-    finally:
-        Path(aside).unlink(missing_ok=True)
 
 
 def checks(arguments: argparse.Namespace, folder: Path) -> Iterator[Check]:
@@ -122,10 +102,9 @@ def num_ranks_of(arguments: argparse.Namespace, *, num_gpus: int, cores: int) ->
 
 def self_test(arguments: argparse.Namespace, folder: Path, probed: dict[str, Any]) -> Iterator[Check]:
     """Runs. Imported here: the packages that they need are there."""
-    from _check_calibrate import calibrate, check_links, known_gpu, measured
-    from _check_runs import Runner
-    from _check_self_test import FLAGS, SelfTest
-    from _compare_runs import CannotRun
+    from _check_rates import calibrate, check_links, known_gpu, measured
+    from _check_self_test import FLAGS, Runner, SelfTest
+    from _processes import CannotRun
 
     from megatron.bcd.planner.tables import read_clusters
 
@@ -149,7 +128,7 @@ def self_test(arguments: argparse.Namespace, folder: Path, probed: dict[str, Any
     try:
         if only("link"):
             known = known_gpu(name, clusters) if name else None
-            yield check_links(measured(runner, quick=True), known, least=arguments.least_link_gb_per_s)
+            yield check_links(measured(runner, links_only=True), known, least=arguments.least_link_gb_per_s)
         if arguments.calibrate:
             found, table = calibrate(runner, gpu=name, table=Path(arguments.clusters))
             yield from found
@@ -157,6 +136,15 @@ def self_test(arguments: argparse.Namespace, folder: Path, probed: dict[str, Any
             yield passed("table", f"{shlex.join(command)} --num-gpus {num_ranks} --model NAME plans for this machine")
     except CannotRun as error:
         yield failed("rates", str(error), remedy=f"see {folder / 'rates.log'}")
+
+
+def show(found: Sequence[Check]) -> None:
+    """A line for every part, and one below it for its remedy."""
+    width = max(len(check.part) for check in found)
+    for check in found:
+        print(f"{check.verdict}  {check.part:<{width}}  {check.detail}")
+        if check.remedy:
+            print(f"      {'':<{width}}  remedy: {check.remedy}")
 
 
 def wanted(patterns: Sequence[str] | None) -> Callable[[str], bool]:
@@ -173,15 +161,16 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     for check in checks(arguments, folder):
         found.append(check)
         print(f"{check.verdict} {check.part}", file=sys.stderr, flush=True)
-    code = exit_code(found)
+    code = int(any(check.verdict == FAIL for check in found))
     if arguments.json != STDOUT:
         show(found)
     if arguments.json:
-        text = json.dumps({"command": shlex.join(["python", PROG, *argv]), "checks": as_list(found)}, indent=1)
+        figures = {"command": shlex.join(["python", PROG, *argv]), "checks": [asdict(check) for check in found]}
+        text = json.dumps(figures, indent=1)
         if arguments.json == STDOUT:
             print(text)
         else:
-            _write(arguments.json, f"{text}\n")
+            write_aside(arguments.json, lambda name: Path(name).write_text(f"{text}\n"), flag="--json")
             print(f"wrote {arguments.json}")
     if not arguments.output and not code and not arguments.calibrate:
         shutil.rmtree(folder, ignore_errors=True)

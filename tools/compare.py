@@ -1,390 +1,648 @@
-"""Compares full training, block coordinate descent and offload on the same model, data, batch and hardware.
+"""Compares what methods learn: loss at equal steps and equal time, state, cost. Speed alone: tools/benchmark.py.
 
-    python tools/compare.py --model tiny --methods full,bcd --peer badam --output out/compare
-    python tools/compare.py --model G-1.6B --methods full,bcd,offload --gpu rtx4090
     python tools/compare.py --task sft --peers full,badam,lora --output out/sft
+    python tools/compare.py --task sft --base MODEL --variant "six=--bcd-num-blocks 6" --seeds 1,2,3
 
-In every round each method has one turn: the planner's command in new processes, so that memory is this method's alone
-and the measured run is the planned one. The first two steps after the start and after each switch are not counted. All
-methods take the same number of steps on the same samples. The order rotates from round to round, because the machine's
-speed varies, and times are geometric means over the rounds: ratios in the table are then those within the rounds.
-
---peer badam trains transformers' model of the same size with BAdam (PyPI) in one process: same initial weights,
-samples, blocks and optimizer settings. Prints a table like the paper's tables 3 and 4, and writes compare.json and
-compare.png to --output. Exit code 1 if a method failed for a reason other than memory.
-
---task sft compares fine-tuning instead: it trains a small LLaMA on a text, then fine-tunes it on records with the BCD
-preset and its peers, each at its own tuned learning rate; started again, it goes on (--task sft --help has its flags).
+Fine-tunes a LLaMA on records with the BCD preset, in full with Adam, with BAdam (PyPI badam) and LoRA (PyPI peft), and
+with every --variant, each at its own tuned learning rate. The model is --base, or a small one that is trained on
+--pretrain-text first. Runs, tuning and seeds are those of a study (studies/study.py): a comparison that was stopped
+goes on when it is started again. --output gets table.md, rows.csv and the runs. See docs/fine_tuning.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
+import csv
+import hashlib
 import importlib.util
 import json
+import math
 import os
-import platform as python_platform
 import shlex
+import shutil
+import statistics
 import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "studies"))
 
-import _compare_sft as fine_tuning
-from _compare_figures import Row, Turn, ratios, rotated, row_of, table_text, typical_ms
-from _compare_runs import PEER, CannotRun, Variant, beside_peer, measure, planned, run, variants_of
-from _machine import cpu_model
-from _parser import Parser, add_precision, bad_input, leave_with
-
-from megatron.bcd.config import LAYOUTS, BcdConfig
-from megatron.bcd.planner.cost import PRECISIONS
-from megatron.bcd.planner.recipe import RECOMPUTE, Recipe
-from megatron.bcd.planner.tables import choose, read_clusters, read_models
+from _parser import Parser, bad_input, cpu_model, leave_with
+from _processes import ROOT, last_words
+from filelock import FileLock, Timeout
+from results import NAME, Point, Result, Study, Variant, final_runs, grid, points
+from study import Commands, Runner, make_folder, tell
 
 PROG = "tools/compare.py"
-METHODS = ("full", "offload", "bcd")
-"""In the order of the table."""
-ROOT = Path(__file__).resolve().parents[1]
-MICROBATCHES = 4
-"""Default per iteration and pipeline stage; one microbatch with a single stage."""
-TOLERANCE = 1e-3
-"""Largest relative difference between the losses of two runs that count as the same training."""
+PEERS = {"full": "full Adam", "badam": "BAdam (PyPI), transformers", "lora": "LoRA (peft), transformers"}
+NEEDS = {"badam": ("badam", "transformers"), "lora": ("peft", "transformers")}
+BASELINE, OURS = "full", "bcd"
+EVALUATIONS, CYCLES = 8, 2
+"""Of a run; with one layer a block three epochs of Alpaca at the preset's 50 steps are 1.4 cycles of 32 layers."""
 
 
-def _is_fine_tuning(argv: Sequence[str]) -> bool:
-    return any(word.split("=")[0] == "--task" for word in argv)
+# ---------------------------------------------------------------- model and records
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Raises ValueError for a flag that is unknown, missing or no number."""
-    if argv is not None and _is_fine_tuning(argv):
-        return fine_tuning.parse_arguments(argv)
-    parser = Parser(prog=PROG, description=__doc__)
-    add = parser.add_argument
-    add("--model", metavar="NAME", required=True, help="a row of the model table")
-    add(
-        "--methods",
-        default="full,bcd",
-        metavar="LIST",
-        help=f"of {', '.join(METHODS)}, with commas (default: full,bcd)",
-    )
-    add("--peer", choices=[PEER], help="compare with this package, in one process, in fp32")
-    add("--output", default=os.path.join("out", "compare"), metavar="FOLDER", help="(default: out/compare)")
-    add("--rounds", type=int, default=5, metavar="N", help="turns of each method (default: 5)")
-    add("--steps", type=int, default=6, metavar="N", help="counted steps of each block in a turn (default: 6)")
-    add("--gpu", metavar="NAME", help="a row of the cluster table: peak for MFU, planned peak and time")
-    add("--peak-tflops", type=float, metavar="X", help="peak of one process's device, for MFU, instead of --gpu's")
-    group = parser.add_argument_group("recipe", "as the training script's flags")
-    add = group.add_argument
-    add("--num-gpus", type=int, metavar="N", help="processes (default: one per GPU that is here, without CUDA one)")
-    add("--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="(default: 1)")
-    add("--bcd-num-blocks", type=int, metavar="M", help="(default: 3)")
-    add("--bcd-layout", choices=LAYOUTS, default=BcdConfig.bcd_layout, help="(default: %(default)s)")
-    add("--micro-batch-size", type=int, default=4, metavar="N", help="(default: 4)")
-    add("--global-batch-size", type=int, metavar="N", help="sequences of an iteration (default: one microbatch, with a"
-        f" pipeline {MICROBATCHES} per stage)")  # fmt: skip
-    add("--seq-length", type=int, metavar="N", help="(default: the model table's)")
-    add_precision(group, PRECISIONS)
-    add("--recompute", nargs="?", const="full", choices=RECOMPUTE, default="none", help="(default: none)")
-    group = parser.add_argument_group("data files")
-    add = group.add_argument
-    add("--models", metavar="FILE", default=str(ROOT / "examples" / "models.csv"), help="the model table")
-    add("--clusters", metavar="FILE", default=str(ROOT / "examples" / "clusters.csv"), help="the cluster table")
-    return parser.parse_args(argv)
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A model that is trained here, and how."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    vocab_size: int
+    seq_length: int
+    micro_batch: int
+    """Of fine-tuning, as the next."""
+    global_batch: int
+    base_steps: int
+    """Of training on the text."""
+    base_batch: int
+    base_lr: float = 3e-3
 
 
-def methods_of(text: str) -> list[str]:
-    """In the order of the table. Raises ValueError naming what is no method, or twice there."""
-    words = [word.strip() for word in text.split(",")]
-    for word in words:
-        if word not in METHODS:
-            raise ValueError(f"--methods {text}: {word or 'an empty name'} must be one of {', '.join(METHODS)}")
-        if words.count(word) > 1:
-            raise ValueError(f"--methods {text}: {word} is given twice")
-    return [name for name in METHODS if name in words]
+SIZES = {
+    "tiny": Size(num_layers=3, hidden_size=32, ffn_hidden_size=64, num_heads=2, vocab_size=400, seq_length=256,
+                 micro_batch=2, global_batch=4, base_steps=10, base_batch=4),
+    "small": Size(num_layers=9, hidden_size=320, ffn_hidden_size=864, num_heads=5, vocab_size=2048, seq_length=256,
+                  micro_batch=4, global_batch=8, base_steps=1200, base_batch=8),
+}  # fmt: skip
+"""tiny is for trying the tool out; its figures mean nothing."""
+BASE_FLAGS = (
+    "--optimizer muon --muon-momentum 0.95 --muon-use-nesterov --muon-extra-scale-factor 0.2 --adam-beta2 0.95 --bf16"
+)
+"""Full Muon: of the methods here the one that learns most in so few steps (docs/learning.md)."""
 
 
-def recipe_of(arguments: argparse.Namespace, *, num_here: int) -> Recipe:
-    """What is measured, as method bcd; ``num_here`` GPUs. Raises ValueError naming the flag that does not fit."""
-    num_gpus = arguments.num_gpus if arguments.num_gpus is not None else max(1, num_here)
-    if 0 < num_here < num_gpus:
-        raise ValueError(f"--num-gpus {num_gpus}: this machine shows {num_here} GPU(s); give at most as many")
-    clusters = read_clusters(arguments.clusters)
-    cluster = choose(clusters, arguments.gpu, flag="--gpu") if arguments.gpu else next(iter(clusters.values()))
-    stages = arguments.pipeline_model_parallel_size
-    batch = arguments.global_batch_size
-    if batch is None:
-        microbatches = MICROBATCHES * stages if stages > 1 else 1
-        batch = arguments.micro_batch_size * microbatches * max(1, num_gpus // max(1, stages))
-    return Recipe(
-        model=choose(read_models(arguments.models), arguments.model, flag="--model"),
-        cluster=replace(cluster, gpus_per_node=max(num_gpus, 1)),  # all processes are started here
-        num_gpus=num_gpus,
-        pipeline_size=stages,
-        num_blocks=arguments.bcd_num_blocks,
-        layout=arguments.bcd_layout,
-        precision=arguments.precision,
-        sequence=arguments.seq_length,
-        micro_batch_size=arguments.micro_batch_size,
-        global_batch_size=batch,
-        recompute=arguments.recompute,
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What is fine-tuned, and on what; all files lie in `folder`, whose name says what the model is."""
+
+    folder: Path
+    tokenizer: str
+    """A SentencePiece model, or ``model`` for that of the model's folder."""
+    num_layers: int
+    about: str
+    records: Path
+    num_records: int
+    steps: int
+    test_iters: int
+
+    @property
+    def model(self) -> Path:
+        """In Hugging Face's format."""
+        return self.folder / "model"
+
+
+def tokenizer_flags(folder: object, tokenizer: str) -> list[str]:
+    """For the training scripts."""
+    kind = "HuggingFaceTokenizer" if tokenizer == "model" else "SentencePieceTokenizer"
+    return ["--tokenizer-type", kind, "--tokenizer-model", f"{folder}/{tokenizer}"]
+
+
+def size_of(arguments: argparse.Namespace) -> Size:
+    """Of --size, with --base-steps and --global-batch-size."""
+    size = SIZES[arguments.size]
+    batch = arguments.global_batch_size or size.global_batch
+    micro_batch = math.gcd(batch, size.micro_batch)
+    return replace(
+        size, global_batch=batch, micro_batch=micro_batch, base_steps=arguments.base_steps or size.base_steps
     )
 
 
-def check(arguments: argparse.Namespace, methods: Sequence[str], *, num_here: int) -> None:
-    """Raises ValueError for errors that can be found before the first run."""
-    for name in ("rounds", "steps"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"--{name} {getattr(arguments, name)}: must be at least 1")
-    if arguments.peak_tflops is not None and not 0 < arguments.peak_tflops < 1e9:
-        raise ValueError(f"--peak-tflops {arguments.peak_tflops:g}: must be more than 0")
-    if arguments.gpu and not num_here:
-        raise ValueError(f"--gpu {arguments.gpu}: this machine shows no GPU; leave it out (--peak-tflops gives an MFU)")
-    if arguments.bcd_num_blocks is not None and "bcd" not in methods and not arguments.peer:
-        raise ValueError(f"--bcd-num-blocks {arguments.bcd_num_blocks} has no use without method bcd; leave it out")
-    if list(methods) == ["offload"] and not num_here and not arguments.peer:
-        raise ValueError("--methods offload needs a CUDA GPU, and this machine shows none; add full or bcd")
-    if arguments.peer:
-        if arguments.precision != "fp32":
-            raise ValueError(
-                f"--precision {arguments.precision}: --peer {PEER} is measured in fp32; leave one of them out"
-            )
-        if arguments.recompute != "none":
-            raise ValueError(f"--recompute: --peer {PEER} is measured without; leave one of them out")
-        missing = [name for name in (PEER, "transformers") if importlib.util.find_spec(name) is None]
-        if missing:
-            raise ValueError(
-                f"--peer {PEER} needs {' and '.join(missing)}: pip install badam==1.4 transformers==5.23.0"
-            )
-    _check_output(arguments.output)
-
-
-def _check_output(path: str) -> None:
-    """Try the nearest folder that exists, and leave nothing there."""
-    folder = os.path.abspath(path)
-    while not os.path.lexists(folder):
-        folder = os.path.dirname(folder)
+def layers_of(source: Path) -> int:
+    """Of a model in Hugging Face's format. Raises ValueError."""
     try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(f"--output {path}: {error.strerror}: {folder}; give a folder that can be written") from None
+        return int(json.loads((source / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"])
+    except (OSError, ValueError, TypeError, KeyError):
+        raise ValueError(f"--base {source}: must be a LLaMA, Mistral or Qwen in Hugging Face's format") from None
 
 
-class Comparison:
-    """The variants, their turns, and what could not be run."""
-
-    def __init__(self, variants: Sequence[Variant], *, threads: int) -> None:
-        self.variants = {variant.name: variant for variant in variants}
-        self.turns: dict[str, list[Turn]] = {variant.name: [] for variant in variants}
-        self.not_run: dict[str, str] = {}
-        self.has_failed = False
-        self._threads = threads
-
-    def leave_out(self, name: str, why: str) -> None:
-        """Remove a variant from the rounds and print why."""
-        self.not_run[name] = why
-        del self.turns[name]
-        _tell(f"{name} is not run: {why}")
-
-    def run(self, num_rounds: int, folder: Path) -> None:
-        """All rounds; `folder` is for what runs write."""
-        if PEER in self.turns:
-            beside = next(v for v in self.variants.values() if not v.is_peer and v.recipe == self.variants[PEER].recipe)
-            try:
-                run(beside.export_argv(folder), folder / "log", threads=self._threads)
-            except CannotRun as error:
-                self._fail(PEER, error)
-        for index in range(num_rounds):
-            for name in rotated(list(self.turns), index) if self.turns else []:
-                try:
-                    turn = measure(self.variants[name], folder, threads=self._threads)
-                except CannotRun as error:
-                    self._fail(name, error)
-                    continue
-                self.turns[name].append(turn)
-                _tell(f"round {index + 1}/{num_rounds}: {name} {turn.iteration_ms:,.1f} ms")
-
-    def _fail(self, name: str, error: CannotRun) -> None:
-        self.has_failed |= not error.for_want_of_memory
-        self.leave_out(name, str(error))
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def rows_of(comparison: Comparison, *, has_cluster: bool, peak_tflops: float | None) -> list[Row]:
-    """The table, in the order of the variants."""
-    rows = []
-    for name, turns in comparison.turns.items():
-        variant = comparison.variants[name]
-        recipe = variant.recipe
-        peak = recipe.cluster.peak_flops_per_s(recipe.precision) if has_cluster else None
-        # a variant of another number of processes is another machine's
-        full = comparison.turns.get("full") if recipe.num_gpus == _first(comparison).recipe.num_gpus else None
-        rows.append(
-            row_of(
-                name,
-                turns,
-                full,
-                planned(variant, has_cluster=has_cluster),
-                tokens_per_iteration=recipe.global_batch_size * recipe.tokens,
-                peak_flops_per_s=1e12 * peak_tflops if peak_tflops else peak,
-            )
+def prepare(arguments: argparse.Namespace, output: Path) -> Prepared:
+    """Model and records below `output`; what is there already is not made again. Raises ValueError if a step fails."""
+    size = size_of(arguments)
+    if arguments.base is not None:
+        source = arguments.base.resolve()
+        layers, tokenizer = layers_of(source), "model"
+        suffixes = {".json", ".safetensors", ".model", ".jinja"}
+        digest = digest_of(*sorted(path for path in source.iterdir() if path.suffix in suffixes))
+        folder = output / f"base-{source.name}-{digest}"
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / "model").resolve() != source:  # the same files at another place
+            (folder / "model").unlink(missing_ok=True)
+            (folder / "model").symlink_to(source)
+        about = f"The model {source.name}, {layers} layers"
+    else:
+        layers, tokenizer, text = size.num_layers, "tokenizer.model", arguments.pretrain_text
+        fixed = replace(size, micro_batch=0, global_batch=0)
+        digest = hashlib.sha256(f"{fixed} {BASE_FLAGS} {digest_of(text)}".encode()).hexdigest()[:10]
+        folder = output / f"base-{arguments.size}-{digest}"
+        folder.mkdir(parents=True, exist_ok=True)
+        train_base(folder, size, text)
+        about = (
+            f"LLaMA of {layers} layers, hidden size {size.hidden_size}, first trained for {size.base_steps:,} steps on "
+            f"{text.name}"
         )
+    return _with_records(arguments, size, folder=folder, tokenizer=tokenizer, num_layers=layers, about=about)
+
+
+def digest_of(*paths: Path) -> str:
+    """Of names and contents."""
+    found = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            found.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()[:10]
+
+
+def train_base(folder: Path, size: Size, text: Path) -> None:
+    """Tokenizer, tokens, and the model, each unless it is there."""
+    tokenizer, prefix, checkpoint = tokenizer_flags(folder, "tokenizer.model"), folder / "text", folder / "base_run"
+    if not (folder / "tokenizer.model").is_file():
+        tell("training a tokenizer")
+        words = ["tools/train_tokenizer.py", "--input", text, "--vocab-size", size.vocab_size]
+        call([*words, "--output-prefix", folder / "tokenizer"], folder)
+    if not Path(f"{prefix}_text_document.idx").is_file():
+        words = ["tools/preprocess_data.py", "--input", text, "--append-eod", *tokenizer, "--output-prefix", prefix]
+        call(words, folder)
+    if not (folder / "model" / "config.json").is_file():
+        tell(f"training the model on {text.name}: {size.base_steps:,} steps")
+        flags = (
+            f"--num-layers {size.num_layers} --hidden-size {size.hidden_size} --ffn-hidden-size {size.ffn_hidden_size} "
+            f"--num-attention-heads {size.num_heads} --seq-length {size.seq_length} --max-position-embeddings "
+            f"{size.seq_length} --micro-batch-size {size.base_batch} --train-iters {size.base_steps} --lr "
+            f"{size.base_lr} --min-lr {size.base_lr / 10} --lr-decay-style cosine --lr-warmup-iters "
+            f"{size.base_steps // 20} --weight-decay 0.1 --clip-grad 1 --split 98,2,0 --num-workers 0 "
+            f"--bcd-num-blocks 1 {BASE_FLAGS} --eval-interval {size.base_steps} --eval-iters 4 --log-interval 20 "
+            f"--save-interval {max(1, size.base_steps // 4)}"
+        )
+        files = ["--data-path", f"{prefix}_text_document", "--save", checkpoint, "--load", checkpoint]
+        call(["pretrain_llama_bcd.py", *flags.split(), *tokenizer, *files, "--save-hf", folder / "model"], folder)
+        if not (folder / "model" / "config.json").is_file():
+            raise ValueError(f"training the model on {text.name} was stopped; started again, it goes on")
+    shutil.rmtree(checkpoint, ignore_errors=True)
+
+
+def _with_records(arguments: argparse.Namespace, size: Size, *, folder: Path, tokenizer: str, **about: Any) -> Prepared:
+    content = b"".join(arguments.data.read_bytes().splitlines(keepends=True)[: arguments.records])
+    digest = hashlib.sha256(content).hexdigest()[:10]
+    path = folder / f"records-{digest}.jsonl"
+    if not path.is_file():
+        path.with_suffix(".tmp").write_bytes(content)
+        os.replace(path.with_suffix(".tmp"), path)
+    split = arguments.split.replace(",", "_")
+    counted = folder / f"counted-{digest}-{arguments.num_epochs:g}-{size.global_batch}-{split}.json"
+    if not counted.is_file():
+        words = ["tools/_peer.py", "--count", "--sft", "--load-hf", folder / "model", "--data-path", path, "--split",
+                 arguments.split, "--data-cache-path", folder / "cache", "--sft-drop-long",
+                 *tokenizer_flags(folder, tokenizer), "--seq-length", size.seq_length, "--micro-batch-size",
+                 size.micro_batch, "--global-batch-size", size.global_batch, "--lr", 1e-3,
+                 "--num-epochs", arguments.num_epochs]  # fmt: skip
+        counted.write_text(call(words, folder).strip().splitlines()[-1] + "\n", encoding="utf-8")
+    found = json.loads(counted.read_text(encoding="utf-8"))
+    _, validation, test = map(float, arguments.split.split(","))  # of about equally long records
+    return Prepared(
+        folder=folder,
+        tokenizer=tokenizer,
+        records=path,
+        num_records=len(content.split(b"\n")) - content.endswith(b"\n"),
+        steps=found["steps"],
+        test_iters=max(1, round(found["validation"] * test / validation / size.global_batch)),
+        **about,
+    )
+
+
+def call(words: Sequence[object], folder: Path) -> str:
+    """Stdout of a script of the project. Raises ValueError with its last words if it fails."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    with open(folder / "preparation.log", "a", encoding="utf-8") as log:
+        log.write(done.stdout + done.stderr)
+    if done.returncode:
+        raise ValueError(f"{words[0]}: {last_words(done.stdout + done.stderr, done.returncode)}")
+    return done.stdout
+
+
+def study_of(arguments: argparse.Namespace, prepared: Prepared) -> Study:
+    """All runs, as studies/study.py knows them; ``{data}`` is the prepared folder."""
+    size = size_of(arguments)
+    flags = (
+        f"--sft --load-hf {{data}}/model --data-path {{data}}/{prepared.records.name} --split {arguments.split} "
+        f"--data-cache-path {{data}}/cache {' '.join(tokenizer_flags('{data}', prepared.tokenizer))} "
+        f"--seq-length {size.seq_length} --sft-drop-long --micro-batch-size {size.micro_batch} --global-batch-size "
+        f"{size.global_batch} --train-iters {{steps}} --lr-decay-style cosine --min-lr {{lr/10}} --lr-warmup-iters "
+        f"{{steps/30}} {'--bf16 ' if arguments.bf16 else ''}--weight-decay 0.01 --clip-grad 1 --hidden-dropout 0 "
+        f"--attention-dropout 0 --num-workers 0 --log-interval 1 --eval-interval "
+        f"{max(1, prepared.steps // EVALUATIONS)} --full-validation --eval-iters {prepared.test_iters} "
+        f"--bcd-steps-per-block {max(2, prepared.steps // (CYCLES * prepared.num_layers))}"
+    )
+    preset = "--bcd-preset finetune"
+    methods = [Variant(name=OURS, label="BCD, preset finetune", flags=preset)]
+    methods += [
+        Variant(name=name, label=f"BCD, {name}: {own}", flags=f"{preset} {own}")
+        for name, own in arguments.variants.items()
+    ]
+    if BASELINE in arguments.peers:
+        methods.insert(0, Variant(name=BASELINE, label=PEERS[BASELINE], flags="--bcd-num-blocks 1"))
+    methods += [
+        Variant(name=name, label=PEERS[name], program=f"tools/_peer.py --peer {name}")
+        for name in NEEDS
+        if name in arguments.peers
+    ]
+    return Study(
+        path="sft",
+        program="pretrain_llama_bcd.py",
+        flags=flags,
+        checkpoint_flags="--save {folder} --load {folder} --save-interval {steps/3}",
+        steps=prepared.steps,
+        models=(Variant(name=arguments.size),),
+        data=(Variant(name="records"),),
+        methods=tuple(methods),
+        baseline=BASELINE if BASELINE in arguments.peers else OURS,
+        seeds=arguments.seeds,
+        learning_rates=arguments.learning_rates,
+        extend=1,
+        jobs=1,
+    )
+
+
+# ---------------------------------------------------------------- figures
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """One finished run. Its time is its steps times the step's, without evaluations: other work on the machine is left
+    out, and how often is evaluated."""
+
+    seed: int
+    curve: tuple[tuple[int, float], ...]
+    """Iteration and validation loss, ascending; the last entry is the end of the run."""
+    step_ms: float
+    state_bytes: int
+    peak_bytes: int
+    test: float | None
+
+    @property
+    def best(self) -> tuple[int, float]:
+        """Where the validation loss is lowest."""
+        return min(self.curve, key=lambda point: point[1])
+
+    def at_time(self, milliseconds: float) -> float:
+        """The validation loss after so much training, interpolated; of a run that ended before, its last."""
+        step = milliseconds / self.step_ms
+        for (before, one), (after, two) in pairwise(self.curve):
+            if step <= after:
+                return one + max(0.0, (step - before) / (after - before)) * (two - one)
+        return self.curve[-1][1]
+
+    def time_to(self, loss: float) -> float | None:
+        """Milliseconds of training until the validation loss is first `loss`, interpolated; None if it never is."""
+        first = self.curve[0]
+        if first[1] <= loss:
+            return first[0] * self.step_ms
+        for (before, above), (after, below) in pairwise(self.curve):
+            if below <= loss:
+                return (before + (above - loss) / (above - below) * (after - before)) * self.step_ms
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One method; means over the seeds, and their spread (largest minus smallest)."""
+
+    method: str
+    label: str
+    failure: str = ""
+    """Why there are no figures; then all others are as by default."""
+    lr: float | None = None
+    lr_at_edge: bool = False
+    rates: tuple[tuple[float, float | None], ...] = ()
+    """Learning rates with the validation loss that they end at (first seed); None: not finite, or failed."""
+    seeds: tuple[int, ...] = ()
+    best: float = math.nan
+    """Lowest validation loss."""
+    best_spread: float = math.nan
+    last: float = math.nan
+    """Validation loss at the end: at equal epochs."""
+    last_spread: float = math.nan
+    at_full_time: float = math.nan
+    """Validation loss after the least time that full training or the method took."""
+    to_full: float | None = None
+    """Lowest validation loss over full training's, less 1."""
+    cost: float | None = None
+    """Time to full training's lowest validation loss, over full training's own."""
+    num_reached: int = 0
+    """Seeds that reach it at all; `cost` is of these."""
+    test: float | None = None
+    tokens_per_second: float = math.nan
+    """Positions, those that no loss counts included."""
+    step_ms: float = math.nan
+    state_bytes: float = math.nan
+    peak_bytes: float = math.nan
+    """Of the process, all libraries included."""
+
+
+def row_of(runs: Sequence[Trained], full: Mapping[int, Trained], *, tokens: float, **about: Any) -> Row:
+    """The row of a method's runs at its tuned rate, one for each seed; `full` has full training's by seed."""
+    paired = [(one, full[one.seed]) for one in runs if one.seed in full]
+    needed = [(one.time_to(other.best[1]), other.best[0] * other.step_ms) for one, other in paired]
+    costs = [mine / theirs for mine, theirs in needed if mine is not None and theirs]
+    tests = [one.test for one in runs if one.test is not None]
+    best, last = [one.best[1] for one in runs], [one.curve[-1][1] for one in runs]
+    in_time = [one.at_time(other.curve[-1][0] * other.step_ms) for one, other in paired]
+    return Row(
+        **about,
+        seeds=tuple(one.seed for one in runs),
+        best=statistics.fmean(best),
+        best_spread=max(best) - min(best),
+        last=statistics.fmean(last),
+        last_spread=max(last) - min(last),
+        at_full_time=statistics.fmean(in_time or [math.nan]),
+        to_full=statistics.fmean(one.best[1] / other.best[1] - 1 for one, other in paired) if paired else None,
+        cost=statistics.fmean(costs) if costs else None,
+        num_reached=len(costs),
+        test=statistics.fmean(tests) if tests else None,
+        tokens_per_second=statistics.fmean(tokens / one.step_ms * 1e3 for one in runs),
+        step_ms=statistics.fmean(one.step_ms for one in runs),
+        state_bytes=max(one.state_bytes for one in runs),
+        peak_bytes=max(one.peak_bytes for one in runs),
+    )
+
+
+def rows_of(runner: Runner, *, tokens: float) -> list[Row]:
+    """Of everything that has finished, in the study's order."""
+    study = runner.study
+    trained = {point: _trained(runner, point) for point in points(study)}
+    full = {one.seed: one for point, runs in trained.items() if point.method.name == BASELINE for one in runs}
+    rows = []
+    for point, runs in trained.items():
+        tried = grid(study, point, runner.lookup)
+        rates = tuple((lr, value if math.isfinite(value) else None) for lr, value in sorted(tried.values.items()))
+        about: dict[str, Any] = {"method": point.method.name, "label": point.method.label, "rates": rates}
+        if runs:
+            edge = tried.at_edge and len(rates) > 1
+            rows.append(row_of(runs, full, tokens=tokens, lr=tried.best_so_far, lr_at_edge=edge, **about))
+        elif rates:
+            failed = [runner.lookup(point.run(lr, study.seeds[0])) for lr, _ in rates]
+            reason = next((one.failure for one in failed if one and one.failure), "no finite loss")
+            rows.append(Row(failure=reason, **about))
     return rows
 
 
-def _first(comparison: Comparison) -> Variant:
-    return next(iter(comparison.variants.values()))
-
-
-def peer_figures(comparison: Comparison, beside: str) -> dict[str, Any] | None:
-    """BCD against the peer, where both were measured."""
-    if PEER not in comparison.turns or beside not in comparison.turns:
-        return None
-    ours, theirs = comparison.turns[beside], comparison.turns[PEER]
-    by_round = ratios(theirs, ours)
-    losses = [ours[-1].loss, theirs[-1].loss]
-    difference = None if None in losses else abs(losses[0] - losses[1]) / abs(losses[0])  # type: ignore[operator,arg-type]
-    return {
-        "beside": beside,
-        "tokens_per_second_ratio": typical_ms(theirs) / typical_ms(ours),
-        "ratio_by_round": by_round,
-        "loss_difference": difference,
-        "trains_alike": difference is not None and difference < TOLERANCE,
-    }
-
-
-def machine(*, num_here: int, threads: int) -> dict[str, Any]:
-    """Hardware, versions, and how busy it is."""
-    names = ("torch", "megatron-core", "transformers", PEER)
-    program = "from megatron.bcd.runtime import device; print(device.name())"
-    gpu = (
-        subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True) if num_here else None
-    )
-    return {
-        "cpu": cpu_model(),
-        "cores": os.cpu_count(),
-        "threads_per_process": threads,
-        "gpus": num_here,
-        "gpu": gpu.stdout.strip() if gpu else None,
-        "load_average": list(os.getloadavg()),
-        "python": python_platform.python_version(),
-        "versions": {name: _version(name) for name in names},
-    }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def summary(figures: dict[str, Any], rows: Sequence[Row]) -> str:
-    """The table, and what is needed to read it."""
-    about = figures["machine"]
-    lines = [table_text(rows, on_gpu=bool(about["gpus"]))] if rows else []
-    lines += [f"{name} is not run: {why}" for name, why in figures["not_run"].items()]
-    lines.append(
-        "state: weights, gradients, optimizer state, largest phase, all processes; peak: of the largest process"
-        + ("" if about["gpus"] else ", its resident set with all libraries")
-    )
-    lines.append(
-        f"iteration: geometric mean of {figures['rounds']} rounds; ratio to full: over full training's in this table;"
-        " arithmetic: that ratio by the layers' passes alone, no bound, as the optimizer has less to do too; MFU: by"
-        " the arithmetic of full training; loss: after the last step"
-    )
-    peer = figures["peer"]
-    if peer:
-        by_round = ", ".join(f"{ratio:.2f}" for ratio in peer["ratio_by_round"])
-        lines.append(
-            f"{peer['beside']} against {PEER}: {peer['tokens_per_second_ratio']:.3f} x its tokens/s ({by_round})"
+def _trained(runner: Runner, point: Point) -> list[Trained]:
+    """The method's runs at its best rate so far."""
+    lr = grid(runner.study, point, runner.lookup).best_so_far
+    found = []
+    for run in [] if lr is None else final_runs(runner.study, point, lr)[0]:
+        result = runner.lookup(run)
+        if result is None or result.validation is None or result.step_ms is None:
+            continue
+        curve = {step: value for step, value in result.curve if value is not None}
+        curve[result.steps or 0] = result.validation
+        found.append(
+            Trained(
+                seed=run.seed,
+                curve=tuple(sorted(curve.items())),
+                step_ms=runner.step_ms(point) or result.step_ms,
+                state_bytes=round((result.state_bytes_per_parameter or 0) * (result.num_parameters or 0)),
+                peak_bytes=result.peak_bytes or 0,
+                test=result.test,
+            )
         )
-        alike = "one training: losses differ by" if peer["trains_alike"] else "NOT one training: losses differ by"
-        lines.append(f"{alike} {peer['loss_difference'] or 0:.1e} after the last step, relative")
-    device = (
-        about["gpu"]
-        or f"{about['cpu']}, {about['threads_per_process']} thread(s) per process of {about['cores']} cores"
-    )
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
-    return "\n".join([*lines, f"{device}; {versions}", figures["command"]])
+    return found
 
 
-def write(output: str, figures: dict[str, Any], rows: Sequence[Row]) -> list[str]:
-    """JSON and, where anything was measured, a chart, each whole or as it was before; their paths."""
-    os.makedirs(output, exist_ok=True)
-    paths = [os.path.join(output, name) for name in ("compare.json", "compare.png")]
-    aside = [f"{path}.{os.getpid()}.tmp" for path in paths]
-    try:
-        with open(aside[0], "w", encoding="utf-8") as file:
-            json.dump(figures, file, indent=1)
-            file.write("\n")
-        if rows:
-            from _compare_chart import draw  # matplotlib takes a second to import
+def table(rows: Sequence[Row], *, num_seeds: int = 1) -> list[str]:
+    """Markdown lines, rows in the order given; `num_seeds`: that were asked for."""
+    base = next((row for row in rows if row.method == BASELINE and not row.failure), None)
 
-            draw(aside[1], rows, figures)
-        written = [path for path, temporary in zip(paths, aside, strict=True) if os.path.exists(temporary)]
-        for path in written:
-            os.replace(f"{path}.{os.getpid()}.tmp", path)
-        return written
-    finally:
-        for temporary in aside:
-            Path(temporary).unlink(missing_ok=True)
+    def spread(value: float, row: Row) -> str:
+        return f" ± {value / 2:.4f}" if len(row.seeds) > 1 else ""
 
+    def cost(row: Row) -> str:
+        if row.cost is None:
+            return "not reached" if base else "-"
+        some = "" if row.num_reached == len(row.seeds) else f" ({row.num_reached} of {len(row.seeds)})"
+        return f"{row.cost:.2f}{some}"
 
-def compare(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Check, measure, print, write; the exit code. Raises ValueError for a user's mistake."""
-    from megatron.bcd.runtime import device
-
-    methods = methods_of(arguments.methods)
-    num_here = device.num_gpus()
-    check(arguments, methods, num_here=num_here)
-    recipe = recipe_of(arguments, num_here=num_here)
-    variants = variants_of(recipe, methods, peer=bool(arguments.peer), steps=arguments.steps)
-    threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // recipe.num_gpus))
-    about = machine(num_here=num_here, threads=threads)
-    comparison = Comparison(variants, threads=threads)
-    if "offload" in methods and not num_here:
-        comparison.leave_out("offload", "it needs a CUDA GPU, and this machine shows none")
-    with tempfile.TemporaryDirectory(prefix="compare_") as folder:
-        comparison.run(arguments.rounds, Path(folder))
-    rows = rows_of(comparison, has_cluster=bool(arguments.gpu), peak_tflops=arguments.peak_tflops)
-    figures = {
-        "command": shlex.join(["python", PROG, *argv]),
-        "model": asdict(recipe.model) | {"parameters": recipe.shape.num_parameters},
-        "machine": about | {"load_average_after": list(os.getloadavg())},
-        "rounds": arguments.rounds,
-        "tokens_per_iteration": recipe.global_batch_size * recipe.tokens,
-        "commands": {name: variant.command() for name, variant in comparison.variants.items()},
-        "rows": [asdict(row) for row in rows],
-        "not_run": comparison.not_run,
-        "peer": peer_figures(comparison, beside_peer(recipe, methods)) if arguments.peer else None,
-        "turns": {
-            name: [asdict(turn) | {"iteration_ms": turn.iteration_ms} for turn in turns]
-            for name, turns in comparison.turns.items()
-        },
+    columns = {
+        "learning rate": lambda row: f"{row.lr:g}" + " *edge*" * row.lr_at_edge,
+        "best validation loss": lambda row: (
+            f"{row.best:.4f}"
+            + spread(row.best_spread, row)
+            + (f" *{len(row.seeds)} of {num_seeds} seeds*" if len(row.seeds) < num_seeds else "")
+        ),
+        "to full": lambda row: "-" if row.to_full is None else f"{100 * row.to_full:+.2f} %",
+        "at equal epochs": lambda row: f"{row.last:.4f}" + spread(row.last_spread, row),
+        "at equal time": lambda row: "-" if math.isnan(row.at_full_time) else f"{row.at_full_time:.4f}",
+        "test": lambda row: "-" if row.test is None else f"{row.test:.4f}",
+        "tokens/s": lambda row: f"{row.tokens_per_second:,.0f}",
+        "model state": lambda row: f"{row.state_bytes / 2**20:.1f} MiB",
+        "of full": lambda row: f"{100 * row.state_bytes / base.state_bytes:.0f} %" if base else "-",
+        "peak memory": lambda row: f"{row.peak_bytes / 2**20:,.0f} MiB",
+        "cost to full's best": cost,
     }
-    print(summary(figures, rows))
-    for path in write(arguments.output, figures, rows):
-        print(f"wrote {path}")
-    return 1 if comparison.has_failed or not rows else 0
+    lines = ["| " + " | ".join(("method", *columns)) + " |", "|---|" + "---|" * len(columns)]
+    for row in rows:
+        failed = [f"failed: {row.failure.replace('|', '/')}", *[""] * (len(columns) - 1)]
+        cells = failed if row.failure else [cell(row) for cell in columns.values()]
+        lines.append("| " + " | ".join((row.label, *cells)) + " |")
+    return lines
+
+
+def grid_lines(rows: Sequence[Row]) -> list[str]:
+    """Markdown lines: the validation loss that every learning rate ends at."""
+    rates = sorted({rate for row in rows for rate, _ in row.rates})
+    lines = ["| learning rate | " + " | ".join(f"{rate:g}" for rate in rates) + " |", "|---|" + "---|" * len(rates)]
+    for row in rows:
+        known = {rate: "diverged" if value is None else f"{value:.4f}" for rate, value in row.rates}
+        lines.append(f"| {row.label} | " + " | ".join(known.get(rate, "") for rate in rates) + " |")
+    return lines
+
+
+def document(
+    rows: Sequence[Row], arguments: argparse.Namespace, prepared: Prepared, argv: Sequence[str], timing: Result | None
+) -> str:
+    """The table with what it rests on, as Markdown."""
+    size = size_of(arguments)
+    timed = (
+        f"Step times: 60 steps of every method in turn, median of {timing.rounds} rounds."
+        if timing
+        else "Step times: of the runs, which may have shared the machine."
+    )
+    return "\n".join(
+        [
+            "# Fine-tuning side by side",
+            "",
+            f"`python {PROG} {shlex.join(argv)}`",
+            "",
+            *table(rows, num_seeds=len(arguments.seeds)),
+            "",
+            "Validation loss at the end, by learning rate (first seed):",
+            "",
+            *grid_lines(rows),
+            "",
+            f"{prepared.about}. Then {prepared.steps:,} steps of {size.global_batch} sequences of {size.seq_length} "
+            f"tokens, {arguments.num_epochs:g} epochs of {prepared.num_records:,} records ({arguments.split} into "
+            f"training, validation and test), in {'bf16' if arguments.bf16 else 'fp32'}. Seeds: "
+            f"{', '.join(map(str, arguments.seeds))}; ± is half the range over them, *n of m seeds*: those that have "
+            "run. To full: best validation loss, relative. At equal time: after the time that full training took, or "
+            "at the end where that was earlier. Cost: training time to full Adam's lowest validation loss, over full "
+            "Adam's own. Times count training steps only. Model state: weights, gradients, moments, adapters. Peak "
+            "memory: of the process, with its libraries. *edge*: the best rate is the grid's first or last.",
+            "",
+            f"{cpu_model()}, one thread. {timed}",
+            "",
+        ]
+    )
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """The rows as CSV."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, tuple):
+            return " ".join(":".join(map(text, one)) if isinstance(one, tuple) else text(one) for one in value)
+        return "" if value is None or value != value else str(value)
+
+    names = [each.name for each in fields(Row)]
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerows([names, *([text(getattr(row, name)) for name in names] for row in rows)])
+
+
+# ---------------------------------------------------------------- command line
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The checked command line. Raises ValueError: a flag is unknown, or its value does not fit."""
+    shared = ROOT.parent / "shared" / "data"
+    parser = Parser(prog=PROG, description=__doc__)
+    add = parser.add_argument
+    add("--task", choices=("sft",), help="what is compared")
+    add("--output", type=Path, default=Path("out", "sft"), metavar="FOLDER", help="(default: out/sft)")
+    add("--peers", default=",".join(PEERS), metavar="LIST", help=f"beside the BCD preset: of {', '.join(PEERS)}, with"
+        " commas (default: all)")  # fmt: skip
+    add("--data", type=Path, default=shared / "alpaca" / "alpaca_5000.jsonl", metavar="FILE", help="records of --sft")
+    add("--pretrain-text", type=Path, default=shared / "wikitext-2" / "train.txt", metavar="FILE",
+        help="what the model is trained on first")  # fmt: skip
+    add("--base", type=Path, metavar="FOLDER", help="a model in Hugging Face's format, with its tokenizer, that is "
+        "fine-tuned in place of one that is trained here")  # fmt: skip
+    add("--size", choices=tuple(SIZES), default="small", help="of the model (default: small, 11 M weights in layers)")
+    add("--variant", action="append", default=[], metavar="NAME=FLAGS", help="one more row: the BCD preset with these "
+        "flags of the training scripts besides; may be given several times")  # fmt: skip
+    add("--global-batch-size", type=int, metavar="N", help="sequences of a step of fine-tuning (default: the size's)")
+    add("--bf16", action="store_true", help="fine-tune in bf16, with fp32 main parameters (BCD and full Adam), "
+        "BAdam's fp32 copies, fp32 adapters (default: fp32)")  # fmt: skip
+    add("--base-steps", type=int, metavar="N", help="of training on the text (default: the size's)")
+    add("--records", type=int, metavar="N", help="the first N of --data (default: all)")
+    add("--split", default="90,5,5", metavar="LIST", help="of the records (default: 90,5,5)")
+    add("--num-epochs", type=float, default=3.0, metavar="X", help="of fine-tuning (default: 3)")
+    add("--learning-rates", default="1e-4,3e-4,1e-3,3e-3", metavar="LIST", help="grid of every method (default: "
+        "1e-4,3e-4,1e-3,3e-3)")  # fmt: skip
+    add("--seeds", default="1,2,3", metavar="LIST", help="the first one tunes (default: 1,2,3)")
+    add("--step-times", type=int, default=0, metavar="N", help="when all runs are done, time 60 steps of every "
+        "method in turn, N times (default: 0, times come from the runs)")  # fmt: skip
+    add("--max-minutes", type=float, metavar="X", help="start no run after this time; a later start goes on")
+    if not any(word.split("=")[0] in ("--task", "--help", "-h") for word in argv):
+        raise ValueError("--task sft is needed; for speed and memory: tools/benchmark.py --model NAME --methods LIST")
+    arguments = parser.parse_args(argv)
+    arguments.learning_rates = _numbers(arguments.learning_rates, float, "--learning-rates")
+    arguments.seeds = _numbers(arguments.seeds, int, "--seeds")
+    peers = [word.strip() for word in arguments.peers.split(",")]
+    if set(peers) - set(PEERS) or len(set(peers)) < len(peers):
+        raise ValueError(f"--peers {arguments.peers}: must be some of {', '.join(PEERS)}, each once")
+    arguments.peers = peers
+    if len(parts := _numbers(arguments.split, float, "--split", distinct=False)) != 3:
+        raise ValueError(f"--split {arguments.split}: must be three shares, of training, validation and test")
+    arguments.split = ",".join(f"{part:g}" for part in parts)
+    least = {"num_epochs": 1e-9, "base_steps": 1, "global_batch_size": 1, "step_times": 0, "records": 20}
+    for name, smallest in least.items():
+        value = getattr(arguments, name)
+        if value is not None and not value >= smallest:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least {smallest:g}")
+    arguments.variants = {}
+    for entry in arguments.variant:
+        name, _, flags = (part.strip() for part in entry.partition("="))
+        if not NAME.fullmatch(name) or not flags.startswith("--") or name in (*arguments.variants, OURS, *PEERS):
+            raise ValueError(f"--variant {entry}: must be a new NAME (letters, digits, . _ -), =, and flags")
+        arguments.variants[name] = flags
+    return arguments
+
+
+def _numbers(text: str, kind: Any, flag: str, *, distinct: bool = True) -> tuple[Any, ...]:
+    try:
+        found = tuple(kind(word) for word in text.split(","))
+    except ValueError:
+        raise ValueError(f"{flag} {text}: must be numbers with commas between them") from None
+    if (distinct and len(set(found)) < len(found)) or (kind is float and not min(found) > 0):
+        raise ValueError(f"{flag} {text}: must be {'different ' * distinct}numbers{' above 0' * (kind is float)}")
+    return found
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for what can be found before anything runs."""
+    if arguments.base is not None:
+        layers_of(arguments.base)
+    for name in ("data",) if arguments.base is not None else ("data", "pretrain_text"):
+        path = getattr(arguments, name)
+        if not path.is_file():
+            raise ValueError(f"--{name.replace('_', '-')} {path}: no such file")
+        setattr(arguments, name, path.resolve())  # the tools that read them start in the repository
+    with open(arguments.data, "rb") as file:
+        if file.read(1024).lstrip().startswith(b"["):
+            raise ValueError(f"--data {arguments.data}: is a JSON list; give a file with one record per line")
+    for peer in arguments.peers:
+        missing = [name for name in NEEDS.get(peer, ()) if importlib.util.find_spec(name) is None]
+        if missing:
+            raise ValueError(f"--peers {peer} needs {' and '.join(missing)}: the pins are in requirements.txt")
+
+
+def compare(argv: Sequence[str]) -> int:
+    """Prepare, run what is missing, print, write; the exit code. Raises ValueError for a user's mistake."""
+    arguments = parse_arguments(argv)
+    check(arguments)
+    folder, size = arguments.output.resolve(), size_of(arguments)
+    make_folder(folder, flag="--output")
+    try:
+        with FileLock(folder / ".lock", timeout=0):
+            prepared = prepare(arguments, folder)
+            study, runs = study_of(arguments, prepared), prepared.folder / "runs"
+            commands = Commands(study=study, texts={}, data_folder=prepared.folder, folder=runs)
+            results = prepared.folder / f"results-{size.global_batch}{'-bf16' * arguments.bf16}.csv"
+            runner = Runner(commands, results)
+            tell(f"{len(runner.todo()[0])} runs can start now; {prepared.steps} steps each, in {prepared.folder}")
+
+            def report() -> list[Row]:
+                rows = rows_of(runner, tokens=float(size.seq_length * size.global_batch))
+                text = document(rows, arguments, prepared, argv, runner.timing)
+                (folder / "table.md").write_text(text, encoding="utf-8")
+                write_rows(folder / "rows.csv", rows)
+                return rows
+
+            runner.run(max_minutes=arguments.max_minutes, finished=report)
+            rows = report()
+            if arguments.step_times and not runner.todo()[0] and not any(row.failure for row in rows):
+                runner.take_times(arguments.step_times)
+                rows = report()
+    except Timeout:
+        raise ValueError(f"--output {folder} is in use by another {PROG}; wait for it, or give another one") from None
+    print((folder / "table.md").read_text(encoding="utf-8"))
+    print(f"wrote {folder / 'table.md'} and {folder / 'rows.csv'}")
+    return 1 if not rows or any(row.failure for row in rows) else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    given = sys.argv[1:] if argv is None else list(argv)
     try:
-        if _is_fine_tuning(given):
-            return fine_tuning.compare(given)
-        return compare(parse_arguments(given), given)
+        return compare(sys.argv[1:] if argv is None else list(argv))
     except ValueError as error:
         return bad_input(PROG, error)
 

@@ -2,8 +2,11 @@
 
     python tools/report.py --run "BCD=out/bcd.jsonl" --run "full=out/full.jsonl" --figure out/loss.png
 
-Bad input ends with one line on stderr and exit code 2; a picture or table is written aside and renamed.
+ms per step is each block's median, averaged over the iterations; model state is per rank the maximum over the phases;
+validation figures are the last ones.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
@@ -13,46 +16,110 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from io import StringIO
 from itertools import groupby, pairwise, takewhile
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from _parser import STDOUT, add_json, leave_with
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from _parser import STDOUT, Parser, add_json, bad_input, leave_with, print_table
+from _parser import write_aside as write_aside
 
+PROG = "tools/report.py"
 MIB = 2**20
 NUM_RANKS_SHOWN = 4
-FIGURE_FORMATS = ("png", "svg", "pdf")
+FIGURE_FORMATS = (".png", ".svg", ".pdf")
+COLUMNS = ("run", "model state per rank", "ms per step", "tokens/s", "validation loss", "perplexity")
+
+RUN_COLOURS = ("#1f4e9c", "#c8453b", "#2f7d4f", "#7b4fa3", "#8a6d1f", "#2b8a99")
+RUN_MARKERS = "oDs^vP"
+BLOCK_TINTS = ("#fdeccb", "#ddefd8", "#dfe7f7", "#f8dfe8", "#ece5f6", "#dcf1f0")
+INK, FAINT = "#2b2b2b", "#6f6f6f"
+MAX_BANDS = 150  # more of them would be a grey wash
+MIN_LABELLED_BAND = 0.02  # of the axis; a narrower band has no room for its number
+MAX_RANKS_AS_BARS = 16
+STYLE = {
+    "font.size": 11,
+    "axes.edgecolor": "#9a9a9a",
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "text.color": INK,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "legend.frameon": True,
+    "legend.framealpha": 0.92,
+    "legend.edgecolor": "#dddddd",
+}
+
+
+# ---------------------------------------------------------------- metrics files
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One metrics file: its training lines, its validation lines and its last test line, in file order."""
+    """One metrics file."""
 
     name: str
     file: str
     steps: tuple[dict[str, Any], ...]
     validations: tuple[dict[str, Any], ...]
-    test: dict[str, Any] | None
-
-    @property
-    def num_blocks(self) -> int:
-        return len({step["block"] for step in self.steps})
+    test: dict[str, Any]
+    """The last line of a test; empty without one."""
 
     @property
     def num_ranks(self) -> tuple[int, ...]:
         """Of the run, and of each of its resumptions on another number."""
         return tuple(number for number, _ in groupby(len(step["model_state_bytes"]) for step in self.steps))
 
-    @property
-    def last_ranks(self) -> tuple[dict[str, Any], ...]:
-        """The steps on the last number of ranks: memory and time of different numbers are not comparable."""
-        steps = takewhile(lambda step: len(step["model_state_bytes"]) == self.num_ranks[-1], reversed(self.steps))
-        return tuple(reversed(list(steps)))
+
+_NUMBERS = {
+    "loss": ("iteration", "phase", "block", "step_time_ms", "tokens_per_second"),
+    "validation_loss": ("iteration", "validation_perplexity"),
+    "test_loss": ("iteration", "test_perplexity"),
+}
+
+
+def read_run(argument: str) -> Run:
+    """The run of --run NAME=FILE. Raises ValueError naming the file, and the line, that is wrong."""
+    name, _, path = argument.partition("=")
+    if not (name.strip() and path):
+        raise ValueError(f'--run {argument}: give NAME=FILE, such as --run "BCD=out/bcd.jsonl"')
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--run {name}: {path}: cannot be read ({error}); give a file of --metrics-file") from None
+    lines = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            lines += [_checked(json.loads(line))] if line.strip() else []
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            raise ValueError(f"--run {name}: {path}, line {number}: not of a metrics file ({error})") from None
+    found = {kind: tuple(line for line in lines if kind in line) for kind in _NUMBERS}
+    if not any(found.values()):
+        raise ValueError(f"--run {name}: {path}: no line of training or evaluation in it")
+    tests = found["test_loss"]
+    return Run(
+        name=name.strip(),
+        file=path,
+        steps=found["loss"],
+        validations=found["validation_loss"],
+        test=tests[-1] if tests else {},
+    )
+
+
+def _checked(values: dict[str, Any]) -> dict[str, Any]:
+    """A line, with NaN and infinity put back where it has null: a diverged run can still be shown."""
+    values |= {key: float(value) for key, value in values.pop("non_finite", {}).items()}
+    for kind in _NUMBERS.keys() & values.keys():
+        for key in (kind, *_NUMBERS[kind]):
+            if not isinstance(values[key], int | float):
+                raise TypeError(f"{key} is no number")
+    if "loss" in values and not (values["model_state_bytes"] and min(values["model_state_bytes"]) >= 0):
+        raise ValueError("model_state_bytes is empty")
+    values["switches"] = [(int(start), int(block)) for start, block in values.get("switches", ())]
+    return values
+
+
+# ---------------------------------------------------------------- figures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,71 +144,6 @@ class Figures:
     test_perplexity: float | None
 
 
-def read_run(argument: str) -> Run:
-    """The run of a --run NAME=FILE argument; raises ValueError naming the file (and line) that is wrong."""
-    name, equals, path = argument.partition("=")
-    if not (name.strip() and equals and path):
-        raise ValueError(f'--run {argument}: give NAME=FILE, such as --run "BCD=out/bcd.jsonl"')
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-    except OSError as error:
-        reason = f"{error.strerror}; give a file that a run wrote with --metrics-file"
-        raise ValueError(f"--run {name}: {path}: {reason}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"--run {name}: {path}: not a text file; give one of --metrics-file") from None
-    lines = [
-        _parsed(line, where=f"--run {name}: {path}, line {number}")
-        for number, line in enumerate(text.split("\n"), start=1)
-        if line.strip()
-    ]
-    steps = tuple(line for line in lines if "loss" in line)
-    validations = tuple(line for line in lines if "validation_loss" in line)
-    tests = [line for line in lines if "test_loss" in line]
-    if not (steps or validations or tests):
-        raise ValueError(f"--run {name}: {path}: empty, no line of training or evaluation in it")
-    return Run(
-        name=name.strip(),
-        file=path,
-        steps=steps,
-        validations=validations,
-        test=tests[-1] if tests else None,
-    )
-
-
-_NUMBERS = {
-    "loss": ("iteration", "phase", "block", "step_time_ms", "tokens_per_second"),
-    "validation_loss": ("iteration", "validation_perplexity"),
-    "test_loss": ("iteration", "test_perplexity"),
-}
-
-
-def _parsed(line: str, *, where: str) -> dict[str, Any]:
-    try:
-        values = json.loads(line)
-    except ValueError:
-        raise ValueError(f"{where}: not JSON; give a file that a run wrote with --metrics-file") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{where}: not a JSON object; give a file that a run wrote with --metrics-file")
-    lost = values.pop("non_finite", {})
-    if not (isinstance(lost, dict) and set(map(str, lost.values())) <= {"nan", "inf", "-inf"}):
-        raise ValueError(f"{where}: non_finite does not name values that are nan, inf or -inf")
-    # null is NaN or infinity: a diverged run can still be shown
-    values.update({key: float(value) for key, value in lost.items()})
-    for kind in _NUMBERS.keys() & values.keys():
-        for key in (kind, *_NUMBERS[kind]):
-            if not isinstance(values.get(key), int | float):
-                raise ValueError(f"{where}: {key} is not a number")
-    state = values.get("model_state_bytes")
-    if "loss" in values and not (isinstance(state, list) and state and all(isinstance(n, int) for n in state)):
-        raise ValueError(f"{where}: model_state_bytes is not a list of whole numbers")
-    switches = values.get("switches", [])
-    pairs = switches if isinstance(switches, list) else [switches]
-    if not all(isinstance(pair, list) and [type(n) for n in pair] == [int, int] for pair in pairs):
-        raise ValueError(f"{where}: switches is not a list of pairs of iteration and block")
-    return values
-
-
 def typical_step_ms(steps: Sequence[dict[str, Any]]) -> float:
     """Each block's median, averaged over all iterations: blocks differ, and one median would show one block.
 
@@ -155,87 +157,75 @@ def typical_step_ms(steps: Sequence[dict[str, Any]]) -> float:
     return statistics.fmean((medians[step["block"]] for step in steps), weights=[*(spans[:1] or [1]), *spans])
 
 
-def _over_ranks(steps: Sequence[dict[str, Any]], reduce: Callable[[Sequence[float]], float]) -> tuple[float, ...]:
-    """Per rank: each block's largest model state, then `reduce` over the blocks."""
-    by_block: dict[int, list[int]] = {}
+def figures_of(run: Run) -> Figures:
+    """A run's row."""
+    backwards = takewhile(lambda step: len(step["model_state_bytes"]) == run.num_ranks[-1], reversed(run.steps))
+    steps = list(backwards)[::-1]  # on the last number of ranks: those of different numbers are not comparable
+    by_block: dict[int, list[int]] = {}  # largest model state, by rank
     for step in steps:
         state = step["model_state_bytes"]
-        largest = by_block.setdefault(step["block"], state)
-        by_block[step["block"]] = [max(pair) for pair in zip(largest, state, strict=True)]
-    return tuple(reduce(values) for values in zip(*by_block.values(), strict=True))
-
-
-def figures_of(run: Run) -> Figures:
-    steps = run.last_ranks
+        by_block[step["block"]] = list(map(max, state, by_block.get(step["block"], state)))
+    by_rank = list(zip(*by_block.values(), strict=True))
     validation = run.validations[-1] if run.validations else {}
-    test = run.test or {}
-    last = [lines[-1]["iteration"] for lines in (steps, run.validations) if lines] + [test.get("iteration", 0)]
     step_ms = typical_step_ms(steps) if steps else None
-    tokens_per_step = [step["tokens_per_second"] * step["step_time_ms"] for step in steps]
+    tokens = [step["tokens_per_second"] * step["step_time_ms"] for step in steps]
     return Figures(
         run=run.name,
         file=run.file,
-        iterations=max(last),
+        iterations=max(line["iteration"] for line in (*run.steps, *run.validations, run.test) if line),
         num_ranks=run.num_ranks,
         validation_iteration=validation.get("iteration"),
-        model_state_bytes=tuple(int(n) for n in _over_ranks(steps, max)) if steps else None,
-        mean_model_state_bytes=_over_ranks(steps, statistics.fmean) if steps else None,
+        model_state_bytes=tuple(map(max, by_rank)) if steps else None,
+        mean_model_state_bytes=tuple(map(statistics.fmean, by_rank)) if steps else None,
         step_time_ms=step_ms,
-        tokens_per_second=statistics.median(tokens_per_step) / step_ms if step_ms else None,
+        tokens_per_second=statistics.median(tokens) / step_ms if step_ms else None,
         validation_loss=validation.get("validation_loss"),
         validation_perplexity=validation.get("validation_perplexity"),
-        test_loss=test.get("test_loss"),
-        test_perplexity=test.get("test_perplexity"),
+        test_loss=run.test.get("test_loss"),
+        test_perplexity=run.test.get("test_perplexity"),
     )
 
 
-def ratios_of(first: Figures, second: Figures) -> dict[str, Any]:
-    """first / second for every figure that both have; model state by rank where the ranks are as many."""
-    ratios: dict[str, Any] = {}
-    for key in ("step_time_ms", "tokens_per_second", "validation_loss", "validation_perplexity"):
-        mine, other = getattr(first, key), getattr(second, key)
-        ratios[key] = mine / other if mine is not None and other else None
-    for key in ("model_state_bytes", "mean_model_state_bytes"):
-        mine, other = getattr(first, key) or (), getattr(second, key) or ()
-        same = bool(mine) and len(mine) == len(other) and all(other)
-        ratios[key] = tuple(a / b for a, b in zip(mine, other, strict=True)) if same else None
-    return ratios
+RATIOS = ("step_time_ms", "tokens_per_second", "validation_loss", "validation_perplexity")
 
 
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
+def ratios_of(one: Figures, other: Figures) -> dict[str, Any]:
+    """one / other, of what both have; of model state by rank, if both have as many ranks."""
 
+    def ratio(above: float | None, below: float | None) -> float | None:
+        return above / below if above is not None and below else None
 
-def _rank_cell(values: Sequence[float] | None, form: str) -> str:
-    if not values:
-        return "-"
-    if len(values) > NUM_RANKS_SHOWN:
-        return f"at most {form.format(max(values))}"
-    return ", ".join(form.format(value) for value in values)
-
-
-COLUMNS = ("run", "model state per rank", "ms per step", "tokens/s", "validation loss", "perplexity")
+    states = one.model_state_bytes or (), other.model_state_bytes or ()
+    same_ranks = len(states[0]) == len(states[1])
+    return {
+        "model_state_bytes": list(map(ratio, *states)) if same_ranks and states[0] else None,
+        **{name: ratio(getattr(one, name), getattr(other, name)) for name in RATIOS},
+    }
 
 
 def table_rows(figures: Sequence[Figures]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [
-        (
-            row.run,
-            _rank_cell([n / MIB for n in row.model_state_bytes or ()], "{:,.1f}")
-            + (" MiB" if row.model_state_bytes else ""),
-            _cell(row.step_time_ms, "{:,.1f}"),
-            _cell(row.tokens_per_second, "{:,.0f}"),
-            _cell(row.validation_loss, "{:.4f}"),
-            _cell(row.validation_perplexity, "{:,.2f}"),
-        )
-        for row in figures
-    ]
+    """Cells; with two runs, their ratios as a last row."""
+
+    def cell(value: float | None, form: str) -> str:
+        return "-" if value is None else form.format(value)
+
+    def by_rank(values: Sequence[float] | None, form: str, unit: str = "") -> str:
+        if not values:
+            return "-"
+        if len(values) > NUM_RANKS_SHOWN:
+            return f"at most {form.format(max(values))}{unit}"
+        return ", ".join(form.format(value) for value in values) + unit
+
+    forms = ("{:,.1f}", "{:,.0f}", "{:.4f}", "{:,.2f}")
+    rows: list[tuple[str, ...]] = []
+    for row in figures:
+        cells = (cell(getattr(row, name), form) for name, form in zip(RATIOS, forms, strict=True))
+        rows.append((row.run, by_rank([n / MIB for n in row.model_state_bytes or ()], "{:,.1f}", " MiB"), *cells))
     if len(figures) == 2:
         ratios = ratios_of(*figures)
-        names = ("step_time_ms", "tokens_per_second", "validation_loss", "validation_perplexity")
-        cells = (_cell(ratios[name], "{:.3f}") for name in names)
         label = f"{figures[0].run} / {figures[1].run}"
-        rows.append((label, _rank_cell(ratios["model_state_bytes"], "{:.3f}"), *cells))
+        cells = (cell(ratios[name], "{:.3f}") for name in RATIOS)
+        rows.append((label, by_rank(ratios["model_state_bytes"], "{:.3f}"), *cells))
     return rows
 
 
@@ -254,109 +244,187 @@ def notes(figures: Sequence[Figures]) -> list[str]:
     return lines
 
 
-def print_table(rows: Sequence[tuple[str, ...]], *, num_runs: int) -> None:
-    """A ruled table on a terminal, aligned columns without wrapping or control characters elsewhere."""
-    on_terminal = sys.stdout.isatty()
-    table = Table(box=box.SIMPLE_HEAD if on_terminal else None, pad_edge=False, padding=(0, 2, 0, 0))
-    for index, column in enumerate(COLUMNS):
-        table.add_column(column, justify="right" if index else "left", no_wrap=not on_terminal)
-    for index, row in enumerate(rows):
-        cells = [Text(cell) for cell in row]  # a run's name is no markup
-        table.add_row(*cells, style="" if index < num_runs else "bold", end_section=index + 1 == num_runs)
-    if on_terminal:
-        Console(force_terminal=True, highlight=False).print(table)
-        return
-    text = StringIO()
-    Console(file=text, force_terminal=False, width=1000, highlight=False).print(table)
-    print("\n".join(line.rstrip() for line in text.getvalue().splitlines()))
-
-
-def write_aside(path: str, write: Callable[[str], None], *, flag: str) -> None:
-    """Calls `write` with a temporary name and renames; raises ValueError naming `flag`."""
-    aside = f"{path}.{os.getpid()}.tmp"
-    try:
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        write(aside)
-        os.replace(aside, path)
-    except OSError as error:
-        reason = f"{error.strerror}; give a file that can be written"
-        raise ValueError(f"{flag} {path}: {reason}") from None
-    finally:
-        if os.path.exists(aside):
-            os.remove(aside)
-
-
 def as_json(figures: Sequence[Figures]) -> str:
     """{"runs": [...], "ratios": {...} or null}; what is not finite becomes null."""
 
-    def strict(value: Any) -> Any:
-        return None if isinstance(value, float) and not math.isfinite(value) else value
+    def finite(values: dict[str, Any]) -> dict[str, Any]:
+        return {
+            key: None if value != value or value in (math.inf, -math.inf) else value for key, value in values.items()
+        }
 
-    runs = [{key: strict(value) for key, value in asdict(row).items()} for row in figures]
-    ratios = {k: strict(v) for k, v in ratios_of(*figures).items()} if len(figures) == 2 else None
-    return json.dumps({"runs": runs, "ratios": ratios}, indent=2, allow_nan=False)
+    ratios = finite(ratios_of(*figures)) if len(figures) == 2 else None
+    return json.dumps({"runs": [finite(asdict(row)) for row in figures], "ratios": ratios}, indent=2, allow_nan=False)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
+# ---------------------------------------------------------------- picture
+
+
+def phase_bands(run: Run) -> list[tuple[float, float, int]]:
+    """(start, end, block) of each phase on the iteration axis, neighbours of the same block joined.
+
+    A switch that no line has (of an older version, or lost when the run was stopped) is put at the line before it.
+    """
+    starts: list[tuple[float, int]] = []
+    before = run.steps[0]["iteration"] - 1
+    for step in run.steps:
+        for start, block in (*step["switches"], (before, step["block"])):
+            if not starts or block != starts[-1][1]:
+                starts.append((float(start), block))
+        before = step["iteration"]
+    ends = [*(start for start, _ in starts[1:]), float(before)]
+    return [(start, end, block) for (start, block), end in zip(starts, ends, strict=True)]
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Centred mean over about a fiftieth of the curve, over less at its ends so that nothing is shifted."""
+    half = max(1, len(values) // 100)
+    reaches = (min(half, index, len(values) - 1 - index) for index in range(len(values)))
+    return [statistics.fmean(values[i - reach : i + reach + 1]) for i, reach in enumerate(reaches)]
+
+
+def titled(axes: Any, title: str, subtitle: str) -> None:
+    """With a grey line below the title."""
+    axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=22)
+    axes.text(0, 1.02, subtitle, transform=axes.transAxes, fontsize=10, color=FAINT, va="bottom")
+    axes.grid(axis="y", color="#b5b5b5", linewidth=0.6, alpha=0.5)
+    axes.set_axisbelow(True)
+
+
+def draw(path: str, kind: str, runs: Sequence[Run], figures: Sequence[Figures]) -> None:
+    """Writes the picture, as a png 1200 x 675 pixels; `kind` is the format (`path` is a temporary name)."""
+    import matplotlib  # takes a second
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(12, 6.75), dpi=100, layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.04)  # type: ignore[union-attr]
+        losses, model_state = figure.subplots(1, 2, width_ratios=(3.4, 1))
+        _draw_losses(losses, runs)
+        _draw_model_state(model_state, figures)
+        figure.savefig(path, format=kind)
+
+
+def _finite(lines: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    points = [(line["iteration"], line[key]) for line in lines if math.isfinite(line[key])]
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _draw_losses(axes: Any, runs: Sequence[Run]) -> None:
+    """Training loss thin and smoothed, validation loss as markers, phases of the first run that has blocks as shade."""
+    from matplotlib.lines import Line2D
+
+    iterations = [line["iteration"] for run in runs for line in (*run.steps, *run.validations)]
+    first, last = min(iterations, default=1) - 1, max(iterations, default=1)
+    handles: list[Any] = []
+    curves = []
+    for index, run in enumerate(runs):
+        colour = RUN_COLOURS[index % len(RUN_COLOURS)]
+        marker = {"marker": RUN_MARKERS[index % len(RUN_MARKERS)], "markeredgecolor": "white", "markersize": 8}
+        places, values = _finite(run.steps, "loss")
+        curves.append(smoothed(values))
+        axes.plot(places, values, color=colour, linewidth=0.7, alpha=0.35)
+        axes.plot(places, curves[-1], color=colour, linewidth=1.9)
+        axes.plot(*_finite(run.validations, "validation_loss"), color=colour, linestyle="none", zorder=4, **marker)
+        handles.append(Line2D([], [], color=colour, linewidth=2, label=run.name.replace("$", r"\$"), **marker))
+    axes.set(xlim=(first, first + (last - first) * 1.01), xlabel="iteration", ylabel="loss (nats per token)")
+    subtitle = "line: training (smoothed over thin), marker: validation"
+    # The first steps fall so far that all later ones would lie on one line: end the axis a little above where a
+    # twentieth of the run was done.
+    settled = [value for curve in curves if len(curve) >= 40 for value in curve[len(curve) // 20 :]]
+    if settled:
+        low, high = min(settled), max(settled)
+        top = high + 0.15 * (high - low)
+        if top < max(max(curve) for curve in curves if curve):
+            axes.set_ylim(low - 0.12 * (high - low), top)
+            subtitle += ", the first fall is cut off"
+    phased = next((run for run in runs if len({step["block"] for step in run.steps}) > 1), None)
+    if phased is not None:
+        handles += _draw_bands(axes, phased, last - first)
+        subtitle += f", shade: active block of {phased.name}".replace("$", r"\$")
+    titled(axes, "Loss", subtitle)
+    axes.legend(handles=handles, loc="upper right", bbox_to_anchor=(0.99, 0.95))
+
+
+def _draw_bands(axes: Any, run: Run, width: float) -> list[Any]:
+    """Shades the phases and numbers their blocks; returns legend handles, one per block."""
+    from matplotlib.patches import Patch
+
+    bands = phase_bands(run)
+    if len(bands) > MAX_BANDS:
+        return []
+    for start, end, block in bands:
+        axes.axvspan(start, end, color=BLOCK_TINTS[block % len(BLOCK_TINTS)], linewidth=0, zorder=0)
+        if (end - start) / width >= MIN_LABELLED_BAND:
+            place = {"ha": "center", "va": "top", "transform": axes.get_xaxis_transform()}
+            axes.text((start + end) / 2, 0.99, str(block), fontsize=9, color=FAINT, **place)
+    blocks = sorted({block for _, _, block in bands})
+    if len(blocks) > len(BLOCK_TINTS):
+        return []  # tints repeat: the numbers above the bands must do
+    return [Patch(color=BLOCK_TINTS[block], label=f"block {block} active") for block in blocks]
+
+
+def _draw_model_state(axes: Any, figures: Sequence[Figures]) -> None:
+    """Grouped bars: a group per rank, a bar per run; beyond MAX_RANKS_AS_BARS the highest rank only."""
+    states = [row.model_state_bytes or () for row in figures]
+    labels = [f"rank {rank}" for rank in range(max(map(len, states)))]
+    if len(labels) > MAX_RANKS_AS_BARS:
+        states, labels = [(max(state),) if state else () for state in states], ["highest rank"]
+    width = 0.8 / len(figures)
+    form = "{:,.0f}" if max((max(state) for state in states if state), default=0) >= 100 * MIB else "{:,.1f}"
+    for index, state in enumerate(states):
+        centres = [rank + (index - (len(figures) - 1) / 2) * width for rank in range(len(state))]
+        heights = [num_bytes / MIB for num_bytes in state]
+        bars = axes.bar(centres, heights, width=width * 0.92, color=RUN_COLOURS[index % len(RUN_COLOURS)])
+        if len(states) * len(state) <= 8:
+            axes.bar_label(bars, fmt=form, padding=2, fontsize=9, color=INK)
+    axes.set_xticks(range(len(labels)), labels, rotation=0 if len(labels) <= 3 else 90)
+    axes.tick_params(axis="x", length=0)
+    axes.set_ylabel("MiB")
+    axes.margins(y=0.1)
+    titled(axes, "Model state", "maximum over phases")
+
+
+# ---------------------------------------------------------------- command line
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(
-        prog="report.py",
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="ms per step is each block's median, averaged over the iterations; model state is per rank the"
-        " maximum over the phases; validation figures are the last ones.",
-    )
-    parser.add_argument(
-        "--run", action="append", required=True, metavar="NAME=FILE", help="a run; may be given several times"
-    )
+    """Raises ValueError for a bad flag."""
+    parser = Parser(prog=PROG, description=__doc__)
+    parser.add_argument("--run", action="append", required=True, metavar="NAME=FILE", help="may be given several times")
     parser.add_argument("--figure", metavar="FILE", help="draw the loss curves (.png, .svg or .pdf)")
     add_json(parser)
     return parser.parse_args(argv)
 
 
 def report(arguments: argparse.Namespace) -> None:
-    """Reads everything before it writes anything; raises ValueError for a user's mistake."""
-    if arguments.figure and os.path.splitext(arguments.figure)[1][1:].lower() not in FIGURE_FORMATS:
-        endings = ", ".join(f".{name}" for name in FIGURE_FORMATS)
-        raise ValueError(f"--figure {arguments.figure}: unknown kind of picture; end it in one of {endings}")
+    """Reads everything before it writes anything. Raises ValueError for a user's mistake."""
+    kind = os.path.splitext(arguments.figure or "loss.png")[1].lower()
+    if kind not in FIGURE_FORMATS:
+        raise ValueError(f"--figure {arguments.figure}: must end in {', '.join(FIGURE_FORMATS)}")
     runs = [read_run(argument) for argument in arguments.run]
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         raise ValueError(f"--run: two runs have the same name ({', '.join(names)}); give each its own")
     figures = [figures_of(run) for run in runs]
-    written = []
+    writers: dict[tuple[str, str], Callable[[str], object]] = {}
     if arguments.json not in (None, STDOUT):
-        text = f"{as_json(figures)}\n"
-        write_aside(arguments.json, lambda name: Path(name).write_text(text, encoding="utf-8"), flag="--json")
-        written.append(arguments.json)
+        writers["--json", arguments.json] = lambda name: Path(name).write_text(f"{as_json(figures)}\n")
     if arguments.figure:
-        from report_figure import draw  # matplotlib takes a second to import
-
-        kind = os.path.splitext(arguments.figure)[1][1:].lower()
-        write_aside(arguments.figure, lambda name: draw(name, kind, runs, figures), flag="--figure")
-        written.append(arguments.figure)
+        writers["--figure", arguments.figure] = lambda name: draw(name, kind[1:], runs, figures)
+    for (flag, path), write in writers.items():
+        write_aside(path, write, flag=flag)
     if arguments.json == STDOUT:
         print(as_json(figures))
         return
-    print_table(table_rows(figures), num_runs=len(runs))
-    for line in notes(figures):
-        print(line)
-    for path in written:
-        print(f"wrote {path}")
+    print_table(COLUMNS, table_rows(figures))
+    print(*notes(figures), *(f"wrote {path}" for _, path in writers), sep="\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse_arguments(argv)
     try:
-        report(arguments)
+        report(parse_arguments(sys.argv[1:] if argv is None else argv))
     except ValueError as error:
-        print(f"report.py: error: {error}", file=sys.stderr)
-        return 2
+        return bad_input(PROG, error)
     return 0
 
 

@@ -1,12 +1,13 @@
 """One run under torchrun, ended by a signal and by a killed machine, each time started by the same command.
 
-What the parts wrote is what one run without an end writes. Many kills at other moments: tools/soak.py.
+What the parts wrote is what one run without an end writes.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 from pathlib import Path
 from typing import Any
@@ -104,3 +105,50 @@ def weights(place: Path) -> dict[str, str]:
     """Checksums of the last checkpoint's shards: the same bits at the same places."""
     records = json.loads((place / "saved" / f"iter_{LAST:07d}" / layout.CHECKSUMS).read_text())["files"]
     return {name: record["sha256"] for name, record in records.items() if name.endswith(".distcp")}
+
+
+KILLS = ("a rank", "a rank at a save", "the machine", "SIGTERM to torchrun", "SIGUSR1 to the ranks")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(4))
+def test_soak(runs: ForkedRuns, tmp_path: Path, seed: int) -> None:
+    """Every kind of end, in any order, at any moment: a checkpoint that is half written, one that is not taken up, a
+    process that outlives its run, a last result that is not the undisturbed run's."""
+    draw, places = random.Random(seed), {name: tmp_path / name for name in ("whole", "parts")}
+    for place in places.values():
+        write_dataset(place / "data" / "text_document", good_documents())
+    place, saved = places["parts"], str(places["parts"] / "saved")
+    assert [rank.code for rank in runs.run(FLAGS, folder=places["whole"], num_ranks=2)] == [0, 0]
+    for number, kind in enumerate(draw.sample(KILLS, len(KILLS))):
+        newest = layout.candidates(saved)[:1]
+        moment = max(last_iteration(place) + 1, SAVE_INTERVAL * number + draw.randint(1, SAVE_INTERVAL))
+        with start(place, *["--async-save"] * draw.choice((0, 1))) as job:
+            job.wait_for(lambda at=moment: last_iteration(place) >= at)
+            assert all(f"resuming from saved/iter_{iteration:07d}" in job.output for iteration in newest)
+            end(job, kind, draw, place / "saved")
+            assert job.alive() == []
+        complete = layout.candidates(saved)
+        assert [layout.damage(layout.iteration_folder(saved, each)) for each in complete] == [None] * len(complete)
+        assert not kind.startswith("SIG") or complete[0] == last_iteration(place), "asked to stop, it saves"
+    assert [(rank.code, rank.stderr) for rank in runs.run(FLAGS, folder=place, num_ranks=2)] == [(0, "")] * 2
+    assert lines(place) == lines(places["whole"])
+    assert weights(place) == weights(places["whole"])
+
+
+def end(job: Job, kind: str, draw: random.Random, saved: Path) -> None:
+    """Kill or signal what `kind` names, and wait until torchrun has ended."""
+    ranks = job.ranks()
+    if kind == "the machine":
+        job.kill()
+    elif kind == "SIGTERM to torchrun":
+        job.process.send_signal(signal.SIGTERM)
+    elif kind == "SIGUSR1 to the ranks":
+        for rank in ranks:
+            rank.send_signal(signal.SIGUSR1)
+    else:
+        if kind == "a rank at a save":
+            job.wait_for(lambda: any(saved.glob("*.incomplete")))
+        draw.choice(ranks).kill()
+    job.exit_code()

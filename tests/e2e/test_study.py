@@ -26,7 +26,7 @@ data:
   numbers: {text: numbers.txt}
 methods:
   plain: {}
-  badam: {program: studies/badam_peer.py, arithmetic_as: plain}
+  badam: {program: tools/_peer.py --peer badam, arithmetic_as: plain}
 """
 
 

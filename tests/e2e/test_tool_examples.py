@@ -14,21 +14,17 @@ from support.cifar_folders import write_cifar
 from support.tool_examples import commands
 
 NETWORK = "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1"
-SHORT = f"{NETWORK} --vocab-size 263 --make-vocab-size-divisible-by 1 --rounds 1 --steps 1"
-TWO_STAGES = "--num-layers 6 --global-batch-size 4"
-TINY_MODEL = "tiny-llama,llama,3,32,4,4,64,256,16,test"
-SHORT_COMPARISON = "--models models.csv --model tiny-llama --rounds 1 --steps 1"
+SHORT = f"{NETWORK} --rounds 1 --steps 1"
 EXAMPLES: dict[str, tuple[str | None, ...]] = {
-    "benchmark": (SHORT, f"{SHORT} {TWO_STAGES}", f"{SHORT} {TWO_STAGES}"),
-    "compare": (SHORT_COMPARISON, SHORT_COMPARISON, None),
+    "benchmark": (SHORT, SHORT, "--seq-length 16 --rounds 1 --steps 1", SHORT, SHORT, SHORT),
+    "compare": (None, None),
     "compare_runs": ("--before HEAD --only grid", "--before HEAD --after REPOSITORY --only grid"),
     "convert_checkpoint": ("", ""),
-    "soak": ("--kills 1 --iterations 30",),
     "train_tokenizer": ("--vocab-size 300",),
 }
 """Flags that make each example of a tool's help short; they follow those of the example, and win. None: it has a test
-of its own (test_compare_sft.py)."""
-WITHOUT_GPU = {"--gpu rtx4090": "--gpu rtx4090: this machine shows no GPU"}
+of its own (test_compare.py)."""
+WITHOUT_GPU = {"offload": "--methods offload"}
 """What an example with these words is answered where there is no GPU."""
 
 
@@ -38,9 +34,6 @@ def prepare(folder: Path, repo_root: Path) -> None:
         (folder / name).symlink_to(repo_root / name)
     (folder / "out").mkdir()
     (folder / "corpus.txt").write_text("".join(f"{n} squared is {n * n}, and half of it {n / 2}\n" for n in range(999)))
-    (folder / "models.csv").write_text(
-        f"name,form,layers,hidden,heads,groups,ffn,vocabulary,sequence,source\n{TINY_MODEL}"
-    )
     huggingface_models.write_model("llama_biases", folder / "DIR")
     write_cifar(folder / "cifar-10-batches-py", "cifar10", num_train=100, num_test=40)
 

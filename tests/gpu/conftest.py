@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from _check_runs import Runner
-from _check_self_test import FLAGS
+from _check_self_test import FLAGS, Runner
 
 ON_CPU = "BCD_GPU_TESTS_ON_CPU"
 

@@ -22,7 +22,7 @@ HOSTILE = ("-1", "-0", "nan", "inf", "-inf", "1e400", "9" * 20, "9" * 400, "-" +
            "", " ", "é", "\u202e", "\ud800", "a\nb", "%s", "%(prog)s", "{}", "--", "-", "=", "None", "True", "[]", "'",
            "1,2", "95,5,0", "x" * 5000, "../..", "/proc/absent", "(t*9)*9", "t*99999999", "E|t|L")  # fmt: skip
 TOOLS = {
-    "benchmark": "parse",
+    "benchmark": "parse_arguments",
     "compare": "parse_arguments",
     "compare_runs": "parse_arguments",
     "plan": "main",
@@ -30,7 +30,6 @@ TOOLS = {
     "recipe": "main",
     "report": "parse_arguments",
     "show_schedule": "main",
-    "soak": "parse",
     "train_tokenizer": "build_parser",
 }
 """What reads the command line: the whole tool, where it only computes, else its first function, or its parser."""
