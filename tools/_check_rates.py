@@ -307,7 +307,7 @@ def measure(*, links_only: bool) -> dict[str, Any]:
     if size > 1:
         found["links"] = links(device)
     if not links_only:
-        import megatron.bcd.training.setup  # noqa: F401  (counted as framework)
+        import megatron.bcd.trainer  # noqa: F401  (counted as framework)
 
         if on_gpu:
             free, total = torch.cuda.mem_get_info()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 import signal
@@ -98,7 +99,8 @@ def write_aside(path: str, write: Callable[[str], object], *, flag: str) -> None
     except OSError as error:
         raise ValueError(f"{flag} {path}: can't be written ({error.strerror}); give another") from None
     finally:
-        Path(aside).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            os.remove(aside)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: int = 1) -> None:

@@ -45,9 +45,8 @@ from megatron.bcd.model.implementation import implementation_here
 from megatron.bcd.optim.lr_schedule import build_scheduler
 from megatron.bcd.runtime import device, distributed, memory, rng, threads
 from megatron.bcd.runtime.exit import exit_on_error
-from megatron.bcd.tokenizer import padded_vocab_size
-from megatron.bcd.training.fine_tuning import with_length
-from megatron.bcd.training.setup import tokenizer_of
+from megatron.bcd.tokenizer import build_tokenizer, padded_vocab_size
+from megatron.bcd.training.pretrain import with_length
 
 PROG = "tools/_peer.py"
 PEERS = ("full", "badam", "lora")
@@ -301,7 +300,7 @@ def main(argv: Sequence[str]) -> None:
         config = with_length(config)
         training = config.training
         init_num_microbatches_calculator(0, None, data.global_batch_size(config), training.micro_batch_size, 1)
-        tokenizer = tokenizer_of(config)
+        tokenizer = build_tokenizer(**vars(config.tokenizer))
         splits = splits_of(config, tokenizer)
         if own.count:
             print(json.dumps({"steps": data.num_iterations(config), "validation": splits.num_validation}))

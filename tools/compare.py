@@ -552,9 +552,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--step-times", type=int, default=0, metavar="N", help="when all runs are done, time 60 steps of every "
         "method in turn, N times (default: 0, times come from the runs)")  # fmt: skip
     add("--max-minutes", type=float, metavar="X", help="start no run after this time; a later start goes on")
-    if not any(word.split("=")[0] in ("--task", "--help", "-h") for word in argv):
+    arguments, unknown = parser.parse_known_args(argv)
+    if arguments.task is None:
         raise ValueError("--task sft is needed; for speed and memory: tools/benchmark.py --model NAME --methods LIST")
-    arguments = parser.parse_args(argv)
+    if unknown:
+        raise ValueError(f"unrecognized arguments: {' '.join(unknown)}")
     arguments.learning_rates = _numbers(arguments.learning_rates, float, "--learning-rates")
     arguments.seeds = _numbers(arguments.seeds, int, "--seeds")
     peers = [word.strip() for word in arguments.peers.split(",")]

@@ -39,18 +39,16 @@ def counted(method: str) -> dict[str, dict[str, int]]:
 
     from megatron.bcd import data
     from megatron.bcd.arguments import parse_run_config
-    from megatron.bcd.metrics.silent import SilentReporter
-    from megatron.bcd.model.builder import build_model
+    from megatron.bcd.metrics.reporter import SilentReporter
     from megatron.bcd.runtime import distributed, rng
-    from megatron.bcd.training.setup import setup
-    from megatron.bcd.training.state import TrainState
+    from megatron.bcd.trainer import Trainer
 
     emulated_kernels = sys.modules["emulated_kernels"]  # imported by torch, see emulated_gpu.sh
     config = parse_run_config([*SIZES.split(), *METHODS[method]], prog="count_calls", world_size=1)
     distributed.initialize(backend=None, timeout_minutes=2, tensor_size=1, pipeline_size=1, context_size=1)
     rng.seed_everything(config.training.seed)
-    components, state = setup(config, build_model, SilentReporter()), TrainState()
-    batches = data.batches(components.splits.train, config, consumed_samples=0)
+    trainer = Trainer(config, reporter=SilentReporter())
+    batches = data.batches(trainer.splits.train, config, consumed_samples=0)
     copies: Counter[str] = Counter()
     copies_later = emulated_kernels._Kernel._copies_later
 
@@ -61,20 +59,20 @@ def counted(method: str) -> dict[str, dict[str, int]]:
     emulated_kernels._Kernel._copies_later = counting
     counters = {"calls": emulated_kernels.calls, "copies": copies, "waits": emulated_kernels.waits}
     steps = []
-    for block in range(components.partition.num_blocks):
-        components.active.build(block)
-        components.lr_scheduler.optimizer = components.active.optimizer
-        components.lr_scheduler.step(0)
-        components.pipeline.begin_phase(block)
+    for block in range(trainer.partition.num_blocks):
+        trainer.active.build(block)
+        trainer.lr_scheduler.optimizer = trainer.active.optimizer
+        trainer.lr_scheduler.step(0)
+        trainer.pipeline.begin_phase(block)
         # the first step of a phase meters activations
-        components.train_step(batches, state.phase_state, num_microbatches_next=4)
+        trainer.train_step(batches, num_microbatches_next=4)
         torch.cuda.synchronize()
         for counter in counters.values():
             counter.clear()
-        components.train_step(batches, state.phase_state, num_microbatches_next=4)
+        trainer.train_step(batches, num_microbatches_next=4)
         steps.append({name: dict(counter) for name, counter in counters.items()})
-        components.lr_scheduler.optimizer = None
-        components.active.dispose()
+        trainer.lr_scheduler.optimizer = None
+        trainer.active.dispose()
     return max(steps, key=lambda step: sum(step["calls"].values()))
 
 
