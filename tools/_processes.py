@@ -95,6 +95,8 @@ def _failure(code: int, text: str) -> CannotRun:
 
 def last_words(log: str, code: int) -> str:
     """Why a run failed: its error line, else the last exception, else its last line."""
+    if code in _KILLED:
+        return "was killed, for want of memory or by somebody"
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     said = [line for line in lines if re.match(r"\S+: error: ", line)]
     raised = [line for line in lines if re.match(r"(\[rank\d+\]: )?[\w.]*(Error|Exception|Failed)\b: ", line)]

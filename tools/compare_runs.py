@@ -15,31 +15,30 @@ from __future__ import annotations
 import argparse
 import contextlib
 import filecmp
+import hashlib
 import io
 import json
 import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import psutil
 from _bit_compare_configurations import CONFIGURATIONS, GPT, LLAMA, Configuration
-from _bit_compare_records import NoRecords, run_difference
 from _parser import Parser, bad_input, leave_with
+from _processes import ROOT, kill, last_words
 from _resolved_configurations import first_difference
 
 PROG = "tools/compare_runs.py"
-ROOT = Path(__file__).resolve().parents[1]
 SIDES = ("before", "after")
 NEEDED = (GPT, LLAMA, "megatron", "tools", "examples")
 """Of a checkout, what is run or imported."""
@@ -50,11 +49,18 @@ FLAGS = "resolved-flags"
 """The name of the comparison of configurations, and of its folder."""
 START_SECONDS = 300.0
 """After which a start hangs."""
+IGNORED_FIELDS = frozenset(
+    {"step_time_ms", "switch_time_ms", "switches", "tokens_per_second"}
+    | {"peak_memory_bytes", "reserved_memory_bytes", "run"}
+)
+"""Fields of a metrics file that differ from one run to the next: times, and memory that the allocator or the operating
+system counts; the run's name, which depends on the flags that a version has; and switches, which older versions lack
+and the blocks of the steps show. Everything else is compared, fields that are added later too."""
 _SCHEDULER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
 
 
 class RunFailed(RuntimeError):
-    """A run did not end well: one line."""
+    """A run did not end well, or left nothing to compare: one line."""
 
 
 class Stopped(RuntimeError):
@@ -176,34 +182,119 @@ def run_process(argv: Sequence[str], *, checkout: Path, log: Path, stop: threadi
                     process.wait(0.2)
             code = process.poll()
         finally:
-            _kill(process)
+            kill(process)
     if stop.is_set():
         raise Stopped
     if code != 0:
         said = log.read_bytes()[start:].decode(errors="replace")
-        raise RunFailed(f"hangs for {START_SECONDS:,.0f} s" if code is None else _last_words(code, said))
+        raise RunFailed(f"hangs for {START_SECONDS:,.0f} s" if code is None else last_words(said, code))
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End it and all that it has started; torchrun's ranks have sessions of their own."""
-    if process.poll() is None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            top = psutil.Process(process.pid)
-            top.suspend()  # else torchrun would see its ranks die, and answer
-            for one in [*top.children(recursive=True), top]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    one.kill()
-    process.wait()
+# ---------------------------------------------------------------- what a run has left
+
+Entry = Mapping[str, str]
+"""A field's name and its value as text: two floats have the same text only if they are the same bits."""
 
 
-def _last_words(code: int, text: str) -> str:
-    """The error that a failed process told: the script's own line, else an exception's, else the last line."""
-    if code in (-signal.SIGKILL, 128 + signal.SIGKILL):
-        return "was killed, for want of memory or by somebody"
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    own = [line for line in lines if re.search(r"\S: error: ", line)]
-    raised = [line for line in lines if re.search(r"\b\w+(?:Error|Exception|Failed)\b: ", line)]
-    return f"ended with code {code}: {([*own, *raised] or lines[-1:] or ['without a word'])[0]}"
+class _Literal(str):
+    """A number as the file spells it; -0.0 and 0.0 are equal as floats, and so are 1 and 1.0."""
+
+
+def read_metrics(path: Path) -> list[Entry]:
+    """The lines of a metrics file, without the ignored fields. Raises RunFailed where there are none."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = [json.loads(line, parse_float=_Literal) for line in file]
+        # null is a figure that was not asked for, which an older version may not know
+        entries = [
+            {name: _text(value) for name, value in line.items() if name not in IGNORED_FIELDS and value is not None}
+            for line in lines
+        ]
+    except (OSError, ValueError, AttributeError) as error:
+        raise RunFailed(f"wrote no metrics file that can be read: {error}") from None
+    if not entries:
+        raise RunFailed("wrote an empty metrics file")
+    return entries
+
+
+def _text(value: object) -> str:
+    if isinstance(value, _Literal):
+        return str(value)
+    if isinstance(value, list):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_text(value[key])}' for key in sorted(value))}}}"
+    return json.dumps(value)
+
+
+def read_checkpoint(folder: Path) -> Entry:
+    """A hash of each tensor in the newest checkpoint below `folder`: weights, optimizer state, random generators.
+
+    Raises RunFailed: there is no checkpoint, or it can't be read.
+    """
+    try:
+        iteration = int((folder / "latest_checkpointed_iteration.txt").read_text())
+        latest = folder / f"iter_{iteration:07d}"
+        hashes = _tensor_hashes(latest)
+    except Exception as error:  # whatever torch raises for a damaged file
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise RunFailed(f"left no checkpoint that can be read: {reason}") from None
+    files = sorted(latest.glob("*.safetensors"))
+    hashes |= {file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files}
+    return {"iteration": str(iteration)} | hashes
+
+
+def _tensor_hashes(folder: Path) -> dict[str, str]:
+    import torch  # takes seconds, which --list and bad flags need not wait for
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    def text(tensor: Any) -> str:
+        content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        kind = str(tensor.dtype).removeprefix("torch.")
+        return f"{kind}{list(tensor.shape)} {hashlib.sha256(content).hexdigest()[:16]}"
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is enough to read
+        stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        tensors = {
+            name: torch.zeros(entry.size, dtype=entry.properties.dtype)
+            for name, entry in stored.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    return {name: text(tensor) for name, tensor in sorted(tensors.items())}
+
+
+def entry_difference(where: str, before: Entry, after: Entry) -> str | None:
+    """The first field that is not the same in both; None where they are equal."""
+    for field in before | after:
+        one, two = before.get(field, "absent"), after.get(field, "absent")
+        if one != two:
+            return f"{where}, {field}: {one} before, {two} after"
+    return None
+
+
+def metrics_difference(before: Sequence[Entry], after: Sequence[Entry]) -> str | None:
+    """The first difference of two metrics files; None where all lines are equal."""
+    for one, two in zip(before, after, strict=False):
+        found = entry_difference(f"iteration {one.get('iteration', '?')}", one, two)
+        if found is not None:
+            return found
+    return None if len(before) == len(after) else f"{len(before)} lines of metrics before, {len(after)} after"
+
+
+def run_difference(before: Path, after: Path) -> str | None:
+    """Of two folders that a run wrote: ``metrics.jsonl``, then the newest of ``checkpoints``. Raises RunFailed naming
+    the side that has nothing to compare."""
+    metrics, last = [], []
+    for side, folder in zip(SIDES, (before, after), strict=True):
+        try:
+            metrics.append(read_metrics(folder / "metrics.jsonl"))
+            last.append(read_checkpoint(folder / "checkpoints"))
+        except RunFailed as error:
+            raise RunFailed(f"{side} {error}") from None
+    return metrics_difference(*metrics) or entry_difference("last checkpoint", *last)
 
 
 # ---------------------------------------------------------------- data, runs, comparison
@@ -300,24 +391,18 @@ def compare_all(configurations: Sequence[Configuration], task: Task, *, jobs: in
         try:
             for run in as_completed(runs):
                 name = runs[run]
-                if not _tell(name, _verdict(run.result, task.output / name)):
+                try:
+                    run.result()
+                    problem = run_difference(*(task.output / name / side for side in SIDES))
+                except RunFailed as error:
+                    problem = str(error)
+                if not _tell(name, problem):
                     different.append(name)
         except BaseException:
             task.stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
             raise
     return different
-
-
-def _verdict(wait: object, folder: Path) -> str | None:
-    """What is not equal, None where nothing is."""
-    assert callable(wait)
-    try:
-        wait()
-        found = run_difference(*(folder / side for side in SIDES))
-    except (RunFailed, NoRecords) as error:
-        return str(error)
-    return str(found) if found else None
 
 
 def _tell(name: str, problem: str | None) -> bool:
