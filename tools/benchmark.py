@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -167,7 +167,7 @@ def _with_length(method: Method, steps: int, most_blocks: int) -> Method:
     length = f"--train-iters {num_steps} --bcd-steps-per-block {per_block}"
     if method.name in ("computed", "cached"):
         length += f" --bcd-sample-ratio {per_block / NUM_CACHE_USES / num_steps:.6g}"
-    return Method(**{**vars(method), "flags": (*method.flags, *length.split())})
+    return replace(method, flags=(*method.flags, *length.split()))
 
 
 def _defaults(arguments: argparse.Namespace, given: Sequence[str]) -> list[str]:
@@ -374,11 +374,15 @@ def show(figures: Mapping[str, Any]) -> None:
     )
 
 
-def hardware(threads: int) -> str:
-    """Device and versions; the device is named in a process of its own, which frees it."""
+def gpu_name() -> str:
+    """Empty on a CPU. Asked in a process of its own, which frees the device."""
     program = "from megatron.bcd.runtime import device; print(device.name() if device.has_cuda() else '')"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    name = done.stdout.strip() or f"{cpu_model()}, {threads} thread(s) per process of {os.cpu_count()} cores"
+    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def hardware(gpu: str, threads: int) -> str:
+    """Device and versions."""
+    name = gpu or f"{cpu_model()}, {threads} thread(s) per process of {os.cpu_count()} cores"
     packages = [package for package in ("torch", "megatron-core", "transformers", "badam", "peft")
                 if importlib.util.find_spec(package.replace("-", ".")) is not None]  # fmt: skip
     return ", ".join([name, *(f"{package} {importlib.metadata.version(package)}" for package in packages)])
@@ -464,15 +468,14 @@ def benchmark(argv: Sequence[str]) -> int:
     methods = methods_of(arguments, given)
     num_processes = max(method.num_processes for method in methods)
     threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // num_processes))
-    about = hardware(threads)
-    has_gpu = " thread(s) per process" not in about
-    if not has_gpu and any(method.name == "offload" for method in methods):
+    gpu = gpu_name()
+    if not gpu and any(method.name == "offload" for method in methods):
         raise ValueError("--methods offload needs a CUDA GPU, and this machine shows none")
     turns, failed = measure(methods, arguments.rounds, threads=threads)
     figures = {
         "command": shlex.join(["python", PROG, *argv]),
-        "hardware": about,
-        "has_gpu": has_gpu,
+        "hardware": hardware(gpu, threads),
+        "has_gpu": bool(gpu),
         "rounds": arguments.rounds,
         "commands": {method.name: method.command() for method in methods},
         "rows": rows_of(methods, turns),
