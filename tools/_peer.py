@@ -32,9 +32,8 @@ from torch import Tensor
 
 from megatron.bcd import data
 from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
-from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.blocks.schedule import block_schedule_from_config
-from megatron.bcd.blocks.stages import partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.huggingface.architecture import config_of
 from megatron.bcd.huggingface.run_network import network_of_run

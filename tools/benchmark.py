@@ -52,8 +52,7 @@ from _parser import (
 from _processes import ROOT, SCRIPTS, CannotRun, launcher, read_metrics, run
 
 from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
-from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.blocks.stages import partition_from_config
+from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.planner.cost import compute_ratio
 
 PROG = "tools/benchmark.py"
