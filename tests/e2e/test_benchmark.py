@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.planned import active_parameters, shape_of, stage_parameters
 
 from megatron.bcd.blocks.partition import partition
 from megatron.bcd.planner import cost
@@ -32,11 +33,10 @@ def measured(root: Path, folder: Path, *flags: str) -> dict[str, dict[str, Any]]
 
 def expected_state(num_stages: int, *, num_blocks: int) -> int:
     """Largest of a phase, all ranks, from the formula for fp32 with Adam."""
-    shape = cost.gpt2(num_layers=LAYERS, hidden_size=HIDDEN, vocab_size=VOCABULARY, num_positions=SEQUENCE)
+    shape = shape_of(layers=LAYERS, hidden=HIDDEN, vocabulary=VOCABULARY, positions=SEQUENCE)
     blocks = partition(num_layers=LAYERS, num_stages=num_stages, num_blocks=num_blocks, layout="spread", tied=True)
-    held = cost.stage_parameters(shape, blocks, padded_vocab_size=VOCABULARY)
-    by_block = [cost.active_parameters(shape, blocks, block, padded_vocab_size=VOCABULARY) for block in
-                range(num_blocks)]  # fmt: skip
+    held = stage_parameters(shape, blocks, padded=VOCABULARY)
+    by_block = [active_parameters(shape, blocks, block, padded=VOCABULARY) for block in range(num_blocks)]
     return sum(
         max(cost.model_state_bytes(num_parameters=held[stage], num_active=active[stage]) for active in by_block)
         for stage in range(num_stages)
