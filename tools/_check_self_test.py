@@ -54,23 +54,15 @@ TOLERANCE = {"fp32": 2e-4, "tf32": 3e-3, "bf16": 5e-3}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
-    """One training step of a metrics file."""
-
-    loss: float
-    grad_norm: float
-    raw: Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Run:
     """What a run wrote to its metrics file."""
 
-    steps: tuple[Line, ...]
+    steps: tuple[Mapping[str, Any], ...]
+    """Lines of training steps."""
 
     @property
     def losses(self) -> list[float]:
-        return [step.loss for step in self.steps]
+        return [step["loss"] for step in self.steps]
 
 
 def flags_of(values: Mapping[str, Any]) -> list[str]:
@@ -147,8 +139,7 @@ class Runner:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
         log = self.folder / f"{name}.log"
         run([*torchrun, "pretrain_gpt_bcd.py", *words], log, seconds=self.seconds, **options)
-        steps = [line for line in read_metrics(metrics) if "loss" in line]
-        return Run(steps=tuple(Line(loss=line["loss"], grad_norm=line["grad_norm"] or 0.0, raw=line) for line in steps))
+        return Run(steps=tuple(line for line in read_metrics(metrics) if "loss" in line))
 
 
 # ---------------------------------------------------------------- parts
@@ -220,7 +211,7 @@ class SelfTest:
         """Bytes that are alive in every phase of the second cycle, against the formula's."""
         steps = self._of_layout("spread").steps
         planned = self.planned_state()
-        visits = [step.raw for step in steps if step.raw["cycle"] > 0]
+        visits = [step for step in steps if step["cycle"] > 0]
         worst = 0.0
         for step in visits:
             counted, wanted = step["model_state_bytes"], planned[step["block"]]
@@ -258,7 +249,7 @@ class SelfTest:
         tracker = folder / "latest_checkpointed_iteration.txt"
         self.runner.train("killed", flags, until=tracker.is_file)
         again = self.runner.train("resumed", flags | {"load": folder})
-        first = again.steps[0].raw["iteration"] if again.steps else 0
+        first = again.steps[0]["iteration"] if again.steps else 0
         if first <= 1:
             return failed(part, "the second start began anew", remedy="see the log of the run", first=first)
         ours, theirs = again.losses, whole.losses[first - 1 :]
@@ -271,7 +262,7 @@ class SelfTest:
         """Outputs of frozen layers, read from disk: the losses of a run that computes them."""
         flags = self._on_stages(PREFIX_CACHE)
         cached = flags | {"bcd_prefix_cache": self.runner.folder / "prefix"}
-        hits = sum(step.raw["prefix_cache_hits"] for step in self._train(cached).steps)
+        hits = sum(step["prefix_cache_hits"] for step in self._train(cached).steps)
         if not hits:
             remedy = "the folder needs a file system with room and locks: give another with --output"
             return failed(part, "no sample was read from the cache", remedy=remedy)
@@ -311,7 +302,7 @@ class SelfTest:
         reference = self._train(wanted, num_ranks=num_ranks, on_cpu=one_rank if on_cpu is None else on_cpu)
         pairs = {"loss": (run.losses, reference.losses)}
         if precision != "bf16":
-            pairs["gradient norm"] = ([step.grad_norm for step in one.steps] for one in (run, reference))
+            pairs["gradient norm"] = ([step["grad_norm"] or 0.0 for step in one.steps] for one in (run, reference))
         for what, (ours, theirs) in pairs.items():
             allowed = TOLERANCE[precision] * (10 if what == "gradient norm" else 1)
             at = first_difference(ours, theirs, allowed)

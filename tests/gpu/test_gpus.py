@@ -82,12 +82,12 @@ def test_no_compiler(repo_root: Path, num_gpus: int) -> None:
 def test_a_switch_frees_the_allocators_bytes(runners: Callable[[int], Runner]) -> None:
     """A reference to the old block's optimizer: what is allocated grows from visit to visit."""
     run = runners(1).train("switches", SUBMODEL | {"train_iters": 16, "micro_batch_size": 2})
-    if not run.steps[0].raw["reserved_memory_bytes"][0]:
+    if not run.steps[0]["reserved_memory_bytes"][0]:
         pytest.skip("needs a CUDA GPU: a CPU has no allocator that counts")
     peaks: dict[int, list[int]] = {}
     for before, step in itertools.pairwise(run.steps):
-        if step.raw["cycle"] > 0 and step.raw["phase"] == before.raw["phase"]:  # a phase's first step makes the moments
-            peaks.setdefault(step.raw["block"], []).append(step.raw["peak_memory_bytes"][0])
+        if step["cycle"] > 0 and step["phase"] == before["phase"]:  # a phase's first step makes the moments
+            peaks.setdefault(step["block"], []).append(step["peak_memory_bytes"][0])
     assert all(max(of_block) <= 1.01 * min(of_block) for of_block in peaks.values()), peaks
 
 
