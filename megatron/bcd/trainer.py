@@ -310,7 +310,7 @@ class Trainer:
             or self._is_evaluation_due(after)
             or self._is_save_due(after, is_last=is_last)
             or self._is_export_due(after, is_last=is_last)
-            or self.block_schedule.ends_with_next_step(state.phase_state)
+            or (self.block_schedule.num_blocks > 1 and self.block_schedule.may_end_with_next_step(state.phase_state))
         ):
             return 0
         if not self.config.training.rampup_batch_size:
@@ -716,18 +716,12 @@ class Trainer:
             self.evaluate("test", is_final=True)
 
     def _report_evaluation(self, split: str, loss: float, *, is_final: bool) -> float:
-        state = self.state
+        iteration, samples = self.state.iteration, self.state.consumed_samples
         self.reporter.evaluation(
-            EvalMetrics(
-                iteration=state.iteration,
-                consumed_samples=state.consumed_samples,
-                split=split,
-                loss=loss,
-                is_final=is_final,
-            )
+            EvalMetrics(iteration=iteration, consumed_samples=samples, split=split, loss=loss, is_final=is_final)
         )
         if split == "validation":
-            self._last_validation = state.iteration, loss
+            self._last_validation = iteration, loss
         return loss
 
     def _evaluation_batches(self, split: str) -> Iterator[data.Batch]:

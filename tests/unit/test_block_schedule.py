@@ -138,7 +138,6 @@ def test_switches_only_between_phases_of_different_blocks(schedule: BlockSchedul
         is_new_phase = after.phase != before.phase
         assert schedule.is_switch(before, after) == (is_new_phase and schedule.num_blocks > 1)
         assert schedule.may_end_with_next_step(before) == is_new_phase
-        assert schedule.ends_with_next_step(before) == (is_new_phase and schedule.num_blocks > 1)
 
 
 def test_shorter_phases_after_a_resume_end_the_long_one() -> None:

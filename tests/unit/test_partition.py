@@ -92,8 +92,9 @@ def test_stage_questions_agree_with_layers(cut: Partition) -> None:
         for stage, active in enumerate(on_stages):
             has_copy = cut.tied and block.owns_embedding and stage == cut.num_stages - 1
             assert cut.stage_active(block.index, stage) == (bool(active) or has_copy)
-            assert cut.forward_only(block.index, stage) == (cut.stage_layers(stage)[-1] < block.first_layer)
-            assert not (cut.forward_only(block.index, stage) and cut.stage_active(block.index, stage))
+            is_prefix = stage < cut.first_trainable_stage(block.index)
+            assert is_prefix == (cut.stage_layers(stage)[-1] < block.first_layer)
+            assert not (is_prefix and cut.stage_active(block.index, stage))
 
 
 @given(partitions())
@@ -148,7 +149,7 @@ def test_tied_copy_makes_the_last_stage_active_in_stage_layout() -> None:
     cut = _make(layers=4, stages=4, blocks=None, layout="stage")
     assert [cut.stage_active(0, stage) for stage in range(4)] == [True, False, False, True]
     assert [cut.stage_active(3, stage) for stage in range(4)] == [False, False, False, True]
-    assert [cut.forward_only(3, stage) for stage in range(4)] == [True, True, True, False]
+    assert cut.first_trainable_stage(3) == 3
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,7 @@ def test_resting_layers_are_the_others(layers: int, stages: int, blocks: int, da
             for stage in range(stages):
                 if found & set(cut.stage_layers(stage)):
                     assert cut.stage_active(block.index, stage)
-                    assert not cut.forward_only(block.index, stage)
+                    assert stage >= cut.first_trainable_stage(block.index)
 
 
 @given(

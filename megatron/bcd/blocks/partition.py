@@ -250,10 +250,6 @@ class Partition:
         """The first stage that receives a gradient in the block's phase."""
         return self.blocks[block].submodels[0].stage if self.has_prefix else 0
 
-    def forward_only(self, block: int, stage: int) -> bool:
-        """Whether stage ``stage`` holds prefix only, so that it receives no gradient in the block's phase."""
-        return stage < self.first_trainable_stage(block)
-
     def prefix_layers(self, block: int) -> range:
         """Frozen layers before the first active one; empty while the embedding is active."""
         return range(self.blocks[block].first_layer if self.has_prefix else 0)

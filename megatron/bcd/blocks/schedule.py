@@ -238,10 +238,6 @@ class BlockSchedule:
         # no loss ends a phase sooner than one that improves nothing
         return self._is_over(replace(state, step_in_phase=state.step_in_phase + 1))
 
-    def ends_with_next_step(self, state: PhaseState) -> bool:
-        """Whether another block may follow on the coming step: with one block none does."""
-        return self.num_blocks > 1 and self.may_end_with_next_step(state)
-
     def is_cycle_end(self, state: PhaseState) -> bool:
         """Whether a cycle has just ended, so that an evaluation now measures its outcome."""
         return state.phase > 0 and state.step_in_phase == 0 and state.phase % self.num_blocks == 0
