@@ -11,8 +11,6 @@ from support import switched_runs, worlds
 from support.dist import World
 
 from megatron.bcd.config import RunConfig
-from megatron.bcd.runtime import distributed
-from megatron.bcd.training import pretrain
 
 KINDS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -114,13 +112,13 @@ def test_short_phases_lose_nothing(world1: World, text_data: str, kind: str) -> 
 
 
 def saves_of_a_run(config: RunConfig) -> int:
-    """How often state is kept, from the first step to the end of `pretrain`."""
+    """How often state is kept, from the first step to the end of the run."""
     with (
         worlds.started(config) as one,
-        mock.patch.object(distributed, "leave"),  # the groups are the world's
         mock.patch.object(one.active.kept, "save", wraps=one.active.kept.save) as save,
     ):
-        pretrain.run(one, prog="test")
+        one.train()
+        one.end_phase(is_end_of_run=True)
     return save.call_count
 
 

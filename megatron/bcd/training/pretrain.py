@@ -43,43 +43,7 @@ def pretrain(
     SIGTERM and SIGUSR1 save, stop and return.
     """
     with exit_on_error(ValueError, prog=prog):
-        if not device.has_cuda():
-            notes = (threads.set_threads(), *notes)
-        launch = _initialize(config)
-        config = with_length(config)
-        save_dir = config.checkpoint.save
-        is_new = not dir_claim.exists(save_dir)
-        save_claim = dir_claim.DirClaim() if is_new else claim_save_folder(save_dir)
-        config = _resuming_after_restart(config, launch)
-        source = loader.find(config)
-        if source is not None and source.state is not None:
-            run_state.check_same_tokens(source.state.flags, config, source=f"--load {source.root}: {source.path}")
-            config = run_state.with_saved_schedule(source.state.flags, config)
-        overwrites = check_save_folder(config, source)
-        trainer = Trainer(config, build_model, source=source, is_restart=launch.is_restart)
-        for note in notes:
-            trainer.reporter.note(note)
-        if is_new:  # created only after everything has been checked
-            save_claim = claim_save_folder(save_dir)
-        if overwrites and save_dir is not None:
-            clear_save_folder(save_dir)
-        cache_claim = claim_prefix_cache(None if config.training.skip_train else config.bcd.bcd_prefix_cache)
-        for warning in (*save_claim.warnings, *cache_claim.warnings):
-            trainer.reporter.warning(warning)
-        if save_dir is None and config.checkpoint.save_hf is None and not config.training.skip_train:
-            trainer.reporter.note("without --save nothing is kept of this run: neither weights nor a way to resume it")
-        trainer.restore()
-    run(trainer, prog=prog)
-    # a program may train again: nothing of this run may stay
-    del trainer
-    gc.unfreeze()
-    gc.collect()
-    save_claim.release()
-    cache_claim.release()
-
-
-def run(trainer: Trainer, *, prog: str) -> None:
-    """Train, end the phase, and leave the process groups; on an error end the process."""
+        trainer, claims = _set_up(config, build_model, notes)
     try:
         with trainer.reporter:
             trainer.train()
@@ -92,6 +56,45 @@ def run(trainer: Trainer, *, prog: str) -> None:
         trainer.end_phase(is_end_of_run=True)
     torch.distributed.barrier()
     distributed.leave()
+    # a program may train again: nothing of this run may stay
+    del trainer
+    gc.unfreeze()
+    gc.collect()
+    for claim in claims:
+        claim.release()
+
+
+def _set_up(
+    config: RunConfig, build_model: ModelBuilder, notes: Sequence[str]
+) -> tuple[Trainer, list[dir_claim.DirClaim]]:
+    """A run that is about to train, and the folders that it has claimed."""
+    if not device.has_cuda():
+        notes = (threads.set_threads(), *notes)
+    launch = _initialize(config)
+    config = with_length(config)
+    save_dir = config.checkpoint.save
+    is_new = not dir_claim.exists(save_dir)
+    save_claim = dir_claim.DirClaim() if is_new else claim_save_folder(save_dir)
+    config = _resuming_after_restart(config, launch)
+    source = loader.find(config)
+    if source is not None and source.state is not None:
+        run_state.check_same_tokens(source.state.flags, config, source=source.name)
+        config = run_state.with_saved_schedule(source.state.flags, config)
+    overwrites = check_save_folder(config, source)
+    trainer = Trainer(config, build_model, source=source, is_restart=launch.is_restart)
+    for note in notes:
+        trainer.reporter.note(note)
+    if is_new:  # created only after everything has been checked
+        save_claim = claim_save_folder(save_dir)
+    if overwrites and save_dir is not None:
+        clear_save_folder(save_dir)
+    cache_claim = claim_prefix_cache(None if config.training.skip_train else config.bcd.bcd_prefix_cache)
+    for warning in (*save_claim.warnings, *cache_claim.warnings):
+        trainer.reporter.warning(warning)
+    if save_dir is None and config.checkpoint.save_hf is None and not config.training.skip_train:
+        trainer.reporter.note("without --save nothing is kept of this run: neither weights nor a way to resume it")
+    trainer.restore()
+    return trainer, [save_claim, cache_claim]
 
 
 def with_length(config: RunConfig) -> RunConfig:
