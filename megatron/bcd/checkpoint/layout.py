@@ -224,9 +224,9 @@ def damage(folder: str, *, part: int = 0, num_parts: int = 1) -> str | None:
     Every part compares all sizes. The files are divided by bytes over `num_parts`, and part `part` reads and hashes its
     own. A file that ``checksums.json`` does not list is ignored.
     """
-    path = os.path.join(folder, CHECKSUMS)
+    path = checksums = os.path.join(folder, CHECKSUMS)
     try:
-        digests = _read_digests(path)
+        digests = _read_digests(checksums)
         for name in sorted(digests):
             path, expected = os.path.join(folder, name), digests[name]["bytes"]
             status = os.stat(path)
@@ -243,8 +243,8 @@ def damage(folder: str, *, part: int = 0, num_parts: int = 1) -> str | None:
         return f"{path} is missing"
     except OSError as error:
         return f"{path} can't be read ({error.strerror})"
-    except (ValueError, RecursionError) as error:
-        return f"{path} is damaged ({' '.join(str(error).split())[:100]})"
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        return f"{checksums} is damaged ({' '.join(str(error).split())[:100]})"
     return None
 
 
@@ -272,18 +272,9 @@ def _complete(root: str) -> list[int]:
 
 
 def _read_digests(path: str) -> dict[str, FileDigest]:
-    """The content of ``checksums.json``. Raises OSError and ValueError (also UnicodeDecodeError), RecursionError."""
+    """The content of ``checksums.json``. Raises OSError, and many errors where it is damaged."""
     with open(path, encoding="utf-8") as file:
-        content = json.load(file)
-    files = content.get("files") if isinstance(content, dict) else None
-    if not isinstance(files, dict):
-        raise ValueError("no table of files")
-    for name, digest in files.items():
-        outside = os.path.isabs(name) or name.split("/")[0] == ".." or name != os.path.normpath(name)
-        if outside or name == "." or b"\0" in os.fsencode(name):
-            raise ValueError(f"{name!r} is not a file inside")
-        if not isinstance(digest, dict) or [type(digest.get(key)) for key in ("bytes", "sha256")] != [int, str]:
-            raise ValueError(f"{name!r} has no size and checksum")
+        files = json.load(file)["files"]
     return {name: {"bytes": digest["bytes"], "sha256": digest["sha256"]} for name, digest in files.items()}
 
 
