@@ -47,7 +47,7 @@ from megatron.bcd.planner.recipe import (
     VOCABULARY_MULTIPLE,
     Recipe,
 )
-from megatron.bcd.planner.remedies import remedies
+from megatron.bcd.planner.remedies import OF_BLOCKS, remedies
 from megatron.bcd.planner.search import (
     SearchResult,
     place,
@@ -71,8 +71,8 @@ PROG = "tools/plan.py"
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MODELS = os.path.join(ROOT, "examples", "models.csv")
 CLUSTERS = os.path.join(ROOT, "examples", "clusters.csv")
-SFT_DEFAULTS = {"precision": "bf16", "seq_length": 1024, "global_batch_size": 8, "recompute": None}
-"""By flag; recompute None: only where it does not fit without."""
+SFT_DEFAULTS = {"precision": "bf16", "sequence": 1024, "global_batch_size": 8, "recompute": None}
+"""By field of Recipe; recompute None: only where it does not fit without."""
 _LONGEST_DEFAULT = 2048
 """Tokens of a sequence by default, where config.json allows more."""
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
@@ -107,22 +107,16 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
     add("--method", choices=METHODS, help="bcd: block coordinate descent as in the paper; pretrain, finetune: with that"
         " --bcd-preset; full training; offload: the same with the optimizer on the host (default: bcd)")  # fmt: skip
     add("--bcd-preset", choices=tuple(PRESETS), help="the method of that name; paper is --method bcd")
-    add("--bcd-num-blocks", type=int, metavar="M", help="(default: 3, with finetune the fewest that fit; --search"
-        " tries 2 to 6 with method bcd)")  # fmt: skip
-    add("--bcd-layout", choices=LAYOUTS, help="(default: spread; with --bcd-preset pretrain strided)")
-    add_memory_flags(group)
-    add("--pipeline-model-parallel-size", type=int, metavar="N", help="(default: the smallest that fits;"
-        " --search tries all)")  # fmt: skip
-    add("--context-parallel-size", type=int, default=1, metavar="N", help="(default: 1)")
-    add("--seq-length", type=int, metavar="N", help="(default: the model's, of a config.json at most"
-        f" {_LONGEST_DEFAULT:,}; with --task sft {SFT_DEFAULTS['seq_length']:,})")  # fmt: skip
+    add_layout_flags(group)
+    add("--context-parallel-size", dest="context_size", type=int, default=1, metavar="N", help="(default: 1)")
     add("--micro-batch-size", type=int, default=1, metavar="N", help="(default: 1; --search tries powers of two)")
     add("--global-batch-size", type=int, default=64, metavar="N", help="sequences of an iteration (default: 64)")
     add("--recompute", nargs="?", const="full", choices=RECOMPUTE_CHOICES, default="none", help="auto: on each stage"
         " and in each phase the least that fits; the bare flag means full (--search tries none and auto)")  # fmt: skip
-    add("--pipeline-cut", choices=CUTS, default="even", help="auto: the head counts as layers (--search tries both)")
-    add("--num-virtual-stages-per-pipeline-rank", type=int, metavar="V", help="chunks of a stage, with --bcd-layout"
-        " interleaved (default: as many as blocks)")  # fmt: skip
+    add("--pipeline-cut", dest="cut", choices=CUTS, default="even", help="auto: the head counts as layers (--search"
+        " tries both)")  # fmt: skip
+    add("--num-virtual-stages-per-pipeline-rank", dest="num_chunks", type=int, metavar="V", help="chunks of a stage,"
+        " with --bcd-layout interleaved (default: as many as blocks)")  # fmt: skip
     add_precision(group, PRECISIONS, more="; with --task sft bf16")
     group = parser.add_argument_group("cost")
     add = group.add_argument
@@ -134,7 +128,6 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
         f" (default: {paper}; method pretrain: {pretrain})")  # fmt: skip
     group = parser.add_argument_group("data files")
     add = group.add_argument
-    add("--models", metavar="FILE", help="rows of your own, beside those of examples/models.csv or in their place")
     add("--clusters", metavar="FILE", default=CLUSTERS, help="the cluster table")
     if task == "sft":
         parser.set_defaults(**SFT_DEFAULTS)
@@ -142,27 +135,42 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
 
 
 _VERIFY = "the formulas are compared with built models by tests/unit/test_plan_verify.py"
-_CHUNKS = "num_virtual_stages_per_pipeline_rank"
-_OF_BLOCKS = ("bcd_layout", "bcd_frozen", "bcd_always_active", _CHUNKS)
-_SET_BY_PIPELINES = ("pipeline_model_parallel_size", "recompute", "pipeline_cut", "bcd_layout", _CHUNKS)
 _FLAG_OF = {
     "num_blocks": "bcd_num_blocks",
     "layout": "bcd_layout",
     "frozen": "bcd_frozen",
     "always_active": "bcd_always_active",
-    "num_chunks": _CHUNKS,
+    "pipeline_size": "pipeline_model_parallel_size",
+    "context_size": "context_parallel_size",
+    "sequence": "seq_length",
+    "cut": "pipeline_cut",
+    "num_chunks": "num_virtual_stages_per_pipeline_rank",
 }
 """Flags of Recipe's fields, where they have another name."""
 
 
-def add_memory_flags(group: Any) -> None:
-    """Flags that save memory at a cost in quality."""
+def flag_of(name: str) -> str:
+    """The flag of a field of Recipe, or of argparse's name."""
+    return f"--{_FLAG_OF.get(name, name).replace('_', '-')}"
+
+
+def add_layout_flags(group: Any) -> None:
+    """Flags that the recipes have too: blocks, pipeline, sequence, and what saves memory at a cost in quality."""
     add = group.add_argument
-    add("--bcd-frozen", metavar="PARTS", help="never trained: some of embedding, head, norms, or none (default: none;"
-        " with finetune embedding)")  # fmt: skip
-    add("--bcd-always-active", metavar="PARTS", help="trained in every phase: some of norms, biases, embedding, head,"
-        " or none; what is not belongs to a block, the head to the top one (default: the preset's)")  # fmt: skip
+    add("--bcd-num-blocks", dest="num_blocks", type=int, metavar="M", help="(default: 3, with finetune the fewest that"
+        " fit; --search tries 2 to 6 with method bcd)")  # fmt: skip
+    add("--bcd-layout", dest="layout", choices=LAYOUTS, help="(default: spread; with --bcd-preset pretrain strided)")
+    add("--bcd-frozen", dest="frozen", metavar="PARTS", help="never trained: some of embedding, head, norms, or none"
+        " (default: none; with finetune embedding)")  # fmt: skip
+    add("--bcd-always-active", dest="always_active", metavar="PARTS", help="trained in every phase: some of norms,"
+        " biases, embedding, head, or none; what is not belongs to a block, the head to the top one (default: the"
+        " preset's)")  # fmt: skip
     add("--adam-moments-dtype", choices=MOMENTS, default="fp32", help="of Adam's moments (default: fp32)")
+    add("--pipeline-model-parallel-size", dest="pipeline_size", type=int, metavar="N", help="(default: the smallest"
+        " that fits; --search tries all)")  # fmt: skip
+    add("--seq-length", dest="sequence", type=int, metavar="N", help="(default: the model's, of a config.json at most"
+        f" {_LONGEST_DEFAULT:,}; with --task sft {SFT_DEFAULTS['sequence']:,})")  # fmt: skip
+    add("--models", metavar="FILE", help="rows of your own, beside those of examples/models.csv or in their place")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -193,17 +201,18 @@ def method_of(arguments: argparse.Namespace) -> str:
 
 def check_flags(arguments: argparse.Namespace, method: str) -> None:
     """Raises ValueError naming a flag that nothing would read."""
+    names: Sequence[str] = ()
     if getattr(arguments, "pipelines", False):
-        names, other = _SET_BY_PIPELINES, "--pipelines, which sets it itself"
+        names = ("pipeline_size", "recompute", "cut", "layout", "num_chunks")
+        other = "--pipelines, which sets it itself"
     elif method not in PRESET_OF:
-        names, other = _OF_BLOCKS, f"--method {method}, which has no blocks"
-    else:
-        names, other = (), ""
+        names, other = OF_BLOCKS, f"--method {method}, which has no blocks"
     for name in names:
-        if (value := getattr(arguments, name, None)) not in (None, "none", "even") or name == "bcd_frozen" and value:
-            raise ValueError(f"--{name.replace('_', '-')} {value} cannot be combined with {other}: leave it out")
-    if not names and getattr(arguments, _CHUNKS, None) and arguments.bcd_layout != "interleaved":
-        raise ValueError(f"--{_CHUNKS.replace('_', '-')} needs --bcd-layout interleaved: give both, or leave it out")
+        value = getattr(arguments, name, None)
+        if value is not None and (name, value) not in (("recompute", "none"), ("cut", "even")):
+            raise ValueError(f"{flag_of(name)} {value} cannot be combined with {other}: leave it out")
+    if not names and getattr(arguments, "num_chunks", None) and arguments.layout != "interleaved":
+        raise ValueError(f"{flag_of('num_chunks')} needs --bcd-layout interleaved: give both, or leave it out")
 
 
 def named_model(name: str, *, models: str | None, flag: str) -> Model:
@@ -239,45 +248,36 @@ def named_model(name: str, *, models: str | None, flag: str) -> Model:
         ) from None
 
 
-def memory_fields(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Recipe's fields of `add_memory_flags`; None: the preset's. Raises ValueError for an unknown part."""
-    frozen, always = arguments.bcd_frozen, arguments.bcd_always_active
-    return {
+def layout_fields(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Recipe's fields of `add_layout_flags`; None: the preset's. Raises ValueError for an unknown part."""
+    frozen, always = arguments.frozen, arguments.always_active
+    names = ("num_blocks", "layout", "adam_moments_dtype", "sequence")
+    return {name: getattr(arguments, name) for name in names} | {
         "frozen": None if frozen is None else BcdConfig(bcd_frozen=frozen).frozen,
         "always_active": None if always is None else BcdConfig(bcd_always_active=always).always_active,
-        "adam_moments_dtype": arguments.adam_moments_dtype,
     }
 
 
 def fields_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Of the recipe, but its pipeline. Raises ValueError naming a missing or unknown name."""
-    for flag, given in (("--model", arguments.model), ("--gpu", arguments.gpu), ("--num-gpus", arguments.num_gpus)):
-        if given is None:
-            raise ValueError(f"{flag} is required (except with --paper)")
+    for name in ("model", "gpu", "num_gpus"):
+        if getattr(arguments, name) is None:
+            raise ValueError(f"{flag_of(name)} is required (except with --paper)")
+    names = "num_gpus context_size precision micro_batch_size global_batch_size task cut num_chunks".split()
     return {
         "model": named_model(arguments.model, models=arguments.models, flag="--model"),
         "cluster": choose(read_clusters(arguments.clusters), arguments.gpu, flag="--gpu"),
-        "num_gpus": arguments.num_gpus,
-        "context_size": arguments.context_parallel_size,
         "method": method_of(arguments),
-        "num_blocks": arguments.bcd_num_blocks,
-        "layout": arguments.bcd_layout,
-        "precision": arguments.precision,
-        "sequence": arguments.seq_length,
-        "micro_batch_size": arguments.micro_batch_size,
-        "global_batch_size": arguments.global_batch_size,
         "recompute": arguments.recompute or "none",
-        **memory_fields(arguments),
-        "task": arguments.task,
         "vocabulary_multiple": VOCABULARY_MULTIPLE[arguments.task],
-        "cut": arguments.pipeline_cut,
-        "num_chunks": arguments.num_virtual_stages_per_pipeline_rank,
+        **layout_fields(arguments),
+        **{name: getattr(arguments, name) for name in names},
     }
 
 
 def recipe_of(arguments: argparse.Namespace) -> Recipe:
     """The recipe of the flags. Raises ValueError naming a missing or invalid flag."""
-    fields, size = fields_of(arguments), arguments.pipeline_model_parallel_size
+    fields, size = fields_of(arguments), arguments.pipeline_size
     is_search = arguments.search or arguments.compare
     if arguments.recompute is None and not is_search:
         del fields["recompute"]
@@ -286,18 +286,13 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
     return suited[0] if is_search else with_fewest_blocks(shortest_that_fits(suited))
 
 
-def flags_of(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of flags, by name, of changed fields of a recipe; None: the default."""
-    words = {name: parts_of(value) if isinstance(value, frozenset) else value for name, value in changes.items()}
-    return {_FLAG_OF.get(name, name): value for name, value in words.items()}
-
-
 def words_of(values: Mapping[str, Any]) -> list[str]:
-    """The command line of flags, without those that are None."""
+    """The command line of fields of a recipe, without those that are None, the default."""
     words = []
     for name, value in values.items():
         if value is not None:
-            words += [f"--{name.replace('_', '-')}", f"{value:g}" if isinstance(value, float) else str(value)]
+            text = parts_of(value) if isinstance(value, frozenset) else value
+            words += [flag_of(name), f"{text:g}" if isinstance(text, float) else str(text)]
     return words
 
 
@@ -317,7 +312,7 @@ def answer_to(arguments: argparse.Namespace) -> Answer:
     """Raises ValueError for a user's mistake."""
     if arguments.paper:
         recomputed = paper()
-        return Answer(text=show_paper(recomputed), data=list(paper_cells(recomputed)))
+        return Answer(text=show_paper(recomputed), data=paper_cells(recomputed))
     if arguments.pipelines:
         return answer_pipelines(arguments)
     recipe = recipe_of(arguments)
@@ -346,17 +341,9 @@ def paper() -> Paper:
     return Paper(published, read_models(MODELS), read_clusters(CLUSTERS)[_FITTED_CLUSTER])
 
 
-def paper_cells(recomputed: Paper) -> Iterator[dict[str, Any]]:
-    for cell in recomputed.cells:
-        yield {
-            "table": cell.table,
-            "row": cell.row,
-            "column": cell.column,
-            "published": cell.published,
-            "recomputed": cell.recomputed,
-            "difference": cell.difference,
-            "note": cell.note,
-        }
+def paper_cells(recomputed: Paper) -> list[dict[str, Any]]:
+    names = ("table", "row", "column", "published", "recomputed", "difference", "note")
+    return [{name: getattr(cell, name) for name in names} for cell in recomputed.cells]
 
 
 def answer_pipelines(arguments: argparse.Namespace) -> Answer:
@@ -392,8 +379,8 @@ def answer_comparison(arguments: argparse.Namespace, recipe: Recipe) -> Answer:
     rows = compare(
         recipe,
         paper().time_errors(),
-        num_blocks=arguments.bcd_num_blocks,
-        pipeline_size=arguments.pipeline_model_parallel_size,
+        num_blocks=arguments.num_blocks,
+        pipeline_size=arguments.pipeline_size,
         **cost_of(arguments),
     )
     methods = [
@@ -426,8 +413,8 @@ def answer_search(arguments: argparse.Namespace, recipe: Recipe) -> Answer:
     """The cheapest layouts of one method."""
     found = search(
         recipe,
-        num_blocks=None if arguments.bcd_num_blocks is None else [arguments.bcd_num_blocks],
-        pipeline_size=arguments.pipeline_model_parallel_size,
+        num_blocks=None if arguments.num_blocks is None else [arguments.num_blocks],
+        pipeline_size=arguments.pipeline_size,
         **cost_of(arguments),
     )
     if not found.best:
@@ -439,6 +426,20 @@ def answer_search(arguments: argparse.Namespace, recipe: Recipe) -> Answer:
     return Answer(text=show_search(found), data={"tried": found.num_tried, "fitting": found.num_fitting, "best": best})
 
 
+_SAME = "the same loss, a longer step"
+LOSS_OF = {
+    "micro_batch_size": _SAME,
+    "recompute": _SAME,
+    "adam_moments_dtype": "0.1 and 2 % higher in two small models, full Adam; fine-tuning with four blocks the same",
+    "precision": "not measured apart from other changes",
+    "always_active": "the head is trained in the top block's phase only: not measured",
+    "frozen": "a frozen head 5 and 6 % higher than an active one (two small models fine-tuned)",
+    "num_blocks": "fine-tuning of 350 steps 1.1 % over full training with 2, 2.4 % with 6, 4.5 % with 30",
+    "method": "side by side with --compare",
+}
+"""Of flags that let a plan fit: docs/fine_tuning.md, docs/learning.md."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Remedied:
     """A change with which the plan fits."""
@@ -448,35 +449,24 @@ class Remedied:
     estimate: Estimate
 
 
-_SAME = "the same loss, a longer step"
-LOSS_OF = {
-    "micro_batch_size": _SAME,
-    "recompute": _SAME,
-    "adam_moments_dtype": "0.1 and 2 % higher in two small models, full Adam; fine-tuning with four blocks the same",
-    "precision": "not measured apart from other changes",
-    "bcd_always_active": "the head is trained in the top block's phase only: not measured",
-    "bcd_frozen": "a frozen head 5 and 6 % higher than an active one (two small models fine-tuned)",
-    "bcd_num_blocks": "fine-tuning of 350 steps 1.1 % over full training with 2, 2.4 % with 6, 4.5 % with 30",
-    "method": "side by side with --compare",
-}
-"""Of flags that let a plan fit: docs/fine_tuning.md, docs/learning.md."""
-
-
 def what_fits(arguments: argparse.Namespace) -> list[Remedied]:
     """Changed flags with which the plan fits."""
     found = []
     fields = fields_of(arguments) | {"recompute": arguments.recompute or "auto"}
-    for remedy in remedies(fields, pipeline_size=arguments.pipeline_model_parallel_size):
-        changes = flags_of(remedy.changes)
+    for remedy in remedies(fields, pipeline_size=arguments.pipeline_size):
+        changes = dict(remedy.changes)
         if "method" in changes:
             changes["bcd_preset"] = None
-        if remedy.recipe.pipeline_size != arguments.pipeline_model_parallel_size:
-            changes["pipeline_model_parallel_size"] = None
-        shown = {name: value for name, value in changes.items() if value is not None}
+        if remedy.recipe.pipeline_size != arguments.pipeline_size:
+            changes["pipeline_size"] = None
         data = {
-            "flags": " ".join(words_of(shown)),
+            "flags": " ".join(words_of(changes)),
             "command": shlex.join(["python", PROG, *words_of(_given(arguments) | changes)]),
-            "loss": [f"--{name.replace('_', '-')}: {LOSS_OF[name]}" for name in shown if name in LOSS_OF],
+            "loss": [
+                f"{flag_of(name)}: {LOSS_OF[name]}"
+                for name, value in changes.items()
+                if value is not None and name in LOSS_OF
+            ],
         }
         found.append(Remedied(data=data, estimate=make_estimate(remedy.recipe)))
     return found
@@ -694,17 +684,10 @@ def show_search(found: SearchResult) -> str:
     first = found.best[0].recipe
     rows = [("layout", "GiB", "iteration s", "tokens/s", "B-F multiplier", "days", unit_of_price(first.cluster))]
     for estimate in found.best:
-        rows.append(
-            (
-                _layout(estimate),
-                f"{estimate.peak.total / GIB:.1f}",
-                f"{estimate.iteration_seconds:.2f}",
-                f"{estimate.tokens_per_second:,.0f}",
-                f"{estimate.cost.multiplier:.2f}",
-                f"{estimate.cost.days:,.1f}",
-                f"{estimate.price:,.0f}",
-            )
-        )
+        figures = (estimate.peak.total / GIB, estimate.iteration_seconds, estimate.tokens_per_second)
+        cells = zip(figures, (".1f", ".2f", ",.0f"), strict=True)
+        cost = (f"{estimate.cost.multiplier:.2f}", f"{estimate.cost.days:,.1f}", f"{estimate.price:,.0f}")
+        rows.append((_layout(estimate), *(format(*cell) for cell in cells), *cost))
     lines = [f"{found.num_tried} layouts tried, {found.num_fitting} fit; the cheapest", table(rows)]
     if not first.cluster.is_priced:
         lines.append(without_price(first.cluster))

