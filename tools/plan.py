@@ -263,7 +263,7 @@ def fields_of(arguments: argparse.Namespace) -> dict[str, Any]:
     for name in ("model", "gpu", "num_gpus"):
         if getattr(arguments, name) is None:
             raise ValueError(f"{flag_of(name)} is required (except with --paper)")
-    names = "num_gpus context_size precision micro_batch_size global_batch_size task cut num_chunks".split()
+    names = ("num_gpus", "context_size", "precision", "micro_batch_size", "global_batch_size", "task", "cut")
     return {
         "model": named_model(arguments.model, models=arguments.models, flag="--model"),
         "cluster": choose(read_clusters(arguments.clusters), arguments.gpu, flag="--gpu"),
@@ -271,7 +271,7 @@ def fields_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "recompute": arguments.recompute or "none",
         "vocabulary_multiple": VOCABULARY_MULTIPLE[arguments.task],
         **layout_fields(arguments),
-        **{name: getattr(arguments, name) for name in names},
+        **{name: getattr(arguments, name) for name in (*names, "num_chunks")},
     }
 
 
