@@ -278,7 +278,7 @@ def test_fewest_gpus_fit() -> None:
     number = fewest_gpus(base)
     assert number is not None and search(replace(base, num_gpus=number)).best
     assert not search(replace(base, num_gpus=number // 2)).best
-    little = replace(recipe("G-5.4B", num_gpus=2), cluster=replace(CLUSTERS["rtx4090"], memory_gib=16.0))
+    little = replace(recipe("G-5.4B", num_gpus=2), cluster=replace(CLUSTERS["rtx4090"], memory_gib=20.0))
     number = fewest_gpus(little)
     assert number is not None and number & (number - 1), "no power of two"
     assert any(fits(each) for each in layouts(replace(little, num_gpus=number, pipeline_size=number)))
