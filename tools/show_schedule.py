@@ -16,45 +16,23 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from itertools import groupby
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _parser import Parser, bad_input, leave_with
 
-from megatron.bcd.pipeline.build import PlanShape, bcd_shape, build_plan, default_run_ahead, stock_shape
-from megatron.bcd.pipeline.chunk_shape import ChunkShape, chunk_shape
-from megatron.bcd.pipeline.interleaved import build_chunk_plan
-from megatron.bcd.pipeline.render import (
-    backward_messages,
-    cell_unit,
-    cell_width,
-    describe,
-    kept_activations,
-    legend,
-    render_grid,
-)
-from megatron.bcd.pipeline.simulate import Timeline, action_costs, simulate
-from megatron.bcd.pipeline.simulate_interleaved import chunk_costs, simulate_chunk_plan
+from megatron.bcd.pipeline.build import build_plan, most_graphs
+from megatron.bcd.pipeline.plan import Kind, PlanShape, default_run_ahead, interleaved_shape, stock_shape
+from megatron.bcd.pipeline.render import backward_messages, cell_unit, describe, label, legend, passes, render_grids
+from megatron.bcd.pipeline.simulate import Span, Timeline, action_costs, simulate
 from megatron.bcd.pipeline.validate import validate_plan
-from megatron.bcd.pipeline.validate_interleaved import validate_chunk_plan
 
 PROG = "tools/show_schedule.py"
 STOCK, BCD, INTERLEAVED = "stock", "bcd", "interleaved"
-FIGURE_FORMATS = ("png", "svg")
 MAX_STAGES, MAX_MICROBATCHES, MAX_CHUNKS = 64, 512, 64
 MAX_COST = 1e9
 """More is a mistake rather than a picture that somebody wants to see."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Costs:
-    """The time of an action by stage, and of a message."""
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    backward_input: tuple[float, ...]
-    message: float
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -64,32 +42,17 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--pipeline-model-parallel-size", "--stages", dest="stages", type=int, required=True, metavar="N",
         help="pipeline stages")  # fmt: skip
     add("--microbatches", type=int, required=True, metavar="N", help="microbatches of an iteration")
-    add(
-        "--pivot",
-        dest="first_trainable",
-        type=int,
-        metavar="STAGE",
-        help="the first trainable stage: holds the first active layer",
-    )
-    add(
-        "--layout",
-        "--bcd-layout",
-        choices=(INTERLEAVED,),
-        help="in place of --pivot: every stage holds chunks of every block",
-    )
+    add("--pivot", type=int, metavar="STAGE", help="the first trainable stage: holds the first active layer")
+    add("--active", type=int, nargs="+", metavar="STAGE",
+        help="stages with active layers (default: the first trainable stage)")  # fmt: skip
+    add("--run-ahead", type=int, metavar="K", help="microbatches of the next iteration that forward-only stages run"
+        " ahead with (default: what --bcd-run-ahead defaults to)")  # fmt: skip
+    add("--layout", "--bcd-layout", choices=(INTERLEAVED,),
+        help="in place of --pivot: every stage holds chunks of every block")  # fmt: skip
     add("--num-blocks", "--bcd-num-blocks", type=int, metavar="M", help="with --layout interleaved: blocks")
     add("--block", type=int, metavar="K", help="with --layout interleaved: the active block")
     add("--chunks", type=int, metavar="V", help="with --layout interleaved: chunks of a stage, a multiple of the blocks"
         " (default: the blocks)")  # fmt: skip
-    add(
-        "--active",
-        type=int,
-        nargs="+",
-        metavar="STAGE",
-        help="stages with active layers (default: the first trainable stage)",
-    )
-    add("--run-ahead", type=int, metavar="K", help="microbatches of the next iteration that forward-only stages run"
-        " ahead with (default: what --bcd-run-ahead defaults to)")  # fmt: skip
     add("--schedule", choices=("both", STOCK, BCD), default="both", help="what to draw (default: both)")
     add("--figure", metavar="FILE", help="draw it as a picture too (.png or .svg)")
     group = parser.add_argument_group("costs", "times in any one unit: one number, or one per stage")
@@ -103,73 +66,60 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def shape_of(arguments: argparse.Namespace) -> PlanShape:
-    """BCD's shape in the middle of a phase; raises ValueError naming the flag that does not fit."""
-    stages, microbatches, first_trainable = arguments.stages, arguments.microbatches, arguments.first_trainable
-    _check_range("--pipeline-model-parallel-size", stages, 1, MAX_STAGES)
-    _check_range("--microbatches", microbatches, 1, MAX_MICROBATCHES)
-    if first_trainable is None:
+def shapes_of(arguments: argparse.Namespace) -> dict[str, PlanShape]:
+    """By schedule; raises ValueError naming the flag that does not fit."""
+    is_interleaved = arguments.layout == INTERLEAVED
+    _check_range("--pipeline-model-parallel-size", arguments.stages, 2 if is_interleaved else 1, MAX_STAGES)
+    _check_range("--microbatches", arguments.microbatches, 1, MAX_MICROBATCHES)
+    of_others = ("pivot", "active", "run_ahead") if is_interleaved else ("num_blocks", "block", "chunks")
+    for name in of_others:
+        if getattr(arguments, name) is not None:
+            flag, how = f"--{name.replace('_', '-')}", "cannot be combined with" if is_interleaved else "needs"
+            raise ValueError(f"{flag} {how} --layout {INTERLEAVED}")
+    return _interleaved_shapes(arguments) if is_interleaved else _shapes(arguments)
+
+
+def _shapes(arguments: argparse.Namespace) -> dict[str, PlanShape]:
+    stages, microbatches, pivot = arguments.stages, arguments.microbatches, arguments.pivot
+    if pivot is None:
         raise ValueError("give --pivot STAGE, or --layout interleaved with --num-blocks and --block")
-    for flag in ("num_blocks", "block", "chunks"):
-        if getattr(arguments, flag) is not None:
-            raise ValueError(f"--{flag.replace('_', '-')} needs --layout interleaved")
-    _check_range("--pivot", first_trainable, 0, stages - 1)
-    active = sorted(set(arguments.active or [first_trainable]))
-    if active[0] != first_trainable or active[-1] >= stages:
+    _check_range("--pivot", pivot, 0, stages - 1)
+    active = sorted(set(arguments.active or [pivot]))
+    if active[0] != pivot or active[-1] >= stages:
         given = " ".join(map(str, arguments.active))
-        raise ValueError(
-            f"--active {given}: the first must be the first trainable stage {first_trainable}, the last at most "
-            f"{stages - 1}"
-        )
-    run_ahead = arguments.run_ahead
-    if run_ahead is None:
-        run_ahead = min(default_run_ahead(num_stages=stages, first_trainable=first_trainable), microbatches)
-    elif first_trainable == 0 and run_ahead:
-        raise ValueError(f"--run-ahead {run_ahead}: must be 0 with --pivot 0, where no stage is forward-only")
-    _check_range("--run-ahead", run_ahead, 0, microbatches)
-    return bcd_shape(
+        raise ValueError(f"--active {given}: the first must be --pivot {pivot}, the last at most {stages - 1}")
+    ahead = arguments.run_ahead
+    if ahead is None:
+        ahead = min(default_run_ahead(num_stages=stages, first_trainable=pivot), microbatches)
+    _check_range("--run-ahead", ahead, 0, microbatches if pivot else 0)
+    shape = PlanShape(
         num_stages=stages,
         num_microbatches=microbatches,
-        first_trainable=first_trainable,
-        active=[stage in active for stage in range(stages)],
-        done_ahead=run_ahead,
-        run_ahead=run_ahead,
+        first_trainable=pivot,
+        active=tuple(stage in active for stage in range(stages)),
+        done_ahead=ahead,
+        run_ahead=ahead,
     )
+    return {STOCK: stock_shape(shape), BCD: shape}
 
 
-def chunk_shape_of(arguments: argparse.Namespace) -> ChunkShape:
-    """Of --layout interleaved; raises ValueError naming the flag that does not fit."""
-    for flag in ("first_trainable", "active", "run_ahead"):
-        if getattr(arguments, flag) is not None:
-            name = "pivot" if flag == "first_trainable" else flag.replace("_", "-")
-            raise ValueError(f"--{name} does not go with --layout interleaved: give --num-blocks and --block")
+def _interleaved_shapes(arguments: argparse.Namespace) -> dict[str, PlanShape]:
     if arguments.num_blocks is None or arguments.block is None:
         raise ValueError("--layout interleaved needs --num-blocks and --block")
-    _check_range("--pipeline-model-parallel-size", arguments.stages, 2, MAX_STAGES)
-    _check_range("--microbatches", arguments.microbatches, 1, MAX_MICROBATCHES)
     _check_range("--num-blocks", arguments.num_blocks, 1, MAX_CHUNKS)
     _check_range("--block", arguments.block, 0, arguments.num_blocks - 1)
     chunks = arguments.num_blocks if arguments.chunks is None else arguments.chunks
     _check_range("--chunks", chunks, 1, MAX_CHUNKS)
     if chunks % arguments.num_blocks:
         raise ValueError(f"--chunks {chunks}: must be a multiple of --num-blocks {arguments.num_blocks}")
-    return chunk_shape(
+    shape = interleaved_shape(
         num_stages=arguments.stages,
         num_chunks=chunks,
         num_microbatches=arguments.microbatches,
         num_blocks=arguments.num_blocks,
         block=arguments.block,
     )
-
-
-def costs_of(arguments: argparse.Namespace) -> Costs:
-    """Raises ValueError naming the flag that is no time, or that has neither one number nor one per stage."""
-    return Costs(
-        forward=_by_stage("--forward", arguments.forward, arguments.stages),
-        backward=_by_stage("--backward", arguments.backward, arguments.stages),
-        backward_input=_by_stage("--backward-input", arguments.backward_input, arguments.stages),
-        message=_by_stage("--message", [arguments.message], 1)[0],
-    )
+    return {STOCK: shape.full_training, BCD: shape}
 
 
 def _check_range(flag: str, value: int, least: int, most: int) -> None:
@@ -177,126 +127,162 @@ def _check_range(flag: str, value: int, least: int, most: int) -> None:
         raise ValueError(f"{flag} {value}: must be {least} to {most}")
 
 
-def _by_stage(flag: str, times: Sequence[float], num_stages: int) -> tuple[float, ...]:
-    given = " ".join(f"{time:g}" for time in times)
-    if not all(0 <= time <= MAX_COST for time in times):
-        raise ValueError(f"{flag} {given}: must be 0 to {MAX_COST:g}")
-    if len(times) not in (1, num_stages):
-        raise ValueError(f"{flag} {given}: must be one number, or one for each of {num_stages} stages")
-    return tuple(times) * (num_stages if len(times) == 1 else 1)
+def timeline_of(shape: PlanShape, arguments: argparse.Namespace) -> Timeline:
+    """The times of a plan that is checked first; the costs are those of one chunk of a stage.
 
-
-def timeline_of(shape: PlanShape, costs: Costs) -> Timeline:
-    """The times of a plan that was checked."""
+    Raises ValueError naming the flag that is no time, or that has neither one number nor one per stage.
+    """
+    costs = {}
+    for name in ("forward", "backward", "backward_input", "message"):
+        times = [arguments.message] if name == "message" else getattr(arguments, name)
+        given = f"--{name.replace('_', '-')} {' '.join(f'{time:g}' for time in times)}"
+        if not all(0 <= time <= MAX_COST for time in times):
+            raise ValueError(f"{given}: must be 0 to {MAX_COST:g}")
+        if len(times) not in (1, shape.num_stages):
+            raise ValueError(f"{given}: must be one number, or one for each of {shape.num_stages} stages")
+        costs[name] = times * (shape.num_virtual // len(times))
     plan = build_plan(shape)
     validate_plan(plan)
-    by_stage = {"forward": costs.forward, "backward": costs.backward, "backward_input": costs.backward_input}
-    return simulate(plan, action_costs(shape, **by_stage, message=costs.message))
+    forward, backward, backward_input = (costs[name] for name in ("forward", "backward", "backward_input"))
+    return simulate(plan, action_costs(shape, forward=forward, backward=backward, backward_input=backward_input,
+                                       message=arguments.message))  # fmt: skip
 
 
-def chunk_timeline_of(shape: ChunkShape, costs: Costs) -> Timeline:
-    """As `timeline_of`; the costs are those of one chunk of a stage."""
-    plan = build_chunk_plan(shape)
-    validate_chunk_plan(plan)
-    by_stage = {"forward": costs.forward, "backward": costs.backward, "backward_input": costs.backward_input}
-    by_virtual = {name: times * shape.num_chunks for name, times in by_stage.items()}
-    return simulate_chunk_plan(plan, chunk_costs(shape, **by_virtual, message=costs.message))
-
-
-def headline(timeline: Timeline) -> str:
+def title(name: str, shape: PlanShape) -> str:
     """Which schedule it is."""
-    shape = timeline.plan.shape
-    if isinstance(shape, ChunkShape):
-        if shape.is_stock:
-            return "stock: Megatron Core's interleaved 1F1B, full training"
+    if name == STOCK:
+        return "stock: Megatron Core's " + ("interleaved 1F1B, full training" if shape.num_chunks > 1 else "1F1B")
+    if shape.num_chunks > 1:
         return "bcd: interleaved, every stage holds prefix, active and suffix alike"
-    if shape.is_stock:
-        is_idle = shape.num_stages > 1 and not shape.active[0]
-        note = "; stage 0 receives gradients and has nothing to compute with them" if is_idle else ""
-        return f"stock: Megatron Core's 1F1B{note}"
     if shape.first_trainable == 0:
         return "bcd: 1F1B, no stage is forward-only"
-    return (
-        f"bcd: no backward before stage {shape.first_trainable}, run-ahead {shape.run_ahead}, in the middle of a phase"
-    )
+    return f"bcd: no backward before stage {shape.first_trainable}, run-ahead {shape.run_ahead}"
 
 
 def comparison(stock: Timeline, bcd: Timeline) -> str:
     """What BCD's schedule saves, as a table."""
-    rows = [("", STOCK, BCD, "change")]
+    rows = [f"{'':<20}{STOCK:>9}{BCD:>9}{'change':>11}"]
     for name, of in (
         ("iteration time", lambda timeline: timeline.iteration_time),
         ("work", lambda timeline: sum(timeline.busy_times)),
-        ("activations kept", lambda timeline: sum(map(kept_activations, timeline.plan.stages))),
-        ("backward messages", _all_backward_messages),
+        ("activations kept", lambda timeline: sum(map(most_graphs, timeline.plan.stages))),
+        ("backward messages", lambda timeline: sum(map(backward_messages, timeline.plan.stages))),
     ):
         before, after = of(stock), of(bcd)
         change = f"{100 * (after / before - 1):+.1f} %" if before else ""
-        rows.append((name, f"{before:g}", f"{after:g}", change))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = (
-        row[0].ljust(widths[0])
-        + "".join(cell.rjust(width + 3) for cell, width in zip(row[1:], widths[1:], strict=True))
-        for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)
+        rows.append(f"{name:<20}{before:>9g}{after:>9g}{change:>11}".rstrip())
+    return "\n".join(rows)
 
 
-def _all_backward_messages(timeline: Timeline) -> int:
-    return sum(backward_messages(stage, actions) for stage, actions in enumerate(timeline.plan.stages))
-
-
-def show(timelines: Sequence[Timeline]) -> str:
+def show(timelines: dict[str, Timeline]) -> str:
     """Legend, grids to one scale, and what is saved where there are both."""
-    unit, width = cell_unit(*timelines), cell_width(*timelines)
-    parts = [f"{legend(*timelines)}\na cell is a time of {unit:g}"]
-    for timeline in timelines:
-        parts.append(f"{headline(timeline)}\n\n{render_grid(timeline, unit=unit, width=width)}\n\n{describe(timeline)}")
-    if len(timelines) == 2:
-        parts.append(comparison(*timelines))
+    both = list(timelines.values())
+    parts = [f"{legend(*both)}\na cell is a time of {cell_unit(*both):g}"]
+    for (name, timeline), grid in zip(timelines.items(), render_grids(*both), strict=True):
+        parts.append(f"{title(name, timeline.plan.shape)}\n\n{grid}\n\n{describe(timeline)}")
+    if len(both) == 2:
+        parts.append(comparison(*both))
     return "\n\n".join(parts)
 
 
-def run(argv: Sequence[str] | None) -> None:
-    """Raises ValueError for a user's mistake; the picture is written before anything is printed."""
-    arguments = parse_arguments(argv)
-    names = (STOCK, BCD) if arguments.schedule == "both" else (arguments.schedule,)
-    if arguments.layout == INTERLEAVED:
-        chunked = chunk_shape_of(arguments)
-        full = replace(chunked, first_trainable=0, active=(True,) * chunked.num_virtual)
-        chunked_shapes, costs = {STOCK: full, BCD: chunked}, costs_of(arguments)
-        timelines = [chunk_timeline_of(chunked_shapes[name], costs) for name in names]
-    else:
-        shape, costs = shape_of(arguments), costs_of(arguments)
-        shapes = {STOCK: stock_shape(shape), BCD: shape}
-        timelines = [timeline_of(shapes[name], costs) for name in names]
-    if arguments.figure:
-        write_figure(arguments.figure, timelines)
-    print(show(timelines))
-    if arguments.figure:
-        print(f"\nwrote {arguments.figure}")
+# Okabe and Ito's colours: told apart with any colour vision, and by brightness in print
+FILLS = {
+    Kind.FORWARD_ONLY: "#8fcbee",
+    Kind.FORWARD: "#0072b2",
+    Kind.BACKWARD: "#d55e00",
+    Kind.BACKWARD_INPUT: "#f2b84b",
+}
+AHEAD_HATCH = "////"
+WIDTH, MARGIN = 13.0, 1.4  # inches
+MIN_FONT, MAX_FONT = 4.5, 11.0  # points; a number that would be smaller is left out
 
 
-def write_figure(path: str, timelines: Sequence[Timeline]) -> None:
+def draw(path: str, kind: str, timelines: dict[str, Timeline]) -> None:
+    """Writes the picture; `kind` is the format (`path` is a temporary name). One panel per schedule, to one scale."""
+    from matplotlib.figure import Figure  # takes a second to import
+    from matplotlib.patches import Patch
+
+    both = list(timelines.values())
+    num_stages = both[0].plan.shape.num_stages
+    panel = num_stages * (0.46 if num_stages <= 16 else 0.25) + 0.9
+    figure = Figure(figsize=(WIDTH, len(both) * panel + 0.7), dpi=160, layout="constrained")
+    panels = figure.subplots(len(both), sharex=True, squeeze=False)[:, 0]
+    end = max(timeline.iteration_time for timeline in both) or 1.0
+    for axes, (name, timeline) in zip(panels, timelines.items(), strict=True):
+        shape, plan = timeline.plan.shape, timeline.plan
+        roles = [f"stage {stage}, {shape.role(stage)}" for stage in range(num_stages)]
+        kept, sent = map(most_graphs, plan.stages), map(backward_messages, plan.stages)
+        axes.set_title(title(name, shape), loc="left", fontweight="bold")
+        axes.set_title(
+            f"iteration time {timeline.iteration_time:g}, bubble {100 * timeline.bubble:.0f} %; activations kept,"
+            " backward messages:", loc="right", fontsize=9,
+        )  # fmt: skip
+        axes.set(xlim=(0, end), ylim=(num_stages - 0.5, -0.5))
+        axes.set_yticks(range(num_stages), roles)
+        on_the_right = axes.secondary_yaxis("right")
+        on_the_right.set_yticks(range(num_stages), [f"{a}, {b}" for a, b in zip(kept, sent, strict=True)])
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        for side in (axes, on_the_right):
+            side.tick_params(axis="y", length=0)
+        _draw_passes(axes, timeline, points_per_unit=(WIDTH - 2 * MARGIN) * 72 / end)
+    panels[-1].set_xlabel("time")
+    kinds = {span.action.kind for span in passes(*both)}
+    handles = [Patch(facecolor=fill, label=str(of)) for of, fill in FILLS.items() if of in kinds]
+    if any(timeline.plan.shape.run_ahead for timeline in both):
+        handles.append(Patch(facecolor=FILLS[Kind.FORWARD_ONLY], edgecolor="white", hatch=AHEAD_HATCH,
+                             label="next iteration's (run-ahead)"))  # fmt: skip
+    figure.legend(handles=handles, loc="outside lower center", ncols=max(1, len(handles)), frameon=False)
+    figure.savefig(path, format=kind)
+
+
+def _draw_passes(axes: object, timeline: Timeline, *, points_per_unit: float) -> None:
+    shape, spans = timeline.plan.shape, passes(timeline)
+
+    def look(span: Span) -> tuple[int, Kind, bool]:
+        return span.stage, span.action.kind, span.action.microbatch >= shape.num_microbatches
+
+    for (stage, kind, is_ahead), same in groupby(sorted(spans, key=look), key=look):
+        places = [(span.start, span.duration) for span in same]
+        axes.broken_barh(  # type: ignore[attr-defined]
+            places, (stage - 0.42, 0.84), facecolor=FILLS[kind], edgecolor="white", zorder=2,
+            linewidth=min(1.2, places[0][1] * points_per_unit / 8), hatch=AHEAD_HATCH if is_ahead else None,
+        )  # fmt: skip
+    numbers = [label(span.action, shape)[1:] for span in spans]  # the colour stands for the letter
+    longest = max(map(len, numbers), default=1)
+    for number, span in zip(numbers, spans, strict=True):
+        size = min(MAX_FONT, span.duration * points_per_unit / (0.62 * longest + 0.4))
+        if size >= MIN_FONT:
+            color = "white" if span.action.kind in (Kind.FORWARD, Kind.BACKWARD) else "#2b2b2b"
+            axes.text((span.start + span.end) / 2, span.stage, number, ha="center", va="center_baseline",  # type: ignore[attr-defined]
+                      fontsize=size, color=color, zorder=4)  # fmt: skip
+
+
+def write_figure(path: str, timelines: dict[str, Timeline]) -> None:
     """Raises ValueError for another kind of file, and where it cannot be written."""
     kind = os.path.splitext(path)[1][1:].lower()
-    if kind not in FIGURE_FORMATS:
-        raise ValueError(f"--figure {path}: must end in {' or '.join(f'.{name}' for name in FIGURE_FORMATS)}")
-    try:
-        from _schedule_figure import draw  # matplotlib takes a second to import
-    except ImportError as error:
-        raise ValueError(f"--figure {path}: needs {error.name}; install it, or leave the flag out") from None
+    if kind not in ("png", "svg"):
+        raise ValueError(f"--figure {path}: must end in .png or .svg")
     from report import write_aside
 
-    write_aside(path, lambda name: draw(name, kind, timelines), flag="--figure")
+    try:
+        write_aside(path, lambda name: draw(name, kind, timelines), flag="--figure")
+    except ImportError as error:
+        raise ValueError(f"--figure {path}: needs {error.name}; install it, or leave the flag out") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    # not through megatron.bcd.runtime.exit: it is for ranks that fail together, and imports torch
-    try:
-        run(argv)
+    try:  # the picture is written before anything is printed
+        arguments = parse_arguments(argv)
+        shapes = shapes_of(arguments)
+        names = (STOCK, BCD) if arguments.schedule == "both" else (arguments.schedule,)
+        timelines = {name: timeline_of(shapes[name], arguments) for name in names}
+        if arguments.figure:
+            write_figure(arguments.figure, timelines)
     except ValueError as error:
         return bad_input(PROG, error)
+    print(show(timelines))
+    if arguments.figure:
+        print(f"\nwrote {arguments.figure}")
     return 0
 
 

@@ -13,7 +13,7 @@ from support.dist import World
 
 from megatron.bcd.blocks.partition import partition
 from megatron.bcd.config import RunConfig
-from megatron.bcd.pipeline.build import PlanShape, default_run_ahead
+from megatron.bcd.pipeline.plan import PlanShape, default_run_ahead
 from megatron.bcd.trainer import Trainer
 
 LAYOUTS = ("spread", "stage", "submodel")
@@ -137,10 +137,10 @@ def record(config: RunConfig) -> dict[str, Any]:
         with worlds.started(config, after_schedule=after_schedule) as one:
             execute = one.pipeline.execute
 
-            def recording_execute(shape: PlanShape, **arguments: Any) -> list[Any]:
-                if shape.first_trainable < shape.num_stages:
+            def recording_execute(shape: PlanShape, model: torch.nn.Module, **arguments: Any) -> list[Any]:
+                if shape.is_training:
                     ahead.append(shape.done_ahead)
-                return execute(shape, **arguments)
+                return execute(shape, model, **arguments)
 
             one.pipeline.execute = recording_execute  # type: ignore[method-assign]
             one.train()

@@ -167,7 +167,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-def _without_wait(self: p2p.ChunkMessages, tensor: torch.Tensor) -> None:
+def _without_wait(self: p2p.Messages, tensor: torch.Tensor) -> None:
     self._coming.pop(id(tensor))
 
 
@@ -176,8 +176,8 @@ MUTANTS: dict[str, tuple[str, Any, str, Any]] = {
     "the memory of the prefix cache": ("cache", torch.Tensor, "record_stream", _nothing),
     "gradients of an offloaded optimizer": ("offload", torch.cuda.Event, "synchronize", _nothing),
     "weights of an offloaded optimizer": ("offload", torch.cuda.Event, "wait", _nothing),
-    "messages of the prefix": ("forward_only_stage", p2p, "_wait", _nothing),
-    "messages between chunks": ("interleaved", p2p.ChunkMessages, "wait_for", _without_wait),
+    "messages of the prefix": ("forward_only_stage", p2p.Messages, "wait_for", _without_wait),
+    "messages between chunks": ("interleaved", p2p.Messages, "wait_for", _without_wait),
     "copies of a checkpoint": ("checkpoint_at_once", device, "synchronize", _nothing),
     "a buffer on the host": ("interleaved", device, "current", lambda: torch.device("cpu")),
     "a wrong group": ("pretrain_on_two_stages", replicas, "group", lambda: torch.distributed.group.WORLD),

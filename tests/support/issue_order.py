@@ -1,7 +1,7 @@
 """Whether NCCL can run what the pipeline issues: the real order of issue, against a model of its rules. One process.
 
-`record` drives `PipelineSchedule` of every rank through a run: the executor, the links and Megatron Core's own
-communicator are real, passes and groups are stubs, and what they ask of torch.distributed is written down. `simulate`
+`record` drives `PipelineSchedule` of every rank through a run: plans, executor and messages are real, passes and groups
+are stubs, and what they ask of torch.distributed is written down. `simulate`
 then runs these programs against each other as `strict_backend` runs real ones (its docstring has the rules), and also
 follows every message to the pass that uses it.
 """
@@ -12,16 +12,15 @@ import contextlib
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import torch
-from megatron.core.pipeline_parallel import p2p_communication
 
 from megatron.bcd.blocks.partition import partition
-from megatron.bcd.pipeline import chunk_executor, iteration, schedule
+from megatron.bcd.pipeline import execute, schedule
 from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.runtime import device
 
@@ -57,32 +56,23 @@ class Case:
     """Stages behind the first trainable one have no weight gradients."""
 
 
-class Message(NamedTuple):
-    """A half of a message, on its rank."""
-
-    is_send: bool
-    peer: int
-    label: Any
-    """What is sent, as sender or user of the message know it."""
-
-
 @dataclass(eq=False)
 class Issued:
-    """An operation of a communicator."""
+    """An operation of a communicator: a collective, or a rank's half of a message."""
 
     communicator: tuple[Any, ...]
     members: frozenset[int]
     what: str
-    messages: tuple[Message, ...] = ()
-    """Empty for a collective."""
-    open: set[int] = field(default_factory=set)
-    """In a simulation: messages that have not met their other half, by position."""
+    peer: int | None = None
+    """Of a message: the rank at its other end."""
+    is_send: bool = False
+    label: Any = None
+    """What is sent, as its sender knows it; in a simulation also what was received."""
     is_done: bool = False
-    received: dict[int, Any] = field(default_factory=dict)
-    """Labels by position."""
 
     def restart(self) -> None:
-        self.open, self.is_done, self.received = set(range(len(self.messages))), False, {}
+        self.is_done = False
+        self.label = self.label if self.is_send else None
 
     def wait(self) -> None:
         _CURRENT[-1].steps.append(Wait(self))
@@ -97,15 +87,10 @@ class Wait(NamedTuple):
     operation: Issued
 
 
-class Sync(NamedTuple):
-    """The rank goes on when everything is done that it has issued."""
-
-
 class Use(NamedTuple):
     """A pass takes a received tensor for `label`."""
 
     operation: Issued
-    position: int
     label: Any
 
 
@@ -127,7 +112,7 @@ class Rank:
 
     def __init__(self, case: Case, stage: int, tensor: int, data: int) -> None:
         self.case, self.stage = case, stage
-        self.steps: list[Issued | Wait | Sync | Use] = []
+        self.steps: list[Issued | Wait | Use] = []
         self.me = self._number(stage, tensor, data)
         stages, tensors, replicas = range(case.num_stages), range(case.tensor_size), range(case.data_size)
         number = self._number
@@ -140,7 +125,7 @@ class Rank:
             "embd": self._group(("embd", tensor, data), [number(s, tensor, data) for s in (0, case.num_stages - 1)]),
             "world": self._group(("world",), world),
         }
-        self._known: dict[int, tuple[Issued, int]] = {}
+        self._known: dict[int, Issued] = {}
         self._labels: dict[int, Any] = {}
         self._alive: list[torch.Tensor] = []
         self._event = self._num_in_event = self.chunk = 0
@@ -154,26 +139,14 @@ class Rank:
 
     # what torch.distributed is asked for
 
-    def issue_message(self, is_send: bool, tensor: torch.Tensor, peer: int, group: Any) -> Issued:
+    def message(self, is_send: bool, tensor: torch.Tensor, peer: int, group: Any) -> Issued:
         name = (*self._named(group).name, "pair", *sorted((peer, self.me)))
-        return self._issue(name, frozenset((peer, self.me)), [(is_send, tensor, peer)])
-
-    def issue_batch(self, operations: Sequence[Any]) -> list[Issued]:
-        group = self._named(operations[0].group)
-        halves = [(one.op == "isend", one.tensor, one.peer) for one in operations]
-        return [self._issue(group.name, frozenset(group.ranks), halves)]
-
-    def _issue(self, name: Any, members: frozenset[int], halves: Sequence[tuple[bool, torch.Tensor, int]]) -> Issued:
-        messages = tuple(
-            Message(is_send, peer, self._labels.get(id(tensor)) if is_send else None)
-            for is_send, tensor, peer in halves
-        )
-        words = [f"{'send' if one.is_send else 'receive'} {one.label or ''} with {one.peer}" for one in messages]
-        operation = Issued(name, members, ", ".join(words), messages)
-        for position, (is_send, tensor, _) in enumerate(halves):
-            self._alive.append(tensor)
-            if not is_send:
-                self._known[id(tensor)] = (operation, position)
+        label = self._labels.get(id(tensor)) if is_send else None
+        what = f"{'send' if is_send else 'receive'} {label or ''} with {peer}"
+        operation = Issued(name, frozenset((peer, self.me)), what, peer, is_send, label)
+        self._alive.append(tensor)
+        if not is_send:
+            self._known[id(tensor)] = operation
         self.steps.append(operation)
         return operation
 
@@ -193,35 +166,22 @@ class Rank:
     # stubs of Megatron Core's passes
 
     def forward(self, *args: Any, current_microbatch: int, **others: Any) -> tuple[torch.Tensor, int]:
-        received = args[4]
-        if self.case.num_chunks > 1:
-            return self._forward_of_chunk(received, current_microbatch), 0
-        shape, event = self.shape, self._event
-        if shape.is_forward_only(self.stage) and shape.first_trainable < shape.num_stages:
+        shape, event, virtual = self.shape, self._event, self.chunk * self.case.num_stages + self.stage
+        if shape.is_training and shape.is_one_way(virtual):  # of the next iteration, with which it runs ahead
             event += self._num_in_event >= shape.num_microbatches - shape.done_ahead
         self._num_in_event += 1
-        label = event, current_microbatch
-        self._use(received, ("output", *label))
+        self._use(args[4], ("output", event, current_microbatch, virtual - 1))
         self._compute_collectives(2)
-        return self._labelled(("output", *label)), 0
-
-    def _forward_of_chunk(self, received: torch.Tensor | None, microbatch: int) -> torch.Tensor:
-        """Labels hold the virtual stage."""
-        virtual = self.chunk * self.case.num_stages + self.stage
-        self._use(received, ("output", self._event, microbatch, virtual - 1))
-        self._compute_collectives(2)
-        return self._labelled(("output", self._event, microbatch, virtual))
+        return self._labelled(("output", event, current_microbatch, virtual)), 0
 
     def backward(self, received: Any, output: torch.Tensor, gradient: Any, *others: Any) -> torch.Tensor | None:
-        label = used = self._labels[id(output)][1:]
-        if self.case.num_chunks > 1:
-            used = (*label[:-1], label[-1] + 1)
-        self._use(gradient, ("gradient", *used))
+        *of, virtual = self._labels[id(output)][1:]
+        self._use(gradient, ("gradient", *of, virtual + 1))
         self._compute_collectives(2)
         if self._reduces and self.case.overlaps_reduction and self._is_active:
             started = self.collective("gradients of a bucket", "dp", waits=False)
             self._reduction += [] if started is None else [started]
-        return None if received is None else self._labelled(("gradient", *label))
+        return None if received is None else self._labelled(("gradient", *of, virtual))
 
     def _compute_collectives(self, number: int) -> None:
         for _ in range(number):
@@ -229,7 +189,7 @@ class Rank:
 
     def _use(self, tensor: torch.Tensor | None, label: Any) -> None:
         if tensor is not None:
-            self.steps.append(Use(*self._known[id(tensor)], label))
+            self.steps.append(Use(self._known[id(tensor)], label))
 
     def _labelled(self, label: Any) -> torch.Tensor:
         tensor = torch.zeros(1)
@@ -265,19 +225,17 @@ class Rank:
     def run(self) -> None:
         case = self.case
         config = SimpleNamespace(
-            batch_p2p_comm=True, batch_p2p_sync=True, use_ring_exchange_p2p=False, variable_seq_lengths=False,
-            mtp_standalone=False, virtual_pipeline_model_parallel_size=None, pipeline_dtype=torch.float32, timers=None,
-            deallocate_pipeline_outputs=False, calculate_per_token_loss=False, grad_scale_func=None,
-            param_sync_func=None, grad_sync_func=None, no_sync_func=self._no_sync,
+            pipeline_dtype=torch.float32, timers=None, deallocate_pipeline_outputs=False,
+            calculate_per_token_loss=False, grad_sync_func=None, no_sync_func=self._no_sync,
             finalize_model_grads_func=self._finalize,
         )  # fmt: skip
         model = SimpleNamespace(config=config, parameters=lambda: ())
         pipeline = PipelineSchedule(name="bcd", partition=self._partition(), run_ahead=case.run_ahead)
-        execute = pipeline.execute
+        run_plan = pipeline.execute
 
-        def noting_execute(shape: Any, **arguments: Any) -> Any:
+        def noting_execute(shape: Any, *args: Any, **arguments: Any) -> Any:
             self.shape, self._num_in_event = shape, 0
-            return execute(shape, **arguments)
+            return run_plan(shape, *args, **arguments)
 
         pipeline.execute = noting_execute  # type: ignore[method-assign]
         arguments = {"model": model, "num_microbatches": case.num_microbatches, "forward_step_func": None,
@@ -303,11 +261,19 @@ class Rank:
             num_layers = case.num_chunks * case.num_stages
             return partition(num_layers=num_layers, num_stages=case.num_stages, num_blocks=case.num_chunks,
                              layout="interleaved", tied=True)  # fmt: skip
+        # as many layers as stages, a block of one layer or of all that follow; `phase_shape` asks for these
         return SimpleNamespace(
             num_stages=case.num_stages,
+            num_virtual_stages=case.num_stages,
             num_chunks=1,
             first_trainable_stage=lambda block: block,
-            stage_active=lambda block, stage: stage == block or stage > block and not case.frozen_suffix,
+            first_trainable_virtual_stage=lambda block: block,
+            virtual_stage_active=lambda block, stage: stage == block or stage > block and not case.frozen_suffix,
+            has_active_block=False,
+            resting_layers=lambda block: range(block, block + 1 if case.frozen_suffix else case.num_stages),
+            prefix_layers=range,
+            chunk_layers=lambda stage, chunk: range(stage, stage + 1),
+            head_active=lambda block: True,
         )
 
     def _train(self, pipeline: PipelineSchedule, event: Event, arguments: dict[str, Any]) -> None:
@@ -328,10 +294,12 @@ class Rank:
         """As a fill of the prefix cache: up to the first active layer."""
         if self.stage <= first_trainable:
             for number in range(self.case.num_microbatches):
-                received = link.receive((1,), more_follow=False) if self.stage > 0 else None
-                self._use(received, ("record", self._event, number))
+                if self.stage > 0:
+                    received = link.receive_forward((1,))
+                    link.wait_for(received)
+                    self._use(received, ("prefix output", self._event, number))
                 if self.stage < first_trainable:
-                    link.send(self._labelled(("record", self._event, number)))
+                    link.send_forward(self._labelled(("prefix output", self._event, number)))
         link.finish_sends()
         self.collective("errors of the fill", "world")
 
@@ -348,26 +316,17 @@ def _recording() -> Iterator[None]:
         one = now[-1].groups
         return SimpleNamespace(pp=one["pp"], tp=one["tp"], cp=_Group((), (now[-1].me,), now[-1].me), dp_cp=one["dp"])
 
-    def p2p_op(op: Any, tensor: torch.Tensor, peer: int, group: Any) -> SimpleNamespace:
-        return SimpleNamespace(op="isend" if op is torch.distributed.isend else "irecv", tensor=tensor, peer=peer,
-                               group=group)  # fmt: skip
-
     stubs: list[tuple[Any, dict[str, Any]]] = [
         (torch.distributed, {
-            "isend": lambda tensor, dst, group: now[-1].issue_message(True, tensor, dst, group),
-            "irecv": lambda tensor, src, group: now[-1].issue_message(False, tensor, src, group),
-            "P2POp": p2p_op,
-            "batch_isend_irecv": lambda operations: now[-1].issue_batch(operations),
+            "isend": lambda tensor, dst, group: now[-1].message(True, tensor, dst, group),
+            "irecv": lambda tensor, src, group: now[-1].message(False, tensor, src, group),
             "all_reduce": lambda tensor, group=None: now[-1].collective("all-reduce", group),
-            "get_backend": lambda group: "nccl",
+            "get_global_rank": lambda group, rank: group.ranks[rank],
         }),
-        (p2p_communication.dist, {"get_global_rank": lambda group, rank: group.ranks[rank]}),
-        (torch.distributed, {"group": SimpleNamespace(WORLD="world")}),
-        (torch.cuda, {"current_device": lambda: "cpu", "synchronize": lambda: now[-1].steps.append(Sync())}),
-        (device, {"synchronize": lambda: now[-1].steps.append(Sync()), "has_cuda": lambda: False}),
+        (device, {"has_cuda": lambda: False}),
         (schedule, {"_process_groups": groups, "get_model_config": lambda model: model.config}),
-        (chunk_executor, {"select_chunk": lambda model, chunk: setattr(now[-1], "chunk", chunk)}),
-        (iteration, {
+        (execute, {
+            "select_chunk": lambda model, chunk: setattr(now[-1], "chunk", chunk),
             "forward_step": lambda *args, **others: now[-1].forward(*args, **others),
             "backward_step": lambda *args: now[-1].backward(*args),
             "get_tensor_shapes": lambda **others: [(1,)],
@@ -407,7 +366,6 @@ class _Running:
         self.meets: Issued | None = None
         """The operation of a first contact."""
         self.queues: defaultdict[Any, deque[Issued]] = defaultdict(deque)
-        self.unfinished: set[Issued] = set()
         self.unused: set[Issued] = set()
         """Receives that nobody has waited for."""
 
@@ -425,7 +383,6 @@ class _Running:
     def finish(self, operation: Issued) -> None:
         operation.is_done = True
         self.queue(operation.communicator).popleft()
-        self.unfinished.discard(operation)
 
     def describe(self) -> str:
         step = self.step
@@ -441,7 +398,7 @@ class _Running:
 def _describe(step: Any) -> str:
     if isinstance(step, Issued):
         return f"first contact for {step}"
-    return "a sync" if isinstance(step, Sync) else f"waits for {step[0]}"
+    return f"waits for {step[0]}"
 
 
 def simulate(ranks: Sequence[Rank], *, one_queue: bool) -> None:
@@ -483,20 +440,15 @@ def _advance(one: _Running, running: dict[int, _Running]) -> set[int]:
                 touched |= step.members
             one.meets = None
             one.queue(step.communicator).append(step)
-            one.unfinished.add(step)
-            if any(not message.is_send for message in step.messages):
+            if step.peer is not None and not step.is_send:
                 one.unused.add(step)
             touched.add(one.rank.me)
         elif isinstance(step, Wait):
             if not step.operation.is_done:
                 return touched
             one.unused.discard(step.operation)
-        elif isinstance(step, Sync):
-            if one.unfinished:
-                return touched
-        elif step.operation.received.get(step.position) != step.label:
-            seen = step.operation.received.get(step.position)
-            raise OrderError(f"rank {one.rank.me} takes {seen} for {step.label}: {step.operation}")
+        elif step.operation.label != step.label:
+            raise OrderError(f"rank {one.rank.me} takes {step.operation.label} for {step.label}: {step.operation}")
         one.position += 1
     return touched
 
@@ -508,32 +460,16 @@ def _has_come(other: _Running, communicator: Any) -> bool:
 def _progress(one: _Running, operation: Issued, running: dict[int, _Running]) -> set[int]:
     """Let the head of a queue meet those of other ranks; the ranks that this may free, none if nothing happened."""
     heads = {rank: running[rank].head(operation.communicator) for rank in operation.members}
-    if not operation.messages:
-        if any(head is None or head.messages for head in heads.values()):
+    if operation.peer is not None:
+        other = heads[operation.peer]
+        if other is None or other.is_send == operation.is_send:
             return set()
-        if len({head.what for head in heads.values() if head is not None}) > 1:
-            raise OrderError(f"ranks differ in the order of collectives: {', '.join(map(str, heads.values()))}")
-        for rank, head in heads.items():
-            assert head is not None
-            running[rank].finish(head)
-        return set(heads)
-    moved: set[int] = set()
-    for position in sorted(operation.open):
-        mine = operation.messages[position]
-        other = heads[mine.peer]
-        for there in sorted(other.open) if other is not None else ():
-            theirs = other.messages[there]  # type: ignore[union-attr]
-            if theirs.peer == one.rank.me and theirs.is_send != mine.is_send:
-                assert other is not None
-                operation.open.discard(position)
-                other.open.discard(there)
-                (other if mine.is_send else operation).received[there if mine.is_send else position] = (
-                    mine.label if mine.is_send else theirs.label
-                )
-                if not other.open:
-                    running[mine.peer].finish(other)
-                moved |= {mine.peer, one.rank.me}
-                break
-    if not operation.open:
-        one.finish(operation)
-    return moved
+        operation.label = other.label = operation.label if operation.is_send else other.label
+    elif any(head is None for head in heads.values()):
+        return set()
+    elif len({head.what for head in heads.values() if head is not None}) > 1:
+        raise OrderError(f"ranks differ in the order of collectives: {', '.join(map(str, heads.values()))}")
+    for rank, head in heads.items():
+        assert head is not None
+        running[rank].finish(head)
+    return set(heads)

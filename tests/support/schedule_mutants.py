@@ -6,83 +6,77 @@ What the strict backend runs and what the checker of the issue order records is 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
 
-from megatron.bcd.pipeline.executor import StageExecutor
-from megatron.bcd.pipeline.p2p import OneWayLink
+from megatron.bcd.pipeline import build, execute
+from megatron.bcd.pipeline.execute import Iteration
+from megatron.bcd.pipeline.plan import Action, Kind, Plan, PlanShape
+
+Actions = Sequence[Action]
 
 
 @contextlib.contextmanager
-def receive_too_many() -> Iterator[None]:
-    """The first trainable stage posts a receive after the last message."""
-    original = OneWayLink.receive
+def _changed_stage(offset: int, change: Callable[[PlanShape, Actions], Actions]) -> Iterator[None]:
+    """Other actions on a stage, counted from the first trainable one."""
 
-    def receive(link: OneWayLink, shape: Any, *, more_follow: bool) -> torch.Tensor:
-        return original(link, shape, more_follow=True)
+    def changed(shape: PlanShape) -> Plan:
+        plan, stage = build.build_plan(shape), shape.first_trainable + offset
+        stages = [change(shape, actions) if at == stage else actions for at, actions in enumerate(plan.stages)]
+        return replace(plan, stages=tuple(map(tuple, stages)))
 
-    with mock.patch.object(OneWayLink, "receive", receive):
+    with mock.patch.object(execute, "build_plan", changed):
         yield
 
 
-@contextlib.contextmanager
-def swapped_sends() -> Iterator[None]:
+def receive_too_many() -> contextlib.AbstractContextManager[None]:
+    """The first trainable stage begins to receive a message that nobody sends."""
+    return _changed_stage(0, lambda shape, actions: [*actions, Action(Kind.RECEIVE_FORWARD, 99)])
+
+
+def swapped_sends() -> contextlib.AbstractContextManager[None]:
     """A stage of the prefix sends every second message before the first."""
-    original, held = OneWayLink.send, dict[OneWayLink, torch.Tensor]()
-    finish = OneWayLink.finish_sends
 
-    def send(link: OneWayLink, tensor: torch.Tensor) -> None:
-        if link in held:
-            original(link, tensor)
-            original(link, held.pop(link))
-        else:
-            held[link] = tensor
+    def change(shape: PlanShape, actions: Actions) -> Actions:
+        others = [action for action in actions if action.kind is not Kind.SEND_FORWARD]
+        sends = [action for action in actions if action.kind is Kind.SEND_FORWARD]
+        for first, second in zip(sends[::2], sends[1::2], strict=False):
+            at = next(i for i, action in enumerate(others) if action.microbatch == second.microbatch
+                      and action.kind is Kind.FORWARD_ONLY)  # fmt: skip
+            others[at + 1 : at + 1] = [second, first]
+        return [*others, *(sends[-1:] if len(sends) % 2 else ())]
 
-    def finish_sends(link: OneWayLink) -> None:
-        if link in held:
-            original(link, held.pop(link))
-        finish(link)
-
-    with mock.patch.object(OneWayLink, "send", send), mock.patch.object(OneWayLink, "finish_sends", finish_sends):
-        yield
+    return _changed_stage(-1, change)
 
 
 @contextlib.contextmanager
 def sync_before_run_ahead() -> Iterator[None]:
     """A collective of the pipeline ends an iteration, and the stages of the prefix come to it before they send what
     they ran ahead with. The receives of that are posted: with one queue the collective is behind them."""
-    send, finish, run = OneWayLink.send, StageExecutor._finish_gradients, StageExecutor.run
-    running: list[tuple[StageExecutor, list[torch.Tensor]]] = []
+    send, finish = Iteration._send_forward, Iteration._finish_gradients
+    synced = set[Iteration]()
 
-    def sync(executor: StageExecutor) -> None:
-        torch.distributed.all_reduce(torch.zeros(1), group=executor._groups.pp)
+    def sync(iteration: Iteration) -> None:
+        if iteration not in synced:
+            synced.add(iteration)
+            torch.distributed.all_reduce(torch.zeros(1), group=iteration._groups.pp)
 
-    def noting_run(executor: StageExecutor) -> list[Any]:
-        running.append((executor, []))
-        reported = run(executor)
-        running.pop()
-        return reported
+    def sending(iteration: Iteration, action: Action, place: Any) -> None:
+        if action.microbatch >= iteration._shape.num_microbatches:
+            sync(iteration)
+        send(iteration, action, place)
 
-    def sending(link: OneWayLink, tensor: torch.Tensor) -> None:
-        executor, sent = running[-1]
-        if len(sent) == executor._shape.num_microbatches - executor._shape.done_ahead:
-            sync(executor)
-        sent.append(tensor)
-        send(link, tensor)
-
-    def finishing(executor: StageExecutor) -> None:
-        finish(executor)
-        _, sent = running[-1]
-        if len(sent) <= executor._shape.num_microbatches - executor._shape.done_ahead:
-            sync(executor)
+    def finishing(iteration: Iteration) -> None:
+        finish(iteration)
+        sync(iteration)
 
     with (
-        mock.patch.object(OneWayLink, "send", sending),
-        mock.patch.object(StageExecutor, "_finish_gradients", finishing),
-        mock.patch.object(StageExecutor, "run", noting_run),
+        mock.patch.object(Iteration, "_send_forward", sending),
+        mock.patch.object(Iteration, "_finish_gradients", finishing),
     ):
         yield
 

@@ -111,7 +111,7 @@ def test_every_interleaved_plan(num_stages: int) -> None:
 
 MESSAGES = {
     "receive_too_many": "nothing moves any more|never waited for|ranks differ|takes",
-    "swapped_sends": r"takes \('output', \d+, 1\) for \('output', \d+, 0\)",
+    "swapped_sends": r"takes \('output', \d+, 1, \d\) for \('output', \d+, 0, \d\)",
     "sync_before_run_ahead": "nothing moves any more",
 }
 

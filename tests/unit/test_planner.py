@@ -14,7 +14,6 @@ from support.planned import active_parameters, stage_parameters
 from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import partition
 from megatron.bcd.config import LAYOUTS
-from megatron.bcd.pipeline.build import PlanShape
 from megatron.bcd.planner import cost
 from megatron.bcd.planner.activations import Recomputed
 from megatron.bcd.planner.estimate import largest_micro_batch, make_estimate, multiplier_of
@@ -168,7 +167,7 @@ def test_more_in_a_microbatch_needs_more(one: Recipe) -> None:
         kept = found.saved_bytes(Recomputed())
         spared = recomputation(replace(one, recompute="full"))[rank.stage][rank.block]
         assert found.saved_bytes(spared) <= kept
-        if isinstance(found.shape, PlanShape) and found.shape.is_forward_only(rank.stage):
+        if found.shape.is_one_way(rank.stage):
             assert kept == 0
 
 

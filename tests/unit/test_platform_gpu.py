@@ -11,8 +11,7 @@ import pytest
 import torch
 from support import worlds
 
-from megatron.bcd.pipeline.build import MAX_SENDS_IN_FLIGHT
-from megatron.bcd.pipeline.p2p import OneWayLink
+from megatron.bcd.pipeline.p2p import Messages
 from megatron.bcd.runtime import device, distributed, packages, rng
 from megatron.bcd.runtime.compat import megatron_core
 from megatron.bcd.training import pretrain, reporting
@@ -135,7 +134,7 @@ class GpuOfMarks:
 
 
 @pytest.mark.parametrize("receives", [False, True])
-def test_a_link_holds_few_messages(monkeypatch: pytest.MonkeyPatch, receives: bool) -> None:
+def test_few_messages_are_held(monkeypatch: pytest.MonkeyPatch, receives: bool) -> None:
     """Waiting for a message does not hold the CPU back under NCCL: a forward-only stage allocates the buffers of all
     microbatches of an iteration at once."""
     gpu = GpuOfMarks()
@@ -150,15 +149,18 @@ def test_a_link_holds_few_messages(monkeypatch: pytest.MonkeyPatch, receives: bo
     done = SimpleNamespace(wait=lambda: None)
     monkeypatch.setattr(device, "has_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(OneWayLink, "_begin", lambda link, tensor, shape: (torch.zeros(1), {"message": done}))
-    monkeypatch.setattr("megatron.bcd.runtime.compat.p2p.P2PCommunicator", lambda *_: None)
-    link = OneWayLink(SimpleNamespace(config=SimpleNamespace(), pp_group=None))  # type: ignore[arg-type]
+    for name in ("isend", "irecv"):
+        monkeypatch.setattr(torch.distributed, name, lambda *_: done)
+    monkeypatch.setattr(torch.distributed, "get_global_rank", lambda group, place: place)
+    monkeypatch.setattr(device, "current", lambda: torch.device("cpu"))
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    messages = Messages(group, dtype=torch.float32, max_sends=2, paces=True)
     for _ in range(20):
         if receives:
-            link.receive((1,), more_follow=True)
+            messages.wait_for(messages.receive_forward((1,)))
         else:
-            link.send(torch.zeros(1))
-    assert gpu.most_ahead == MAX_SENDS_IN_FLIGHT + 1
+            messages.send_forward(torch.zeros(1))
+    assert gpu.most_ahead == 3
 
 
 def test_waiting_messages_hold_few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,207 +1,287 @@
-"""The actions of every pipeline stage in one iteration (docs/pipeline.md).
+"""Builds plans: the order of every stage's passes, and where its messages stand. Pure.
 
-Stages before the first trainable stage hold prefix only: they run forward without a graph and send their outputs on.
-From the first trainable stage on the order is 1F1B, as if that stage were the first one: it sends no backward message.
+From the first trainable stage on the order is Megatron Core's (1F1B, or with several chunks interleaved 1F1B), as if
+that stage were the first. Virtual stages before it run forward without a graph; their backward passes are left out.
 
-Run-ahead: the prefix does not change within a phase, so the forward-only stages may compute the first microbatches of
-the next iteration while the others still run backward and step the optimizer. Microbatches count from 0 in their
-iteration; `num_microbatches` + j is microbatch j of the next one.
+With several chunks passes may come earlier than in Megatron Core's order, which the missing backward passes allow. A
+stage has up to three rows of passes: backward, forward with a graph, forward only. Inside a row the order is Megatron
+Core's; of the rows' next passes the stage takes the one that can begin first. A few policies for ties and short waits
+are tried on a timeline of all stages, and the one that ends first is taken.
+
+Messages stand where they could be sent on that timeline, so all stages follow one order of passes and messages: where
+every message waited for its other end, nothing would hang. The executor waits less than that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
 
-from megatron.bcd.pipeline.actions import Action, Kind
-
-MAX_SENDS_IN_FLIGHT = 2
-"""Outputs of a forward-only stage that its receiver has not received yet; one more waits for the oldest."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanShape:
-    """The input of `build_plan`."""
-
-    num_stages: int
-    num_microbatches: int
-    first_trainable: int
-    """The first trainable stage; `num_stages` in an evaluation, where no stage has a graph."""
-    active: tuple[bool, ...]
-    """By stage: whether it builds weight gradients."""
-    done_ahead: int = 0
-    """Microbatches of this iteration that the iteration before has run ahead with."""
-    run_ahead: int = 0
-    """Microbatches of the next iteration that the forward-only stages run ahead with."""
-    is_stock: bool = False
-    """Megatron Core's own 1F1B: every stage runs forward and backward, whatever `first_trainable` is."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for numbers that contradict each other."""
-        if self.num_stages < 1 or self.num_microbatches < 1:
-            raise ValueError(f"{self.num_stages} stages and {self.num_microbatches} microbatches: at least 1 of each")
-        if not 0 <= self.first_trainable <= self.num_stages:
-            raise ValueError(f"first trainable stage {self.first_trainable}: must be 0 to {self.num_stages}")
-        if len(self.active) != self.num_stages or any(self.active[: self.first_trainable]):
-            raise ValueError(
-                f"active stages {self.active}: one per stage, and none before the first trainable stage "
-                f"{self.first_trainable}"
-            )
-        if not 0 <= self.done_ahead <= self.num_microbatches or self.run_ahead < 0:
-            raise ValueError(
-                f"ahead by {self.done_ahead} and {self.run_ahead} microbatches: at least 0, done at most all"
-            )
-        if (self.done_ahead or self.run_ahead) and (self.is_stock or not 0 < self.first_trainable < self.num_stages):
-            raise ValueError("only stages before the first trainable stage run ahead, and there are none")
-
-    @property
-    def last(self) -> int:
-        """The last stage."""
-        return self.num_stages - 1
-
-    def is_forward_only(self, stage: int) -> bool:
-        """Whether the stage holds prefix only."""
-        return not self.is_stock and stage < self.first_trainable
-
-    def is_one_way(self, stage: int) -> bool:
-        """Whether nothing but forward messages passes between `stage` and the next one.
-
-        Such messages are sent without waiting for the receiver, MAX_SENDS_IN_FLIGHT at most.
-        """
-        return self.is_forward_only(stage)
-
-    def max_graphs(self, stage: int) -> int:
-        """Bound on the microbatches whose activations the stage keeps at once."""
-        return 0 if self.is_forward_only(stage) else min(self.num_microbatches, self.num_stages - stage)
+from megatron.bcd.pipeline.plan import Action, Kind, Plan, PlanShape
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """One iteration of the whole pipeline."""
+class _Policy:
+    """How a stage chooses between its rows."""
 
-    shape: PlanShape
-    stages: tuple[tuple[Action, ...], ...]
-    """By stage, in order."""
-
-
-def bcd_shape(
-    *,
-    num_stages: int,
-    num_microbatches: int,
-    first_trainable: int,
-    active: Sequence[bool] | None = None,
-    done_ahead: int = 0,
-    run_ahead: int = 0,
-) -> PlanShape:
-    """The shape of a training iteration; by default the first trainable stage alone is active. Raises ValueError as
-    PlanShape."""
-    stages = range(num_stages)
-    return PlanShape(
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        first_trainable=first_trainable,
-        active=tuple(stage == first_trainable for stage in stages) if active is None else tuple(active),
-        done_ahead=done_ahead,
-        run_ahead=run_ahead,
-    )
+    forward_delay: float = 0.0
+    """A backward pass that begins at most this much later than a forward pass comes first; in mean forward passes."""
+    lead: int = 2
+    """Groups of microbatches by which forward-only passes may be ahead of those with a graph."""
+    keeps_least: bool = False
+    """Keep activations of no more microbatches than Megatron Core's order without the passes that are left out."""
 
 
-def default_run_ahead(*, num_stages: int, first_trainable: int) -> int:
-    """Microbatches of run-ahead that hide the filling of the stages before the first trainable stage.
-
-    The first trainable stage works on them until the next one has come through `first trainable stage` stages. Alone
-    behind the prefix it takes three units of time for each (forward, both gradients); with stages behind it, the first
-    ones go faster. With unit costs and messages of 0 to 0.2, up to 24 stages, more gains nothing and fewer costs up to
-    a sixth of an iteration.
-    """
-    return -(-first_trainable // (3 if first_trainable == num_stages - 1 else 2))
-
-
-def stock_shape(shape: PlanShape) -> PlanShape:
-    """Megatron Core's own schedule for the same phase."""
-    return PlanShape(
-        num_stages=shape.num_stages,
-        num_microbatches=shape.num_microbatches,
-        first_trainable=shape.first_trainable,
-        active=shape.active,
-        is_stock=True,
-    )
+_POLICIES = (
+    None,  # Megatron Core's order
+    _Policy(),
+    _Policy(keeps_least=True),
+    _Policy(forward_delay=0.5),
+    _Policy(forward_delay=0.5, lead=1),
+    _Policy(forward_delay=1.0, lead=1),
+)
+_CHOSEN_ON = 3
+"""Microbatches per stage on which policies are compared."""
 
 
-def evaluation_shape(*, num_stages: int, num_microbatches: int) -> PlanShape:
-    """Forward passes only, on every stage."""
-    return PlanShape(
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        first_trainable=num_stages,
-        active=(False,) * num_stages,
-    )
+class _Done(NamedTuple):
+    """A pass with its times."""
+
+    action: Action
+    start: float
+    end: float
 
 
+_Timeline = list[list[_Done]]
+"""By stage, in order."""
+
+
+@lru_cache(maxsize=64)
 def build_plan(shape: PlanShape) -> Plan:
     """The plan of every stage."""
-    return Plan(shape=shape, stages=tuple(stage_actions(shape, stage) for stage in range(shape.num_stages)))
+    return Plan(shape=shape, stages=_with_messages(shape, _timeline(shape, _best_policy(shape))))
 
 
-@cache
-def stage_actions(shape: PlanShape, stage: int) -> tuple[Action, ...]:
-    """What `stage` does in one iteration, in order."""
-    actions = _forward_only(shape, stage) if shape.is_forward_only(stage) else _one_forward_one_backward(shape, stage)
-    return tuple(actions)
+@lru_cache(maxsize=1024)
+def max_graphs(shape: PlanShape, stage: int) -> int:
+    """Bound on the microbatches whose activations the stage keeps at once, chunks counted separately: what full
+    training keeps in Megatron Core's order."""
+    if not shape.is_training or shape.is_one_way(stage):
+        return 0
+    return most_graphs(stock_order(shape.full_training, stage))
 
 
-def _forward_only(shape: PlanShape, stage: int) -> Iterator[Action]:
-    for microbatch in range(shape.done_ahead, shape.num_microbatches + shape.run_ahead):
-        if stage > 0:
-            yield Action(Kind.RECEIVE_FORWARD, microbatch)
-        yield Action(Kind.FORWARD_ONLY, microbatch)
-        if stage < shape.last:
-            yield Action(Kind.SEND_FORWARD, microbatch)
+def most_graphs(actions: Iterable[Action]) -> int:
+    """Most microbatches whose activations are kept at once."""
+    kept = most = 0
+    for action in actions:
+        kept += (action.kind is Kind.FORWARD) - action.kind.is_backward
+        most = max(most, kept)
+    return most
 
 
-def _one_forward_one_backward(shape: PlanShape, stage: int) -> Iterator[Action]:
-    """Megatron Core's order: warm-up, one forward and one backward in turn, cool-down."""
-    total = shape.num_microbatches
-    num_warm_up = min(shape.last - stage, total)
-    backward = Kind.BACKWARD if shape.active[stage] else Kind.BACKWARD_INPUT
-    is_first, is_last = stage == 0, stage == shape.last
-    sends_backward = not is_first and not shape.is_one_way(stage - 1)
-
-    for microbatch in range(num_warm_up):
-        yield from _receive(shape, stage, microbatch)
-        yield Action(Kind.FORWARD, microbatch)
-        yield Action(Kind.SEND_FORWARD, microbatch)
-
-    for microbatch in range(num_warm_up, total):
-        oldest = microbatch - num_warm_up
-        # with a backward message to send, this receive went along with it
-        if microbatch == num_warm_up or not sends_backward:
-            yield from _receive(shape, stage, microbatch)
-        yield Action(Kind.FORWARD, microbatch)
-        if not is_last:
-            yield Action(Kind.SEND_FORWARD_RECEIVE_BACKWARD, microbatch, oldest)
-        yield Action(backward, oldest)
-        if sends_backward and microbatch == total - 1:
-            yield Action(Kind.SEND_BACKWARD, oldest)
-        elif sends_backward:
-            yield Action(Kind.SEND_BACKWARD_RECEIVE_FORWARD, oldest, microbatch + 1)
-
-    for microbatch in range(total - num_warm_up, total):
-        yield Action(Kind.RECEIVE_BACKWARD, microbatch)
-        yield Action(backward, microbatch)
-        if sends_backward:
-            yield Action(Kind.SEND_BACKWARD, microbatch)
+def stock_order(shape: PlanShape, stage: int) -> tuple[Action, ...]:
+    """The stage's passes in Megatron Core's order: warm-up, one forward and one backward in turn, cool-down."""
+    if shape.is_one_way(stage):
+        kind = shape.forward_kind(stage)
+        return tuple(Action(kind, microbatch) for microbatch in shape.forward_microbatches(stage)) if kind else ()
+    forward, backward = _passes(shape, stage, is_backward=False), _passes(shape, stage, is_backward=True)
+    num_warm_up = shape.num_stages - stage - 1
+    if shape.num_chunks > 1:
+        num_warm_up = 2 * num_warm_up + (shape.num_chunks - 1) * shape.num_stages
+    order = forward[:num_warm_up]
+    for step, one in enumerate(backward):
+        order += [*forward[num_warm_up + step : num_warm_up + step + 1], one]
+    return tuple(action for action in order if action is not None)
 
 
-def _receive(shape: PlanShape, stage: int, microbatch: int) -> Iterator[Action]:
-    """The input of a microbatch; after the iteration's last one, the first trainable stage begins to receive the next
-    one's."""
-    if stage == 0:
-        return
-    is_after_prefix = shape.is_one_way(stage - 1)
-    if not is_after_prefix or microbatch >= shape.done_ahead:
-        yield Action(Kind.RECEIVE_FORWARD, microbatch)
-    if is_after_prefix and microbatch == shape.num_microbatches - 1:
-        for ahead in range(shape.num_microbatches, shape.num_microbatches + shape.run_ahead):
-            yield Action(Kind.RECEIVE_AHEAD, ahead)
+def _passes(shape: PlanShape, stage: int, *, is_backward: bool) -> list[Action | None]:
+    """The stage's forward or backward passes; None in place of one that is left out.
+
+    As Megatron Core's schedule table: microbatches in groups of as many as there are stages, a group through one chunk
+    after the other, backward with the chunks in reverse. The last group is as large as the others, also where that many
+    microbatches do not exist: an order from which microbatches are left out on all stages is as free of deadlock as the
+    whole one.
+    """
+    chunks, passes = range(shape.num_chunks), list[Action | None]()
+    for first in range(0, shape.num_microbatches, shape.num_stages):
+        for chunk in reversed(chunks) if is_backward else chunks:
+            virtual = shape.virtual_stage(stage, chunk)
+            kind = shape.backward_kind(virtual) if is_backward else shape.forward_kind(virtual)
+            for microbatch in range(first, first + shape.num_stages):
+                is_there = kind is not None and microbatch < shape.num_microbatches
+                passes.append(Action(kind, microbatch, chunk) if is_there and kind else None)
+    return passes
+
+
+def _best_policy(shape: PlanShape) -> _Policy | None:
+    if shape.num_chunks == 1 or all(shape.active) or not shape.is_training:
+        return None
+    few = replace(shape, num_microbatches=min(shape.num_microbatches, _CHOSEN_ON * shape.num_stages))
+    return min(_POLICIES, key=lambda policy: max(done[-1].end for done in _timeline(few, policy)))
+
+
+def _timeline(shape: PlanShape, policy: _Policy | None) -> _Timeline:
+    """All passes with their times. Messages take no time and never block here."""
+    orders = [stock_order(shape, stage) for stage in range(shape.num_stages)]
+    if policy is None:
+        return _follow(shape, orders)
+    if policy.keeps_least:
+        bounds = [most_graphs(order) for order in orders]
+    else:
+        bounds = [max_graphs(shape, stage) for stage in range(shape.num_stages)]
+    return _Arrangement(shape, policy, bounds).run()
+
+
+class _Clock:
+    """When passes end, and when others can begin therefore."""
+
+    def __init__(self, shape: PlanShape) -> None:
+        self.shape = shape
+        self.stages: _Timeline = [[] for _ in range(shape.num_stages)]
+        self._done: dict[tuple[bool, int, int], _Done] = {}
+        """By whether it is backward, virtual stage and microbatch."""
+
+    def start_of(self, stage: int, action: Action) -> float | None:
+        """When the pass can begin as the stage's next one; None while that is not known."""
+        shape, microbatch = self.shape, action.microbatch
+        virtual = shape.virtual_stage(stage, action.chunk)
+        start = self.stages[stage][-1].end if self.stages[stage] else 0.0
+        needed = shape.needed_message(virtual, action)
+        if needed is None and action.kind.is_backward:
+            needed_pass = (False, virtual, microbatch)
+        elif needed is None:
+            return start
+        else:
+            needed_pass = (needed.is_backward, needed.source, microbatch)
+        before = self._done.get(needed_pass)
+        return None if before is None else max(start, before.end)
+
+    def may_send(self, stage: int, action: Action) -> float | None:
+        """When a forward-only stage may begin a pass, so that its receiver need not keep more inputs than `max_sends`
+        beside the one that it works on."""
+        shape = self.shape
+        if not shape.is_one_way(stage) or stage == shape.last:
+            return 0.0
+        due = action.microbatch - shape.max_sends
+        if not shape.is_forward_only(stage + 1):  # what it has run ahead with is taken in the next iteration
+            due = min(due, shape.num_microbatches - 1)
+        if due < shape.forward_microbatches(stage + 1).start:
+            return 0.0
+        taken = self._done.get((False, stage + 1, due))
+        return None if taken is None else taken.start
+
+    def do(self, stage: int, action: Action, start: float) -> None:
+        virtual = self.shape.virtual_stage(stage, action.chunk)
+        done = _Done(action, start, start + self.shape.duration(virtual, action.kind))
+        self._done[action.kind.is_backward, virtual, action.microbatch] = done
+        self.stages[stage].append(done)
+
+
+def _follow(shape: PlanShape, orders: Sequence[Sequence[Action]]) -> _Timeline:
+    """The passes in these orders with their times."""
+    clock, left = _Clock(shape), [list(reversed(order)) for order in orders]
+    is_moving = True
+    while is_moving:
+        is_moving = False
+        for stage, actions in enumerate(left):
+            while actions:
+                starts = clock.start_of(stage, actions[-1]), clock.may_send(stage, actions[-1])
+                if None in starts:
+                    break
+                clock.do(stage, actions.pop(), max(start for start in starts if start is not None))
+                is_moving = True
+    assert not any(left), "the stages wait for each other for ever"
+    return clock.stages
+
+
+class _Arrangement:
+    """The passes in an order of a policy's.
+
+    ``bounds`` limit the microbatches whose activations a stage keeps. With those of Megatron Core's order, or more,
+    this can't get stuck: whatever that order does next is possible here too.
+    """
+
+    def __init__(self, shape: PlanShape, policy: _Policy, bounds: Sequence[int]) -> None:
+        self._shape, self._bounds = shape, bounds
+        self._clock = _Clock(shape)
+        self._rows = [list(_rows(shape, stage)) for stage in range(shape.num_stages)]
+        forward = [shape.duration(virtual, Kind.FORWARD) for virtual in range(shape.num_virtual)]
+        self._forward_delay = sum(forward) / len(forward) * policy.forward_delay
+        self._lead = policy.lead * shape.num_stages
+        self._num_graphs = [0] * shape.num_stages
+        self._num_begun = [0] * shape.num_stages
+        """Microbatches that have come through the stage's first chunk with a graph."""
+
+    def run(self) -> _Timeline:
+        stages = range(self._shape.num_stages)
+        options = [self._option(stage) for stage in stages]
+        while any(any(rows) for rows in self._rows):
+            start, stage = min((option[1], stage) for stage, option in enumerate(options) if option is not None)
+            option = options[stage]
+            assert option is not None
+            self._take(stage, row=option[0][1], start=start)
+            for changed in {stage, (stage + 1) % len(stages), (stage - 1) % len(stages)}:
+                options[changed] = self._option(changed)
+        return self._clock.stages
+
+    def _option(self, stage: int) -> tuple[tuple[float, int], float] | None:
+        """The stage's next pass: what it is chosen by (beginning with the row's delay, and the row), its beginning."""
+        best: tuple[tuple[float, int], float] | None = None
+        for row, left in enumerate(self._rows[stage]):
+            if not left or self._must_wait(stage, left[-1]):
+                continue
+            start = self._clock.start_of(stage, left[-1])
+            if start is None:
+                continue
+            rank = (start + self._forward_delay * (left[-1].kind is Kind.FORWARD), row)
+            if best is None or rank < best[0]:
+                best = rank, start
+        return best
+
+    def _must_wait(self, stage: int, action: Action) -> bool:
+        if action.kind is Kind.FORWARD:
+            return self._num_graphs[stage] >= self._bounds[stage]
+        return action.kind is Kind.FORWARD_ONLY and action.microbatch >= self._num_begun[stage] + self._lead
+
+    def _take(self, stage: int, *, row: int, start: float) -> None:
+        action = self._rows[stage][row].pop()
+        self._num_graphs[stage] += (action.kind is Kind.FORWARD) - action.kind.is_backward
+        first = self._shape.chunk_of(self._shape.first_trainable)
+        self._num_begun[stage] += action.kind is Kind.FORWARD and action.chunk == first
+        self._clock.do(stage, action, start)
+
+
+def _rows(shape: PlanShape, stage: int) -> Iterator[list[Action]]:
+    """Backward, forward with a graph, forward only; the next pass last."""
+    passes = [*_passes(shape, stage, is_backward=True), *_passes(shape, stage, is_backward=False)][::-1]
+    for kinds in ((Kind.BACKWARD, Kind.BACKWARD_INPUT), (Kind.FORWARD,), (Kind.FORWARD_ONLY,)):
+        yield [action for action in passes if action is not None and action.kind in kinds]
+
+
+def _with_messages(shape: PlanShape, timeline: _Timeline) -> tuple[tuple[Action, ...], ...]:
+    """Every stage's passes, and between them its messages: each after the passes that began before it could be sent, at
+    both ends."""
+    events: defaultdict[int, list[tuple[float, int, int, Action]]] = defaultdict(list)
+    for stage, passes in enumerate(timeline):
+        for action, start, end in passes:
+            virtual, microbatch = shape.virtual_stage(stage, action.chunk), action.microbatch
+            events[stage].append((start, shape.num_virtual, microbatch, action))
+            is_backward = action.kind.is_backward
+            if virtual == shape.last if not is_backward else not shape.needs_input_gradient(virtual):
+                continue
+            target = virtual - 1 if is_backward else virtual + 1
+            for at, kinds in (
+                (virtual, (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)),
+                (target, (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)),
+            ):
+                message = Action(kinds[is_backward], microbatch, shape.chunk_of(at))
+                # of messages of one moment, that of the lowest sender comes first; all before passes that begin then
+                events[shape.stage_of(at)].append((end, virtual, microbatch, message))
+    return tuple(
+        tuple(event[-1] for event in sorted(events[stage], key=lambda event: event[:3]))
+        for stage in range(shape.num_stages)
+    )

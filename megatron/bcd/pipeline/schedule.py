@@ -15,12 +15,9 @@ from megatron.core.utils import get_model_config
 
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.model.transformer_config import OF_A_PHASE
-from megatron.bcd.pipeline.build import PlanShape, bcd_shape, default_run_ahead, evaluation_shape
-from megatron.bcd.pipeline.chunk_executor import ChunkExecutor
-from megatron.bcd.pipeline.chunk_shape import ChunkShape, evaluation_chunk_shape, phase_chunk_shape
-from megatron.bcd.pipeline.executor import StageExecutor
-from megatron.bcd.pipeline.iteration import TimedAction
-from megatron.bcd.pipeline.p2p import ChunkMessages, OneWayLink
+from megatron.bcd.pipeline.execute import Iteration
+from megatron.bcd.pipeline.p2p import Messages
+from megatron.bcd.pipeline.plan import PlanShape, evaluation_shape, microbatches_ahead, phase_shape
 from megatron.bcd.runtime import device, distributed
 from megatron.bcd.runtime.compat.p2p import CountingCommunicator
 
@@ -43,23 +40,22 @@ class PipelineSchedule:
         timeout_minutes: int | None = None,
     ) -> None:
         """`name` is "bcd" or "stock", `run_ahead` a number of microbatches; None takes `default_run_ahead`. A pass of
-        the output head takes about `head_passes` passes of a layer: interleaved plans are arranged by it.
-        `timeout_minutes`: of messages between stages of the prefix; None is PyTorch's."""
+        the output head takes about `head_passes` passes of a layer: plans are arranged by it. `timeout_minutes`: of
+        messages between stages of the prefix; None is PyTorch's."""
         self.name = name
         self.backward_messages = 0
         """Gradients that this rank sent and received in the last training iteration."""
-        self.trace: list[TimedAction] | None = None
-        """Set to a list, it collects every action; each then synchronises the device."""
         self._partition = partition
         self._run_ahead, self._head_passes = run_ahead, head_passes
         self._timeout_minutes = timeout_minutes
         self._block = 0
         self._is_prefix_served = False
         self._num_next = self._done_ahead = 0
-        self._communicator: CountingCommunicator | None = None
-        self._link: OneWayLink | None = None
-        self._messages: ChunkMessages | None = None
+        self._inputs_ahead: dict[int, torch.Tensor] = {}
         self._groups: ProcessGroupCollection | None = None
+        self._messages: Messages | None = None
+        self._prefix_messages: Messages | None = None
+        self._stock_communicator: CountingCommunicator | None = None
 
     def begin_phase(self, block: int, *, is_prefix_served: bool = False) -> None:
         """`block` is active from now on. With `is_prefix_served` the first trainable stage's batches bring its input
@@ -67,12 +63,12 @@ class PipelineSchedule:
         assert self._done_ahead == 0, "microbatches that ran ahead belong to the phase before"
         self._block, self._is_prefix_served = block, is_prefix_served
 
-    def prefix_link(self, model: torch.nn.Module) -> OneWayLink | None:
+    def prefix_link(self, model: torch.nn.Module) -> Messages | None:
         """For forward passes of the prefix outside of an iteration; None on one pipeline stage. A collective."""
         if self._partition.num_stages == 1:
             return None
         self._set_up(model)
-        return self._link
+        return self._prefix_messages
 
     def prepare_next(self, num_microbatches: int) -> None:
         """The next training iteration follows directly upon the coming one, in the same phase, with so many
@@ -91,46 +87,44 @@ class PipelineSchedule:
                 model=model, num_microbatches=num_microbatches, forward_only=forward_only, **arguments
             )
         self._set_up(model)
-        assert self._communicator is not None and self._groups is not None and self._link is not None
-        self._communicator.config.timers = get_model_config(model).timers
-        if self._partition.num_chunks > 1:
-            with _timed(model):
-                return self._execute_chunks(num_microbatches, forward_only=forward_only, model=model, **arguments)
-        self._communicator.backward_messages = 0
-        if self.name == "stock":
+        if self._stock_communicator is not None:
+            self._stock_communicator.config.timers = get_model_config(model).timers
+            self._stock_communicator.backward_messages = 0
             reported = get_forward_backward_func()(
                 model=model,
                 num_microbatches=num_microbatches,
                 forward_only=forward_only,
-                p2p_communicator=self._communicator,
+                p2p_communicator=self._stock_communicator,
                 pg_collection=self._groups,
                 **arguments,
             )
+            num_backward = self._stock_communicator.backward_messages
         else:
-            shape = self._shape(num_microbatches, forward_only=forward_only)
+            assert self._messages is not None
+            self._messages.num_backward = 0
             with _timed(model):
-                reported = self.execute(shape, model=model, **arguments)
+                reported = self.execute(self.shape(num_microbatches, forward_only=forward_only), model, **arguments)
+            num_backward = self._messages.num_backward
         if not forward_only:
-            self.backward_messages = self._communicator.backward_messages
+            self.backward_messages = num_backward
         return reported
 
-    def execute(self, shape: PlanShape, *, model: Any, **arguments: Any) -> list[Any]:
+    def execute(self, shape: PlanShape, model: Any, **arguments: Any) -> list[Any]:
         """Execute this rank's part of the plan of `shape`."""
         self._set_up(model)
-        assert self._communicator is not None and self._groups is not None and self._link is not None
-        iteration = StageExecutor(
-            shape, model, self._communicator, self._link, self._groups, trace=self.trace, **arguments
+        assert self._groups is not None and self._messages is not None and self._prefix_messages is not None
+        iteration = Iteration(
+            shape,
+            model,
+            self._groups,
+            messages=self._messages,
+            prefix_messages=self._prefix_messages,
+            inputs_ahead=self._inputs_ahead,
+            **arguments,
         )
-        return iteration.run()
-
-    def _execute_chunks(self, num_microbatches: int, *, forward_only: bool, model: Any, **arguments: Any) -> list[Any]:
-        """Execute this rank's part of an interleaved plan."""
-        assert self._groups is not None and self._messages is not None
-        self._num_next = self._messages.backward_messages = 0
-        shape = self.chunk_shape(num_microbatches, forward_only=forward_only)
-        reported = ChunkExecutor(shape, model, self._messages, self._groups, trace=self.trace, **arguments).run()
-        if not forward_only:
-            self.backward_messages = self._messages.backward_messages
+        reported = iteration.run()
+        self._done_ahead, self._num_next = shape.run_ahead, 0
+        self._inputs_ahead = iteration.inputs_ahead()
         return reported
 
     def run_chunks_forward(self, *, model: Any, num_chunks: int, num_microbatches: int, **arguments: Any) -> list[Any]:
@@ -138,73 +132,48 @@ class PipelineSchedule:
 
         Returns what the function beside the output made of it, by microbatch, on the last stage.
         """
-        self._set_up(model)
-        assert self._groups is not None and self._messages is not None
         num_stages = self._partition.num_stages
-        shape = evaluation_chunk_shape(num_stages=num_stages, num_chunks=num_chunks, num_microbatches=num_microbatches)
-        executor = ChunkExecutor(
-            shape, model, self._messages, self._groups, trace=None, collect_non_loss_data=True, **arguments
-        )
+        shape = evaluation_shape(num_stages=num_stages, num_chunks=num_chunks, num_microbatches=num_microbatches)
         with torch.no_grad():
-            return executor.run()
+            return self.execute(shape, model, collect_non_loss_data=True, **arguments)
 
-    def chunk_shape(self, num_microbatches: int, *, forward_only: bool = False) -> ChunkShape:
-        """Of an iteration with several chunks on a stage."""
-        cut = self._partition
-        if not forward_only:
-            return phase_chunk_shape(
-                cut,
-                self._block,
-                num_microbatches=num_microbatches,
-                head=self._head_passes,
-                is_prefix_served=self._is_prefix_served,
-            )
-        return evaluation_chunk_shape(
-            num_stages=cut.num_stages, num_chunks=cut.num_chunks, num_microbatches=num_microbatches
-        )
-
-    def _shape(self, num_microbatches: int, *, forward_only: bool) -> PlanShape:
-        num_stages = self._partition.num_stages
+    def shape(self, num_microbatches: int, *, forward_only: bool = False) -> PlanShape:
+        """Of the coming iteration."""
+        partition = self._partition
         if forward_only:
             assert self._done_ahead == 0, "microbatches that ran ahead come first"
-            return evaluation_shape(num_stages=num_stages, num_microbatches=num_microbatches)
-        first_trainable = self._partition.first_trainable_stage(self._block)
-        active = [self._partition.stage_active(self._block, stage) for stage in range(num_stages)]
-        if self._is_prefix_served:  # the pipeline starts at the first trainable stage
-            return bcd_shape(
-                num_stages=num_stages - first_trainable,
-                num_microbatches=num_microbatches,
-                first_trainable=0,
-                active=active[first_trainable:],
+            return evaluation_shape(
+                num_stages=partition.num_stages, num_chunks=partition.num_chunks, num_microbatches=num_microbatches
             )
-        default = default_run_ahead(num_stages=num_stages, first_trainable=first_trainable)
-        ahead = min(default if self._run_ahead is None else self._run_ahead, self._num_next) if first_trainable else 0
-        shape = bcd_shape(
-            num_stages=num_stages,
+        ahead = 0
+        if not self._is_prefix_served:
+            ahead = min(microbatches_ahead(partition, self._block, self._run_ahead), self._num_next)
+        return phase_shape(
+            partition,
+            self._block,
             num_microbatches=num_microbatches,
-            first_trainable=first_trainable,
-            active=active,
+            head=self._head_passes,
+            is_prefix_served=self._is_prefix_served,
             done_ahead=self._done_ahead,
             run_ahead=ahead,
         )
-        self._done_ahead, self._num_next = ahead, 0
-        return shape
 
     def _set_up(self, model: torch.nn.Module) -> None:
-        if self._communicator is None:
-            self._groups = _process_groups()
-            config = copy.copy(get_model_config(model))
+        if self._groups is not None:
+            return
+        self._groups = _process_groups()
+        group, config = self._groups.pp, get_model_config(model)
+        shape = self.shape(1, forward_only=True)
+        waiting = distributed.group_for_waiting(group, timeout_minutes=self._timeout_minutes)
+        self._messages = Messages(group, dtype=config.pipeline_dtype, max_sends=shape.max_sends)
+        self._prefix_messages = Messages(waiting, dtype=config.pipeline_dtype, max_sends=shape.max_sends, paces=True)
+        if self.name == "stock":
+            config = copy.copy(config)
             for name in OF_A_PHASE:  # the copy would keep the first phase's wrapper and optimizer alive
                 setattr(config, name, None)
-            if self.name != "stock":
-                # else each batched message ends in a synchronisation of the device, also with what comes ahead
-                config.batch_p2p_sync = False
-            self._communicator = CountingCommunicator(self._groups.pp, config)
-            waiting = distributed.group_for_waiting(self._groups.pp, timeout_minutes=self._timeout_minutes)
-            self._link = OneWayLink(self._communicator, group=waiting)
-            self._messages = ChunkMessages(self._groups.pp, dtype=config.pipeline_dtype)
+            self._stock_communicator = CountingCommunicator(group, config)
             # batched messages of some of a group's ranks must not be the first thing that the group does
-            torch.distributed.all_reduce(torch.zeros(1, device=device.current()), group=self._groups.pp)
+            torch.distributed.all_reduce(torch.zeros(1, device=device.current()), group=group)
 
 
 @contextlib.contextmanager

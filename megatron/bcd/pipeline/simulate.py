@@ -1,9 +1,8 @@
-"""How long an iteration takes, from the time of every action.
+"""How long an iteration takes, from the time of every pass and of a message. Pure.
 
-Times in seconds, or in any other unit throughout. A stage does its actions in order. A message begins when both ends
-are there and the link's message before it has arrived, and takes `ActionCosts.message`; both ends wait for it. Two
-exceptions: a one-way send does not wait, unless MAX_SENDS_IN_FLIGHT have not arrived yet, and RECEIVE_AHEAD never
-waits. Microbatches that were done ahead are there at time 0.
+Times in seconds, or in any other unit throughout. A stage does its actions in order. A send does not wait, unless
+`PlanShape.max_sends` of the stage have not arrived yet; a receive is awaited by the pass that needs it. The messages
+between two stages travel one after the other, in both directions together. What was done ahead is there at time 0.
 
 Left out, for the caller to add: the optimizer step, the reductions of gradients and loss, and anything else that is
 done once per iteration.
@@ -13,20 +12,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.bcd.pipeline.actions import Action, Kind, Message, messages_of, received, sent
-from megatron.bcd.pipeline.build import MAX_SENDS_IN_FLIGHT, Plan, PlanShape
-from megatron.bcd.pipeline.interleaved import ChunkPlan
+from megatron.bcd.pipeline.plan import Action, Kind, Message, Plan, PlanShape, message_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActionCosts:
-    """The time of every kind of action on every stage, and of a message."""
+    """The time of every kind of pass on every virtual stage, and of a message."""
 
     seconds: Mapping[tuple[int, Kind], float]
-    """By stage and computing kind."""
+    """By virtual stage and kind."""
     message: float = 0.0
 
     def __post_init__(self) -> None:
@@ -35,12 +32,8 @@ class ActionCosts:
             if not (math.isfinite(cost) and cost >= 0):
                 raise ValueError(f"cost {cost}: must be a time, at least 0")
 
-    def of(self, stage: int, kind: Kind) -> float:
-        """Raises ValueError where no cost was given."""
-        cost = self.seconds.get((stage, kind))
-        if cost is None:
-            raise ValueError(f"stage {stage} has no cost of a {kind}")
-        return cost
+    def of(self, virtual: int, kind: Kind) -> float:
+        return self.seconds[virtual, kind]
 
 
 def action_costs(
@@ -51,24 +44,22 @@ def action_costs(
     backward_input: Sequence[float],
     message: float = 0.0,
 ) -> ActionCosts:
-    """Costs given by stage; forward-only costs as much as forward. Raises ValueError as ActionCosts.
+    """Costs given by virtual stage; forward-only costs as much as forward. Raises ValueError as ActionCosts.
 
     In a stock plan a frozen stage 0 receives gradients, but neither a weight nor an input of it wants one: its backward
     costs nothing.
     """
     seconds: dict[tuple[int, Kind], float] = {}
-    for stage in range(shape.num_stages):
-        seconds[stage, Kind.FORWARD] = seconds[stage, Kind.FORWARD_ONLY] = forward[stage]
-        seconds[stage, Kind.BACKWARD] = backward[stage]
-        seconds[stage, Kind.BACKWARD_INPUT] = backward_input[stage]
-    if shape.is_stock:
-        seconds[0, Kind.BACKWARD_INPUT] = 0.0
+    for virtual in range(shape.num_virtual):
+        seconds[virtual, Kind.FORWARD] = seconds[virtual, Kind.FORWARD_ONLY] = forward[virtual]
+        seconds[virtual, Kind.BACKWARD] = backward[virtual]
+        seconds[virtual, Kind.BACKWARD_INPUT] = backward_input[virtual] if virtual else 0.0
     return ActionCosts(seconds=seconds, message=message)
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An action and its time; a message's includes the wait for the other end."""
+    """An action and its time; a message's is the moment of its start."""
 
     stage: int
     action: Action
@@ -84,15 +75,9 @@ class Span:
 class Timeline:
     """The times of a plan's actions, and what follows from them."""
 
-    plan: Plan | ChunkPlan
+    plan: Plan
     spans: tuple[tuple[Span, ...], ...]
-    """By stage, in the order of its actions, one after the other without a gap; in an interleaved plan with gaps where
-    a pass waits."""
-    critical_path: tuple[Span, ...]
-    """In order of time, the actions that decide the end: each waits for the one before it, on its stage or another's.
-
-    To shorten the iteration, one of them must become shorter or wait for something else.
-    """
+    """By stage, in the order of its actions, with gaps where it waits."""
 
     @property
     def iteration_time(self) -> float:
@@ -102,7 +87,7 @@ class Timeline:
     @property
     def busy_times(self) -> tuple[float, ...]:
         """By stage, the time in which it computes."""
-        return tuple(sum(span.duration for span in spans if span.action.kind.computes) for spans in self.spans)
+        return tuple(sum(span.duration for span in spans) for spans in self.spans)
 
     @property
     def bubble_fractions(self) -> tuple[float, ...]:
@@ -117,134 +102,93 @@ class Timeline:
 
 
 def simulate(plan: Plan, costs: ActionCosts) -> Timeline:
-    """When every action of a plan begins and ends.
-
-    Raises ValueError where a cost is missing, and for a plan in which stages wait for each other for ever
-    (`validate_plan` says why).
-    """
-    ends = _Simulation(plan, costs).run()
-    spans = tuple(
-        tuple(
-            Span(stage, action, before.time, end.time)
-            for action, before, end in zip(actions, [_START, *ends[stage]], ends[stage], strict=False)
-        )
-        for stage, actions in enumerate(plan.stages)
-    )
-    last = max((stage_ends[-1] for stage_ends in ends if stage_ends), key=lambda event: event.time, default=_START)
-    path = [spans[stage][position] for stage, position in _places_towards(last)]
-    return Timeline(plan=plan, spans=spans, critical_path=tuple(reversed(path)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Event:
-    """A point in time, and the earlier one that decided it."""
-
-    time: float
-    because: _Event | None
-    place: tuple[int, int] | None = None
-    """Stage and position of the action whose beginning or end it is; None where a message arrives."""
-
-
-_START = _Event(0.0, None)
-
-
-def _places_towards(event: _Event | None) -> Iterator[tuple[int, int]]:
-    """The actions that decided when `event` is, the last one first."""
-    newest = None
-    while event is not None:
-        if event.place is not None and event.place != newest:
-            newest = event.place
-            yield newest
-        event = event.because
-
-
-def _latest(*events: _Event) -> _Event:
-    return max(events, key=lambda event: event.time)
+    """When every action of a plan begins and ends. Raises ValueError for a plan in which stages wait for each other for
+    ever (`validate_plan` says why)."""
+    return Timeline(plan=plan, spans=_Simulation(plan, costs).run())
 
 
 class _Simulation:
-    """All stages, each as far as it gets until a message that it waits for has not begun."""
+    """All stages, each as far as it gets until something that it waits for is not known."""
 
     def __init__(self, plan: Plan, costs: ActionCosts) -> None:
-        self._plan = plan
-        self._costs = costs
-        self._ends: list[list[_Event]] = [[] for _ in plan.stages]
-        self._sent: dict[Message, _Event] = {}
-        self._received: dict[Message, _Event] = {}
-        self._arrived: dict[Message, _Event] = {}
-        self._link_free: dict[tuple[int, int], _Event] = {}
-        """By source and target, the arrival of the link's newest message."""
-        self._in_flight: list[deque[Message]] = [deque(maxlen=MAX_SENDS_IN_FLIGHT) for _ in plan.stages]
-        """By stage, its newest one-way sends; the oldest of a full queue must have arrived before the next."""
+        self._plan, self._shape, self._costs = plan, plan.shape, costs
+        self._spans: list[list[Span]] = [[] for _ in plan.stages]
+        self._begun: dict[tuple[Message, bool], float] = {}
+        """When each end of a message has begun; True: the receiver's."""
+        self._arrived: dict[Message, float] = {}
+        self._before: dict[Message, Message] = {}
+        """The message before each one between its two stages."""
+        self._in_flight: list[deque[Message]] = [deque(maxlen=plan.shape.max_sends) for _ in plan.stages]
+        for stage, actions in enumerate(plan.stages):
+            last: dict[int, Message] = {}
+            for action in actions:
+                message = message_of(self._shape.virtual_stage(stage, action.chunk), action)
+                if message is not None:
+                    other = sum(map(self._shape.stage_of, message[:2])) - stage
+                    if other in last:
+                        self._before[message] = last[other]
+                    last[other] = message
 
-    def run(self) -> list[list[_Event]]:
-        """The ends of all actions, by stage."""
-        stages = self._plan.stages
+    def run(self) -> tuple[tuple[Span, ...], ...]:
+        """The spans of all stages."""
+        stages = range(len(self._plan.stages))
         is_moving = True
         while is_moving:
-            moved = [self._advance(stage) for stage in range(len(stages))]
+            moved = [self._advance(stage) for stage in stages]
             is_moving = any(moved)
-        for stage, actions in enumerate(stages):
-            if len(self._ends[stage]) < len(actions):
-                action = actions[len(self._ends[stage])]
+        for stage, actions in enumerate(self._plan.stages):
+            if len(self._spans[stage]) < len(actions):
+                action = actions[len(self._spans[stage])]
                 raise ValueError(f"stage {stage} waits for ever in {action.kind} of microbatch {action.microbatch}")
-        return self._ends
+        return tuple(map(tuple, self._spans))
 
     def _advance(self, stage: int) -> bool:
         """Whether at least one action of the stage has ended."""
-        actions, ends = self._plan.stages[stage], self._ends[stage]
-        num_before = len(ends)
-        while len(ends) < len(actions):
-            end = self._end_of(stage, actions[len(ends)], ends[-1] if ends else _START)
-            if end is None:
+        actions, spans = self._plan.stages[stage], self._spans[stage]
+        num_before = len(spans)
+        while len(spans) < len(actions):
+            action = actions[len(spans)]
+            virtual = self._shape.virtual_stage(stage, action.chunk)
+            start = self._start_of(stage, virtual, action, spans[-1].end if spans else 0.0)
+            if start is None:
                 break
-            ends.append(end)
-        return len(ends) > num_before
+            duration = self._costs.of(virtual, action.kind) if action.kind.computes else 0.0
+            spans.append(Span(stage, action, start, start + duration))
+        return len(spans) > num_before
 
-    def _end_of(self, stage: int, action: Action, before: _Event) -> _Event | None:
-        """The end of the stage's next action, None while that is not known."""
-        place = (stage, len(self._ends[stage]))
-        if action.kind.computes:
-            return _Event(before.time + self._costs.of(stage, action.kind), before, place)
-        if action.kind is Kind.SEND_FORWARD and self._plan.shape.is_one_way(stage):
-            return self._one_way_send(stage, action, before, place)
-        begin = _Event(before.time, before, place)
-        outgoing, incoming = sent(stage, action), received(stage, action)
-        if outgoing is not None:
-            self._sent.setdefault(outgoing, begin)
-        if incoming is not None:
-            self._received.setdefault(incoming, begin)
-        if action.kind is Kind.RECEIVE_AHEAD:
-            return begin
-        arrivals = [self._arrival(message) for message in messages_of(stage, action)]
-        known = [arrival for arrival in arrivals if arrival is not None]
-        if len(known) < len(arrivals):
-            return None
-        latest = _latest(*known)
-        return _Event(latest.time, latest, place)
+    def _start_of(self, stage: int, virtual: int, action: Action, free: float) -> float | None:
+        """When the stage's next action begins, None while that is not known."""
+        message = message_of(virtual, action)
+        if message is None:
+            needed = self._shape.needed_message(virtual, action)
+            arrived = free if needed is None else self._arrival(needed)
+            return None if arrived is None else max(free, arrived)
+        is_received = message.target == virtual
+        if not is_received:
+            in_flight = self._in_flight[stage]
+            if len(in_flight) == in_flight.maxlen:
+                oldest = self._arrival(in_flight[0])
+                if oldest is None:
+                    return None
+                free = max(free, oldest)
+            in_flight.append(message)
+        self._begun[message, is_received] = free
+        return free
 
-    def _one_way_send(self, stage: int, action: Action, before: _Event, place: tuple[int, int]) -> _Event | None:
-        in_flight = self._in_flight[stage]
-        if len(in_flight) == MAX_SENDS_IN_FLIGHT:
-            oldest = self._arrival(in_flight[0])
-            if oldest is None:
+    def _arrival(self, message: Message) -> float | None:
+        """When the message has arrived, None while that is not known."""
+        todo = [message]
+        while todo:  # a message waits for those before it
+            one = todo[-1]
+            before = self._before.get(one)
+            if one in self._arrived:
+                todo.pop()
+            elif (one, False) not in self._begun or (one, True) not in self._begun:
                 return None
-            before = _latest(before, oldest)
-        end = _Event(before.time, before, place)
-        message = sent(stage, action)
-        assert message is not None
-        in_flight.append(message)
-        self._sent[message] = end
-        return end
-
-    def _arrival(self, message: Message) -> _Event | None:
-        """When the message has arrived, None while one end has not begun. Messages of a link are asked for in order."""
-        if message in self._arrived:
-            return self._arrived[message]
-        if message not in self._sent or message not in self._received:
-            return None
-        link = message[:2]
-        begin = _latest(self._sent[message], self._received[message], self._link_free.get(link, _START))
-        arrival = _Event(begin.time + self._costs.message, begin)
-        self._arrived[message] = self._link_free[link] = arrival
-        return arrival
+            elif before is not None and before not in self._arrived:
+                todo.append(before)
+            else:
+                free = 0.0 if before is None else self._arrived[before]
+                begin = max(self._begun[one, False], self._begun[one, True], free)
+                self._arrived[one] = begin + self._costs.message
+        return self._arrived[message]

@@ -15,17 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import le
-from typing import TypeAlias
 
 from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.pipeline.actions import Kind
-from megatron.bcd.pipeline.build import MAX_SENDS_IN_FLIGHT, PlanShape, bcd_shape, default_run_ahead
-from megatron.bcd.pipeline.chunk_shape import ChunkShape, phase_chunk_shape
-from megatron.bcd.pipeline.interleaved import MAX_MESSAGES_IN_FLIGHT, build_chunk_plan
+from megatron.bcd.pipeline.build import build_plan, max_graphs
+from megatron.bcd.pipeline.plan import Kind, PlanShape
 from megatron.bcd.planner.cost import ModelShape, pass_products
 
-Shape: TypeAlias = PlanShape | ChunkShape
-"""Of a pipeline's schedule, with a chunk on each stage or several."""
 MOST_ROUNDS = 4
 """Microbatches per stage of an interleaved plan after which what is kept has reached its peak."""
 
@@ -174,33 +169,13 @@ def _first_layers(numbers: Sequence[int], whole: int) -> Recomputed:
     return Recomputed(granularity="full", layers=tuple(layers))
 
 
-def phase_shape(
-    partition: Partition, block: int, *, num_microbatches: int, head: float, run_ahead: int | None = None
-) -> Shape:
-    """The pipeline schedule in the middle of the block's phase; ``head`` is the head's cost in passes of a layer."""
-    if partition.num_chunks > 1:
-        return phase_chunk_shape(partition, block, num_microbatches=num_microbatches, head=head)
-    first, stages = partition.first_trainable_stage(block), partition.num_stages
-    if run_ahead is None:
-        run_ahead = default_run_ahead(num_stages=stages, first_trainable=first)
-    ahead = min(run_ahead, num_microbatches) if first else 0
-    return bcd_shape(
-        num_stages=stages,
-        num_microbatches=num_microbatches,
-        first_trainable=first,
-        active=[partition.stage_active(block, stage) for stage in range(stages)],
-        done_ahead=ahead,
-        run_ahead=ahead,
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class StageActivations:
     """Activations and messages of one stage in the phase of one block."""
 
     counts: LayerCounts
     sizes: LayerBytes
-    shape: Shape
+    shape: PlanShape
     stage: int
     block: int
 
@@ -210,12 +185,10 @@ class StageActivations:
             sum(kept for kept, _ in self._layers(chunk, recomputed)) + self.sizes.head * self._has_head(chunk)
             for chunk in range(self.counts.partition.num_chunks)
         ]
-        if isinstance(self.shape, ChunkShape):
-            in_flight = microbatches_in_flight(self.shape, self.stage)
-            return max(
-                sum(one * number for one, number in zip(of_chunks, numbers, strict=True)) for numbers in in_flight
-            )
-        return of_chunks[0] * self.shape.max_graphs(self.stage)
+        if self.shape.num_chunks == 1:
+            return of_chunks[0] * max_graphs(self.shape, self.stage)
+        in_flight = microbatches_in_flight(self.shape, self.stage)
+        return max(sum(one * number for one, number in zip(of_chunks, numbers, strict=True)) for numbers in in_flight)
 
     def peak_bytes(self, recomputed: Recomputed) -> int:
         """What is saved, and the most that a microbatch's passes hold beside it."""
@@ -237,15 +210,12 @@ class StageActivations:
     def message_bytes(self) -> int:
         """Queued messages and messages in flight, beside the inputs counted as activations."""
         shape = self.shape
-        if isinstance(shape, ChunkShape):
-            number = 2 + MAX_MESSAGES_IN_FLIGHT
-        elif shape.num_stages == 1:
-            number = 0
-        elif shape.is_forward_only(self.stage):
-            number = 1 + MAX_SENDS_IN_FLIGHT
-        else:
-            number = 2 + (shape.run_ahead if self.stage == shape.first_trainable else 0)
-        return number * self.sizes.input
+        if shape.num_stages == 1:
+            return 0
+        if shape.is_one_way(self.stage):
+            return (1 + shape.max_sends) * self.sizes.input
+        ahead = shape.run_ahead if self.stage == shape.first_trainable else 0
+        return (2 + shape.max_sends + ahead) * self.sizes.input
 
     def least_recomputation(
         self, model: ModelShape, *, sequence: int, state: int, optimizer_work: int, limit: float
@@ -283,14 +253,14 @@ class StageActivations:
 
 
 @cache
-def microbatches_in_flight(shape: ChunkShape, stage: int) -> tuple[tuple[int, ...], ...]:
+def microbatches_in_flight(shape: PlanShape, stage: int) -> tuple[tuple[int, ...], ...]:
     """Numbers of microbatches, by chunk, whose activations an interleaved stage keeps together; those
     that no other exceeds."""
     kept, found = [0] * shape.num_chunks, {(0,) * shape.num_chunks}
-    for action in build_chunk_plan(shape).stages[stage]:
+    for action in build_plan(shape).stages[stage]:
         if action.kind is Kind.FORWARD:
             kept[action.chunk] += 1
             found.add(tuple(kept))
-        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+        elif action.kind.is_backward:
             kept[action.chunk] -= 1
     return tuple(one for one in sorted(found) if not any(one != other and all(map(le, one, other)) for other in found))

@@ -6,14 +6,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
-from megatron.bcd.pipeline.chunk_shape import ChunkShape
+from megatron.bcd.pipeline.plan import PlanShape, steady_shape
 from megatron.bcd.planner.activations import (
     MOST_ROUNDS,
     LayerCounts,
     Recomputed,
-    Shape,
     StageActivations,
-    phase_shape,
 )
 from megatron.bcd.planner.cost import OFFLOADED_BYTES, ModelShape, host_state_bytes, state_budget
 from megatron.bcd.planner.matrices import matrix_share
@@ -89,14 +87,14 @@ def _weights(
     return tuple(stages)
 
 
-def schedule_shape(recipe: Recipe, block: int) -> Shape:
+def schedule_shape(recipe: Recipe, block: int) -> PlanShape:
     """The pipeline schedule in the middle of the block's phase."""
-    return phase_shape(recipe.partition, block, num_microbatches=recipe.num_microbatches, head=recipe.head_passes)
+    return steady_shape(recipe.partition, block, num_microbatches=recipe.num_microbatches, head=recipe.head_passes)
 
 
 def stage_activations(recipe: Recipe, stage: int, block: int) -> StageActivations:
     shape = schedule_shape(recipe, block)
-    if isinstance(shape, ChunkShape):
+    if shape.num_chunks > 1:
         shape = replace(shape, num_microbatches=min(shape.num_microbatches, MOST_ROUNDS * shape.num_stages))
     return StageActivations(counts=recipe.layer_counts, sizes=recipe.layer_bytes, shape=shape, stage=stage, block=block)
 

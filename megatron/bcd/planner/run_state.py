@@ -9,6 +9,7 @@ from functools import cached_property
 from megatron.bcd.blocks.ownership import Ownership
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
+from megatron.bcd.pipeline.plan import steady_shape
 from megatron.bcd.planner import cost
 from megatron.bcd.planner.activations import (
     MOST_ROUNDS,
@@ -17,7 +18,6 @@ from megatron.bcd.planner.activations import (
     StageActivations,
     layer_bytes,
     layer_counts_of,
-    phase_shape,
 )
 from megatron.bcd.planner.tensors import stage_tensors
 
@@ -211,7 +211,7 @@ class RunMemory:
                 context_size=config.context_size,
                 tensor_size=config.tensor_size,
             ),
-            shape=phase_shape(
+            shape=steady_shape(
                 partition,
                 block,
                 num_microbatches=number,

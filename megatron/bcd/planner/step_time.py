@@ -9,13 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron.bcd.pipeline.actions import Kind
-from megatron.bcd.pipeline.build import build_plan, default_run_ahead
-from megatron.bcd.pipeline.chunk_shape import ChunkShape
-from megatron.bcd.pipeline.interleaved import build_chunk_plan
-from megatron.bcd.pipeline.simulate import ActionCosts, Timeline, action_costs, simulate
-from megatron.bcd.pipeline.simulate_interleaved import chunk_costs, simulate_chunk_plan
-from megatron.bcd.planner.activations import Shape
+from megatron.bcd.pipeline.build import build_plan
+from megatron.bcd.pipeline.plan import Kind, PlanShape
+from megatron.bcd.pipeline.simulate import ActionCosts, action_costs, simulate
 from megatron.bcd.planner.cost import pass_products, state_budget
 from megatron.bcd.planner.matrices import MatrixShare, matrix_share
 from megatron.bcd.planner.memory import recomputation, schedule_shape, stage_buffers
@@ -131,7 +127,7 @@ def mean_seconds(recipe: Recipe, *, is_rough: bool = False, is_whole: bool = Fal
     return sum(phase_seconds(recipe, each, is_rough=is_rough, is_whole=is_whole).total for each in blocks) / len(blocks)
 
 
-def _costs(recipe: Recipe, shape: Shape, block: int) -> ActionCosts:
+def _costs(recipe: Recipe, shape: PlanShape, block: int) -> ActionCosts:
     partition, counts, choices = recipe.partition, recipe.layer_counts, recomputation(recipe)
     layer, head, core = (each(recipe).seconds(recipe) for each in (layer_pass, head_pass, core_pass))
     exchange = _exchange_seconds(recipe)
@@ -149,11 +145,9 @@ def _costs(recipe: Recipe, shape: Shape, block: int) -> ActionCosts:
         if virtual == shape.last:
             forward[-1] += head
             backward[-1] += (1 + partition.head_active(block)) * head
-    values = {"forward": forward, "backward": backward, "backward_input": backward}
-    message = _message_seconds(recipe)
-    if isinstance(shape, ChunkShape):
-        return chunk_costs(shape, **values, message=message)
-    return action_costs(shape, **values, message=message)
+    return action_costs(
+        shape, forward=forward, backward=backward, backward_input=backward, message=_message_seconds(recipe)
+    )
 
 
 def _group_speed(recipe: Recipe, ranks: int) -> float:
@@ -185,38 +179,29 @@ def _message_seconds(recipe: Recipe) -> float:
     return recipe.layer_bytes.input * sum(1 / (1e9 * speed) for speed in speeds) / num_links
 
 
-def _pipeline_seconds(shape: Shape, costs: ActionCosts, *, is_whole: bool) -> tuple[float, float]:
+def _pipeline_seconds(shape: PlanShape, costs: ActionCosts, *, is_whole: bool) -> tuple[float, float]:
     """Time and bubble; of many microbatches the first are simulated, the rest continue at the same pace."""
     most = shape.num_microbatches if is_whole else _SIMULATED_ROUNDS * shape.num_stages
     simulated = _with_microbatches(shape, min(shape.num_microbatches, most))
-    timeline = simulate_shape(simulated, costs)
+    timeline = simulate(build_plan(simulated), costs)
     more = (shape.num_microbatches - simulated.num_microbatches) / simulated.num_microbatches
     if not more:
         return timeline.iteration_time, timeline.bubble
-    fewer = simulate_shape(_with_microbatches(shape, simulated.num_microbatches - shape.num_stages), costs)
+    fewer = simulate(build_plan(_with_microbatches(shape, simulated.num_microbatches - shape.num_stages)), costs)
     slope = (timeline.iteration_time - fewer.iteration_time) / shape.num_stages
     total = timeline.iteration_time + more * simulated.num_microbatches * slope
     return total, 1 - sum(timeline.busy_times) * (1 + more) / (total * shape.num_stages)
 
 
-def simulate_shape(shape: Shape, costs: ActionCosts) -> Timeline:
-    """The one simulation of an iteration, with a chunk on each stage or several."""
-    if isinstance(shape, ChunkShape):
-        return simulate_chunk_plan(build_chunk_plan(shape), costs)
-    return simulate(build_plan(shape), costs)
-
-
-def _with_microbatches(shape: Shape, number: int) -> Shape:
-    if isinstance(shape, ChunkShape):
-        return replace(shape, num_microbatches=number)
-    ahead = min(default_run_ahead(num_stages=shape.num_stages, first_trainable=shape.first_trainable), number)
+def _with_microbatches(shape: PlanShape, number: int) -> PlanShape:
+    ahead = min(shape.run_ahead, number)
     return replace(shape, num_microbatches=number, done_ahead=ahead, run_ahead=ahead)
 
 
-def _rough_seconds(shape: Shape, costs: ActionCosts) -> tuple[float, float]:
+def _rough_seconds(shape: PlanShape, costs: ActionCosts) -> tuple[float, float]:
     """Time and bubble without a simulation. Every stage from the first trainable one once, and the slowest stage for
     all other microbatches; with several chunks the slowest stage's work, and a chunk's passes on all other stages."""
-    if isinstance(shape, ChunkShape):
+    if shape.num_chunks > 1:
         work = [0.0] * shape.num_stages
         for virtual in range(shape.num_virtual):
             work[shape.stage_of(virtual)] += costs.of(virtual, Kind.FORWARD)

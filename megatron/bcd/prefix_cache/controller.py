@@ -298,7 +298,9 @@ class _Fill:
             batch = self._batch(slots)
             if self._stage > 0:
                 assert self._link is not None
-                model.set_input_tensor(self._link.receive((*shape, self._hidden_size), more_follow=False))
+                received = self._link.receive_forward((*shape, self._hidden_size))
+                self._link.wait_for(received)
+                model.set_input_tensor(received)
             try:
                 output = self._forward(batch)
             finally:
@@ -307,7 +309,7 @@ class _Fill:
                 self._write(slots, output)
             else:
                 assert self._link is not None
-                self._link.send(output)
+                self._link.send_forward(output)
 
     def _compute_in_chunks(self, microbatches: Sequence[Indices]) -> None:
         """Through all chunks that hold the prefix, as in an evaluation."""

@@ -25,7 +25,7 @@ from megatron.bcd.metrics.schema import BlockSummary, RunSummary
 from megatron.bcd.model.builder import count_parameters, unwrap_model
 from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, Implementation
 from megatron.bcd.model.transformer_config import describe_activation
-from megatron.bcd.pipeline.build import default_run_ahead
+from megatron.bcd.pipeline.plan import microbatches_ahead
 from megatron.bcd.planner import cost
 from megatron.bcd.planner.run_state import offload_fraction, phase_counts, state_bytes
 from megatron.bcd.runtime import collectives, device, distributed, replicas
@@ -352,13 +352,7 @@ def _describe_pipeline(config: RunConfig, partition: Partition) -> tuple[str, ..
     elif not any(forward_only):
         how = "every block begins on the first stage, so no stage runs forward only"
     else:
-        asked = config.bcd.bcd_run_ahead
-        ahead = [
-            default_run_ahead(num_stages=partition.num_stages, first_trainable=first)
-            if asked is None
-            else asked * (first > 0)
-            for first in forward_only
-        ]
+        ahead = [microbatches_ahead(partition, block.index, config.bcd.bcd_run_ahead) for block in partition.blocks]
         how = f"forward-only stages by block {_listed(forward_only)}; they run ahead {_listed(ahead)} microbatches"
     return (*notes, f"pipeline schedule bcd: {how}")
 

@@ -1,0 +1,421 @@
+"""Pipeline plans: every plan passes its check, the check finds what is wrong, and full training is stock's order."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.unit_costs import unit_costs
+
+from megatron.bcd.pipeline.build import build_plan, max_graphs, most_graphs
+from megatron.bcd.pipeline.plan import (
+    Action,
+    Kind,
+    Plan,
+    PlanShape,
+    default_run_ahead,
+    evaluation_shape,
+    interleaved_shape,
+    stock_shape,
+)
+from megatron.bcd.pipeline.simulate import ActionCosts, Timeline, action_costs, simulate
+from megatron.bcd.pipeline.validate import PlanError, validate_plan
+
+
+def shape_of(
+    stages: int, microbatches: int, first_trainable: int = 0, *, done: int = 0, ahead: int = 0, all_active: bool = False
+) -> PlanShape:
+    """BCD's; the first trainable stage alone is active, or every stage from it on."""
+    return PlanShape(
+        num_stages=stages,
+        num_microbatches=microbatches,
+        first_trainable=first_trainable,
+        active=tuple(stage == first_trainable or (all_active and stage > first_trainable) for stage in range(stages)),
+        done_ahead=done,
+        run_ahead=ahead,
+    )
+
+
+def chunked(stages: int = 4, chunks: int = 3, microbatches: int = 8, *, blocks: int = 3, block: int = 0) -> PlanShape:
+    return interleaved_shape(
+        num_stages=stages, num_chunks=chunks, num_microbatches=microbatches, num_blocks=blocks, block=block
+    )
+
+
+def full(shape: PlanShape) -> PlanShape:
+    return shape.full_training
+
+
+def sweep(stages: Iterable[int], microbatches: Iterable[int]) -> Iterator[PlanShape]:
+    """Every training iteration, stock's and BCD's, and evaluation."""
+    for num_stages, number in itertools.product(stages, microbatches):
+        yield evaluation_shape(num_stages=num_stages, num_microbatches=number)
+        for first in range(num_stages):
+            shape = shape_of(num_stages, number, first)
+            yield from (shape, stock_shape(shape), full(shape), replace(shape, is_prefix_served=True))
+            most = min(number, 3) if first else -1
+            for done, ahead in itertools.product(range(most + 1), range(most + 1)):
+                yield replace(shape, done_ahead=done, run_ahead=ahead)
+
+
+def sweep_of_chunks(stages: Iterable[int], chunks: Iterable[int], microbatches: Iterable[int]) -> Iterator[PlanShape]:
+    for num_stages, num_chunks, number in itertools.product(stages, chunks, microbatches):
+        yield evaluation_shape(num_stages=num_stages, num_chunks=num_chunks, num_microbatches=number)
+        for blocks in (blocks for blocks in range(1, num_chunks + 1) if num_chunks % blocks == 0):
+            for block in range(blocks):
+                yield (shape := chunked(num_stages, num_chunks, number, blocks=blocks, block=block))
+                yield replace(shape, is_prefix_served=True)
+
+
+def check(shapes: Iterable[PlanShape]) -> None:
+    for shape in shapes:
+        plan = build_plan(shape)
+        validate_plan(plan)
+        spans = simulate(plan, unit_costs(shape, message=0.3)).spans
+        assert tuple(tuple(span.action for span in of_stage) for of_stage in spans) == plan.stages
+
+
+def test_every_plan_is_valid() -> None:
+    """A corner (one microbatch, fewer than stages, everything done ahead) in which a plan hangs or loses work."""
+    check(sweep(range(1, 6), (1, 2, 3, 5, 8)))
+    check(sweep_of_chunks(range(2, 5), (2, 3), range(1, 8)))
+    check(sweep_of_chunks((5,), (4,), (6, 7)))
+
+
+@pytest.mark.long
+def test_more_plans_are_valid() -> None:
+    """As above, with more of everything, and with as many blocks as fine-tuning takes."""
+    check(sweep(range(1, 9), range(1, 17)))
+    check(sweep_of_chunks(range(2, 9), (2, 3, 4, 6), range(1, 20)))
+    for sizes in ((2, 32, 3), (4, 8, 8)):
+        check(chunked(*sizes, blocks=sizes[1], block=block) for block in (0, sizes[1] // 2, sizes[1] - 1))
+
+
+# ---- the check finds what is wrong
+
+
+@st.composite
+def places(draw: st.DrawFn) -> tuple[Plan, int, int]:
+    """A plan that is small enough to be read, a stage and the position of one of its actions."""
+    stages, microbatches = draw(st.integers(2, 5)), draw(st.integers(1, 6))
+    first = draw(st.integers(0, stages - 1))
+    counts = st.integers(0, min(microbatches, 3) if first else 0)
+    shape = shape_of(stages, microbatches, first, done=draw(counts), ahead=draw(counts))
+    others = [shape, stock_shape(shape), evaluation_shape(num_stages=stages, num_microbatches=microbatches)]
+    shape = draw(st.sampled_from([*others, chunked(stages, 2, microbatches, blocks=2, block=draw(st.integers(0, 1)))]))
+    plan = build_plan(shape)
+    stage = draw(st.sampled_from([stage for stage, actions in enumerate(plan.stages) if actions]))
+    return plan, stage, draw(st.integers(0, len(plan.stages[stage]) - 1))
+
+
+MUTATIONS: dict[str, Callable[[Action], list[Action]]] = {
+    "dropped": lambda one: [],
+    "doubled": lambda one: [one, one],
+    "another microbatch": lambda one: [replace(one, microbatch=one.microbatch + 1)],
+    "another chunk": lambda one: [replace(one, chunk=one.chunk + 1)],
+    "the other kind": lambda one: [replace(one, kind=list(Kind)[list(Kind).index(one.kind) ^ 1])],
+}
+
+
+def with_stage(plan: Plan, stage: int, actions: Iterable[Action]) -> Plan:
+    """The plan with other actions on one stage."""
+    return replace(plan, stages=(*plan.stages[:stage], tuple(actions), *plan.stages[stage + 1 :]))
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+@given(place=places())
+def test_one_wrong_action_is_seen(mutation: str, place: tuple[Plan, int, int]) -> None:
+    """A message or a pass that is missing, done twice, or another's, anywhere: training hangs or lies."""
+    plan, stage, at = place
+    validate_plan(plan)
+    actions = plan.stages[stage]
+    with pytest.raises(PlanError, match=f"stage {stage}|deadlock"):
+        validate_plan(with_stage(plan, stage, (*actions[:at], *MUTATIONS[mutation](actions[at]), *actions[at + 1 :])))
+
+
+@given(place=places(), data=st.data())
+def test_two_swapped_actions_are_seen(place: tuple[Plan, int, int], data: st.DataObject) -> None:
+    """Two of one kind in each other's place: a gradient added to, or an input used for, another microbatch."""
+    plan, stage, first = place
+    actions = list(plan.stages[stage])
+    alike = [index for index, one in enumerate(actions) if (one.kind, one.chunk) == _kind(actions[first])]
+    second = data.draw(st.sampled_from(alike))
+    if second != first:
+        actions[first], actions[second] = actions[second], actions[first]
+        with pytest.raises(PlanError):
+            validate_plan(with_stage(plan, stage, actions))
+
+
+def _kind(action: Action) -> tuple[Kind, int]:
+    return action.kind, action.chunk
+
+
+@pytest.mark.parametrize(
+    "plan", [build_plan(shape_of(4, 6)), build_plan(chunked(2, 2, 4, blocks=1))], ids=["1F1B", "interleaved"]
+)
+def test_an_action_before_what_it_needs_and_crossed_messages_are_seen(plan: Plan) -> None:
+    """A pass on a buffer that has not arrived; two messages of a pair of stages in another order at one end: a hang on
+    one communicator, in silence."""
+    num_found = 0
+    for stage, actions in enumerate(plan.stages):
+        for at, (one, two) in enumerate(itertools.pairwise(actions)):
+            is_used = (one.kind, two.kind) in ((Kind.RECEIVE_FORWARD, Kind.FORWARD), (Kind.FORWARD, Kind.SEND_FORWARD))
+            same = is_used and one.microbatch == two.microbatch and one.chunk == two.chunk
+            is_crossed = plan.shape.num_stages == 2 and not (one.kind.computes or two.kind.computes)
+            if same or is_crossed:
+                with pytest.raises(PlanError):
+                    validate_plan(with_stage(plan, stage, (*actions[:at], two, one, *actions[at + 2 :])))
+                num_found += 1
+    assert num_found > 5
+
+
+def test_too_many_activations_are_seen() -> None:
+    """A schedule that needs more memory than 1F1B: all forward passes first."""
+    plan = build_plan(full(shape_of(1, 2)))
+    actions = sorted(plan.stages[0], key=lambda action: action.kind.is_backward)
+    with pytest.raises(PlanError, match="stage 0, action 1 "):
+        validate_plan(with_stage(plan, 0, actions))
+
+
+def test_backward_across_the_pivot_link_is_seen() -> None:
+    """Stock's order under BCD's shape: gradients to stages that must not hold any (invariant 6)."""
+    shape = shape_of(3, 2, 1)
+    as_stock = replace(build_plan(stock_shape(shape)), shape=shape)
+    with pytest.raises(PlanError, match="stage 0, action 0 "):
+        validate_plan(as_stock)
+    with pytest.raises(PlanError, match="stage 1, action .*backward"):
+        validate_plan(replace(as_stock, stages=(build_plan(shape).stages[0], *as_stock.stages[1:])))
+
+
+@pytest.mark.parametrize("shape", [shape_of(3, 4, 1), shape_of(3, 4), chunked(3, 2, 4, blocks=2, block=1)])
+def test_a_microbatch_that_nobody_does_is_seen(shape: PlanShape) -> None:
+    """A last batch that all stages leave out alike: every message still has both its ends."""
+    for number in (3, 5):
+        with pytest.raises(PlanError, match="microbatch"):
+            validate_plan(replace(build_plan(shape), shape=replace(shape, num_microbatches=number)))
+    with pytest.raises(PlanError, match="stages"):
+        validate_plan(replace(build_plan(shape), stages=build_plan(shape).stages[:2]))
+
+
+# ---- stock's order
+
+
+class Recorder:
+    """Stands for Megatron Core's communicator, forward and backward step of one stage; notes the passes."""
+
+    def __init__(self, stage: int, num_stages: int) -> None:
+        self.pp_group = SimpleNamespace(rank=lambda: stage, size=lambda: num_stages)
+        self.config = SimpleNamespace(
+            overlap_p2p_comm=False, finalize_model_grads_func=None, timers=None, no_sync_func=None, grad_sync_func=None,
+            num_microbatches_with_partial_activation_checkpoints=None, deallocate_pipeline_outputs=False,
+            fine_grained_activation_offloading=False,
+        )  # fmt: skip
+        self.passes: list[Action] = []
+
+    def forward(self, *_: Any, current_microbatch: int, **others: Any) -> tuple[list[int], int]:
+        self.passes.append(Action(Kind.FORWARD, current_microbatch))
+        return [current_microbatch], 0
+
+    def backward(self, _: Any, output: list[int], *others: Any) -> None:
+        self.passes.append(Action(Kind.BACKWARD, output[0]))
+
+    def _message(self, *_: Any) -> None: ...
+
+    recv_forward = recv_backward = send_forward = send_backward = _message
+    send_forward_recv_backward = send_backward_recv_forward = _message
+
+
+def passes(actions: Iterable[Action]) -> list[Action]:
+    return [action for action in actions if action.kind.computes]
+
+
+def test_1f1b_is_what_megatron_core_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison with something that is not stock; Megatron Core's own schedule runs here, all but its tensors."""
+    from megatron.core.pipeline_parallel import schedules
+
+    group = SimpleNamespace(size=lambda: 1)
+    groups = SimpleNamespace(tp=group, cp=group, embd=None, pos_embd=None, pp=group, dp_cp=group)
+    monkeypatch.setattr(schedules, "is_pp_first_stage", lambda group: group.rank() == 0)
+    monkeypatch.setattr(schedules, "is_pp_last_stage", lambda group: group.rank() == group.size() - 1)
+    monkeypatch.setattr(schedules, "torch", SimpleNamespace(zeros=lambda *_, **others: 0, int=int))
+    for name in ("get_tensor_shapes", "get_model_type", "deallocate_output_tensor"):
+        monkeypatch.setattr(schedules, name, lambda *_, **others: None)
+    for num_stages, number in itertools.product(range(2, 7), range(1, 10)):
+        for stage, actions in enumerate(build_plan(full(shape_of(num_stages, number))).stages):
+            recorder = Recorder(stage, num_stages)
+            monkeypatch.setattr(schedules, "get_model_config", lambda _, recorder=recorder: recorder.config)
+            monkeypatch.setattr(schedules, "forward_step", recorder.forward)
+            monkeypatch.setattr(schedules, "backward_step", recorder.backward)
+            schedules.forward_backward_pipelining_without_interleaving(
+                forward_step_func=None, data_iterator=None, model=None, num_microbatches=number,
+                seq_length=1, micro_batch_size=1, p2p_communicator=recorder, pg_collection=groups,
+            )  # fmt: skip
+            assert recorder.passes == passes(actions)
+
+
+@pytest.mark.parametrize(("stages", "chunks", "microbatches"), [(2, 2, 4), (4, 3, 8), (3, 6, 9), (8, 2, 16)])
+def test_interleaved_full_training_is_stocks_order(stages: int, chunks: int, microbatches: int) -> None:
+    """A baseline whose warm-up or order of chunks is not Megatron Core's."""
+    schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
+    table = schedules.get_schedule_table(microbatches, chunks, stages)
+    plan = build_plan(chunked(stages, chunks, microbatches, blocks=1))
+    for stage in range(stages):
+        group = SimpleNamespace(rank=lambda stage=stage: stage, size=lambda: stages)
+        *_, num_warm_up, _ = schedules.get_pp_rank_microbatches(
+            microbatches, chunks, stages, p2p_communicator=SimpleNamespace(
+                pp_group=group, virtual_pipeline_model_parallel_size=chunks, config=None
+            )
+        )  # fmt: skip
+        done = passes(plan.stages[stage])
+        assert [(one.microbatch, one.chunk) for one in done if one.kind is Kind.FORWARD] == list(table)
+        assert [(one.microbatch, chunks - 1 - one.chunk) for one in done if one.kind is Kind.BACKWARD] == list(table)
+        kinds = [one.kind for one in done]
+        assert kinds.index(Kind.BACKWARD) == min(num_warm_up + 1, len(table))
+        steady = kinds[num_warm_up : 2 * len(table) - num_warm_up]
+        assert steady == [Kind.FORWARD, Kind.BACKWARD] * (len(steady) // 2)
+
+
+# ---- work, memory and times
+
+
+def times(shape: PlanShape, *, message: float = 0.0) -> Timeline:
+    """With unit costs."""
+    return simulate(build_plan(shape), unit_costs(shape, message=message))
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_every_stage_has_the_same_share_of_the_work(served: bool) -> None:
+    """A stage behind the first that runs backward through its prefix, an active chunk that is missed, or a stage that
+    computes though the prefix's output is read."""
+    busy: Counter[int] = Counter()
+    for block in range(3):
+        shape = replace(chunked(block=block), is_prefix_served=served)
+        for stage, actions in enumerate(build_plan(shape).stages):
+            kinds = Counter((action.chunk, action.kind) for action in passes(actions))
+            expected = Counter({(chunk, Kind.FORWARD_ONLY): 8 for chunk in range(0 if served else block)})
+            expected += Counter({(chunk, Kind.FORWARD): 8 for chunk in range(block, 3)})
+            expected += Counter({(block, Kind.BACKWARD): 8})
+            expected += Counter({(chunk, Kind.BACKWARD_INPUT): 8 for chunk in range(block + 1, 3)})
+            assert kinds == expected
+            busy[stage] += round(times(shape).busy_times[stage])
+    # two thirds or five ninths of full training, three phases
+    assert set(busy.values()) == {5 * 3 * 8 if served else 2 * 3 * 3 * 8}
+
+
+def test_activations_are_bounded() -> None:
+    """A stage that runs forward without end while its gradients are late."""
+    for shape in sweep_of_chunks(range(2, 5), (3,), range(7, 9)):
+        for stage, actions in enumerate(build_plan(shape).stages):
+            assert most_graphs(actions) <= max_graphs(shape, stage)
+    assert [most_graphs(actions) for actions in build_plan(chunked(block=2)).stages] == [8, 7, 4, 1]
+    shape = shape_of(4, 8, 2, done=2, ahead=2)
+    for of, kept in ((stock_shape(shape), [4, 3, 2, 1]), (shape, [0, 0, 2, 1])):
+        assert [most_graphs(actions) for actions in build_plan(of).stages] == kept
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 1), (2, 5), (4, 2), (5, 13), (6, 8)])
+def test_full_training_has_the_textbook_time(num_stages: int, num_microbatches: int) -> None:
+    """1F1B with F = 1 and B = 2 takes (m + S - 1) x 3, with a bubble of (S - 1) / (m + S - 1)."""
+    timeline = times(full(shape_of(num_stages, num_microbatches)))
+    rounds = num_microbatches + num_stages - 1
+    assert timeline.iteration_time == 3 * rounds
+    assert timeline.busy_times == (3.0 * num_microbatches,) * num_stages
+    assert timeline.bubble == pytest.approx((num_stages - 1) / rounds)
+
+
+def computed(timeline: Timeline) -> list[str]:
+    """What each stage computes: kind and microbatch, each with start and end."""
+    return [
+        " ".join(f"{one.action.kind.name[0]}{one.action.microbatch}:{one.start:g}-{one.end:g}" for one in spans
+                 if one.action.kind.computes)
+        for spans in timeline.spans
+    ]  # fmt: skip
+
+
+def test_two_stages_by_hand() -> None:
+    """A message that costs nothing or twice, that delays its sender, or comes before its turn."""
+    one = times(full(shape_of(2, 1)), message=0.5)
+    assert computed(one) == ["F0:0-1 B0:5-7", "F0:1.5-2.5 B0:2.5-4.5"]
+    two = times(full(shape_of(2, 2)))
+    assert computed(two) == ["F0:0-1 F1:1-2 B0:4-6 B1:7-9", "F0:1-2 B0:2-4 F1:4-5 B1:5-7"]
+    prefix = times(shape_of(2, 2, 1), message=0.5)
+    assert computed(prefix) == ["F0:0-1 F1:1-2", "F0:1.5-2.5 B0:2.5-4.5 F1:4.5-5.5 B1:5.5-7.5"]
+    # with one microbatch done ahead stage 1 begins at once, and the next iteration's message delays nobody
+    ahead = times(shape_of(2, 2, 1, done=1, ahead=1), message=0.5)
+    assert computed(ahead) == ["F1:0-1 F2:1-2", "F0:0-1 B0:1-3 F1:3-4 B1:4-6"]
+
+
+def test_a_slow_receiver_holds_its_sender_back() -> None:
+    """A prefix that fills the memory of the machine with outputs that nobody has taken, on either side."""
+    shape = shape_of(2, 8, 1)
+    slow = {(0, Kind.FORWARD_ONLY): 0.0, (1, Kind.FORWARD): 10.0, (1, Kind.BACKWARD): 0.0}
+    sends = [span for span in simulate(build_plan(shape), ActionCosts(seconds=slow)).spans[0]
+             if span.action.kind is Kind.SEND_FORWARD]  # fmt: skip
+    assert [span.end for span in sends] == sorted(span.end for span in sends) and sends[-1].end >= 30
+    inputs = most = 0
+    for action in build_plan(shape).stages[1]:
+        inputs += (action.kind is Kind.RECEIVE_FORWARD) - action.kind.is_forward
+        most = max(most, inputs)
+    assert most <= shape.max_sends
+
+
+def ends_from(timeline: Timeline, first_stage: int) -> float:
+    return max(spans[-1].end for spans in timeline.spans[first_stage:])
+
+
+def test_run_ahead() -> None:
+    """Run-ahead that starts too late: the first trainable stage must go as if it were the first stage of a shorter
+    pipeline. A default that leaves part of the filling; a schedule that waits longer than it saves."""
+    for stages, number in itertools.product(range(2, 8), (1, 2, 4, 8)):
+        for first in range(1, stages):
+            alone = times(shape_of(stages - first, number)).iteration_time
+            most = min(first, number)
+            ahead = times(shape_of(stages, number, first, done=most, ahead=most))
+            assert ends_from(ahead, first) == alone
+            assert ends_from(times(shape_of(stages, number, first)), first) == alone + first
+            assert ahead.iteration_time <= times(stock_shape(shape_of(stages, number, first))).iteration_time
+            default = default_run_ahead(num_stages=stages, first_trainable=first)
+            assert 1 <= default <= first
+            of_all = [times(shape_of(stages, number, first, done=k, ahead=k)).iteration_time for k in range(number + 1)]
+            assert of_all[min(default, number)] == min(of_all)
+
+
+def test_times_of_chunks() -> None:
+    """An order that is valid and slow: a cool-down that waits for prefix passes, groups that serialise."""
+    assert (
+        times(chunked(blocks=1)).iteration_time == (8 * 3 + 3) * 3
+    )  # stock's: the bubble is one of a third of a stage
+    assert [times(chunked(block=block)).iteration_time for block in range(3)] == [65, 59, 49]
+    assert times(chunked(block=1), message=0.1).iteration_time < 1.06 * 59
+    # 32 microbatches over what full training takes without chunks
+    means = [
+        sum(times(chunked(stages, 3, 32, block=block)).iteration_time for block in range(3)) / 3 / (stages + 31) / 9
+        for stages in (4, 8)
+    ]
+    assert means == pytest.approx([0.656, 0.632], abs=5e-4)
+
+
+def test_bad_costs_and_plans() -> None:
+    """A time that is no number spreads through the whole timeline; a plan that hangs must not seem to end."""
+    shape = shape_of(2, 2)
+    for cost in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="time"):
+            ActionCosts(seconds={(0, Kind.FORWARD): cost})
+    alone = Plan(shape=shape, stages=((Action(Kind.BACKWARD, 1),), ()))
+    with pytest.raises(ValueError, match="stage 0"):
+        simulate(alone, unit_costs(shape))
+
+
+def test_frozen_first_stage_of_stock_has_no_backward_work() -> None:
+    """Stock would look slower than it is: a backward with nothing to compute returns at once."""
+    shape = shape_of(3, 4, 1)
+    assert times(stock_shape(shape)).busy_times == (4, 12, 8)
+    by_stage = action_costs(shape, forward=[1, 1, 1], backward=[2, 2, 2], backward_input=[1, 1, 1])
+    assert by_stage.of(2, Kind.BACKWARD_INPUT) == 1
