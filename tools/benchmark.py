@@ -53,7 +53,10 @@ from _processes import ROOT, SCRIPTS, CannotRun, launcher, read_metrics, run
 
 from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
 from megatron.bcd.blocks.partition import Partition, partition_from_config
+from megatron.bcd.planner.command import network_flags
 from megatron.bcd.planner.cost import compute_ratio
+from megatron.bcd.planner.recipe import Recipe
+from megatron.bcd.planner.tables import Model, choose, read_clusters, read_models
 
 PROG = "tools/benchmark.py"
 SIZES = "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 256"
@@ -105,9 +108,13 @@ class Method:
     def argv(self, metrics: Path, folder: Path) -> list[str]:
         """What is started."""
         files = ["--metrics-file", str(metrics)]
-        if "--bcd-sample-ratio" in self.flags and self.name == "cached":
+        if self.name == "cached":
             files += ["--bcd-prefix-cache", str(folder / "prefix")]
         return [*launcher(self.num_processes), *shlex.split(self.script), *self.flags, *files]
+
+    def arithmetic(self, block: int) -> float:
+        """Of a step, over full training's."""
+        return compute_ratio(self.partition, block, prefix_cached=self.name == "cached")
 
     def command(self) -> str:
         """What can be typed."""
@@ -134,8 +141,11 @@ def flag_sets(arguments: argparse.Namespace) -> dict[str, tuple[str, str]]:
 
 def methods_of(arguments: argparse.Namespace, given: Sequence[str]) -> list[Method]:
     """Every row. Raises ValueError for flags that do not fit."""
-    shared = [*_defaults(arguments, given), *given, *ALWAYS.split()]
-    family = arguments.family or ("llama" if "--sft" in given else "gpt")
+    model = None
+    if arguments.model is not None:
+        model = choose(read_models(arguments.models), arguments.model, flag="--model")
+    family = model.form if model else arguments.family or ("llama" if "--sft" in given else "gpt")
+    shared = [*_defaults(arguments, given, model), *given, *ALWAYS.split()]
     found = {}
     for name, (own, against) in flag_sets(arguments).items():
         words = [*shared, *shlex.split(own)]
@@ -169,34 +179,24 @@ def _with_length(method: Method, steps: int, most_blocks: int) -> Method:
     return replace(method, flags=(*method.flags, *length.split()))
 
 
-def _defaults(arguments: argparse.Namespace, given: Sequence[str]) -> list[str]:
+def _defaults(arguments: argparse.Namespace, given: Sequence[str], model: Model | None) -> list[str]:
     """Flags that come before those given, which win."""
     words = SETTLED.split()
-    if arguments.model is not None:
-        words += _network(arguments)
-    elif "--load-hf" not in given:
+    if model is None and "--load-hf" not in given:
         words += (SCHEDULE_SIZES if arguments.schedule else SIZES).split()
-    has_data = any(word.split("=")[0].endswith("-data-path") for word in given)
-    return words if has_data else [*words, *MOCK.split()]
-
-
-def _network(arguments: argparse.Namespace) -> list[str]:
-    """Flags of a row of the model table."""
-    from megatron.bcd.planner.command import network_flags
-    from megatron.bcd.planner.recipe import Recipe
-    from megatron.bcd.planner.tables import choose, read_clusters, read_models
-
-    model = choose(read_models(arguments.models), arguments.model, flag="--model")
-    cluster = next(iter(read_clusters(ROOT / "examples" / "clusters.csv").values()))
-    arguments.family = model.form
-    recipe = Recipe(model=model, cluster=cluster, num_gpus=1, micro_batch_size=1, global_batch_size=1)
-    # NullTokenizer adds an end of document
-    return [*" ".join(network_flags(recipe)).split(), "--vocab-size", str(model.vocabulary - 1)]
+    if not any(word.split("=")[0].endswith("-data-path") for word in given):
+        words += MOCK.split()
+    if model is not None:
+        cluster = next(iter(read_clusters(ROOT / "examples" / "clusters.csv").values()))
+        recipe = Recipe(model=model, cluster=cluster, num_gpus=1, global_batch_size=1)
+        # NullTokenizer adds an end of document
+        words += [*" ".join(network_flags(recipe)).split(), "--vocab-size", str(model.vocabulary - 1)]
+    return words
 
 
 def _num_processes(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     """As few as the flags need."""
-    sizes = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    sizes = Parser(add_help=False)
     for name in ("tensor-model", "pipeline-model", "context"):
         sizes.add_argument(f"--{name}-parallel-size", type=int, default=1)
     words = [*(SCHEDULE_SIZES.split() if arguments.schedule else ()), *given]
@@ -274,7 +274,7 @@ def rows_of(methods: Sequence[Method], turns: Mapping[str, Sequence[Turn]]) -> l
             continue
         blocks = [_block_row(method, block, own, others or ()) for block in own[0].step_ms]
         mean = statistics.geometric_mean(turn.iteration_ms for turn in own)
-        bounds = [compute_ratio(method.partition, block.index) for block in method.partition.blocks]
+        bounds = [method.arithmetic(block.index) for block in method.partition.blocks]
         rows.append(
             {
                 "method": method.name,
@@ -303,7 +303,7 @@ def _block_row(method: Method, block: str, own: Sequence[Turn], others: Sequence
         "layers": "-" if index is None else layers,
         "step_ms": statistics.geometric_mean(turn.block_ms(block) for turn in own),
         "ratio": _ratio(own, others, block),
-        "arithmetic": None if index is None else compute_ratio(partition, index),
+        "arithmetic": None if index is None else method.arithmetic(index),
         "switch_ms": statistics.median(switches) if switches else None,
     }
 

@@ -80,6 +80,7 @@ def test_schedules_and_prefix_cache() -> None:
     assert {method.num_processes for method in found.values()} == {2}
     computed, cached = methods("--prefix-cache", "--steps", "6")
     assert "--bcd-sample-ratio 0.0833333" in flags_of(computed) and computed.flags == cached.flags
+    assert [method.arithmetic(2) for method in (computed, cached)] == pytest.approx([5 / 9, 3 / 9])
     assert "--bcd-prefix-cache" in cached.argv(Path("m"), Path("f"))
     assert "--bcd-prefix-cache" not in computed.argv(Path("m"), Path("f"))
 
@@ -97,6 +98,7 @@ def test_schedules_and_prefix_cache() -> None:
         (["--bcd-num-blocks", "7"], "--bcd-num-blocks"),
         (["--prefix-cache", "--bcd-num-blocks", "1"], "--prefix-cache"),
         (["--model", "no-model"], "--model"),
+        (["--pipeline-model-parallel-size", "two"], "--pipeline-model-parallel-size"),
     ],
 )
 def test_bad_flags(words: Sequence[str], flag: str, capsys: pytest.CaptureFixture[str]) -> None:
