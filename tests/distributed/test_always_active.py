@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import switched_runs
 from support.dist import World
+from support.pairwise import thinned
 
 PARTS = [",".join(some) for size in (1, 2, 3) for some in itertools.combinations(("norms", "embedding", "head"), size)]
 UNTIED = {"untie_embeddings_and_output_weights": True}
@@ -39,7 +40,7 @@ def whole(ranks: list[dict[str, Any]], index: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("cut", "parts", "kind", "is_host", "is_untied"), CASES)
+@pytest.mark.parametrize(("cut", "parts", "kind", "is_host", "is_untied"), thinned(CASES, keep_every=3))
 def test_one_state_for_the_whole_run(
     world1: World,
     world2: World,

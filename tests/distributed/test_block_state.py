@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 from support import switched_runs, worlds
 from support.dist import World
+from support.pairwise import thinned
 
 from megatron.bcd.config import RunConfig
 
@@ -26,8 +27,13 @@ MOMENTS = {"adam": {"exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}}
 
 @pytest.mark.parametrize(
     ("cut", "kind"),
-    [("one", kind) for kind in KINDS]
-    + [("data2", "bf16"), ("data2", "fp32"), ("submodel", "bf16"), ("pipeline2", "sgd")],
+    thinned(
+        [
+            *(("one", kind) for kind in KINDS),
+            *(("data2", "bf16"), ("data2", "fp32"), ("submodel", "bf16"), ("pipeline2", "sgd")),
+        ],
+        keep_every=3,
+    ),
 )
 def test_host_gives_back_what_was(world1: World, world2: World, text_data: str, cut: str, kind: str) -> None:
     """A moment, a step count or a low bit of a main parameter that is lost, of another visit, or of another block."""
@@ -59,7 +65,7 @@ def test_host_gives_back_what_was(world1: World, world2: World, text_data: str, 
     assert host[0]["losses"] != reset[0]["losses"]
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16", "sgd"])
+@pytest.mark.parametrize("kind", thinned(["bf16", "fp32", "fp16", "sgd"], keep_every=4))
 def test_host_bytes_are_those_of_the_banner(world2: World, text_data: str, kind: str) -> None:
     """Host memory that grows from visit to visit, or that nobody was told of."""
     ranks = switched_runs.run(world2, world2, "data2", data_path=text_data, **KINDS[kind], **HOST, train_iters=13)
@@ -102,7 +108,7 @@ def in_short_phases(config: RunConfig, *, is_cut: bool) -> list[float]:
         return worlds.outcome(one)["losses"]
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16", "sgd_bf16"])
+@pytest.mark.parametrize("kind", thinned(["bf16", "fp32", "fp16", "sgd_bf16"], keep_every=4))
 def test_short_phases_lose_nothing(world1: World, text_data: str, kind: str) -> None:
     """20 phases over one block that differ from one long phase in any bit."""
     flags = {"data_path": text_data, "train_iters": 20, "bcd_steps_per_block": 30, "num_layers": 3, "lr": 1e-3}

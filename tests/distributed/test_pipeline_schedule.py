@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import worlds
 from support.dist import World
+from support.pairwise import thinned
 
 from megatron.bcd.blocks.partition import partition
 from megatron.bcd.config import RunConfig
@@ -193,7 +194,7 @@ def check_schedule(world: World, text_data: str, layout: str, num_microbatches: 
         assert all(rank[number]["ahead"] == expected for rank in ranks), (num_microbatches, run_ahead)
 
 
-@pytest.mark.parametrize("num_stages, layout, num_microbatches", SCHEDULES)
+@pytest.mark.parametrize("num_stages, layout, num_microbatches", thinned(SCHEDULES, keep_every=3))
 def test_every_block_learns_as_with_the_stock_schedule(
     world2: World, world4: World, text_data: str, num_stages: int, layout: str, num_microbatches: int
 ) -> None:
@@ -211,7 +212,7 @@ def test_more_schedules_of_four_stages(
     check_schedule(world4, text_data, layout, num_microbatches)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", thinned(OPTIONS, keep_every=2))
 def test_options(world2: World, text_data: str, option: str) -> None:
     """A forward-only stage that is left out of what an option asks of every stage, or a recomputed prefix."""
     flags = {"data_path": text_data} | OPTIONS[option]

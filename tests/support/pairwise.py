@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pytest
 
 Combination = dict[str, str]
 
@@ -24,3 +27,12 @@ def pairwise(factors: Mapping[str, Iterable[str]], allowed: Callable[[Combinatio
         chosen.append(every[best])
         missing -= pairs[best]
     return chosen
+
+
+def thinned(cases: Iterable[Any], *, keep_every: int) -> list[Any]:
+    """For parametrize: each `keep_every`-th case runs always, the others with --long."""
+    marked = []
+    for number, case in enumerate(cases):
+        values = case if isinstance(case, tuple) else (case,)
+        marked.append(pytest.param(*values, marks=[] if number % keep_every == 0 else [pytest.mark.long]))
+    return marked
