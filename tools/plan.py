@@ -600,13 +600,8 @@ def _memory(estimate: Estimate) -> str:
     lines, recipe, peak = [table(rows, left=0)], estimate.recipe, estimate.peak
     blocks = recipe.partition.num_blocks
     if len(shown) < len(estimate.ranks):
-        of_phases = len(shown) <= 2 and blocks > 2
-        number = (
-            f"phases with the largest and the smallest peak, of {blocks}"
-            if of_phases
-            else (f"stages with the largest and the smallest peak, of {recipe.pipeline_size}")
-        )
-        lines.append(f"the {number}")
+        what, number = ("phases", blocks) if len(shown) <= 2 < blocks else ("stages", recipe.pipeline_size)
+        lines.append(f"the {what} with the largest and the smallest peak, of {number}")
     lines.append("peak: model state and framework, and the larger of activations with communication and optimizer work")
     if estimate.host_bytes:
         what = "main parameters' low bits (none with --bcd-main-params drop)"
@@ -629,9 +624,7 @@ def _most_telling(ranks: Sequence[RankMemory]) -> Sequence[RankMemory]:
     """Of many ranks the stages with the largest and the smallest peak; of many phases these two ranks."""
     if len(ranks) <= _MOST_ROWS:
         return ranks
-    by_peak = sorted(ranks, key=lambda rank: rank.total)
-    largest = max(ranks, key=lambda rank: rank.total)
-    extremes = [largest, by_peak[0]]
+    extremes = [choose_by(ranks, key=lambda rank: rank.total) for choose_by in (max, min)]
     shown = [rank for rank in ranks if rank.stage in {each.stage for each in extremes}]
     return shown if len(shown) <= _MOST_ROWS else [rank for rank in shown if rank in extremes]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.bcd.blocks.partition import Partition
 
@@ -61,31 +62,21 @@ def model_state_bytes(
     *,
     num_parameters: int,
     num_active: int,
-    precision: str = "fp32",
-    optimizer: str = "adam",
-    sgd_momentum: bool = True,
-    adam_moments_dtype: str | tuple[str, str] = "fp32",
-    gradients_in_fp32: bool = True,
-    precision_aware: bool = False,
     data_parallel_size: int = 1,
     distributed_optimizer: bool = False,
     offload_fraction: float = 0.0,
+    precision: str = "fp32",
+    **budget_of: Any,
 ) -> int:
-    """Model state in bytes of a rank that holds ``num_parameters``, of which ``num_active`` are active.
+    """Model state in bytes of a rank that holds ``num_parameters``, of which ``num_active`` are active. ``budget_of``
+    is what `state_budget` takes.
 
     The distributed optimizer shards optimizer state, main parameters included, over the ranks with the same weights;
     weights and gradients are replicated. Buffer padding is not counted. ``offload_fraction`` of the optimizer state is
     in host memory (--optimizer-cpu-offload).
     """
     assert 0 <= num_active <= num_parameters, (num_active, num_parameters)
-    budget = state_budget(
-        precision=precision,
-        optimizer=optimizer,
-        sgd_momentum=sgd_momentum,
-        adam_moments_dtype=adam_moments_dtype,
-        gradients_in_fp32=gradients_in_fp32,
-        precision_aware=precision_aware,
-    )
+    budget = state_budget(precision=precision, **budget_of)
     shards = data_parallel_size if distributed_optimizer else 1
     optimizer_bytes = math.ceil((1 - offload_fraction) * budget.optimizer * num_active / shards)
     return budget.weight * num_parameters + budget.gradient * num_active + optimizer_bytes

@@ -22,6 +22,11 @@ MULTIPLIERS = {
 }
 """B-F multiplier of a method at three blocks, and where it is from: iterations to full training's loss over full
 training's."""
+_SHOWN = (
+    "method", "num_gpus", "num_nodes", "pipeline_size", "context_size", "data_size", "precision", "micro_batch_size",
+    "global_batch_size", "num_microbatches", "recompute",
+)  # fmt: skip
+_TIMES = ("iteration_seconds", "orthogonalization_share", "bubble", "tokens_per_second", "mfu")
 DEFAULT_TOKENS_PER_PARAMETER = 20
 """Hoffmann et al. 2022."""
 DEFAULT_SFT_TOKENS = 3 * 52002 * 120.0
@@ -91,22 +96,12 @@ class Estimate:
             "model": asdict(recipe.model) | {"parameters": self.parameters},
             "cluster": asdict(recipe.cluster),
             "recipe": {
-                "method": recipe.method,
-                "num_gpus": recipe.num_gpus,
-                "num_nodes": recipe.num_nodes,
-                "pipeline_size": recipe.pipeline_size,
-                "context_size": recipe.context_size,
-                "data_size": recipe.data_size,
                 "num_blocks": recipe.partition.num_blocks,
                 "layout": recipe.partition.layout,
-                "precision": recipe.precision,
-                "sequence": recipe.tokens,
-                "micro_batch_size": recipe.micro_batch_size,
-                "global_batch_size": recipe.global_batch_size,
-                "num_microbatches": recipe.num_microbatches,
-                "recompute": recipe.recompute,
-                "pipeline_cut": recipe.cut,
                 "num_chunks": recipe.partition.num_chunks,
+                "sequence": recipe.tokens,
+                "pipeline_cut": recipe.cut,
+                **{name: getattr(recipe, name) for name in _SHOWN},
             },
             "memory": {
                 "fits": self.fits,
@@ -118,11 +113,7 @@ class Estimate:
             },
             "time": {
                 "phases": [asdict(phase) | {"total": phase.total} for phase in self.phases],
-                "iteration_seconds": self.iteration_seconds,
-                "orthogonalization_share": self.orthogonalization_share,
-                "bubble": self.bubble,
-                "tokens_per_second": self.tokens_per_second,
-                "mfu": self.mfu,
+                **{name: getattr(self, name) for name in _TIMES},
             },
             "bill": asdict(self.cost),
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
+from typing import Any
 
 from megatron.bcd.blocks.cut import Pipeline, balanced_cut
 from megatron.bcd.blocks.partition import Partition, partition, with_tied_parts
@@ -212,16 +213,16 @@ class Recipe:
         # methods without blocks have stages, or in layout interleaved chunks of them
         has_layout = self.has_blocks or self.layout == "interleaved"
         return _layer_counts(
-            self.model.layers,
-            self.pipeline_size,
-            self.asked_blocks if self.has_blocks else 1,
-            self.layout or bcd.bcd_layout if has_layout else "spread",
-            self.shape.tied,
-            frozen,
-            bcd.always_active - frozen if self.always_active is None else self.always_active,
-            bcd.bcd_resting_layers if bcd.bcd_resting_update != "none" else "none",
-            self.num_chunks,
-            self.head_passes if self.cut == "auto" else None,
+            head=self.head_passes if self.cut == "auto" and self.pipeline_size > 1 else None,
+            num_layers=self.model.layers,
+            num_stages=self.pipeline_size,
+            num_blocks=self.asked_blocks if self.has_blocks else 1,
+            layout=self.layout or bcd.bcd_layout if has_layout else "spread",
+            tied=self.shape.tied,
+            frozen=frozen,
+            always_active=bcd.always_active - frozen if self.always_active is None else self.always_active,
+            resting=bcd.bcd_resting_layers if bcd.bcd_resting_update != "none" else "none",
+            num_parts=self.num_chunks,
         )
 
     @property
@@ -246,43 +247,20 @@ def _bcd_of(method: str) -> BcdConfig:
 
 
 @lru_cache(maxsize=1024)  # a search tries many batch sizes with the same partition
-def _layer_counts(
-    num_layers: int,
-    num_stages: int,
-    num_blocks: int | None,
-    layout: str,
-    tied: bool,
-    frozen: frozenset[str],
-    always_active: frozenset[str],
-    resting: str,
-    num_chunks: int | None,
-    head: float | None,
-) -> LayerCounts:
-    sizes = None
-    if head is not None and num_stages > 1:
-        parts = DEFAULT_NUM_BLOCKS if num_blocks is None else max(1, num_blocks)
+def _layer_counts(*, head: float | None, **settings: Any) -> LayerCounts:
+    """Of `partition` with these settings; with the cost of the head of stages that take equally long."""
+    sizes, layout = None, settings["layout"]
+    if head is not None:
+        parts = DEFAULT_NUM_BLOCKS if settings["num_blocks"] is None else max(1, settings["num_blocks"])
         sizes = balanced_cut(
             Pipeline(
-                num_layers=num_layers,
-                num_stages=num_stages,
+                num_layers=settings["num_layers"],
+                num_stages=settings["num_stages"],
                 num_blocks=1 if layout == "stage" else parts,
                 layout=layout,
-                num_chunks=(num_chunks or parts) if layout == "interleaved" else 1,
-                tied=tied,
+                num_chunks=(settings["num_parts"] or parts) if layout == "interleaved" else 1,
+                tied=settings["tied"],
                 head=head,
             )
         )
-    return layer_counts_of(
-        partition(
-            num_layers=num_layers,
-            num_stages=num_stages,
-            num_blocks=num_blocks,
-            layout=layout,
-            layers_per_stage=sizes,
-            tied=tied,
-            frozen=frozen,
-            always_active=always_active,
-            resting=resting,
-            num_parts=num_chunks,
-        )
-    )
+    return layer_counts_of(partition(layers_per_stage=sizes, **settings))
