@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -102,16 +102,9 @@ def summarize(
         full_model_state_bytes=tuple(_full_state_bytes(config, rank["num_parameters"]) for rank in ranks),
         training=_describe_training(config, train_iters),
         notes=(
-            implementation.describe(),
-            *_describe_context(config, implementation),
-            *_describe_preset(config),
-            *_describe_other_blocks(config, partition, one_replica),
-            *_describe_host_memory(config, partition, ranks),
-            *_describe_pipeline(config, partition),
-            *recomputation.describe(partition),
-            *_describe_connections(config),
-            *_describe_samples(samples),
-            *_describe_prefix_cache(config, partition),
+            *_notes(config, partition, implementation, ranks),
+            *_notes_of_pipeline(config, partition, recomputation),
+            *_notes_of_data(config, partition, samples),
         ),
         warnings=() if config.training.skip_train else warn_of_dominance(shares, of_tokens),
     )
@@ -227,67 +220,52 @@ def _describe_training(config: RunConfig, train_iters: int) -> str:
     return ", ".join(parts)
 
 
-def _describe_context(config: RunConfig, implementation: Implementation) -> tuple[str, ...]:
+def _notes(
+    config: RunConfig, partition: Partition, implementation: Implementation, ranks: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
+    """Lines about what runs on which kernels, what is not trained with the active block, and memory of the host."""
+    bcd = config.bcd
+    yield implementation.describe()
     kind = config.transformer.get("cp_comm_type")
-    if config.context_size == 1:
-        return ()
-    if implementation.attention != SCALED_DOT_PRODUCT:
-        return (f"context parallel ranks exchange keys and values by {kind or 'p2p'}",)
-    ignored = "" if kind in (None, "all_gather") else f"; accepted without effect: --cp-comm-type {kind}"
-    return (f"context parallel ranks gather keys and values{ignored}",)
+    if config.context_size > 1 and implementation.attention != SCALED_DOT_PRODUCT:
+        yield f"context parallel ranks exchange keys and values by {kind or 'p2p'}"
+    elif config.context_size > 1:
+        ignored = "" if kind in (None, "all_gather") else f"; accepted without effect: --cp-comm-type {kind}"
+        yield f"context parallel ranks gather keys and values{ignored}"
+    if bcd.bcd_preset is not None:
+        yield _describe_preset(config, bcd.bcd_preset)
+    if partition.frozen:
+        num_frozen = sum(rank["num_frozen"] for rank in ranks if rank["replica"] == 0)
+        yield f"no phase trains {', '.join(sorted(partition.frozen))} (--bcd-frozen), {num_frozen:,} parameters"
+    if bcd.bcd_resting_update != "none":
+        which = "all other layers" if bcd.bcd_resting_layers == "all" else "layers after the block's first"
+        yield (
+            f"stateless update {bcd.bcd_resting_update}: matrices of {which}, {bcd.bcd_resting_lr_ratio:g} of the "
+            f"learning rate, gradients in {bcd.bcd_resting_grad_dtype}"
+        )
+    if config.training.skip_train:
+        return
+    num_bytes = max(_offloaded_bytes(config, rank) for rank in ranks)
+    if partition.num_blocks > 1 and num_bytes:
+        kept = " and ".join(_offloaded(config, ranks))
+        yield f"kept in host memory between phases: {kept}, {num_bytes:,} bytes per rank"
+    fraction = offload_fraction(config)
+    if fraction:
+        num_parameters = max(rank["num_parameters"] for rank in ranks)
+        held = math.ceil(cost.OFFLOADED_BYTES * fraction * num_parameters / replicas.size())
+        yield (
+            f"optimizer offloaded to the host, {fraction:.0%} of it: weights, gradients and moments in fp32, {held:,} "
+            "bytes of host memory per rank before page-locked memory is rounded up"
+        )
 
 
-def _describe_preset(config: RunConfig) -> tuple[str, ...]:
-    name = config.bcd.bcd_preset
-    if name is None:
-        return ()
+def _describe_preset(config: RunConfig, name: str) -> str:
     values = vars(config.bcd) | vars(config.optimizer)
     same = {field: value for field, value in PRESETS[name].items() if values[field] == value}
     own = sorted(PRESETS[name].keys() - same)
     flags = [f"--{field.replace('_', '-')}" + ("" if value is True else f" {value}") for field, value in same.items()]
     differs = f"; not {', '.join('--' + field.replace('_', '-') for field in own)}, as given" if own else ""
-    return (f"preset {name}: {' '.join(flags)}{differs}",)
-
-
-def _describe_other_blocks(
-    config: RunConfig, partition: Partition, one_replica: Sequence[Mapping[str, Any]]
-) -> tuple[str, ...]:
-    """What is not trained with the active block, and how."""
-    bcd, notes = config.bcd, []
-    if partition.frozen:
-        num_frozen = sum(rank["num_frozen"] for rank in one_replica)
-        notes.append(f"no phase trains {', '.join(sorted(partition.frozen))} (--bcd-frozen), {num_frozen:,} parameters")
-    if bcd.bcd_resting_update != "none":
-        which = "all other layers" if bcd.bcd_resting_layers == "all" else "layers after the block's first"
-        notes.append(
-            f"stateless update {bcd.bcd_resting_update}: matrices of {which}, {bcd.bcd_resting_lr_ratio:g} of the "
-            f"learning rate, gradients in {bcd.bcd_resting_grad_dtype}"
-        )
-    return tuple(notes)
-
-
-def _describe_host_memory(
-    config: RunConfig, partition: Partition, ranks: Sequence[Mapping[str, Any]]
-) -> tuple[str, ...]:
-    """Optimizer state in host memory: of inactive blocks, and with --optimizer-cpu-offload."""
-    if config.training.skip_train:
-        return ()
-    notes = []
-    num_bytes = max(_offloaded_bytes(config, rank) for rank in ranks)
-    if partition.num_blocks > 1 and num_bytes:
-        notes.append(
-            f"kept in host memory between phases: {' and '.join(_offloaded(config, ranks))}, {num_bytes:,} bytes per "
-            "rank"
-        )
-    fraction = offload_fraction(config)
-    if fraction:
-        num_parameters = max(rank["num_parameters"] for rank in ranks)
-        held = math.ceil(cost.OFFLOADED_BYTES * fraction * num_parameters / replicas.size())
-        notes.append(
-            f"optimizer offloaded to the host, {fraction:.0%} of it: weights, gradients and moments in fp32, {held:,} "
-            "bytes of host memory per rank before page-locked memory is rounded up"
-        )
-    return tuple(notes)
+    return f"preset {name}: {' '.join(flags)}{differs}"
 
 
 def _moment_bytes(config: RunConfig) -> tuple[float, float]:
@@ -329,36 +307,53 @@ def _offloaded(config: RunConfig, ranks: Sequence[Mapping[str, Any]]) -> list[st
     return kept
 
 
-def _describe_pipeline(config: RunConfig, partition: Partition) -> tuple[str, ...]:
-    if partition.num_stages == 1:
-        return ()
-    notes = []
-    if config.training.pipeline_cut == "auto":
-        layout = config.training.pipeline_model_parallel_layout
-        notes.append(f"--pipeline-cut auto: --pipeline-model-parallel-layout {layout}")
+def _notes_of_pipeline(config: RunConfig, partition: Partition, recomputation: Recomputation) -> Iterator[str]:
+    if partition.num_stages > 1:
+        if config.training.pipeline_cut == "auto":
+            layout = config.training.pipeline_model_parallel_layout
+            yield f"--pipeline-cut auto: --pipeline-model-parallel-layout {layout}"
+        yield f"pipeline schedule {_describe_pipeline(config, partition)}"
+    yield from recomputation.describe(partition)
+    if config.tensor_size > 1 and device.has_cuda():
+        value = os.environ[distributed.CONNECTIONS]
+        warning = ", as given; before Blackwell, tensor-parallel communication overlaps with 1 only"
+        yield f"{distributed.CONNECTIONS}={value}{'' if value == '1' else warning}"
+
+
+def _describe_pipeline(config: RunConfig, partition: Partition) -> str:
+    blocks = [block.index for block in partition.blocks]
     if config.bcd.bcd_schedule == "stock":
-        return (*notes, "pipeline schedule stock: Megatron Core's 1F1B")
+        return "stock: Megatron Core's 1F1B"
     if partition.num_chunks > 1:
-        firsts = [partition.first_trainable_virtual_stage(block.index) for block in partition.blocks]
-        forward_only = [first // partition.num_stages for first in firsts]
-        how = (
-            f"interleaved, {partition.num_chunks} chunks of the model on every stage; forward-only chunks by block "
-            f"{_listed(forward_only)}"
+        forward_only = [partition.first_trainable_virtual_stage(block) // partition.num_stages for block in blocks]
+        return (
+            f"bcd: interleaved, {partition.num_chunks} chunks of the model on every stage; forward-only chunks by "
+            f"block {_listed(forward_only)}"
         )
-        return (*notes, f"pipeline schedule bcd: {how}")
-    forward_only = [partition.first_trainable_stage(block.index) for block in partition.blocks]
     if not partition.has_prefix:
-        how = f"no stage runs forward only ({_why_no_prefix(config)})"
-    elif not any(forward_only):
-        how = "every block begins on the first stage, so no stage runs forward only"
-    else:
-        ahead = [microbatches_ahead(partition, block.index, config.bcd.bcd_run_ahead) for block in partition.blocks]
-        how = f"forward-only stages by block {_listed(forward_only)}; they run ahead {_listed(ahead)} microbatches"
-    return (*notes, f"pipeline schedule bcd: {how}")
+        return f"bcd: no stage runs forward only ({_why_no_prefix(config)})"
+    forward_only = [partition.first_trainable_stage(block) for block in blocks]
+    if not any(forward_only):
+        return "bcd: every block begins on the first stage, so no stage runs forward only"
+    ahead = [microbatches_ahead(partition, block, config.bcd.bcd_run_ahead) for block in blocks]
+    return f"bcd: forward-only stages by block {_listed(forward_only)}; they run ahead {_listed(ahead)} microbatches"
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
+def _notes_of_data(config: RunConfig, partition: Partition, samples: PhaseSubset | None) -> Iterator[str]:
+    if samples is not None:
+        yield (
+            f"each phase trains on {samples.size:,} of the {samples.num_samples:,} sequences of an epoch; after "
+            f"{math.ceil(samples.num_samples / samples.size):,} phases all have been drawn"
+        )
+    root, dtype = config.bcd.bcd_prefix_cache, config.bcd.bcd_prefix_cache_dtype
+    if root is not None:
+        lengths = [len(partition.prefix_layers(block.index)) for block in partition.blocks]
+        why = "there is one block" if partition.has_prefix else _why_no_prefix(config)
+        yield (
+            f"prefix cache {root}: layers before the first active one, by block {_listed(lengths)}; kept in {dtype}"
+            if any(lengths)
+            else f"prefix cache: off, no block has a prefix ({why})"
+        )
 
 
 def _why_no_prefix(config: RunConfig) -> str:
@@ -368,32 +363,5 @@ def _why_no_prefix(config: RunConfig) -> str:
     return f"--bcd-always-active {bcd.bcd_always_active} trains the bottom of the model in every phase"
 
 
-def _describe_connections(config: RunConfig) -> tuple[str, ...]:
-    if config.tensor_size == 1 or not device.has_cuda():
-        return ()
-    value = os.environ[distributed.CONNECTIONS]
-    warning = "" if value == "1" else ", as given; before Blackwell, tensor-parallel communication overlaps with 1 only"
-    return (f"{distributed.CONNECTIONS}={value}{warning}",)
-
-
-def _describe_samples(samples: PhaseSubset | None) -> tuple[str, ...]:
-    if samples is None:
-        return ()
-    return (
-        f"each phase trains on {samples.size:,} of the {samples.num_samples:,} sequences of an epoch, which is "
-        f"shuffled anew after {samples.num_samples // samples.size:,} phases",
-    )
-
-
-def _describe_prefix_cache(config: RunConfig, partition: Partition) -> tuple[str, ...]:
-    root = config.bcd.bcd_prefix_cache
-    if root is None:
-        return ()
-    lengths = [len(partition.prefix_layers(block.index)) for block in partition.blocks]
-    if not any(lengths):
-        why = "there is one block" if partition.has_prefix else _why_no_prefix(config)
-        return (f"prefix cache: off, no block has a prefix ({why})",)
-    return (
-        f"prefix cache {root}: layers before the first active one, by block {_listed(lengths)}; kept in "
-        f"{config.bcd.bcd_prefix_cache_dtype}",
-    )
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
