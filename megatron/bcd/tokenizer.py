@@ -334,12 +334,8 @@ def _required(flag: str, value: str | None, tokenizer_type: str) -> str:
 
 def _existing_file(flag: str, value: str | None, tokenizer_type: str) -> str:
     path = _required(flag, value, tokenizer_type)
-    if not os.path.exists(path):
-        raise ValueError(f"{flag} {path} does not exist")
-    if not os.path.isfile(path):
-        raise ValueError(f"{flag} {path} is not a file")
-    if not os.access(path, os.R_OK):
-        raise ValueError(f"{flag} {path} cannot be read")
+    if not os.path.isfile(path) or not os.access(path, os.R_OK):
+        raise ValueError(f"{flag} {path} is no file that can be read")
     return path
 
 

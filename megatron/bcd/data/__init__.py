@@ -12,7 +12,6 @@ from megatron.bcd.data.batches import (
     part_of_sequences,
     subset_batches,
 )
-from megatron.bcd.data.indexed import check_indexed_dataset
 from megatron.bcd.data.lengths import global_batch_size, num_iterations, num_samples, samples_after
 from megatron.bcd.data.sft.dataset import FineTuningPlan, plan_fine_tuning, with_epochs
 from megatron.bcd.data.splits import SplitPlan, Splits, build_splits, plan_splits
@@ -28,7 +27,6 @@ __all__ = [
     "batch_of",
     "batches",
     "build_splits",
-    "check_indexed_dataset",
     "global_batch_size",
     "no_batches",
     "num_iterations",

@@ -131,16 +131,16 @@ def batches(dataset: Any, config: RunConfig, *, consumed_samples: int) -> Iterat
     `attention_mask` bool [B, 1, S, S], True = masked. Of S this context-parallel rank's part; of masks, of their rows.
     """
     if config.data.dataloader_type == "cyclic":
-        yield from _loaded(dataset, _reshuffled(dataset, config, consumed_samples), config)
+        reshuffled = ReshuffledBatches(
+            total_samples=len(dataset),
+            consumed_samples=consumed_samples,
+            has_shards=config.data.data_sharding,
+            **_dealt(config),
+        )
+        yield from _loaded(dataset, reshuffled, config)
         return
     for start in itertools.chain([consumed_samples % len(dataset)], itertools.repeat(0)):
-        sampler = ConsecutiveBatches(
-            total_samples=len(dataset),
-            consumed_samples=start,
-            micro_batch_size=config.training.micro_batch_size,
-            rank=parallel_state.get_data_parallel_rank(),
-            num_ranks=parallel_state.get_data_parallel_world_size(),
-        )
+        sampler = ConsecutiveBatches(total_samples=len(dataset), consumed_samples=start, **_dealt(config))
         if start == 0 and not len(sampler):
             return
         yield from _loaded(dataset, sampler, config)
@@ -166,36 +166,25 @@ def one_pass(dataset: Any, config: RunConfig) -> Iterator[Batch]:
     sampler = ConsecutiveBatches(
         total_samples=math.ceil(len(dataset) / global_batch) * global_batch,
         consumed_samples=0,
-        micro_batch_size=config.training.micro_batch_size,
-        rank=parallel_state.get_data_parallel_rank(),
-        num_ranks=parallel_state.get_data_parallel_world_size(),
+        **_dealt(config),
     )
     return _loaded(_FilledUp(dataset), sampler, config)
 
 
-def _reshuffled(dataset: Any, config: RunConfig, consumed_samples: int) -> ReshuffledBatches:
-    return ReshuffledBatches(
-        total_samples=len(dataset),
-        consumed_samples=consumed_samples,
-        micro_batch_size=config.training.micro_batch_size,
-        rank=parallel_state.get_data_parallel_rank(),
-        num_ranks=parallel_state.get_data_parallel_world_size(),
-        has_shards=config.data.data_sharding,
-    )
+def _dealt(config: RunConfig) -> dict[str, int]:
+    """How the samples of a batch are dealt to the data-parallel ranks, of which this is one."""
+    return {
+        "micro_batch_size": config.training.micro_batch_size,
+        "rank": parallel_state.get_data_parallel_rank(),
+        "num_ranks": parallel_state.get_data_parallel_world_size(),
+    }
 
 
 def subset_batches(
     dataset: Any, config: RunConfig, *, subset: PhaseSubset, phase: int, position: int
 ) -> Iterator[Batch]:
     """As `batches`, of the subset that `phase` trains on, from `position` on, without end."""
-    sampler = SubsetBatches(
-        subset=subset,
-        phase=phase,
-        position=position,
-        micro_batch_size=config.training.micro_batch_size,
-        rank=parallel_state.get_data_parallel_rank(),
-        num_ranks=parallel_state.get_data_parallel_world_size(),
-    )
+    sampler = SubsetBatches(subset=subset, phase=phase, position=position, **_dealt(config))
     return _loaded(dataset, sampler, config)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import math
 import os
 import pickle
@@ -13,15 +14,17 @@ import numpy
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
-from megatron.bcd.data.indexed import check_indexed_dataset
 from megatron.bcd.data.lengths import num_samples
 
 _DEFAULT_SPLIT = "969, 30, 1"  # Megatron-LM's
 _SPLIT_NAMES = ("training", "validation", "test")
+_CHECKED_CHUNKS = 64
+_CHECKED_CHUNK_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,20 +147,14 @@ def _damaged_indexes(config: RunConfig) -> list[str]:
         paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
         prefixes = [prefix for words in paths if words for prefix in get_blend_from_list(list(words))[0]]
         folders = [os.path.join(prefix, "cache", f"{GPTDataset.__name__}_indices") for prefix in prefixes]
-    files = [os.path.join(folder, name) for folder in dict.fromkeys(folders) for name in sorted(_files(folder))]
-    return [file for file in files if file.endswith("_index.npy") and not _is_array(file)]
-
-
-def _files(folder: str) -> list[str]:
-    return os.listdir(folder) if os.path.isdir(folder) else []
-
-
-def _is_array(path: str) -> bool:
-    try:
-        numpy.load(path, mmap_mode="r")
-    except (OSError, ValueError, EOFError):
-        return False
-    return True
+    damaged = []
+    for folder in dict.fromkeys(folders):
+        for file in sorted(glob.glob(os.path.join(glob.escape(folder), "*_index.npy"))):
+            try:
+                numpy.load(file, mmap_mode="r")
+            except (OSError, ValueError, EOFError):
+                damaged.append(file)
+    return damaged
 
 
 def _dataset_config(config: RunConfig, tokenizer: Any) -> GPTDatasetConfig:
@@ -266,3 +263,71 @@ def _check_shares(
                 + (", or --eval-iters 0" if i == 1 else "")
             )
     return tokens_by_split
+
+
+# --- files
+
+
+def check_indexed_dataset(prefix: str, vocab_size: int, flag: str = "--data-path") -> numpy.ndarray:
+    """Check `prefix`.bin and .idx and return the tokens of each document.
+
+    Every token of a small dataset is compared with the vocabulary, 64 spread chunks of 1 Mi tokens of a large one.
+
+    Raises:
+        ValueError: a file is missing, truncated, not Megatron's, or made with another tokenizer.
+    """
+    for suffix in (".idx", ".bin"):
+        if not os.path.isfile(prefix + suffix):
+            raise ValueError(
+                f"{flag} {prefix}: {prefix}{suffix} does not exist; give the prefix that tools/preprocess_data.py "
+                "wrote, without .bin or .idx"
+            )
+    if not os.path.getsize(prefix + ".bin"):
+        raise ValueError(f"{flag} {prefix}: {prefix}.bin is empty; run tools/preprocess_data.py on a text that is not")
+    try:
+        dataset = IndexedDataset(prefix)
+        lengths, dtype = dataset.index.sequence_lengths, numpy.dtype(dataset.index.dtype)
+        num_documents = len(dataset.index.document_indices) - 1
+    except Exception as error:  # its reader raises any exception on damaged bytes
+        raise ValueError(
+            f"{flag} {prefix}: {prefix}.idx is truncated or no Megatron index; run tools/preprocess_data.py again"
+        ) from error
+    expected, found = int(lengths.sum(dtype=numpy.int64)) * dtype.itemsize, os.path.getsize(prefix + ".bin")
+    if expected != found or num_documents < 1:
+        raise ValueError(
+            f"{flag} {prefix}: {prefix}.bin has {found:,} bytes and its index describes {expected:,}; one of the two "
+            "is truncated or of another run; run tools/preprocess_data.py again"
+        )
+    if not _is_consistent(dataset.index):
+        raise ValueError(f"{flag} {prefix}: {prefix}.idx is damaged; run tools/preprocess_data.py again")
+    smallest, largest = _token_range(prefix + ".bin", dtype)
+    if smallest < 0 or largest >= vocab_size:
+        raise ValueError(
+            f"{flag} {prefix}: holds token {smallest if smallest < 0 else largest} and the vocabulary of this "
+            f"--tokenizer-type has {vocab_size}; give the tokenizer that made the data"
+        )
+    bounds = dataset.index.document_indices
+    return numpy.add.reduceat(lengths.astype(numpy.int64), bounds[:-1])
+
+
+def _is_consistent(index: Any) -> bool:
+    """Whether sequences follow each other in the file, and documents hold all of them in order."""
+    lengths, bounds = index.sequence_lengths.astype(numpy.int64), index.document_indices
+    ends = numpy.cumsum(lengths * numpy.dtype(index.dtype).itemsize)
+    return bool(
+        (lengths >= 0).all()
+        and index.sequence_pointers[0] == 0
+        and (index.sequence_pointers[1:] == ends[:-1]).all()
+        and bounds[0] == 0
+        and bounds[-1] == len(lengths)
+        and (bounds[1:] >= bounds[:-1]).all()
+    )
+
+
+def _token_range(path: str, dtype: numpy.dtype) -> tuple[int, int]:
+    tokens = numpy.memmap(path, dtype=dtype, mode="r")
+    if len(tokens) <= _CHECKED_CHUNKS * _CHECKED_CHUNK_TOKENS:
+        return int(tokens.min()), int(tokens.max())
+    starts = numpy.linspace(0, len(tokens) - _CHECKED_CHUNK_TOKENS, _CHECKED_CHUNKS, dtype=numpy.int64)
+    chunks = [tokens[start : start + _CHECKED_CHUNK_TOKENS] for start in starts]
+    return min(int(chunk.min()) for chunk in chunks), max(int(chunk.max()) for chunk in chunks)
