@@ -22,7 +22,7 @@ TOKENS = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(
 
 def train_and_save(config: Any) -> None:
     with worlds.started(config) as one:
-        one.run()
+        one.train()
 
 
 def logits_of(config: Any) -> torch.Tensor:
