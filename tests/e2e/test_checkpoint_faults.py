@@ -279,7 +279,7 @@ def test_the_llama_script_refuses_in_one_line(runs: ForkedRuns, workplace: Calla
     """The other script's name, a default that no one is told of, or a GPT's weights in a LLaMA."""
     place = workplace(2)
     before = digests(place)
-    refused = {("--openai-gelu",): ("--openai-gelu", "--no-swiglu"), ("--load", "saved"): ("--load saved", "--swiglu")}
+    refused = {("--openai-gelu",): ("--openai-gelu", "--swiglu"), ("--load", "saved"): ("--load saved", "--swiglu")}
     for flags, named in refused.items():
         words = command_line(*FLAGS, *flags, num_ranks=2)
         results = runs.run(words, folder=place, num_ranks=2, script="pretrain_llama_bcd")
