@@ -88,7 +88,7 @@ class EvalMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSummary:
-    """One block in the banner."""
+    """One block in the run summary."""
 
     index: int
     layers: str
@@ -109,7 +109,7 @@ class BlockSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """Contents of the start banner."""
+    """What is printed before the first step."""
 
     model: str
     parallel: str

@@ -393,7 +393,7 @@ class MatrixOptimizer:
         return bf16.join(matrix.parameter.data, low_bits)
 
     def tensors_to_step(self, *, is_of_block: bool) -> Iterator[torch.Tensor]:
-        """The weights of the active block's matrices, or of resting ones, and their low bits that this rank holds."""
+        """The weights of the active block's matrices, or of inactive ones, and their low bits that this rank holds."""
         for group in self.param_groups:
             for matrix in group["matrices"] if group["is_of_block"] == is_of_block else ():
                 yield matrix.parameter

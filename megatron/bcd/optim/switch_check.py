@@ -34,8 +34,8 @@ class SwitchCheck:
         self._stage = stage
         self._has_main_params = any(main_param.numel() for main_param in self._main_params())
         self._main_params_at_start = fingerprint(self._main_params())
-        self._has_resting = any(True for _ in self._resting())
-        self._resting_at_start = fingerprint(self._resting())
+        self._has_inactive = any(True for _ in self._inactive())
+        self._inactive_at_start = fingerprint(self._inactive())
         self._frozen_at_start = self._frozen()
 
     def problem(self) -> str | None:
@@ -50,17 +50,17 @@ class SwitchCheck:
                 "stage": self._stage,
                 "has_main_params": self._has_main_params,
                 "has_changed_main_params": fingerprint(self._main_params()) != self._main_params_at_start,
-                "has_resting": self._has_resting,
-                "has_changed_resting": fingerprint(self._resting()) != self._resting_at_start,
+                "has_inactive": self._has_inactive,
+                "has_changed_inactive": fingerprint(self._inactive()) != self._inactive_at_start,
                 "has_changed_frozen": self._frozen() != self._frozen_at_start,
             }
         )
         stages, unchanged = _unchanged_stages(ranks, "main_params")
-        resting_stages, unchanged_resting = _unchanged_stages(ranks, "resting")
+        inactive_stages, unchanged_inactive = _unchanged_stages(ranks, "inactive")
         changed_frozen = [index for index, rank in enumerate(ranks) if rank["has_changed_frozen"]]
-        if unchanged_resting:
-            return f"resting layers on pipeline stage(s) {unchanged_resting} did not change in a step"
-        if unchanged or not (stages or resting_stages):
+        if unchanged_inactive:
+            return f"inactive layers on pipeline stage(s) {unchanged_inactive} did not change in a step"
+        if unchanged or not (stages or inactive_stages):
             return (
                 f"block {self._block} is active, but its weights on pipeline stage(s) {unchanged} did not change in a "
                 "step"
@@ -76,7 +76,7 @@ class SwitchCheck:
         if self._matrices is not None:
             yield from self._matrices.tensors_to_step(is_of_block=True)
 
-    def _resting(self) -> Iterator[torch.Tensor]:
+    def _inactive(self) -> Iterator[torch.Tensor]:
         if self._matrices is not None:
             yield from self._matrices.tensors_to_step(is_of_block=False)
 

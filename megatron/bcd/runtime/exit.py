@@ -62,7 +62,7 @@ def _world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _refusals() -> Any:
+def _errors() -> Any:
     """The part of torchrun's store for messages of `exit_on_error` in this start of the workers."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise RuntimeError("no torchrun here")  # another launcher: there is no store before the process group
@@ -70,13 +70,13 @@ def _refusals() -> Any:
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     distributed = sys.modules["torch.distributed"]  # an import would wait while the main thread imports it
     store = distributed.TCPStore(*address, is_master=False, timeout=patience)
-    return distributed.PrefixStore(f"bcd/refusal/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return distributed.PrefixStore(f"bcd/error/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _all_ranks_end(message: str, world_size: int) -> bool:
     """Send the message to the other ranks; whether all of them arrive here in time."""
     try:
-        store = _refusals()
+        store = _errors()
         store.set("message", message)
         store.add("ranks", 1)
         deadline = time.monotonic() + _PATIENCE_SECONDS
@@ -92,7 +92,7 @@ def _all_ranks_end(message: str, world_size: int) -> bool:
 def _end_with_the_others(is_over: threading.Event) -> None:
     """Until `is_over`, poll whether another rank has failed; if so, end this one."""
     try:
-        store = _refusals()
+        store = _errors()
         while not is_over.wait(0.1):
             if store.check(["message"]):
                 code, line = store.get("message").decode().split(" ", 1)
