@@ -48,8 +48,8 @@ def build_transformer_config(config: RunConfig, implementation: Implementation) 
         fields["cross_entropy_loss_fusion"] = False
     if config.context_size > 1 and config.data.reset_attention_mask and implementation.attention != SCALED_DOT_PRODUCT:
         raise ValueError(
-            f"--reset-attention-mask cannot be combined with --context-parallel-size {config.context_size}: Transformer "
-            "Engine's attention splits causal masks only; give --transformer-impl local"
+            f"--reset-attention-mask cannot be combined with --context-parallel-size {config.context_size}: "
+            "Transformer Engine's attention splits causal masks only; give --transformer-impl local"
         )
     if implementation.layers == "local":
         fields["persist_layer_norm"] = False

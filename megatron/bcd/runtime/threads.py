@@ -45,7 +45,7 @@ def _quota() -> float | None:
 
 
 def set_threads() -> str:
-    """Give PyTorch this process's share of the cores, unless the user has set OMP_NUM_THREADS; the run summary's line."""
+    """Give PyTorch its share of the cores, unless the user has set OMP_NUM_THREADS; a line of the run summary."""
     import torch
 
     processes = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1")
