@@ -202,7 +202,7 @@ class Iteration:
             self._no_sync = None
 
     def _finish_gradients(self) -> None:
-        """Reduce what is not reduced yet: data-parallel replicas, tied embeddings, sequence-parallel norms."""
+        """Reduce what is not reduced yet: data-parallel ranks, tied embeddings, sequence-parallel norms."""
         if self._no_sync is not None:
             self._allow_gradient_reduction()
             if self._config.grad_sync_func is not None:
