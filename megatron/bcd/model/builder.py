@@ -231,10 +231,10 @@ def unwrap_model(model: torch.nn.Module) -> GPTModel:
 
 
 def select_chunk(model: torch.nn.Module, chunk: int) -> None:
-    """Let the forward pass of a stage of several chunks be that of one of them."""
+    """Let the forward pass of a stage of several chunks be that of one of them; a stage of one is left alone."""
     unwrapped: torch.nn.Module = unwrap_model(model)
-    assert isinstance(unwrapped, ChunkedModel)
-    unwrapped.select(chunk)
+    if isinstance(unwrapped, ChunkedModel):
+        unwrapped.select(chunk)
 
 
 def chunks_of(model: torch.nn.Module) -> list[GPTModel]:

@@ -120,8 +120,7 @@ class Iteration:
         received = self._inputs.pop(place, None)
         if received is not None:
             self._messages_from(virtual - 1).wait_for(received)
-        if shape.num_chunks > 1:
-            select_chunk(self._model, action.chunk)
+        select_chunk(self._model, action.chunk)
         is_next = action.microbatch >= shape.num_microbatches
         number = action.microbatch - shape.num_microbatches if is_next else action.microbatch
         with torch.set_grad_enabled(keeps_graph):
