@@ -20,7 +20,7 @@ def test_a_block_that_dominates(shares: tuple[float, ...], of_tokens: float, nam
     assert named in line
 
 
-@pytest.mark.parametrize("shares", [(1.0,), (), (0.5, 0.5), (0.45, 0.4, 0.15)])
+@pytest.mark.parametrize("shares", [(1.0,), (0.5, 0.5), (0.45, 0.4, 0.15)])
 def test_blocks_that_do_not(shares: tuple[float, ...]) -> None:
     """A warning in every run."""
     assert warn_of_dominance(shares, 0.4) == ()

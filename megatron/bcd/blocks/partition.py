@@ -333,16 +333,8 @@ def partition(
     both = sorted(frozen & with_tied_parts(always_active, tied=tied))
     if both:
         raise ValueError(f"--bcd-frozen and --bcd-always-active both name {' and '.join(both)}: leave it out of one")
-    if num_blocks is not None and num_blocks < 0:
-        raise ValueError(f"--bcd-num-blocks {num_blocks}: must be at least 0")
-    if layout == "stage" and num_blocks not in (None, num_stages):
-        raise ValueError(
-            f"--bcd-num-blocks {num_blocks}: --bcd-layout stage has a block per pipeline stage, {num_stages} "
-            "(--pipeline-model-parallel-size)"
-        )
+    _check_num_blocks(num_blocks, num_stages=num_stages, resting=resting, always_active=always_active, layout=layout)
     parts = 1 if layout == "stage" else DEFAULT_NUM_BLOCKS if num_blocks is None else max(num_blocks, 1)
-    if num_blocks == 0:
-        _check_without_blocks(resting=resting, always_active=always_active, layout=layout)
     num_submodels = parts if num_parts is None or layout != "interleaved" else num_parts
     if num_submodels % parts:
         raise ValueError(f"--bcd-num-blocks {parts}: the {num_parts} chunks of a stage must be a multiple of it")
@@ -379,8 +371,18 @@ def with_tied_parts(parts: frozenset[str], *, tied: bool) -> frozenset[str]:
     return parts | _TIED if tied and parts & _TIED else parts
 
 
-def _check_without_blocks(*, resting: str, always_active: frozenset[str], layout: str) -> None:
-    """--bcd-num-blocks 0."""
+def _check_num_blocks(
+    num_blocks: int | None, *, num_stages: int, resting: str, always_active: frozenset[str], layout: str
+) -> None:
+    if num_blocks is not None and num_blocks < 0:
+        raise ValueError(f"--bcd-num-blocks {num_blocks}: must be at least 0")
+    if layout == "stage" and num_blocks not in (None, num_stages):
+        raise ValueError(
+            f"--bcd-num-blocks {num_blocks}: --bcd-layout stage has a block per pipeline stage, {num_stages} "
+            "(--pipeline-model-parallel-size)"
+        )
+    if num_blocks != 0:
+        return
     if resting != "all":
         raise ValueError("--bcd-num-blocks 0 needs --bcd-resting-update, with --bcd-resting-layers all")
     if not always_active:
