@@ -69,7 +69,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The checked command line.
 
     Raises:
-        ValueError: a flag is unknown, or does not go with the direction.
+        ValueError: a flag is unknown, or cannot be combined with the direction.
     """
     options = _parser().parse_args(argv)
     if options.source == options.target:
