@@ -347,9 +347,9 @@ def arithmetic_of_flags(form: str, flags: Sequence[str]) -> float | None:
     partition = partition_from_config(config)
     num_layers, newton_schulz, total = partition.num_layers, _newton_schulz(config), 0.0
     for block in range(partition.num_blocks):
-        resting, active = len(partition.resting_layers(block)), len(partition.active_layers(block, 0))
-        total += num_layers + (num_layers - len(partition.prefix_layers(block))) + active + resting
-        total += newton_schulz * resting * (config.bcd.bcd_resting_update == "orthogonal")
+        stateless, active = len(partition.stateless_layers(block)), len(partition.active_layers(block, 0))
+        total += num_layers + (num_layers - len(partition.prefix_layers(block))) + active + stateless
+        total += newton_schulz * stateless * (config.bcd.bcd_resting_update == "orthogonal")
         total += newton_schulz * active * (config.optimizer.optimizer == "muon")
     return total / partition.num_blocks / (3 * num_layers)
 

@@ -245,7 +245,7 @@ _RESUMED = (
 _RESTING = (
     _one(
         "resting",
-        "2 data-parallel ranks, Adam blocks, orthogonal resting layers, bf16, host state, overlap",
+        "2 data-parallel ranks, Adam blocks, orthogonal inactive layers, bf16, host state, overlap",
         "--bcd-layout strided --bcd-resting-update orthogonal --bcd-optimizer-state host --bf16 "
         "--bcd-steps-per-block 3 --overlap-grad-reduce --overlap-param-gather",
         processes=2,

@@ -97,7 +97,7 @@ def test_a_step_waits_for_loss_and_norm_only(world1: World, world2: World, text_
 
 
 def test_resting_layers_add_one_read(world1: World, text_data: str) -> None:
-    """The norm of resting layers, waited for before the other norm is computed."""
+    """The norm of inactive layers, waited for before the other norm is computed."""
     flags = {
         "bcd_preset": "pretrain",
         "train_iters": ITERATIONS,

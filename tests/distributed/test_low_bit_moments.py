@@ -206,7 +206,7 @@ MATRICES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", MATRICES)
 def test_resumed_beside_a_matrix_optimizer(world2: World, text_data: str, tmp_path: Path, kind: str) -> None:
-    """What Adam steps beside Muon and resting layers: moments in fp32 all the same, or not resumed."""
+    """What Adam steps beside Muon and inactive layers: moments in fp32 all the same, or not resumed."""
     flags = {"world_size": 2, "data_path": text_data, "adam_moments_dtype": "int8", "bcd_optimizer_state": "host"}
     config = worlds.run_config(**flags | MATRICES[kind], train_iters=6, bcd_steps_per_block=2)
     for found in world2.run(trained, config):

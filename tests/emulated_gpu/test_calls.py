@@ -26,7 +26,7 @@ def test_a_step_waits_twice(rows: dict[str, dict[str, Any]]) -> None:
 
 
 def test_launches_are_near_those_of_full_training(rows: dict[str, dict[str, Any]]) -> None:
-    """Resting matrices that are updated one by one; a frozen layer whose weight gradients are computed."""
+    """Inactive matrices that are updated one by one; a frozen layer whose weight gradients are computed."""
     assert rows["pretrain"]["calls"] <= 1.15 * rows["full"]["calls"]
     assert rows["finetune"]["calls"] < rows["paper"]["calls"] <= 0.85 * rows["full"]["calls"]
 

@@ -270,7 +270,7 @@ class Rank:
             first_trainable_virtual_stage=lambda block: block,
             virtual_stage_active=lambda block, stage: stage == block or stage > block and not case.frozen_suffix,
             has_active_block=False,
-            resting_layers=lambda block: range(block, block + 1 if case.frozen_suffix else case.num_stages),
+            stateless_layers=lambda block: range(block, block + 1 if case.frozen_suffix else case.num_stages),
             prefix_layers=range,
             chunk_layers=lambda stage, chunk: range(stage, stage + 1),
             head_active=lambda block: True,

@@ -225,7 +225,7 @@ def test_resume_is_exact(tmp_path: Path, keep_state: str, rule: str, stopped_at:
 
 
 def test_maximize() -> None:
-    """Resting layers that go down where the wrapped optimizer goes up."""
+    """Inactive layers that go down where the wrapped optimizer goes up."""
     up, down = new_net(), new_net()
     for model, sign in ((up, 1), (down, -1)):
         optimizer = BlockCoordinate(
@@ -239,7 +239,7 @@ def test_maximize() -> None:
 
 
 def test_accumulated_gradients_are_one_step() -> None:
-    """A phase that ends early, or a resting layer stepped by the last of several backward passes only."""
+    """A phase that ends early, or a stateless layer stepped by the last of several backward passes only."""
     whole, parts = new_net(), new_net()
     settings: dict[str, Any] = {"lr": 0.01, "steps_per_block": 2, "resting_update": "normalized"}
     one = BlockCoordinate(whole, torch.optim.AdamW, **settings)
@@ -257,7 +257,7 @@ def test_accumulated_gradients_are_one_step() -> None:
 
 
 def test_a_step_that_the_scaler_skips_does_not_count() -> None:
-    """With fp16 an overflow would shorten the phase, or leave a resting layer with infinite weights."""
+    """With fp16 an overflow would shorten the phase, or leave a stateless layer with infinite weights."""
     model = new_net()
     optimizer = BlockCoordinate(model, torch.optim.AdamW, steps_per_block=1, resting_update="sign")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -315,7 +315,7 @@ def test_no_block_trains_what_is_always_active_and_rests_the_others() -> None:
 
 
 def test_what_is_always_active_by_default() -> None:
-    """Sign or orthogonal steps of an embedding or a head, which lose most of what resting updates gain."""
+    """Sign or orthogonal steps of an embedding or a head, which lose most of what stateless updates gain."""
     always = {"none": set(), "orthogonal": {"embedding.weight", "head.weight", "head.bias"} | NORMS_AND_EMBEDDING}
     for rule, expected in always.items():
         optimizer = BlockCoordinate(new_net(), torch.optim.AdamW, resting_update=rule)

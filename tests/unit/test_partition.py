@@ -159,7 +159,10 @@ def test_tied_copy_makes_the_last_stage_active_in_stage_layout() -> None:
         ({"num_blocks": 3, "layout": "stage"}, "--bcd-num-blocks 3"),
         ({"num_blocks": -1}, "--bcd-num-blocks -1"),
         ({"num_blocks": 0}, "--bcd-num-blocks 0"),
-        ({"num_blocks": 0, "resting": "all", "always_active": frozenset({"head"}), "layout": "interleaved"}, "layout"),
+        (
+            {"num_blocks": 0, "stateless": "all", "always_active": frozenset({"head"}), "layout": "interleaved"},
+            "layout",
+        ),
         ({"layers_per_stage": (10, 2)}, "stage 1"),
         ({"layers_per_stage": (10, 1)}, "--num-layers"),
         ({"num_parts": 4, "layout": "interleaved"}, "--bcd-num-blocks"),
@@ -177,18 +180,18 @@ def test_bad_input_names_the_flag(given_values: dict[str, Any], flag: str) -> No
 
 
 @given(layers=st.integers(4, 40), stages=st.integers(1, 4), blocks=st.integers(1, 4), data=st.data())
-def test_resting_layers_are_the_others(layers: int, stages: int, blocks: int, data: st.DataObject) -> None:
-    """A layer that is neither active nor resting, both, or resting in front of a stage that gets no gradient."""
+def test_stateless_layers_are_the_others(layers: int, stages: int, blocks: int, data: st.DataObject) -> None:
+    """A layer that is neither active nor stateless, both, or stateless in front of a stage that gets no gradient."""
     assume(layers >= stages * blocks)
     layout = data.draw(st.sampled_from(["spread", "strided", "submodel"]))
-    for resting in ("none", "all", "suffix"):
+    for stateless in ("none", "all", "suffix"):
         cut = partition(
-            num_layers=layers, num_stages=stages, num_blocks=blocks, layout=layout, tied=True, resting=resting
+            num_layers=layers, num_stages=stages, num_blocks=blocks, layout=layout, tied=True, stateless=stateless
         )
         for block in cut.blocks:
-            found, others = set(cut.resting_layers(block.index)), set(range(layers)) - set(block.layers)
+            found, others = set(cut.stateless_layers(block.index)), set(range(layers)) - set(block.layers)
             expected = {"none": set(), "all": others, "suffix": {one for one in others if one > block.first_layer}}
-            assert found == expected[resting]
+            assert found == expected[stateless]
             assert found.isdisjoint(cut.prefix_layers(block.index))
             for stage in range(stages):
                 if found & set(cut.stage_layers(stage)):
@@ -237,10 +240,10 @@ def test_without_an_active_block_all_layers_rest() -> None:
         num_blocks=0,
         layout="spread",
         tied=False,
-        resting="all",
+        stateless="all",
         always_active=frozenset(("norms", "biases", "embedding", "head")),
     )
-    assert cut.num_blocks == 1 and cut.resting_layers(0) == (0, 1, 2, 3, 4)
+    assert cut.num_blocks == 1 and cut.stateless_layers(0) == (0, 1, 2, 3, 4)
     assert cut.active_layers(0, 0) == cut.active_layers(0, 1) == ()
     assert cut.embedding_active(0) and cut.head_active(0) and cut.final_norm_active(0) and not cut.has_prefix
 

@@ -418,7 +418,7 @@ def test_a_run_that_is_still_there(tmp_path: Path, capsys: pytest.CaptureFixture
     ],
 )
 def test_arithmetic(flags: str, expected: float | None) -> None:
-    """Weight gradients of resting layers, or orthogonalisation, that count nothing; a refused method that has some."""
+    """Weight gradients of inactive layers, or orthogonalisation, that count nothing; a refused method that has some."""
     shape = "--num-layers 6 --hidden-size 64 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16"
     batch = "--micro-batch-size 2 --global-batch-size 4 --train-iters 1 --lr 1e-3 --tokenizer-type ByteLevelTokenizer"
     found = arithmetic_of_flags("gpt", f"{shape} {batch} {flags}".split())

@@ -32,16 +32,16 @@ class Ownership:
     """Active in every phase (--bcd-always-active)."""
     is_frozen: bool = False
     """No phase trains it (--bcd-frozen)."""
-    resting_in: frozenset[int] = frozenset()
+    stateless_in: frozenset[int] = frozenset()
     """Blocks during whose phases it is updated without state."""
 
     def is_active(self, block: int) -> bool:
         """Whether the parameter is updated with optimizer state in a phase of ``block``."""
         return self.is_always_active or self.block == block
 
-    def is_resting(self, block: int) -> bool:
+    def is_stateless(self, block: int) -> bool:
         """Whether the parameter is updated without optimizer state in a phase of ``block``."""
-        return block in self.resting_in
+        return block in self.stateless_in
 
 
 def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
@@ -86,10 +86,10 @@ def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
         block=block if partition.has_active_block and not is_frozen else None,
         is_always_active=is_always_active,
         is_frozen=is_frozen,
-        resting_in=frozenset(
+        stateless_in=frozenset(
             each.index
             for each in partition.blocks
-            if is_matrix and layer is not None and partition.is_resting(layer, each.index)
+            if is_matrix and layer is not None and partition.is_stateless(layer, each.index)
         ),
     )
 

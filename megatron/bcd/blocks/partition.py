@@ -121,7 +121,7 @@ class Partition:
     """What is active in every phase: some of ``norms`` (all), ``biases`` (of layers), ``embedding``, ``head``."""
     frozen: frozenset[str] = frozenset()
     """What no phase trains: some of ``embedding``, ``head`` (tied: both or none), ``norms`` (all)."""
-    resting: str = "none"
+    stateless: str = "none"
     """Which layers outside the active block are updated without state: ``none``, ``all``, or ``suffix`` (after the
     block's first layer)."""
     has_active_block: bool = True
@@ -169,18 +169,18 @@ class Partition:
         """Layers of pipeline stage ``stage`` that are active while block number ``block`` is."""
         return self.blocks[block].layers_on_stage(stage) if self.has_active_block else ()
 
-    def resting_layers(self, block: int) -> tuple[int, ...]:
+    def stateless_layers(self, block: int) -> tuple[int, ...]:
         """Layers whose matrices are updated without state while block number ``block`` is active, ascending."""
-        return tuple(layer for layer in range(self.num_layers) if self.is_resting(layer, block))
+        return tuple(layer for layer in range(self.num_layers) if self.is_stateless(layer, block))
 
-    def is_resting(self, layer: int, block: int) -> bool:
-        """Whether a layer is one of ``resting_layers(block)``."""
+    def is_stateless(self, layer: int, block: int) -> bool:
+        """Whether a layer is one of ``stateless_layers(block)``."""
         if not self.has_active_block:
             return True
-        if self.resting == "none":
+        if self.stateless == "none":
             return False
         active = self.blocks[block]
-        return layer >= (active.first_layer if self.resting == "suffix" else 0) and layer not in active.layers
+        return layer >= (active.first_layer if self.stateless == "suffix" else 0) and layer not in active.layers
 
     @property
     def embedding_always_active(self) -> bool:
@@ -200,7 +200,7 @@ class Partition:
     @property
     def has_prefix(self) -> bool:
         """Whether any phase may have a prefix: not where something at the bottom of the model is updated in all."""
-        return not (self.resting == "all" or self.embedding_always_active or {"norms", "biases"} & self.always_active)
+        return not (self.stateless == "all" or self.embedding_always_active or {"norms", "biases"} & self.always_active)
 
     def embedding_active(self, block: int) -> bool:
         """Whether the embedding, on the first stage, is active in the block's phase."""
@@ -224,7 +224,7 @@ class Partition:
         return is_owned or self.head_always_active
 
     def stage_active(self, block: int, stage: int) -> bool:
-        """Whether stage ``stage`` holds anything that is updated: layers, resting ones too, embedding, norms, head."""
+        """Whether stage ``stage`` holds anything that is updated, also without state."""
         return any(
             self.virtual_stage_active(block, chunk * self.num_stages + stage) for chunk in range(self.num_chunks)
         )
@@ -235,7 +235,7 @@ class Partition:
         submodels = self.blocks[block].submodels if self.has_active_block else ()
         return (
             any((submodel.chunk, submodel.stage) == (chunk, stage) for submodel in submodels)
-            or any(self.is_resting(layer, block) for layer in self.chunk_layers(stage, chunk))
+            or any(self.is_stateless(layer, block) for layer in self.chunk_layers(stage, chunk))
             or bool({"norms", "biases"} & self.always_active)
             or (virtual == 0 and self.embedding_active(block))
             or (virtual == self.num_virtual_stages - 1 and (self.head_active(block) or self.final_norm_active(block)))
@@ -272,7 +272,7 @@ class Partition:
 
     def describe_untrained(self, visited: Collection[int]) -> tuple[str, ...]:
         """What no phase of the blocks `visited` updates though another block's would, for people."""
-        layers = {layer for block in visited for layer in (*self.blocks[block].layers, *self.resting_layers(block))}
+        layers = {layer for block in visited for layer in (*self.blocks[block].layers, *self.stateless_layers(block))}
         left = describe_layers([layer for layer in range(self.num_layers) if layer not in layers])
         trained = {extra for block in visited for extra in self.describe_extras(block)}
         extras = dict.fromkeys(extra for block in self.blocks for extra in self.describe_extras(block.index))
@@ -298,7 +298,7 @@ def partition_from_config(config: RunConfig) -> Partition:
         tied=config.tied,
         always_active=config.bcd.always_active,
         frozen=config.bcd.frozen,
-        resting=config.bcd.bcd_resting_layers if config.bcd.bcd_resting_update != "none" else "none",
+        stateless=config.bcd.bcd_resting_layers if config.bcd.bcd_resting_update != "none" else "none",
         num_parts=config.bcd.num_virtual_stages_per_pipeline_rank,
     )
 
@@ -314,7 +314,7 @@ def partition(
     layers_per_stage: tuple[int, ...] | None = None,
     always_active: frozenset[str] = frozenset(),
     frozen: frozenset[str] = frozenset(),
-    resting: str = "none",
+    stateless: str = "none",
     num_parts: int | None = None,
 ) -> Partition:
     """Divide ``num_layers`` layers on ``num_stages`` pipeline stages into blocks.
@@ -333,7 +333,9 @@ def partition(
     both = sorted(frozen & with_tied_parts(always_active, tied=tied))
     if both:
         raise ValueError(f"--bcd-frozen and --bcd-always-active both name {' and '.join(both)}: leave it out of one")
-    _check_num_blocks(num_blocks, num_stages=num_stages, resting=resting, always_active=always_active, layout=layout)
+    _check_num_blocks(
+        num_blocks, num_stages=num_stages, stateless=stateless, always_active=always_active, layout=layout
+    )
     parts = 1 if layout == "stage" else DEFAULT_NUM_BLOCKS if num_blocks is None else max(num_blocks, 1)
     num_submodels = parts if num_parts is None or layout != "interleaved" else num_parts
     if num_submodels % parts:
@@ -360,7 +362,7 @@ def partition(
         tied=tied,
         always_active=always_active,
         frozen=frozen,
-        resting=resting,
+        stateless=stateless,
         has_active_block=num_blocks != 0,
         num_chunks=1 + max(submodel.chunk for submodel in submodels),
     )
@@ -372,7 +374,7 @@ def with_tied_parts(parts: frozenset[str], *, tied: bool) -> frozenset[str]:
 
 
 def _check_num_blocks(
-    num_blocks: int | None, *, num_stages: int, resting: str, always_active: frozenset[str], layout: str
+    num_blocks: int | None, *, num_stages: int, stateless: str, always_active: frozenset[str], layout: str
 ) -> None:
     if num_blocks is not None and num_blocks < 0:
         raise ValueError(f"--bcd-num-blocks {num_blocks}: must be at least 0")
@@ -383,7 +385,7 @@ def _check_num_blocks(
         )
     if num_blocks != 0:
         return
-    if resting != "all":
+    if stateless != "all":
         raise ValueError("--bcd-num-blocks 0 needs --bcd-resting-update, with --bcd-resting-layers all")
     if not always_active:
         raise ValueError("--bcd-num-blocks 0 trains embedding, norms and head only if --bcd-always-active names them")

@@ -236,7 +236,7 @@ def changed_flags(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
 
 
 def has_same_optimizers(saved: RunState, config: RunConfig) -> bool:
-    """Whether the optimizers of this run hold what the checkpoint's held: with 16-bit weights, a resting update has
+    """Whether the optimizers of this run hold what the checkpoint's held: with 16-bit weights, a stateless update has
     main parameters of its own."""
     before = saved.flags.get("bcd", {}).get("bcd_resting_update", "none")
     return config.precision == "fp32" or (before == "none") == (config.bcd.bcd_resting_update == "none")

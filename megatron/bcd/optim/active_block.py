@@ -61,7 +61,7 @@ class ParametersByBlock:
 
     def inactive(self, block: int) -> Parameters:
         """Matrices that are updated without state in the block's phases (--bcd-resting-update)."""
-        return self._where(lambda owned: owned.is_resting(block))
+        return self._where(lambda owned: owned.is_stateless(block))
 
     def matrices(self) -> Parameters:
         """Matrices of all layers of this stage."""

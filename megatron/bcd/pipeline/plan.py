@@ -280,7 +280,7 @@ def phase_shape(
 def _work(partition: Partition, block: int, head: float) -> tuple[tuple[float, float], ...]:
     """As `PlanShape.work`, in passes of a layer."""
     active = partition.blocks[block].layers if partition.has_active_block else ()
-    updated = {*active, *partition.resting_layers(block)}
+    updated = {*active, *partition.stateless_layers(block)}
     first = len(partition.prefix_layers(block))
     work = []
     for virtual in range(partition.num_virtual_stages):

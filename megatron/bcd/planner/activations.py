@@ -49,7 +49,7 @@ def layer_counts_of(partition: Partition) -> LayerCounts:
     ]
     phases = []
     for block in partition.blocks:
-        updated = set(block.layers if partition.has_active_block else ()) | set(partition.resting_layers(block.index))
+        updated = set(block.layers if partition.has_active_block else ()) | set(partition.stateless_layers(block.index))
         phases.append((len(partition.prefix_layers(block.index)), updated))
     return LayerCounts(
         partition=partition,

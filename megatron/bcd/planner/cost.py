@@ -196,7 +196,7 @@ def layer_work(partition: Partition, block: int, *, stage: int | None = None, pr
     first_active = len(partition.prefix_layers(block))
     after_prefix = sum(layer >= first_active for layer in layers)
     stages = range(partition.num_stages) if stage is None else (stage,)
-    stateless = partition.resting_layers(block)
+    stateless = partition.stateless_layers(block)
     return LayerWork(
         forward=after_prefix if prefix_cached else len(layers),
         input_gradient=after_prefix,

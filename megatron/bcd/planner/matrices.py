@@ -55,15 +55,15 @@ def matrix_share(recipe: Recipe, stage: int, block: int, replica: int) -> Matrix
 
 def _share(recipe: Recipe, matrices: list[Tensor], is_own: list[bool], block: int) -> MatrixShare:
     bcd = recipe.bcd
-    muon_gradient, resting_gradient = DTYPE_BYTES[bcd.muon_grad_dtype], DTYPE_BYTES[bcd.bcd_resting_grad_dtype]
+    muon_gradient, stateless_gradient = DTYPE_BYTES[bcd.muon_grad_dtype], DTYPE_BYTES[bcd.bcd_resting_grad_dtype]
     momentum = DTYPE_BYTES[bcd.muon_momentum_dtype] if recipe.is_muon else 0
     low_bits = 2 if recipe.precision == "bf16" else 0
     total, updated = Counter[str](), []
     for tensor, own in zip(matrices, is_own, strict=True):
         is_active = tensor.is_active(block)
-        is_stepped = is_active and recipe.is_muon or tensor.is_resting(block)
+        is_stepped = is_active and recipe.is_muon or tensor.is_stateless(block)
         if is_stepped:
-            gradient = muon_gradient if is_active else resting_gradient
+            gradient = muon_gradient if is_active else stateless_gradient
             total["gradients"] += gradient * tensor.size
             total["messages"] += (gradient + recipe.bytes_per_element) * tensor.size * (recipe.num_replicas > 1)
         if not own:

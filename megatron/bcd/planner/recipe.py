@@ -221,7 +221,7 @@ class Recipe:
             tied=self.shape.tied,
             frozen=frozen,
             always_active=bcd.always_active - frozen if self.always_active is None else self.always_active,
-            resting=bcd.bcd_resting_layers if bcd.bcd_resting_update != "none" else "none",
+            stateless=bcd.bcd_resting_layers if bcd.bcd_resting_update != "none" else "none",
             num_parts=self.num_chunks,
         )
 

@@ -39,13 +39,13 @@ def phase_counts(
 ) -> dict[str, int]:
     """Parameters of a rank in a phase, by what steps them: Megatron Core's optimizer, Muon, or a rule without state;
     and matrices that rest now or in another phase."""
-    counts = dict.fromkeys(("adam", "muon", "resting", "matrices"), 0)
+    counts = dict.fromkeys(("adam", "muon", "stateless", "matrices"), 0)
     for name, one in owned.items():
         if one.is_active(block):
             counts["muon" if is_muon and one.is_matrix else "adam"] += sizes[name]
             continue
-        counts["resting"] += sizes[name] * one.is_resting(block)
-        counts["matrices"] += sizes[name] * bool(one.resting_in)
+        counts["stateless"] += sizes[name] * one.is_stateless(block)
+        counts["matrices"] += sizes[name] * bool(one.stateless_in)
     return counts
 
 
@@ -64,7 +64,7 @@ def state_bytes(config: RunConfig, *, num_parameters: int, counts: Mapping[str, 
     bcd, precision = config.bcd, config.precision
     stateless = cost.matrix_state_bytes(
         num_matrix=counts["matrices"],
-        num_stepped=counts["resting"],
+        num_stepped=counts["stateless"],
         grad_dtype=bcd.bcd_resting_grad_dtype,
         precision=precision,
         data_parallel_size=num_replicas,

@@ -31,9 +31,9 @@ class Tensor:
         """Whether it is updated with optimizer state in the block's phase."""
         return self.owned.is_active(block)
 
-    def is_resting(self, block: int) -> bool:
+    def is_stateless(self, block: int) -> bool:
         """Whether it is updated without optimizer state in the block's phase."""
-        return self.owned.is_resting(block)
+        return self.owned.is_stateless(block)
 
 
 def stage_tensors(shape: ModelShape, partition: Partition, stage: int, *, padded_vocabulary: int) -> tuple[Tensor, ...]:

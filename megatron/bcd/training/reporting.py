@@ -139,7 +139,7 @@ def _this_rank(config: RunConfig, partition: Partition, model: torch.nn.Module) 
     owned = {name: ownership(name, partition=partition, stage=stage) for name in sizes}
     # those with state of their own block only, which may be offloaded between its phases
     between = [name for name, one in owned.items() if not one.is_always_active and one.block is not None]
-    matrices = {name for name, one in owned.items() if one.is_matrix and (is_muon or one.resting_in)}
+    matrices = {name for name, one in owned.items() if one.is_matrix and (is_muon or one.stateless_in)}
     heads = [size for name, size in sizes.items() if name.endswith("output_layer.weight")]
     tied_copy = sum(heads) * parallel_state.get_tensor_model_parallel_world_size() if partition.tied else 0
     return {

@@ -66,13 +66,13 @@ class PlainLoop:
         gradients = {name: parameter.main_grad.clone() for name, parameter in named.items()}
         is_matrix = {name: "layers" in name and parameter.dim() == 2 for name, parameter in named.items()}
         active = one.partition.blocks[one.block].layers
-        resting = {name for name in named if is_matrix[name] and int(name.split(".")[2]) not in active}
-        norm = math.sqrt(sum(float(gradients[name].square().sum()) for name in named if name not in resting))
+        stateless = {name for name in named if is_matrix[name] and int(name.split(".")[2]) not in active}
+        norm = math.sqrt(sum(float(gradients[name].square().sum()) for name in named if name not in stateless))
         lr = one.lr_scheduler.get_lr({})
         for name, weight in self._weights.items():
-            g = gradients[name] if name in resting else gradients[name] * min(1.0, 1.0 / (norm + 1e-6))
+            g = gradients[name] if name in stateless else gradients[name] * min(1.0, 1.0 / (norm + 1e-6))
             weight.mul_(1 - lr * 0.01 * (weight.dim() == 2))
-            if name in resting:
+            if name in stateless:
                 weight.sub_(0.2 * lr * self._orthogonal(name, g))
             elif self._is_muon and is_matrix[name]:
                 m = self._moments.setdefault(name, torch.zeros_like(g)).mul_(0.95).add_(g)
@@ -154,7 +154,7 @@ def test_pipeline_with_data_parallel(
 
 
 def train_overlapped(config: Any) -> tuple[dict[str, Any], list[bool]]:
-    """The run, and by step whether the reductions of all resting gradients had begun when the passes were over."""
+    """The run, and by step whether the reductions of all stateless gradients had begun when the passes were over."""
     begun: list[bool] = []
 
     def after_schedule(one: worlds.RecordedRun) -> None:
@@ -170,7 +170,7 @@ def train_overlapped(config: Any) -> tuple[dict[str, Any], list[bool]]:
 def test_overlapped_reductions_change_nothing(
     world2: World, world4: World, text_data: str, cut: str, method: str
 ) -> None:
-    """Gradients of resting layers that are reduced after the passes, or before their last microbatch, or twice."""
+    """Gradients of inactive layers that are reduced after the passes, or before their last microbatch, or twice."""
     world = world4 if cut == "pipeline2_data2" else world2
     flags = ITERATIONS | METHODS[method] | CUTS[cut] | {"data_path": text_data, "micro_batch_size": 1}
     plain = world.run(train_overlapped, worlds.run_config(**flags))
@@ -264,7 +264,7 @@ def bytes_by_block(config: Any) -> list[tuple[int, int, int]]:
 
 
 def spoilt_step(config: Any) -> list[list[str]]:
-    """Names of weights that changed in each step; the gradient of a resting layer overflows in the third, on rank 0."""
+    """Names of weights that changed in each step; a stateless gradient overflows in the third, on rank 0."""
     before: dict[str, torch.Tensor] = {}
     changed: list[list[str]] = []
 
@@ -283,7 +283,7 @@ def spoilt_step(config: Any) -> list[list[str]]:
 
 @pytest.mark.parametrize("cut", ["data2", "pipeline2"])
 def test_a_resting_gradient_that_is_not_finite_skips_the_step(world2: World, text_data: str, cut: str) -> None:
-    """A step that is skipped for the block and done for resting layers, or skipped on one rank alone."""
+    """A step that is skipped for the block and done for inactive layers, or skipped on one rank alone."""
     config = worlds.run_config(data_path=text_data, **ITERATIONS | METHODS["adam"] | CUTS[cut])
     for changed in world2.run(spoilt_step, config):
         assert changed[2] == [] and all(changed[:2] + changed[3:])
