@@ -74,21 +74,6 @@ def test_all_defaults_can_be_undone() -> None:
     assert parse_as("llama", *(off for _, off in WORDS.values())) == parse_as("gpt")
 
 
-@pytest.mark.parametrize(
-    ("form", "words", "flag"),
-    [
-        ("gpt", "--openai-gelu --swiglu", "--openai-gelu"),
-        ("llama", "--openai-gelu", "--openai-gelu"),
-        ("llama", "--position-embedding-type learned_absolute --no-position-embedding", "--no-position-embedding"),
-        ("llama", "--group-query-attention --num-query-groups 3", "--num-query-groups 3"),
-    ],
-)
-def test_flags_that_contradict_each_other(form: str, words: str, flag: str) -> None:
-    """A rotation, a GELU or groups that are asked for and silently not there."""
-    with pytest.raises(ValueError, match=flag):
-        parse_as(form, words)
-
-
 def activation(*words: str) -> tuple[Any, bool, str]:
     """What Megatron Core is told: function, whether its fused kernel is taken, and what the banner says."""
     config = parse(*words)

@@ -9,8 +9,8 @@ from megatron.bcd.arguments.stock import UNSUPPORTED, stock_flags
 def flag_tables() -> str:
     """Markdown: which of stock's flags are supported, and which are not."""
     ours = {name for flag in generate_flags() for name in (*flag.names, *flag.off_names)}
-    refused = (
-        f"| {', '.join(f'`{start}*`' if start.endswith('-') else f'`{start}`' for start in starts)} | {why} |"
+    unsupported = (
+        f"| {', '.join(f'`{start}*`' if start.endswith('-') else f'`{start}`' for start in starts.split())} | {why} |"
         for why, starts in UNSUPPORTED.items()
     )
     return "\n".join(
@@ -21,7 +21,7 @@ def flag_tables() -> str:
             "A name stands for every flag of Megatron-LM that begins with it and is not in the list above.\n",
             "| flag | why, and what to do instead |",
             "|---|---|",
-            *refused,
+            *unsupported,
         )
     )
 

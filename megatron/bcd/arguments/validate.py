@@ -34,66 +34,41 @@ Run = Any
 AT_MOST_ONE = (
     "--swiglu --quick-geglu --squared-relu --openai-gelu",
     "--fp16 --bf16",
-    "--mock-data --data-path --train-data-path",
-    "--mock-data --data-path --valid-data-path",
-    "--mock-data --data-path --test-data-path",
     "--train-iters --train-samples --num-epochs",
-    "--train-iters --lr-decay-samples",
-    "--train-iters --lr-warmup-samples",
-    "--train-iters --lr-wsd-decay-samples",
-    "--num-epochs --lr-decay-samples",
-    "--num-epochs --lr-warmup-samples",
-    "--num-epochs --lr-wsd-decay-samples",
-    "--train-samples --lr-decay-iters",
-    "--train-samples --lr-warmup-iters",
-    "--train-samples --lr-wsd-decay-iters",
     "--lr-warmup-fraction --lr-warmup-iters --lr-warmup-samples",
-    "--num-epochs --rampup-batch-size",
-    "--accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16",
-    "--accumulate-allreduce-grads-in-fp32 --main-grads-dtype=bf16",
-    "--recompute --recompute-granularity",
-    "--recompute-activations --recompute-granularity=full",
-    "--pipeline-cut=auto --pipeline-model-parallel-layout",
-    "--pipeline-cut=auto --decoder-first-pipeline-num-layers",
-    "--pipeline-cut=auto --decoder-last-pipeline-num-layers",
-    "--pipeline-cut=auto --account-for-embedding-in-pipeline-split",
-    "--pipeline-cut=auto --account-for-loss-in-pipeline-split",
-    # interleaved cuts chunks: --pipeline-cut auto and --pipeline-model-parallel-layout do that
-    "--bcd-layout=interleaved --decoder-first-pipeline-num-layers",
-    "--bcd-layout=interleaved --decoder-last-pipeline-num-layers",
-    "--bcd-layout=interleaved --account-for-embedding-in-pipeline-split",
-    "--bcd-layout=interleaved --account-for-loss-in-pipeline-split",
-    "--context-parallel-size --attention-backend=unfused",  # which needs the scores of whole sequences
-    "--sft --mock-data",
-    "--sft --dataloader-type=cyclic",
-    "--sft --eod-mask-loss",
-    "--sft --context-parallel-size",
-    "--save-hf --skip-train",
-    "--full-validation --mock-data",
-    "--dataloader-type=cyclic --bcd-sample-ratio",  # each phase draws samples of its own
-    # Muon's gradients have no loss scale, and are not among the scores of greedy order
-    "--optimizer=muon --fp16",
-    "--optimizer=muon --loss-scale",
-    "--optimizer=muon --calculate-per-token-loss",
-    "--optimizer=muon --bcd-order=greedy",
-    "--optimizer-cpu-offload --optimizer!=adam",
-    "--optimizer-cpu-offload --no-decoupled-weight-decay",
-    "--optimizer-cpu-offload --no-use-distributed-optimizer",
-    "--optimizer-cpu-offload --adam-moments-dtype",
-    "--optimizer-cpu-offload --exp-avg-dtype",
-    "--optimizer-cpu-offload --exp-avg-sq-dtype",
-    "--optimizer-cpu-offload --bcd-resting-update",
-    "--bcd-main-params=drop --optimizer=muon",  # which keeps main parameters on the device
-    "--bcd-main-params=drop --bcd-resting-update",
-    "--bcd-resting-update --fp16",  # stateless updates have no loss scale
-    "--bcd-switch=plateau --bcd-steps-per-block",
-    "--bcd-stop-cycle-improvement --eval-iters=0",
-    "--bcd-run-ahead --bcd-schedule=stock",
-    "--bcd-prefix-cache --sequence-parallel",
-    "--bcd-prefix-cache --fp8-format",  # ranks that read it would not scale with others
-    "--fp8-format --transformer-impl=local",
 )
 """Flags (as in ``flags.holds``) of which no two can be combined."""
+CONFLICTS = {
+    "--data-path": "--mock-data --train-data-path --valid-data-path --test-data-path",
+    "--mock-data": "--train-data-path --valid-data-path --test-data-path --full-validation",
+    "--train-iters": "--lr-decay-samples --lr-warmup-samples --lr-wsd-decay-samples",
+    "--num-epochs": "--lr-decay-samples --lr-warmup-samples --lr-wsd-decay-samples --rampup-batch-size",
+    "--train-samples": "--lr-decay-iters --lr-warmup-iters --lr-wsd-decay-iters",
+    "--accumulate-allreduce-grads-in-fp32": "--grad-reduce-in-bf16 --main-grads-dtype=bf16",
+    "--recompute": "--recompute-granularity",
+    "--recompute-activations": "--recompute-granularity=full",
+    "--pipeline-cut=auto": "--pipeline-model-parallel-layout --decoder-first-pipeline-num-layers "
+    "--decoder-last-pipeline-num-layers --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+    # chunks are cut by --pipeline-cut auto and --pipeline-model-parallel-layout alone
+    "--bcd-layout=interleaved": "--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers "
+    "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+    "--context-parallel-size": "--attention-backend=unfused",  # it needs the scores of whole sequences
+    "--sft": "--mock-data --dataloader-type=cyclic --eod-mask-loss --context-parallel-size",
+    "--save-hf": "--skip-train",
+    "--bcd-sample-ratio": "--dataloader-type=cyclic",  # each phase draws samples of its own
+    # Muon's gradients have no loss scale, and are not among the scores of greedy order
+    "--optimizer=muon": "--fp16 --loss-scale --calculate-per-token-loss --bcd-order=greedy",
+    "--optimizer-cpu-offload": "--optimizer!=adam --no-decoupled-weight-decay --no-use-distributed-optimizer "
+    "--adam-moments-dtype --exp-avg-dtype --exp-avg-sq-dtype --bcd-resting-update",
+    "--bcd-main-params=drop": "--optimizer=muon --bcd-resting-update",  # these keep main parameters on the device
+    "--bcd-resting-update": "--fp16",  # stateless updates have no loss scale
+    "--bcd-switch=plateau": "--bcd-steps-per-block",
+    "--bcd-stop-cycle-improvement": "--eval-iters=0",
+    "--bcd-run-ahead": "--bcd-schedule=stock",
+    "--bcd-prefix-cache": "--sequence-parallel --fp8-format",  # ranks that read it would not scale with others
+    "--fp8-format": "--transformer-impl=local",
+}
+"""By flag: what it cannot be combined with."""
 
 _LOWER_MOMENTS = "--use-precision-aware-optimizer --bf16 --optimizer=adam --use-distributed-optimizer"
 NEEDS = {
@@ -215,7 +190,8 @@ def _check_ranges(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check_tables(values: Mapping[str, Any]) -> Iterator[str]:
-    for row in AT_MOST_ONE:
+    pairs = (f"{flag} {other}" for flag, others in CONFLICTS.items() for other in others.split())
+    for row in (*AT_MOST_ONE, *pairs):
         found = [_described(values, flag) for flag in row.split() if holds(values, flag)]
         if len(found) > 1:
             yield f"{' and '.join(found)} cannot be combined: leave one of them out"
