@@ -322,17 +322,14 @@ def partition(
     ``num_blocks`` is ``--bcd-num-blocks``; None takes the default: ``DEFAULT_NUM_BLOCKS``, or the number of stages in
     layout ``stage``. ``layers_per_stage`` gives each stage's number of layers, in layout ``interleaved`` that of each
     virtual stage in depth order; None divides evenly. ``always_active`` is ``--bcd-always-active``, ``frozen`` is
-    ``--bcd-frozen``, ``resting`` is ``--bcd-resting-layers``, or ``none`` without a stateless update. ``num_parts`` is
+    ``--bcd-frozen``, ``stateless`` is ``--bcd-resting-layers``, ``none`` without stateless updates. ``num_parts`` is
     ``--num-virtual-stages-per-pipeline-rank``, for layout ``interleaved``; None takes the number of blocks.
 
     Raises:
         ValueError: the layout does not fit the model; one line that names the flags.
     """
     assert layout in LAYOUTS and num_layers >= 1 and num_stages >= 1
-    frozen = with_tied_parts(frozen, tied=tied)
-    both = sorted(frozen & with_tied_parts(always_active, tied=tied))
-    if both:
-        raise ValueError(f"--bcd-frozen and --bcd-always-active both name {' and '.join(both)}: leave it out of one")
+    frozen = _never_trained(frozen, always_active, tied=tied)
     _check_num_blocks(
         num_blocks, num_stages=num_stages, stateless=stateless, always_active=always_active, layout=layout
     )
@@ -366,6 +363,15 @@ def partition(
         has_active_block=num_blocks != 0,
         num_chunks=1 + max(submodel.chunk for submodel in submodels),
     )
+
+
+def _never_trained(frozen: frozenset[str], always_active: frozenset[str], *, tied: bool) -> frozenset[str]:
+    """``frozen`` with tied parts. Raises ValueError for a part that is always active too."""
+    frozen = with_tied_parts(frozen, tied=tied)
+    both = sorted(frozen & with_tied_parts(always_active, tied=tied))
+    if both:
+        raise ValueError(f"--bcd-frozen and --bcd-always-active both name {' and '.join(both)}: leave it out of one")
+    return frozen
 
 
 def with_tied_parts(parts: frozenset[str], *, tied: bool) -> frozenset[str]:
