@@ -14,6 +14,8 @@ from support import worlds
 from support.gpu_worlds import Worlds
 from support.issue_order import Case, Event, Issued, record
 
+from megatron.bcd.blocks.partition import partition_from_config
+from megatron.bcd.planner.run_state import head_passes
 from megatron.bcd.runtime.distributed import MOST_CTAS
 
 LINE = re.compile(r"(\w+) comm (\S+) rank (\d+)/(\d+) type (\d+) count (\d+) op (\d+) peer (\d+) blocks (-?\d+)")
@@ -85,7 +87,8 @@ def test_steps_are_what_the_checker_records(text_data: str, tmp_path: Path) -> N
     flags |= {"bcd_num_blocks": None, "bcd_steps_per_block": 2, "train_iters": 4, "micro_batch_size": 1}
     traced = Worlds("nccl", EMU_TRACE=str(tmp_path / "trace"))
     try:
-        outcomes = traced(4).run(calls_in_steps, worlds.run_config(**flags, global_batch_size=8, data_path=text_data))
+        config = worlds.run_config(**flags, global_batch_size=8, data_path=text_data)
+        outcomes = traced(4).run(calls_in_steps, config)
     finally:
         traced.close()
     members: dict[str, dict[str, int]] = defaultdict(dict)
@@ -93,9 +96,15 @@ def test_steps_are_what_the_checker_records(text_data: str, tmp_path: Path) -> N
         for _, name, rank, *_ in calls:
             members[name][rank] = me
     events = tuple(Event("train", block) for block in outcomes[0][0])
-    for program, (_, calls) in zip(
-        record(Case(num_stages=2, data_size=2, num_microbatches=4, events=events)), outcomes, strict=True
-    ):
+    case = Case(
+        num_stages=2,
+        data_size=2,
+        num_microbatches=4,
+        events=events,
+        partition=partition_from_config(config),
+        head_passes=head_passes(config, padded_vocab_size=worlds.PADDED_VOCABULARY),
+    )
+    for program, (_, calls) in zip(record(case), outcomes, strict=True):
         seen: list[Any] = []
         for kind, name, _, size, *_, peer, _ in calls:
             if kind in ("send", "receive"):

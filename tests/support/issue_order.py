@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 
-from megatron.bcd.blocks.partition import partition
+from megatron.bcd.blocks.partition import Partition, partition
 from megatron.bcd.pipeline import execute, schedule
 from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.runtime import device
@@ -54,6 +54,9 @@ class Case:
     """Of every stage; more than 1: an interleaved plan with as many blocks, and `Event.block` is one of them."""
     frozen_suffix: bool = False
     """Stages behind the first trainable one have no weight gradients."""
+    partition: Partition | None = None
+    """A run's own, in place of one layer a stage; with it the passes that its head is worth."""
+    head_passes: float = 1.0
 
 
 @dataclass(eq=False)
@@ -230,7 +233,9 @@ class Rank:
             finalize_model_grads_func=self._finalize,
         )  # fmt: skip
         model = SimpleNamespace(config=config, parameters=lambda: ())
-        pipeline = PipelineSchedule(name="bcd", partition=self._partition(), run_ahead=case.run_ahead)
+        pipeline = PipelineSchedule(
+            name="bcd", partition=self._partition(), run_ahead=case.run_ahead, head_passes=case.head_passes
+        )
         run_plan = pipeline.execute
 
         def noting_execute(shape: Any, *args: Any, **arguments: Any) -> Any:
@@ -257,6 +262,8 @@ class Rank:
 
     def _partition(self) -> Any:
         case = self.case
+        if case.partition is not None:
+            return case.partition
         if case.num_chunks > 1:
             num_layers = case.num_chunks * case.num_stages
             return partition(num_layers=num_layers, num_stages=case.num_stages, num_blocks=case.num_chunks,
