@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 import subprocess
@@ -11,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -44,6 +44,13 @@ def pins(root: Path) -> dict[str, str]:
     return {requirement.name: str(requirement.specifier)[2:] for requirement in requirements}
 
 
+@cache
+def trees(root: Path) -> dict[str, ast.Module]:
+    """The package's and the tools' files, by path."""
+    files = [path for folder in ("megatron/bcd", "tools") for path in sorted((root / folder).rglob("*.py"))]
+    return {path.relative_to(root).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in files}
+
+
 def project_files(root: Path) -> Iterator[Path]:
     """Text files that git would commit."""
     listed = subprocess.run(
@@ -55,17 +62,6 @@ def project_files(root: Path) -> Iterator[Path]:
         path = root / name
         if path.is_file() and path.suffix not in (".png", ".jpg", ".bin", ".idx", ".gz"):
             yield path
-
-
-def test_megatron_is_a_namespace(repo_root: Path) -> None:
-    """A megatron/__init__.py would hide the megatron.core of the wheel from every program run here."""
-    assert not (repo_root / "megatron" / "__init__.py").exists()
-    import megatron.core
-
-    import megatron.bcd
-
-    assert Path(megatron.bcd.__file__).parent == repo_root / "megatron" / "bcd"
-    assert Path(megatron.core.__file__).is_relative_to(repo_root / "megatron") is False
 
 
 def test_pins(repo_root: Path) -> None:
@@ -90,6 +86,21 @@ def test_setup_py_agrees_with_the_pins(repo_root: Path) -> None:
     found = pins(repo_root)
     for requirement in map(Requirement, wanted):
         assert found[requirement.name] in requirement.specifier, f"setup.py refuses {requirement.name}"
+
+
+def test_packages_of_the_image(repo_root: Path) -> None:
+    """The image's own torch replaced by PyPI's, a package that running lacks, or another Megatron Core."""
+    text = (repo_root / "docker" / "Dockerfile").read_text(encoding="utf-8")
+    [command] = re.findall(r"sed -E '.*' requirements\.txt", text)
+    done = subprocess.run(["bash", "-c", command], cwd=repo_root, capture_output=True, text=True, check=True)
+    words = done.stdout.split()
+    needed = pins(repo_root)
+    assert [word.partition("==")[0] for word in words] == [name for name in needed if name != "torch"]
+    assert [word for word in words if "==" in word] == [f"megatron-core=={needed['megatron-core']}"]
+    user = re.findall(r"^USER (\d+):\d+$", text, re.MULTILINE)
+    assert user and user != ["0"], "runs as root"
+    [script] = re.findall(r'^ENTRYPOINT \["/usr/bin/python", "(.+)"\]$', text, re.MULTILINE)
+    assert (repo_root / script).is_file()
 
 
 def pure_modules(root: Path) -> list[str]:
@@ -119,14 +130,14 @@ def test_pure_modules_need_neither_torch_nor_megatron_core(repo_root: Path) -> N
 def test_only_runtime_says_cuda(repo_root: Path) -> None:
     """A torch.cuda call or a device="cuda" elsewhere works on the author's GPU and fails on every CPU."""
     offenders = []
-    for path in sorted((repo_root / "megatron" / "bcd").rglob("*.py")):
-        if "runtime" in path.parts:
+    for path, tree in trees(repo_root).items():
+        if not path.startswith("megatron") or "/runtime/" in path:
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree):
             named = getattr(node, "attr", None) == "cuda" or getattr(node, "id", None) == "cuda"
             literal = isinstance(node, ast.Constant) and re.fullmatch(r"cuda(:\d+)?", str(node.value))
             if named or literal:
-                offenders.append(f"{path.relative_to(repo_root)}:{node.lineno}")
+                offenders.append(f"{path}:{node.lineno}")
     assert offenders == []
 
 
@@ -148,77 +159,15 @@ def test_shell_scripts_parse_and_are_executable(repo_root: Path, script: str) ->
     assert subprocess.run(["bash", "-n", path]).returncode == 0
 
 
-def test_stdlib_text_is_the_same_each_time(repo_root: Path, tmp_path: Path) -> None:
-    """A folder order or a time in the text would make the quickstart train on other data each time."""
-    for name in ("a.jsonl", "b.jsonl"):
-        command = [sys.executable, repo_root / "examples" / "stdlib_text.py", "--output", tmp_path / name]
-        subprocess.run([*command, "--megabytes", "0.5"], check=True, stdout=subprocess.DEVNULL)
-    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
-    texts = [json.loads(line)["text"] for line in (tmp_path / "a.jsonl").read_text().splitlines()]
-    assert len(texts) > 10 and all(text.strip() for text in texts)
-    assert 300_000 < sum(len(text.encode()) for text in texts) <= 500_000
-
-
-MAX_FUNCTION_LINES = 60
-
-
 def test_functions_are_short(repo_root: Path) -> None:
     """A function that no reader sees whole."""
-    too_long = {}
-    for folder in (repo_root / "megatron" / "bcd", repo_root / "tools"):
-        for path in sorted(folder.rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION_LINES:
-                    too_long[f"{path.relative_to(repo_root)} {node.name}"] = (node.end_lineno or 0) - node.lineno + 1
-    assert too_long == {}
-
-
-def imports_of(module: str, path: Path, modules: set[str]) -> set[str]:
-    """Modules of the project that `module` imports, in functions and under TYPE_CHECKING too."""
-    found = set()
-    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            names = {f"{base}.{alias.name}" for alias in node.names}
-            found |= names & modules
-            if names - modules:
-                found.add(base)
-    return (found & modules) - {module}
-
-
-def import_cycles(root: Path) -> list[list[str]]:
-    """Groups of modules of megatron.bcd that import each other, directly or not."""
-    paths = {
-        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
-        for path in (root / "megatron" / "bcd").rglob("*.py")
+    lengths = {
+        f"{path} {node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for path, tree in trees(repo_root).items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
     }
-    graph = {module: imports_of(module, path, set(paths)) for module, path in paths.items()}
-    reached = {module: reachable(graph, module) for module in graph}
-    groups = {
-        tuple(sorted(other for other in graph if other in reached[module] and module in reached[other]))
-        for module in graph
-    }
-    return sorted([*group] for group in groups if group)
-
-
-def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
-    """What `start` imports, and what that imports."""
-    found: set[str] = set()
-    waiting = [start]
-    while waiting:
-        new = graph[waiting.pop()] - found
-        found |= new
-        waiting += new
-    return found
-
-
-def test_no_cycle_of_imports(repo_root: Path) -> None:
-    """Two modules that can only be read, tested and changed together; import-linter sees packages only."""
-    assert import_cycles(repo_root) == []
+    assert {name: length for name, length in lengths.items() if length > 60} == {}
 
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
