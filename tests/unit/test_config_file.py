@@ -61,14 +61,6 @@ def test_round_trip(
     assert printed(capsys, "--config", file, form=form, ranks=ranks) == text
 
 
-def test_prints_what_follows(capsys: pytest.CaptureFixture[str]) -> None:
-    """A value of before it was resolved, or one that would count as given when it is read again."""
-    text = printed(capsys, *WORDS, "--swiglu", ranks=8)
-    assert "\nswiglu: true\n" in text
-    assert "\n# ffn-hidden-size: 128\n" in text and "\n# global-batch-size: 16\n" in text
-    assert "ffn-hidden-size" not in yaml.safe_load(text)
-
-
 def test_the_command_line_wins(tmp_path: Path) -> None:
     """A file that overrules what was typed for this run alone."""
     file = written(tmp_path, FILE | {"swiglu": True, "eval-iters": 7, "bcd-preset": "pretrain"})
@@ -78,29 +70,12 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
 
 
 def test_switches(tmp_path: Path) -> None:
-    """A false that switches on, or one that is left out where the script's default is on."""
-    config = parse_run_config(
-        [
-            "--config",
-            written(tmp_path, FILE | {"swiglu": False, "no-masked-softmax-fusion": False, "log-progress": False}),
-        ],
-        prog=PROG,
-        defaults=FAMILY_DEFAULTS["llama"],
-        world_size=1,
-    )
+    """A false that switches on, or is left out where the script's default is on; a switch that no flag takes back."""
+    file = written(tmp_path, FILE | {"swiglu": False, "no-masked-softmax-fusion": False, "log-progress": False})
+    config = parse_run_config(["--config", file], prog=PROG, defaults=FAMILY_DEFAULTS["llama"], world_size=1)
     assert config.model.swiglu is False and config.transformer["masked_softmax_fusion"] is True
-
-
-def test_switches_of_the_file_off(tmp_path: Path) -> None:
-    """A switch of the file that no flag takes back."""
-    switched = {
-        "bf16": True,
-        "swiglu": True,
-        "group_query_attention": True,
-        "log-params-norm": True,
-        "rope-fusion": False,
-    }
-    file = written(tmp_path, FILE | switched)
+    switched = dict.fromkeys(("bf16", "swiglu", "group_query_attention", "log-params-norm"), True)
+    file = written(tmp_path, FILE | switched | {"rope-fusion": False})
     off = ("--no-bf16", "--no-swiglu", "--no-group-query-attention", "--disable-log-params-norm", "--rope-fusion")
     found = parse_run_config([*off, f"--config={file}"], prog=PROG, world_size=1)
     assert parse_run_config(["--config", file], prog=PROG, world_size=1).precision == "bf16"
@@ -115,8 +90,6 @@ def test_switches_of_the_file_off(tmp_path: Path) -> None:
         (FILE | {"num-experts": 3}, "num-experts"),
         (FILE | {"lr": "fast"}, "lr"),
         (FILE | {"train-iters": True}, "train-iters"),
-        (FILE | {"train-iters": [1, 2]}, "train-iters"),
-        (FILE | {"save": {"a": 1}}, "save"),
         (FILE | {"swiglu": "yes"}, "swiglu"),
         (FILE | {"config": "other.yaml"}, "config"),
         (FILE | {"data-path": ["--save", "x"]}, "data-path"),
@@ -124,9 +97,7 @@ def test_switches_of_the_file_off(tmp_path: Path) -> None:
         (["num-layers"], ""),
         ("num-layers: 6\nnum-layers: 7\n", "num-layers"),
         ("seq-length: 2026-13-45\n", ""),
-        ("swiglu: !!bool x\n", ""),
         ("save: " + "[" * 3000, ""),
-        ("1: 2\n", "1"),
         ("save: \0\n", ""),
     ],
 )
