@@ -1,18 +1,13 @@
-"""What a start needs of the one before it: torchrun's store, reader processes that end, the metrics file."""
+"""What a start needs of the one before it: torchrun's store, the checkpoints to go on from, the metrics file."""
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import errno
 import io
 import json
-import os
 import resource
-import signal
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 import types
@@ -21,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from support.command_line import parse
 
-from megatron.bcd.arguments import parse_run_config
 from megatron.bcd.checkpoint import layout, loader
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import EvalMetrics
@@ -33,7 +28,7 @@ from megatron.bcd.training.pretrain import _resuming_after_restart
 TIMEOUT = datetime.timedelta(seconds=20)
 
 
-def number_by_rank(store: torch.distributed.Store, *, first: int) -> dict[int, int]:
+def number_by_rank(store: torch.distributed.Store, *, first: int) -> list[int]:
     """What three ranks agree on, of which rank `first` comes before the others."""
     numbers = {}
 
@@ -47,72 +42,19 @@ def number_by_rank(store: torch.distributed.Store, *, first: int) -> dict[int, i
         rank.start()
     for rank in ranks:
         rank.join(30)
-    return numbers
+    return [numbers[rank] for rank in range(3)]
 
 
 def test_ranks_of_a_restart_meet() -> None:
-    """torchrun keeps its store over restarts: a rank that comes before rank 0 would take the address of a dead one."""
-    store = torch.distributed.HashStore()
-    seen = []
-    for first in (0, 1, 2, 1):
-        numbers = number_by_rank(store, first=first)
-        assert sorted(numbers) == [0, 1, 2] and len(set(numbers.values())) == 1
-        seen.append(numbers[0])
-    assert len(set(seen)) == 4, "each start has a number of its own"
-
-
-def test_ranks_meet_after_a_start_that_was_cut_short() -> None:
-    """A count of its own per rank, or of torchrun's, would differ for ever after a rank that died while it imported."""
+    """torchrun keeps its store over restarts: a rank that comes before rank 0 would take the address of a dead one. A
+    count of its own per rank, or of torchrun's, would differ for ever after a rank that died while it imported."""
     store = torch.distributed.HashStore()
     with pytest.raises(RuntimeError, match="rank 0"):
         distributed.number_of_start(store, rank=2, world_size=3, timeout=datetime.timedelta(seconds=0.1))
     store.add("bcd/starts", 1)  # all that is left of a rank 0 that came and was killed
-    numbers = number_by_rank(store, first=1)
-    assert sorted(numbers) == [0, 1, 2] and len(set(numbers.values())) == 1
-
-
-def test_readers_survive_a_signal_and_end_with_their_rank(repo_root: Path) -> None:
-    """A reader that dies of Slurm's SIGTERM ends the rank; one that ignores its rank's keeps a failed run for ever."""
-    program = textwrap.dedent("""
-        import signal
-        import torch
-        from megatron.bcd.data.batches import _leave_signals_to_the_rank
-
-        def batches():
-            yield from torch.utils.data.DataLoader(
-                range(1000), num_workers=1, persistent_workers=True, worker_init_fn=_leave_signals_to_the_rank
-            )
-
-        def rank():
-            reader = batches()
-            next(reader)
-            print("reading", flush=True)
-            input()
-            for _ in range(100):
-                next(reader)
-            raise RuntimeError("after the signal")
-
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        rank()
-    """)
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [sys.executable, "-c", program],
-        cwd=repo_root,
-        stdin=pipe,
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        start_new_session=True,
-    ) as rank:
-        try:
-            assert rank.stdout is not None and rank.stdout.readline() == "reading\n"
-            os.killpg(rank.pid, signal.SIGTERM)
-            _, errors = rank.communicate("go on\n", timeout=60)
-            assert errors.endswith("RuntimeError: after the signal\n")
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(rank.pid, signal.SIGKILL)
+    starts = [number_by_rank(store, first=first) for first in (1, 0, 2)]
+    assert [len(set(numbers)) for numbers in starts] == [1, 1, 1]
+    assert len({numbers[0] for numbers in starts}) == 3, "each start has a number of its own"
 
 
 def test_the_end_is_told_once(tmp_path: Path) -> None:
@@ -134,8 +76,8 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path) -> None:
     """Rank 0 alone ending over its metrics, a line that is cut off, or lost though there is room again."""
     path = tmp_path / "metrics.jsonl"
     screen = io.StringIO()
-    console = Console(file=screen, width=200)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    console = Console(file=screen, width=200)
     with Reporter(train_iters=8, start_iteration=0, metrics_file=str(path), console=console) as reporter:
         reporter.evaluation(evaluation(1, is_final=False))
         try:
@@ -155,10 +97,8 @@ def test_a_restart_resumes_all_that_was_saved(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(loader, "has_checkpoint", lambda root: root == "new")
     monkeypatch.setattr(pretrain.collectives, "on_rank_0", lambda function: True)
     flags = ["--load", "base", "--ckpt-step", "500", "--finetune", "--no-load-optim", "--no-load-rng", "--no-save-rng"]
-    words = "--num-layers 3 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --train-iters 1"
-    words += " --lr 1 --mock-data --tokenizer-type ByteLevelTokenizer"
     for save, changes in (("new", True), ("none yet", False)):
-        config = parse_run_config([*words.split(), *flags, "--save", save], prog="test", world_size=1)
+        config = parse(*flags, "--save", save)
         for is_restart in (False, True):
             found = _resuming_after_restart(config, distributed.Launch(start=2 if is_restart else 1)).checkpoint
             assert found.save == save
@@ -174,31 +114,25 @@ def test_a_restart_before_the_first_save_starts_as_asked(tmp_path: Path, monkeyp
     monkeypatch.setattr(pretrain, "_torchruns_store", lambda: store)
     monkeypatch.setattr(pretrain.collectives, "on_rank_0", lambda function: function())
     root = str(tmp_path / "saved")
-    words = "--num-layers 3 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --train-iters 9"
-    words += f" --lr 1 --mock-data --tokenizer-type ByteLevelTokenizer --save {root} --load {root} --ckpt-step 2"
-    config = parse_run_config(words.split(), prog="test", world_size=1)
+    config = parse("--save", root, "--load", root, "--ckpt-step", "2")
+
+    def publish(iteration: int) -> None:  # what the end of a save does
+        folder = Path(layout.incomplete_folder(root, iteration))
+        folder.mkdir(parents=True)
+        layout.finish(str(folder), {})
+        layout.publish(root, iteration)
+
     for iteration in (2, 4, 6):
-        publish(root, iteration)
+        publish(iteration)
     loaded = []
     for start in (1, 2, 3, 4):
         if start == 3:  # the second one has saved the iteration that the tracker named already
-            publish(root, 6)
+            publish(6)
         loaded.append(_resuming_after_restart(config, distributed.Launch(start=start)).checkpoint.ckpt_step)
     assert loaded == [2, 2, None, None]
 
 
-def publish(root: str, iteration: int) -> None:
-    """What the end of a save does."""
-    folder = Path(layout.incomplete_folder(root, iteration))
-    folder.mkdir(parents=True)
-    layout.finish(str(folder), {})
-    layout.publish(root, iteration)
-
-
-@pytest.mark.parametrize("ends_in", ["a step", "the end"])
-def test_tensorboard_on_a_full_disk_does_not_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_in: str
-) -> None:
+def test_tensorboard_on_a_full_disk_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 alone ending over its curves; a warning at every step; metrics lines that end with the curves."""
     calls = []
 
@@ -207,7 +141,7 @@ def test_tensorboard_on_a_full_disk_does_not_end_the_run(
 
         def add_scalar(self, tag: str, value: float, step: int) -> None:
             calls.append(step)
-            if ends_in == "a step" and step >= 2:
+            if step >= 2:
                 raise OSError(errno.ENOSPC, "No space left on device")
 
         def flush(self) -> None: ...
@@ -230,7 +164,7 @@ def test_tensorboard_on_a_full_disk_does_not_end_the_run(
     assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 2, 3]
     (warning,) = [line for line in screen.getvalue().splitlines() if line.startswith("warning")]
     assert "--tensorboard-dir" in warning
-    assert calls[-1] == (2 if ends_in == "a step" else 3)
+    assert calls[-1] == 2
 
 
 def evaluation(iteration: int, *, is_final: bool) -> EvalMetrics:

@@ -18,13 +18,11 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
-from support.shared_data import shared
 from support.unsafe_pickles import TRICKS, text
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint import FileSystemReader, filesystem
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.bcd.checkpoint.loader import _NoCommon
 from megatron.bcd.checkpoint.safe_loading import only_data
 
 pytestmark = [
@@ -106,8 +104,6 @@ REFUSED = (Exception, CheckpointException)  # the readers raise many types
 READERS: dict[str, Callable[[str], object]] = {
     "reader": lambda folder: FileSystemReader(folder).read_metadata(),
     "cached_reader": lambda folder: CachedMetadataFileSystemReader(folder).read_metadata(),
-    "strategy_metadata": lambda folder: TorchDistLoadShardedStrategy().load_tensors_metadata(Path(folder)),
-    "tensors_metadata": dist_checkpointing.load_tensors_metadata,
     "sharded_metadata": lambda folder: dist_checkpointing.serialization.load_sharded_metadata(folder),
     "strategy": lambda folder: TorchDistLoadShardedStrategy().load(state_dict(), Path(folder)),
     "load": lambda folder: dist_checkpointing.load(state_dict(), folder),
@@ -132,21 +128,6 @@ def test_good(good: Path, reader: str) -> None:
         assert vars(result) == vars(plain)
 
 
-def test_stock_checkpoint(one_rank: None) -> None:
-    """Stock Megatron-LM's checkpoints would be refused."""
-    folder = shared("reference", "stock_checkpoint", "iter_0000010")
-    with only_data():
-        names = dist_checkpointing.load_tensors_metadata(str(folder))
-        objects = dist_checkpointing.serialization.load_sharded_metadata(str(folder))
-        wanted = {key: value for key, value in objects.items() if "_extra_state" in key}
-        wanted["final"] = names["decoder.final_layernorm.weight"]
-        loaded = dist_checkpointing.load(
-            wanted, str(folder), validate_access_integrity=False, common_strategy=_NoCommon()
-        )
-    assert names["embedding.word_embeddings.weight"].global_shape == (50304, 32)
-    assert loaded["final"].shape == (32,)
-
-
 @pytest.mark.parametrize("reader", READERS)
 def test_metadata_that_runs_code(good: Path, marker: Path, reader: str) -> None:
     """Would run what somebody put into .metadata; and one way to read it would have been forgotten."""
@@ -160,20 +141,11 @@ def test_metadata_that_runs_code(good: Path, marker: Path, reader: str) -> None:
     assert marker.exists(), "the file was harmless, and this test shows nothing"
 
 
-@pytest.mark.parametrize("reader", ["strategy", "load"])
-def test_object_that_runs_code(one_rank: None, tmp_path: Path, marker: Path, reader: str) -> None:
-    """Would run what is in an item of a .distcp file: PyTorch's reader loads those with weights_only=False."""
-    folder = save(tmp_path / "bad", Touch(marker))
-    with pytest.raises(REFUSED), only_data():
-        READERS[reader](str(folder))
-    assert not marker.exists()
-    READERS[reader](str(folder))
-    assert marker.exists()
-
-
-def test_common_that_runs_code(one_rank: None, tmp_path: Path, marker: Path) -> None:
-    """Would run what is in common.pt, at the mercy of an environment variable."""
-    folder = save(tmp_path / "bad", common=Touch(marker))
+@pytest.mark.parametrize("where", ["extra", "common"])
+def test_object_that_runs_code(one_rank: None, tmp_path: Path, marker: Path, where: str) -> None:
+    """Would run what is in an item of a .distcp file, which PyTorch's reader loads with weights_only=False; or what is
+    in common.pt, at the mercy of an environment variable."""
+    folder = save(tmp_path / "bad", **{where: Touch(marker)})
     with pytest.raises(REFUSED), only_data():
         READERS["load"](str(folder))
     assert not marker.exists()
