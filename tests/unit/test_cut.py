@@ -65,14 +65,6 @@ def test_chunks_keep_their_layers(num_chunks: int) -> None:
     assert held[-1] == min(held)
 
 
-@pytest.mark.parametrize("layout", ["strided", "stage", "submodel"])
-def test_other_layouts(layout: str) -> None:
-    """A layout whose stages are cut without a layer for each part."""
-    one = pipeline(layout=layout, num_blocks=1 if layout == "stage" else 3, tied=True)
-    sizes = balanced_cut(one)
-    assert sum(sizes) == 28 and min(sizes) >= one.num_blocks
-
-
 @pytest.mark.parametrize("needed", range(8))
 def test_least_recomputation(needed: int) -> None:
     """More layers than necessary, too few, or those whose activations are freed first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.bcd.blocks.ownership import Ownership, ownership
+from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import Partition, partition
 from megatron.bcd.config import LAYOUTS
 
@@ -77,26 +77,6 @@ def test_no_phase_trains_what_is_frozen(layout: str, tied: bool, frozen: str) ->
         assert not ("embedding" in parts and cut.embedding_active(block))
         assert not ("head" in parts and cut.head_active(block))
         assert not ("norms" in parts and cut.final_norm_active(block))
-
-
-def test_modules_layers_and_norms() -> None:
-    """Layers counted on their stage instead of the model; a norm of Transformer Engine that is taken for a matrix."""
-    cut = partition(num_layers=6, num_stages=2, num_blocks=3, layout="spread", tied=False)
-    owned = {
-        (stage, name): ownership(name, partition=cut, stage=stage) for stage in (0, 1) for name in names_of(cut, stage)
-    }
-    assert owned[0, "embedding.word_embeddings.weight"] == Ownership(
-        module="embedding", layer=None, is_norm=False, is_matrix=False, block=0, is_always_active=False
-    )
-    assert owned[1, "decoder.layers.1.mlp.linear_fc1.layer_norm_weight"] == Ownership(
-        module="layer", layer=4, is_norm=True, is_matrix=False, block=1, is_always_active=False
-    )
-    assert owned[1, "decoder.final_layernorm.weight"].is_norm
-    assert {name for (_, name), one in owned.items() if one.block == 2 and one.layer is None} == {
-        "decoder.final_layernorm.weight",
-        "output_layer.weight",
-    }
-    assert not owned[1, "decoder.layers.1.self_attention.linear_qkv.weight"].is_norm
 
 
 def test_unknown_name() -> None:

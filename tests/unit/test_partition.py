@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -15,10 +14,6 @@ from megatron.bcd.blocks.partition import Partition, divide, partition, partitio
 from megatron.bcd.config import LAYOUTS
 from megatron.bcd.model.implementation import Implementation
 from megatron.bcd.model.transformer_config import build_transformer_config
-
-
-def _make(*, layers: int, stages: int, blocks: int | None = 3, layout: str = "spread", tied: bool = True) -> Partition:
-    return partition(num_layers=layers, num_stages=stages, num_blocks=blocks, layout=layout, tied=tied)
 
 
 @st.composite
@@ -46,18 +41,6 @@ def test_every_layer_is_in_exactly_one_block(cut: Partition) -> None:
     assert sorted(submodel.index for block in cut.blocks for submodel in block.submodels) == list(
         range(len(cut.submodels))
     )
-
-
-@given(partitions())
-def test_submodels_are_whole_runs_inside_one_stage(cut: Partition) -> None:
-    """Exposes a submodel that crosses a pipeline cut, is empty, or is out of depth order."""
-    in_order = chain.from_iterable(submodel.layers for submodel in cut.submodels)
-    assert list(in_order) == list(range(cut.num_layers))
-    for index, submodel in enumerate(cut.submodels):
-        held = cut.stage_layers(submodel.stage)
-        assert submodel.index == index
-        assert submodel.layers
-        assert set(submodel.layers) <= set(held)
 
 
 @given(partitions())
@@ -121,62 +104,6 @@ def test_number_of_blocks_by_layout(cut: Partition) -> None:
             tuple(cut.stage_layers(stage)) for stage in range(cut.num_stages)
         ]
     assert [block.index for block in cut.blocks] == list(range(cut.num_blocks))
-
-
-@given(layers=st.integers(1, 60), stages=st.integers(1, 6), tied=st.booleans())
-def test_one_spread_block_is_everything(layers: int, stages: int, tied: bool) -> None:
-    """Exposes a one-block run that is not full-parameter training (invariant 1)."""
-    if layers < stages:
-        layers = stages
-    cut = _make(layers=layers, stages=stages, blocks=1, tied=tied)
-    assert cut.num_blocks == 1
-    assert cut.blocks[0].layers == tuple(range(layers))
-    assert cut.embedding_active(0) and cut.final_norm_active(0) and cut.head_active(0)
-    assert not cut.prefix_layers(0)
-    assert all(cut.stage_active(0, stage) for stage in range(stages))
-
-
-def test_spread_example() -> None:
-    """Exposes a spread block that is a contiguous part of the model instead of a part of every stage."""
-    cut = _make(layers=10, stages=2)
-    assert cut.layers_per_stage == (5, 5)
-    assert [cut.describe_layers(block) for block in range(3)] == ["0-1, 5-6", "2-3, 7-8", "4, 9"]
-    assert [cut.describe_extras(block) for block in range(3)] == [("embedding",), (), ("final norm",)]
-
-
-def test_tied_copy_makes_the_last_stage_active_in_stage_layout() -> None:
-    """Exposes an all-reduce of the embedding's gradient that waits for ever on the last stage."""
-    cut = _make(layers=4, stages=4, blocks=None, layout="stage")
-    assert [cut.stage_active(0, stage) for stage in range(4)] == [True, False, False, True]
-    assert [cut.stage_active(3, stage) for stage in range(4)] == [False, False, False, True]
-    assert cut.first_trainable_stage(3) == 3
-
-
-@pytest.mark.parametrize(
-    ("given_values", "flag"),
-    [
-        ({"num_layers": 5}, "--num-layers 5"),
-        ({"num_blocks": 3, "layout": "stage"}, "--bcd-num-blocks 3"),
-        ({"num_blocks": -1}, "--bcd-num-blocks -1"),
-        ({"num_blocks": 0}, "--bcd-num-blocks 0"),
-        (
-            {"num_blocks": 0, "stateless": "all", "always_active": frozenset({"head"}), "layout": "interleaved"},
-            "layout",
-        ),
-        ({"layers_per_stage": (10, 2)}, "stage 1"),
-        ({"layers_per_stage": (10, 1)}, "--num-layers"),
-        ({"num_parts": 4, "layout": "interleaved"}, "--bcd-num-blocks"),
-        ({"num_layers": 5, "layout": "interleaved"}, "--num-layers 5"),
-        ({"layers_per_stage": (6, 6), "layout": "interleaved"}, "6 numbers"),
-        ({"frozen": frozenset({"head"}), "always_active": frozenset({"embedding"})}, "--bcd-frozen"),
-    ],
-)
-def test_bad_input_names_the_flag(given_values: dict[str, Any], flag: str) -> None:
-    """A wrong partition, or an error that leaves the user without the flag."""
-    usual = {"num_layers": 12, "num_stages": 2, "num_blocks": 3, "layout": "spread", "tied": True}
-    with pytest.raises(ValueError, match=flag) as caught:
-        partition(**{**usual, **given_values})
-    assert "\n" not in str(caught.value)
 
 
 @given(layers=st.integers(4, 40), stages=st.integers(1, 4), blocks=st.integers(1, 4), data=st.data())

@@ -6,38 +6,18 @@ import itertools
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
 from support.command_line import parse
 
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.blocks.schedule import block_schedule_from_config
-from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
-from megatron.bcd.data import ConsecutiveBatches, ReshuffledBatches, SubsetBatches, num_samples
+from megatron.bcd.data import ReshuffledBatches, num_samples
 from megatron.bcd.data.samples import TrainingSamples
 from megatron.bcd.data.splits import _epoch_samples
 from megatron.bcd.training.state import StepResult, TrainState
 
 NO_STEP: dict[str, Any] = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, "milliseconds": 1.0}
-
-
-@pytest.mark.parametrize(("num_ranks", "position"), [(1, 0), (2, 0), (4, 24), (3, 6)])
-def test_a_subset_is_dealt_like_consecutive_samples(num_ranks: int, position: int) -> None:
-    """A rank that repeats another one's samples, or an order that depends on the number of ranks."""
-    subset = PhaseSubset(num_samples=1000, ratio=0.05, seed=3)
-    dealt: dict[str, list[int]] = {"subset": [], "consecutive": []}
-    for sampler in ("subset", "consecutive"):
-        common: dict[str, Any] = {"micro_batch_size": 2, "num_ranks": num_ranks}
-        streams = [
-            iter(SubsetBatches(subset=subset, phase=4, position=position, rank=rank, **common))
-            if sampler == "subset"
-            else iter(ConsecutiveBatches(total_samples=9000, consumed_samples=position, rank=rank, **common))
-            for rank in range(num_ranks)
-        ]
-        for _ in range(600 // num_ranks):
-            dealt[sampler] += itertools.chain.from_iterable(next(stream) for stream in streams)
-    assert dealt["subset"] == subset.samples(4, numpy.array(dealt["consecutive"])).tolist()
 
 
 @pytest.mark.parametrize(
@@ -79,12 +59,6 @@ def test_share_of_the_data_that_was_seen() -> None:
     assert state.samples_in_phase == 0 and state.samples_seen_before == 76
     assert samples().share_seen(in_phase=64, seen_before=64) == 1.0
     assert samples("--skip-train", "--bcd-sample-ratio", "0.3").subset is None
-
-
-def test_a_subset_smaller_than_a_sample_is_refused() -> None:
-    """A phase that would wait for a sample for ever."""
-    with pytest.raises(ValueError, match="--bcd-sample-ratio"):
-        samples("--bcd-sample-ratio", "0.001")
 
 
 def validation_samples(config: RunConfig, train_iters: int) -> int:
