@@ -370,8 +370,7 @@ class _Running:
         self.rank, self._one_queue = rank, one_queue
         self.position = 0
         self.known: set[Any] = set()
-        self.meets: Issued | None = None
-        """The operation of a first contact."""
+        """Communicators that all their ranks have come to: a first contact waits for that."""
         self.queues: defaultdict[Any, deque[Issued]] = defaultdict(deque)
         self.unused: set[Issued] = set()
         """Receives that nobody has waited for."""
@@ -387,25 +386,15 @@ class _Running:
         queue = self.queue(communicator)
         return queue[0] if queue and queue[0].communicator == communicator else None
 
-    def finish(self, operation: Issued) -> None:
-        operation.is_done = True
-        self.queue(operation.communicator).popleft()
+    def has_come_to(self, communicator: Any) -> bool:
+        is_there = isinstance(self.step, Issued) and self.step.communicator == communicator
+        return is_there or communicator in self.known
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         step = self.step
-        state = "is at its end" if step is None else f"is at step {self.position}: {_describe(step)}"
-        queued = "".join(
-            f"\n  {' '.join(map(str, name)) if name else 'all communicators'}: {'; then '.join(map(str, queue))}"
-            for name, queue in self.queues.items()
-            if queue
-        )
-        return f"rank {self.rank.me} {state}{queued}"
-
-
-def _describe(step: Any) -> str:
-    if isinstance(step, Issued):
-        return f"first contact for {step}"
-    return f"waits for {step[0]}"
+        waits_for = "nothing" if step is None else step if isinstance(step, Issued) else step.operation
+        queued = "; ".join(str(operation) for queue in self.queues.values() for operation in queue)
+        return f"rank {self.rank.me} waits at step {self.position} for {waits_for}; queued: {queued}"
 
 
 def simulate(ranks: Sequence[Rank], *, one_queue: bool) -> None:
@@ -417,66 +406,56 @@ def simulate(ranks: Sequence[Rank], *, one_queue: bool) -> None:
     for operation in (step for rank in ranks for step in rank.steps if isinstance(step, Issued)):
         operation.restart()
     running = {rank.me: _Running(rank, one_queue=one_queue) for rank in ranks}
-    to_look_at = set(running)
-    while to_look_at:
-        one = running[to_look_at.pop()]
-        touched = _advance(one, running)
-        for queue in tuple(one.queues.values()):
-            while queue and (moved := _progress(one, queue[0], running)):
-                touched |= moved
-        to_look_at |= touched
+    is_moving = True
+    while is_moving:
+        is_moving = False
+        for one in running.values():
+            is_moving |= _advance(one, running)
+            for queue in tuple(one.queues.values()):
+                while queue and _meet(queue[0], running):
+                    is_moving = True
     if any(one.step is not None or any(one.queues.values()) for one in running.values()):
-        raise OrderError("nothing moves any more:\n" + "\n".join(one.describe() for one in running.values()))
+        raise OrderError("nothing moves any more:\n" + "\n".join(map(str, running.values())))
     for one in running.values():
         for operation in one.unused:
             raise OrderError(f"rank {one.rank.me} never waited for {operation}")
 
 
-def _advance(one: _Running, running: dict[int, _Running]) -> set[int]:
-    """Let the rank go as far as it can; the ranks that this may free, itself included."""
-    touched: set[int] = set()
+def _advance(one: _Running, running: dict[int, _Running]) -> bool:
+    """Let the rank go as far as it can; whether it went."""
+    start = one.position
     while (step := one.step) is not None:
         if isinstance(step, Issued):
-            if step.communicator not in one.known:
-                one.meets = step
-                others = [running[rank] for rank in step.members]
-                if not all(_has_come(other, step.communicator) for other in others):
-                    return touched
-                for other in others:
-                    other.known.add(step.communicator)
-                touched |= step.members
-            one.meets = None
+            if not all(running[rank].has_come_to(step.communicator) for rank in step.members):
+                break
+            one.known.add(step.communicator)
             one.queue(step.communicator).append(step)
             if step.peer is not None and not step.is_send:
                 one.unused.add(step)
-            touched.add(one.rank.me)
         elif isinstance(step, Wait):
             if not step.operation.is_done:
-                return touched
+                break
             one.unused.discard(step.operation)
         elif step.operation.label != step.label:
             raise OrderError(f"rank {one.rank.me} takes {step.operation.label} for {step.label}: {step.operation}")
         one.position += 1
-    return touched
+    return one.position > start
 
 
-def _has_come(other: _Running, communicator: Any) -> bool:
-    return communicator in other.known or other.meets is not None and other.meets.communicator == communicator
-
-
-def _progress(one: _Running, operation: Issued, running: dict[int, _Running]) -> set[int]:
-    """Let the head of a queue meet those of other ranks; the ranks that this may free, none if nothing happened."""
+def _meet(operation: Issued, running: dict[int, _Running]) -> bool:
+    """Let the head of a queue meet those of other ranks; whether they are done."""
     heads = {rank: running[rank].head(operation.communicator) for rank in operation.members}
     if operation.peer is not None:
         other = heads[operation.peer]
         if other is None or other.is_send == operation.is_send:
-            return set()
+            return False
         operation.label = other.label = operation.label if operation.is_send else other.label
     elif any(head is None for head in heads.values()):
-        return set()
+        return False
     elif len({head.what for head in heads.values() if head is not None}) > 1:
         raise OrderError(f"ranks differ in the order of collectives: {', '.join(map(str, heads.values()))}")
     for rank, head in heads.items():
         assert head is not None
-        running[rank].finish(head)
-    return set(heads)
+        head.is_done = True
+        running[rank].queue(operation.communicator).popleft()
+    return True
