@@ -53,10 +53,6 @@ def good_documents(largest: int = 256) -> list[list[int]]:
     return [[*range(60), largest] for _ in range(40)]
 
 
-def nothing(folder: Path) -> None:
-    pass
-
-
 def edit(name: str, change: Callable[[bytes], bytes]) -> Prepare:
     """Change one file of the workplace."""
 
@@ -97,8 +93,8 @@ class Case:
     name: str
     flags: tuple[str, ...] = ()
     named: tuple[str, ...]
-    prepare: Prepare = nothing
-    ranks: tuple[int, ...] = (1, 2)
+    prepare: Prepare = lambda folder: None
+    ranks: tuple[int, ...] = (2,)
     read_only: str | None = None
 
 
@@ -106,26 +102,17 @@ def case(name: str, *flags: str, named: str | tuple[str, ...], **options: object
     return Case(name=name, flags=flags, named=(named,) if isinstance(named, str) else named, **options)  # type: ignore[arg-type]
 
 
+BOTH = (1, 2)
 FLAG_CASES = (
-    case("unknown flag", "--bcd-blocks", "3", named=("--bcd-blocks", "--bcd-num-blocks")),
-    case("unsupported flag of Megatron-LM", "--num-experts", "4", named=("--num-experts", "Megatron-LM")),
-    case("few layers, 2 stages", "--num-layers", "5", named=("--num-layers 5", "at least 6"), ranks=(2,)),
-    case("world size", "--pipeline-model-parallel-size", "3", named=("--pipeline-model-parallel-size 3", "world size")),
-    case("tensor parallel", "--tensor-model-parallel-size", "4", named=("--tensor-model-parallel-size 4",)),
-    case(
-        "batch sizes", "--global-batch-size", "3", named=("--global-batch-size 3", "--micro-batch-size 2"), ranks=(1,)
-    ),
-    case(
-        "batch sizes, data parallel", "--pipeline-model-parallel-size", "1", "--global-batch-size", "6",
-        named=("--global-batch-size 6", "multiple of 4"), ranks=(2,),
-    ),
+    case("unknown flag", "--bcd-blocks", "3", named=("--bcd-blocks", "--bcd-num-blocks"), ranks=BOTH),
+    case("world size", "--pipeline-model-parallel-size", "3", named="--pipeline-model-parallel-size", ranks=BOTH),
     case("backend", "--distributed-backend", "nccl", named="--distributed-backend nccl"),
     *(
         () if importlib.util.find_spec("wandb") else (case("wandb", "--wandb-project", "a", named="--wandb-project"),)
     ),
 )  # fmt: skip
 DATA_CASES = (
-    case("no such data", "--data-path", "data/nowhere", named=("--data-path data/nowhere", "nowhere.idx")),
+    case("no such data", "--data-path", "data/nowhere", named=("--data-path data/nowhere", "nowhere.idx"), ranks=BOTH),
     case("no .bin", named=(BIN,), prepare=lambda folder: (folder / BIN).unlink()),
     case("truncated .bin", named=BIN, prepare=edit(BIN, lambda content: content[:1001])),
     case("empty .bin", named=BIN, prepare=put(BIN, b"")),
@@ -190,10 +177,10 @@ def records(content: bytes) -> Prepare:
 
 
 SFT_CASES = (
-    case("no such records", *SFT, named="--data-path records.jsonl"),
+    case("no such records", *SFT, named="--data-path records.jsonl", ranks=BOTH),
     case(
         "a bad record", *SFT, named="--data-path records.jsonl, line 4",
-        prepare=records(RECORD * 3 + b"{"), ranks=(2,),
+        prepare=records(RECORD * 3 + b"{"),
     ),
     case(
         "messages without a template", *SFT, named="line 1",
@@ -201,23 +188,22 @@ SFT_CASES = (
     ),
     case(
         "a long answer", *SFT, named=("records.jsonl, line 2", "--sft-drop"),
-        prepare=records(RECORD + RECORD.replace(b'"c"', b'"' + b"c" * 30 + b'"')), ranks=(1, 2),
+        prepare=records(RECORD + RECORD.replace(b'"c"', b'"' + b"c" * 30 + b'"')),
     ),
     case("one record", *SFT, named=("--split 50,50,0", "no record"), prepare=records(RECORD), ranks=(1,)),
     case(
         "a folder that can't be written", *SFT, "--data-cache-path", "a_file", named=("--data-cache-path", "a_file"),
-        prepare=records(RECORD * 4), ranks=(2,),
+        prepare=records(RECORD * 4),
     ),
 )  # fmt: skip
 TOKENIZER_CASES = (
-    case("no vocabulary file", *GPT2, named="--vocab-file encoder.json"),
     case(
         "merges of another vocabulary", *GPT2, named=("--merge-file vocab.bpe", "--vocab-file encoder.json"),
         prepare=gpt2_files(VOCABULARY, b"#version: 0.2\na b\nx y\n"),
     ),
     case(
         "no Hugging Face folder", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "nowhere",
-        named="--tokenizer-model nowhere",
+        named="--tokenizer-model nowhere", ranks=BOTH,
     ),
 )  # fmt: skip
 OUTPUT_CASES = tuple(
@@ -229,26 +215,17 @@ OUTPUT_CASES = tuple(
         ("read-only", "data/below/it", "data"),
     )
 ) + (
-    case("metrics file is a folder", "--metrics-file", "data", named="--metrics-file data"),
+    case("metrics file is a folder", "--metrics-file", "data", named="--metrics-file data", ranks=BOTH),
     case(
-        "metrics file of another run",
-        named="--metrics-file",
+        "metrics file of another run", named="--metrics-file",
         prepare=lambda folder: (folder / "metrics.jsonl").write_text('{"iteration": 1, "loss": 1.0}\n'),
     ),
     case("data folder read-only", named="--data-cache-path", read_only="data"),
     case(
-        "new outputs of wrong data",
-        "--data-path",
-        "data/nowhere",
-        "--metrics-file",
-        "new/metrics.jsonl",
-        "--tensorboard-dir",
-        "new/events",
-        "--save",
-        "new/saved",
-        named="--data-path data/nowhere",
+        "new outputs of wrong data", "--data-path", "data/nowhere", "--metrics-file", "new/metrics.jsonl",
+        "--tensorboard-dir", "new/events", "--save", "new/saved", named="--data-path data/nowhere",
     ),
-)
+)  # fmt: skip
 
 
 def truncate_weights(folder: Path) -> None:
@@ -257,7 +234,7 @@ def truncate_weights(folder: Path) -> None:
 
 
 LOAD_CASES = (
-    case("wider model", "--hidden-size", "64", named=("--load saved", "--hidden-size 32, here 64")),
+    case("wider model", "--hidden-size", "64", named=("--load saved", "--hidden-size 32, here 64"), ranks=BOTH),
     case("deeper model", "--num-layers", "8", named=("--load saved", "--num-layers 6, here 8")),
     case("untied model", "--untie-embeddings-and-output-weights", named=("--load saved", "--untie-embeddings-and-")),
     case("truncated weights", named=("--load saved", "saved/iter_0000001/", "truncated"), prepare=truncate_weights),
@@ -271,9 +248,9 @@ LOAD_CASES = (
 # Found before and after the process groups are made.
 REAL_CASES = (
     case("unknown flag", "--bcd-blocks", "3", named="--bcd-blocks", ranks=(1,)),
-    case("larger vocabulary", named="token 300", prepare=dataset(good_documents(largest=300)), ranks=(2,)),
+    case("larger vocabulary", named="token 300", prepare=dataset(good_documents(largest=300))),
 )
 LONG_REAL_CASES = (
-    case("unknown flag", "--bcd-blocks", "3", named="--bcd-blocks", ranks=(2,)),
-    case("save below a file", "--save", "a_file/below", named="--save a_file/below", ranks=(2,)),
+    case("unknown flag", "--bcd-blocks", "3", named="--bcd-blocks"),
+    case("save below a file", "--save", "a_file/below", named="--save a_file/below"),
 )
