@@ -82,12 +82,6 @@ def test_gloo_options() -> None:
     assert hasattr(ProcessGroupGloo, "create_device")
 
 
-def test_tensor_shims() -> None:
-    """`cpu.patch_megatron_core`: the optimizers compare the names of types, which differ by "cuda." alone."""
-    assert cpu._tensor_type(torch.zeros(1)) == "torch.FloatTensor"
-    assert cpu._tensor_type(torch.zeros(1, dtype=torch.bfloat16)) == "torch.BFloat16Tensor"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grad_norm(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """`megatron_core.l2_norm`: another value than that of the function it replaces."""

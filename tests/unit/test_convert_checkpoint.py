@@ -1,25 +1,27 @@
-"""tools/convert_checkpoint.py: from transformers' folders to checkpoints and back, and what it refuses."""
+"""tools/convert_checkpoint.py: models to checkpoints and back, what it refuses, and what full disks and kills leave."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import resource
 import shutil
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import convert_checkpoint
 import pytest
+import safetensors
 import torch
 import transformers
 from safetensors.torch import save_file
 from support import huggingface_models as models
-from support.huggingface_weights import to_gpt2, to_llama
 
-from megatron.bcd.huggingface import core_format
-from megatron.bcd.huggingface.tensors import LAYERS
+from megatron.bcd.huggingface import folder
 
 Edit = Callable[[Path], None]
 
@@ -59,29 +61,6 @@ def test_there_and_back(name: str, written: Callable[..., Path], tmp_path: Path)
     assert len(list((tmp_path / "again").glob("*.safetensors"))) == 1
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert models.differing(loaded.state_dict(), models.model_of(name).state_dict()) == []
-
-
-@pytest.mark.parametrize("name", ["gpt2_exact_untied", "llama_biases", "qwen3"])
-def test_tensors_are_those_that_another_table_gives(name: str, written: Callable[..., Path], tmp_path: Path) -> None:
-    """Two mistakes that cancel out on the way there and back: queries of another group, gate for up."""
-    assert convert("hf", written(name), tmp_path / "bcd", "--make-vocab-size-divisible-by", "1") == 0
-    checkpoint = core_format.CoreCheckpoint(str(tmp_path / "bcd" / "iter_0000000"))
-    ours: dict[str, torch.Tensor] = {}
-    for key in checkpoint.tensors:
-        if not key.startswith(LAYERS):
-            ours[key] = checkpoint.read(key)
-            continue
-        part = key.removeprefix(LAYERS)
-        for fused, module in (
-            ("self_attention.linear_qkv", "input_layernorm"),
-            ("mlp.linear_fc1", "pre_mlp_layernorm"),
-        ):
-            part = part.replace(f"{fused}.layer_norm_", f"{module}.")
-        for layer in range(models.LAYERS):
-            ours[f"{LAYERS}{layer}.{part}"] = checkpoint.read(key, layer=layer)
-    groups = models.SETTINGS[name].get("num_key_value_heads", 2)
-    theirs = to_gpt2(ours, num_heads=4) if name.startswith("gpt2") else to_llama(ours, num_heads=4, num_groups=groups)
-    assert models.differing(theirs, models.tensors_of(written(name))) == []
 
 
 def test_large_vocabularies_are_written_in_parts(
@@ -221,23 +200,6 @@ def test_outputs_and_checkpoints_that_are_refused(
     assert not back.exists()
 
 
-def test_a_failure_in_the_middle_leaves_nothing(
-    written: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A full disk: half of a checkpoint or of a model that the next program takes for a whole one."""
-    given = written("qwen2")
-    assert convert("hf", given, tmp_path / "bcd") == 0
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("safetensors.torch.save_file", full)
-    assert convert("bcd", tmp_path / "bcd", tmp_path / "back") == 2
-    monkeypatch.setattr("megatron.bcd.checkpoint.layout.finish", full)
-    assert convert("hf", given, tmp_path / "new") == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bcd"]
-
-
 def test_names_on_the_hub(
     written: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -260,3 +222,70 @@ def test_names_on_the_hub(
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert convert("hf", Path("other/model"), tmp_path / "none") == 2
     assert "huggingface_hub" in capsys.readouterr().err
+
+
+@contextlib.contextmanager
+def disk_for(num_bytes: int) -> Iterator[None]:
+    """No file of this process can grow beyond `num_bytes`: what writes meet on a full disk, for any user."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk(
+    written: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The library's own error, which is no OSError, as a traceback; half of a checkpoint or a model that is left."""
+    given = written("qwen2")
+    with disk_for(5000):
+        assert convert("hf", given, tmp_path / "bcd") == 2
+    assert not list(tmp_path.iterdir())
+    assert convert("hf", given, tmp_path / "bcd") == 0
+    capsys.readouterr()
+    with disk_for(5000):
+        assert convert("bcd", tmp_path / "bcd", tmp_path / "back") == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "model.safetensors" in line
+
+    class Unreadable:
+        def get_slice(self, name: str) -> object:
+            raise safetensors.SafetensorError("input/output error")
+
+        get_tensor = get_slice
+
+    source = folder.ModelFolder(str(given))
+    monkeypatch.setattr(safetensors, "safe_open", lambda *_, **__: contextlib.nullcontext(Unreadable()))
+    for read in (lambda: source.read(source.rows[1]), lambda: source.read_rows(source.rows[0], 0, 1)):
+        with pytest.raises(ValueError, match="input/output error"):
+            read()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bcd"]
+
+
+def test_others_may_read_the_weights(written: Callable[..., Path], tmp_path: Path) -> None:
+    """Weights that their owner alone may read, beside a config.json that all may."""
+    assert convert("hf", written("qwen2"), tmp_path / "bcd") == 0
+    for mask, mode in ((0o022, 0o644), (0o077, 0o600)):
+        before = os.umask(mask)
+        try:
+            assert convert("bcd", tmp_path / "bcd", tmp_path / f"{mask}") == 0
+        finally:
+            os.umask(before)
+        modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / f"{mask}").iterdir()}
+        assert modes["model.safetensors"] == modes["config.json"] == mode
+
+
+def test_what_a_killed_conversion_leaves(written: Callable[..., Path], tmp_path: Path) -> None:
+    """A tool that refuses its own unfinished folder, or writes over a whole checkpoint."""
+    given = written("qwen2")
+    leftover = tmp_path / "bcd" / "iter_0000000.incomplete"
+    (leftover / "huggingface").mkdir(parents=True)
+    (leftover / "__0_0.distcp").write_bytes(b"half")
+    assert convert("hf", given, tmp_path / "bcd") == 0
+    assert convert("bcd", tmp_path / "bcd", tmp_path / "back") == 0
+    assert models.differing(models.tensors_of(given), models.tensors_of(tmp_path / "back")) == []
+    leftover.mkdir()
+    assert convert("hf", given, tmp_path / "bcd") == 2
+    assert (tmp_path / "bcd" / "iter_0000000" / "checksums.json").exists()

@@ -32,10 +32,15 @@ def test_public_names() -> None:
         assert name in dir(megatron.bcd)
 
 
-def test_import_is_light() -> None:
-    """A planner that needs torch because the package imports its public names at once."""
-    command = "import sys, megatron.bcd; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", command]).returncode == 0
+def test_imports_are_light() -> None:
+    """A planner that needs torch because the package imports its public names at once; BlockCoordinate that needs
+    Megatron Core, which users of plain PyTorch don't have."""
+    for program, package in (
+        ("megatron.bcd", "torch"),
+        ("megatron.bcd; megatron.bcd.BlockCoordinate", "megatron.core"),
+    ):
+        command = f"import sys, {program}; sys.exit({package!r} in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", command]).returncode == 0
 
 
 def test_the_example(repo_root: Path, tmp_path: Path) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
@@ -85,15 +82,6 @@ def test_a_second_moment_above_0_stays_above_0() -> None:
     assert (decoded > 0).tolist() == [True, True, False, True]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_bytes(dtype: str) -> None:
-    """A stored form that is larger than it says, or a scale per element."""
-    state = low_bit_adam.zeros(10 * BLOCK + 1, dtype, torch.device("cpu"))
-    expected = {"bf16": 4 * (10 * BLOCK + 1), "int8": 2 * (10 * BLOCK + 1) + 2 * 11 * 4}[dtype]
-    assert sum(tensor.nbytes for tensor in state.values()) == expected
-    assert all(not tensor.any() for tensor in low_bit_adam.decode(state).values())
-
-
 def test_not_a_number_is_not_hidden() -> None:
     """Moments that are broken and look healthy."""
     values = torch.ones(2 * BLOCK)
@@ -125,24 +113,6 @@ def test_first_step_is_pytorchs(dtype: str, decoupled: bool, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_moments_follow_fp64(dtype: str) -> None:
-    """Moments that are rounded twice, swapped or scaled wrongly; bounds are a few steps of the stored form."""
-    generator = torch.Generator().manual_seed(3)
-    parameter = torch.nn.Parameter(torch.zeros(4 * BLOCK))
-    optimizer = adam(parameter, dtype)
-    exp_avg = exp_avg_sq = torch.zeros(4 * BLOCK, dtype=torch.float64)
-    for _ in range(60):
-        parameter.grad = torch.randn(4 * BLOCK, generator=generator) + 0.5
-        gradient = parameter.grad.double()
-        exp_avg, exp_avg_sq = 0.9 * exp_avg + 0.1 * gradient, 0.95 * exp_avg_sq + 0.05 * gradient**2
-        optimizer.step()
-    decoded = low_bit_adam.decode(optimizer.state[parameter])
-    first, second = (decoded["exp_avg"] - exp_avg).abs(), (decoded["exp_avg_sq"] / exp_avg_sq - 1).abs()
-    assert first.mean() < {"bf16": 0.002, "int8": 0.01}[dtype]
-    assert second.mean() < {"bf16": 0.01, "int8": 0.05}[dtype]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_second_moment_follows_a_gradient_that_shrinks(dtype: str) -> None:
     """With beta2 0.999 a step changes the second moment by less than rounding does: rounded to the nearest bf16 it
     would be 1.9 times too large in its root, and steps half as long as they should be."""
@@ -155,48 +125,3 @@ def test_second_moment_follows_a_gradient_that_shrinks(dtype: str) -> None:
         optimizer.step()
     roots = (low_bit_adam.decode(optimizer.state[parameter])["exp_avg_sq"] / expected).sqrt()
     assert roots.mean() == pytest.approx(1, abs=0.03) and roots.std() < 0.1
-
-
-def logistic_loss(build: Callable[[torch.Tensor], Any]) -> float:
-    """Loss after 200 steps on a separable problem with inputs of very different sizes."""
-    generator = torch.Generator().manual_seed(5)
-    inputs = torch.randn(512, 2 * BLOCK, generator=generator) * 10.0 ** -torch.linspace(0, 2, 2 * BLOCK)
-    labels = (inputs @ torch.randn(2 * BLOCK, generator=generator) > 0).float()
-    weight = torch.nn.Parameter(torch.zeros(2 * BLOCK))
-    optimizer = build(weight)
-    loss = torch.zeros(())
-    for _ in range(200):
-        weight.grad = None
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(inputs @ weight, labels)
-        loss.backward()
-        optimizer.step()
-    return float(loss.detach())
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_it_learns_as_fp32_does(dtype: str) -> None:
-    """Moments too coarse to train with."""
-    exact = logistic_loss(lambda weight: torch.optim.AdamW([weight], lr=0.01, betas=(0.9, 0.95), weight_decay=0.1))
-    assert logistic_loss(lambda weight: adam(weight, dtype)) == pytest.approx(exact, rel=0.1)
-
-
-def stepped(start: int, end: int) -> dict[str, torch.Tensor]:
-    """Weights and moments of a shard of a parameter after three steps in bf16."""
-    gradient = torch.linspace(-1, 1, 3 * BLOCK)[start:end]
-    parameter = torch.nn.Parameter(torch.zeros(end - start))
-    optimizer = adam(parameter, "bf16", start=start)
-    for step in range(3):
-        parameter.grad = gradient * (step + 1)
-        optimizer.step()
-    assert optimizer.param_groups[0]["step"] == 3
-    return optimizer.state[parameter] | {"weight": parameter.detach()}
-
-
-def test_shards_in_bf16_round_as_the_whole_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tied embedding and its copy that drift apart because their shards differ; chance that is not the same when
-    steps are repeated, whatever else draws random numbers."""
-    whole = stepped(0, 3 * BLOCK)
-    torch.manual_seed(1)
-    monkeypatch.setattr("megatron.bcd.optim.low_bit_adam.CHUNK", BLOCK)
-    shards = [stepped(0, 300), stepped(300, 3 * BLOCK)]
-    assert same_bits({name: torch.cat([shard[name] for shard in shards]) for name in whole}, whole)

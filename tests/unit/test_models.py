@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sysconfig
 import types
@@ -72,32 +71,6 @@ def test_zero_centred_norm_in_bf16(kind: str) -> None:
     assert torch.equal(norm(x), exact(x.float()).bfloat16())
     norm(x).float().sum().backward()
     assert norm.weight.grad is not None and norm.weight.grad.dtype == torch.bfloat16
-
-
-def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
-    """softmax(q k / sqrt(D)) v, written out: [S, B, N, D] each (equal heads), masked [S, S]; returns [S, B, N * D]."""
-    scores = torch.einsum("qbnd,kbnd->bnqk", q, k) / math.sqrt(q.size(-1))
-    probabilities = scores.masked_fill(masked, -math.inf).softmax(-1)
-    return torch.einsum("bnqk,kbnd->qbnd", probabilities, v).flatten(2)
-
-
-@pytest.mark.parametrize("num_groups", [4, 2])
-@pytest.mark.parametrize("with_mask", [False, True])
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_attention(num_groups: int, with_mask: bool, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would scale twice, see the future, mix batch and sequence, or repeat the wrong key-value heads."""
-    monkeypatch.setattr(device, "has_cuda", lambda: on_gpu)
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(7, 3, heads, 8) for heads in (4, num_groups, num_groups))
-    config = types.SimpleNamespace(attention_dropout=0.0, sequence_parallel=False)
-    attention = ScaledDotProductAttention(config, 1, AttnMaskType.causal, "self").eval()
-    masked = torch.ones(7, 7, dtype=torch.bool).triu(1)
-    if with_mask:
-        masked[5:, :5] = True  # a document begins at position 5
-    mask = masked[None, None] if with_mask else None
-    spread_k, spread_v = (x.repeat_interleave(4 // num_groups, dim=2) for x in (k, v))
-    expected = plain_attention(q, spread_k, spread_v, masked)
-    torch.testing.assert_close(attention(q, k, v, mask), expected)
 
 
 def test_recomputation_that_never_ends_is_refused() -> None:

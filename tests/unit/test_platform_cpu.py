@@ -40,13 +40,6 @@ def test_fused_adam(optimizer: type[torch.optim.Optimizer]) -> None:
     assert torch.equal(fused, adam(optimizer, fused=True, cuts=[3, 17, 5_001, 10_007]))
 
 
-def test_other_optimizers_stay() -> None:
-    sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0, momentum=0.9)
-    for optimizer in (sgd, None):
-        megatron_core.take_fused_adam(optimizer)
-    assert not sgd.param_groups[0]["fused"]
-
-
 def test_freed_memory_is_returned() -> None:
     """Memory that a phase is done with, counted in the peak of the next."""
     if not hasattr(ctypes.CDLL(None), "malloc_trim"):

@@ -64,25 +64,8 @@ def repository(repo_root: Path, tmp_path: Path) -> FakeRepository:
     return FakeRepository(repo_root, tmp_path)
 
 
-def test_setup_installs_torch_first_then_does_nothing(repository: FakeRepository) -> None:
-    """torch after the other pins may come as another build; a setup that never ends is slow."""
-    assert repository.setup().returncode == 0
-    assert repository.calls == ["venv", "pip torch==2.13.0", f"pip {repository.root / '.venv' / 'requirements.txt'}"]
-    again = repository.setup()
-    assert (again.returncode, repository.calls, again.stdout) == (0, [], "")
-
-
-def test_setup_follows_requirements(repository: FakeRepository) -> None:
-    """A stamp that ignores the pins would leave old packages after a pull."""
-    repository.setup()
-    with (repository.root / "requirements.txt").open("a") as requirements:
-        requirements.write("numpy==2.4.6\n")
-    assert repository.setup().returncode == 0
-    assert repository.calls == ["pip torch==2.13.0", f"pip {repository.root / '.venv' / 'requirements.txt'}"]
-
-
 def test_setup_repairs_what_was_cut_short(repository: FakeRepository, tmp_path: Path) -> None:
-    """A pip that was killed leaves packages that look installed; trusting them fails later, in an import."""
+    """A pip that was killed leaves packages that look installed; a moved Python leaves a .venv without interpreter."""
     (tmp_path / "no-network").touch()
     failed = repository.setup()
     assert failed.returncode == 1
@@ -90,15 +73,8 @@ def test_setup_repairs_what_was_cut_short(repository: FakeRepository, tmp_path: 
     (tmp_path / "no-network").unlink()
     assert repository.setup().returncode == 0
     assert repository.calls[0] == "venv", "starts afresh instead of trusting a half-made environment"
-    assert repository.setup().returncode == 0 and repository.calls == []
-
-
-def test_setup_repairs_a_venv_without_python(repository: FakeRepository) -> None:
-    """A moved or upgraded system Python leaves a .venv whose interpreter is gone."""
-    repository.setup()
     (repository.root / ".venv" / "bin" / "python").unlink()
-    assert repository.setup().returncode == 0
-    assert repository.calls[0] == "venv"
+    assert repository.setup().returncode == 0 and repository.calls[0] == "venv"
 
 
 @pytest.mark.parametrize(
@@ -131,11 +107,14 @@ def test_setup_uses_the_users_python_and_installs_nothing(repository: FakeReposi
 
 
 def test_packages_for_tests_come_with_the_tests(repository: FakeRepository) -> None:
-    """A first run that downloads linters and other programs; or tests that miss them, or lose them again."""
+    """A first run that downloads linters and other programs; tests that miss them, or lose them again; torch after the
+    other pins, as another build; a setup that installs again what is there."""
     requirements = repository.root / "requirements.txt"
     requirements.write_text("torch==2.13.0\nrich==15.0.0\n# tests/run.sh, and more\npytest==9.2.0\n")
     assert repository.setup().returncode == 0
-    assert (repository.root / ".venv" / "requirements.txt").read_text() == "torch==2.13.0\nrich==15.0.0\n"
+    installed = repository.root / ".venv" / "requirements.txt"
+    assert repository.calls == ["venv", "pip torch==2.13.0", f"pip {installed}"]
+    assert installed.read_text() == "torch==2.13.0\nrich==15.0.0\n"
     assert repository.setup(BCD_TESTS="1").returncode == 0
     assert repository.calls == ["pip torch==2.13.0", f"pip {requirements}"]
     assert repository.setup(BCD_TESTS="1").returncode == 0 and repository.calls == []

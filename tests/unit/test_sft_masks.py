@@ -19,7 +19,7 @@ WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 WORDS = {"gpt2": None, "llama3": WORD + r"\p{N}{1,3}" + REST, "qwen": WORD + r"\p{N}" + REST}
 """How each family cuts text into words before byte-level BPE."""
-NUM_RECORDS = 120
+NUM_RECORDS = 50
 
 
 class WithSpans(Tokenizer):

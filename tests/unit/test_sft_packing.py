@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import fine_tuning
 
-from megatron.bcd.data.batches import between_segments
 from megatron.bcd.data.sft import dataset as plan
 from megatron.bcd.data.sft import store
 from megatron.bcd.data.sft.dataset import FineTuningDataset, divide, one_each, pack
@@ -62,21 +60,13 @@ def test_a_record_is_in_one_split(tmp_path: Path) -> None:
     assert sum(map(len, splits[0])) == len(rows) > sum(map(len, splits[1]))
 
 
-def test_between_segments() -> None:
-    """A token that sees another sample or what follows, or not itself."""
-    mask = between_segments(torch.tensor([[0, 0, 1, 1, 2], [0, 0, 0, 0, 0]]))
-    visible = [["10000", "11000", "00100", "00110", "00001"], ["10000", "11000", "11100", "11110", "11111"]]
-    expected = torch.tensor([[[bit == "0" for bit in row] for row in rows] for rows in visible])
-    assert torch.equal(mask, expected[:, None])
-
-
 SAMPLES = [([1, 2, 3], [0, 1, 1]), ([4, 5], [0, 1]), ([6, 7, 8, 9], [0, 0, 1, 1])]
 
 
-def written(root: Path, digest: str = "one", samples: Any = SAMPLES) -> store.Samples:
+def written(root: Path, digest: str = "one") -> store.Samples:
     rows = [
         ((0, line, 1), Tokens(ids=numpy.array(ids, dtype=numpy.int32), learned=numpy.array(learned, dtype=bool)))
-        for line, (ids, learned) in enumerate(samples, start=1)
+        for line, (ids, learned) in enumerate(SAMPLES, start=1)
     ]
     with store.new_folder(str(root), digest) as folder:
         assert [*store.write(folder, rows)] == [None] * len(rows)
@@ -85,42 +75,9 @@ def written(root: Path, digest: str = "one", samples: Any = SAMPLES) -> store.Sa
     return found
 
 
-def dataset_of(samples: store.Samples, **options: Any) -> FineTuningDataset:
+def dataset_of(samples: store.Samples, packed: plan.Packed | None = None, **options: Any) -> FineTuningDataset:
     values = {"num_sequences": 4, "seq_length": 6, "end_token": 256, "seed": 1, "has_segments": True} | options
-    packed = values.pop("packed", None) or pack(numpy.arange(3), samples.lengths - 1, values["seq_length"])
-    return FineTuningDataset(samples, packed, **values)
-
-
-def test_sequences_hold_the_samples(tmp_path: Path) -> None:
-    """A label of the next sample, a position that goes on, a loss on a prompt or on what fills up."""
-    dataset = dataset_of(written(tmp_path))
-    assert len(dataset) == 4
-    rows = {name: value.tolist() for name, value in dataset[0].items()}
-    assert rows == {
-        "tokens": [1, 2, 4, 6, 7, 8],
-        "labels": [2, 3, 5, 7, 8, 9],
-        "loss_mask": [1.0, 1.0, 1.0, 0.0, 1.0, 1.0],
-        "position_ids": [0, 1, 0, 0, 1, 2],
-        "segment_ids": [0, 0, 1, 2, 2, 2],
-    }
-    cut = dataset_of(written(tmp_path), seq_length=2, packed=one_each(numpy.array([1, 2])), has_segments=False)
-    (short,) = (row for row in (cut[0], cut[1]) if row["tokens"][0] == 4)
-    (long,) = (row for row in (cut[0], cut[1]) if row["tokens"][0] == 6)
-    assert (short["tokens"].tolist(), short["loss_mask"].tolist()) == ([4, 256], [1.0, 0.0])
-    assert (long["labels"].tolist(), long["loss_mask"].tolist()) == ([7, 8], [0.0, 1.0])
-    assert "segment_ids" not in short
-
-
-def test_epochs_have_orders_of_their_own(tmp_path: Path) -> None:
-    """An epoch that repeats the one before, or leaves a sequence out; an order that depends on its number."""
-    samples = written(tmp_path, samples=[([i, i], [0, 1]) for i in range(20)])
-    dataset = dataset_of(samples, packed=one_each(numpy.arange(20)), num_sequences=60, seq_length=1)
-    tokens = [int(dataset[index]["tokens"][0]) for index in range(60)]
-    epochs = [tokens[start : start + 20] for start in (0, 20, 40)]
-    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-    longer = dataset_of(samples, packed=one_each(numpy.arange(20)), num_sequences=90, seq_length=1)
-    assert [int(longer[index]["tokens"][0]) for index in range(60)] == tokens
+    return FineTuningDataset(samples, packed or pack(numpy.arange(3), samples.lengths - 1, 6), **values)
 
 
 def test_datasets_are_told_apart(tmp_path: Path) -> None:

@@ -43,14 +43,6 @@ def test_cores_are_shared(monkeypatch: pytest.MonkeyPatch, processes: str | None
     assert torch.get_num_threads() == number
 
 
-def test_the_user_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number that was set on purpose, and is replaced."""
-    torch.set_num_threads(3)
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    threads.set_threads()
-    assert torch.get_num_threads() == 3
-
-
 @pytest.mark.parametrize("user, number", [(None, 4), ("1", 1)])
 def test_under_torchrun(monkeypatch: pytest.MonkeyPatch, user: str | None, number: int) -> None:
     """torchrun sets 1 for several processes if the user has set nothing: that is not the user's word."""
@@ -77,15 +69,12 @@ def test_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str,
     assert threads.usable_cores() == cores
 
 
-def test_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("given", "spins"), [({"OMP_WAIT_POLICY": "active"}, None), ({"GOMP_SPINCOUNT": "7"}, "7"), ({}, "10000")]
+)
+def test_waiting(monkeypatch: pytest.MonkeyPatch, given: dict[str, str], spins: str | None) -> None:
     """A wait policy of the user's that is replaced; or threads that spin for milliseconds, where none is given."""
-    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     threads.wait_briefly()
-    assert "GOMP_SPINCOUNT" not in os.environ
-    monkeypatch.delenv("OMP_WAIT_POLICY")
-    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    threads.wait_briefly()
-    assert os.environ["GOMP_SPINCOUNT"] == "7"
-    monkeypatch.delenv("GOMP_SPINCOUNT")
-    threads.wait_briefly()
-    assert int(os.environ["GOMP_SPINCOUNT"]) == 10000
+    assert os.environ.pop("GOMP_SPINCOUNT", None) == spins
