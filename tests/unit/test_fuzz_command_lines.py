@@ -84,7 +84,22 @@ def code_of(call: Callable[[], object]) -> int:
     return code if isinstance(code, int) else 0
 
 
-def check_scripts(seed: int, number: int) -> None:
+@pytest.fixture
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo_root: Path) -> Path:
+    monkeypatch.syspath_prepend(str(repo_root / "tools"))
+    monkeypatch.chdir(tmp_path)
+    return repo_root
+
+
+def seeds(first: int, longer: int, number: int) -> pytest.MarkDecorator:
+    """Seed 1 with few command lines; more seeds with more of them are long."""
+    more = [pytest.param(seed, longer, marks=pytest.mark.long) for seed in range(2, 2 + number)]
+    return pytest.mark.parametrize(("seed", "number"), [(1, first), *more])
+
+
+@seeds(60, 750, 4)
+def test_scripts(in_empty_folder: Path, seed: int, number: int) -> None:
+    """A value, a combination or a character that ends in a traceback."""
     draw = random.Random(seed)
     by_form = {form: generate_flags(FAMILY_DEFAULTS[form]) for form in SCRIPTS}
     stock = sorted(stock_flags())
@@ -92,7 +107,6 @@ def check_scripts(seed: int, number: int) -> None:
     for _ in range(number):
         form = draw.choice(SCRIPTS)
         words = script_words(draw, by_form[form], stock)
-
         words += draw.choice((["--dry-run"], ["--print-config"], ["--dry-run-world-size", draw.choice(NUMBERS)], []))
         ranks = draw.choice((1, 2, 4, 8, 256))
         defaults = FAMILY_DEFAULTS[form]
@@ -106,11 +120,14 @@ def check_scripts(seed: int, number: int) -> None:
     assert passed > number // 50  # else it tests refusals only
 
 
-def check_tools(seed: int, number: int, root: Path) -> None:
+@seeds(150, 1000, 2)
+def test_tools(in_empty_folder: Path, seed: int, number: int) -> None:
+    """The same in the tools."""
     draw = random.Random(seed)
     tools = []
     for name, function in TOOLS.items():
-        names = sorted(set(re.findall(r'"(--[a-z][\w-]+)"', (root / "tools" / f"{name}.py").read_text("utf-8"))))
+        source = (in_empty_folder / "tools" / f"{name}.py").read_text("utf-8")
+        names = sorted(set(re.findall(r'"(--[a-z][\w-]+)"', source)))
         read = getattr(importlib.import_module(name), function)
         tools.append((name, names, (lambda argv, read=read: read().parse_args(argv)) if "build" in function else read))
     for _ in range(number):
@@ -123,34 +140,3 @@ def check_tools(seed: int, number: int, root: Path) -> None:
         except Exception as error:
             raise AssertionError(f"{type(error).__name__} of tools/{name}.py {words}") from error
         assert code in (0, 1, 2), (name, words)
-
-
-@pytest.fixture
-def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo_root: Path) -> Path:
-    monkeypatch.syspath_prepend(str(repo_root / "tools"))
-    monkeypatch.chdir(tmp_path)
-    return repo_root
-
-
-def test_scripts(in_empty_folder: Path) -> None:
-    """A value, a combination or a character that ends in a traceback."""
-    check_scripts(seed=1, number=60)
-
-
-def test_tools(in_empty_folder: Path) -> None:
-    """The same in the tools."""
-    check_tools(seed=1, number=150, root=in_empty_folder)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(2, 6))
-def test_many_scripts(in_empty_folder: Path, seed: int) -> None:
-    """As above, 3,000 command lines."""
-    check_scripts(seed=seed, number=750)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(2, 4))
-def test_many_tools(in_empty_folder: Path, seed: int) -> None:
-    """As above, 2,000 command lines."""
-    check_tools(seed=seed, number=1000, root=in_empty_folder)
