@@ -1,84 +1,162 @@
-"""Invariant 2: from the same initial weights every parallel layout takes the same steps."""
+"""Invariant 2: from the same initial weights every parallel layout takes the same steps, whatever is trained how."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import get_batch_on_this_cp_rank
 from support import worlds
 from support.dist import World
 
+from megatron.bcd.model.attention import whole_sequence
+
 Flags = Callable[..., dict[str, Any]]
-PIPELINE = {"pipeline_model_parallel_size": 2}
-TENSOR = {"tensor_model_parallel_size": 2}
-CUTS: dict[str, dict[str, Any]] = {"data2": {}, "tensor2": TENSOR}
-LAYOUTS = (
-    {"bcd_layout": "spread", "bcd_num_blocks": 3},
-    {"bcd_layout": "stage", "bcd_num_blocks": None},
-    {"bcd_layout": "submodel", "bcd_num_blocks": 3},
-)
-# fp32 sums in another order, after two cycles of Adam: a wrong gradient shows in the first digits
-TOLERANCE = 2e-5
+PIPELINE, TENSOR, CONTEXT = ({f"{name}_parallel_size": 2} for name in ("pipeline_model", "tensor_model", "context"))
+CUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "data2": (2, {}),
+    "tensor2": (2, TENSOR),
+    "pipeline2": (2, PIPELINE),
+    "context2": (2, CONTEXT),
+    "context4": (4, {"context_parallel_size": 4}),
+    "context2_data2": (4, CONTEXT),
+    "context2_tensor2": (4, CONTEXT | TENSOR),
+    "context2_pipeline2": (4, CONTEXT | PIPELINE),
+    "pipeline2_data2": (4, PIPELINE),
+    "pipeline2_tensor2": (4, PIPELINE | TENSOR),
+}
+UNTIED = {"untie_embeddings_and_output_weights": True}
+LLAMA = {"form": "llama", "group_query_attention": True, "num_query_groups": 2}
+MASKS = {"reset_attention_mask": True, "reset_position_ids": True}
+# else gradients are rounded to 8 bits, in another order
+PRETRAIN = {"bcd_preset": "pretrain", "bcd_resting_grad_dtype": "fp32", "muon_grad_dtype": "fp32"}
+PRETRAIN |= {"muon_momentum_dtype": "fp32"}
+RESTING = {"bcd_layout": "strided", "bcd_resting_update": "orthogonal", "bcd_resting_grad_dtype": "fp32", "lr": 3e-3}
+MUON = {"optimizer": "muon", "muon_extra_scale_factor": 0.2, "muon_use_nesterov": True, "lr": 3e-3}
+HOST = {"bcd_optimizer_state": "host"}
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 5000}
 
 
-def run(world: World, flags: dict[str, Any], **kwargs: Any) -> list[dict[str, Any]]:
-    """Two steps per block for two cycles, whatever the number of blocks, with evaluation once in each cycle."""
-    stages = kwargs.get("blocks_of_stages") or flags.get("pipeline_model_parallel_size", 1)
-    layout, num_blocks = flags.get("bcd_layout", "spread"), flags.get("bcd_num_blocks") or 1
-    steps = 4 * {"spread": num_blocks, "stage": stages, "submodel": num_blocks * stages}[layout]
-    lengths = {"bcd_steps_per_block": 2, "train_iters": steps, "eval_iters": 1, "eval_interval": steps // 2}
-    return world.run(worlds.train_run, worlds.run_config(world_size=world.size, **flags | lengths), **kwargs)
+class Case(NamedTuple):
+    """What is trained how (flags of the network, and others), and under which layouts."""
+
+    network: dict[str, Any]
+    flags: dict[str, Any]
+    cuts: tuple[str, ...]
+    tolerance: float = 2e-5
+    """Of losses: fp32 sums in another order; a wrong gradient shows in the first digits."""
 
 
-def assert_same_run(ranks: list[dict[str, Any]], reference: dict[str, Any]) -> None:
-    assert len(set(reference["blocks"])) * 4 == len(reference["losses"])
-    for rank in ranks:
-        assert rank["blocks"] == reference["blocks"]
-        assert rank["losses"] == pytest.approx(reference["losses"], rel=TOLERANCE)
-        assert rank["grad_norms"] == pytest.approx(reference["grad_norms"], rel=50 * TOLERANCE)
-        assert [split for _, split, _ in rank["evaluations"]] == ["validation"] * 3
-        evaluations = [loss for *_, loss in reference["evaluations"]]
-        assert [loss for *_, loss in rank["evaluations"]] == pytest.approx(evaluations, rel=TOLERANCE)
+CASES = {
+    "spread": Case({}, {}, ("data2", "tensor2", "pipeline2", "context2", "pipeline2_data2", "pipeline2_tensor2")),
+    "untied": Case(UNTIED, {}, ("pipeline2_tensor2",)),
+    "one_block": Case({}, {"bcd_num_blocks": 1}, ("pipeline2",)),
+    "stage": Case({}, {"bcd_layout": "stage", "bcd_num_blocks": None}, ("pipeline2", "pipeline2_data2")),
+    "submodel": Case({}, {"bcd_layout": "submodel"}, ("pipeline2", "pipeline2_data2")),
+    "pretrain": Case(LLAMA, PRETRAIN, ("context2", "context2_pipeline2", "context2_data2")),
+    "masks": Case(LLAMA, MASKS, ("context2",)),
+    "per_token": Case({}, {"eod_mask_loss": True, "calculate_per_token_loss": True}, ("context2",)),
+    "frozen": Case({}, {"bcd_frozen": "embedding", "bcd_order": "random"}, ("data2", "tensor2", "pipeline2")),
+    "frozen_untied": Case(UNTIED, {"bcd_frozen": "embedding,norms"}, ("data2", "pipeline2")),
+    "moments_bf16": Case({}, {"adam_moments_dtype": "bf16"}, ("data2",), 1e-4),
+    "moments_int8": Case({}, {"adam_moments_dtype": "int8"}, ("pipeline2",), 1e-4),
+    "stateless": Case({}, RESTING | HOST, ("data2", "tensor2", "pipeline2", "pipeline2_data2"), 2e-4),
+    "muon": Case({}, RESTING | MUON | HOST, ("data2", "tensor2", "pipeline2"), 2e-4),
+    "full_muon": Case({}, MUON | {"bcd_num_blocks": 1}, ("data2",), 2e-4),
+    "muon_blocks": Case(
+        {}, MUON | HOST | {"bcd_always_active": "norms,biases", "bcd_frozen": "embedding,head"}, ("data2",), 2e-4
+    ),
+    "no_block": Case({}, RESTING | {"bcd_num_blocks": 0}, ("data2",), 2e-4),
+    "suffix": Case(
+        {}, RESTING | {"bcd_resting_update": "normalized", "bcd_resting_layers": "suffix"}, ("pipeline2",), 2e-4
+    ),
+    # the sign of a gradient near zero depends on its last bit
+    "sign": Case({}, RESTING | {"bcd_resting_update": "sign"}, ("tensor2",), 2e-3),
+}
+LONG_CASES = {
+    "llama": Case(LLAMA, {}, ("context2", "context2_tensor2", "context4")),
+    "long_pretrain": Case(LLAMA, PRETRAIN, ("context2_tensor2", "context4")),
+    "kept": Case({}, HOST | {"bcd_always_active": "norms,embedding,head"}, ("context2",)),
+    "whole_recomputed": Case({}, RECOMPUTED | {"no_use_distributed_optimizer": True}, ("context2",)),
+    "sgd": Case({}, {"optimizer": "sgd", "sgd_momentum": 0.9, "lr": 0.1}, ("context2",)),
+    "overlap": Case({}, OVERLAP, ("context2", "data2")),
+    "long_stateless": Case({}, RESTING | MUON, ("pipeline2_data2",), 2e-4),
+    "long_suffix": Case({}, CASES["suffix"].flags, ("data2", "tensor2"), 2e-4),
+}
 
 
-@pytest.fixture(scope="module")
-def one_rank(world1: World, initial_weights: Flags) -> dict[str, Any]:
-    return run(world1, initial_weights(bcd_num_blocks=3))[0]
+def config_of(initial_weights: Flags, case: Case, **more: Any) -> Any:
+    """Two steps per block for one cycle and in its first block's next visit, with an evaluation inside and at the
+    end."""
+    flags = initial_weights(bcd_num_blocks=3, **case.network) | case.flags
+    num_blocks = {None: 2, 0: 1}.get(flags["bcd_num_blocks"], flags["bcd_num_blocks"])
+    num_blocks *= 2 if flags.get("bcd_layout") == "submodel" else 1
+    steps = 2 * num_blocks + 2
+    lengths = {"bcd_steps_per_block": 2, "train_iters": steps, "eval_iters": 1, "eval_interval": steps - 1}
+    return worlds.run_config(**flags | lengths | more)
 
 
-@pytest.mark.parametrize("name", CUTS)
-def test_layout_of_one_stage(world2: World, initial_weights: Flags, one_rank: dict[str, Any], name: str) -> None:
-    """A gradient of one data or tensor rank that is not reduced, or not averaged, in some block."""
-    assert_same_run(run(world2, initial_weights(bcd_num_blocks=3) | CUTS[name]), one_rank)
+@functools.cache
+def one_rank(world1: World, initial_weights: Flags, name: str, stages: int | None) -> dict[str, Any]:
+    """The run of one rank, which trains the blocks that so many stages would form."""
+    case = (CASES | LONG_CASES)[name]
+    more = {"bcd_num_blocks": 1} if case.flags.get("bcd_num_blocks", 3) is None else {}
+    steps = config_of(initial_weights, case).training.train_iters
+    config = config_of(initial_weights, case, **more, train_iters=steps)
+    return world1.run(worlds.train_run, config, blocks_of_stages=stages)[0]
 
 
-def test_pipeline_of_one_block(world1: World, world2: World, initial_weights: Flags) -> None:
-    """A pipeline that changes plain training: a lost tied gradient, a wrong microbatch count or loss divisor."""
-    flags = initial_weights(bcd_num_blocks=1)
-    assert_same_run(run(world2, flags | PIPELINE), run(world1, flags)[0])
+PAIRS = [
+    pytest.param(name, cut, marks=[pytest.mark.long] * (name in LONG_CASES))
+    for name, case in (CASES | LONG_CASES).items()
+    for cut in case.cuts
+]
+PAIRS.sort(key=lambda pair: [*CUTS].index(str(pair.values[1])))  # groups of ranks are kept from case to case
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout["bcd_layout"])
-def test_pipeline_of_every_layout(world1: World, world2: World, initial_weights: Flags, layout: dict[str, Any]) -> None:
-    """A stage that trains layers of another block, or gets a wrong gradient behind or before a frozen stage."""
-    flags = initial_weights(**layout)
-    # tensor slices of the checkpoint must not depend on the blocks, and one stage takes the two stages' blocks
-    reference = run(world1, flags | {"bcd_num_blocks": layout["bcd_num_blocks"] or 1}, blocks_of_stages=2)
-    assert_same_run(run(world2, flags | PIPELINE), reference[0])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout["bcd_layout"])
-def test_pipeline_with_data_parallel(
-    world2: World, world4: World, initial_weights: Flags, layout: dict[str, Any]
+@pytest.mark.parametrize(("name", "cut"), PAIRS)
+def test_every_layout_takes_the_same_steps(
+    world1: World, world2: World, world4: World, initial_weights: Flags, name: str, cut: str
 ) -> None:
-    """A reduction over the wrong group, or a rank without active parameters that leaves one out."""
-    flags = initial_weights(**layout) | PIPELINE
-    assert_same_run(run(world4, flags), run(world2, flags)[0])
+    """A gradient of one rank that is not reduced, not averaged, or reduced over the wrong group in some block; a stage
+    that trains layers of another block or gets a wrong gradient; a tied copy, a slice or an owner's matrix that is
+    not passed on; a query that misses keys of another rank."""
+    case, (num_ranks, layout) = (CASES | LONG_CASES)[name], CUTS[cut]
+    has_own_blocks = "pipeline" in cut and case.flags.get("bcd_layout") != "strided"
+    reference = one_rank(world1, initial_weights, name, 2 if has_own_blocks else None)
+    assert len(set(reference["blocks"])) > 1 or case.flags.get("bcd_num_blocks") in (0, 1)
+    config = config_of(initial_weights, case, world_size=num_ranks, **layout)
+    for rank in {2: world2, 4: world4}[num_ranks].run(worlds.train_run, config):
+        assert rank["blocks"] == reference["blocks"]
+        assert rank["losses"] == pytest.approx(reference["losses"], rel=case.tolerance)
+        assert rank["grad_norms"] == pytest.approx(reference["grad_norms"], rel=50 * case.tolerance)
+        evaluations = [loss for *_, loss in reference["evaluations"]]
+        assert len(evaluations) == 2
+        assert [loss for *_, loss in rank["evaluations"]] == pytest.approx(evaluations, rel=case.tolerance)
 
 
-@pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
-def test_pipeline_with_tensor_parallel(world2: World, world4: World, initial_weights: Flags, untied: bool) -> None:
-    """Slices of the embedding or the head that are summed or read with the wrong neighbour."""
-    flags = initial_weights(bcd_num_blocks=3, untie_embeddings_and_output_weights=untied) | PIPELINE
-    assert_same_run(run(world4, flags | TENSOR), run(world2, flags)[0])
+def part_and_whole(config: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A sequence, what became of it, and its gradient on this rank."""
+    with worlds.parallel(config):
+        sequence = torch.arange(16.0).view(8, 2)
+        part = get_batch_on_this_cp_rank({"sequence": sequence.t().contiguous()})["sequence"].t()
+        part = part.clone().requires_grad_()
+        group = parallel_state.get_context_parallel_group()
+        whole = whole_sequence(part, group)
+        (whole * sequence * (1 + group.rank())).sum().backward()
+        assert part.grad is not None
+        return sequence, whole.detach(), part.grad / part.detach().clamp(min=1e-9)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_sequences_are_put_together_in_order(world2: World, world4: World, size: int) -> None:
+    """Chunks in another order than Megatron Core cuts them, or gradients of one rank only."""
+    config = worlds.run_config(world_size=size, context_parallel_size=size, mock_data=True, split=None)
+    for sequence, whole, factor in {2: world2, 4: world4}[size].run(part_and_whole, config):
+        assert torch.equal(whole, sequence)
+        assert factor[factor > 0].unique().tolist() == [size * (size + 1) / 2], "1 + 2 + ... of all ranks"
