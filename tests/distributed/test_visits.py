@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import resumed_runs, worlds
+from support import worlds
 from support.dist import World
 
 from megatron.bcd.blocks.subsets import PhaseSubset
@@ -259,20 +259,3 @@ def test_each_phase_trains_on_its_own_subset(world2: World, text_data: str, blen
         assert sorted(drawn[: subset.size]) == sorted(subset.indices(phase).tolist())
     assert first["seen"][-1] == pytest.approx(3 * subset.size / subset.num_samples)
     assert any("each phase trains on" in note for note in first["notes"])
-
-
-VISITS: dict[str, dict[str, Any]] = {
-    "random_subset": {"bcd_order": "random", "bcd_sample_ratio": 0.002, "bcd_steps_per_block": 3},
-    "greedy_large_subset": {"bcd_order": "greedy", "bcd_sample_ratio": 0.9, "bcd_steps_per_block": 3},
-    "plateau_warmup": PLATEAU | {"train_iters": 9, "bcd_phase_warmup_steps": 3},
-    "one_block_subset": {"bcd_num_blocks": 1, "bcd_sample_ratio": 0.002, "bcd_steps_per_block": 3},
-}
-
-
-@pytest.mark.parametrize("visit", VISITS)
-@pytest.mark.parametrize("cut", ["data2", "submodel"])
-def test_resumed_equals_uninterrupted(world2: World, text_data: str, tmp_path: Path, cut: str, visit: str) -> None:
-    """A subset that begins again, a choice that is made twice, a mean of losses that is forgotten."""
-    flags = {"data_path": text_data, "hidden_dropout": 0.1, "train_iters": 9, "eval_iters": 1, "eval_interval": 4}
-    config = worlds.run_config(save=tmp_path, micro_batch_size=4, **flags | CUTS[cut] | VISITS[visit])
-    assert world2.run(resumed_runs.stopped_and_resumed, config, (1, 5), str(tmp_path)) == [[]] * 2

@@ -18,14 +18,17 @@ def all_combinations(factors: Mapping[str, Iterable[str]], allowed: Callable[[Co
 
 
 def pairwise(factors: Mapping[str, Iterable[str]], allowed: Callable[[Combination], bool]) -> list[Combination]:
-    """Of `all_combinations` a few, the same each time: taken is what holds most pairs that none before it holds."""
-    every = {id(combination): combination for combination in all_combinations(factors, allowed)}
-    pairs = {key: set(itertools.combinations(combination.items(), 2)) for key, combination in every.items()}
-    missing, chosen = set().union(*pairs.values()), []
+    """Of `all_combinations` a few, the same each time: of those that hold a missing pair the one that holds most."""
+    holders: dict[Any, list[tuple[Combination, frozenset[Any]]]] = {}
+    for combination in all_combinations(factors, allowed):
+        pairs = frozenset(itertools.combinations(combination.items(), 2))
+        for pair in pairs:
+            holders.setdefault(pair, []).append((combination, pairs))
+    missing, chosen = set(holders), []
     while missing:
-        best = max(every, key=lambda key: len(pairs[key] & missing))
-        chosen.append(every[best])
-        missing -= pairs[best]
+        combination, pairs = max(holders[min(missing)], key=lambda holder: len(holder[1] & missing))
+        chosen.append(combination)
+        missing -= pairs
     return chosen
 
 
