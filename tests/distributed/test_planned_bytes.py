@@ -14,12 +14,14 @@ from support.planned import RUNS, planned_activations, planned_state, recipe_of
 from megatron.bcd.config import RunConfig
 
 
-def counted(config: RunConfig) -> list[tuple[list[int], list[int]]]:
-    """Model state and kept activations of all ranks, by step."""
+def counted(config: RunConfig) -> tuple[list[tuple[list[int], list[int]]], list[list[int]]]:
+    """Model state and kept activations of all ranks, by step; and by block what the run summary says of the former."""
     offloads = config.optimizer.optimizer_cpu_offload
     with pretended_gpu.pretended_gpu() if offloads else contextlib.nullcontext(), worlds.started(config) as one:
         one.train()
-        return [(list(step.model_state_bytes), list(step.saved_activation_bytes)) for step in one.recorder.steps]
+        told = [list(block.model_state_bytes) for block in one.recorder.summary.blocks]
+        steps = [(list(step.model_state_bytes), list(step.saved_activation_bytes)) for step in one.recorder.steps]
+        return steps, told
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -30,8 +32,10 @@ def test_planned_is_counted(repo_root: Path, world1: World, world2: World, text_
     recipe = recipe_of(repo_root, flags)
     state = planned_state(recipe)
     config = worlds.run_config(data_path=text_data, **flags, train_iters=2 * len(state))
-    steps = (world2 if "world_size" in flags else world1).run(counted, config)[0]
+    steps, told = (world2 if "world_size" in flags else world1).run(counted, config)[0]
     # in the first cycle the blocks to come are not in a buffer yet
     assert [by_rank for by_rank, _ in steps[len(state) :]] == state
+    if "offload" not in name:
+        assert [pytest.approx(by_rank, rel=0.04) for by_rank in told] == state
     for (_, kept), planned in zip(steps, planned_activations(recipe), strict=False):
         assert kept == pytest.approx(planned, rel=0.05)

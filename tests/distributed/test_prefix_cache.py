@@ -12,13 +12,16 @@ from support.dist import World
 PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2}
 CASES: dict[str, dict[str, Any]] = {
     "one": {},
-    "recompute": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
-    "bf16": {"bf16": True, "bcd_prefix_cache_dtype": "bf16"},
+    "recompute_bf16": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
+    | {"bf16": True, "bcd_prefix_cache_dtype": "bf16"},
     "masks": {"reset_attention_mask": True, "reset_position_ids": True, "position_embedding_type": "rope"},
     "data2": {"world_size": 2},
     "submodel": PIPELINE | {"bcd_layout": "submodel", "bcd_num_blocks": 2},
     "stage": PIPELINE | {"bcd_layout": "stage", "bcd_num_blocks": None},
     "spread": PIPELINE,
+    "llama": PIPELINE
+    | {"form": "llama", "group_query_attention": True, "num_query_groups": 2, "bcd_order": "descending"}
+    | {"bcd_layout": "submodel", "bcd_num_blocks": 2},
     "stages4": {"world_size": 4, "pipeline_model_parallel_size": 4, "bcd_layout": "stage", "bcd_num_blocks": None}
     | {"bcd_steps_per_block": 2, "train_iters": 8, "bcd_sample_ratio": 0.003},
     "interleaved": PIPELINE | {"bcd_layout": "interleaved"},
@@ -49,22 +52,19 @@ def test_cached_is_computed(
     assert served[0]["warnings"] == []
 
 
-def test_a_prefix_runs_once_for_each_sample(world2: World, text_data: str, tmp_path: Path) -> None:
-    """A stage before the first trainable stage that computes though its output is read, or a fill that computes too
-    much."""
-    flags = prefix_runs.FLAGS | {"data_path": text_data, "eval_iters": 0, "train_iters": 8} | CASES["stage"]
-    first, second = world2.run(prefix_runs.counted_run, worlds.run_config(**flags, bcd_prefix_cache=tmp_path))
-    before, after = first
-    assert {layer: after[layer] - before[layer] for layer in after} == dict.fromkeys(range(3), 8), "15 samples, by 2"
-    before, after = second
-    assert {layer: after[layer] - before[layer] for layer in after} == dict.fromkeys(range(3, 6), 16), "4 steps"
-
-
-def test_all_stages_leave_out_their_chunks_of_the_prefix(world2: World, text_data: str, tmp_path: Path) -> None:
-    """A chunk before the block that still runs on one of the stages, or a fill that goes on behind the prefix."""
-    flags = prefix_runs.FLAGS | {"data_path": text_data, "eval_iters": 0, "train_iters": 8} | CASES["interleaved"]
+@pytest.mark.parametrize(
+    ("case", "times"),
+    [
+        # 15 samples by 2 in the fill; 4 steps
+        ("stage", ({0: 8, 1: 8, 2: 8}, {3: 16, 4: 16, 5: 16})),
+        ("interleaved", ({0: 8, 2: 16, 4: 16}, {1: 8, 3: 16, 5: 16})),
+    ],
+)
+def test_a_prefix_runs_once_for_each_sample(
+    world2: World, text_data: str, tmp_path: Path, case: str, times: tuple[dict[int, int], ...]
+) -> None:
+    """A stage, or a chunk, before the first active layer that computes though its output is read, or a fill that
+    computes too much."""
+    flags = prefix_runs.FLAGS | {"data_path": text_data, "eval_iters": 0, "train_iters": 8} | CASES[case]
     ranks = world2.run(prefix_runs.counted_run, worlds.run_config(**flags, bcd_prefix_cache=tmp_path))
-    for stage, rank in enumerate(ranks):
-        before, after = rank
-        times = {layer: after[layer] - before[layer] for layer in after}
-        assert times == {stage: 8, stage + 2: 16, stage + 4: 16}, "15 samples by 2 in the fill, then 4 steps"
+    assert tuple({layer: after[layer] - before[layer] for layer in after} for before, after in ranks) == times
