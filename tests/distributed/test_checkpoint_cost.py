@@ -16,7 +16,7 @@ import torch
 from support import worlds
 from support.dist import World
 
-NUM_SAVES, NUM_BEFORE, NUM_TIMED = 30, 6, 12
+NUM_SAVES, NUM_BEFORE, NUM_TIMED = 20, 4, 6
 LIMIT_SECONDS = 0.5  # what the requirement allows an asynchronous save of this model to take from the training loop
 PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2, "bcd_layout": "submodel", "bcd_steps_per_block": 100}
 
@@ -34,24 +34,21 @@ def save_once_more(one: worlds.RecordedRun) -> float:
     return time.perf_counter() - started
 
 
-def seconds_of_saves(config: Any) -> tuple[list[float], list[float]]:
-    """Of the training loop, and of the whole save."""
+def seconds_of_saves(config: Any) -> list[float]:
+    """Of the training loop."""
     with worlds.started(config) as one:
         one.train()
-        in_loop, whole = [], []
+        in_loop = []
         for _ in range(NUM_TIMED):
-            started = time.perf_counter()
             in_loop.append(save_once_more(one))
             assert one.saver is not None and one.saver.finish()
-            whole.append(time.perf_counter() - started)
-        return in_loop, whole
+        return in_loop
 
 
 def test_an_asynchronous_save_hardly_stops_the_loop(world2: World, text_data: str, tmp_path: Path) -> None:
     """Writing, hashing or waiting for the disk in the training loop. The quickest of some: others use this machine."""
     config = config_of(text_data, tmp_path, async_save=True, hidden_size=128)
-    for rank, (in_loop, whole) in enumerate(world2.run(seconds_of_saves, config)):
-        print(f"rank {rank}: the loop waits {min(in_loop):.3f} s, the save takes {min(whole):.3f} s")
+    for in_loop in world2.run(seconds_of_saves, config):
         assert min(in_loop) < LIMIT_SECONDS
 
 
@@ -62,15 +59,13 @@ def needed_bytes(config: Any) -> int:
         return sum(weight.nbytes for weight in one.model.parameters()) + one.active.state_bytes().optimizer_state
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("layout", ["spread", "submodel"])
+@pytest.mark.parametrize(("layout", "precision"), [("spread", {"bf16": True}), ("submodel", {})])
 def test_bytes_on_disk(world2: World, text_data: str, tmp_path: Path, layout: str, precision: dict[str, Any]) -> None:
     """State of frozen layers, a second copy of the weights, or views whose whole storage is written."""
     untied = {"untie_embeddings_and_output_weights": True}  # a tied head is a copy, and not saved
     config = config_of(text_data, tmp_path, hidden_size=256, bcd_layout=layout, **precision, **untied)
     needed = sum(world2.run(needed_bytes, config))
     on_disk = sum(path.stat().st_size for path in (tmp_path / "iter_0000002").rglob("*") if path.is_file())
-    print(f"{layout}: {needed:,} bytes of weights and active state, {on_disk:,} bytes on disk")
     assert needed > 2 * 2**20
     assert needed <= on_disk < 1.05 * needed
 
@@ -107,7 +102,6 @@ def what_is_alive() -> dict[str, int]:
         "tensor bytes": sum(tensor.nbytes for tensor in tensors),
         "objects": len(objects),
         "allocated bytes": allocated_bytes(),
-        "resident bytes": process.memory_info().rss,
     }
 
 
@@ -131,9 +125,7 @@ def test_nothing_stays_behind(world2: World, text_data: str, tmp_path: Path, asy
     """A thread, process, file or copy of the weights per save: a long run dies of it, and orphans outlive it."""
     config = config_of(text_data, tmp_path, async_save=async_save, hidden_size=128)
     for before, after in world2.run(alive_before_and_after, config):
-        print(f"before {before}\nafter {NUM_SAVES} saves {after}")
         more = {name: after[name] - before[name] for name in after}
-        del more["resident bytes"]
         assert more.pop("objects") < NUM_SAVES
         assert more.pop("allocated bytes") < 50 * 2**10 * NUM_SAVES, "the weights alone are 2,500 KiB"
         assert set(more.values()) == {0}, more

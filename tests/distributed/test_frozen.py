@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 from support import worlds
 from support.dist import World
-from support.pairwise import thinned
 
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import unwrap_model
@@ -29,6 +27,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True},
     "fp16": {"fp16": True, "initial_loss_scale": 256},
 }
+CASES = [("one", "fp32"), ("data2", "bf16"), ("data2_plain_optimizer", "fp16"), ("tensor2", "fp32"), ("spread", "bf16")]
+CASES += [("stage", "fp32"), ("submodel", "fp16")]
 
 
 def changes_of_every_step(config: RunConfig) -> list[dict[str, Any]]:
@@ -62,7 +62,7 @@ def changes_of_every_step(config: RunConfig) -> list[dict[str, Any]]:
     return steps
 
 
-@pytest.mark.parametrize("cut, precision", thinned(itertools.product(CUTS, PRECISIONS), keep_every=4))
+@pytest.mark.parametrize(("cut", "precision"), CASES)
 def test_only_the_active_block_changes(world1: World, world2: World, text_data: str, cut: str, precision: str) -> None:
     """A frozen weight that is decayed, gathered or stepped; an active one, or its main parameter, that is not."""
     num_blocks = {"stage": 2, "submodel": 6}.get(cut, 3)
@@ -105,25 +105,25 @@ def run_with_a_fault(config: RunConfig, fault: str, rank: int) -> str:
     return "the run saw nothing"
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "cut, fault, rank, expected",
+    ("cut", "fault", "rank", "precision"),
     [
-        ("one", "idle", 0, "block 1 is active, but its weights on pipeline stage(s) [0] did not change in a step"),
-        ("spread", "idle", 1, "block 1 is active, but its weights on pipeline stage(s) [1] did not change in a step"),
-        ("one", "thaw", 0, "block 1 is active, but frozen weights changed on rank(s) [0]"),
-        ("data2", "thaw", 1, "block 1 is active, but frozen weights changed on rank(s) [1]"),
-        ("stage", "thaw", 0, "block 1 is active, but frozen weights changed on rank(s) [0]"),
+        ("one", "idle", 0, "fp32"),
+        ("spread", "idle", 1, "bf16"),
+        ("one", "thaw", 0, "bf16"),
+        ("data2", "thaw", 1, "fp32"),
+        ("stage", "thaw", 0, "bf16"),
     ],
 )
 def test_the_run_stops_at_a_switch_that_failed(
-    world1: World, world2: World, text_data: str, cut: str, fault: str, rank: int, expected: str, precision: str
+    world1: World, world2: World, text_data: str, cut: str, fault: str, rank: int, precision: str
 ) -> None:
     """A self-check that would not have seen the faults it is there for, or that only one rank sees: a hang."""
     flags = {"data_path": text_data} | CUTS[cut] | PRECISIONS[precision]
     world = world2 if "world_size" in flags else world1
-    endings = world.run(run_with_a_fault, worlds.run_config(**flags), fault, rank)
-    assert endings == [f"iteration 2, phase 1: {expected}"] * world.size
+    first, *others = world.run(run_with_a_fault, worlds.run_config(**flags), fault, rank)
+    assert first.startswith("iteration 2, phase 1: block 1 ") and set(others) <= {first}
+    assert ("stage(s)" if fault == "idle" else "rank(s)") + f" [{rank}]" in first
 
 
 def checks_of_a_run(config: RunConfig, zero_gradient_at: list[int]) -> list[int]:

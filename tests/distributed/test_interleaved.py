@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,9 +45,9 @@ def test_one_block_is_stocks_own_schedule(world2: World, text_data: str, flags: 
 
 
 def run(world: World, flags: dict[str, Any]) -> list[dict[str, Any]]:
-    """Thirty steps, three a phase, and evaluations."""
+    """Twelve steps, three a phase, and evaluations."""
     # a rate at which differences in the last bit, of tied gradients summed in another order, do not grow
-    lengths = {"bcd_steps_per_block": 3, "train_iters": 30, "eval_iters": 1, "eval_interval": 15, "lr": 1e-3}
+    lengths = {"bcd_steps_per_block": 3, "train_iters": 12, "eval_iters": 1, "eval_interval": 6, "lr": 1e-3}
     return world.run(worlds.train_run, worlds.run_config(world_size=world.size, **flags | lengths))
 
 
@@ -89,26 +90,6 @@ def assert_same_weights(found: dict[str, torch.Tensor], expected: dict[str, torc
             assert (found[name] - weight).norm() < 1e-4 * weight.norm(), name
 
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "llama": {"form": "llama"},
-    "always_active": {"bcd_always_active": "norms,head", "bcd_optimizer_state": "host", "log_throughput": True},
-    "frozen": {"bcd_frozen": "embedding,norms"},
-    "resting": {"bcd_resting_update": "orthogonal", "bcd_always_active": "none", "bcd_resting_layers": "suffix"},
-    "recompute": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    "strided": {VIRTUAL: 6, "num_layers": 12},
-}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "always_active" else pytest.mark.long) for name in VARIANTS]
-)
-def test_variants(world1: World, world2: World, initial_weights: Flags, name: str) -> None:
-    """Something that looks for its layers, its state or its gradient on one chunk only."""
-    flags = initial_weights(bcd_num_blocks=3, **VARIANTS[name]) | INTERLEAVED
-    tolerance = 1e-4 if name == "resting" else 1e-6  # orthogonalised gradients grow what is small
-    assert_same(run(world2, flags | PIPELINE), run(world1, flags)[0], tolerance=tolerance)
-
-
 FACTORS: dict[str, dict[str, dict[str, Any]]] = {
     "ranks": {
         "pipeline2": PIPELINE,
@@ -124,11 +105,13 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
         "host": {"bcd_optimizer_state": "host"},
         "always_active": {"bcd_always_active": "norms,head"},
         "resting": {"bcd_resting_update": "orthogonal", "bcd_always_active": "none", "bcd_resting_layers": "suffix"},
+        "frozen": {"bcd_frozen": "embedding,norms"},
     },
     "memory": {"all": {}, "auto": {"recompute": "auto", "recompute_memory_gib": 1.5e-3, "pipeline_cut": "auto"}},
 }
 
 
+_OF_WEIGHTS = {"num_layers", "form"} | {f"{no}untie_embeddings_and_output_weights" for no in ("", "no_")}
 OTHER_HEAD: dict[tuple[str, str], dict[str, Any]] = {
     ("gpt", "own"): {"untie_embeddings_and_output_weights": True},
     ("llama", "tied"): {"no_untie_embeddings_and_output_weights": True},
@@ -136,10 +119,16 @@ OTHER_HEAD: dict[tuple[str, str], dict[str, Any]] = {
 """By form and head, where it is not the form's."""
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("chosen", pairwise(FACTORS, lambda _: True), ids=lambda chosen: "-".join(chosen.values()))
+IN_DEFAULT = ("pipeline2-one-gpt-own-always_active-all", "pipeline4-one-llama-own-host-auto")
+CHOSEN = [
+    pytest.param(chosen, marks=[pytest.mark.long] * ("-".join(chosen.values()) not in IN_DEFAULT))
+    for chosen in pairwise(FACTORS, lambda _: True)
+]
+
+
+@pytest.mark.parametrize("chosen", CHOSEN, ids=lambda chosen: "-".join(chosen.values()))
 def test_product(world1: World, world2: World, world4: World, initial_weights: Flags, chosen: dict[str, str]) -> None:
-    """Two options that only fail together."""
+    """Two options that only fail together; something that looks for its layers, state or gradient on one chunk only."""
     values: dict[str, Any] = {"num_layers": 12}
     for factor, name in chosen.items():
         values |= FACTORS[factor][name]
@@ -156,32 +145,6 @@ def test_product(world1: World, world2: World, world4: World, initial_weights: F
     if tolerance == 1e-6:
         whole = whole_names(found, worlds.run_config(world_size=world.size, **flags))
         assert_same_weights(whole, expected["weights"])
-
-
-_OF_WEIGHTS = {
-    "num_layers",
-    "form",
-    "untie_embeddings_and_output_weights",
-    "no_untie_embeddings_and_output_weights",
-}
-
-
-@pytest.mark.parametrize("cut", [{"overlap_grad_reduce": True}, TENSOR], ids=["data2", "tensor2"])
-@pytest.mark.long
-def test_with_data_and_tensor_parallel(
-    world2: World, world4: World, initial_weights: Flags, cut: dict[str, Any]
-) -> None:
-    """A reduction of one chunk only, or before its last microbatch."""
-    flags = initial_weights(bcd_num_blocks=3) | INTERLEAVED | PIPELINE
-    assert_same(run(world4, flags | cut), run(world2, flags)[0], tolerance=2e-5)
-
-
-@pytest.mark.long
-def test_four_stages(world1: World, world4: World, initial_weights: Flags) -> None:
-    """Messages that reach the wrong stage where the next one is not the one before."""
-    flags = initial_weights(bcd_num_blocks=3, num_layers=12) | INTERLEAVED
-    four = {"pipeline_model_parallel_size": 4}
-    assert_same(run(world4, flags | four), run(world1, flags)[0])
 
 
 @pytest.mark.parametrize("backend", ["strict-one-queue", pytest.param("strict", marks=pytest.mark.long)])
@@ -202,31 +165,27 @@ def config_of(flags: dict[str, Any]) -> RunConfig:
     return worlds.run_config(world_size=2, **flags)
 
 
-def test_resume(world1: World, world2: World, initial_weights: Flags, tmp_path: Any) -> None:
-    """A chunk's weights, moments or kept state that a checkpoint lacks, or that another layout reads as another's."""
-    flags = initial_weights(bcd_num_blocks=3) | INTERLEAVED | {"bcd_optimizer_state": "host", "bcd_steps_per_block": 2}
-    flags |= {"train_iters": 10} | PIPELINE
-    whole = world2.run(worlds.train_run, config_of(flags))
-    saved = flags | {"save": str(tmp_path), "exit_interval": 7}
-    world2.run(worlds.train_run, config_of(saved))
-    resumed = flags | {"load": str(tmp_path), "finetune": None}
-    again = world2.run(worlds.train_run, config_of(resumed))
-    for rank, before in zip(again, whole, strict=True):
-        assert rank["losses"] == before["losses"][7:]
-        assert worlds.same_bits(rank["weights"], before["weights"]) == []
-    alone = worlds.run_config(**resumed | {"pipeline_model_parallel_size": 1})
-    losses = world1.run(worlds.train_run, alone)[0]["losses"]
-    assert losses == pytest.approx(whole[0]["losses"][7:], rel=1e-5)
-
-
-@pytest.mark.long
-def test_resume_into_other_chunks(world1: World, world2: World, initial_weights: Flags, tmp_path: Any) -> None:
-    """Keys of a checkpoint that depend on the number of chunks."""
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [({VIRTUAL: 3}, None), pytest.param({VIRTUAL: 2}, {VIRTUAL: 3}, marks=pytest.mark.long)],
+    ids=["into_one_rank", "into_other_chunks"],
+)
+def test_resume_elsewhere(
+    world1: World,
+    world2: World,
+    initial_weights: Flags,
+    tmp_path: Path,
+    saved: dict[str, Any],
+    resumed: dict[str, Any] | None,
+) -> None:
+    """A chunk's weights or moments that another layout reads as another's: keys that depend on the chunks."""
     flags = initial_weights(bcd_num_blocks=1, num_layers=12) | {"train_iters": 8, "clip_grad": 0.0}
     reference = world1.run(worlds.train_run, worlds.run_config(**flags))[0]["losses"]
-    chunked = flags | PIPELINE | {VIRTUAL: 2}
-    world2.run(worlds.train_run, config_of(chunked | {"save": str(tmp_path), "exit_interval": 5}))
-    for number in (3, 1):
-        resumed = chunked | {"load": str(tmp_path), "finetune": None} | {VIRTUAL: number}
-        for rank in world2.run(worlds.train_run, config_of(resumed)):
-            assert rank["losses"] == pytest.approx(reference[5:], rel=1e-6)
+    world2.run(worlds.train_run, config_of(flags | PIPELINE | saved | {"save": tmp_path, "exit_interval": 5}))
+    flags |= {"load": tmp_path, "finetune": None}
+    if resumed is None:
+        ranks = world1.run(worlds.train_run, worlds.run_config(**flags))
+    else:
+        ranks = world2.run(worlds.train_run, config_of(flags | PIPELINE | resumed))
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(reference[5:], rel=1e-6)

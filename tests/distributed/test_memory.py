@@ -16,25 +16,14 @@ from megatron.bcd.config import RunConfig
 
 PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+WHOLE = {"no_use_distributed_optimizer": True}
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 RUNS: dict[str, dict[str, Any]] = {
     "one": {},
-    "one_bf16": {"bf16": True},
-    "one_plain_optimizer": {"no_use_distributed_optimizer": True},
-    "one_plain_optimizer_bf16": {"no_use_distributed_optimizer": True, "bf16": True},
-    "one_fp16": {"fp16": True, "initial_loss_scale": 256},
-    "one_recomputed": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
-    "data2_overlap": {"world_size": 2, **OVERLAP},
+    "one_plain_optimizer_bf16": WHOLE | {"bf16": True},
+    "one_fp16_recomputed": RECOMPUTED | {"fp16": True, "initial_loss_scale": 256},
     "data2_overlap_bf16": {"world_size": 2, "bf16": True, **OVERLAP},
-    "data2_plain_optimizer_overlap": {
-        "world_size": 2,
-        "no_use_distributed_optimizer": True,
-        "overlap_grad_reduce": True,
-    },
-    "pipeline2": PIPELINE,
+    "data2_plain_optimizer_overlap": WHOLE | {"world_size": 2, "overlap_grad_reduce": True},
     "pipeline2_stage_bf16": PIPELINE | {"bcd_layout": "stage", "bcd_num_blocks": None, "bf16": True},
     "pipeline2_submodel_overlap": PIPELINE | {"bcd_layout": "submodel", **OVERLAP},
 }
@@ -139,45 +128,23 @@ def bytes_per_parameter(world: World, **flags: Any) -> float:
 
 
 @pytest.mark.parametrize(
-    "precision, full, mean",
-    [("fp32", 16.0, 8.0), ("bf16", 18.0, 2 + 16 / 3)],
+    ("flags", "mean", "full"),
+    [
+        ({}, 8.0, 16.0),
+        (WHOLE | {"bf16": True}, 2 + 16 / 3, 18.0),
+        (PIPELINE | {"bf16": True}, 2 + 16 / 3, 18.0),
+        # the distributed optimizer shards the active block's state: 4 + 4/M + 8/(M DP) bytes are promised
+        ({"world_size": 2}, 4 + 4 / 3 + 8 / 6, 12.0),
+    ],
+    ids=["fp32", "whole_bf16", "pipeline2_bf16", "data2"],
 )
-@pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("sharded", [True, False], ids=["distributed_optimizer", "plain_optimizer"])
 def test_bytes_per_parameter(
-    world1: World, world2: World, text_data: str, precision: str, full: float, mean: float, stages: int, sharded: bool
+    world1: World, world2: World, text_data: str, flags: dict[str, Any], mean: float, full: float
 ) -> None:
     """A block that costs more than its share: the whole saving that block coordinate descent is for."""
-    world = (world1, world2)[stages - 1]
-    flags: dict[str, Any] = {
-        "data_path": text_data,
-        "world_size": stages,
-        "pipeline_model_parallel_size": stages,
-        "bf16": precision == "bf16",
-        "no_use_distributed_optimizer": not sharded,
-    }
-    assert bytes_per_parameter(world, bcd_num_blocks=3, **flags) == pytest.approx(mean, rel=0.03)
-    assert bytes_per_parameter(world, bcd_num_blocks=1, **flags) == pytest.approx(full, rel=0.03)
-
-
-def test_the_distributed_optimizer_shards_the_active_block(world2: World, text_data: str) -> None:
-    """Optimizer state that is whole on every data-parallel rank: 4 + 4/M + 8/(M DP) bytes are promised."""
-    mean = bytes_per_parameter(world2, data_path=text_data, world_size=2, bcd_num_blocks=3)
-    assert mean == pytest.approx(4 + 4 / 3 + 8 / 6, rel=0.03)
-
-
-@pytest.mark.parametrize("layout", ["stage", "submodel"])
-def test_a_stage_without_the_block_holds_weights_only(world2: World, text_data: str, layout: str) -> None:
-    """A frozen stage that builds a gradient buffer or optimizer state, in the phases of the other one."""
-    flags = PIPELINE | {"bcd_layout": layout, "bcd_num_blocks": None if layout == "stage" else 3}
-    untied = {"untie_embeddings_and_output_weights": True, "data_path": text_data, "train_iters": 6}
-    outcomes = world2.run(worlds.train_run, worlds.run_config(hidden_size=64, **flags, **untied))
-    weights = [4 * sum(weight.numel() for weight in outcome["weights"].values()) for outcome in outcomes]
-    for block, by_rank in zip(outcomes[0]["blocks"], outcomes[0]["model_state_bytes"], strict=True):
-        frozen = 1 - (block if layout == "stage" else block // 3)
-        # after its own phase a stage keeps its weights in Megatron Core's padded buffer
-        assert by_rank[frozen] == pytest.approx(weights[frozen], rel=0.01)
-        assert by_rank[1 - frozen] > 1.3 * weights[1 - frozen]
+    world = world2 if "world_size" in flags else world1
+    assert bytes_per_parameter(world, data_path=text_data, bcd_num_blocks=3, **flags) == pytest.approx(mean, rel=0.03)
+    assert bytes_per_parameter(world, data_path=text_data, bcd_num_blocks=1, **flags) == pytest.approx(full, rel=0.03)
 
 
 def outlived(config: RunConfig) -> list[tuple[int, str]]:

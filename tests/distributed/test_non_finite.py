@@ -105,10 +105,14 @@ def spoilt_run(config: Any, what: str, steps: tuple[int, ...], *, rank: int) -> 
         }
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("what", "cut", "rank"),
-    [("loss", "data2", 0), ("loss", "pipeline2", 1), ("gradient", "data2", 1), ("gradient", "pipeline2", 0)],
+    ("what", "cut", "rank", "precision"),
+    [
+        ("loss", "data2", 0, {}),
+        ("loss", "pipeline2", 1, {"bf16": True}),
+        ("gradient", "data2", 1, {"bf16": True}),
+        ("gradient", "pipeline2", 0, {}),
+    ],
 )
 def test_a_bad_step_is_skipped_everywhere(
     world2: World, text_data: str, what: str, cut: str, rank: int, precision: dict[str, Any]
@@ -127,11 +131,10 @@ def test_a_bad_step_is_skipped_everywhere(
         assert all(weight.isfinite().all() for weight in mine["weights"].values())
 
 
-@pytest.mark.parametrize("what", ["loss", "gradient"])
-def test_too_many_in_a_row(world2: World, text_data: str, tmp_path: Path, what: str) -> None:
+def test_too_many_in_a_row(world2: World, text_data: str, tmp_path: Path) -> None:
     """A run that turns on the spot till its time is over, or ranks that do not agree that it is."""
     config = config_of(text_data, "pipeline2", save=tmp_path, save_interval=3, max_skipped_steps=3)
-    for mine in world2.run(spoilt_run, config, what, (1, 2, 4, 5, 6), rank=1):
+    for mine in world2.run(spoilt_run, config, "gradient", (1, 2, 4, 5, 6), rank=1):
         assert len(mine["losses"]) == 7
         assert mine["failed"].startswith("iteration 7")
         assert f"{tmp_path}/iter_0000006" in mine["failed"], mine["failed"]

@@ -10,9 +10,8 @@ import pytest
 import torch
 from support import worlds
 from support.dist import World
-from support.pairwise import thinned
 
-from megatron.bcd.blocks.partition import partition
+from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.pipeline.plan import PlanShape, default_run_ahead
 from megatron.bcd.trainer import Trainer
@@ -32,14 +31,20 @@ RUN_AHEAD: dict[int, tuple[int | None, ...]] = {1: (1,), 2: (0, MORE_THAN_ALL), 
 # number of stages, layout, number of microbatches
 SCHEDULES = [
     *((2, layout, number) for layout in LAYOUTS for number in RUN_AHEAD),
-    *((4, "spread", 7), (4, "stage", 2), (4, "stage", 7), (4, "submodel", 4)),
+    *((4, layout, number) for layout in LAYOUTS for number in RUN_AHEAD),
 ]
-MORE_SCHEDULES = [
-    (4, layout, number) for layout in LAYOUTS for number in RUN_AHEAD if (4, layout, number) not in SCHEDULES
-]
+IN_DEFAULT = (
+    (2, "spread", 1),
+    (2, "stage", 7),
+    (2, "submodel", 2),
+    (4, "spread", 7),
+    (4, "stage", 2),
+    (4, "submodel", 4),
+)
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}
 OVERLAP_BOTH = OVERLAP | {"overlap_param_gather": True}
+PER_TOKEN = {"calculate_per_token_loss": True, "eod_mask_loss": True}
 LAYERS_OF_LLAMA = {
     "position_embedding_type": "rope",
     "swiglu": True,
@@ -49,25 +54,19 @@ LAYERS_OF_LLAMA = {
 }
 # by name: pipeline 2 and these
 OPTIONS: dict[str, dict[str, Any]] = {
-    "bf16": {"bf16": True},
     "fp16_with_skipped_steps": {"fp16": True, "initial_loss_scale": 2**18, "hysteresis": 1},
-    "recomputed": FULL | DROPOUT,
     "recomputed_bf16": FULL | DROPOUT | {"bf16": True, "recompute_num_layers": 2},
     "recomputed_selectively": {"recompute_granularity": "selective"} | DROPOUT,
-    "untied": {"untie_embeddings_and_output_weights": True},
-    "as_llama": LAYERS_OF_LLAMA,
-    "per_token_loss": {"calculate_per_token_loss": True, "eod_mask_loss": True},
-    "uneven_stages": {"num_layers": 7},
-    "plain_optimizer": {"no_use_distributed_optimizer": True},
+    "as_llama_per_token_loss": LAYERS_OF_LLAMA | PER_TOKEN,
+    "uneven_stages_plain_optimizer": {"num_layers": 7, "no_use_distributed_optimizer": True},
 }
-PARALLEL: dict[str, dict[str, Any]] = {
-    "tensor2": {"tensor_model_parallel_size": 2} | DROPOUT,
-    "data2": DROPOUT,
-    "data2_overlap": OVERLAP,
-    "data2_overlap_both": OVERLAP_BOTH,
-    "data2_overlap_both_bf16": OVERLAP_BOTH | {"bf16": True},
-    "data2_plain_optimizer_overlap": OVERLAP | {"no_use_distributed_optimizer": True},
-    "data2_per_token_loss": {"calculate_per_token_loss": True, "eod_mask_loss": True} | OVERLAP,
+# by name: layout and flags
+PARALLEL: dict[str, tuple[str, dict[str, Any]]] = {
+    "tensor2": ("submodel", {"tensor_model_parallel_size": 2} | DROPOUT),
+    "data2": ("submodel", DROPOUT),
+    "data2_overlap": ("spread", OVERLAP),
+    "data2_overlap_both_bf16": ("submodel", OVERLAP_BOTH | {"bf16": True}),
+    "data2_plain_optimizer_per_token": ("submodel", OVERLAP | {"no_use_distributed_optimizer": True} | PER_TOKEN),
 }
 
 
@@ -88,13 +87,7 @@ def num_blocks_of(num_stages: int, layout: str) -> int:
 
 def first_trainable_stages(config: RunConfig) -> list[int]:
     """The first trainable stage by block."""
-    cut = partition(
-        num_layers=config.num_layers,
-        num_stages=config.pipeline_size,
-        num_blocks=config.bcd.bcd_num_blocks,
-        layout=config.bcd.bcd_layout,
-        tied=config.tied,
-    )
+    cut = partition_from_config(config)
     return [cut.first_trainable_stage(block.index) for block in cut.blocks]
 
 
@@ -177,7 +170,16 @@ def assert_same_as_stock(world: World, stock: RunConfig, others: list[RunConfig]
     return ranks
 
 
-def check_schedule(world: World, text_data: str, layout: str, num_microbatches: int) -> None:
+@pytest.mark.parametrize(
+    ("num_stages", "layout", "num_microbatches"),
+    [pytest.param(*case, marks=[pytest.mark.long] * (case not in IN_DEFAULT)) for case in SCHEDULES],
+)
+def test_every_block_learns_as_with_the_stock_schedule(
+    world2: World, world4: World, text_data: str, num_stages: int, layout: str, num_microbatches: int
+) -> None:
+    """A microbatch in another order, or with the gradient, the dropout or the batch of another one; a loss that is
+    divided by another number; weights of before the step in what was run ahead."""
+    world = world2 if num_stages == 2 else world4
     flags = {"data_path": text_data, "global_batch_size": 2 * num_microbatches}
     flags |= DROPOUT if num_microbatches in (2, 7) else {}
     aheads = RUN_AHEAD[num_microbatches]
@@ -194,25 +196,7 @@ def check_schedule(world: World, text_data: str, layout: str, num_microbatches: 
         assert all(rank[number]["ahead"] == expected for rank in ranks), (num_microbatches, run_ahead)
 
 
-@pytest.mark.parametrize("num_stages, layout, num_microbatches", thinned(SCHEDULES, keep_every=3))
-def test_every_block_learns_as_with_the_stock_schedule(
-    world2: World, world4: World, text_data: str, num_stages: int, layout: str, num_microbatches: int
-) -> None:
-    """A microbatch in another order, or with the gradient, the dropout or the batch of another one; a loss that is
-    divided by another number; weights of before the step in what was run ahead."""
-    check_schedule(world2 if num_stages == 2 else world4, text_data, layout, num_microbatches)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("num_stages, layout, num_microbatches", MORE_SCHEDULES)
-def test_more_schedules_of_four_stages(
-    world4: World, text_data: str, num_stages: int, layout: str, num_microbatches: int
-) -> None:
-    """As above, for the numbers of microbatches that it leaves to two stages."""
-    check_schedule(world4, text_data, layout, num_microbatches)
-
-
-@pytest.mark.parametrize("option", thinned(OPTIONS, keep_every=2))
+@pytest.mark.parametrize("option", OPTIONS)
 def test_options(world2: World, text_data: str, option: str) -> None:
     """A forward-only stage that is left out of what an option asks of every stage, or a recomputed prefix."""
     flags = {"data_path": text_data} | OPTIONS[option]
@@ -223,38 +207,29 @@ def test_options(world2: World, text_data: str, option: str) -> None:
         assert any(step["grad_norm"] is None for step in ranks[0][1]["compared"]["steps"])
 
 
-IN_OTHERS = ("data2_overlap", "data2_overlap_both")  # options that others of PARALLEL have too
-PARALLEL_CASES = [
-    *(pytest.param(cut, "submodel", marks=[pytest.mark.long] if cut in IN_OTHERS else []) for cut in PARALLEL),
-    ("data2_overlap", "spread"),
-]
-
-
-@pytest.mark.parametrize("cut, layout", PARALLEL_CASES)
-def test_with_tensor_and_data_parallel(world4: World, text_data: str, cut: str, layout: str) -> None:
+@pytest.mark.parametrize("cut", PARALLEL)
+def test_with_tensor_and_data_parallel(world4: World, text_data: str, cut: str) -> None:
     """A reduction that a stage without gradients leaves out or begins too early, or messages to the wrong replica."""
-    flags = {"data_path": text_data, "world_size": 4, "global_batch_size": 12} | PARALLEL[cut]
+    layout, more = PARALLEL[cut]
+    flags = {"data_path": text_data, "world_size": 4, "global_batch_size": 12} | more
     stock = config_of(2, layout, bcd_schedule="stock", **flags)
     assert_same_as_stock(world4, stock, [config_of(2, layout, **flags)])
 
 
-@pytest.mark.parametrize("num_stages, layout", [(2, "submodel"), (4, "stage")])
-def test_the_batch_size_ramp(world2: World, world4: World, text_data: str, num_stages: int, layout: str) -> None:
+def test_the_batch_size_ramp(world2: World, text_data: str) -> None:
     """Run-ahead by as many microbatches as the present iteration has, where the next one has more."""
     ramp = {"train_iters": None, "train_samples": 94, "rampup_batch_size": (2, 2, 48), "bcd_steps_per_block": 4}
-    flags = {"data_path": text_data} | ramp
+    flags, num_stages, layout = {"data_path": text_data} | ramp, 2, "submodel"
     stock = config_of(num_stages, layout, bcd_schedule="stock", **flags)
     others = [config_of(num_stages, layout, bcd_run_ahead=ahead, **flags) for ahead in (None, MORE_THAN_ALL)]
-    ranks = assert_same_as_stock(world2 if num_stages == 2 else world4, stock, others)
+    ranks = assert_same_as_stock(world2, stock, others)
     sizes = [line["global_batch_size"] for line in ranks[0][0]["compared"]["metrics"]]
     assert set(sizes) == {2, 4, 6, 8}
     # with all of the next iteration done ahead, the number is that iteration's
     ahead = ranks[0][2]["ahead"]
     begins_phase = [iteration % 4 == 0 for iteration in range(len(sizes))]
-    pivot_of = [
-        first_trainable_stages(stock)[iteration // 4 % len(first_trainable_stages(stock))]
-        for iteration in range(len(sizes))
-    ]
+    of_blocks = first_trainable_stages(stock)
+    pivot_of = [of_blocks[iteration // 4 % len(of_blocks)] for iteration in range(len(sizes))]
     expected = [
         0 if begins or not first_trainable else size // 2
         for size, begins, first_trainable in zip(sizes, begins_phase, pivot_of, strict=True)

@@ -27,8 +27,14 @@ CASES = [case for case in ALL_CASES if (case[1] == 1 or case[0] in ONLY_ON_FIRST
 
 
 def by_name(cases: list[tuple[str, int, str]]) -> pytest.MarkDecorator:
-    names = ["-".join(map(str, case)).replace(" ", "_") for case in cases]
-    return pytest.mark.parametrize(("name", "rank", "how"), cases, ids=names)
+    """Those of CASES, and with --long the others."""
+    marked = [
+        pytest.param(
+            *case, marks=[pytest.mark.long] * (case not in CASES), id="-".join(map(str, case)).replace(" ", "_")
+        )
+        for case in cases
+    ]
+    return pytest.mark.parametrize(("name", "rank", "how"), marked)
 
 
 def config_of(text_data: str, root: Path, **flags: Any) -> Any:
@@ -73,7 +79,7 @@ def assert_only_these(root: Path, iterations: list[int]) -> None:
     assert layout.candidates(str(root)) == iterations[::-1]
 
 
-@by_name(CASES)
+@by_name(ALL_CASES)
 def test_a_fault_on_one_rank(
     world2: World, text_data: str, tmp_path: Path, whole: list[dict[str, Any]], name: str, rank: int, how: str
 ) -> None:
@@ -81,17 +87,7 @@ def test_a_fault_on_one_rank(
     check(world2, config_of(text_data, tmp_path, async_save=how == "async"), name, tmp_path, rank, whole)
 
 
-@pytest.mark.long
-@by_name([case for case in ALL_CASES if case not in CASES])
-def test_more_faults_on_one_rank(
-    world2: World, text_data: str, tmp_path: Path, whole: list[dict[str, Any]], name: str, rank: int, how: str
-) -> None:
-    """A fault that only one of the two ways of writing lets through."""
-    check(world2, config_of(text_data, tmp_path, async_save=how == "async"), name, tmp_path, rank, whole)
-
-
-@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("name", save_faults.DISK_FAULTS)
+@pytest.mark.parametrize(("name", "async_save"), [("full disk", True), ("read-only disk", False)])
 def test_a_disk_that_takes_nothing(
     world2: World, text_data: str, small_disk: Path, whole: list[dict[str, Any]], name: str, async_save: bool
 ) -> None:
@@ -102,7 +98,7 @@ def test_a_disk_that_takes_nothing(
 def test_a_disk_with_little_room(world2: World, text_data: str, small_disk: Path) -> None:
     """A file that the disk takes in part: PyTorch's writer then reports positions in the file, not that it is full."""
     config = config_of(text_data, small_disk, save_hf=small_disk / "model", save_hf_interval=1)
-    rooms = [2**power for power in range(12, 20)]
+    rooms = [2**power for power in range(12, 20, 2)]
     ranks = world2.run(save_faults.saves_with_room, config, str(small_disk), rooms)
     assert ranks[0] == ranks[1] and len(ranks[0]) > len(rooms)
     assert [line for line in ranks[0] if os.strerror(errno.ENOSPC) not in line] == []
@@ -115,5 +111,5 @@ def test_the_last_one_can_not_be_written(world2: World, text_data: str, small_di
     ranks = world2.run(save_faults.run_with_fault, config, "full disk", str(small_disk), rank=0, for_ever=True)
     assert ranks[0] == ranks[1]
     good = os.path.join(str(small_disk), "iter_0000003")
-    assert ranks[0]["failed"] == f"iteration 9 could not be saved; the last good checkpoint is {good}"
+    assert ranks[0]["failed"].startswith("iteration 9 ") and good in ranks[0]["failed"]
     assert_only_these(small_disk, [3])

@@ -100,41 +100,24 @@ def first_of(stock: dict[str, Any], last: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("last", [FIRST, pytest.param(None, marks=pytest.mark.long)], ids=["first", "whole"])
 @pytest.mark.parametrize("run", RUNS)
 def test_curve(
-    world1: World, world2: World, wikitext: str, bpe_files: dict[str, Any], reference: dict[str, Any], run: str
+    world1: World,
+    world2: World,
+    wikitext: str,
+    bpe_files: dict[str, Any],
+    reference: dict[str, Any],
+    run: str,
+    last: int | None,
 ) -> None:
     """Seeds, initialisation, sample order, weight-decay groups, schedule or loss averaging that are not stock's."""
     # The first steps: the entry script's run above has an evaluation
-    world = (world1, world2)[reference["runs"][run]["world_size"] - 1]
-    flags = flags_of(reference, run, {"data_path": wikitext} | bpe_files)
-    check_curve(world, flags, first_of(reference["runs"][run], FIRST), exit_interval=FIRST)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("run", RUNS)
-def test_whole_curve(
-    world1: World, world2: World, wikitext: str, bpe_files: dict[str, Any], reference: dict[str, Any], run: str
-) -> None:
-    """As above, to the end: evaluations, and a learning rate that has come down."""
-    world = (world1, world2)[reference["runs"][run]["world_size"] - 1]
-    check_curve(world, flags_of(reference, run, {"data_path": wikitext} | bpe_files), reference["runs"][run])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("run", ["gpt_pp1", "llama_pp1"])
-def test_margin(world1: World, wikitext: str, bpe_files: dict[str, Any], reference: dict[str, Any], run: str) -> None:
-    """Curves of one processor that another, which rounds sums otherwise, does not meet."""
-    flags = flags_of(reference, run, {"data_path": wikitext} | bpe_files)
-    config = worlds.config_of(**flags, exit_interval=FIRST)
-    [plain], [perturbed] = (world1.run(each, config, timeout=840) for each in (worlds.train_run, worlds.perturbed_run))
-    assert perturbed["losses"] == pytest.approx(plain["losses"], rel=1e-4 / 5)
-    assert perturbed["grad_norms"] == pytest.approx(plain["grad_norms"], abs=6e-4 / 5)
-
-
-def check_curve(world: World, flags: dict[str, Any], stock: dict[str, Any], **more_flags: Any) -> None:
-    config = worlds.config_of(world_size=world.size, **flags, **more_flags)
-    for outcome in world.run(worlds.train_run, config, timeout=840):
+    stock = reference["runs"][run]
+    world = (world1, world2)[stock["world_size"] - 1]
+    flags = flags_of(reference, run, {"data_path": wikitext} | bpe_files) | ({"exit_interval": last} if last else {})
+    stock = first_of(stock, last) if last else stock
+    for outcome in world.run(worlds.train_run, worlds.config_of(world_size=world.size, **flags), timeout=840):
         evaluations = [(iteration, loss) for iteration, _, loss in outcome["evaluations"]]
         assert_is_stock(outcome["metrics"], evaluations, stock)
 

@@ -24,32 +24,19 @@ CUTS: dict[str, dict[str, Any]] = {
 LOSS_SCALING = {"fp16": True, "initial_loss_scale": 2**20, "hysteresis": 1, "loss_scale_window": 3}
 
 
-@pytest.mark.parametrize(
-    "cut, sharded",
-    [
-        pytest.param(cut, sharded, marks=[] if sharded == (number % 2 == 0) else [pytest.mark.long])
-        for number, cut in enumerate(CUTS)
-        for sharded in (True, False)
-    ],
-)
-def test_every_rank_decides_alike(world2: World, text_data: str, cut: str, sharded: bool) -> None:
-    """A rank that skips a step, or ends a phase, when the others do not: main parameters drift apart, or a hang."""
-    flags = {"data_path": text_data, "bcd_steps_per_block": 4, "train_iters": 26} | LOSS_SCALING | CUTS[cut]
-    config = worlds.run_config(no_use_distributed_optimizer=not sharded, **flags)
+@pytest.mark.parametrize("cut", CUTS)
+def test_every_rank_decides_alike(world2: World, text_data: str, cut: str) -> None:
+    """A rank that skips a step, or ends a phase, when the others do not: main parameters drift apart, or a hang; a loss
+    scale that starts again at every switch: the first steps of each phase overflow and are lost."""
+    flags = {"data_path": text_data, "bcd_steps_per_block": 4, "train_iters": 22} | LOSS_SCALING | CUTS[cut]
+    config = worlds.run_config(no_use_distributed_optimizer=cut in ("tensor2", "stage"), **flags)
     first, second = world2.run(worlds.train_run, config)
     assert first["steps"] == second["steps"]
-    assert first["switches"] == second["switches"] == [4, 8, 12, 16, 20, 24]
+    assert first["switches"] == second["switches"] == [4, 8, 12, 16, 20]
     assert first["metrics"] == second["metrics"]
     assert any(step["grad_norm"] is None for step in first["steps"]), "no step was skipped: nothing is tested"
     assert_scale_follows_its_rule(first["steps"])
-
-
-def test_the_loss_scale_goes_on(world1: World, text_data: str) -> None:
-    """A loss scale that starts again at every switch: the first steps of each phase overflow and are lost."""
-    flags = {"data_path": text_data, "bcd_steps_per_block": 2, "train_iters": 30} | LOSS_SCALING
-    steps = world1.run(worlds.train_run, worlds.run_config(**flags))[0]["steps"]
-    assert_scale_follows_its_rule(steps)
-    scales = [step["loss_scale"] for step in steps]
+    scales = [step["loss_scale"] for step in first["steps"]]
     assert any(later > earlier for earlier, later in zip(scales, scales[1:], strict=False)), "it never grew"
 
 
@@ -80,15 +67,16 @@ def embeddings_after_every_phase(config: RunConfig) -> list[dict[str, torch.Tens
     return phases
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("layout", ["spread", "stage", "submodel"])
+@pytest.mark.parametrize(
+    ("layout", "precision"), [("spread", {}), ("stage", {"bf16": True}), ("submodel", {"bf16": True})]
+)
 def test_tied_copies_stay_equal(world2: World, text_data: str, layout: str, precision: dict[str, Any]) -> None:
     """A tied head that is trained apart from the embedding, or by the gradient of one stage alone."""
     num_blocks = {"spread": 3, "stage": 2, "submodel": 6}[layout]
-    flags = {"data_path": text_data, "bcd_steps_per_block": 2, "train_iters": 4 * num_blocks + 1}
+    flags = {"data_path": text_data, "bcd_steps_per_block": 2, "train_iters": 2 * num_blocks + 5}
     config = worlds.run_config(**flags, **CUTS[layout], **precision, lr_warmup_iters=1)
     first, last = world2.run(embeddings_after_every_phase, config)
-    assert len(first) == len(last) == 2 * num_blocks
+    assert len(first) == len(last) == num_blocks + 2
     before = None
     for phase, (embedding, head) in enumerate(zip(first, last, strict=True)):
         copies = [*embedding.values(), *head.values()]
@@ -104,11 +92,11 @@ def test_tied_copies_stay_equal(world2: World, text_data: str, layout: str, prec
 def test_an_untied_head_belongs_to_the_last_block(world2: World, text_data: str, layout: str) -> None:
     """A head of its own that is trained with the embedding's block, or never."""
     num_blocks = {"spread": 3, "stage": 2, "submodel": 6}[layout]
-    flags = {"data_path": text_data, "train_iters": 2 * num_blocks + 1, "untie_embeddings_and_output_weights": True}
+    flags = {"data_path": text_data, "train_iters": num_blocks + 3, "untie_embeddings_and_output_weights": True}
     first, last = world2.run(embeddings_after_every_phase, worlds.run_config(**flags, **CUTS[layout]))
     embeddings = [phase["embedding.word_embeddings.weight"] for phase in first]
     heads = [phase["output_layer.weight"] for phase in last]
-    for phase in range(1, 2 * num_blocks):
+    for phase in range(1, num_blocks + 2):
         assert torch.equal(heads[phase], heads[phase - 1]) == (phase % num_blocks != num_blocks - 1)
         assert torch.equal(embeddings[phase], embeddings[phase - 1]) == (phase % num_blocks != 0)
 

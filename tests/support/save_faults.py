@@ -20,7 +20,6 @@ from megatron.bcd.training.state import TrainingFailed
 from support import resumed_runs, worlds
 
 SAVE_INTERVAL, FAULTY_SAVE, LAST = 3, 6, 9
-DISK_FAULTS = ("full disk", "read-only disk")
 
 
 def _fails(number: int) -> Callable[..., Any]:
