@@ -159,7 +159,7 @@ def methods_of(arguments: argparse.Namespace, given: Sequence[str]) -> list[Meth
             name=name,
             flags=tuple(words),
             num_processes=processes,
-            script=f"tools/_peer.py --peer {name} --family {family}" if name in PEERS else SCRIPTS[family],
+            script=f"studies/peer.py --peer {name} --family {family}" if name in PEERS else SCRIPTS[family],
             partition=partition,
             against=against,
         )

@@ -26,7 +26,7 @@ data:
   numbers: {text: numbers.txt}
 methods:
   plain: {}
-  badam: {program: tools/_peer.py --peer badam, arithmetic_as: plain}
+  badam: {program: studies/peer.py --peer badam, arithmetic_as: plain}
 """
 
 
@@ -36,7 +36,7 @@ def run(repo_root: Path, *words: str) -> None:
     )
 
 
-@pytest.mark.long  # test_compare.py trains BAdam too
+@pytest.mark.long  # test_fine_tuning_study.py trains BAdam too
 def test_plain_blocks_are_badam(repo_root: Path, tmp_path: Path) -> None:
     """A peer with another schedule, other samples or evaluations, whose row says nothing about BAdam; or bytes of
     state and arithmetic that are not those of the flags."""

@@ -15,15 +15,13 @@ from support.tool_examples import commands
 
 NETWORK = "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1"
 SHORT = f"{NETWORK} --rounds 1 --steps 1"
-EXAMPLES: dict[str, tuple[str | None, ...]] = {
+EXAMPLES: dict[str, tuple[str, ...]] = {
     "benchmark": (SHORT, SHORT, "--seq-length 16 --rounds 1 --steps 1", SHORT, SHORT, SHORT),
-    "compare": (None, None),
     "compare_runs": ("--before HEAD --only grid", "--before HEAD --after REPOSITORY --only grid"),
     "convert_checkpoint": ("", ""),
     "train_tokenizer": ("--vocab-size 300",),
 }
-"""Flags that make each example of a tool's help short; they follow those of the example, and win. None: it has a test
-of its own (test_compare.py)."""
+"""Flags that make each example of a tool's help short; they follow those of the example, and win."""
 WITHOUT_GPU = {"offload": "--methods offload"}
 """What an example with these words is answered where there is no GPU."""
 
@@ -45,8 +43,6 @@ def test_examples_in_short(repo_root: Path, tmp_path: Path, tool: str) -> None:
     """An example that ends in an error, or one that has no short form here."""
     prepare(tmp_path, repo_root)
     for words, short in zip(commands(tool), EXAMPLES[tool], strict=True):
-        if short is None:
-            continue
         place = words.index(f"tools/{tool}.py")
         number = words[place - 1] if "torchrun" in words else None
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", number] if number else []

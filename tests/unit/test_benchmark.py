@@ -63,7 +63,7 @@ def test_methods_train_the_same() -> None:
     full, bcd, badam = methods("--methods", "full,bcd,badam", "--steps", "4")
     assert all("--train-iters 18 --bcd-steps-per-block 6" in flags_of(method) for method in (full, bcd, badam))
     assert "--bcd-num-blocks 1" in flags_of(full) and "--bcd-num-blocks" not in flags_of(bcd)
-    assert badam.argv(Path("m"), Path("f"))[1:5] == ["tools/_peer.py", "--peer", "badam", "--family"]
+    assert badam.argv(Path("m"), Path("f"))[1:5] == ["studies/peer.py", "--peer", "badam", "--family"]
     assert {method.against for method in (full, bcd, badam)} == {"full"}
     other = methods("--variant", "two=--bcd-num-blocks 2", "--methods", "bcd")[1]
     assert other.against == "bcd" and other.partition.num_blocks == 2

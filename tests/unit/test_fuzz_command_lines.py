@@ -23,7 +23,6 @@ HOSTILE = ("-1", "-0", "nan", "inf", "-inf", "1e400", "9" * 20, "9" * 400, "-" +
            "1,2", "95,5,0", "x" * 5000, "../..", "/proc/absent", "(t*9)*9", "t*99999999", "E|t|L")  # fmt: skip
 TOOLS = {
     "benchmark": "parse_arguments",
-    "compare": "parse_arguments",
     "compare_runs": "parse_arguments",
     "plan": "main",
     "preprocess_data": "build_parser",

@@ -20,7 +20,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PARSERS = {
     "benchmark": "parse_arguments",
     "check_machine": "parse_arguments",
-    "compare": "parse_arguments",
     "compare_runs": "parse_arguments",
     "convert_checkpoint": "parse_arguments",
     "evaluate": "parse_arguments",

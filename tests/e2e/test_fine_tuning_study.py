@@ -1,4 +1,4 @@
-"""tools/compare.py --task sft on a tiny model; what it learns is not asserted."""
+"""studies/fine_tuning.py --task sft on a tiny model; what it learns is not asserted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_peers_train_on_the_same(repo_root: Path, tmp_path: Path) -> None:
     (tmp_path / "records.jsonl").write_text("\n".join(map(json.dumps, records)))
     flags = FLAGS.format(model=model, data=tmp_path / "records.jsonl", cache=tmp_path / "cache").split()
     ours = metrics_of(repo_root, tmp_path, ["pretrain_llama_bcd.py"], flags)
-    theirs = metrics_of(repo_root, tmp_path, ["tools/_peer.py", "--peer", "full"], flags)
+    theirs = metrics_of(repo_root, tmp_path, ["studies/peer.py", "--peer", "full"], flags)
     for key in ("loss", "validation_loss", "test_loss"):
         expected = {line["iteration"]: line[key] for line in ours if key in line}
         found = {line["iteration"]: line[key] for line in theirs if key in line}
@@ -54,7 +54,16 @@ def test_tiny_form(repo_root: Path, tmp_path: Path, shared_data: Path, precision
     """A method that does not run, a row without figures, runs that are repeated on the next start."""
     text = (shared_data / "wikitext-2" / "train.txt").read_text(encoding="utf-8")[:300_000]
     (tmp_path / "text.txt").write_text(text)
-    command = [sys.executable, "tools/compare.py", "--task", "sft", "--size", "tiny", "--output", str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        "studies/fine_tuning.py",
+        "--task",
+        "sft",
+        "--size",
+        "tiny",
+        "--output",
+        str(tmp_path / "out"),
+    ]
     command += ["--pretrain-text", str(tmp_path / "text.txt"), "--records", "40", "--num-epochs", "1"]
     command += ["--learning-rates", "1e-3", "--seeds", "1", *(["--bf16"] if precision == "bf16" else [])]
     done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True)

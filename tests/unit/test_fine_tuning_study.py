@@ -1,4 +1,4 @@
-"""tools/compare.py: its figures from made-up curves, the runs that it would start, and what it refuses."""
+"""studies/fine_tuning.py: its figures from made-up curves, the runs that it would start, and what it refuses."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-import compare
+import fine_tuning
 import pytest
-from compare import Prepared, Row, Trained, grid_lines, row_of, size_of, study_of
+from fine_tuning import Prepared, Row, Trained, grid_lines, row_of, size_of, study_of
 
 
 def run(*losses: float, seed: int = 1, step_ms: float = 10.0, state: int = 2**20) -> Trained:
@@ -68,9 +68,7 @@ def test_spread_and_grid() -> None:
 def test_bad_flags(flags: str) -> None:
     """Hours of runs that are another comparison than was asked for."""
     with pytest.raises(ValueError, match=flags.split()[0]):
-        compare.parse_arguments(["--task", "sft", *flags.split()])
-    with pytest.raises(ValueError, match="--task.*benchmark"):
-        compare.parse_arguments(["--model", "tiny"])
+        fine_tuning.parse_arguments(["--task", "sft", *flags.split()])
 
 
 def prepared(folder: Path, **changes: Any) -> Prepared:
@@ -81,7 +79,7 @@ def prepared(folder: Path, **changes: Any) -> Prepared:
 def test_variants_are_the_preset_with_further_flags(tmp_path: Path) -> None:
     """A variant that is another method altogether, or stands away from what it is compared with."""
     argv = ["--task", "sft", "--peers", "full,badam", "--variant", "kept=--bcd-optimizer-state host"]
-    arguments = compare.parse_arguments([*argv, "--split", "80, 10,10", "--global-batch-size", "2"])
+    arguments = fine_tuning.parse_arguments([*argv, "--split", "80, 10,10", "--global-batch-size", "2"])
     assert (size_of(arguments).global_batch, size_of(arguments).micro_batch) == (2, 2)
     study = study_of(arguments, prepared(tmp_path))
     assert [method.name for method in study.methods] == ["full", "bcd", "kept", "badam"]
@@ -94,19 +92,19 @@ def test_variants_are_the_preset_with_further_flags(tmp_path: Path) -> None:
 
 def test_absent_files(tmp_path: Path) -> None:
     """A traceback, or a model that is trained before."""
-    arguments = compare.parse_arguments(["--task", "sft", "--data", str(tmp_path / "no.jsonl")])
+    arguments = fine_tuning.parse_arguments(["--task", "sft", "--data", str(tmp_path / "no.jsonl")])
     for content in (None, ' [\n{"prompt": "a"}]'):
         if content:
             (tmp_path / "no.jsonl").write_text(content)
         with pytest.raises(ValueError, match="--data .*no.jsonl"):
-            compare.check(arguments)
+            fine_tuning.check(arguments)
     (tmp_path / "no.jsonl").write_text("")
     arguments.base = tmp_path
     for config in (None, '{"n_layer": 12}'):
         if config:
             (tmp_path / "config.json").write_text(config)
         with pytest.raises(ValueError, match="--base"):
-            compare.check(arguments)
+            fine_tuning.check(arguments)
 
 
 def test_paths_are_of_where_it_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -117,15 +115,15 @@ def test_paths_are_of_where_it_was_started(tmp_path: Path, monkeypatch: pytest.M
         given.extend([arguments.data, arguments.pretrain_text, output])
         raise ValueError("seen")
 
-    monkeypatch.setattr(compare, "prepare", prepare)
+    monkeypatch.setattr(fine_tuning, "prepare", prepare)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small.txt").write_text("text")
     (tmp_path / "records.jsonl").write_text("{}")
     words = ["--task", "sft", "--pretrain-text", "small.txt", "--data", "records.jsonl", "--peers", "full"]
-    assert compare.main([*words, "--output", "here"]) == 2
+    assert fine_tuning.main([*words, "--output", "here"]) == 2
     assert given == [tmp_path / "records.jsonl", tmp_path / "small.txt", tmp_path / "here"]
     capsys.readouterr()
-    assert compare.main([*words, "--output", "small.txt"]) == 2
+    assert fine_tuning.main([*words, "--output", "small.txt"]) == 2
     assert "--output" in capsys.readouterr().err
 
 
@@ -136,14 +134,16 @@ def test_a_model_that_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (source / "config.json").write_text('{"num_hidden_layers": 30}')
     data.write_text('{"prompt": "a", "completion": "b"}\n' * 30)
     counted: list[Any] = []
-    monkeypatch.setattr(compare, "call", lambda words, _: counted.append(words) or '{"steps": 300, "validation": 8}')
-    arguments = compare.parse_arguments(["--task", "sft", "--base", str(source), "--data", str(data)])
+    monkeypatch.setattr(
+        fine_tuning, "call", lambda words, _: counted.append(words) or '{"steps": 300, "validation": 8}'
+    )
+    arguments = fine_tuning.parse_arguments(["--task", "sft", "--base", str(source), "--data", str(data)])
     folders = set()
     for content in (b"one", b"two"):  # trained further: the same names and sizes, and other results
         (source / "model.safetensors").write_bytes(content)
-        folders.add(compare.prepare(arguments, tmp_path / "out").folder)
+        folders.add(fine_tuning.prepare(arguments, tmp_path / "out").folder)
     assert len(folders) == 2 == len(counted)
-    found = compare.prepare(arguments, tmp_path / "out")
+    found = fine_tuning.prepare(arguments, tmp_path / "out")
     assert len(counted) == 2, "what is there is not counted again"
     assert found.model.resolve() == source and (found.num_layers, found.num_records, found.steps) == (30, 30, 300)
     flags = study_of(arguments, found).flags

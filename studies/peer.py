@@ -1,7 +1,7 @@
 """Trains transformers' model under the flags of a training script: the peer in comparisons.
 
-    python tools/_peer.py --peer {full,badam,lora} [--family llama] FLAG ...
-    python tools/_peer.py --count FLAG ...
+    python studies/peer.py --peer {full,badam,lora} [--family llama] FLAG ...
+    python studies/peer.py --count FLAG ...
 
 Initial weights, samples, masks, learning-rate schedule and evaluations are those of the training script with these
 flags; weight decay and the optimizer's arithmetic are the peer's. full: AdamW on all weights. badam: BAdam (PyPI) on
@@ -47,7 +47,7 @@ from megatron.bcd.runtime.exit import exit_on_error
 from megatron.bcd.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.bcd.training.pretrain import with_length
 
-PROG = "tools/_peer.py"
+PROG = "studies/peer.py"
 PEERS = ("full", "badam", "lora")
 LORA_RANK, LORA_ALPHA = 16, 32
 LORA_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -1,7 +1,7 @@
-"""Compares what methods learn: loss at equal steps and equal time, state, cost. Speed alone: tools/benchmark.py.
+"""Compares what methods of fine-tuning learn: loss at equal steps and equal time, state, cost.
 
-    python tools/compare.py --task sft --peers full,badam,lora --output out/sft
-    python tools/compare.py --task sft --base MODEL --variant "six=--bcd-num-blocks 6" --seeds 1,2,3
+    python studies/fine_tuning.py --peers full,badam,lora --output out/sft
+    python studies/fine_tuning.py --base MODEL --variant "six=--bcd-num-blocks 6" --seeds 1,2,3
 
 Fine-tunes a LLaMA on records with the BCD preset, in full with Adam, with BAdam (PyPI badam) and LoRA (PyPI peft), and
 with every --variant, each at its own tuned learning rate. The model is --base, or a small one that is trained on
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.append(str(Path(__file__).resolve().parents[1] / "studies"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 
 from _parser import Parser, bad_input, cpu_model, leave_with
 from _processes import ROOT, last_words
@@ -38,7 +38,7 @@ from filelock import FileLock, Timeout
 from results import NAME, Point, Result, Study, Variant, final_runs, grid, points
 from study import Commands, Runner, make_folder, tell
 
-PROG = "tools/compare.py"
+PROG = "studies/fine_tuning.py"
 PEERS = {"full": "full Adam", "badam": "BAdam (PyPI), transformers", "lora": "LoRA (peft), transformers"}
 NEEDS = {"badam": ("badam", "transformers"), "lora": ("peft", "transformers")}
 BASELINE, OURS = "full", "bcd"
@@ -200,7 +200,7 @@ def _with_records(arguments: argparse.Namespace, size: Size, *, folder: Path, to
     split = arguments.split.replace(",", "_")
     counted = folder / f"counted-{digest}-{arguments.num_epochs:g}-{size.global_batch}-{split}.json"
     if not counted.is_file():
-        words = ["tools/_peer.py", "--count", "--sft", "--load-hf", folder / "model", "--data-path", path, "--split",
+        words = ["studies/peer.py", "--count", "--sft", "--load-hf", folder / "model", "--data-path", path, "--split",
                  arguments.split, "--data-cache-path", folder / "cache", "--sft-drop-long",
                  *tokenizer_flags(folder, tokenizer), "--seq-length", size.seq_length, "--micro-batch-size",
                  size.micro_batch, "--global-batch-size", size.global_batch, "--lr", 1e-3,
@@ -253,7 +253,7 @@ def study_of(arguments: argparse.Namespace, prepared: Prepared) -> Study:
     if BASELINE in arguments.peers:
         methods.insert(0, Variant(name=BASELINE, label=PEERS[BASELINE], flags="--bcd-num-blocks 1"))
     methods += [
-        Variant(name=name, label=PEERS[name], program=f"tools/_peer.py --peer {name}")
+        Variant(name=name, label=PEERS[name], program=f"studies/peer.py --peer {name}")
         for name in NEEDS
         if name in arguments.peers
     ]
@@ -527,7 +527,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     shared = ROOT.parent / "shared" / "data"
     parser = Parser(prog=PROG, description=__doc__)
     add = parser.add_argument
-    add("--task", choices=("sft",), help="what is compared")
+    add("--task", choices=("sft",), default="sft", help=argparse.SUPPRESS)
     add("--output", type=Path, default=Path("out", "sft"), metavar="FOLDER", help="(default: out/sft)")
     add("--peers", default=",".join(PEERS), metavar="LIST", help=f"beside the BCD preset: of {', '.join(PEERS)}, with"
         " commas (default: all)")  # fmt: skip
@@ -552,11 +552,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--step-times", type=int, default=0, metavar="N", help="when all runs are done, time 60 steps of every "
         "method in turn, N times (default: 0, times come from the runs)")  # fmt: skip
     add("--max-minutes", type=float, metavar="X", help="start no run after this time; a later start goes on")
-    arguments, unknown = parser.parse_known_args(argv)
-    if arguments.task is None:
-        raise ValueError("--task sft is needed; for speed and memory: tools/benchmark.py --model NAME --methods LIST")
-    if unknown:
-        raise ValueError(f"unrecognized arguments: {' '.join(unknown)}")
+    arguments = parser.parse_args(argv)
     arguments.learning_rates = _numbers(arguments.learning_rates, float, "--learning-rates")
     arguments.seeds = _numbers(arguments.seeds, int, "--seeds")
     peers = [word.strip() for word in arguments.peers.split(",")]
