@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {"gpt": "pretrain_gpt_bcd.py", "llama": "pretrain_llama_bcd.py"}
 _NO_MEMORY = re.compile(r"OutOfMemoryError|out of memory|can't allocate memory|Cannot allocate memory", re.IGNORECASE)
 _KILLED = (-9, 137)
+_SCHEDULER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables of a job that this tool runs in: they are not for what it starts."""
 
 
 class CannotRun(RuntimeError):
@@ -41,22 +43,24 @@ def run(
     argv: Sequence[str],
     log: Path,
     *,
+    cwd: Path = ROOT,
     threads: int = 1,
     environment: Mapping[str, str] | None = None,
     seconds: float = math.inf,
     until: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Start in the project's root, wait, and leave no process, however it ends. Raises CannotRun unless it ends well.
+    """Start, wait, and leave no process, however it ends. Raises CannotRun unless it ends well.
 
-    `environment`: variables beside those of this process. `seconds`: a limit. `until`: as soon as it is true everything
-    is killed, and that is a good end.
+    `cwd`: by default the project's root. `environment`: variables beside those of this process. `seconds`: a limit.
+    `until`: as soon as it is true everything is killed, and that is a good end.
     """
     deadline = time.monotonic() + seconds
+    kept = {name: value for name, value in os.environ.items() if name not in _SCHEDULER}
     with open(log, "wb") as output:
         process = subprocess.Popen(
             argv,
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"} | dict(environment or {}),
+            cwd=cwd,
+            env=kept | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"} | dict(environment or {}),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -88,9 +92,9 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _failure(code: int, text: str) -> CannotRun:
-    if _NO_MEMORY.search(text) or code in _KILLED:
+    if _NO_MEMORY.search(text):
         return CannotRun("out of memory", for_want_of_memory=True)
-    return CannotRun(last_words(text, code))
+    return CannotRun(last_words(text, code), for_want_of_memory=code in _KILLED)
 
 
 def last_words(log: str, code: int) -> str:

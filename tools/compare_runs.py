@@ -3,11 +3,12 @@
     python tools/compare_runs.py --before main                   # with the working tree that this file lies in
     python tools/compare_runs.py --before v1.0 --after /other/checkout --only grid,resume --output out/logs
 
-Each configuration (--list) is trained with the code before and after, by one Python interpreter, on the CPU, on text
-that is made once. Compared are all lines of the metrics files but for times and peak memory, and all tensors of the
-last checkpoints. Revisions are exported, folders are copied first, so both may change meanwhile. One line for each
-configuration: equal, or the first difference. Before the runs, the flags of every configuration are resolved by both
-versions and compared, and those of --recipes. Exit code 0 where all are equal, 1 where not, 2 for bad flags.
+Each configuration (compare_runs.yaml, --list) is trained with the code before and after, by one Python interpreter, on
+the CPU, on text that is made once. Compared are all lines of the metrics files but for times and peak memory, and all
+tensors of the last checkpoints. Revisions are exported, folders are copied first, so both may change meanwhile. One
+line for each configuration: equal, or the first difference. Before the runs, the flags of every configuration are
+resolved by both versions and compared, and those of --recipes. Exit code 0 where all are equal, 1 where not, 2 for bad
+flags.
 """
 
 from __future__ import annotations
@@ -18,37 +19,42 @@ import filecmp
 import hashlib
 import io
 import json
-import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _bit_compare_configurations import CONFIGURATIONS, GPT, LLAMA, Configuration
+import yaml
 from _parser import Parser, bad_input, leave_with
-from _processes import ROOT, kill, last_words
-from _resolved_configurations import first_difference
+from _processes import ROOT, SCRIPTS, CannotRun, launcher, run
+from _processes import read_metrics as read_lines
 
 PROG = "tools/compare_runs.py"
 SIDES = ("before", "after")
-NEEDED = (GPT, LLAMA, "megatron", "tools", "examples")
+NEEDED = (*SCRIPTS.values(), "megatron", "tools", "examples")
 """Of a checkout, what is run or imported."""
-TEXT = "tokenized-text"
-"""The name of what is compared first, and of its folder."""
-TEXT_MEGABYTES = "0.6"
-FLAGS = "resolved-flags"
-"""The name of the comparison of configurations, and of its folder."""
+FLAGS, TEXT = "resolved-flags", "tokenized-text"
+"""The names of what is compared before the runs, and of their folders."""
 START_SECONDS = 300.0
 """After which a start hangs."""
+COMMON = (
+    "--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 2 --global-batch-size 8 --train-iters 14 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine "
+    "--lr-warmup-iters 2 --seed 1234 --data-cache-path {folder}/index --num-workers 1 --eval-interval 6 --eval-iters 2 "
+    "--log-interval 1 --metrics-file {folder}/metrics.jsonl --save {folder}/checkpoints "
+    "--distributed-timeout-minutes 5 --cpu-kernels megatron"
+)
+"""Of every start; what a configuration says comes after it and wins. Older versions have CPU kernels of their own,
+which --cpu-kernels turns off; now it has no effect."""
+DATA = "--tokenizer-type ByteLevelTokenizer --data-path {data} --split 80,10,10"
 IGNORED_FIELDS = frozenset(
     {"step_time_ms", "switch_time_ms", "switches", "tokens_per_second"}
     | {"peak_memory_bytes", "reserved_memory_bytes", "run"}
@@ -56,15 +62,26 @@ IGNORED_FIELDS = frozenset(
 """Fields of a metrics file that differ from one run to the next: times, and memory that the allocator or the operating
 system counts; the run's name, which depends on the flags that a version has; and switches, which older versions lack
 and the blocks of the steps show. Everything else is compared, fields that are added later too."""
-_SCHEDULER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
+REPLACED = ("eval-generate", "eval-generate-tokens")
+"""Flags whose place something else has taken: accepted by both versions, and a value by one only."""
 
 
-class RunFailed(RuntimeError):
-    """A run did not end well, or left nothing to compare: one line."""
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """One start of a training script."""
+
+    flags: str
+    processes: int = 1
+    family: str = "gpt"
+    always_before: bool = False
+
+    def words(self, *, folder: Path, data: Path) -> list[str]:
+        """All flags."""
+        text = "" if "--mock-data" in self.flags else DATA
+        return [word.format(folder=folder, data=data) for word in f"{COMMON} {text} {self.flags}".split()]
 
 
-class Stopped(RuntimeError):
-    """The user, or a scheduler, ends the comparison."""
+Configurations = dict[str, list[Start]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +98,15 @@ class Task:
         """Prefix of the tokenized text that all runs read: the one made by the code before."""
         return self.output / TEXT / "before" / "stdlib_text_document"
 
+    def start(self, argv: Sequence[str], side: str, log: Path) -> None:
+        """Run it in a side's checkout. Raises CannotRun."""
+        checkout = self.checkouts[side]
+        # One thread, no GPU: sums in one order. The path keeps an installed megatron.bcd from being taken instead.
+        environment = {"PYTHONPATH": str(checkout), "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
+        run(argv, log, cwd=checkout, environment=environment, seconds=START_SECONDS, until=self.stop.is_set)
+        if self.stop.is_set():
+            raise CannotRun("was stopped")
+
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Raises ValueError for a flag that is unknown, missing or no number."""
@@ -95,20 +121,18 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--list", action="store_true", help="show the configurations and end")
     add("--jobs", type=int, default=1, metavar="N", help="configurations at the same time (default: 1)")
     add("--output", metavar="FOLDER", help="keep logs, metrics files and checkpoints here (default: kept nowhere)")
+    add("--resolve", nargs=2, help=argparse.SUPPRESS)  # a process of its own for each version
     return parser.parse_args(argv)
 
 
-def chosen(only: str | None) -> list[Configuration]:
-    """In the order of the list. Raises ValueError naming what is no configuration."""
-    known = {configuration.name: configuration for configuration in CONFIGURATIONS}
-    names = list(known) if only is None else [name.strip() for name in only.split(",")]
+def chosen(only: str | None) -> Configurations:
+    """In the order of the file. Raises ValueError naming what is no configuration."""
+    entries = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    names = list(entries) if only is None else [name.strip() for name in only.split(",")]
     for name in names:
-        if name not in known:
+        if name not in entries:
             raise ValueError(f"--only {only}: {name or 'an empty name'} is no configuration; --list shows them")
-    return [configuration for name, configuration in known.items() if name in names]
-
-
-# ---------------------------------------------------------------- the two versions
+    return {name: [Start(**start) for start in starts] for name, starts in entries.items() if name in names}
 
 
 def materialise(flag: str, version: str, folder: Path) -> None:
@@ -117,77 +141,25 @@ def materialise(flag: str, version: str, folder: Path) -> None:
     Raises:
         ValueError: it is neither, or lacks what is run.
     """
-    if Path(version).is_dir():
-        _check_complete(flag, version, Path(version))
+    source = Path(version)
+    if source.is_dir():
         folder.mkdir()
         for name in NEEDED:
-            source = Path(version, name)
-            if source.is_dir():
-                shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy2(source, folder / name)
-        return
-    commit = _git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{version}^{{commit}}")
-    archive = _git("archive", "--format=tar", commit.decode().strip()) if commit else None
-    if not archive:
-        raise ValueError(f"{flag} {version}: neither a folder nor a git revision; give one of them")
-    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-        files.extractall(folder, filter="data")
-    _check_complete(flag, version, folder)
-
-
-def _check_complete(flag: str, version: str, folder: Path) -> None:
+            if (source / name).is_dir():
+                shutil.copytree(source / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            elif (source / name).exists():
+                shutil.copy2(source / name, folder / name)
+    else:
+        archive = folder.with_suffix(".tar")
+        words = ["archive", "--format=tar", f"--output={archive}", "--end-of-options", version]
+        try:
+            subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            raise ValueError(f"{flag} {version}: neither a folder nor a git revision; give one of them") from None
+        shutil.unpack_archive(archive, folder, filter="data")
     missing = [name for name in NEEDED if not (folder / name).exists()]
     if missing:
         raise ValueError(f"{flag} {version}: lacks {', '.join(missing)}; give a checkout of this project")
-
-
-def _git(*words: str) -> bytes | None:
-    """What git says in this tool's checkout; None where it fails, or is not there."""
-    try:
-        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-# ---------------------------------------------------------------- processes
-
-
-def run_process(argv: Sequence[str], *, checkout: Path, log: Path, stop: threading.Event) -> None:
-    """Start, wait, and leave no process, however it ends; the log is added to.
-
-    Raises:
-        RunFailed: it ended with an error, or hangs.
-        Stopped: ``stop`` was set.
-    """
-    environment = {name: value for name, value in os.environ.items() if name not in _SCHEDULER}
-    # One thread, no GPU: sums in one order. The path keeps an installed megatron.bcd from being taken instead.
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    environment |= {"PYTHONPATH": str(checkout), "COLUMNS": "200"}
-    end = time.monotonic() + START_SECONDS
-    with open(log, "ab") as output:
-        start = output.tell()
-        process = subprocess.Popen(
-            argv,
-            cwd=checkout,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # an interrupt at the terminal is for this tool: it ends them
-        )
-        try:
-            while process.poll() is None and not stop.is_set() and time.monotonic() < end:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(0.2)
-            code = process.poll()
-        finally:
-            kill(process)
-    if stop.is_set():
-        raise Stopped
-    if code != 0:
-        said = log.read_bytes()[start:].decode(errors="replace")
-        raise RunFailed(f"hangs for {START_SECONDS:,.0f} s" if code is None else last_words(said, code))
 
 
 # ---------------------------------------------------------------- what a run has left
@@ -196,41 +168,26 @@ Entry = Mapping[str, str]
 """A field's name and its value as text: two floats have the same text only if they are the same bits."""
 
 
-class _Literal(str):
-    """A number as the file spells it; -0.0 and 0.0 are equal as floats, and so are 1 and 1.0."""
-
-
 def read_metrics(path: Path) -> list[Entry]:
-    """The lines of a metrics file, without the ignored fields. Raises RunFailed where there are none."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            lines = [json.loads(line, parse_float=_Literal) for line in file]
-        # null is a figure that was not asked for, which an older version may not know
-        entries = [
-            {name: _text(value) for name, value in line.items() if name not in IGNORED_FIELDS and value is not None}
-            for line in lines
-        ]
-    except (OSError, ValueError, AttributeError) as error:
-        raise RunFailed(f"wrote no metrics file that can be read: {error}") from None
+    """The lines of a metrics file, without the ignored fields. Raises CannotRun where there are none."""
+    # null is a figure that was not asked for, which an older version may not know
+    entries = [
+        {
+            name: json.dumps(value, sort_keys=True)
+            for name, value in line.items()
+            if name not in IGNORED_FIELDS and value is not None
+        }
+        for line in read_lines(path)
+    ]
     if not entries:
-        raise RunFailed("wrote an empty metrics file")
+        raise CannotRun("wrote an empty metrics file")
     return entries
-
-
-def _text(value: object) -> str:
-    if isinstance(value, _Literal):
-        return str(value)
-    if isinstance(value, list):
-        return f"[{', '.join(map(_text, value))}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {_text(value[key])}' for key in sorted(value))}}}"
-    return json.dumps(value)
 
 
 def read_checkpoint(folder: Path) -> Entry:
     """A hash of each tensor in the newest checkpoint below `folder`: weights, optimizer state, random generators.
 
-    Raises RunFailed: there is no checkpoint, or it can't be read.
+    Raises CannotRun: there is no checkpoint, or it can't be read.
     """
     try:
         iteration = int((folder / "latest_checkpointed_iteration.txt").read_text())
@@ -238,7 +195,7 @@ def read_checkpoint(folder: Path) -> Entry:
         hashes = _tensor_hashes(latest)
     except Exception as error:  # whatever torch raises for a damaged file
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise RunFailed(f"left no checkpoint that can be read: {reason}") from None
+        raise CannotRun(f"left no checkpoint that can be read: {reason}") from None
     files = sorted(latest.glob("*.safetensors"))
     hashes |= {file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files}
     return {"iteration": str(iteration)} | hashes
@@ -285,116 +242,150 @@ def metrics_difference(before: Sequence[Entry], after: Sequence[Entry]) -> str |
 
 
 def run_difference(before: Path, after: Path) -> str | None:
-    """Of two folders that a run wrote: ``metrics.jsonl``, then the newest of ``checkpoints``. Raises RunFailed naming
+    """Of two folders that a run wrote: ``metrics.jsonl``, then the newest of ``checkpoints``. Raises CannotRun naming
     the side that has nothing to compare."""
     metrics, last = [], []
     for side, folder in zip(SIDES, (before, after), strict=True):
         try:
             metrics.append(read_metrics(folder / "metrics.jsonl"))
             last.append(read_checkpoint(folder / "checkpoints"))
-        except RunFailed as error:
-            raise RunFailed(f"{side} {error}") from None
+        except CannotRun as error:
+            raise CannotRun(f"{side} {error}") from None
     return metrics_difference(*metrics) or entry_difference("last checkpoint", *last)
 
 
-# ---------------------------------------------------------------- data, runs, comparison
+# ---------------------------------------------------------------- resolved flags
 
 
-def make_data(task: Task) -> str | None:
-    """Tokenize the standard library's text with both versions; what is not the same, or None.
-
-    Raises:
-        RunFailed: the code before can't.
-    """
-    for side in SIDES:
-        folder = task.output / TEXT / side
-        folder.mkdir(parents=True)
-        text, prefix = folder / "stdlib.jsonl", folder / "stdlib"
-        fetch = ["examples/stdlib_text.py", "--megabytes", TEXT_MEGABYTES, "--output", str(text)]
-        tokenize = ["tools/preprocess_data.py", "--input", str(text), "--output-prefix", str(prefix), "--append-eod",
-                    "--tokenizer-type", "ByteLevelTokenizer", "--workers", "1"]  # fmt: skip
-        try:
-            for words in (fetch, tokenize):
-                run_process([sys.executable, *words], checkout=task.checkouts[side], log=folder / "log", stop=task.stop)
-        except RunFailed as error:
-            if side == "before":
-                raise RunFailed(f"{words[0]} before {error}") from None
-            return f"{words[0]} after {error}"
-    before, after = (task.data.parents[1] / side / task.data.name for side in SIDES)
-    for suffix in (".bin", ".idx"):
-        if not filecmp.cmp(f"{before}{suffix}", f"{after}{suffix}", shallow=False):
-            return f"{before.name}{suffix} is not the same"
-    return None
-
-
-def command_lines(configurations: Sequence[Configuration], recipes: Sequence[str]) -> dict[str, tuple[object, ...]]:
-    """Script, ranks and flags by name: of all starts, and of the recipes as they are and as one block.
+def command_lines(configurations: Configurations, recipes: Sequence[str]) -> dict[str, tuple[str, int, list[str]]]:
+    """Family, ranks and flags by name: of all starts, and of the recipes as they are and as one block.
 
     Raises:
         ValueError: a file of --recipes has other content.
     """
-    lines: dict[str, tuple[object, ...]] = {}
-    for each in configurations:
-        for number, start in enumerate(each.starts, start=1):
-            words = start.argv(folder=Path("run"), data=Path("text"))
-            flags = words[words.index(start.script) + 1 :]
-            lines[f"{each.name}, start {number}"] = (start.script, start.num_processes, flags)
+    lines = {}
+    for name, starts in configurations.items():
+        for number, start in enumerate(starts, start=1):
+            words = start.words(folder=Path("run"), data=Path("text"))
+            lines[f"{name}, start {number}"] = (start.family, start.processes, words)
     for file in recipes:
         try:
             for row in json.loads(Path(file).read_text()):
                 for flags in ([], ["--bcd-num-blocks", "1"]):
-                    lines[" ".join([row["name"], *flags])] = (GPT, row["world_size"], [*row["flags"], *flags])
+                    lines[" ".join([row["name"], *flags])] = ("gpt", row["world_size"], [*row["flags"], *flags])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"--recipes {file}: not a JSON list of {{name, world_size, flags}} ({error!r})") from error
     return lines
 
 
-def resolved_difference(lines: dict[str, tuple[object, ...]], task: Task) -> str | None:
-    """Resolve all lines with both versions; the first difference. Raises RunFailed naming the side."""
+Resolved = dict[str, object] | str
+"""Values by flag, or one error."""
+
+
+def resolve(family: str, world_size: int, words: list[str]) -> Resolved:
+    """What the version that is imported makes of the flags. Every version has `read_command_line`, --print-config."""
+    from megatron.bcd.arguments import FAMILY_DEFAULTS, read_command_line
+
+    options = {"prog": SCRIPTS[family], "world_size": world_size}
+    options |= {"defaults": FAMILY_DEFAULTS["llama"] if family == "llama" else None}
+    printed, errors = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+            read_command_line([*words, "--print-config"], **options)
+    except ValueError as error:
+        return str(error)
+    except SystemExit as end:
+        if end.code:
+            return errors.getvalue() or printed.getvalue()
+    # comment lines hold what was not given
+    lines = [line.removeprefix("# ") for line in printed.getvalue().splitlines()]
+    return dict(yaml.safe_load("\n".join(line for line in lines if not line.startswith(("Flags for", "Not given")))))
+
+
+def resolved_difference(lines: Mapping[str, tuple[str, int, list[str]]], task: Task) -> str | None:
+    """Resolve all lines with both versions; the first difference. Raises CannotRun naming the side."""
     folder = task.output / FLAGS
     folder.mkdir()
     (folder / "lines.json").write_text(json.dumps(lines))
     found = {}
     for side in SIDES:
-        program = [str(ROOT / "tools" / "_resolved_configurations.py"), str(folder / "lines.json")]
-        argv = [sys.executable, *program, str(folder / f"{side}.json")]
+        argv = [sys.executable, __file__, "--resolve", str(folder / "lines.json"), str(folder / f"{side}.json")]
         try:
-            run_process(argv, checkout=task.checkouts[side], log=folder / f"{side}.log", stop=task.stop)
-        except RunFailed as error:
-            raise RunFailed(f"{side} {error}") from None
+            task.start(argv, side, folder / f"{side}.log")
+        except CannotRun as error:
+            raise CannotRun(f"{side} {error}") from None
         found[side] = json.loads((folder / f"{side}.json").read_text())
     accepted = {side: sum(not isinstance(value, str) for value in values.values()) for side, values in found.items()}
     print(f"{len(lines)} command lines: {accepted['before']} accepted before, {accepted['after']} after")
     return first_difference(found["before"], found["after"])
 
 
-def run_configuration(configuration: Configuration, task: Task) -> None:
-    """All starts, before and after. Raises RunFailed naming the side and the start."""
+def first_difference(before: Mapping[str, Resolved], after: Mapping[str, Resolved]) -> str | None:
+    """Of the lines that the version before accepts; a flag that only one version has counts unless it is off there, or
+    something else took its place."""
+    for name, values in before.items():
+        now = after[name]
+        if isinstance(values, str):
+            continue
+        if isinstance(now, str):
+            return f"{name} is refused: {now.strip()}"
+        for flag in values | now:
+            if flag not in REPLACED and (values.get(flag) or None) != (now.get(flag) or None):
+                return f"{name}: {flag} was {values.get(flag)}, is {now.get(flag)}"
+    return None
+
+
+# ---------------------------------------------------------------- data, runs, comparison
+
+
+def make_data(task: Task) -> str | None:
+    """Tokenize the standard library's text with both versions; what is not the same, or None. Raises CannotRun."""
     for side in SIDES:
-        folder = task.output / configuration.name / side
+        folder = task.output / TEXT / side
         folder.mkdir(parents=True)
-        for number, start in enumerate(configuration.starts, start=1):
-            checkout = task.checkouts["before" if start.always_before else side]
-            argv = start.argv(folder=folder, data=task.data)
+        text, prefix = folder / "stdlib.jsonl", folder / "stdlib"
+        fetch = ["examples/stdlib_text.py", "--megabytes", "0.6", "--output", str(text)]
+        tokenize = ["tools/preprocess_data.py", "--input", str(text), "--output-prefix", str(prefix), "--append-eod",
+                    "--tokenizer-type", "ByteLevelTokenizer", "--workers", "1"]  # fmt: skip
+        for words in (fetch, tokenize):
             try:
-                run_process(argv, checkout=checkout, log=folder / "log", stop=task.stop)
-            except RunFailed as error:
-                which = f", start {number}," if len(configuration.starts) > 1 else ""
-                raise RunFailed(f"{side}{which} {error}") from None
+                task.start([sys.executable, *words], side, folder / f"{Path(words[0]).stem}.log")
+            except CannotRun as error:
+                raise CannotRun(f"{words[0]} {side} {error}") from None
+    after = task.output / TEXT / "after" / task.data.name
+    for suffix in (".bin", ".idx"):
+        if not filecmp.cmp(f"{task.data}{suffix}", f"{after}{suffix}", shallow=False):
+            return f"{after.name}{suffix} is not the same"
+    return None
 
 
-def compare_all(configurations: Sequence[Configuration], task: Task, *, jobs: int) -> list[str]:
+def run_configuration(name: str, starts: Sequence[Start], task: Task) -> None:
+    """All starts, before and after. Raises CannotRun naming the side and the start."""
+    for side in SIDES:
+        folder = task.output / name / side
+        folder.mkdir(parents=True)
+        for number, start in enumerate(starts, start=1):
+            words = start.words(folder=folder, data=task.data)
+            argv = [*launcher(start.processes), SCRIPTS[start.family], *words]
+            try:
+                task.start(argv, "before" if start.always_before else side, folder / f"log{number}")
+            except CannotRun as error:
+                which = f", start {number}," if len(starts) > 1 else ""
+                raise CannotRun(f"{side}{which} {error}") from None
+
+
+def compare_all(configurations: Configurations, task: Task, *, jobs: int) -> list[str]:
     """Run and compare, a line for each as soon as it is through; the names of those that are not equal."""
     different = []
     with ThreadPoolExecutor(jobs) as pool:
-        runs = {pool.submit(run_configuration, each, task): each.name for each in configurations}
+        runs = {pool.submit(run_configuration, name, starts, task): name for name, starts in configurations.items()}
         try:
-            for run in as_completed(runs):
-                name = runs[run]
+            for one in as_completed(runs):
+                name = runs[one]
                 try:
-                    run.result()
+                    one.result()
                     problem = run_difference(*(task.output / name / side for side in SIDES))
-                except RunFailed as error:
+                except CannotRun as error:
                     problem = str(error)
                 if not _tell(name, problem):
                     different.append(name)
@@ -407,35 +398,40 @@ def compare_all(configurations: Sequence[Configuration], task: Task, *, jobs: in
 
 def _tell(name: str, problem: str | None) -> bool:
     """One line; whether all is well."""
-    width = max(len(configuration.name) for configuration in CONFIGURATIONS)
-    print(f"{name:<{width}}  {problem or 'equal'}", flush=True)
+    print(f"{name:<20}  {problem or 'equal'}", flush=True)
     return problem is None
 
 
 def compare(arguments: argparse.Namespace) -> int:
     """The exit code. Raises ValueError for what the user can mend."""
+    if arguments.resolve:
+        lines, result = map(Path, arguments.resolve)
+        found = {name: resolve(*line) for name, line in json.loads(lines.read_text()).items()}
+        result.write_text(json.dumps(found, default=str))
+        return 0
     configurations = chosen(arguments.only)
     if arguments.list:
-        for each in configurations:
-            print(f"{each.name:<20}{each.about}")
+        for name, starts in configurations.items():
+            print(f"{name:<20}", *(f"{start.family}, {start.processes} ranks: {start.flags}" for start in starts))
         return 0
-    lines = command_lines(configurations, arguments.recipes.split(",") if arguments.recipes else [])
+    named = command_lines(configurations, arguments.recipes.split(",") if arguments.recipes else [])
     if arguments.before is None:
         raise ValueError("--before is required: a git revision, or the folder of a checkout")
     if arguments.jobs < 1:
         raise ValueError(f"--jobs {arguments.jobs}: must be at least 1")
-    with tempfile.TemporaryDirectory(prefix="compare_runs_") as temporary, _output(arguments.output) as output:
+    with tempfile.TemporaryDirectory(prefix="compare_runs_") as temporary:
+        output = _empty_folder(arguments.output or f"{temporary}/output")
         checkouts = {side: Path(temporary, side) for side in SIDES}
         materialise("--before", arguments.before, checkouts["before"])
         materialise("--after", arguments.after or str(ROOT), checkouts["after"])
         task = Task(checkouts=checkouts, output=output, stop=threading.Event())
         started = time.monotonic()
         try:
-            different = [] if _tell(FLAGS, resolved_difference(lines, task)) else [FLAGS]
+            different = [] if _tell(FLAGS, resolved_difference(named, task)) else [FLAGS]
             if arguments.no_runs:
                 return 1 if different else 0
             different += [] if _tell(TEXT, make_data(task)) else [TEXT]
-        except RunFailed as error:
+        except CannotRun as error:
             print(error)
             return 1
         different += compare_all(configurations, task, jobs=arguments.jobs)
@@ -446,22 +442,17 @@ def compare(arguments: argparse.Namespace) -> int:
     return 1 if different else 0
 
 
-@contextlib.contextmanager
-def _output(folder: str | None) -> Iterator[Path]:
-    """An empty folder; a temporary one where none is asked for. Raises ValueError where it can't be had."""
-    if folder is None:
-        with tempfile.TemporaryDirectory(prefix="compare_runs_") as temporary:
-            yield Path(temporary)
-        return
-    path = Path(folder).absolute()
+def _empty_folder(name: str) -> Path:
+    """Raises ValueError where it can't be had."""
+    path = Path(name).absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
         is_empty = not any(path.iterdir())
     except OSError as error:
-        raise ValueError(f"--output {folder} can't be written ({error.strerror}): give another folder") from error
+        raise ValueError(f"--output {name} can't be written ({error.strerror}): give another folder") from error
     if not is_empty:
-        raise ValueError(f"--output {folder} is not empty: give a new folder")
-    yield path
+        raise ValueError(f"--output {name} is not empty: give a new folder")
+    return path
 
 
 def main(argv: Sequence[str] | None = None) -> int:

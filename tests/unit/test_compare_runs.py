@@ -16,21 +16,18 @@ import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from _bit_compare_configurations import CONFIGURATIONS
-from _resolved_configurations import first_difference
+from _processes import CannotRun, run
 from compare_runs import (
     IGNORED_FIELDS,
     SIDES,
-    RunFailed,
-    Stopped,
     Task,
     compare_all,
+    first_difference,
     materialise,
     metrics_difference,
     read_checkpoint,
     read_metrics,
     run_difference,
-    run_process,
 )
 from support.processes import has_ended
 
@@ -121,13 +118,13 @@ def test_last_checkpoints_are_compared(tmp_path: Path) -> None:
 
 def test_nothing_is_not_equal_to_nothing(tmp_path: Path) -> None:
     """Two runs that wrote nothing pass as equal."""
-    with pytest.raises(RunFailed, match="before"):
+    with pytest.raises(CannotRun, match="before"):
         run_difference(tmp_path / "a", tmp_path / "b")
-    for content in ("", "12\n", "{torn\n"):
+    for content in ("", "{torn\n"):
         (tmp_path / "metrics.jsonl").write_text(content)
-        with pytest.raises(RunFailed):
+        with pytest.raises(CannotRun):
             read_metrics(tmp_path / "metrics.jsonl")
-    with pytest.raises(RunFailed):
+    with pytest.raises(CannotRun):
         read_checkpoint(tmp_path)
 
 
@@ -180,8 +177,8 @@ def test_a_process_that_is_stopped_leaves_none(tmp_path: Path) -> None:
         stop.set()
 
     threading.Thread(target=stop_once_started, daemon=True).start()
-    with pytest.raises(Stopped):
-        run_process(argv, checkout=tmp_path, log=tmp_path / "log", stop=stop)
+    with pytest.raises(CannotRun, match="stopped"):
+        Task(checkouts={"after": tmp_path}, output=tmp_path, stop=stop).start(argv, "after", tmp_path / "log")
     for rank in ranks:
         with contextlib.suppress(psutil.TimeoutExpired):
             rank.wait(10)
@@ -196,8 +193,8 @@ def test_why_a_process_failed(tmp_path: Path) -> None:
         ("import os; os.kill(os.getpid(), 9)", "killed"),
     ):
         argv = [sys.executable, "-c", f"import sys; {words}"]
-        with pytest.raises(RunFailed, match=told):
-            run_process(argv, checkout=tmp_path, log=tmp_path / "log", stop=threading.Event())
+        with pytest.raises(CannotRun, match=told):
+            run(argv, tmp_path / "log")
 
 
 def test_a_folder_is_copied_and_a_revision_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,8 +247,9 @@ def test_every_start_and_recipe_is_resolved(tmp_path: Path) -> None:
     """A start left out of the comparison of configurations may change unseen."""
     recipes = tmp_path / "recipes.json"
     recipes.write_text(json.dumps([{"name": "mine", "world_size": 1, "flags": GOOD_FLAGS.split()}]))
-    lines = compare_runs.command_lines(CONFIGURATIONS, [str(recipes)])
-    assert len(lines) == sum(len(each.starts) for each in CONFIGURATIONS) + 2
+    configurations = compare_runs.chosen(None)
+    lines = compare_runs.command_lines(configurations, [str(recipes)])
+    assert len(lines) == sum(map(len, configurations.values())) + 2
     chosen = {name: lines[name] for name in ("mine", "one-block, start 1")}
     task = Task(checkouts=dict.fromkeys(SIDES, compare_runs.ROOT), output=tmp_path, stop=threading.Event())
     assert compare_runs.resolved_difference(chosen, task) is None
