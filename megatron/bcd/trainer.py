@@ -159,6 +159,8 @@ class Trainer:
             loader.load_weights(self.source, self.model)
         elif hf_name is not None:
             load.load_weights(folder.ModelFolder(folder.locate(hf_name, flag="--load-hf")), self.model)
+        if (frozen_weights := builder.frozen_weights_of(self.model)) is not None:
+            frozen_weights.begin_phase(())  # the ranks that share them have loaded them
         self.splits = data.build_splits(config, plan) if isinstance(plan, data.SplitPlan) else plan.splits
         self.samples = TrainingSamples(config, dataset=self.splits.train, epoch_samples=plan.epoch_samples)
         return () if isinstance(plan, data.SplitPlan) else plan.notes
@@ -435,7 +437,9 @@ class Trainer:
     def _metering_once_per_phase(self) -> contextlib.AbstractContextManager[None]:
         """Count saved activations in a phase's first iteration, and after a change of the batch size."""
         now = (self.state.phase_state.phase, get_num_microbatches())
-        if now == self._metered:
+        # without an allocator's count it would keep storages, which streamed layers change between the passes
+        is_streamed = self.config.bcd.bcd_frozen_weights == "host" and memory.allocator() is None
+        if now == self._metered or is_streamed:
             return contextlib.nullcontext()
         self._metered = now
         return self.meter.measuring(self.model.parameters())

@@ -173,10 +173,28 @@ class _Kernel:
         """A copy between host and device; whether it is to come when it is waited for."""
         to, source = args[:2]
         host = source if to.is_cuda else to
-        if self.given("non_blocking", args, kwargs) and host.is_pinned():
+        if self.given("non_blocking", args, kwargs) and (host.is_pinned() or _is_registered(host)):
             return order.copy_later(to, source, cpu_view(to), cpu_view(source))
         _wait("copy to the device" if to.is_cuda else "copy to the host")
         return False
+
+
+_registered: dict[int, int] = {}
+"""Memory that cudaHostRegister has page-locked, which FakeGPU does not remember: end by start."""
+
+
+def _is_registered(tensor):
+    return any(start <= tensor.data_ptr() < end for start, end in _registered.items())
+
+
+def _register(start, num_bytes, flags, original=torch._C._cudart.cudaHostRegister):
+    _registered[start] = start + num_bytes
+    return original(start, num_bytes, flags)
+
+
+def _unregister(start, original=torch._C._cudart.cudaHostUnregister):
+    del _registered[start]
+    return original(start)
 
 
 def _item(tensor):
@@ -191,6 +209,7 @@ def install():
 
     warnings.filterwarnings("ignore", message="Warning only once for all operators")
     torch.backends.cuda.enable_cudnn_sdp(False)
+    torch._C._cudart.cudaHostRegister, torch._C._cudart.cudaHostUnregister = _register, _unregister
     own = {"_local_scalar_dense": _item, **emulated_attention.KERNELS}
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
     names = {name.removeprefix("aten::") for name in registered if name.startswith("aten::")}

@@ -115,12 +115,15 @@ def test_a_missing_wait_is_reported(late: Worlds) -> None:
 
 PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2}
 OFFLOAD = {"bcd_num_blocks": 1, "optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
+STREAMED = {"num_layers": 8, "bcd_num_blocks": 4, "bcd_frozen_weights": "host"}
 CASES: dict[str, dict[str, Any]] = {
     "cache": prefix_runs.FLAGS,
     "cache_on_two_stages": prefix_runs.FLAGS | PIPELINE | {"bcd_layout": "submodel"},
     "host_state": {"world_size": 2, "bf16": True, "bcd_optimizer_state": "host", "train_iters": 9},
     "offload": OFFLOAD,
     "offload_on_two": OFFLOAD | {"world_size": 2, "bf16": True},
+    "streamed": STREAMED,
+    "streamed_on_two_stages": STREAMED | PIPELINE | {"bcd_resident_layers": 1, "recompute_granularity": "selective"},
     "forward_only_stage": PIPELINE | {"bcd_layout": "stage", "bcd_num_blocks": None},
     "interleaved": PIPELINE | {"bcd_layout": "interleaved"},
     "pretrain": {"world_size": 2, "bcd_preset": "pretrain", "bf16": True},
@@ -176,6 +179,8 @@ MUTANTS: dict[str, tuple[str, Any, str, Any]] = {
     "the memory of the prefix cache": ("cache", torch.Tensor, "record_stream", _nothing),
     "gradients of an offloaded optimizer": ("offload", torch.cuda.Event, "synchronize", _nothing),
     "weights of an offloaded optimizer": ("offload", torch.cuda.Event, "wait", _nothing),
+    "layers before they are there": ("streamed", device.CopyStream, "wait", _nothing),
+    "layers over others that are read": ("streamed", torch.cuda.Stream, "wait_stream", _nothing),
     "messages of the prefix": ("forward_only_stage", p2p.Messages, "wait_for", _without_wait),
     "messages between chunks": ("interleaved", p2p.Messages, "wait_for", _without_wait),
     "copies of a checkpoint": ("checkpoint_at_once", device, "synchronize", _nothing),

@@ -159,6 +159,7 @@ BELONG_TO = {
     "--bcd-switch=plateau": "bcd_plateau_window bcd_plateau_min_improvement bcd_min_steps_per_block "
     "bcd_max_steps_per_block",
     "--bcd-order=greedy": "bcd_greedy_microbatches",
+    "--bcd-frozen-weights=host": "bcd_resident_layers",
     "--bcd-resting-update": "bcd_resting_lr_ratio bcd_resting_layers bcd_resting_grad_dtype",
     "--bcd-prefix-cache": "bcd_prefix_cache_dtype bcd_prefix_cache_max_gib",
 }

@@ -62,6 +62,8 @@ CONFLICTS = {
     "--adam-moments-dtype --exp-avg-dtype --exp-avg-sq-dtype --bcd-resting-update",
     "--bcd-main-params=drop": "--optimizer=muon --bcd-resting-update",  # these keep main parameters on the device
     "--bcd-resting-update": "--fp16",  # stateless updates have no loss scale
+    # what writes frozen layers, or draws them differently on the ranks that share them
+    "--bcd-frozen-weights=host": "--bcd-resting-update --data-parallel-random-init --fp8-format",
     "--bcd-switch=plateau": "--bcd-steps-per-block",
     "--bcd-stop-cycle-improvement": "--eval-iters=0",
     "--bcd-run-ahead": "--bcd-schedule=stock",
@@ -96,7 +98,8 @@ _AT_LEAST_1 = (
 )
 _AT_LEAST_0 = (
     "eval_iters num_workers profile_step_start manual_gc_interval lr_warmup_iters lr_warmup_samples lr_warmup_init "
-    "min_lr decoupled_min_lr weight_decay start_weight_decay end_weight_decay clip_grad bcd_run_ahead"
+    "min_lr decoupled_min_lr weight_decay start_weight_decay end_weight_decay clip_grad bcd_run_ahead "
+    "bcd_resident_layers"
 )
 _ABOVE_0 = (
     "lr decoupled_lr adam_eps layernorm_epsilon init_method_std embedding_init_method_std rope_scaling_factor "
@@ -363,6 +366,11 @@ def _check_blocks(config: RunConfig, run: Run, partition: Partition) -> None:
         f"2 x --bcd-plateau-window {window}",
     )
     num_blocks = partition.num_blocks
+    most_layers = max(len(partition.stage_layers(stage)) for stage in range(partition.num_stages))
+    require(
+        run.bcd_resident_layers <= most_layers,
+        f"--bcd-resident-layers {run.bcd_resident_layers}: a pipeline stage has at most {most_layers} layers",
+    )
     require(
         run.bcd_resting_update == "none" or num_blocks > 1 or not partition.has_active_block,
         f"--bcd-resting-update {run.bcd_resting_update}: no layer is inactive while all of them are one block; give "

@@ -118,6 +118,14 @@ class BcdConfig:
         "them is offloaded to host memory, drop = the next visit starts from the rounded weights",
         choices=("host", "drop"),
     )
+    bcd_frozen_weights: str = option(
+        "device",
+        "where the weights of frozen layers lie: host = in host memory, copied to the device layer by layer",
+        choices=("device", "host"),
+    )
+    bcd_resident_layers: int = option(
+        0, "with --bcd-frozen-weights host: so many frozen layers of a stage, the last ones, stay on the device"
+    )
     bcd_always_active: str | None = option(
         None,
         "parameters trained in every phase: none, or a comma-separated list of norms, biases (of layers), embedding, "

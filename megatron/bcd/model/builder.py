@@ -21,8 +21,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron.bcd.blocks.ownership import ownership
+from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.attention import ScaledDotProductAttention
+from megatron.bcd.model.frozen_weights import FrozenWeights, StreamedLayer
 from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, Implementation
 from megatron.bcd.model.transformer_block import BcdTransformerBlock
 from megatron.bcd.model.transformer_config import build_transformer_config
@@ -112,7 +115,11 @@ class ChunkedModel(MegatronModule):
 
 
 def _layer_spec(
-    config: RunConfig, implementation: Implementation, stage_config: TransformerConfig, vp_stage: int | None
+    config: RunConfig,
+    implementation: Implementation,
+    stage_config: TransformerConfig,
+    vp_stage: int | None,
+    frozen_weights: FrozenWeights | None,
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """What the stage's layers are built from."""
     qk_layernorm = bool(config.transformer.get("qk_layernorm", False))
@@ -122,6 +129,8 @@ def _layer_spec(
         spec = get_gpt_layer_local_spec(
             qk_layernorm=qk_layernorm, normalization=config.transformer.get("normalization", "LayerNorm")
         )
+    if frozen_weights is not None:
+        spec.module, spec.params = StreamedLayer, {**spec.params, "frozen_weights": frozen_weights}
     if implementation.attention == SCALED_DOT_PRODUCT:
         spec.submodules.self_attention.submodules.core_attention = ScaledDotProductAttention
     is_special = stage_config.layernorm_zero_centered_gamma or stage_config.sequence_parallel
@@ -159,13 +168,19 @@ def build_model(config: RunConfig, padded_vocab_size: int, implementation: Imple
         )
     num_chunks = config.num_chunks
     parallel_state.set_virtual_pipeline_model_parallel_world_size(num_chunks if num_chunks > 1 else None)
+    frozen_weights = _frozen_weights(config, stage_config) if config.bcd.bcd_frozen_weights == "host" else None
     chunks = [
-        _build_chunk(config, stage_config, padded_vocab_size, implementation, chunk) for chunk in range(num_chunks)
+        _build_chunk(config, stage_config, padded_vocab_size, implementation, chunk, frozen_weights)
+        for chunk in range(num_chunks)
     ]
     model: torch.nn.Module = ChunkedModel(chunks) if num_chunks > 1 else chunks[0]
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    model.to(device.current())
+    if frozen_weights is None:
+        model.to(device.current())
+    else:
+        frozen_weights.move_rest(model)
+        model.frozen_weights = frozen_weights  # type: ignore[assignment]
     if config.precision != "fp32":
         model = Float16Module(stage_config, model)
     return model
@@ -177,11 +192,12 @@ def _build_chunk(
     padded_vocab_size: int,
     implementation: Implementation,
     chunk: int,
+    frozen_weights: FrozenWeights | None,
 ) -> GPTModel:
     vp_stage = chunk if config.num_chunks > 1 else None
     model = GPTModel(
         config=stage_config,
-        transformer_layer_spec=_layer_spec(config, implementation, stage_config, vp_stage),
+        transformer_layer_spec=_layer_spec(config, implementation, stage_config, vp_stage, frozen_weights),
         vocab_size=padded_vocab_size,
         max_sequence_length=config.model.max_position_embeddings or config.model.seq_length,
         pre_process=parallel_state.is_pipeline_first_stage() and chunk == 0,
@@ -202,6 +218,26 @@ def _build_chunk(
     # after the decoder is built
     model.decoder.__class__ = BcdTransformerBlock
     return model
+
+
+def _frozen_weights(config: RunConfig, stage_config: TransformerConfig) -> FrozenWeights:
+    """Of this stage, without what is active in every phase."""
+    partition = partition_from_config(config)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    return FrozenWeights(
+        num_layers=len(partition.stage_layers(stage)),
+        num_resident=config.bcd.bcd_resident_layers,
+        dtype=stage_config.params_dtype,
+        is_streamed=lambda name: (
+            not ownership(f"decoder.layers.0.{name}", partition=partition, stage=stage).is_always_active
+        ),
+        group=replicas.group(),
+    )
+
+
+def frozen_weights_of(model: torch.nn.Module) -> FrozenWeights | None:
+    """Of --bcd-frozen-weights host; else None."""
+    return getattr(unwrap_model(model), "frozen_weights", None)
 
 
 def _with_bias_gradient(linear: Any, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:

@@ -22,7 +22,7 @@ from megatron.core.utils import get_model_config
 from megatron.bcd.blocks.ownership import Ownership, ownership
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
-from megatron.bcd.model.builder import chunks_of, unwrap_model
+from megatron.bcd.model.builder import chunks_of, frozen_weights_of, unwrap_model
 from megatron.bcd.optim.block_state import BlockStateStore
 from megatron.bcd.optim.matrix_optimizer import build_matrix_optimizer, is_muon, rules_of_phase
 from megatron.bcd.optim.param_shard import (
@@ -133,6 +133,7 @@ class ActiveBlock:
         self._loss_scaler_state: Mapping[str, float] | None = None
         self._switch_check: SwitchCheck | None = None
         self._in_buffers: list[torch.nn.Parameter] = []
+        self._frozen_weights = frozen_weights_of(model)
 
     def build(self, block: int) -> None:
         """Make `block` the active one. A collective."""
@@ -146,6 +147,8 @@ class ActiveBlock:
         elsewhere = {name for _, names, _ in rules for name in names}
         self.parameters.activate(block, without=elsewhere)
         self._in_buffers = list(self.parameters.active().values())
+        if self._frozen_weights is not None:
+            self._frozen_weights.begin_phase(set(self._in_buffers))
         self.wrapped = wrap_model(self.model, self._config)
         self.optimizer = build_optimizer(
             self.wrapped, self._config, always_active=self.parameters.always_active().values()
@@ -184,8 +187,12 @@ class ActiveBlock:
                 if hasattr(parameter, name):
                     delattr(parameter, name)
         self.wrapped = self.optimizer = self.block = self._switch_check = None
+        if self._frozen_weights is not None:
+            self._frozen_weights.end_phase()
         gc.collect()  # wrapper, buckets and hooks form reference cycles
         for parameter in in_buffers:
+            if self._frozen_weights is not None and self._frozen_weights.is_on_host(parameter):
+                continue
             # the weight is a view of the buffer; always-active ones would keep this buffer alive beside the next
             parameter.data = parameter.data.clone()
         memory.release_cached_memory()
@@ -435,7 +442,9 @@ class ActiveBlock:
 
     def state_bytes(self) -> StateBytes:
         """Bytes of the present phase: Megatron Core's objects, and those of the matrix optimizer."""
-        weights = list(self.model.parameters())
+        weights: list[torch.Tensor] = list(self.model.parameters())
+        if (frozen := self._frozen_weights) is not None:
+            weights = [weight for weight in weights if not frozen.is_on_host(weight)] + list(frozen.device_tensors())
         buffers = [] if self.wrapped is None else self.wrapped.buffers
         parameter_buffers = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
         gradients = [buffer.grad_data for buffer in buffers if buffer.grad_data is not None]
@@ -457,8 +466,9 @@ class ActiveBlock:
         )
 
     def kept_bytes(self) -> int:
-        """Bytes of offloaded state: what is kept of frozen blocks in host memory."""
-        return self.kept.num_bytes + (0 if self.matrices is None else self.matrices.host_bytes)
+        """Bytes in host memory: frozen weights (--bcd-frozen-weights), and what is kept of frozen blocks' state."""
+        frozen = 0 if self._frozen_weights is None else self._frozen_weights.bytes_on_host()
+        return frozen + self.kept.num_bytes + (0 if self.matrices is None else self.matrices.host_bytes)
 
     @property
     def is_muon(self) -> bool:

@@ -7,6 +7,7 @@ import functools
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from typing import TypeAlias
 
 import torch
 
@@ -130,6 +131,33 @@ def copied_ahead(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         tensor = ahead.popleft()
         tensor.record_stream(stream_of_use)  # else the allocator gives its memory to the next copy too early
         yield tensor
+
+
+Copied: TypeAlias = torch.cuda.Event | None
+"""The end of a copy under way; None on a CPU, where it has ended."""
+
+
+class CopyStream:
+    """Copies from page-locked host memory beside computation: on a GPU on a stream of its own."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream() if has_cuda() else None
+
+    def copy(self, source: torch.Tensor, *, to: torch.Tensor) -> Copied:
+        """Start to copy after all work that has been launched so far, which may still read `to`. The event is for
+        `wait`."""
+        if self._stream is None:
+            to.copy_(source)
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            to.copy_(source, non_blocking=True)
+            return self._stream.record_event()
+
+    def wait(self, copied: Copied) -> None:
+        """Let what is launched from here on see the copy; the CPU goes on."""
+        if copied is not None:
+            torch.cuda.current_stream().wait_event(copied)
 
 
 def synchronize() -> None:

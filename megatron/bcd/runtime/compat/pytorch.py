@@ -1,4 +1,5 @@
-"""PyTorch 2.13: one device for gloo, operations on lists of tensors, and DistributedDataParallel's reducer."""
+"""PyTorch 2.13: one device for gloo, operations on lists of tensors, the autograd engine, and DistributedDataParallel's
+reducer."""
 
 from __future__ import annotations
 
@@ -49,6 +50,11 @@ def scale_each(tensors: Sequence[torch.Tensor], factor: float) -> None:
     """Multiply in place, in one kernel."""
     if tensors:  # on a CPU a number would be rounded to 16 bits where the tensors are
         torch._foreach_mul_(list(tensors), torch.full((), factor, device=tensors[0].device))
+
+
+def is_in_backward() -> bool:
+    """Whether a backward pass calls this: what runs forward now is a recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def rebuild_reducer() -> bool:

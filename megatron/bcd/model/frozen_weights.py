@@ -1,0 +1,238 @@
+"""Frozen layers in host memory, copied to the device one by one (--bcd-frozen-weights host).
+
+A phase only reads its frozen weights. Those of a stage's layers lie in one arena of page-locked host memory, one flat
+piece a layer; while a layer computes, the next one is copied to one of two buffers on a stream of its own. The weights
+of the active block, and of the layers that stay on the device, are loaded when the phase begins; the active block's are
+written back when it ends. Training is the same bit for bit. See docs/frozen_weights.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Container, Iterator
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron.bcd.runtime import device, host_memory
+from megatron.bcd.runtime.compat import pytorch
+
+_ALIGNMENT = 128
+"""Elements: kernels read vectors, and Transformer Engine wants matrices at multiples of 256 bytes."""
+
+Use = tuple[int, str]
+"""A layer's number, and what reads it: forward, evaluation, recomputation or backward."""
+
+
+class _Layer:
+    """The streamed parameters of one layer, and where they lie in a flat tensor."""
+
+    def __init__(self, number: int, parameters: list[torch.nn.Parameter]) -> None:
+        self.number = number
+        self.parameters = parameters
+        self.size = 0
+        """Elements of a flat tensor that holds them."""
+        self._starts = []
+        for parameter in parameters:
+            self._starts.append(self.size)
+            self.size += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
+        self.on_host: torch.Tensor
+        """Flat, in the arena; set by `FrozenWeights.add`."""
+        self.is_streamed = True
+        """False while it is active or stays on the device."""
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters' parts of a flat tensor."""
+        return [
+            flat[start : start + parameter.numel()].view(parameter.shape)
+            for start, parameter in zip(self._starts, self.parameters, strict=True)
+        ]
+
+    def place(self, flat: torch.Tensor) -> None:
+        """Let the parameters be parts of `flat`, which holds their values. A graph keeps parameters, not their
+        storage, so the place may change between forward and backward."""
+        for parameter, view in zip(self.parameters, self.views(flat), strict=True):
+            parameter.data = view
+
+
+class _Buffer:
+    """Device memory for one layer at a time."""
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        self.flat = torch.empty(size, dtype=dtype, device=device.current())
+        self.layer: _Layer | None = None
+        self.copied: device.Copied = None
+        self.last_use = 0
+
+
+class FrozenWeights:
+    """The layers of one pipeline stage, in the order in which `add` was called.
+
+    `num_layers`: how many there will be. `num_resident`: how many frozen ones stay on the device, the last ones, which
+    backward passes read too. `is_streamed` tells by the name within a layer which parameters are meant. The ranks of
+    `group`, which hold the same weights, share the arena on each node.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_resident: int,
+        dtype: torch.dtype,
+        is_streamed: Callable[[str], bool],
+        group: torch.distributed.ProcessGroup,
+    ) -> None:
+        self.num_copies = 0
+        """Of layers to a buffer, since the start."""
+        self._num_layers, self._num_resident, self._dtype = num_layers, num_resident, dtype
+        self._is_streamed, self._group = is_streamed, group
+        self._arena: host_memory.SharedMemory
+        self._layers: list[_Layer] = []
+        self._resident: dict[int, torch.Tensor] = {}
+        self._buffers: list[_Buffer] = []
+        self._stream = device.CopyStream()
+        self._clock = itertools.count(1)
+        self._last: Use | None = None
+        self._next: dict[Use, Use] = {}
+        """What came after each use the last time; passes repeat, so this is what comes next."""
+
+    # ------------------------------------------------------------------------------------------------- construction
+
+    @torch.no_grad()
+    def add(self, module: torch.nn.Module) -> None:
+        """Move a new layer's weights to the arena. A collective over all ranks for the first layer."""
+        named = [parameter for name, parameter in module.named_parameters() if self._is_streamed(name)]
+        layer = _Layer(len(self._layers), named)
+        num_bytes = layer.size * self._dtype.itemsize
+        if not self._layers:
+            self._arena = host_memory.allocate(
+                num_bytes * self._num_layers, group=self._group, what="--bcd-frozen-weights host"
+            )
+        assert not self._layers or layer.size == self._layers[0].size, "layers differ in size"
+        start = layer.number * num_bytes
+        layer.on_host = self._arena.data[start : start + num_bytes].view(self._dtype)
+        if self._arena.is_owner:
+            self._write(layer)
+        layer.place(layer.on_host)
+        self._layers.append(layer)
+        module.register_forward_pre_hook(lambda module, _: self._before_forward(layer, module))
+        module.register_forward_hook(lambda _, __, output: self._after_forward(layer, output[0]))
+
+    def move_rest(self, model: torch.nn.Module) -> None:
+        """As `model.to` the device, without the layers."""
+        for tensor in itertools.chain(model.parameters(), model.buffers()):
+            if not self.is_on_host(tensor):
+                tensor.data = tensor.data.to(device.current())
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies in the arena now."""
+        return bool(self._layers) and _storage(tensor) == _storage(self._arena.data)
+
+    # ------------------------------------------------------------------------------------------------------- phases
+
+    @torch.no_grad()
+    def begin_phase(self, active: Container[torch.nn.Parameter]) -> None:
+        """Load the layers with an `active` parameter, and those that stay on the device. A collective over the
+        group: what its ranks on a node write is there for all of them."""
+        torch.distributed.barrier(group=self._group)
+        are_active = [any(one in active for one in layer.parameters) for layer in self._layers]
+        frozen = [layer.number for layer, is_active in zip(self._layers, are_active, strict=True) if not is_active]
+        resident = frozen[len(frozen) - min(self._num_resident, len(frozen)) :]
+        self._resident = {number: flat for number, flat in self._resident.items() if number in resident}
+        self._last = None
+        for layer, is_active in zip(self._layers, are_active, strict=True):
+            layer.is_streamed = not is_active and layer.number not in resident
+            if is_active:
+                for parameter in layer.parameters:
+                    parameter.data = parameter.data.to(device.current(), copy=True)
+            elif layer.number in resident and layer.number not in self._resident:
+                self._resident[layer.number] = layer.on_host.to(device.current(), copy=True)
+                layer.place(self._resident[layer.number])
+            elif layer.is_streamed:
+                layer.place(layer.on_host)
+
+    @torch.no_grad()
+    def end_phase(self) -> None:
+        """Write the active layers back, and free their memory on the device."""
+        device.synchronize()  # nothing reads the buffers
+        for buffer in self._buffers:
+            if buffer.layer is not None:
+                buffer.layer.place(buffer.layer.on_host)
+            buffer.layer = buffer.copied = None
+        for layer in self._layers:
+            if not layer.is_streamed and layer.number not in self._resident:
+                if self._arena.is_owner:
+                    self._write(layer)
+                layer.place(layer.on_host)
+                layer.is_streamed = True
+
+    def device_tensors(self) -> Iterator[torch.Tensor]:
+        """What lies on the device beside the active block."""
+        yield from self._resident.values()
+        yield from (buffer.flat for buffer in self._buffers)
+
+    def bytes_on_host(self) -> int:
+        """Of the arena; 0 where another rank of the node holds it."""
+        return self._arena.data.nbytes if self._arena.is_owner else 0
+
+    # --------------------------------------------------------------------------------------------------------- uses
+
+    def _before_forward(self, layer: _Layer, module: torch.nn.Module) -> None:
+        if pytorch.is_in_backward():
+            self._use(layer, "recomputation")
+        else:
+            self._use(layer, "forward" if module.training else "evaluation")
+
+    def _after_forward(self, layer: _Layer, output: torch.Tensor) -> None:
+        if layer.is_streamed and output.requires_grad:
+            output.register_hook(lambda _: self._use(layer, "backward"))
+
+    @torch.no_grad()
+    def _use(self, layer: _Layer, what: str) -> None:
+        """Make the layer's weights available to what is computed next, and start to copy those that come after."""
+        if not layer.is_streamed:
+            return
+        use = (layer.number, what)
+        if self._last is not None:
+            self._next[self._last] = use
+        self._last = use
+        buffer = self._buffer_of(layer) or self._load(layer)
+        buffer.last_use = next(self._clock)
+        self._stream.wait(buffer.copied)
+        buffer.copied = None
+        layer.place(buffer.flat)
+        coming = self._layers[self._next.get(use, use)[0]]
+        if coming.is_streamed and self._buffer_of(coming) is None:
+            self._load(coming)
+
+    def _buffer_of(self, layer: _Layer) -> _Buffer | None:
+        return next((buffer for buffer in self._buffers if buffer.layer is layer), None)
+
+    def _load(self, layer: _Layer) -> _Buffer:
+        """Start to copy a layer over the one that was used longest ago."""
+        if not self._buffers:
+            self._buffers = [_Buffer(layer.size, self._dtype) for _ in range(2)]
+        buffer = min(self._buffers, key=lambda one: one.last_use)
+        if buffer.layer is not None:
+            buffer.layer.place(buffer.layer.on_host)
+        buffer.layer = layer
+        buffer.copied = self._stream.copy(layer.on_host, to=buffer.flat)
+        self.num_copies += 1
+        return buffer
+
+    def _write(self, layer: _Layer) -> None:
+        for parameter, view in zip(layer.parameters, layer.views(layer.on_host), strict=True):
+            view.copy_(parameter)
+
+
+class StreamedLayer(TransformerLayer):
+    """Megatron Core's layer, whose frozen weights lie in host memory."""
+
+    def __init__(self, *args: Any, frozen_weights: FrozenWeights, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        frozen_weights.add(self)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

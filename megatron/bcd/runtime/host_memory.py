@@ -1,0 +1,95 @@
+"""Host memory that the ranks of a node share, page-locked where there is a GPU."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron.bcd.runtime import collectives, device
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedMemory:
+    """Memory of this rank's group on this node."""
+
+    data: torch.Tensor
+    """Bytes, zero at first."""
+    is_owner: bool
+    """Whether this rank is the one of its group on this node that writes."""
+
+
+def allocate(num_bytes: int, *, group: torch.distributed.ProcessGroup, what: str) -> SharedMemory:
+    """`num_bytes` that the ranks of `group` on one node share, page-locked in each of their processes if there is a
+    GPU. A collective over all ranks, whose groups may need different sizes.
+
+    The memory has no name in a file system: it is no part of /dev/shm, whose size containers limit, and it is free
+    again when the last process ends, however that ends.
+
+    Raises:
+        ValueError: the ranks of a node need more than there is, or it can't be page-locked; `what` it is for is told.
+    """
+    rank, node = torch.distributed.get_rank(), _node()
+    first = min(one for one, its_node in collectives.gather_objects((rank, node), group) if its_node == node)
+    is_owner = rank == first
+    ranks = collectives.gather_objects((node, num_bytes if is_owner else 0, available_bytes()))
+    needed: dict[str, int] = defaultdict(int)
+    free: dict[str, int] = {}
+    for its_node, one, its_free in ranks:
+        needed[its_node] += one
+        free[its_node] = min(free.get(its_node, its_free), its_free)
+    for its_node, total in needed.items():
+        if total > free[its_node]:
+            raise ValueError(
+                f"{what}: a node needs {total / 2**30:.1f} GiB of host memory, and {free[its_node] / 2**30:.1f} GiB "
+                "are available (MemAvailable, and the limit of the control group): give more --bcd-resident-layers, "
+                "or spread the model over more nodes"
+            )
+    handle = os.memfd_create("megatron-bcd") if is_owner else -1
+    if is_owner:
+        os.truncate(handle, num_bytes)
+    places = dict(collectives.gather_objects((rank, (os.getpid(), handle)), group))
+    if not is_owner:
+        handle = os.open("/proc/{}/fd/{}".format(*places[first]), os.O_RDWR)
+    mapping = mmap.mmap(handle, num_bytes)
+    torch.distributed.barrier(group=group)  # the owner's handle is open until all have opened theirs
+    os.close(handle)
+    data = torch.frombuffer(mapping, dtype=torch.uint8)
+    if device.has_cuda():
+        _lock_pages(mapping, data, what)
+    return SharedMemory(data=data, is_owner=is_owner)
+
+
+def available_bytes() -> int:
+    """Host memory that is free for this process: of the machine, and within the limit of its control group."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    found = int(fields["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+    except OSError:  # not version 2, or not a container's own
+        return found
+    return found if limit == "max" else min(found, int(limit) - int(used))
+
+
+def _node() -> str:
+    """The same on all ranks that can open each other's files below /proc."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+
+
+def _lock_pages(mapping: mmap.mmap, data: torch.Tensor, what: str) -> None:
+    runtime = torch.cuda.cudart()
+    error = runtime.cudaHostRegister(data.data_ptr(), data.nbytes, 0)
+    if int(error) != 0:
+        raise ValueError(
+            f"{what}: CUDA can't page-lock {data.nbytes / 2**30:.1f} GiB of host memory (error {int(error)}): give "
+            "more --bcd-resident-layers, or start the container with more memory and no limit of locked memory "
+            "(ulimit -l unlimited)"
+        )
+    # not at the interpreter's exit, when CUDA may be gone
+    weakref.finalize(mapping, runtime.cudaHostUnregister, data.data_ptr()).atexit = False

@@ -1,0 +1,178 @@
+"""Frozen layers in host memory (--bcd-frozen-weights host): the same training bit for bit."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from support import resumed_runs, worlds
+from support.dist import World
+from support.pairwise import Combination, pairwise, thinned
+
+from megatron.bcd.model.builder import frozen_weights_of
+from megatron.bcd.runtime import host_memory
+
+CUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "pipeline": (2, {"pipeline_model_parallel_size": 2}),
+    "tensor": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "data": (2, {}),
+    "context": (2, {"context_parallel_size": 2}),
+}
+FACTORS: dict[str, dict[str, dict[str, Any]]] = {
+    "layout": {
+        "spread": {},
+        "strided": {"bcd_layout": "strided"},
+        "submodel": {"bcd_layout": "submodel", "bcd_num_blocks": 2},
+        "stage": {"bcd_layout": "stage", "bcd_num_blocks": None},
+        "interleaved": {"bcd_layout": "interleaved", "num_virtual_stages_per_pipeline_rank": 2, "bcd_num_blocks": 2},
+    },
+    "precision": {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True, "initial_loss_scale": 256}},
+    "method": {
+        "paper": {"bcd_preset": "paper"},
+        "finetune": {"bcd_preset": "finetune"},
+        "parts": {"bcd_always_active": "norms,biases,head", "bcd_frozen": "none", "bcd_optimizer_state": "host"},
+        "frozen": {"bcd_frozen": "norms,embedding,head"},
+        "greedy": {"bcd_order": "greedy"},
+        "cache": {"bcd_sample_ratio": 0.5, "bcd_prefix_cache": True},
+    },
+    "recompute": {
+        "none": {},
+        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+        "selective": {"recompute_granularity": "selective"},
+        "auto": {"recompute": "auto", "recompute_memory_gib": 1},
+    },
+    "resident": {"0": {}, "1": {"bcd_resident_layers": 1}, "2": {"bcd_resident_layers": 2}},
+}
+
+
+def is_allowed(case: Combination) -> bool:
+    """What the flags allow, and the layouts that a stage has at all."""
+    return (
+        (case["cut"] == "pipeline" or case["layout"] not in ("stage", "interleaved"))
+        and (case["method"] != "cache" or case["cut"] != "tensor")
+        and (case["method"] != "frozen" or case["recompute"] != "auto")
+    )
+
+
+CASES = pairwise({"cut": CUTS, **FACTORS}, is_allowed)
+CASES.sort(key=lambda case: [*CUTS].index(case["cut"]))
+
+
+def config_of(case: Combination, folder: Path, **more: Any) -> Any:
+    size, cut = CUTS[case["cut"]]
+    flags = {"num_layers": 8, "mock_data": True, "split": None, "micro_batch_size": 1, "global_batch_size": 4} | cut
+    flags |= {"eval_iters": 1, "eval_interval": 3, "train_iters": 6, "bcd_num_blocks": 4}
+    for name, values in FACTORS.items():
+        flags |= values[case[name]]
+    if flags.get("bcd_prefix_cache"):
+        flags["bcd_prefix_cache"] = folder
+    return worlds.run_config(world_size=size, **flags | more)
+
+
+@pytest.mark.parametrize("case", thinned(CASES, keep_every=4), ids=lambda case: "-".join(case.values()))
+def test_the_same_bits(world1: World, world2: World, tmp_path: Path, case: Combination) -> None:
+    """A layer that computes with another one's weights, before its copy or after the next one's; an active layer that
+    is not written back, or by a rank whose weights are not the shared ones."""
+    world = (world1, world2)[CUTS[case["cut"]][0] - 1]
+    on_device = world.run(worlds.train_run, config_of(case, tmp_path / "device", bcd_resident_layers=0))
+    on_host = world.run(worlds.train_run, config_of(case, tmp_path / "host", bcd_frozen_weights="host"))
+    for one, other in zip(on_device, on_host, strict=True):
+        assert len(other["steps"]) == 6 and len(set(other["blocks"])) > 1
+        assert [one["steps"], one["evaluations"]] == [other["steps"], other["evaluations"]]
+        assert worlds.same_bits(one["weights"], other["weights"]) == []
+
+
+@pytest.mark.parametrize(("first", "second"), [("host", "device"), ("device", "host")])
+def test_resumes_in_the_other_place(world2: World, tmp_path: Path, first: str, second: str) -> None:
+    """A checkpoint that holds what lay in a buffer, and not what it belongs to."""
+    case = {"cut": "data", "layout": "spread", "precision": "bf16", "method": "parts", "recompute": "none"}
+    config = functools.partial(config_of, case | {"resident": "0"}, tmp_path)
+    whole = world2.run(resumed_runs.one_part, config())
+    folder = tmp_path / "run"
+    world2.run(resumed_runs.one_part, config(save=folder, exit_interval=3, bcd_frozen_weights=first))
+    rest = world2.run(resumed_runs.one_part, config(load=folder, bcd_frozen_weights=second))
+    for one, other in zip(whole, rest, strict=True):
+        assert one["steps"][3:] == other["steps"]
+        assert worlds.same_bits(one["weights"], other["weights"]) == []
+
+
+def copies_by_step(config: Any) -> list[tuple[int, int]]:
+    """The block of each step, and how many layers were copied in it."""
+    found, before = [], [0]
+
+    def count(one: worlds.RecordedRun) -> None:
+        frozen = frozen_weights_of(one.model)
+        assert frozen is not None
+        found.append((one.block, frozen.num_copies - before[0]))
+
+    def remember(one: worlds.RecordedRun) -> None:
+        before[0] = frozen_weights_of(one.model).num_copies  # type: ignore[union-attr]
+
+    with worlds.started(config, before_step=remember, after_step=count) as one:
+        one.train()
+    return found
+
+
+@pytest.mark.parametrize("resident", [0, 1, 3])
+def test_copies_of_a_step(world1: World, tmp_path: Path, resident: int) -> None:
+    """A layer that is copied twice in a pass, or before it is known that it comes; a resident one that is copied."""
+    case = {"cut": "one", "layout": "spread", "precision": "fp32", "method": "paper", "recompute": "none"}
+    config = config_of(
+        case | {"resident": "0"}, tmp_path, bcd_frozen_weights="host", bcd_resident_layers=resident,
+        bcd_steps_per_block=3, train_iters=12, eval_iters=0,
+    )  # fmt: skip
+    seen = Counter(world1.run(copies_by_step, config)[0])
+    microbatches, of_block, streamed = 4, 2, 6 - resident
+    for block in range(4):
+        behind = max(0, 8 - of_block * (block + 1) - resident)  # read by the backward pass too
+        # the last two are still there when it begins; at its end, the first layers of the next forward pass are
+        # copied over others, unless they are active
+        shared = min(2, behind) * (2 if block == 0 else 1)
+        expected = microbatches * (streamed + behind - shared)
+        steps = [count for (one, count), times in seen.items() if one == block for _ in range(times)]
+        assert expected in steps, f"block {block}: {steps}"
+        assert max(steps) - expected <= 2, "the first step of a phase begins without a prediction"
+
+
+def state_bytes(config: Any) -> list[tuple[int, int, int]]:
+    """After each step: bytes of the model's state on the device, in host memory, and of one layer."""
+    found = []
+
+    def note(one: worlds.RecordedRun) -> None:
+        layer = sum(parameter.nbytes for parameter in one.model.decoder.layers[0].parameters())
+        found.append((one.active.state_bytes().model_state, one.active.kept_bytes(), layer))
+
+    with worlds.started(config, after_step=note) as one:
+        one.train()
+    return found
+
+
+@pytest.mark.parametrize("resident", [0, 2])
+def test_bytes(world1: World, tmp_path: Path, resident: int) -> None:
+    """Weights on the device that nothing needs there: all but the active block, resident layers and two buffers."""
+    case = {"cut": "one", "layout": "spread", "precision": "fp32", "method": "paper", "recompute": "none"}
+    config = functools.partial(config_of, case | {"resident": "0"}, tmp_path, no_use_distributed_optimizer=True)
+    [on_device] = world1.run(state_bytes, config())
+    [on_host] = world1.run(state_bytes, config(bcd_frozen_weights="host", bcd_resident_layers=resident))
+    for (whole, _, layer), (rest, host, _) in zip(on_device, on_host, strict=True):
+        padded = host // 8
+        assert layer <= padded < 1.1 * layer, "each parameter begins at a multiple of 512 bytes"
+        assert rest == whole - 6 * layer + (2 + resident) * padded
+
+
+def with_little_memory(config: Any) -> str:
+    """What a run says on a machine with 64 KiB of free memory."""
+    with mock.patch.object(host_memory, "available_bytes", lambda: 1 << 16), pytest.raises(ValueError) as raised:
+        worlds.train_run(config)
+    return str(raised.value)
+
+
+def test_too_little_host_memory(world2: World, tmp_path: Path) -> None:
+    """A run that the system's out-of-memory killer ends, or one rank of which goes on."""
+    config = config_of(CASES[0] | {"cut": "data"}, tmp_path, bcd_frozen_weights="host")
+    assert all("--bcd-frozen-weights host" in error for error in world2.run(with_little_memory, config))
