@@ -50,9 +50,9 @@ setup(
         "tensorboard",
         "tokenizers",
         "torch>=2.6,<2.14",
+        "transformers>=5",
     ],
     extras_require={
-        "huggingface": ["transformers>=5"],
         "evaluation": ["lm_eval>=0.4.13"],
         "figures": ["matplotlib"],
         "tiktoken": ["tiktoken>=0.14"],

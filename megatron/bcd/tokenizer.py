@@ -4,16 +4,14 @@ Ids equal those of stock Megatron-LM core_v0.16.1 without --legacy-tokenizer. By
 deliberate difference: GPT2BPETokenizer reads a literal "<|endoftext|>" in the text as ordinary text, as OpenAI's
 encoder and the legacy tokenizer do, so that a document cannot forge a document boundary.
 
-These call the libraries themselves and not megatron.core.tokenizers, which imports torch and Megatron Core (seconds in
-every preprocessing worker), needs transformers, downloads GPT-2's files, and has other ids for bytes.
+Only TikTokenizer is megatron.core.tokenizers': its other types download GPT-2's files, have other ids for bytes, make
+families' tokenizer.json anew, or gain nothing for the seconds that every worker imports torch and Megatron Core.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
+import importlib.util
 import inspect
-import json
 import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -33,13 +31,16 @@ class Tokenizer(ABC):
     """
 
     def __init__(self, *, vocab_size: int, eod: int, pad: int = NO_PAD, **identifiers: str) -> None:
-        self._vocab_size = vocab_size
-        self._eod = eod
+        self.vocab_size = vocab_size
+        """Number of ids, unpadded, `eod` included."""
+        self.eod = eod
+        """Id that ends a document (--append-eod)."""
         # A pad that is also the end of a document would mask real document ends out of the loss.
-        self._pad = NO_PAD if pad == eod else pad
-        self._unique_identifiers = OrderedDict(
-            {"class": f"{type(self).__module__}.{type(self).__qualname__}", **identifiers}
-        )
+        self.pad = NO_PAD if pad == eod else pad
+        """Id whose labels are left out of the loss; NO_PAD if there is none beside `eod`."""
+        kind = f"{type(self).__module__}.{type(self).__qualname__}"
+        self.unique_identifiers: OrderedDict[str, str] = OrderedDict({"class": kind, **identifiers})
+        """Class, files and options as text; equal for tokenizers built alike."""
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
@@ -48,26 +49,6 @@ class Tokenizer(ABC):
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of `ids`; bytes that are not UTF-8 become U+FFFD."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, unpadded, `eod` included."""
-        return self._vocab_size
-
-    @property
-    def eod(self) -> int:
-        """Id that ends a document (--append-eod)."""
-        return self._eod
-
-    @property
-    def pad(self) -> int:
-        """Id whose labels are left out of the loss; NO_PAD if there is none beside `eod`."""
-        return self._pad
-
-    @property
-    def unique_identifiers(self) -> OrderedDict[str, str]:
-        """Class, files and options as text; equal for tokenizers built alike."""
-        return self._unique_identifiers
 
 
 class ByteLevelTokenizer(Tokenizer):
@@ -97,20 +78,20 @@ class GPT2BPETokenizer(Tokenizer):
         from tokenizers import Tokenizer as Engine
         from tokenizers import decoders, models, pre_tokenizers
 
-        vocab = read_vocab(vocab_file)
-        merges = read_merges(merge_file)
-        if self.EOD_TOKEN not in vocab:
-            raise ValueError(f"--vocab-file {vocab_file} has no token {self.EOD_TOKEN}; give GPT-2's encoder.json")
         try:
-            engine = Engine(models.BPE(vocab, merges))
+            engine = Engine(models.BPE.from_file(vocab_file, merge_file))
         except Exception as error:  # the library raises bare Exception
             raise ValueError(
-                f"--merge-file {merge_file} does not belong to --vocab-file {vocab_file}: {one_line(error)}"
+                f"--vocab-file {vocab_file} and --merge-file {merge_file} are no vocabulary: {one_line(error)}"
             ) from error
+        eod = engine.token_to_id(self.EOD_TOKEN)
+        if eod is None:
+            raise ValueError(f"--vocab-file {vocab_file} has no token {self.EOD_TOKEN}; give GPT-2's encoder.json")
         engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         engine.decoder = decoders.ByteLevel()
         self.engine = engine
-        super().__init__(vocab_size=len(vocab), eod=vocab[self.EOD_TOKEN], vocab_file=vocab_file, merge_file=merge_file)
+        num_ids = max(engine.get_vocab().values()) + 1
+        super().__init__(vocab_size=num_ids, eod=eod, vocab_file=vocab_file, merge_file=merge_file)
 
     def tokenize(self, text: str) -> list[int]:
         return list(self.engine.encode(text).ids)
@@ -159,7 +140,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A local Hugging Face folder: its tokenizer.json where there is one, else AutoTokenizer.
+    """A local Hugging Face folder, read by transformers: its tokenizer.json as it is where there is one.
 
     eod is the folder's eos_token, or its sep_token if it names no eos_token. Special tokens in the text are read as
     such unless the folder says split_special_tokens; none is added. Nothing is downloaded, and no code of the folder
@@ -174,52 +155,45 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"--tokenizer-model {folder} is not a folder; "
                 "HuggingFaceTokenizer needs a local one (nothing is downloaded)"
             )
-        self.engine: Any
-        if os.path.isfile(os.path.join(folder, "tokenizer.json")):
-            self.engine, special = load_tokenizer_json(folder)
-            vocab: dict[str, int] = self.engine.get_vocab(with_added_tokens=True)
-            self._encode_options = {"add_special_tokens": False}
-            self._has_encodings = True
-        else:
-            self.engine, special = load_with_transformers(folder)
-            vocab = self.engine.get_vocab()
-            self._encode_options = {"add_special_tokens": False, "truncation": False, "verbose": False}
-            self._has_encodings = False
-        eod_token = special.get("eos_token") or special.get("sep_token")
+        self.folder = folder
+        try:
+            self.engine = open_tokenizer(folder)
+        except ValueError as error:
+            raise ValueError(f"--tokenizer-model {error}") from error
+        self.special_tokens: dict[str, str] = dict(self.engine.special_tokens_map)
+        """By name, as templates of conversations use them: bos_token, eos_token, ..."""
+        vocab: dict[str, int] = self.engine.get_vocab()
+        eod_token = self.special_tokens.get("eos_token") or self.special_tokens.get("sep_token")
         if eod_token is None or eod_token not in vocab:
             raise ValueError(
                 f"--tokenizer-model {folder} names no known eos_token to end a document with; "
                 'set "eos_token" in its tokenizer_config.json to a token of its vocabulary'
             )
-        self.folder, self.special_tokens = folder, special
-        """The latter by name, as templates of conversations use them: bos_token, eos_token, ..."""
-        first = self.engine.encode("", **self._encode_options | {"add_special_tokens": True})
-        bos = special.get("bos_token")
-        is_first = bos in vocab and list(first.ids if self._has_encodings else first)[:1] == [vocab[bos]]
+        bos = self.special_tokens.get("bos_token")
+        is_first = bos in vocab and list(self.engine.encode(""))[:1] == [vocab[bos]]
         self.start_of_text = bos if bos and is_first else ""
         """The token that the model expects before a text; empty if it expects none."""
         super().__init__(
             # Not len(vocab): ids may have gaps, and the embedding must hold the largest.
             vocab_size=max(vocab.values()) + 1,
             eod=vocab[eod_token],
-            pad=vocab.get(special.get("pad_token", ""), NO_PAD),
+            pad=vocab.get(self.special_tokens.get("pad_token", ""), NO_PAD),
             tokenizer_model=folder,
         )
 
     def tokenize(self, text: str) -> list[int]:
-        encoding = self.engine.encode(text, **self._encode_options)
-        return list(encoding.ids if self._has_encodings else encoding)
+        return list(self.engine.encode(text, add_special_tokens=False, truncation=False, verbose=False))
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return str(self.engine.decode([int(i) for i in ids], skip_special_tokens=True))
 
 
 class TikTokenizer(Tokenizer):
-    """A byte-level BPE vocabulary in tiktoken's terms, as stock reads it: a JSON list of ranked tokens.
+    """Megatron Core's: a byte-level BPE vocabulary in tiktoken's terms, a JSON list of ranked tokens.
 
     The ids begin with `num_special_tokens` special tokens, of which seven have names; eod is "</s>". The ranked tokens
     follow, cut off so that there are `vocab_size` ids in all. Special tokens in the text are read as such.
-    Raises ValueError naming --tokenizer-model, --vocab-size or --tiktoken-num-special-tokens when the file is absent
+    Raises ValueError naming --tokenizer-model, --vocab-size and --tiktoken-num-special-tokens when the file is absent
     or malformed, or has too few tokens; or when tiktoken is not installed.
     """
 
@@ -235,17 +209,29 @@ class TikTokenizer(Tokenizer):
         tiktoken_num_special_tokens: int = 1000,
     ) -> None:
         path = _existing_file("--tokenizer-model", tokenizer_model, "TikTokenizer")
-        num_ids = vocab_size or self.VOCAB_SIZE
-        self.engine, special = load_tiktoken(
-            path, num_ids=num_ids, num_special=tiktoken_num_special_tokens, pattern=tiktoken_pattern
-        )
+        if importlib.util.find_spec("tiktoken") is None:
+            raise ValueError("--tokenizer-type TikTokenizer needs tiktoken: pip install tiktoken")
+        from megatron.core.tokenizers.text.libraries.tiktoken_tokenizer import TikTokenTokenizer
+
+        num_ids, num_special = vocab_size or self.VOCAB_SIZE, tiktoken_num_special_tokens
+        try:
+            stock: Any = TikTokenTokenizer(
+                path, num_special_tokens=num_special, pattern=tiktoken_pattern, vocab_size=num_ids
+            )
+        except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"--tokenizer-model {path} is no vocabulary of {num_ids} ids (--vocab-size) with {num_special} special "
+                "ones (--tiktoken-num-special-tokens, at least 7): it must be a .json list of objects with rank, "
+                "token_bytes and token_str, first the 256 single bytes, with a token for every other id"
+            ) from error
+        self.engine = stock.tokenizer
         super().__init__(
             vocab_size=num_ids,
-            eod=special["</s>"],
-            pad=special["<pad>"],
+            eod=stock.eod,
+            pad=stock.pad_id,
             tokenizer_model=path,
             pattern=tiktoken_pattern,
-            num_special_tokens=str(tiktoken_num_special_tokens),
+            num_special_tokens=str(num_special),
         )
 
     def tokenize(self, text: str) -> list[int]:
@@ -339,159 +325,17 @@ def _existing_file(flag: str, value: str | None, tokenizer_type: str) -> str:
     return path
 
 
-# --- files
+def open_tokenizer(folder: str) -> Any:
+    """transformers' reader of the tokenizer in a folder. Raises ValueError."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-
-def read_vocab(path: str) -> dict[str, int]:
-    """Ids by token of a JSON file. Raises ValueError naming --vocab-file."""
+    # the families' own classes would make parts of tokenizer.json anew
+    is_whole = os.path.isfile(os.path.join(folder, TOKENIZER_JSON))
+    kind = PreTrainedTokenizerFast if is_whole else AutoTokenizer
     try:
-        with open(path, encoding="utf-8") as file:
-            vocab = json.load(file)
-    except ValueError as error:
-        raise ValueError(f"--vocab-file {path} is not JSON: {one_line(error)}") from error
-    if not isinstance(vocab, dict) or not _counts_from_zero(list(vocab.values())):
-        raise ValueError(f"--vocab-file {path} must map every token to an id, 0 up to the number of tokens less 1")
-    return vocab
-
-
-def _counts_from_zero(ids: list[Any]) -> bool:
-    return all(type(i) is int for i in ids) and sorted(ids) == list(range(len(ids)))
-
-
-def read_merges(path: str) -> list[tuple[str, str]]:
-    """Pairs in order of rank; the first line may be a "#version" line. Raises ValueError naming --merge-file."""
-    merges = []
-    try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                words = line.split()
-                if (number == 1 and line.startswith("#version")) or not words:
-                    continue
-                if len(words) != 2:
-                    raise ValueError(f"--merge-file {path}, line {number}: expected two tokens, not {len(words)}")
-                merges.append((words[0], words[1]))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--merge-file {path} is not UTF-8 text: {one_line(error)}") from error
-    return merges
-
-
-TIKTOKEN_PATTERNS = {
-    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
-    "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-}
-"""What cuts text into words, by --tiktoken-pattern; part of Megatron-LM's format."""
-TIKTOKEN_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
-
-
-def load_tiktoken(path: str, *, num_ids: int, num_special: int, pattern: str) -> tuple[Any, dict[str, int]]:
-    """tiktoken's encoding of a JSON vocabulary, and the ids of its special tokens, which come first.
-
-    Raises ValueError naming --tokenizer-model, --vocab-size or --tiktoken-num-special-tokens.
-    """
-    try:
-        import tiktoken
-    except ImportError as error:
-        raise ValueError("--tokenizer-type TikTokenizer needs tiktoken: pip install tiktoken") from error
-    if not len(TIKTOKEN_SPECIAL) <= num_special < num_ids:
-        raise ValueError(
-            f"--tiktoken-num-special-tokens {num_special}: must be at least {len(TIKTOKEN_SPECIAL)} and less than the "
-            f"vocabulary of {num_ids} ids (--vocab-size)"
-        )
-    tokens = _read_tiktoken_vocab(path)
-    if len(tokens) < num_ids - num_special:
-        raise ValueError(
-            f"--tokenizer-model {path} has {len(tokens)} tokens, too few for {num_ids} ids with {num_special} special "
-            f"ones: give --vocab-size {len(tokens) + num_special} or less"
-        )
-    names = [*TIKTOKEN_SPECIAL, *(f"<SPECIAL_{i}>" for i in range(len(TIKTOKEN_SPECIAL), num_special))]
-    special = {name: i for i, name in enumerate(names)}
-    encoding = tiktoken.Encoding(
-        name=os.path.basename(os.path.dirname(path)),
-        pat_str=TIKTOKEN_PATTERNS[pattern],
-        mergeable_ranks={token: num_special + i for i, token in enumerate(tokens[: num_ids - num_special])},
-        special_tokens=special,
-    )
-    return encoding, special
-
-
-def _read_tiktoken_vocab(path: str) -> list[bytes]:
-    """Tokens in order of rank, of a JSON list of ``{"rank", "token_bytes", "token_str"}`` whose bytes are in base64.
-
-    The first 256 are the single bytes. Raises ValueError naming --tokenizer-model.
-    """
-    problem = f"--tokenizer-model {path} is no vocabulary of TikTokenizer: "
-    try:
-        with open(path, encoding="utf-8") as file:
-            entries = json.load(file)
-        tokens = [base64.b64decode(entry["token_bytes"], validate=True) for entry in entries]
-        ranks = [entry["rank"] for entry in entries]
-    except (ValueError, TypeError, KeyError, binascii.Error) as error:
-        raise ValueError(
-            f"{problem}it must be a JSON list of objects with rank and token_bytes ({one_line(error)})"
-        ) from error
-    if ranks != list(range(len(ranks))) or tokens[:256] != [bytes([i]) for i in range(256)]:
-        raise ValueError(f"{problem}ranks must count from 0, and the first 256 tokens be the single bytes")
-    if len(set(tokens)) < len(tokens):
-        raise ValueError(f"{problem}a token stands in it twice")
-    return tokens
-
-
-def load_tokenizer_json(folder: str) -> tuple[Any, dict[str, str]]:
-    """The tokenizer of a folder's tokenizer.json and its special tokens. Raises ValueError naming --tokenizer-model."""
-    from tokenizers import Tokenizer as Engine
-
-    try:
-        engine = Engine.from_file(os.path.join(folder, TOKENIZER_JSON))
-    except Exception as error:  # the library raises bare Exception
-        raise ValueError(f"--tokenizer-model {folder}: cannot read its tokenizer.json: {one_line(error)}") from error
-    # A model's input limits, saved along with it, must not truncate or pad documents.
-    engine.no_truncation()
-    engine.no_padding()
-    engine.encode_special_tokens = bool(entries_of(folder, CONFIG).get("split_special_tokens"))
-    return engine, _special_tokens(folder)
-
-
-def load_with_transformers(folder: str) -> tuple[Any, dict[str, str]]:
-    """The same through transformers' AutoTokenizer."""
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ValueError(
-            f"--tokenizer-model {folder} has no tokenizer.json; install transformers to read its other files"
-        ) from error
-    try:
-        engine = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever the folder's tokenizer class raises
-        raise ValueError(
-            f"--tokenizer-model {folder} holds no tokenizer that transformers can read: {one_line(error)}"
-        ) from error
-    names = ("bos_token", "eos_token", "sep_token", "pad_token", "unk_token")
-    return engine, {name: str(token) for name in names if (token := getattr(engine, name, None)) is not None}
-
-
-def _special_tokens(folder: str) -> dict[str, str]:
-    """eos_token and the like, from the folder's two small JSON files; the first takes precedence."""
-    special: dict[str, str] = {}
-    for name in (CONFIG, "special_tokens_map.json"):
-        for key, value in entries_of(folder, name).items():
-            token = value.get("content") if isinstance(value, dict) else value
-            if key.endswith("_token") and isinstance(token, str):
-                special.setdefault(key, token)
-    return special
-
-
-def entries_of(folder: str, name: str) -> dict[str, Any]:
-    """What a JSON file of a tokenizer's folder says; nothing if it is absent. Raises ValueError."""
-    path = os.path.join(folder, name)
-    if not os.path.isfile(path):
-        return {}
-    try:
-        with open(path, encoding="utf-8") as file:
-            return dict(json.load(file))
-    except ValueError as error:
-        raise ValueError(f"--tokenizer-model {folder}: {name} is not JSON: {one_line(error)}") from error
+        raise ValueError(f"{folder} holds no tokenizer that transformers can read: {one_line(error)}") from error
 
 
 def one_line(error: Exception) -> str:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from megatron.bcd import BlockCoordinate
 
-transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")  # Trainer needs it
 
 

@@ -219,9 +219,6 @@ def test_names_on_the_hub(
     assert "other/model" in capsys.readouterr().err
     assert convert("hf", Path("/no/such/folder"), tmp_path / "none") == 2
     assert "/no/such/folder" in capsys.readouterr().err and len(asked) == 2
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert convert("hf", Path("other/model"), tmp_path / "none") == 2
-    assert "huggingface_hub" in capsys.readouterr().err
 
 
 @contextlib.contextmanager

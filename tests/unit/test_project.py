@@ -82,7 +82,7 @@ def test_setup_py_agrees_with_the_pins(repo_root: Path) -> None:
     )
     given = {keyword.arg: keyword.value for keyword in call.keywords}
     extras = ast.literal_eval(given["extras_require"])
-    wanted = ast.literal_eval(given["install_requires"]) + extras["figures"] + extras["huggingface"]
+    wanted = ast.literal_eval(given["install_requires"]) + extras["figures"]
     found = pins(repo_root)
     for requirement in map(Requirement, wanted):
         assert found[requirement.name] in requirement.specifier, f"setup.py refuses {requirement.name}"

@@ -130,7 +130,6 @@ def test_huggingface_equals_megatron_core(huggingface_folder: Path) -> None:
     """Exposes truncation and padding saved in the folder, added special tokens, and another eod."""
     tokenizer = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(huggingface_folder))
     check_contract(tokenizer)
-    pytest.importorskip("transformers")
     from megatron.core.tokenizers import MegatronTokenizer
 
     stock = MegatronTokenizer.from_pretrained(
@@ -219,7 +218,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("MultimodalTokenizer", {}, "--tokenizer-type MultimodalTokenizer"),
     *((name, {}, "--tokenizer-type") for name in TOKENIZER_TYPES if name != "ByteLevelTokenizer"),
     ("GPT2BPETokenizer", {"vocab_file": '{"a": 0', "merge_file": "a b"}, "--vocab-file"),
-    ("GPT2BPETokenizer", {"vocab_file": '{"a": 0, "<|endoftext|>": 7}', "merge_file": ""}, "--vocab-file"),
     ("GPT2BPETokenizer", {"vocab_file": '{"a": 0, "b": 1, "ab": 2}', "merge_file": "a b"}, "--vocab-file"),
     ("GPT2BPETokenizer", {"vocab_file": GOOD_VOCAB, "merge_file": "a b\na b c\n"}, "--merge-file"),
     ("GPT2BPETokenizer", {"vocab_file": GOOD_VOCAB, "merge_file": "a z\n"}, "--merge-file"),
@@ -248,7 +246,7 @@ def test_damaged_folders(tmp_path: Path, huggingface_folder: Path) -> None:
     with pytest.raises(ValueError, match="eos_token"):
         build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+    with pytest.raises(ValueError, match="no tokenizer"):
         build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
 
 

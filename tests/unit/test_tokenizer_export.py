@@ -142,7 +142,9 @@ def tiktoken(folder: Path, pattern: str) -> Tokenizer:
     pytest.importorskip("tiktoken")
     words = dict.fromkeys(word[:i] for word in (" the", " model", "don't", "1234", "<s>", "the") for i in range(2, 9))
     tokens = [bytes([i]) for i in range(256)] + [word.encode() for word in words]
-    entries = [{"rank": i, "token_bytes": base64.b64encode(token).decode()} for i, token in enumerate(tokens)]
+    entries = [
+        {"rank": i, "token_bytes": base64.b64encode(token).decode(), "token_str": ""} for i, token in enumerate(tokens)
+    ]
     folder.mkdir()
     (folder / "vocab.json").write_text(json.dumps(entries))
     sizes: dict[str, Any] = {"vocab_size": len(tokens) + 10, "tiktoken_num_special_tokens": 10}

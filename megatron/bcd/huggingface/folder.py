@@ -57,12 +57,8 @@ def locate(name: str, *, flag: str, weights: bool = True) -> str:
         return name
     if os.path.exists(name) or not _HUB_NAME.fullmatch(name):
         raise ValueError(f"{flag} {name}: no such folder; give one that holds {CONFIG} and safetensors files")
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise ValueError(
-            f"{flag} {name}: no such folder; install huggingface_hub to take a model of that name from the hub"
-        ) from None
+    from huggingface_hub import snapshot_download
+
     patterns = list(_HUB_FILES if weights else (CONFIG, *COMPANIONS))
     try:
         return str(snapshot_download(name, allow_patterns=patterns))

@@ -11,7 +11,7 @@ import torch
 
 from megatron.bcd.huggingface import convert, folder, run_network, tokenizer_export
 from megatron.bcd.huggingface.core_format import CoreCheckpoint
-from megatron.bcd.tokenizer import Tokenizer
+from megatron.bcd.tokenizer import Tokenizer, open_tokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By the name that --precision has for it."""
@@ -45,10 +45,8 @@ def open_model(
     Raises:
         ValueError: a file is missing or damaged, or there is no tokenizer; one line.
     """
-    try:
-        import transformers
-    except ImportError:
-        raise ValueError("text from a model needs transformers: pip install transformers") from None
+    import transformers
+
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     dtype = None if precision is None else DTYPES[precision]
@@ -91,8 +89,6 @@ def _of_checkpoint(path: str, dtype: torch.dtype | None, device: str, tokenizer:
 
 def _tokenizer_of(path: str, own: Tokenizer | None) -> Any:
     """transformers' reader of the tokenizer in a model's folder, or of `own`. Raises ValueError."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     if own is not None:
         with tempfile.TemporaryDirectory() as exported:
             for name, content in tokenizer_export.files_of(own, adds_special_tokens=True).items():
@@ -101,11 +97,7 @@ def _tokenizer_of(path: str, own: Tokenizer | None) -> Any:
             return _tokenizer_of(exported, None)
     if not folder.has_tokenizer(path):
         raise ValueError("the model comes without a tokenizer that reads text: give --tokenizer-type and its files")
-    # the families' own classes would make parts of tokenizer.json anew
-    is_whole = os.path.isfile(os.path.join(path, "tokenizer.json"))
-    kind = PreTrainedTokenizerFast if is_whole else AutoTokenizer
     try:
-        return kind.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # whatever a tokenizer's class raises
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"the model's tokenizer can't be read ({reason}): give --tokenizer-type") from None
+        return open_tokenizer(path)
+    except ValueError as error:
+        raise ValueError(f"{error}; give --tokenizer-type") from None

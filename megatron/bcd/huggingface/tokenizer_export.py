@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from megatron.bcd import tokenizer as own
-from megatron.bcd.tokenizer import CONFIG, TOKENIZER_JSON, entries_of, one_line
+from megatron.bcd.tokenizer import CONFIG, TOKENIZER_JSON, one_line
 
 _END = "<|endoftext|>"
 _SPACE = "\u2581"
@@ -44,14 +45,20 @@ def files_of(tokenizer: own.Tokenizer, *, adds_special_tokens: bool) -> dict[str
         engine = _byte_level(state["mergeable_ranks"], state["special_tokens"], pattern=state["pat_str"])
         config = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
     elif isinstance(tokenizer, own.HuggingFaceTokenizer):
-        engine = getattr(tokenizer.engine, "backend_tokenizer", tokenizer.engine)
-        engine = engine if hasattr(engine, "to_str") else None  # a class of transformers that is written in Python
-        config = tokenizer.special_tokens | entries_of(tokenizer.folder, CONFIG)
+        engine = getattr(tokenizer.engine, "backend_tokenizer", None)  # a class that is written in Python has none
+        config = dict(tokenizer.special_tokens)
+        file = os.path.join(tokenizer.folder, CONFIG)
+        if os.path.isfile(file):
+            with open(file, encoding="utf-8") as opened:
+                config |= json.load(opened)
         config.pop("auto_map", None)  # its code is not exported
-        if engine is not None and not adds_special_tokens:
+        if engine is not None:
             engine = _copy(engine)
-            engine.post_processor = None
-            config |= {"add_bos_token": False, "add_eos_token": False}
+            engine.no_truncation()
+            engine.no_padding()
+            if not adds_special_tokens:
+                engine.post_processor = None
+                config |= {"add_bos_token": False, "add_eos_token": False}
     else:
         engine = None
     if engine is None:
@@ -80,8 +87,6 @@ def difference(tokenizer: own.Tokenizer, folder: str) -> str | None:
             if wrong is not None:
                 name = "this program" if reader is _own else "AutoTokenizer of transformers"
                 return f"{name} reads its tokenizer otherwise than the run: {wrong!r} has other ids"
-    except ImportError:
-        return "its tokenizer was not tried in transformers, which is not installed"
     except Exception as error:  # whatever a tokenizer's class raises
         return f"its tokenizer can't be read ({one_line(error)})"
     return None

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
 import numpy
 import numpy.typing
-from jinja2 import ext, nodes, parser, sandbox
 
 from megatron.bcd.tokenizer import HuggingFaceTokenizer, Tokenizer
 
@@ -154,40 +153,14 @@ def _text(values: Mapping[str, Any], key: str) -> str:
 # --- chat templates
 
 
-class _GenerationMarks(ext.Extension):
-    """{% generation %} and {% endgeneration %}, with which templates may mark answers, write nothing."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: parser.Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_write"), [], [], body).set_lineno(line)
-
-    def _write(self, caller: Callable[[], str]) -> str:
-        return caller()
-
-
 class ChatTemplate:
-    """Renders conversations in a sandbox, as transformers does, but the template sees no date: equal conversations give
-    equal texts on every day."""
+    """Renders conversations as transformers does, but the template sees no date: equal conversations give equal texts
+    on every day."""
 
-    def __init__(self, source: str, *, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens`: bos_token, eos_token and the like, which templates write.
-
-        Raises:
-            ValueError: `source` is no template.
-        """
-        environment = sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationMarks, ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template is not Jinja ({error})") from error
-        self._special_tokens = dict(special_tokens)
+    def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
+        """Raises ValueError: there are several templates, and none is the default."""
+        self._engine = tokenizer.engine
+        self._source = "{% set strftime_now = undefined %}\n" + self._engine.get_chat_template()
 
     def render(self, messages: Sequence[Mapping[str, str]], *, for_answer: bool = False) -> str:
         """The text of a conversation; with `for_answer`, with what precedes the assistant's next message.
@@ -196,46 +169,19 @@ class ChatTemplate:
             ValueError: the template refuses the conversation.
         """
         try:
-            return self._template.render(
-                messages=list(messages), add_generation_prompt=for_answer, tools=None, **self._special_tokens
+            texts = self._engine.apply_chat_template(
+                [list(messages)], chat_template=self._source, tokenize=False, add_generation_prompt=for_answer
             )
         except (jinja2.TemplateError, TypeError) as error:
             raise ValueError(f"is refused by the tokenizer's chat template ({' '.join(str(error).split())})") from error
+        return str(texts[0])
 
 
 def chat_template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template in the folder of a HuggingFaceTokenizer; None where there is none.
-
-    It is in chat_template.jinja, chat_template.json, or tokenizer_config.json, the first that is there.
-
-    Raises:
-        ValueError: it can't be read.
-    """
-    if not isinstance(tokenizer, HuggingFaceTokenizer):
-        return None
-    for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"):
-        path = os.path.join(tokenizer.folder, name)
-        if not os.path.isfile(path):
-            continue
-        try:
-            with open(path, encoding="utf-8") as file:
-                found = file.read() if name.endswith(".jinja") else json.load(file).get("chat_template")
-            if isinstance(found, list):  # several, by name
-                found = {entry["name"]: entry["template"] for entry in found}.get("default")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} can't be read for its chat template ({error})") from error
-        if found is not None:
-            return ChatTemplate(str(found), special_tokens=tokenizer.special_tokens)
+    """The template in the folder of a HuggingFaceTokenizer; None where there is none. Raises as `ChatTemplate`."""
+    if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.engine.chat_template is not None:
+        return ChatTemplate(tokenizer)
     return None
-
-
-def _to_json(value: Any, **options: Any) -> str:
-    """As transformers': Jinja's own filter escapes for HTML."""
-    return json.dumps(value, ensure_ascii=options.pop("ensure_ascii", False), **options)
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
 
 
 # --- text
