@@ -19,7 +19,6 @@ from support.bad_input_cases import (
     DATA_CASES,
     FLAG_CASES,
     LOAD_CASES,
-    LONG_REAL_CASES,
     OUTPUT_CASES,
     REAL_CASES,
     SFT_CASES,
@@ -168,17 +167,6 @@ def test_load(case: Case, num_ranks: int, runs: ForkedRuns, workplace: Path, che
 @with_ranks(REAL_CASES)
 def test_as_a_user_runs_it(case: Case, num_ranks: int, repo_root: Path, workplace: Path) -> None:
     """Forks share one import: only a real start shows a library that writes a line, and torchrun's own report."""
-    check_real_start(case, num_ranks, repo_root, workplace)
-
-
-@pytest.mark.long
-@with_ranks(LONG_REAL_CASES)
-def test_more_as_a_user_runs_it(case: Case, num_ranks: int, repo_root: Path, workplace: Path) -> None:
-    """As above. In forks the same faults are among the tests of flags and outputs."""
-    check_real_start(case, num_ranks, repo_root, workplace)
-
-
-def check_real_start(case: Case, num_ranks: int, repo_root: Path, workplace: Path) -> None:
     case.prepare(workplace)
     before = snapshot(workplace)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if num_ranks == 2 else []

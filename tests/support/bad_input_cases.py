@@ -124,14 +124,6 @@ DATA_CASES = (
         prepare=edit(IDX, lambda content: content[:34] + b"\xa5" * (len(content) - 34)),
     ),
     case("bad type code in .idx", named=IDX, prepare=edit(IDX, lambda content: content[:17] + b"\xff" + content[18:])),
-    case(
-        "documents that overlap in .idx", named=IDX,
-        prepare=edit(IDX, lambda content: content[:-16] + content[-8:] + content[-16:-8]),
-    ),
-    case(
-        "a sequence elsewhere in .idx", named=IDX,
-        prepare=edit(IDX, lambda content: content[: 34 + 40 * 4 + 8] + b"\x01" + content[34 + 40 * 4 + 9 :]),
-    ),
     case("no documents", named="--data-path data/text_document", prepare=dataset([])),
     case(
         "larger vocabulary", named=("--data-path data/text_document", "token 300", "--tokenizer-type", "257"),
@@ -249,8 +241,4 @@ LOAD_CASES = (
 REAL_CASES = (
     case("unknown flag", "--bcd-blocks", "3", named="--bcd-blocks", ranks=(1,)),
     case("larger vocabulary", named="token 300", prepare=dataset(good_documents(largest=300))),
-)
-LONG_REAL_CASES = (
-    case("unknown flag", "--bcd-blocks", "3", named="--bcd-blocks"),
-    case("save below a file", "--save", "a_file/below", named="--save a_file/below"),
 )

@@ -12,7 +12,8 @@ from support.command_line import parse
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.blocks.schedule import block_schedule_from_config
 from megatron.bcd.config import RunConfig
-from megatron.bcd.data import ReshuffledBatches, num_samples
+from megatron.bcd.data import Dealt, num_samples
+from megatron.bcd.data.batches import reshuffled
 from megatron.bcd.data.samples import TrainingSamples
 from megatron.bcd.data.splits import _epoch_samples
 from megatron.bcd.training.state import StepResult, TrainState
@@ -80,14 +81,12 @@ def test_evaluations_of_cycles_have_their_validation_samples() -> None:
 @pytest.mark.parametrize("has_shards", [True, False])
 def test_reshuffled_batches(has_shards: bool) -> None:
     """A sample that an epoch repeats or skips, the same order in two epochs, or a resumed run that goes elsewhere."""
-    common = {"total_samples": 26, "micro_batch_size": 2, "num_ranks": 3, "has_shards": has_shards}
-    per_rank = [
-        list(itertools.islice(ReshuffledBatches(rank=rank, consumed_samples=0, **common), 8)) for rank in range(3)
-    ]
+    common = {"total_samples": 26, "has_shards": has_shards}
+    ranks = [Dealt(micro_batch_size=2, rank=rank, num_ranks=3) for rank in range(3)]
+    per_rank = [list(itertools.islice(reshuffled(rank, consumed_samples=0, **common), 8)) for rank in ranks]
     for epoch in (0, 1):
         seen = [index for batches in per_rank for batch in batches[4 * epoch : 4 * epoch + 4] for index in batch]
         assert len(set(seen)) == len(seen) == 24
     assert per_rank[0][:4] != per_rank[0][4:]
-    for rank in range(3):
-        resumed = ReshuffledBatches(rank=rank, consumed_samples=5 * 6, **common)
-        assert list(itertools.islice(resumed, 3)) == per_rank[rank][5:]
+    for rank, expected in zip(ranks, per_rank, strict=True):
+        assert list(itertools.islice(reshuffled(rank, consumed_samples=5 * 6, **common), 3)) == expected[5:]

@@ -2,12 +2,11 @@
 
 from megatron.bcd.data.batches import (
     Batch,
-    ConsecutiveBatches,
-    ReshuffledBatches,
-    SubsetBatches,
+    Dealt,
     batch_of,
     batches,
     no_batches,
+    of_subset,
     one_pass,
     part_of_sequences,
     subset_batches,
@@ -18,12 +17,10 @@ from megatron.bcd.data.splits import SplitPlan, Splits, build_splits, plan_split
 
 __all__ = [
     "Batch",
-    "ConsecutiveBatches",
+    "Dealt",
     "FineTuningPlan",
-    "ReshuffledBatches",
     "SplitPlan",
     "Splits",
-    "SubsetBatches",
     "batch_of",
     "batches",
     "build_splits",
@@ -31,6 +28,7 @@ __all__ = [
     "no_batches",
     "num_iterations",
     "num_samples",
+    "of_subset",
     "one_pass",
     "part_of_sequences",
     "plan_fine_tuning",

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -29,94 +30,67 @@ _MICROBATCHES_AT_ONCE = 256
 Batch = dict[str, torch.Tensor]
 
 
-class ConsecutiveBatches:
-    """Batch sampler: consecutive samples, dealt to the data-parallel ranks one microbatch each (Megatron-LM's
-    `single` order).
+@dataclass(frozen=True, kw_only=True)
+class Dealt:
+    """How the samples of a batch are dealt to the data-parallel ranks, of which this is one: a microbatch each."""
+
+    micro_batch_size: int
+    rank: int
+    num_ranks: int
+
+    @classmethod
+    def of_run(cls, config: RunConfig) -> Dealt:
+        return cls(
+            micro_batch_size=config.training.micro_batch_size,
+            rank=parallel_state.get_data_parallel_rank(),
+            num_ranks=parallel_state.get_data_parallel_world_size(),
+        )
+
+    @property
+    def step(self) -> int:
+        """Samples of a microbatch on every rank."""
+        return self.micro_batch_size * self.num_ranks
+
+
+def consecutive(dealt: Dealt, *, total_samples: int, consumed_samples: int) -> Iterator[list[int]]:
+    """Indices of this rank's microbatches: consecutive samples (Megatron-LM's `single` order).
 
     A last batch that would be too short is left out.
     """
-
-    def __init__(
-        self, *, total_samples: int, consumed_samples: int, micro_batch_size: int, rank: int, num_ranks: int
-    ) -> None:
-        self.total_samples = total_samples
-        self.consumed_samples = consumed_samples
-        self.micro_batch_size = micro_batch_size
-        self.rank = rank
-        self.step = micro_batch_size * num_ranks
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for start in range(self.consumed_samples, self.total_samples - self.step + 1, self.step):
-            first = start + self.rank * self.micro_batch_size
-            yield list(range(first, first + self.micro_batch_size))
-
-    def __len__(self) -> int:
-        return max(0, (self.total_samples - self.consumed_samples) // self.step)
+    for start in range(consumed_samples, total_samples - dealt.step + 1, dealt.step):
+        first = start + dealt.rank * dealt.micro_batch_size
+        yield list(range(first, first + dealt.micro_batch_size))
 
 
-class SubsetBatches:
-    """Batch sampler: the subset of one phase from a position on, pass after pass without end, dealt to the
-    data-parallel ranks as `ConsecutiveBatches` does."""
-
-    def __init__(
-        self, *, subset: PhaseSubset, phase: int, position: int, micro_batch_size: int, rank: int, num_ranks: int
-    ) -> None:
-        """`position`: samples that the phase has trained on already, over all ranks."""
-        self.subset, self.phase, self.position = subset, phase, position
-        self.micro_batch_size = micro_batch_size
-        self.rank = rank
-        self.step = micro_batch_size * num_ranks
-
-    def __iter__(self) -> Iterator[list[int]]:
-        in_batch = self.rank * self.micro_batch_size + numpy.arange(self.micro_batch_size)
-        of_batches = self.step * numpy.arange(_MICROBATCHES_AT_ONCE)
-        for start in itertools.count(self.position, self.step * _MICROBATCHES_AT_ONCE):
-            positions = (start + of_batches[:, None] + in_batch[None, :]).reshape(-1)
-            yield from self.subset.samples(self.phase, positions).reshape(-1, self.micro_batch_size).tolist()
+def of_subset(dealt: Dealt, *, subset: PhaseSubset, phase: int, position: int) -> Iterator[list[int]]:
+    """The same of the subset of one phase, pass after pass without end. `position`: samples that the phase has trained
+    on already, over all ranks."""
+    in_batch = dealt.rank * dealt.micro_batch_size + numpy.arange(dealt.micro_batch_size)
+    of_batches = dealt.step * numpy.arange(_MICROBATCHES_AT_ONCE)
+    for start in itertools.count(position, dealt.step * _MICROBATCHES_AT_ONCE):
+        positions = (start + of_batches[:, None] + in_batch[None, :]).reshape(-1)
+        yield from subset.samples(phase, positions).reshape(-1, dealt.micro_batch_size).tolist()
 
 
-class ReshuffledBatches:
-    """Batch sampler: the samples shuffled anew in every epoch, without end (stock Megatron-LM's `cyclic` order).
+def reshuffled(dealt: Dealt, *, total_samples: int, consumed_samples: int, has_shards: bool) -> Iterator[list[int]]:
+    """The same of samples shuffled anew in every epoch, without end (stock Megatron-LM's `cyclic` order).
 
     The order depends on the number of the epoch and on the parallel layout. What is left of an epoch after the last
-    full batch is left out.
+    full batch is left out. `has_shards`: each rank shuffles a contiguous part of its own, else all shuffle all and take
+    turns.
     """
-
-    def __init__(
-        self,
-        *,
-        total_samples: int,
-        consumed_samples: int,
-        micro_batch_size: int,
-        rank: int,
-        num_ranks: int,
-        has_shards: bool,
-    ) -> None:
-        """`has_shards`: each rank shuffles a contiguous part of its own, else all shuffle all and take turns."""
-        self.total_samples = total_samples
-        self.consumed_samples = consumed_samples
-        self.micro_batch_size = micro_batch_size
-        self.rank, self.num_ranks = rank, num_ranks
-        self.has_shards = has_shards
-        self.step = micro_batch_size * num_ranks
-
-    def __iter__(self) -> Iterator[list[int]]:
-        num_steps = self.total_samples // self.step
-        epoch, first_step = divmod(self.consumed_samples // self.step, max(1, num_steps))
-        while num_steps:
-            indices = self._of_epoch(epoch, num_steps)[first_step * self.micro_batch_size :]
-            for start in range(0, (num_steps - first_step) * self.micro_batch_size, self.micro_batch_size):
-                yield indices[start : start + self.micro_batch_size]
-            epoch, first_step = epoch + 1, 0
-
-    def _of_epoch(self, epoch: int, num_steps: int) -> list[int]:
-        """This rank's samples of an epoch."""
+    size, num_steps = dealt.micro_batch_size, total_samples // dealt.step
+    epoch, first_step = divmod(consumed_samples // dealt.step, max(1, num_steps))
+    while num_steps:
         generator = torch.Generator().manual_seed(epoch)
-        if self.has_shards:
-            size = num_steps * self.micro_batch_size
-            return (self.rank * size + torch.randperm(size, generator=generator)).tolist()
-        size = self.total_samples // self.micro_batch_size * self.micro_batch_size
-        return torch.randperm(size, generator=generator)[self.rank :: self.num_ranks].tolist()
+        if has_shards:
+            part = num_steps * size
+            indices = dealt.rank * part + torch.randperm(part, generator=generator)
+        else:
+            indices = torch.randperm(total_samples // size * size, generator=generator)[dealt.rank :: dealt.num_ranks]
+        for step in range(first_step, num_steps):
+            yield indices[step * size : (step + 1) * size].tolist()
+        epoch, first_step = epoch + 1, 0
 
 
 def _collate(samples: Sequence[dict[str, Any]]) -> Batch:
@@ -130,20 +104,16 @@ def batches(dataset: Any, config: RunConfig, *, consumed_samples: int) -> Iterat
     `tokens`, `labels`, `position_ids` int64 [B, S], `loss_mask` float32 [B, S], and with --reset-attention-mask
     `attention_mask` bool [B, 1, S, S], True = masked. Of S this context-parallel rank's part; of masks, of their rows.
     """
+    dealt, total = Dealt.of_run(config), len(dataset)
     if config.data.dataloader_type == "cyclic":
-        reshuffled = ReshuffledBatches(
-            total_samples=len(dataset),
-            consumed_samples=consumed_samples,
-            has_shards=config.data.data_sharding,
-            **_dealt(config),
-        )
-        yield from _loaded(dataset, reshuffled, config)
+        has_shards = config.data.data_sharding
+        order = reshuffled(dealt, total_samples=total, consumed_samples=consumed_samples, has_shards=has_shards)
+        yield from _loaded(dataset, order, config)
         return
-    for start in itertools.chain([consumed_samples % len(dataset)], itertools.repeat(0)):
-        sampler = ConsecutiveBatches(total_samples=len(dataset), consumed_samples=start, **_dealt(config))
-        if start == 0 and not len(sampler):
+    for start in itertools.chain([consumed_samples % total], itertools.repeat(0)):
+        if start == 0 and total < dealt.step:
             return
-        yield from _loaded(dataset, sampler, config)
+        yield from _loaded(dataset, consecutive(dealt, total_samples=total, consumed_samples=start), config)
 
 
 class _FilledUp(torch.utils.data.Dataset[dict[str, Any]]):
@@ -163,29 +133,17 @@ def one_pass(dataset: Any, config: RunConfig) -> Iterator[Batch]:
     """As `batches`, every sample once. The last global batch is filled up with samples whose `loss_mask` is 0, so that
     the mean per token depends on no batch size."""
     global_batch = global_batch_size(config)
-    sampler = ConsecutiveBatches(
-        total_samples=math.ceil(len(dataset) / global_batch) * global_batch,
-        consumed_samples=0,
-        **_dealt(config),
-    )
-    return _loaded(_FilledUp(dataset), sampler, config)
-
-
-def _dealt(config: RunConfig) -> dict[str, int]:
-    """How the samples of a batch are dealt to the data-parallel ranks, of which this is one."""
-    return {
-        "micro_batch_size": config.training.micro_batch_size,
-        "rank": parallel_state.get_data_parallel_rank(),
-        "num_ranks": parallel_state.get_data_parallel_world_size(),
-    }
+    total = math.ceil(len(dataset) / global_batch) * global_batch
+    order = consecutive(Dealt.of_run(config), total_samples=total, consumed_samples=0)
+    return _loaded(_FilledUp(dataset), order, config)
 
 
 def subset_batches(
     dataset: Any, config: RunConfig, *, subset: PhaseSubset, phase: int, position: int
 ) -> Iterator[Batch]:
     """As `batches`, of the subset that `phase` trains on, from `position` on, without end."""
-    sampler = SubsetBatches(subset=subset, phase=phase, position=position, **_dealt(config))
-    return _loaded(dataset, sampler, config)
+    order = of_subset(Dealt.of_run(config), subset=subset, phase=phase, position=position)
+    return _loaded(dataset, order, config)
 
 
 def batch_of(dataset: Any, indices: Sequence[int]) -> Batch:
@@ -193,11 +151,11 @@ def batch_of(dataset: Any, indices: Sequence[int]) -> Batch:
     return _on_this_rank(_collate([dataset[index] for index in indices]))
 
 
-def _loaded(dataset: Any, sampler: Iterable[list[int]], config: RunConfig) -> Iterator[Batch]:
+def _loaded(dataset: Any, indices: Iterable[list[int]], config: RunConfig) -> Iterator[Batch]:
     workers = config.data.num_workers
     loader = torch.utils.data.DataLoader(
         dataset,
-        batch_sampler=sampler,
+        batch_sampler=indices,
         collate_fn=_collate,
         num_workers=workers,
         pin_memory=device.has_cuda(),

@@ -298,8 +298,6 @@ def check_indexed_dataset(prefix: str, vocab_size: int, flag: str = "--data-path
             f"{flag} {prefix}: {prefix}.bin has {found:,} bytes and its index describes {expected:,}; one of the two "
             "is truncated or of another run; run tools/preprocess_data.py again"
         )
-    if not _is_consistent(dataset.index):
-        raise ValueError(f"{flag} {prefix}: {prefix}.idx is damaged; run tools/preprocess_data.py again")
     smallest, largest = _token_range(prefix + ".bin", dtype)
     if smallest < 0 or largest >= vocab_size:
         raise ValueError(
@@ -308,20 +306,6 @@ def check_indexed_dataset(prefix: str, vocab_size: int, flag: str = "--data-path
         )
     bounds = dataset.index.document_indices
     return numpy.add.reduceat(lengths.astype(numpy.int64), bounds[:-1])
-
-
-def _is_consistent(index: Any) -> bool:
-    """Whether sequences follow each other in the file, and documents hold all of them in order."""
-    lengths, bounds = index.sequence_lengths.astype(numpy.int64), index.document_indices
-    ends = numpy.cumsum(lengths * numpy.dtype(index.dtype).itemsize)
-    return bool(
-        (lengths >= 0).all()
-        and index.sequence_pointers[0] == 0
-        and (index.sequence_pointers[1:] == ends[:-1]).all()
-        and bounds[0] == 0
-        and bounds[-1] == len(lengths)
-        and (bounds[1:] >= bounds[:-1]).all()
-    )
 
 
 def _token_range(path: str, dtype: numpy.dtype) -> tuple[int, int]:

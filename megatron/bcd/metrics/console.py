@@ -4,11 +4,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from rich import box
-from rich.console import Console, Group
-from rich.panel import Panel
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
-from rich.table import Table
 from rich.text import Text
 
 from megatron.bcd.metrics.schema import EvalMetrics, RunSummary, StepMetrics
@@ -120,54 +117,36 @@ def evaluation_line(record: EvalMetrics) -> str:
     return f"{record.split} {when} {record.iteration:8d} | loss {record.loss:.6E} | {measure}"
 
 
-def banner_facts(summary: RunSummary) -> list[tuple[str, str]]:
-    """Label and value of everything in the run summary except the table of blocks."""
+def banner_lines(summary: RunSummary) -> list[str]:
+    """The run summary, one line for each fact and each block."""
     stages = listed(summary.parameters_per_stage, lambda n: f"{n:,}", "stages")
-    blocks = f"{len(summary.blocks)} block{'' if len(summary.blocks) == 1 else 's'}"
-    return [
+    num_blocks = f"{len(summary.blocks)} block{'' if len(summary.blocks) == 1 else 's'}"
+    facts = [
         ("model", summary.model),
         ("parameters", f"{summary.total_parameters:,} (by pipeline stage: {stages})"),
         ("parallel", summary.parallel),
         ("training", summary.training),
-        ("layout", f"{summary.layout}, {blocks}, {summary.phases}"),
+        ("layout", f"{summary.layout}, {num_blocks}, {summary.phases}"),
         *(("note", note) for note in summary.notes),
         *(("warning", warning) for warning in summary.warnings),
-    ]
-
-
-def banner_blocks(summary: RunSummary) -> list[tuple[str, str, str, str]]:
-    """Rows of (name, contents, share of the parameters, model state by rank); full training last."""
-    rows = [
-        (f"block {block.index}", block.contents, f"{block.share:.1%}", bytes_by_rank(block.model_state_bytes))
-        for block in summary.blocks
     ]
     highest = [max(column) for column in zip(*(block.model_state_bytes for block in summary.blocks), strict=True)]
     full = summary.full_model_state_bytes
     ratios = [mine / whole for mine, whole in zip(highest, full, strict=True) if whole]
     ratio = f" ({listed(ratios, '{:.1%}'.format, 'ranks')} of full)" if ratios else ""
-    rows.append(("BCD", "maximum over the blocks", "", bytes_by_rank(highest) + ratio))
-    rows.append(("full", "full-parameter training", "100.0%", bytes_by_rank(full)))
-    return rows
-
-
-def _banner_panel(summary: RunSummary) -> Panel:
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="dim")
-    facts.add_column()
-    for label, value in banner_facts(summary):
-        facts.add_row(label, Text(value))
-    blocks = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
-    for header, justify in (("", "left"), ("holds", "left"), ("parameters", "right")):
-        blocks.add_column(header, justify=justify)  # type: ignore[arg-type]
-    blocks.add_column("model state by rank (estimated)")
-    rows = banner_blocks(summary)
-    for index, row in enumerate(rows):
-        is_block = index < len(summary.blocks)
-        style = _BLOCK_STYLES[index % len(_BLOCK_STYLES)] if is_block else "bold"
-        end_section = index + 1 == len(summary.blocks)
-        blocks.add_row(Text(row[0], style=style), *map(Text, row[1:]), end_section=end_section)
-    title = "[bold]Block coordinate descent on Megatron Core[/bold]"
-    return Panel(Group(facts, blocks), title=title, title_align="left", border_style="blue", expand=False)
+    states = [
+        *(
+            (f"block {one.index}", f"{one.contents} | {one.share:.1%} of the parameters", one.model_state_bytes, "")
+            for one in summary.blocks
+        ),
+        ("BCD", "maximum over the blocks", highest, ratio),
+        ("full", "full-parameter training | 100.0% of the parameters", full, ""),
+    ]
+    facts += [
+        (name, f"{contents} | model state {bytes_by_rank(state)}{of_full} by rank (estimated)")
+        for name, contents, state, of_full in states
+    ]
+    return ["Block coordinate descent on Megatron Core", *(f"{label:<11} {text}" for label, text in facts)]
 
 
 class Screen:
@@ -187,15 +166,8 @@ class Screen:
 
     def banner(self, summary: RunSummary) -> None:
         """Print the run summary."""
-        if self._live:
-            self._console.print(_banner_panel(summary))
-            return
-        self.line("Block coordinate descent on Megatron Core")
-        for label, value in banner_facts(summary):
-            self.line(f"{label:<11} {value}")
-        for name, contents, share, state in banner_blocks(summary):
-            of_parameters = f" | {share} of the parameters" if share else ""
-            self.line(f"{name:<11} {contents}{of_parameters} | model state {state} by rank (estimated)")
+        for line in banner_lines(summary):
+            self.line(line)
 
     def line(self, text: str, *, style: str = "", block: int | None = None) -> None:
         """Print `text` as one line, neither wrapped nor cut."""

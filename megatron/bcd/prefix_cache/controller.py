@@ -216,15 +216,9 @@ class PrefixCache:
     ) -> Iterator[data.Batch]:
         subset = self._samples.subset
         assert subset is not None
-        sampler = data.SubsetBatches(
-            subset=subset,
-            phase=self._phase,
-            position=position,
-            micro_batch_size=self.config.training.micro_batch_size,
-            rank=parallel_state.get_data_parallel_rank(),
-            num_ranks=parallel_state.get_data_parallel_world_size(),
-        )
-        outputs = _read_ahead(file, sampler, DTYPES[self.config.precision])
+        dealt = data.Dealt.of_run(self.config)
+        indices = data.of_subset(dealt, subset=subset, phase=self._phase, position=position)
+        outputs = _read_ahead(file, indices, DTYPES[self.config.precision])
         with contextlib.closing(outputs):  # type: ignore[type-var]
             for batch, output in zip(batches, device.copied_ahead(outputs), strict=False):
                 self._hits += output.size(1)
