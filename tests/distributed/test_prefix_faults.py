@@ -10,7 +10,7 @@ import pytest
 from support import prefix_runs, resumed_runs, worlds
 from support.dist import World
 
-from megatron.bcd.runtime.dir_lock import DirLock
+from megatron.bcd.runtime import dir_claim
 
 NUM_ENTRIES = 15  # of the text's sequences, the share of prefix_runs.FLAGS
 
@@ -125,8 +125,7 @@ def test_resume(world1: World, flags: dict[str, Any], tmp_path: Path, stop: int)
 
 def test_a_second_job(tmp_path: Path, world1: World) -> None:
     """Two jobs that fill and delete the same caches."""
-    lock = DirLock(str(tmp_path), flag="--bcd-prefix-cache", contents="prefix caches")
-    lock.acquire()
+    lock, _ = dir_claim.lock_folder(str(tmp_path), flag="--bcd-prefix-cache", contents="prefix caches")
     assert world1.run(prefix_runs.claimed, str(tmp_path))[0].startswith("--bcd-prefix-cache")
     lock.release()
     assert world1.run(prefix_runs.claimed, str(tmp_path)) == ["claimed"]

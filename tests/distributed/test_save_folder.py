@@ -11,7 +11,7 @@ from support import worlds
 from support.dist import World
 
 from megatron.bcd.checkpoint.saver import claim_save_folder
-from megatron.bcd.runtime.dir_lock import DirLock
+from megatron.bcd.runtime import dir_claim
 
 
 def claims(roots: list[str], times: int = 1) -> list[str]:
@@ -58,8 +58,7 @@ def test_a_folder_that_can_not_be_made(world2: World, tmp_path: Path, name: str)
 def test_a_second_job(world2: World, tmp_path: Path) -> None:
     """Two jobs that write the same checkpoints: each deletes what the other has not finished."""
     root = str(tmp_path)
-    lock = DirLock(root, flag="--save", contents="checkpoints")
-    lock.acquire()
+    lock, _ = dir_claim.lock_folder(root, flag="--save", contents="checkpoints")
     unfinished = tmp_path / "iter_0000007.incomplete"
     unfinished.mkdir()
     first, second = world2.run(claims, [root, root])

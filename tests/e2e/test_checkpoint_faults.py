@@ -21,7 +21,7 @@ from support.bad_input_cases import command_line, good_documents, write_dataset
 from support.forked_runs import ForkedRuns, RankResult
 
 from megatron.bcd.checkpoint import layout
-from megatron.bcd.runtime.dir_lock import DirLock
+from megatron.bcd.runtime import dir_claim
 
 SAVED = 3  # iterations, each with a checkpoint
 FLAGS = ("--save", "saved", "--save-interval", "1", "--eval-iters", "0", "--bcd-steps-per-block", "2")
@@ -223,8 +223,7 @@ def test_another_models_checkpoint(runs: ForkedRuns, workplace: Callable[[int], 
 def test_two_jobs_in_one_folder(runs: ForkedRuns, workplace: Callable[[int], Path], num_ranks: int) -> None:
     """Two jobs that delete each other's unfinished checkpoints; here this process is the first job."""
     place = workplace(num_ranks)
-    lock = DirLock(str(place / "saved"), flag="--save", contents="checkpoints")
-    lock.acquire()
+    lock, _ = dir_claim.lock_folder(str(place / "saved"), flag="--save", contents="checkpoints")
     before = digests(place)
     assert_refused(resume(runs, place, num_ranks), "--save saved", f"pid {os.getpid()} ")
     assert digests(place) == before

@@ -76,18 +76,18 @@ def saved_in_passing(config: RunConfig, iteration: int, root: str) -> list[str]:
 def writes_held_back() -> Iterator[threading.Event]:
     """Until the event is set, no weight is written to a file; a minute at most."""
     release = threading.Event()
-    original = shard_writer.FileSystemWriterAsync.write_preloaded_data
+    original = shard_writer.FileSystemWriter.write_data
 
     def write_later(*args: Any, **kwargs: Any) -> Any:
         release.wait(60)
         return original(*args, **kwargs)
 
-    shard_writer.FileSystemWriterAsync.write_preloaded_data = staticmethod(write_later)
+    shard_writer.FileSystemWriter.write_data = write_later
     try:
         yield release
     finally:
         release.set()
-        shard_writer.FileSystemWriterAsync.write_preloaded_data = staticmethod(original)
+        shard_writer.FileSystemWriter.write_data = original
 
 
 def point_to(root: str, iteration: int) -> None:

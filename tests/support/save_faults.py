@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.distributed.checkpoint import filesystem
 
 from megatron.bcd.checkpoint import saver, shard_writer
 from megatron.bcd.config import RunConfig
@@ -34,14 +34,12 @@ def _out_of_memory(*args: Any, **kwargs: Any) -> Any:
 
 
 PATCHES: dict[str, Callable[[], Any]] = {
-    "shard": lambda: mock.patch.object(filesystem_async, "_write_item", _fails(errno.ENOSPC)),
+    "shard": lambda: mock.patch.object(filesystem, "_write_item", _fails(errno.ENOSPC)),
     "checksum of a shard": lambda: mock.patch.object(shard_writer, "file_digest", _fails(errno.EIO)),
     "copy in host memory": lambda: mock.patch.object(shard_writer.ShardWrite, "_on_host", _out_of_memory),
     "random states": lambda: mock.patch.object(saver.atomic_io, "write", _fails(errno.EDQUOT)),
     "rank 0's own files": lambda: mock.patch.object(saver, "save_config", _fails(errno.EACCES)),
-    "index of the shards": lambda: mock.patch.object(
-        filesystem_async.FileSystemWriterAsync, "finish", _fails(errno.EIO)
-    ),
+    "index of the shards": lambda: mock.patch.object(filesystem.FileSystemWriter, "finish", _fails(errno.EIO)),
     "checksums": lambda: mock.patch.object(saver.layout, "finish", _fails(errno.ENOSPC)),
     "last renaming": lambda: mock.patch.object(saver.layout, "publish", _fails(errno.ESTALE)),
 }

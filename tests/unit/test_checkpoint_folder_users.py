@@ -10,12 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.bcd.runtime.dir_claim import SharedDiskProbe
-from megatron.bcd.runtime.dir_lock import DirLock
-
-
-def save_lock(root: Path) -> DirLock:
-    return DirLock(str(root), flag="--save", contents="checkpoints")
+from megatron.bcd.runtime.dir_claim import becomes_visible, lock_folder
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"{}", b"[1]", b'{"pid": "\\u001b", "host": 1, "since": 2}'])
@@ -26,7 +21,7 @@ def test_lock_of_an_unknown_job(tmp_path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         with pytest.raises(ValueError, match="unknown"):
-            save_lock(tmp_path).acquire()
+            lock_folder(str(tmp_path), flag="--save", contents="checkpoints")
 
 
 def test_no_locks_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,25 +32,19 @@ def test_no_locks_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    lock = save_lock(tmp_path)
-    warning = lock.acquire()
+    _, warning = lock_folder(str(tmp_path), flag="--save", contents="checkpoints")
     assert warning is not None and f"--save {tmp_path}" in warning
-    lock.release()
     code = errno.EIO
     with pytest.raises(OSError, match="Input/output error"):
-        lock.acquire()
+        lock_folder(str(tmp_path), flag="--save", contents="checkpoints")
 
 
 def test_shared_folder(tmp_path: Path) -> None:
     """Nodes that write to disks of their own would be noticed by the first load; a slow disk is no reason to stop."""
     root = tmp_path / "root"
-    probe = SharedDiskProbe(root=str(root), token="a1")
-    assert not probe.is_visible(timeout=0)
-    late = threading.Timer(0.3, probe.create)
+    assert not becomes_visible(str(root), "probe", timeout=0)
+    late = threading.Timer(0.3, lambda: (root.mkdir(), (root / "probe").touch()))
     late.start()
-    assert probe.is_visible(timeout=60)
+    assert becomes_visible(str(root), "probe", timeout=60)
     late.join()
-    assert not SharedDiskProbe(root=str(root), token="b2").is_visible(timeout=0.2)
-    probe.remove()
-    probe.remove()
-    assert not probe.is_visible(timeout=0) and list(root.iterdir()) == []
+    assert not becomes_visible(str(root), "other", timeout=0.2)

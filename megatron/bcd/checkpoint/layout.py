@@ -5,13 +5,12 @@ Below a root (--save, --load), as in stock Megatron-LM::
     iter_0000007/                        complete
     iter_0000007/checksums.json          {"files": {name: {"bytes": n, "sha256": hex}}}, all other files in it
     latest_checkpointed_iteration.txt    number of the newest, written last: the tracker
-    .lock                                held by the job that writes here (`runtime.dir_lock`)
+    .lock                                held by the job that writes here (`runtime.dir_claim`)
 
 and during a save, or after a killed one until `clean_leftovers`::
 
     iter_0000007.incomplete/             being written
-    iter_0000007.replaced/               complete; being replaced by another of that number
-    iter_0000007.removed/                being deleted
+    iter_0000007.removed/                being deleted, or replaced by the incomplete one of that number
 
 A complete folder is never modified: its name appears and disappears by renaming. So a kill, a full disk or a power cut
 leaves the previous checkpoint intact. OSError is not caught.
@@ -35,7 +34,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 CHECKSUMS = "checksums.json"
 OTHER_FILES = "other files"
 
-_INCOMPLETE, _REPLACED, _REMOVED = ".incomplete", ".replaced", ".removed"
+_INCOMPLETE, _REMOVED = ".incomplete", ".removed"
 _PIECE_BYTES = 8 * 2**20
 
 
@@ -100,22 +99,19 @@ def publish(root: str, iteration: int) -> None:
         FileNotFoundError: there is no finished `incomplete_folder`; nothing was changed.
     """
     folder, target = incomplete_folder(root, iteration), iteration_folder(root, iteration)
-    replaced = target + _REPLACED
     os.stat(os.path.join(folder, CHECKSUMS))
-    if os.path.lexists(target):
-        _remove(replaced)
-        os.rename(target, replaced)
+    _set_aside(target)
     try:
         os.rename(folder, target)
     except OSError:
-        if os.path.lexists(replaced):
-            os.rename(replaced, target)
+        if os.path.lexists(target + _REMOVED):
+            os.rename(target + _REMOVED, target)
         raise
     atomic_io.sync(root)
     atomic_io.write(os.path.join(root, TRACKER + ".new"), str(iteration).encode())
     os.replace(os.path.join(root, TRACKER + ".new"), os.path.join(root, TRACKER))
     atomic_io.sync(root)
-    _remove(replaced)
+    _delete(target + _REMOVED)
 
 
 def prune(root: str, keep: int, *, retain_interval: int | None = None) -> list[int]:
@@ -146,30 +142,22 @@ def clear(root: str) -> None:
         _remove(iteration_folder(root, iteration))
 
 
-def clean_leftovers(root: str) -> list[str]:
+def clean_leftovers(root: str) -> None:
     """Clean up after a killed job. The caller holds the lock of `root` and writes no checkpoint.
 
     An unfinished checkpoint is deleted. One that was being replaced gets its name back if the new one is missing.
-    Returns one line for each.
     """
-    done = []
-    for iteration in _iterations(root, _REPLACED):
+    for iteration in _iterations(root, _REMOVED):
         target = iteration_folder(root, iteration)
-        if os.path.lexists(target):
-            _remove(target + _REPLACED)
-            done.append(f"{target + _REPLACED} deleted")
-        else:
-            os.rename(target + _REPLACED, target)
+        if os.path.lexists(incomplete_folder(root, iteration)) and not os.path.lexists(target):
+            os.rename(target + _REMOVED, target)
             atomic_io.sync(root)
-            done.append(f"{target} restored: the job that was replacing it was killed")
-    for suffix in (_INCOMPLETE, _REMOVED):
-        for iteration in _iterations(root, suffix):
-            leftover = iteration_folder(root, iteration) + suffix
-            _delete(leftover)
-            done.append(f"{leftover} deleted")
+        else:
+            _delete(target + _REMOVED)
+    for iteration in _iterations(root, _INCOMPLETE):
+        _delete(incomplete_folder(root, iteration))
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(root, TRACKER + ".new"))
-    return done
 
 
 # --- reading
@@ -221,13 +209,17 @@ def is_foreign(folder: str) -> bool:
 def damage(folder: str, *, part: int = 0, num_parts: int = 1) -> str | None:
     """One line about the first file of a complete checkpoint that is not as it was written; None if all are.
 
-    Every part compares all sizes. The files are divided by bytes over `num_parts`, and part `part` reads and hashes its
-    own. A file that ``checksums.json`` does not list is ignored.
+    Every part compares all sizes. The files are divided over `num_parts`, and part `part` reads and hashes its own. A
+    file that ``checksums.json`` does not list is ignored.
     """
     path = checksums = os.path.join(folder, CHECKSUMS)
     try:
-        digests = _read_digests(checksums)
-        for name in sorted(digests):
+        with open(checksums, encoding="utf-8") as file:
+            files = json.load(file)["files"]
+        digests: dict[str, FileDigest] = {
+            name: {"bytes": files[name]["bytes"], "sha256": files[name]["sha256"]} for name in sorted(files)
+        }
+        for name in digests:
             path, expected = os.path.join(folder, name), digests[name]["bytes"]
             status = os.stat(path)
             if not stat.S_ISREG(status.st_mode):
@@ -235,7 +227,7 @@ def damage(folder: str, *, part: int = 0, num_parts: int = 1) -> str | None:
             if status.st_size != expected:
                 fault = "is truncated" if status.st_size < expected else "is too long"
                 return f"{path} {fault}: {status.st_size} bytes, {expected} were written"
-        for name in _share(digests, part, num_parts):
+        for name in list(digests)[part::num_parts]:  # those of the ranks, by far the largest, follow on each other
             path = os.path.join(folder, name)
             if file_digest(path) != digests[name]:
                 return f"{path} is damaged: its checksum is not that of what was written"
@@ -271,34 +263,18 @@ def _complete(root: str) -> list[int]:
     ]
 
 
-def _read_digests(path: str) -> dict[str, FileDigest]:
-    """The content of ``checksums.json``. Raises OSError, and many errors where it is damaged."""
-    with open(path, encoding="utf-8") as file:
-        files = json.load(file)["files"]
-    return {name: {"bytes": digest["bytes"], "sha256": digest["sha256"]} for name, digest in files.items()}
-
-
-def _share(digests: Mapping[str, FileDigest], part: int, num_parts: int) -> list[str]:
-    """Sorted names of the files that `part` hashes: largest first, each to the part with the fewest bytes so far."""
-    load = [0] * num_parts
-    mine = []
-    for name in sorted(digests, key=lambda name: (-digests[name]["bytes"], name)):
-        taker = load.index(min(load))
-        load[taker] += digests[name]["bytes"]
-        if taker == part:
-            mine.append(name)
-    return sorted(mine)
-
-
 def _remove(folder: str) -> None:
-    """Delete a complete checkpoint, if there is one: first rename it, so that half of it never looks complete."""
-    if not os.path.lexists(folder):
-        return
-    removed = folder.removesuffix(_REPLACED) + _REMOVED
-    _delete(removed)
-    os.rename(folder, removed)
-    atomic_io.sync(os.path.dirname(folder))
-    _delete(removed)
+    """Delete a complete checkpoint: first rename it, so that half of it never looks complete."""
+    _set_aside(folder)
+    _delete(folder + _REMOVED)
+
+
+def _set_aside(folder: str) -> None:
+    """Take a complete checkpoint's name away, if there is one."""
+    _delete(folder + _REMOVED)
+    if os.path.lexists(folder):
+        os.rename(folder, folder + _REMOVED)
+        atomic_io.sync(os.path.dirname(folder))
 
 
 def _delete(folder: str) -> None:

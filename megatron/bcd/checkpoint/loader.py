@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.strategies.base import LoadCommonStrategy
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.bcd.checkpoint import layout, optimizer_state, random_states, run_state
@@ -48,22 +48,11 @@ class Source:
         return f"--load {self.root}: {self.path}"
 
 
-class _NoCommon(LoadCommonStrategy):
+class _NoCommon(TorchCommonLoadStrategy):
     """Keeps Megatron Core from reading ``common.pt``, which is not needed, and in stock's is more than data."""
-
-    def __init__(self) -> None:
-        pass
 
     def load_common(self, checkpoint_dir: Any) -> dict[str, Any]:
         return {}
-
-    def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> Any:
-        raise NotImplementedError
-
-    def check_backend_compatibility(self, loaded_version: Any) -> None:
-        pass
-
-    check_version_compatibility = check_backend_compatibility
 
 
 def current_layout() -> dict[str, Any]:

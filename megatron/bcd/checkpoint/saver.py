@@ -142,18 +142,14 @@ class Saver:
         if self._pending is None:
             return True
         pending, self._pending = self._pending, None
-        write = pending.write
-        write.finish()
-        error = pending.error or (None if write.error is None else atomic_io.describe(write.error))
-        ranks = collectives.gather_objects((error, pending.digests | write.digests))
+        error = pending.write.finish()
+        ranks = collectives.gather_objects((pending.error or error, pending.digests | pending.write.digests))
         error = next((rank[0] for rank in ranks if rank[0] is not None), None)
         if error is None and self._is_first:
             digests = {name: digest for rank in ranks for name, digest in rank[1].items()}
 
             def publish() -> None:
-                folder = layout.incomplete_folder(self.root, pending.iteration)
-                digests[".metadata"] = layout.file_digest(os.path.join(folder, ".metadata"))
-                layout.finish(folder, digests)
+                layout.finish(layout.incomplete_folder(self.root, pending.iteration), digests)
                 layout.publish(self.root, pending.iteration)
 
             error = _error_of(publish)

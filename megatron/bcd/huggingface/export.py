@@ -60,8 +60,7 @@ class Exporter:
             sharded = unwrap_model(model).sharded_state_dict()
             write = ShardWrite({f"model.{name}": part for name, part in sharded.items()}, weights, in_background=False)
             write.start()
-            write.finish()
-            error = collectives.first_error(None if write.error is None else atomic_io.describe(write.error))
+            error = write.finish()
         difference = None
         if error is None:
             error, difference = collectives.long_on_rank_0(lambda: self._convert(weights, target))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
+import json
 import os
 import socket
 import time
@@ -12,18 +13,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from filelock import Timeout, UnixFileLock
 
 from megatron.bcd.runtime import collectives
-from megatron.bcd.runtime.dir_lock import DirLock
 
 _POLL_SECONDS = 0.1
+_NO_LOCKS_HERE = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DirClaim:
-    """The right of this job to write below a folder. The kernel takes it back when the process ends."""
+    """The right of this job to write below a folder."""
 
-    lock: DirLock | None = None
+    lock: UnixFileLock | None = None
+    """On rank 0."""
     warnings: tuple[str, ...] = ()
 
     def release(self) -> None:
@@ -42,24 +45,24 @@ def claim(root: str | None, *, flag: str, contents: str, clean: Callable[[str], 
     """
     if root is None:
         return DirClaim()
-    lock = DirLock(root, flag=flag, contents=contents)
+    lock: UnixFileLock | None = None
 
     def prepare() -> tuple[str, str | None]:
-        warning = lock.acquire()
+        nonlocal lock
+        lock, warning = lock_folder(root, flag=flag, contents=contents)
         if clean is not None:
             clean(root)
-        token = uuid.uuid4().hex
-        SharedDiskProbe(root=root, token=token).create()
-        return token, warning
+        probe = f".shared_probe_{uuid.uuid4().hex}"
+        with open(os.path.join(root, probe), "w"):
+            return probe, warning
 
     try:
-        token, warning = collectives.on_rank_0(prepare)
+        probe, warning = collectives.on_rank_0(prepare)
     except OSError as error:
         raise ValueError(f"{flag} {root} can't be written ({error.strerror}): give a folder that can") from None
-    probe = SharedDiskProbe(root=root, token=token)
-    hosts = collectives.gather_objects((socket.gethostname(), probe.is_visible()))
+    hosts = collectives.gather_objects((socket.gethostname(), becomes_visible(root, probe)))
     if torch.distributed.get_rank() == 0:
-        probe.remove()
+        os.unlink(os.path.join(root, probe))
     blind = sorted({host for host, sees_probe in hosts if not sees_probe})
     if blind:
         raise ValueError(
@@ -74,36 +77,57 @@ def exists(root: str | None) -> bool:
     return collectives.on_rank_0(lambda: root is not None and os.path.isdir(root))
 
 
-@dataclass(frozen=True, kw_only=True)
-class SharedDiskProbe:
-    """A file that one rank creates and the others look for. `token` differs from job to job. No collectives."""
+def lock_folder(root: str, *, flag: str, contents: str) -> tuple[UnixFileLock, str | None]:
+    """A lock on the file ``.lock`` of a folder, which is created if it is missing; a warning if the disk has no locks.
 
-    root: str
-    token: str
+    The kernel releases it when this process ends, however it ends. Child processes do not inherit it.
 
-    @property
-    def _name(self) -> str:
-        return f".shared_probe_{self.token}"
+    Raises:
+        ValueError: another job holds it.
+    """
+    path = os.path.join(root, ".lock")
+    os.makedirs(root, exist_ok=True)
+    lock = UnixFileLock(path, thread_local=False, fallback_to_soft=False, on_acquired=_write_holder)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise ValueError(
+            f"{flag} {root}: another job ({_read_holder(path)}) is writing {contents} there; give another folder or "
+            "stop that job"
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS_HERE:
+            raise
+        return lock, (
+            f"{flag} {root}: its file system can't lock files ({error.strerror}); two jobs that write there would "
+            f"destroy each other's {contents}"
+        )
+    return lock, None
 
-    def create(self) -> None:
-        """Create the file, and the folder if it is missing."""
-        os.makedirs(self.root, exist_ok=True)
-        with open(os.path.join(self.root, self._name), "w"):
-            pass
 
-    def is_visible(self, timeout: float = 5.0) -> bool:
-        """Whether the file becomes visible to this process within `timeout` seconds."""
-        deadline = time.monotonic() + timeout
-        while True:
-            # an NFS client may answer a look-up by name from its cache; a listing comes from the server
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                if self._name in os.listdir(self.root):
-                    return True
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(_POLL_SECONDS)
+def _write_holder(file: int) -> None:
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    os.ftruncate(file, 0)
+    os.pwrite(file, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}).encode(), 0)
 
-    def remove(self) -> None:
-        """Delete the file."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(self.root, self._name))
+
+def _read_holder(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            holder = json.loads(file.read(1000))
+        text = f"pid {holder['pid']} on host {holder['host']} since {holder['since']}"
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return "unknown"
+    return text if text.isprintable() else "unknown"
+
+
+def becomes_visible(root: str, name: str, timeout: float = 5.0) -> bool:
+    """Whether this process sees the file within `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while True:
+        # an NFS client may answer a look-up by name from its cache; a listing comes from the server
+        if os.path.isdir(root) and name in os.listdir(root):
+            return True
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
