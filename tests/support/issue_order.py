@@ -251,11 +251,12 @@ class Rank:
             elif event.what == "evaluate":
                 pipeline(forward_only=True, **arguments)
                 self.collective("losses", "pp")
-            elif event.what == "fill" and case.num_chunks > 1:
-                pipeline.run_chunks_forward(num_chunks=event.block, **arguments)
+            elif event.what == "fill":  # up to the first active layer
+                num_stages, num_chunks = event.block + 1, 1
+                if case.num_chunks > 1:
+                    num_stages, num_chunks = case.num_stages, event.block
+                pipeline.run_prefix_forward(num_stages=num_stages, num_chunks=num_chunks, **arguments)
                 self.collective("errors of the fill", "world")
-            elif event.what == "fill":
-                self._fill(pipeline.prefix_link(model), event.block)
             else:
                 self.collective("state of the run", "world")
                 self.collective("checkpoint", "dp")
@@ -296,19 +297,6 @@ class Rank:
         self.collective("norm of the gradient", "norm")
         if self._is_active:
             self.collective("parameters", "dp")
-
-    def _fill(self, link: Any, first_trainable: int) -> None:
-        """As a fill of the prefix cache: up to the first active layer."""
-        if self.stage <= first_trainable:
-            for number in range(self.case.num_microbatches):
-                if self.stage > 0:
-                    received = link.receive_forward((1,))
-                    link.wait_for(received)
-                    self._use(received, ("prefix output", self._event, number))
-                if self.stage < first_trainable:
-                    link.send_forward(self._labelled(("prefix output", self._event, number)))
-        link.finish_sends()
-        self.collective("errors of the fill", "world")
 
 
 _CURRENT: list[Rank] = []

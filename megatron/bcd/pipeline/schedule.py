@@ -63,13 +63,6 @@ class PipelineSchedule:
         assert self._done_ahead == 0, "microbatches that ran ahead belong to the phase before"
         self._block, self._is_prefix_served = block, is_prefix_served
 
-    def prefix_link(self, model: torch.nn.Module) -> Messages | None:
-        """For forward passes of the prefix outside of an iteration; None on one pipeline stage. A collective."""
-        if self._partition.num_stages == 1:
-            return None
-        self._set_up(model)
-        return self._prefix_messages
-
     def prepare_next(self, num_microbatches: int) -> None:
         """The next training iteration follows directly upon the coming one, in the same phase, with so many
         microbatches; 0 if not: at the end of a phase, before an evaluation or a checkpoint, at the end of the data."""
@@ -127,15 +120,19 @@ class PipelineSchedule:
         self._inputs_ahead = iteration.inputs_ahead()
         return reported
 
-    def run_chunks_forward(self, *, model: Any, num_chunks: int, num_microbatches: int, **arguments: Any) -> list[Any]:
-        """Forward passes of the first `num_chunks` chunks of every stage, outside of an iteration. A collective.
+    def run_prefix_forward(
+        self, *, model: Any, num_stages: int, num_chunks: int, num_microbatches: int, **arguments: Any
+    ) -> None:
+        """Forward passes of the first chunks of the first stages, outside of an iteration. A collective.
 
-        Returns what the function beside the output made of it, by microbatch, on the last stage.
+        The last of these stages calls the function beside the output with it.
         """
-        num_stages = self._partition.num_stages
-        shape = evaluation_shape(num_stages=num_stages, num_chunks=num_chunks, num_microbatches=num_microbatches)
-        with torch.no_grad():
-            return self.execute(shape, model, collect_non_loss_data=True, **arguments)
+        self._set_up(model)
+        assert self._groups is not None
+        if num_microbatches and self._groups.pp.rank() < num_stages:
+            shape = evaluation_shape(num_stages=num_stages, num_chunks=num_chunks, num_microbatches=num_microbatches)
+            with torch.no_grad():
+                self.execute(shape, model, collect_non_loss_data=True, **arguments)
 
     def shape(self, num_microbatches: int, *, forward_only: bool = False) -> PlanShape:
         """Of the coming iteration."""

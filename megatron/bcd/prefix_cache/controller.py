@@ -44,7 +44,6 @@ _MICROBATCHES_PER_ROUND = 16
 _MAX_PENDING_WRITES = 4
 _MICROBATCHES_AHEAD = 4
 _STOPPED = "the run is asked to stop"
-_DIGEST_CHUNK = 1 << 22
 
 
 class PrefixCache:
@@ -200,7 +199,7 @@ class PrefixCache:
 
         return collectives.on_rank_0(key)
 
-    def _weights(self, num_layers: int) -> list[tuple[int, int, str, int]]:
+    def _weights(self, num_layers: int) -> list[tuple[int, int, str, str]]:
         """A digest of each parameter before layer `num_layers`, by stage, tensor rank and name. A collective."""
         mine = []
         if replicas.rank() == 0:
@@ -208,7 +207,7 @@ class PrefixCache:
             for name, parameter in unwrap_model(self.model).named_parameters():
                 place = ownership(name, partition=self.partition, stage=self.stage)
                 if place.module == "embedding" or (place.layer is not None and place.layer < num_layers):
-                    mine.append((self.stage, tensor_rank, name, bits_digest(parameter)))
+                    mine.append((self.stage, tensor_rank, name, _digest(parameter)))
         return sorted(itertools.chain.from_iterable(collectives.gather_objects(mine)))
 
     def _with_prefix_outputs(
@@ -220,7 +219,8 @@ class PrefixCache:
         indices = data.of_subset(dealt, subset=subset, phase=self._phase, position=position)
         outputs = _read_ahead(file, indices, DTYPES[self.config.precision])
         with contextlib.closing(outputs):  # type: ignore[type-var]
-            for batch, output in zip(batches, device.copied_ahead(outputs), strict=False):
+            for batch, on_host in zip(batches, outputs, strict=False):
+                output = on_host.to(device.current(), non_blocking=True)
                 self._hits += output.size(1)
                 yield batch | {"prefix_output": data.part_of_sequences(output)}
 
@@ -241,19 +241,17 @@ class _Fill:
         self._model, self._dataset = cache.model, cache.dataset
         self._pipeline, self._should_stop = cache.pipeline, cache.should_stop
         config, partition, block = cache.config, cache.partition, cache.block
-        self._micro_batch_size = config.training.micro_batch_size
-        self._length, self._hidden_size = config.model.seq_length, config.hidden_size
-        self._link = self._pipeline.prefix_link(self._model)
-        self._stage = cache.stage
-        self._needs_batch = self._stage == 0 or config.data.reset_attention_mask
-        first_active = len(partition.prefix_layers(block))
-        self._num_chunks = 0  # of every stage that hold the prefix; 0 where a stage is one chunk
-        self._last_stage = partition.first_trainable_stage(block)
-        if partition.num_chunks > 1:
+        self._micro_batch_size, self._length = config.training.micro_batch_size, config.model.seq_length
+        self._needs_batch = cache.stage == 0 or config.data.reset_attention_mask
+        self._num_stages, self._num_chunks = partition.first_trainable_stage(block) + 1, 1
+        self._first_active: int | None = None
+        """Number of the first active layer on this stage, where the prefix ends amid a chunk."""
+        if partition.num_chunks > 1:  # whole chunks
+            self._num_stages = partition.num_stages
             self._num_chunks = partition.first_trainable_virtual_stage(block) // partition.num_stages
-            self._last_stage = partition.num_stages - 1
-        self._ends_here = self._stage == self._last_stage
-        self._local_layer = first_active - partition.chunk_layers(self._stage, 0).start
+        elif cache.stage == self._num_stages - 1:
+            layers = partition.chunk_layers(cache.stage, 0)
+            self._first_active = layers.index(len(partition.prefix_layers(block)))
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="prefix-fill")
         self._writes: deque[Future[None]] = deque()
         self._error = ""
@@ -268,8 +266,6 @@ class _Fill:
             for start in range(0, share, size * _MICROBATCHES_PER_ROUND):
                 end = min(start + size * _MICROBATCHES_PER_ROUND, len(mine))
                 self._compute([mine[first : min(first + size, end)] for first in range(start, end, size)])
-                if self._link is not None:
-                    self._link.finish_sends()
                 while self._writes:
                     self._finish_oldest_write()
                 error = collectives.first_error(self._error or None)
@@ -277,43 +273,16 @@ class _Fill:
                     return error or _STOPPED
         return ""
 
-    @torch.no_grad()
     def _compute(self, microbatches: Sequence[Indices]) -> None:
-        """Entries of these slots. A collective within the replica."""
-        if self._num_chunks:
-            if microbatches:
-                self._compute_in_chunks(microbatches)
-            return
-        if self._stage > self._last_stage:
-            return
-        model = unwrap_model(self._model)
-        shape = self._length // parallel_state.get_context_parallel_world_size(), self._micro_batch_size
-        for slots in microbatches:
-            batch = self._batch(slots)
-            if self._stage > 0:
-                assert self._link is not None
-                received = self._link.receive_forward((*shape, self._hidden_size))
-                self._link.wait_for(received)
-                model.set_input_tensor(received)
-            try:
-                output = self._forward(batch)
-            finally:
-                model.set_input_tensor(None)
-            if self._ends_here:
-                self._write(slots, output)
-            else:
-                assert self._link is not None
-                self._link.send_forward(output)
-
-    def _compute_in_chunks(self, microbatches: Sequence[Indices]) -> None:
-        """Through all chunks that hold the prefix, as in an evaluation."""
+        """Entries of these slots, by the pipeline of an evaluation that ends with the prefix. A collective."""
         done = iter(microbatches)
 
         def step(batches: Iterator[data.Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., None]]:
-            return _output(model, next(batches)), lambda output, non_loss_data: self._write(next(done), output)
+            return self._forward(model, next(batches)), lambda output, non_loss_data: self._write(next(done), output)
 
-        self._pipeline.run_chunks_forward(
+        self._pipeline.run_prefix_forward(
             model=self._model,
+            num_stages=self._num_stages,
             num_chunks=self._num_chunks,
             num_microbatches=len(microbatches),
             data_iterator=map(self._batch, microbatches),
@@ -330,14 +299,15 @@ class _Fill:
         slots = numpy.pad(slots, (0, self._micro_batch_size - len(slots)), mode="edge")
         return data.batch_of(self._dataset, self._file.samples[slots].tolist())
 
-    def _forward(self, batch: data.Batch) -> torch.Tensor:
-        """This stage's output; on the stage of the first active layer, that layer's input."""
-        if not self._ends_here:
-            return _output(self._model, batch)
-        layer = unwrap_model(self._model).decoder.layers[self._local_layer]
-        hook = layer.register_forward_pre_hook(_reached, with_kwargs=True)
+    def _forward(self, model: torch.nn.Module, batch: data.Batch) -> torch.Tensor:
+        """The chunk's output, or the input of the first active layer in it."""
+        if self._first_active is None:
+            return _output(model, batch)
+        hook = (
+            unwrap_model(model).decoder.layers[self._first_active].register_forward_pre_hook(_reached, with_kwargs=True)
+        )
         try:
-            _output(self._model, batch)
+            _output(model, batch)
         except _Reached as reached:
             return reached.hidden_states
         finally:
@@ -406,16 +376,6 @@ def _describe_data(config: RunConfig, dataset: Any) -> list[str]:
     return parts
 
 
-@torch.no_grad()
-def bits_digest(tensor: torch.Tensor) -> int:
-    """64 bits from the bits and places of all elements, computed where the tensor is: a sum of a hash (SplitMix64's) of
-    both. Integers, so that the order of summation does not count."""
-    bits = tensor.reshape(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
-    total = 0
-    for start in range(0, bits.numel(), _DIGEST_CHUNK):
-        chunk = bits[start : start + _DIGEST_CHUNK].to(torch.int64)
-        places = torch.arange(start, start + chunk.numel(), device=chunk.device)
-        mixed = (chunk + places * -0x61C8864680B583EB) * -0x40A7B892E31B1A47
-        mixed = (mixed ^ (mixed >> 29)) * -0x6B2FB644ECCEEE15
-        total += int((mixed ^ (mixed >> 32)).sum())
-    return total % 2**64
+def _digest(tensor: torch.Tensor) -> str:
+    on_host = tensor.detach().cpu().contiguous()
+    return hashlib.sha256(on_host.view(torch.uint8).numpy()).hexdigest()

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
 import torch
@@ -109,28 +108,6 @@ class HostCopy:
         if self._done is not None:
             self._done.synchronize()
         return list(self._values.tolist())
-
-
-def copied_ahead(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Tensors of host memory on this device, in their order. On a GPU the next one is copied on a stream of its own
-    while the present one is used, for which both must be page-locked."""
-    if not has_cuda():
-        yield from tensors
-        return
-    stream, target = torch.cuda.Stream(), current()
-    ahead: deque[torch.Tensor] = deque()
-    coming = iter(tensors)
-    while True:
-        while len(ahead) < 2 and (on_host := next(coming, None)) is not None:
-            with torch.cuda.stream(stream):
-                ahead.append(on_host.to(target, non_blocking=True))
-        if not ahead:
-            return
-        stream_of_use = torch.cuda.current_stream()
-        stream_of_use.wait_stream(stream)
-        tensor = ahead.popleft()
-        tensor.record_stream(stream_of_use)  # else the allocator gives its memory to the next copy too early
-        yield tensor
 
 
 Copied: TypeAlias = torch.cuda.Event | None
