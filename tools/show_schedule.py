@@ -25,7 +25,7 @@ from _parser import Parser, bad_input, leave_with
 from megatron.bcd.pipeline.build import build_plan, most_graphs
 from megatron.bcd.pipeline.plan import Kind, PlanShape, default_run_ahead, interleaved_shape, stock_shape
 from megatron.bcd.pipeline.render import backward_messages, cell_unit, describe, label, legend, passes, render_grids
-from megatron.bcd.pipeline.simulate import Span, Timeline, action_costs, simulate
+from megatron.bcd.pipeline.simulate import ActionCosts, Span, Timeline, simulate
 from megatron.bcd.pipeline.validate import validate_plan
 
 PROG = "tools/show_schedule.py"
@@ -144,8 +144,8 @@ def timeline_of(shape: PlanShape, arguments: argparse.Namespace) -> Timeline:
     plan = build_plan(shape)
     validate_plan(plan)
     forward, backward, backward_input = (costs[name] for name in ("forward", "backward", "backward_input"))
-    return simulate(plan, action_costs(shape, forward=forward, backward=backward, backward_input=backward_input,
-                                       message=arguments.message))  # fmt: skip
+    return simulate(plan, ActionCosts(forward=forward, backward=backward, backward_input=backward_input,
+                                      message=arguments.message))  # fmt: skip
 
 
 def title(name: str, shape: PlanShape) -> str:

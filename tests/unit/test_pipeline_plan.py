@@ -23,7 +23,7 @@ from megatron.bcd.pipeline.plan import (
     interleaved_shape,
     stock_shape,
 )
-from megatron.bcd.pipeline.simulate import ActionCosts, Timeline, action_costs, simulate
+from megatron.bcd.pipeline.simulate import ActionCosts, Timeline, simulate
 from megatron.bcd.pipeline.validate import PlanError, validate_plan
 
 
@@ -50,7 +50,7 @@ def chunked(stages: int = 4, chunks: int = 3, microbatches: int = 8, *, blocks: 
 def unit_costs(shape: PlanShape, *, message: float = 0.0) -> ActionCosts:
     """In forward passes: forward, input gradients and weight gradients take 1 each, on every virtual stage."""
     ones, twos = (1.0,) * shape.num_virtual, (2.0,) * shape.num_virtual
-    return action_costs(shape, forward=ones, backward=twos, backward_input=ones, message=message)
+    return ActionCosts(forward=ones, backward=twos, backward_input=ones, message=message)
 
 
 def sweep(stages: Iterable[int], microbatches: Iterable[int]) -> Iterator[PlanShape]:

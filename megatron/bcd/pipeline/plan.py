@@ -223,7 +223,7 @@ class Plan:
 
 
 def evaluation_shape(*, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> PlanShape:
-    """Forward passes only, on every stage; of the first chunks where `num_chunks` is not all."""
+    """Forward passes only; of the first stages or chunks where the numbers are not all."""
     num_virtual = num_stages * num_chunks
     return PlanShape(
         num_stages=num_stages,

@@ -10,51 +10,30 @@ done once per iteration.
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.bcd.pipeline.plan import Action, Kind, Message, Plan, PlanShape, message_of
+from megatron.bcd.pipeline.plan import Action, Kind, Message, Plan, message_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActionCosts:
-    """The time of every kind of pass on every virtual stage, and of a message."""
+    """The time of every kind of pass, by virtual stage, and of a message."""
 
-    seconds: Mapping[tuple[int, Kind], float]
-    """By virtual stage and kind."""
+    forward: Sequence[float]
+    """With a graph or without."""
+    backward: Sequence[float]
+    backward_input: Sequence[float]
     message: float = 0.0
 
-    def __post_init__(self) -> None:
-        """Raises ValueError for a cost that is no time."""
-        for cost in (*self.seconds.values(), self.message):
-            if not (math.isfinite(cost) and cost >= 0):
-                raise ValueError(f"cost {cost}: must be a time, at least 0")
-
     def of(self, virtual: int, kind: Kind) -> float:
-        return self.seconds[virtual, kind]
-
-
-def action_costs(
-    shape: PlanShape,
-    *,
-    forward: Sequence[float],
-    backward: Sequence[float],
-    backward_input: Sequence[float],
-    message: float = 0.0,
-) -> ActionCosts:
-    """Costs given by virtual stage; forward-only costs as much as forward. Raises ValueError as ActionCosts.
-
-    In a stock plan a frozen stage 0 receives gradients, but neither a weight nor an input of it wants one: its backward
-    costs nothing.
-    """
-    seconds: dict[tuple[int, Kind], float] = {}
-    for virtual in range(shape.num_virtual):
-        seconds[virtual, Kind.FORWARD] = seconds[virtual, Kind.FORWARD_ONLY] = forward[virtual]
-        seconds[virtual, Kind.BACKWARD] = backward[virtual]
-        seconds[virtual, Kind.BACKWARD_INPUT] = backward_input[virtual] if virtual else 0.0
-    return ActionCosts(seconds=seconds, message=message)
+        if kind.is_forward:
+            return self.forward[virtual]
+        if kind is Kind.BACKWARD:
+            return self.backward[virtual]
+        # in a stock plan a frozen stage 0 receives gradients, but neither a weight nor an input of it wants one
+        return self.backward_input[virtual] if virtual else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +81,7 @@ class Timeline:
 
 
 def simulate(plan: Plan, costs: ActionCosts) -> Timeline:
-    """When every action of a plan begins and ends. Raises ValueError for a plan in which stages wait for each other for
-    ever (`validate_plan` says why)."""
+    """When every action of a plan begins and ends."""
     return Timeline(plan=plan, spans=_Simulation(plan, costs).run())
 
 
@@ -136,10 +114,8 @@ class _Simulation:
         while is_moving:
             moved = [self._advance(stage) for stage in stages]
             is_moving = any(moved)
-        for stage, actions in enumerate(self._plan.stages):
-            if len(self._spans[stage]) < len(actions):
-                action = actions[len(self._spans[stage])]
-                raise ValueError(f"stage {stage} waits for ever in {action.kind} of microbatch {action.microbatch}")
+        done = zip(self._spans, self._plan.stages, strict=True)
+        assert all(len(spans) == len(actions) for spans, actions in done), "stages wait for each other for ever"
         return tuple(map(tuple, self._spans))
 
     def _advance(self, stage: int) -> bool:

@@ -1,15 +1,14 @@
 """Whether a plan does its work once, in a possible order, and never hangs. Pure.
 
 Nothing here knows how a plan is built. Each stage's actions are followed one by one: what an action needs must be
-there, and what it makes must be used. Then the messages between each two stages are read from both ends, in both
-directions together, because a pair of stages may share one communicator. At last the stages run against each other with
-every message as a rendezvous: a send ends only where its receive has begun. The executor waits less than that, and
-whoever waits less cannot hang where this does not.
+there, and what it makes must be used. Then the stages run against each other with every message as a rendezvous: a send
+ends only where its receive has begun, and the messages between two stages come in one order at both ends, because a
+pair of stages may share one communicator. The executor waits less than that, and whoever waits less cannot hang where
+this does not.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
@@ -61,31 +60,9 @@ def validate_plan(plan: Plan) -> None:
         for stage, actions in enumerate(plan.stages)
     ]
     for stage, places in enumerate(stages):
-        for place in places:
-            _check_kind(shape, place)
-        _check_order(shape, stage, places)
         _follow(shape, stage, places)
-    _check_pairs(shape, stages)
+        _check_order(shape, stage, places)
     _check_no_deadlock(shape, stages)
-
-
-def _check_kind(shape: PlanShape, place: _Place) -> None:
-    """The chunk may do this in its phase, and a message has somebody at the other end."""
-    kind, virtual = place.action.kind, place.virtual
-    if not 0 <= place.action.chunk < shape.num_chunks:
-        raise PlanError(f"{place}: there are {shape.num_chunks} chunks")
-    message = place.message
-    if message is None:
-        if kind not in (shape.forward_kind(virtual), shape.backward_kind(virtual)):
-            raise PlanError(f"{place}: not on virtual stage {virtual}, first trainable {shape.first_trainable}")
-        return
-    other = message.source + message.target - virtual
-    if not 0 <= other < shape.num_virtual:
-        raise PlanError(f"{place}: there is no virtual stage {other}")
-    if message.is_backward and not shape.needs_input_gradient(message.source):
-        raise PlanError(f"{place}: virtual stage {message.target} is forward-only and takes no gradient")
-    if not message.is_backward and shape.is_input_there(message.target, message.microbatch):
-        raise PlanError(f"{place}: virtual stage {message.target} has its input")
 
 
 def _check_order(shape: PlanShape, stage: int, places: Sequence[_Place]) -> None:
@@ -120,7 +97,11 @@ def _follow(shape: PlanShape, stage: int, places: Sequence[_Place]) -> None:
     present = inputs(range(shape.done_ahead))
     made, num_graphs, bound = set(present), 0, max_graphs(shape, stage)
     for place in places:
-        microbatch, virtual = place.action.microbatch, place.virtual
+        kind, microbatch, virtual = place.action.kind, place.action.microbatch, place.virtual
+        if place.action.chunk >= shape.num_chunks:
+            raise PlanError(f"{place}: there are {shape.num_chunks} chunks")
+        if kind.computes and kind not in (shape.forward_kind(virtual), shape.backward_kind(virtual)):
+            raise PlanError(f"{place}: not on virtual stage {virtual}, first trainable {shape.first_trainable}")
         for what in _needs(shape, place):
             thing = what, microbatch, virtual
             if thing not in present:
@@ -133,7 +114,7 @@ def _follow(shape: PlanShape, stage: int, places: Sequence[_Place]) -> None:
                 raise PlanError(f"{place}: the {what} of microbatch {microbatch} comes a second time")
             made.add(thing)
             present.add(thing)
-        num_graphs += (place.action.kind is Kind.FORWARD) - place.action.kind.is_backward
+        num_graphs += (kind is Kind.FORWARD) - kind.is_backward
         if num_graphs > bound:
             raise PlanError(f"{place}: activations of {num_graphs} microbatches are kept, at most {bound} may be")
     ahead = inputs(range(shape.num_microbatches, shape.num_microbatches + shape.run_ahead))
@@ -170,21 +151,6 @@ def _makes(shape: PlanShape, place: _Place) -> Iterator[str]:
         yield "output gradient"
 
 
-def _check_pairs(shape: PlanShape, stages: _Places) -> None:
-    """Both stages of every pair exchange the same messages in the same order."""
-    by_end: defaultdict[tuple[int, int], list[_Place]] = defaultdict(list)
-    for places in stages:
-        for place in places:
-            if place.message is not None:
-                by_end[place.stage, _other(shape, place)].append(place)
-    for here, there in sorted({(min(ends), max(ends)) for ends in by_end}):
-        for one, two in zip_longest(by_end[here, there], by_end[there, here]):
-            if one is None or two is None:
-                raise PlanError(f"{one or two}: has no other end")
-            if one.message != two.message or one.is_send == two.is_send:
-                raise PlanError(f"{one}: meets {two}, another message")
-
-
 def _other(shape: PlanShape, place: _Place) -> int:
     """The stage at the other end of a message."""
     message = place.message
@@ -199,8 +165,10 @@ def _check_no_deadlock(shape: PlanShape, stages: _Places) -> None:
     while to_look_at:
         stage = to_look_at.pop()
         while left[stage]:
-            other = _other(shape, left[stage][-1])
-            if not left[other] or left[other][-1].message != left[stage][-1].message:
+            here = left[stage][-1]
+            other = _other(shape, here)
+            there = left[other][-1] if left[other] else None
+            if there is None or there.message != here.message or there.is_send == here.is_send:
                 break
             left[stage].pop()
             left[other].pop()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from megatron.bcd.pipeline.build import build_plan
 from megatron.bcd.pipeline.plan import Kind, PlanShape
-from megatron.bcd.pipeline.simulate import ActionCosts, action_costs, simulate
+from megatron.bcd.pipeline.simulate import ActionCosts, simulate
 from megatron.bcd.planner.cost import pass_products, state_budget
 from megatron.bcd.planner.matrices import MatrixShare, matrix_share
 from megatron.bcd.planner.memory import recomputation, schedule_shape, stage_buffers
@@ -145,9 +145,7 @@ def _costs(recipe: Recipe, shape: PlanShape, block: int) -> ActionCosts:
         if virtual == shape.last:
             forward[-1] += head
             backward[-1] += (1 + partition.head_active(block)) * head
-    return action_costs(
-        shape, forward=forward, backward=backward, backward_input=backward, message=_message_seconds(recipe)
-    )
+    return ActionCosts(forward=forward, backward=backward, backward_input=backward, message=_message_seconds(recipe))
 
 
 def _group_speed(recipe: Recipe, ranks: int) -> float:
