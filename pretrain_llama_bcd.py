@@ -1,6 +1,6 @@
 """Pretrain a LLaMA with block coordinate descent: torchrun --nproc-per-node N pretrain_llama_bcd.py --help."""
 
-from megatron.bcd.runtime.interrupts import ending_on_signals
+from megatron.bcd.runtime.exit import ending_on_signals
 from megatron.bcd.runtime.threads import wait_briefly
 
 PROG = "pretrain_llama_bcd.py"

@@ -14,7 +14,7 @@ from support import prefix_runs, resumed_runs, worlds
 from support.dist import World
 
 from megatron.bcd.checkpoint import layout
-from megatron.bcd.runtime import interrupts
+from megatron.bcd.runtime.exit import SIGNALS
 
 LAST, ASKED_AT = 9, 4
 PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2, "bcd_layout": "submodel", "bcd_steps_per_block": 3}
@@ -43,13 +43,13 @@ class Asking:
 
 def stopped(config: Any, root: str, how: str, *, rank: int) -> dict[str, Any]:
     """The part up to the stop, and the differences of both parts from the whole run."""
-    handlers = [signal.getsignal(number) for number in interrupts.SIGNALS]
+    handlers = [signal.getsignal(number) for number in SIGNALS]
     whole = resumed_runs.one_part(config)
     with worlds.parallel(config):
         ask = Asking(how, rank=rank)
     first = resumed_runs.one_part(resumed_runs.with_checkpoints(config, save=root), before_step=ask)
     rest = resumed_runs.one_part(resumed_runs.with_checkpoints(config, load=root))
-    assert handlers == [signal.getsignal(number) for number in interrupts.SIGNALS]
+    assert handlers == [signal.getsignal(number) for number in SIGNALS]
     return {
         "said": first["notes"],
         "stopped": first["iteration"],

@@ -465,10 +465,8 @@ def _group(submodels: tuple[Submodel, ...], *, parts: int, layout: str) -> tuple
 
 # ----------------------------------------------------------------------------------------- layers of pipeline stages
 
-_MOST_WORDS = 10**6
-"""Of an unrolled layout; more are taken for a typing error."""
-_REPEATED = (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)")
-"""Megatron Core's: a group in brackets first, then single letters."""
+_REPEATED = (r"\(([^)]+)\)\*(\d{1,3})(?!\d)", r"(.)\*(\d{1,3})(?!\d)")
+"""Megatron Core's: a group in brackets first, then single letters. More than three digits are a typing error."""
 
 
 def layers_per_stage(config: RunConfig) -> tuple[int, ...]:
@@ -527,7 +525,10 @@ def _sizes_of_layout(config: RunConfig, *, num_stages: int) -> tuple[int, ...]:
     text = config.training.pipeline_model_parallel_layout
     assert text is not None
     name = f"--pipeline-model-parallel-layout {text}"
-    stages = _unrolled(text, name).split("|")
+    text = text.replace(",", "")
+    for pattern in _REPEATED:
+        text = re.sub(pattern, lambda match: match[1] * int(match[2]), text)
+    stages = text.split("|")
     if unknown := set("".join(stages)) - set("EtL"):
         raise ValueError(f"{name}: letters are E, t and L, not {', '.join(sorted(unknown))}")
     if len(stages) != num_stages:
@@ -542,21 +543,3 @@ def _sizes_of_layout(config: RunConfig, *, num_stages: int) -> tuple[int, ...]:
             f"the last stage; there are {whole.count('t')} layers"
         )
     return tuple(stage.count("t") for stage in stages)
-
-
-def _unrolled(text: str, name: str) -> str:
-    """The layout without commas and repetitions."""
-    left = _MOST_WORDS
-
-    def repeated(match: re.Match[str]) -> str:
-        nonlocal left
-        times = int(match[2]) if len(match[2]) < len(str(_MOST_WORDS)) else _MOST_WORDS
-        left -= len(match[1]) * times
-        if left <= 0:
-            raise ValueError(f"{name}: has more than {_MOST_WORDS} layers")
-        return match[1] * times
-
-    text = text.replace(",", "")
-    for pattern in _REPEATED:
-        text = re.sub(pattern, repeated, text)
-    return text

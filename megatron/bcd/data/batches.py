@@ -22,7 +22,8 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
 from megatron.bcd.data.lengths import global_batch_size
-from megatron.bcd.runtime import device, interrupts
+from megatron.bcd.runtime import device
+from megatron.bcd.runtime.exit import SIGNALS
 
 _MICROBATCHES_AT_ONCE = 256
 """Microbatches whose indices are computed together, far faster than one by one."""
@@ -171,12 +172,12 @@ def _leave_signals_to_the_rank(worker: int) -> None:
 
     A SIGTERM from its own rank still ends a reader: Python sends one when a rank fails, and then waits without limit.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, interrupts.SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     threading.Thread(target=_end_with_the_rank, name="signals", daemon=True).start()
 
 
 def _end_with_the_rank() -> None:
-    while signal.sigwaitinfo(interrupts.SIGNALS).si_pid != os.getppid():
+    while signal.sigwaitinfo(SIGNALS).si_pid != os.getppid():
         pass
     os._exit(0)
 

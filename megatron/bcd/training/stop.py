@@ -14,7 +14,8 @@ from types import FrameType
 import torch
 
 from megatron.bcd.config import CheckpointConfig
-from megatron.bcd.runtime import device, interrupts
+from megatron.bcd.runtime import device
+from megatron.bcd.runtime.exit import SIGNALS
 
 _DURATION_OVER = 1
 _FORWARD_SECONDS = 2.0
@@ -36,7 +37,7 @@ class StopRequests:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Inside, signals are requests to stop. Only in the main thread."""
-        before = {number: signal.signal(number, self._on_signal) for number in interrupts.SIGNALS}
+        before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         try:
             yield
         finally:
