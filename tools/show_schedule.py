@@ -22,8 +22,9 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _parser import Parser, bad_input, leave_with
 
+from megatron.bcd.blocks.partition import partition
 from megatron.bcd.pipeline.build import build_plan, most_graphs
-from megatron.bcd.pipeline.plan import Kind, PlanShape, default_run_ahead, interleaved_shape, stock_shape
+from megatron.bcd.pipeline.plan import Kind, PlanShape, default_run_ahead, phase_shape, stock_shape
 from megatron.bcd.pipeline.render import backward_messages, cell_unit, describe, label, legend, passes, render_grids
 from megatron.bcd.pipeline.simulate import ActionCosts, Span, Timeline, simulate
 from megatron.bcd.pipeline.validate import validate_plan
@@ -112,13 +113,15 @@ def _interleaved_shapes(arguments: argparse.Namespace) -> dict[str, PlanShape]:
     _check_range("--chunks", chunks, 1, MAX_CHUNKS)
     if chunks % arguments.num_blocks:
         raise ValueError(f"--chunks {chunks}: must be a multiple of --num-blocks {arguments.num_blocks}")
-    shape = interleaved_shape(
+    one_layer_each = partition(
+        num_layers=arguments.stages * chunks,
         num_stages=arguments.stages,
-        num_chunks=chunks,
-        num_microbatches=arguments.microbatches,
         num_blocks=arguments.num_blocks,
-        block=arguments.block,
+        layout=INTERLEAVED,
+        num_parts=chunks,
+        tied=False,
     )
+    shape = phase_shape(one_layer_each, arguments.block, num_microbatches=arguments.microbatches, head=0.0)
     return {STOCK: shape.full_training, BCD: shape}
 
 

@@ -1,4 +1,4 @@
-"""A prefix cache that is damaged, of another model, half filled or on a disk that is full is never trusted."""
+"""A prefix cache that is torn, of another model, half filled or on a disk that is full is never trusted."""
 
 from __future__ import annotations
 
@@ -30,15 +30,8 @@ def served(world: World, flags: dict[str, Any], root: Path, **others: Any) -> di
     return world.run(prefix_runs.served_run, worlds.run_config(**flags | others, bcd_prefix_cache=root))[0]
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[5] ^= 1
-    path.write_bytes(content)
-
-
 DAMAGES: dict[str, tuple[Callable[[Path], Any], int]] = {
     "nothing": (lambda path: None, 0),
-    "flipped_bit": (flip, 1),
     "cut_off": (lambda path: path.write_bytes(path.read_bytes()[:-1]), NUM_ENTRIES),
     "absent": (lambda path: path.unlink(), NUM_ENTRIES),
 }
@@ -47,7 +40,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], int]] = {
 def test_what_is_damaged_is_computed_anew(
     world1: World, flags: dict[str, Any], computed: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A damaged entry that is used, or an undamaged cache that is filled again."""
+    """A damaged cache that is used, or an undamaged one that is filled again."""
     assert served(world1, flags, tmp_path)["num_computed"] == NUM_ENTRIES
     (path,) = tmp_path.glob("prefix_*")
     for damage, (do, num_computed) in DAMAGES.items():
@@ -76,14 +69,14 @@ def test_other_runs_have_caches_of_their_own(world1: World, flags: dict[str, Any
         assert len(after) == 1 and after != before, other
 
 
-def test_a_fill_goes_on_where_it_was_killed(
+def test_a_killed_fill_begins_again(
     world1: World, flags: dict[str, Any], computed: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A fill that begins again, or that trusts what a killed one has not written."""
+    """A run that trusts what a killed fill has not written."""
     world1.run(prefix_runs.killed_in_fill, worlds.run_config(**flags, bcd_prefix_cache=tmp_path), 3)
     outcome = served(world1, flags, tmp_path)
     assert outcome["losses"] == computed["losses"]
-    assert outcome["num_computed"] == NUM_ENTRIES - 3 * 2, "micro-batches of 2"
+    assert outcome["num_computed"] == NUM_ENTRIES
 
 
 def test_bf16_within_its_rounding(
@@ -106,7 +99,7 @@ def test_too_large_or_used_too_seldom(
     assert sum(outcome["hits"]) == outcome["num_computed"] == 0 and not list(tmp_path.glob("prefix_*"))
 
 
-@pytest.mark.parametrize(("fault", "rank"), [("write", 1), ("prepare", 0)])
+@pytest.mark.parametrize(("fault", "rank"), [("write", 1), ("prepare", 0), ("publish", 0)])
 def test_a_disk_that_refuses(world2: World, flags: dict[str, Any], tmp_path: Path, fault: str, rank: int) -> None:
     """The other rank waits for ever, or a phase reads a cache that was not written."""
     config = worlds.run_config(**flags, world_size=2, bcd_prefix_cache=tmp_path)

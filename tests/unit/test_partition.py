@@ -74,10 +74,10 @@ def test_stage_questions_agree_with_layers(cut: Partition) -> None:
         assert tuple(chain.from_iterable(on_stages)) == block.layers
         for stage, active in enumerate(on_stages):
             has_copy = cut.tied and block.owns_embedding and stage == cut.num_stages - 1
-            assert cut.stage_active(block.index, stage) == (bool(active) or has_copy)
+            assert cut.virtual_stage_active(block.index, stage) == (bool(active) or has_copy)
             is_prefix = stage < cut.first_trainable_stage(block.index)
             assert is_prefix == (cut.stage_layers(stage)[-1] < block.first_layer)
-            assert not (is_prefix and cut.stage_active(block.index, stage))
+            assert not (is_prefix and cut.virtual_stage_active(block.index, stage))
 
 
 @given(partitions())
@@ -122,7 +122,7 @@ def test_stateless_layers_are_the_others(layers: int, stages: int, blocks: int, 
             assert found.isdisjoint(cut.prefix_layers(block.index))
             for stage in range(stages):
                 if found & set(cut.stage_layers(stage)):
-                    assert cut.stage_active(block.index, stage)
+                    assert cut.virtual_stage_active(block.index, stage)
                     assert stage >= cut.first_trainable_stage(block.index)
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.bcd.blocks.partition import partition
 from megatron.bcd.pipeline.build import build_plan
 from megatron.bcd.pipeline.plan import (
     Action,
@@ -20,7 +21,7 @@ from megatron.bcd.pipeline.plan import (
     PlanShape,
     default_run_ahead,
     evaluation_shape,
-    interleaved_shape,
+    phase_shape,
     stock_shape,
 )
 from megatron.bcd.pipeline.simulate import ActionCosts, Timeline, simulate
@@ -42,9 +43,10 @@ def shape_of(
 
 
 def chunked(stages: int = 4, chunks: int = 3, microbatches: int = 8, *, blocks: int = 3, block: int = 0) -> PlanShape:
-    return interleaved_shape(
-        num_stages=stages, num_chunks=chunks, num_microbatches=microbatches, num_blocks=blocks, block=block
-    )
+    """Of one layer a chunk."""
+    cut = partition(num_layers=stages * chunks, num_stages=stages, num_blocks=blocks, layout="interleaved",
+                    num_parts=chunks, tied=False)  # fmt: skip
+    return phase_shape(cut, block, num_microbatches=microbatches, head=0.0)
 
 
 def unit_costs(shape: PlanShape, *, message: float = 0.0) -> ActionCosts:

@@ -223,14 +223,8 @@ class Partition:
         is_owned = self.has_active_block and self.blocks[block].owns_final_norm and "head" not in self.frozen
         return is_owned or self.head_always_active
 
-    def stage_active(self, block: int, stage: int) -> bool:
-        """Whether stage ``stage`` holds anything that is updated, also without state."""
-        return any(
-            self.virtual_stage_active(block, chunk * self.num_stages + stage) for chunk in range(self.num_chunks)
-        )
-
     def virtual_stage_active(self, block: int, virtual: int) -> bool:
-        """As ``stage_active``, of one chunk of a stage."""
+        """Whether one chunk of a stage holds anything that is updated, also without state."""
         chunk, stage = divmod(virtual, self.num_stages)
         submodels = self.blocks[block].submodels if self.has_active_block else ()
         return (

@@ -239,19 +239,6 @@ def stock_shape(shape: PlanShape) -> PlanShape:
     return replace(shape, first_trainable=0, is_prefix_served=False, done_ahead=0, run_ahead=0, work=())
 
 
-def interleaved_shape(
-    *, num_stages: int, num_chunks: int, num_microbatches: int, num_blocks: int, block: int
-) -> PlanShape:
-    """Of chunks that take turns: those of a block are `block`, `block` + `num_blocks`, ..."""
-    return PlanShape(
-        num_stages=num_stages,
-        num_chunks=num_chunks,
-        num_microbatches=num_microbatches,
-        first_trainable=block * num_stages,
-        active=tuple(virtual // num_stages % num_blocks == block for virtual in range(num_stages * num_chunks)),
-    )
-
-
 def phase_shape(
     partition: Partition,
     block: int,

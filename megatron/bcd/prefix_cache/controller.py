@@ -150,26 +150,24 @@ class PrefixCache:
             self._note_computing(f"{told} ({format_bytes(file.num_bytes)}) are {no_room}")
             return None
         start = time.monotonic()
-        missing = numpy.arange(0) if error else _missing(file)
-        if len(missing):
+        if not error and not collectives.on_rank_0(file.is_complete):
             self._reporter.note(
                 f"prefix cache: phase {self._phase} stores {told} ({format_bytes(file.num_bytes)}), used {uses:,.2f} "
                 "times"
             )
-            error = _Fill(self, file).run(missing)
-        if error == _STOPPED:  # what is there serves the resumed run
+            error = _Fill(self, file).run()
+            if error and torch.distributed.get_rank() == 0:
+                _attempt(file.remove)  # it would only be in the way on a disk that is full
+        if error == _STOPPED:
             self._note_computing(error)
             return None
         if error:
-            if torch.distributed.get_rank() == 0:
-                _attempt(file.remove)  # it would only be in the way on a disk that is full
             self._reporter.warning(
                 f"--bcd-prefix-cache {self.root}: can't be filled ({error}); phase {self._phase} computes its prefix"
             )
             return None
         self._reporter.note(
-            f"prefix cache: phase {self._phase} reads {file.path}; {len(missing):,} of {len(samples):,} entries were "
-            f"computed ({time.monotonic() - start:,.1f} s)"
+            f"prefix cache: phase {self._phase} reads {file.path} ({time.monotonic() - start:,.1f} s to fill it)"
         )
         return file
 
@@ -182,7 +180,7 @@ class PrefixCache:
 
         def key() -> str:
             parts = {
-                "format": 2,
+                "format": 3,
                 "weights": weights,
                 "data": _describe_data(config, self.dataset),
                 "dtype": config.bcd.bcd_prefix_cache_dtype,
@@ -256,11 +254,12 @@ class _Fill:
         self._writes: deque[Future[None]] = deque()
         self._error = ""
 
-    def run(self, missing: Indices) -> str:
-        """Compute the entries `missing`. An error of any rank, `_STOPPED`, or "". A collective."""
+    def run(self) -> str:
+        """Compute all entries. An error of any rank, `_STOPPED`, or "". A collective."""
         rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        share = -(-len(missing) // ranks)
-        mine = missing[rank * share : (rank + 1) * share]
+        slots = numpy.arange(len(self._file.samples))
+        share = -(-len(slots) // ranks)
+        mine = slots[rank * share : (rank + 1) * share]
         size = self._micro_batch_size
         with self._writer:
             for start in range(0, share, size * _MICROBATCHES_PER_ROUND):
@@ -271,7 +270,8 @@ class _Fill:
                 error = collectives.first_error(self._error or None)
                 if error or self._should_stop():
                     return error or _STOPPED
-        return ""
+        error, _ = _attempt(self._file.sync)
+        return collectives.first_error(error or None) or collectives.on_rank_0(lambda: _attempt(self._file.publish)[0])
 
     def _compute(self, microbatches: Sequence[Indices]) -> None:
         """Entries of these slots, by the pipeline of an evaluation that ends with the prefix. A collective."""
@@ -344,14 +344,6 @@ def _attempt(action: Callable[[], Any]) -> tuple[str, Any]:
         return "", action()
     except OSError as error:
         return atomic_io.describe(error), None
-
-
-def _missing(file: PrefixFile) -> Indices:
-    """Slots whose entry was not written or is damaged; each rank checks a share. A collective."""
-    mine = numpy.array_split(numpy.arange(len(file.samples)), torch.distributed.get_world_size())
-    of_rank = mine[torch.distributed.get_rank()]
-    error, missing = _attempt(lambda: file.missing(of_rank))
-    return numpy.concatenate(collectives.gather_objects(of_rank if error else missing))
 
 
 def _read_ahead(file: PrefixFile, microbatches: Iterable[list[int]], dtype: torch.dtype) -> Iterator[torch.Tensor]:
