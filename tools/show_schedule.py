@@ -21,11 +21,11 @@ from itertools import groupby
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _parser import Parser, bad_input, leave_with
+from _schedule_text import backward_messages, cell_unit, describe, label, legend, passes, render_grids, role
 
 from megatron.bcd.blocks.partition import partition
 from megatron.bcd.pipeline.build import build_plan, most_graphs
 from megatron.bcd.pipeline.plan import Kind, PlanShape, default_run_ahead, phase_shape, stock_shape
-from megatron.bcd.pipeline.render import backward_messages, cell_unit, describe, label, legend, passes, render_grids
 from megatron.bcd.pipeline.simulate import ActionCosts, Span, Timeline, simulate
 from megatron.bcd.pipeline.validate import validate_plan
 
@@ -213,7 +213,7 @@ def draw(path: str, kind: str, timelines: dict[str, Timeline]) -> None:
     end = max(timeline.iteration_time for timeline in both) or 1.0
     for axes, (name, timeline) in zip(panels, timelines.items(), strict=True):
         shape, plan = timeline.plan.shape, timeline.plan
-        roles = [f"stage {stage}, {shape.role(stage)}" for stage in range(num_stages)]
+        roles = [f"stage {stage}, {role(shape, stage)}" for stage in range(num_stages)]
         kept, sent = map(most_graphs, plan.stages), map(backward_messages, plan.stages)
         axes.set_title(title(name, shape), loc="left", fontweight="bold")
         axes.set_title(

@@ -66,6 +66,10 @@ def test_the_prefix_is_what_lies_before_the_first_active_layer(cut: Partition) -
             assert not prefix
 
 
+def stage_active(cut: Partition, block: int, stage: int) -> bool:
+    return any(cut.virtual_stage_active(block, chunk * cut.num_stages + stage) for chunk in range(cut.num_chunks))
+
+
 @given(partitions())
 def test_stage_questions_agree_with_layers(cut: Partition) -> None:
     """Exposes a stage that builds an optimizer for nothing, or a forward-only stage with something active."""
@@ -74,10 +78,10 @@ def test_stage_questions_agree_with_layers(cut: Partition) -> None:
         assert tuple(chain.from_iterable(on_stages)) == block.layers
         for stage, active in enumerate(on_stages):
             has_copy = cut.tied and block.owns_embedding and stage == cut.num_stages - 1
-            assert cut.virtual_stage_active(block.index, stage) == (bool(active) or has_copy)
+            assert stage_active(cut, block.index, stage) == (bool(active) or has_copy)
             is_prefix = stage < cut.first_trainable_stage(block.index)
             assert is_prefix == (cut.stage_layers(stage)[-1] < block.first_layer)
-            assert not (is_prefix and cut.virtual_stage_active(block.index, stage))
+            assert not (is_prefix and stage_active(cut, block.index, stage))
 
 
 @given(partitions())
@@ -122,7 +126,7 @@ def test_stateless_layers_are_the_others(layers: int, stages: int, blocks: int, 
             assert found.isdisjoint(cut.prefix_layers(block.index))
             for stage in range(stages):
                 if found & set(cut.stage_layers(stage)):
-                    assert cut.virtual_stage_active(block.index, stage)
+                    assert stage_active(cut, block.index, stage)
                     assert stage >= cut.first_trainable_stage(block.index)
 
 

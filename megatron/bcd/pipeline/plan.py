@@ -197,16 +197,6 @@ class PlanShape:
             return self.work[virtual][kind.is_backward]
         return 1.0 + (kind is Kind.BACKWARD)
 
-    def role(self, stage: int) -> str:
-        """What the stage's layers are in this phase; of several chunks a letter each."""
-        roles = []
-        for virtual in range(stage, self.num_virtual, self.num_stages):
-            is_prefix = not any(self.active[: virtual + 1])
-            roles.append("active" if self.active[virtual] else "prefix" if is_prefix else "frozen")
-        if self.num_chunks == 1:
-            return roles[0]
-        return "".join({"prefix": "p", "active": "A", "frozen": "s"}[role] for role in roles)
-
     @property
     def full_training(self) -> PlanShape:
         """All layers active, in Megatron Core's order."""

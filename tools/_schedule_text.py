@@ -1,4 +1,4 @@
-"""A timeline as text: one row per stage, time to the right. Pure."""
+"""A timeline of a pipeline schedule as text: one row per stage, time to the right."""
 
 from __future__ import annotations
 
@@ -22,6 +22,17 @@ def label(action: Action, shape: PlanShape) -> str:
     if shape.num_chunks > 1:
         return f"{letter}{action.microbatch}{chunk_letter(action.chunk)}"
     return f"{letter}{action.microbatch}" if ahead < 0 else f"{letter}{ahead}'"
+
+
+def role(shape: PlanShape, stage: int) -> str:
+    """What the stage's layers are in this phase; of several chunks a letter each."""
+    roles = []
+    for virtual in range(stage, shape.num_virtual, shape.num_stages):
+        is_prefix = not any(shape.active[: virtual + 1])
+        roles.append("active" if shape.active[virtual] else "prefix" if is_prefix else "frozen")
+    if shape.num_chunks == 1:
+        return roles[0]
+    return "".join({"prefix": "p", "active": "A", "frozen": "s"}[one] for one in roles)
 
 
 def chunk_letter(chunk: int) -> str:
@@ -68,7 +79,7 @@ def render_grids(*timelines: Timeline) -> list[str]:
 
 def _grid(timeline: Timeline, unit: float, width: int) -> str:
     shape, num_cells = timeline.plan.shape, _nearest(timeline.iteration_time / unit)
-    heads = [f"stage {stage} {shape.role(stage)}" for stage in range(shape.num_stages)]
+    heads = [f"stage {stage} {role(shape, stage)}" for stage in range(shape.num_stages)]
     margin = max(map(len, heads)) + 2
     ticks = (str(cell).ljust(width * _CELLS_PER_TICK) for cell in range(0, num_cells + 1, _CELLS_PER_TICK))
     rows = [f"{'time':<{margin}}{''.join(ticks)}"]
