@@ -11,7 +11,6 @@ import datetime
 import os
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +66,7 @@ def check_save_folder(config: RunConfig, source: Source | None) -> bool:
 
 def clear_save_folder(root: str) -> None:
     """Delete the checkpoints below --save. A collective. Raises ValueError if one can't be deleted."""
-    error = collectives.on_rank_0(lambda: _error_of(lambda: layout.clear(root)))
+    error = collectives.on_rank_0(lambda: atomic_io.error_of(lambda: layout.clear(root)))
     if error is not None:
         raise ValueError(f"--overwrite-checkpoints: --save {root} can't be cleared ({error}); give another folder")
 
@@ -98,10 +97,10 @@ class Saver:
         started = time.monotonic()
         folder = layout.incomplete_folder(self.root, state.iteration)
         digests: dict[str, FileDigest] = {}
-        error = collectives.first_error(_error_of(lambda: self._prepare(folder, state, digests)))
+        error = collectives.first_error(atomic_io.error_of(lambda: self._prepare(folder, state, digests)))
         if error is not None:
             return self._abandon(state.iteration, error)
-        error = _error_of(lambda: _write_random_states(folder, digests)) if self._config.save_rng else None
+        error = atomic_io.error_of(lambda: _write_random_states(folder, digests)) if self._config.save_rng else None
         # weights under Megatron Core's own keys, and the optimizer state of every block that has some
         entries: dict[str, Any] = {
             f"model.{name}": one for name, one in unwrap_model(model).sharded_state_dict().items()
@@ -152,7 +151,7 @@ class Saver:
                 layout.finish(layout.incomplete_folder(self.root, pending.iteration), digests)
                 layout.publish(self.root, pending.iteration)
 
-            error = _error_of(publish)
+            error = atomic_io.error_of(publish)
         error = collectives.first_error(error)
         if error is not None:
             return self._abandon(pending.iteration, error)
@@ -202,7 +201,7 @@ class Saver:
             keep = 1
         error = None
         if self._is_first and keep is not None:
-            error = _error_of(lambda: layout.prune(self.root, keep, retain_interval=retained))
+            error = atomic_io.error_of(lambda: layout.prune(self.root, keep, retain_interval=retained))
         if error is not None:
             self._reporter.warning(f"older checkpoints were not deleted ({error})")
 
@@ -213,15 +212,6 @@ class Saver:
             f"checkpoint {iteration} was not saved ({error}); those before it stay valid, and the next save tries again"
         )
         return False
-
-
-def _error_of(action: Callable[[], object]) -> str | None:
-    """Run `action`; the error that it raised, in one line."""
-    try:
-        action()
-    except (OSError, RuntimeError, ValueError) as error:  # PyTorch's file writer raises RuntimeError on a full disk
-        return atomic_io.describe(error)
-    return None
 
 
 def _write_random_states(folder: str, digests: dict[str, FileDigest]) -> None:

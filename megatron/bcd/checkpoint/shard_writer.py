@@ -101,12 +101,10 @@ class ShardWrite:
             self._thread.join()
         ranks = collectives.gather_objects((self._error, self._results))
         errors = [error for error, _ in ranks if error is not None]
-        return errors[0] if errors else collectives.on_rank_0(lambda: self._write_index([one for _, one in ranks]))
+        if errors:
+            return errors[0]
+        return collectives.on_rank_0(lambda: atomic_io.error_of(lambda: self._write_index([one for _, one in ranks])))
 
-    def _write_index(self, results: list[Any]) -> str | None:
-        try:
-            self._writer.finish(self._metadata, results)
-            self.digests[".metadata"] = file_digest(os.path.join(self._folder, ".metadata"))
-        except OSError as error:
-            return atomic_io.describe(error)
-        return None
+    def _write_index(self, results: list[Any]) -> None:
+        self._writer.finish(self._metadata, results)
+        self.digests[".metadata"] = file_digest(os.path.join(self._folder, ".metadata"))

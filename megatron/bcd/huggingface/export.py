@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
 
 import torch
 
@@ -55,7 +54,7 @@ class Exporter:
         started = time.monotonic()
         target = self.root if iteration is None else os.path.join(self.root, f"iter_{iteration:07d}")
         weights = target + _WEIGHTS
-        error = collectives.on_rank_0(lambda: _error_of(lambda: self._make_anew(weights)))
+        error = collectives.on_rank_0(lambda: atomic_io.error_of(lambda: self._make_anew(weights)))
         if error is None:
             sharded = unwrap_model(model).sharded_state_dict()
             write = ShardWrite({f"model.{name}": part for name, part in sharded.items()}, weights, in_background=False)
@@ -86,7 +85,7 @@ class Exporter:
     def _convert(self, weights: str, target: str) -> tuple[str | None, str | None]:
         """What went wrong, and what other programs read otherwise."""
         run, described = self._run if target == self.root else None, self._description
-        error = _error_of(lambda: convert.to_hugging_face(CoreCheckpoint(weights), target, described, run=run))
+        error = atomic_io.error_of(lambda: convert.to_hugging_face(CoreCheckpoint(weights), target, described, run=run))
         if error is not None or described.tokenizer is None:
             return error, None
         return None, tokenizer_export.difference(described.tokenizer, target)
@@ -135,12 +134,3 @@ def _check_folder(config: RunConfig, root: str, *, run: str | None) -> None:
             f"--save-hf {asked} holds files that this run did not write: give its own folder, or one that is empty "
             "or absent"
         )
-
-
-def _error_of(action: Callable[[], None]) -> str | None:
-    """Run `action`; the error that it raised, in one line."""
-    try:
-        action()
-    except (OSError, RuntimeError, ValueError) as error:  # PyTorch's file writer raises RuntimeError on a full disk
-        return atomic_io.describe(error)
-    return None

@@ -1,9 +1,10 @@
-"""Durable writes, and OS errors in one line."""
+"""Durable writes, and their errors in one line."""
 
 from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 
 _NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
@@ -43,3 +44,12 @@ def describe(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def error_of(action: Callable[[], object]) -> str | None:
+    """Run `action`; the error of writing that it raised, in one line."""
+    try:
+        action()
+    except (OSError, RuntimeError, ValueError) as error:  # PyTorch's file writer raises RuntimeError on a full disk
+        return describe(error)
+    return None
