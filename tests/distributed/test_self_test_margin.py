@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import _check_walks as walks
 import pytest
-from _check_self_test import FLAGS, LAYOUTS, ONE_BLOCK, SAME_BLOCKS, TOLERANCE
+from _self_test import FLAGS, LAYOUTS, ONE_BLOCK, SAME_BLOCKS, TOLERANCE, write_data
 from support import worlds
 from support.dist import World
 
@@ -19,7 +18,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def data_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return walks.write(tmp_path_factory.mktemp("walks"))
+    return write_data(tmp_path_factory.mktemp("walks"))
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -1,7 +1,7 @@
 """Flags of stock Megatron-LM, one by one, against its own curves: with one block the run is stock's.
 
 `tests/data/stock_flags.json` holds what stock Megatron-LM (core_v0.16.1, its own pretrain_gpt.py) printed on a CPU
-with the flags in it, on the dataset of `tools/_check_walks.py`: figures only.
+with the flags in it, on the dataset of `tests/support/walks.py`: figures only.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-import _check_walks as walks
 import pytest
-from support import worlds
+from support import walks, worlds
 from support.dist import World
 
 from megatron.bcd.config import RunConfig

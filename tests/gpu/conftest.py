@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from _check_self_test import FLAGS, Runner
+from _self_test import FLAGS, Runner
 
 ON_CPU = "BCD_GPU_TESTS_ON_CPU"
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from _check_self_test import ONE_BLOCK, TOLERANCE, Runner, flags_of
+from _self_test import ONE_BLOCK, TOLERANCE, Runner, flags_of
 
 from megatron.bcd.optim.bf16 import bf16_residual
 

@@ -1,12 +1,8 @@
-"""A small indexed dataset that is the same everywhere: random walks over 250 tokens, each ended by token 256.
-
-python tools/_check_walks.py FOLDER
-"""
+"""A small indexed dataset that is the same everywhere: random walks over 250 tokens, each ended by token 256."""
 
 from __future__ import annotations
 
 import hashlib
-import sys
 from pathlib import Path
 
 import numpy
@@ -29,7 +25,3 @@ def write(folder: Path) -> str:
     builder.finalize(f"{prefix}.idx")
     assert hashlib.sha256(Path(f"{prefix}.bin").read_bytes()).hexdigest() == SHA256, "NumPy draws other numbers"
     return str(prefix)
-
-
-if __name__ == "__main__":
-    write(Path(sys.argv[1]))

@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from _check_result import Check, failed, passed, skipped
-from _processes import ROOT, CannotRun, read_metrics, run
+from _processes import SCRIPTS, CannotRun, launcher, read_metrics, run
 
-from megatron.bcd.planner.memory import rank_memory
-from megatron.bcd.planner.recipe import Recipe
-from megatron.bcd.planner.tables import Model, read_clusters
+PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """What was found about one part of the machine or of the self-test."""
+
+    part: str
+    verdict: str
+    """PASS, FAIL or SKIP."""
+    detail: str
+    """What was found; of SKIP the reason."""
+    remedy: str = ""
+    """Of FAIL: what to do."""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    """For programs."""
+
+
+def passed(part: str, detail: str, **figures: Any) -> Check:
+    return Check(part=part, verdict=PASS, detail=detail, figures=figures)
+
+
+def failed(part: str, detail: str, *, remedy: str, **figures: Any) -> Check:
+    return Check(part=part, verdict=FAIL, detail=detail, remedy=remedy, figures=figures)
+
+
+def skipped(part: str, reason: str) -> Check:
+    return Check(part=part, verdict=SKIP, detail=reason)
+
+
+# ---------------------------------------------------------------- runs
 
 SAVE_INTERVAL = 4
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-NUMERICS = "a kernel computes something else: try without Transformer Engine and Apex, and another GPU"
-MESSAGES = "look into the run's log; NCCL_DEBUG=INFO says how the GPUs are connected"
 FLAGS: dict[str, Any] = {
     "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "max_position_embeddings": 64,
     "global_batch_size": 8, "lr": 1e-3, "min_lr": 1e-4, "lr_decay_style": "cosine", "lr_warmup_iters": 2,
@@ -50,9 +77,6 @@ TOLERANCE = {"fp32": 2e-4, "tf32": 3e-3, "bf16": 5e-3}
 """Relative, of losses; ten times as much of gradient norms, which are not compared in bf16."""
 
 
-# ---------------------------------------------------------------- runs
-
-
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """What a run wrote to its metrics file."""
@@ -74,6 +98,21 @@ def flags_of(values: Mapping[str, Any]) -> list[str]:
     return words
 
 
+def write_data(folder: Path) -> str:
+    """An indexed dataset that is the same everywhere, of 200 random walks over 250 tokens; its prefix. Raises
+    CannotRun."""
+    draw, walks = random.Random(5), []
+    for _ in range(200):
+        steps = draw.choices(range(4), k=draw.randrange(20, 200))
+        walks.append(" ".join(str(token % 250) for token in itertools.accumulate(steps, initial=draw.randrange(250))))
+    (folder / "walks.txt").write_text("\n".join(walks))
+    files = ["--input", str(folder / "walks.txt"), "--output-prefix", str(folder / "walks"), "--append-eod"]
+    tokenizer = ["--tokenizer-type", FLAGS["tokenizer_type"], "--vocab-size", str(FLAGS["vocab_size"])]
+    command = [sys.executable, "tools/preprocess_data.py", *files, *tokenizer]
+    run(command, folder / "data.log", environment=NO_GPU)
+    return str(folder / "walks_text_document")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Runner:
     """Starts the training script under torchrun on the ranks of this machine; files go to `folder`."""
@@ -93,20 +132,13 @@ class Runner:
         """Pipeline stages of runs that have several where they can."""
         return 1 if self.num_ranks == 1 else 2
 
-    @property
-    def weights(self) -> Path:
-        """A checkpoint of the initial weights, which all runs share."""
-        return self.folder / "weights"
-
     def prepare(self) -> None:
-        """Write the data, and the initial weights that stock Megatron-LM draws on a CPU: a GPU draws others.
-
-        Raises CannotRun."""
-        command = [sys.executable, str(ROOT / "tools" / "_check_walks.py"), str(self.folder)]
-        run(command, self.folder / "data.log", environment=NO_GPU, seconds=self.seconds)
-        no_step = {"train_iters": 1, "eval_iters": 0, "lr": 1e-30, "min_lr": 0, "lr_warmup_iters": 0}
-        flags = {**self.flags, **no_step, "micro_batch_size": 2, "bcd_num_blocks": 1, "save": self.weights}
-        self._start("weights", flags, num_ranks=1, environment={**self.environment, **NO_GPU})
+        """Write the data, and a checkpoint of the initial weights that stock Megatron-LM draws on a CPU, which all runs
+        share: a GPU draws others. Raises CannotRun."""
+        write_data(self.folder)
+        no_step = {"train_iters": 1, "lr": 1e-30, "min_lr": 0, "lr_warmup_iters": 0}
+        flags = {**no_step, "bcd_num_blocks": 1, "load": False, "save": self.folder / "weights"}
+        self.train("weights", flags, num_ranks=1, on_cpu=True)
 
     def train(
         self,
@@ -123,26 +155,21 @@ class Runner:
         num_ranks = num_ranks or self.num_ranks
         stages = int(flags.get("pipeline_model_parallel_size", 1)) * int(flags.get("tensor_model_parallel_size", 1))
         values = {**self.flags, "micro_batch_size": 2 if num_ranks // stages <= 2 else 1}
-        if self.on_gpu and not on_cpu:
-            values["deterministic_mode"] = True
+        values["deterministic_mode"] = self.on_gpu and not on_cpu
         if "load" not in flags:
-            values |= {"load": self.weights, "finetune": True}
+            values |= {"load": self.folder / "weights", "finetune": True}
+        metrics = self.folder / f"{name}.jsonl"
+        values |= {**flags, "data_path": self.folder / "walks_text_document", "metrics_file": metrics}
         environment = {**self.environment, **(NO_GPU if on_cpu else {})}
-        return self._start(name, values | dict(flags), num_ranks=num_ranks, environment=environment, until=until)
-
-    def metrics(self, name: str) -> Path:
-        return self.folder / f"{name}.jsonl"
-
-    def _start(self, name: str, flags: Mapping[str, Any], *, num_ranks: int, **options: Any) -> Run:
-        metrics = self.metrics(name)
-        words = flags_of({**flags, "data_path": self.folder / "walks", "metrics_file": metrics})
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-        log = self.folder / f"{name}.log"
-        run([*torchrun, "pretrain_gpt_bcd.py", *words], log, seconds=self.seconds, **options)
+        command = [*launcher(num_ranks), SCRIPTS["gpt"], *flags_of(values)]
+        run(command, self.folder / f"{name}.log", seconds=self.seconds, environment=environment, until=until)
         return Run(steps=tuple(line for line in read_metrics(metrics) if "loss" in line))
 
 
 # ---------------------------------------------------------------- parts
+
+NUMERICS = "a kernel computes something else: try without Transformer Engine and Apex, and another GPU"
+MESSAGES = "look into the run's log; NCCL_DEBUG=INFO says how the GPUs are connected"
 
 
 @dataclass(kw_only=True)
@@ -177,7 +204,6 @@ class SelfTest:
             "one block, bf16": self.one_block,
             "tensor parallel": self.tensor_parallel,
             **{f"layout {layout}": self.layout for layout in LAYOUTS},
-            "memory at a switch": self.memory,
             "kill and resume": self.resume,
             "prefix cache": self.prefix_cache,
             "offload": self.offload,
@@ -204,48 +230,10 @@ class SelfTest:
     def _on_stages(self, flags: Mapping[str, Any]) -> dict[str, Any]:
         return dict(flags) | ({"pipeline_model_parallel_size": 2} if self.runner.num_stages > 1 else {})
 
-    def _of_layout(self, layout: str) -> Run:
-        return self._train(self._on_stages(LAYOUTS[layout]))
-
-    def memory(self, part: str) -> Check:
-        """Bytes that are alive in every phase of the second cycle, against the formula's."""
-        steps = self._of_layout("spread").steps
-        planned = self.planned_state()
-        visits = [step for step in steps if step["cycle"] > 0]
-        worst = 0.0
-        for step in visits:
-            counted, wanted = step["model_state_bytes"], planned[step["block"]]
-            worst = max(worst, *(one / other - 1 for one, other in zip(counted, wanted, strict=True)))
-        figures = {"planned": planned, "counted": {step["block"]: step["model_state_bytes"] for step in visits}}
-        if not visits or worst > 0.01:
-            detail = f"a phase holds {worst:.1%} more model state than planned: a switch did not free its block"
-            return failed(part, detail, remedy="report it, with the file of --json", **figures)
-        return passed(part, f"model state of every phase is the planned one ({worst:+.2%})", **figures)
-
-    def planned_state(self) -> dict[int, list[int]]:
-        """By block: model state of every rank in layout spread."""
-        flags, stages = FLAGS, self.runner.num_stages
-        model = Model(name="self-test", form="gpt", layers=flags["num_layers"], hidden=flags["hidden_size"],
-                      heads=flags["num_attention_heads"], groups=flags["num_attention_heads"],
-                      ffn=4 * flags["hidden_size"], vocabulary=flags["vocab_size"] + 1, sequence=flags["seq_length"],
-                      source="")  # fmt: skip
-        anywhere = next(iter(read_clusters(ROOT / "examples" / "clusters.csv").values()))  # bytes do not depend on it
-        anywhere = replace(anywhere, gpus_per_node=4096)
-        recipe = Recipe(model=model, cluster=anywhere, num_gpus=self.runner.num_ranks, pipeline_size=stages,
-                        num_blocks=SHORT["bcd_num_blocks"], layout="spread",
-                        global_batch_size=flags["global_batch_size"])  # fmt: skip
-        found: dict[int, list[int]] = {block.index: [] for block in recipe.partition.blocks}
-        for stage in range(stages):  # ranks of a stage are neighbours
-            for replica in range(recipe.num_replicas):
-                for rank in rank_memory(recipe, replica=replica):
-                    if rank.stage == stage:
-                        found[rank.block].append(rank.model_state)
-        return found
-
     def resume(self, part: str) -> Check:
         """Kill a run after a checkpoint and start it again: its losses are those of a run that was not killed."""
-        whole, folder = self._of_layout("submodel"), self.runner.folder / "killed"
-        flags = self._on_stages(LAYOUTS["submodel"]) | {"save": folder, "save_interval": SAVE_INTERVAL}
+        flags, folder = self._on_stages(LAYOUTS["submodel"]), self.runner.folder / "killed"
+        whole, flags = self._train(flags), flags | {"save": folder, "save_interval": SAVE_INTERVAL}
         tracker = folder / "latest_checkpointed_iteration.txt"
         self.runner.train("killed", flags, until=tracker.is_file)
         again = self.runner.train("resumed", flags | {"load": folder})
@@ -267,7 +255,7 @@ class SelfTest:
             remedy = "the folder needs a file system with room and locks: give another with --output"
             return failed(part, "no sample was read from the cache", remedy=remedy)
         check = self.compare(part, cached, flags, num_ranks=self.runner.num_ranks, on_cpu=False)
-        return Check(**vars(check) | {"detail": f"{check.detail}; {hits} samples from the cache"})
+        return replace(check, detail=f"{check.detail}; {hits} samples from the cache")
 
     def offload(self, part: str) -> Check:
         """The optimizer in host memory: the losses of one on the device."""
@@ -302,24 +290,16 @@ class SelfTest:
         reference = self._train(wanted, num_ranks=num_ranks, on_cpu=one_rank if on_cpu is None else on_cpu)
         pairs = {"loss": (run.losses, reference.losses)}
         if precision != "bf16":
-            pairs["gradient norm"] = ([step["grad_norm"] or 0.0 for step in one.steps] for one in (run, reference))
+            norms = ([step["grad_norm"] or 0.0 for step in one.steps] for one in (run, reference))
+            pairs["gradient norm"] = tuple(norms)
         for what, (ours, theirs) in pairs.items():
             allowed = TOLERANCE[precision] * (10 if what == "gradient norm" else 1)
-            at = first_difference(ours, theirs, allowed)
-            if at is not None:
-                shown = " and ".join(f"{series[at]:.6f}" if at < len(series) else "none" for series in (ours, theirs))
-                detail = f"{what} {at + 1} is not the reference run's: {shown}, more than {allowed:g} apart"
+            # not <=: NaN is too far
+            far = [not abs(one - other) <= allowed * abs(other) for one, other in zip(ours, theirs, strict=False)]
+            if len(ours) != len(theirs) or any(far):
+                place = f"step {far.index(True) + 1}" if any(far) else f"{len(ours)} of {len(theirs)} steps"
+                detail = f"{what} is not the reference run's: {place}, more than {allowed:g} apart"
                 return failed(part, detail, remedy=NUMERICS, ours=ours, theirs=theirs)
         deviation = max(abs(one / other - 1) for one, other in zip(*pairs["loss"], strict=True))
         detail = f"{len(run.steps)} losses as the reference run's, within {deviation:.1e} ({precision})"
         return passed(part, detail, loss=run.losses)
-
-
-def first_difference(ours: Sequence[float], theirs: Sequence[float], tolerance: float) -> int | None:
-    """Index of the first pair further apart than the tolerance, relative to theirs; a missing one is too far."""
-    for index in range(max(len(ours), len(theirs))):
-        if index >= min(len(ours), len(theirs)):
-            return index
-        if not abs(ours[index] - theirs[index]) <= tolerance * abs(theirs[index]):  # NaN is too far
-            return index
-    return None
