@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import types
 
 import psutil
 import pytest
@@ -49,9 +48,3 @@ def test_freed_memory_is_returned() -> None:
     del blocks
     cpu.return_freed_memory()
     assert held - psutil.Process().memory_info().rss > 0.8 * 999 * last.nbytes
-
-
-def test_without_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A traceback where the C library is another one."""
-    monkeypatch.setattr("ctypes.CDLL", lambda name: types.SimpleNamespace())
-    cpu.return_freed_memory()

@@ -99,13 +99,6 @@ def test_fused_adam_where_nothing_else_is_fused(calls: list[str], monkeypatch: p
     assert calls == ["GPU 0", "groups"]
 
 
-def test_no_device_is_bound(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under a bound device NCCL's messages would share a communicator, and with it one order."""
-    monkeypatch.setattr(torch.distributed.group.WORLD, "bound_device_id", torch.device("cuda", 0))
-    with pytest.raises(AssertionError):
-        initialize()
-
-
 def test_deterministic_before_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL keeps NVLS, whose sums differ from run to run: it is asked when a group is created."""
     asked: list[str] = []
@@ -160,30 +153,6 @@ def test_few_messages_are_held(monkeypatch: pytest.MonkeyPatch, receives: bool) 
         else:
             messages.send_forward(torch.zeros(1))
     assert gpu.most_ahead == 3
-
-
-def test_waiting_messages_hold_few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A receive that waits with as many thread blocks as a gradient's reduction; or a group that only some ranks
-    create, which hangs."""
-    made: list[tuple[list[int], Any, Any]] = []
-
-    def new_group(ranks: list[int], *, timeout: Any, backend: str, pg_options: Any) -> str:
-        made.append((ranks, timeout, pg_options))
-        return f"{backend} of {ranks}"
-
-    options = SimpleNamespace(Options=lambda **_: SimpleNamespace(config=SimpleNamespace()))
-    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", options, raising=False)
-    monkeypatch.setattr(torch.distributed, "new_group", new_group)
-    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [1, 3])
-    monkeypatch.setattr(distributed.collectives, "gather_objects", lambda mine: [(0, 2), mine, (0, 2), mine])
-    group: Any = "the pipeline's"
-    assert distributed.group_for_waiting(group) is group
-    monkeypatch.setattr(device, "has_cuda", lambda: True)
-    assert distributed.group_for_waiting(group, timeout_minutes=7) == "nccl of [1, 3]"
-    assert [ranks for ranks, _, _ in made] == [[0, 2], [1, 3]]
-    for _, timeout, given in made:
-        assert timeout.total_seconds() == 7 * 60
-        assert (given.config.min_ctas, given.config.max_ctas) == (1, distributed.MOST_CTAS)
 
 
 ENGINE = ("transformer_engine", "transformer_engine.pytorch")

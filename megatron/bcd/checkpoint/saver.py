@@ -75,8 +75,6 @@ def clear_save_folder(root: str) -> None:
 class _PendingSave:
     iteration: int
     write: ShardWrite
-    digests: dict[str, FileDigest]
-    error: str | None
     started: float
 
 
@@ -100,7 +98,6 @@ class Saver:
         error = collectives.first_error(atomic_io.error_of(lambda: self._prepare(folder, state, digests)))
         if error is not None:
             return self._abandon(state.iteration, error)
-        error = atomic_io.error_of(lambda: _write_random_states(folder, digests)) if self._config.save_rng else None
         # weights under Megatron Core's own keys, and the optimizer state of every block that has some
         entries: dict[str, Any] = {
             f"model.{name}": one for name, one in unwrap_model(model).sharded_state_dict().items()
@@ -110,10 +107,11 @@ class Saver:
             optimizer = optimizer_state.sharded_state(active, summaries)
             entries |= {f"optimizer.{name}": one for name, one in optimizer.items()}
         write = ShardWrite(entries, folder, in_background=self._config.async_save)
+        write.digests.update(digests)
+        if self._config.save_rng:
+            write.add(random_states.file_name(torch.distributed.get_rank()), random_states.random_states())
         write.start()
-        self._pending = _PendingSave(
-            iteration=state.iteration, write=write, digests=digests, error=error, started=started
-        )
+        self._pending = _PendingSave(iteration=state.iteration, write=write, started=started)
         return True if self._config.async_save else self.finish()
 
     def newest(self) -> str | None:
@@ -141,18 +139,12 @@ class Saver:
         if self._pending is None:
             return True
         pending, self._pending = self._pending, None
-        error = pending.write.finish()
-        ranks = collectives.gather_objects((pending.error or error, pending.digests | pending.write.digests))
-        error = next((rank[0] for rank in ranks if rank[0] is not None), None)
-        if error is None and self._is_first:
-            digests = {name: digest for rank in ranks for name, digest in rank[1].items()}
 
-            def publish() -> None:
-                layout.finish(layout.incomplete_folder(self.root, pending.iteration), digests)
-                layout.publish(self.root, pending.iteration)
+        def publish() -> None:
+            layout.finish(layout.incomplete_folder(self.root, pending.iteration), pending.write.digests)
+            layout.publish(self.root, pending.iteration)
 
-            error = atomic_io.error_of(publish)
-        error = collectives.first_error(error)
+        error = pending.write.finish() or collectives.on_rank_0(lambda: atomic_io.error_of(publish))
         if error is not None:
             return self._abandon(pending.iteration, error)
         self._prune()
@@ -212,9 +204,3 @@ class Saver:
             f"checkpoint {iteration} was not saved ({error}); those before it stay valid, and the next save tries again"
         )
         return False
-
-
-def _write_random_states(folder: str, digests: dict[str, FileDigest]) -> None:
-    name = random_states.file_name(torch.distributed.get_rank())
-    atomic_io.write(os.path.join(folder, name), random_states.random_states())
-    digests[name] = layout.file_digest(os.path.join(folder, name))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class ShardWrite:
         self, entries: dict[str, ShardedTensor | ShardedTensorFactory], folder: str, *, in_background: bool
     ) -> None:
         self.digests: dict[str, FileDigest] = {}
-        """Of this rank's files, after `finish`."""
+        """Of this rank's files; after `finish` of all ranks'."""
         self._error: str | None = None
         self._results: list[Any] = []
         self._in_background = in_background
@@ -71,6 +72,16 @@ class ShardWrite:
         is_live = self._in_background and not part.key.startswith("optimizer.")
         return part.data.detach().to("cpu", copy=is_live)
 
+    def add(self, name: str, content: bytes) -> None:
+        """Write another file of this rank's beside the shards."""
+        path = os.path.join(self._folder, name)
+
+        def write() -> None:
+            atomic_io.write(path, content)
+            self.digests[name] = file_digest(path)
+
+        self._error = self._error or atomic_io.error_of(write)
+
     def start(self) -> None:
         """Write this rank's files, in a thread if in the background."""
         if self._in_background:
@@ -99,12 +110,13 @@ class ShardWrite:
         """Wait for the files of all ranks and write their index on rank 0. The first rank's error, on every rank."""
         if self._thread.ident is not None:
             self._thread.join()
-        ranks = collectives.gather_objects((self._error, self._results))
-        errors = [error for error, _ in ranks if error is not None]
-        if errors:
-            return errors[0]
-        return collectives.on_rank_0(lambda: atomic_io.error_of(lambda: self._write_index([one for _, one in ranks])))
+        errors, results, digests = zip(
+            *collectives.gather_objects((self._error, self._results, self.digests)), strict=True
+        )
+        self.digests = {name: digest for of_rank in digests for name, digest in of_rank.items()}
+        error = next((error for error in errors if error is not None), None)
+        return error or collectives.on_rank_0(lambda: atomic_io.error_of(lambda: self._write_index(results)))
 
-    def _write_index(self, results: list[Any]) -> None:
-        self._writer.finish(self._metadata, results)
+    def _write_index(self, results: Sequence[list[Any]]) -> None:
+        self._writer.finish(self._metadata, list(results))
         self.digests[".metadata"] = file_digest(os.path.join(self._folder, ".metadata"))
