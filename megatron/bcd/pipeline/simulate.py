@@ -10,7 +10,7 @@ done once per iteration.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -91,21 +91,19 @@ class _Simulation:
     def __init__(self, plan: Plan, costs: ActionCosts) -> None:
         self._plan, self._shape, self._costs = plan, plan.shape, costs
         self._spans: list[list[Span]] = [[] for _ in plan.stages]
-        self._begun: dict[tuple[Message, bool], float] = {}
-        """When each end of a message has begun; True: the receiver's."""
-        self._arrived: dict[Message, float] = {}
-        self._before: dict[Message, Message] = {}
-        """The message before each one between its two stages."""
         self._in_flight: list[deque[Message]] = [deque(maxlen=plan.shape.max_sends) for _ in plan.stages]
+        self._begun: defaultdict[Message, list[float]] = defaultdict(list)
+        """When the ends of a message have begun."""
+        self._arrived: dict[Message, float] = {}
+        self._to_come: defaultdict[tuple[int, ...], deque[Message]] = defaultdict(deque)
+        """Messages between two stages, in their order, which is the same at both ends."""
+        self._free: defaultdict[tuple[int, ...], float] = defaultdict(float)
+        """When the last one between two stages has arrived."""
         for stage, actions in enumerate(plan.stages):
-            last: dict[int, Message] = {}
             for action in actions:
                 message = message_of(self._shape.virtual_stage(stage, action.chunk), action)
-                if message is not None:
-                    other = sum(map(self._shape.stage_of, message[:2])) - stage
-                    if other in last:
-                        self._before[message] = last[other]
-                    last[other] = message
+                if message is not None and stage == self._ends(message)[0]:
+                    self._to_come[self._ends(message)].append(message)
 
     def run(self) -> tuple[tuple[Span, ...], ...]:
         """The spans of all stages."""
@@ -117,6 +115,10 @@ class _Simulation:
         done = zip(self._spans, self._plan.stages, strict=True)
         assert all(len(spans) == len(actions) for spans, actions in done), "stages wait for each other for ever"
         return tuple(map(tuple, self._spans))
+
+    def _ends(self, message: Message) -> tuple[int, ...]:
+        """The two stages, the lower one first."""
+        return tuple(sorted(map(self._shape.stage_of, message[:2])))
 
     def _advance(self, stage: int) -> bool:
         """Whether at least one action of the stage has ended."""
@@ -137,34 +139,25 @@ class _Simulation:
         message = message_of(virtual, action)
         if message is None:
             needed = self._shape.needed_message(virtual, action)
-            arrived = free if needed is None else self._arrival(needed)
+            arrived = free if needed is None else self._arrived.get(needed)
             return None if arrived is None else max(free, arrived)
-        is_received = message.target == virtual
-        if not is_received:
-            in_flight = self._in_flight[stage]
+        in_flight = self._in_flight[stage]
+        if message.source == virtual:
             if len(in_flight) == in_flight.maxlen:
-                oldest = self._arrival(in_flight[0])
+                oldest = self._arrived.get(in_flight[0])
                 if oldest is None:
                     return None
                 free = max(free, oldest)
             in_flight.append(message)
-        self._begun[message, is_received] = free
+        self._begin(message, free)
         return free
 
-    def _arrival(self, message: Message) -> float | None:
-        """When the message has arrived, None while that is not known."""
-        todo = [message]
-        while todo:  # a message waits for those before it
-            one = todo[-1]
-            before = self._before.get(one)
-            if one in self._arrived:
-                todo.pop()
-            elif (one, False) not in self._begun or (one, True) not in self._begun:
-                return None
-            elif before is not None and before not in self._arrived:
-                todo.append(before)
-            else:
-                free = 0.0 if before is None else self._arrived[before]
-                begin = max(self._begun[one, False], self._begun[one, True], free)
-                self._arrived[one] = begin + self._costs.message
-        return self._arrived[message]
+    def _begin(self, message: Message, time: float) -> None:
+        """One end of the message begins; what can arrive now does."""
+        self._begun[message].append(time)
+        ends = self._ends(message)
+        to_come = self._to_come[ends]
+        while to_come and len(self._begun[to_come[0]]) == 2:
+            arriving = to_come.popleft()
+            self._free[ends] = max(*self._begun[arriving], self._free[ends]) + self._costs.message
+            self._arrived[arriving] = self._free[ends]
