@@ -2,7 +2,7 @@
 # Fine-tunes a published LLaMA on instructions with --bcd-preset finetune, answers a prompt, and leaves a folder that
 # AutoModelForCausalLM loads. Memory, time and price come from tools/plan.py --task sft.
 #
-#   bash examples/finetune.sh MODEL CLUSTER [flags of the training script]
+#   bash examples/finetune.sh MODEL CLUSTER [flags of the planner and of the training script]
 #
 #   MODEL     the folder of the published model, or its config.json: the plan follows from that. Or a row of models.csv, in
 #             LLaMA's form and of the size of MODEL_DIR: LLaMA-7B, L-1.5B; --models FILE names rows of your own
@@ -27,7 +27,7 @@
 #   EPOCHS, LR            (3, 1e-5)
 #   PROMPT                what the tuned model answers at the end
 #   SAVE                  folder of the checkpoints (out/MODEL-finetune-CLUSTER); the model goes to SAVE-hf, metrics to SAVE.jsonl
-#   MICRO_BATCH, GLOBAL_BATCH, PRECISION, RECOMPUTE   (1, 8, bf16, auto only where needed)
+#   MICRO_BATCH, GLOBAL_BATCH, PRECISION, RECOMPUTE   (1, 8, bf16, auto only where needed); flags too, as NUM_GPUS
 #   FORCE=1               start even if the estimate does not fit
 #   OUT                   with SCALE=tiny: what to write to (out/recipes)
 #   BCD_PYTHON            an interpreter of your own (examples/setup_env.sh)
@@ -52,15 +52,12 @@ for PLANNER in "${BCD_PYTHON:-$ROOT/.venv/bin/python}" python3 none; do
     "$PLANNER" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break
 done
 [ "$PLANNER" != none ] || fail "no Python 3.11 or newer found; name one with BCD_PYTHON=/path/to/python"
-LENGTH=(--seq-length 1024)
-for word in "$@"; do [ "${word%%=*}" != --seq-length ] || LENGTH=(); done
 [ -n "${NNODES:-}${GPUS_PER_NODE:-}" ] || export NUM_GPUS=${NUM_GPUS:-1}
-export PRECISION=${PRECISION:-bf16} GLOBAL_BATCH=${GLOBAL_BATCH:-8}
 WHOLE=whole
 [ -z "$SCALE" ] || WHOLE=tiny=2
 ERRORS=$(mktemp)  # not into RECIPE: a warning of Python would be run as a command
 trap 'rm -f "$ERRORS"' EXIT
-RECIPE=$("$PLANNER" "$ROOT/tools/recipe.py" "$WHOLE" "$NAME" finetune "$CARD" "${LENGTH[@]}" "$@" 2> "$ERRORS") \
+RECIPE=$("$PLANNER" "$ROOT/tools/recipe.py" "$WHOLE" "$NAME" finetune "$CARD" "$@" 2> "$ERRORS") \
     || { MESSAGE=$(< "$ERRORS"); fail "${MESSAGE#pretrain.sh: error: }"; }
 eval "$RECIPE"  # MODEL, CLUSTER, PARALLEL_ARGS, TRAINING_ARGS, METHOD_ARGS, EXTRA_ARGS, SEQUENCE, PLAN, MISFIT, ...
 [ ! -d "$NAME" ] || MODEL_DIR=${MODEL_DIR:-$NAME}

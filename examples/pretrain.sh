@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains one of the paper's models: a recipe for every model, method and cluster of the three tables in this folder.
 #
-#   bash examples/pretrain.sh MODEL METHOD CLUSTER [flags of the training script]
+#   bash examples/pretrain.sh MODEL METHOD CLUSTER [flags of the planner and of the training script]
 #
 #   MODEL     a row of models.csv: G-0.15B G-1.6B G-5.4B G-10B G-20B L-1.5B L-6.0B L-8.0B L-11B L-23B LLaMA-7B; or a folder
 #             with a config.json
@@ -27,7 +27,8 @@
 #   SAVE                       folder of the checkpoints; metrics go to SAVE.jsonl (out/MODEL-METHOD-CLUSTER)
 #   TRAIN_ITERS                steps (default: the estimate's, 20 tokens per parameter times the B-F multiplier)
 #   MICRO_BATCH, GLOBAL_BATCH  sequences (1 and 64)
-#   PRECISION, RECOMPUTE       fp32, bf16 or fp16 (fp32, as the paper); auto, full or none (auto only where needed)
+#   PRECISION, RECOMPUTE       fp32, bf16 or fp16 (fp32, as the paper); auto, full or none (auto only where needed).
+#                              These and NUM_GPUS can be given as flags too, as to tools/plan.py
 #   FORCE=1                    start even if the estimate does not fit
 #   OUT                        with SCALE=tiny: what to write to (out/recipes)
 #   BCD_PYTHON                 an interpreter of your own (examples/setup_env.sh)
@@ -61,12 +62,11 @@ planner_python() {
 }
 
 PLANNER=$(planner_python)
-recipe() { "$PLANNER" "$ROOT/tools/recipe.py" "$@"; }
 
 # Sets MODEL, CLUSTER, MODEL_ARGS, PARALLEL_ARGS, TRAINING_ARGS, METHOD_ARGS and EXTRA_ARGS, and the numbers that the rest needs.
 WHOLE=whole
 [ -z "$SCALE" ] || WHOLE=tiny=$RANKS
-RECIPE=$(recipe "$WHOLE" "$@")
+RECIPE=$("$PLANNER" "$ROOT/tools/recipe.py" "$WHOLE" "$@")
 eval "$RECIPE"
 
 . "$ROOT/examples/given.sh"
@@ -184,7 +184,7 @@ check_gpus() {
     here=$(gpus_here)
     [ "$here" -gt 0 ] || fail "torch sees no GPU on this machine; DRY_RUN=1 prints command and estimate, SCALE=tiny runs on the CPU"
     [ "$here" -ge "$GPUS_PER_NODE" ] || fail "$here GPUs on this machine, $GPUS_PER_NODE needed" \
-        "($NUM_NODES x $GPUS_PER_NODE); $(recipe "here=$here" "$@")"
+        "($NUM_NODES x $GPUS_PER_NODE); DRY_RUN=1 NUM_GPUS=$here prints whether and how it fits on these"
 }
 
 if [ -z "$SCALE" ]; then
@@ -197,7 +197,7 @@ fi
 
 # ---------------------------------------------------------------- train
 if [ -z "$SCALE" ]; then
-    check_gpus "$@"
+    check_gpus
     if [ "$METHOD" = offload ]; then  # Adam steps on the CPU, and torchrun's default is one thread per rank
         THREADS=$(($(nproc) / GPUS_PER_NODE))
         export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((THREADS > 0 ? THREADS : 1))}

@@ -103,16 +103,22 @@ def write_aside(path: str, write: Callable[[str], object], *, flag: str) -> None
             os.remove(aside)
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: int = 1) -> None:
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: int = 1) -> str:
     """Aligned columns; the first `num_left` hold words, the others numbers."""
-    lines = [columns, *rows]
+    lines, texts = [columns, *rows], []
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         cells = [
             cell.ljust(width) if index < num_left else cell.rjust(width)
             for index, (cell, width) in enumerate(zip(line, widths, strict=True))
         ]
-        print("  ".join(cells).rstrip())
+        texts.append("  ".join(cells).rstrip())
+    return "\n".join(texts)
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: int = 1) -> None:
+    """As `table` says."""
+    print(table(columns, rows, num_left=num_left))
 
 
 def cpu_model() -> str:

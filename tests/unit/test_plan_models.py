@@ -66,7 +66,7 @@ def test_a_published_model_by_its_config(capsys: pytest.CaptureFixture[str], tmp
     where = folder(tmp_path, content, name=name)
     whole = json.loads(run(capsys, "--model", where, "--gpu", "a100", "--num-gpus", "16", "--json"))
     assert whole["model"]["parameters"] == parameters and whole["model"]["name"] == name
-    assert named_model(str(where / "config.json"), models=None, flag="--model").shape().num_parameters == parameters
+    assert named_model(str(where / "config.json"), models=None).shape().num_parameters == parameters
 
 
 def test_a_row_says_what_a_config_says(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_row_says_what_a_config_says(tmp_path: Path) -> None:
     )
     (tmp_path / "old.csv").write_text(f"{COLUMNS}\nmine,llama,28,1024,16,8,3072,151936,2048,x\n")
     shapes = [
-        asdict(named_model(name, models=str(tmp_path / file), flag="--model").shape())
+        asdict(named_model(name, models=str(tmp_path / file)).shape())
         for name, file in ((str(where), "new.csv"), ("mine", "new.csv"), ("mine", "old.csv"), ("g-1.6b", "new.csv"))
     ]
     assert shapes[0] == shapes[1]
@@ -116,7 +116,7 @@ def test_bad_models_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 def test_what_fits_on_one_card(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Only more GPUs offered for what one card holds with a frozen head or moments in 8 bits; a setting that does not
-    fit after all, that another one makes needless, or whose loss is not said."""
+    fit after all, or that another one makes needless."""
     large = folder(tmp_path, PUBLISHED["Llama-3-8B"][0], name="large")
     middle = folder(tmp_path, config("llama", 32, 4096, (32, 8), 12288, 128256), name="middle")
     seen: set[str] = set()
@@ -126,8 +126,7 @@ def test_what_fits_on_one_card(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         names = [{word for word in each["flags"].split() if word[:2] == "--"} for each in offered]
         assert not any(one < other for one in names for other in names)
         seen |= set().union(*names)
-        for each, changed in zip(offered, names, strict=True):
-            assert len(each["loss"]) == len(changed - {"--num-gpus", "--global-batch-size"})
+        for each in offered:
             assert "torchrun" in run(capsys, *shlex.split(each["command"])[2:])
     assert {"--bcd-frozen", "--adam-moments-dtype", "--num-gpus"} <= seen
 

@@ -51,7 +51,7 @@ def test_command_as_typed_without_torch(repo_root: Path, tmp_path: Path) -> None
             ("--model", "G-1.6B", "--gpu", "rtx4090", "--num-gpus", "1", "--micro-batch-size", "16"),
             "--micro-batch-size 1",
         ),
-        ((*EXAMPLE, "--pipeline-model-parallel-size", "1"), "--recompute auto"),
+        ((*EXAMPLE, "--pipeline-model-parallel-size", "1"), "--pipeline-model-parallel-size 4"),
         ((*EXAMPLE[:5], "1", "--search", "--bcd-preset", "paper"), "--num-gpus 4"),
         ((*EXAMPLE[:5], "1", "--search"), None),
     ],
@@ -132,24 +132,18 @@ def test_methods_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     for row in rows.values():
         dollars = row["bill"]["dollars"]
         assert row["cost_ratio"] == pytest.approx(dollars / rows["full", 6]["bill"]["dollars"])
-    full, pretrain = rows["full", 6]["state_per_parameter"], rows["pretrain", 4]["state_per_parameter"]
-    assert 16 < full < 17 and 6 < pretrain < 8
     few = min(gpus for method, gpus in rows if method == "pretrain")
     assert few < 4 and plan.main([*EXAMPLE[:5], str(few // 2), "--search", "--method", "pretrain"]) == 1
 
 
 def test_search_over_all_methods(capsys: pytest.CaptureFixture[str]) -> None:
-    """The cheapest BCD sold as the cheapest; errors of the planner that are known and not given."""
+    """The cheapest BCD sold as the cheapest."""
     flags = ("--model", "LLaMA-7B", "--gpu", "rtx4090", "--num-gpus", "4", "--precision", "bf16", "--search")
     data = planned(capsys, *flags)
     best = data["best"]
     assert best["command"] in output(capsys, *flags) and best["recipe"]["num_gpus"] == 4
     rows = {(row["recipe"]["method"], row["recipe"]["num_gpus"]): row for row in data["methods"]}
     assert best["bill"] == rows[best["recipe"]["method"], 4]["bill"]
-    offload = rows["offload", 4]
-    # the paper's times of offload were all longer than predicted
-    least, most = offload["dollars_with_error"]
-    assert offload["bill"]["dollars"] < least < most and rows["pretrain", 4]["dollars_with_error"] is None
     assert planned(capsys, *flags, "--bf-multiplier", "1.2")["best"]["recipe"]["method"] == "offload"
 
 
@@ -157,8 +151,8 @@ def test_search_keeps_the_pipeline_that_was_given(capsys: pytest.CaptureFixture[
     """A pipeline size that --search ignores, or the remedies."""
     flags = ("--model", "G-1.6B", "--gpu", "rtx4090", "--num-gpus", "4", "--global-batch-size", "16")
     one = (*flags, "--search", "--method", "bcd")
-    assert {plan["recipe"]["pipeline_size"] for plan in planned(capsys, *one)["best"]} != {2}
-    assert {plan["recipe"]["pipeline_size"] for plan in planned(capsys, *one, *STAGES)["best"]} == {2}
+    assert {plan["recipe"]["pipeline_size"] for plan in planned(capsys, *one)["methods"]} != {2}
+    assert {plan["recipe"]["pipeline_size"] for plan in planned(capsys, *one, *STAGES)["methods"]} == {2}
     assert plan.main([*EXAMPLE, "--search", "--method", "full", *STAGES, "--json"]) == 1
     first = shlex.split(json.loads(capsys.readouterr().out)["what_fits"][0]["command"])
     assert first[first.index(STAGES[0]) + 1] == "2"
@@ -194,10 +188,8 @@ def test_a_gpu_without_a_price(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     rows = [json.loads(output(capsys, *flags, str(path), "--compare", "--json")) for path in (priced, free)]
     one, other = ([(row["recipe"], row["cost_ratio"]) for row in each] for each in rows)
     assert one == other, "the same order and ratios"
-    assert {row["dollars_with_error"] for row in rows[1]} == {None}
     for more in (("--search",), ("--search", "--method", "bcd")):
-        text = output(capsys, *flags, str(free), *more)
-        assert "$" not in text and "dollars" not in text
+        assert "$" not in output(capsys, *flags, str(free), *more)
 
 
 def test_the_command_is_the_recipes(capsys: pytest.CaptureFixture[str], repo_root: Path) -> None:
@@ -247,7 +239,6 @@ def test_paper_is_a_list_of_cells(capsys: pytest.CaptureFixture[str]) -> None:
         ((*EXAMPLE, *CHUNKS, "--method", "full"), "--num-virtual-stages-per-pipeline-rank"),
         ((*EXAMPLE, "--method", "full", "--bcd-layout", "spread"), "--bcd-layout"),
         ((*EXAMPLE, "--method", "offload", "--bcd-frozen", "head"), "--bcd-frozen"),
-        ((*EXAMPLE, "--pipelines", "--recompute"), "--recompute"),
     ],
 )
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str) -> None:
@@ -293,12 +284,3 @@ def test_the_training_script_takes_the_command(capsys: pytest.CaptureFixture[str
     assert config.bcd.bcd_preset == ("pretrain" if recipe["method"] == "pretrain" else None)
     if recipe["method"] == "full":
         assert (config.bcd.bcd_num_blocks, config.bcd.bcd_schedule) == (1, "stock")
-
-
-def test_verify_says_what_took_its_place(capsys: pytest.CaptureFixture[str], repo_root: Path) -> None:
-    """An older command that ends in an unknown flag, or names a test that is not there."""
-    assert plan.main([*EXAMPLE, "--verify"]) == 0
-    captured = capsys.readouterr()
-    assert "torchrun" in captured.out
-    (named,) = (word for word in captured.err.split() if word.endswith(".py") and word.startswith("tests"))
-    assert (repo_root / named).is_file()

@@ -1,7 +1,7 @@
 """Estimates of a run before it starts: memory per rank, iteration time, throughput, days, cost (docs/planner.md).
 
 `tables` reads the data files, `recipe` describes one run, `memory` and `step_time` compute what it needs, `estimate`
-combines both; `search`, `remedies` and `compare` choose among recipes, `command` builds the command line. `paper`
-compares the formulas with the paper's tables. `run_state` is what the trainer asks, from the same formulas: bytes of
+combines both; `search` chooses among recipes, `command` builds the command line. `paper` compares the formulas with the
+paper's tables. `run_state` is what the trainer asks, from the same formulas: bytes of
 model state, `--recompute auto`, FLOPs. Pure arithmetic: no torch.
 """

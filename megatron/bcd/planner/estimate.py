@@ -26,7 +26,7 @@ _SHOWN = (
     "method", "num_gpus", "num_nodes", "pipeline_size", "context_size", "data_size", "precision", "micro_batch_size",
     "global_batch_size", "num_microbatches", "recompute",
 )  # fmt: skip
-_TIMES = ("iteration_seconds", "orthogonalization_share", "bubble", "tokens_per_second", "mfu")
+_TIMES = ("iteration_seconds", "bubble", "tokens_per_second", "mfu")
 DEFAULT_TOKENS_PER_PARAMETER = 20
 """Hoffmann et al. 2022."""
 DEFAULT_SFT_TOKENS = 3 * 52002 * 120.0
@@ -66,24 +66,6 @@ class Estimate:
     @property
     def peak(self) -> RankMemory:
         return peak(self.ranks)
-
-    @property
-    def orthogonalization_share(self) -> float:
-        """Of the time of an iteration; 0 without Muon and stateless updates."""
-        return sum(phase.orthogonalization for phase in self.phases) / sum(phase.total for phase in self.phases)
-
-    @property
-    def state_per_parameter(self) -> float:
-        """Bytes of model state per parameter on one data-parallel rank of every stage, in its largest phase."""
-        largest: dict[int, int] = {}
-        for rank in self.ranks:
-            largest[rank.stage] = max(rank.model_state, largest.get(rank.stage, 0))
-        return sum(largest.values()) / self.parameters
-
-    @property
-    def price(self) -> float:
-        """Dollars; where the cluster table has no price GPU hours, which have the same ratios."""
-        return self.cost.dollars if self.recipe.cluster.is_priced else self.cost.gpu_hours
 
     @property
     def fits(self) -> bool:

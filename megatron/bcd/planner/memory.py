@@ -187,8 +187,8 @@ def peak(ranks: tuple[RankMemory, ...]) -> RankMemory:
     return max(ranks, key=lambda rank: rank.total)
 
 
-def fits(recipe: Recipe) -> bool:
-    """Whether every rank's peak is within its GPU's memory. With auto: if all layers are recomputed."""
+def fits(recipe: Recipe, *, share: float = 1.0) -> bool:
+    """Whether every rank's peak is within this share of its GPU's memory. With auto: if all layers are recomputed."""
     if recipe.recompute == "auto":
         recipe = replace(recipe, recompute="full")
-    return peak(rank_memory(recipe)).total <= recipe.cluster.memory_gib * GIB
+    return peak(rank_memory(recipe)).total <= share * recipe.cluster.memory_gib * GIB

@@ -1,18 +1,19 @@
-"""Layouts of a recipe: the one that fits, the cheapest that fits, the fewest GPUs, the default placement."""
+"""Which recipe: the shortest pipeline, the cheapest layouts, methods side by side, what fits where a plan does not."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron.bcd.config import DEFAULT_NUM_BLOCKS
 from megatron.bcd.planner.estimate import Estimate, make_estimate, training_cost
-from megatron.bcd.planner.memory import fits, peak, rank_memory
+from megatron.bcd.planner.memory import fits
 from megatron.bcd.planner.recipe import MAX_GPUS, PRESET_OF, Recipe
 from megatron.bcd.planner.step_time import mean_seconds
-from megatron.bcd.planner.tables import GIB, Cluster, Model, Placement
+from megatron.bcd.planner.tables import Cluster, Model, Placement
 
 SEARCHED_BLOCKS = (2, 3, 4, 5, 6)
 """Layout submodel tries only the first two, because it has that many blocks on every stage."""
@@ -21,36 +22,135 @@ _SIMULATED = 3
 MOST_GPUS = 512
 _PLANNED_SHARE = 0.95
 """Of a GPU's memory: the estimate is a formula, and running out of memory costs more than recomputing a layer."""
+OF_BLOCKS = ("num_blocks", "layout", "frozen", "always_active", "num_chunks")
+"""Fields of Recipe that only methods with blocks have."""
+COMPARED = {"pretrain": ("full", "offload", "bcd", "pretrain"), "sft": ("full", "offload", "finetune")}
+"""Methods by task."""
+
+# ---------------------------------------------------------------- a pipeline that fits
 
 
-@dataclass(frozen=True, kw_only=True)
-class SearchResult:
-    num_tried: int
-    num_fitting: int
-    best: tuple[Estimate, ...]  # cheapest first; empty if none fits
+def valid_pipelines(*, pipeline_size: int | None = None, **fields: Any) -> list[Recipe]:
+    """The recipe with every valid pipeline size, shortest first, or with the given one.
+
+    ``fields`` are Recipe's. Raises the first ValueError if no size is valid.
+    """
+    if pipeline_size is not None:
+        return [Recipe(pipeline_size=pipeline_size, **fields)]
+    suited, reasons = list[Recipe](), list[ValueError]()
+    for size in _divisors(min(max(1, fields["num_gpus"]), MAX_GPUS)):
+        try:
+            suited.append(Recipe(pipeline_size=size, **fields))
+        except ValueError as error:
+            reasons.append(error)
+    if not suited:
+        raise reasons[0]
+    return suited
 
 
-def layouts(
-    base: Recipe, *, num_blocks: Sequence[int] | None = None, pipeline_size: int | None = None
-) -> Iterator[Recipe]:
+def shortest_that_fits(suited: Sequence[Recipe]) -> Recipe:
+    """The shortest pipeline that fits, which has the most data-parallel ranks; the longest if none fits."""
+    return next((recipe for recipe in suited if fits(recipe)), suited[-1])
+
+
+def with_fewest_blocks(recipe: Recipe) -> Recipe:
+    """Preset finetune where no number of blocks is given: the fewest within _PLANNED_SHARE of the memory, at least two.
+
+    Fewer, larger blocks train every layer in more steps, and their loss is closer to full training's
+    (docs/fine_tuning.md). Of numbers with the same largest block the least is tried. If none fit: one layer a block.
+    """
+    if recipe.method != "finetune" or recipe.num_blocks is not None or recipe.layout == "stage":
+        return recipe
+    if recipe.recompute == "auto":  # one layer a block leaves most memory to activations
+        return recipe
+    per_stage = recipe.model.layers // recipe.pipeline_size
+    for num_blocks in sorted({math.ceil(per_stage / size) for size in range(2, per_stage)}):
+        with contextlib.suppress(ValueError):  # a layout that cannot have so many
+            other = replace(recipe, num_blocks=num_blocks)
+            if fits(other, share=_PLANNED_SHARE):
+                return other
+    return recipe
+
+
+def place(
+    *,
+    model: Model,
+    cluster: Cluster,
+    method: str,
+    placements: Sequence[Placement] = (),
+    num_gpus: int | None = None,
+    **fields: Any,
+) -> Recipe:
+    """The recipe on ``num_gpus``; if None, on the GPUs of its row in the method table, else on the fewest that fit.
+
+    ``fields`` are Recipe's. A ``pipeline_size`` or ``recompute`` of None is chosen: the row's pipeline if the number
+    of GPUs is the row's, else the shortest pipeline that takes at most 95 % of a GPU's memory, only if none does with
+    recomputation (auto: the least that takes). Layout ``stage`` has one block per stage, so it gets at least two stages
+    if possible. If nothing fits: the longest pipeline with recomputation, on one node by default. Raises ValueError as
+    Recipe does.
+    """
+    rows = {(row.method, row.model, row.cluster): row for row in placements}
+    row = rows.get((method, model.name, cluster.name))
+    by_stage = method in PRESET_OF and fields.get("layout") == "stage"
+    if row is not None and num_gpus in (None, row.nodes * row.gpus_per_node) and not (by_stage and row.pipeline == 1):
+        if num_gpus is None:
+            cluster = replace(cluster, gpus_per_node=row.gpus_per_node)
+            num_gpus = row.nodes * row.gpus_per_node
+        if fields.get("pipeline_size") is None:
+            fields["pipeline_size"] = row.pipeline
+    settings = {"model": model, "cluster": cluster, "method": method, **fields}
+    if num_gpus is not None:
+        return _choose_layout(by_stage=by_stage, num_gpus=num_gpus, **settings)
+    fewest = fields.get("pipeline_size") or (fields.get("num_blocks") or 2 if by_stage else 1)
+    tried, reasons = list[Recipe](), list[ValueError]()
+    for number in _doubled(max(fewest, 1)):
+        try:
+            tried.append(place(num_gpus=number, placements=placements, **settings))
+        except ValueError as error:  # more stages than layers, a batch that does not divide
+            reasons.append(error)
+        else:
+            if fits(tried[-1]):
+                return tried[-1]
+    if not tried:
+        raise reasons[0]
+    return next((each for each in tried if each.num_gpus >= cluster.gpus_per_node), tried[-1])
+
+
+def _choose_layout(*, by_stage: bool, recompute: str | None = None, **fields: Any) -> Recipe:
+    """The first layout within _PLANNED_SHARE of the memory, else the first that fits, else the last one."""
+    tried: list[Recipe] = []
+    for choice in ("none", "auto") if recompute is None else (recompute,):
+        suited = valid_pipelines(recompute=choice, memory_share=_PLANNED_SHARE, **fields)
+        tried += [recipe for recipe in suited if recipe.pipeline_size > 1 or not by_stage] or suited
+    for share in (_PLANNED_SHARE, 1.0):
+        for recipe in tried:
+            if fits(recipe, share=share):
+                return with_fewest_blocks(recipe)
+    return tried[-1]
+
+
+# ---------------------------------------------------------------- the cheapest
+
+
+def layouts(base: Recipe, *, pipeline_size: int | None = None) -> Iterator[Recipe]:
     """Every layout of the recipe on its GPUs: pipeline and data size, blocks, micro-batch, recomputation. The cut of
-    the stages and how layers form blocks are ``base``'s. With ``pipeline_size`` no other size is tried."""
-    choices: Sequence[int | None]
+    the stages, how layers form blocks, and a number of blocks that was given are ``base``'s. With ``pipeline_size`` no
+    other size is tried."""
+    choices: Sequence[int | None] = SEARCHED_BLOCKS[: 2 if base.partition.layout == "submodel" else None]
     if not base.has_blocks or base.partition.layout == "stage":
         choices = (None,)
-    elif base.method in ("pretrain", "finetune") and not num_blocks:
-        choices = (None,)  # of preset pretrain no multiplier is known at other numbers; finetune has the layers'
-    else:
-        choices = num_blocks or SEARCHED_BLOCKS[: 2 if base.partition.layout == "submodel" else None]
+    elif base.num_blocks is not None or base.method != "bcd":
+        # of preset pretrain no multiplier is known at other numbers; finetune has the layers'
+        choices = (base.num_blocks,)
     for stages in _sizes(base.num_gpus // base.context_size, pipeline_size):
         per_rank, left = divmod(base.global_batch_size, base.num_gpus // (stages * base.context_size))
         if left:
             continue
         for blocks in choices:
             for micro_batch_size in (size for size in _divisors(per_rank) if size & (size - 1) == 0):
-                changes = {"num_blocks": blocks, "micro_batch_size": micro_batch_size, "recompute": "none"}
+                changes: dict[str, Any] = {"num_blocks": blocks, "micro_batch_size": micro_batch_size}
                 with contextlib.suppress(ValueError):  # more stages or blocks than the model has layers for
-                    recipe = replace(base, pipeline_size=stages, **changes)  # type: ignore[arg-type]
+                    recipe = replace(base, pipeline_size=stages, recompute="none", **changes)
                     yield recipe
                     if not fits(recipe):
                         yield replace(recipe, recompute="auto")
@@ -72,43 +172,33 @@ def _variants(recipe: Recipe) -> Iterator[Recipe]:
 
 
 def search(
-    base: Recipe,
-    *,
-    num_blocks: Sequence[int] | None = None,
-    pipeline_size: int | None = None,
-    tokens: float | None = None,
-    multiplier: float | None = None,
-) -> SearchResult:
-    """The layouts with the lowest cost, of those that fit. By GPU hours: all have one price, which may not be known.
+    base: Recipe, *, pipeline_size: int | None = None, tokens: float | None = None, multiplier: float | None = None
+) -> list[Estimate]:
+    """The layouts with the lowest cost, of those that fit; none if none does. By GPU hours: all have one price, which
+    may not be known.
 
-    ``num_blocks`` are the numbers of blocks to try, ``pipeline_size`` is the only pipeline. All layouts get a rough
-    time; the cheapest are then simulated, and of each of their pipelines other cuts and layouts.
+    All layouts get a rough time; the cheapest are then simulated, and of each of their pipelines other cuts and
+    layouts.
     """
-    tried = list(layouts(base, num_blocks=num_blocks, pipeline_size=pipeline_size))
-    fitting = [recipe for recipe in tried if fits(recipe)]
 
     def rough_hours(recipe: Recipe) -> float:
         seconds = mean_seconds(recipe, is_rough=True)
         return training_cost(recipe, seconds, tokens=tokens, multiplier=multiplier).gpu_hours
 
-    by_price = sorted(fitting, key=rough_hours)
+    by_price = sorted(filter(fits, layouts(base, pipeline_size=pipeline_size)), key=rough_hours)
     if by_price and by_price[0].partition.num_blocks > SEARCHED_BLOCKS[-1]:  # so many phases take long to simulate
         cheapest = by_price[:1]
     else:
         cheapest = by_price[:_SIMULATED]
         pipelines = {(recipe.pipeline_size, recipe.num_blocks): recipe for recipe in reversed(cheapest)}
         others = [other for recipe in reversed(pipelines.values()) for other in _variants(recipe)]
-        cheapest += [recipe for recipe in others if fits(recipe)]
+        cheapest += filter(fits, others)
     estimates = [make_estimate(recipe, tokens=tokens, multiplier=multiplier) for recipe in cheapest]
-    return SearchResult(
-        num_tried=len(tried),
-        num_fitting=len(fitting),
-        best=tuple(sorted(estimates, key=lambda estimate: estimate.cost.gpu_hours)[:_SIMULATED]),
-    )
+    return sorted(estimates, key=lambda estimate: estimate.cost.gpu_hours)[:_SIMULATED]
 
 
-def fewest_gpus(base: Recipe, **sizes: Any) -> int | None:
-    """The fewest GPUs on which some layout fits; None if there are none. ``sizes`` are those of `layouts`.
+def fewest_gpus(base: Recipe, *, pipeline_size: int | None = None) -> int | None:
+    """The fewest GPUs on which some layout fits; None if there are none.
 
     Powers of two are tried, or such multiples of a given pipeline, with a larger batch if the given one does not divide
     among them; then numbers below the first that fits which keep the batch: any on one node, of several nodes full
@@ -116,130 +206,153 @@ def fewest_gpus(base: Recipe, **sizes: Any) -> int | None:
     """
 
     def fits_on(number: int, *, batch: int) -> bool:
-        for stages in _sizes(number, sizes.get("pipeline_size")):
+        for stages in _sizes(number, pipeline_size):
             changes: dict[str, Any] = {"pipeline_size": stages, "micro_batch_size": 1, "global_batch_size": batch}
             with contextlib.suppress(ValueError):  # the batch does not divide among so many replicas
                 asked = replace(base, num_gpus=number, **changes)
-                return any(fits(each) for each in layouts(asked, **sizes))
+                return any(map(fits, layouts(asked, pipeline_size=pipeline_size)))
         return False
 
-    number = sizes.get("pipeline_size") or 1
-    while not fits_on(number, batch=-(-base.global_batch_size // number) * number):
-        number *= 2
-        if number > MOST_GPUS:
-            return None
-    per_node = base.cluster.gpus_per_node
-    between = (other for other in range(number // 2 + 1, number) if other <= per_node or other % per_node == 0)
-    return next((other for other in between if fits_on(other, batch=base.global_batch_size)), number)
+    per_node, batch = base.cluster.gpus_per_node, base.global_batch_size
+    for number in _doubled(pipeline_size or 1):
+        if fits_on(number, batch=_multiple(batch, number)):
+            between = (other for other in range(number // 2 + 1, number) if other <= per_node or other % per_node == 0)
+            return next((other for other in between if fits_on(other, batch=batch)), number)
+    return None
 
 
-def valid_pipelines(**fields: Any) -> list[Recipe]:
-    """The recipe with every valid pipeline size, shortest first.
+def compare(base: Recipe, *, pipeline_size: int | None = None, **cost: float | None) -> list[Estimate]:
+    """Full training, the same with the optimizer on the host, and the presets, cheapest first.
 
-    ``fields`` are Recipe's without ``pipeline_size``. Raises the first ValueError if no size is valid.
+    Each is on the asked number of GPUs, and on the fewest on which it fits; one that fits on no number is left out.
+    ``cost`` is what `make_estimate` takes; the multiplier is pretrain's. Raises ValueError if nothing fits, or a flag
+    is out of range.
     """
-    suited, reasons = [], []
-    for pipeline_size in _divisors(min(max(1, fields["num_gpus"]), MAX_GPUS)):
+    found: list[Estimate] = []
+    for method in COMPARED[base.task]:
+        changes: dict[str, Any] = {} if method in PRESET_OF else dict.fromkeys(OF_BLOCKS)
+        if method == "offload":
+            changes["adam_moments_dtype"] = "fp32"
         try:
-            suited.append(Recipe(pipeline_size=pipeline_size, **fields))
-        except ValueError as error:
-            reasons.append(error)
-    if not suited:
-        raise reasons[0]
-    return suited
+            recipe = replace(base, method=method, **changes)
+        except ValueError:  # such as fp16 with Muon, or blocks that a preset does not take
+            continue
+        costs = cost if method == "pretrain" else cost | {"multiplier": None}
+        best = search(recipe, pipeline_size=pipeline_size, **costs)[:1]
+        fewest = fewest_gpus(recipe, pipeline_size=pipeline_size)
+        if fewest is not None and (fewest < recipe.num_gpus or not best and fewest > recipe.num_gpus):
+            batch = _multiple(recipe.global_batch_size, fewest)
+            few: dict[str, Any] = {"num_gpus": fewest, "pipeline_size": pipeline_size or 1, "global_batch_size": batch}
+            best += search(replace(recipe, micro_batch_size=1, **few), pipeline_size=pipeline_size, **costs)[:1]
+        found += best
+    if not found:
+        stages = "" if pipeline_size is None else f" with --pipeline-model-parallel-size {pipeline_size}"
+        raise ValueError(f"--model {base.model.name}: no method fits on any number of {base.cluster.gpu}{stages}")
+    return sorted(found, key=lambda estimate: estimate.cost.gpu_hours)
 
 
-def shortest_that_fits(suited: Sequence[Recipe]) -> Recipe:
-    """The shortest pipeline that fits, which has the most data-parallel ranks; the longest if none fits."""
-    return next((recipe for recipe in suited if fits(recipe)), suited[-1])
+# ---------------------------------------------------------------- where a plan does not fit
+
+_MOST_BLOCKS = 12
+_OTHERS = {
+    "full": ("offload", "pretrain", "bcd"),
+    "offload": ("pretrain", "bcd"),
+    "bcd": ("pretrain", "offload"),
+    "pretrain": ("offload", "bcd"),
+    "finetune": ("offload",),
+}
+"""Other methods, the nearest first."""
+_Changes = dict[str, Any]
+"""Fields of Recipe with other values."""
 
 
-def place(
-    *,
-    model: Model,
-    cluster: Cluster,
-    method: str,
-    placements: Sequence[Placement] = (),
-    num_gpus: int | None = None,
-    **fields: Any,
-) -> Recipe:
-    """The recipe on ``num_gpus``; if None, on the GPUs of its row in the method table, else on the fewest that fit.
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """Changed settings with which a plan fits."""
 
-    ``fields`` are Recipe's. A missing ``pipeline_size`` or ``recompute`` is chosen: the row's pipeline if the number
-    of GPUs is the row's, else the shortest pipeline that takes at most 95 % of a GPU's memory, only if none does with
-    recomputation (auto: the least that takes). Layout ``stage`` has one block per stage, so it gets at least two stages
-    if possible. If nothing fits: the longest pipeline with recomputation, on one node by default. Raises ValueError as
-    Recipe does.
+    changes: _Changes
+    recipe: Recipe
+
+
+def remedies(fields: Mapping[str, Any]) -> list[Remedy]:
+    """Changes that make a recipe of these fields (`valid_pipelines`) fit; empty if none does.
+
+    Settings that help alone, or where none does, those that help together and not with fewer; another method; more
+    GPUs, a power of two times as many. Recomputation comes with these where they need it.
     """
-    rows = {(row.method, row.model, row.cluster): row for row in placements}
-    row = rows.get((method, model.name, cluster.name))
-    by_stage = method in PRESET_OF and fields.get("layout") == "stage"
-    if row is not None and num_gpus in (None, row.nodes * row.gpus_per_node) and not (by_stage and row.pipeline == 1):
-        if num_gpus is None:
-            cluster = replace(cluster, gpus_per_node=row.gpus_per_node)
-            num_gpus = row.nodes * row.gpus_per_node
-        fields = {"pipeline_size": row.pipeline} | fields
-    settings = {"model": model, "cluster": cluster, "method": method, **fields}
-    if num_gpus is not None:
-        return _choose_layout(num_gpus=num_gpus, **settings)
-    fewest = fields.get("pipeline_size") or (fields.get("num_blocks") or 2 if by_stage else 1)
-    numbers = [min(max(fewest, 1), MAX_GPUS)]
-    while 2 * numbers[-1] <= MOST_GPUS:
-        numbers.append(2 * numbers[-1])
-    tried, reasons = list[Recipe](), []
-    for number in numbers:
-        try:
-            tried.append(place(num_gpus=number, placements=placements, **settings))
-        except ValueError as error:  # more stages than layers, a batch that does not divide
-            reasons.append(error)
-        else:
-            if fits(tried[-1]):
-                return tried[-1]
-    if not tried:
-        raise reasons[0]
-    return next((each for each in tried if each.num_gpus >= cluster.gpus_per_node), tried[-1])
+    settings = [list(values) for values in _settings(fields) if values]
+    found = [fitting for values in settings for fitting in _first_that_fits(fields, values)]
+    if not found:
+        found = _fewest_together(fields, settings)
+    extras: list[_Changes] = [{}, {"recompute": "auto"}, {"recompute": "auto", "micro_batch_size": 1}]
+    for method in _OTHERS[fields["method"]]:
+        other: _Changes = {"method": method} | dict.fromkeys(OF_BLOCKS)
+        if method in PRESET_OF:
+            other["frozen"] = fields.get("frozen")
+        if method == "offload" and fields.get("adam_moments_dtype", "fp32") != "fp32":
+            other["adam_moments_dtype"] = "fp32"
+        found += _first_that_fits(fields, [other | extra for extra in extras])
+    more = []
+    for number in _doubled(2 * fields["num_gpus"]):
+        batch = _multiple(fields["global_batch_size"], number)
+        larger: _Changes = {"num_gpus": number, "global_batch_size": batch}
+        if batch == fields["global_batch_size"]:
+            del larger["global_batch_size"]
+        more += [larger | extra for extra in extras]
+    return found + _first_that_fits(fields, more)
 
 
-def _choose_layout(*, recompute: str | None = None, pipeline_size: int | None = None, **fields: Any) -> Recipe:
-    """The first layout within _PLANNED_SHARE of the memory, else the first that fits, else the last one."""
-    tried: list[Recipe] = []
-    fields["memory_share"] = _PLANNED_SHARE
-    for choice in ("none", "auto") if recompute is None else (recompute,):
-        if pipeline_size is None:
-            suited = valid_pipelines(recompute=choice, **fields)
-            if fields["method"] in PRESET_OF and fields.get("layout") == "stage":
-                suited = [recipe for recipe in suited if recipe.pipeline_size > 1] or suited
-            tried += suited
-        else:
-            tried.append(Recipe(recompute=choice, pipeline_size=pipeline_size, **fields))
-    for share in (_PLANNED_SHARE, 1.0):
-        for recipe in tried:
-            if _takes_at_most(share, recipe):
-                return with_fewest_blocks(recipe)
-    return tried[-1]
+def _settings(fields: Mapping[str, Any]) -> Iterator[list[_Changes]]:
+    """The values of each setting that need less memory, the nearest first; those first that change the loss least."""
+    method, given = fields["method"], fields["num_blocks"]
+    if (stages := fields.get("pipeline_size")) is not None:
+        yield [{"pipeline_size": size} for size in _divisors(fields["num_gpus"]) if size > stages]
+    if fields["micro_batch_size"] > 1:
+        yield [{"micro_batch_size": 1}]
+    if fields["recompute"] == "none":
+        yield [{"recompute": "auto"}]
+    if method != "offload" and fields.get("adam_moments_dtype", "fp32") != "int8":
+        yield [{"adam_moments_dtype": "int8"}]
+    if fields["precision"] == "fp32":
+        yield [{"precision": "bf16"}]
+    if method == "finetune" and fields.get("always_active") is None:
+        yield [{"always_active": frozenset()}]
+    if method == "finetune" and "head" not in (fields.get("always_active") or ()):
+        yield [{"frozen": (fields.get("frozen") or frozenset({"embedding"})) | {"head"}}]
+    # without a number, fine-tuning has as many as there are
+    if method in PRESET_OF and fields.get("layout") != "stage" and not (method == "finetune" and given is None):
+        fewest = (DEFAULT_NUM_BLOCKS if given is None else given) + 1
+        yield [{"num_blocks": number} for number in range(fewest, _MOST_BLOCKS + 1)]
 
 
-def with_fewest_blocks(recipe: Recipe) -> Recipe:
-    """Preset finetune where no number of blocks is given: the fewest within _PLANNED_SHARE of the memory, at least two.
+def _fewest_together(fields: Mapping[str, Any], settings: Sequence[Sequence[_Changes]]) -> list[Remedy]:
+    """All of these settings, less those that are not needed, each with the nearest value that will do."""
 
-    Fewer, larger blocks train every layer in more steps, and their loss is closer to full training's
-    (docs/fine_tuning.md). Of numbers with the same largest block the least is tried. If none fit: one layer a block.
-    """
-    if recipe.method != "finetune" or recipe.num_blocks is not None or recipe.layout == "stage":
-        return recipe
-    if recipe.recompute == "auto":  # one layer a block leaves most memory to activations
-        return recipe
-    per_stage = recipe.model.layers // recipe.pipeline_size
-    for num_blocks in sorted({math.ceil(per_stage / size) for size in range(2, per_stage)}):
-        with contextlib.suppress(ValueError):  # a layout that cannot have so many
-            other = replace(recipe, num_blocks=num_blocks)
-            if _takes_at_most(_PLANNED_SHARE, other):
-                return other
-    return recipe
+    def fitting(chosen: Sequence[_Changes]) -> list[Remedy]:
+        return _first_that_fits(fields, [{name: value for one in chosen for name, value in one.items()}])
+
+    chosen: list[_Changes] = [values[-1] for values in settings]
+    found = fitting(chosen)
+    for index in reversed(range(len(settings))) if found else ():
+        for value in ({}, *settings[index]):
+            trial = [*chosen[:index], value, *chosen[index + 1 :]]
+            if better := fitting(trial):
+                chosen, found = trial, better
+                break
+    return found
 
 
-def _takes_at_most(share: float, recipe: Recipe) -> bool:
-    return peak(rank_memory(recipe)).total / GIB <= share * recipe.cluster.memory_gib
+def _first_that_fits(fields: Mapping[str, Any], choices: Sequence[_Changes]) -> list[Remedy]:
+    """The first of these changes with which the recipe fits, if any does."""
+    for changes in choices:
+        with contextlib.suppress(ValueError):  # more stages or blocks than layers, fp16 with Muon
+            recipe = shortest_that_fits(valid_pipelines(**{**fields, **changes}))
+            if fits(recipe):
+                return [Remedy(changes=changes, recipe=recipe)]
+    return []
+
+
+# ---------------------------------------------------------------- numbers
 
 
 def _sizes(number: int, given: int | None) -> list[int]:
@@ -249,3 +362,15 @@ def _sizes(number: int, given: int | None) -> list[int]:
 
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _multiple(least: int, of: int) -> int:
+    return -(-least // of) * of
+
+
+def _doubled(first: int) -> Iterator[int]:
+    """The number, and powers of two times as many, up to MOST_GPUS."""
+    yield first
+    while 2 * first <= MOST_GPUS:
+        first *= 2
+        yield first
