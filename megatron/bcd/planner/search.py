@@ -277,13 +277,15 @@ class Remedy:
 def remedies(fields: Mapping[str, Any]) -> list[Remedy]:
     """Changes that make a recipe of these fields (`valid_pipelines`) fit; empty if none does.
 
-    Settings that help alone, or where none does, those that help together and not with fewer; another method; more
-    GPUs, a power of two times as many. Recomputation comes with these where they need it.
+    Settings that help alone; of the others those that help together and not with fewer; another method; more GPUs, a
+    power of two times as many. Recomputation comes with these where they need it.
     """
-    settings = [list(values) for values in _settings(fields) if values]
-    found = [fitting for values in settings for fitting in _first_that_fits(fields, values)]
-    if not found:
-        found = _fewest_together(fields, settings)
+    found, others = list[Remedy](), list[list[_Changes]]()
+    for values in filter(None, _settings(fields)):
+        alone = _first_that_fits(fields, values)
+        found += alone
+        others += [] if alone else [values]
+    found += _fewest_together(fields, others)
     extras: list[_Changes] = [{}, {"recompute": "auto"}, {"recompute": "auto", "micro_batch_size": 1}]
     for method in _OTHERS[fields["method"]]:
         other: _Changes = {"method": method} | dict.fromkeys(OF_BLOCKS)
@@ -305,8 +307,6 @@ def remedies(fields: Mapping[str, Any]) -> list[Remedy]:
 def _settings(fields: Mapping[str, Any]) -> Iterator[list[_Changes]]:
     """The values of each setting that need less memory, the nearest first; those first that change the loss least."""
     method, given = fields["method"], fields["num_blocks"]
-    if (stages := fields.get("pipeline_size")) is not None:
-        yield [{"pipeline_size": size} for size in _divisors(fields["num_gpus"]) if size > stages]
     if fields["micro_batch_size"] > 1:
         yield [{"micro_batch_size": 1}]
     if fields["recompute"] == "none":
@@ -323,6 +323,8 @@ def _settings(fields: Mapping[str, Any]) -> Iterator[list[_Changes]]:
     if method in PRESET_OF and fields.get("layout") != "stage" and not (method == "finetune" and given is None):
         fewest = (DEFAULT_NUM_BLOCKS if given is None else given) + 1
         yield [{"num_blocks": number} for number in range(fewest, _MOST_BLOCKS + 1)]
+    if (stages := fields.get("pipeline_size")) is not None:
+        yield [{"pipeline_size": size} for size in _divisors(fields["num_gpus"]) if size > stages]
 
 
 def _fewest_together(fields: Mapping[str, Any], settings: Sequence[Sequence[_Changes]]) -> list[Remedy]:
