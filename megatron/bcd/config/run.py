@@ -155,12 +155,6 @@ class RunConfig:
         return self.training.adam_moments_dtype, self.training.adam_moments_dtype
 
     @property
-    def kept_moment_dtypes(self) -> tuple[str, str]:
-        """The same in host memory between phases: those in fp16 have a scale, and are kept in fp32."""
-        first, second = ("fp32" if dtype == "fp16" else dtype for dtype in self.moment_dtypes)
-        return first, second
-
-    @property
     def is_gated(self) -> bool:
         """The feed-forward part multiplies two projections."""
         return self.model.swiglu or self.model.quick_geglu

@@ -25,8 +25,8 @@ class Reporter:
     because the run repeats them. A fresh run replaces the file when it writes its first line. With `run`, a name that
     stands in every line, both refuse a file of another run.
 
-    Raises ValueError, one line that names the flag, if --metrics-file or --tensorboard-dir cannot be written or
-    --wandb-project cannot be used.
+    Raises ValueError, one line that names the flag, if --metrics-file is of something else, or a library is missing or
+    refuses.
     """
 
     def __init__(

@@ -4,7 +4,6 @@ import importlib
 import json
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from io import FileIO
 from typing import Any
@@ -25,23 +24,15 @@ def json_line(values: Mapping[str, object]) -> str:
     return json.dumps(clean, allow_nan=False)
 
 
-def _try_to_write(folder: str) -> None:
-    """Raise OSError if no file can be created in `folder` or its nearest existing parent; leave none behind."""
-    while not os.path.lexists(folder):
-        folder = os.path.dirname(folder)
-    with tempfile.TemporaryFile(dir=folder):
-        pass
-
-
 class MetricsFile:
     """JSON lines, each written at once.
 
-    Checked on construction, written from the first line on: a run that does not start leaves the file as it was.
+    Read on construction, written from the first line on: a run that does not start leaves the file as it was.
     """
 
     def __init__(self, path: str, *, start_iteration: int, run: str | None = None) -> None:
-        """Raises ValueError naming --metrics-file if the file cannot be written or, on resume, read; or, with the name
-        of a `run`, if it is of another one."""
+        """Raises ValueError naming --metrics-file if the file cannot be read on resume, or is not of `run`. Whether it
+        can be written, the command line's rules have seen."""
         self._run = run
         self._path = os.path.realpath(path)  # os.replace on a link would leave its target unchanged
         self._file: FileIO | None = None
@@ -50,17 +41,14 @@ class MetricsFile:
         # a pipe or device must not be renamed over
         self._in_place = os.path.exists(self._path) and not os.path.isfile(self._path)
         try:
-            if os.path.isdir(self._path):
-                raise IsADirectoryError(21, "is a folder")
-            if not self._in_place:
-                _try_to_write(os.path.dirname(self._path))
-                if start_iteration > 0 and os.path.exists(self._path):
+            if os.path.exists(self._path) and not self._in_place:
+                if start_iteration > 0:
                     self._kept = self._lines_until(start_iteration)
-                elif run is not None and os.path.exists(self._path):
+                elif run is not None:
                     self._check_own()
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not a text file"
-            raise ValueError(f"--metrics-file {path}: {reason}; give a file that can be written") from error
+            raise ValueError(f"--metrics-file {path}: {reason}; give another file") from error
 
     def _lines(self) -> list[str]:
         with open(self._path, encoding="utf-8") as file:
@@ -169,21 +157,16 @@ def evaluation_scalars(record: EvalMetrics) -> dict[str, float]:
 
 
 class TensorBoard:
-    """TensorBoard events; checked on construction, created at the first write."""
+    """TensorBoard events; created at the first write."""
 
     flag = "--tensorboard-dir"
 
     def __init__(self, folder: str, *, start_iteration: int) -> None:
-        """Raises ValueError naming --tensorboard-dir if TensorBoard is missing or the folder is not writable."""
+        """Raises ValueError naming --tensorboard-dir if TensorBoard is missing."""
         try:
             self._module = importlib.import_module("torch.utils.tensorboard")
         except ImportError as error:
             raise ValueError("--tensorboard-dir needs TensorBoard: pip install tensorboard") from error
-        try:
-            _try_to_write(os.path.abspath(folder))
-        except OSError as error:
-            reason = f"{error.strerror}; give a folder that can be written"
-            raise ValueError(f"--tensorboard-dir {folder}: {reason}") from error
         self._folder = folder
         # drops the points that a resumed run repeats
         self._purge_step = start_iteration + 1 if start_iteration > 0 else None

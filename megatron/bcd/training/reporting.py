@@ -137,9 +137,6 @@ def _this_rank(config: RunConfig, partition: Partition, model: torch.nn.Module) 
     is_muon = config.optimizer.optimizer == "muon"
     sizes = {name: parameter.numel() for name, parameter in unwrap_model(model).named_parameters()}
     owned = {name: ownership(name, partition=partition, stage=stage) for name in sizes}
-    # those with state of their own block only, which may be offloaded between its phases
-    between = [name for name, one in owned.items() if not one.is_always_active and one.block is not None]
-    matrices = {name for name, one in owned.items() if one.is_matrix and (is_muon or one.stateless_in)}
     heads = [size for name, size in sizes.items() if name.endswith("output_layer.weight")]
     tied_copy = sum(heads) * parallel_state.get_tensor_model_parallel_world_size() if partition.tied else 0
     return {
@@ -150,8 +147,6 @@ def _this_rank(config: RunConfig, partition: Partition, model: torch.nn.Module) 
         "num_of_tokens": sum(size for name, size in sizes.items() if name.endswith("word_embeddings.weight"))
         + sum(heads),
         "num_frozen": sum(sizes[name] for name, one in owned.items() if one.is_frozen),
-        "num_kept": sum(sizes[name] for name in between if name not in matrices),
-        "num_kept_matrix": sum(sizes[name] for name in between if name in matrices),
         "tied_copy": tied_copy,
         "counts": [phase_counts(sizes, owned, block.index, is_muon=is_muon) for block in partition.blocks],
     }
@@ -223,7 +218,7 @@ def _describe_training(config: RunConfig, train_iters: int) -> str:
 def _notes(
     config: RunConfig, partition: Partition, implementation: Implementation, ranks: Sequence[Mapping[str, Any]]
 ) -> Iterator[str]:
-    """Lines about what runs on which kernels, what is not trained with the active block, and memory of the host."""
+    """Lines about what runs on which kernels, what is not trained with the active block, and offload."""
     bcd = config.bcd
     yield implementation.describe()
     kind = config.transformer.get("cp_comm_type")
@@ -245,10 +240,6 @@ def _notes(
         )
     if config.training.skip_train:
         return
-    num_bytes = max(_offloaded_bytes(config, rank) for rank in ranks)
-    if partition.num_blocks > 1 and num_bytes:
-        kept = " and ".join(_offloaded(config, ranks))
-        yield f"kept in host memory between phases: {kept}, {num_bytes:,} bytes per rank"
     fraction = offload_fraction(config)
     if fraction:
         num_parameters = max(rank["num_parameters"] for rank in ranks)
@@ -266,45 +257,6 @@ def _describe_preset(config: RunConfig, name: str) -> str:
     flags = [f"--{field.replace('_', '-')}" + ("" if value is True else f" {value}") for field, value in same.items()]
     differs = f"; not {', '.join('--' + field.replace('_', '-') for field in own)}, as given" if own else ""
     return f"preset {name}: {' '.join(flags)}{differs}"
-
-
-def _moment_bytes(config: RunConfig) -> tuple[float, float]:
-    """Offloaded bytes of moments of a parameter, and of a matrix."""
-    if config.bcd.bcd_optimizer_state != "host":
-        return 0, 0
-    optimizer = config.optimizer.optimizer
-    moments = cost.moment_bytes(
-        optimizer,
-        sgd_momentum=config.optimizer.sgd_momentum != 0.0,
-        adam_moments_dtype=config.kept_moment_dtypes,
-    )
-    return moments, cost.DTYPE_BYTES[config.bcd.muon_momentum_dtype] if optimizer == "muon" else moments
-
-
-def _offloaded_bytes(config: RunConfig, rank: Mapping[str, Any]) -> int:
-    """Of a rank in host memory while none of its blocks is active."""
-    moments, of_matrices = _moment_bytes(config)
-    optimizer = config.optimizer.optimizer
-    sharding: dict[str, Any] = {
-        "data_parallel_size": replicas.size(),
-        "distributed_optimizer": config.training.use_distributed_optimizer or optimizer == "muon",
-    }
-    main_params: dict[str, Any] = {"main_params": config.bcd.bcd_main_params == "host", "precision": config.precision}
-    # with a stateless update, what matrices lack of their main parameters stays on the device
-    of_matrix: dict[str, Any] = main_params if config.bcd.bcd_resting_update == "none" else {"precision": "fp32"}
-    return cost.host_state_bytes(
-        num_kept=rank["num_kept"], moments=moments, **main_params, **sharding
-    ) + cost.host_state_bytes(num_kept=rank["num_kept_matrix"], moments=of_matrices, **of_matrix, **sharding)
-
-
-def _offloaded(config: RunConfig, ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What is in host memory of inactive blocks."""
-    kept = ["the optimizer's moments"] if any(_moment_bytes(config)) else []
-    names = ["num_kept", *(["num_kept_matrix"] if config.bcd.bcd_resting_update == "none" else [])]
-    if config.bcd.bcd_main_params == "host" and any(rank[name] for rank in ranks for name in names):
-        low = {"fp32": [], "bf16": ["the low 16 bits of main parameters"], "fp16": ["main parameters"]}
-        kept += low[config.precision]
-    return kept
 
 
 def _notes_of_pipeline(config: RunConfig, partition: Partition, recomputation: Recomputation) -> Iterator[str]:
