@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from megatron.bcd.blocks.cut import Pipeline, balanced_cut
-from megatron.bcd.blocks.partition import divide, divide_into_pieces
+from megatron.bcd.blocks.cut import balanced_cut
+from megatron.bcd.blocks.partition import Partition, divide, divide_into_pieces, partition
 from megatron.bcd.planner.activations import Recomputed, least_recomputation
 
 
-def pipeline(**changes: Any) -> Pipeline:
-    sizes = {"num_layers": 28, "num_stages": 4, "num_blocks": 3, "layout": "spread", "tied": False, "head": 1.0}
-    return Pipeline(**sizes | changes)
+def even_cut(**changes: Any) -> Partition:
+    sizes = {"num_layers": 28, "num_stages": 4, "num_blocks": 3, "layout": "spread", "tied": False}
+    return partition(**sizes | changes)
 
 
-def slowest(one: Pipeline, sizes: tuple[int, ...]) -> float:
+def slowest(one: Partition, sizes: tuple[int, ...], head: float) -> float:
     """Work of the slowest stage of layout spread, summed over the phases, counted layer by layer."""
     total = 0.0
     for block in range(one.num_blocks):
@@ -26,7 +26,7 @@ def slowest(one: Pipeline, sizes: tuple[int, ...]) -> float:
             backward = [part for place, part in enumerate(parts) if stage or place >= block]
             is_last = stage == len(sizes) - 1
             is_active = block == (0 if one.tied else one.num_blocks - 1)
-            work.append(size + sum(backward) + parts[block] + is_last * one.head * (2 + is_active))
+            work.append(size + sum(backward) + parts[block] + is_last * head * (2 + is_active))
         total += max(work)
     return total
 
@@ -35,28 +35,27 @@ def slowest(one: Pipeline, sizes: tuple[int, ...]) -> float:
 @pytest.mark.parametrize(("layers", "stages", "head"), [(28, 4, 1.0), (13, 4, 3.0), (64, 8, 0.5), (12, 4, 40.0)])
 def test_no_slower_than_an_even_cut(layers: int, stages: int, head: float, tied: bool) -> None:
     """A head that counts on the wrong stage, or a part that loses its last layer."""
-    one = pipeline(num_layers=layers, num_stages=stages, head=head, tied=tied)
-    sizes = balanced_cut(one)
+    one = even_cut(num_layers=layers, num_stages=stages, tied=tied)
+    sizes = balanced_cut(one, head=head)
     even = tuple(len(part) for part in divide(layers, stages))
     assert sum(sizes) == layers and len(sizes) == stages and min(sizes) >= one.num_blocks
-    assert slowest(one, sizes) <= slowest(one, even)
+    assert slowest(one, sizes, head) <= slowest(one, even, head)
     if layers > stages * one.num_blocks + 1:
-        assert sizes[-1] < sizes[0] and slowest(one, sizes) < slowest(one, even)
+        assert sizes[-1] < sizes[0] and slowest(one, sizes, head) < slowest(one, even, head)
 
 
 @pytest.mark.parametrize("head", [0.0, 1.0, 5.0, 20.0])
 def test_two_stages_are_cut_as_well_as_they_can_be(head: float) -> None:
     """A head of many layers, of which only two move away."""
-    one = pipeline(num_layers=24, num_stages=2, head=head)
-    best = min(slowest(one, (24 - last, last)) for last in range(one.num_blocks, 24 - one.num_blocks + 1))
-    assert slowest(one, balanced_cut(one)) == best
+    one = even_cut(num_layers=24, num_stages=2)
+    best = min(slowest(one, (24 - last, last), head) for last in range(one.num_blocks, 24 - one.num_blocks + 1))
+    assert slowest(one, balanced_cut(one, head=head), head) == best
 
 
 @pytest.mark.parametrize("num_chunks", [3, 6])
 def test_chunks_keep_their_layers(num_chunks: int) -> None:
     """A layer that a cut moves into another block."""
-    one = pipeline(layout="interleaved", num_chunks=num_chunks)
-    sizes = balanced_cut(one)
+    sizes = balanced_cut(even_cut(layout="interleaved", num_parts=num_chunks), head=1.0)
     even = divide_into_pieces(28, parts=num_chunks, stages=4)
     for chunk, pieces in enumerate(even):
         mine = sizes[4 * chunk : 4 * chunk + 4]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron.bcd.blocks.cut import Pipeline, balanced_cut
+from megatron.bcd.blocks.cut import balanced_cut
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.planner.run_state import head_passes
@@ -39,18 +39,7 @@ def with_balanced_cut(config: RunConfig, *, reads_files: bool = True) -> RunConf
     even = partition_from_config(config)
     multiple = config.model.make_vocab_size_divisible_by * config.tensor_size
     padded = -(-vocab_size // multiple) * multiple
-    parts = even.num_blocks // (even.num_stages if even.layout in ("stage", "submodel") else 1)
-    sizes = balanced_cut(
-        Pipeline(
-            num_layers=config.num_layers,
-            num_stages=even.num_stages,
-            num_blocks=parts,
-            layout=even.layout,
-            num_chunks=even.num_chunks,
-            tied=config.tied,
-            head=head_passes(config, padded_vocab_size=padded),
-        )
-    )
+    sizes = balanced_cut(even, head=head_passes(config, padded_vocab_size=padded))
     return replace(config, training=replace(config.training, pipeline_model_parallel_layout=_as_layout(sizes)))
 
 

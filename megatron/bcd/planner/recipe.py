@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Any
 
-from megatron.bcd.blocks.cut import Pipeline, balanced_cut
+from megatron.bcd.blocks.cut import balanced_cut
 from megatron.bcd.blocks.partition import Partition, partition, with_tied_parts
-from megatron.bcd.config import DEFAULT_NUM_BLOCKS, LAYOUTS, BcdConfig
+from megatron.bcd.config import LAYOUTS, BcdConfig
 from megatron.bcd.config.presets import PRESETS
 from megatron.bcd.planner.activations import LayerBytes, LayerCounts, layer_bytes, layer_counts_of
 from megatron.bcd.planner.cost import PRECISIONS, ModelShape, head_passes
@@ -249,18 +249,5 @@ def _bcd_of(method: str) -> BcdConfig:
 @lru_cache(maxsize=1024)  # a search tries many batch sizes with the same partition
 def _layer_counts(*, head: float | None, **settings: Any) -> LayerCounts:
     """Of `partition` with these settings; with the cost of the head of stages that take equally long."""
-    sizes, layout = None, settings["layout"]
-    if head is not None:
-        parts = DEFAULT_NUM_BLOCKS if settings["num_blocks"] is None else max(1, settings["num_blocks"])
-        sizes = balanced_cut(
-            Pipeline(
-                num_layers=settings["num_layers"],
-                num_stages=settings["num_stages"],
-                num_blocks=1 if layout == "stage" else parts,
-                layout=layout,
-                num_chunks=(settings["num_parts"] or parts) if layout == "interleaved" else 1,
-                tied=settings["tied"],
-                head=head,
-            )
-        )
+    sizes = None if head is None else balanced_cut(partition(**settings), head=head)
     return layer_counts_of(partition(layers_per_stage=sizes, **settings))
