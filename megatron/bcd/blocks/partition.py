@@ -337,11 +337,23 @@ def partition(
             f"each of {num_stages} pipeline stages needs at least {num_stages * num_submodels} layers"
         )
     if layout == "interleaved":
-        submodels = _interleaved(layers_per_stage, num_layers, num_stages=num_stages, num_parts=num_submodels)
+        places = _chunks(layers_per_stage, num_layers, num_stages=num_stages, num_parts=num_submodels)
     else:
         sizes = layers_per_stage or tuple(len(layers) for layers in divide(num_layers, num_stages))
         _check_sizes(sizes, num_layers=num_layers, num_stages=num_stages, least=parts)
-        submodels = _submodels(sizes, parts=None if layout == "strided" else parts)
+        places = _parts(sizes, parts=None if layout == "strided" else parts)
+    has_chunks = layout == "interleaved" and num_stages > 1  # on a single stage all parts are one chunk
+    submodels = tuple(
+        Submodel(
+            index=index,
+            stage=stage,
+            layers=layers,
+            first=index == 0,
+            last=index == len(places) - 1,
+            chunk=index // num_stages if has_chunks else 0,
+        )
+        for index, (stage, layers) in enumerate(places)
+    )
     return Partition(
         layout=layout,
         layers_per_stage=tuple(
@@ -406,40 +418,24 @@ def _check_sizes(sizes: Sequence[int], *, num_layers: int, num_stages: int, leas
         )
 
 
-def _submodels(layers_per_stage: Sequence[int], *, parts: int | None) -> tuple[Submodel, ...]:
-    """``parts`` submodels of every stage; None: each layer is one."""
-    held = [
+def _parts(layers_per_stage: Sequence[int], *, parts: int | None) -> list[tuple[int, range]]:
+    """Stage and layers of ``parts`` submodels of every stage; None: each layer is one."""
+    return [
         (stage, layers[part.start : part.stop])
         for stage, layers in enumerate(consecutive(layers_per_stage))
         for part in divide(len(layers), len(layers) if parts is None else parts)
     ]
-    return tuple(
-        Submodel(index=index, stage=stage, layers=layers, first=index == 0, last=index == len(held) - 1)
-        for index, (stage, layers) in enumerate(held)
-    )
 
 
-def _interleaved(
+def _chunks(
     sizes: Sequence[int] | None, num_layers: int, *, num_stages: int, num_parts: int
-) -> tuple[Submodel, ...]:
-    """A submodel for each virtual stage; on a single stage all parts are one chunk."""
+) -> list[tuple[int, range]]:
+    """Stage and layers of each virtual stage."""
     if sizes is None:
         by_part = divide_into_pieces(num_layers, parts=num_parts, stages=num_stages)
-        pieces: Sequence[range] = [layers for part in by_part for layers in part]
-    else:
-        _check_sizes(sizes, num_layers=num_layers, num_stages=num_stages * num_parts, least=1)
-        pieces = consecutive(sizes)
-    return tuple(
-        Submodel(
-            index=index,
-            stage=index % num_stages,
-            layers=layers,
-            first=index == 0,
-            last=index == len(pieces) - 1,
-            chunk=index // num_stages if num_stages > 1 else 0,
-        )
-        for index, layers in enumerate(pieces)
-    )
+        return [(stage, layers) for part in by_part for stage, layers in enumerate(part)]
+    _check_sizes(sizes, num_layers=num_layers, num_stages=num_stages * num_parts, least=1)
+    return [(index % num_stages, layers) for index, layers in enumerate(consecutive(sizes))]
 
 
 def _group(submodels: tuple[Submodel, ...], *, parts: int, layout: str) -> tuple[Block, ...]:
