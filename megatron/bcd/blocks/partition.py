@@ -342,18 +342,7 @@ def partition(
         sizes = layers_per_stage or tuple(len(layers) for layers in divide(num_layers, num_stages))
         _check_sizes(sizes, num_layers=num_layers, num_stages=num_stages, least=parts)
         places = _parts(sizes, parts=None if layout == "strided" else parts)
-    has_chunks = layout == "interleaved" and num_stages > 1  # on a single stage all parts are one chunk
-    submodels = tuple(
-        Submodel(
-            index=index,
-            stage=stage,
-            layers=layers,
-            first=index == 0,
-            last=index == len(places) - 1,
-            chunk=index // num_stages if has_chunks else 0,
-        )
-        for index, (stage, layers) in enumerate(places)
-    )
+    submodels = _submodels(places, has_chunks=layout == "interleaved" and num_stages > 1)  # one stage is one chunk
     return Partition(
         layout=layout,
         layers_per_stage=tuple(
@@ -436,6 +425,22 @@ def _chunks(
         return [(stage, layers) for part in by_part for stage, layers in enumerate(part)]
     _check_sizes(sizes, num_layers=num_layers, num_stages=num_stages * num_parts, least=1)
     return [(index % num_stages, layers) for index, layers in enumerate(consecutive(sizes))]
+
+
+def _submodels(places: Sequence[tuple[int, range]], *, has_chunks: bool) -> tuple[Submodel, ...]:
+    """Of these stages and layers, in depth order."""
+    num_stages = 1 + places[-1][0]
+    return tuple(
+        Submodel(
+            index=index,
+            stage=stage,
+            layers=layers,
+            first=index == 0,
+            last=index == len(places) - 1,
+            chunk=index // num_stages if has_chunks else 0,
+        )
+        for index, (stage, layers) in enumerate(places)
+    )
 
 
 def _group(submodels: tuple[Submodel, ...], *, parts: int, layout: str) -> tuple[Block, ...]:

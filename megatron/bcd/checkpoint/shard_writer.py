@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,15 +32,15 @@ class _Writer(FileSystemWriter):
 class ShardWrite:
     """Writes the weights and the optimizer state of one checkpoint.
 
-    The constructor is a collective: it plans which rank writes what, and copies what training would change meanwhile to
-    host memory. `start` writes this rank's files. `finish` is a collective: it writes the index of all shards.
+    The constructor is a collective: it checks that each shard has one writer, and copies what training would change
+    meanwhile to host memory. `start` writes this rank's files. `finish` is a collective: it writes the index.
     """
 
     def __init__(
         self, entries: dict[str, ShardedTensor | ShardedTensorFactory], folder: str, *, in_background: bool
     ) -> None:
         self.digests: dict[str, FileDigest] = {}
-        """Of this rank's files; after `finish` of all ranks'."""
+        """Of this rank's files; on rank 0 after `finish` of all ranks'."""
         self._error: str | None = None
         self._results: list[Any] = []
         self._in_background = in_background
@@ -59,11 +58,11 @@ class ShardWrite:
         except (RuntimeError, MemoryError) as error:  # out of host memory: `finish` reports it to the other ranks
             self._error = atomic_io.describe(error)
         self._writer = _Writer(folder)
+        self._writer.set_up_storage_writer(is_coordinator=False, rank=self._rank, use_collectives=False)
         self._planner: MCoreSavePlanner | None = MCoreSavePlanner(flatten_state_dict=False)
         self._planner.set_up_planner(mcore_to_pyt_state_dict(by_key), is_coordinator=self._rank == 0)
-        plans = collectives.gather_objects(self._planner.create_local_plan())
-        plans, self._metadata = self._planner.create_global_plan(plans)
-        self._plan = self._planner.finish_plan(self._writer.prepare_global_plan(plans)[self._rank])
+        # a rank's plan does not depend on the others': each shard has one rank that writes it
+        self._plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
         self._thread = threading.Thread(target=self._write, name="checkpoint writer", daemon=True)
 
     def _on_host(self, part: ShardedTensor) -> torch.Tensor:
@@ -110,13 +109,15 @@ class ShardWrite:
         """Wait for the files of all ranks and write their index on rank 0. The first rank's error, on every rank."""
         if self._thread.ident is not None:
             self._thread.join()
-        errors, results, digests = zip(
-            *collectives.gather_objects((self._error, self._results, self.digests)), strict=True
-        )
-        self.digests = {name: digest for of_rank in digests for name, digest in of_rank.items()}
-        error = next((error for error in errors if error is not None), None)
-        return error or collectives.on_rank_0(lambda: atomic_io.error_of(lambda: self._write_index(results)))
+        ranks: list[Any] = [None] * torch.distributed.get_world_size()
+        mine = (self._plan, self._results, self.digests)
+        torch.distributed.gather_object(mine, ranks if self._rank == 0 else None)
+        error = collectives.first_error(self._error)
+        return error or collectives.on_rank_0(lambda: atomic_io.error_of(lambda: self._write_index(ranks)))
 
-    def _write_index(self, results: Sequence[list[Any]]) -> None:
-        self._writer.finish(self._metadata, list(results))
+    def _write_index(self, ranks: list[Any]) -> None:
+        plans, results, digests = map(list, zip(*ranks, strict=True))
+        _, metadata = MCoreSavePlanner(flatten_state_dict=False).create_global_plan(plans)
+        _Writer(self._folder).finish(metadata, results)
+        self.digests = {name: digest for of_rank in digests for name, digest in of_rank.items()}
         self.digests[".metadata"] = file_digest(os.path.join(self._folder, ".metadata"))
