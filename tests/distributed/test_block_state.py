@@ -1,4 +1,5 @@
-"""What a block leaves behind at the end of its phase, and finds again at its next visit."""
+"""What a block leaves behind at the end of its phase, and finds again at its next visit; --bcd-always-active: one state
+for the whole run."""
 
 from __future__ import annotations
 
@@ -7,10 +8,55 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from support import switched_runs, worlds
+import torch
+from support import worlds
 from support.dist import World
 
+from megatron.bcd.blocks.ownership import ownership
+from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
+from megatron.bcd.optim.param_shard import ParamShard
+
+CUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "data2": {"world_size": 2},
+    "pipeline2": {"world_size": 2, "pipeline_model_parallel_size": 2},
+    "submodel": {"world_size": 2, "pipeline_model_parallel_size": 2, "bcd_layout": "submodel"},
+}
+
+
+def copies(parts: dict[str, ParamShard]) -> dict[str, tuple[int, int, int, dict[str, torch.Tensor]]]:
+    """By parameter: where the part lies, its steps, and its tensors."""
+    return {
+        name: (part.start, part.end, part.num_steps, {key: one.clone() for key, one in part.tensors().items()})
+        for name, part in parts.items()
+    }
+
+
+def switches(config: RunConfig) -> dict[str, Any]:
+    """A run; the state of the block's own and of always-active parameters before and after every switch, by block."""
+    told: list[dict[str, Any]] = []
+
+    def look(one: worlds.RecordedRun, when: str) -> None:
+        own, always = copies(one.active.own_shards()), copies(one.active.always_active_shards())
+        told.append({"when": when, "block": one.active.block, "own": own, "always": always})
+
+    with worlds.started(
+        config, before_switch=lambda one: look(one, "end"), after_build=lambda one: look(one, "begin")
+    ) as one:
+        one.train()
+        metrics = [(record.block, record.model_state_bytes, record.host_state_bytes) for record in one.recorder.steps]
+        losses = [step["loss"] for step in one.results]
+        return {"told": told, "metrics": metrics, "notes": one.recorder.summary.notes, "losses": losses}
+
+
+def run_switched(world1: World, world2: World, cut: str, **flags: Any) -> list[dict[str, Any]]:
+    cut_flags = CUTS[cut]
+    base = {"bcd_steps_per_block": 2, "bcd_num_blocks": 2, "num_layers": 4, "hidden_size": 64}
+    num_blocks = 4 if cut == "submodel" else 2
+    config = worlds.run_config(**base | {"train_iters": 4 * num_blocks + 1} | cut_flags | flags)
+    return (world2 if "world_size" in cut_flags else world1).run(switches, config)
+
 
 KINDS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -30,7 +76,7 @@ MOMENTS = {"adam": {"exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}}
 def test_host_gives_back_what_was(world1: World, world2: World, text_data: str, cut: str, kind: str) -> None:
     """A moment, a step count or a low bit of a main parameter that is lost, of another visit, or of another block."""
     reset, host = (
-        switched_runs.run(world1, world2, cut, data_path=text_data, **KINDS[kind], **policy) for policy in ({}, HOST)
+        run_switched(world1, world2, cut, data_path=text_data, **KINDS[kind], **policy) for policy in ({}, HOST)
     )
     names = MOMENTS["sgd" if "sgd" in kind else "adam"]
     main_params = set() if kind in ("fp32", "sgd") else {"master"}
@@ -62,7 +108,7 @@ def test_host_gives_back_what_was(world1: World, world2: World, text_data: str, 
 def test_host_bytes_are_those_of_the_run_summary(world2: World, text_data: str, flags: dict[str, Any]) -> None:
     """Host memory that grows from visit to visit, or that nobody was told of: of all state with a policy, and of the
     low bits of a Muon block, which are on the device in its phase."""
-    ranks = switched_runs.run(world2, world2, "data2", data_path=text_data, bf16=True, train_iters=13, **flags)
+    ranks = run_switched(world2, world2, "data2", data_path=text_data, bf16=True, train_iters=13, **flags)
     by_step = [host for *_, host in ranks[0]["metrics"]]
     (note,) = (note for note in ranks[0]["notes"] if "host memory" in note)
     told = int(re.sub(r".*, ([0-9,]+) bytes per rank$", r"\1", note).replace(",", ""))
@@ -117,3 +163,71 @@ def test_nothing_is_kept_when_the_run_ends(world1: World, text_data: str) -> Non
     of the device with --optimizer-cpu-offload."""
     flags = {"bcd_optimizer_state": "host", "bf16": True, "train_iters": 3}
     assert world1.run(saves_of_a_run, worlds.run_config(data_path=text_data, **flags)) == [2]
+
+
+LLAMA = {"form": "llama", "ffn_hidden_size": 88, "group_query_attention": True, "num_query_groups": 2}
+LLAMA |= {"world_size": 2, "pipeline_model_parallel_size": 2}
+UNTIED = {"untie_embeddings_and_output_weights": True}
+# by name: cut, parts, flags
+ALWAYS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "one": ("one", "norms", HOST | UNTIED),
+    "one_sgd": ("one", "norms,embedding,head", {"optimizer": "sgd"}),
+    "pipeline2": ("pipeline2", "embedding", HOST | {"bf16": True}),
+    "pipeline2_head": ("pipeline2", "head", UNTIED),
+    "submodel": ("submodel", "norms,embedding,head", {"bf16": True} | UNTIED),
+    "data2_bf16": ("data2", "norms,embedding", {"bf16": True} | UNTIED),
+    "data2": ("data2", "norms,head", HOST),
+}
+
+
+def whole(ranks: list[dict[str, Any]], index: int) -> dict[str, Any]:
+    """Always-active state at one event of the run, parts of data-parallel ranks put together: steps and tensors."""
+    state: dict[str, Any] = {}
+    for rank in ranks:
+        for name, (start, end, steps, tensors) in rank["told"][index]["always"].items():
+            for key, tensor in tensors.items():
+                state.setdefault((name, key), {})[start, end] = (steps, tensor)
+    return {
+        key: ({steps for steps, _ in parts.values()}, torch.cat([parts[where][1] for where in sorted(parts)]))
+        for key, parts in state.items()
+    }
+
+
+@pytest.mark.parametrize("name", ALWAYS)
+def test_one_state_for_the_whole_run(world1: World, world2: World, text_data: str, name: str) -> None:
+    """Moments, a step count or a main parameter that a switch drops or mixes up."""
+    cut, parts, flags = ALWAYS[name]
+    ranks = run_switched(world1, world2, cut, data_path=text_data, bcd_always_active=parts, **flags)
+    events = ranks[0]["told"]
+    for index in range(1, len(events), 2):
+        assert (events[index]["when"], events[index + 1]["when"]) == ("end", "begin")
+        for stage in [[rank] for rank in ranks] if cut != "data2" else [ranks]:
+            before, after = whole(stage, index), whole(stage, index + 1)
+            assert before.keys() == after.keys()
+            for key, (steps, tensor) in before.items():
+                num_steps = 0 if "optimizer" in flags else (index + 1) // 2 * 2
+                assert steps == after[key][0] == {num_steps}, key
+                assert torch.equal(tensor.view(torch.int32), after[key][1].view(torch.int32)), key
+    assert any(whole([rank], 1) for rank in ranks)
+
+
+def trained_in_first_phase(config: Any) -> dict[str, bool]:
+    """By this rank's parameters: whether a step changed it."""
+    with worlds.started(config) as one:
+        before = worlds.weights_of(one.model)
+        one.train()
+        changed = worlds.same_bits(before, worlds.weights_of(one.model))
+        return {name: name in changed for name in before}
+
+
+def test_norms_are_always_active(world2: World, text_data: str) -> None:
+    """RMSNorm's weights, or those of queries and keys, that stay frozen because they go by another name."""
+    flags = LLAMA | {"data_path": text_data, "train_iters": 1, "qk_layernorm": True, "bcd_always_active": "norms"}
+    config = worlds.run_config(**flags)
+    cut = partition_from_config(config)
+    for stage, trained in enumerate(world2.run(trained_in_first_phase, config)):
+        norms = [name for name in trained if "norm" in name]
+        assert len(norms) == 4 * 3 + (stage == 1)
+        for name, was_trained in trained.items():
+            owned = ownership(name, partition=cut, stage=stage)
+            assert was_trained == (name in norms or owned.block == 0), name

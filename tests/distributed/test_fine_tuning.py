@@ -15,7 +15,6 @@ from support.dist import World
 
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import unwrap_model
-from megatron.bcd.training.pretrain import with_length
 
 LLAMA: dict[str, Any] = {
     "swiglu": True,
@@ -202,26 +201,3 @@ def test_a_cached_prefix(world2: World, data: str, tmp_path: Path) -> None:
     for mine, other in zip(served, computed, strict=True):
         assert mine["losses"] == other["losses"]
         assert worlds.same_bits(mine["weights"], other["weights"]) == []
-
-
-def length_of(config: RunConfig) -> tuple[int | None, int | None, int, int]:
-    """--train-iters and --lr-decay-iters that follow from --num-epochs, the sequences of an epoch, and the steps of two
-    cycles."""
-    with worlds.parallel(config):
-        found = with_length(config)
-    with worlds.started(found) as one:
-        two_cycles = sum(one.block_schedule.least_steps(phase) for phase in range(6))
-        sequences = one.samples.epoch_samples
-        return found.training.train_iters, found.schedule.lr_decay_iters, sequences, two_cycles
-
-
-def test_epochs_give_the_length(world2: World, data: str) -> None:
-    """A last batch that is left out, ranks that are not counted, a decay that ends elsewhere; phases so long that the
-    epochs end before the last block."""
-    flags = {"train_iters": None, "num_epochs": 2.5, "bcd_steps_per_block": None}
-    config = fine_tuning.config_of(data, world_size=2, global_batch_size=4, **flags)
-    lengths = world2.run(length_of, config)
-    train_iters, decay, sequences, two_cycles = lengths[0]
-    assert lengths[1] == lengths[0]
-    assert train_iters == decay == two_cycles == -(-sequences * 5 // 8)
-    assert 20 < sequences < 60

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import convert_checkpoint
 import pytest
@@ -15,7 +14,7 @@ from support import huggingface_models as models
 from support import worlds
 from support.dist import World
 
-from megatron.bcd.huggingface import export, folder
+from megatron.bcd.huggingface import folder
 from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.runtime import device
 
@@ -222,29 +221,3 @@ def test_a_resumed_run_replaces_its_own_models_alone(world1: World, text_data: s
     moved = {"save": str(tmp_path / "run_moved"), "load": str(tmp_path / "run_moved")}
     assert asked(**goes_on | moved | {"save_hf": str(tmp_path / "out_moved")}) is None
     assert models.differing(before, models.tensors_of(tmp_path / "out_moved")) != []
-
-
-def test_interval_models_name_their_run_first(world1: World, text_data: str, tmp_path: Path) -> None:
-    """A run that is killed in its first export, and finds a folder that it takes for another's when it resumes."""
-    given = models.write_model("llama_tied", tmp_path / "given")
-    (tmp_path / "real").mkdir()
-    (tmp_path / "out").symlink_to(tmp_path / "real")
-    flags = {"save": str(tmp_path / "run"), "save_hf": str(tmp_path / "out"), "save_hf_interval": 1}
-    [marks] = world1.run(marks_before_weights, config_of(given, text_data, **flags))
-    assert marks == [True, True, False], "the last model is not in an iter_ folder, and brings its mark along"
-    assert (tmp_path / "out").is_symlink() and (tmp_path / "real" / ".bcd-run").is_file()
-    assert not list(tmp_path.glob("*.bcd-*")) and len(list((tmp_path / "real").glob("*.bcd-*"))) == 1
-
-
-def marks_before_weights(config: Any) -> list[bool]:
-    """For each export, whether the folder that its weights are written into said whose it is."""
-    found: list[bool] = []
-    original = export.ShardWrite
-
-    def watched(state: Any, weights: str, **more: Any) -> Any:
-        found.append(os.path.isfile(os.path.join(os.path.dirname(weights), ".bcd-run")))
-        return original(state, weights, **more)
-
-    with mock.patch.object(export, "ShardWrite", watched):
-        train_and_save(config)
-    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-import weakref
 from typing import Any
 
 import pytest
@@ -115,55 +114,3 @@ def test_model_state_is_counted_whole(memory: list[dict[str, Any]]) -> None:
         other = rank["start"] - rank["weights"]  # generators' states and the like, no model state
         for _, live, counted in rank["in_phase"]:
             assert live - other == pytest.approx(counted, rel=0.02, abs=2 * 16384 + 8192)
-
-
-def bytes_per_parameter(world: World, **flags: Any) -> float:
-    """Model state of all ranks over their parameters, as the run's metrics tell it, as a mean over the blocks."""
-    outcomes = world.run(worlds.train_run, worlds.run_config(hidden_size=64, **flags))
-    num_parameters = sum(weight.numel() for outcome in outcomes for weight in outcome["weights"].values())
-    metrics = outcomes[0]["model_state_bytes"]
-    assert all(outcome["model_state_bytes"] == metrics for outcome in outcomes)
-    assert len(metrics) == 6, "two cycles of three blocks"
-    return sum(sum(by_rank) for by_rank in metrics) / len(metrics) / num_parameters
-
-
-@pytest.mark.parametrize(
-    ("flags", "mean", "full"),
-    [
-        ({}, 8.0, 16.0),
-        (WHOLE | {"bf16": True}, 2 + 16 / 3, 18.0),
-        (PIPELINE | {"bf16": True}, 2 + 16 / 3, 18.0),
-        # the distributed optimizer shards the active block's state: 4 + 4/M + 8/(M DP) bytes are promised
-        ({"world_size": 2}, 4 + 4 / 3 + 8 / 6, 12.0),
-    ],
-    ids=["fp32", "whole_bf16", "pipeline2_bf16", "data2"],
-)
-def test_bytes_per_parameter(
-    world1: World, world2: World, text_data: str, flags: dict[str, Any], mean: float, full: float
-) -> None:
-    """A block that costs more than its share: the whole saving that block coordinate descent is for."""
-    world = world2 if "world_size" in flags else world1
-    assert bytes_per_parameter(world, data_path=text_data, bcd_num_blocks=3, **flags) == pytest.approx(mean, rel=0.03)
-    assert bytes_per_parameter(world, data_path=text_data, bcd_num_blocks=1, **flags) == pytest.approx(full, rel=0.03)
-
-
-def outlived(config: RunConfig) -> list[tuple[int, str]]:
-    """Wrappers and optimizers that are alive though their phase is over, as a run leaves them: nothing is unfrozen."""
-    things: list[list[Any]] = []
-
-    def after_build(one: worlds.RecordedRun) -> None:
-        things.append([weakref.ref(one.active.wrapped), *(weakref.ref(each) for each in one.active.optimizers())])
-
-    with worlds.started(config, freezes=True, after_build=after_build) as one:
-        one.train()
-        return [
-            (phase, type(thing()).__name__)
-            for phase, built in enumerate(things[:-1])
-            for thing in built
-            if thing() is not None
-        ]
-
-
-def test_no_wrapper_outlives_its_phase(world1: World, text_data: str) -> None:
-    """Something that holds on to a phase's wrapper or optimizer after its switch."""
-    assert world1.run(outlived, worlds.run_config(data_path=text_data)) == [[]]

@@ -54,11 +54,3 @@ def test_the_same_block_again_rebuilds_nothing(world1: World, text_data: str) ->
     assert [step for _, step in outcome["seen"]] == [1, 2, 3, 4, 5, 6]
     assert [step["phase"] for step in outcome["steps"]] == [0, 0, 1, 1, 2, 2]
     assert outcome["switches"] == []
-
-
-def test_another_block_starts_with_fresh_moments(world1: World, text_data: str) -> None:
-    """An optimizer that outlives its phase and steps on the moments of other layers."""
-    flags = {"data_path": text_data, "bcd_num_blocks": 3, "bcd_steps_per_block": 2}
-    outcome = world1.run(run_and_watch_builds, worlds.run_config(**flags))[0]
-    assert [step for _, step in outcome["seen"]] == [1, 2, 1, 2, 1, 2]
-    assert outcome["switches"] == [2, 4]

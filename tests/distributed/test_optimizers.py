@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -70,46 +69,6 @@ def test_it_is_pytorchs(world1: World, text_data: str, kind: str) -> None:
     assert counted == pytest.approx(told, rel=0.01)
 
 
-def gradient_norms(config: RunConfig) -> dict[str, Any]:
-    """After every backward pass the block's norm as `block_gradient_norm` has it, and from the gradients themselves."""
-    found: dict[str, Any] = {"asked": [], "own": [], "counts": []}
-
-    def ask(one: worlds.RecordedRun) -> None:
-        parameters = one.active.parameters.of_block(one.active.block)
-        found["own"].append(math.sqrt(sum(float(p.main_grad.double().square().sum()) for p in parameters.values())))
-        found["asked"].append(one.active.block_gradient_norm())
-        found["counts"].append(one.active.num_block_parameters())
-        found["always"] = sum(p.numel() for p in one.active.parameters.always_active().values())
-
-    with worlds.started(config, after_schedule=ask) as one:
-        one.train()
-        found |= {name: [step[name] for step in one.results] for name in ("grad_norm", "loss_scale")}
-        return found | {"total": one.recorder.summary.total_parameters}
-
-
-@pytest.mark.parametrize("cut", [{"no_use_distributed_optimizer": True}, PIPELINE], ids=["whole", "pipe2"])
-def test_the_blocks_gradient_norm(world2: World, text_data: str, cut: dict[str, Any]) -> None:
-    """A norm over one rank, over a tied copy as well, or that leaves its mark on the step that follows."""
-    config = worlds.run_config(**{"world_size": 2, "data_path": text_data, "train_iters": 4} | cut)
-    first, second = world2.run(gradient_norms, config)
-    assert first["asked"] == second["asked"] == first["grad_norm"], "with nothing always active it is the step's norm"
-    assert first["counts"] == second["counts"] and sum(first["counts"][:3]) == first["total"]
-
-
-def test_the_blocks_gradient_norm_is_its_own(world1: World, text_data: str) -> None:
-    """Always-active embeddings that decide which block is visited; in fp16 a norm that carries the loss scale, or a
-    question that moves it."""
-    flags = {"data_path": text_data, "train_iters": 3, "bcd_always_active": "norms,embedding"}
-    (plain,) = world1.run(gradient_norms, worlds.run_config(**flags))
-    assert plain["asked"] == pytest.approx(plain["own"], rel=1e-5)
-    assert all(asked < 0.99 * norm for asked, norm in zip(plain["asked"], plain["grad_norm"], strict=True))
-    assert sum(plain["counts"]) + plain["always"] == plain["total"]
-    fp16 = {"fp16": True, "initial_loss_scale": 1024, "loss_scale_window": 100}
-    (found,) = world1.run(gradient_norms, worlds.run_config(**flags, **fp16))
-    assert found["asked"] == pytest.approx([own / 1024 for own in found["own"]], rel=1e-3)
-    assert set(found["loss_scale"]) == {1024.0}
-
-
 def scaled(config: RunConfig, factor: float) -> dict[str, Any]:
     """A step with the block's learning rate scaled: what moved, or what the run said."""
     with worlds.started(config, before_step=lambda one: one.active.scale_learning_rate(factor)) as one:
@@ -125,15 +84,6 @@ def scaled(config: RunConfig, factor: float) -> dict[str, Any]:
             "own": max(moved[name] for name in moved if name not in always),
             "always": max(moved[n] for n in always),
         }
-
-
-def test_scale_learning_rate(world1: World, text_data: str) -> None:
-    """A block's factor that reaches what is always active, or nothing."""
-    flags = {"data_path": text_data, "train_iters": 1, "bcd_always_active": "norms", "weight_decay": 0}
-    config = worlds.run_config(**flags)
-    (whole,), (tenth,) = (world1.run(scaled, config, factor) for factor in (1.0, 0.1))
-    assert tenth["own"] == pytest.approx(0.1 * whole["own"], rel=1e-3)
-    assert tenth["always"] == whole["always"] > 0
 
 
 def test_always_active_parameters_do_not_hide_a_block_that_stands_still(world2: World, text_data: str) -> None:

@@ -83,14 +83,6 @@ def test_norms_are_recomputed(world1: World, text_data: str) -> None:
     assert plain == [4] * 6 and recomputed == [4, 4, 4, 4, 8, 8], "four microbatches; the last block is active"
 
 
-def test_recomputed_chunks_need_not_fit_behind_the_prefix(world1: World, text_data: str) -> None:
-    """A run that ends at a switch, because the layers behind the prefix are no multiple of --recompute-num-layers."""
-    flags = {"data_path": text_data, "bcd_num_blocks": 6, "train_iters": 7}
-    plain = world1.run(worlds.train_run, worlds.run_config(**flags))[0]
-    recomputed = world1.run(worlds.train_run, worlds.run_config(**flags, **RECOMPUTATION["uniform2"]))[0]
-    assert recomputed["losses"] == plain["losses"]
-
-
 @pytest.mark.parametrize("cut", [PIPELINE, {"world_size": 2}], ids=["pipeline2", "data2"])
 def test_gradient_accumulation(world2: World, initial_weights: Flags, cut: dict[str, Any]) -> None:
     """A loss or gradient that is divided by the wrong number of microbatches."""

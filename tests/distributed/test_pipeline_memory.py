@@ -186,21 +186,6 @@ def test_a_forward_only_stage_holds_weights_only(runs: dict[tuple[str, int], Ste
         assert_counts(runs["bcd", number], first_trainable_stages=[0, 1, 2, 3], num_microbatches=number)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"bf16": True},
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        | {"hidden_dropout": 0.1, "bcd_run_ahead": 0},
-    ],
-    ids=["bf16", "recomputed_without_run_ahead"],
-)
-def test_blocks_smaller_than_a_stage(world2: World, text_data: str, flags: dict[str, Any]) -> None:
-    """As above, where the first trainable stage has a prefix or a suffix of its own."""
-    steps = measure(world2, config_of(2, "submodel", 4, data_path=text_data, **flags))
-    assert_counts(steps, first_trainable_stages=[0, 0, 1, 1], num_microbatches=4)
-
-
 def test_the_counters_count(runs: dict[tuple[str, int], Steps]) -> None:
     """Counters that are zero whatever happens: Megatron Core's schedule sends gradients down to the first stage, and
     builds graphs in every stage that received something."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,9 @@ from support import worlds
 from support.dist import RankError, World
 
 from megatron.bcd import trainer
-from megatron.bcd.metrics import sinks
-from megatron.bcd.metrics.schema import StepMetrics
 from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.runtime import device, memory
-from megatron.bcd.training import reporting, timers
+from megatron.bcd.training import timers
 
 
 def run_of(config: Any) -> dict[str, Any]:
@@ -77,7 +73,6 @@ def timed_run(config: Any) -> dict[str, Any]:
 
 TIMED_LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline": {"world_size": 2, "pipeline_model_parallel_size": 2, "bcd_layout": "submodel"},
-    "interleaved": {"world_size": 2, "pipeline_model_parallel_size": 2, "bcd_layout": "interleaved"},
     "data": {"world_size": 2, "bf16": True},
 }
 
@@ -144,36 +139,6 @@ def test_a_slow_rank(world2: World, text_data: str) -> None:
         assert len(found) == 4 and plain[0]["ranks"] == [{}] * 4
         for times in found:
             assert {name: pytest.approx(by_rank) for name, by_rank in times.items()} == expected
-
-
-def reported(config: Any) -> tuple[str, set[str]]:
-    """What the reporter of a run prints of two times, and the tags that it writes of them."""
-    record = StepMetrics(
-        **dict.fromkeys(("iteration", "consumed_samples", "cycle", "phase", "block"), 1),
-        **dict.fromkeys(("loss", "learning_rate", "grad_norm", "step_time_ms", "tokens_per_second"), 1.0),
-        model_state_bytes=(),
-        peak_memory_bytes=(),
-        timers_ms={"optimizer": (1.5, 2.5)},
-        straggler_ms={"forward": (3.0, 1.0, 2.0), "batch": (0.2, 0.3, 0.1)},
-    )
-    printed = io.StringIO()
-    with mock.patch.object(sinks.TensorBoard, "write") as write, contextlib.redirect_stdout(printed):
-        with reporting.reporter_of(config, None) as reporter:
-            reporter.step(record)
-        return printed.getvalue(), set(write.call_args.args[0])
-
-
-def test_timers_reach_the_log(world1: World, text_data: str, tmp_path: Path) -> None:
-    """--timing-log-option, --log-timers-to-tensorboard or --straggler-minmax-count that is read, and passed on to
-    nobody."""
-    common = {"tensorboard_dir": tmp_path, "timing_log_level": 1}
-    [(printed, tags)] = world1.run(reported, config_of(text_data, **common))
-    assert "optimizer: (1.50, 2.50)" in printed and "optimizer-time" not in tags
-    assert "slowest" not in printed
-    asked = {"timing_log_option": "max", "log_timers_to_tensorboard": True, "straggler_minmax_count": 2}
-    [(printed, tags)] = world1.run(reported, config_of(text_data, **common, **asked))
-    assert "optimizer: 2.50" in printed and "optimizer-time" in tags
-    assert "slowest: rank 0 3.00, rank 2 2.00" in printed and "fastest: rank 1 1.00, rank 2 2.00" in printed
 
 
 def broken_run(config: Any, at: int) -> dict[str, Any]:

@@ -2,44 +2,89 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-from support import resumed_runs, save_faults, worlds
+import torch
+from support import resumed_runs, worlds
 from support.dist import World
+from torch.distributed.checkpoint import filesystem
 
-from megatron.bcd.checkpoint import layout
+from megatron.bcd.checkpoint import layout, saver, shard_writer
+from megatron.bcd.config import RunConfig
+from megatron.bcd.training.state import TrainingFailed
 
-ONLY_ON_FIRST = ("rank 0's own files", "index of the shards", "checksums", "last renaming")
-ALL_CASES = [
-    (name, rank, how)
-    for name in save_faults.PATCHES
-    for rank in ((0,) if name in ONLY_ON_FIRST else (0, 1))
-    for how in ("sync", "async")
-]
-# In the background where rank 1 fails, and where rank 0 finishes what all have written; at once elsewhere
-CASES = [case for case in ALL_CASES if (case[1] == 1 or case[0] in ONLY_ON_FIRST[1:]) == (case[2] == "async")]
+SAVE_INTERVAL, FAULTY_SAVE, LAST = 3, 6, 9
 
 
-def by_name(cases: list[tuple[str, int, str]]) -> pytest.MarkDecorator:
-    """Those of CASES, and with --long the others."""
-    marked = [
-        pytest.param(
-            *case, marks=[pytest.mark.long] * (case not in CASES), id="-".join(map(str, case)).replace(" ", "_")
-        )
-        for case in cases
-    ]
-    return pytest.mark.parametrize(("name", "rank", "how"), marked)
+def fails(number: int) -> Callable[..., Any]:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(number, os.strerror(number), "some_file")
+
+    return fail
+
+
+def out_of_memory(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("not enough memory for the copy")
+
+
+# what fails, on which rank, and whether in a save in the background: there where rank 1 fails, or where rank 0 finishes
+# what all have written
+FAULTS: dict[str, tuple[int, bool, Callable[[], Any]]] = {
+    "shard_0": (0, False, lambda: mock.patch.object(filesystem, "_write_item", fails(errno.ENOSPC))),
+    "shard_1": (1, True, lambda: mock.patch.object(filesystem, "_write_item", fails(errno.ENOSPC))),
+    "checksum_of_a_shard": (1, True, lambda: mock.patch.object(shard_writer, "file_digest", fails(errno.EIO))),
+    "copy_in_host_memory": (1, True, lambda: mock.patch.object(shard_writer.ShardWrite, "_on_host", out_of_memory)),
+    "random_states": (0, False, lambda: mock.patch.object(saver.atomic_io, "write", fails(errno.EDQUOT))),
+    "own_files": (0, False, lambda: mock.patch.object(saver, "save_config", fails(errno.EACCES))),
+    "index": (0, True, lambda: mock.patch.object(filesystem.FileSystemWriter, "finish", fails(errno.EIO))),
+    "checksums": (0, True, lambda: mock.patch.object(saver.layout, "finish", fails(errno.ENOSPC))),
+    "last_renaming": (0, True, lambda: mock.patch.object(saver.layout, "publish", fails(errno.ESTALE))),
+}
+
+
+@contextlib.contextmanager
+def full_disk(root: str) -> Iterator[None]:
+    """Nothing is left of the file system below `root`, which has to be a small one."""
+    filler = os.path.join(root, "filler")
+    with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(2**16))
+    yield
+    os.unlink(filler)
+
+
+def run_with_fault(config: RunConfig, name: str, root: str, *, rank: int, for_ever: bool = False) -> dict[str, Any]:
+    """`resumed_runs.one_part` in which the save after iteration FAULTY_SAVE meets a fault on one rank; "failed" in its
+    result is why the run ended, if it did."""
+    with worlds.parallel(config), contextlib.ExitStack() as fault:
+
+        def before_step(one: worlds.RecordedRun) -> None:
+            if one.iteration == FAULTY_SAVE - 1 and torch.distributed.get_rank() == rank:
+                fault.enter_context(FAULTS[name][2]() if name in FAULTS else full_disk(root))
+            if one.iteration == FAULTY_SAVE + 1:  # the step after this one finishes what is written in the background
+                while one.saver is not None and one.saver.is_writing:
+                    time.sleep(0.01)
+            if one.iteration == FAULTY_SAVE + 2 and not for_ever:
+                fault.close()
+
+        try:
+            return resumed_runs.one_part(config, before_step=before_step) | {"failed": None}
+        except TrainingFailed as failed:
+            return {"failed": str(failed)}
 
 
 def config_of(text_data: str, root: Path, **flags: Any) -> Any:
     pipeline = {"world_size": 2, "pipeline_model_parallel_size": 2, "bcd_layout": "submodel", "bcd_steps_per_block": 2}
-    saving = {"save": root, "save_interval": save_faults.SAVE_INTERVAL, "train_iters": save_faults.LAST}
+    saving = {"save": root, "save_interval": SAVE_INTERVAL, "train_iters": LAST}
     return worlds.run_config(data_path=text_data, **pipeline | saving | flags)
 
 
@@ -62,11 +107,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def check(world: World, config: Any, name: str, root: Path, rank: int, whole: list[dict[str, Any]]) -> None:
-    ranks = world.run(save_faults.run_with_fault, config, name, str(root), rank=rank)
+    ranks = world.run(run_with_fault, config, name, str(root), rank=rank)
     assert ranks[0]["warnings"] == ranks[1]["warnings"]
     _, warning, _ = ranks[0]["warnings"]  # the others name blocks that 9 steps do not reach
-    assert f"checkpoint {save_faults.FAULTY_SAVE} " in warning, warning
-    assert "\n" not in warning
+    assert f"checkpoint {FAULTY_SAVE} " in warning and "\n" not in warning
     for mine, expected in zip(ranks, whole, strict=True):
         assert resumed_runs.differences(expected, [mine]) == []
     assert_only_these(root, [3, 9])
@@ -79,36 +123,25 @@ def assert_only_these(root: Path, iterations: list[int]) -> None:
     assert layout.candidates(str(root)) == iterations[::-1]
 
 
-@by_name(ALL_CASES)
+@pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_on_one_rank(
-    world2: World, text_data: str, tmp_path: Path, whole: list[dict[str, Any]], name: str, rank: int, how: str
+    world2: World, text_data: str, tmp_path: Path, whole: list[dict[str, Any]], name: str
 ) -> None:
     """The other rank waits for ever, or publishes a checkpoint with a part missing, or the run ends."""
-    check(world2, config_of(text_data, tmp_path, async_save=how == "async"), name, tmp_path, rank, whole)
+    rank, async_save, _ = FAULTS[name]
+    check(world2, config_of(text_data, tmp_path, async_save=async_save), name, tmp_path, rank, whole)
 
 
-@pytest.mark.parametrize(("name", "async_save"), [("full disk", True), ("read-only disk", False)])
-def test_a_disk_that_takes_nothing(
-    world2: World, text_data: str, small_disk: Path, whole: list[dict[str, Any]], name: str, async_save: bool
-) -> None:
+def test_a_full_disk(world2: World, text_data: str, small_disk: Path, whole: list[dict[str, Any]]) -> None:
     """What a real disk does that no patched function does: some other call fails first, on every rank."""
-    check(world2, config_of(text_data, small_disk, async_save=async_save), name, small_disk, 0, whole)
-
-
-def test_a_disk_with_little_room(world2: World, text_data: str, small_disk: Path) -> None:
-    """A file that the disk takes in part: PyTorch's writer then reports positions in the file, not that it is full."""
-    config = config_of(text_data, small_disk, save_hf=small_disk / "model", save_hf_interval=1)
-    rooms = [2**power for power in range(12, 20, 2)]
-    ranks = world2.run(save_faults.saves_with_room, config, str(small_disk), rooms)
-    assert ranks[0] == ranks[1] and len(ranks[0]) > len(rooms)
-    assert [line for line in ranks[0] if os.strerror(errno.ENOSPC) not in line] == []
+    check(world2, config_of(text_data, small_disk, async_save=True), "full disk", small_disk, 0, whole)
 
 
 @pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
 def test_the_last_one_can_not_be_written(world2: World, text_data: str, small_disk: Path, async_save: bool) -> None:
     """A run that ends as if all were well, and hours of training that are nowhere."""
     config = config_of(text_data, small_disk, async_save=async_save)
-    ranks = world2.run(save_faults.run_with_fault, config, "full disk", str(small_disk), rank=0, for_ever=True)
+    ranks = world2.run(run_with_fault, config, "full disk", str(small_disk), rank=0, for_ever=True)
     assert ranks[0] == ranks[1]
     good = os.path.join(str(small_disk), "iter_0000003")
     assert ranks[0]["failed"].startswith("iteration 9 ") and good in ranks[0]["failed"]

@@ -7,6 +7,7 @@ from _self_test import FLAGS, LAYOUTS, ONE_BLOCK, SAME_BLOCKS, TOLERANCE, write_
 from support import worlds
 from support.dist import World
 
+pytestmark = pytest.mark.long
 MARGIN = 5
 RUNS = {
     "one_block": ONE_BLOCK,

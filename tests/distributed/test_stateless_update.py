@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import resumed_runs, worlds
+from support import worlds
 from support.dist import World
 
 RESTING: dict[str, Any] = {
@@ -124,13 +123,6 @@ def test_overlapped_reductions_change_nothing(
         assert found["losses"] == expected["losses"] and found["grad_norms"] == expected["grad_norms"]
         assert worlds.same_bits(found["weights"], expected["weights"]) == []
         assert begun == [True] * 8 and begun_late == [False] * 8
-
-
-def test_resumed_momenta_take_no_more_host_memory(world1: World, text_data: str, tmp_path: Path) -> None:
-    """Momenta in bf16 that come back from a checkpoint in fp32, twice as large until their block's next phase."""
-    flags = ITERATIONS | METHODS["muon"] | {"data_path": text_data, "save": tmp_path, "muon_momentum_dtype": "bf16"}
-    whole, resumed = world1.run(resumed_runs.host_bytes_at_end, worlds.run_config(**flags), 7, str(tmp_path))[0]
-    assert sum(whole) > 0 and resumed == whole
 
 
 def spoilt_step(config: Any) -> list[list[str]]:

@@ -55,20 +55,6 @@ def test_curve(world1: World, world2: World, data_path: str, run: str) -> None:
         assert evaluations == pytest.approx(stock["validation_loss"], rel=1e-4 * looser)
 
 
-FP32_OF_ONE_RANK = [name for name, run in STOCK["runs"].items() if run["world_size"] == 1 and name != "bf16"]
-
-
-@pytest.mark.parametrize(
-    "run", [pytest.param(run, marks=[pytest.mark.long] * (run != "base")) for run in FP32_OF_ONE_RANK]
-)
-def test_margin(world1: World, data_path: str, run: str) -> None:
-    """Curves of one processor that another, which rounds sums otherwise, does not meet."""
-    config = worlds.config_of(**flags_of(run, data_path))
-    [plain], [perturbed] = world1.run(worlds.train_run, config), world1.run(worlds.perturbed_run, config)
-    assert perturbed["losses"] == pytest.approx(plain["losses"], rel=1e-4 / 100)
-    assert perturbed["grad_norms"] == pytest.approx(plain["grad_norms"], rel=2e-3 / 100)
-
-
 def test_curves_differ() -> None:
     """A reference that a run without the flag would meet too."""
     base = [line["loss"] for line in STOCK["runs"]["base"]["iterations"]]

@@ -73,7 +73,7 @@ def test_tokenized_bytes(wikitext: str, reference: dict[str, Any]) -> None:
         assert digest == reference["data"][f"{suffix}_sha256"]
 
 
-@pytest.mark.parametrize("last", [10, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("last", [FIRST, pytest.param(20, marks=pytest.mark.long)])
 def test_curve_of_the_entry_script(
     wikitext: str, bpe_files: dict[str, Any], reference: dict[str, Any], repo_root: Path, tmp_path: Path, last: int
 ) -> None:
@@ -112,7 +112,6 @@ def test_curve(
     last: int | None,
 ) -> None:
     """Seeds, initialisation, sample order, weight-decay groups, schedule or loss averaging that are not stock's."""
-    # The first steps: the entry script's run above has an evaluation
     stock = reference["runs"][run]
     world = (world1, world2)[stock["world_size"] - 1]
     flags = flags_of(reference, run, {"data_path": wikitext} | bpe_files) | ({"exit_interval": last} if last else {})

@@ -87,16 +87,6 @@ def test_greedy_takes_the_largest_gradient(world2: World, text_data: str, cut: s
     assert all(torch.equal(a["generator"], b["generator"]) for a, b in zip(ranks, others, strict=True))
 
 
-def test_greedy_starves_no_block(world2: World, text_data: str) -> None:
-    """A cycle that visits one block twice, and trains on the probe's batches or its gradient."""
-    flags = {"data_path": text_data, "train_iters": 9, "bcd_order": "greedy"} | CUTS["spread"]
-    ranks = world2.run(worlds.train_run, worlds.run_config(**flags))
-    order = visits(ranks[0])
-    assert [sorted(order[start : start + 3]) for start in (0, 3, 6)] == [[0, 1, 2]] * 3
-    assert ranks[0]["losses"] == ranks[1]["losses"]
-    assert ranks[0]["losses"][-1] < ranks[0]["losses"][0]
-
-
 def untrained(config: RunConfig) -> dict[str, Any]:
     """Layers with a weight that a run leaves as it was, and what it warned of."""
     with worlds.started(config) as one:

@@ -1,4 +1,4 @@
-"""Runs of the entry scripts that cost no imports."""
+"""Runs of the entry scripts that cost no imports, and a folder to start them in."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.bad_input_cases import good_documents, write_dataset
 from support.forked_runs import ForkedRuns
 
 
@@ -14,3 +15,11 @@ def runs(repo_root: Path) -> Iterator[ForkedRuns]:
     """The server that forks them."""
     with ForkedRuns(repo_root) as server:
         yield server
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    """A folder in which `bad_input_cases.BASE` runs."""
+    write_dataset(tmp_path / "data" / "text_document", good_documents())
+    (tmp_path / "a_file").write_text("not a folder\n")
+    return tmp_path

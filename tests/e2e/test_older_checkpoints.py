@@ -15,26 +15,25 @@ VERSION_0_1 = Path(__file__).parents[1] / "data" / "checkpoint_v0_1"
 SAVED = 3
 
 
-def test_version_0_1(repo_root: Path, tmp_path: Path) -> None:
+def test_version_0_1(runs: ForkedRuns, tmp_path: Path) -> None:
     """Users could not resume after an update; or the optimizer state, the phase or the random generators were lost."""
     recorded = json.loads((VERSION_0_1 / "run.json").read_text())
     with tarfile.open(VERSION_0_1 / "saved.tar.gz") as archive:
         archive.extractall(tmp_path / "saved", filter="data")
-    with ForkedRuns(repo_root) as runs:
 
-        def steps(*flags: str) -> list[list[Any]]:
-            """Block, loss and so on of each step of a run; it leaves the folder as it found it."""
-            words = [word for flag in recorded["flags"] for word in flag.split()]
-            argv = [*words, "--metrics-file", "metrics.jsonl", *flags]
-            (rank,) = runs.run(argv, folder=tmp_path, num_ranks=1)
-            assert (rank.code, rank.stderr) == (0, "")
-            lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-            (tmp_path / "metrics.jsonl").unlink()
-            return [[line[name] for name in recorded["columns"]] for line in map(json.loads, lines) if "loss" in line]
+    def steps(*flags: str) -> list[list[Any]]:
+        """Block, loss and so on of each step of a run; it leaves the folder as it found it."""
+        words = [word for flag in recorded["flags"] for word in flag.split()]
+        argv = [*words, "--metrics-file", "metrics.jsonl", *flags]
+        (rank,) = runs.run(argv, folder=tmp_path, num_ranks=1)
+        assert (rank.code, rank.stderr) == (0, "")
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        (tmp_path / "metrics.jsonl").unlink()
+        return [[line[name] for name in recorded["columns"]] for line in map(json.loads, lines) if "loss" in line]
 
-        uninterrupted = steps()
-        resumed = steps("--load", "saved")
-        finetuned = steps("--load", "saved", "--finetune")
+    uninterrupted = steps()
+    resumed = steps("--load", "saved")
+    finetuned = steps("--load", "saved", "--finetune")
     if uninterrupted == recorded["uninterrupted"]:
         assert resumed == recorded["uninterrupted"][SAVED:]
         assert finetuned == recorded["finetune"]

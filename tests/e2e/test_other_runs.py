@@ -1,54 +1,29 @@
-"""Folders and files that hold another run, or something else: refused in one line, and left as they are."""
+"""Folders and files that hold another run, or something else: refused in one line, and left as they are; and what a run
+that goes on takes from the one before."""
 
 from __future__ import annotations
 
-import hashlib
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.bad_input_cases import command_line, good_documents, write_dataset
-from support.forked_runs import ForkedRuns, RankResult
+from support.bad_input_cases import BASE, command_line
+from support.forked_runs import ForkedRuns, RankResult, assert_refused, digests, said
 
 SAVING = ("--save", "saved", "--save-interval", "2", "--train-iters", "4", "--eval-iters", "0")
 
 
 @pytest.fixture
-def workplace(tmp_path: Path) -> Path:
-    write_dataset(tmp_path / "data" / "text_document", good_documents())
-    return tmp_path
-
-
-@pytest.fixture
 def trained(runs: ForkedRuns, workplace: Path) -> Path:
     """A workplace in which SAVING has run."""
-    done(run(runs, workplace, *SAVING))
+    said(run(runs, workplace, *SAVING))
     return workplace
 
 
 def run(runs: ForkedRuns, place: Path, *flags: str, num_ranks: int = 1) -> list[RankResult]:
     return runs.run(command_line(*flags, num_ranks=num_ranks), folder=place, num_ranks=num_ranks)
-
-
-def done(results: list[RankResult]) -> str:
-    """What rank 0 of a run that ended well has said."""
-    assert [(rank.code, rank.stderr) for rank in results] == [(0, "")] * len(results), results
-    return results[0].stdout
-
-
-def refused(results: list[RankResult], *named: str) -> None:
-    assert [(rank.code, rank.stdout) for rank in results] == [(2, "")] * len(results), results
-    (line,) = results[0].stderr.splitlines()
-    assert [name for name in named if name not in line] == [], line
-
-
-def content(place: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(place)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in place.rglob("*")
-        if path.is_file() and path.name != ".lock"
-    }
 
 
 def lines(place: Path) -> list[dict[str, Any]]:
@@ -60,36 +35,36 @@ def lines(place: Path) -> list[dict[str, Any]]:
 )
 def test_a_save_folder_of_another_run(runs: ForkedRuns, trained: Path, flags: tuple[str, ...], num_ranks: int) -> None:
     """A run from new weights takes over the folder: the next --load resumes from it, and the older run is lost."""
-    before = content(trained)
+    before = digests(trained)
     ways = () if "--finetune" in flags else ("--load saved", "--overwrite-checkpoints")
     results = run(runs, trained, *SAVING, *flags, num_ranks=num_ranks)
-    refused(results, "--save saved", "iteration 4", *ways)
-    assert content(trained) == before
+    assert_refused(results, "--save saved", "iteration 4", *ways)
+    assert digests(trained) == before
 
 
 def test_overwriting_checkpoints(runs: ForkedRuns, trained: Path) -> None:
     """Checkpoints of two runs in one folder: a damaged one would be replaced by one of the other run."""
     (trained / "metrics.jsonl").unlink()
     flags = ("--save-interval", "3", "--exit-interval", "3", "--overwrite-checkpoints")
-    done(run(runs, trained, *SAVING, *flags))
+    said(run(runs, trained, *SAVING, *flags))
     assert [path.name for path in sorted((trained / "saved").glob("iter_*"))] == ["iter_0000003"]
-    assert "after iteration 3" in done(run(runs, trained, *SAVING, "--load", "saved"))
+    assert "after iteration 3" in said(run(runs, trained, *SAVING, "--load", "saved"))
 
 
 def test_the_metrics_file_of_another_run(runs: ForkedRuns, trained: Path) -> None:
     """A run replaces the curve of another one, or goes on in it. The same run may, repeated or resumed."""
-    before = content(trained)
-    refused(run(runs, trained, "--lr", "3e-3"), "--metrics-file", "--load")
-    refused(run(runs, trained, "--skip-train", "--load", "saved"), "--metrics-file")
-    assert content(trained) == before
+    before = digests(trained)
+    assert_refused(run(runs, trained, "--lr", "3e-3"), "--metrics-file", "--load")
+    assert_refused(run(runs, trained, "--skip-train", "--load", "saved"), "--metrics-file")
+    assert digests(trained) == before
     again = ("--save", "again", *SAVING[2:], "--load", "again")
-    done(run(runs, trained, *again, "--exit-interval", "2"))
+    said(run(runs, trained, *again, "--exit-interval", "2"))
     assert [line["iteration"] for line in lines(trained)] == [1, 2]
-    done(run(runs, trained, *again, "--lr", "2e-3"))
+    said(run(runs, trained, *again, "--lr", "2e-3"))
     assert [line["iteration"] for line in lines(trained)] == [1, 2, 3, 4]
     assert len({line["run"] for line in lines(trained)}) == 1
-    done(run(runs, trained, "--save", "other", *SAVING[2:], "--lr", "3e-3", "--metrics-file", "other.jsonl"))
-    refused(
+    said(run(runs, trained, "--save", "other", *SAVING[2:], "--lr", "3e-3", "--metrics-file", "other.jsonl"))
+    assert_refused(
         run(runs, trained, "--load", "again", *SAVING[2:4], "--save", "again", "--metrics-file", "other.jsonl"),
         "other.jsonl", "--load",
     )  # fmt: skip
@@ -115,7 +90,7 @@ def test_a_load_folder_without_a_checkpoint(runs: ForkedRuns, workplace: Path, n
         (workplace / "given").mkdir()
         for file, text in files.items():
             (workplace / "given" / file).write_text(text)
-    refused(run(runs, workplace, "--load", "given", *flags), "--load given", *named)
+    assert_refused(run(runs, workplace, "--load", "given", *flags), "--load given", *named)
     assert not (workplace / "metrics.jsonl").exists()
 
 
@@ -125,7 +100,7 @@ def test_the_first_start_of_a_job(runs: ForkedRuns, workplace: Path, files: tupl
     for name in files or ():
         (workplace / "saved").mkdir(exist_ok=True)
         (workplace / "saved" / name).write_text("")
-    done(run(runs, workplace, *SAVING, "--load", "saved"))
+    said(run(runs, workplace, *SAVING, "--load", "saved"))
     assert [line["iteration"] for line in lines(workplace) if "loss" in line] == [1, 2, 3, 4]
 
 
@@ -140,8 +115,60 @@ def test_the_first_start_of_a_job(runs: ForkedRuns, workplace: Path, files: tupl
 def test_resuming_with_fewer_samples(runs: ForkedRuns, workplace: Path, flags: tuple[str, ...]) -> None:
     """A StopIteration at the first evaluation, and again at every restart: more samples are consumed than there are."""
     saving = (*SAVING, "--load", "saved", "--eval-iters", "3", "--eval-interval", "1", "--global-batch-size", "8")
-    done(run(runs, workplace, *saving))
-    said = done(run(runs, workplace, *saving, "--train-iters", "6", *flags))
-    assert "after iteration 4" in said
+    said(run(runs, workplace, *saving))
+    assert "after iteration 4" in said(run(runs, workplace, *saving, "--train-iters", "6", *flags))
     last = 8 if "8" in flags else 5 if "5" in flags else 6
     assert [line["iteration"] for line in lines(workplace) if line.get("is_final")] == [last] * 2
+
+
+def test_a_run_of_other_tokens_is_not_resumed(runs: ForkedRuns, workplace: Path) -> None:
+    """Weeks of training on top of weights that were trained on mock tokens, or on ids of another meaning, after one
+    warning in the log."""
+    kept = {name: value for name, value in BASE.items() if name not in ("--data-path", "--split", "--tokenizer-type")}
+    mock = [word for pair in kept.items() for word in pair] + ["--mock-data", "--save", "saved", "--load", "saved"]
+
+    def on_mock_data(*tokenizer: str) -> list[RankResult]:
+        return runs.run([*mock, "--tokenizer-type", *tokenizer], folder=workplace, num_ranks=1)
+
+    said(on_mock_data("ByteLevelTokenizer"))
+    assert_refused(run(runs, workplace, "--save", "saved", "--load", "saved"), "saved/iter_0000001", "--mock-data")
+    assert_refused(on_mock_data("NullTokenizer", "--vocab-size", "256"), "--tokenizer-type")
+    assert "resuming from saved/iter_0000001" in said(on_mock_data("ByteLevelTokenizer"))
+    said(run(runs, workplace, "--finetune", "--load", "saved", "--metrics-file", "new.jsonl"))
+
+
+@pytest.mark.parametrize(("num_ranks", "cache", "left"), [(1, "", 0.5), (2, "cache", 0.0)])
+def test_a_half_written_index_cache(runs: ForkedRuns, workplace: Path, num_ranks: int, cache: str, left: float) -> None:
+    """After a kill every start fails for ever with numpy's words, or a traceback, and without a file to delete."""
+    flags = ("--data-cache-path", cache) if cache else ()
+    said(run(runs, workplace, *flags, num_ranks=num_ranks))
+    folder = workplace / (cache or "data/text_document/cache/GPTDataset_indices")
+    (index, *_) = sorted(folder.glob("*train-shuffle_index.npy"))
+    whole = index.read_bytes()
+    index.write_bytes(whole[: int(len(whole) * left)])
+    results = run(runs, workplace, *flags, num_ranks=num_ranks)
+    assert_refused(results, "--data-cache-path", str(index.relative_to(workplace)))
+    index.unlink()
+    said(run(runs, workplace, *flags, num_ranks=num_ranks))
+    assert index.read_bytes() == whole
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_resumed_learning_rate(keeps: bool, runs: ForkedRuns, workplace: Path) -> None:
+    """--use-checkpoint-opt_param-scheduler that is ignored, or the checkpoint's schedule that is taken without it."""
+    said(run(runs, workplace, "--save", "saved", "--lr-decay-style", "constant"))
+    again = ["--load", "saved", "--train-iters", "3", "--lr", "5e-4", "--lr-decay-style", "cosine", "--min-lr", "1e-5"]
+    text = said(run(runs, workplace, *again, *["--use-checkpoint-opt_param-scheduler"] * keeps))
+    rates = [line["learning_rate"] for line in lines(workplace) if "learning_rate" in line][-2:]
+    assert (rates == [1e-3, 1e-3]) == keeps and ("--lr 0.0005" in text) != keeps
+    assert keeps or max(rates) <= 5e-4
+
+
+def test_resumed_phases(runs: ForkedRuns, workplace: Path) -> None:
+    """Phases of another length after a resume with more steps, or a run shorter than a cycle that leaves blocks out."""
+    for num_steps in ("7", "14"):
+        flags = ("--save", "saved", "--load", "saved", "--bcd-num-blocks", "2", "--train-iters", num_steps)
+        text = said(run(runs, workplace, *flags))
+    assert "--bcd-steps-per-block" not in text
+    phases = Counter(line["phase"] for line in lines(workplace) if "learning_rate" in line)
+    assert [*phases.values()] == [2, 2, 2, 1] * 2

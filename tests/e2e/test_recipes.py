@@ -1,7 +1,8 @@
-"""examples/pretrain.sh and examples/slurm.sh: what they print, refuse, start, and that they run to the end."""
+"""The scripts of examples/: what they print, refuse, start, and that they run to the end."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -28,7 +29,7 @@ CLUSTERS = tuple(read_clusters(EXAMPLES / "clusters.csv"))
 OFFLOAD = ["--optimizer-cpu-offload", "--optimizer-offload-fraction", "1.0"]
 VARIABLES = ("NUM_GPUS", "NNODES", "GPUS_PER_NODE", "DATA_PATH", "TOKENIZER_ARGS", "MOCK_DATA", "SAVE", "TRAIN_ITERS",
              "MICRO_BATCH", "GLOBAL_BATCH", "PRECISION", "RECOMPUTE", "FORCE", "SCALE", "DRY_RUN", "OUT", "HEAD_NODE",
-             "MASTER_PORT")  # fmt: skip
+             "MASTER_PORT", "MODEL_DIR", "DATA", "EPOCHS", "LR", "PROMPT")  # fmt: skip
 SMALL = ("G-5.4B", "bcd", "rtx4090")
 TEXT = {"DATA_PATH": "text_document", "TOKENIZER_ARGS": "--tokenizer-type ByteLevelTokenizer"}
 
@@ -90,14 +91,9 @@ def planned_for(words: Sequence[str], environment: Mapping[str, str]) -> Recipe:
 def assert_agrees(config: RunConfig, planned: Recipe) -> None:
     """The run has the layout, the batch, the method and the model that were planned."""
     model = planned.model
-    assert (config.num_layers, config.hidden_size, config.model.seq_length) == (
-        model.layers,
-        model.hidden,
-        planned.tokens,
-    )
-    assert (
-        config.transformer["ffn_hidden_size"] == model.ffn and config.transformer["num_attention_heads"] == model.heads
-    )
+    sizes = (config.num_layers, config.hidden_size, config.model.seq_length, config.transformer["ffn_hidden_size"])
+    assert sizes == (model.layers, model.hidden, planned.tokens, model.ffn)
+    assert config.transformer["num_attention_heads"] == model.heads
     assert config.model.swiglu == (model.form == "llama") and config.tied == (model.form == "gpt")
     assert (config.pipeline_size, config.precision) == (planned.pipeline_size, planned.precision)
     assert config.training.micro_batch_size == planned.micro_batch_size
@@ -119,7 +115,11 @@ def arrays_of(text: str) -> dict[str, list[str]]:
 
 def command_of(stdout: str) -> list[str]:
     """The words of the command that a dry run prints."""
-    return shlex.split(stdout[stdout.index("\ntorchrun ") :].split("\n\n")[0].replace("\\\n", ""))
+    return shlex.split(stdout[stdout.index("\ntorchrun") :].split("\n\n")[0].replace("\\\n", ""))
+
+
+def value_of(words: list[str], flag: str) -> str:
+    return words[words.index(flag) + 1]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -131,16 +131,15 @@ def test_every_recipe_is_a_command_that_fits(model: str) -> None:
             assert_is_a_command([model, method, cluster], {})
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("method", METHODS)
-def test_16_bit_recipe(method: str, precision: str) -> None:
+def test_16_bit_recipes() -> None:
     """A flag without which the training script refuses a method in a precision, or sums gradients in 16 bit."""
-    words, variables = ["G-1.6B", method, "rtx4090"], {"PRECISION": precision}
-    if (method, precision) == ("pretrain", "fp16"):
-        with pytest.raises(ValueError, match="fp16"):
-            planned_for(words, variables)
-        return
-    assert_is_a_command(words, variables)
+    for method, precision in itertools.product(METHODS, ("fp16", "bf16")):
+        words, variables = ["G-1.6B", method, "rtx4090"], {"PRECISION": precision}
+        if (method, precision) == ("pretrain", "fp16"):
+            with pytest.raises(ValueError, match="fp16"):
+                planned_for(words, variables)
+        else:
+            assert_is_a_command(words, variables)
 
 
 def assert_is_a_command(asked: Sequence[str], variables: Mapping[str, str]) -> None:
@@ -154,11 +153,9 @@ def assert_is_a_command(asked: Sequence[str], variables: Mapping[str, str]) -> N
 
 
 @pytest.mark.parametrize(
-    "words, variables",
+    ("words", "variables"),
     [
-        (("G-20B", "bcd", "rtx4090"), {}),
         (("G-1.6B", "full", "a100"), {"PRECISION": "bf16", "NUM_GPUS": "8", "MICRO_BATCH": "4", "GLOBAL_BATCH": "128"}),
-        (("G-5.4B", "offload", "rtx4090"), {}),
         (("l-6.0b", "bcd", "a800", "--bcd-num-blocks", "4", "--bcd-order", "random", "--seq-length", "512"), {}),
         (
             ("L-11B", "full", "a100"),
@@ -183,8 +180,6 @@ def test_dry_run(words: tuple[str, ...], variables: dict[str, str], stub: Path, 
     assert_agrees(config, planned)
     mock = "-mock" if "MOCK_DATA" in variables else ""  # a run on data would resume from it
     assert config.checkpoint.save == config.checkpoint.load == f"out/{planned.model.name}-{words[1]}-{words[2]}{mock}"
-    if "--bcd-order" in words:
-        assert (config.bcd.bcd_order, config.bcd.bcd_num_blocks) == ("random", 4)
     if "HEAD_NODE" in variables:
         assert launcher["--rdzv-endpoint"] == "first:29500" and config.data.data_path == ("0.3", "a", "0.7", "b")
     if "MOCK_DATA" in variables:
@@ -192,45 +187,79 @@ def test_dry_run(words: tuple[str, ...], variables: dict[str, str], stub: Path, 
     assert os.listdir(tmp_path) == ["stub"]
 
 
-def test_dry_run_of_what_does_not_fit(tmp_path: Path) -> None:
-    """An exit code, or a command without a word that it can't run."""
-    done = start("G-20B", "bcd", "rtx4090", cwd=tmp_path, DRY_RUN="1", NUM_GPUS="4")
+@pytest.mark.parametrize(
+    ("variables", "nodes"), [({"NUM_GPUS": "4"}, None), ({"NNODES": "2", "GPUS_PER_NODE": "6"}, "2")]
+)
+def test_dry_run_of_fine_tuning(tmp_path: Path, variables: dict[str, str], nodes: str | None) -> None:
+    """A command that is not the plan's, or starts the GPUs of one node of two; a default beside the user's rival."""
+    flags = ("--train-iters", "4", "--valid-data-path", "v.jsonl") if nodes else ()
+    environment = {"DRY_RUN": "1", "DATA": "d.jsonl"} | variables
+    done = start("LLaMA-7B", "rtx4090", *flags, cwd=tmp_path, script="finetune.sh", **environment)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "--num-gpus 16" in done.stdout
-    assert command_of(done.stdout)[:4] == ["torchrun", "--standalone", "--nproc-per-node", "4"]
-    done = start("G-20B", "full", "a100", "--seq-length", "400000", cwd=tmp_path, DRY_RUN="1")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert command_of(done.stdout)[:4] == ["torchrun", "--standalone", "--nproc-per-node", "8"]
+    words = command_of(done.stdout)
+    assert value_of(words, "--bcd-preset") == "finetune" and {"--sft", "--bf16", "--load-hf", "--save-hf"} <= {*words}
+    if nodes:
+        assert (value_of(words, "--nnodes"), value_of(words, "--nproc-per-node")) == (nodes, "6")
+        assert value_of(words, "--rdzv-endpoint") == "HEAD_NODE:29500"
+        assert value_of(words, "--train-data-path") == "d.jsonl" and not {"--num-epochs", "--data-path"} & {*words}
+    else:
+        assert value_of(words, "--nproc-per-node") == "4" and value_of(words, "--num-epochs") == "3"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_needs_a_setting(tmp_path: Path) -> None:
+    """A config.json that is not planned from, a remedy that the recipe refuses in turn, or one that gets lost."""
+    (tmp_path / "my-8b").mkdir()
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
+    sizes |= {"head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936, "max_position_embeddings": 40960}
+    names = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    (tmp_path / "my-8b" / "config.json").write_text(json.dumps(names | sizes))
+    given = {"cwd": tmp_path, "script": "finetune.sh", "DRY_RUN": "1"}
+    done = start("my-8b", "rtx4090", **given)
+    assert done.returncode == 0 and "does NOT fit" in done.stdout
+    flags = ("--bcd-frozen", "embedding,head", "--adam-moments-dtype", "int8", "--bcd-always-active", "none")
+    assert " ".join(flags[:2]) in done.stdout.split("note: ")[1]
+    done = start("my-8b", "rtx4090", *flags, **given)
+    words = command_of(done.stdout)
+    assert done.returncode == 0 and "does NOT fit" not in done.stdout
+    assert value_of(words, "--load-hf") == "my-8b"
+    assert [value_of(words, flag) for flag in flags[::2]] == [*flags[1::2]]
+    assert [words.count(flag) for flag in flags[::2]] == [1] * 3
+
+
+LLAMA = ("LLaMA-7B", "rtx4090")
+TUNED = {"MODEL_DIR": "m", "DATA": str(Path(__file__))}
 
 
 @pytest.mark.parametrize(
-    "words, variables, message",
+    ("script", "words", "variables", "message"),
     [
-        (("G-5.4B", "bcd"), {}, "CLUSTER"),
-        (("G-5B", *SMALL[1:]), {}, "MODEL G-5B"),
-        (("G-5.4B", "lora", "rtx4090"), {}, "METHOD lora"),
-        (SMALL, {"SCALE": "small"}, "SCALE=small"),
-        (SMALL, {"NUM_GPUS": "four"}, "--num-gpus"),
-        (SMALL, {"NUM_GPUS": "9"}, "--num-gpus 9"),
-        (SMALL, {"NUM_GPUS": "4", "NNODES": "3"}, "NNODES=3"),
-        (SMALL, {"MICRO_BATCH": "3"}, "--micro-batch-size 3"),
-        (("G-5.4B", "full", "rtx4090", "--bcd-num-blocks", "3"), {}, "--bcd-num-blocks 3"),
-        (SMALL, {}, "DATA_PATH"),
-        (SMALL, TEXT | {"DATA_PATH": "0.5 text_document 0.5 other"}, "other.bin"),
-        (SMALL, {"DATA_PATH": "text_document"}, "TOKENIZER_ARGS"),
-        (SMALL, TEXT | {"NUM_GPUS": "2"}, "2 x RTX 4090"),
-        (SMALL, TEXT | {"NNODES": "2"}, "HEAD_NODE"),
-        (SMALL, TEXT, "GPU"),
-        (SMALL, TEXT | {"STUB_GPUS": "2"}, "NUM_GPUS=2"),
-        (("L-6.0B", "offload", "rtx4090"), {"SCALE": "tiny"}, "METHOD offload"),
+        ("pretrain.sh", ("G-5.4B", "bcd"), {}, "CLUSTER"),
+        ("pretrain.sh", ("G-5B", *SMALL[1:]), {}, "MODEL G-5B"),
+        ("pretrain.sh", SMALL, {"SCALE": "small"}, "SCALE=small"),
+        ("pretrain.sh", SMALL, {"NUM_GPUS": "four"}, "--num-gpus"),
+        ("pretrain.sh", SMALL, {"MICRO_BATCH": "3"}, "--micro-batch-size 3"),
+        ("pretrain.sh", SMALL, {}, "DATA_PATH"),
+        ("pretrain.sh", SMALL, TEXT | {"DATA_PATH": "0.5 text_document 0.5 other"}, "other.bin"),
+        ("pretrain.sh", SMALL, {"DATA_PATH": "text_document"}, "TOKENIZER_ARGS"),
+        ("pretrain.sh", SMALL, TEXT | {"NUM_GPUS": "2"}, "2 x RTX 4090"),
+        ("pretrain.sh", SMALL, TEXT | {"NNODES": "2"}, "HEAD_NODE"),
+        ("pretrain.sh", SMALL, TEXT | {"STUB_GPUS": "2"}, "NUM_GPUS=2"),
+        ("pretrain.sh", ("L-6.0B", "offload", "rtx4090"), {"SCALE": "tiny"}, "METHOD offload"),
+        ("finetune.sh", ("G-1.6B", "rtx4090"), {}, "MODEL G-1.6B"),
+        ("finetune.sh", LLAMA, {}, "MODEL_DIR"),
+        ("finetune.sh", LLAMA, TUNED | {"DATA": "no.jsonl"}, "DATA=no.jsonl"),
+        ("finetune.sh", (*LLAMA, "--save=s"), {}, "--save"),
+        ("finetune.sh", LLAMA, TUNED | {"NUM_GPUS": "12"}, "HEAD_NODE"),
+        ("finetune.sh", ("L-23B", "rtx4090"), TUNED, "1 x RTX 4090"),
     ],
 )
 def test_bad_input_is_one_line(
-    words: tuple[str, ...], variables: dict[str, str], message: str, stub: Path, data: Path
+    script: str, words: tuple[str, ...], variables: dict[str, str], message: str, stub: Path, data: Path
 ) -> None:
     """A traceback, a run that starts all the same, a message without a remedy, or files left behind."""
     before = sorted(os.listdir(data))
-    done = start(*words, cwd=data, **{"PYTHONPATH": str(stub), "STUB_GPUS": "0"} | variables)
+    done = start(*words, cwd=data, script=script, **{"PYTHONPATH": str(stub), "STUB_GPUS": "0"} | variables)
     assert done.returncode == 2, done.stdout + done.stderr
     assert message in done.stderr and done.stderr.count("\n") == 1
     assert [line for line in done.stdout.splitlines() if not line.startswith("setup: using BCD_PYTHON")] == []
@@ -272,7 +301,6 @@ def test_threads_of_an_optimizer_on_the_host(stub: Path, data: Path) -> None:
 @pytest.mark.parametrize(
     "words, variables",
     [
-        (SMALL, TEXT | {"STUB_GPUS": "4"}),
         ((*SMALL, "--seed", "7"), TEXT | {"STUB_GPUS": "2", "NNODES": "2", "GPUS_PER_NODE": "2", "HEAD_NODE": "n0"}),
         (("L-6.0B", "full", "rtx4090"), TEXT | {"STUB_GPUS": "8", "NUM_GPUS": "2", "FORCE": "1"}),
     ],
@@ -309,20 +337,27 @@ def test_short_quickstart(stub: Path, tmp_path: Path) -> None:
         assert f"ITERS={steps}" in done.stderr
 
 
-@pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where tiny runs write: the text is tokenized once."""
-    return tmp_path_factory.mktemp("out") / "my recipes"
-
-
-def assert_runs_to_the_end(words: tuple[str, ...], out: Path) -> None:
-    """Every block was trained, evaluated and saved, in the pipeline that the recipe has."""
-    done = start(*words, cwd=out.parent, SCALE="tiny", OUT=str(out), CUDA_VISIBLE_DEVICES="")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("L-6.0B", "pretrain", "rtx4090"),
+        *(
+            pytest.param((model, method, "rtx4090"), marks=pytest.mark.long)
+            for model in MODELS
+            for method in ("bcd", "pretrain", "full")
+        ),
+    ],
+    ids="-".join,
+)
+def test_tiny(words: tuple[str, ...], tmp_path: Path) -> None:
+    """A recipe whose flags the training script refuses, or that trains some of the blocks, or saves nothing, in another
+    pipeline than planned."""
+    out = tmp_path / "my recipes"
+    done = start(*words, cwd=tmp_path, SCALE="tiny", OUT=str(out), CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout + done.stderr
     planned = planned_for(words, {})
     stages, ranks = min(2, planned.pipeline_size), min(2, planned.num_gpus)
-    blocks = 3 if planned.has_blocks else 1
-    steps = 6 if planned.has_blocks else 4
+    blocks, steps = (3, 6) if planned.has_blocks else (1, 4)
     saved = out / "-".join(words)
     lines = [json.loads(line) for line in Path(f"{saved}.jsonl").read_text().splitlines()]
     trained = [line["block"] for line in lines if "loss" in line and "learning_rate" in line]
@@ -332,28 +367,27 @@ def assert_runs_to_the_end(words: tuple[str, ...], out: Path) -> None:
     assert f"pipeline {stages} x tensor 1 x data {ranks // stages}" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param(("G-1.6B", "bcd", "rtx4090"), marks=pytest.mark.long),
-        pytest.param(("G-5.4B", "full", "a100"), marks=pytest.mark.long),
-        ("L-6.0B", "pretrain", "rtx4090"),
-        pytest.param(("L-6.0B", "paper", "rtx4090"), marks=pytest.mark.long),
-        pytest.param(("L-1.5B", "full", "a800"), marks=pytest.mark.long),
-    ],
-    ids="-".join,
-)
-def test_tiny(words: tuple[str, ...], out: Path) -> None:
-    """A recipe whose flags the training script refuses, or that trains some of the blocks, or saves nothing."""
-    assert_runs_to_the_end(words, out)
+def test_tiny_fine_tuning(tmp_path: Path) -> None:
+    """A recipe that ends before the model was trained, exported, asked, or loaded by transformers."""
+    flags = (*LLAMA, "--train-iters", "6", "--lr-warmup-iters", "1", "--eval-iters", "0")
+    given = {"cwd": tmp_path, "script": "finetune.sh", "SCALE": "tiny", "OUT": "out", "CUDA_VISIBLE_DEVICES": ""}
+    done = start(*flags, **given)
+    assert done.returncode == 0, done.stdout + done.stderr
+    saved = tmp_path / "out" / "LLaMA-7B-finetune-rtx4090"
+    steps = [json.loads(line) for line in Path(f"{saved}.jsonl").read_text().splitlines()]
+    assert len({step["block"] for step in steps if "learning_rate" in step}) > 1
+    assert (Path(f"{saved}-hf") / "config.json").exists() and "LlamaForCausalLM" in done.stdout
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("method", ["bcd", "pretrain", "full"])
-def test_tiny_of_every_model(model: str, method: str, out: Path) -> None:
-    """As above, for those that it leaves out."""
-    assert_runs_to_the_end((model, method, "rtx4090"), out)
+def test_fine_tuning_that_was_stopped(tmp_path: Path) -> None:
+    """A recipe that fails where a run has stopped as it was asked to, because there is no model to ask."""
+    flags = (*LLAMA, "--train-iters", "4", "--lr-warmup-iters", "1", "--exit-interval", "2", "--eval-iters", "0")
+    given = {"cwd": tmp_path, "script": "finetune.sh", "SCALE": "tiny", "OUT": "out", "CUDA_VISIBLE_DEVICES": ""}
+    done = start(*flags, **given)
+    assert done.returncode == 0, done.stdout + done.stderr
+    saved = tmp_path / "out" / "LLaMA-7B-finetune-rtx4090"
+    assert (saved / "latest_checkpointed_iteration.txt").read_text() == "2"
 
 
 @pytest.mark.parametrize("code, is_signalled, requeued", [(0, True, True), (0, False, False), (3, False, False)])

@@ -63,11 +63,6 @@ def edit(name: str, change: Callable[[bytes], bytes]) -> Prepare:
     return prepare
 
 
-def put(name: str, content: bytes) -> Prepare:
-    """Write one file of the workplace."""
-    return edit(name, lambda _: content)
-
-
 def dataset(documents: list[list[int]], dtype: type = numpy.uint16, name: str = "text_document") -> Prepare:
     return lambda folder: write_dataset(folder / "data" / name, documents, dtype)
 
@@ -115,10 +110,8 @@ DATA_CASES = (
     case("no such data", "--data-path", "data/nowhere", named=("--data-path data/nowhere", "nowhere.idx"), ranks=BOTH),
     case("no .bin", named=(BIN,), prepare=lambda folder: (folder / BIN).unlink()),
     case("truncated .bin", named=BIN, prepare=edit(BIN, lambda content: content[:1001])),
-    case("empty .bin", named=BIN, prepare=put(BIN, b"")),
     case(".idx truncated in its header", named=IDX, prepare=edit(IDX, lambda content: content[:20])),
     case(".idx truncated at its end", named=IDX, prepare=edit(IDX, lambda content: content[:-8])),
-    case("text as .idx", named=IDX, prepare=put(IDX, b"once upon a time " * 50)),
     case(
         "noise behind the .idx header", named="data/text_document.",
         prepare=edit(IDX, lambda content: content[:34] + b"\xa5" * (len(content) - 34)),
@@ -203,7 +196,6 @@ OUTPUT_CASES = tuple(
     for flag in ("--save", "--metrics-file", "--tensorboard-dir", "--data-cache-path")
     for what, place, read_only in (
         ("below a file", "a_file/below", None),
-        ("in /proc", "/proc/below/it", None),
         ("read-only", "data/below/it", "data"),
     )
 ) + (
@@ -227,7 +219,6 @@ def truncate_weights(folder: Path) -> None:
 
 LOAD_CASES = (
     case("wider model", "--hidden-size", "64", named=("--load saved", "--hidden-size 32, here 64"), ranks=BOTH),
-    case("deeper model", "--num-layers", "8", named=("--load saved", "--num-layers 6, here 8")),
     case("untied model", "--untie-embeddings-and-output-weights", named=("--load saved", "--untie-embeddings-and-")),
     case("truncated weights", named=("--load saved", "saved/iter_0000001/", "truncated"), prepare=truncate_weights),
     case(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import hashlib
 import importlib
 import inspect
 import json
@@ -38,6 +39,30 @@ class RankResult:
     code: int | str
     stdout: str
     stderr: str
+
+
+def said(results: Sequence[RankResult]) -> str:
+    """What rank 0 of a run that ended well has said; no rank had anything to say on stderr."""
+    assert [(rank.code, rank.stderr) for rank in results] == [(0, "")] * len(results), results
+    return results[0].stdout
+
+
+def assert_refused(results: Sequence[RankResult], *named: str, code: int = 2) -> None:
+    """Every rank ended with `code`, and rank 0 alone said one line, with all of `named` in it."""
+    told = "\n".join(f"rank {i}: {rank.code}\n{rank.stdout}{rank.stderr}" for i, rank in enumerate(results))
+    assert [rank.code for rank in results] == [code] * len(results), told
+    assert [rank.stderr for rank in results[1:]] == [""] * (len(results) - 1), told
+    (line,) = results[0].stderr.splitlines()
+    assert [name for name in named if name not in line] == [], line
+
+
+def digests(place: Path) -> dict[str, str]:
+    """Every path below `place`, with a digest of its bytes where it is a file; who holds a lock is nobody's data."""
+    return {
+        str(path.relative_to(place)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        for path in sorted(place.rglob("*"))
+        if path.name != ".lock"
+    }
 
 
 class ForkedRuns:

@@ -46,14 +46,6 @@ def stopped_and_resumed(config: RunConfig, stops: Sequence[int], root: str) -> l
     return differences(whole, parts)
 
 
-def host_bytes_at_end(config: RunConfig, stop: int, root: str) -> tuple[list[int], list[int]]:
-    """Bytes kept in host memory at the last step: of the whole run, and of one that resumes after iteration `stop`."""
-    whole = one_part(with_checkpoints(config, save=None))
-    one_part(with_checkpoints(config, save=root, exit_interval=stop))
-    resumed = one_part(with_checkpoints(config, save=None, load=root))
-    return whole["host_state_bytes"][-1], resumed["host_state_bytes"][-1]
-
-
 def saved_in_passing(config: RunConfig, iteration: int, root: str) -> list[str]:
     """Save after `iteration` and train on; then go on from there again. Differences of both from a run that saves
     nothing. With --async-save the files are written while the steps after it change the weights."""

@@ -157,27 +157,6 @@ def test_missing_flag_is_named(flag: str) -> None:
         parse(without=(flag,))
 
 
-def test_skip_train_needs_no_length() -> None:
-    """An evaluation that is stopped for want of what only training needs."""
-    config = parse("--skip-train", without=("--train-iters", "--lr"))
-    assert config.training.skip_train and config.training.train_iters is None
-
-
-def test_train_samples() -> None:
-    """Sample-based runs that are measured in steps."""
-    config = parse("--train-samples", "100", "--lr-warmup-samples", "10", without=("--train-iters",))
-    assert config.schedule.lr_decay_samples == 100 and config.schedule.lr_decay_iters is None
-    for flag in ("--lr-decay-iters", "--lr-warmup-samples"):
-        with pytest.raises(ValueError, match=flag):
-            parse("--train-samples", "100", flag, "100", without=("--train-iters",))
-
-
-def test_good_places_are_left_alone(tmp_path: Path) -> None:
-    """A check that leaves its probe behind, or makes folders before the run does."""
-    parse("--save", str(tmp_path / "a/b"), "--metrics-file", str(tmp_path / "c/m.jsonl"))
-    assert not list(tmp_path.iterdir())
-
-
 def test_temporary_folder_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Data workers whose first sample cannot be sent, so that the run waits for it without end."""
     folder = "/tmp/" + 71 * "x"

@@ -231,13 +231,6 @@ def test_frozen_parts() -> None:
     assert parse().bcd.frozen == frozenset()
 
 
-def test_a_conflict_with_a_preset_names_it() -> None:
-    """A message about a flag that nobody typed."""
-    with pytest.raises(ValueError, match="--bcd-resting-update orthogonal and --fp16") as error:
-        parse("--bcd-preset", "pretrain", "--optimizer", "adam", "--fp16")
-    assert "--bcd-resting-update from --bcd-preset pretrain" in str(error.value)
-
-
 def test_document_has_the_tables(repo_root: Path) -> None:
     """A flag that was added to a table, or removed, and docs/flags.md that still says otherwise."""
     text = (repo_root / "docs" / "flags.md").read_text(encoding="utf-8")

@@ -216,38 +216,6 @@ def test_resume_is_exact(tmp_path: Path, keep_state: str, rule: str, stopped_at:
     assert_same_weights(resumed, model)
 
 
-def test_maximize() -> None:
-    """Inactive layers that go down where the wrapped optimizer goes up."""
-    up, down = new_net(), new_net()
-    for model, sign in ((up, 1), (down, -1)):
-        optimizer = BlockCoordinate(
-            model, torch.optim.SGD, lr=0.01, steps_per_block=1, resting_update="sign", maximize=sign > 0
-        )
-        for inputs, targets in batches(2):
-            optimizer.zero_grad()
-            (-sign * nn.functional.cross_entropy(model(inputs), targets)).backward()
-            optimizer.step()
-    assert_same_weights(up, down)
-
-
-def test_accumulated_gradients_are_one_step() -> None:
-    """A phase that ends early, or a stateless layer stepped by the last of several backward passes only."""
-    whole, parts = new_net(), new_net()
-    settings: dict[str, Any] = {"lr": 0.01, "steps_per_block": 2, "resting_update": "normalized"}
-    one = BlockCoordinate(whole, torch.optim.AdamW, **settings)
-    other = BlockCoordinate(parts, torch.optim.AdamW, **settings)
-    for inputs, targets in batches(6):
-        nn.functional.cross_entropy(whole(inputs), targets).backward()
-        for half in (slice(0, 4), slice(4, 8)):
-            (nn.functional.cross_entropy(parts(inputs[half]), targets[half]) / 2).backward()
-        for optimizer in (one, other):
-            optimizer.step()
-            optimizer.zero_grad()
-        assert one.phase == other.phase
-    for p, q in zip(whole.parameters(), parts.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)
-
-
 def test_a_step_that_the_scaler_skips_does_not_count() -> None:
     """With fp16 an overflow would shorten the phase, or leave a stateless layer with infinite weights."""
     model = new_net()

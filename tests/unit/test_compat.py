@@ -10,7 +10,6 @@ import argparse
 import ast
 import importlib
 import importlib.util
-import inspect
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -98,26 +97,13 @@ def test_grad_norm(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     assert all(map(torch.equal, clipped, gradients))
 
 
-OVERRIDDEN_IN_PLACE = {
-    # the layers of a stage, not an adapter of them: docs/architecture.md, the path of a microbatch
-    "model/transformer_block.py: BcdTransformerBlock._get_layer of TransformerBlock",
-    "model/transformer_block.py: BcdTransformerBlock._checkpointed_forward of TransformerBlock",
-}
-
-
 def test_only_compat_knows_the_inside(repo_root: Path) -> None:
-    """A private name of Megatron Core or PyTorch, a patch or an override that no table lists, so that no test looks at
-    it when a pin moves."""
+    """A private name of Megatron Core or PyTorch that no table lists, so that no test looks at it when a pin moves."""
     package = repo_root / "megatron" / "bcd"
     files = {path.relative_to(package): ast.parse(path.read_text(encoding="utf-8")) for path in package.rglob("*.py")}
     files = {path: tree for path, tree in files.items() if "compat" not in path.parts}
     own = {name for tree in files.values() for name in defined(tree)} | {*dir(argparse.ArgumentParser())}
-    found = set()
-    for path, tree in files.items():
-        module = ".".join(("megatron", "bcd", *path.with_suffix("").parts))
-        uses = [*private_names(tree, own), *patches(tree), *overrides(tree, module)]
-        found |= {f"{path.as_posix()}: {use}" for use in uses}
-    assert found == OVERRIDDEN_IN_PLACE
+    assert [f"{path}: {use}" for path, tree in files.items() for use in private_names(tree, own)] == []
 
 
 def defined(tree: ast.Module) -> Iterator[str]:
@@ -164,30 +150,3 @@ def private_names(tree: ast.Module, own: set[str]) -> Iterator[str]:
             package = names.get(root.id, "") if isinstance(root, ast.Name) else ""
             if package in ("torch", "core") or not (package in sys.stdlib_module_names or node.attr in own):
                 yield ast.unparse(node)
-
-
-def patches(tree: ast.Module) -> Iterator[str]:
-    """Attributes of what is imported from Megatron Core or PyTorch that are set."""
-    names = imported(tree)
-    for node in ast.walk(tree):
-        target: ast.AST | None = None
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
-            target = node.value
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
-            target = node.args[0]
-        while isinstance(target, ast.Attribute):
-            target = target.value
-        if isinstance(target, ast.Name) and names.get(target.id) in ("torch", "core"):
-            yield f"sets {ast.unparse(node)}"
-
-
-def overrides(tree: ast.Module, module: str) -> Iterator[str]:
-    """Underscore methods of the file's classes that a base of Megatron Core or PyTorch has too."""
-    if not {"torch", "core"} & set(imported(tree).values()):
-        return
-    classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
-    for kind in (getattr(importlib.import_module(module), name) for name in classes):
-        for base in inspect.getmro(kind)[1:]:
-            if origin(base.__module__) in ("torch", "core"):
-                both = [name for name in vars(kind).keys() & vars(base).keys() if is_private(name)]
-                yield from (f"{kind.__name__}.{name} of {base.__name__}" for name in both if callable(vars(kind)[name]))

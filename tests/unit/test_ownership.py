@@ -84,11 +84,3 @@ def test_unknown_name() -> None:
     cut = partition(num_layers=6, num_stages=1, num_blocks=3, layout="spread", tied=False)
     with pytest.raises(KeyError, match="mtp"):
         ownership("mtp.layers.0.weight", partition=cut, stage=0)
-
-
-def test_layers_of_chunks() -> None:
-    """A chunk's layers counted from the stage's first one, or a block that owns the wrong chunk."""
-    cut = partition(num_layers=12, num_stages=2, num_blocks=3, layout="interleaved", tied=False)
-    name = "chunks.{}.decoder.layers.1.mlp.linear_fc1.weight"
-    owned = [ownership(name.format(chunk), partition=cut, stage=1) for chunk in range(3)]
-    assert [(one.layer, one.block, one.is_matrix) for one in owned] == [(3, 0, True), (7, 1, True), (11, 2, True)]

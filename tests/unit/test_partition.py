@@ -163,22 +163,6 @@ def test_interleaved(stages: int, blocks: int, times: int, more: int, tied: bool
         assert active == expected
 
 
-def test_without_an_active_block_all_layers_rest() -> None:
-    """--bcd-num-blocks 0 that leaves layers, or the head, without any update."""
-    cut = partition(
-        num_layers=5,
-        num_stages=2,
-        num_blocks=0,
-        layout="spread",
-        tied=False,
-        stateless="all",
-        always_active=frozenset(("norms", "biases", "embedding", "head")),
-    )
-    assert cut.num_blocks == 1 and cut.stateless_layers(0) == (0, 1, 2, 3, 4)
-    assert cut.active_layers(0, 0) == cut.active_layers(0, 1) == ()
-    assert cut.embedding_active(0) and cut.head_active(0) and cut.final_norm_active(0) and not cut.has_prefix
-
-
 ONE_BLOCK = ("--bcd-num-blocks", "1")
 LOCAL = Implementation(layers="local", attention="", norm="PyTorch LayerNorm", optimizer="")
 GOOD = {

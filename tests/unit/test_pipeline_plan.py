@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -176,14 +175,6 @@ def test_an_action_before_what_it_needs_and_crossed_messages_are_seen(plan: Plan
     assert num_found > 5
 
 
-def test_too_many_activations_are_seen() -> None:
-    """A schedule that needs more memory than 1F1B: all forward passes first."""
-    plan = build_plan(shape_of(1, 2).full_training)
-    actions = sorted(plan.stages[0], key=lambda action: action.kind.is_backward)
-    with pytest.raises(PlanError, match="stage 0, action 1 "):
-        validate_plan(with_stage(plan, 0, actions))
-
-
 def test_backward_across_the_pivot_link_is_seen() -> None:
     """Stock's order under BCD's shape: gradients to stages that must not hold any (invariant 6)."""
     shape = shape_of(3, 2, 1)
@@ -207,57 +198,8 @@ def test_a_microbatch_that_nobody_does_is_seen(shape: PlanShape) -> None:
 # ---- stock's order
 
 
-class Recorder:
-    """Stands for Megatron Core's communicator, forward and backward step of one stage; notes the passes."""
-
-    def __init__(self, stage: int, num_stages: int) -> None:
-        self.pp_group = SimpleNamespace(rank=lambda: stage, size=lambda: num_stages)
-        self.config = SimpleNamespace(
-            overlap_p2p_comm=False, finalize_model_grads_func=None, timers=None, no_sync_func=None, grad_sync_func=None,
-            num_microbatches_with_partial_activation_checkpoints=None, deallocate_pipeline_outputs=False,
-            fine_grained_activation_offloading=False,
-        )  # fmt: skip
-        self.passes: list[Action] = []
-
-    def forward(self, *_: Any, current_microbatch: int, **others: Any) -> tuple[list[int], int]:
-        self.passes.append(Action(Kind.FORWARD, current_microbatch))
-        return [current_microbatch], 0
-
-    def backward(self, _: Any, output: list[int], *others: Any) -> None:
-        self.passes.append(Action(Kind.BACKWARD, output[0]))
-
-    def _message(self, *_: Any) -> None: ...
-
-    recv_forward = recv_backward = send_forward = send_backward = _message
-    send_forward_recv_backward = send_backward_recv_forward = _message
-
-
 def passes(actions: Iterable[Action]) -> list[Action]:
     return [action for action in actions if action.kind.computes]
-
-
-def test_1f1b_is_what_megatron_core_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A comparison with something that is not stock; Megatron Core's own schedule runs here, all but its tensors."""
-    from megatron.core.pipeline_parallel import schedules
-
-    group = SimpleNamespace(size=lambda: 1)
-    groups = SimpleNamespace(tp=group, cp=group, embd=None, pos_embd=None, pp=group, dp_cp=group)
-    monkeypatch.setattr(schedules, "is_pp_first_stage", lambda group: group.rank() == 0)
-    monkeypatch.setattr(schedules, "is_pp_last_stage", lambda group: group.rank() == group.size() - 1)
-    monkeypatch.setattr(schedules, "torch", SimpleNamespace(zeros=lambda *_, **others: 0, int=int))
-    for name in ("get_tensor_shapes", "get_model_type", "deallocate_output_tensor"):
-        monkeypatch.setattr(schedules, name, lambda *_, **others: None)
-    for num_stages, number in itertools.product(range(2, 7), range(1, 10)):
-        for stage, actions in enumerate(build_plan(shape_of(num_stages, number).full_training).stages):
-            recorder = Recorder(stage, num_stages)
-            monkeypatch.setattr(schedules, "get_model_config", lambda _, recorder=recorder: recorder.config)
-            monkeypatch.setattr(schedules, "forward_step", recorder.forward)
-            monkeypatch.setattr(schedules, "backward_step", recorder.backward)
-            schedules.forward_backward_pipelining_without_interleaving(
-                forward_step_func=None, data_iterator=None, model=None, num_microbatches=number,
-                seq_length=1, micro_batch_size=1, p2p_communicator=recorder, pg_collection=groups,
-            )  # fmt: skip
-            assert recorder.passes == passes(actions)
 
 
 @pytest.mark.parametrize(("stages", "chunks", "microbatches"), [(2, 2, 4), (4, 3, 8), (3, 6, 9), (8, 2, 16)])

@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from support import worlds
 
 from megatron.bcd.pipeline.p2p import Messages
-from megatron.bcd.runtime import device, distributed, packages, rng
+from megatron.bcd.runtime import device, distributed, packages
 from megatron.bcd.runtime.compat import megatron_core
-from megatron.bcd.training import pretrain
 
 
 @pytest.fixture
@@ -97,16 +95,6 @@ def test_fused_adam_where_nothing_else_is_fused(calls: list[str], monkeypatch: p
     monkeypatch.setattr(packages, "optimizer_implementation", lambda: "Apex fused Adam")
     initialize()
     assert calls == ["GPU 0", "groups"]
-
-
-def test_deterministic_before_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL keeps NVLS, whose sums differ from run to run: it is asked when a group is created."""
-    asked: list[str] = []
-    monkeypatch.setattr(rng, "use_deterministic_algorithms", lambda: asked.append("deterministic"))
-    monkeypatch.setattr(rng, "seed_everything", lambda *_, **__: None)
-    monkeypatch.setattr(distributed, "initialize", lambda **_: asked.append("groups"))
-    pretrain._initialize(worlds.run_config(mock_data=True, split=None, deterministic_mode=True))
-    assert asked == ["deterministic", "groups"]
 
 
 class GpuOfMarks:

@@ -50,12 +50,6 @@ def test_orthogonal_is_pytorchs_muon() -> None:
     assert torch.allclose(update_rules.orthogonalize(g, scale=1.0), -weight.detach(), atol=0.02)  # PyTorch's is in bf16
 
 
-def test_normalized_rows() -> None:
-    """Columns in place of rows."""
-    found = update_rules.normalize_rows(gradient(8, 5) * torch.logspace(-3, 3, 8)[:, None])
-    assert torch.allclose(found.square().mean(dim=1), torch.ones(8))
-
-
 def test_queries_keys_and_values_apart() -> None:
     """Rows of one query group that are taken for another's: they are interleaved, [q q k v] for each group."""
     groups, width, hidden = 2, 3, 8

@@ -1,5 +1,5 @@
 """Every use of what Megatron Core and PyTorch keep private: wrappers and workarounds.
 
 tests/unit/test_compat.py has the table of them and compares each entry with the installed source. It also finds
-underscore names, overridden private methods and patches of both packages that stand elsewhere.
+underscore names of both packages that stand elsewhere.
 """
