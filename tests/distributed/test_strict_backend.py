@@ -268,6 +268,29 @@ def test_a_run_keeps_the_rules(one_queue2: World, world2: World, text_data: str,
         assert strict == world2.run(losses_of, worlds.run_config(**flags))
 
 
+LARGER: dict[str, dict[str, Any]] = {
+    "pipeline4": {"pipeline_model_parallel_size": 4, "bcd_layout": "stage", "bcd_num_blocks": None},
+    "pipeline2_data2": {"overlap_grad_reduce": True, "ddp_bucket_size": 3000},
+    "pipeline2_tensor2": {"tensor_model_parallel_size": 2},
+    "interleaved_data2": {"bcd_layout": "interleaved", "bcd_run_ahead": None, "overlap_grad_reduce": True},
+}
+
+
+@pytest.mark.parametrize(
+    "cut", [pytest.param(cut, marks=[pytest.mark.long] * cut.startswith(("pipeline2_t", "inter"))) for cut in LARGER]
+)
+def test_larger_layouts_keep_the_rules(world4: World, text_data: str, cut: str) -> None:
+    """Two ranks that wait for each other where a collective of replicas, slices or the embedding comes between
+    messages; a stage between two others."""
+    flags = PIPELINE | {"world_size": 4, "data_path": text_data, "eval_iters": 1, "eval_interval": 5} | LARGER[cut]
+    one_queue4 = World(4, backend="strict-one-queue", hang_seconds=20)
+    try:
+        strict = one_queue4.run(losses_of, worlds.run_config(**flags))
+    finally:
+        one_queue4.close()
+    assert strict == world4.run(losses_of, worlds.run_config(**flags))
+
+
 @pytest.mark.parametrize("mutant", schedule_mutants.MUTANTS)
 def test_wrong_schedules_are_seen(one_queue2: World, text_data: str, mutant: str) -> None:
     """Faults of the schedule that gloo lets pass, or turns into a hang without a word."""

@@ -1,7 +1,4 @@
-"""Wrong pipeline schedules, of which gloo's messages hide most: both checkers of NCCL's rules must see them.
-
-What the strict backend runs and what the checker of the issue order records is this project's schedule with one fault.
-"""
+"""Wrong pipeline schedules, of which gloo's messages hide most: this project's schedule with one fault."""
 
 from __future__ import annotations
 
