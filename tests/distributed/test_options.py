@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from support import worlds
 from support.dist import World
 from support.pairwise import Combination, pairwise, thinned
@@ -15,7 +13,6 @@ from support.pairwise import Combination, pairwise, thinned
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import unwrap_model
 
-Flags = Callable[..., dict[str, Any]]
 PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2}
 RECOMPUTATION: dict[str, dict[str, Any]] = {
     "uniform1": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
@@ -81,42 +78,6 @@ def test_norms_are_recomputed(world1: World, text_data: str) -> None:
     [plain] = world1.run(norm_calls, worlds.run_config(**flags))
     [recomputed] = world1.run(norm_calls, worlds.run_config(**flags, **norms))
     assert plain == [4] * 6 and recomputed == [4, 4, 4, 4, 8, 8], "four microbatches; the last block is active"
-
-
-@pytest.mark.parametrize("cut", [PIPELINE, {"world_size": 2}], ids=["pipeline2", "data2"])
-def test_gradient_accumulation(world2: World, initial_weights: Flags, cut: dict[str, Any]) -> None:
-    """A loss or gradient that is divided by the wrong number of microbatches."""
-    flags = initial_weights() | cut
-    many, few = (
-        world2.run(worlds.train_run, worlds.run_config(**flags | {"micro_batch_size": size}))[0] for size in (1, 4)
-    )
-    assert many["losses"] == pytest.approx(few["losses"], rel=2e-5)
-    assert many["grad_norms"] == pytest.approx(few["grad_norms"], rel=1e-3)
-
-
-def first_moments(config: RunConfig) -> dict[str, Any]:
-    """Adam's first moments after one step, a tenth of the gradient that it was given, and the norm that is logged."""
-    with worlds.started(config) as one:
-        one.train()
-        optimizers = [part.optimizer for part in one.active.optimizer.chained_optimizers]
-        moments = [optimizer.state[main_param]["exp_avg"] for optimizer in optimizers for main_param in optimizer.state]
-        return {"norm": one.results[0]["grad_norm"], "moments": [moment.clone() for moment in moments]}
-
-
-@pytest.mark.parametrize(
-    "cut", [PIPELINE, {"world_size": 2, "tensor_model_parallel_size": 2}], ids=["pipeline2", "tensor2"]
-)
-def test_clipping(world2: World, initial_weights: Flags, cut: dict[str, Any]) -> None:
-    """A norm that is logged after clipping, or clipping that is not done, or by this rank's part of the norm."""
-    flags = initial_weights(bcd_num_blocks=3) | cut | {"train_iters": 1}
-    off, on = (world2.run(first_moments, worlds.run_config(**flags | {"clip_grad": clip})) for clip in (0, 0.1))
-    norm = off[0]["norm"]
-    assert norm > 0.5, "nothing would be clipped"
-    for free, clipped in zip(off, on, strict=True):
-        assert free["norm"] == clipped["norm"] == norm
-        assert len(free["moments"]) > 10
-        for left, right in zip(free["moments"], clipped["moments"], strict=True):
-            torch.testing.assert_close(right, left * (0.1 / norm), rtol=1e-4, atol=1e-12)
 
 
 def test_train_samples_is_train_iters(world1: World, text_data: str) -> None:

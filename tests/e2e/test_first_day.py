@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.forked_runs import ForkedRuns, said
+from support.forked_runs import ForkedRuns
 
 TRAIN = """--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2
     --global-batch-size 8 --lr 1e-2 --lr-decay-style constant --hidden-dropout 0 --attention-dropout 0
@@ -39,8 +39,9 @@ def test_the_day(runs: ForkedRuns, tmp_path: Path) -> None:
     text = inspect.getsource(textwrap) + inspect.getsource(json.decoder)
     (tmp_path / "book.txt").write_text(text, encoding="utf-8")
     for script, num_ranks, words in STEPS:
-        results = runs.run(shlex.split(words), folder=tmp_path, num_ranks=num_ranks, script=script)
-        assert "Traceback" not in said(results)
+        for rank in runs.run(shlex.split(words), folder=tmp_path, num_ranks=num_ranks, script=script):
+            said = rank.stdout + rank.stderr
+            assert rank.code == 0 and "Traceback" not in said, f"{script} {words}\n{said}"
     own, (again,) = evaluations(tmp_path / "resumed.jsonl")[-1], evaluations(tmp_path / "evaluation.jsonl")
     assert own["is_final"] and own["iteration"] == again["iteration"] == 8
     assert again["validation_loss"] == pytest.approx(own["validation_loss"], rel=1e-5)

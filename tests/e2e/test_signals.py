@@ -113,7 +113,7 @@ def test_while_it_imports(start: Callable[..., Job], tmp_path: Path, number: sig
 def test_while_it_evaluates(start: Callable[..., Job], tmp_path: Path) -> None:
     """An evaluation of minutes that goes on after the signal, until the scheduler kills the run before it has saved."""
     run = start(*LONG[2:4], "--eval-iters", "1000000", "--eval-interval", "3", "--train-iters", "30")
-    run.wait_for(lambda: "iteration       3/" in run.output)
+    run.wait_for(lambda: re.search(r"iteration +3/", run.output))
     time.sleep(0.5)  # the evaluation begins
     send(run, signal.SIGTERM)
     assert run.exit_code() == 0, run.output
