@@ -94,12 +94,6 @@ def even_phases(num_steps: int, *, num_blocks: int, longest: float) -> float:
     return max(1, num_steps / (num_blocks * visits))
 
 
-def describe_steps(mean: float) -> str:
-    """The length of phases of `mean` steps, for people."""
-    least, most = math.floor(mean), math.ceil(mean)
-    return f"{least:,}{'' if least == most else f' or {most:,}'} step{'' if most == 1 else 's'} per block"
-
-
 @dataclass(frozen=True, kw_only=True)
 class BlockSchedule:
     """Order, length and end of the phases, and their learning rate. Raises ValueError that names the flag of a bad
@@ -137,7 +131,9 @@ class BlockSchedule:
         """Order and length of the phases, for people."""
         own = self.settings
         if own.bcd_switch == "steps":
-            return f"{describe_steps(own.mean_steps)}, {own.bcd_order} order"
+            least, longest = math.floor(own.mean_steps), math.ceil(own.mean_steps)
+            steps = f"{least:,}{'' if least == longest else f' or {longest:,}'} step{'' if longest == 1 else 's'}"
+            return f"{steps} per block, {own.bcd_order} order"
         most = "" if own.bcd_max_steps_per_block is None else f" to {own.bcd_max_steps_per_block:,}"
         length = f"a block until its loss stops falling ({self.least_steps(0):,}{most or ' or more'} steps)"
         return f"{length}, {own.bcd_order} order"

@@ -180,14 +180,11 @@ class PlanShape:
             return range(self.done_ahead, self.num_microbatches + self.run_ahead)
         return range(self.num_microbatches)
 
-    def is_input_there(self, virtual: int, microbatch: int) -> bool:
-        """Whether a forward pass needs no message of this iteration."""
-        return not self.needs_input(virtual) or (virtual == self.first_trainable and microbatch < self.done_ahead)
-
     def needed_message(self, virtual: int, action: Action) -> Message | None:
         """The message without which a pass of the virtual stage can't begin."""
         if action.kind.is_forward:
-            is_there = self.is_input_there(virtual, action.microbatch)
+            came_before = virtual == self.first_trainable and action.microbatch < self.done_ahead
+            is_there = came_before or not self.needs_input(virtual)
             return None if is_there else Message(virtual - 1, virtual, action.microbatch)
         return Message(virtual + 1, virtual, action.microbatch) if virtual < self.last else None
 

@@ -35,7 +35,7 @@ def exit_on_error(*kinds: type[Exception], prog: str) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        exit_with_error(str(error), prog=prog)
+        end_all_ranks(f"{prog}: error: {' '.join(str(error).split())}", code=2)
     finally:
         is_over.set()
 
@@ -71,11 +71,6 @@ def _end_on_signal(receiver: socket.socket, prog: str) -> None:
         if received[0] in SIGNALS and signal.getsignal(received[0]) is _leave_to_the_thread:
             name = signal.Signals(received[0]).name
             end_all_ranks(f"{prog}: stopped by {name} outside of training; checkpoints are as they were", code=1)
-
-
-def exit_with_error(message: str, *, prog: str) -> NoReturn:
-    """End this process with exit code 2 after one line from rank 0; see `end_all_ranks`."""
-    end_all_ranks(f"{prog}: error: {' '.join(message.split())}", code=2)
 
 
 def end_all_ranks(line: str, *, code: int) -> NoReturn:
