@@ -26,6 +26,7 @@ from cifar import NUM_CLASSES, Images, Scale, read_split, training_batches
 from resnet import MODELS, build_resnet, residual_blocks
 
 from megatron.bcd import BlockCoordinate
+from megatron.bcd.config import ReportConfig
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
 from megatron.bcd.runtime import device, memory
@@ -268,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = parse_arguments(argv)
         training = Training(arguments)
-        reporter = Reporter(train_iters=training.train_iters, metrics_file=arguments.metrics_file)
+        reporter = Reporter(ReportConfig(metrics_file=arguments.metrics_file), train_iters=training.train_iters)
     except ValueError as error:
         return bad_input(PROG, error)
     with reporter:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import pytest
 from rich.console import Console
 
+from megatron.bcd.config import ReportConfig
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import BlockSummary, EvalMetrics, RunSummary, StepMetrics
 
@@ -80,6 +81,11 @@ def printed(console: Console) -> str:
     return file.getvalue()
 
 
+def quiet(start_iteration: int = 0, **report: Any) -> Reporter:
+    """With these flags, and a console that nobody reads."""
+    return Reporter(ReportConfig(**report), train_iters=60, start_iteration=start_iteration, console=log_console())
+
+
 def tell_everything(reporter: Reporter, num_ranks: int = 2) -> None:
     reporter.banner(run_summary(num_ranks))
     reporter.note("a note\nover two lines")
@@ -100,7 +106,7 @@ def metrics(path: Path) -> list[dict[str, Any]]:
 def test_log_file_has_no_control_characters(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Colours or a progress bar in a piped log, also where the environment asks for colours."""
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with Reporter(train_iters=60) as reporter:
+    with Reporter(ReportConfig(), train_iters=60) as reporter:
         tell_everything(reporter)
     text = capsys.readouterr().out
     assert all(character.isprintable() or character == "\n" for character in text)
@@ -109,7 +115,7 @@ def test_log_file_has_no_control_characters(monkeypatch: pytest.MonkeyPatch, cap
 def test_the_terminal_is_given_back() -> None:
     """A cursor left hidden after the run."""
     console = terminal()
-    with Reporter(train_iters=60, start_iteration=9, console=console) as reporter:
+    with Reporter(ReportConfig(), train_iters=60, start_iteration=9, console=console) as reporter:
         tell_everything(reporter)
     text = printed(console)
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
@@ -125,7 +131,7 @@ def test_perplexity_is_megatrons() -> None:
 def test_metrics_lines(tmp_path: Path) -> None:
     """A missing key, a rounded float, or an evaluation line that carries `loss`."""
     path = tmp_path / "new" / "folder" / "m.jsonl"
-    with Reporter(train_iters=60, metrics_file=str(path), console=log_console()) as reporter:
+    with quiet(metrics_file=str(path)) as reporter:
         reporter.phase(iteration=9, cycle=0, phase=1, block=1, switch_time_ms=12.5)
         reporter.step(collect_step_metrics())
         assert len(metrics(path)) == 1, "lines must be flushed one by one"
@@ -150,7 +156,7 @@ def test_metrics_lines(tmp_path: Path) -> None:
 def test_metrics_stay_json_when_training_diverges(tmp_path: Path) -> None:
     """NaN or Infinity written as such: not JSON, so strict readers lose the whole file."""
     path = tmp_path / "m.jsonl"
-    with Reporter(train_iters=60, metrics_file=str(path), console=log_console()) as reporter:
+    with quiet(metrics_file=str(path)) as reporter:
         reporter.step(collect_step_metrics(loss=math.nan, grad_norm=math.inf))
         reporter.evaluation(eval_record(loss=math.nan))
     step, evaluation = metrics(path)
@@ -163,9 +169,9 @@ def test_a_fresh_run_replaces_the_file_at_its_first_line(tmp_path: Path) -> None
     """An old file lost by a run that never started, or mixed with a new run's lines."""
     path = tmp_path / "m.jsonl"
     path.write_text("an older run\n")
-    Reporter(train_iters=60, metrics_file=str(path), console=log_console()).close()
+    quiet(metrics_file=str(path)).close()
     assert path.read_text() == "an older run\n"
-    with Reporter(train_iters=60, metrics_file=str(path), console=log_console()) as reporter:
+    with quiet(metrics_file=str(path)) as reporter:
         reporter.step(collect_step_metrics(1))
     assert [line["iteration"] for line in metrics(path)] == [1]
     assert [file.name for file in tmp_path.iterdir()] == ["m.jsonl"]
@@ -174,14 +180,14 @@ def test_a_fresh_run_replaces_the_file_at_its_first_line(tmp_path: Path) -> None
 def test_a_resumed_run_drops_what_it_repeats(tmp_path: Path) -> None:
     """Iterations that appear twice after a resume, or a torn last line that spoils the file."""
     path = tmp_path / "m.jsonl"
-    with Reporter(train_iters=60, metrics_file=str(path), console=log_console()) as reporter:
+    with quiet(metrics_file=str(path)) as reporter:
         for iteration in range(1, 8):
             reporter.step(collect_step_metrics(iteration))
         reporter.evaluation(eval_record(4))
     before = path.read_text().splitlines()
     with path.open("a") as file:
         file.write('{"iteration": 8, "lo')
-    resumed = Reporter(train_iters=60, start_iteration=4, metrics_file=str(path), console=log_console())
+    resumed = quiet(start_iteration=4, metrics_file=str(path))
     with resumed as reporter:
         reporter.step(collect_step_metrics(5))
     assert [line["iteration"] for line in metrics(path)] == [1, 2, 3, 4, 4, 5]
@@ -194,7 +200,7 @@ def test_metrics_through_a_link_and_to_a_device(tmp_path: Path) -> None:
     target.write_text("")
     link.symlink_to(target)
     for path in (str(link), "/dev/null"):
-        with Reporter(train_iters=60, metrics_file=path, console=log_console()) as reporter:
+        with quiet(metrics_file=path) as reporter:
             reporter.step(collect_step_metrics(1))
     assert link.is_symlink() and len(metrics(target)) == 1
     assert Path("/dev/null").is_char_device()
@@ -205,7 +211,7 @@ def test_a_resumed_file_that_holds_no_metrics(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("not metrics\n")
     with pytest.raises(ValueError, match="--metrics-file"):
-        Reporter(train_iters=60, start_iteration=5, metrics_file=str(file), console=log_console())
+        quiet(start_iteration=5, metrics_file=str(file))
     assert file.read_text() == "not metrics\n"
 
 
@@ -234,7 +240,7 @@ def test_tensorboard_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     module.SummaryWriter = FakeSummaryWriter
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     folder = tmp_path / "tb"
-    with Reporter(train_iters=60, start_iteration=4, tensorboard_dir=str(folder), console=log_console()) as reporter:
+    with quiet(start_iteration=4, tensorboard_dir=str(folder)) as reporter:
         tell_everything(reporter)
     writer = FakeSummaryWriter.made.pop()
     assert (writer.folder, writer.purge_step, writer.closed) == (str(folder), 5, True)
@@ -257,13 +263,11 @@ def test_timers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_written: boo
     module: Any = types.ModuleType("torch.utils.tensorboard")
     module.SummaryWriter = FakeSummaryWriter
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    with Reporter(
-        train_iters=60,
+    with quiet(
         tensorboard_dir="tb",
         metrics_file=str(tmp_path / "m.jsonl"),
         timing_log_option="max",
         log_timers_to_tensorboard=is_written,
-        console=log_console(),
     ) as reporter:
         reporter.step(collect_step_metrics())
         reporter.step(collect_step_metrics(timers_ms=TIMES, straggler_ms=STRAGGLERS))
@@ -280,7 +284,7 @@ def test_timers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_written: boo
 def test_stragglers(count: int, ranks: list[str]) -> None:
     """The wrong rank named: fastest and slowest in the forward passes and in waits for a batch, then each end."""
     console = log_console()
-    with Reporter(train_iters=60, straggler_minmax_count=count, console=console) as reporter:
+    with Reporter(ReportConfig(straggler_minmax_count=count), train_iters=60, console=console) as reporter:
         reporter.step(collect_step_metrics(straggler_ms=STRAGGLERS))
     assert re.findall(r"rank (\d)", printed(console)) == ranks
 
@@ -311,10 +315,8 @@ def test_wandb_run(monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     with Reporter(
+        ReportConfig(wandb_project="p", wandb_exp_name="e", wandb_save_dir="d"),
         train_iters=60,
-        wandb_project="p",
-        wandb_exp_name="e",
-        wandb_save_dir="d",
         run_config={"lr": 1e-3},
         console=log_console(),
     ) as reporter:
@@ -331,7 +333,7 @@ def test_wandb_that_is_absent_or_refuses(monkeypatch: pytest.MonkeyPatch) -> Non
     """A run that silently logs nowhere, or that stops with wandb's traceback."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="--wandb-project"):
-        Reporter(train_iters=60, wandb_project="p", console=log_console())
+        quiet(wandb_project="p")
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb("no API key\nconfigured"))
     with pytest.raises(ValueError, match="--wandb-project"):
-        Reporter(train_iters=60, wandb_project="p", console=log_console())
+        quiet(wandb_project="p")

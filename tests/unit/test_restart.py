@@ -19,6 +19,7 @@ from rich.console import Console
 from support.command_line import parse
 
 from megatron.bcd.checkpoint import layout, loader
+from megatron.bcd.config import ReportConfig
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import EvalMetrics
 from megatron.bcd.runtime import distributed
@@ -61,7 +62,7 @@ def test_the_end_is_told_once(tmp_path: Path) -> None:
     """A run that is killed while it evaluates at the end, or started again when it is through, repeats its lines."""
     path = tmp_path / "metrics.jsonl"
     for start, is_extended in ((0, False), (8, False), (8, True)):
-        with Reporter(train_iters=8, start_iteration=start, metrics_file=str(path)) as reporter:
+        with Reporter(ReportConfig(metrics_file=str(path)), train_iters=8, start_iteration=start) as reporter:
             if not start:
                 reporter.evaluation(evaluation(8, is_final=False))
             reporter.evaluation(evaluation(16 if is_extended else 8, is_final=True))
@@ -78,7 +79,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path) -> None:
     screen = io.StringIO()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     console = Console(file=screen, width=200)
-    with Reporter(train_iters=8, start_iteration=0, metrics_file=str(path), console=console) as reporter:
+    with Reporter(ReportConfig(metrics_file=str(path)), train_iters=8, start_iteration=0, console=console) as reporter:
         reporter.evaluation(evaluation(1, is_final=False))
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
@@ -154,9 +155,8 @@ def test_tensorboard_on_a_full_disk_does_not_end_the_run(tmp_path: Path, monkeyp
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     path, screen = tmp_path / "metrics.jsonl", io.StringIO()
     with Reporter(
+        ReportConfig(metrics_file=str(path), tensorboard_dir=str(tmp_path / "curves")),
         train_iters=8,
-        metrics_file=str(path),
-        tensorboard_dir=str(tmp_path / "curves"),
         console=Console(file=screen, width=200),
     ) as reporter:
         for iteration in (1, 2, 3):

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.bcd.arguments.flags import Flag, holds
 from megatron.bcd.arguments.stock import BELONG_TO, REPLACED
-from megatron.bcd.config import DEFAULT_NUM_BLOCKS, TrainingConfig
+from megatron.bcd.config import DEFAULT_NUM_BLOCKS, DataConfig, TrainingConfig
 from megatron.bcd.runtime import packages
 
 Values = dict[str, Any]
@@ -75,10 +75,10 @@ def _take_back(values: Values, flags: tuple[Flag, ...], *, asked: Mapping[str, A
 def _leaves_no_evaluation(split: str | None) -> bool:
     """Whether --split leaves nothing for validation and test, so that stock does not evaluate."""
     try:
-        shares = [float(share) for share in str(split).strip("'\"").replace("/", ",").split(",")]
+        shares = DataConfig(split=split).split_shares
     except ValueError:
         return False  # validation says so
-    return len(shares) == 3 and shares[0] > 0 and shares[1:] == [0.0, 0.0]
+    return shares is not None and shares[1:] == [0.0, 0.0]
 
 
 def _derive_network(values: Values) -> None:

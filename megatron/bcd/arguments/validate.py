@@ -24,7 +24,7 @@ from megatron.bcd.arguments import stock
 from megatron.bcd.arguments.flags import dashed, flag_name, holds
 from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.blocks.schedule import block_schedule_from_config
-from megatron.bcd.config import RunConfig
+from megatron.bcd.config import DataConfig, RunConfig
 from megatron.bcd.huggingface.folder import CONFIG, RUN
 from megatron.bcd.runtime import packages
 
@@ -478,15 +478,7 @@ def check_learning_rate(config: RunConfig) -> None:
 def _check_data(run: Run) -> None:
     if run.split is not None:
         require(run.data_path or run.data_args_path or run.mock_data, f"--split {run.split} needs --data-path")
-        try:
-            shares = [float(share) for share in re.split(r"[,/]", run.split.strip("'\""))]
-        except ValueError:
-            shares = []
-        require(
-            len(shares) == 3 and all(0 <= share < math.inf for share in shares) and sum(shares) > 0,
-            f"--split {run.split!r}: must be three numbers of at least 0, not all of them 0: the shares of training, "
-            "validation and test, e.g. 95,5,0",
-        )
+        assert DataConfig(split=run.split).split_shares
     for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         words = getattr(run, field) or ()
         flag = f"{flag_name(field)} {' '.join(words)}"

@@ -5,6 +5,7 @@ A field's name is its flag's name (``micro_batch_size`` is ``--micro-batch-size`
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -420,6 +421,25 @@ class DataConfig:
     sft_drop_long: bool = option(
         False, "leave out records whose answer does not fit into --seq-length", group=FINE_TUNING
     )
+
+    @property
+    def split_shares(self) -> list[float] | None:
+        """Of the training, validation and test split; None without --split.
+
+        Raises ValueError: they are no three numbers of at least 0, or all of them 0.
+        """
+        if self.split is None:
+            return None
+        try:
+            shares = [float(share) for share in self.split.strip("'\"").replace("/", ",").split(",")]
+        except ValueError:
+            shares = []
+        if len(shares) != 3 or not all(0 <= share < math.inf for share in shares) or not sum(shares):
+            raise ValueError(
+                f"--split {self.split!r}: must be three numbers of at least 0, not all of them 0: the shares of "
+                "training, validation and test, e.g. 95,5,0"
+            )
+        return shares
 
 
 @dataclass(frozen=True, kw_only=True)

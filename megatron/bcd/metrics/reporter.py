@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from megatron.bcd.config import ReportConfig
 from megatron.bcd.metrics.console import Screen, evaluation_line, step_lines, straggler_lines, timer_lines
 from megatron.bcd.metrics.schema import EvalMetrics, RunSummary, StepMetrics
 from megatron.bcd.metrics.sinks import MetricsFile, TensorBoard, Wandb, evaluation_scalars, step_scalars, timer_scalars
@@ -31,42 +32,33 @@ class Reporter:
 
     def __init__(
         self,
+        report: ReportConfig,
         *,
         train_iters: int,
         start_iteration: int = 0,
         run: str | None = None,
-        metrics_file: str | None = None,
-        tensorboard_dir: str | None = None,
-        wandb_project: str | None = None,
-        wandb_exp_name: str | None = None,
-        wandb_entity: str | None = None,
-        wandb_save_dir: str | None = None,
         run_config: Mapping[str, object] | None = None,
-        timing_log_option: str = "minmax",
-        log_timers_to_tensorboard: bool = False,
-        straggler_minmax_count: int = 1,
         console: Console | None = None,
     ) -> None:
+        self._report = report
         self._train_iters = train_iters
         self._contents: dict[int, str] = {}
         self._switch_time_ms = 0.0
         self._switches: list[tuple[int, int]] = []
-        self._timing_log_option = timing_log_option
-        self._writes_timers = log_timers_to_tensorboard
-        self._num_named = straggler_minmax_count
         self._screen = Screen(console, train_iters=train_iters, start_iteration=start_iteration)
-        self._metrics = MetricsFile(metrics_file, start_iteration=start_iteration, run=run) if metrics_file else None
+        file = report.metrics_file
+        self._metrics = MetricsFile(file, start_iteration=start_iteration, run=run) if file else None
         self._metrics_fail = False
         self._scalar_sinks: list[TensorBoard | Wandb] = []
-        if tensorboard_dir:
-            self._scalar_sinks.append(TensorBoard(tensorboard_dir, start_iteration=start_iteration))
-        if wandb_project:
+        if report.tensorboard_dir:
+            self._scalar_sinks.append(TensorBoard(report.tensorboard_dir, start_iteration=start_iteration))
+        if report.wandb_project:
             self._scalar_sinks.append(
                 Wandb(
-                    project=wandb_project,
-                    name=wandb_exp_name or None,
-                    entity=wandb_entity or None,
-                    dir=wandb_save_dir or None,
+                    project=report.wandb_project,
+                    name=report.wandb_exp_name or None,
+                    entity=report.wandb_entity or None,
+                    dir=report.wandb_save_dir or None,
                     config=dict(run_config or {}),
                 )
             )
@@ -81,9 +73,9 @@ class Reporter:
         left = self._screen.time_left(record)
         for line in step_lines(record, train_iters=self._train_iters, left=left):
             self._screen.line(line, block=record.block)
-        for line in timer_lines(record.timers_ms, option=self._timing_log_option):
+        for line in timer_lines(record.timers_ms, option=self._report.timing_log_option):
             self._screen.line(line)
-        for line in straggler_lines(record.straggler_ms, num_named=self._num_named):
+        for line in straggler_lines(record.straggler_ms, num_named=self._report.straggler_minmax_count):
             self._screen.line(line)
         self._screen.advance(record.iteration, record)
         if self._metrics is not None:
@@ -95,7 +87,7 @@ class Reporter:
                     del values[name]
             self._write_metrics(values)
         self._switch_time_ms, self._switches = 0.0, []
-        timers = timer_scalars(record) if self._writes_timers else {}
+        timers = timer_scalars(record) if self._report.log_timers_to_tensorboard else {}
         self._write_scalars({**step_scalars(record), **timers}, record.iteration)
 
     def progress(self, iteration: int) -> None:

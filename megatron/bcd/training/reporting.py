@@ -37,23 +37,14 @@ _DOMINANT = 0.6
 
 def reporter_of(config: RunConfig, resumed: run_state.RunState | None) -> Reporter:
     """On rank 0 the reporter that the flags describe; on the other ranks a silent one."""
-    report = config.report
     if torch.distributed.get_rank() != 0:
         return SilentReporter()
     return Reporter(
+        config.report,
         train_iters=data.num_iterations(config),
         start_iteration=resumed.iteration if resumed else 0,
         run=run_state.name_of_run(config, resumed),
-        metrics_file=report.metrics_file,
-        tensorboard_dir=report.tensorboard_dir,
-        wandb_project=report.wandb_project,
-        wandb_exp_name=report.wandb_exp_name,
-        wandb_entity=report.wandb_entity,
-        wandb_save_dir=report.wandb_save_dir,
         run_config=asdict(config),
-        timing_log_option=report.timing_log_option,
-        straggler_minmax_count=report.straggler_minmax_count,
-        log_timers_to_tensorboard=report.log_timers_to_tensorboard,
     )
 
 

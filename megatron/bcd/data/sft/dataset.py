@@ -193,8 +193,9 @@ def _prepare(config: RunConfig, tokenizer: Tokenizer) -> _Prepared:
 def _members(samples: Samples, config: RunConfig, files: Files) -> tuple[list[Indices], int]:
     """Samples of each split, and the number of those that are left out. Raises ValueError as `_prepare`."""
     keeps = _that_fit(samples, config, files)
+    shares = config.data.split_shares
     if config.data.data_path:
-        shares = [float(share) for share in str(config.data.split).strip("'\"").replace("/", ",").split(",")]
+        assert shares is not None  # fine-tuning has a default
         members = [of_split[keeps[of_split]] for of_split in divide_by_record(samples.places[:, :2], shares)]
     else:
         flags = numpy.array([flag for flag, _ in files])[samples.places[:, 0]]
