@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,9 +22,6 @@ FAMILIES = {
 
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What Megatron Core's RoPE scaling has built in; only the factor is free."""
-
-LARGEST_SIZE, MOST_LAYERS, LARGEST_NUMBER = 2**31 - 1, 10_000, 1e30
-"""Beyond what any model has: a damaged config.json must not keep a loop over its layers busy for ever."""
 
 MISTRAL_WINDOW = 4096
 """transformers' default of a Mistral's sliding window."""
@@ -123,8 +121,7 @@ def _shown(value: object) -> str:
 
 
 def _is_number(value: object) -> bool:
-    """Whether a float can hold it; JSON has no bound, and Python reads NaN and Infinity."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST_NUMBER
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)  # JSON may say NaN
 
 
 class _Reader:
@@ -133,14 +130,12 @@ class _Reader:
     def __init__(self, config: Mapping[str, Any], source: str) -> None:
         self.config, self.source = config, source
 
-    def size(self, name: str, default: int | None = None, *, largest: int = LARGEST_SIZE) -> int:
+    def size(self, name: str, default: int | None = None) -> int:
         value = self.config.get(name)
         value = default if value is None else value
         if type(value) is not int or value < 1:
             found = "is missing" if value is None else f"is {_shown(value)}"
             raise ValueError(f"{self.source}: {name} {found}, and must be a whole number above 0")
-        if value > largest:
-            raise ValueError(f"{self.source}: {name} is {_shown(value)}, and must be at most {largest:,}")
         return value
 
     def optional_size(self, name: str, default: int | None) -> int | None:
@@ -182,7 +177,7 @@ def _gpt2(read: _Reader) -> Architecture:
     heads, head_size = read.heads("n_head", hidden_size)
     return Architecture(
         family="gpt2",
-        num_layers=read.size("n_layer", largest=MOST_LAYERS),
+        num_layers=read.size("n_layer"),
         hidden_size=hidden_size,
         ffn_hidden_size=read.size("n_inner", 4 * hidden_size),
         num_attention_heads=heads,
@@ -221,7 +216,7 @@ def _llama(read: _Reader, family: str) -> Architecture:
     )
     return Architecture(
         family=family,
-        num_layers=read.size("num_hidden_layers", largest=MOST_LAYERS),
+        num_layers=read.size("num_hidden_layers"),
         hidden_size=hidden_size,
         ffn_hidden_size=read.size("intermediate_size"),
         num_attention_heads=heads,

@@ -31,17 +31,13 @@ class StepProfiler:
         if self._trace_folder is not None:
             handler = torch.profiler.tensorboard_trace_handler(self._trace_folder)
             self._running = torch.profiler.profile(on_trace_ready=handler, record_shapes=True)
-            self._running.start()
         else:
             self._running = device.marked_for_profiler()
-            self._running.__enter__()
+        self._running.__enter__()
 
     def after_step(self, iteration: int, *, is_last: bool) -> None:
         """`iteration`: steps done, this one included."""
         if self._running is None or (iteration < self._end and not is_last):
             return
         running, self._running = self._running, None
-        if self._trace_folder is not None:
-            running.stop()  # writes the trace
-        else:
-            running.__exit__(None, None, None)
+        running.__exit__(None, None, None)  # writes the trace
