@@ -34,7 +34,7 @@ from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.model.implementation import Implementation
 from megatron.bcd.model.transformer_config import DTYPES
 from megatron.bcd.pipeline.schedule import PipelineSchedule
-from megatron.bcd.prefix_cache.store import Indices, PrefixFile, cache_files
+from megatron.bcd.prefix_cache.store import Indices, NoRoom, PrefixFile, cache_files
 from megatron.bcd.runtime import atomic_io, collectives, device, packages, replicas
 
 BREAK_EVEN = 1.15
@@ -145,9 +145,10 @@ class PrefixCache:
         )
         limit = self.config.bcd.bcd_prefix_cache_max_gib
         max_bytes = None if limit is None else int(limit * 2**30)
-        error, no_room = collectives.on_rank_0(lambda: _attempt(lambda: file.prepare(max_bytes=max_bytes)))
-        if no_room:
-            self._note_computing(f"{told} ({format_bytes(file.num_bytes)}) are {no_room}")
+        try:
+            error = collectives.on_rank_0(lambda: atomic_io.error_of(lambda: file.prepare(max_bytes=max_bytes)))
+        except NoRoom as reason:
+            self._note_computing(f"{told} ({format_bytes(file.num_bytes)}) are {reason}")
             return None
         start = time.monotonic()
         if not error and not collectives.on_rank_0(file.is_complete):
@@ -157,9 +158,9 @@ class PrefixCache:
             )
             error = _Fill(self, file).run()
             if error and torch.distributed.get_rank() == 0:
-                _attempt(file.remove)  # it would only be in the way on a disk that is full
+                atomic_io.error_of(file.remove)  # it would only be in the way on a disk that is full
         if error == _STOPPED:
-            self._note_computing(error)
+            self._note_computing(_STOPPED)
             return None
         if error:
             self._reporter.warning(
@@ -252,10 +253,10 @@ class _Fill:
             self._first_active = layers.index(len(partition.prefix_layers(block)))
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="prefix-fill")
         self._writes: deque[Future[None]] = deque()
-        self._error = ""
+        self._error: str | None = None
 
-    def run(self) -> str:
-        """Compute all entries. An error of any rank, `_STOPPED`, or "". A collective."""
+    def run(self) -> str | None:
+        """Compute all entries. An error of any rank, `_STOPPED`, or None. A collective."""
         rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         slots = numpy.arange(len(self._file.samples))
         share = -(-len(slots) // ranks)
@@ -267,11 +268,11 @@ class _Fill:
                 self._compute([mine[first : min(first + size, end)] for first in range(start, end, size)])
                 while self._writes:
                     self._finish_oldest_write()
-                error = collectives.first_error(self._error or None)
+                error = collectives.first_error(self._error)
                 if error or self._should_stop():
                     return error or _STOPPED
-        error, _ = _attempt(self._file.sync)
-        return collectives.first_error(error or None) or collectives.on_rank_0(lambda: _attempt(self._file.publish)[0])
+        error = collectives.first_error(atomic_io.error_of(self._file.sync))
+        return error or collectives.on_rank_0(lambda: atomic_io.error_of(self._file.publish))
 
     def _compute(self, microbatches: Sequence[Indices]) -> None:
         """Entries of these slots, by the pipeline of an evaluation that ends with the prefix. A collective."""
@@ -325,7 +326,7 @@ class _Fill:
             self._finish_oldest_write()
 
     def _finish_oldest_write(self) -> None:
-        error, _ = _attempt(self._writes.popleft().result)
+        error = atomic_io.error_of(self._writes.popleft().result)
         self._error = self._error or error
 
 
@@ -336,14 +337,6 @@ def _output(model: torch.nn.Module, batch: data.Batch) -> torch.Tensor:
 
 def _reached(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> NoReturn:
     raise _Reached(kwargs["hidden_states"])
-
-
-def _attempt(action: Callable[[], Any]) -> tuple[str, Any]:
-    """An error of the disk, or ""; and what `action` returned."""
-    try:
-        return "", action()
-    except OSError as error:
-        return atomic_io.describe(error), None
 
 
 def _read_ahead(file: PrefixFile, microbatches: Iterable[list[int]], dtype: torch.dtype) -> Iterator[torch.Tensor]:

@@ -27,6 +27,10 @@ _TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Indices = numpy.typing.NDArray[numpy.int64]
 
 
+class NoRoom(Exception):
+    """The file is larger than it may be; the text says than what."""
+
+
 class PrefixFile:
     """Entries by slot, 0 to the number of samples. Any rank may write any slot; no two write the same one."""
 
@@ -46,23 +50,24 @@ class PrefixFile:
     def is_complete(self) -> bool:
         return os.path.isfile(self.path) and os.path.getsize(self.path) == self.num_bytes
 
-    def prepare(self, *, max_bytes: int | None) -> str:
-        """Remove the files of other phases, and make room for this one if it is not complete. Why there is none, else
-        "". Without `max_bytes` it may take half of the free space: checkpoints need some, too. Raises OSError."""
+    def prepare(self, *, max_bytes: int | None) -> None:
+        """Remove the files of other phases, and make room for this one if it is not complete.
+
+        Without `max_bytes` it may take half of the free space: checkpoints need some, too. Raises NoRoom and OSError.
+        """
         os.makedirs(self._root, exist_ok=True)
         for path in cache_files(self._root):
             if path != self.path or not self.is_complete():
                 os.unlink(path)
         if max_bytes is not None and self.num_bytes > max_bytes:
-            return f"more than --bcd-prefix-cache-max-gib {max_bytes / 2**30:g}"
+            raise NoRoom(f"more than --bcd-prefix-cache-max-gib {max_bytes / 2**30:g}")
         if self.is_complete():
-            return ""
+            return
         free = shutil.disk_usage(self._root).free
         if self.num_bytes > (free if max_bytes is not None else free // 2):
-            return f"too much for {free / 2**30:,.2f} GiB of free disk space"
+            raise NoRoom(f"too much for {free / 2**30:,.2f} GiB of free disk space")
         with open(self._incomplete, "wb") as file:
             file.truncate(self.num_bytes)
-        return ""
 
     def write(self, slots: Indices, hidden_states: torch.Tensor) -> None:
         """The samples of `slots`, of [S, B, H]; what is padded behind them is not written. Raises OSError."""
