@@ -147,20 +147,6 @@ def test_product(world1: World, world2: World, world4: World, initial_weights: F
         assert_same_weights(whole, expected["weights"])
 
 
-@pytest.mark.parametrize("backend", ["strict-one-queue", pytest.param("strict", marks=pytest.mark.long)])
-def test_under_nccls_rules(world2: World, initial_weights: Flags, backend: str) -> None:
-    """Messages whose order differs at their ends, that are read before they were waited for, or freed while they are
-    sent: gloo forgives all of it."""
-    flags = initial_weights(bcd_num_blocks=3) | INTERLEAVED | PIPELINE | {"train_iters": 6, "bcd_steps_per_block": 1}
-    strict = World(2, backend=backend, hang_seconds=20)
-    try:
-        found = strict.run(worlds.train_run, config_of(flags | {"eval_iters": 1, "eval_interval": 3}))
-    finally:
-        strict.close()
-    expected = world2.run(worlds.train_run, config_of(flags))
-    assert [rank["losses"] for rank in found] == [rank["losses"] for rank in expected]
-
-
 def config_of(flags: dict[str, Any]) -> RunConfig:
     return worlds.run_config(world_size=2, **flags)
 

@@ -1,4 +1,5 @@
-"""BlockCoordinate under `accelerate launch` with clients that nobody here wrote."""
+"""transformers' Trainer and TRL's SFTTrainer, which nobody here wrote, with BlockCoordinate; as a program, what
+`accelerate launch` starts."""
 
 from __future__ import annotations
 
@@ -6,37 +7,75 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
+
+from megatron.bcd import BlockCoordinate
 
 pytest.importorskip("accelerate")
 pytest.importorskip("trl")
-accelerate_runs = pytest.importorskip("support.accelerate_runs")  # needs transformers
+
+STEPS, STEPS_PER_BLOCK, SAVED_AT, GLOBAL_BATCH, VOCABULARY = 8, 2, 5, 8, 20
+
+
+def new_trainer(client: str, folder: Path) -> Any:
+    """Every global batch in two backward passes, on however many ranks there are."""
+    torch.manual_seed(3)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=8, n_embd=8, n_layer=3, n_head=2, attn_pdrop=0.0, embd_pdrop=0.0,
+        resid_pdrop=0.0, bos_token_id=0, eos_token_id=0, pad_token_id=1,
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config)
+    optimizer = BlockCoordinate(
+        model, torch.optim.AdamW, lr=0.01, steps_per_block=STEPS_PER_BLOCK, order="random", keep_state="host"
+    )
+    settings: dict[str, Any] = {"output_dir": str(folder), "use_cpu": True, "bf16": False, "max_steps": STEPS}
+    settings |= {"gradient_accumulation_steps": 2, "learning_rate": 0.01, "save_steps": SAVED_AT, "logging_steps": 1}
+    settings |= {"report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False}
+    ranks = int(transformers.TrainingArguments(str(folder), use_cpu=True).world_size)
+    settings["per_device_train_batch_size"] = GLOBAL_BATCH // 2 // ranks
+    tokens = torch.randint(2, VOCABULARY, (64, 8), generator=torch.Generator().manual_seed(5)).tolist()
+    if client == "Trainer":
+        data: Any = [{"input_ids": row, "labels": row} for row in tokens]
+        made = transformers.Trainer, transformers.TrainingArguments(**settings), {}
+    else:
+        import datasets
+        import trl
+        from tokenizers import Tokenizer, models
+
+        words = Tokenizer(models.WordLevel({str(i): i for i in range(VOCABULARY)}, unk_token="1"))
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="0", pad_token="1")
+        data = datasets.Dataset.from_dict({"input_ids": tokens})
+        made = trl.SFTTrainer, trl.SFTConfig(**settings), {"processing_class": tokenizer}
+    kind, arguments, more = made
+    return kind(model=model, args=arguments, train_dataset=data, optimizers=(optimizer, None), **more)
+
+
+def run(client: str, folder: Path) -> dict[str, Any]:
+    """Losses by step and weights of a run, and the weights of one that continues from its checkpoint."""
+    trainer = new_trainer(client, folder)
+    trainer.train()
+    resumed = new_trainer(client, folder)
+    resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED_AT}"))
+    return {
+        "losses": [line["loss"] for line in trainer.state.log_history if "loss" in line],
+        "weights": trainer.accelerator.unwrap_model(trainer.model_wrapped).state_dict(),
+        "resumed": resumed.accelerator.unwrap_model(resumed.model_wrapped).state_dict(),
+        "world_size": trainer.args.world_size,
+    }
 
 
 def test_trainer_and_trl_on_two_ranks(repo_root: Path, tmp_path: Path) -> None:
     """Ranks that drift apart, a loss or clipping of one rank's rows alone, a checkpoint that only rank 0 can resume."""
-    words = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--multi_gpu",
-        "--num_processes",
-        "2",
-        "--main_process_port",
-        "0",
-    ]
-    words += [str(repo_root / "tests" / "support" / "accelerate_runs.py"), str(tmp_path), "Trainer", "SFTTrainer"]
-    environment = {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(repo_root),
-        "HF_HUB_OFFLINE": "1",
-        "HF_HOME": str(tmp_path),
-    }
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
+    words = [sys.executable, *launch, __file__, str(tmp_path), "Trainer", "SFTTrainer"]
+    environment = {"PYTHONPATH": str(repo_root), "HF_HOME": str(tmp_path)}
     done = subprocess.run(words, env=os.environ | environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    reference = accelerate_runs.run("Trainer", tmp_path / "alone")
+    reference = run("Trainer", tmp_path / "alone")
     assert reference["world_size"] == 1
     for rank in range(2):
         for found in torch.load(tmp_path / f"rank_{rank}.pt").values():
@@ -44,3 +83,10 @@ def test_trainer_and_trl_on_two_ranks(repo_root: Path, tmp_path: Path) -> None:
             torch.testing.assert_close(found["weights"], reference["weights"], rtol=1e-4, atol=1e-6)
             torch.testing.assert_close(found["resumed"], found["weights"], rtol=0, atol=0)
             assert found["losses"] == pytest.approx(reference["losses"], rel=1e-4)
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    found = {client: run(client, folder / client) for client in sys.argv[2:]}
+    torch.save(found, folder / f"rank_{torch.distributed.get_rank()}.pt")
+    torch.distributed.destroy_process_group()

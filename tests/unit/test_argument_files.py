@@ -57,13 +57,6 @@ def test_split_without_evaluation() -> None:
     assert parse("--split", "90,10,0").training.eval_iters == 100
 
 
-def test_records_without_evaluation() -> None:
-    """A refusal that names flags which nobody gave."""
-    training = parse("--sft", "--split", "100,0,0").training
-    assert training.eval_iters == 0 and not training.full_validation
-    assert parse("--sft").training.full_validation
-
-
 def test_use_checkpoint_args(tmp_path: Path) -> None:
     """A flag of the checkpoint's network that is not taken, or one that is given and overridden."""
     network = ("--group-query-attention", "--num-query-groups", "2", "--swiglu", "--disable-bias-linear")

@@ -47,13 +47,7 @@ def test_stock_defaults() -> None:
     }
     assert {field: transformer[field] for field in expected} == expected
     assert not {"ffn_hidden_size", "kv_channels", "num_query_groups", "recompute_modules"} & set(transformer)
-    optimizer = {
-        "weight_decay": 0.01,
-        "adam_beta1": 0.9,
-        "adam_beta2": 0.999,
-        "adam_eps": 1e-8,
-        "clip_grad": 1.0,
-    }
+    optimizer = {"weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8, "clip_grad": 1.0}
     optimizer |= {"min_lr": 0.0, "initial_loss_scale": 2.0**32, "min_loss_scale": 1.0, "hysteresis": 2}
     assert {field: getattr(config.optimizer, field) for field in optimizer} == optimizer
     assert config.ddp.grad_reduce_in_fp32 is False and config.ddp.check_for_nan_in_grad is False
@@ -162,7 +156,7 @@ def test_the_whole_validation_split_by_its_other_name() -> None:
     """An evaluation without end, or none."""
     assert parse("--eval-iters", "-1") == parse("--full-validation")
     assert parse("--eval-iters", "-1", "--split", "100,0,0") == parse("--split", "100,0,0")
-    weighted = (
+    weighted = [
         "--train-data-path",
         "1",
         "a",
@@ -171,7 +165,7 @@ def test_the_whole_validation_split_by_its_other_name() -> None:
         "--valid-data-path",
         "c",
         "d",
-    )  # weights of training data alone
+    ]  # weights of training data alone
     assert parse("--full-validation", *weighted, without=("--data-path",)).training.full_validation
 
 

@@ -17,11 +17,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import torch
-from megatron.core import utils
-from torch.distributed import ProcessGroupGloo
-
-from megatron.bcd.runtime.compat import cpu, megatron_core
 
 TABLE = Path(__file__).parents[1] / "data" / "private_apis.txt"
 PRIVATE_APIS = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
@@ -71,30 +66,6 @@ def test_the_table_is_of_the_pinned_versions() -> None:
     """Look at every line of the table, then at docs/megatron_core_notes.md."""
     assert version("megatron-core") == "0.16.1"
     assert version("torch").startswith("2.13.")
-
-
-def test_gloo_options() -> None:
-    """`share_gloo_device`; in C++: torch/csrc/distributed/c10d/init.cpp, ProcessGroupGloo."""
-    options = ProcessGroupGloo._Options()
-    options._devices = [ProcessGroupGloo.create_default_device()]
-    assert options._timeout is not None and options._threads > 0
-    assert hasattr(ProcessGroupGloo, "create_device")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_grad_norm(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """`megatron_core.l2_norm`: another value than that of the function it replaces."""
-    monkeypatch.setattr(utils, "torch", cpu._TorchOnCpu())
-    draw = torch.Generator().manual_seed(1)
-    gradients = [torch.randn(size, 7, generator=draw).to(dtype) * size for size in range(1, 40)]
-    ours, theirs = (
-        norm(65536, None, [gradients], False) for norm in (megatron_core.l2_norm, utils.local_multi_tensor_l2_norm)
-    )
-    assert ours[0].dtype == torch.float32 and torch.equal(ours[0], theirs[0]) and ours[1] is theirs[1] is None
-    clipped = [gradient.clone() for gradient in gradients]
-    megatron_core.scale_in_place(65536, None, [clipped, clipped], 0.3)
-    utils.local_multi_tensor_scale(65536, None, [gradients, gradients], 0.3)
-    assert all(map(torch.equal, clipped, gradients))
 
 
 def test_only_compat_knows_the_inside(repo_root: Path) -> None:
