@@ -32,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 
-from _parser import Parser, bad_input, cpu_model, leave_with
+from _parser import Parser, command, cpu_model, leave_with
 from _processes import ROOT, last_words
 from filelock import FileLock, Timeout
 from results import NAME, Point, Result, Study, Variant, final_runs, grid, points
@@ -604,8 +604,9 @@ def check(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--peers {peer} needs {' and '.join(missing)}: the pins are in requirements.txt")
 
 
-def compare(argv: Sequence[str]) -> int:
-    """Prepare, run what is missing, print, write; the exit code. Raises ValueError for a user's mistake."""
+@command(PROG)
+def main(argv: Sequence[str]) -> int:
+    """Prepare, run what is missing, print, write."""
     arguments = parse_arguments(argv)
     check(arguments)
     folder, size = arguments.output.resolve(), size_of(arguments)
@@ -636,13 +637,6 @@ def compare(argv: Sequence[str]) -> int:
     print((folder / "table.md").read_text(encoding="utf-8"))
     print(f"wrote {folder / 'table.md'} and {folder / 'rows.csv'}")
     return 1 if not rows or any(row.failure for row in rows) else 0
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        return compare(sys.argv[1:] if argv is None else list(argv))
-    except ValueError as error:
-        return bad_input(PROG, error)
 
 
 if __name__ == "__main__":

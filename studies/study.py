@@ -38,7 +38,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tools"))
 
-from _parser import Parser, bad_input, cpu_model, leave_with
+from _parser import Parser, command, cpu_model, leave_with
+from _processes import last_words
 from results import (
     ROOT,
     Point,
@@ -306,13 +307,6 @@ class Runner:
             process.wait()
 
 
-def last_words(log: str, code: int) -> str:
-    """Why a run failed: its error, or else its last line."""
-    said = re.findall(r"^\S+: error: (.+)$", log, re.MULTILINE)
-    lines = [line for line in log.splitlines() if line.strip()]
-    return said[-1] if said else f"ended with code {code}: {lines[-1] if lines else 'no output'}"
-
-
 def tell(line: str) -> None:
     print(time.strftime("%H:%M:%S"), line, file=sys.stderr, flush=True)
 
@@ -457,11 +451,9 @@ def make_folder(path: Path, *, flag: str) -> None:
         raise ValueError(f"{flag}: {error.strerror}: {path}; give a folder that can be written") from None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        return run(parse_arguments(argv))
-    except ValueError as error:
-        return bad_input(PROG, error)
+@command(PROG)
+def main(argv: Sequence[str]) -> int:
+    return run(parse_arguments(argv))
 
 
 if __name__ == "__main__":

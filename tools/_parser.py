@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import platform
 import signal
@@ -33,6 +34,23 @@ def bad_input(prog: str, error: Exception | str) -> int:
     """Print the error as one line of `prog`; its exit code."""
     print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
     return 2
+
+
+def command(prog: str) -> Callable[[Callable[[list[str]], int | None]], Callable[..., int]]:
+    """Decorates `main`: it gets the words of the command line, and a user's mistake is one line and exit code 2."""
+
+    def decorate(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
+        def guarded(argv: Sequence[str] | None = None) -> int:
+            try:
+                return main(sys.argv[1:] if argv is None else list(argv)) or 0
+            except BrokenPipeError:
+                raise
+            except (ValueError, OSError) as error:
+                return bad_input(prog, error)
+
+        return guarded
+
+    return decorate
 
 
 def leave_with(main: Callable[[], int | None]) -> NoReturn:
@@ -70,6 +88,18 @@ def add_json(group: Any) -> None:
         metavar="FILE",
         help="write all figures as JSON to this file; without one to stdout, and nothing else there",
     )
+
+
+def tell(path: str | None, figures: Any, show: Callable[[], object]) -> None:
+    """`figures` as JSON where --json asks for them; `show` prints them for people, but not into JSON on stdout."""
+    text = json.dumps(figures, indent=1, ensure_ascii=False, default=str)
+    if path == STDOUT:
+        print(text)
+        return
+    show()
+    if path is not None:
+        write_aside(path, lambda aside: Path(aside).write_text(f"{text}\n", encoding="utf-8"), flag="--json")
+        print(f"wrote {path}")
 
 
 def check_can_write(path: str | None, *, flag: str) -> None:

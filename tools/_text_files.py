@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import glob
 import gzip
 import importlib
 import io
+import itertools
 import json
 import os
 import sys
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -26,7 +25,6 @@ _ENDINGS = {".jsonl": "jsonl", ".json": "jsonl", ".txt": "txt", ".parquet": "par
 _ZSTANDARD = (".zst", ".zstd")
 _COMPRESSED = (".gz", *_ZSTANDARD)
 _SNIFFED_BYTES = 1 << 20
-_PARQUET_ROWS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +34,8 @@ class Batch:
     path: str
     input_format: str
     """jsonl or txt; rows of parquet arrive as JSON lines."""
-    numbers: Sequence[int]
-    """Of each entry's first line (in parquet: row), counted from 1, for error messages."""
-    entries: list[bytes]
-    num_file_bytes: int
-    """Of the file as it is on the disk, since the batch before; for progress."""
+    entries: list[tuple[int, bytes]]
+    """Each with the number of its first line (in parquet: row), counted from 1, for error messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +46,6 @@ class Source:
     input_format: str
     documents: str
     json_keys: tuple[str, ...]
-    noticed: str = ""
-    """What was found out about the file and the user should know."""
 
 
 def add_input_flags(parser: argparse.ArgumentParser) -> None:
@@ -90,17 +83,11 @@ def sources_of(args: argparse.Namespace) -> list[Source]:
     """
     paths = [path for pattern in args.input for path in _expanded(pattern)]
     for path in paths:
-        if not os.path.exists(path):
-            raise ValueError(f"--input {path} does not exist")
         if not os.path.isfile(path):
-            raise ValueError(f"--input {path} is not a file; give the files themselves, or a glob such as '{path}/*'")
+            raise ValueError(f"--input {path}: no such file; give files, or a glob such as 'folder/*'")
         if not os.access(path, os.R_OK):
             raise ValueError(f"--input {path} cannot be read")
-    sources = [_source(path, args.input_format, args.documents, tuple(args.json_keys)) for path in paths]
-    for source in sources:
-        if source.noticed:
-            print(f"note: {source.noticed}", file=sys.stderr)
-    return sources
+    return [_source(path, args.input_format, args.documents, tuple(args.json_keys)) for path in paths]
 
 
 def _expanded(pattern: str) -> list[str]:
@@ -118,7 +105,7 @@ def _source(path: str, input_format: str, documents: str, json_keys: tuple[str, 
         _needed("zstandard", path)
     if ending in _COMPRESSED:
         ending = os.path.splitext(stem)[1]
-    found, noticed = input_format, ""
+    found = input_format
     if found == "auto":
         if ending not in _ENDINGS:
             raise ValueError(
@@ -127,14 +114,16 @@ def _source(path: str, input_format: str, documents: str, json_keys: tuple[str, 
         found = _ENDINGS[ending]
         if found == "txt" and _looks_like_jsonl(path, json_keys):
             found = "jsonl"
-            noticed = f"{path}: read as JSONL, which it holds; --input-format txt takes its lines as text"
+            if documents == "line":  # else it is refused below
+                note = "read as JSONL, which it holds; --input-format txt takes its lines as text"
+                print(f"note: {path}: {note}", file=sys.stderr)
     if found == "parquet":
         _needed("pyarrow", path)
     if found != "txt" and documents != "line":
         raise ValueError(
             f"--documents {documents} is for plain text; {path} is {found}, where each entry is a document"
         )
-    return Source(path=path, input_format=found, documents=documents, json_keys=json_keys, noticed=noticed)
+    return Source(path=path, input_format=found, documents=documents, json_keys=json_keys)
 
 
 def _needed(package: str, path: str) -> Any:
@@ -146,11 +135,11 @@ def _needed(package: str, path: str) -> Any:
 
 def _looks_like_jsonl(path: str, json_keys: Sequence[str]) -> bool:
     """Whether the first line that is not blank is a JSON object with these keys."""
-    with _read_errors(path), open(path, "rb") as file:
-        lines = _decompressed(file, path).readlines(_SNIFFED_BYTES)
     try:
+        with open(path, "rb") as file:
+            lines = _decompressed(file, path).readlines(_SNIFFED_BYTES)
         value = json.loads(next((line for line in lines if line.strip()), b"").removeprefix(UTF8_BOM))
-    except ValueError:  # neither UTF-8 nor JSON
+    except Exception:  # it is no JSON, or cannot be read, which is said where it is read
         return False
     return isinstance(value, dict) and set(json_keys) <= value.keys()
 
@@ -172,99 +161,50 @@ def read_batches(sources: Sequence[Source]) -> Iterator[Batch]:
     Raises ValueError that names the file that cannot be decompressed or read.
     """
     for source in sources:
-        with _read_errors(source.path):
-            yield from _parquet_batches(source) if source.input_format == "parquet" else _text_batches(source)
+        is_parquet = source.input_format == "parquet"
+        about = {"path": source.path, "input_format": "jsonl" if is_parquet else source.input_format}
+        entries: list[tuple[int, bytes]] = []
+        size = 0
+        try:
+            for number, entry in _rows(source) if is_parquet else _texts(source):
+                entries.append((number, entry))
+                size += len(entry)
+                if size >= BATCH_BYTES:
+                    yield Batch(**about, entries=entries)
+                    entries, size = [], 0
+        except Exception as error:  # whatever the packages raise for damaged files
+            raise ValueError(f"{source.path}: cannot be read ({error})") from None
+        yield Batch(**about, entries=entries)
 
 
-@contextlib.contextmanager
-def _read_errors(path: str) -> Iterator[None]:
-    """Errors of the file system and of the packages as a ValueError that names the file."""
-    try:
-        yield
-    except ValueError as error:
-        if type(error).__module__ == "builtins":
-            raise
-        raise ValueError(f"{path}: cannot be read ({error})") from None  # pyarrow's are of this kind too
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: cannot be read ({error})") from None
-    except Exception as error:
-        if type(error).__module__.partition(".")[0] not in ("zstandard", "pyarrow"):
-            raise
-        raise ValueError(f"{path}: cannot be read ({error})") from None
+def _texts(source: Source) -> Iterator[tuple[int, bytes]]:
+    """JSON lines, or documents of plain text, with the number of their first line."""
+    with open(source.path, "rb") as raw:
+        file = _decompressed(raw, source.path)
+        if source.documents == "file":
+            yield 1, file.read().removeprefix(UTF8_BOM)
+            return
+        lines = ((number, line.removeprefix(UTF8_BOM) if number == 1 else line) for number, line in enumerate(file, 1))
+        if source.documents == "line":
+            yield from lines
+            return
+        for is_text, paragraph in itertools.groupby(lines, key=lambda line: bool(line[1].strip())):
+            if is_text:
+                numbers, parts = zip(*paragraph, strict=True)
+                yield numbers[0], b"".join(parts)
 
 
-def _text_batches(source: Source) -> Iterator[Batch]:
-    group = {"line": _lines, "paragraph": _paragraphs, "file": _whole}[source.documents]
-    with open(source.path, "rb") as file:
-        done = 0
-        for numbers, entries in group(_decompressed(file, source.path)):
-            position = file.tell()
-            yield Batch(
-                path=source.path,
-                input_format=source.input_format,
-                numbers=numbers,
-                entries=entries,
-                num_file_bytes=position - done,
-            )
-            done = position
-
-
-_Group = tuple[Sequence[int], list[bytes]]
-
-
-def _lines(file: BinaryIO) -> Iterator[_Group]:
-    first = 1
-    while lines := file.readlines(BATCH_BYTES):
-        if first == 1:
-            lines[0] = lines[0].removeprefix(UTF8_BOM)
-        yield range(first, first + len(lines)), lines
-        first += len(lines)
-
-
-def _paragraphs(file: BinaryIO) -> Iterator[_Group]:
-    """Lines between blank ones, together."""
-    open_lines: list[bytes] = []
-    for numbers, lines in _lines(file):
-        starts: list[int] = []
-        entries: list[bytes] = []
-        for number, line in zip(numbers, lines, strict=True):
-            if line.strip():
-                open_lines.append(line)
-            elif open_lines:
-                starts.append(number - len(open_lines))
-                entries.append(b"".join(open_lines))
-                open_lines = []
-        last = numbers[-1]
-        yield starts, entries
-    if open_lines:
-        yield [last + 1 - len(open_lines)], [b"".join(open_lines)]
-
-
-def _whole(file: BinaryIO) -> Iterator[_Group]:
-    yield [1], [file.read().removeprefix(UTF8_BOM)]
-
-
-def _parquet_batches(source: Source) -> Iterator[Batch]:
-    """Rows as JSON lines, so that they are checked and encoded as those are."""
+def _rows(source: Source) -> Iterator[tuple[int, bytes]]:
+    """Rows of parquet as JSON lines, so that they are checked and encoded as those are."""
     file = importlib.import_module("pyarrow.parquet").ParquetFile(source.path)
     missing = [key for key in source.json_keys if key not in file.schema_arrow.names]
     if missing:
-        columns = ", ".join(file.schema_arrow.names)
-        raise ValueError(f'{source.path}: no column "{missing[0]}"; --json-keys must name some of {columns}')
-    first, num_rows, num_bytes = 1, max(1, file.metadata.num_rows), os.path.getsize(source.path)
-    for part in file.iter_batches(batch_size=_PARQUET_ROWS, columns=list(source.json_keys)):
-        try:
-            entries = [json.dumps(row).encode() for row in part.to_pylist()]
-        except TypeError as error:  # bytes, a date, a decimal number
-            raise ValueError(f"{source.path}: a column of --json-keys must be text ({error})") from None
-        yield Batch(
-            path=source.path,
-            input_format="jsonl",
-            numbers=range(first, first + len(entries)),
-            entries=entries,
-            num_file_bytes=num_bytes * len(entries) // num_rows,
+        raise ValueError(
+            f'no column "{missing[0]}"; --json-keys must name some of {", ".join(file.schema_arrow.names)}'
         )
-        first += len(entries)
+    rows = (row for part in file.iter_batches(columns=list(source.json_keys)) for row in part.to_pylist())
+    for number, row in enumerate(rows, 1):
+        yield number, json.dumps(row).encode()  # bytes, dates and decimal numbers are no text
 
 
 # --- documents
@@ -276,7 +216,7 @@ def read_documents(batch: Batch, json_keys: Sequence[str]) -> Iterator[tuple[int
     Blank entries are no documents. Plain text is stripped, and stands under every key.
     Raises ValueError that names file and line for a line that is not UTF-8 or not the JSON asked for.
     """
-    for number, entry in zip(batch.numbers, batch.entries, strict=True):
+    for number, entry in batch.entries:
         try:
             text = entry.decode("utf-8").strip()
             if not text:
@@ -306,15 +246,9 @@ def _parse_json_document(line: str, json_keys: Sequence[str]) -> dict[str, list[
         texts = value if isinstance(value, list) else [value]
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(f'key "{key}" must hold text or a list of texts')
-        if any(not _is_valid_unicode(text) for text in texts):
-            raise ValueError(f'key "{key}" holds half of a surrogate pair, which no UTF-8 text can')
+        try:
+            "".join(texts).encode()
+        except UnicodeEncodeError:
+            raise ValueError(f'key "{key}" holds half of a surrogate pair, which no UTF-8 text can') from None
         document[key] = texts
     return document
-
-
-def _is_valid_unicode(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True

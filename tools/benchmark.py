@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
-import json
 import os
 import shlex
 import statistics
@@ -38,17 +37,7 @@ from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _parser import (
-    STDOUT,
-    Parser,
-    add_json,
-    bad_input,
-    check_can_write,
-    cpu_model,
-    leave_with,
-    print_table,
-    write_aside,
-)
+from _parser import Parser, add_json, check_can_write, command, cpu_model, leave_with, print_table, tell
 from _processes import ROOT, SCRIPTS, CannotRun, launcher, read_metrics, run
 
 from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
@@ -461,8 +450,8 @@ def measure(
     return turns, failed
 
 
-def benchmark(argv: Sequence[str]) -> int:
-    """The exit code. Raises ValueError for a user's mistake."""
+@command(PROG)
+def main(argv: Sequence[str]) -> int:
     arguments, given = parse_arguments(argv)
     methods = methods_of(arguments, given)
     num_processes = max(method.num_processes for method in methods)
@@ -481,22 +470,8 @@ def benchmark(argv: Sequence[str]) -> int:
         "not_run": {name: str(error) for name, error in failed.items()},
         "turns": {name: [asdict(turn) for turn in of_method] for name, of_method in turns.items()},
     }
-    text = json.dumps(figures, indent=1)
-    if arguments.json == STDOUT:
-        print(text)
-    else:
-        show(figures)
-        if arguments.json:
-            write_aside(arguments.json, lambda name: Path(name).write_text(f"{text}\n"), flag="--json")
-            print(f"wrote {arguments.json}")
+    tell(arguments.json, figures, lambda: show(figures))
     return 1 if not turns or any(not error.for_want_of_memory for error in failed.values()) else 0
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        return benchmark(sys.argv[1:] if argv is None else argv)
-    except ValueError as error:
-        return bad_input(PROG, error)
 
 
 if __name__ == "__main__":

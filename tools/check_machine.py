@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _parser import STDOUT, Parser, add_json, bad_input, check_can_write, cpu_model, leave_with, write_aside
+from _parser import Parser, add_json, check_can_write, command, cpu_model, leave_with, tell
 from _processes import ROOT, CannotRun, run
 from _self_test import FAIL, FLAGS, Check, Runner, SelfTest, failed, passed, skipped
 
@@ -496,8 +496,17 @@ def show(found: Sequence[Check]) -> None:
             print(f"      {'':<{width}}  remedy: {check.remedy}")
 
 
-def check_machine(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    """The exit code. Raises ValueError for bad flags."""
+@command(PROG)
+def main(argv: Sequence[str]) -> int:
+    arguments = parse_arguments(argv)
+    if arguments.probe:
+        print(json.dumps(found_by_torch()))
+        return 0
+    if arguments.measure:
+        rates = measure()
+        if os.environ["RANK"] == "0":
+            arguments.measure.write_text(json.dumps(rates), encoding="utf-8")
+        return 0
     # runs start in the repository, wherever this was started
     folder = Path(arguments.output or tempfile.mkdtemp(prefix="check_machine_")).resolve()
     found = []
@@ -505,36 +514,11 @@ def check_machine(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         found.append(check)
         print(f"{check.verdict} {check.part}", file=sys.stderr, flush=True)
     code = int(any(check.verdict == FAIL for check in found))
-    if arguments.json != STDOUT:
-        show(found)
-    if arguments.json:
-        figures = {"command": shlex.join(["python", PROG, *argv]), "checks": [asdict(check) for check in found]}
-        text = json.dumps(figures, indent=1)
-        if arguments.json == STDOUT:
-            print(text)
-        else:
-            write_aside(arguments.json, lambda name: Path(name).write_text(f"{text}\n"), flag="--json")
-            print(f"wrote {arguments.json}")
+    figures = {"command": shlex.join(["python", PROG, *argv]), "checks": [asdict(check) for check in found]}
+    tell(arguments.json, figures, lambda: show(found))
     if not arguments.output and not code and not arguments.calibrate:
         shutil.rmtree(folder, ignore_errors=True)
     return code
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    given = sys.argv[1:] if argv is None else list(argv)
-    try:
-        arguments = parse_arguments(given)
-        if arguments.probe:
-            print(json.dumps(found_by_torch()))
-            return 0
-        if arguments.measure:
-            figures = measure()
-            if int(os.environ.get("RANK", "0")) == 0:
-                arguments.measure.write_text(json.dumps(figures), encoding="utf-8")
-            return 0
-        return check_machine(arguments, given)
-    except (ValueError, OSError) as error:
-        return bad_input(PROG, error)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from _parser import Parser, bad_input, leave_with
+from _parser import Parser, command, leave_with
 from _processes import ROOT, SCRIPTS, CannotRun, launcher, run
 from _processes import read_metrics as read_lines
 
@@ -455,11 +455,9 @@ def _empty_folder(name: str) -> Path:
     return path
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        return compare(parse_arguments(argv))
-    except ValueError as error:
-        return bad_input(PROG, error)
+@command(PROG)
+def main(argv: Sequence[str]) -> int:
+    return compare(parse_arguments(argv))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _parser import Parser, bad_input, leave_with
+from _parser import Parser, command, leave_with
 
 PROG = "tools/convert_checkpoint.py"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -132,15 +132,14 @@ def _to_hf(options: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command(PROG)
+def main(argv: Sequence[str]) -> None:
+    from megatron.bcd.runtime.atomic_io import describe
+
     try:
         print(run(argv), flush=True)
-    except (ValueError, OSError, RuntimeError) as error:
-        from megatron.bcd.runtime.atomic_io import describe
-
-        text = str(error) if isinstance(error, ValueError) else describe(error)
-        return bad_input(PROG, text)
-    return 0
+    except (OSError, RuntimeError) as error:
+        raise ValueError(describe(error)) from None
 
 
 if __name__ == "__main__":

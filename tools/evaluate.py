@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _model_flags import add_model_flags, loaded_model
-from _parser import STDOUT, Parser, add_json, bad_input, leave_with
+from _parser import Parser, add_json, check_can_write, command, leave_with, tell
 
 PROG = "tools/evaluate.py"
 
@@ -121,8 +119,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     for path in (*options.text, *options.multiple_choice):
         if not os.path.isfile(path):
             raise ValueError(f"{path}: no such file")
-    if options.json not in (None, STDOUT):  # not after hours
-        open(options.json, "a").close()
+    check_can_write(options.json, flag="--json")
     with loaded_model(options) as loaded:
         import lm_eval
         from lm_eval.models.huggingface import HFLM
@@ -155,21 +152,11 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        options = parse_arguments(argv)
-        found = run(options)
-        text = json.dumps(found, indent=1, default=str)
-        if options.json == STDOUT:
-            print(text)
-            return 0
-        print(table(found))
-        if options.json:
-            Path(options.json).write_text(text + "\n", encoding="utf-8")
-            print(f"wrote {options.json}")
-    except (ValueError, OSError) as error:
-        return bad_input(PROG, error)
-    return 0
+@command(PROG)
+def main(argv: Sequence[str]) -> None:
+    options = parse_arguments(argv)
+    found = run(options)
+    tell(options.json, found, lambda: print(table(found)))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ The most likely token is taken unless a temperature is given. An answer ends at 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _model_flags import add_model_flags, loaded_model
-from _parser import STDOUT, Parser, add_json, bad_input, leave_with
+from _parser import STDOUT, Parser, add_json, check_can_write, command, leave_with, tell
 
 if TYPE_CHECKING:
     from megatron.bcd.huggingface.in_memory import LoadedModel
@@ -198,19 +197,11 @@ def continuation(
     return found[len(prompt) :]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        options = parse_arguments(argv)
-        answers = run(options)
-        text = json.dumps(answers, indent=1, ensure_ascii=False)
-        if options.json == STDOUT:
-            print(text)
-        elif options.json:
-            Path(options.json).write_text(text + "\n", encoding="utf-8")
-            print(f"wrote {options.json}")
-    except (ValueError, OSError) as error:
-        return bad_input(PROG, error)
-    return 0
+@command(PROG)
+def main(argv: Sequence[str]) -> None:
+    options = parse_arguments(argv)
+    check_can_write(options.json, flag="--json")
+    tell(options.json, run(options), lambda: None)
 
 
 if __name__ == "__main__":

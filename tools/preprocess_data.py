@@ -15,15 +15,18 @@ import argparse
 import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import warnings
-from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -31,7 +34,7 @@ import numpy
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _model_flags import add_tokenizer_flags, tokenizer_options
-from _parser import Parser, bad_input, leave_with
+from _parser import Parser, command, leave_with
 from _text_files import Batch, Source, add_input_flags, read_batches, read_documents, sources_of
 
 from megatron.bcd.tokenizer import Tokenizer, build_tokenizer
@@ -66,30 +69,9 @@ class EncodedDocuments:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedBatch:
-    num_file_bytes: int
     num_text_bytes: int
     num_documents: int
     documents: dict[str, EncodedDocuments]
-
-
-@dataclass(kw_only=True)
-class Totals:
-    """Running counts: documents once, their tokens and their empty texts over all keys."""
-
-    num_documents: int = 0
-    num_empty: int = 0
-    num_tokens: int = 0
-    num_file_bytes: int = 0
-    """Of the files as they are on the disk."""
-    num_text_bytes: int = 0
-
-    def add(self, batch: EncodedBatch) -> None:
-        self.num_documents += batch.num_documents
-        self.num_file_bytes += batch.num_file_bytes
-        self.num_text_bytes += batch.num_text_bytes
-        for documents in batch.documents.values():
-            self.num_empty += documents.lengths.count([])
-            self.num_tokens += documents.tokens.size
 
 
 # --- encoding
@@ -118,8 +100,7 @@ class Encoder:
                     tokens[key].extend(sequence)
                 lengths[key].append([len(sequence) for sequence in sequences])
         return EncodedBatch(
-            num_file_bytes=batch.num_file_bytes,
-            num_text_bytes=sum(map(len, batch.entries)),
+            num_text_bytes=sum(len(entry) for _, entry in batch.entries),
             num_documents=num_documents,
             documents={
                 key: EncodedDocuments(tokens=numpy.array(tokens[key], dtype=numpy.int32), lengths=lengths[key])
@@ -194,46 +175,26 @@ def encode_batches(batches: Iterable[Batch], encoder: Encoder, num_workers: int)
 
 
 class DatasetWriter:
-    """Writes one dataset per key under temporary names; `publish` gives them their own.
-
-    Leaving the context without `publish` removes every file and folder it made.
-    """
+    """Writes one dataset per key in a temporary folder beside them; `publish` puts them into their places."""
 
     def __init__(self, output_prefix: str, json_keys: Sequence[str], vocab_size: int) -> None:
-        self.prefixes = {key: f"{output_prefix}_{key}_document" for key in json_keys}
-        self._vocab_size = vocab_size
-        self._suffix = f".part{os.getpid()}"
-        self._made_folders: list[str] = []
-        self._builders: dict[str, Any] = {}
-
-    def __enter__(self) -> DatasetWriter:
         with warnings.catch_warnings():
             # Megatron Core warns here about optional GPU libraries, which have no part in this tool.
             warnings.simplefilter("ignore")
             from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
+        self.prefixes = {key: f"{output_prefix}_{key}_document" for key in json_keys}
+        folder = os.path.dirname(os.path.abspath(output_prefix))
+        self._made = [path for path in (folder, *map(str, Path(folder).parents)) if not os.path.exists(path)]
         try:
-            self._make_folder(os.path.dirname(next(iter(self.prefixes.values()))))
-            for key, prefix in self.prefixes.items():
-                self._builders[key] = IndexedDatasetBuilder(
-                    f"{prefix}.bin{self._suffix}", dtype=DType.optimal_dtype(self._vocab_size)
-                )
+            os.makedirs(folder, exist_ok=True)
+            self._aside = tempfile.mkdtemp(dir=folder, prefix=".preprocess_data_")
         except OSError as error:
-            self._discard()
             raise ValueError(f"--output-prefix: cannot write {error.filename}: {error.strerror}") from error
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._discard()
-
-    def _make_folder(self, folder: str) -> None:
-        missing = []
-        while folder and not os.path.isdir(folder):
-            missing.append(folder)
-            folder = os.path.dirname(folder)
-        for path in reversed(missing):
-            os.mkdir(path)
-            self._made_folders.append(path)
+        dtype = DType.optimal_dtype(vocab_size)
+        self._builders: dict[str, Any] = {
+            key: IndexedDatasetBuilder(os.path.join(self._aside, f"{key}.bin"), dtype=dtype) for key in json_keys
+        }
 
     def add(self, key: str, documents: EncodedDocuments) -> None:
         """Appends to a key's dataset. An empty document leaves only an index boundary, as in stock."""
@@ -244,25 +205,22 @@ class DatasetWriter:
             start = end
 
     def publish(self) -> None:
+        for key in self.prefixes:
+            self._builders[key].finalize(os.path.join(self._aside, f"{key}.idx"))
         for key, prefix in self.prefixes.items():
-            self._builders[key].finalize(f"{prefix}.idx{self._suffix}")
-        for prefix in self.prefixes.values():
             # Without its old index a dataset is absent, so no kill in between mixes old and new.
             with contextlib.suppress(FileNotFoundError):
                 os.remove(f"{prefix}.idx")
-            os.replace(f"{prefix}.bin{self._suffix}", f"{prefix}.bin")
-            os.replace(f"{prefix}.idx{self._suffix}", f"{prefix}.idx")
-        self._made_folders.clear()
+            for ending in (".bin", ".idx"):
+                os.replace(os.path.join(self._aside, f"{key}{ending}"), f"{prefix}{ending}")
 
-    def _discard(self) -> None:
+    def close(self) -> None:
+        """Removes what was not published, and folders that are empty."""
         for builder in self._builders.values():
             with contextlib.suppress(OSError):  # a full disk has no room for the buffered rest either
                 builder.data_file.close()
-        for prefix in self.prefixes.values():
-            for ending in (".bin", ".idx"):
-                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                    os.remove(f"{prefix}{ending}{self._suffix}")
-        for folder in reversed(self._made_folders):
+        shutil.rmtree(self._aside, ignore_errors=True)
+        for folder in self._made:
             with contextlib.suppress(OSError):
                 os.rmdir(folder)
 
@@ -280,7 +238,7 @@ def build_parser() -> Parser:
     group.add_argument("--output-prefix", required=True, metavar="PREFIX", help="folders are created")
     group.add_argument("--workers", type=int, default=1, metavar="N", help="processes (default: 1)")
     group.add_argument(
-        "--log-interval", type=int, metavar="N", help="documents between progress lines (default: ten lines)"
+        "--log-interval", type=int, default=100_000, metavar="N", help="documents between progress lines (100000)"
     )
     return parser
 
@@ -289,7 +247,7 @@ def run(args: argparse.Namespace) -> str:
     """Does the work and returns the summary. Raises ValueError for bad input; then nothing is written."""
     if args.workers < 1:
         raise ValueError(f"--workers {args.workers} must be at least 1")
-    if args.log_interval is not None and args.log_interval < 1:
+    if args.log_interval < 1:
         raise ValueError(f"--log-interval {args.log_interval} must be at least 1")
     sources = sources_of(args)
     encoder = Encoder(
@@ -300,69 +258,52 @@ def run(args: argparse.Namespace) -> str:
             append_eod=args.append_eod,
         )
     )
-    totals = Totals()
+    keys, count, start = encoder.config.json_keys, Counter[str](), time.perf_counter()
     with (
-        DatasetWriter(args.output_prefix, encoder.config.json_keys, encoder.tokenizer.vocab_size) as writer,
+        contextlib.closing(DatasetWriter(args.output_prefix, keys, encoder.tokenizer.vocab_size)) as writer,
         contextlib.closing(encode_batches(read_batches(sources), encoder, args.workers)) as encoded_batches,
     ):
-        start, total_bytes, steps_shown = time.perf_counter(), sum(os.path.getsize(one.path) for one in sources), 0
         for batch in encoded_batches:
             for key, documents in batch.documents.items():
                 writer.add(key, documents)
-            totals.add(batch)
-            percent = 100 * totals.num_file_bytes // max(total_bytes, 1)
-            steps = totals.num_documents // args.log_interval if args.log_interval else percent // 10
-            if steps > steps_shown and totals.num_tokens:
-                steps_shown = steps
-                counts = f"{totals.num_documents:,} documents, {totals.num_tokens:,} tokens"
-                print(f"{percent:3d} %  {counts}", file=sys.stderr, flush=True)
-        if totals.num_tokens == 0:
+                count["tokens"] += documents.tokens.size
+                count["empty"] += documents.lengths.count([])
+            shown = count["documents"] // args.log_interval
+            count["documents"] += batch.num_documents
+            count["bytes"] += batch.num_text_bytes
+            if count["documents"] // args.log_interval > shown:
+                print(f"{count['documents']:,} documents, {count['tokens']:,} tokens", file=sys.stderr, flush=True)
+        if count["tokens"] == 0:
             raise ValueError(f"--input {' '.join(args.input)}: no text in it, so there is no dataset to write")
         writer.publish()
-    for line in warnings_of(totals, sources, documents=args.documents):
+    for line in warnings_of(count, sources, documents=args.documents):
         print(f"warning: {line}", file=sys.stderr)
-    return summary(list(writer.prefixes.values()), totals, time.perf_counter() - start)
-
-
-def warnings_of(totals: Totals, sources: Sequence[Source], *, documents: str) -> list[str]:
-    """Where lines or files were taken for documents that hardly are."""
-    if totals.num_documents < _FEWEST_DOCUMENTS:
-        return (
-            [
-                f"{totals.num_documents} document(s): --split divides documents, so validation may have none; give more"
-                " files, or another --documents"
-            ]
-            if documents == "file"
-            else []
-        )
-    is_text = any(source.input_format == "txt" for source in sources) and documents == "line"
-    if not is_text or totals.num_documents < _MANY_DOCUMENTS:
-        return []
-    size = totals.num_text_bytes / totals.num_documents
-    if size >= _SHORT_BYTES:
-        return []
-    tokens = totals.num_tokens / totals.num_documents
-    return [
-        f"{totals.num_documents:,} documents of {tokens:.0f} tokens on average, because each line is one; for wrapped"
-        " text give --documents paragraph (blank lines between) or --documents file"
-    ]
-
-
-def summary(prefixes: Sequence[str], totals: Totals, seconds: float) -> str:
-    empty = f" ({totals.num_empty:,} empty)" if totals.num_empty else ""
-    num_bytes = sum(os.path.getsize(prefix + ending) for prefix in prefixes for ending in (".bin", ".idx"))
+    empty = f" ({count['empty']:,} empty)" if count["empty"] else ""
     return (
-        f"{', '.join(prefixes)}: {totals.num_documents:,} documents{empty}, {totals.num_tokens:,} tokens, "
-        f"{num_bytes:,} bytes written, {totals.num_tokens / max(seconds, 1e-9):,.0f} tokens/s"
+        f"{', '.join(writer.prefixes.values())}: {count['documents']:,} documents{empty}, {count['tokens']:,} tokens, "
+        f"{count['tokens'] / (time.perf_counter() - start):,.0f} tokens/s"
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        print(run(build_parser().parse_args(arguments)))
-    except (ValueError, OSError) as error:
-        return bad_input(PROG, error)
-    return 0
+def warnings_of(count: Mapping[str, int], sources: Sequence[Source], *, documents: str) -> Iterator[str]:
+    """Where lines or files were taken for documents that hardly are."""
+    number = count["documents"]
+    if documents == "file" and number < _FEWEST_DOCUMENTS:
+        yield (
+            f"{number} document(s): --split divides documents, so validation may have none; give more files, or another"
+            " --documents"
+        )
+    is_text = any(source.input_format == "txt" for source in sources) and documents == "line"
+    if is_text and number >= _MANY_DOCUMENTS and count["bytes"] < _SHORT_BYTES * number:
+        yield (
+            f"{number:,} documents of {count['tokens'] / number:.0f} tokens on average, because each line is one; for"
+            " wrapped text give --documents paragraph (blank lines between) or --documents file"
+        )
+
+
+@command(PROG)
+def main(argv: Sequence[str]) -> None:
+    print(run(build_parser().parse_args(argv)))
 
 
 if __name__ == "__main__":

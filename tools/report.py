@@ -13,15 +13,13 @@ import json
 import math
 import os
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
-from _parser import STDOUT, Parser, add_json, bad_input, leave_with, print_table
-from _parser import write_aside as write_aside
+from _parser import STDOUT, Parser, add_json, command, leave_with, print_table, write_aside
 
 PROG = "tools/report.py"
 MIB = 2**20
@@ -420,12 +418,9 @@ def report(arguments: argparse.Namespace) -> None:
     print(*notes(figures), *(f"wrote {path}" for _, path in writers), sep="\n")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        report(parse_arguments(sys.argv[1:] if argv is None else argv))
-    except ValueError as error:
-        return bad_input(PROG, error)
-    return 0
+@command(PROG)
+def main(argv: Sequence[str]) -> None:
+    report(parse_arguments(argv))
 
 
 if __name__ == "__main__":

@@ -13,19 +13,19 @@ is full training, Megatron Core's interleaved 1F1B of the same chunks.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _parser import Parser, bad_input, leave_with
-from _schedule_text import backward_messages, cell_unit, describe, label, legend, passes, render_grids, role
+from _parser import Parser, command, leave_with, write_aside
 
 from megatron.bcd.blocks.partition import partition
 from megatron.bcd.pipeline.build import build_plan, most_graphs
-from megatron.bcd.pipeline.plan import Kind, PlanShape, default_run_ahead, phase_shape, stock_shape
+from megatron.bcd.pipeline.plan import Action, Kind, PlanShape, default_run_ahead, phase_shape, stock_shape
 from megatron.bcd.pipeline.simulate import ActionCosts, Span, Timeline, simulate
 from megatron.bcd.pipeline.validate import validate_plan
 
@@ -162,31 +162,129 @@ def title(name: str, shape: PlanShape) -> str:
     return f"bcd: no backward before stage {shape.first_trainable}, run-ahead {shape.run_ahead}"
 
 
-def comparison(stock: Timeline, bcd: Timeline) -> str:
-    """What BCD's schedule saves, as a table."""
-    rows = [f"{'':<20}{STOCK:>9}{BCD:>9}{'change':>11}"]
+# ---------------------------------------------------------------- as text: a row per stage, time to the right
+
+LETTERS = {Kind.FORWARD_ONLY: "f", Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "I"}
+IDLE = "."
+MAX_CELLS = 400
+_CELLS_PER_TICK = 5
+
+
+def label(action: Action, shape: PlanShape) -> str:
+    """What a cell shows: letter and microbatch, of several chunks also the chunk as a small letter; an apostrophe for
+    the next iteration's."""
+    letter, ahead = LETTERS[action.kind], action.microbatch - shape.num_microbatches
+    if shape.num_chunks > 1:
+        return f"{letter}{action.microbatch}{chunk_letter(action.chunk)}"
+    return f"{letter}{action.microbatch}" if ahead < 0 else f"{letter}{ahead}'"
+
+
+def role(shape: PlanShape, stage: int) -> str:
+    """What the stage's layers are in this phase; of several chunks a letter each."""
+    roles = []
+    for virtual in range(stage, shape.num_virtual, shape.num_stages):
+        is_prefix = not any(shape.active[: virtual + 1])
+        roles.append("active" if shape.active[virtual] else "prefix" if is_prefix else "frozen")
+    if shape.num_chunks == 1:
+        return roles[0]
+    return "".join({"prefix": "p", "active": "A", "frozen": "s"}[one] for one in roles)
+
+
+def chunk_letter(chunk: int) -> str:
+    """a, b, ...; beyond z the number after a dot."""
+    return chr(ord("a") + chunk) if chunk < 26 else f".{chunk}"
+
+
+def passes(*timelines: Timeline) -> list[Span]:
+    """All passes that take time."""
+    spans = (span for timeline in timelines for of_stage in timeline.spans for span in of_stage)
+    return [span for span in spans if span.duration > 0]
+
+
+def legend(*timelines: Timeline) -> str:
+    """One line for the letters that occur in any of the timelines."""
+    kinds, shapes = {span.action.kind for span in passes(*timelines)}, [one.plan.shape for one in timelines]
+    parts = [f"{letter} {kind}" for kind, letter in LETTERS.items() if kind in kinds]
+    num_chunks = max(shape.num_chunks for shape in shapes)
+    if num_chunks > 1:
+        parts.append(f"a to {chunk_letter(num_chunks - 1)} the chunk; stages by chunk: p prefix, A active, s suffix")
+    if any(shape.run_ahead for shape in shapes):
+        parts.append(f"{LETTERS[Kind.FORWARD_ONLY]}0' next iteration's microbatch 0")
+    return ", ".join([*parts, f"{IDLE} idle"])
+
+
+def cell_unit(*timelines: Timeline) -> float:
+    """Time of one cell: the shortest pass, but long enough that MAX_CELLS hold every timeline."""
+    shortest = min((span.duration for span in passes(*timelines)), default=1.0)
+    return max(shortest, max(timeline.iteration_time for timeline in timelines) / MAX_CELLS)
+
+
+def render_grids(*timelines: Timeline) -> list[str]:
+    """The rows of all stages under a ruler of cells, every timeline to one scale.
+
+    A pass fills the cells between its start and its end, both rounded: with the default costs exactly, and one that
+    costs nothing fills none. A cell is as wide as the widest label and a space, which an apostrophe may take the place
+    of.
+    """
+    unit = cell_unit(*timelines)
+    labels = [label(span.action, timeline.plan.shape) for timeline in timelines for span in passes(timeline)]
+    width = max((max(len(text), len(text.rstrip("'")) + 1) for text in labels), default=3)
+    return [_grid(timeline, unit, width) for timeline in timelines]
+
+
+def _grid(timeline: Timeline, unit: float, width: int) -> str:
+    shape, num_cells = timeline.plan.shape, _nearest(timeline.iteration_time / unit)
+    heads = [f"stage {stage} {role(shape, stage)}" for stage in range(shape.num_stages)]
+    margin = max(map(len, heads)) + 2
+    ticks = (str(cell).ljust(width * _CELLS_PER_TICK) for cell in range(0, num_cells + 1, _CELLS_PER_TICK))
+    rows = [f"{'time':<{margin}}{''.join(ticks)}"]
+    for head, spans in zip(heads, timeline.spans, strict=True):
+        cells = [IDLE.center(width)] * num_cells
+        for span in spans:
+            first, end = _nearest(span.start / unit), _nearest(span.end / unit)
+            if span.action.kind.computes and first < end:
+                text, space = label(span.action, shape), (end - first) * width
+                # dashes join the cells of one pass; the last character keeps it from the next one
+                bar = text if end - first == 1 else text.ljust(space - 1, "-")
+                cells[first:end] = [bar.ljust(space)] + [""] * (end - first - 1)
+        rows.append(f"{head:<{margin}}{''.join(cells)}")
+    return "\n".join(row.rstrip() for row in rows)
+
+
+def _nearest(cells: float) -> int:
+    """Rounded, halves always up: Python's round may put two borders a whole cell apart onto one."""
+    return math.floor(cells + 0.5)
+
+
+def figures(timelines: Mapping[str, Timeline]) -> str:
+    """What the schedules need, a column for each."""
+    rows = [["", *timelines]]
     for name, of in (
-        ("iteration time", lambda timeline: timeline.iteration_time),
-        ("work", lambda timeline: sum(timeline.busy_times)),
-        ("activations kept", lambda timeline: sum(map(most_graphs, timeline.plan.stages))),
-        ("backward messages", lambda timeline: sum(map(backward_messages, timeline.plan.stages))),
+        ("iteration time", lambda timeline: f"{timeline.iteration_time:g}"),
+        ("bubble", lambda timeline: f"{100 * timeline.bubble:.0f} %"),
+        ("work", lambda timeline: f"{sum(timeline.busy_times):g}"),
+        ("activations kept (microbatches)", lambda timeline: str(sum(map(most_graphs, timeline.plan.stages)))),
+        ("backward messages", lambda timeline: str(sum(map(backward_messages, timeline.plan.stages)))),
     ):
-        before, after = of(stock), of(bcd)
-        change = f"{100 * (after / before - 1):+.1f} %" if before else ""
-        rows.append(f"{name:<20}{before:>9g}{after:>9g}{change:>11}".rstrip())
-    return "\n".join(rows)
+        rows.append([name, *map(of, timelines.values())])
+    return "\n".join(f"{name:<32}{''.join(value.rjust(9) for value in values)}".rstrip() for name, *values in rows)
 
 
-def show(timelines: dict[str, Timeline]) -> str:
-    """Legend, grids to one scale, and what is saved where there are both."""
+def backward_messages(actions: Sequence[Action]) -> int:
+    """Gradients that a stage sends in one iteration."""
+    return sum(action.kind is Kind.SEND_BACKWARD for action in actions)
+
+
+def show(timelines: Mapping[str, Timeline]) -> str:
+    """Legend, grids to one scale, and figures."""
     both = list(timelines.values())
     parts = [f"{legend(*both)}\na cell is a time of {cell_unit(*both):g}"]
     for (name, timeline), grid in zip(timelines.items(), render_grids(*both), strict=True):
-        parts.append(f"{title(name, timeline.plan.shape)}\n\n{grid}\n\n{describe(timeline)}")
-    if len(both) == 2:
-        parts.append(comparison(*both))
-    return "\n\n".join(parts)
+        parts.append(f"{title(name, timeline.plan.shape)}\n\n{grid}")
+    return "\n\n".join([*parts, figures(timelines)])
 
+
+# ---------------------------------------------------------------- as a picture
 
 # Okabe and Ito's colours: told apart with any colour vision, and by brightness in print
 FILLS = {
@@ -265,28 +363,23 @@ def write_figure(path: str, timelines: dict[str, Timeline]) -> None:
     kind = os.path.splitext(path)[1][1:].lower()
     if kind not in ("png", "svg"):
         raise ValueError(f"--figure {path}: must end in .png or .svg")
-    from report import write_aside
-
     try:
         write_aside(path, lambda name: draw(name, kind, timelines), flag="--figure")
     except ImportError as error:
         raise ValueError(f"--figure {path}: needs {error.name}; install it, or leave the flag out") from None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    try:  # the picture is written before anything is printed
-        arguments = parse_arguments(argv)
-        shapes = shapes_of(arguments)
-        names = (STOCK, BCD) if arguments.schedule == "both" else (arguments.schedule,)
-        timelines = {name: timeline_of(shapes[name], arguments) for name in names}
-        if arguments.figure:
-            write_figure(arguments.figure, timelines)
-    except ValueError as error:
-        return bad_input(PROG, error)
+@command(PROG)
+def main(argv: Sequence[str]) -> None:
+    arguments = parse_arguments(argv)
+    shapes = shapes_of(arguments)
+    names = (STOCK, BCD) if arguments.schedule == "both" else (arguments.schedule,)
+    timelines = {name: timeline_of(shapes[name], arguments) for name in names}
+    if arguments.figure:
+        write_figure(arguments.figure, timelines)
     print(show(timelines))
     if arguments.figure:
         print(f"\nwrote {arguments.figure}")
-    return 0
 
 
 if __name__ == "__main__":

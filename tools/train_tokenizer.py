@@ -14,9 +14,10 @@ import io
 import os
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import sentencepiece
-from _parser import Parser, bad_input, leave_with
+from _parser import Parser, command, leave_with, write_aside
 from _text_files import Source, add_input_flags, read_batches, read_documents, sources_of
 
 PROG = "tools/train_tokenizer.py"
@@ -42,18 +43,10 @@ def read_lines(sources: Sequence[Source], json_keys: Sequence[str]) -> Iterator[
                     yield line[start : start + MAX_LINE_CHARACTERS]
 
 
-def train(
-    lines: Iterator[str],
-    *,
-    vocab_size: int,
-    model_type: str,
-    character_coverage: float,
-    input_sentence_size: int,
-    num_threads: int,
-) -> bytes:
+def train(lines: Iterator[str], args: argparse.Namespace) -> bytes:
     """The trained model file's bytes; ids: 0 unknown, 1 begin, 2 end of document, then 256 bytes and pieces.
 
-    Raises ValueError when the text has too few or too many different pieces for `vocab_size`.
+    Raises ValueError when the text has too few or too many different pieces for --vocab-size.
     """
     model = io.BytesIO()
     input_errors: list[ValueError] = []
@@ -62,13 +55,13 @@ def train(
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=_keep_error(lines, input_errors),
             model_writer=model,
-            vocab_size=vocab_size,
-            model_type=model_type,
-            character_coverage=character_coverage,
-            input_sentence_size=input_sentence_size,
-            shuffle_input_sentence=input_sentence_size > 0,
+            vocab_size=args.vocab_size,
+            model_type=args.model_type,
+            character_coverage=args.character_coverage,
+            input_sentence_size=args.input_sentence_size,
+            shuffle_input_sentence=args.input_sentence_size > 0,
             max_sentence_length=MAX_LINE_BYTES,
-            num_threads=num_threads,
+            num_threads=args.num_threads,
             byte_fallback=True,
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
@@ -78,7 +71,7 @@ def train(
     except RuntimeError as error:
         if input_errors:
             raise input_errors[0] from None
-        raise ValueError(_explain(str(error), vocab_size)) from error
+        raise ValueError(_explain(str(error), args.vocab_size)) from error
     return model.getvalue()
 
 
@@ -102,20 +95,6 @@ def _explain(message: str, vocab_size: int) -> str:
     if "!sentences_.empty()" in message:
         return "--input: no text in it to train on"
     return f"SentencePiece cannot train: {' '.join(message.split())}"
-
-
-def write_model(path: str, model: bytes) -> None:
-    """Writes aside and renames, so that a killed run leaves no half model."""
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    aside = f"{path}.part{os.getpid()}"
-    try:
-        with open(aside, "wb") as file:
-            file.write(model)
-        os.replace(aside, path)
-    except OSError:
-        if os.path.exists(aside):
-            os.remove(aside)
-        raise
 
 
 def build_parser() -> Parser:
@@ -152,28 +131,17 @@ def run(args: argparse.Namespace) -> str:
         raise ValueError(f"--input-sentence-size {args.input_sentence_size} must be 0 (all) or more")
     if not 0.9 <= args.character_coverage <= 1:
         raise ValueError(f"--character-coverage {args.character_coverage} must be from 0.9 to 1")
-    sources = sources_of(args)
-    model = train(
-        read_lines(sources, args.json_keys),
-        vocab_size=args.vocab_size,
-        model_type=args.model_type,
-        character_coverage=args.character_coverage,
-        input_sentence_size=args.input_sentence_size,
-        num_threads=args.num_threads,
-    )
+    model = train(read_lines(sources_of(args), args.json_keys), args)
     path = f"{args.output_prefix}.model"
-    write_model(path, model)
+    write_aside(path, lambda aside: Path(aside).write_bytes(model), flag="--output-prefix")
     return (
         f"{path}: {args.vocab_size:,} ids; use it with --tokenizer-type SentencePieceTokenizer --tokenizer-model {path}"
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        print(run(build_parser().parse_args(arguments)))
-    except (ValueError, OSError) as error:
-        return bad_input(PROG, error)
-    return 0
+@command(PROG)
+def main(argv: Sequence[str]) -> None:
+    print(run(build_parser().parse_args(argv)))
 
 
 if __name__ == "__main__":
