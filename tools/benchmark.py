@@ -316,39 +316,32 @@ def rotated(names: Sequence[str], round_index: int) -> list[str]:
 def show(figures: Mapping[str, Any]) -> None:
     """The tables and what is needed to read them."""
 
-    def cell(value: Any, form: str) -> str:
-        return "-" if value is None else format(value, form)
+    def cells(row: Mapping[str, Any], columns: Mapping[str, tuple[str, str]]) -> list[str]:
+        return ["-" if row[name] is None else format(row[name], form) for name, form in columns.values()]
 
-    head = (
-        "method",
-        "processes",
-        "state MiB",
-        "peak MiB",
-        "ms/step",
-        "tokens/s",
-        "TFLOP/s",
-        "ratio",
-        "arithmetic",
-        "loss",
-    )
-    forms = {"step_ms": ",.1f", "tokens_per_second": ",.0f", "tflops_per_gpu": ",.1f", "ratio": ".3f",
-             "arithmetic": ".3f", "loss": ".4f"}  # fmt: skip
-    rows = figures["rows"]
-    lines = []
-    for row in rows:
-        sizes = [f"{row[name] / 2**20:,.1f}" for name in ("model_state_bytes", "peak_memory_bytes")]
-        values = [cell(row[name], form) for name, form in forms.items()]
-        lines.append([row["method"], str(row["processes"]), *sizes, *values])
-    print_table(head, lines)
-    blocks = [(row, block) for row in rows for block in row["blocks"]]
+    rows = [
+        row | {name: row[f"{name}_bytes"] / 2**20 for name in ("model_state", "peak_memory")} for row in figures["rows"]
+    ]
+    columns = {
+        "method": ("method", ""),
+        "processes": ("processes", ""),
+        "state MiB": ("model_state", ",.1f"),
+        "peak MiB": ("peak_memory", ",.1f"),
+        "ms/step": ("step_ms", ",.1f"),
+        "tokens/s": ("tokens_per_second", ",.0f"),
+        "TFLOP/s": ("tflops_per_gpu", ",.1f"),
+        "ratio": ("ratio", ".3f"),
+        "arithmetic": ("arithmetic", ".3f"),
+        "loss": ("loss", ".4f"),
+    }
+    print_table([*columns], [cells(row, columns) for row in rows])
+    blocks = [block | {"method": row["method"]} for row in rows for block in row["blocks"]]
     if blocks:
-        forms = {"step_ms": ",.1f", "ratio": ".3f", "arithmetic": ".3f", "switch_ms": ",.1f"}
-        lines = [
-            [row["method"], block["block"], block["layers"], *(cell(block[name], form) for name, form in forms.items())]
-            for row, block in blocks
-        ]
+        of_blocks = {name: columns[name] for name in ("ms/step", "ratio", "arithmetic")}
+        of_blocks = {name: (name, "") for name in ("method", "block", "layers")} | of_blocks
+        of_blocks["switch ms"] = ("switch_ms", ",.1f")
         print()
-        print_table(("method", "block", "layers", "ms/step", "ratio", "arithmetic", "switch ms"), lines, num_left=3)
+        print_table([*of_blocks], [cells(block, of_blocks) for block in blocks], num_left=3)
     for name, why in figures["not_run"].items():
         print(f"{name} is not run: {why}")
     references = {row["method"]: row["against"] for row in rows if row["against"] != row["method"]}

@@ -13,13 +13,13 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
-from _parser import STDOUT, Parser, add_json, command, leave_with, print_table, write_aside
+from _parser import STDOUT, Parser, add_json, check_can_write, command, leave_with, print_table, tell, write_aside
 
 PROG = "tools/report.py"
 MIB = 2**20
@@ -34,19 +34,7 @@ INK, FAINT = "#2b2b2b", "#6f6f6f"
 MAX_BANDS = 150  # more of them would be a grey wash
 MIN_LABELLED_BAND = 0.02  # of the axis; a narrower band has no room for its number
 MAX_RANKS_AS_BARS = 16
-STYLE = {
-    "font.size": 11,
-    "axes.edgecolor": "#9a9a9a",
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "text.color": INK,
-    "xtick.color": FAINT,
-    "ytick.color": FAINT,
-    "legend.frameon": True,
-    "legend.framealpha": 0.92,
-    "legend.edgecolor": "#dddddd",
-}
+STYLE = {"axes.spines.top": False, "axes.spines.right": False, "xtick.color": FAINT, "ytick.color": FAINT}
 
 
 # ---------------------------------------------------------------- metrics files
@@ -242,16 +230,14 @@ def notes(figures: Sequence[Figures]) -> list[str]:
     return lines
 
 
-def as_json(figures: Sequence[Figures]) -> str:
+def as_json(figures: Sequence[Figures]) -> dict[str, Any]:
     """{"runs": [...], "ratios": {...} or null}; what is not finite becomes null."""
 
     def finite(values: dict[str, Any]) -> dict[str, Any]:
-        return {
-            key: None if value != value or value in (math.inf, -math.inf) else value for key, value in values.items()
-        }
+        return {key: None if value != value or value == math.inf else value for key, value in values.items()}
 
     ratios = finite(ratios_of(*figures)) if len(figures) == 2 else None
-    return json.dumps({"runs": [finite(asdict(row)) for row in figures], "ratios": ratios}, indent=2, allow_nan=False)
+    return {"runs": [finite(asdict(row)) for row in figures], "ratios": ratios}
 
 
 # ---------------------------------------------------------------- picture
@@ -278,14 +264,6 @@ def smoothed(values: Sequence[float]) -> list[float]:
     half = max(1, len(values) // 100)
     reaches = (min(half, index, len(values) - 1 - index) for index in range(len(values)))
     return [statistics.fmean(values[i - reach : i + reach + 1]) for i, reach in enumerate(reaches)]
-
-
-def titled(axes: Any, title: str, subtitle: str) -> None:
-    """With a grey line below the title."""
-    axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=22)
-    axes.text(0, 1.02, subtitle, transform=axes.transAxes, fontsize=10, color=FAINT, va="bottom")
-    axes.grid(axis="y", color="#b5b5b5", linewidth=0.6, alpha=0.5)
-    axes.set_axisbelow(True)
 
 
 def draw(path: str, kind: str, runs: Sequence[Run], figures: Sequence[Figures]) -> None:
@@ -339,7 +317,8 @@ def _draw_losses(axes: Any, runs: Sequence[Run]) -> None:
     if phased is not None:
         handles += _draw_bands(axes, phased, last - first)
         subtitle += f", shade: active block of {phased.name}".replace("$", r"\$")
-    titled(axes, "Loss", subtitle)
+    axes.set_title(f"Loss\n{subtitle}", loc="left", fontsize=10, color=FAINT)
+    axes.grid(axis="y", color="#b5b5b5", linewidth=0.6, alpha=0.5)
     axes.legend(handles=handles, loc="upper right", bbox_to_anchor=(0.99, 0.95))
 
 
@@ -379,7 +358,8 @@ def _draw_model_state(axes: Any, figures: Sequence[Figures]) -> None:
     axes.tick_params(axis="x", length=0)
     axes.set_ylabel("MiB")
     axes.margins(y=0.1)
-    titled(axes, "Model state", "maximum over phases")
+    axes.set_title("Model state\nmaximum over phases", loc="left", fontsize=10, color=FAINT)
+    axes.grid(axis="y", color="#b5b5b5", linewidth=0.6, alpha=0.5)
 
 
 # ---------------------------------------------------------------- command line
@@ -399,23 +379,23 @@ def report(arguments: argparse.Namespace) -> None:
     kind = os.path.splitext(arguments.figure or "loss.png")[1].lower()
     if kind not in FIGURE_FORMATS:
         raise ValueError(f"--figure {arguments.figure}: must end in {', '.join(FIGURE_FORMATS)}")
+    check_can_write(arguments.json, flag="--json")
     runs = [read_run(argument) for argument in arguments.run]
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         raise ValueError(f"--run: two runs have the same name ({', '.join(names)}); give each its own")
     figures = [figures_of(run) for run in runs]
-    writers: dict[tuple[str, str], Callable[[str], object]] = {}
-    if arguments.json not in (None, STDOUT):
-        writers["--json", arguments.json] = lambda name: Path(name).write_text(f"{as_json(figures)}\n")
     if arguments.figure:
-        writers["--figure", arguments.figure] = lambda name: draw(name, kind[1:], runs, figures)
-    for (flag, path), write in writers.items():
-        write_aside(path, write, flag=flag)
-    if arguments.json == STDOUT:
-        print(as_json(figures))
-        return
+        write_aside(arguments.figure, lambda name: draw(name, kind[1:], runs, figures), flag="--figure")
+    tell(arguments.json, as_json(figures), lambda: show(figures))
+    if arguments.figure and arguments.json != STDOUT:
+        print(f"wrote {arguments.figure}")
+
+
+def show(figures: Sequence[Figures]) -> None:
+    """The table and its notes."""
     print_table(COLUMNS, table_rows(figures))
-    print(*notes(figures), *(f"wrote {path}" for _, path in writers), sep="\n")
+    print(*notes(figures), sep="\n")
 
 
 @command(PROG)

@@ -310,21 +310,12 @@ def draw(path: str, kind: str, timelines: dict[str, Timeline]) -> None:
     panels = figure.subplots(len(both), sharex=True, squeeze=False)[:, 0]
     end = max(timeline.iteration_time for timeline in both) or 1.0
     for axes, (name, timeline) in zip(panels, timelines.items(), strict=True):
-        shape, plan = timeline.plan.shape, timeline.plan
-        roles = [f"stage {stage}, {role(shape, stage)}" for stage in range(num_stages)]
-        kept, sent = map(most_graphs, plan.stages), map(backward_messages, plan.stages)
-        axes.set_title(title(name, shape), loc="left", fontweight="bold")
-        axes.set_title(
-            f"iteration time {timeline.iteration_time:g}, bubble {100 * timeline.bubble:.0f} %; activations kept,"
-            " backward messages:", loc="right", fontsize=9,
-        )  # fmt: skip
+        shape = timeline.plan.shape
+        axes.set_title(f"{title(name, shape)}; iteration time {timeline.iteration_time:g}", loc="left")
         axes.set(xlim=(0, end), ylim=(num_stages - 0.5, -0.5))
-        axes.set_yticks(range(num_stages), roles)
-        on_the_right = axes.secondary_yaxis("right")
-        on_the_right.set_yticks(range(num_stages), [f"{a}, {b}" for a, b in zip(kept, sent, strict=True)])
+        axes.set_yticks(range(num_stages), [f"stage {stage}, {role(shape, stage)}" for stage in range(num_stages)])
         axes.spines[["top", "right", "left"]].set_visible(False)
-        for side in (axes, on_the_right):
-            side.tick_params(axis="y", length=0)
+        axes.tick_params(axis="y", length=0)
         _draw_passes(axes, timeline, points_per_unit=(WIDTH - 2 * MARGIN) * 72 / end)
     panels[-1].set_xlabel("time")
     kinds = {span.action.kind for span in passes(*both)}
@@ -363,10 +354,7 @@ def write_figure(path: str, timelines: dict[str, Timeline]) -> None:
     kind = os.path.splitext(path)[1][1:].lower()
     if kind not in ("png", "svg"):
         raise ValueError(f"--figure {path}: must end in .png or .svg")
-    try:
-        write_aside(path, lambda name: draw(name, kind, timelines), flag="--figure")
-    except ImportError as error:
-        raise ValueError(f"--figure {path}: needs {error.name}; install it, or leave the flag out") from None
+    write_aside(path, lambda name: draw(name, kind, timelines), flag="--figure")
 
 
 @command(PROG)
