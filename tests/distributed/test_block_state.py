@@ -3,7 +3,6 @@ for the whole run."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 from unittest import mock
 
@@ -47,7 +46,7 @@ def switches(config: RunConfig) -> dict[str, Any]:
         one.train()
         metrics = [(record.block, record.model_state_bytes, record.host_state_bytes) for record in one.recorder.steps]
         losses = [step["loss"] for step in one.results]
-        return {"told": told, "metrics": metrics, "notes": one.recorder.summary.notes, "losses": losses}
+        return {"told": told, "metrics": metrics, "losses": losses}
 
 
 def run_switched(world1: World, world2: World, cut: str, **flags: Any) -> list[dict[str, Any]]:
@@ -104,21 +103,12 @@ def test_host_gives_back_what_was(world1: World, world2: World, text_data: str, 
     assert host[0]["losses"] != reset[0]["losses"]
 
 
-@pytest.mark.parametrize("flags", [HOST, {"optimizer": "muon"}], ids=["adam", "muon"])
-def test_host_bytes_are_those_of_the_run_summary(world2: World, text_data: str, flags: dict[str, Any]) -> None:
-    """Host memory that grows from visit to visit, or that nobody was told of: of all state with a policy, and of the
-    low bits of a Muon block, which are on the device in its phase."""
-    ranks = run_switched(world2, world2, "data2", data_path=text_data, bf16=True, train_iters=13, **flags)
+def test_host_memory_does_not_grow(world2: World, text_data: str) -> None:
+    """Host memory that grows from visit to visit."""
+    ranks = run_switched(world2, world2, "data2", data_path=text_data, bf16=True, train_iters=13, **HOST)
     by_step = [host for *_, host in ranks[0]["metrics"]]
-    (note,) = (note for note in ranks[0]["notes"] if "host memory" in note)
-    told = int(re.sub(r".*, ([0-9,]+) bytes per rank$", r"\1", note).replace(",", ""))
-    assert by_step[0] == (0, 0)
-    if "optimizer" in flags:  # the summary counts all blocks, as between two phases
-        assert told / 3 < max(by_step[-1]) < told
-    else:
-        assert 0 < by_step[2][0] < by_step[4][0]
-        assert by_step[-1] == pytest.approx(by_step[4], rel=1e-3), "a handful of ties comes and goes"
-        assert max(by_step[-1]) == pytest.approx(told, rel=0.02)
+    assert by_step[0] == (0, 0) and 0 < by_step[2][0] < by_step[4][0]
+    assert by_step[-1] == pytest.approx(by_step[4], rel=1e-3), "a handful of ties comes and goes"
 
 
 def in_short_phases(config: RunConfig, *, is_cut: bool) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,6 @@ def trained(config: RunConfig) -> dict[str, Any]:
             "optimizer": max(one.active.state_bytes().optimizer_state, 0),
             "active": sum(shard.end - shard.start for shard in one.active.own_shards().values()),
             "host": max(last.host_state_bytes),
-            "notes": [note for note in summary.notes if "kept in host memory" in note],
             "kinds": kinds,
             "training": summary.training,
         }  # fmt: skip
@@ -68,8 +66,7 @@ def test_training_and_bytes(world1: World, text_data: str, dtype: str, moments: 
     assert found["optimizer"] == pytest.approx(moments * found["active"], rel=0.01)
     assert found["counted"] == pytest.approx(found["told"], rel=0.01)
     assert found["host"] == pytest.approx(exact["host"] * moments / 8, rel=0.01)
-    told = int(re.findall(r"([0-9,]+) bytes", found["notes"][0])[0].replace(",", ""))
-    assert found["host"] == pytest.approx(told, rel=0.01) and f"adam with {dtype} moments" in found["training"]
+    assert f"adam with {dtype} moments" in found["training"]
 
 
 def second_moments(config: RunConfig) -> dict[str, tuple[int, torch.Tensor]]:
