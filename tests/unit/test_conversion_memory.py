@@ -1,4 +1,9 @@
-"""Memory of converting a model: that of its largest safetensors file, whatever the size of the model."""
+"""Memory of converting a model: that of its largest safetensors file, whatever the size of the model.
+
+    PYTHONPATH=. python tests/unit/test_conversion_memory.py FOLDER LAYERS HIDDEN SHARD_BYTES
+
+writes a LLaMA of random weights below FOLDER, converts it to a checkpoint and back, and prints one JSON object.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +11,78 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import transformers
+
+from megatron.bcd.huggingface import convert, run_network
+from megatron.bcd.huggingface.core_format import CoreCheckpoint
+from megatron.bcd.huggingface.folder import ModelFolder
+
+VOCABULARY = 32000
 
 
-@pytest.mark.parametrize(
-    ("layers", "hidden", "shard_bytes"),
-    [(6, 512, 36_000_000), pytest.param(22, 2048, 1_000_000_000, marks=pytest.mark.long)],
-)
-def test_peak(repo_root: Path, tmp_path: Path, layers: int, hidden: int, shard_bytes: int) -> None:
-    """The whole model in memory, a file kept mapped after its tensors are read, copies of a whole file."""
-    command = [sys.executable, "tests/support/conversion_cost.py", str(tmp_path / "model"), "--layers", str(layers)]
-    command += ["--hidden", str(hidden), "--shard-bytes", str(shard_bytes)]
-    done = subprocess.run(
-        command, cwd=repo_root, env={**os.environ, "PYTHONPATH": "."}, capture_output=True, text=True, timeout=280
+def memory(field: str) -> int:
+    """Bytes of this process, from /proc: ``VmRSS`` now, ``VmHWM`` at its peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+
+
+def cost_of(action: Callable[[], Any], written: Path) -> dict[str, float]:
+    """Peak of memory beyond what was held before, seconds, and the size of the largest safetensors file."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before, started = memory("VmRSS"), time.monotonic()
+    action()
+    cost = {"bytes": memory("VmHWM") - before, "seconds": round(time.monotonic() - started, 1)}
+    return cost | {"file": max(file.stat().st_size for file in written.glob("*.safetensors"))}
+
+
+def both_ways(folder: Path, layers: int, hidden: int, shard_bytes: int) -> dict[str, Any]:
+    """Of a LLaMA with grouped queries and an FFN of 2.75 x hidden, in bf16."""
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=max(1, hidden // 512),
     )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder / "model", max_shard_size=shard_bytes)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    del model
+    root = str(folder / "checkpoint")
+
+    def back() -> None:
+        path = run_network.checkpoint_folder(root, flag="--input")
+        described = run_network.description_of(path)
+        convert.to_hugging_face(CoreCheckpoint(path), str(folder / "back"), described, max_shard_bytes=shard_bytes)
+
+    source = ModelFolder(str(folder / "model"))
+    there = cost_of(lambda: convert.to_core(source, root, padded_vocab_size=VOCABULARY), folder / "model")
+    return {"parameters": count, "to_core": there, "back": cost_of(back, folder / "back")}
+
+
+@pytest.mark.parametrize("sizes", [(6, 512, 36_000_000), pytest.param((22, 2048, 10**9), marks=pytest.mark.long)])
+def test_peak(repo_root: Path, tmp_path: Path, sizes: tuple[int, int, int]) -> None:
+    """The whole model in memory, a file kept mapped after its tensors are read, copies of a whole file."""
+    command = [sys.executable, __file__, str(tmp_path), *map(str, sizes)]
+    env = {**os.environ, "PYTHONPATH": str(repo_root)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
-    assert 2 * found["parameters"] > 2 * shard_bytes
+    assert found["parameters"] > sizes[2]
     for direction in ("to_core", "back"):
         assert found[direction]["bytes"] <= 1.4 * found[direction]["file"], direction  # allocators keep some MB
+
+
+if __name__ == "__main__":
+    transformers.utils.logging.disable_progress_bar()
+    # what is imported, and what allocators keep, is not the model's
+    both_ways(Path(sys.argv[1]) / "warm", 1, 64, 10**6)
+    print(json.dumps(both_ways(Path(sys.argv[1]) / "measured", *map(int, sys.argv[2:]))))
