@@ -124,12 +124,13 @@ def test_a_damaged_folder_is_made_again(tmp_path: Path, name: str) -> None:
 def test_the_digest_is_of_content(tmp_path: Path) -> None:
     """Tokens of a file or of a tokenizer that has changed since."""
     path, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    one, two = ("--data-path", str(path)), ("--data-path", str(other))
     path.write_text("one")
     tokenizer = ByteLevelTokenizer()
-    digest = store.digest_of([str(path)], tokenizer, "auto")
+    digest = store.digest_of([one], tokenizer, "auto")
     shutil.copy(path, other)
-    assert store.digest_of([str(other)], tokenizer, "auto") == digest
-    assert store.digest_of([str(path)], tokenizer, "text") != digest
-    assert store.digest_of([str(path), str(other)], tokenizer, "auto") != digest
+    assert store.digest_of([two], tokenizer, "auto") == digest
+    assert store.digest_of([one], tokenizer, "text") != digest
+    assert store.digest_of([one, two], tokenizer, "auto") != digest
     path.write_text("two")
-    assert store.digest_of([str(path)], tokenizer, "auto") != digest
+    assert store.digest_of([one], tokenizer, "auto") != digest

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
 from megatron.bcd.blocks.cut import balanced_cut
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
@@ -40,9 +37,5 @@ def with_balanced_cut(config: RunConfig, *, reads_files: bool = True) -> RunConf
     multiple = config.model.make_vocab_size_divisible_by * config.tensor_size
     padded = -(-vocab_size // multiple) * multiple
     sizes = balanced_cut(even, head=head_passes(config, padded_vocab_size=padded))
-    return replace(config, training=replace(config.training, pipeline_model_parallel_layout=_as_layout(sizes)))
-
-
-def _as_layout(sizes: Sequence[int]) -> str:
-    """Megatron Core's notation."""
-    return f"E{'|'.join('t' * size for size in sizes)}L"
+    layout = f"E{'|'.join('t' * size for size in sizes)}L"  # Megatron Core's notation
+    return config.replace_section("training", pipeline_model_parallel_layout=layout)

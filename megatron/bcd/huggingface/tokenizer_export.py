@@ -80,27 +80,21 @@ def difference(tokenizer: own.Tokenizer, folder: str) -> str | None:
     is not. A look at `LINES`, by this program and by transformers."""
     if isinstance(tokenizer, own.NullTokenizer):
         return "NullTokenizer has no text to read: the model is written without a tokenizer"
+    from transformers import AutoTokenizer
+
     try:
-        for reader in (_own, _transformers):
-            encode = reader(folder)
+        theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        readers: dict[str, Callable[[str], list[int]]] = {
+            "this program": own.HuggingFaceTokenizer(tokenizer_model=folder).tokenize,
+            "AutoTokenizer of transformers": lambda text: list(theirs.encode(text, add_special_tokens=False)),
+        }
+        for name, encode in readers.items():
             wrong = next((line for line in LINES if encode(line) != tokenizer.tokenize(line)), None)
             if wrong is not None:
-                name = "this program" if reader is _own else "AutoTokenizer of transformers"
                 return f"{name} reads its tokenizer otherwise than the run: {wrong!r} has other ids"
     except Exception as error:  # whatever a tokenizer's class raises
         return f"its tokenizer can't be read ({one_line(error)})"
     return None
-
-
-def _own(folder: str) -> Callable[[str], list[int]]:
-    return own.HuggingFaceTokenizer(tokenizer_model=folder).tokenize
-
-
-def _transformers(folder: str) -> Callable[[str], list[int]]:
-    from transformers import AutoTokenizer
-
-    engine = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    return lambda text: list(engine.encode(text, add_special_tokens=False))
 
 
 def _copy(engine: Any) -> Any:

@@ -92,7 +92,9 @@ class BlockCoordinate(Optimizer):
         seed: int = 1234,
         **optimizer_settings: Any,
     ) -> None:
-        _check_choices(order=order, keep_state=keep_state, resting_update=resting_update)
+        for name, value in (("order", order), ("keep_state", keep_state), ("resting_update", resting_update)):
+            if value not in CHOICES[name]:
+                raise ValueError(f"{name} {value!r}: must be one of {', '.join(CHOICES[name])}")
         if not 0 < resting_lr_ratio < float("inf"):
             raise ValueError(f"resting_lr_ratio {resting_lr_ratio}: must be a finite number above 0")
         if always_active is None:
@@ -282,7 +284,10 @@ class BlockCoordinate(Optimizer):
             if entry and self._keeps_state:
                 # a step count may lie in host memory always, so each value is marked
                 self._kept[name] = {
-                    key: {"value": _to_host(value), "is_on_device": _device(value) == p.device}
+                    key: {
+                        "value": _to_host(value),
+                        "is_on_device": isinstance(value, torch.Tensor) and value.device == p.device,
+                    }
                     for key, value in entry.items()
                 }
 
@@ -345,19 +350,9 @@ def _block_schedule(num_blocks: int, seed: int, **settings: Any) -> BlockSchedul
         raise ValueError(named) from error
 
 
-def _check_choices(**given: str) -> None:
-    for name, value in given.items():
-        if value not in CHOICES[name]:
-            raise ValueError(f"{name} {value!r}: must be one of {', '.join(CHOICES[name])}")
-
-
 def _num_bytes(values: Iterable[Any]) -> int:
     return sum(ranks.local(value).nbytes for value in values if isinstance(value, torch.Tensor))
 
 
 def _to_host(value: Any) -> Any:
     return value.cpu() if isinstance(value, torch.Tensor) else value
-
-
-def _device(value: Any) -> torch.device | None:
-    return value.device if isinstance(value, torch.Tensor) else None

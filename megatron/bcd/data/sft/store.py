@@ -88,7 +88,7 @@ def tokenized_samples(
             what = "is a folder" if os.path.isdir(path) else "does not exist"
             raise ValueError(f"{flag} {path} {what}: with --sft give files of records, .jsonl or .json")
     prompt_format = config.data.sft_prompt_format
-    digest = collectives.on_rank_0(lambda: _digest_of_run(files, tokenizer, prompt_format))
+    digest = collectives.on_rank_0(lambda: digest_of(files, tokenizer, prompt_format))
     beside = os.path.join(os.path.dirname(os.path.abspath(files[0][1])), "cache")
     roots = [config.data.data_cache_path or beside]
     if config.data.data_cache_path is None:  # data are often read-only
@@ -159,34 +159,26 @@ def _tokenized(
             raise ValueError(f"{flag} {path}{separator} {error}") from error
 
 
-def _digest_of_run(files: Files, tokenizer: Tokenizer, prompt_format: str) -> str:
-    try:
-        return digest_of([path for _, path in files], tokenizer, prompt_format)
-    except OSError as error:
-        flag = {path: flag for flag, path in files}.get(error.filename, "--sft: the tokenizer's file")
-        raise ValueError(f"{flag} {error.filename} can't be read ({error.strerror})") from None
-
-
-def digest_of(files: Sequence[str], tokenizer: Tokenizer, prompt_format: str) -> str:
-    """32 hexadecimal digits of the content of the files and of the tokenizer. Raises OSError."""
+def digest_of(files: Files, tokenizer: Tokenizer, prompt_format: str) -> str:
+    """32 hexadecimal digits of the content of the files and of the tokenizer. Raises ValueError: one can't be read."""
     digest = hashlib.sha256(f"{_FORMAT} {prompt_format}".encode())
-    for path in files:
-        digest.update(_digest_of_file(path))
+    for flag, path in files:
+        digest.update(_digest_of_file(flag, path))
     for name, value in tokenizer.unique_identifiers.items():
         patterns = [os.path.join(glob.escape(value), one) for one in _TOKENIZER_FILES] if os.path.isdir(value) else []
         found = sorted({path for pattern in patterns for path in glob.glob(pattern) if os.path.isfile(path)})
         for path in found or ([value] if os.path.isfile(value) else []):
-            digest.update(_digest_of_file(path))
+            digest.update(_digest_of_file("--sft: the tokenizer's file", path))
         digest.update(f"{name} {'' if os.path.exists(value) else value}".encode())
     return digest.hexdigest()[:32]
 
 
-def _digest_of_file(path: str) -> bytes:
+def _digest_of_file(flag: str, path: str) -> bytes:
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").digest()
-    except OSError as error:  # a failed read does not name the file
-        raise OSError(error.errno, error.strerror, path) from error
+    except OSError as error:
+        raise ValueError(f"{flag} {path} can't be read ({error.strerror})") from None
 
 
 def open_samples(root: str, digest: str) -> Samples | None:

@@ -177,13 +177,6 @@ class ChatTemplate:
         return str(texts[0])
 
 
-def chat_template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template in the folder of a HuggingFaceTokenizer; None where there is none. Raises as `ChatTemplate`."""
-    if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.engine.chat_template is not None:
-        return ChatTemplate(tokenizer)
-    return None
-
-
 # --- text
 
 
@@ -207,9 +200,12 @@ class Renderer:
 
     def __init__(self, tokenizer: Tokenizer, prompt_format: str) -> None:
         """Raises ValueError: the format is `chat`, and the tokenizer has no chat template."""
-        self._template = None if prompt_format == "text" else chat_template_of(tokenizer)
         self._format = prompt_format
-        self._start = tokenizer.start_of_text if isinstance(tokenizer, HuggingFaceTokenizer) else ""
+        self._start, self._template = "", None
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            self._start = tokenizer.start_of_text
+            if prompt_format != "text" and tokenizer.engine.chat_template is not None:
+                self._template = ChatTemplate(tokenizer)
         if prompt_format == "chat" and self._template is None:
             raise ValueError(f"--sft-prompt-format chat: {_NO_TEMPLATE}")
 
