@@ -29,8 +29,6 @@ from megatron.bcd.tokenizer import Tokenizer
 
 _FORMAT = 2
 _FLUSH_TOKENS = 1 << 20
-_ROUND_SECONDS = 5.0
-"""Between collectives while rank 0 prepares: the other ranks must not wait longer than their timeout."""
 _LEFT_SECONDS = 24 * 3600.0
 """After which a folder that nobody writes to was left by a job that was killed."""
 _TOKENIZER_FILES = (
@@ -98,10 +96,11 @@ def tokenized_samples(
     for root in roots:
         if collectives.on_rank_0(lambda: open_samples(root, digest) is not None):  # noqa: B023
             return _open_everywhere(root, digest)
+    renderer = Renderer(tokenizer, prompt_format)
     errors = []
     for root in roots:
         try:
-            _in_rounds(_prepared(root, digest, Renderer(tokenizer, prompt_format), tokenizer, files, check))
+            collectives.long_on_rank_0(lambda: _prepare(root, digest, renderer, tokenizer, files, check))  # noqa: B023
             return _open_everywhere(root, digest)
         except OSError as error:
             errors.append(f"{root}: {error.strerror}")
@@ -110,31 +109,20 @@ def tokenized_samples(
     )
 
 
-def _in_rounds(steps: Iterator[None]) -> None:
-    """Run a generator on rank 0 to its end. A collective every few seconds."""
-
-    def go_on() -> bool:
-        deadline = time.monotonic() + _ROUND_SECONDS
-        return not any(time.monotonic() > deadline for _ in steps)
-
-    while not collectives.on_rank_0(go_on):
-        pass
-
-
-def _prepared(
+def _prepare(
     root: str,
     digest: str,
     renderer: Renderer,
     tokenizer: Tokenizer,
     files: Files,
     check: Callable[[Samples], object],
-) -> Iterator[None]:
+) -> None:
     """Tokenize into a new folder, with a progress bar on a terminal."""
     with (
         new_folder(root, digest) as folder,
         Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress,
     ):
-        yield from write(folder, _tokenized(files, renderer, tokenizer, progress))
+        write(folder, _tokenized(files, renderer, tokenizer, progress))
         written = open_samples(*os.path.split(folder))
         assert written is not None
         check(written)
@@ -253,8 +241,8 @@ def _publish(folder: str, root: str, digest: str) -> None:
             os.rename(folder, target)
 
 
-def write(folder: str, samples: Iterable[tuple[tuple[int, int, int], Tokens]]) -> Iterator[None]:
-    """Write samples with their places (see `Samples.places`), and pause after each. Raises OSError."""
+def write(folder: str, samples: Iterable[tuple[tuple[int, int, int], Tokens]]) -> None:
+    """Write samples with their places (see `Samples.places`). Raises OSError."""
     bounds, places = [0], []
     with (
         open(os.path.join(folder, "ids.bin"), "wb", buffering=_FLUSH_TOKENS) as ids,
@@ -265,7 +253,6 @@ def write(folder: str, samples: Iterable[tuple[tuple[int, int, int], Tokens]]) -
             learned.write(tokens.learned.tobytes())
             bounds.append(bounds[-1] + len(tokens.ids))
             places.append(place)
-            yield
     for name in ("ids.bin", "learned.bin"):
         atomic_io.sync(os.path.join(folder, name))
     numpy.save(os.path.join(folder, "places.npy"), numpy.array(places, dtype=numpy.int64).reshape(-1, 3))
