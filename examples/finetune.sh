@@ -59,7 +59,7 @@ ERRORS=$(mktemp)  # not into RECIPE: a warning of Python would be run as a comma
 trap 'rm -f "$ERRORS"' EXIT
 RECIPE=$("$PLANNER" "$ROOT/tools/recipe.py" "$WHOLE" "$NAME" finetune "$CARD" "$@" 2> "$ERRORS") \
     || { MESSAGE=$(< "$ERRORS"); fail "${MESSAGE#pretrain.sh: error: }"; }
-eval "$RECIPE"  # MODEL, CLUSTER, PARALLEL_ARGS, TRAINING_ARGS, METHOD_ARGS, EXTRA_ARGS, SEQUENCE, PLAN, MISFIT, ...
+eval "$RECIPE"  # MODEL, CLUSTER, LAYOUT_ARGS, EXTRA_ARGS, SEQUENCE, PLAN, MISFIT, ...
 [ ! -d "$NAME" ] || MODEL_DIR=${MODEL_DIR:-$NAME}
 [ "$FORM" = llama ] || fail "MODEL $MODEL is a GPT: give one in LLaMA's form"
 
@@ -95,7 +95,7 @@ LAUNCHED=(
     --sft "$RECORDS" "${DATA:-DATA}" --load-hf "${MODEL_DIR:-MODEL_DIR}" --save-hf "$SAVE-hf" "${TOKENIZER[@]}"
     --seq-length "$SEQUENCE" "${LENGTH_ARGS[@]}" --lr "$LR" --lr-decay-style cosine
     --weight-decay 0 --clip-grad 1.0
-    "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${METHOD_ARGS[@]}"
+    "${LAYOUT_ARGS[@]}"
     --save "$SAVE" --load "$SAVE" --save-interval "$SAVE_INTERVAL" --keep-last-checkpoints 2
     --log-interval "$LOG_INTERVAL" --metrics-file "$SAVE.jsonl" "${EXTRA_ARGS[@]}"
 )

@@ -63,7 +63,7 @@ planner_python() {
 
 PLANNER=$(planner_python)
 
-# Sets MODEL, CLUSTER, MODEL_ARGS, PARALLEL_ARGS, TRAINING_ARGS, METHOD_ARGS and EXTRA_ARGS, and the numbers that the rest needs.
+# Sets MODEL, CLUSTER, MODEL_ARGS, LAYOUT_ARGS and EXTRA_ARGS, and the numbers that the rest needs.
 WHOLE=whole
 [ -z "$SCALE" ] || WHOLE=tiny=$RANKS
 RECIPE=$("$PLANNER" "$ROOT/tools/recipe.py" "$WHOLE" "$@")
@@ -88,6 +88,7 @@ if [ "$SCALE" = tiny ]; then
 fi
 
 # Omit a default that conflicts with one of the user's flags.
+TRAINING_ARGS=()
 [ -z "${TRAIN_ITERS:-}" ] && given --train-samples || TRAINING_ARGS+=(--train-iters "${TRAIN_ITERS:-$ITERATIONS}")
 given --lr-warmup-iters --lr-warmup-samples || TRAINING_ARGS+=(--lr-warmup-fraction 0.01)
 TRAINING_ARGS+=(
@@ -128,7 +129,7 @@ else
 fi
 LAUNCHED=(
     "${LAUNCH_ARGS[@]}" "$NEAR$SCRIPT"
-    "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${METHOD_ARGS[@]}"
+    "${MODEL_ARGS[@]}" "${LAYOUT_ARGS[@]}" "${TRAINING_ARGS[@]}"
     "${DATA_ARGS[@]}" "${CHECKPOINT_ARGS[@]}" "${REPORT_ARGS[@]}" "${EXTRA_ARGS[@]}"
 )
 

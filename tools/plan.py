@@ -53,7 +53,7 @@ from megatron.bcd.planner.search import (
     valid_pipelines,
     with_fewest_blocks,
 )
-from megatron.bcd.planner.tables import GIB, Model, choose, columns_of, read_clusters, read_models, read_published
+from megatron.bcd.planner.tables import GIB, Model, Published, choose, columns_of, read_clusters, read_models, read_rows
 
 PROG = "tools/plan.py"
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -273,7 +273,7 @@ Answer = tuple[str, Any, int]
 def answer_to(arguments: argparse.Namespace) -> Answer:
     """Raises ValueError for a user's mistake."""
     if arguments.paper:
-        published = read_published(os.path.join(ROOT, "docs", "paper_figures.csv"))
+        published = read_rows(os.path.join(ROOT, "docs", "paper_figures.csv"), Published)
         paper = Paper(published, read_models(MODELS), read_clusters(CLUSTERS)["rtx4090"])
         names = ("table", "row", "column", "published", "recomputed", "difference", "note")
         return show_paper(paper), [{name: getattr(cell, name) for name in names} for cell in paper.cells], 0

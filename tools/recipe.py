@@ -4,9 +4,9 @@
     python tools/recipe.py tiny=2 L-6.0B paper rtx4090
 
 The words are whole or tiny=N, then MODEL, METHOD and CLUSTER, then flags of the planner and of the training script.
-``whole`` prints assignments for bash's eval: flags by concern (MODEL_ARGS, PARALLEL_ARGS, TRAINING_ARGS, METHOD_ARGS),
-flags that the planner does not have (EXTRA_ARGS), names and numbers, the estimate as text (PLAN), and MISFIT: why it
-does not fit and what would, or empty. ``tiny=N`` scales the flags down to a run of seconds on at most N ranks. This
+``whole`` prints assignments for bash's eval: flags of the model (MODEL_ARGS), of ranks, batch and method (LAYOUT_ARGS),
+and those that the planner does not have (EXTRA_ARGS), names and numbers, the estimate as text (PLAN), and MISFIT: why
+it does not fit and what would, or empty. ``tiny=N`` scales the flags down to a run of seconds on at most N ranks. This
 word comes first, so that none of the user's words is mistaken for it. NUM_GPUS, MICRO_BATCH, GLOBAL_BATCH, PRECISION
 and RECOMPUTE in the environment are flags of the planner; NNODES and GPUS_PER_NODE say where the GPUs are. No torch.
 """
@@ -25,11 +25,11 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from _parser import Parser, bad_input, leave_with
 from plan import ROOT, SFT_DEFAULTS, add_recipe_flags, fields_of, show_figures, words_of
 
-from megatron.bcd.planner.command import SCRIPTS, method_flags, network_flags, parallel_flags, training_flags
+from megatron.bcd.planner.command import SCRIPTS, layout_flags, network_flags
 from megatron.bcd.planner.estimate import make_estimate
 from megatron.bcd.planner.recipe import METHODS, PRESET_OF, Recipe
 from megatron.bcd.planner.search import place, remedies
-from megatron.bcd.planner.tables import GIB, Cluster, read_placements
+from megatron.bcd.planner.tables import GIB, Cluster, Placement, read_rows
 
 PROG = "pretrain.sh"
 _VARIABLES = {
@@ -92,7 +92,7 @@ def request_of(words: Sequence[str], environment: Mapping[str, str]) -> tuple[Re
         raise ValueError(f"METHOD {method}: must be one of {known}, bcd (as paper)")
     fields = fields_of(arguments, method)
     fields["cluster"], fields["num_gpus"] = _nodes(fields["cluster"], fields["num_gpus"], environment)
-    placements = read_placements(os.path.join(ROOT, "examples", "methods.csv"))
+    placements = read_rows(os.path.join(ROOT, "examples", "methods.csv"), Placement)
     return place(placements=placements, **fields), fields, extra
 
 
@@ -143,9 +143,7 @@ def as_bash(recipe: Recipe, fields: Mapping[str, Any], extra: Sequence[str], *, 
     }
     arrays = {
         "MODEL_ARGS": network_flags(shown),
-        "PARALLEL_ARGS": parallel_flags(shown),
-        "TRAINING_ARGS": training_flags(shown),
-        "METHOD_ARGS": method_flags(shown),
+        "LAYOUT_ARGS": layout_flags(shown),
         "EXTRA_ARGS": [shlex.quote(word) for word in extra],
     }
     lines = [f"{name}={shlex.quote(str(value))}" for name, value in values.items()]

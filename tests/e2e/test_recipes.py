@@ -145,8 +145,8 @@ def test_16_bit_recipes() -> None:
 def assert_is_a_command(asked: Sequence[str], variables: Mapping[str, str]) -> None:
     """The training script takes the recipe's flags, for what was planned."""
     planned, arrays = planned_for(asked, variables), arrays_of(recipe.run(["whole", *asked], variables))
-    assert (arrays["METHOD_ARGS"][-3:] == OFFLOAD) == (planned.method == "offload")
-    words = [word for name in ("MODEL", "PARALLEL", "TRAINING", "METHOD") for word in arrays[f"{name}_ARGS"]]
+    assert (arrays["LAYOUT_ARGS"][-3:] == OFFLOAD) == (planned.method == "offload")
+    words = [word for name in ("MODEL", "LAYOUT") for word in arrays[f"{name}_ARGS"]]
     words += ["--train-iters", "1", "--lr", "1", "--mock-data", "--vocab-size", "9"]
     config = parsed(words, form=planned.model.form, world_size=planned.num_gpus)
     assert_agrees(config, planned)

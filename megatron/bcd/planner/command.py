@@ -46,19 +46,11 @@ def network_flags(recipe: Recipe) -> list[str]:
 
 
 def layout_flags(recipe: Recipe) -> list[str]:
-    """Flags of method, ranks, batch, precision and recomputation."""
-    return [*parallel_flags(recipe), *training_flags(recipe), *method_flags(recipe)]
-
-
-def parallel_flags(recipe: Recipe) -> list[str]:
+    """Flags of ranks, batch, precision, recomputation and method."""
     context = f" --context-parallel-size {recipe.context_size}" if recipe.context_size > 1 else ""
     cut = " --pipeline-cut auto" if recipe.cut == "auto" and recipe.pipeline_size > 1 else ""
-    return [f"--pipeline-model-parallel-size {recipe.pipeline_size}{context}{cut}"]
-
-
-def training_flags(recipe: Recipe) -> list[str]:
-    """Flags of batch, vocabulary padding, precision and recomputation."""
     flags = [
+        f"--pipeline-model-parallel-size {recipe.pipeline_size}{context}{cut}",
         f"--micro-batch-size {recipe.micro_batch_size} --global-batch-size {recipe.global_batch_size}",
         f"--make-vocab-size-divisible-by {recipe.vocabulary_multiple}",
     ]
@@ -73,26 +65,21 @@ def training_flags(recipe: Recipe) -> list[str]:
     elif recipe.recompute == "auto":
         memory = recipe.memory_share * recipe.cluster.memory_gib - recipe.cluster.framework_gib
         flags.append(f"--recompute auto --recompute-memory-gib {memory:g}")
-    return flags
-
-
-def method_flags(recipe: Recipe) -> list[str]:
-    """Flags that choose block coordinate descent, full training, or full training with the optimizer on the host."""
     if not recipe.has_blocks:
         offload = ["--optimizer-cpu-offload --optimizer-offload-fraction 1.0"]
-        return ["--bcd-num-blocks 1 --bcd-schedule stock", *(offload if recipe.method == "offload" else [])]
+        return [*flags, "--bcd-num-blocks 1 --bcd-schedule stock", *(offload if recipe.method == "offload" else [])]
     layout = recipe.partition.layout
     number = DEFAULT_NUM_BLOCKS if recipe.asked_blocks is None else recipe.asked_blocks
-    flags = [] if recipe.method == "bcd" else [f"--bcd-preset {PRESET_OF[recipe.method]}"]
+    words = [] if recipe.method == "bcd" else [f"--bcd-preset {PRESET_OF[recipe.method]}"]
     if layout != "stage":
-        flags.append(f"--bcd-num-blocks {number}")
-    flags.append(f"--bcd-layout {layout}")
+        words.append(f"--bcd-num-blocks {number}")
+    words.append(f"--bcd-layout {layout}")
     if layout == "interleaved" and recipe.num_chunks not in (None, number):
-        flags.append(f"--num-virtual-stages-per-pipeline-rank {recipe.num_chunks}")
+        words.append(f"--num-virtual-stages-per-pipeline-rank {recipe.num_chunks}")
     for flag, parts in (("--bcd-frozen", recipe.frozen), ("--bcd-always-active", recipe.always_active)):
         if parts is not None:
-            flags.append(f"{flag} {parts_of(parts)}")
-    return [" ".join(flags)]
+            words.append(f"{flag} {parts_of(parts)}")
+    return [*flags, " ".join(words)]
 
 
 def parts_of(named: frozenset[str]) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 from megatron.bcd.planner.cost import model_state_bytes
@@ -51,19 +50,9 @@ class Cell:
         """Published less recomputed."""
         return None if self.recomputed is None else round(self.published - self.recomputed, 6)
 
-    @property
-    def error(self) -> float | None:
-        """Relative, of a time that no fit has seen; None of other cells."""
-        is_time = self.column.endswith("_ms") and self.row not in FITTED_MODELS
-        return self.recomputed / self.published - 1 if is_time and self.recomputed is not None else None
 
-
-@dataclass(frozen=True, kw_only=True)
-class TimedRun:
-    """A run of the paper, and the time of its iteration."""
-
-    recipe: Recipe
-    ms: float
+TimedRun = tuple[Recipe, float]
+"""A run of the paper, and the milliseconds of its iteration."""
 
 
 class Paper:
@@ -91,18 +80,11 @@ class Paper:
         tables = [each for each in self._published if "." not in each.table]  # with a dot: sections
         return [self._cell(int(each.table), each.row, each.column, float(each.value)) for each in tables]
 
-    def time_errors(self, table: int | None = None) -> dict[str, list[float]]:
-        """Relative errors of predicted times that no fit has seen, by method. The paper has none of preset pretrain."""
-        errors: dict[str, list[float]] = {}
-        for cell in self.cells:
-            if cell.error is not None and table in (None, cell.table):
-                errors.setdefault(_method(cell.column), []).append(cell.error)
-        return errors
-
     def mean_error(self, table: int) -> float:
-        """Mean absolute error of a table's predicted times."""
-        errors = list(chain(*self.time_errors(table).values()))
-        return sum(map(abs, errors)) / len(errors)
+        """Mean absolute error, relative, of a table's times that no fit has seen."""
+        seen = [cell for cell in self.cells if cell.column.endswith("_ms") and cell.row not in FITTED_MODELS]
+        errors = [abs((cell.recomputed or 0) / cell.published - 1) for cell in seen if cell.table == table]
+        return sum(errors) / len(errors)
 
     def _cell(self, table: int, row: str, column: str, published: float) -> Cell:
         recomputed, note = None, "a setting: taken as given"
@@ -164,7 +146,7 @@ class Paper:
         return nodes * per_node * self.figure(4, twice if is_twice else row, "distributed_iter_ms")
 
     def _time(self, table: int, row: str, column: str, published: float) -> tuple[float, str]:
-        recomputed = _iteration_ms(self._timed_run(table, row, column, self.cluster).recipe)
+        recomputed = _iteration_ms(self._timed_run(table, row, column, self.cluster)[0])
         error = f"simulated, {100 * (recomputed / published - 1):+.0f} %"
         if row in FITTED_MODELS:
             return recomputed, f"{error}: one of the cells of the fit"
@@ -199,7 +181,7 @@ class Paper:
             global_batch_size=1,
             unfused_attention=True,
         )
-        return TimedRun(recipe=recipe, ms=self.figure(table, row, column))
+        return recipe, self.figure(table, row, column)
 
     def fitting_runs(self, cluster: Cluster) -> tuple[list[TimedRun], list[TimedRun]]:
         """The runs of the two fits: times of the fitted models in tables 4, 15 and 16, and offload's in table 3."""
@@ -227,14 +209,14 @@ def fit_shares(runs: Sequence[TimedRun], cluster: Cluster) -> Cluster:
     With one microbatch the time is linear in the inverse of each share, so this is linear least squares.
     """
     compute, memory, left = [], [], []
-    for run in runs:
+    for recipe, ms in runs:
         nothing = {"compute_share": 1.0, "memory_share": 1.0, "fp32_tflops": 1e12, "memory_gb_per_s": 1e15}
-        base = _iteration_ms(run.recipe, **nothing)
-        with_compute = _iteration_ms(run.recipe, **nothing | {"fp32_tflops": cluster.fp32_tflops})
-        with_memory = _iteration_ms(run.recipe, **nothing | {"memory_gb_per_s": cluster.memory_gb_per_s})
-        compute.append((with_compute - base) / run.ms)
-        memory.append((with_memory - base) / run.ms)
-        left.append(1 - base / run.ms)
+        base = _iteration_ms(recipe, **nothing)
+        with_compute = _iteration_ms(recipe, **nothing | {"fp32_tflops": cluster.fp32_tflops})
+        with_memory = _iteration_ms(recipe, **nothing | {"memory_gb_per_s": cluster.memory_gb_per_s})
+        compute.append((with_compute - base) / ms)
+        memory.append((with_memory - base) / ms)
+        left.append(1 - base / ms)
     products = _dot(compute, compute), _dot(compute, memory), _dot(memory, memory)
     determinant = products[0] * products[2] - products[1] ** 2
     inverse_compute = (products[2] * _dot(compute, left) - products[1] * _dot(memory, left)) / determinant
@@ -245,11 +227,11 @@ def fit_shares(runs: Sequence[TimedRun], cluster: Cluster) -> Cluster:
 def fit_host(runs: Sequence[TimedRun], cluster: Cluster) -> Cluster:
     """The cluster with the host bandwidth that minimises the same errors for runs with the optimizer on the host."""
     host, left = [], []
-    for run in runs:
-        fitted = replace(run.recipe, cluster=cluster)
+    for recipe, ms in runs:
+        fitted = replace(recipe, cluster=cluster)
         slow, fast = (_iteration_ms(fitted, host_gb_per_s=speed) for speed in (1.0, 1e12))
-        host.append((slow - fast) / run.ms)
-        left.append(1 - fast / run.ms)
+        host.append((slow - fast) / ms)
+        left.append(1 - fast / ms)
     return replace(cluster, host_gb_per_s=_dot(host, host) / _dot(host, left))
 
 

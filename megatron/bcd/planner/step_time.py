@@ -13,8 +13,7 @@ from megatron.bcd.pipeline.build import build_plan
 from megatron.bcd.pipeline.plan import Kind, PlanShape
 from megatron.bcd.pipeline.simulate import ActionCosts, simulate
 from megatron.bcd.planner.cost import pass_products, state_budget
-from megatron.bcd.planner.matrices import MatrixShare, matrix_share
-from megatron.bcd.planner.memory import recomputation, schedule_shape, stage_buffers
+from megatron.bcd.planner.memory import MatrixShare, matrix_share, recomputation, schedule_shape, stage_buffers
 from megatron.bcd.planner.recipe import Recipe
 
 _ADAM_PASSES = 11

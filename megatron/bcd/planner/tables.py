@@ -6,7 +6,6 @@ Lines that start with # are comments; the first other line names the columns.
 from __future__ import annotations
 
 import csv
-import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -95,10 +94,6 @@ class Cluster:
             if getattr(self, name) > 1:
                 raise ValueError(f"{name} {getattr(self, name)} is a share, at most 1")
 
-    @property
-    def is_priced(self) -> bool:
-        return self.usd_per_gpu_hour > 0
-
     def peak_flops_per_s(self, precision: str) -> float:
         """Peak of matrix products."""
         return 1e12 * (self.fp32_tflops if precision == "fp32" else self.bf16_tflops)
@@ -162,45 +157,32 @@ _CONVERTERS: Mapping[str, Callable[[str], Any]] = {"str": str, "int": int, "floa
 
 def read_models(path: str | Path) -> dict[str, Model]:
     """By name. Raises ValueError with the file and line at fault, as the others do."""
-    return _by_name(path, _read(path, Model))
+    return _by_name(path, Model)
 
 
 def read_clusters(path: str | Path) -> dict[str, Cluster]:
     """By name."""
-    return _by_name(path, _read(path, Cluster))
-
-
-def read_placements(path: str | Path) -> list[Placement]:
-    return _read(path, Placement)
-
-
-def read_published(path: str | Path) -> list[Published]:
-    return _read(path, Published)
+    return _by_name(path, Cluster)
 
 
 def choose(known: Mapping[str, Row], name: str, *, flag: str) -> Row:
     """The row of that name, or for a GPU of a part of it, without regard to case, blanks and punctuation."""
-    asked, plain = _plain(name), {_plain(key): key for key in known}
+    asked, plain = _plain(name), {_plain(key): row for key, row in known.items()}
     if asked in plain:
-        return known[plain[asked]]
+        return plain[asked]
     # rtx 4090, 4090: a card's number has one meaning, while a part of a model's name says nothing about its family
-    cards = [
-        key
-        for key, row in known.items()
-        if isinstance(row, Cluster) and len(asked) > 2 and any(asked in _plain(text) for text in (key, row.gpu))
-    ]
-    if len(cards) == 1:
-        return known[cards[0]]
-    near = cards or [plain[word] for word in difflib.get_close_matches(asked, plain, n=3)]
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    raise ValueError(f"{flag} {name}: must be one of {', '.join(known)}{hint}")
+    cards = [row for row in known.values() if isinstance(row, Cluster) and asked in _plain(row.name + row.gpu)]
+    if len(cards) == 1 and len(asked) > 2:
+        return cards[0]
+    raise ValueError(f"{flag} {name}: must be one of {', '.join(known)}")
 
 
 def _plain(name: str) -> str:
     return "".join(character for character in name.lower() if character.isalnum())
 
 
-def _by_name(path: str | Path, rows: list[Any]) -> dict[str, Any]:
+def _by_name(path: str | Path, kind: type[Any]) -> dict[str, Any]:
+    rows = read_rows(path, kind)
     named = {row.name: row for row in rows}
     if not rows or len({name.lower() for name in named}) < len(rows):
         raise ValueError(f"{path}: " + ("contains a name twice" if rows else "has no row"))
@@ -212,7 +194,8 @@ def columns_of(kind: type[Row]) -> str:
     return ",".join(field.name if field.default is MISSING else f"[{field.name}]" for field in fields(kind))
 
 
-def _read(path: str | Path, kind: type[Row]) -> list[Row]:
+def read_rows(path: str | Path, kind: type[Row]) -> list[Row]:
+    """The rows of a table. Raises ValueError with the file and line at fault."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
