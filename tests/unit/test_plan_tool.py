@@ -210,16 +210,6 @@ def test_the_command_is_the_recipes(capsys: pytest.CaptureFixture[str], repo_roo
     assert "--bcd-steps-per-block" not in (*ours, *theirs), "a short run would not reach every block"
 
 
-def test_paper_is_a_list_of_cells(capsys: pytest.CaptureFixture[str]) -> None:
-    """Anything beside the list on stdout; a cell without one of its fields; a difference of the wrong sign."""
-    cells = json.loads(output(capsys, "--paper", "--json"))
-    assert isinstance(cells, list) and len(cells) > 200
-    for cell in cells:
-        assert list(cell) == ["table", "row", "column", "published", "recomputed", "difference", "note"]
-        if cell["recomputed"] is not None:
-            assert cell["difference"] == pytest.approx(cell["published"] - cell["recomputed"], abs=1e-6)
-
-
 @pytest.mark.parametrize(
     "flags, message",
     [

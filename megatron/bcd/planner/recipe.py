@@ -20,9 +20,7 @@ PRESET_OF = {"bcd": "paper", "pretrain": "pretrain", "finetune": "finetune"}
 METHODS = ("bcd", "pretrain", "finetune", "full", "offload")
 """Block coordinate descent as in the paper; with --bcd-preset pretrain or finetune; full training; full training with
 the optimizer on the host."""
-RECOMPUTE = ("none", "full")
-"""Of all stages in all phases alike."""
-RECOMPUTE_CHOICES = (*RECOMPUTE, "auto")
+RECOMPUTE_CHOICES = ("none", "full", "auto")
 """auto: in each phase and on each stage the least that fits (`activations.least_recomputation`)."""
 CUTS = ("even", "auto")
 """auto: stages take equally long, head counted (`blocks.cut`)."""

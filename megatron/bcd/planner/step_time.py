@@ -70,15 +70,14 @@ def head_pass(recipe: Recipe) -> PassCost:
     return PassCost(flops=2 * elements * recipe.shape.hidden_size, traffic=8 * elements)
 
 
-def phase_seconds(recipe: Recipe, block: int, *, is_rough: bool = False, is_whole: bool = False) -> PhaseTime:
+def phase_seconds(recipe: Recipe, block: int, *, is_rough: bool = False) -> PhaseTime:
     """An iteration in the middle of the block's phase.
 
     ``is_rough`` replaces the simulation by fill, drain and the slowest stage: fast, and exact for balanced stages.
-    ``is_whole`` simulates every microbatch.
     """
     shape = schedule_shape(recipe, block)
     costs = _costs(recipe, shape, block)
-    pipeline, bubble = _rough_seconds(shape, costs) if is_rough else _pipeline_seconds(shape, costs, is_whole=is_whole)
+    pipeline, bubble = _rough_seconds(shape, costs) if is_rough else _pipeline_seconds(shape, costs)
     buffers = [stage_buffers(recipe, stage)[block] for stage in range(recipe.pipeline_size)]
     ranks = [
         (_step_seconds(recipe, held, share := matrix_share(recipe, stage, block, rank)), share)
@@ -120,10 +119,10 @@ def cycle_seconds(recipe: Recipe) -> tuple[PhaseTime, ...]:
     return tuple(phases)
 
 
-def mean_seconds(recipe: Recipe, *, is_rough: bool = False, is_whole: bool = False) -> float:
+def mean_seconds(recipe: Recipe, *, is_rough: bool = False) -> float:
     """Mean iteration time of a cycle, each phase as `phase_seconds` says: every block has the same number of steps."""
     blocks = range(recipe.partition.num_blocks)
-    return sum(phase_seconds(recipe, each, is_rough=is_rough, is_whole=is_whole).total for each in blocks) / len(blocks)
+    return sum(phase_seconds(recipe, each, is_rough=is_rough).total for each in blocks) / len(blocks)
 
 
 def _costs(recipe: Recipe, shape: PlanShape, block: int) -> ActionCosts:
@@ -176,10 +175,9 @@ def _message_seconds(recipe: Recipe) -> float:
     return recipe.layer_bytes.input * sum(1 / (1e9 * speed) for speed in speeds) / num_links
 
 
-def _pipeline_seconds(shape: PlanShape, costs: ActionCosts, *, is_whole: bool) -> tuple[float, float]:
+def _pipeline_seconds(shape: PlanShape, costs: ActionCosts) -> tuple[float, float]:
     """Time and bubble; of many microbatches the first are simulated, the rest continue at the same pace."""
-    most = shape.num_microbatches if is_whole else _SIMULATED_ROUNDS * shape.num_stages
-    simulated = _with_microbatches(shape, min(shape.num_microbatches, most))
+    simulated = _with_microbatches(shape, min(shape.num_microbatches, _SIMULATED_ROUNDS * shape.num_stages))
     timeline = simulate(build_plan(simulated), costs)
     more = (shape.num_microbatches - simulated.num_microbatches) / simulated.num_microbatches
     if not more:
