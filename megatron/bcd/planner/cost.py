@@ -173,21 +173,11 @@ def head_passes(shape: ModelShape, *, sequence: int, padded_vocabulary: int) -> 
     return shape.hidden_size * padded_vocabulary / sum(pass_products(shape, sequence=sequence))
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerWork:
-    """Compute of one step, in units of one layer's forward pass (docs/concepts.md)."""
-
-    forward: int  # layers that run forward (F)
-    input_gradient: int  # layers that compute their input gradient (D)
-    weight_gradient: int  # layers that compute their weight gradients (W)
-
-    @property
-    def total(self) -> int:
-        return self.forward + self.input_gradient + self.weight_gradient
-
-
-def layer_work(partition: Partition, block: int, *, stage: int | None = None, prefix_cached: bool = False) -> LayerWork:
-    """Compute of the block's phase on one pipeline stage, or summed over all stages if ``stage`` is None.
+def layer_work(
+    partition: Partition, block: int, *, stage: int | None = None, prefix_cached: bool = False
+) -> tuple[int, int, int]:
+    """Compute of the block's phase on one pipeline stage, or summed over all stages if ``stage`` is None: how many
+    layers run forward (F), compute their input gradient (D), and their weight gradients (W; docs/concepts.md).
 
     Active layers and those updated without state count a W. Every active layer counts a D, also the first one, whose
     input needs none. Embedding, head and optimizer step are not counted. ``prefix_cached`` drops the prefix's F.
@@ -197,21 +187,18 @@ def layer_work(partition: Partition, block: int, *, stage: int | None = None, pr
     after_prefix = sum(layer >= first_active for layer in layers)
     stages = range(partition.num_stages) if stage is None else (stage,)
     stateless = partition.stateless_layers(block)
-    return LayerWork(
-        forward=after_prefix if prefix_cached else len(layers),
-        input_gradient=after_prefix,
-        weight_gradient=sum(len(partition.active_layers(block, each)) for each in stages)
-        + sum(layer in stateless for layer in layers),
-    )
+    active = sum(len(partition.active_layers(block, each)) for each in stages)
+    updated = active + sum(layer in stateless for layer in layers)
+    return after_prefix if prefix_cached else len(layers), after_prefix, updated
 
 
 def compute_ratio(partition: Partition, block: int, *, prefix_cached: bool = False) -> float:
     """Step time in the block's phase over full training, by compute of the slowest stage."""
     stages = range(partition.num_stages)
-    slowest = max(layer_work(partition, block, stage=stage, prefix_cached=prefix_cached).total for stage in stages)
+    slowest = max(sum(layer_work(partition, block, stage=stage, prefix_cached=prefix_cached)) for stage in stages)
     return slowest / (3 * max(partition.layers_per_stage))
 
 
 def total_compute_ratio(partition: Partition, block: int, *, prefix_cached: bool = False) -> float:
     """Compute of the block's phase over full training, summed over all stages."""
-    return layer_work(partition, block, prefix_cached=prefix_cached).total / (3 * partition.num_layers)
+    return sum(layer_work(partition, block, prefix_cached=prefix_cached)) / (3 * partition.num_layers)
