@@ -320,11 +320,12 @@ def what_fits(arguments: argparse.Namespace) -> tuple[str, list[dict[str, str]]]
     """Changed flags with which the plan fits, and the planner's command for each."""
     fields = fields_of(arguments, method_of(arguments)) | {"recompute": arguments.recompute or "auto"}
     rows, data = [], []
-    for remedy in remedies(fields):
-        changes = remedy.changes | ({"bcd_preset": None} if "method" in remedy.changes else {})
+    for changes, recipe in remedies(fields):
+        if "method" in changes:
+            changes["bcd_preset"] = None
         flags, command = " ".join(words_of(changes)), changed_command(arguments, changes)
         data.append({"flags": flags, "command": command})
-        recipe, estimate = remedy.recipe, make_estimate(remedy.recipe)
+        estimate = make_estimate(recipe)
         figures = (f"{estimate.peak.total / GIB:.1f}", f"{estimate.tokens_per_second:,.0f}")
         rows.append((flags, str(recipe.num_gpus), f"{recipe.pipeline_size} x {recipe.data_size}", *figures))
     if not data:

@@ -153,7 +153,7 @@ def as_bash(recipe: Recipe, fields: Mapping[str, Any], extra: Sequence[str], *, 
 def what_fits(recipe: Recipe, fields: Mapping[str, Any]) -> str:
     """Flags and methods with which it fits."""
     chosen = {"num_gpus": recipe.num_gpus, "cluster": recipe.cluster, "recompute": recipe.recompute}
-    found = [" ".join(words_of(each.changes)) for each in remedies({**fields, **chosen})]
+    found = [" ".join(words_of(changes)) for changes, _ in remedies({**fields, **chosen})]
     if not found:
         return "nothing fits: take a smaller model, a GPU with more memory or a shorter --seq-length"
     return f"would fit: {in_words(', or '.join(found))}"

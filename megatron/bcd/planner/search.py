@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS
@@ -254,24 +254,12 @@ def compare(base: Recipe, *, pipeline_size: int | None = None, **cost: float | N
 # ---------------------------------------------------------------- where a plan does not fit
 
 _MOST_BLOCKS = 12
-_OTHERS = {
-    "full": ("offload", "pretrain", "bcd"),
-    "offload": ("pretrain", "bcd"),
-    "bcd": ("pretrain", "offload"),
-    "pretrain": ("offload", "bcd"),
-    "finetune": ("offload",),
-}
-"""Other methods, the nearest first."""
 _Changes = dict[str, Any]
 """Fields of Recipe with other values."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Remedy:
-    """Changed settings with which a plan fits."""
-
-    changes: _Changes
-    recipe: Recipe
+Remedy = tuple[_Changes, Recipe]
+"""Changes, and the recipe that fits with them."""
 
 
 def remedies(fields: Mapping[str, Any]) -> list[Remedy]:
@@ -287,7 +275,9 @@ def remedies(fields: Mapping[str, Any]) -> list[Remedy]:
         others += [] if alone else [values]
     found += _fewest_together(fields, others)
     extras: list[_Changes] = [{}, {"recompute": "auto"}, {"recompute": "auto", "micro_batch_size": 1}]
-    for method in _OTHERS[fields["method"]]:
+    for method in reversed(COMPARED[fields["task"]]):
+        if method in ("full", fields["method"]):
+            continue
         other: _Changes = {"method": method} | dict.fromkeys(OF_BLOCKS)
         if method in PRESET_OF:
             other["frozen"] = fields.get("frozen")
@@ -350,7 +340,7 @@ def _first_that_fits(fields: Mapping[str, Any], choices: Sequence[_Changes]) -> 
         with contextlib.suppress(ValueError):  # more stages or blocks than layers, fp16 with Muon
             recipe = shortest_that_fits(valid_pipelines(**{**fields, **changes}))
             if fits(recipe):
-                return [Remedy(changes=changes, recipe=recipe)]
+                return [(changes, recipe)]
     return []
 
 
