@@ -9,10 +9,10 @@ from typing import Any
 
 from megatron.bcd.blocks.cut import balanced_cut
 from megatron.bcd.blocks.partition import Partition, partition, with_tied_parts
-from megatron.bcd.config import LAYOUTS, BcdConfig
+from megatron.bcd.config import BcdConfig
 from megatron.bcd.config.presets import PRESETS
 from megatron.bcd.planner.activations import LayerBytes, LayerCounts, layer_bytes, layer_counts_of
-from megatron.bcd.planner.cost import PRECISIONS, ModelShape, head_passes
+from megatron.bcd.planner.cost import ModelShape, head_passes
 from megatron.bcd.planner.tables import Cluster, Model
 
 PRESET_OF = {"bcd": "paper", "pretrain": "pretrain", "finetune": "finetune"}
@@ -79,22 +79,10 @@ class Recipe:
         ):
             if not 1 <= value <= most:
                 yield f"{flag} {value}: must be 1 to {most}"
-        for flag, chosen, choices in (
-            ("--method", self.method, METHODS),
-            ("--bcd-layout", self.layout or "spread", LAYOUTS),
-            ("--pipeline-cut", self.cut, CUTS),
-            ("--recompute", self.recompute, RECOMPUTE_CHOICES),
-            ("--precision", self.precision, PRECISIONS),
-            ("--adam-moments-dtype", self.adam_moments_dtype, MOMENTS),
-        ):
-            if chosen not in choices:
-                yield f"{flag} {chosen}: must be one of {', '.join(choices)}"
         gpus, stages, context = f"--num-gpus {self.num_gpus}", self.pipeline_size, self.context_size
         if self.num_gpus % self.num_nodes:
             nodes = f"{self.num_nodes} nodes of at most {self.cluster.gpus_per_node} GPUs"
             yield f"{gpus}: cannot be divided evenly among {nodes}"
-        if self.num_gpus % stages:
-            yield f"--pipeline-model-parallel-size {stages} does not divide {gpus}: give a divisor"
         if self.num_gpus % (stages * context):
             product = f"--context-parallel-size {context} x --pipeline-model-parallel-size {stages}"
             yield f"{product} does not divide {gpus}: give a divisor"
