@@ -84,29 +84,28 @@ def test_what_would_fit_does() -> None:
             assert fits(planned_for(flags, variables)), remedy
 
 
-@pytest.mark.parametrize("flag", [
-    "--num-query-groups", "--kv-channels", "--swiglu", "--no-swiglu", "--untie-embeddings-and-output-weights",
-    "--optimizer", "--bcd-resting-update", "--make-vocab-size-divisible-by", "--max-position-embeddings",
-    "--no-use-distributed-optimizer", "--attention-backend", "--position-embedding-type", "--group-query-attention",
-])  # fmt: skip
-def test_flags_that_the_plan_follows_from(flag: str) -> None:
-    """A command that trains another model, or with another optimizer, than its plan says."""
-    with pytest.raises(ValueError, match=flag):
-        recipe.request_of([*SMALL, flag, "1"], {})
+FINE_TUNING = ("LLaMA-7B", "finetune", "rtx4090")
+OF_THE_PLAN = (
+    "--num-query-groups --kv-channels --swiglu --no-swiglu --untie-embeddings-and-output-weights --optimizer"
+    " --bcd-resting-update --make-vocab-size-divisible-by --max-position-embeddings --no-use-distributed-optimizer"
+    " --attention-backend --position-embedding-type --group-query-attention"
+)
+OF_THE_DATA = "--data-path --train-data-path --mock-data --bcd-preset --save --load-hf"
 
 
 @pytest.mark.parametrize(
-    "flag",
-    ["--data-path", "--train-data-path", "--mock-data", "--bcd-preset", "--save", "--load-hf"],
+    ("words", "flag"),
+    [(SMALL, flag) for flag in OF_THE_PLAN.split()] + [(FINE_TUNING, flag) for flag in OF_THE_DATA.split()],
 )
-def test_flags_that_fine_tuning_sets(flag: str) -> None:
-    """A flag beside the recipe's own, which then finds no model, or trains on other records."""
+def test_flags_that_the_recipe_sets(words: Sequence[str], flag: str) -> None:
+    """A command that trains another model, or with another optimizer, than its plan says; a flag beside the recipe's
+    own, which then finds no model, or trains on other records."""
     with pytest.raises(ValueError, match=flag):
-        recipe.request_of(["LLaMA-7B", "finetune", "rtx4090", f"{flag}=1"], {})
+        recipe.request_of([*words, f"{flag}=1"], {})
 
 
 def test_flags_that_fine_tuning_leaves_to_the_user() -> None:
     """A tokenizer, or records for validation, that can't be given."""
     flags = ("--tokenizer-type", "HuggingFaceTokenizer", "--valid-data-path", "v.jsonl", "--split", "90,10,0")
-    assert recipe.request_of(["LLaMA-7B", "finetune", "rtx4090", *flags], {})[2] == [*flags]
+    assert recipe.request_of([*FINE_TUNING, *flags], {})[2] == [*flags]
     assert recipe.request_of([*SMALL, "--metrics-file", "m"], {})[2] == ["--metrics-file", "m"]
