@@ -14,7 +14,7 @@ import math
 import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby, pairwise, takewhile
 from pathlib import Path
 from typing import Any
@@ -108,26 +108,11 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------- figures
 
 
-@dataclass(frozen=True, kw_only=True)
-class Figures:
-    """A row of the table; None where the run has no such lines."""
-
-    run: str
-    file: str
-    iterations: int
-    num_ranks: tuple[int, ...]
-    """Of the run, and of each of its resumptions on another number; memory and time are of the last."""
-    validation_iteration: int | None
-    model_state_bytes: tuple[int, ...] | None
-    """By rank, maximum over the phases."""
-    mean_model_state_bytes: tuple[float, ...] | None
-    """By rank, mean over the blocks."""
-    step_time_ms: float | None
-    tokens_per_second: float | None
-    validation_loss: float | None
-    validation_perplexity: float | None
-    test_loss: float | None
-    test_perplexity: float | None
+Figures = dict[str, Any]
+"""A run as --json has it; None where the run has no such lines. `num_ranks`: of the run, and of each of its resumptions
+on another number; memory and time are of the last. Model state by rank, maximum over the phases and mean over the
+blocks."""
+RATIOS = ("step_time_ms", "tokens_per_second", "validation_loss", "validation_perplexity")
 
 
 def typical_step_ms(steps: Sequence[dict[str, Any]]) -> float:
@@ -155,24 +140,19 @@ def figures_of(run: Run) -> Figures:
     validation = run.validations[-1] if run.validations else {}
     step_ms = typical_step_ms(steps) if steps else None
     tokens = [step["tokens_per_second"] * step["step_time_ms"] for step in steps]
-    return Figures(
-        run=run.name,
-        file=run.file,
-        iterations=max(line["iteration"] for line in (*run.steps, *run.validations, run.test) if line),
-        num_ranks=run.num_ranks,
-        validation_iteration=validation.get("iteration"),
-        model_state_bytes=tuple(map(max, by_rank)) if steps else None,
-        mean_model_state_bytes=tuple(map(statistics.fmean, by_rank)) if steps else None,
-        step_time_ms=step_ms,
-        tokens_per_second=statistics.median(tokens) / step_ms if step_ms else None,
-        validation_loss=validation.get("validation_loss"),
-        validation_perplexity=validation.get("validation_perplexity"),
-        test_loss=run.test.get("test_loss"),
-        test_perplexity=run.test.get("test_perplexity"),
-    )
-
-
-RATIOS = ("step_time_ms", "tokens_per_second", "validation_loss", "validation_perplexity")
+    return {
+        "run": run.name,
+        "file": run.file,
+        "iterations": max(line["iteration"] for line in (*run.steps, *run.validations, run.test) if line),
+        "num_ranks": run.num_ranks,
+        "validation_iteration": validation.get("iteration"),
+        "model_state_bytes": tuple(map(max, by_rank)) if steps else None,
+        "mean_model_state_bytes": tuple(map(statistics.fmean, by_rank)) if steps else None,
+        "step_time_ms": step_ms,
+        "tokens_per_second": statistics.median(tokens) / step_ms if step_ms else None,
+        **{name: validation.get(name) for name in ("validation_loss", "validation_perplexity")},
+        **{name: run.test.get(name) for name in ("test_loss", "test_perplexity")},
+    }
 
 
 def ratios_of(one: Figures, other: Figures) -> dict[str, Any]:
@@ -181,11 +161,11 @@ def ratios_of(one: Figures, other: Figures) -> dict[str, Any]:
     def ratio(above: float | None, below: float | None) -> float | None:
         return above / below if above is not None and below else None
 
-    states = one.model_state_bytes or (), other.model_state_bytes or ()
+    states = one["model_state_bytes"] or (), other["model_state_bytes"] or ()
     same_ranks = len(states[0]) == len(states[1])
     return {
         "model_state_bytes": list(map(ratio, *states)) if same_ranks and states[0] else None,
-        **{name: ratio(getattr(one, name), getattr(other, name)) for name in RATIOS},
+        **{name: ratio(one[name], other[name]) for name in RATIOS},
     }
 
 
@@ -205,11 +185,11 @@ def table_rows(figures: Sequence[Figures]) -> list[tuple[str, ...]]:
     forms = ("{:,.1f}", "{:,.0f}", "{:.4f}", "{:,.2f}")
     rows: list[tuple[str, ...]] = []
     for row in figures:
-        cells = (cell(getattr(row, name), form) for name, form in zip(RATIOS, forms, strict=True))
-        rows.append((row.run, by_rank([n / MIB for n in row.model_state_bytes or ()], "{:,.1f}", " MiB"), *cells))
+        cells = (cell(row[name], form) for name, form in zip(RATIOS, forms, strict=True))
+        rows.append((row["run"], by_rank([n / MIB for n in row["model_state_bytes"] or ()], "{:,.1f}", " MiB"), *cells))
     if len(figures) == 2:
         ratios = ratios_of(*figures)
-        label = f"{figures[0].run} / {figures[1].run}"
+        label = f"{figures[0]['run']} / {figures[1]['run']}"
         cells = (cell(ratios[name], "{:.3f}") for name in RATIOS)
         rows.append((label, by_rank(ratios["model_state_bytes"], "{:.3f}"), *cells))
     return rows
@@ -217,13 +197,13 @@ def table_rows(figures: Sequence[Figures]) -> list[tuple[str, ...]]:
 
 def notes(figures: Sequence[Figures]) -> list[str]:
     """What the reader of the table must know to compare its rows."""
-    lines = [
-        f"{row.run}: resumed on another number of ranks ({', then '.join(map(str, row.num_ranks))}); state and time are"
-        " of the last"
-        for row in figures
-        if len(row.num_ranks) > 1
-    ]
-    ends = {row.run: row.validation_iteration for row in figures if row.validation_iteration is not None}
+    lines = []
+    for row in figures:
+        if len(row["num_ranks"]) > 1:
+            ranks = ", then ".join(map(str, row["num_ranks"]))
+            about = f"resumed on another number of ranks ({ranks}); state and time are of the last"
+            lines.append(f"{row['run']}: {about}")
+    ends = {row["run"]: row["validation_iteration"] for row in figures if row["validation_iteration"] is not None}
     if len(set(ends.values())) > 1:
         places = ", ".join(f"{name} {iteration:,}" for name, iteration in ends.items())
         lines.append(f"validation is of different iterations: {places}")
@@ -237,7 +217,7 @@ def as_json(figures: Sequence[Figures]) -> dict[str, Any]:
         return {key: None if value != value or value == math.inf else value for key, value in values.items()}
 
     ratios = finite(ratios_of(*figures)) if len(figures) == 2 else None
-    return {"runs": [finite(asdict(row)) for row in figures], "ratios": ratios}
+    return {"runs": [finite(row) for row in figures], "ratios": ratios}
 
 
 # ---------------------------------------------------------------- picture
@@ -342,7 +322,7 @@ def _draw_bands(axes: Any, run: Run, width: float) -> list[Any]:
 
 def _draw_model_state(axes: Any, figures: Sequence[Figures]) -> None:
     """Grouped bars: a group per rank, a bar per run; beyond MAX_RANKS_AS_BARS the highest rank only."""
-    states = [row.model_state_bytes or () for row in figures]
+    states = [row["model_state_bytes"] or () for row in figures]
     labels = [f"rank {rank}" for rank in range(max(map(len, states)))]
     if len(labels) > MAX_RANKS_AS_BARS:
         states, labels = [(max(state),) if state else () for state in states], ["highest rank"]
@@ -395,7 +375,8 @@ def report(arguments: argparse.Namespace) -> None:
 def show(figures: Sequence[Figures]) -> None:
     """The table and its notes."""
     print_table(COLUMNS, table_rows(figures))
-    print(*notes(figures), sep="\n")
+    for note in notes(figures):
+        print(note)
 
 
 @command(PROG)
