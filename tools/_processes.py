@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {"gpt": "pretrain_gpt_bcd.py", "llama": "pretrain_llama_bcd.py"}
 _NO_MEMORY = re.compile(r"OutOfMemoryError|out of memory|can't allocate memory|Cannot allocate memory", re.IGNORECASE)
@@ -81,6 +79,8 @@ def run(
 
 def kill(process: subprocess.Popen[bytes]) -> None:
     """It and all that it has started; torchrun's ranks have sessions of their own."""
+    import psutil  # tools/check_machine.py says where it is missing
+
     if process.poll() is None:
         with contextlib.suppress(psutil.NoSuchProcess):
             root = psutil.Process(process.pid)

@@ -31,6 +31,13 @@ def test_what_is_found(repo_root: Path, tmp_path: Path) -> None:
     assert found["torch"]["figures"]["torch"] and found["self-test"]["verdict"] == "SKIP"
 
 
+def test_nothing_is_installed(repo_root: Path, tmp_path: Path) -> None:
+    """A tool that needs the package which it is to miss."""
+    command = [sys.executable, "-S", "tools/check_machine.py", "--output", str(tmp_path)]  # without site-packages
+    done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True)
+    assert done.returncode == 1 and "FAIL package psutil" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_a_wrong_version(repo_root: Path, tmp_path: Path) -> None:
     """An installed package of another version that is not seen, or a self-test that is tried all the same."""
     (tmp_path / "megatron_core-0.15.3.dist-info").mkdir()
