@@ -168,10 +168,6 @@ SFT_CASES = (
         prepare=records(RECORD * 3 + b"{"),
     ),
     case(
-        "messages without a template", *SFT, named="line 1",
-        prepare=records(b'{"messages": [{"role": "assistant", "content": "a"}]}'), ranks=(1,),
-    ),
-    case(
         "a long answer", *SFT, named=("records.jsonl, line 2", "--sft-drop"),
         prepare=records(RECORD + RECORD.replace(b'"c"', b'"' + b"c" * 30 + b'"')),
     ),
