@@ -94,6 +94,12 @@ def _epoch_samples(config: RunConfig, dataset_config: GPTDatasetConfig, num_toke
     return max(math.ceil(n * sum(blend[1]) / weight) for n, weight in zip(sequences, blend[1], strict=True))
 
 
+def stage_needs_data(config: RunConfig) -> bool:
+    """Whether this rank's pipeline stage reads tokens, labels or masks."""
+    is_at_an_end = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
+    return is_at_an_end or config.data.reset_attention_mask
+
+
 def build_splits(config: RunConfig, plan: SplitPlan) -> Splits:
     """Build the splits and write their index cache, on all ranks together (Megatron Core's builder has barriers).
 
@@ -101,15 +107,10 @@ def build_splits(config: RunConfig, plan: SplitPlan) -> Splits:
         ValueError: the index cache can't be written, or holds a file that a killed run has left half written.
     """
     dataset_config = plan.dataset_config
-    needs_data = (
-        parallel_state.is_pipeline_first_stage()
-        or parallel_state.is_pipeline_last_stage()
-        or config.data.reset_attention_mask
-    )
     dataset_class = MockGPTDataset if config.data.mock_data else GPTDataset
     try:
         built = BlendedMegatronDatasetBuilder(
-            dataset_class, list(plan.sizes), lambda: needs_data, dataset_config
+            dataset_class, list(plan.sizes), lambda: stage_needs_data(config), dataset_config
         ).build()
     except (ValueError, EOFError, pickle.UnpicklingError) as error:  # numpy's, of a file that is cut off
         damaged = _damaged_indexes(config)

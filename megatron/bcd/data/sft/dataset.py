@@ -14,7 +14,6 @@ from typing import Any
 import numpy
 import numpy.typing
 import torch
-from megatron.core import parallel_state
 
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
@@ -22,7 +21,7 @@ from megatron.bcd.data.lengths import num_samples
 from megatron.bcd.data.sft.permutation import Permutation
 from megatron.bcd.data.sft.store import Files, Samples, tokenized_samples
 from megatron.bcd.data.sft.text import name_of
-from megatron.bcd.data.splits import Splits
+from megatron.bcd.data.splits import Splits, stage_needs_data
 from megatron.bcd.tokenizer import Tokenizer
 
 Indices = numpy.typing.NDArray[numpy.int64]
@@ -300,11 +299,6 @@ def plan_fine_tuning(
         PhaseSubset(num_samples=epoch_samples, ratio=config.bcd.bcd_sample_ratio, seed=config.training.seed)
     if sizes[1] is not None:
         num_validation = sizes[1]
-    has_data = (
-        parallel_state.is_pipeline_first_stage()
-        or parallel_state.is_pipeline_last_stage()
-        or config.data.reset_attention_mask
-    )
     datasets = [
         FineTuningDataset(
             prepared.samples,
@@ -315,7 +309,7 @@ def plan_fine_tuning(
             seed=config.training.seed,
             has_segments=config.data.reset_attention_mask,
         )
-        if has_data and size and len(split)
+        if stage_needs_data(config) and size and len(split)
         else None
         for size, split in zip((sizes[0], num_validation, sizes[2]), prepared.splits, strict=True)
     ]
