@@ -64,6 +64,8 @@ system counts; the run's name, which depends on the flags that a version has; an
 and the blocks of the steps show. Everything else is compared, fields that are added later too."""
 REPLACED = ("eval-generate", "eval-generate-tokens")
 """Flags whose place something else has taken: accepted by both versions, and a value by one only."""
+ADDED = {"bcd-frozen-weights": "device"}
+"""What versions without a flag do, where that is not off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,8 +332,9 @@ def first_difference(before: Mapping[str, Resolved], after: Mapping[str, Resolve
         if isinstance(now, str):
             return f"{name} is refused: {now.strip()}"
         for flag in values | now:
-            if flag not in REPLACED and (values.get(flag) or None) != (now.get(flag) or None):
-                return f"{name}: {flag} was {values.get(flag)}, is {now.get(flag)}"
+            one, two = values.get(flag, ADDED.get(flag)), now.get(flag, ADDED.get(flag))
+            if flag not in REPLACED and (one or None) != (two or None):
+                return f"{name}: {flag} was {one}, is {two}"
     return None
 
 

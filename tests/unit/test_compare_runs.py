@@ -240,6 +240,8 @@ def test_a_changed_configuration_is_found(tmp_path: Path) -> None:
     before = {"a": {"lr": 1e-3, "bf16": False}, "refused": "--lr: must be given"}
     assert first_difference(before, {"a": {"lr": 1e-3}, "refused": {"lr": 1e-3}}) is None
     assert "lr" in str(first_difference(before, {"a": {"lr": 2e-3, "bf16": False}, "refused": "x"}))
+    assert first_difference({"a": {}}, {"a": {"bcd-frozen-weights": "device"}}) is None
+    assert first_difference({"a": {}}, {"a": {"bcd-frozen-weights": "host"}})
     assert "refused" in str(first_difference(before, {"a": "--lr: must be given", "refused": "x"}))
 
 
