@@ -35,6 +35,7 @@ from megatron.bcd.planner.estimate import MULTIPLIERS, Estimate, make_estimate
 from megatron.bcd.planner.paper import FITTED_MODELS, Paper
 from megatron.bcd.planner.recipe import (
     CUTS,
+    FROZEN_WEIGHTS,
     METHODS,
     MOMENTS,
     PRESET_OF,
@@ -117,6 +118,8 @@ _FLAG_OF = {
     "sequence": "seq_length",
     "cut": "pipeline_cut",
     "num_chunks": "num_virtual_stages_per_pipeline_rank",
+    "frozen_weights": "bcd_frozen_weights",
+    "resident_layers": "bcd_resident_layers",
 }
 """Flags of Recipe's fields, where they have another name."""
 
@@ -139,6 +142,10 @@ def add_recipe_flags(group: Any) -> None:
         " biases, embedding, head, or none; what is not belongs to a block, the head to the top one (default: the"
         " preset's)")  # fmt: skip
     add("--adam-moments-dtype", choices=MOMENTS, default="fp32", help="of Adam's moments (default: fp32)")
+    add("--bcd-frozen-weights", dest="frozen_weights", choices=FROZEN_WEIGHTS, help="host: frozen layers lie in host"
+        " memory (default: device; with --task sft host where it does not fit otherwise)")  # fmt: skip
+    add("--bcd-resident-layers", dest="resident_layers", type=int, metavar="N", help="with host: frozen layers of a"
+        " stage that stay on the device (default: 0)")  # fmt: skip
     add("--pipeline-model-parallel-size", dest="pipeline_size", type=int, metavar="N", help="(default: the smallest"
         " that fits; --search tries all)")  # fmt: skip
     add("--context-parallel-size", dest="context_size", type=int, default=1, metavar="N", help="(default: 1)")
@@ -228,7 +235,8 @@ def fields_of(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
         raise ValueError(f"{flag_of('num_chunks')} needs --bcd-layout interleaved: give both, or leave it out")
     frozen, always = arguments.frozen, arguments.always_active
     names = (
-        "num_gpus", "pipeline_size", "context_size", "num_blocks", "layout", "num_chunks", "cut", "adam_moments_dtype",
+        "num_gpus", "pipeline_size", "context_size", "num_blocks", "layout", "num_chunks", "cut", "frozen_weights",
+        "resident_layers", "adam_moments_dtype",
         "precision", "sequence", "micro_batch_size", "global_batch_size", "recompute", "task",
     )  # fmt: skip
     return {name: getattr(arguments, name) for name in names} | {
@@ -389,6 +397,9 @@ def _layout(recipe: Recipe) -> str:
         parts.append(f"{partition.num_chunks} chunks a stage")
     if recipe.cut == "auto":
         parts.append("cut by work")
+    if recipe.is_streamed:
+        kept = f", {recipe.resident_layers} stay on the device" if recipe.resident_layers else ""
+        parts.append(f"frozen layers in host memory{kept}")
     parts.append(f"micro-batch {recipe.micro_batch_size}")
     if recipe.recompute != "none":
         parts.append(f"recomputation {recipe.recompute}")

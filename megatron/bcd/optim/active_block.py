@@ -177,7 +177,8 @@ class ActiveBlock:
         if self.matrices is not None:
             self.matrices.end(keeps_momenta=self.kept.keeps_moments and not is_end_of_run)
         self._disconnect()
-        in_buffers = self._in_buffers if self.partition.always_active else []
+        has_others = bool(self.partition.always_active) or self._frozen_weights is not None
+        in_buffers = self._in_buffers if has_others else []
         megatron_core.drop_gradient_hooks(self.wrapped)
         for chunk in chunks_of(self.model):
             chunk.set_input_tensor(None)  # holds the last input that was received, and its gradient
@@ -193,7 +194,7 @@ class ActiveBlock:
         for parameter in in_buffers:
             if self._frozen_weights is not None and self._frozen_weights.is_on_host(parameter):
                 continue
-            # the weight is a view of the buffer; always-active ones would keep this buffer alive beside the next
+            # the weight is a view of the buffer, which it would keep alive for itself
             parameter.data = parameter.data.clone()
         memory.release_cached_memory()
 

@@ -76,6 +76,9 @@ def layout_flags(recipe: Recipe) -> list[str]:
     words.append(f"--bcd-layout {layout}")
     if layout == "interleaved" and recipe.num_chunks not in (None, number):
         words.append(f"--num-virtual-stages-per-pipeline-rank {recipe.num_chunks}")
+    if recipe.is_streamed:
+        resident = f" --bcd-resident-layers {recipe.resident_layers}" if recipe.resident_layers else ""
+        words.append(f"--bcd-frozen-weights host{resident}")
     for flag, parts in (("--bcd-frozen", recipe.frozen), ("--bcd-always-active", recipe.always_active)):
         if parts is not None:
             words.append(f"{flag} {parts_of(parts)}")

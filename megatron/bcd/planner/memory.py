@@ -33,6 +33,8 @@ from megatron.bcd.planner.tensors import Buffer, Tensor, buffer_of, stage_tensor
 
 STEP_COUNTER_BYTES = 4
 """PyTorch's Adam has one step counter per parameter that the rank holds a part of."""
+_ARENA_ALIGNMENT = 128
+"""Elements (`model.frozen_weights`)."""
 _LOW_BIT_CHUNK = 2**22
 """Elements whose moments are decoded at once on a GPU (`optim.low_bit_adam`)."""
 
@@ -106,6 +108,60 @@ def _weights(
     return tuple(stages)
 
 
+@dataclass(frozen=True, kw_only=True)
+class StreamedLayers:
+    """The layers of a stage that --bcd-frozen-weights host takes, without what is active in every phase."""
+
+    sizes: tuple[int, ...]
+    """Elements, in order."""
+    padded: int
+    """Of one: as it lies in the arena and in a buffer."""
+    is_active: tuple[tuple[bool, ...], ...]
+    """By block, of each layer."""
+
+    def num_held(self, block: int, resident: int) -> int:
+        """Frozen layers that the device holds in the block's phase, buffers included."""
+        frozen = self.is_active[block].count(False)
+        return min(frozen, resident + 2) if frozen > resident else frozen
+
+    def device_elements(self, block: int, resident: int) -> int:
+        active = sum(size for size, is_active in zip(self.sizes, self.is_active[block], strict=True) if is_active)
+        return active + self.num_held(block, resident) * self.padded
+
+
+@lru_cache(maxsize=1024)
+def _streamed(shape: ModelShape, counts: LayerCounts, stage: int) -> StreamedLayers:
+    partition, by_layer = counts.partition, dict[int, list[Tensor]]()
+    for tensor in stage_tensors(shape, partition, stage, padded_vocabulary=1):
+        if tensor.owned.layer is not None and not tensor.owned.is_always_active:
+            by_layer.setdefault(tensor.owned.layer, []).append(tensor)
+    layers = list(by_layer.values())
+    return StreamedLayers(
+        sizes=tuple(sum(tensor.size for tensor in layer) for layer in layers),
+        padded=sum(-(-tensor.size // _ARENA_ALIGNMENT) * _ARENA_ALIGNMENT for tensor in layers[0]) if layers else 0,
+        is_active=tuple(
+            tuple(any(tensor.is_active(block.index) for tensor in layer) for layer in layers)
+            for block in partition.blocks
+        ),
+    )
+
+
+def streamed_layers(recipe: Recipe, stage: int) -> StreamedLayers:
+    return _streamed(recipe.shape, recipe.layer_counts, stage)
+
+
+def _weight_elements(recipe: Recipe, stage: int, block: int) -> int:
+    """On the device, with the padding of buffers."""
+    buffer, elements = _stage_weights(recipe)[stage][block]
+    if not recipe.is_streamed:
+        return elements
+    tensors = stage_tensors(recipe.shape, recipe.partition, stage, padded_vocabulary=recipe.padded_vocabulary)
+    active = sum(tensor.size for tensor in tensors if tensor.is_active(block))
+    layers = streamed_layers(recipe, stage)
+    outside = sum(tensor.size for tensor in tensors) - sum(layers.sizes)
+    return outside + layers.device_elements(block, recipe.resident_layers or 0) + buffer.size - active
+
+
 def schedule_shape(recipe: Recipe, block: int) -> PlanShape:
     """The pipeline schedule in the middle of the block's phase."""
     return steady_shape(recipe.partition, block, num_microbatches=recipe.num_microbatches, head=recipe.head_passes)
@@ -132,7 +188,7 @@ def rank_memory(recipe: Recipe, *, replica: int = 0) -> tuple[RankMemory, ...]:
 def _without_activations(recipe: Recipe, stage: int, block: int, replica: int) -> RankMemory:
     budget = state_budget(precision=recipe.precision, adam_moments_dtype=recipe.adam_moments_dtype)
     is_on_host, is_fp32 = recipe.method == "offload", recipe.adam_moments_dtype == "fp32"
-    buffer, elements = _stage_weights(recipe)[stage][block]
+    buffer, _ = _stage_weights(recipe)[stage][block]
     held, share = buffer.held[replica], matrix_share(recipe, stage, block, replica)
     of_adam = int(budget.optimizer * held) + STEP_COUNTER_BYTES * buffer.pieces[replica] * is_fp32
     # with moments in fewer bits Adam steps a part of a parameter at a time
@@ -140,7 +196,7 @@ def _without_activations(recipe: Recipe, stage: int, block: int, replica: int) -
     return RankMemory(
         stage=stage,
         block=block,
-        weights=budget.weight * elements,
+        weights=budget.weight * _weight_elements(recipe, stage, block),
         gradients=budget.gradient * buffer.size + share.gradients,
         optimizer=0 if is_on_host else of_adam + share.state,
         activations=0,
@@ -176,17 +232,20 @@ def _recomputed(recipe: Recipe, stage: int, block: int) -> Recomputed:
 
 
 def host_bytes(recipe: Recipe) -> int:
-    """Host memory of one rank: with method offload weights, gradients and moments; else offloaded momenta, and what
-    16-bit weights lack of main parameters (--bcd-main-params host)."""
+    """Host memory of one rank: with method offload weights, gradients and moments; else offloaded momenta, what 16-bit
+    weights lack of main parameters (--bcd-main-params host), and its share of a node's frozen weights."""
     stages = range(recipe.pipeline_size)
     if recipe.method == "offload":
         return OFFLOADED_BYTES * max(max(stage_buffers(recipe, stage)[0].held) for stage in stages)
     ranks, blocks = range(recipe.num_replicas), range(recipe.partition.num_blocks)
-    momenta = max(matrix_share(recipe, *place).kept for place in product(stages, blocks, ranks))
+    kept = max(matrix_share(recipe, *place).kept for place in product(stages, blocks, ranks))
+    if recipe.is_streamed:
+        largest = max(len(layers.sizes) * layers.padded for layers in (streamed_layers(recipe, one) for one in stages))
+        kept += recipe.bytes_per_element * largest // min(recipe.num_replicas, recipe.gpus_per_node)
     # main parameters of stateless updates are on the device
     if len(blocks) == 1 or recipe.bcd.bcd_resting_update != "none":
-        return momenta
-    return momenta + max(_offloaded_main_params(recipe, stage) for stage in stages)
+        return kept
+    return kept + max(_offloaded_main_params(recipe, stage) for stage in stages)
 
 
 def _offloaded_main_params(recipe: Recipe, stage: int) -> int:

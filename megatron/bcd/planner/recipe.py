@@ -26,6 +26,7 @@ CUTS = ("even", "auto")
 """auto: stages take equally long, head counted (`blocks.cut`)."""
 MOMENTS = ("fp32", "bf16", "int8")
 """Of --adam-moments-dtype."""
+FROZEN_WEIGHTS = ("device", "host")
 VOCABULARY_MULTIPLE = {"pretrain": 128, "sft": 1}
 """--make-vocab-size-divisible-by; of a published model 1, because rows of padding would take part in the softmax."""
 MAX_GPUS, MAX_BATCH, MAX_TOKENS = 4096, 2**17, 2**24
@@ -53,6 +54,8 @@ class Recipe:
     adam_moments_dtype: str = "fp32"
     num_chunks: int | None = None  # of every stage, in layout interleaved; None: as many as blocks
     cut: str = "even"
+    frozen_weights: str | None = None  # --bcd-frozen-weights; None: device
+    resident_layers: int | None = None  # --bcd-resident-layers; None: 0
     precision: str = "fp32"
     sequence: int | None = None  # None: the model's default
     micro_batch_size: int = 1
@@ -102,6 +105,10 @@ class Recipe:
             yield f"{blocks} cannot be combined with {method}, where all parameters are active; leave it out"
         if self.model.form == "gpt" and self.tokens > (most := self.shape.num_positions):
             yield f"--seq-length {self.tokens}: {self.model.name} has {most} positions; give at most so many"
+        if self.is_streamed and (not self.has_blocks or self.bcd.bcd_resting_update != "none"):
+            yield f"--bcd-frozen-weights host: {method} writes all layers in every step; leave it out"
+        if not 0 <= (resident := self.resident_layers or 0) <= self.model.layers:
+            yield f"--bcd-resident-layers {resident}: must be 0 to {self.model.layers}"
         if self.adam_moments_dtype != "fp32" and self.method == "offload":
             yield "--adam-moments-dtype: the optimizer on the host has moments in fp32; leave it out"
         if self.adam_moments_dtype == "int8" and self.shape.tied and 1 < stages < self.num_gpus:
@@ -111,6 +118,11 @@ class Recipe:
     def has_blocks(self) -> bool:
         """Whether the method is block coordinate descent."""
         return self.method in PRESET_OF
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether frozen layers lie in host memory."""
+        return self.frozen_weights == "host"
 
     @property
     def bcd(self) -> BcdConfig:

@@ -35,10 +35,11 @@ _SHARED_BY_TENSOR_RANKS = (
 
 
 def phase_counts(
-    sizes: Mapping[str, int], owned: Mapping[str, Ownership], block: int, *, is_muon: bool
+    config: RunConfig, sizes: Mapping[str, int], owned: Mapping[str, Ownership], block: int
 ) -> dict[str, int]:
     """Parameters of a rank in a phase, by what steps them: Megatron Core's optimizer, Muon, or a rule without state;
-    and matrices that rest now or in another phase."""
+    matrices that rest now or in another phase; and those on the device: with --bcd-frozen-weights host not all."""
+    is_muon = config.optimizer.optimizer == "muon"
     counts = dict.fromkeys(("adam", "muon", "stateless", "matrices"), 0)
     for name, one in owned.items():
         if one.is_active(block):
@@ -46,7 +47,7 @@ def phase_counts(
             continue
         counts["stateless"] += sizes[name] * one.is_stateless(block)
         counts["matrices"] += sizes[name] * bool(one.stateless_in)
-    return counts
+    return counts | {"on_device": _on_device(config, sizes, owned, block)}
 
 
 def offload_fraction(config: RunConfig) -> float:
@@ -56,8 +57,8 @@ def offload_fraction(config: RunConfig) -> float:
     return config.optimizer.optimizer_offload_fraction
 
 
-def state_bytes(config: RunConfig, *, num_parameters: int, counts: Mapping[str, int], num_replicas: int) -> int:
-    """Model state in bytes of a rank with ``num_parameters`` in a phase with these `phase_counts`.
+def state_bytes(config: RunConfig, *, counts: Mapping[str, int], num_replicas: int) -> int:
+    """Model state in bytes of a rank in a phase with these `phase_counts`.
 
     ``num_replicas`` ranks hold the same weights: data-parallel times context-parallel ones.
     """
@@ -78,7 +79,7 @@ def state_bytes(config: RunConfig, *, num_parameters: int, counts: Mapping[str, 
         data_parallel_size=num_replicas,
     )
     of_optimizer = cost.model_state_bytes(
-        num_parameters=num_parameters,
+        num_parameters=counts["on_device"],
         num_active=counts["adam"],
         precision=precision,
         optimizer=config.optimizer.optimizer,
@@ -132,9 +133,22 @@ def _stage_counts(
         is_split = tensor.name.endswith(_SHARED_BY_TENSOR_RANKS)
         sizes[tensor.name] = -(-tensor.size // config.tensor_size) if is_split else tensor.size
         owned[tensor.name] = tensor.owned
-    is_muon = config.optimizer.optimizer == "muon"
-    counts = [phase_counts(sizes, owned, block.index, is_muon=is_muon) for block in partition.blocks]
+    counts = [phase_counts(config, sizes, owned, block.index) for block in partition.blocks]
     return sum(sizes.values()), counts
+
+
+def _on_device(config: RunConfig, sizes: Mapping[str, int], owned: Mapping[str, Ownership], block: int) -> int:
+    if config.bcd.bcd_frozen_weights == "device":
+        return sum(sizes.values())
+    frozen = dict[int, int]()
+    for name, one in owned.items():
+        if one.layer is not None and not one.is_always_active:
+            frozen[one.layer] = frozen.get(one.layer, 0) + sizes[name]
+    for one in owned.values():
+        if one.layer is not None and one.is_active(block) and not one.is_always_active:
+            frozen.pop(one.layer, None)
+    held = config.bcd.bcd_resident_layers + 2  # buffers
+    return sum(sizes.values()) - sum([*frozen.values()][: max(0, len(frozen) - held)])
 
 
 def stage_state(
@@ -148,8 +162,7 @@ def stage_state(
     padded = -(-vocab_size // multiple) * multiple
     for stage in range(partition.num_stages):
         total, counts = _stage_counts(config, partition, stage, padded_vocab_size=padded)
-        states = (state_bytes(config, num_parameters=total, counts=each, num_replicas=num_replicas) for each in counts)
-        yield total, max(states)
+        yield total, max(state_bytes(config, counts=each, num_replicas=num_replicas) for each in counts)
 
 
 def phase_flops(config: RunConfig, partition: Partition, block: int, *, padded_vocab_size: int) -> float:
@@ -184,14 +197,14 @@ class RunMemory:
         """The least recomputation with which model state, activations and messages of a rank of the stage take at most
         ``memory_bytes`` in the block's phase; all layers where that does not fit either."""
         config = self.config
-        total, counts = _stage_counts(config, self.partition, stage, padded_vocab_size=self.padded_vocab_size)
-        state = state_bytes(config, num_parameters=total, counts=counts[block], num_replicas=self.num_replicas)
+        counts = _stage_counts(config, self.partition, stage, padded_vocab_size=self.padded_vocab_size)[1][block]
+        state = state_bytes(config, counts=counts, num_replicas=self.num_replicas)
         shards = self.num_replicas if config.training.use_distributed_optimizer else 1
         return self.activations(stage, block).least_recomputation(
             self._model_shape,
             sequence=config.model.seq_length,
             state=state,
-            optimizer_work=4 * counts[block]["adam"] // shards,  # temporary memory of PyTorch's Adam
+            optimizer_work=4 * counts["adam"] // shards,  # temporary memory of PyTorch's Adam
             limit=memory_bytes,
         )
 

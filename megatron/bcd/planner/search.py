@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,8 +23,10 @@ _SIMULATED = 3
 MOST_GPUS = 512
 _PLANNED_SHARE = 0.95
 """Of a GPU's memory: the estimate is a formula, and running out of memory costs more than recomputing a layer."""
-OF_BLOCKS = ("num_blocks", "layout", "frozen", "always_active", "num_chunks")
+OF_BLOCKS = ("num_blocks", "layout", "frozen", "always_active", "num_chunks", "frozen_weights", "resident_layers")
 """Fields of Recipe that only methods with blocks have."""
+CAN_STREAM = ("bcd", "finetune")
+"""Methods that take --bcd-frozen-weights host: of full training and pretrain every step writes all layers."""
 COMPARED = {"pretrain": ("full", "offload", "bcd", "pretrain"), "sft": ("full", "offload", "finetune")}
 """Methods by task."""
 
@@ -85,9 +88,9 @@ def place(
 
     ``fields`` are Recipe's. A ``pipeline_size`` or ``recompute`` of None is chosen: the row's pipeline if the number
     of GPUs is the row's, else the shortest pipeline that takes at most 95 % of a GPU's memory, only if none does with
-    recomputation (auto: the least that takes). Layout ``stage`` has one block per stage, so it gets at least two stages
-    if possible. If nothing fits: the longest pipeline with recomputation, on one node by default. Raises ValueError as
-    Recipe does.
+    recomputation (auto: the least that takes), and if none does so either with frozen weights on the host. Layout
+    ``stage`` has one block per stage, so it gets at least two stages if possible. If nothing fits: the longest pipeline
+    with recomputation, on one node by default. Raises ValueError as Recipe does.
     """
     rows = {(row.method, row.model, row.cluster): row for row in placements}
     row = rows.get((method, model.name, cluster.name))
@@ -119,8 +122,10 @@ def place(
 def _choose_layout(*, by_stage: bool, recompute: str | None = None, **fields: Any) -> Recipe:
     """The first layout within _PLANNED_SHARE of the memory, else the first that fits, else the last one."""
     tried: list[Recipe] = []
-    for choice in ("none", "auto") if recompute is None else (recompute,):
-        suited = valid_pipelines(recompute=choice, memory_share=_PLANNED_SHARE, **fields)
+    weights = fields.pop("frozen_weights", None)
+    places = (weights,) if weights or fields["method"] not in CAN_STREAM else ("device", "host")
+    for where, choice in itertools.product(places, ("none", "auto") if recompute is None else (recompute,)):
+        suited = valid_pipelines(recompute=choice, memory_share=_PLANNED_SHARE, frozen_weights=where, **fields)
         tried += [recipe for recipe in suited if recipe.pipeline_size > 1 or not by_stage] or suited
     for share in (_PLANNED_SHARE, 1.0):
         for recipe in tried:
@@ -305,6 +310,8 @@ def _settings(fields: Mapping[str, Any]) -> Iterator[list[_Changes]]:
         yield [{"adam_moments_dtype": "int8"}]
     if fields["precision"] == "fp32":
         yield [{"precision": "bf16"}]
+    if method in CAN_STREAM and fields.get("frozen_weights") != "host":
+        yield [{"frozen_weights": "host"}]
     if method == "finetune" and fields.get("always_active") is None:
         yield [{"always_active": frozenset()}]
     if method == "finetune" and "head" not in (fields.get("always_active") or ()):

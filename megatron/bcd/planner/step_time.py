@@ -7,13 +7,21 @@ in the forward pass, and once more for each gradient.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 from megatron.bcd.pipeline.build import build_plan
 from megatron.bcd.pipeline.plan import Kind, PlanShape
 from megatron.bcd.pipeline.simulate import ActionCosts, simulate
 from megatron.bcd.planner.cost import pass_products, state_budget
-from megatron.bcd.planner.memory import MatrixShare, matrix_share, recomputation, schedule_shape, stage_buffers
+from megatron.bcd.planner.memory import (
+    MatrixShare,
+    matrix_share,
+    recomputation,
+    schedule_shape,
+    stage_buffers,
+    streamed_layers,
+)
 from megatron.bcd.planner.recipe import Recipe
 
 _ADAM_PASSES = 11
@@ -128,6 +136,7 @@ def mean_seconds(recipe: Recipe, *, is_rough: bool = False) -> float:
 def _costs(recipe: Recipe, shape: PlanShape, block: int) -> ActionCosts:
     partition, counts, choices = recipe.partition, recipe.layer_counts, recomputation(recipe)
     layer, head, core = (each(recipe).seconds(recipe) for each in (layer_pass, head_pass, core_pass))
+    unhidden = functools.partial(_unhidden_seconds, recipe, block)
     exchange = _exchange_seconds(recipe)
     forward, backward = [], []
     for virtual in range(partition.num_virtual_stages):
@@ -136,14 +145,34 @@ def _costs(recipe: Recipe, shape: PlanShape, block: int) -> ActionCosts:
         num_updated, num_inputs = sum(is_updated), len(is_updated)
         choice = choices[stage][block]
         recomputed = choice.num_whole(chunk)
-        forward.append(counts.layers[virtual] * (layer + exchange))
+        forward.append(counts.layers[virtual] * (layer + exchange) + unhidden(virtual, layer + exchange))
         backward.append((num_inputs + num_updated + recomputed) * layer + (num_inputs + recomputed) * exchange)
+        of_backward = (layer + exchange) * (1 + recomputed / max(1, num_inputs))
+        backward[-1] += unhidden(virtual, of_backward, num_last=num_inputs)
         if choice.granularity == "selective":
             backward[-1] += num_inputs * core
         if virtual == shape.last:
             forward[-1] += head
             backward[-1] += (1 + partition.head_active(block)) * head
     return ActionCosts(forward=forward, backward=backward, backward_input=backward, message=_message_seconds(recipe))
+
+
+def _unhidden_seconds(
+    recipe: Recipe, block: int, virtual: int, computing: float, *, num_last: int | None = None
+) -> float:
+    """What copies of streamed layers add to a pass, each of which computes for so long while the next one is copied;
+    `num_last`: of a pass that reads the last layers of the virtual stage only."""
+    if not recipe.is_streamed:
+        return 0.0
+    chunk, stage = divmod(virtual, recipe.partition.num_stages)
+    layers = streamed_layers(recipe, stage)
+    frozen = [index for index, is_active in enumerate(layers.is_active[block]) if not is_active]
+    streamed = set(frozen[: len(frozen) - (recipe.resident_layers or 0)])
+    first = sum(len(recipe.partition.chunk_layers(stage, before)) for before in range(chunk))
+    last = first + recipe.layer_counts.layers[virtual]
+    copies = len(streamed.intersection(range(first if num_last is None else last - num_last, last)))
+    copy = recipe.bytes_per_element * layers.padded / (1e9 * recipe.cluster.copy_gb_per_s)
+    return copies * max(0.0, copy - computing)
 
 
 def _group_speed(recipe: Recipe, ranks: int) -> float:

@@ -87,6 +87,7 @@ class Cluster:
     framework_gib: float  # driver context, workspaces, communication buffers, fragmentation
     host_gb_per_s: float  # at which an optimizer on the host processes model state, transfers included
     source: str
+    copy_gb_per_s: float = 24.0  # of page-locked host memory to one GPU: PCIe 4.0 with 16 lanes
 
     def __post_init__(self) -> None:
         _check_positive(self, may_be_zero=("memory_gib", "usd_per_gpu_hour", "framework_gib"))

@@ -125,7 +125,6 @@ def warn_of_dominance(shares: Sequence[float], of_tokens: float) -> tuple[str, .
 def _this_rank(config: RunConfig, partition: Partition, model: torch.nn.Module) -> dict[str, Any]:
     """This rank's numbers of parameters."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    is_muon = config.optimizer.optimizer == "muon"
     sizes = {name: parameter.numel() for name, parameter in unwrap_model(model).named_parameters()}
     owned = {name: ownership(name, partition=partition, stage=stage) for name in sizes}
     heads = [size for name, size in sizes.items() if name.endswith("output_layer.weight")]
@@ -139,18 +138,13 @@ def _this_rank(config: RunConfig, partition: Partition, model: torch.nn.Module) 
         + sum(heads),
         "num_frozen": sum(sizes[name] for name, one in owned.items() if one.is_frozen),
         "tied_copy": tied_copy,
-        "counts": [phase_counts(sizes, owned, block.index, is_muon=is_muon) for block in partition.blocks],
+        "counts": [phase_counts(config, sizes, owned, block.index) for block in partition.blocks],
     }
 
 
 def _state_bytes(config: RunConfig, rank: Mapping[str, Any], block: int) -> int:
     """Estimated model state of a rank in a phase."""
-    return state_bytes(
-        config,
-        num_parameters=rank["num_parameters"],
-        counts=rank["counts"][block],
-        num_replicas=replicas.size(),
-    )
+    return state_bytes(config, counts=rank["counts"][block], num_replicas=replicas.size())
 
 
 def _full_state_bytes(config: RunConfig, num_parameters: int) -> int:
