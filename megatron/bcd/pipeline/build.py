@@ -5,9 +5,8 @@ that stage were the first. Virtual stages before it run forward without a graph;
 
 With several chunks passes may come earlier than in Megatron Core's order, which the missing backward passes allow. A
 stage has up to three rows of passes: backward, forward with a graph, forward only. Inside a row the order is Megatron
-Core's; of the rows' next passes the stage takes the one that can begin first, but a backward pass before a forward pass
-that begins a little earlier. Of this order and Megatron Core's, the one that ends first on a timeline of all stages is
-taken. Messages take no time and never block there.
+Core's; of the rows' next passes the stage takes the one that can begin first. A few policies for ties and short waits
+are tried on a timeline of all stages, and the one that ends first is taken.
 
 Messages stand where they could be sent on that timeline, so all stages follow one order of passes and messages: where
 every message waited for its other end, nothing would hang. The executor waits less than that.
@@ -16,19 +15,36 @@ every message waited for its other end, nothing would hang. The executor waits l
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from megatron.bcd.pipeline.plan import Action, Kind, Plan, PlanShape
 
-_FORWARD_DELAY = 0.5
-"""A backward pass that begins at most this much later than a forward pass comes first; in mean forward passes."""
-_LEAD = 2
-"""Groups of microbatches by which forward-only passes may be ahead of those with a graph."""
-_COMPARED_ON = 3
-"""Microbatches per stage on which the two orders are compared."""
+
+@dataclass(frozen=True, kw_only=True)
+class _Policy:
+    """How a stage chooses between its rows."""
+
+    forward_delay: float = 0.0
+    """A backward pass that begins at most this much later than a forward pass comes first; in mean forward passes."""
+    lead: int = 2
+    """Groups of microbatches by which forward-only passes may be ahead of those with a graph."""
+    keeps_least: bool = False
+    """Keep activations of no more microbatches than Megatron Core's order without the passes that are left out."""
+
+
+_POLICIES = (
+    None,  # Megatron Core's order
+    _Policy(),
+    _Policy(keeps_least=True),
+    _Policy(forward_delay=0.5),
+    _Policy(forward_delay=0.5, lead=1),
+    _Policy(forward_delay=1.0, lead=1),
+)
+_CHOSEN_ON = 3
+"""Microbatches per stage on which policies are compared."""
 
 
 class _Done(NamedTuple):
@@ -46,7 +62,7 @@ _Timeline = list[list[_Done]]
 @lru_cache(maxsize=64)
 def build_plan(shape: PlanShape) -> Plan:
     """The plan of every stage."""
-    return Plan(shape=shape, stages=_with_messages(shape, _timeline(shape)))
+    return Plan(shape=shape, stages=_with_messages(shape, _timeline(shape, _best_policy(shape))))
 
 
 @lru_cache(maxsize=1024)
@@ -101,17 +117,23 @@ def _passes(shape: PlanShape, stage: int, *, is_backward: bool) -> list[Action |
     return passes
 
 
-def _timeline(shape: PlanShape) -> _Timeline:
-    """All passes with their times, in the quicker of the two orders."""
+def _best_policy(shape: PlanShape) -> _Policy | None:
     if shape.num_chunks == 1 or all(shape.active) or not shape.is_training:
-        return _stock_timeline(shape)
-    few = replace(shape, num_microbatches=min(shape.num_microbatches, _COMPARED_ON * shape.num_stages))
-    stock, arranged = (max(done[-1].end for done in timeline) for timeline in (_stock_timeline(few), _arranged(few)))
-    return _arranged(shape) if arranged < stock else _stock_timeline(shape)
+        return None
+    few = replace(shape, num_microbatches=min(shape.num_microbatches, _CHOSEN_ON * shape.num_stages))
+    return min(_POLICIES, key=lambda policy: max(done[-1].end for done in _timeline(few, policy)))
 
 
-def _arranged(shape: PlanShape) -> _Timeline:
-    return _Arrangement(shape).run()
+def _timeline(shape: PlanShape, policy: _Policy | None) -> _Timeline:
+    """All passes with their times. Messages take no time and never block here."""
+    orders = [stock_order(shape, stage) for stage in range(shape.num_stages)]
+    if policy is None:
+        return _follow(shape, orders)
+    if policy.keeps_least:
+        bounds = [most_graphs(order) for order in orders]
+    else:
+        bounds = [max_graphs(shape, stage) for stage in range(shape.num_stages)]
+    return _Arrangement(shape, policy, bounds).run()
 
 
 class _Clock:
@@ -159,9 +181,9 @@ class _Clock:
         self.stages[stage].append(done)
 
 
-def _stock_timeline(shape: PlanShape) -> _Timeline:
-    """The passes in Megatron Core's order with their times."""
-    clock, left = _Clock(shape), [list(reversed(stock_order(shape, stage))) for stage in range(shape.num_stages)]
+def _follow(shape: PlanShape, orders: Sequence[Sequence[Action]]) -> _Timeline:
+    """The passes in these orders with their times."""
+    clock, left = _Clock(shape), [list(reversed(order)) for order in orders]
     is_moving = True
     while is_moving:
         is_moving = False
@@ -177,19 +199,19 @@ def _stock_timeline(shape: PlanShape) -> _Timeline:
 
 
 class _Arrangement:
-    """The passes in an order that uses the time of those which are left out.
+    """The passes in an order of a policy's.
 
-    Bounds limit the microbatches whose activations a stage keeps. With those of Megatron Core's order this can't get
-    stuck: whatever that order does next is possible here too.
+    ``bounds`` limit the microbatches whose activations a stage keeps. With those of Megatron Core's order, or more,
+    this can't get stuck: whatever that order does next is possible here too.
     """
 
-    def __init__(self, shape: PlanShape) -> None:
-        self._shape, self._bounds = shape, [max_graphs(shape, stage) for stage in range(shape.num_stages)]
+    def __init__(self, shape: PlanShape, policy: _Policy, bounds: Sequence[int]) -> None:
+        self._shape, self._bounds = shape, bounds
         self._clock = _Clock(shape)
         self._rows = [list(_rows(shape, stage)) for stage in range(shape.num_stages)]
         forward = [shape.duration(virtual, Kind.FORWARD) for virtual in range(shape.num_virtual)]
-        self._forward_delay = sum(forward) / len(forward) * _FORWARD_DELAY
-        self._lead = _LEAD * shape.num_stages
+        self._forward_delay = sum(forward) / len(forward) * policy.forward_delay
+        self._lead = policy.lead * shape.num_stages
         self._num_graphs = [0] * shape.num_stages
         self._num_begun = [0] * shape.num_stages
         """Microbatches that have come through the stage's first chunk with a graph."""
