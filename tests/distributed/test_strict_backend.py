@@ -7,20 +7,15 @@ import functools
 import math
 import re
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from support import prefix_runs, strict_backend, worlds
+from support import prefix_runs, schedule_mutants, strict_backend, worlds
 from support.dist import RankError, World
 
 from megatron.bcd.config import RunConfig
-from megatron.bcd.pipeline import build, execute
-from megatron.bcd.pipeline.execute import Iteration
-from megatron.bcd.pipeline.plan import Action, Kind, Plan, PlanShape
 
 distributed = torch.distributed
 
@@ -256,81 +251,8 @@ PIPELINE: dict[str, Any] = {
 }
 
 
-# ---- wrong pipeline schedules: this project's with one fault. gloo's messages hide most of them
-
-Actions = Sequence[Action]
-
-
-@contextlib.contextmanager
-def _changed_stage(offset: int, change: Callable[[PlanShape, Actions], Actions]) -> Iterator[None]:
-    """Other actions on a stage, counted from the first trainable one."""
-
-    def changed(shape: PlanShape) -> Plan:
-        plan, stage = build.build_plan(shape), shape.first_trainable + offset
-        stages = [change(shape, actions) if at == stage else actions for at, actions in enumerate(plan.stages)]
-        return replace(plan, stages=tuple(map(tuple, stages)))
-
-    with mock.patch.object(execute, "build_plan", changed):
-        yield
-
-
-def schedule_that_receives_too_many() -> contextlib.AbstractContextManager[None]:
-    """The first trainable stage begins to receive a message that nobody sends."""
-    return _changed_stage(0, lambda shape, actions: [*actions, Action(Kind.RECEIVE_FORWARD, 99)])
-
-
-def swapped_sends() -> contextlib.AbstractContextManager[None]:
-    """A stage of the prefix sends every second message before the first."""
-
-    def change(shape: PlanShape, actions: Actions) -> Actions:
-        others = [action for action in actions if action.kind is not Kind.SEND_FORWARD]
-        sends = [action for action in actions if action.kind is Kind.SEND_FORWARD]
-        for first, second in zip(sends[::2], sends[1::2], strict=False):
-            at = next(i for i, action in enumerate(others) if action.microbatch == second.microbatch
-                      and action.kind is Kind.FORWARD_ONLY)  # fmt: skip
-            others[at + 1 : at + 1] = [second, first]
-        return [*others, *(sends[-1:] if len(sends) % 2 else ())]
-
-    return _changed_stage(-1, change)
-
-
-@contextlib.contextmanager
-def sync_before_run_ahead() -> Iterator[None]:
-    """A collective of the pipeline ends an iteration, and the stages of the prefix come to it before they send what
-    they ran ahead with. The receives of that are posted: with one queue the collective is behind them."""
-    send, finish = Iteration._send_forward, Iteration._finish_gradients
-    synced = set[Iteration]()
-
-    def sync(iteration: Iteration) -> None:
-        if iteration not in synced:
-            synced.add(iteration)
-            torch.distributed.all_reduce(torch.zeros(1), group=iteration._groups.pp)
-
-    def sending(iteration: Iteration, action: Action, place: Any) -> None:
-        if action.microbatch >= iteration._shape.num_microbatches:
-            sync(iteration)
-        send(iteration, action, place)
-
-    def finishing(iteration: Iteration) -> None:
-        finish(iteration)
-        sync(iteration)
-
-    with (
-        mock.patch.object(Iteration, "_send_forward", sending),
-        mock.patch.object(Iteration, "_finish_gradients", finishing),
-    ):
-        yield
-
-
-MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
-    "receive_too_many": schedule_that_receives_too_many,
-    "swapped_sends": swapped_sends,
-    "sync_before_run_ahead": sync_before_run_ahead,
-}
-
-
 def losses_of(config: RunConfig, mutant: str | None = None) -> dict[str, Any]:
-    with MUTANTS[mutant]() if mutant else contextlib.nullcontext():
+    with schedule_mutants.MUTANTS[mutant]() if mutant else contextlib.nullcontext():
         kept = worlds.train_run(config)
     return {name: kept[name] for name in ("losses", "evaluations")}
 
@@ -346,30 +268,7 @@ def test_a_run_keeps_the_rules(one_queue2: World, world2: World, text_data: str,
         assert strict == world2.run(losses_of, worlds.run_config(**flags))
 
 
-LARGER: dict[str, dict[str, Any]] = {
-    "pipeline4": {"pipeline_model_parallel_size": 4, "bcd_layout": "stage", "bcd_num_blocks": None},
-    "pipeline2_data2": {"overlap_grad_reduce": True, "ddp_bucket_size": 3000},
-    "pipeline2_tensor2": {"tensor_model_parallel_size": 2},
-    "interleaved_data2": {"bcd_layout": "interleaved", "bcd_run_ahead": None, "overlap_grad_reduce": True},
-}
-
-
-@pytest.mark.parametrize(
-    "cut", [pytest.param(cut, marks=[pytest.mark.long] * (cut == "pipeline2_tensor2")) for cut in LARGER]
-)
-def test_larger_layouts_keep_the_rules(world4: World, text_data: str, cut: str) -> None:
-    """Two ranks that wait for each other where a collective of replicas, slices or the embedding comes between
-    messages; a stage between two others."""
-    flags = PIPELINE | {"world_size": 4, "data_path": text_data, "eval_iters": 1, "eval_interval": 5} | LARGER[cut]
-    one_queue4 = World(4, backend="strict-one-queue", hang_seconds=20)
-    try:
-        strict = one_queue4.run(losses_of, worlds.run_config(**flags))
-    finally:
-        one_queue4.close()
-    assert strict == world4.run(losses_of, worlds.run_config(**flags))
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("mutant", schedule_mutants.MUTANTS)
 def test_wrong_schedules_are_seen(one_queue2: World, text_data: str, mutant: str) -> None:
     """Faults of the schedule that gloo lets pass, or turns into a hang without a word."""
     config = worlds.run_config(data_path=text_data, **PIPELINE)

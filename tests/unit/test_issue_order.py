@@ -1,0 +1,126 @@
+"""NCCL can run what the pipeline issues: no hang in any layout and order of events, and every message is its user's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from support.issue_order import Case, Event, OrderError, Rank, record, simulate
+from support.schedule_mutants import MUTANTS
+
+MORE_THAN_ALL = 9  # microbatches
+
+
+def events_of(blocks: Iterator[int] | list[int]) -> tuple[Event, ...]:
+    """For every block: a phase of five iterations with an evaluation and a checkpoint in it, a fill, and a phase that
+    is served from the prefix cache."""
+    events: list[Event] = []
+    for block in blocks:
+        train = Event("train", block)
+        events += [train] * 3 + [Event("evaluate")] + [train] * 2 + [Event("checkpoint")]
+        events += [Event("fill", block)] + [Event("train", block, is_served=True)] * 2 if block else []
+    return tuple(events)
+
+
+def check(case: Case) -> list[Rank]:
+    ranks = record(case)
+    for one_queue in (False, True):
+        simulate(ranks, one_queue=one_queue)
+    return ranks
+
+
+def cases(num_stages: int, numbers: tuple[int, ...], aheads: tuple[int | None, ...]) -> Iterator[Case]:
+    """All first trainable stages one after the other, upwards and downwards."""
+    upwards = list(range(num_stages))
+    for num_microbatches in numbers:
+        for run_ahead in aheads:
+            for blocks in (upwards, upwards[::-1]):
+                yield Case(
+                    num_stages=num_stages,
+                    num_microbatches=num_microbatches,
+                    run_ahead=run_ahead,
+                    events=events_of(blocks),
+                    frozen_suffix=num_microbatches % 2 == 0,
+                )
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_nothing_hangs(num_stages: int) -> None:
+    """Two ranks that wait for each other, or a stage that trains on another microbatch: gloo hides the first, and
+    equal shapes the second."""
+    for case in cases(num_stages, (1, 4), (None, MORE_THAN_ALL)):
+        check(case)
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_with_tensor_and_data_parallel_collectives(num_stages: int) -> None:
+    """A collective between messages that one rank issues before, and another one after them."""
+    events = events_of([0, num_stages - 1])
+    case = Case(num_stages=num_stages, num_microbatches=3, events=events, tensor_size=2, data_size=2)
+    for overlaps_reduction in (False, True):
+        ranks = check(replace(case, overlaps_reduction=overlaps_reduction))
+        assert len(ranks) == 4 * num_stages
+        groups = {str(step.communicator[0]) for rank in ranks for step in rank.steps if hasattr(step, "communicator")}
+        assert groups == {"pp", "tp", "dp", "norm", "embd", "world"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_stages", range(2, 9))
+def test_every_layout(num_stages: int) -> None:
+    """As above: more microbatches and run-ahead, up to eight stages."""
+    for case in cases(num_stages, (1, 2, 3, 4, 7, 8, 12), (None, 0, 1, 2, MORE_THAN_ALL)):
+        check(case)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_stages, first", [(stages, first) for stages in range(2, 9) for first in range(stages)])
+def test_every_pair_of_phases(num_stages: int, first: int) -> None:
+    """A phase that finds messages of the one before it: every first trainable stage after every other."""
+    for second in range(num_stages):
+        events = events_of([first, second, first])
+        case = Case(num_stages=num_stages, num_microbatches=num_stages + 1, events=events)
+        for overlaps_reduction in (False, True):
+            check(replace(case, overlaps_reduction=overlaps_reduction, data_size=2, tensor_size=2))
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_interleaved_plans(num_stages: int) -> None:
+    """Messages between two stages, in both directions, in another order at one end; a chunk that computes on the input
+    of another chunk or microbatch."""
+    train = [[Event("train", block)] * 2 for block in (0, 2, 1)]
+    served = (Event("fill", 2), *[Event("train", 2, is_served=True)] * 2)
+    events = (*train[0], Event("evaluate"), *train[1], Event("checkpoint"), *served, *train[2])
+    for num_microbatches in (1, 4, 5):
+        case = Case(num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=3, events=events)
+        check(case)
+    check(replace(case, data_size=2, tensor_size=2, overlaps_reduction=True))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_stages", range(2, 7))
+def test_every_interleaved_plan(num_stages: int) -> None:
+    """As above, with more chunks and microbatches."""
+    for num_chunks in (2, 3, 4):
+        events = tuple(Event("train", block) for block in range(num_chunks) for _ in range(2))
+        for block in range(1, num_chunks):
+            events += (Event("fill", block), *[Event("train", block, is_served=True)] * 2)
+        for number in (1, 2, 3, num_stages, num_stages + 1, 2 * num_stages, 3 * num_stages - 1):
+            check(Case(num_stages=num_stages, num_microbatches=number, num_chunks=num_chunks, events=events))
+
+
+MESSAGES = {
+    "receive_too_many": "nothing moves any more|never waited for|ranks differ|takes",
+    "swapped_sends": r"takes \('output', \d+, 1, \d\) for \('output', \d+, 0, \d\)",
+    "sync_before_run_ahead": "nothing moves any more",
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("num_stages, first_trainable", [(2, 1), (4, 2)])
+def test_wrong_schedules_are_seen(name: str, num_stages: int, first_trainable: int) -> None:
+    """A checker that accepts anything."""
+    case = Case(num_stages=num_stages, num_microbatches=4, events=(Event("train", first_trainable),) * 3)
+    check(case)
+    with MUTANTS[name](), pytest.raises(OrderError, match=MESSAGES[name]):
+        check(case)
