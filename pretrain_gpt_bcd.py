@@ -19,5 +19,5 @@ def main() -> None:
         pretrain(command.config, build_model, prog=PROG, notes=command.notes)
 
 
-if __name__ == "__main__":  # Megatron Core's checkpoint writer starts processes that import this file
+if __name__ == "__main__":
     main()

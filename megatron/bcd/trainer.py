@@ -49,13 +49,13 @@ from megatron.bcd.model.loss import masked_loss, reduce_losses, reduce_with_maxi
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.lr_schedule import build_scheduler
 from megatron.bcd.pipeline.schedule import PipelineSchedule
-from megatron.bcd.planner.run_state import RunMemory, head_passes, phase_flops
+from megatron.bcd.planner.run_state import RunMemory, head_passes, phase_flops, with_frozen_weights
 from megatron.bcd.prefix_cache.controller import PrefixCache
 from megatron.bcd.runtime import collectives, device, memory, replicas, rng
 from megatron.bcd.runtime.activation_meter import ActivationMeter
 from megatron.bcd.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.bcd.training.profiler import StepProfiler
-from megatron.bcd.training.recompute import Recomputation
+from megatron.bcd.training.recompute import Recomputation, memory_limit
 from megatron.bcd.training.reporting import reporter_of, summarize
 from megatron.bcd.training.state import StepResult, TrainingFailed, TrainState
 from megatron.bcd.training.stop import StopRequests
@@ -151,6 +151,10 @@ class Trainer:
         plan: data.SplitPlan | data.FineTuningPlan = make_plan(
             config, tokenizer, self.train_iters, least_steps_per_cycle=self.block_schedule.least_steps_per_cycle
         )
+        if config.bcd.bcd_frozen_weights == "auto":
+            limit = memory_limit(config, flag="--bcd-frozen-weights auto")
+            choice = self._run_memory().frozen_weights(memory_bytes=limit)
+            self.config = config = with_frozen_weights(config, *choice)
         self.implementation = implementation_here(config)
         self.model = build_model(config, self.padded_vocab_size, self.implementation)
         if config.training.data_parallel_random_init:
@@ -192,16 +196,7 @@ class Trainer:
             reporter=self.reporter,
             should_stop=self.stop.is_signalled,
         )
-        run_memory = None
-        if config.training.recompute is not None:
-            microbatches = self.global_batch_size // config.training.micro_batch_size
-            run_memory = RunMemory(
-                config=config,
-                partition=self.partition,
-                padded_vocab_size=self.padded_vocab_size,
-                num_replicas=replicas.size(),
-                num_microbatches=microbatches // parallel_state.get_data_parallel_world_size(),
-            )
+        run_memory = None if config.training.recompute is None else self._run_memory()
         self.recomputation = Recomputation(config, model=self.model, stage=self.stage, run=run_memory)
         self.timers = StepTimers(config.report)
         self.stragglers = Stragglers(config.report)
@@ -211,6 +206,16 @@ class Trainer:
         self._is_switch_unchecked = False
         self._validation_batches: Iterator[data.Batch] | None = None
         self._last_validation: tuple[int, float] | None = None
+
+    def _run_memory(self) -> RunMemory:
+        microbatches = self.global_batch_size // self.config.training.micro_batch_size
+        return RunMemory(
+            config=self.config,
+            partition=self.partition,
+            padded_vocab_size=self.padded_vocab_size,
+            num_replicas=replicas.size(),
+            num_microbatches=microbatches // parallel_state.get_data_parallel_world_size(),
+        )
 
     # ------------------------------------------------------------------------------------------------------- train
 

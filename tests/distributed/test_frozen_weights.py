@@ -165,6 +165,28 @@ def test_bytes(world1: World, tmp_path: Path, resident: int) -> None:
         assert rest == whole - 6 * layer + (2 + resident) * padded
 
 
+def choice_of_auto(config: Any) -> tuple[str, int, int]:
+    """Where the run has its frozen weights, how many layers stay on the device, and the most model state of a step."""
+    with worlds.started(config) as one:
+        one.train()
+        most = max(max(step.model_state_bytes) for step in one.recorder.steps)
+        return one.config.bcd.bcd_frozen_weights, one.config.bcd.bcd_resident_layers, most
+
+
+def test_auto_takes_what_fits(world1: World, tmp_path: Path) -> None:
+    """Layers that stay on the device and do not fit, or that are copied though there is room."""
+    case = {"cut": "one", "layout": "spread", "precision": "bf16", "method": "paper", "recompute": "none"}
+    config = functools.partial(config_of, case | {"resident": "0"}, tmp_path, bcd_frozen_weights="auto")
+    kib, found = 2**10, []
+    for limit in (1, 920, 960, 1000, 1040, 100_000):
+        [(place, resident, state)] = world1.run(choice_of_auto, config(recompute_memory_gib=limit * kib / 2**30))
+        found.append((place, resident))
+        assert (place, resident) == ("host", 0) or state < limit * kib
+    on_device = [8 if place == "device" else resident for place, resident in found]
+    assert on_device == sorted(on_device) and on_device[0] == 0 and on_device[-1] == 8
+    assert len(set(on_device)) >= 4, found
+
+
 def with_little_memory(config: Any) -> str:
     """What a run says on a machine with 64 KiB of free memory."""
     with mock.patch.object(host_memory, "available_bytes", lambda: 1 << 16), pytest.raises(ValueError) as raised:

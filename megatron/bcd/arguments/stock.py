@@ -134,7 +134,7 @@ BELONG_TO = {
     "--recompute-granularity=selective --recompute-activations": "recompute_modules",
     "--no-sequence-parallel": "distribute_saved_activations",
     "--tensor-model-parallel-size": "sequence_parallel distribute_saved_activations",
-    "--recompute": "recompute_memory_gib",
+    "--recompute --bcd-frozen-weights=auto": "recompute_memory_gib",
     "--optimizer-cpu-offload": "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads",
     "--optimizer=sgd": "sgd_momentum",
     "--optimizer=adam --optimizer=muon": "adam_beta1 adam_beta2 adam_eps decoupled_weight_decay adam_moments_dtype "

@@ -63,7 +63,7 @@ CONFLICTS = {
     "--bcd-main-params=drop": "--optimizer=muon --bcd-resting-update",  # these keep main parameters on the device
     "--bcd-resting-update": "--fp16",  # stateless updates have no loss scale
     # what writes frozen layers, or draws them differently on the ranks that share them
-    "--bcd-frozen-weights=host": "--bcd-resting-update --data-parallel-random-init --fp8-format",
+    "--bcd-frozen-weights!=device": "--bcd-resting-update --data-parallel-random-init --fp8-format",
     "--bcd-switch=plateau": "--bcd-steps-per-block",
     "--bcd-stop-cycle-improvement": "--eval-iters=0",
     "--bcd-run-ahead": "--bcd-schedule=stock",

@@ -121,8 +121,9 @@ class BcdConfig:
     )
     bcd_frozen_weights: str = option(
         "device",
-        "where the weights of frozen layers lie: host = in host memory, copied to the device layer by layer",
-        choices=("device", "host"),
+        "where the weights of frozen layers lie: host = in host memory, copied to the device layer by layer; auto = as "
+        "many on the device as fit, the others in host memory",
+        choices=("device", "host", "auto"),
     )
     bcd_resident_layers: int = option(
         0, "with --bcd-frozen-weights host: so many frozen layers of a stage, the last ones, stay on the device"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.bcd.blocks.ownership import Ownership
@@ -181,6 +182,10 @@ def phase_flops(config: RunConfig, partition: Partition, block: int, *, padded_v
     return 2.0 * length * (of_layers + head * (2 + partition.head_active(block)))
 
 
+def with_frozen_weights(config: RunConfig, where: str, resident_layers: int) -> RunConfig:
+    return config.replace_section("bcd", bcd_frozen_weights=where, bcd_resident_layers=resident_layers)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunMemory:
     """A run's memory, by the planner's formulas: no padding of buffers, and a LLaMA's kernels are assumed fused."""
@@ -196,17 +201,43 @@ class RunMemory:
     def recomputed(self, stage: int, block: int, *, memory_bytes: float) -> Recomputed:
         """The least recomputation with which model state, activations and messages of a rank of the stage take at most
         ``memory_bytes`` in the block's phase; all layers where that does not fit either."""
-        config = self.config
-        counts = _stage_counts(config, self.partition, stage, padded_vocab_size=self.padded_vocab_size)[1][block]
-        state = state_bytes(config, counts=counts, num_replicas=self.num_replicas)
-        shards = self.num_replicas if config.training.use_distributed_optimizer else 1
         return self.activations(stage, block).least_recomputation(
             self._model_shape,
-            sequence=config.model.seq_length,
-            state=state,
-            optimizer_work=4 * counts["adam"] // shards,  # temporary memory of PyTorch's Adam
+            sequence=self.config.model.seq_length,
+            state=self._state_bytes(stage, block),
+            optimizer_work=self._optimizer_work(stage, block),
             limit=memory_bytes,
         )
+
+    def frozen_weights(self, *, memory_bytes: float) -> tuple[str, int]:
+        """--bcd-frozen-weights and --bcd-resident-layers: as many layers on the device as every rank has room for in
+        every phase, beside the activations that the flags keep. All in host memory where nothing fits."""
+        stages, blocks = range(self.partition.num_stages), range(self.partition.num_blocks)
+        most = max(len(self.partition.stage_layers(stage)) for stage in stages)
+        moving = {place: self._moving_bytes(*place) for place in itertools.product(stages, blocks)}
+        for choice in (("device", 0), *(("host", number) for number in range(most, -1, -1))):
+            placed = replace(self, config=with_frozen_weights(self.config, *choice))
+            if all(placed._state_bytes(*place) + moving[place] <= memory_bytes for place in moving):
+                return choice
+        return "host", 0
+
+    def _state_bytes(self, stage: int, block: int) -> int:
+        return state_bytes(self.config, counts=self._counts(stage)[block], num_replicas=self.num_replicas)
+
+    def _moving_bytes(self, stage: int, block: int) -> int:
+        """Activations and messages, or the optimizer's temporary memory if that is more."""
+        activations, granularity = self.activations(stage, block), self.config.transformer.get("recompute_granularity")
+        layers = activations.counts.after_prefix(stage, block) if granularity == "full" else ()
+        choice = Recomputed(granularity=granularity or "full", layers=tuple(layers))
+        return max(activations.peak_bytes(choice) + activations.message_bytes, self._optimizer_work(stage, block))
+
+    def _optimizer_work(self, stage: int, block: int) -> int:
+        """Temporary memory of PyTorch's Adam."""
+        shards = self.num_replicas if self.config.training.use_distributed_optimizer else 1
+        return 4 * self._counts(stage)[block]["adam"] // shards
+
+    def _counts(self, stage: int) -> list[dict[str, int]]:
+        return _stage_counts(self.config, self.partition, stage, padded_vocab_size=self.padded_vocab_size)[1]
 
     def activations(self, stage: int, block: int) -> StageActivations:
         config, partition, number = self.config, self.partition, self.num_microbatches

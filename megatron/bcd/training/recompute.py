@@ -30,12 +30,7 @@ class Recomputation:
         """By stage and block; empty without --recompute auto."""
         if run is None:
             return
-        limit = (config.training.recompute_memory_gib or 0.0) * _GIB
-        if not limit:
-            total = min(collectives.gather_objects(memory.total_bytes()))
-            if not total:
-                raise ValueError("--recompute auto needs --recompute-memory-gib where there is no GPU")
-            limit = total - _FRAMEWORK_GIB * _GIB
+        limit = memory_limit(config, flag="--recompute auto")
         self._choices = [
             [run.recomputed(stage, block.index, memory_bytes=limit) for block in run.partition.blocks]
             for stage in range(run.partition.num_stages)
@@ -57,6 +52,16 @@ class Recomputation:
             for block in partition.blocks
         )
         return (f"recomputation by stage, of the layers after the prefix: {'; '.join(by_block)}",)
+
+
+def memory_limit(config: RunConfig, *, flag: str) -> float:
+    """Bytes that a rank's model state and activations may take. A collective. Raises ValueError as `Recomputation`."""
+    if config.training.recompute_memory_gib:
+        return config.training.recompute_memory_gib * _GIB
+    total = min(collectives.gather_objects(memory.total_bytes()))
+    if not total:
+        raise ValueError(f"{flag} needs --recompute-memory-gib where there is no GPU")
+    return total - _FRAMEWORK_GIB * _GIB
 
 
 def _describe(choice: Recomputed) -> str:

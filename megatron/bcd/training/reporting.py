@@ -251,6 +251,11 @@ def _notes_of_pipeline(config: RunConfig, partition: Partition, recomputation: R
             yield f"--pipeline-cut auto: --pipeline-model-parallel-layout {layout}"
         yield f"pipeline schedule {_describe_pipeline(config, partition)}"
     yield from recomputation.describe(partition)
+    if config.bcd.bcd_frozen_weights == "host":
+        yield (
+            "frozen layers in host memory, copied as they are read; "
+            f"{config.bcd.bcd_resident_layers} of a stage stay on the device"
+        )
     if config.tensor_size > 1 and device.has_cuda():
         value = os.environ[distributed.CONNECTIONS]
         warning = ", as given; before Blackwell, tensor-parallel communication overlaps with 1 only"
