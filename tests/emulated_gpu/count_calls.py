@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 METHODS = {
     "full": ["--bcd-num-blocks", "1"],
     "paper": ["--bcd-preset", "paper"],
+    "paper, frozen weights on the host": ["--bcd-preset", "paper", "--bcd-frozen-weights", "host"],
     "pretrain": ["--bcd-preset", "pretrain"],
     "finetune": ["--bcd-preset", "finetune"],
 }

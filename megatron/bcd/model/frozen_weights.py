@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron.bcd.runtime import device, host_memory
+from megatron.bcd.runtime import collectives, device, host_memory
 from megatron.bcd.runtime.compat import pytorch
 
 _ALIGNMENT = 128
@@ -135,7 +135,7 @@ class FrozenWeights:
     def begin_phase(self, active: Container[torch.nn.Parameter]) -> None:
         """Load the layers with an `active` parameter, and those that stay on the device. A collective over the
         group: what its ranks on a node write is there for all of them."""
-        torch.distributed.barrier(group=self._group)
+        collectives.gather_objects(None, self._group)
         are_active = [any(one in active for one in layer.parameters) for layer in self._layers]
         frozen = [layer.number for layer, is_active in zip(self._layers, are_active, strict=True) if not is_active]
         resident = frozen[len(frozen) - min(self._num_resident, len(frozen)) :]

@@ -57,7 +57,7 @@ def allocate(num_bytes: int, *, group: torch.distributed.ProcessGroup, what: str
     if not is_owner:
         handle = os.open("/proc/{}/fd/{}".format(*places[first]), os.O_RDWR)
     mapping = mmap.mmap(handle, num_bytes)
-    torch.distributed.barrier(group=group)  # the owner's handle is open until all have opened theirs
+    collectives.gather_objects(None, group)  # the owner's handle is open until all have opened theirs
     os.close(handle)
     data = torch.frombuffer(mapping, dtype=torch.uint8)
     if device.has_cuda():
