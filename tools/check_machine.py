@@ -307,8 +307,8 @@ def write_table(table: Path, row: Cluster, target: Path) -> None:
     """The table with this machine's row at its end, in place of an older one. Raises OSError."""
     kept = [line for line in table.read_text(encoding="utf-8").splitlines() if not line.startswith(f"{NAME},")]
     columns = next(csv.reader(line for line in kept if not line.startswith("#")))
-    text = io.StringIO()
-    csv.DictWriter(text, columns, lineterminator="").writerow(asdict(row))
+    text = io.StringIO()  # optional columns that the table does not have are left out
+    csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="").writerow(asdict(row))
     target.write_text("\n".join([*kept, text.getvalue(), ""]), encoding="utf-8")
 
 
