@@ -11,7 +11,7 @@ TOOLS = sorted(
     path.stem for path in (ROOT / "tools").glob("[a-z]*.py") if "leave_with" in path.read_text(encoding="utf-8")
 )
 RUN_AS_TYPED = ("plan", "preprocess_data", "recipe", "report", "show_schedule")
-"""Tools whose examples take seconds. Others train, or take minutes; tests/e2e has them in short forms."""
+"""Tools whose examples take seconds. Others train, or take minutes."""
 
 
 def commands(tool: str) -> list[list[str]]:

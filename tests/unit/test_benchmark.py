@@ -106,9 +106,3 @@ def test_bad_flags(words: Sequence[str], flag: str, capsys: pytest.CaptureFixtur
     assert benchmark.main([*SMALL, *words]) == 2
     error = capsys.readouterr().err
     assert flag in error and error.count("\n") == 1
-
-
-def test_under_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ranks that each start ranks."""
-    monkeypatch.setenv("RANK", "0")
-    assert benchmark.main(SMALL) == 2 and "torchrun" in capsys.readouterr().err

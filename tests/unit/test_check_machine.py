@@ -102,29 +102,6 @@ def test_a_broken_part(tmp_path: Path, part: str) -> None:
     assert only_failure(self_test(tmp_path, Wrong)).part == part
 
 
-def test_a_run_that_dies(tmp_path: Path) -> None:
-    """An error that ends the other parts."""
-
-    class Dying(Recorded):
-        def train(self, name: str, flags: Mapping[str, Any], **options: Any) -> Run:
-            if flags.get("tensor_model_parallel_size") == 2:
-                raise CannotRun("did not end within 300 s")
-            return super().train(name, flags, **options)
-
-    assert only_failure(self_test(tmp_path, Dying)).part == "tensor parallel"
-
-
-def test_nothing_starts(tmp_path: Path) -> None:
-    """The same error for every part, each after its time limit."""
-
-    class Dead(Recorded):
-        def prepare(self) -> None:
-            raise CannotRun("torchrun is not there")
-
-    [check] = self_test(tmp_path, Dead)
-    assert (check.part, check.verdict) == ("start", FAIL)
-
-
 @pytest.mark.parametrize(
     ("version", "package"), [(None, "numpy"), (None, "rich"), ("0.15.3", "megatron-core"), ("0.16.2", "megatron-core")]
 )
@@ -137,17 +114,6 @@ def test_a_package(version: str | None, package: str) -> None:
     assert "pytest" not in pins, "tests' packages are not for running"
 
 
-def test_torch_of_another_build() -> None:
-    """NVIDIA's own torch refused, or a torch of another release that passes unseen."""
-    pins = check_machine.pins()
-
-    def verdict(version: str) -> str:
-        checks = check_machine.check_packages(version_of=lambda name: version if name == "torch" else pins[name])
-        return next(check.verdict for check in checks if check.part == "package torch")
-
-    assert [verdict(version) for version in ("2.13.0+cu130", "2.13.1", "2.9.0a0+nv25.9")] == [PASS, PASS, SKIP]
-
-
 def test_an_unwritable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A self-test that trains and then can't save; a failure without its exit code, or lost from --json, whose folder
     may be new."""
@@ -158,19 +124,6 @@ def test_an_unwritable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     found = {check["part"]: check for check in json.loads(Path("out/machine.json").read_text())["checks"]}
     assert [part for part, check in found.items() if check["verdict"] == FAIL] == ["folder"]
     assert found["self-test"]["verdict"] == SKIP and "folder" in found["self-test"]["detail"]
-
-
-def test_torch_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tool itself dies of what it is to find."""
-
-    def probe() -> Any:
-        raise OSError("libcudart.so.13: cannot open shared object file")
-
-    monkeypatch.setattr(check_machine, "probe", probe)
-    report = tmp_path / "report.json"
-    assert check_machine.main(["--output", str(tmp_path), "--json", str(report)]) == 1
-    failures = [check for check in json.loads(report.read_text())["checks"] if check["verdict"] == FAIL]
-    assert [check["part"] for check in failures] == ["torch"] and "libcudart" in failures[0]["detail"]
 
 
 @pytest.mark.parametrize(
@@ -189,15 +142,6 @@ def test_a_gpu_machine(monkeypatch: pytest.MonkeyPatch, probed: dict[str, Any], 
     monkeypatch.setattr(check_machine, "_output", lambda *_: "580.1")
     assert all(check.verdict != FAIL for check in check_machine.check_torch(on_gpu))
     assert only_failure(list(check_machine.check_torch(on_gpu | probed))).part == part
-
-
-def test_settings() -> None:
-    """A setting for debugging that makes every figure of the day worthless."""
-    usual = {"NCCL_DEBUG": "INFO", "CUDA_LAUNCH_BLOCKING": "0"}
-    assert all(check.verdict == PASS for check in check_machine.check_settings(usual, shared_gib=None))
-    check = only_failure(list(check_machine.check_settings({"CUDA_LAUNCH_BLOCKING": "1"}, shared_gib=8.0)))
-    assert check.part == "settings" and check.remedy == "unset CUDA_LAUNCH_BLOCKING"
-    assert only_failure(list(check_machine.check_settings({}, shared_gib=0.0625))).part == "shared memory"
 
 
 def test_a_slow_link() -> None:
@@ -219,25 +163,17 @@ def test_a_slow_link() -> None:
     [
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA A100 80GB PCIe", "a100"),
-        ("NVIDIA A800 80GB PCIe", "a800"),
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
     ],
 )
-def test_cuda_names_of_the_tables_gpus(tmp_path: Path, name: str, row: str | None) -> None:
-    """An A100 without price whose link of 1 GB/s passes; the price of another card; a card in a PCIe slot that is
-    expected to have NVLink; a machine that is no longer known once it has a row of its own."""
-    clusters = read_clusters(TABLE)
-    found = check_machine.known_gpu(name, clusters)
+def test_cuda_names_of_the_tables_gpus(name: str, row: str | None) -> None:
+    """An A100 whose link of 1 GB/s passes; the figures of another card; a PCIe card that is expected to have NVLink."""
+    found = check_machine.known_gpu(name, read_clusters(TABLE))
     assert (found and found.name) == row
     if found is not None:
-        slow = found.link_gb_per_s <= 20
-        assert slow == ("PCIe" in name or row != "a100")
-        own = check_machine.row_of(RATES, gpu=name, known=found, like=clusters["a800"], num_ranks=2)
-        check_machine.write_table(TABLE, own, tmp_path / "table")
-        assert check_machine.known_gpu(name, read_clusters(tmp_path / "table")) == found
-        assert own.usd_per_gpu_hour == clusters[found.name].usd_per_gpu_hour > 0
+        assert (found.link_gb_per_s <= 20) == ("PCIe" in name or row != "a100")
 
 
 def test_a_row_of_the_cluster_table(tmp_path: Path) -> None:
@@ -259,7 +195,6 @@ def test_a_row_of_the_cluster_table(tmp_path: Path) -> None:
         (["--num-ranks", "3"], "--num-ranks"),
         (["--json", "/dev/null/file"], "--json /dev/null/file"),
         (["--only", "layuot*"], "--only layuot*"),
-        (["--onyl"], "--onyl"),
     ],
 )
 def test_bad_flags(
@@ -269,13 +204,6 @@ def test_bad_flags(
     monkeypatch.setattr(check_machine, "probe", lambda: PROBED)
     assert check_machine.main([*words, "--output", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_number_of_ranks() -> None:
-    """GPUs that are left idle, or a batch that does not divide."""
-    given = [(0, 1), (0, 64), (1, 8), (3, 8), (8, 64), (16, 64)]
-    ranks = [check_machine.num_ranks_of(None, num_gpus=gpus, cores=cores) for gpus, cores in given]
-    assert ranks == [1, 2, 1, 2, 8, 8]
 
 
 def test_a_run_that_hangs(tmp_path: Path) -> None:

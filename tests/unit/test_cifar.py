@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +33,6 @@ def test_the_published_subset(shared_data: Path) -> None:
     assert (len(train), len(test)) == (10_000, 2_000)
     assert train.labels_N.bincount().tolist() == [1000] * 10
     assert train.pixels_NCHW[1, :, 0, :4].tolist() == [[70, 70, 69, 69], [76, 76, 75, 75], [66, 66, 65, 65]]
-
-
-def test_pickles_of_numpy_2(tmp_path: Path) -> None:
-    """A subset that a user writes with today's numpy names another module, and its bytes are encoded text."""
-    data = np.arange(2 * 3072, dtype=np.uint8).reshape(2, 3072)
-    for protocol in (2, 4):
-        content = pickle.dumps({b"data": data, b"labels": [0, 9]}, protocol=protocol)
-        (tmp_path / "test_batch").write_bytes(content)
-        images = cifar.read_split(str(tmp_path), "cifar10", "test")
-        assert np.array_equal(images.pixels_NCHW.numpy().reshape(2, 3072), data), protocol
 
 
 @pytest.mark.parametrize("trick", TRICKS)
@@ -81,15 +70,6 @@ def test_other_content_is_refused(tmp_path: Path, content: Any, message: str) ->
         cifar.read_split(str(tmp_path), "cifar10", "test")
 
 
-def test_missing_and_damaged_files(tmp_path: Path) -> None:
-    """A traceback in place of the line that says what to give."""
-    with pytest.raises(ValueError, match="data_batch_"):
-        cifar.read_split(str(tmp_path), "cifar10", "train")
-    (tmp_path / "test").write_bytes(python2_pickle({b"data": PIXELS, b"fine_labels": [0, 1]})[:-40])
-    with pytest.raises(ValueError, match="test"):
-        cifar.read_split(str(tmp_path), "cifar100", "test")
-
-
 def test_augmented_images_are_shifted_or_mirrored_ones() -> None:
     """Rows taken for columns, channels mixed, or one shift for the whole batch."""
     pixels = torch.randint(1, 256, (64, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
@@ -109,13 +89,3 @@ def test_augmented_images_are_shifted_or_mirrored_ones() -> None:
         assert len(windows) == 1
         shifts |= windows
     assert len(shifts) > 30 and {mirrored for *_, mirrored in shifts} == {False, True}
-
-
-def test_scale_is_of_the_training_images() -> None:
-    """Pixels of another size or scale than the test images'."""
-    pixels = torch.randint(256, (50, 3, 32, 32), dtype=torch.uint8)
-    images = cifar.Images(pixels_NCHW=pixels, labels_N=torch.zeros(50, dtype=torch.int64))
-    whole, half = (cifar.Scale.of(images, shrink=shrink)(pixels) for shrink in (1, 2))
-    torch.testing.assert_close(whole.mean(dim=(0, 2, 3)), torch.zeros(3), atol=1e-4, rtol=0)
-    torch.testing.assert_close(whole.std(dim=(0, 2, 3)), torch.ones(3), atol=1e-4, rtol=0)
-    torch.testing.assert_close(half[0, 0, 1, 2], whole[0, 0, 2:4, 4:6].mean())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import fine_tuning
 import pytest
-from fine_tuning import Prepared, Row, Trained, grid_lines, row_of, size_of, study_of
+from fine_tuning import Row, Trained, row_of, study_of
 
 
 def run(*losses: float, seed: int = 1, step_ms: float = 10.0, state: int = 2**20) -> Trained:
@@ -42,14 +41,6 @@ def test_equal_time() -> None:
     assert row(run(3.0, 2.0, step_ms=5.0), full=full).at_full_time == 2.0, "it had ended"
 
 
-def test_spread_and_grid() -> None:
-    """A spread of one seed, or a rate that diverged and looks as if it had not run."""
-    one = row(run(3.0, 2.0), run(3.0, 2.5, seed=2))
-    assert one.best == 2.25 and one.best_spread == 0.5
-    assert "2.0000 | diverged" in grid_lines([one])[-1]
-    assert math.isnan(Row(method="x", label="X", failure="no finite loss").best)
-
-
 @pytest.mark.parametrize(
     "flags",
     [
@@ -69,62 +60,6 @@ def test_bad_flags(flags: str) -> None:
     """Hours of runs that are another comparison than was asked for."""
     with pytest.raises(ValueError, match=flags.split()[0]):
         fine_tuning.parse_arguments(["--task", "sft", *flags.split()])
-
-
-def prepared(folder: Path, **changes: Any) -> Prepared:
-    values = {"folder": folder, "tokenizer": "t", "num_layers": 9, "about": "a model", "records": folder / "r"}
-    return Prepared(**{**values, "num_records": 100, "steps": 90, "test_iters": 1, **changes})
-
-
-def test_variants_are_the_preset_with_further_flags(tmp_path: Path) -> None:
-    """A variant that is another method altogether, or stands away from what it is compared with."""
-    argv = ["--task", "sft", "--peers", "full,badam", "--variant", "kept=--bcd-optimizer-state host"]
-    arguments = fine_tuning.parse_arguments([*argv, "--split", "80, 10,10", "--global-batch-size", "2"])
-    assert (size_of(arguments).global_batch, size_of(arguments).micro_batch) == (2, 2)
-    study = study_of(arguments, prepared(tmp_path))
-    assert [method.name for method in study.methods] == ["full", "bcd", "kept", "badam"]
-    assert study.method("kept").flags == "--bcd-preset finetune --bcd-optimizer-state host"
-    assert "--split 80,10,10" in study.flags and "--bcd-steps-per-block 5" in study.flags
-    assert "--micro-batch-size 2 --global-batch-size 2" in study.flags and "--bf16" not in study.flags
-    arguments.bf16 = True
-    assert " --bf16 " in study_of(arguments, prepared(tmp_path)).flags
-
-
-def test_absent_files(tmp_path: Path) -> None:
-    """A traceback, or a model that is trained before."""
-    arguments = fine_tuning.parse_arguments(["--task", "sft", "--data", str(tmp_path / "no.jsonl")])
-    for content in (None, ' [\n{"prompt": "a"}]'):
-        if content:
-            (tmp_path / "no.jsonl").write_text(content)
-        with pytest.raises(ValueError, match="--data .*no.jsonl"):
-            fine_tuning.check(arguments)
-    (tmp_path / "no.jsonl").write_text("")
-    arguments.base = tmp_path
-    for config in (None, '{"n_layer": 12}'):
-        if config:
-            (tmp_path / "config.json").write_text(config)
-        with pytest.raises(ValueError, match="--base"):
-            fine_tuning.check(arguments)
-
-
-def test_paths_are_of_where_it_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """A relative path that is looked for in the repository, where the tools that read it start."""
-    given = []
-
-    def prepare(arguments: Any, output: Path) -> None:
-        given.extend([arguments.data, arguments.pretrain_text, output])
-        raise ValueError("seen")
-
-    monkeypatch.setattr(fine_tuning, "prepare", prepare)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "small.txt").write_text("text")
-    (tmp_path / "records.jsonl").write_text("{}")
-    words = ["--task", "sft", "--pretrain-text", "small.txt", "--data", "records.jsonl", "--peers", "full"]
-    assert fine_tuning.main([*words, "--output", "here"]) == 2
-    assert given == [tmp_path / "records.jsonl", tmp_path / "small.txt", tmp_path / "here"]
-    capsys.readouterr()
-    assert fine_tuning.main([*words, "--output", "small.txt"]) == 2
-    assert "--output" in capsys.readouterr().err
 
 
 def test_a_model_that_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,44 +51,15 @@ def two_runs(tmp_path: Path) -> list[str]:
 
 def test_table_and_ratios(tool: Any, two_runs: list[str], tmp_path: Path) -> None:
     """The last phase's state for the maximum, one block's time for all, the first evaluation for the last."""
-    assert tool.main([*two_runs, "--json", str(tmp_path / "new" / "t.json")]) == 0
+    picture = tmp_path / "pictures" / "loss.png"
+    assert tool.main([*two_runs, "--json", str(tmp_path / "new" / "t.json"), "--figure", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG") and [*picture.parent.iterdir()] == [picture]
     table = json.loads((tmp_path / "new" / "t.json").read_text())
     assert table["runs"][0]["model_state_bytes"] == [80 * MIB, 40 * MIB]
     assert table["runs"][0]["mean_model_state_bytes"] == [50 * MIB, 25 * MIB]
     assert [run["step_time_ms"] for run in table["runs"]] == pytest.approx([60, 100])
     assert [run["validation_loss"] for run in table["runs"]] == pytest.approx([2 / 3, 2])
     assert table["ratios"]["step_time_ms"] == pytest.approx(0.6)
-
-
-def test_picture(tool: Any, two_runs: list[str], tmp_path: Path) -> None:
-    """No picture, or a temporary file left beside it."""
-    picture = tmp_path / "pictures" / "loss.png"
-    assert tool.main([*two_runs, "--figure", str(picture)]) == 0
-    data = picture.read_bytes()
-    assert data.startswith(b"\x89PNG")
-    assert [file.name for file in picture.parent.iterdir()] == ["loss.png"]
-
-
-def test_phase_bands_and_smoothing(tool: Any, two_runs: list[str]) -> None:
-    """Bands that do not meet, or that begin one phase late; a smoothed curve shifted against the phases."""
-    run = tool.read_run(two_runs[1])
-    assert tool.phase_bands(run) == [(2.0 * k, 2.0 * k + 2.0, k % 3) for k in range(6)]
-    assert tool.phase_bands(tool.read_run(two_runs[3])) == [(0.0, 4.0, 0)]
-    line = [float(i) for i in range(500)]
-    assert tool.smoothed(line) == pytest.approx(line)
-
-
-def test_phases_between_lines(tool: Any, tmp_path: Path) -> None:
-    """A phase that begins at a logged step in place of its switch; phases between two lines that are not there."""
-    path = tmp_path / "m.jsonl"
-    lines = [json.loads(resumed_line(i, ranks=1, block=block, step_ms=1.0, mib=1)) for i, block in ((1, 0), (10, 0))]
-    lines += [json.loads(resumed_line(20, ranks=1, block=2, step_ms=1.0, mib=1)) | {"switches": [[13, 1], [16, 2]]}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    bands = tool.phase_bands(tool.read_run(f"run={path}"))
-    assert bands == [(0.0, 13.0, 0), (13.0, 16.0, 1), (16.0, 20.0, 2)]
-    path.write_text(json.dumps(lines[-1] | {"switches": [[13]]}))
-    with pytest.raises(ValueError, match="line 1"):
-        tool.read_run(f"run={path}")
 
 
 def test_diverged_and_evaluation_only_runs(tool: Any, tmp_path: Path) -> None:
@@ -162,25 +133,3 @@ def test_bad_files(tool: Any, tmp_path: Path, capsys: Any, content: str | None, 
     assert f"--run BCD: {path}" in error and error.count("\n") == 1
     assert message in error
     assert picture.read_text() == "older"
-
-
-def test_names_are_not_markup(tool: Any, two_runs: list[str], tmp_path: Path, capsys: Any) -> None:
-    """A part of a name that is lost, or a traceback, because it reads like a colour; a formula in the legend."""
-    files = [words.partition("=")[2] for words in two_runs[1::2]]
-    names = ["bcd [fast]", "bcd [/fast] $x_{$ :rocket:"]
-    runs = [word for name, file in zip(names, files, strict=True) for word in ("--run", f"{name}={file}")]
-    assert tool.main([*runs, "--figure", str(tmp_path / "p.png")]) == 0, capsys.readouterr().err
-    assert all(name in capsys.readouterr().out for name in names[1:])
-    assert tool.main(["--run", f"a $b$ {names[1]}={files[0]}", "--figure", str(tmp_path / "p.svg")]) == 0
-
-
-@pytest.mark.parametrize(
-    "words, flag",
-    [("--run no-name", "--run"), ("--figure p.gif", "--figure"), ("--json FILE/t.json", "--json"), ("--bad", "--bad")],
-)
-def test_bad_arguments(tool: Any, two_runs: list[str], tmp_path: Path, capsys: Any, words: str, flag: str) -> None:
-    """An argument mistake that shows a traceback or names no flag."""
-    (tmp_path / "file").write_text("")
-    assert tool.main([*two_runs, *words.replace("FILE", str(tmp_path / "file")).split()]) == 2
-    error = capsys.readouterr().err
-    assert flag in error and error.count("\n") == 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import fcntl
 import os
 import signal
 import subprocess
@@ -24,17 +22,12 @@ from results import (
     Run,
     Study,
     Table,
-    crossing,
-    filled_in,
-    frontier,
     grid,
     missing_runs,
     points,
-    ratio,
     read_results,
     read_study,
     summarise,
-    write_results,
 )
 from study import Commands, Runner, arithmetic_of_flags
 
@@ -121,25 +114,11 @@ def rows_of(
 @pytest.mark.parametrize(
     "changes, key",
     [
-        ({"seed": [1]}, "seeds"),
-        ({"steps": 0}, "steps"),
         ({"learning_rates": [0.1, 0.1]}, "learning_rates"),
-        ({"seeds": 3}, "seeds"),
         ({"baseline": "ful"}, "baseline"),
         ({"flags": "--steps {step}"}, "{step}"),
-        ({"flags": "--name 'a"}, "flags"),
-        ({"data": {"a": {"text": "../secret.txt"}}}, "../secret.txt"),
         ({"methods": {"a": {"learning_rate_of": "b"}}}, "learning_rate_of"),
         ({"methods": {"a": {"budgets": [0.5, -1]}}}, "budgets"),
-        ({"methods": {"a": {}, "b": {"models": ["c"]}}}, "models"),
-        (
-            {
-                "models": {"x": {}, "y": {}},
-                "methods": {"a": {}, "b": {"models": ["x"]}, "c": {"learning_rate_of": "b"}},
-            },
-            "c",
-        ),
-        ({"methods": {"a": {"steps": 0.5}}}, "a"),
     ],
 )
 def test_bad_study_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], key: str) -> None:
@@ -148,34 +127,6 @@ def test_bad_study_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], chan
     assert tool.main([str(path), "--output", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
     assert str(path) in said and key in said and said.count("\n") == 1
-
-
-@pytest.mark.parametrize("flags", [["--only", "f*,slow"], ["--only", "full,"], ["--output", "file"], ["--jobs", "0"]])
-def test_bad_flags(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str]
-) -> None:
-    """A traceback, or a study of no runs that ends well."""
-    path = written(tmp_path, study_of(tmp_path))
-    (tmp_path / "file").write_text("")
-    monkeypatch.chdir(tmp_path)
-    assert tool.main([str(path), "--list", *flags]) == 2
-    error = capsys.readouterr().err
-    assert flags[0] in error and error.count("\n") == 1
-
-
-def test_a_key_that_stands_twice(tmp_path: Path) -> None:
-    """YAML's own loader takes the last of two methods of one name, and the first is never run."""
-    path = tmp_path / "study.yaml"
-    path.write_text("steps: 1\nmethods:\n  a: {}\n  a: {}\n")
-    with pytest.raises(ValueError, match="study.yaml"):
-        read_study(str(path))
-
-
-def test_placeholders() -> None:
-    """A share of the steps that is a fraction, or a rate in another notation than it is tuned in."""
-    words = filled_in("--x {steps/15} --y {lr*0.1} 'a b' {seed}", {"steps": 100, "lr": 3e-3, "seed": 2}, where="")
-    assert words == ["--x", "7", "--y", "0.0003", "a b", "2"]
-    assert filled_in("{steps/15}", {"steps": 3}, where="") == ["1"], "an interval of 0 ends the run"
 
 
 def test_grid_grows_at_an_edge_and_says_where_it_ends(tmp_path: Path) -> None:
@@ -218,32 +169,6 @@ def test_order_of_runs(tmp_path: Path) -> None:
     assert {run.point.data.name for run in missing_runs(both, lambda run: None)[0]} == {"other"}
 
 
-def test_a_methods_own_rates(tmp_path: Path) -> None:
-    """A grid that is tried for a method whose rates are known, or one rate that is extended for ever."""
-    study = read(tmp_path, methods={"full": {}, "fast": {"learning_rates": [0.8]}})
-    assert [(run.point.method.name, run.lr) for run in missing_runs(study, lambda run: None)[0]] == [
-        *(("full", lr) for lr in study.learning_rates),
-        ("fast", 0.8),
-    ]
-    assert grid(study, list(points(study))[1], results_by(lambda run: run.lr)).best == 0.8
-
-
-def test_methods_of_some_models(tmp_path: Path) -> None:
-    """A setting that is meant for one model is run, and reported, for all."""
-    models = {"small": "", "large": ""}
-    study = read(tmp_path, models=models, methods={"full": {}, "fast": {"models": ["large"]}})
-    found = [(point.model.name, point.method.name) for point in points(study)]
-    assert found == [("small", "full"), ("large", "full"), ("large", "fast")]
-
-
-def test_crossing() -> None:
-    """The multiplier of a curve that starts below, never arrives, or arrives between two points."""
-    assert crossing([(0.5, 4.0), (1.0, 0.25)], relation="=") == Multiplier(value=0.75)
-    assert crossing([(0.5, 0.9), (1.0, 0.8)], relation="=") == Multiplier(value=0.5, relation="<")
-    assert crossing([(0.5, 1.2), (1.0, 1.1)], relation="<=") == Multiplier(value=1.0, relation=">")
-    assert ratio({1: 2.0, 2: 8.0, 3: 1.0}, {1: 1.0, 2: 1.0, 4: 1.0}) == pytest.approx(4.0), "seeds are paired"
-
-
 def test_budgets_decide_over_curves(tmp_path: Path) -> None:
     """A multiplier read from a curve at a high learning rate, though runs of that length were made."""
     study = read(tmp_path, methods={"full": {}, "fast": {"budgets": [0.5, 0.8, 1.25]}}, gpu="rtx4090")
@@ -274,17 +199,6 @@ def test_step_times_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert [line.split("model ")[1].split(":")[0] for line in rounds] == ["full", "fast", "full", "fast"]
 
 
-def test_frontier() -> None:
-    """A method on the frontier that another beats in both, or two of one state."""
-
-    def row(method: str, state: float, test: float) -> Row:
-        names = {"model": "m", "data": "d", "method": method, "label": method, "group": ""}
-        return Row(**names, tests=(test,), state=state)
-
-    rows = [row("full", 16, 1.6), row("worse", 16, 1.7), row("small", 8, 1.8), row("bad", 9, 1.9), row("tiny", 6, 2.0)]
-    assert [one.method for one in frontier(rows)] == ["tiny", "small", "full"]
-
-
 def test_summary_of_metrics() -> None:
     """Bytes of one rank or one phase for all, an accuracy that is better when lower, NaN as a number, step times of
     the fastest block or of a busy moment."""
@@ -301,23 +215,6 @@ def test_summary_of_metrics() -> None:
     assert summarise([*steps, {"iteration": 3, "test_loss": None}], metric="loss", num_parameters=None)["test"] is None
     with pytest.raises(ValueError, match="test_loss"):
         summarise(steps, metric="loss", num_parameters=1)
-
-
-def test_identity_of_a_run(tmp_path: Path) -> None:
-    """A run that is repeated for another checkpoint folder, or not repeated for another flag or text."""
-    base = read(tmp_path)
-
-    def folder(study: Study, run: Run, **folders: Path) -> str:
-        places = {"data_folder": tmp_path, "folder": tmp_path} | folders
-        return Commands(study=study, texts={}, **places).run_folder(run).name
-
-    run = next(points(base)).run(0.1, 1)
-    name = folder(base, run)
-    assert name == folder(base, run, data_folder=tmp_path / "elsewhere")
-    assert name == folder(read(tmp_path, checkpoint_flags="--checkpoint {folder}"), run)
-    others = [read(tmp_path, steps=11), read(tmp_path, flags="--steps {steps} --best 0.3")]
-    runs = [next(points(base)).run(0.1, 2), next(points(base)).run(0.1, 1, 0.5)]
-    assert len({name, *(folder(one, run) for one in others), *(folder(base, one) for one in runs)}) == 5
 
 
 def test_whole_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -387,21 +284,6 @@ def test_studies_of_the_project(repo_root: Path, tmp_path: Path) -> None:
         assert table.rows and set(table.used) <= {one.key for one in results}
 
 
-def test_a_run_that_is_still_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two processes that write one run's metrics, after a study was killed without a chance to stop its runs."""
-    study = read(tmp_path)
-    first = missing_runs(study, lambda run: None)[0][0]
-    commands = Commands(study=study, texts={}, data_folder=tmp_path, folder=tmp_path / "out" / "study")
-    folder = commands.run_folder(first)
-    folder.mkdir(parents=True)
-    command = [str(tmp_path / "study.yaml"), "--output", str(tmp_path / "out"), "--data", str(tmp_path)]
-    with open(folder / "log", "ab") as log:
-        fcntl.flock(log, fcntl.LOCK_EX)
-        assert tool.main(command) == 2
-        assert str(folder) in capsys.readouterr().err
-    assert tool.main(command) == 0
-
-
 @pytest.mark.parametrize(
     "flags, expected",
     [
@@ -440,16 +322,3 @@ def test_results_count_if_their_command_is_the_same(tmp_path: Path, capsys: pyte
     content = path.read_text(encoding="utf-8")
     path.write_text(content.replace("--gain 0.5", "--gain 0.6"), encoding="utf-8")
     assert content.count("--gain 0.5") and num_runs() > 0
-
-
-def test_results_file(tmp_path: Path) -> None:
-    """A value that comes back as another: a loss that was not finite, a curve, a command with commas."""
-    result = Result(model="m", data="d", method="a", lr=3e-4, seed=1, budget=0.5, steps=7, test=None, validation=1 / 3,
-                    curve=((1, 2.5), (2, None)), command='python x --y "1,2"')  # fmt: skip
-    write_results(tmp_path / "r.csv", [result])
-    assert read_results(tmp_path / "r.csv") == [result]
-    with open(tmp_path / "r.csv", newline="") as file:
-        assert len(list(csv.reader(file))) == 2
-    (tmp_path / "r.csv").write_text("model,lr\nm,fast\n")
-    with pytest.raises(ValueError, match=r"r\.csv"):
-        read_results(tmp_path / "r.csv")

@@ -6,9 +6,7 @@ import argparse
 import importlib
 import json
 import runpy
-import shlex
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -83,20 +81,6 @@ def test_examples_run(
         assert main(serial) == 0, (words, capsys.readouterr().err)
 
 
-def test_a_reader_that_leaves() -> None:
-    """A traceback under "tools/recipe.py ... | head", of the tool's or of Python's last flush."""
-    program = "import _parser; _parser.leave_with(lambda: [print(n) for n in range(99999)] and 0)"
-    done = subprocess.run(
-        f"{shlex.quote(sys.executable)} -c {shlex.quote(program)} | head -n 1; echo ${{PIPESTATUS[0]}}",
-        cwd=ROOT / "tools",
-        shell=True,
-        executable="/bin/bash",
-        capture_output=True,
-        text=True,
-    )
-    assert (done.stdout, done.stderr) == ("0\n1\n", "")
-
-
 @pytest.mark.parametrize("tool", TOOLS)
 def test_ctrl_c(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A traceback under Ctrl-C."""
@@ -110,15 +94,6 @@ def test_ctrl_c(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as left:
         runpy.run_path(str(ROOT / "tools" / f"{tool}.py"), run_name="__main__")
     assert left.value.code == 128 + signal.SIGINT
-
-
-def test_precision_as_the_scripts_say_it() -> None:
-    """--bf16 that a tool does not know, or takes for something else."""
-    words = ["--model", "tiny", "--gpu", "a100", "--num-gpus", "1"]
-    parse: Any = importlib.import_module("plan").parse_arguments
-    assert parse(words).precision == "fp32"
-    assert parse([*words, "--bf16"]) == parse([*words, "--precision", "bf16"]) != parse(words)
-    assert parse([*words, "--fp16"]).precision == "fp16"
 
 
 def test_older_spellings() -> None:
