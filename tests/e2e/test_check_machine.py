@@ -38,16 +38,6 @@ def test_nothing_is_installed(repo_root: Path, tmp_path: Path) -> None:
     assert done.returncode == 1 and "FAIL package psutil" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_wrong_version(repo_root: Path, tmp_path: Path) -> None:
-    """An installed package of another version that is not seen, or a self-test that is tried all the same."""
-    (tmp_path / "megatron_core-0.15.3.dist-info").mkdir()
-    (tmp_path / "megatron_core-0.15.3.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: megatron-core\nVersion: 0.15.3\n"
-    )
-    found = checked(repo_root, tmp_path, failing=("package megatron-core",))
-    assert found["self-test"]["verdict"] == "SKIP" and "0.15.3" in found["package megatron-core"]["detail"]
-
-
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -59,12 +49,3 @@ def test_self_test(repo_root: Path, tmp_path: Path, num_ranks: int) -> None:
     left_out = [part for part in after_start if verdicts[part] == "SKIP"]
     assert len(left_out) == (9 if num_ranks == 1 else 1), left_out
     assert (tmp_path / "out" / "clusters.csv").read_text().splitlines()[-1].startswith("this-machine,")
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_a_slow_link(repo_root: Path, tmp_path: Path) -> None:
-    """A part that fails and does not fail the command, or another one with it."""
-    words = ["--num-ranks", "2", "--least-link-gb-per-s", "1e6", "--only", "layout strided", "link"]
-    found = checked(repo_root, tmp_path, *words, failing=("link",))
-    assert found["layout strided"]["verdict"] == "PASS"

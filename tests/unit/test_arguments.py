@@ -92,12 +92,6 @@ def test_derived_values(extra: list[str], section: str, field: str, value: objec
     assert values_of(parse(*extra, without=without))[section, field] == value
 
 
-def test_a_default_of_no_flag() -> None:
-    """A script's default that is lost in silence."""
-    with pytest.raises(ValueError, match="no_such_field"):
-        parse(defaults={"no_such_field": 1})
-
-
 OURS = {name for flag in generate_flags() for name in (*flag.names, *flag.off_names)}
 
 

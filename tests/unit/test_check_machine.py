@@ -189,23 +189,6 @@ def test_a_row_of_the_cluster_table(tmp_path: Path) -> None:
     assert row.compute_share == like.compute_share
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--num-ranks", "3"], "--num-ranks"),
-        (["--json", "/dev/null/file"], "--json /dev/null/file"),
-        (["--only", "layuot*"], "--only layuot*"),
-    ],
-)
-def test_bad_flags(
-    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    """A traceback, or a flag that is ignored."""
-    monkeypatch.setattr(check_machine, "probe", lambda: PROBED)
-    assert check_machine.main([*words, "--output", str(tmp_path)]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_run_that_hangs(tmp_path: Path) -> None:
     """A hang, which is what NCCL does with an error, that lasts for ever; processes that stay behind."""
     sleeping = [sys.executable, "-c", "import time; time.sleep(600)"]

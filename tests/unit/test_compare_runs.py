@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from compare_runs import (
     Task,
     compare_all,
     first_difference,
-    materialise,
     metrics_difference,
     read_checkpoint,
     read_metrics,
@@ -133,21 +131,6 @@ def test_runs_of_both_sides_are_compared(
     assert compare_all(compare_runs.chosen("mock-data,bf16"), task, jobs=2) == ["bf16"]
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert lines["mock-data"] == "equal" and lines["bf16"].startswith(told)
-
-
-def test_a_folder_is_copied_and_a_revision_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An edit in the middle of a comparison changes what is compared."""
-    source = fake_checkout(tmp_path / "source", 1)
-    for name in ("megatron", "tools", "examples"):
-        (source / name / "file").write_text("old")
-    git = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-C", str(source)]
-    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "old"]):
-        subprocess.run([*git, *words], check=True)
-    monkeypatch.setattr(compare_runs, "ROOT", source)
-    materialise("--before", str(source), tmp_path / "copy")
-    (source / "tools" / "file").write_text("new")
-    materialise("--after", "HEAD", tmp_path / "export")
-    assert [(tmp_path / name / "tools" / "file").read_text() for name in ("copy", "export")] == ["old", "old"]
 
 
 @pytest.mark.parametrize(

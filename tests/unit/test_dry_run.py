@@ -62,10 +62,9 @@ def test_balanced_cut_needs_no_files(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "--pipeline-cut auto" in unknown and "stage 1: layers 6-11" in unknown
 
 
-@pytest.mark.parametrize("ranks", ["0", "-3"])
-def test_world_size(ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_world_size(capsys: pytest.CaptureFixture[str]) -> None:
     """Would expose a world size without ranks that ends in a traceback."""
-    assert dry_run(*WORDS, ranks=int(ranks)) == 2
+    assert dry_run(*WORDS, ranks=0) == 2
     assert "--dry-run-world-size" in capsys.readouterr().err
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import fine_tuning
 import pytest
-from fine_tuning import Row, Trained, row_of, study_of
+from fine_tuning import Row, Trained, row_of
 
 
 def run(*losses: float, seed: int = 1, step_ms: float = 10.0, state: int = 2**20) -> Trained:
@@ -45,13 +42,7 @@ def test_equal_time() -> None:
     "flags",
     [
         "--peers full,bread",
-        "--peers full,full",
-        "--learning-rates 1e-3,x",
-        "--seeds 1,1",
-        "--num-epochs 0",
-        "--records 5",
         "--global-batch-size 0",
-        "--variant kept",
         "--variant a=--x --variant a=--y",
         "--split 90,10",
     ],
@@ -60,27 +51,3 @@ def test_bad_flags(flags: str) -> None:
     """Hours of runs that are another comparison than was asked for."""
     with pytest.raises(ValueError, match=flags.split()[0]):
         fine_tuning.parse_arguments(["--task", "sft", *flags.split()])
-
-
-def test_a_model_that_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tokenizer of another model, phases for another number of layers, or a model that is trained first."""
-    source, data = tmp_path / "published", tmp_path / "records.jsonl"
-    source.mkdir()
-    (source / "config.json").write_text('{"num_hidden_layers": 30}')
-    data.write_text('{"prompt": "a", "completion": "b"}\n' * 30)
-    counted: list[Any] = []
-    monkeypatch.setattr(
-        fine_tuning, "call", lambda words, _: counted.append(words) or '{"steps": 300, "validation": 8}'
-    )
-    arguments = fine_tuning.parse_arguments(["--task", "sft", "--base", str(source), "--data", str(data)])
-    folders = set()
-    for content in (b"one", b"two"):  # trained further: the same names and sizes, and other results
-        (source / "model.safetensors").write_bytes(content)
-        folders.add(fine_tuning.prepare(arguments, tmp_path / "out").folder)
-    assert len(folders) == 2 == len(counted)
-    found = fine_tuning.prepare(arguments, tmp_path / "out")
-    assert len(counted) == 2, "what is there is not counted again"
-    assert found.model.resolve() == source and (found.num_layers, found.num_records, found.steps) == (30, 30, 300)
-    flags = study_of(arguments, found).flags
-    assert "--load-hf {data}/model" in flags and "--tokenizer-model {data}/model" in flags
-    assert "--bcd-steps-per-block 5" in flags

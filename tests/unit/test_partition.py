@@ -184,16 +184,12 @@ TWO = "--pipeline-model-parallel-size 2"
 BAD = {
     "--decoder-first-pipeline-num-layers 2": "--pipeline-model-parallel-size",
     f"{TWO} --decoder-first-pipeline-num-layers 6": "layers",
-    f"{TWO} --decoder-first-pipeline-num-layers 7": "--decoder-first-pipeline-num-layers",
     "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2": "--decoder-first-pipeline-num-layers",
     f"{TWO} --account-for-loss-in-pipeline-split": "--account-for-loss-in-pipeline-split",
     f"{TWO} --account-for-loss-in-pipeline-split --decoder-first-pipeline-num-layers 2": "--account-for-loss",
     f"{TWO} --pipeline-model-parallel-layout Ettt|ttL": "--pipeline-model-parallel-layout",
-    f"{TWO} --pipeline-model-parallel-layout tttE|tttL": "--pipeline-model-parallel-layout",
     f"{TWO} --pipeline-model-parallel-layout Ett|tt|tt|L": "--pipeline-model-parallel-layout",
     f"{TWO} --pipeline-model-parallel-layout Et*6|L": "layers",
-    f"{TWO} --pipeline-model-parallel-layout Ettt|tttmL": "--pipeline-model-parallel-layout",
-    f"{TWO} --pipeline-model-parallel-layout Et*99999999999999999999|L": "--pipeline-model-parallel-layout",
     f"{TWO} --pipeline-model-parallel-layout ((t*999)*999)*999": "--pipeline-model-parallel-layout",
 }
 

@@ -87,16 +87,6 @@ def test_one_queue_to_the_gpu_with_tensor_parallelism(calls: list[str], monkeypa
     assert os.environ[distributed.CONNECTIONS] == "8"
 
 
-def test_fused_adam_where_nothing_else_is_fused(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's Adam that goes through its tensors once per operation; or a patch of an Adam that is fused."""
-    initialize()
-    assert "fused Adam" in calls
-    calls.clear()
-    monkeypatch.setattr(packages, "optimizer_implementation", lambda: "Apex fused Adam")
-    initialize()
-    assert calls == ["GPU 0", "groups"]
-
-
 class GpuOfMarks:
     """A GPU that is as far behind as the CPU lets it: it comes to a mark when it is waited for."""
 

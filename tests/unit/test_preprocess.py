@@ -143,20 +143,6 @@ def test_gzip_and_globs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert expected in error and not (tmp_path / "n").exists()
 
 
-def test_zstandard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exposes a second frame that is left out, and a traceback for a damaged file."""
-    pytest.importorskip("zstandard", reason="zstandard is not installed")
-    zstandard = importlib.import_module("zstandard")
-    frames = [zstandard.compress(f"{part}\n".encode() * 2) for part in ("one", "two")]
-    (tmp_path / "a.txt.zst").write_bytes(b"".join(frames))
-    flags = ("--output-prefix", tmp_path / "o", *BYTE_LEVEL)
-    preprocess("--input", tmp_path / "a.txt.zst", *flags)
-    assert read_sequences(tmp_path / "o_text_document") == [[*b"one"]] * 2 + [[*b"two"]] * 2
-    (tmp_path / "b.txt.zst").write_bytes(b"plain")
-    capsys.readouterr()
-    assert "b.txt.zst" in expect_error(capsys, ["--input", tmp_path / "b.txt.zst", *flags])
-
-
 def test_parquet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exposes rows out of order, other columns that are read, and a traceback for a missing column or a bad cell."""
     pytest.importorskip("pyarrow", reason="pyarrow is not installed")
@@ -252,26 +238,6 @@ def test_failed_run_keeps_the_old_dataset(tmp_path: Path, capsys: pytest.Capture
     source.write_text("better\n", encoding="utf-8")
     preprocess(*arguments)
     assert read_sequences(tmp_path / "o_text_document") == [[*b"better"]]
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (("--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "absent.json"), "--vocab-file"),
-        (("--tokenizer-type", "NoSuchTokenizer"), "--tokenizer-type"),
-        ((*BYTE_LEVEL, "--workers", "0"), "--workers"),
-        ((*BYTE_LEVEL, "--split-sentences"), "--split-sentences"),
-        (("--tokenizer-type", "NullTokenizer", "--vocab-size", "5"), "a.txt, line 1"),
-    ],
-)
-def test_bad_flags_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], expected: str
-) -> None:
-    """Exposes flags that are ignored, and errors that do not say which flag is meant."""
-    source = tmp_path / "a.txt"
-    source.write_text("words\n", encoding="utf-8")
-    assert expected in expect_error(capsys, ["--input", source, "--output-prefix", tmp_path / "n" / "o", *flags])
-    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

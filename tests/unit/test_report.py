@@ -146,15 +146,6 @@ def test_metrics_through_a_link_and_to_a_device(tmp_path: Path) -> None:
     assert Path("/dev/null").is_char_device()
 
 
-def test_a_resumed_file_that_holds_no_metrics(tmp_path: Path) -> None:
-    """A file of something else that is lost."""
-    file = tmp_path / "file"
-    file.write_text("not metrics\n")
-    with pytest.raises(ValueError, match="--metrics-file"):
-        quiet(start_iteration=5, metrics_file=str(file))
-    assert file.read_text() == "not metrics\n"
-
-
 class FakeSummaryWriter:
     """Records what torch's SummaryWriter would be given."""
 

@@ -89,23 +89,6 @@ def test_setup_uses_the_users_python_and_installs_nothing(repository: FakeReposi
     assert "no-such-package==1.0" in done.stderr and "megatron-core==0.15.0" in done.stderr
 
 
-def test_packages_for_tests_come_with_the_tests(repository: FakeRepository) -> None:
-    """A first run that downloads linters and other programs; tests that miss them, or lose them again; torch after the
-    other pins, as another build; a setup that installs again what is there."""
-    requirements = repository.root / "requirements.txt"
-    requirements.write_text("torch==2.13.0\nrich==15.0.0\n# tests/run.sh, and more\npytest==9.2.0\n")
-    assert repository.setup().returncode == 0
-    installed = repository.root / ".venv" / "requirements.txt"
-    assert repository.calls == ["venv", "pip torch==2.13.0", f"pip {installed}"]
-    assert installed.read_text() == "torch==2.13.0\nrich==15.0.0\n"
-    assert repository.setup(BCD_TESTS="1").returncode == 0
-    assert repository.calls == ["pip torch==2.13.0", f"pip {requirements}"]
-    assert repository.setup(BCD_TESTS="1").returncode == 0 and repository.calls == []
-    assert repository.setup().returncode == 0 and repository.calls == []
-    requirements.write_text(requirements.read_text() + "ruff==0.17.6\n")
-    assert repository.setup().returncode == 0 and repository.calls[-1] == f"pip {requirements}"
-
-
 def active_environment(folder: Path, **versions: str) -> str:
     """An environment with these packages, its interpreter this test's without its own packages."""
     site = folder / "site"

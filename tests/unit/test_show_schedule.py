@@ -64,36 +64,3 @@ def test_flags_are_followed(capsys: pytest.CaptureFixture[str]) -> None:
         ("--message", "0", "1"),
     ):
         assert figures(flag, *without_use.split()) == figures() != figures(flag, *with_use.split())
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--stages 0", "--pipeline-model-parallel-size"),
-        ("--pivot 4", "--pivot"),
-        ("--active 1 2", "--active"),
-        ("--run-ahead 9", "--run-ahead"),
-        ("--forward 1 2", "--forward"),
-        ("--figure plan.pdf", "--figure"),
-        ("--block 1", "--block"),
-        ("--layout interleaved --num-blocks 3 --block 1", "--pivot"),
-    ],
-)
-def test_bad_flags(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, message: str
-) -> None:
-    """A traceback, exit code 0, a guess, or a line that does not say which flag is meant."""
-    monkeypatch.chdir(tmp_path)
-    assert show_schedule.main([*EXAMPLE, *flags.split()]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1
-    assert message in captured.err
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("flags", ["--stages 1 --microbatches 1 --pivot 0", "--stages 18 --microbatches 40 --pivot 9"])
-def test_pictures_of_corners(capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: str) -> None:
-    """One stage, or boxes too small for a number."""
-    picture = tmp_path / "plan.svg"
-    output(capsys, *flags.split(), "--figure", str(picture))
-    assert picture.stat().st_size > 1000

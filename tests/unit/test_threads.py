@@ -67,14 +67,3 @@ def test_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str,
     monkeypatch.setattr(threads, "_QUOTA_V2", tmp_path / "cpu.max")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
     assert threads.usable_cores() == cores
-
-
-@pytest.mark.parametrize(
-    ("given", "spins"), [({"OMP_WAIT_POLICY": "active"}, None), ({"GOMP_SPINCOUNT": "7"}, "7"), ({}, "10000")]
-)
-def test_waiting(monkeypatch: pytest.MonkeyPatch, given: dict[str, str], spins: str | None) -> None:
-    """A wait policy of the user's that is replaced; or threads that spin for milliseconds, where none is given."""
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    threads.wait_briefly()
-    assert os.environ.pop("GOMP_SPINCOUNT", None) == spins
