@@ -49,7 +49,7 @@ from megatron.bcd.model.loss import masked_loss, reduce_losses, reduce_with_maxi
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.lr_schedule import build_scheduler
 from megatron.bcd.pipeline.schedule import PipelineSchedule
-from megatron.bcd.planner.run_state import RunMemory, head_passes, phase_flops, with_frozen_weights
+from megatron.bcd.planner.run_state import RunMemory, head_passes, model_state_of, phase_flops, with_frozen_weights
 from megatron.bcd.prefix_cache.controller import PrefixCache
 from megatron.bcd.runtime import collectives, device, memory, replicas, rng
 from megatron.bcd.runtime.activation_meter import ActivationMeter
@@ -118,9 +118,9 @@ class Trainer:
                 partition=self.partition,
                 block_schedule=self.block_schedule,
                 model=self.model,
+                planned=self.planned,
                 implementation=self.implementation,
                 vocab_size=self.vocab_size,
-                padded_vocab_size=self.padded_vocab_size,
                 train_iters=self.train_iters,
                 samples=self.samples.subset,
                 recomputation=self.recomputation,
@@ -196,7 +196,8 @@ class Trainer:
             reporter=self.reporter,
             should_stop=self.stop.is_signalled,
         )
-        run_memory = None if config.training.recompute is None else self._run_memory()
+        run_memory = self._run_memory()
+        self.planned = run_memory.state
         self.recomputation = Recomputation(config, model=self.model, stage=self.stage, run=run_memory)
         self.timers = StepTimers(config.report)
         self.stragglers = Stragglers(config.report)
@@ -211,9 +212,9 @@ class Trainer:
         microbatches = self.global_batch_size // self.config.training.micro_batch_size
         return RunMemory(
             config=self.config,
-            partition=self.partition,
-            padded_vocab_size=self.padded_vocab_size,
-            num_replicas=replicas.size(),
+            state=model_state_of(
+                self.config, self.partition, padded_vocab_size=self.padded_vocab_size, num_replicas=replicas.size()
+            ),
             num_microbatches=microbatches // parallel_state.get_data_parallel_world_size(),
         )
 

@@ -35,8 +35,7 @@ def test_planned_is_counted(repo_root: Path, world1: World, world2: World, text_
     steps, told = (world2 if "world_size" in flags else world1).run(counted, config)[0]
     # in the first cycle the blocks to come are not in a buffer yet
     assert [by_rank for by_rank, _ in steps[len(state) :]] == state
-    if "offload" not in name:
-        assert [pytest.approx(by_rank, rel=0.04) for by_rank in told] == state
+    assert told == state
     if "streamed" in name:  # a CPU's meter would hold storages that change between the passes
         return
     for (_, kept), planned in zip(steps, planned_activations(recipe), strict=False):

@@ -15,7 +15,7 @@ from support.dist import World
 
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
-from megatron.bcd.planner.run_state import stage_state
+from megatron.bcd.planner.run_state import model_state_of
 
 CUTS: dict[str, dict[str, Any]] = {
     "one": {},
@@ -56,7 +56,8 @@ def config_of(cut: str, text_data: str, **flags: Any) -> RunConfig:
 def planned(config: RunConfig, *, num_replicas: int) -> list[int]:
     """Bytes of model state by pipeline stage, in its largest phase, as --dry-run says."""
     partition = partition_from_config(config)
-    return [state for _, state in stage_state(config, partition, vocab_size=257, num_replicas=num_replicas)]
+    state = model_state_of(config, partition, padded_vocab_size=257, num_replicas=num_replicas)
+    return [state.largest_bytes(stage) for stage in range(partition.num_stages)]
 
 
 @cases(RESUMED)

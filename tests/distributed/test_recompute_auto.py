@@ -12,7 +12,7 @@ from support.dist import World
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import unwrap_model
-from megatron.bcd.planner.run_state import RunMemory
+from megatron.bcd.planner.run_state import RunMemory, model_state_of
 
 Flags = Callable[..., dict[str, Any]]
 AUTO = {"recompute": "auto"}
@@ -68,7 +68,8 @@ def test_the_run_ahead_counts(asked: int | None, counted: int) -> None:
     flags = {"pipeline_model_parallel_size": 2, "world_size": 2, "bcd_layout": "stage", "bcd_num_blocks": None}
     config = worlds.run_config(data_path="text", bcd_run_ahead=asked, **flags)
     partition = partition_from_config(config)
-    run = RunMemory(config=config, partition=partition, padded_vocab_size=264, num_replicas=1, num_microbatches=4)
+    state = model_state_of(config, partition, padded_vocab_size=264, num_replicas=1)
+    run = RunMemory(config=config, state=state, num_microbatches=4)
     assert [run.activations(0, block).shape.run_ahead for block in (0, 1)] == [0, counted]
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.planner.cost import ModelShape
-from megatron.bcd.planner.memory import RankMemory, rank_memory, recomputation, stage_activations
+from megatron.bcd.planner.memory import rank_memory, recomputation, stage_activations
 from megatron.bcd.planner.recipe import Recipe
+from megatron.bcd.planner.state import RankMemory
 from megatron.bcd.planner.tables import Model, read_clusters
 from megatron.bcd.planner.tensors import stage_tensors
 from support import worlds

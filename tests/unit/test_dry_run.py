@@ -38,7 +38,9 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     parameters = 6 * layer + embedding + 2 * hidden
     active = 2 * layer + embedding
     state = 4 * parameters + 4 * active + 8 * active // 2  # Adam's moments over two data-parallel ranks
-    assert f"{parameters:,} parameters" in text and f"{state:,} bytes" in text
+    assert f"{parameters:,} parameters" in text
+    (planned,) = re.findall(r"([\d,]+) bytes", text)
+    assert state < int(planned.replace(",", "")) < 1.002 * state, "with buffers' padding and step counters"
 
 
 def test_needs_no_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from plan import named_model
 from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
 from megatron.bcd.blocks.partition import partition
 from megatron.bcd.planner.memory import fits
-from megatron.bcd.planner.run_state import stage_state
+from megatron.bcd.planner.run_state import model_state_of
 
 CARD = ("--gpu", "rtx4090", "--num-gpus", "1")
 COLUMNS = "name,form,layers,hidden,heads,groups,ffn,vocabulary,sequence,source"
@@ -159,8 +159,8 @@ def test_settings_that_save_memory(capsys: pytest.CaptureFixture[str]) -> None:
             num_layers=30, num_stages=1, num_blocks=30, layout=bcd.bcd_layout,
             tied=False, frozen=bcd.frozen, always_active=bcd.always_active,
         )  # fmt: skip
-        ((_, counted),) = stage_state(config_of_run, cut, vocab_size=32000, num_replicas=1)
-        assert max(states) == pytest.approx(counted, rel=1e-3)
+        trained = model_state_of(config_of_run, cut, padded_vocab_size=32000, num_replicas=1)
+        assert max(states) == trained.largest_bytes(0)
 
 
 def test_flags_that_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:

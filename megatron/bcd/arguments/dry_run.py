@@ -10,7 +10,8 @@ from typing import NoReturn
 from megatron.bcd.arguments.pipeline_cut import known_vocabulary
 from megatron.bcd.blocks.partition import describe_layers, partition_from_config
 from megatron.bcd.config import RunConfig
-from megatron.bcd.planner.run_state import stage_state
+from megatron.bcd.planner.run_state import model_state_of
+from megatron.bcd.tokenizer import padded_vocab_size
 
 _GIB = 2**30
 
@@ -35,9 +36,11 @@ def plan_lines(config: RunConfig, *, world_size: int, notes: Sequence[str] = ())
         extras = partition.describe_extras(block.index)
         lines.append(f"  block {block.index}: {', '.join((f'layers {describe_layers(block.layers)}', *extras))}")
     vocabulary = known_vocabulary(config)
-    states = stage_state(config, partition, vocab_size=vocabulary or 0, num_replicas=data_size * config.context_size)
+    padded = padded_vocab_size(vocabulary or 0, config.model.make_vocab_size_divisible_by, config.tensor_size)
+    planned = model_state_of(config, partition, padded_vocab_size=padded, num_replicas=data_size * config.context_size)
     lines.append("planned model state of a rank in its largest phase (weights, gradients, optimizer; no activations):")
-    for stage, (num_parameters, state) in enumerate(states):
+    for stage, num_parameters in enumerate(planned.num_parameters):
+        state = planned.largest_bytes(stage)
         held = (f"{len(block.layers_on_stage(stage))} of block {block.index}" for block in partition.blocks)
         layers = describe_layers(partition.stage_layers(stage))
         lines.append(

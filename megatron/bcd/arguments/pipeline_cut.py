@@ -6,7 +6,7 @@ from megatron.bcd.blocks.cut import balanced_cut
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.planner.run_state import head_passes
-from megatron.bcd.tokenizer import TikTokenizer, build_tokenizer
+from megatron.bcd.tokenizer import TikTokenizer, build_tokenizer, padded_vocab_size
 
 _VOCABULARIES = {"ByteLevelTokenizer": 257, "GPT2BPETokenizer": 50257}
 """Of tokenizers whose size is known without their files."""
@@ -34,8 +34,7 @@ def with_balanced_cut(config: RunConfig, *, reads_files: bool = True) -> RunConf
     if vocab_size is None:
         return config
     even = partition_from_config(config)
-    multiple = config.model.make_vocab_size_divisible_by * config.tensor_size
-    padded = -(-vocab_size // multiple) * multiple
+    padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, config.tensor_size)
     sizes = balanced_cut(even, head=head_passes(config, padded_vocab_size=padded))
     layout = f"E{'|'.join('t' * size for size in sizes)}L"  # Megatron Core's notation
     return config.replace_section("training", pipeline_model_parallel_layout=layout)

@@ -2,6 +2,6 @@
 
 `tables` reads the data files, `recipe` describes one run, `memory` and `step_time` compute what it needs, `estimate`
 combines both; `search` chooses among recipes, `command` builds the command line. `paper` compares the formulas with the
-paper's tables. `run_state` is what the trainer asks, from the same formulas: bytes of
-model state, `--recompute auto`, FLOPs. Pure arithmetic: no torch.
+paper's tables. `state` and `activations` know no recipe: `run_state` asks them for the trainer too, for bytes of model
+state and `--recompute auto`. Pure arithmetic: no torch.
 """

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from operator import le
 
@@ -20,8 +20,9 @@ from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.pipeline.build import build_plan, max_graphs
 from megatron.bcd.pipeline.plan import Kind, PlanShape
 from megatron.bcd.planner.cost import ModelShape, pass_products
+from megatron.bcd.planner.state import RankMemory
 
-MOST_ROUNDS = 4
+_MOST_ROUNDS = 4
 """Microbatches per stage of an interleaved plan after which what is kept has reached its peak."""
 
 
@@ -187,7 +188,8 @@ class StageActivations:
         ]
         if self.shape.num_chunks == 1:
             return of_chunks[0] * max_graphs(self.shape, self.stage)
-        in_flight = microbatches_in_flight(self.shape, self.stage)
+        number = min(self.shape.num_microbatches, _MOST_ROUNDS * self.shape.num_stages)
+        in_flight = microbatches_in_flight(replace(self.shape, num_microbatches=number), self.stage)
         return max(sum(one * number for one, number in zip(of_chunks, numbers, strict=True)) for numbers in in_flight)
 
     def peak_bytes(self, recomputed: Recomputed) -> int:
@@ -217,15 +219,13 @@ class StageActivations:
         ahead = shape.run_ahead if self.stage == shape.first_trainable else 0
         return (2 + shape.max_sends + ahead) * self.sizes.input
 
-    def least_recomputation(
-        self, model: ModelShape, *, sequence: int, state: int, optimizer_work: int, limit: float
-    ) -> Recomputed:
+    def least_recomputation(self, model: ModelShape, *, sequence: int, state: RankMemory, limit: float) -> Recomputed:
         """With which model state, and the larger of activations with messages and the optimizer's work, take at most
         ``limit`` bytes; all layers where that does not fit either."""
         matrices, core = pass_products(model, sequence=sequence)
 
         def fits(choice: Recomputed) -> bool:
-            return state + max(self.peak_bytes(choice) + self.message_bytes, optimizer_work) <= limit
+            return replace(state, activations=self.peak_bytes(choice) + self.message_bytes).total <= limit
 
         numbers = self.counts.after_prefix(self.stage, self.block)
         return least_recomputation(numbers, fits, core_share=core / (matrices + core))

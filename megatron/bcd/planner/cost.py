@@ -82,45 +82,6 @@ def model_state_bytes(
     return budget.weight * num_parameters + budget.gradient * num_active + optimizer_bytes
 
 
-def host_state_bytes(
-    *,
-    num_kept: int,
-    precision: str,
-    moments: float,
-    main_params: bool = True,
-    data_parallel_size: int = 1,
-    distributed_optimizer: bool = False,
-) -> int:
-    """Host memory in bytes of a rank that offloads state of ``num_kept`` parameters between their phases.
-
-    ``moments`` is the bytes per parameter that --bcd-optimizer-state keeps, 0 with reset; ``main_params`` whether
-    --bcd-main-params is host. In bf16, 2 bytes restore the main parameter; in fp16 it is kept whole. The one bf16 main
-    parameter in some 100,000 that is stored in full is not counted.
-    """
-    kept = moments + main_params * {"fp32": 0, "bf16": 2, "fp16": 4}[precision]
-    return math.ceil(kept * num_kept / (data_parallel_size if distributed_optimizer else 1))
-
-
-def matrix_state_bytes(
-    *,
-    num_matrix: int,
-    num_stepped: int,
-    grad_dtype: str,
-    momentum_dtype: str | None = None,
-    precision: str = "fp32",
-    data_parallel_size: int = 1,
-) -> int:
-    """Bytes on a rank beside the weights of matrices that the matrix optimizer steps (`optim.matrix_optimizer`).
-
-    Gradients of the ``num_stepped`` parameters on every rank; momentum (None: none) of these, and in bf16 two bytes of
-    all ``num_matrix`` parameters that it holds, divided over the data-parallel ranks as even as matrices allow.
-    """
-    momentum = 0 if momentum_dtype is None else DTYPE_BYTES[momentum_dtype]
-    low_bits = 2 if precision == "bf16" else 0
-    owned = momentum * num_stepped + low_bits * num_matrix
-    return DTYPE_BYTES[grad_dtype] * num_stepped + -(-owned // data_parallel_size)
-
-
 def newton_schulz_flops(rows: int, columns: int, *, num_steps: int = 5) -> int:
     """Operations of the orthogonalisation of a matrix: 20 m^2 n + 10 m^3 with 5 steps, m the smaller dimension.
 

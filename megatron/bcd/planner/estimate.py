@@ -7,8 +7,9 @@ from itertools import takewhile
 from typing import Any
 
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS
-from megatron.bcd.planner.memory import RankMemory, fits, host_bytes, peak, rank_memory
+from megatron.bcd.planner.memory import fits, host_bytes, peak, rank_memory
 from megatron.bcd.planner.recipe import Recipe
+from megatron.bcd.planner.state import RankMemory
 from megatron.bcd.planner.step_time import PhaseTime, cycle_seconds, head_pass, layer_pass
 from megatron.bcd.planner.tables import GIB
 

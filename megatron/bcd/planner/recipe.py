@@ -12,7 +12,8 @@ from megatron.bcd.blocks.partition import Partition, partition, with_tied_parts
 from megatron.bcd.config import BcdConfig
 from megatron.bcd.config.presets import PRESETS
 from megatron.bcd.planner.activations import LayerBytes, LayerCounts, layer_bytes, layer_counts_of
-from megatron.bcd.planner.cost import ModelShape, head_passes
+from megatron.bcd.planner.cost import ModelShape, head_passes, state_budget
+from megatron.bcd.planner.state import ModelState
 from megatron.bcd.planner.tables import Cluster, Model
 
 PRESET_OF = {"bcd": "paper", "pretrain": "pretrain", "finetune": "finetune"}
@@ -126,8 +127,8 @@ class Recipe:
 
     @property
     def bcd(self) -> BcdConfig:
-        """What the method's preset sets."""
-        return _bcd_of(self.method)
+        """What the method's preset sets, and where frozen weights lie."""
+        return _bcd_of(self.method, self.frozen_weights or "device", self.resident_layers or 0)
 
     @property
     def is_muon(self) -> bool:
@@ -193,6 +194,21 @@ class Recipe:
             unfused_attention=self.unfused_attention,
         )
 
+    @cached_property
+    def state(self) -> ModelState:
+        """Model state of the ranks."""
+        return _state_of(
+            shape=self.shape,
+            counts=self.layer_counts,
+            padded_vocabulary=self.padded_vocabulary,
+            num_replicas=self.num_replicas,
+            method=self.method,
+            precision=self.precision,
+            adam_moments_dtype=self.adam_moments_dtype,
+            bcd=self.bcd,
+            is_muon=self.is_muon,
+        )
+
     @property
     def padded_vocabulary(self) -> int:
         """Rows of the embedding in a run."""
@@ -237,11 +253,26 @@ class Recipe:
 
 
 @lru_cache
-def _bcd_of(method: str) -> BcdConfig:
+def _bcd_of(method: str, frozen_weights: str, resident_layers: int) -> BcdConfig:
     known = {field.name for field in fields(BcdConfig)}
     preset = PRESET_OF.get(method)
     values = {"bcd_preset": preset, **PRESETS[preset]} if preset else {}
-    return BcdConfig(**{name: value for name, value in values.items() if name in known})
+    asked: dict[str, Any] = {"bcd_frozen_weights": frozen_weights, "bcd_resident_layers": resident_layers}
+    return BcdConfig(**{name: value for name, value in (values | asked).items() if name in known})
+
+
+@lru_cache(maxsize=64)  # a search tries many batch sizes with the same state
+def _state_of(
+    *, counts: LayerCounts, method: str, precision: str, adam_moments_dtype: str, **fields: Any
+) -> ModelState:
+    return ModelState(
+        partition=counts.partition,
+        precision=precision,
+        budget=state_budget(precision=precision, adam_moments_dtype=adam_moments_dtype),
+        is_low_bit=adam_moments_dtype != "fp32",
+        offload_fraction=1.0 if method == "offload" else 0.0,
+        **fields,
+    )
 
 
 @lru_cache(maxsize=1024)  # a search tries many batch sizes with the same partition

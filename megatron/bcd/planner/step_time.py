@@ -14,15 +14,9 @@ from megatron.bcd.pipeline.build import build_plan
 from megatron.bcd.pipeline.plan import Kind, PlanShape
 from megatron.bcd.pipeline.simulate import ActionCosts, simulate
 from megatron.bcd.planner.cost import pass_products, state_budget
-from megatron.bcd.planner.memory import (
-    MatrixShare,
-    matrix_share,
-    recomputation,
-    schedule_shape,
-    stage_buffers,
-    streamed_layers,
-)
+from megatron.bcd.planner.memory import recomputation, schedule_shape
 from megatron.bcd.planner.recipe import Recipe
+from megatron.bcd.planner.state import MatrixShare
 
 _ADAM_PASSES = 11
 """4-byte elements read or written per parameter in one step: the gradient for norm, clipping (2), step and zeroing,
@@ -86,9 +80,9 @@ def phase_seconds(recipe: Recipe, block: int, *, is_rough: bool = False) -> Phas
     shape = schedule_shape(recipe, block)
     costs = _costs(recipe, shape, block)
     pipeline, bubble = _rough_seconds(shape, costs) if is_rough else _pipeline_seconds(shape, costs)
-    buffers = [stage_buffers(recipe, stage)[block] for stage in range(recipe.pipeline_size)]
+    buffers = [by_block[block] for by_block in recipe.state.buffers]
     ranks = [
-        (_step_seconds(recipe, held, share := matrix_share(recipe, stage, block, rank)), share)
+        (_step_seconds(recipe, held, share := recipe.state.share(stage, block, rank)), share)
         for stage, buffer in enumerate(buffers)
         for rank, held in enumerate(buffer.held)
     ]
@@ -99,7 +93,7 @@ def phase_seconds(recipe: Recipe, block: int, *, is_rough: bool = False) -> Phas
         optimizer=step,
         orthogonalization=_orthogonalization_seconds(recipe, slowest),
         reductions=max(
-            _reduction_seconds(recipe, buffer.size, matrix_share(recipe, stage, block, 0).messages)
+            _reduction_seconds(recipe, buffer.size, recipe.state.share(stage, block, 0).messages)
             for stage, buffer in enumerate(buffers)
         ),
         bubble=bubble,
@@ -165,7 +159,7 @@ def _unhidden_seconds(
     if not recipe.is_streamed:
         return 0.0
     chunk, stage = divmod(virtual, recipe.partition.num_stages)
-    layers = streamed_layers(recipe, stage)
+    layers = recipe.state.streamed[stage]
     frozen = [index for index, is_active in enumerate(layers.is_active[block]) if not is_active]
     streamed = set(frozen[: len(frozen) - (recipe.resident_layers or 0)])
     first = sum(len(recipe.partition.chunk_layers(stage, before)) for before in range(chunk))

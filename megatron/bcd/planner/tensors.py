@@ -13,6 +13,18 @@ from megatron.bcd.planner.cost import ModelShape
 _PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
 """Alignment, in elements, of parameters and of bucket ends in Megatron Core's buffers with distributed optimizer."""
 
+_SHARED_BY_TENSOR_RANKS = (
+    "word_embeddings.weight",
+    "output_layer.weight",
+    "linear_qkv.weight",
+    "linear_qkv.bias",
+    "linear_fc1.weight",
+    "linear_fc1.bias",
+    "linear_proj.weight",
+    "linear_fc2.weight",
+)
+"""Ends of the names of parameters of which each tensor-parallel rank holds a slice; it holds all of the others."""
+
 _NameAndParts = tuple[str, tuple[tuple[int, int], ...]]
 
 
@@ -36,18 +48,21 @@ class Tensor:
         return self.owned.is_stateless(block)
 
 
-def stage_tensors(shape: ModelShape, partition: Partition, stage: int, *, padded_vocabulary: int) -> tuple[Tensor, ...]:
-    """The parameters of a pipeline stage in GPTModel's order, at tensor-parallel size 1."""
+def stage_tensors(
+    shape: ModelShape, partition: Partition, stage: int, *, padded_vocabulary: int, tensor_size: int = 1
+) -> tuple[Tensor, ...]:
+    """The parameters of a rank of a pipeline stage in GPTModel's order; with a vocabulary of 0 no embedding or head."""
     has_copy = shape.tied and partition.num_stages > 1
     return tuple(
         Tensor(
             name=name,
-            size=sum(prod(part) for part in parts),
+            size=-(-sum(map(prod, parts)) // (tensor_size if name.endswith(_SHARED_BY_TENSOR_RANKS) else 1)),
             is_shared=has_copy and name.endswith(("embedding.word_embeddings.weight", "output_layer.weight")),
             owned=(owned := ownership(name, partition=partition, stage=stage)),
             parts=parts if owned.is_matrix else (),
         )
         for name, parts in _names_and_parts(shape, partition, stage, padded_vocabulary)
+        if any(map(prod, parts))
     )
 
 
@@ -103,13 +118,22 @@ class Buffer:
     held: tuple[int, ...]  # by data-parallel rank: elements whose optimizer state it holds, without padding
     pieces: tuple[int, ...]  # by data-parallel rank: number of parameters that it holds a part of
 
+    @property
+    def padding(self) -> int:
+        """Elements."""
+        return self.size - sum(self.held)
 
-def buffer_of(tensors: list[Tensor], *, num_ranks: int) -> Buffer:
-    """The buffer of these active parameters, given in GPTModel's order, with distributed optimizer.
+
+def buffer_of(tensors: list[Tensor], *, num_ranks: int | None) -> Buffer:
+    """The buffer of these active parameters, given in GPTModel's order.
 
     Parameters are laid out in reverse order at multiples of 64; a shared embedding has a bucket of its own. Each bucket
-    is padded so that its ranks share it evenly, one slice each.
+    is padded so that its ranks share it evenly, one slice each. With ``num_ranks`` None, without distributed optimizer,
+    nothing is padded, and each rank holds all.
     """
+    if num_ranks is None:
+        size = sum(tensor.size for tensor in tensors)
+        return Buffer(size=size, held=(size,), pieces=(len(tensors),))
     buckets: list[list[Tensor]] = [[]]
     for tensor in reversed(tensors):
         if tensor.is_shared:

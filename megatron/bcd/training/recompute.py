@@ -19,8 +19,8 @@ _FRAMEWORK_GIB = 1.0
 class Recomputation:
     """Decides for every stage and phase when it is built, and tells this rank's layers at the start of a phase."""
 
-    def __init__(self, config: RunConfig, *, model: torch.nn.Module, stage: int, run: RunMemory | None) -> None:
-        """A collective. `run` is None without --recompute auto: then the flags of Megatron-LM hold.
+    def __init__(self, config: RunConfig, *, model: torch.nn.Module, stage: int, run: RunMemory) -> None:
+        """A collective. Without --recompute auto the flags of Megatron-LM hold.
 
         Raises:
             ValueError: there is neither a GPU nor --recompute-memory-gib; one line.
@@ -28,12 +28,12 @@ class Recomputation:
         self._model, self._stage = model, stage
         self._choices: list[list[Recomputed]] = []
         """By stage and block; empty without --recompute auto."""
-        if run is None:
+        if config.training.recompute is None:
             return
         limit = memory_limit(config, flag="--recompute auto")
         self._choices = [
-            [run.recomputed(stage, block.index, memory_bytes=limit) for block in run.partition.blocks]
-            for stage in range(run.partition.num_stages)
+            [run.recomputed(stage, block.index, memory_bytes=limit) for block in run.state.partition.blocks]
+            for stage in range(run.state.partition.num_stages)
         ]
 
     def begin_phase(self, block: int) -> None:

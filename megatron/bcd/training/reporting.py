@@ -27,7 +27,8 @@ from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, Implementation
 from megatron.bcd.model.transformer_config import describe_activation
 from megatron.bcd.pipeline.plan import microbatches_ahead
 from megatron.bcd.planner import cost
-from megatron.bcd.planner.run_state import offload_fraction, phase_counts, state_bytes
+from megatron.bcd.planner.run_state import offload_fraction
+from megatron.bcd.planner.state import ModelState
 from megatron.bcd.runtime import collectives, device, distributed, replicas
 from megatron.bcd.training.recompute import Recomputation
 
@@ -54,27 +55,24 @@ def summarize(
     partition: Partition,
     block_schedule: BlockSchedule,
     model: torch.nn.Module,
+    planned: ModelState,
     implementation: Implementation,
     vocab_size: int,
-    padded_vocab_size: int,
     train_iters: int,
     samples: PhaseSubset | None,
     recomputation: Recomputation,
 ) -> RunSummary:
     """Collect the figures of the run summary from all ranks; a collective, the same on every rank."""
-    ranks = collectives.gather_objects(_this_rank(config, partition, model))
+    ranks = collectives.gather_objects(_this_rank(partition, model, planned))
     # one replica's stages and tensor slices make up the model
     one_replica = [rank for rank in ranks if rank["replica"] == 0]
     by_stage = {rank["stage"]: rank for rank in reversed(one_replica)}
     per_stage = tuple(by_stage[stage]["stage_parameters"] for stage in range(partition.num_stages))
     num_parameters = sum(rank["num_parameters"] for rank in one_replica)
-    shares = [
-        sum(rank["counts"][block.index][kind] for rank in one_replica for kind in ("adam", "muon")) / num_parameters
-        for block in partition.blocks
-    ]
+    shares = [sum(rank["active"][block.index] for rank in one_replica) / num_parameters for block in partition.blocks]
     of_tokens = sum(rank["num_of_tokens"] for rank in one_replica) / num_parameters
     return RunSummary(
-        model=_describe_model(config, unwrap_model(model).config, vocab_size, padded_vocab_size),
+        model=_describe_model(config, unwrap_model(model).config, vocab_size, planned.padded_vocabulary),
         parallel=f"{config.describe_ranks(parallel_state.get_data_parallel_world_size())}, {config.precision}",
         parameters_per_stage=per_stage,
         total_parameters=sum(per_stage) - by_stage[partition.num_stages - 1]["tied_copy"],
@@ -84,7 +82,7 @@ def summarize(
                 layers=partition.describe_layers(block.index),
                 extras=", ".join(partition.describe_extras(block.index)),
                 share=shares[block.index],
-                model_state_bytes=tuple(_state_bytes(config, rank, block.index) for rank in ranks),
+                model_state_bytes=tuple(rank["model_state"][block.index] for rank in ranks),
             )
             for block in partition.blocks
         ),
@@ -122,8 +120,8 @@ def warn_of_dominance(shares: Sequence[float], of_tokens: float) -> tuple[str, .
     )
 
 
-def _this_rank(config: RunConfig, partition: Partition, model: torch.nn.Module) -> dict[str, Any]:
-    """This rank's numbers of parameters."""
+def _this_rank(partition: Partition, model: torch.nn.Module, planned: ModelState) -> dict[str, Any]:
+    """This rank's numbers of parameters, and its planned model state by block."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     sizes = {name: parameter.numel() for name, parameter in unwrap_model(model).named_parameters()}
     owned = {name: ownership(name, partition=partition, stage=stage) for name in sizes}
@@ -138,13 +136,11 @@ def _this_rank(config: RunConfig, partition: Partition, model: torch.nn.Module) 
         + sum(heads),
         "num_frozen": sum(sizes[name] for name, one in owned.items() if one.is_frozen),
         "tied_copy": tied_copy,
-        "counts": [phase_counts(config, sizes, owned, block.index) for block in partition.blocks],
+        "active": [
+            sum(sizes[name] for name, one in owned.items() if one.is_active(block.index)) for block in partition.blocks
+        ],
+        "model_state": [planned.rank(stage, block.index, replicas.rank()).model_state for block in partition.blocks],
     }
-
-
-def _state_bytes(config: RunConfig, rank: Mapping[str, Any], block: int) -> int:
-    """Estimated model state of a rank in a phase."""
-    return state_bytes(config, counts=rank["counts"][block], num_replicas=replicas.size())
 
 
 def _full_state_bytes(config: RunConfig, num_parameters: int) -> int:

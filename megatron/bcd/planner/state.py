@@ -1,0 +1,247 @@
+"""Model state of every rank in every phase, and the work of its optimizer step: one formula for planner and trainer.
+
+Matrices of layers that are stepped without Megatron Core's optimizer are as in `optim.matrix_optimizer`: each has one
+of the ranks with the same weights as its owner, which alone holds momentum and low bits, and computes the update.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron.bcd.blocks.ownership import matrix_owners, matrix_stacks
+from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.config import BcdConfig
+from megatron.bcd.planner.cost import DTYPE_BYTES, ModelShape, StateBudget, newton_schulz_flops
+from megatron.bcd.planner.tensors import Buffer, Tensor, buffer_of, stage_tensors
+
+STEP_COUNTER_BYTES = 4
+"""PyTorch's Adam has one step counter per parameter that the rank holds a part of."""
+_ARENA_ALIGNMENT = 128
+"""Elements (`model.frozen_weights`)."""
+_LOW_BIT_CHUNK = 2**22
+"""Elements whose moments are decoded at once on a GPU (`optim.low_bit_adam`)."""
+
+_WORKING_BYTES, _WORKING_BYTES_COPIED = 12, 17
+"""Per element of what is updated at a time: gradient, update and value in fp32; and with copies of weights, low bits
+and momentum where several matrices are joined, or of queries, keys and values."""
+_STATELESS_PASSES, _MUON_PASSES = 17, 27
+"""4-byte elements read or written per parameter in one step, outside the products of the orthogonalisation: norm and
+copies of the gradient, scaling, weight decay, update; with a momentum also its update and Nesterov's mean."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes of one rank in one phase, from the second cycle on."""
+
+    stage: int
+    block: int
+    weights: int  # with the padding of the buffers in which the phases leave their blocks
+    gradients: int
+    optimizer: int
+    """Moments, main parameters and step counters of the rank's shard, Muon's momenta and low bits of the matrices that
+    it owns; 0 if they are on the host."""
+    activations: int = 0
+    optimizer_work: int
+    """Temporary memory of PyTorch's Adam, or of the largest stack of matrices that is stepped without it, when
+    activations are already freed."""
+    communication: int = 0
+    framework: int = 0
+
+    @property
+    def model_state(self) -> int:
+        """Weights, gradients and optimizer state."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        moving = max(self.activations + self.communication, self.optimizer_work)
+        return self.model_state + moving + self.framework
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamedLayers:
+    """The layers of a stage that --bcd-frozen-weights host takes, without what is active in every phase."""
+
+    sizes: tuple[int, ...]
+    """Elements, in order."""
+    padded: int
+    """Of one: as it lies in the arena and in a buffer."""
+    is_active: tuple[tuple[bool, ...], ...]
+    """By block, of each layer."""
+
+    def num_held(self, block: int, resident: int) -> int:
+        """Frozen layers that the device holds in the block's phase, buffers included."""
+        frozen = self.is_active[block].count(False)
+        return min(frozen, resident + 2) if frozen > resident else frozen
+
+    def device_elements(self, block: int, resident: int) -> int:
+        active = sum(size for size, is_active in zip(self.sizes, self.is_active[block], strict=True) if is_active)
+        return active + self.num_held(block, resident) * self.padded
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixShare:
+    """A rank's share of a stage's matrices in one phase, by default without matrices to step."""
+
+    gradients: int = 0  # bytes, of all matrices that are stepped: also of those that other ranks own
+    state: int = 0  # bytes of momenta, and of the 16 bits that bf16 weights lack
+    kept: int = 0  # bytes of momenta of other blocks, in host memory
+    working: int = 0  # bytes of temporary memory while the largest own stack of matrices is updated
+    orthogonalization: int = 0  # operations
+    traffic: int = 0  # bytes of element-wise work
+    messages: int = 0  # bytes of gradients that go to their owners, and of weights that come back
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelState:
+    """Weights, gradients and optimizer state; the planner makes it of a recipe, the trainer of its configuration."""
+
+    shape: ModelShape
+    partition: Partition
+    padded_vocabulary: int
+    num_replicas: int
+    """Ranks with the same weights: data-parallel times context-parallel ones."""
+    tensor_size: int = 1
+    precision: str
+    budget: StateBudget
+    bcd: BcdConfig
+    is_muon: bool
+    is_low_bit: bool
+    """Whether Adam's moments have fewer bits than fp32."""
+    is_distributed: bool = True
+    """Whether the ranks with the same weights share optimizer state."""
+    offload_fraction: float = 0.0
+    """Of the optimizer state in host memory."""
+
+    @cached_property
+    def tensors(self) -> tuple[tuple[Tensor, ...], ...]:
+        """By stage."""
+        sizes = {"padded_vocabulary": self.padded_vocabulary, "tensor_size": self.tensor_size}
+        return tuple(
+            stage_tensors(self.shape, self.partition, stage, **sizes) for stage in range(self.partition.num_stages)
+        )
+
+    @cached_property
+    def num_parameters(self) -> tuple[int, ...]:
+        """Of a rank, by stage."""
+        return tuple(sum(tensor.size for tensor in tensors) for tensors in self.tensors)
+
+    @cached_property
+    def buffers(self) -> tuple[tuple[Buffer, ...], ...]:
+        """By stage and block."""
+        return tuple(
+            tuple(self._buffer(tensors, block.index) for block in self.partition.blocks) for tensors in self.tensors
+        )
+
+    def _buffer(self, tensors: tuple[Tensor, ...], block: int) -> Buffer:
+        held = [tensor for tensor in tensors if tensor.is_active(block) and not (self.is_muon and tensor.parts)]
+        return buffer_of(held, num_ranks=self.num_replicas if self.is_distributed else None)
+
+    @cached_property
+    def streamed(self) -> tuple[StreamedLayers, ...]:
+        """By stage."""
+        return tuple(self._streamed(tensors) for tensors in self.tensors)
+
+    def _streamed(self, tensors: tuple[Tensor, ...]) -> StreamedLayers:
+        by_layer = dict[int, list[Tensor]]()
+        for tensor in tensors:
+            if tensor.owned.layer is not None and not tensor.owned.is_always_active:
+                by_layer.setdefault(tensor.owned.layer, []).append(tensor)
+        layers = list(by_layer.values())
+        return StreamedLayers(
+            sizes=tuple(sum(tensor.size for tensor in layer) for layer in layers),
+            padded=sum(-(-tensor.size // _ARENA_ALIGNMENT) * _ARENA_ALIGNMENT for tensor in layers[0]) if layers else 0,
+            is_active=tuple(
+                tuple(any(tensor.is_active(block.index) for tensor in layer) for layer in layers)
+                for block in self.partition.blocks
+            ),
+        )
+
+    def weight_elements(self, stage: int, block: int) -> int:
+        """On the device, with the padding of buffers."""
+        is_streamed, buffers = self.bcd.bcd_frozen_weights != "device", self.buffers[stage]
+        if is_streamed or self.partition.always_active:  # a buffer ends with its phase
+            buffers = buffers[block : block + 1]
+        elements = self.num_parameters[stage] + sum(buffer.padding for buffer in buffers)
+        if is_streamed:
+            layers = self.streamed[stage]
+            elements += layers.device_elements(block, self.bcd.bcd_resident_layers) - sum(layers.sizes)
+        return elements
+
+    def rank(self, stage: int, block: int, replica: int) -> RankMemory:
+        """Without activations."""
+        buffer, share = self.buffers[stage][block], self.share(stage, block, replica)
+        held, pieces = buffer.held[replica % len(buffer.held)], buffer.pieces[replica % len(buffer.held)]
+        of_adam = int(self.budget.optimizer * held) + STEP_COUNTER_BYTES * pieces * (not self.is_low_bit)
+        # with moments in fewer bits Adam steps a part of a parameter at a time
+        adam_work = 16 * min(held, _LOW_BIT_CHUNK) if self.is_low_bit else 4 * held
+        on_device = 1 - self.offload_fraction
+        return RankMemory(
+            stage=stage,
+            block=block,
+            weights=self.budget.weight * self.weight_elements(stage, block),
+            gradients=self.budget.gradient * buffer.size + share.gradients,
+            optimizer=int(on_device * of_adam) + share.state,
+            optimizer_work=max(int(on_device * adam_work), share.working),
+        )
+
+    def largest_rank(self, stage: int, block: int) -> RankMemory:
+        """Of those of a stage: they differ by less than a parameter's shard."""
+        held = self.buffers[stage][block].held
+        return self.rank(stage, block, max(range(len(held)), key=held.__getitem__))
+
+    def largest_bytes(self, stage: int) -> int:
+        """Model state of a rank of the stage in its largest phase."""
+        return max(self.largest_rank(stage, block.index).model_state for block in self.partition.blocks)
+
+    def share(self, stage: int, block: int, replica: int) -> MatrixShare:
+        """The share of one rank."""
+        if not self.is_muon and self.bcd.bcd_resting_update == "none":
+            return MatrixShare()
+        shares = self._shares
+        if (stage, block) not in shares:
+            matrices = [tensor for tensor in self.tensors[stage] if tensor.parts]
+            owners = matrix_owners([tensor.size for tensor in matrices], self.num_replicas)
+            ranks = range(self.num_replicas)
+            shares[stage, block] = [self._share(matrices, [owner == rank for owner in owners], block) for rank in ranks]
+        return shares[stage, block][replica]
+
+    @cached_property
+    def _shares(self) -> dict[tuple[int, int], list[MatrixShare]]:
+        """Of all ranks, by stage and block: a search asks for the same ones again."""
+        return {}
+
+    def _share(self, matrices: list[Tensor], is_own: list[bool], block: int) -> MatrixShare:
+        bcd = self.bcd
+        muon_gradient, stateless_gradient = DTYPE_BYTES[bcd.muon_grad_dtype], DTYPE_BYTES[bcd.bcd_resting_grad_dtype]
+        momentum = DTYPE_BYTES[bcd.muon_momentum_dtype] if self.is_muon else 0
+        low_bits = 2 if self.precision == "bf16" else 0
+        total, updated = Counter[str](), []
+        for tensor, own in zip(matrices, is_own, strict=True):
+            is_active = tensor.is_active(block)
+            is_stepped = is_active and self.is_muon or tensor.is_stateless(block)
+            if is_stepped:
+                gradient = muon_gradient if is_active else stateless_gradient
+                total["gradients"] += gradient * tensor.size
+                total["messages"] += (gradient + self.budget.weight) * tensor.size * (self.num_replicas > 1)
+            if not own:
+                continue
+            is_held = self.is_muon if is_active else bool(tensor.owned.stateless_in)
+            total["state"] += (low_bits * is_held + momentum * is_active) * tensor.size
+            if not is_active and self.partition.has_active_block and bcd.bcd_optimizer_state == "host":
+                total["kept"] += momentum * tensor.size
+            if is_stepped:
+                updated.append(tensor)
+                total["traffic"] += 4 * (_MUON_PASSES if is_active else _STATELESS_PASSES) * tensor.size
+                if is_active or bcd.bcd_resting_update == "orthogonal":
+                    total["orthogonalization"] += sum(newton_schulz_flops(*part) for part in tensor.parts)
+        keys = [(tensor.is_active(block), tensor.parts) for tensor in updated]
+        for stack in matrix_stacks(keys, [tensor.size for tensor in updated]):
+            first = updated[stack[0]]
+            is_copied = len(stack) > 1 or len(first.parts) > 1
+            working = (_WORKING_BYTES_COPIED if is_copied else _WORKING_BYTES) * len(stack) * first.size
+            total["working"] = max(total["working"], working)
+        return MatrixShare(**total)
