@@ -215,10 +215,13 @@ def test_a_model_that_needs_a_setting(tmp_path: Path) -> None:
     (tmp_path / "my-8b" / "config.json").write_text(json.dumps(names | sizes))
     given = {"cwd": tmp_path, "script": "finetune.sh", "DRY_RUN": "1"}
     done = start("my-8b", "rtx4090", **given)
+    assert done.returncode == 0 and value_of(command_of(done.stdout), "--bcd-frozen-weights") == "host"
+    on_device = ("my-8b", "rtx4090", "--bcd-frozen-weights", "device")
+    done = start(*on_device, **given)
     assert done.returncode == 0 and "does NOT fit" in done.stdout
     flags = ("--bcd-frozen", "embedding,head", "--adam-moments-dtype", "int8", "--bcd-always-active", "none")
     assert " ".join(flags[:2]) in done.stdout.split("note: ")[1]
-    done = start("my-8b", "rtx4090", *flags, **given)
+    done = start(*on_device, *flags, **given)
     words = command_of(done.stdout)
     assert done.returncode == 0 and "does NOT fit" not in done.stdout
     assert value_of(words, "--load-hf") == "my-8b"
@@ -244,7 +247,7 @@ TUNED = {"MODEL_DIR": "m", "DATA": str(Path(__file__))}
         ("finetune.sh", LLAMA, {}, "MODEL_DIR"),
         ("finetune.sh", LLAMA, TUNED | {"DATA": "no.jsonl"}, "DATA=no.jsonl"),
         ("finetune.sh", (*LLAMA, "--save=s"), {}, "--save"),
-        ("finetune.sh", ("L-23B", "rtx4090"), TUNED, "1 x RTX 4090"),
+        ("finetune.sh", ("L-23B", "rtx4090", "--bcd-frozen-weights=device"), TUNED, "1 x RTX 4090"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -167,6 +167,10 @@ class FrozenWeights:
                 layer.place(layer.on_host)
                 layer.is_streamed = True
 
+    def streamed_parameters(self) -> set[torch.nn.Parameter]:
+        """Of the layers that lie in host memory in this phase."""
+        return {parameter for layer in self._layers if layer.is_streamed for parameter in layer.parameters}
+
     def device_tensors(self) -> Iterator[torch.Tensor]:
         """What lies on the device beside the active block."""
         yield from self._resident.values()

@@ -162,7 +162,12 @@ class ActiveBlock:
             self._take_main_params(block)
             self.matrices.begin(rules)
         self._switch_check = SwitchCheck(
-            self.optimizer, self.model.parameters(), self.matrices, block=block, stage=self.stage
+            self.optimizer,
+            self.model.parameters(),
+            self.matrices,
+            streamed=set() if self._frozen_weights is None else self._frozen_weights.streamed_parameters(),
+            block=block,
+            stage=self.stage,
         )
 
     def dispose(self, *, is_end_of_run: bool = False) -> None:

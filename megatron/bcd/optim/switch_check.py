@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE, all_optimizer_params
 from megatron.bcd.runtime import collectives
 
 Fingerprint = tuple[int, int]
+_SAMPLED = 4099
+"""One element of so many; a prime, so that all columns of a matrix have some."""
 
 
 class SwitchCheck:
@@ -24,11 +26,14 @@ class SwitchCheck:
         parameters: Iterable[torch.Tensor],
         matrices: MatrixOptimizer | None,
         *,
+        streamed: Collection[torch.Tensor] = (),
         block: int,
         stage: int,
     ) -> None:
+        """`streamed`: frozen parameters in host memory, of which a sample must do: the CPU would read them for long."""
         self._optimizer = optimizer
         self._frozen_parameters = [parameter for parameter in parameters if not parameter.requires_grad]
+        self._streamed = streamed
         self._matrices = matrices
         self._block = block
         self._stage = stage
@@ -81,7 +86,10 @@ class SwitchCheck:
             yield from self._matrices.tensors_to_step(is_of_block=False)
 
     def _frozen(self) -> Fingerprint:
-        return fingerprint(self._frozen_parameters)
+        return fingerprint(
+            parameter.detach().view(-1)[::_SAMPLED] if parameter in self._streamed else parameter
+            for parameter in self._frozen_parameters
+        )
 
 
 def _unchanged_stages(ranks: list[dict[str, Any]], what: str) -> tuple[set[int], list[int]]:
