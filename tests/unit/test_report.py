@@ -6,9 +6,9 @@ import json
 import math
 import re
 import sys
-import types
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -48,12 +48,6 @@ def eval_record(iteration: int = 10, *, split: str = "validation", loss: float =
 
 def log_console() -> Console:
     return Console(file=io.StringIO(), force_terminal=False, width=40)
-
-
-def printed(console: Console) -> str:
-    file = console.file
-    assert isinstance(file, io.StringIO)
-    return file.getvalue()
 
 
 def quiet(start_iteration: int = 0, **report: Any) -> Reporter:
@@ -146,53 +140,42 @@ def test_metrics_through_a_link_and_to_a_device(tmp_path: Path) -> None:
     assert Path("/dev/null").is_char_device()
 
 
-class FakeSummaryWriter:
-    """Records what torch's SummaryWriter would be given."""
-
-    made: ClassVar["list[FakeSummaryWriter]"] = []
-
-    def __init__(self, folder: str, purge_step: int | None = None) -> None:
-        self.folder, self.purge_step, self.closed = folder, purge_step, False
-        self.scalars: dict[str, tuple[float, int]] = {}
-        FakeSummaryWriter.made.append(self)
-
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
-        self.scalars[tag] = (value, step)
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_tensorboard_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Curves under names that Megatron's dashboards do not know, or a resume drawn twice."""
-    module: Any = types.ModuleType("torch.utils.tensorboard")
-    module.SummaryWriter = FakeSummaryWriter
+@pytest.fixture
+def tensorboard(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    """torch.utils.tensorboard, which records what it is given."""
+    module = mock.Mock()
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    folder = tmp_path / "tb"
-    with quiet(start_iteration=4, tensorboard_dir=str(folder)) as reporter:
+    return module
+
+
+def scalars_of(tensorboard: mock.Mock) -> dict[str, tuple[float, int]]:
+    """By tag: the last value, and its step."""
+    calls = tensorboard.SummaryWriter.return_value.add_scalar.call_args_list
+    return {tag: (value, step) for tag, value, step in (call.args for call in calls)}
+
+
+def test_tensorboard_tags(tensorboard: mock.Mock) -> None:
+    """Curves under names that Megatron's dashboards do not know, or a resume drawn twice."""
+    with quiet(start_iteration=4, tensorboard_dir="tb") as reporter:
         reporter.step(collect_step_metrics())
         reporter.evaluation(eval_record())
-    writer = FakeSummaryWriter.made.pop()
-    assert (writer.folder, writer.purge_step, writer.closed) == (str(folder), 5, True)
-    assert writer.scalars["lm loss"] == (9.87654321987654, 10)
-    assert writer.scalars["iteration-time"] == (0.12344, 10), "Megatron's is in seconds"
-    assert writer.scalars["bcd/model-state-bytes/rank 1"] == (45 * MIB, 10)
-    assert writer.scalars["lm loss validation ppl"] == (math.exp(2.0), 10)
-    assert {"learning-rate", "grad-norm", "tokens-per-sec", "bcd/block", "bcd/cycle"} <= set(writer.scalars)
-    assert "loss-scale" not in writer.scalars
+    tensorboard.SummaryWriter.assert_called_once_with("tb", purge_step=5)
+    tensorboard.SummaryWriter.return_value.close.assert_called_once()
+    scalars = scalars_of(tensorboard)
+    assert scalars["lm loss"] == (9.87654321987654, 10)
+    assert scalars["iteration-time"] == (0.12344, 10), "Megatron's is in seconds"
+    assert scalars["bcd/model-state-bytes/rank 1"] == (45 * MIB, 10)
+    assert scalars["lm loss validation ppl"] == (math.exp(2.0), 10)
+    assert {"learning-rate", "grad-norm", "tokens-per-sec", "bcd/block", "bcd/cycle"} <= set(scalars)
+    assert "loss-scale" not in scalars
 
 
 STRAGGLERS = {"forward": (12.0, 30.5, 11.0), "batch": (0.5, 0.25, 4.0)}
 TIMES = {"forward-backward": (80.0, 90.5), "optimizer": (0.0, 3.25), "forward-recv": (0.0, 0.0)}
 
 
-def test_timers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timers(tmp_path: Path, tensorboard: mock.Mock) -> None:
     """Tags that Megatron's dashboards do not know, or milliseconds for seconds."""
-    module: Any = types.ModuleType("torch.utils.tensorboard")
-    module.SummaryWriter = FakeSummaryWriter
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     with quiet(
         tensorboard_dir="tb",
         metrics_file=str(tmp_path / "m.jsonl"),
@@ -201,47 +184,25 @@ def test_timers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ) as reporter:
         reporter.step(collect_step_metrics())
         reporter.step(collect_step_metrics(timers_ms=TIMES, straggler_ms=STRAGGLERS))
-    scalars = FakeSummaryWriter.made.pop().scalars
-    found = {tag: value for tag, (value, _) in scalars.items() if tag.endswith("-time")}
+    found = {tag: value for tag, (value, _) in scalars_of(tensorboard).items() if tag.endswith("-time")}
     assert found == {"iteration-time": 0.12344, "forward-backward-time": 0.0905, "optimizer-time": 0.00325}
     before, after = metrics(tmp_path / "m.jsonl")
     assert "timers_ms" not in before and after["timers_ms"]["optimizer"] == [0.0, 3.25]
     assert "straggler_ms" not in before and after["straggler_ms"]["forward"] == [12.0, 30.5, 11.0]
 
 
-@pytest.mark.parametrize(("count", "ranks"), [(1, ["2", "1", "1", "2"]), (2, ["2", "1", "1", "2", "1", "0", "2", "0"])])
-def test_stragglers(count: int, ranks: list[str]) -> None:
+def test_stragglers() -> None:
     """The wrong rank named: fastest and slowest in the forward passes and in waits for a batch, then each end."""
-    console = log_console()
-    with Reporter(ReportConfig(straggler_minmax_count=count), train_iters=60, console=console) as reporter:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=False, width=40)
+    with Reporter(ReportConfig(straggler_minmax_count=2), train_iters=60, console=console) as reporter:
         reporter.step(collect_step_metrics(straggler_ms=STRAGGLERS))
-    assert re.findall(r"rank (\d)", printed(console)) == ranks
-
-
-class FakeWandb(types.ModuleType):
-    """The three calls that the Reporter makes of wandb."""
-
-    def __init__(self, refusal: str | None = None) -> None:
-        super().__init__("wandb")
-        self.refusal, self.settings, self.finished = refusal, {}, False
-        self.logged: list[tuple[int, dict[str, float]]] = []
-
-    def init(self, **settings: Any) -> "FakeWandb":
-        if self.refusal:
-            raise RuntimeError(self.refusal)
-        self.settings = settings
-        return self
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self.logged.append((step, values))
-
-    def finish(self) -> None:
-        self.finished = True
+    assert re.findall(r"rank (\d)", screen.getvalue()) == ["2", "1", "1", "2", "1", "0", "2", "0"]
 
 
 def test_wandb_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings that do not reach wandb, or a run that is never finished."""
-    wandb = FakeWandb()
+    wandb = mock.Mock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     with Reporter(
         ReportConfig(wandb_project="p", wandb_exp_name="e", wandb_save_dir="d"),
@@ -251,18 +212,16 @@ def test_wandb_run(monkeypatch: pytest.MonkeyPatch) -> None:
     ) as reporter:
         reporter.step(collect_step_metrics())
         reporter.evaluation(eval_record())
-    assert wandb.settings == {"project": "p", "name": "e", "entity": None, "dir": "d", "config": {"lr": 1e-3}}
-    assert [step for step, _ in wandb.logged] == [10, 10]
-    assert wandb.logged[0][1]["lm loss"] == 9.87654321987654
-    assert wandb.logged[1][1] == {"lm loss validation": 2.0, "lm loss validation ppl": math.exp(2.0)}
-    assert wandb.finished
+    wandb.init.assert_called_once_with(project="p", name="e", entity=None, dir="d", config={"lr": 1e-3})
+    step, evaluation = wandb.init.return_value.log.call_args_list
+    assert step.args[0]["lm loss"] == 9.87654321987654 and step.kwargs == evaluation.kwargs == {"step": 10}
+    assert evaluation.args[0] == {"lm loss validation": 2.0, "lm loss validation ppl": math.exp(2.0)}
+    wandb.init.return_value.finish.assert_called_once()
 
 
 def test_wandb_that_is_absent_or_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that silently logs nowhere, or that stops with wandb's traceback."""
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match="--wandb-project"):
-        quiet(wandb_project="p")
-    monkeypatch.setitem(sys.modules, "wandb", FakeWandb("no API key\nconfigured"))
-    with pytest.raises(ValueError, match="--wandb-project"):
-        quiet(wandb_project="p")
+    for wandb in (None, mock.Mock(init=mock.Mock(side_effect=RuntimeError("no API key\nconfigured")))):
+        monkeypatch.setitem(sys.modules, "wandb", wandb)
+        with pytest.raises(ValueError, match="--wandb-project"):
+            quiet(wandb_project="p")

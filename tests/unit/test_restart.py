@@ -10,8 +10,8 @@ import resource
 import sys
 import threading
 import time
-import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -135,23 +135,11 @@ def test_a_restart_before_the_first_save_starts_as_asked(tmp_path: Path, monkeyp
 
 def test_tensorboard_on_a_full_disk_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 alone ending over its curves; a warning at every step; metrics lines that end with the curves."""
-    calls = []
-
-    class FullDisk:
-        def __init__(self, folder: str, purge_step: int | None) -> None: ...
-
-        def add_scalar(self, tag: str, value: float, step: int) -> None:
-            calls.append(step)
-            if step >= 2:
-                raise OSError(errno.ENOSPC, "No space left on device")
-
-        def flush(self) -> None: ...
-
-        def close(self) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    module = types.ModuleType("torch.utils.tensorboard")
-    module.SummaryWriter = FullDisk  # type: ignore[attr-defined]
+    module = mock.Mock()
+    full = OSError(errno.ENOSPC, "No space left on device")
+    writer = module.SummaryWriter.return_value
+    writer.add_scalar.side_effect = [None, None, full]
+    writer.close.side_effect = full
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     path, screen = tmp_path / "metrics.jsonl", io.StringIO()
     with Reporter(
@@ -164,7 +152,7 @@ def test_tensorboard_on_a_full_disk_does_not_end_the_run(tmp_path: Path, monkeyp
     assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 2, 3]
     (warning,) = [line for line in screen.getvalue().splitlines() if line.startswith("warning")]
     assert "--tensorboard-dir" in warning
-    assert calls[-1] == 2
+    assert writer.add_scalar.call_args.args[2] == 2
 
 
 def evaluation(iteration: int, *, is_final: bool) -> EvalMetrics:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,34 +27,24 @@ from results import (
 from study import Commands, Runner, arithmetic_of_flags
 
 PROGRAM = """
-import argparse, json, os, pathlib, time
+import argparse, json, pathlib
 parser = argparse.ArgumentParser()
 for name in ("--lr", "--best", "--gain"):
     parser.add_argument(name, type=float)
 for name in ("--seed", "--steps", "--bcd-steps-per-block", "--log-interval"):
     parser.add_argument(name, type=int)
 parser.add_argument("--metrics-file", type=pathlib.Path)
-parser.add_argument("--checkpoint", type=pathlib.Path)
-parser.add_argument("--wait", type=pathlib.Path)
 given = parser.parse_args()
-first = 1
-if given.checkpoint and given.checkpoint.exists():
-    first = int(given.checkpoint.read_text()) + 1
 if given.lr > 1:
     raise SystemExit("too fast")
 print("parameters  10 (all)", flush=True)
-with open(given.metrics_file, "a" if first > 1 else "w") as file:
+with open(given.metrics_file, "w") as file:
     def write(**values):
         print(json.dumps(values), file=file, flush=True)
-    for step in range(first, given.steps + 1):
+    for step in range(1, given.steps + 1):
         loss = given.gain / step + abs(given.lr - given.best) + 0.01 * given.seed
         write(iteration=step, loss=loss, step_time_ms=10.0, model_state_bytes=[100, 60], host_state_bytes=[0, 0])
         write(iteration=step, validation_loss=loss)
-        if given.checkpoint:
-            given.checkpoint.parent.mkdir(exist_ok=True, parents=True)
-            given.checkpoint.write_text(str(step))
-        while given.wait and step == 3 and not given.wait.exists():
-            time.sleep(0.01)
     write(iteration=given.steps, validation_loss=loss, is_final=True)
     write(iteration=given.steps, test_loss=loss + 1, is_final=True)
 """
@@ -236,39 +221,6 @@ def test_whole_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert pictures == ["study_cost.png", "study_state.png"]
     assert tool.main([*command, "--only", "f*"]) == 0
     assert "start" not in capsys.readouterr().err
-
-
-def test_killed_study_resumes(tmp_path: Path) -> None:
-    """A finished run is repeated, a run that was killed starts from its first step, or a process is left behind."""
-    go = tmp_path / "go"
-    content = study_of(
-        tmp_path,
-        flags=f"--steps {{steps}} --best 0.2 --wait {go}",
-        checkpoint_flags="--checkpoint {folder}/step",
-        learning_rates=[0.2],
-        seeds=[1],
-        jobs=1,
-    )
-    command = [sys.executable, "studies/study.py", str(written(tmp_path, content)), "--output", str(tmp_path / "out")]
-    process = subprocess.Popen(command, cwd=Path(str(tool.__file__)).parents[1], stderr=subprocess.DEVNULL)
-    while not (steps := list((tmp_path / "out").glob("study/*/checkpoint/step"))) or steps[0].read_text() != "3":
-        assert process.poll() is None
-        time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait() != 0
-    folder = steps[0].parents[1]
-    lines = (folder / "metrics.jsonl").read_text()
-    assert len(lines.splitlines()) == 6 and not read_results(tmp_path / "study.csv")
-    go.touch()
-    subprocess.run(command, cwd=Path(str(tool.__file__)).parents[1], check=True, capture_output=True)
-    after = (folder / "metrics.jsonl").read_text()
-    assert after.startswith(lines) and len(after.splitlines()) == 22
-    results = tmp_path / "study.csv"
-    assert next(one.test for one in read_results(results) if one.method == "full") == pytest.approx(1.11)
-    assert not (folder / "checkpoint").exists()
-    before = os.stat(results).st_mtime_ns
-    subprocess.run(command, cwd=Path(str(tool.__file__)).parents[1], check=True, capture_output=True)
-    assert os.stat(results).st_mtime_ns == before
 
 
 def test_studies_of_the_project(repo_root: Path, tmp_path: Path) -> None:
