@@ -1,4 +1,4 @@
-"""tools/benchmark.py: its figures from made-up metrics, the runs that it would start, and what it refuses."""
+"""tools/benchmark.py: its figures, from made-up metrics. A run of it: e2e/test_benchmark.py."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""studies/fine_tuning.py: its figures from made-up curves, the runs that it would start, and what it refuses."""
+"""studies/fine_tuning.py: its figures, from made-up curves. A run of it: e2e/test_fine_tuning_study.py."""
 
 from __future__ import annotations
 
-import fine_tuning
 import pytest
 from fine_tuning import Row, Trained, row_of
 
@@ -36,18 +35,3 @@ def test_equal_time() -> None:
     assert row(run(3.0, 2.0, 1.0, step_ms=10.0), full=full).at_full_time == 2.0
     assert row(run(3.0, 2.0, step_ms=13.0), full=full).at_full_time == pytest.approx(3 - (200 / 13 - 10) / 10)
     assert row(run(3.0, 2.0, step_ms=5.0), full=full).at_full_time == 2.0, "it had ended"
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--peers full,bread",
-        "--global-batch-size 0",
-        "--variant a=--x --variant a=--y",
-        "--split 90,10",
-    ],
-)
-def test_bad_flags(flags: str) -> None:
-    """Hours of runs that are another comparison than was asked for."""
-    with pytest.raises(ValueError, match=flags.split()[0]):
-        fine_tuning.parse_arguments(["--task", "sft", *flags.split()])

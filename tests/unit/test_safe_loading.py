@@ -111,18 +111,6 @@ READERS: dict[str, Callable[[str], object]] = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_good(good: Path, reader: str) -> None:
-    """A checkpoint of ours that can't be read any more, or is read differently."""
-    with only_data():
-        result: Any = READERS[reader](str(good))
-    if reader in ("load", "strategy"):
-        expected = state_dict()
-        assert torch.equal(result["weight"], expected["weight"].data)
-        assert torch.equal(result["layer"], expected["layer"].data)
-        assert result["extra"][2] == {"a": 1.5} and torch.equal(result["extra"][1], torch.ones(2))
-
-
-@pytest.mark.parametrize("reader", READERS)
 def test_metadata_that_runs_code(good: Path, marker: Path, reader: str) -> None:
     """Would run what somebody put into .metadata; and one way to read it would have been forgotten."""
     content = FileSystemReader(str(good)).read_metadata()

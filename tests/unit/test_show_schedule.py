@@ -1,4 +1,4 @@
-"""tools/show_schedule.py: what it prints, refuses and draws."""
+"""tools/show_schedule.py: what it prints and draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""studies/study.py: study files, order of runs, tuning, aggregation, resuming; with a program that takes no time."""
+"""studies/study.py: study files, order of runs, tuning, aggregation; with a program that takes no time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools speak one language: own help, examples that run, one meaning of a flag, references that lead somewhere."""
+"""All tools alike: examples in their help that run, bad flags in one line, Ctrl-C, older spellings."""
 
 from __future__ import annotations
 
@@ -62,7 +62,6 @@ def test_examples_have_flags_of_today(tool: str, monkeypatch: pytest.MonkeyPatch
 def prepare(folder: Path) -> None:
     """The files that examples read."""
     (folder / "corpus.jsonl").write_text('{"text": "a few words"}\n' * 3)
-    (folder / "encoder.json").write_text(json.dumps({letter: i for i, letter in enumerate("afewords\u0120")}))
     step = {
         "phase": 0,
         "block": 0,
@@ -86,7 +85,6 @@ def test_examples_run(
     monkeypatch.chdir(tmp_path)
     prepare(tmp_path)
     for name in ("encoder.json", "vocab.bpe"):
-        (tmp_path / name).unlink(missing_ok=True)
         (tmp_path / name).symlink_to(shared_data / "gpt2-bpe" / name)
     main: Any = importlib.import_module(tool).main
     for words in examples(tool):
@@ -120,6 +118,8 @@ BAD_FLAGS = [
     ("benchmark", f"{MODEL} --prefix-cache --bcd-num-blocks 1", "--prefix-cache"),
     ("check_machine", "--num-ranks 3", "--num-ranks"),
     ("check_machine", "--json /dev/null/file", "--json /dev/null/file"),
+    ("fine_tuning", "--task sft --peers full,bread", "--peers"),
+    ("fine_tuning", "--task sft --variant a=--x --variant a=--y", "--variant"),
     ("report", "--run no-name", "--run"),
     ("report", f"{RUN} --figure p.gif", "--figure"),
     ("report", f"{RUN} --json /dev/null/t.json", "--json"),
