@@ -9,9 +9,16 @@ from pathlib import Path
 import pytest
 from support import pretended_gpu, worlds
 from support.dist import World
-from support.planned import RUNS, planned_activations, planned_state, recipe_of
+from support.planned import RUNS, TWO, planned_activations, planned_state, recipe_of
 
 from megatron.bcd.config import RunConfig
+
+UNPLANNED = {
+    "tensor2": TWO | {"tensor_model_parallel_size": 2},
+    "sgd_bf16": {"optimizer": "sgd", "bf16": True},
+    "replicated_bf16": TWO | {"bf16": True, "no_use_distributed_optimizer": True},
+}
+"""Runs that tools/plan.py does not plan; the run summary does."""
 
 
 def counted(config: RunConfig) -> tuple[list[tuple[list[int], list[int]]], list[list[int]]]:
@@ -40,3 +47,13 @@ def test_planned_is_counted(repo_root: Path, world1: World, world2: World, text_
         return
     for (_, kept), planned in zip(steps, planned_activations(recipe), strict=False):
         assert kept == pytest.approx(planned, rel=0.05)
+
+
+@pytest.mark.parametrize("name", UNPLANNED)
+def test_summary_is_counted(world1: World, world2: World, text_data: str, name: str) -> None:
+    """A tensor-parallel rank that is charged for the whole, padding without a distributed optimizer."""
+    config = worlds.run_config(
+        data_path=text_data, **{"num_layers": 6, "hidden_size": 40} | UNPLANNED[name], train_iters=6
+    )
+    steps, told = (world2 if "world_size" in UNPLANNED[name] else world1).run(counted, config)[0]
+    assert [by_rank for by_rank, _ in steps[len(told) :]][: len(told)] == told

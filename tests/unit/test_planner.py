@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.planned import active_parameters, stage_parameters
+from support.planned import active_parameters
 
 from megatron.bcd.blocks.ownership import ownership
 from megatron.bcd.blocks.partition import partition
 from megatron.bcd.config import LAYOUTS
-from megatron.bcd.planner import cost, step_time
+from megatron.bcd.planner import step_time
 from megatron.bcd.planner.activations import Recomputed
 from megatron.bcd.planner.estimate import largest_micro_batch, make_estimate, multiplier_of
 from megatron.bcd.planner.memory import fits, host_bytes, peak, rank_memory, recomputation, stage_activations
@@ -85,25 +85,6 @@ def test_ranks_share_a_buffer(sizes: list[tuple[int, bool]], data_size: int) -> 
     assert all((held > 0) == (pieces > 0) for held, pieces in zip(buffer.held, buffer.pieces, strict=True))
 
 
-@given(recipes())
-def test_model_state_is_the_budget_and_padding(one: Recipe) -> None:
-    """A budget of the planner's own that drifts away from the run summary's."""
-    padded, budget = one.padded_vocabulary, cost.state_budget(precision=one.precision)
-    stages = stage_parameters(one.shape, one.partition, padded=padded)
-    num_tensors = 13 * one.model.layers + 6
-    padding = num_tensors * 64 + 3 * 128 * one.data_size
-    ranks = [rank_memory(one, replica=rank) for rank in range(one.data_size)]
-    for rank in (rank for of_replica in ranks for rank in of_replica):
-        active = active_parameters(one.shape, one.partition, rank.block, padded=padded)[rank.stage]
-        assert 0 <= rank.weights - budget.weight * stages[rank.stage] <= 4 * padding * one.partition.num_blocks
-        assert 0 <= rank.gradients - budget.gradient * active <= 4 * padding * bool(active)
-        assert active or rank.optimizer == 0
-    # over its data-parallel ranks a stage holds each state once
-    active = active_parameters(one.shape, one.partition, 0, padded=padded)[0]
-    held = sum(of_replica[0].optimizer for of_replica in ranks)
-    assert 0 <= held - budget.optimizer * active <= 4 * one.data_size * num_tensors
-
-
 def test_a_papers_model_in_the_papers_bytes() -> None:
     """Full training 16 bytes per parameter, a third active about 8: a factor that is lost in the sum over ranks."""
     full = rank_memory(recipe("G-1.6B", method="full", vocabulary_multiple=1))[0]
@@ -132,28 +113,6 @@ def test_context_parallel_divides_activations() -> None:
     work = phase_seconds(replace(split, cluster=replace(split.cluster, link_gb_per_s=1e12)), 0).pipeline
     assert times[1] - work == pytest.approx(exchanged, rel=1e-6)
     assert times[0] < times[1]
-
-
-@given(recipes(), st.sampled_from((0, 2, 3)))
-def test_state_of_stateless_updates_and_muon(one: Recipe, num_blocks: int) -> None:
-    """A budget unlike the run summary's: gradients of all matrices, momentum of the active ones, low bits of all, each
-    held once over the data-parallel ranks; padding aside."""
-    model = replace(one.model, layers=max(one.model.layers, 3 * one.pipeline_size))
-    one = replace(one, model=model, method="pretrain", num_blocks=num_blocks, layout=None)
-    ranks = [rank_memory(one, replica=rank) for rank in range(one.data_size)]
-    budget = cost.state_budget(precision=one.precision)
-    padding = (13 * model.layers + 6) * 64 + 3 * 128 * one.data_size
-    for place, first in enumerate(ranks[0]):
-        tensors = stage_tensors(one.shape, one.partition, first.stage, padded_vocabulary=one.padded_vocabulary)
-        matrices = sum(tensor.size for tensor in tensors if tensor.parts)
-        active = sum(tensor.size for tensor in tensors if tensor.parts and tensor.is_active(first.block))
-        by_adam = sum(tensor.size for tensor in tensors if tensor.is_active(first.block)) - active
-        low_bits = 2 if one.precision == "bf16" else 0
-        gradients = 2 * matrices + budget.gradient * by_adam
-        assert gradients <= first.gradients <= gradients + budget.gradient * padding
-        state = sum(rank[place].optimizer for rank in ranks) - budget.optimizer * by_adam
-        assert 0 <= state - low_bits * matrices - 2 * active <= 4 * one.data_size * (13 * model.layers + 6)
-    assert (host_bytes(one) > 0) == (num_blocks > 0), "between its phases a block's momentum is in host memory"
 
 
 @given(recipes())

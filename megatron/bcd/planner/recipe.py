@@ -206,7 +206,7 @@ class Recipe:
             precision=self.precision,
             adam_moments_dtype=self.adam_moments_dtype,
             bcd=self.bcd,
-            is_muon=self.is_muon,
+            optimizer="muon" if self.is_muon else "adam",
         )
 
     @property

@@ -41,7 +41,7 @@ def model_state_of(config: RunConfig, partition: Partition, *, padded_vocab_size
             precision_aware=config.is_precision_aware,
         ),
         bcd=config.bcd,
-        is_muon=optimizer.optimizer == "muon",
+        optimizer=optimizer.optimizer,
         is_low_bit=set(config.moment_dtypes) != {"fp32"},
         is_distributed=config.training.use_distributed_optimizer,
         offload_fraction=offload_fraction(config),

@@ -108,13 +108,18 @@ class ModelState:
     precision: str
     budget: StateBudget
     bcd: BcdConfig
-    is_muon: bool
+    optimizer: str
     is_low_bit: bool
     """Whether Adam's moments have fewer bits than fp32."""
     is_distributed: bool = True
     """Whether the ranks with the same weights share optimizer state."""
     offload_fraction: float = 0.0
     """Of the optimizer state in host memory."""
+
+    @property
+    def is_muon(self) -> bool:
+        """Whether Muon steps the active block's matrices."""
+        return self.optimizer == "muon"
 
     @cached_property
     def tensors(self) -> tuple[tuple[Tensor, ...], ...]:
@@ -175,7 +180,8 @@ class ModelState:
         """Without activations."""
         buffer, share = self.buffers[stage][block], self.share(stage, block, replica)
         held, pieces = buffer.held[replica % len(buffer.held)], buffer.pieces[replica % len(buffer.held)]
-        of_adam = int(self.budget.optimizer * held) + STEP_COUNTER_BYTES * pieces * (not self.is_low_bit)
+        has_counters = self.optimizer != "sgd" and not self.is_low_bit
+        of_adam = int(self.budget.optimizer * held) + STEP_COUNTER_BYTES * pieces * has_counters
         # with moments in fewer bits Adam steps a part of a parameter at a time
         adam_work = 16 * min(held, _LOW_BIT_CHUNK) if self.is_low_bit else 4 * held
         on_device = 1 - self.offload_fraction
