@@ -143,6 +143,15 @@ def test_gzip_and_globs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert expected in error and not (tmp_path / "n").exists()
 
 
+def test_zstandard(tmp_path: Path) -> None:
+    """Exposes a second frame that is left out."""
+    zstandard = pytest.importorskip("zstandard", reason="zstandard is not installed")
+    frames = [zstandard.compress(f"{part}\n".encode() * 2) for part in ("one", "two")]
+    (tmp_path / "a.txt.zst").write_bytes(b"".join(frames))
+    preprocess("--input", tmp_path / "a.txt.zst", "--output-prefix", tmp_path / "o", *BYTE_LEVEL)
+    assert read_sequences(tmp_path / "o_text_document") == [[*b"one"]] * 2 + [[*b"two"]] * 2
+
+
 def test_parquet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exposes rows out of order, other columns that are read, and a traceback for a missing column or a bad cell."""
     pytest.importorskip("pyarrow", reason="pyarrow is not installed")

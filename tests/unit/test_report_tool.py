@@ -18,27 +18,24 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("report")
 
 
+def step_line(iteration: int, *, phase: int, block: int, step_ms: float, state: list[int], loss: float = 1.0) -> str:
+    about = {"iteration": iteration, "phase": phase, "block": block, "loss": loss, "model_state_bytes": state}
+    return json.dumps(about | {"step_time_ms": step_ms, "tokens_per_second": 1e6 / step_ms})
+
+
 def write_run(path: Path, *, num_blocks: int, step_ms: tuple[float, ...], state_mib: tuple[int, ...]) -> str:
     """Two cycles, two steps per block; block b takes step_ms[b], holds state_mib[b] (rank 1: half of it)."""
-    lines: list[dict[str, Any]] = []
+    lines = []
     for iteration in range(1, 4 * num_blocks + 1):
         phase = (iteration - 1) // 2
         block = phase % num_blocks
+        state = [state_mib[block] * MIB, state_mib[block] * MIB // 2]
         lines.append(
-            {
-                "iteration": iteration,
-                "consumed_samples": iteration,
-                "cycle": phase // num_blocks,
-                "phase": phase,
-                "block": block,
-                "loss": 10.0 / iteration,
-                "step_time_ms": step_ms[block],
-                "tokens_per_second": 1e6 / step_ms[block],
-                "model_state_bytes": [state_mib[block] * MIB, state_mib[block] * MIB // 2],
-            }
+            step_line(iteration, phase=phase, block=block, step_ms=step_ms[block], state=state, loss=10.0 / iteration)
         )
-        lines.append({"iteration": iteration, "validation_loss": 8.0 / iteration, "validation_perplexity": 3.0})
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        evaluation = {"iteration": iteration, "validation_loss": 8.0 / iteration, "validation_perplexity": 3.0}
+        lines.append(json.dumps(evaluation))
+    path.write_text("\n".join(lines) + "\n")
     return str(path)
 
 
@@ -78,27 +75,13 @@ def test_diverged_and_evaluation_only_runs(tool: Any, tmp_path: Path) -> None:
     assert math.isclose(runs[1]["validation_perplexity"], 12.18)
 
 
-def resumed_line(iteration: int, *, ranks: int, block: int, step_ms: float, mib: int) -> str:
-    return json.dumps(
-        {
-            "iteration": iteration,
-            "phase": block,
-            "block": block,
-            "loss": 1.0,
-            "step_time_ms": step_ms,
-            "tokens_per_second": 1e6 / step_ms,
-            "model_state_bytes": [mib * MIB] * ranks,
-        }
-    )
-
-
 def test_resumed_on_other_ranks(tool: Any, two_runs: list[str], tmp_path: Path) -> None:
     """A whole table refused for one resumed run; memory or time of two numbers of ranks mixed."""
     run = tmp_path / "resumed.jsonl"
-    lines = [resumed_line(i, ranks=4, block=0, step_ms=5.0, mib=10) for i in range(1, 7)]
+    lines = [step_line(i, phase=0, block=0, step_ms=5.0, state=[10 * MIB] * 4) for i in range(1, 7)]
     # resumed on two ranks, and once more with another log interval
-    lines += [resumed_line(i, ranks=2, block=0, step_ms=10.0, mib=20) for i in (7, 8, 9, 10)]
-    lines += [resumed_line(i, ranks=2, block=1, step_ms=40.0, mib=30) for i in (14, 18)]
+    lines += [step_line(i, phase=0, block=0, step_ms=10.0, state=[20 * MIB] * 2) for i in (7, 8, 9, 10)]
+    lines += [step_line(i, phase=1, block=1, step_ms=40.0, state=[30 * MIB] * 2) for i in (14, 18)]
     lines.append('{"iteration": 18, "validation_loss": 2.0, "validation_perplexity": 7.389}')
     run.write_text("\n".join(lines) + "\n")
     arguments = ["--run", f"resumed={run}", *two_runs, "--json", str(tmp_path / "t.json")]
