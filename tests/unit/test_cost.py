@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -13,11 +12,8 @@ from support.planned import active_parameters, shape_of, stage_parameters
 from megatron.bcd.blocks.partition import Partition, partition
 from megatron.bcd.config import LAYOUTS
 from megatron.bcd.planner.cost import (
-    OPTIMIZERS,
-    PRECISIONS,
     compute_ratio,
     layer_work,
-    model_state_bytes,
     newton_schulz_flops,
     state_budget,
     total_compute_ratio,
@@ -54,8 +50,9 @@ def test_the_papers_models(model: str) -> None:
     with a third active."""
     found, parameters, published_full, published_bcd = TABLE_8[model]
     assert found == parameters
-    full = model_state_bytes(num_parameters=found, num_active=found) / GIB
-    bcd = model_state_bytes(num_parameters=found, num_active=round(found / 3)) / GIB
+    budget = state_budget(precision="fp32")
+    full = (budget.weight + budget.gradient + budget.optimizer) * found / GIB
+    bcd = (budget.weight + (budget.gradient + budget.optimizer) / 3) * found / GIB
     assert (full, bcd) == (pytest.approx(published_full, rel=75e-6), pytest.approx(published_bcd, rel=75e-6))
 
 
@@ -69,18 +66,18 @@ def test_parameters_of_well_known_models() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "optimizer", "expected"),
+    ("precision", "moments", "expected"),
     [
-        ("fp32", "adam", (4, 4, 8)),
-        ("bf16", "adam", (2, 4, 12)),
-        ("fp16", "adam", (2, 4, 12)),
-        ("fp32", "sgd", (4, 4, 4)),
-        ("bf16", "sgd", (2, 4, 8)),
+        ("fp32", 2, (4, 4, 8)),
+        ("bf16", 2, (2, 4, 12)),
+        ("fp16", 2, (2, 4, 12)),
+        ("fp32", 1, (4, 4, 4)),
+        ("bf16", 1, (2, 4, 8)),
     ],
 )
-def test_budget_per_parameter(precision: str, optimizer: str, expected: tuple[int, ...]) -> None:
+def test_budget_per_parameter(precision: str, moments: int, expected: tuple[int, ...]) -> None:
     """A forgotten fp32 main parameter or a 16-bit main gradient: full is 16 in fp32, 18 in bf16."""
-    budget = state_budget(precision=precision, optimizer=optimizer)
+    budget = state_budget(precision=precision, moments=("fp32",) * moments)
     assert (budget.weight, budget.gradient, budget.optimizer) == expected
     if precision == "fp16":  # without --accumulate-allreduce-grads-in-fp32
         assert state_budget(precision=precision, gradients_in_fp32=False).gradient == 2
@@ -88,32 +85,10 @@ def test_budget_per_parameter(precision: str, optimizer: str, expected: tuple[in
 
 @pytest.mark.parametrize(("dtype", "moments"), [("fp32", 8), ("bf16", 4), ("int8", 2.03125)])
 def test_budget_with_moments_in_fewer_bits(dtype: str, moments: float) -> None:
-    """A main parameter that is charged as a moment, SGD's momentum in 8 bits, scales that are forgotten."""
-    assert state_budget(precision="bf16", adam_moments_dtype=dtype).optimizer == moments + 4
-    assert state_budget(precision="fp32", optimizer="sgd", adam_moments_dtype=dtype).optimizer == 4
-    assert state_budget(precision="bf16", adam_moments_dtype=(dtype, "bf16")).optimizer == moments / 2 + 2 + 4
-    assert state_budget(precision="bf16", adam_moments_dtype=dtype, precision_aware=True).optimizer == moments + 2
-    state = model_state_bytes(num_parameters=1000, num_active=100, adam_moments_dtype=dtype)
-    assert state == math.ceil(4000 + (4 + moments) * 100)
-
-
-@given(
-    unit=st.integers(0, 10**6),
-    num_blocks=st.integers(1, 8),
-    ranks=st.integers(1, 16),
-    precision=st.sampled_from(PRECISIONS),
-    optimizer=st.sampled_from(OPTIMIZERS),
-)
-def test_what_is_sharded(unit: int, num_blocks: int, ranks: int, precision: str, optimizer: str) -> None:
-    """Sharding of another part than optimizer state; a frozen rank that is charged for gradients."""
-    active = unit * ranks
-    total, budget = active * num_blocks, state_budget(precision=precision, optimizer=optimizer)
-    sizes = {"num_parameters": total, "num_active": active}
-    kinds = {"precision": precision, "optimizer": optimizer, "data_parallel_size": ranks}
-    replicated = budget.weight * total + budget.gradient * active
-    sharded = model_state_bytes(**sizes, **kinds, distributed_optimizer=True)  # type: ignore[arg-type]
-    assert sharded == replicated + budget.optimizer * unit
-    assert model_state_bytes(**sizes, **kinds) == replicated + budget.optimizer * active  # type: ignore[arg-type]
+    """A main parameter that is charged as a moment, scales that are forgotten."""
+    assert state_budget(precision="bf16", moments=(dtype, dtype)).optimizer == moments + 4
+    assert state_budget(precision="bf16", moments=(dtype, "bf16")).optimizer == moments / 2 + 2 + 4
+    assert state_budget(precision="bf16", moments=(dtype, dtype), precision_aware=True).optimizer == moments + 2
 
 
 def cut_of(*, layers: int, stages: int = 1, blocks: int | None = 3, layout: str = "spread") -> Partition:

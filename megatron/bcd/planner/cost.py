@@ -6,14 +6,14 @@ storages instead (`optim.state_bytes`). Pure.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.bcd.blocks.partition import Partition
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-OPTIMIZERS = ("adam", "sgd", "muon")
+ADAMS_MOMENTS = ("fp32", "fp32")
+"""Of stock Megatron-LM."""
 DTYPE_BYTES = {"fp32": 4, "bf16": 2}
 OFFLOADED_BYTES = 16
 """Per parameter in host memory with --optimizer-cpu-offload: weight, gradient and Adam's two moments, all in fp32."""
@@ -32,54 +32,20 @@ class StateBudget:
 def state_budget(
     *,
     precision: str,
-    optimizer: str = "adam",
-    sgd_momentum: bool = True,
-    adam_moments_dtype: str | tuple[str, str] = "fp32",
+    moments: Sequence[str] = ADAMS_MOMENTS,
     gradients_in_fp32: bool = True,
     precision_aware: bool = False,
 ) -> StateBudget:
-    """``gradients_in_fp32`` (--accumulate-allreduce-grads-in-fp32) applies to 16-bit precision: without it gradients
-    have 2 bytes. ``precision_aware``: the optimizer holds 2 bytes of a main parameter, beside those of the weight."""
-    moments = moment_bytes(optimizer, sgd_momentum=sgd_momentum, adam_moments_dtype=adam_moments_dtype)
-    if precision == "fp32":
-        return StateBudget(weight=4, gradient=4, optimizer=moments)
-    main_param = 2 if precision_aware else 4
-    return StateBudget(weight=2, gradient=4 if gradients_in_fp32 else 2, optimizer=moments + main_param)
+    """``moments`` are the dtypes in which the optimizer stores them: two of Adam's, or SGD's momentum.
 
-
-def moment_bytes(
-    optimizer: str, *, sgd_momentum: bool = True, adam_moments_dtype: str | tuple[str, str] = "fp32"
-) -> float:
-    """Of moments per active parameter: two of Adam's, stored alike or as the two say, or SGD's momentum."""
-    assert optimizer in OPTIMIZERS, optimizer
-    if optimizer == "sgd":
-        return 4 if sgd_momentum else 0
-    stored = (adam_moments_dtype,) * 2 if isinstance(adam_moments_dtype, str) else adam_moments_dtype
-    return sum(_MOMENT_BYTES[dtype] for dtype in stored)
-
-
-def model_state_bytes(
-    *,
-    num_parameters: int,
-    num_active: int,
-    data_parallel_size: int = 1,
-    distributed_optimizer: bool = False,
-    offload_fraction: float = 0.0,
-    precision: str = "fp32",
-    **budget_of: Any,
-) -> int:
-    """Model state in bytes of a rank that holds ``num_parameters``, of which ``num_active`` are active. ``budget_of``
-    is what `state_budget` takes.
-
-    The distributed optimizer shards optimizer state, main parameters included, over the ranks with the same weights;
-    weights and gradients are replicated. Buffer padding is not counted. ``offload_fraction`` of the optimizer state is
-    in host memory (--optimizer-cpu-offload).
+    ``gradients_in_fp32`` (--accumulate-allreduce-grads-in-fp32) applies to 16-bit precision: without it gradients have
+    2 bytes. ``precision_aware``: the optimizer holds 2 bytes of a main parameter, beside those of the weight.
     """
-    assert 0 <= num_active <= num_parameters, (num_active, num_parameters)
-    budget = state_budget(precision=precision, **budget_of)
-    shards = data_parallel_size if distributed_optimizer else 1
-    optimizer_bytes = math.ceil((1 - offload_fraction) * budget.optimizer * num_active / shards)
-    return budget.weight * num_parameters + budget.gradient * num_active + optimizer_bytes
+    stored = sum(_MOMENT_BYTES[dtype] for dtype in moments)
+    if precision == "fp32":
+        return StateBudget(weight=4, gradient=4, optimizer=stored)
+    main_param = 2 if precision_aware else 4
+    return StateBudget(weight=2, gradient=4 if gradients_in_fp32 else 2, optimizer=stored + main_param)
 
 
 def newton_schulz_flops(rows: int, columns: int, *, num_steps: int = 5) -> int:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from megatron.bcd.planner.cost import model_state_bytes
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.step_time import mean_seconds
 from megatron.bcd.planner.tables import GIB, Cluster, Model, Published
@@ -104,7 +103,7 @@ class Paper:
         if column == "bcd_mem_gib":
             gib, note = (4 * parameters + 12 * parameters / 3) / GIB, "4 + 12 / 3 bytes per parameter"
         else:
-            gib = model_state_bytes(num_parameters=parameters, num_active=parameters) / GIB
+            gib = 16 * parameters / GIB
             note = "16 bytes per parameter"
         if row in GUESSED_SETTINGS:
             note += "; the paper has no settings of this model: 36 layers and FFN 12200 were chosen to fit"

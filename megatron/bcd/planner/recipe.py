@@ -268,7 +268,7 @@ def _state_of(
     return ModelState(
         partition=counts.partition,
         precision=precision,
-        budget=state_budget(precision=precision, adam_moments_dtype=adam_moments_dtype),
+        budget=state_budget(precision=precision, moments=(adam_moments_dtype,) * 2),
         is_low_bit=adam_moments_dtype != "fp32",
         offload_fraction=1.0 if method == "offload" else 0.0,
         **fields,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -22,6 +23,12 @@ def offload_fraction(config: RunConfig) -> float:
     return config.optimizer.optimizer_offload_fraction
 
 
+def moments_of(config: RunConfig, *, of_adam: Sequence[str]) -> Sequence[str]:
+    """Dtypes of the optimizer's moments."""
+    optimizer = config.optimizer
+    return ("fp32",) * (optimizer.sgd_momentum != 0.0) if optimizer.optimizer == "sgd" else of_adam
+
+
 def model_state_of(config: RunConfig, partition: Partition, *, padded_vocab_size: int, num_replicas: int) -> ModelState:
     """Model state of the ranks of a run, ``num_replicas`` of which hold the same weights."""
     optimizer = config.optimizer
@@ -34,9 +41,7 @@ def model_state_of(config: RunConfig, partition: Partition, *, padded_vocab_size
         precision=config.precision,
         budget=cost.state_budget(
             precision=config.precision,
-            optimizer=optimizer.optimizer,
-            sgd_momentum=optimizer.sgd_momentum != 0.0,
-            adam_moments_dtype=config.moment_dtypes,
+            moments=moments_of(config, of_adam=config.moment_dtypes),
             gradients_in_fp32=config.ddp.grad_reduce_in_fp32,
             precision_aware=config.is_precision_aware,
         ),

@@ -27,7 +27,7 @@ from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, Implementation
 from megatron.bcd.model.transformer_config import describe_activation
 from megatron.bcd.pipeline.plan import microbatches_ahead
 from megatron.bcd.planner import cost
-from megatron.bcd.planner.run_state import offload_fraction
+from megatron.bcd.planner.run_state import moments_of, offload_fraction
 from megatron.bcd.planner.state import ModelState
 from megatron.bcd.runtime import collectives, device, distributed, replicas
 from megatron.bcd.training.recompute import Recomputation
@@ -144,18 +144,15 @@ def _this_rank(partition: Partition, model: torch.nn.Module, planned: ModelState
 
 
 def _full_state_bytes(config: RunConfig, num_parameters: int) -> int:
-    """Of full-parameter training by stock Megatron-LM: Adam with fp32 moments, or SGD."""
-    return cost.model_state_bytes(
-        num_parameters=num_parameters,
-        num_active=num_parameters,
+    """Of full-parameter training by stock Megatron-LM: Adam with fp32 moments, or SGD. Without padding of buffers."""
+    budget = cost.state_budget(
         precision=config.precision,
-        optimizer="sgd" if config.optimizer.optimizer == "sgd" else "adam",
-        sgd_momentum=config.optimizer.sgd_momentum != 0.0,
+        moments=moments_of(config, of_adam=cost.ADAMS_MOMENTS),
         gradients_in_fp32=config.ddp.grad_reduce_in_fp32,
-        data_parallel_size=replicas.size(),
-        distributed_optimizer=config.training.use_distributed_optimizer,
-        offload_fraction=offload_fraction(config),
     )
+    shards = replicas.size() if config.training.use_distributed_optimizer else 1
+    optimizer = math.ceil((1 - offload_fraction(config)) * budget.optimizer * num_parameters / shards)
+    return (budget.weight + budget.gradient) * num_parameters + optimizer
 
 
 def _describe_model(config: RunConfig, built: TransformerConfig, vocab_size: int, padded_vocab_size: int) -> str:
