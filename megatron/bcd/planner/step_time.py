@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from megatron.bcd.pipeline.build import build_plan
 from megatron.bcd.pipeline.plan import Kind, PlanShape
 from megatron.bcd.pipeline.simulate import ActionCosts, simulate
-from megatron.bcd.planner.cost import pass_products, state_budget
+from megatron.bcd.planner.cost import pass_products
 from megatron.bcd.planner.memory import recomputation, schedule_shape
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.state import MatrixShare
@@ -255,5 +255,5 @@ def _reduction_seconds(recipe: Recipe, size: int, messages: int) -> float:
     ranks = recipe.num_replicas
     if ranks == 1:
         return 0.0
-    budget = state_budget(precision=recipe.precision)
+    budget = recipe.state.budget
     return ((budget.gradient + budget.weight) * size * (ranks - 1) / ranks + messages) / _group_speed(recipe, ranks)
