@@ -28,11 +28,9 @@ _MOST_ROUNDS = 4
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerCounts:
-    """A partition and the layers of its virtual stages: in layouts without chunks, the stages."""
+    """A partition, and which layers of its virtual stages are updated: in layouts without chunks, of its stages."""
 
     partition: Partition
-    layers: tuple[int, ...]
-    """By virtual stage."""
     is_updated: tuple[tuple[tuple[bool, ...], ...], ...]
     """By virtual stage and block, of each layer after the prefix, in depth order: whether its weight gradients are
     computed, because it is active or updated without state."""
@@ -54,7 +52,6 @@ def layer_counts_of(partition: Partition) -> LayerCounts:
         phases.append((len(partition.prefix_layers(block.index)), updated))
     return LayerCounts(
         partition=partition,
-        layers=tuple(map(len, held)),
         is_updated=tuple(
             tuple(tuple(layer in updated for layer in layers if layer >= first) for first, updated in phases)
             for layers in held

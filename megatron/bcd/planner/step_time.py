@@ -139,7 +139,8 @@ def _costs(recipe: Recipe, shape: PlanShape, block: int) -> ActionCosts:
         num_updated, num_inputs = sum(is_updated), len(is_updated)
         choice = choices[stage][block]
         recomputed = choice.num_whole(chunk)
-        forward.append(counts.layers[virtual] * (layer + exchange) + unhidden(virtual, layer + exchange))
+        num_layers = len(partition.chunk_layers(stage, chunk))
+        forward.append(num_layers * (layer + exchange) + unhidden(virtual, layer + exchange))
         backward.append((num_inputs + num_updated + recomputed) * layer + (num_inputs + recomputed) * exchange)
         of_backward = (layer + exchange) * (1 + recomputed / max(1, num_inputs))
         backward[-1] += unhidden(virtual, of_backward, num_last=num_inputs)
@@ -163,7 +164,7 @@ def _unhidden_seconds(
     frozen = [index for index, is_active in enumerate(layers.is_active[block]) if not is_active]
     streamed = set(frozen[: len(frozen) - (recipe.resident_layers or 0)])
     first = sum(len(recipe.partition.chunk_layers(stage, before)) for before in range(chunk))
-    last = first + recipe.layer_counts.layers[virtual]
+    last = first + len(recipe.partition.chunk_layers(stage, chunk))
     copies = len(streamed.intersection(range(first if num_last is None else last - num_last, last)))
     copy = recipe.bytes_per_element * layers.padded / (1e9 * recipe.cluster.copy_gb_per_s)
     return copies * max(0.0, copy - computing)
