@@ -45,7 +45,7 @@ from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
 from megatron.bcd.model import builder
 from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.model.implementation import Implementation, implementation_here
-from megatron.bcd.model.loss import masked_loss, reduce_losses, reduce_with_maxima
+from megatron.bcd.model.loss import masked_loss, reduce_losses
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.lr_schedule import build_scheduler
 from megatron.bcd.pipeline.schedule import PipelineSchedule
@@ -94,10 +94,11 @@ class Trainer:
         steps = self.block_schedule.settings.bcd_steps_per_block
         self.config = config = config.replace_section("bcd", bcd_steps_per_block=steps)
         self.source = source
-        self.state = TrainState()
+        resumed = source.state if source else None
+        self.state = TrainState(run=run_state.name_of_run(config, resumed))
         self.stage = parallel_state.get_pipeline_model_parallel_rank()
         self.global_batch_size = data.global_batch_size(config)
-        self.reporter = reporter or reporter_of(config, source.state if source else None)
+        self.reporter = reporter or reporter_of(config, resumed)
         init_num_microbatches_calculator(
             torch.distributed.get_rank(),
             list(config.training.rampup_batch_size or ()) or None,
@@ -110,8 +111,8 @@ class Trainer:
         self.saver = Saver(config.checkpoint, self.reporter) if config.checkpoint.save else None
         self.exporter: Exporter | None = None
         if config.checkpoint.save_hf is not None:
-            is_continued = is_restart or (source is not None and source.state is not None)
-            self.exporter = Exporter(config, self.reporter, is_continued=is_continued)
+            is_continued = is_restart or resumed is not None
+            self.exporter = Exporter(config, self.reporter, run=self.state.run, is_continued=is_continued)
         self.reporter.banner(
             summarize(
                 config=config,
@@ -359,7 +360,7 @@ class Trainer:
             memory.release_cached_memory()
         # one all-reduce for the loss and for what any rank asks of the others
         is_writing = self.saver is not None and self.saver.is_writing
-        loss_sum, num_tokens, requests = reduce_with_maxima(losses, self.stop.on_this_rank(is_writing=is_writing))
+        loss_sum, num_tokens, requests = reduce_losses(losses, self.stop.on_this_rank(is_writing=is_writing))
         loss = loss_sum / max(num_tokens, 1.0)
         learning_rate = self._learning_rate(phase_state)
         if self.block_schedule.scales_learning_rate:
@@ -690,25 +691,25 @@ class Trainer:
             num_steps = math.ceil(self.splits.num_validation / self.global_batch_size)
         samples_at_once = training.micro_batch_size * parallel_state.get_data_parallel_world_size()
         batches = self._evaluation_batches(split)
-        is_stopped = False
-        total = torch.zeros(2, device=device.current(), dtype=torch.float64)
+        loss_sum, num_tokens, is_stopped = 0.0, 0.0, 0
         with self.active.whole_parameters():
             self.module.eval()
             for _ in range(num_steps):
-                is_stopped = can_stop and self.stop.is_signalled()
-                if is_stopped:
-                    break
                 if training.empty_unused_memory_level >= 1:
                     memory.release_cached_memory()
                 num_microbatches = self.global_batch_size // samples_at_once
-                total += reduce_losses(self.forward_backward(batches, num_microbatches, forward_only=True))
+                losses = self.forward_backward(batches, num_microbatches, forward_only=True)
+                request = self.stop.signal if can_stop else 0
+                loss_of_step, tokens_of_step, [is_stopped] = reduce_losses(losses, [request])
+                loss_sum, num_tokens = loss_sum + loss_of_step, num_tokens + tokens_of_step
+                if is_stopped:
+                    break
             self.module.train()
         if split == "validation" and not self._is_evaluation_repeated:
             state.consumed_validation_samples += training.eval_iters * self.global_batch_size
         if is_stopped:
             self.reporter.note(f"the evaluation on the {split} split after iteration {state.iteration} was stopped")
             return None
-        loss_sum, num_tokens = total.tolist()
         loss = loss_sum / max(num_tokens, 1.0)
         return self._report_evaluation(split, loss, is_final=is_final)
 
@@ -770,12 +771,11 @@ class Trainer:
         # after the last step of a phase the next block is due, while the present one is still built
         is_current = self.active.block == self._next_block()
         saves_optimizer = self.config.checkpoint.save_optim
-        summaries = optimizer_state.summarize(self.active, is_current=is_current) if saves_optimizer else {}
         return run_state.RunState(
             **self.state.state_dict(),
             blocks=run_state.contents_of_blocks(self.partition),
             scheduler_steps=self.lr_scheduler.num_steps,
-            optimizer_state=optimizer_state.summaries_to_dict(summaries),
+            optimizer_state=optimizer_state.summarize(self.active, is_current=is_current) if saves_optimizer else {},
             loss_scaler=self.active.loss_scaler_state(),
             layout=loader.current_layout(),
             flags=run_config_to_dict(self.config),
@@ -870,7 +870,6 @@ class Trainer:
             is_same = saved.blocks == run_state.contents_of_blocks(self.partition)
             is_same = is_same and run_state.has_same_optimizers(saved, self.config)
             takes_optimizer = self.config.checkpoint.load_optim and is_same
-        state.run = run_state.name_of_run(self.config, saved)
         if source is not None and takes_optimizer:
             loader.load_kept_state(source, self.active, next_block=self._next_block())
         memory.release_cached_memory()

@@ -33,7 +33,7 @@ class Spoiler:
     def __init__(self, what: str, steps: tuple[int, ...], *, rank: int) -> None:
         self._what, self._steps = what, steps
         self._is_here = torch.distributed.get_rank() == rank
-        self._original_loss = trainer.reduce_with_maxima
+        self._original_loss = trainer.reduce_losses
         self._before: dict[str, torch.Tensor] = {}
         self.changed: list[list[str]] = []
         self.scheduler_steps: list[int] = []
@@ -56,11 +56,11 @@ class Spoiler:
     def before_step(self, one: worlds.RecordedRun) -> None:
         self.is_bad = one.iteration in self._steps and self._is_here
         is_loss = self.is_bad and self._what == "loss"
-        trainer.reduce_with_maxima = self._spoilt_losses if is_loss else self._original_loss
+        trainer.reduce_losses = self._spoilt_losses if is_loss else self._original_loss
         self._before = self._state(one)
 
     def after_step(self, one: worlds.RecordedRun) -> None:
-        trainer.reduce_with_maxima = self._original_loss
+        trainer.reduce_losses = self._original_loss
         now = self._state(one)
         added = [name for name in now if name not in self._before]
         self.changed.append(added + worlds.same_bits({name: now[name] for name in self._before}, self._before))

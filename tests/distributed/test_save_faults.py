@@ -44,7 +44,7 @@ FAULTS: dict[str, tuple[int, bool, Callable[[], Any]]] = {
     "checksum_of_a_shard": (1, True, lambda: mock.patch.object(shard_writer, "file_digest", fails(errno.EIO))),
     "copy_in_host_memory": (1, True, lambda: mock.patch.object(shard_writer.ShardWrite, "_on_host", out_of_memory)),
     "random_states": (0, False, lambda: mock.patch.object(saver.atomic_io, "write", fails(errno.EDQUOT))),
-    "own_files": (0, False, lambda: mock.patch.object(saver, "save_config", fails(errno.EACCES))),
+    "own_files": (0, False, lambda: mock.patch.object(shard_writer, "save_config", fails(errno.EACCES))),
     "index": (0, True, lambda: mock.patch.object(filesystem.FileSystemWriter, "finish", fails(errno.EIO))),
     "checksums": (0, True, lambda: mock.patch.object(saver.layout, "finish", fails(errno.ENOSPC))),
     "last_renaming": (0, True, lambda: mock.patch.object(saver.layout, "publish", fails(errno.ESTALE))),

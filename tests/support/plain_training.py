@@ -84,6 +84,6 @@ def plain_training(config: RunConfig) -> dict[str, Any]:
             )
             optimizer.step()
             scheduler.step(training.global_batch_size)
-            total, tokens = loss.reduce_losses(per_microbatch).tolist()
+            total, tokens, _ = loss.reduce_losses(per_microbatch)
             losses.append(total / tokens)
         return {"losses": losses, "weights": worlds.weights_of(model)}

@@ -14,9 +14,8 @@ from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadSt
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.bcd.checkpoint import layout, optimizer_state, random_states, run_state
-from megatron.bcd.checkpoint.optimizer_state import StateSummary
-from megatron.bcd.checkpoint.run_state import RunState
-from megatron.bcd.checkpoint.safe_loading import only_data
+from megatron.bcd.checkpoint.run_state import RunState, StateSummary
+from megatron.bcd.checkpoint.safe_loading import only_data, unreadable
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
@@ -209,10 +208,10 @@ def load_kept_state(source: Source, active: ActiveBlock, *, next_block: int | No
     its next phase. Raises ValueError as `load_weights`.
     """
     assert source.state is not None
-    for owner, summary in optimizer_state.summaries_from_dict(source.state.optimizer_state).items():
+    for owner, summary in source.state.optimizer_state.items():
         block = optimizer_state.block_of(owner)
         kept = optimizer_state.as_kept(summary, active)
-        if block is None or block == next_block or not kept.names:
+        if block is None or block == next_block or not kept["names"]:
             continue
         if optimizer_state.needs_build(owner):
             active.build(block)
@@ -231,7 +230,7 @@ def load_optimizer(source: Source, active: ActiveBlock) -> None:
     assert source.state is not None
     wanted = {
         owner: summary
-        for owner, summary in optimizer_state.summaries_from_dict(source.state.optimizer_state).items()
+        for owner, summary in source.state.optimizer_state.items()
         if optimizer_state.block_of(owner) in (None, active.block)
     }
     _load_state(wanted, source, active)
@@ -260,7 +259,7 @@ def _load(sharded: dict[str, Any], source: Source) -> dict[str, Any]:
         with only_data():
             return dist_checkpointing.load(sharded, source.path, common_strategy=_NoCommon())  # type: ignore[return-value]
     except (Exception, CheckpointException) as error:  # the readers raise many types
-        raise _unreadable(source, error) from error
+        raise unreadable(source.name, error) from error
 
 
 def _check_same_model(sharded: dict[str, Any], source: Source) -> None:
@@ -269,7 +268,7 @@ def _check_same_model(sharded: dict[str, Any], source: Source) -> None:
         with only_data():
             saved = dist_checkpointing.load_tensors_metadata(source.path)
     except (Exception, CheckpointException) as error:
-        raise _unreadable(source, error) from error
+        raise unreadable(source.name, error) from error
     for tensor in sharded.values():
         if not isinstance(tensor, ShardedTensor):
             continue
@@ -281,13 +280,6 @@ def _check_same_model(sharded: dict[str, Any], source: Source) -> None:
                 f"{source.name} is of another model: {tensor.key} {found} and {here} in this run; give the flags of "
                 "the run that saved it"
             )
-
-
-def _unreadable(source: Source, error: BaseException) -> ValueError:
-    if isinstance(error, CheckpointException) and error.failures:  # its text has every rank's traceback
-        error = next(iter(error.failures.values()))[0]
-    reason = " ".join([type(error).__name__, *str(error).split()])[:200]
-    return ValueError(f"{source.name} can't be read ({reason}); give a checkpoint that is complete")
 
 
 def _on_rank_0(read: Callable[[], T]) -> T:

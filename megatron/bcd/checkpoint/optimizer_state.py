@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 
+from megatron.bcd.checkpoint.run_state import StateSummary
 from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.block_state import KeptShard
@@ -32,15 +33,6 @@ _MOMENTUM = "momentum "
 together, and have tensors of the same names."""
 Entry: TypeAlias = ShardedTensor | ShardedTensorFactory
 PREFIX = "optimizer"
-
-
-@dataclass(frozen=True, kw_only=True)
-class StateSummary:
-    """What state one owner has; the same on every rank."""
-
-    names: tuple[str, ...]
-    """Names of each parameter's tensors: exp_avg, exp_avg_sq, main parameter."""
-    num_steps: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +101,10 @@ def summarize(active: ActiveBlock, *, is_current: bool) -> dict[str, StateSummar
         held = [rank[owner] for rank in ranks if owner in rank]
         names, steps = (set().union(*column) for column in zip(*held, strict=True))
         assert len(steps) <= 1, f"parameters of one owner, {owner}, were stepped {sorted(steps)} times"
-        summary = StateSummary(names=tuple(sorted(names)), num_steps=steps.pop() if steps else 0)
+        summary: StateSummary = {"names": sorted(names), "num_steps": steps.pop() if steps else 0}
         if owner in (str(active.block), f"{_MOMENTUM}{active.block}") and not is_current:
             summary = as_kept(summary, active)
-        if summary.names:
+        if summary["names"]:
             summaries[owner] = summary
     return summaries
 
@@ -130,20 +122,10 @@ def needs_build(owner: str) -> bool:
 def as_kept(summary: StateSummary, active: ActiveBlock) -> StateSummary:
     """What --bcd-optimizer-state and --bcd-main-params keep of an owner's state at the end of its phase."""
     kept = active.kept
-    names = tuple(
-        name for name in summary.names if (kept.keeps_main_params if name == MAIN_PARAM else kept.keeps_moments)
-    )
-    return StateSummary(names=names, num_steps=summary.num_steps if kept.keeps_moments else 0)
-
-
-def summaries_to_dict(summaries: Mapping[str, StateSummary]) -> dict[str, dict[str, Any]]:
-    """JSON values."""
-    return {owner: {"names": list(one.names), "num_steps": one.num_steps} for owner, one in summaries.items()}
-
-
-def summaries_from_dict(values: Mapping[str, Mapping[str, Any]]) -> dict[str, StateSummary]:
-    """The inverse of `summaries_to_dict`."""
-    return {owner: StateSummary(names=tuple(one["names"]), num_steps=one["num_steps"]) for owner, one in values.items()}
+    names = [
+        name for name in summary["names"] if (kept.keeps_main_params if name == MAIN_PARAM else kept.keeps_moments)
+    ]
+    return {"names": names, "num_steps": summary["num_steps"] if kept.keeps_moments else 0}
 
 
 def sharded_state(active: ActiveBlock, summaries: Mapping[str, StateSummary]) -> dict[str, Entry]:
@@ -184,11 +166,11 @@ def _parameters(active: ActiveBlock, owner: str) -> dict[str, torch.nn.Parameter
     return {name: one for name, one in of_block.items() if name in parameters.matrices()}
 
 
-def _state_names(active: ActiveBlock, owner: str, summary: StateSummary, name: str) -> tuple[str, ...]:
+def _state_names(active: ActiveBlock, owner: str, summary: StateSummary, name: str) -> list[str]:
     """Names of a parameter's tensors: main parameters of matrices have an owner of their own."""
     if owner == MATRICES or active.matrices is None or name not in active.matrices.matrices:
-        return summary.names
-    return tuple(state_name for state_name in summary.names if state_name != MAIN_PARAM)
+        return summary["names"]
+    return [state_name for state_name in summary["names"] if state_name != MAIN_PARAM]
 
 
 def requested_state(active: ActiveBlock, summaries: Mapping[str, StateSummary]) -> dict[str, Entry]:
@@ -218,7 +200,7 @@ def set_state(active: ActiveBlock, summaries: Mapping[str, StateSummary], loaded
                 state_name: loaded[f"{state_name}.{name}"].reshape(-1)[shard.start : shard.end]
                 for state_name in _state_names(active, owner, summary, name)
             }
-            shard.set(tensors, num_steps=summary.num_steps)
+            shard.set(tensors, num_steps=summary["num_steps"])
 
 
 def _set_matrices(active: ActiveBlock, owner: str, loaded: Mapping[str, torch.Tensor]) -> None:

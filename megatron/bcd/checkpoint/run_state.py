@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, TypedDict
 
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.blocks.schedule import BlockSchedule, PhaseState
@@ -33,6 +33,14 @@ _MAY_CHANGE = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "co
 _SECTIONS_THAT_MAY_CHANGE = ("checkpoint", "report")
 
 
+class StateSummary(TypedDict):
+    """What optimizer state the parameters of one owner have; the same on every rank."""
+
+    names: list[str]
+    """Names of each parameter's tensors: exp_avg, exp_avg_sq, main parameter."""
+    num_steps: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunState:
     """JSON values only; floats are not rounded. Field names are keys of the file."""
@@ -50,9 +58,8 @@ class RunState:
     """See `contents_of_blocks`."""
     scheduler_steps: int
     """The learning-rate scheduler's own count (samples)."""
-    optimizer_state: dict[str, dict[str, Any]]
-    """By owner, a block's number or "always" (see `checkpoint.optimizer_state`): the names of each parameter's tensors,
-    and the number of optimizer steps."""
+    optimizer_state: dict[str, StateSummary]
+    """By owner, a block's number or "always" (see `checkpoint.optimizer_state`)."""
     loss_scaler: dict[str, float] | None
     skipped_steps: int
     """In a row, until now."""

@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 _NAMES = {
@@ -52,6 +53,14 @@ def _load_metadata(file: Any) -> Metadata:
         if place.relative_path in ("", ".", "..") or os.path.basename(place.relative_path) != place.relative_path:
             raise pickle.UnpicklingError(f"it names data outside of its folder, {ascii(place.relative_path)}")
     return result
+
+
+def unreadable(source: str, error: BaseException) -> ValueError:
+    """The error in one line, for whatever the readers raise; `source` names the checkpoint."""
+    if isinstance(error, CheckpointException) and error.failures:  # its text has every rank's traceback
+        error = next(iter(error.failures.values()))[0]
+    reason = " ".join([type(error).__name__, *str(error).split()])[:200]
+    return ValueError(f"{source} can't be read ({reason}); give a checkpoint that is complete")
 
 
 @contextlib.contextmanager

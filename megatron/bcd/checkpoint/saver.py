@@ -15,20 +15,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
 from megatron.bcd.checkpoint import layout, optimizer_state, random_states, run_state
 from megatron.bcd.checkpoint.layout import FileDigest
 from megatron.bcd.checkpoint.loader import Source
 from megatron.bcd.checkpoint.run_state import RunState
-from megatron.bcd.checkpoint.shard_writer import ShardWrite
+from megatron.bcd.checkpoint.shard_writer import ShardWrite, write_beside_shards
 from megatron.bcd.config import CheckpointConfig, RunConfig
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.runtime import atomic_io, collectives, dir_claim
 
-_COMMON = "common.pt"
 _PROGRESS = "progress.txt"
 
 
@@ -103,8 +101,7 @@ class Saver:
             f"model.{name}": one for name, one in unwrap_model(model).sharded_state_dict().items()
         }
         if state.optimizer_state:
-            summaries = optimizer_state.summaries_from_dict(state.optimizer_state)
-            optimizer = optimizer_state.sharded_state(active, summaries)
+            optimizer = optimizer_state.sharded_state(active, state.optimizer_state)
             entries |= {f"optimizer.{name}": one for name, one in optimizer.items()}
         write = ShardWrite(entries, folder, in_background=self._config.async_save)
         write.digests.update(digests)
@@ -179,9 +176,7 @@ class Saver:
         shutil.rmtree(folder, ignore_errors=True)
         os.makedirs(folder)
         atomic_io.write(os.path.join(folder, run_state.FILE_NAME), state.to_json().encode())
-        with open(os.path.join(folder, _COMMON), "wb") as common:  # given a path, PyTorch does not say what failed
-            torch.save({"iteration": state.iteration, "checkpoint_version": 3.0}, common)
-        save_config(CheckpointingConfig("torch_dist", 1), folder)
+        write_beside_shards(folder, iteration=state.iteration)
         for name in os.listdir(folder):
             with open(os.path.join(folder, name), "rb") as file:
                 os.fsync(file.fileno())

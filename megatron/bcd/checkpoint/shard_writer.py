@@ -14,19 +14,31 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from megatron.bcd.checkpoint.layout import FileDigest, file_digest
 from megatron.bcd.runtime import atomic_io, collectives
 
 
-class _Writer(FileSystemWriter):
-    def storage_meta(self) -> None:
+class Writer(FileSystemWriter):
+    """PyTorch's."""
+
+    def storage_meta(self) -> StorageMeta:
         """Nothing: it would name the folder, which is renamed, by an object that is more than data."""
+        return StorageMeta()
+
+
+def write_beside_shards(folder: str, *, iteration: int) -> None:
+    """Write what Megatron Core's reader expects beside the shards. Raises OSError."""
+    with open(os.path.join(folder, "common.pt"), "wb") as common:  # given a path, PyTorch does not say what failed
+        torch.save({"iteration": iteration, "checkpoint_version": 3.0}, common)
+    save_config(CheckpointingConfig("torch_dist", 1), folder)
 
 
 class ShardWrite:
@@ -57,7 +69,7 @@ class ShardWrite:
                         part.data = self._on_host(part)
         except (RuntimeError, MemoryError) as error:  # out of host memory: `finish` reports it to the other ranks
             self._error = atomic_io.describe(error)
-        self._writer = _Writer(folder)
+        self._writer = Writer(folder)
         self._writer.set_up_storage_writer(is_coordinator=False, rank=self._rank, use_collectives=False)
         self._planner: MCoreSavePlanner | None = MCoreSavePlanner(flatten_state_dict=False)
         self._planner.set_up_planner(mcore_to_pyt_state_dict(by_key), is_coordinator=self._rank == 0)
@@ -118,6 +130,6 @@ class ShardWrite:
     def _write_index(self, ranks: list[Any]) -> None:
         plans, results, digests = map(list, zip(*ranks, strict=True))
         _, metadata = MCoreSavePlanner(flatten_state_dict=False).create_global_plan(plans)
-        _Writer(self._folder).finish(metadata, results)
+        Writer(self._folder).finish(metadata, results)
         self.digests = {name: digest for of_rank in digests for name, digest in of_rank.items()}
         self.digests[".metadata"] = file_digest(os.path.join(self._folder, ".metadata"))

@@ -7,22 +7,19 @@ come from and go to.
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -38,9 +35,8 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron.bcd.checkpoint.safe_loading import only_data
-
-_COMMON = "common.pt"
+from megatron.bcd.checkpoint.safe_loading import only_data, unreadable
+from megatron.bcd.checkpoint.shard_writer import Writer, write_beside_shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +64,6 @@ class Piece:
         )
 
 
-class _Writer(FileSystemWriter):
-    """Leaves the folder's path out of the index: `only_data` refuses a pickled path."""
-
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta()
-
-
 class _Plan(SavePlanner):
     """Reads a piece when it is about to be written."""
 
@@ -97,7 +86,7 @@ def write(folder: str, files: Sequence[Sequence[Piece]]) -> None:
     Raises:
         OSError, RuntimeError: a file can't be written.
     """
-    writer = _Writer(folder)
+    writer = Writer(folder)
     writer.set_up_storage_writer(True)
     local = [writer.prepare_local_plan(SavePlan([piece.item() for piece in pieces])) for pieces in files]
     plans, metadata = create_default_global_save_plan(local)
@@ -105,9 +94,7 @@ def write(folder: str, files: Sequence[Sequence[Piece]]) -> None:
     for plan, pieces in zip(writer.prepare_global_plan(plans), files, strict=True):
         results.append(writer.write_data(plan, _Plan(pieces)).wait())
     writer.finish(metadata, results)
-    with open(os.path.join(folder, _COMMON), "wb") as common:  # given a path, PyTorch does not say what failed
-        torch.save({"checkpoint_version": 3.0}, common)
-    save_config(CheckpointingConfig("torch_dist", 1), folder)
+    write_beside_shards(folder, iteration=0)
 
 
 class _Target(LoadPlanner):
@@ -148,7 +135,7 @@ class CoreCheckpoint:
             with only_data():
                 self._metadata: Metadata = FileSystemReader(folder).read_metadata()
         except (Exception, CheckpointException) as error:  # the unpickler raises many types
-            raise _unreadable(folder, error) from None
+            raise unreadable(folder, error) from None
         self.tensors = {
             key: entry
             for key, entry in self._metadata.state_dict_metadata.items()
@@ -187,10 +174,5 @@ class CoreCheckpoint:
                 reader.set_up_storage_reader(self._metadata, True)
                 reader.read_data(LoadPlan(items), _Target(target)).wait()
         except (Exception, CheckpointException) as error:  # the readers raise many types
-            raise _unreadable(self.folder, error) from None
+            raise unreadable(self.folder, error) from None
         return target if layer is None else target[0]
-
-
-def _unreadable(folder: str, error: BaseException) -> ValueError:
-    reason = " ".join([type(error).__name__, *str(error).split()])[:200]
-    return ValueError(f"{folder} can't be read ({reason}); give a checkpoint of Megatron Core that is complete")

@@ -8,7 +8,6 @@ import time
 
 import torch
 
-from megatron.bcd.checkpoint import layout, run_state
 from megatron.bcd.checkpoint.shard_writer import ShardWrite
 from megatron.bcd.config import RunConfig
 from megatron.bcd.huggingface import convert, run_network, tokenizer_export
@@ -29,8 +28,10 @@ class Exporter:
     more than its own weights and one safetensors file.
     """
 
-    def __init__(self, config: RunConfig, reporter: Reporter, *, is_continued: bool) -> None:
-        """Check what can be known before training. `is_continued`: the folder may hold models of this run.
+    def __init__(self, config: RunConfig, reporter: Reporter, *, run: str, is_continued: bool) -> None:
+        """Check what can be known before training.
+
+        `run`: see `run_state.name_of_run`. `is_continued`: the folder may hold its models.
 
         Raises:
             ValueError: --save-hf holds something else, or is the folder of --load-hf, or transformers has no such
@@ -38,16 +39,14 @@ class Exporter:
         """
         assert config.checkpoint.save_hf is not None
         self.root: str = os.path.realpath(config.checkpoint.save_hf)  # the weights lie beside it, on the same disk
-        self._reporter = reporter
+        self._reporter, self._run = reporter, run
         self._is_first = torch.distributed.get_rank() == 0
 
-        def describe() -> str:
-            run = _name_of_run(config, is_continued=is_continued)
+        def describe() -> None:
             _check_folder(config, self.root, run=run if is_continued else None)
             self._description = run_network.describe_run(config, is_on_gpu=device.has_cuda())  # of rank 0 alone
-            return run
 
-        self._run = collectives.on_rank_0(describe)
+        collectives.on_rank_0(describe)
 
     def export(self, model: torch.nn.Module, *, iteration: int | None = None) -> bool:
         """Write `model` to --save-hf, or to ``iter_0000007`` in it; a warning and False if that failed."""
@@ -89,21 +88,6 @@ class Exporter:
         if error is not None or described.tokenizer is None:
             return error, None
         return None, tokenizer_export.difference(described.tokenizer, target)
-
-
-def _name_of_run(config: RunConfig, *, is_continued: bool) -> str:
-    """See `run_state.name_of_run`; of a run that goes on, the name in its checkpoints."""
-    load, step = config.checkpoint.load, config.checkpoint.ckpt_step
-    if not is_continued or load is None or config.checkpoint.finetune:
-        return run_state.name_of_run(config, None)
-    for iteration in layout.candidates(load) if step is None else [step]:
-        path = os.path.join(layout.iteration_folder(load, iteration), run_state.FILE_NAME)
-        try:
-            with open(path, encoding="utf-8") as file:
-                return run_state.name_of_run(config, run_state.from_json(file.read(), path=path))
-        except (OSError, ValueError):  # damaged: the run resumes from the one before
-            continue
-    return run_state.name_of_run(config, None)
 
 
 def _run_in(folder: str) -> str | None:

@@ -25,23 +25,11 @@ def masked_loss(
     return loss, num_tokens, {"lm loss": torch.stack([loss.detach().clone(), num_tokens.float()])}
 
 
-def reduce_losses(per_microbatch: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-    """Sums of the losses and of the tokens over microbatches and replicas, float32 [2], equal on every
-    stage. A collective."""
-    total = _sum_on_last_stage(per_microbatch)
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        torch.distributed.broadcast(
-            total,
-            src=parallel_state.get_pipeline_model_parallel_last_rank(),
-            group=parallel_state.get_pipeline_model_parallel_group(),
-        )
-    return total
-
-
-def reduce_with_maxima(
-    per_microbatch: list[dict[str, torch.Tensor]], integers: Sequence[int]
+def reduce_losses(
+    per_microbatch: list[dict[str, torch.Tensor]], integers: Sequence[int] = ()
 ) -> tuple[float, float, list[int]]:
-    """The sums of `reduce_losses`, and of each integer (not negative) the maximum over all ranks, equal on every rank.
+    """Sums of the losses and of the tokens over microbatches and replicas, and of each integer (not negative) the
+    maximum over all ranks; equal on every rank.
 
     A collective over all ranks. One reduction and one wait of the CPU for the device: the bits of the sums, which all
     ranks of the last stage have alike, are the maximum of themselves and the least integer.

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core import parallel_state
@@ -40,6 +40,7 @@ from megatron.bcd.runtime.compat import megatron_core
 _CORE_PARAMETER_ATTRIBUTES = ("main_grad", "main_param", "main_param_sharded", "grad_added_to_main_grad")
 """What Megatron Core's DDP and optimizer attach to parameters."""
 
+T = TypeVar("T", int, float)
 Parameters = dict[str, torch.nn.Parameter]
 """By GPTModel's names, in its order."""
 
@@ -351,7 +352,7 @@ class ActiveBlock:
         for each in self.optimizers():
             gradients = _gradients(each, _counted_main_params(each, with_always_active=True))
             on_this_rank = sum(gradient.numel() - int(torch.count_nonzero(gradient)) for gradient in gradients)
-            total += _sum_of_integers(on_this_rank, each.get_grad_stats_parallel_group())
+            total += _sum_over(each.get_grad_stats_parallel_group(), on_this_rank)
         return total
 
     def scheduled(self) -> SimpleNamespace:
@@ -398,7 +399,7 @@ class ActiveBlock:
         total = 0
         for each in self.optimizers():
             on_this_rank = sum(one.numel() for one in _counted_main_params(each, with_always_active=False))
-            total += _sum_of_integers(on_this_rank, each.get_grad_stats_parallel_group())
+            total += _sum_over(each.get_grad_stats_parallel_group(), on_this_rank)
         return total
 
     @torch.no_grad()
@@ -421,8 +422,8 @@ class ActiveBlock:
                 whole += _sum_of_squares(weight.main_param)
             elif (shard := weight.main_param if held is None else held.get(weight)) is not None:
                 sharded += _sum_of_squares(shard)
-        over_shards = _sum_of_floats(sharded, parallel_state.get_data_parallel_group(with_context_parallel=True))
-        return math.sqrt(_sum_of_floats(whole + over_shards, parallel_state.get_model_parallel_group()))
+        over_shards = _sum_over(replicas.group(), sharded)
+        return math.sqrt(_sum_over(parallel_state.get_model_parallel_group(), whole + over_shards))
 
     def loss_scale(self) -> float:
         """Factor of the loss; 1 without a loss scaler."""
@@ -531,16 +532,11 @@ def _counted_main_params(optimizer: Any, *, with_always_active: bool) -> Iterato
                 yield main_param
 
 
-def _sum_of_integers(value: int, group: torch.distributed.ProcessGroup) -> int:
-    total = torch.tensor(value, dtype=torch.int64, device=device.current())
+def _sum_over(group: torch.distributed.ProcessGroup, value: T) -> T:
+    """The sum of an int, or of a float in fp32, over the ranks of a group. A collective over it."""
+    total = torch.tensor(value, device=device.current())
     torch.distributed.all_reduce(total, group=group)
-    return int(total)
-
-
-def _sum_of_floats(value: float, group: torch.distributed.ProcessGroup) -> float:
-    total = torch.tensor(value, dtype=torch.float32, device=device.current())
-    torch.distributed.all_reduce(total, group=group)
-    return float(total)
+    return type(value)(total)
 
 
 def _sum_of_squares(tensor: torch.Tensor) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -12,7 +11,8 @@ from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer
 from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE, all_optimizer_params
 from megatron.bcd.runtime import collectives
 
-Fingerprint = tuple[int, int]
+Fingerprint = tuple[int, int, int]
+"""Number of elements, and two sums over their bits."""
 _SAMPLED = 4099
 """One element of so many; a prime, so that all columns of a matrix have some."""
 
@@ -37,11 +37,7 @@ class SwitchCheck:
         self._matrices = matrices
         self._block = block
         self._stage = stage
-        self._has_main_params = any(main_param.numel() for main_param in self._main_params())
-        self._main_params_at_start = fingerprint(self._main_params())
-        self._has_inactive = any(True for _ in self._inactive())
-        self._inactive_at_start = fingerprint(self._inactive())
-        self._frozen_at_start = self._frozen()
+        self._at_start = self._fingerprints()
 
     def problem(self) -> str | None:
         """What is wrong, the same text on every rank; None if nothing is. A collective over all ranks.
@@ -50,29 +46,37 @@ class SwitchCheck:
         that holds part of the block and on which none of its main parameters changed (always-active ones don't count),
         the same of inactive layers, and a rank whose frozen weights changed.
         """
-        ranks = collectives.gather_objects(
-            {
-                "stage": self._stage,
-                "has_main_params": self._has_main_params,
-                "has_changed_main_params": fingerprint(self._main_params()) != self._main_params_at_start,
-                "has_inactive": self._has_inactive,
-                "has_changed_inactive": fingerprint(self._inactive()) != self._inactive_at_start,
-                "has_changed_frozen": self._frozen() != self._frozen_at_start,
-            }
-        )
-        stages, unchanged = _unchanged_stages(ranks, "main_params")
-        inactive_stages, unchanged_inactive = _unchanged_stages(ranks, "inactive")
-        changed_frozen = [index for index, rank in enumerate(ranks) if rank["has_changed_frozen"]]
-        if unchanged_inactive:
-            return f"inactive layers on pipeline stage(s) {unchanged_inactive} did not change in a step"
-        if unchanged or not (stages or inactive_stages):
+        now = self._fingerprints()
+        has_changed = {kind: now[kind] != before for kind, before in self._at_start.items() if before[0]}
+        ranks = collectives.gather_objects((self._stage, has_changed))
+        stages = {kind: {stage for stage, changed in ranks if kind in changed} for kind in ("active", "inactive")}
+        idle = {
+            kind: sorted(holding - {stage for stage, changed in ranks if changed.get(kind)})
+            for kind, holding in stages.items()
+        }
+        changed_frozen = [rank for rank, (_, changed) in enumerate(ranks) if changed.get("frozen")]
+        if idle["inactive"]:
+            return f"inactive layers on pipeline stage(s) {idle['inactive']} did not change in a step"
+        if idle["active"] or not any(stages.values()):
             return (
-                f"block {self._block} is active, but its weights on pipeline stage(s) {unchanged} did not change in a "
-                "step"
+                f"block {self._block} is active, but its weights on pipeline stage(s) {idle['active']} did not change "
+                "in a step"
             )
         if changed_frozen:
             return f"block {self._block} is active, but frozen weights changed on rank(s) {changed_frozen}"
         return None
+
+    def _fingerprints(self) -> dict[str, Fingerprint]:
+        frozen = (
+            parameter.detach().view(-1)[::_SAMPLED] if parameter in self._streamed else parameter
+            for parameter in self._frozen_parameters
+        )
+        inactive = () if self._matrices is None else self._matrices.tensors_to_step(is_of_block=False)
+        return {
+            "active": fingerprint(self._main_params()),
+            "inactive": fingerprint(inactive),
+            "frozen": fingerprint(frozen),
+        }
 
     def _main_params(self) -> Iterator[torch.Tensor]:
         for one in all_optimizer_params(self._optimizer):
@@ -81,29 +85,14 @@ class SwitchCheck:
         if self._matrices is not None:
             yield from self._matrices.tensors_to_step(is_of_block=True)
 
-    def _inactive(self) -> Iterator[torch.Tensor]:
-        if self._matrices is not None:
-            yield from self._matrices.tensors_to_step(is_of_block=False)
-
-    def _frozen(self) -> Fingerprint:
-        return fingerprint(
-            parameter.detach().view(-1)[::_SAMPLED] if parameter in self._streamed else parameter
-            for parameter in self._frozen_parameters
-        )
-
-
-def _unchanged_stages(ranks: list[dict[str, Any]], what: str) -> tuple[set[int], list[int]]:
-    """The stages that have it, and those of them on which it changed on no rank."""
-    stages = {rank["stage"] for rank in ranks if rank[f"has_{what}"]}
-    return stages, sorted(stages - {rank["stage"] for rank in ranks if rank[f"has_changed_{what}"]})
-
 
 @torch.no_grad()
 def fingerprint(tensors: Iterable[torch.Tensor]) -> Fingerprint:
-    """Two sums over the bits of all tensors, of all elements and of every other one; equal if no bit changed."""
-    total = every_other = 0
+    """The sums are of all elements and of every other one; equal if no bit changed."""
+    count = total = every_other = 0
     for tensor in tensors:
         bits = tensor.detach().reshape(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+        count += bits.numel()
         total += int(bits.sum(dtype=torch.int64))
         every_other += int(bits[::2].sum(dtype=torch.int64))
-    return total, every_other
+    return count, total, every_other

@@ -23,10 +23,6 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)
 _SMALLEST = 1e-12
 """Smallest divisor, for gradients of zeros: far below real gradients, whose scale must not matter."""
 
-AllReduce = Callable[[torch.Tensor], torch.Tensor]
-"""Sums a tensor over the ranks that share a matrix, in place, and returns it."""
-
-
 SCALES: dict[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
     "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
@@ -49,15 +45,18 @@ class MatrixLayout:
     """Every rank gathers the whole matrix (--muon-tp-mode duplicated)."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As `AllReduce`, over the group."""
+        """Sum a tensor over the group, in place, and return it."""
         torch.distributed.all_reduce(tensor, group=self.group)
         return tensor
+
+
+_WHOLE = MatrixLayout()
 
 
 def direction(
     rule: str,
     gradient_MN: torch.Tensor,
-    layout: MatrixLayout | None = None,
+    layout: MatrixLayout = _WHOLE,
     *,
     num_steps: int = NEWTON_SCHULZ_STEPS,
     scale_mode: str = "spectral",
@@ -66,52 +65,28 @@ def direction(
 
     `num_steps` and `scale_mode`, a key of SCALES, are of `orthogonal`. A collective over the layout's group.
     """
-    layout = layout or MatrixLayout()
     if rule == "sign":
         return gradient_MN.sign()
     if rule == "normalized":
-        if layout.sharded_dim == 1 and layout.group is not None:
-            return normalize_rows(gradient_MN, num_slices=layout.group.size(), all_reduce=layout.all_reduce)
-        return normalize_rows(gradient_MN)
+        return normalize_rows(gradient_MN, layout)
     if not layout.parts:
-        return _orthogonal(gradient_MN, layout, num_steps, scale_mode)
+        return orthogonalize(gradient_MN, layout, num_steps=num_steps, scale_mode=scale_mode)
     # queries, keys and values have no common singular vectors to preserve
     by_group = gradient_MN.unflatten(1, (-1, sum(layout.parts)))
     done: list[torch.Tensor] = []
     for _, parts in itertools.groupby(by_group.split(layout.parts, dim=2), key=lambda part: part.shape):
         of_one_shape = torch.stack(list(parts))
-        directions = _orthogonal(of_one_shape.flatten(2, 3).flatten(0, 1), layout, num_steps, scale_mode)
+        matrices = of_one_shape.flatten(2, 3).flatten(0, 1)
+        directions = orthogonalize(matrices, layout, num_steps=num_steps, scale_mode=scale_mode)
         done += directions.view_as(of_one_shape).unbind()
     return torch.cat(done, dim=2).view_as(gradient_MN)
 
 
-def _orthogonal(gradient_MN: torch.Tensor, layout: MatrixLayout, num_steps: int, scale_mode: str) -> torch.Tensor:
-    """`orthogonalize` of matrices that may be sliced, with the scale of the whole ones."""
-    dim, group = layout.sharded_dim, layout.group
-    rows, columns = gradient_MN.shape[-2:]
-    if dim is None or group is None:
-        scale = SCALES[scale_mode](rows, columns)
-        return orthogonalize(gradient_MN, num_steps=num_steps, scale=scale)
-    rows, columns = (rows * group.size(), columns) if dim == 0 else (rows, columns * group.size())
-    scale = SCALES[scale_mode](rows, columns)
-    if layout.gathers:
-        slices = [torch.empty_like(gradient_MN) for _ in range(group.size())]
-        torch.distributed.all_gather(slices, gradient_MN.contiguous(), group=group)
-        whole = orthogonalize(torch.cat(slices, dim=1 + dim), num_steps=num_steps, scale=scale)
-        return whole.chunk(group.size(), dim=1 + dim)[group.rank()]
-    return orthogonalize(gradient_MN, num_steps=num_steps, scale=scale, sharded_dim=dim, all_reduce=layout.all_reduce)
-
-
-def normalize_rows(
-    gradient_MN: torch.Tensor, *, num_slices: int = 1, all_reduce: AllReduce | None = None
-) -> torch.Tensor:
-    """Each row divided by its root mean square (Glentis et al., SCALE, arXiv 2506.16659).
-
-    If ranks hold slices of the columns, `num_slices` is their number and `all_reduce` sums over them.
-    """
+def normalize_rows(gradient_MN: torch.Tensor, layout: MatrixLayout = _WHOLE) -> torch.Tensor:
+    """Each row divided by its root mean square (Glentis et al., SCALE, arXiv 2506.16659)."""
     squares_M1 = gradient_MN.float().square().mean(dim=-1, keepdim=True)
-    if all_reduce is not None:
-        squares_M1 = all_reduce(squares_M1) / num_slices
+    if layout.sharded_dim == 1 and layout.group is not None:
+        squares_M1 = layout.all_reduce(squares_M1) / layout.group.size()
     norms_M1 = squares_M1.sqrt().clamp(min=_SMALLEST)
     if gradient_MN.dtype == torch.float16:  # where the smallest divisor is 0
         return (gradient_MN.float() / norms_M1).to(gradient_MN.dtype)
@@ -120,36 +95,40 @@ def normalize_rows(
 
 def orthogonalize(
     gradient_MN: torch.Tensor,
+    layout: MatrixLayout = _WHOLE,
     *,
     num_steps: int = NEWTON_SCHULZ_STEPS,
-    scale: float | None = None,
-    sharded_dim: int | None = None,
-    all_reduce: AllReduce | None = None,
+    scale_mode: str = "spectral",
 ) -> torch.Tensor:
-    """The nearest matrix whose singular values are about 1, times `scale`, default the square root of the larger
-    dimension: then the root mean square is about 1 (Muon's Newton-Schulz iteration; Ma et al., SWAN, arXiv 2412.13148).
+    """The nearest matrix whose singular values are about 1, times the scale of `scale_mode` (Muon's Newton-Schulz
+    iteration; Ma et al., SWAN, arXiv 2412.13148). Where ranks hold slices, this rank's slice of it.
 
     Computes in bf16 on a GPU and in fp32 on a CPU. About 20 M^2 N operations where M is the smaller dimension.
-
-    If ranks hold slices of the matrix, `sharded_dim` is the dimension along which it is sliced, `all_reduce` sums over
-    these ranks, and the result is this rank's slice; `scale` must then be given.
     """
+    dim, group = layout.sharded_dim, layout.group
+    rows, columns = gradient_MN.shape[-2:]
+    is_transposed = rows > columns
+    if dim is not None and group is not None:
+        if layout.gathers:
+            slices = [torch.empty_like(gradient_MN) for _ in range(group.size())]
+            torch.distributed.all_gather(slices, gradient_MN.contiguous(), group=group)
+            whole = orthogonalize(torch.cat(slices, dim=1 + dim), num_steps=num_steps, scale_mode=scale_mode)
+            return whole.chunk(group.size(), dim=1 + dim)[group.rank()]
+        rows, columns = (rows * group.size(), columns) if dim == 0 else (rows, columns * group.size())
+        is_transposed = dim == 0
     matrix = gradient_MN.reshape(-1, *gradient_MN.shape[-2:])
-    is_transposed = matrix.shape[1] > matrix.shape[2] if sharded_dim is None else sharded_dim == 0
     norm = torch.linalg.vector_norm(matrix, dim=(1, 2), keepdim=True, dtype=torch.float32)
-    if all_reduce is not None:
-        norm = all_reduce(norm.square()).sqrt()
+    if dim is not None:
+        norm = layout.all_reduce(norm.square()).sqrt()
     matrix = (matrix / norm.clamp_(min=_SMALLEST)).to(torch.bfloat16 if matrix.is_cuda else torch.float32)
     if is_transposed:
         matrix = matrix.mT
     a, b, c = _QUINTIC
     for _ in range(num_steps):
         gram = torch.bmm(matrix, matrix.mT)
-        if all_reduce is not None:
-            gram = all_reduce(gram)
+        if dim is not None:
+            gram = layout.all_reduce(gram)
         matrix = torch.baddbmm(matrix, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), matrix, beta=a)
     if is_transposed:
         matrix = matrix.mT
-    if scale is None:
-        scale = math.sqrt(max(gradient_MN.shape[-2:]))
-    return matrix.mul_(scale).to(gradient_MN.dtype).view_as(gradient_MN)
+    return matrix.mul_(SCALES[scale_mode](rows, columns)).to(gradient_MN.dtype).view_as(gradient_MN)

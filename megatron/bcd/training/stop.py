@@ -29,7 +29,8 @@ class StopRequests:
         self._interval = config.exit_interval
         self._duration = None if config.exit_duration_in_mins is None else 60.0 * config.exit_duration_in_mins
         self._started = time.monotonic()
-        self._signal = 0
+        self.signal = 0
+        """The last one that asks this rank to stop."""
         self._second: threading.Timer | None = None
         self.reason: str | None = None
         """Set on all ranks together: the run saves and stops as soon as no stage is ahead of the others."""
@@ -47,7 +48,7 @@ class StopRequests:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signal = number
+        self.signal = number
         if number != signal.SIGINT or self._second is not None:
             return
         if os.environ.get("RANK", "0") == "0":  # not `print`: the signal may have interrupted one
@@ -58,7 +59,7 @@ class StopRequests:
 
     def is_signalled(self) -> bool:
         """Whether a signal asks any rank to stop. A collective."""
-        mine = torch.tensor([self._signal], dtype=torch.int32, device=device.current())
+        mine = torch.tensor([self.signal], dtype=torch.int32, device=device.current())
         torch.distributed.all_reduce(mine, op=torch.distributed.ReduceOp.MAX)
         return bool(mine.item())
 
@@ -68,7 +69,7 @@ class StopRequests:
 
     def on_this_rank(self, *, is_writing: bool) -> tuple[int, int]:
         """This rank's request to stop, and whether it writes a checkpoint; `decide` takes the maxima over the ranks."""
-        mine = self._signal
+        mine = self.signal
         if not mine and self._duration is not None and time.monotonic() - self._started >= self._duration:
             mine = _DURATION_OVER
         return mine, int(is_writing)
