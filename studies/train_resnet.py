@@ -30,7 +30,7 @@ from megatron.bcd.config import ReportConfig
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
 from megatron.bcd.runtime import device, memory
-from megatron.bcd.torch_loop import CHOICES, LAYOUTS
+from megatron.bcd.torch_loop import CHOICES
 
 PROG = "studies/train_resnet.py"
 _EVALUATION_BATCH = 500
@@ -90,7 +90,7 @@ def _add_bcd_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--bcd-num-blocks", type=int, default=3, help="1 is full training, 0 has no block (default: 3)")
     add("--bcd-steps-per-block", type=int, default=100)
-    add("--bcd-layout", default="contiguous", choices=LAYOUTS, help="of residual blocks (default: contiguous)")
+    add("--bcd-layout", default="contiguous", choices=CHOICES["layout"], help="(default: contiguous)")
     add("--bcd-order", default="ascending", choices=CHOICES["order"])
     add("--bcd-optimizer-state", default="reset", choices=CHOICES["keep_state"])
     add(

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.bcd.config import RunConfig
 from megatron.bcd.prefix_cache.store import PrefixFile
-from megatron.bcd.training import pretrain
+from megatron.bcd.runtime import dir_claim
 from support import worlds
 
 FLAGS: dict[str, Any] = {"bcd_sample_ratio": 0.007, "bcd_steps_per_block": 4, "train_iters": 16, "eval_iters": 1,
@@ -107,7 +107,7 @@ def claimed(root: str) -> str:
     """The error of a job that claims this folder for its caches, or "claimed"."""
     with worlds.parallel(worlds.run_config(mock_data=True, split=None)):
         try:
-            pretrain.claim_prefix_cache(root).release()
+            dir_claim.claim(root, flag="--bcd-prefix-cache", contents="prefix caches").release()
         except ValueError as refused:
             return str(refused)
         return "claimed"

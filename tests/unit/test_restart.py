@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from support.command_line import parse
 
-from megatron.bcd.checkpoint import layout, loader
+from megatron.bcd.checkpoint import layout
 from megatron.bcd.config import ReportConfig
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import EvalMetrics
@@ -95,8 +95,8 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path) -> None:
 
 def test_a_restart_resumes_all_that_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun --max-restarts: flags that chose what the first start loads, applied to the run's own checkpoints."""
-    monkeypatch.setattr(loader, "has_checkpoint", lambda root: root == "new")
-    monkeypatch.setattr(pretrain.collectives, "on_rank_0", lambda function: True)
+    monkeypatch.setattr(pretrain.layout, "candidates", lambda root: [1] * (root == "new"))
+    monkeypatch.setattr(pretrain.collectives, "on_rank_0", lambda function: function())
     flags = ["--load", "base", "--ckpt-step", "500", "--finetune", "--no-load-optim", "--no-load-rng", "--no-save-rng"]
     for save, changes in (("new", True), ("none yet", False)):
         config = parse(*flags, "--save", save)

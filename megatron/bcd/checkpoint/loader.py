@@ -102,11 +102,6 @@ def find(config: RunConfig) -> Source | None:
     return None
 
 
-def has_checkpoint(root: str) -> bool:
-    """Whether rank 0 sees a checkpoint below `root`, on every rank. A collective."""
-    return collectives.on_rank_0(lambda: bool(layout.candidates(root)))
-
-
 def _candidates(root: str) -> tuple[list[int], str | None]:
     """Iterations to try, best first, and what is wrong with the tracker, if anything. Raises ValueError if there is a
     tracker but no checkpoint."""

@@ -11,7 +11,6 @@ import datetime
 import os
 import shutil
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,13 +68,6 @@ def clear_save_folder(root: str) -> None:
         raise ValueError(f"--overwrite-checkpoints: --save {root} can't be cleared ({error}); give another folder")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _PendingSave:
-    iteration: int
-    write: ShardWrite
-    started: float
-
-
 class Saver:
     """Saves below --save. Every method is a collective unless it says otherwise."""
 
@@ -85,7 +77,8 @@ class Saver:
         self._config = config
         self._reporter = reporter
         self._is_first = torch.distributed.get_rank() == 0
-        self._pending: _PendingSave | None = None
+        self._pending: tuple[int, ShardWrite, float] | None = None
+        """Iteration, files, and when the save was started."""
 
     def save(self, state: RunState, model: torch.nn.Module, active: ActiveBlock) -> bool:
         """Write checkpoint `state.iteration`; with --async-save only start to. False if that failed at once."""
@@ -108,7 +101,7 @@ class Saver:
         if self._config.save_rng:
             write.add(random_states.file_name(torch.distributed.get_rank()), random_states.random_states())
         write.start()
-        self._pending = _PendingSave(iteration=state.iteration, write=write, started=started)
+        self._pending = (state.iteration, write, started)
         return True if self._config.async_save else self.finish()
 
     def newest(self) -> str | None:
@@ -124,7 +117,7 @@ class Saver:
     @property
     def is_writing(self) -> bool:
         """Whether this rank still writes in the background. Not a collective."""
-        return self._pending is not None and self._pending.write.is_writing
+        return self._pending is not None and self._pending[1].is_writing
 
     @property
     def is_under_way(self) -> bool:
@@ -135,20 +128,19 @@ class Saver:
         """Wait for the pending save, if any, and publish it. False if it failed."""
         if self._pending is None:
             return True
-        pending, self._pending = self._pending, None
+        (iteration, write, started), self._pending = self._pending, None
 
         def publish() -> None:
-            layout.finish(layout.incomplete_folder(self.root, pending.iteration), pending.write.digests)
-            layout.publish(self.root, pending.iteration)
+            layout.finish(layout.incomplete_folder(self.root, iteration), write.digests)
+            layout.publish(self.root, iteration)
 
-        error = pending.write.finish() or collectives.on_rank_0(lambda: atomic_io.error_of(publish))
+        error = write.finish() or collectives.on_rank_0(lambda: atomic_io.error_of(publish))
         if error is not None:
-            return self._abandon(pending.iteration, error)
+            return self._abandon(iteration, error)
         self._prune()
-        self.log_progress(f"Saved checkpoint\tIteration: {pending.iteration}")
+        self.log_progress(f"Saved checkpoint\tIteration: {iteration}")
         self._reporter.note(
-            f"checkpoint saved to {layout.iteration_folder(self.root, pending.iteration)} "
-            f"({time.monotonic() - pending.started:,.1f} s)"
+            f"checkpoint saved to {layout.iteration_folder(self.root, iteration)} ({time.monotonic() - started:,.1f} s)"
         )
         return True
 

@@ -148,6 +148,11 @@ class RunConfig:
         return self.optimizer.use_precision_aware_optimizer and not self.optimizer.optimizer_cpu_offload
 
     @property
+    def is_muon(self) -> bool:
+        """Muon steps the active block's matrices."""
+        return self.optimizer.optimizer == "muon"
+
+    @property
     def moment_dtypes(self) -> tuple[str, str]:
         """How Adam's two moments are stored: ``fp32``, ``bf16``, ``fp16`` or ``int8``."""
         if self.is_precision_aware:

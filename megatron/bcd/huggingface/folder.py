@@ -108,10 +108,6 @@ class ModelFolder:
         """Of the tensors of `row`."""
         return self._entries[row.names_of(layer)[0]].dtype
 
-    def dtypes(self) -> set[torch.dtype]:
-        """Of all tensors."""
-        return {entry.dtype for entry in self._entries.values()}
-
     def read(self, row: tensors.Row, layer: int = 0) -> Tensor:
         """Megatron Core's tensor of `row`, without padding and without the axis of layers.
 

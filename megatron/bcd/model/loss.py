@@ -35,8 +35,10 @@ def reduce_losses(
     ranks of the last stage have alike, are the maximum of themselves and the least integer.
     """
     together = torch.full((2 + len(integers),), _LEAST, dtype=torch.int32, device=device.current())
-    total = _sum_on_last_stage(per_microbatch)
     if parallel_state.is_pipeline_last_stage():
+        total = torch.stack([losses["lm loss"] for losses in per_microbatch]).sum(dim=0)
+        if replicas.size() > 1:
+            torch.distributed.all_reduce(total, group=replicas.group())
         together[:2] = total.view(torch.int32)
     for place, integer in enumerate(integers, 2):
         together[place : place + 1].fill_(integer)  # a tensor of integers would be copied to the device, and waited for
@@ -44,13 +46,3 @@ def reduce_losses(
     on_host = together.cpu()
     loss_sum, num_tokens = on_host[:2].view(torch.float32).tolist()
     return loss_sum, num_tokens, on_host[2:].tolist()
-
-
-def _sum_on_last_stage(per_microbatch: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-    """Over microbatches and replicas; zeros on other stages. A collective of the last stage."""
-    total = torch.zeros(2, device=device.current())
-    if parallel_state.is_pipeline_last_stage():
-        total += torch.stack([losses["lm loss"] for losses in per_microbatch]).sum(dim=0)
-        if replicas.size() > 1:
-            torch.distributed.all_reduce(total, group=replicas.group())
-    return total

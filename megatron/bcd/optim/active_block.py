@@ -24,7 +24,7 @@ from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import chunks_of, frozen_weights_of, unwrap_model
 from megatron.bcd.optim.block_state import BlockStateStore
-from megatron.bcd.optim.matrix_optimizer import build_matrix_optimizer, is_muon, rules_of_phase
+from megatron.bcd.optim.matrix_optimizer import build_matrix_optimizer, rules_of_phase
 from megatron.bcd.optim.param_shard import (
     ALWAYS_ACTIVE,
     ParamShard,
@@ -480,7 +480,7 @@ class ActiveBlock:
     @property
     def is_muon(self) -> bool:
         """Whether Muon steps the active block's matrices."""
-        return is_muon(self._config)
+        return self._config.is_muon
 
     @property
     def is_sharded(self) -> bool:

@@ -434,7 +434,7 @@ def build_matrix_optimizer(
     config: RunConfig, model: torch.nn.Module, matrices: Mapping[str, torch.nn.Parameter]
 ) -> MatrixOptimizer | None:
     """For the matrices of this stage, by name; None if Megatron Core's optimizer steps all that is updated."""
-    if not (is_muon(config) or config.bcd.bcd_resting_update != "none"):
+    if not (config.is_muon or config.bcd.bcd_resting_update != "none"):
         return None
     built, settings = get_model_config(model), config.optimizer
     heads, groups, width = built.num_attention_heads, built.num_query_groups, built.kv_channels
@@ -462,11 +462,6 @@ def build_matrix_optimizer(
     )
 
 
-def is_muon(config: RunConfig) -> bool:
-    """Whether Muon steps the active block's matrices."""
-    return config.optimizer.optimizer == "muon"
-
-
 def rules_of_phase(config: RunConfig, *, inactive: Iterable[str], of_block: Iterable[str]) -> Rules:
     """What the matrix optimizer steps in a phase: matrices that are updated without state, and with Muon the
     block's own."""
@@ -478,7 +473,7 @@ def rules_of_phase(config: RunConfig, *, inactive: Iterable[str], of_block: Iter
         num_steps=settings.muon_num_ns_steps,
     )
     rules: Rules = [(stateless, inactive, False)]
-    if is_muon(config):
+    if config.is_muon:
         muon = MatrixRule(
             name="orthogonal",
             scale=settings.muon_extra_scale_factor,

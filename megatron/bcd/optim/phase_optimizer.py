@@ -43,7 +43,7 @@ def build_optimizer(
     optimizers count steps by group.
     """
     settings = config.optimizer
-    if settings.optimizer == "muon":  # `matrix_optimizer` steps Muon's matrices
+    if config.is_muon:  # `matrix_optimizer` steps Muon's matrices
         settings = replace(settings, optimizer="adam")
     keywords = core_keywords(settings)
     if config.is_precision_aware:

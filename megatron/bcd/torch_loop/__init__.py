@@ -1,6 +1,5 @@
 """Block coordinate descent for any PyTorch training loop, without Megatron Core (docs/pytorch.md)."""
 
 from megatron.bcd.torch_loop.block_coordinate import CHOICES, BlockCoordinate
-from megatron.bcd.torch_loop.parameter_blocks import LAYOUTS
 
-__all__ = ["CHOICES", "LAYOUTS", "BlockCoordinate"]
+__all__ = ["CHOICES", "BlockCoordinate"]

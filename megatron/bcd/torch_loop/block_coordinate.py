@@ -19,16 +19,11 @@ from megatron.bcd.torch_loop.parameter_blocks import KINDS, divide_parameters
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "order": ("ascending", "descending", "random"),
+    "layout": ("contiguous", "strided"),
     "keep_state": ("reset", "host"),
     "resting_update": ("none", *RULES),
 }
 Factory = Callable[..., Optimizer]
-
-
-def _check_choices(**given: str) -> None:
-    for name, value in given.items():
-        if value not in CHOICES[name]:
-            raise ValueError(f"{name} {value!r}: must be one of {', '.join(CHOICES[name])}")
 
 
 class BlockCoordinate(Optimizer):
@@ -98,7 +93,10 @@ class BlockCoordinate(Optimizer):
         seed: int = 1234,
         **optimizer_settings: Any,
     ) -> None:
-        _check_choices(order=order, keep_state=keep_state, resting_update=resting_update)
+        given = {"order": order, "layout": layout, "keep_state": keep_state, "resting_update": resting_update}
+        for name, value in given.items():
+            if value not in CHOICES[name]:
+                raise ValueError(f"{name} {value!r}: must be one of {', '.join(CHOICES[name])}")
         if not 0 < resting_lr_ratio < float("inf"):
             raise ValueError(f"resting_lr_ratio {resting_lr_ratio}: must be a finite number above 0")
         if always_active is None:

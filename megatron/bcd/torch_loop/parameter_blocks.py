@@ -10,7 +10,6 @@ from torch import nn
 
 from megatron.bcd.blocks.partition import divide
 
-LAYOUTS = ("contiguous", "strided")
 KINDS = ("norms", "biases", "embedding", "head")
 
 
@@ -65,8 +64,6 @@ def divide_parameters(
     Raises:
         ValueError: the arguments do not fit the model; one line that names the argument.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout {layout!r}: must be one of {', '.join(LAYOUTS)}")
     chain = find_layers(model) if layers is None else list(layers)
     if not 0 <= num_blocks <= len(chain):
         raise ValueError(f"num_blocks {num_blocks}: must be 0 to {len(chain)}, the number of the model's layers")

@@ -88,7 +88,8 @@ def _set_up(
         save_claim = claim_save_folder(save_dir)
     if overwrites and save_dir is not None:
         clear_save_folder(save_dir)
-    cache_claim = claim_prefix_cache(None if config.training.skip_train else config.bcd.bcd_prefix_cache)
+    cache = None if config.training.skip_train else config.bcd.bcd_prefix_cache
+    cache_claim = dir_claim.claim(cache, flag="--bcd-prefix-cache", contents="prefix caches")
     for warning in (*save_claim.warnings, *cache_claim.warnings):
         trainer.reporter.warning(warning)
     if save_dir is None and config.checkpoint.save_hf is None and not config.training.skip_train:
@@ -109,11 +110,6 @@ def with_length(config: RunConfig) -> RunConfig:
     config = data.with_epochs(config, tokenizer, global_batch_size=data.global_batch_size(config))
     check_learning_rate(config)
     return config
-
-
-def claim_prefix_cache(root: str | None) -> dir_claim.DirClaim:
-    """See `dir_claim.claim`. A collective."""
-    return dir_claim.claim(root, flag="--bcd-prefix-cache", contents="prefix caches")
 
 
 def _initialize(config: RunConfig) -> distributed.Launch:
@@ -146,7 +142,7 @@ def _resuming_after_restart(config: RunConfig, launch: distributed.Launch) -> Ru
         return config
     save = checkpoint.save
     has_saved = collectives.on_rank_0(lambda: _has_saved(save, _torchruns_store()))
-    if not (launch.is_restart and has_saved and loader.has_checkpoint(save)):
+    if not (launch.is_restart and has_saved):
         return config
     return config.replace_section(
         "checkpoint",
@@ -161,10 +157,10 @@ def _resuming_after_restart(config: RunConfig, launch: distributed.Launch) -> Ru
 def _has_saved(save: str, store: Any) -> bool:
     """Whether the tracker of --save was written after this job's first start, of which `store` keeps what was there.
 
-    True without a store that outlives restarts: a restart that starts the run anew would lose more.
+    Without a store that outlives restarts, whether there is a checkpoint: to start the run anew would lose more.
     """
     if store is None:
-        return True
+        return bool(layout.candidates(save))
     try:
         found = os.stat(os.path.join(save, layout.TRACKER))
         tracker = f"{found.st_mtime_ns} {found.st_ino} {found.st_size}"

@@ -13,7 +13,6 @@ from megatron.core.utils import get_model_config
 from megatron.bcd import data
 from megatron.bcd.config.sections import ReportConfig
 from megatron.bcd.optim.active_block import ActiveBlock
-from megatron.bcd.optim.param_shard import chained_optimizers
 from megatron.bcd.runtime import collectives, device
 
 
@@ -47,7 +46,7 @@ class StepTimers(Timers):
         model = get_model_config(active.model)
         # no barriers inside the optimizer: a rank without parameters of the block passes fewer of its timers
         model.barrier_with_L1_time = self._has_barrier
-        configs = [model, *(each.config for each in chained_optimizers(active.optimizer))]
+        configs = [model, *(each.config for each in active.optimizers())]
         for config in configs:
             config.timers = self
         try:
