@@ -210,10 +210,8 @@ def _set_matrices(active: ActiveBlock, owner: str, loaded: Mapping[str, torch.Te
         if owner != MATRICES:
             matrices.set_momentum(name, loaded[f"{MOMENTUM}.{name}"])
         elif name in shards:  # Megatron Core's optimizer steps it now
-            shards[name].set(
-                {MAIN_PARAM: loaded[f"{MAIN_PARAM}.{name}"].reshape(-1)[shards[name].start : shards[name].end]},
-                num_steps=0,
-            )
+            shard = shards[name]
+            shard.set_main_param(loaded[f"{MAIN_PARAM}.{name}"].reshape(-1)[shard.start : shard.end])
         elif name not in active.parameters.of_block(-1 if active.block is None else active.block) or active.is_muon:
             matrices.set_main_param(name, loaded[f"{MAIN_PARAM}.{name}"].view(parameter.shape))
 

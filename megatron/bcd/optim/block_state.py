@@ -64,7 +64,8 @@ class BlockStateStore:
         self.keeps_moments = keeps_moments
         self.keeps_main_params = keeps_main_params
         self._blocks: dict[int, dict[str, KeptShard]] = {}
-        self._always_active: dict[str, _WholeState] = {}
+        self._always_active: tuple[int, dict[str, dict[str, torch.Tensor]]] = (0, {})
+        """Number of steps, and the tensors of whole parameters, flat, on the device or in host memory."""
 
     @property
     def blocks(self) -> Mapping[int, Mapping[str, KeptShard]]:
@@ -104,8 +105,8 @@ class BlockStateStore:
                 kept.residual.restore(shard.weight, main_param=value)
                 if shard.is_held:  # else written in place
                     shard.set_main_param(value)
-            main_param = {} if kept.main_param is None else {MAIN_PARAM: kept.main_param}
-            shard.set(main_param, num_steps=0)
+            elif kept.main_param is not None:
+                shard.set_main_param(kept.main_param)
             shard.set_stored_moments(kept.moments, num_steps=kept.num_steps)
 
     def _save_shard(self, shard: ParamShard, previous: KeptShard | None, *, has_main_param: bool) -> KeptShard:
@@ -145,49 +146,29 @@ class BlockStateStore:
         collective over it: the next block's optimizer shards them differently, so each rank saves whole parameters.
         Else None.
         """
-        states = {
-            name: _WholeState(num_steps=shard.num_steps, tensors=shard.tensors()) for name, shard in shards.items()
-        }
-        self._always_active = states if group is None else _gather_whole(states, shards, parameters, group)
+        states = {name: shard.tensors() for name, shard in shards.items()}
+        steps_and_names: set[tuple[Any, ...]] = {(shard.num_steps, *states[name]) for name, shard in shards.items()}
+        if group is not None:
+            steps_and_names = steps_and_names.union(*collectives.gather_objects(steps_and_names, group))
+        assert len(steps_and_names) <= 1, f"always-active parameters were not stepped together: {steps_and_names}"
+        num_steps, *tensor_names = steps_and_names.pop() if steps_and_names else (0,)
+
+        def whole(name: str, tensor_name: str) -> torch.Tensor:
+            mine, start = (states[name][tensor_name], shards[name].start) if name in shards else (None, 0)
+            flat = collectives.join_shards(mine, start, like=parameters[name], group=group, rank=None)
+            return flat.cpu()
+
+        if group is not None:
+            states = {name: {one: whole(name, one) for one in tensor_names} for name in parameters}
+        self._always_active = num_steps, states
 
     def restore_always_active(self, shards: Mapping[str, ParamShard]) -> None:
         """Copy what `save_always_active` saved into the shards of a new optimizer, and drop it."""
-        for name, state in self._always_active.items():
+        (num_steps, states), self._always_active = self._always_active, (0, {})
+        for name, tensors in states.items():
             if (shard := shards.get(name)) is not None:
-                tensors = {key: tensor[shard.start : shard.end] for key, tensor in state.tensors.items()}
-                shard.set(tensors, num_steps=state.num_steps)
-        self._always_active = {}
-
-
-@dataclass(frozen=True, kw_only=True)
-class _WholeState:
-    """Optimizer state of a whole parameter; flat tensors, on the device or in host memory."""
-
-    num_steps: int
-    tensors: dict[str, torch.Tensor]
-
-
-def _gather_whole(
-    states: Mapping[str, _WholeState],
-    shards: Mapping[str, ParamShard],
-    parameters: Mapping[str, torch.nn.Parameter],
-    group: torch.distributed.ProcessGroup,
-) -> dict[str, _WholeState]:
-    """Whole states from the shards of all ranks of the group, on every rank, in host memory."""
-    mine: set[tuple[Any, ...]] = {(state.num_steps, *state.tensors) for state in states.values()}
-    steps_and_names = mine.union(*collectives.gather_objects(mine, group))
-    if not steps_and_names:
-        return {}
-    assert len(steps_and_names) == 1, f"always-active parameters were not stepped together: {steps_and_names}"
-    num_steps, *names = steps_and_names.pop()
-    whole: dict[str, _WholeState] = {}
-    for name, parameter in parameters.items():
-        whole[name] = _WholeState(num_steps=num_steps, tensors={})
-        for key in names:
-            shard, start = (states[name].tensors[key], shards[name].start) if name in states else (None, 0)
-            flat = collectives.join_shards(shard, start, like=parameter, group=group, rank=None)
-            whole[name].tensors[key] = flat.cpu()
-    return whole
+                held = {key: tensor[shard.start : shard.end] for key, tensor in tensors.items()}
+                shard.set(held, num_steps=num_steps)
 
 
 def _buffer(num_elements: int, dtype: torch.dtype, previous: torch.Tensor | None) -> torch.Tensor:

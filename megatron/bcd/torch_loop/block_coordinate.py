@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from megatron.bcd.blocks.schedule import BlockSchedule, PhaseState
 from megatron.bcd.config import BcdConfig
 from megatron.bcd.optim.update_rules import RULES, direction
+from megatron.bcd.runtime import collectives
 from megatron.bcd.runtime.compat import pytorch
 from megatron.bcd.torch_loop import ranks
 from megatron.bcd.torch_loop.parameter_blocks import KINDS, divide_parameters
@@ -113,7 +114,7 @@ class BlockCoordinate(Optimizer):
         self._kept: dict[str, dict[str, Any]] = {}
         self._schedule = _block_schedule(
             max(1, num_blocks),
-            ranks.of_rank_0(seed),
+            seed if ranks.num_ranks() == 1 else collectives.on_rank_0(lambda: seed),
             bcd_steps_per_block=steps_per_block,
             bcd_order=order,
             bcd_switch=switch,

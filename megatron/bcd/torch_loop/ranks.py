@@ -14,14 +14,6 @@ def num_ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def of_rank_0(value: int) -> int:
-    """Rank 0's ``value``."""
-    values = [value]
-    if num_ranks() > 1:
-        dist.broadcast_object_list(values, src=0)
-    return values[0]
-
-
 def mean_of_ranks(value: float, device: torch.device) -> float:
     """On ``device``, as NCCL has no other."""
     if num_ranks() == 1:
