@@ -6,10 +6,8 @@ come from and go to.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,10 +23,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
-    LoadPlanner,
     ReadItem,
     SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -64,8 +60,8 @@ class Piece:
         )
 
 
-class _Plan(SavePlanner):
-    """Reads a piece when it is about to be written."""
+class _Plan:
+    """What PyTorch's writer asks of a planner: reads a piece when it is about to be written."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._pieces = {(piece.key, torch.Size(piece.offsets)): piece for piece in pieces}
@@ -73,11 +69,6 @@ class _Plan(SavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         piece = self._pieces[write_item.index.fqn, write_item.index.offset or torch.Size(())]
         return piece.read().reshape(piece.shape)
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("plans are made by `write`")
-
-    create_local_plan = create_global_plan = finish_plan = set_up_planner  # type: ignore[assignment]
 
 
 def write(folder: str, files: Sequence[Sequence[Piece]]) -> None:
@@ -92,13 +83,13 @@ def write(folder: str, files: Sequence[Sequence[Piece]]) -> None:
     plans, metadata = create_default_global_save_plan(local)
     results = []
     for plan, pieces in zip(writer.prepare_global_plan(plans), files, strict=True):
-        results.append(writer.write_data(plan, _Plan(pieces)).wait())
+        results.append(writer.write_data(plan, _Plan(pieces)).wait())  # type: ignore[arg-type]
     writer.finish(metadata, results)
     write_beside_shards(folder, iteration=0)
 
 
-class _Target(LoadPlanner):
-    """Copies what is read into one tensor."""
+class _Target:
+    """What PyTorch's reader asks of a planner: what is read is copied into one tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -111,14 +102,6 @@ class _Target(LoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         pass  # `resolve_tensor` gave a view
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise NotImplementedError("weights are tensors")
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("plans are made by `CoreCheckpoint.read`")
-
-    create_local_plan = create_global_plan = finish_plan = set_up_planner  # type: ignore[assignment]
 
 
 class CoreCheckpoint:
@@ -172,7 +155,7 @@ class CoreCheckpoint:
             with only_data():
                 reader = FileSystemReader(self.folder)
                 reader.set_up_storage_reader(self._metadata, True)
-                reader.read_data(LoadPlan(items), _Target(target)).wait()
+                reader.read_data(LoadPlan(items), _Target(target)).wait()  # type: ignore[arg-type]
         except (Exception, CheckpointException) as error:  # the readers raise many types
             raise unreadable(self.folder, error) from None
         return target if layer is None else target[0]

@@ -27,6 +27,12 @@ CHOICES: dict[str, tuple[str, ...]] = {
 Factory = Callable[..., Optimizer]
 
 
+def _check_choices(**given: str) -> None:
+    for name, value in given.items():
+        if value not in CHOICES[name]:
+            raise ValueError(f"{name} {value!r}: must be one of {', '.join(CHOICES[name])}")
+
+
 class BlockCoordinate(Optimizer):
     """Block coordinate descent (arXiv 2506.12037, Algorithm 1) around the optimizers of PyTorch.
 
@@ -94,10 +100,7 @@ class BlockCoordinate(Optimizer):
         seed: int = 1234,
         **optimizer_settings: Any,
     ) -> None:
-        given = {"order": order, "layout": layout, "keep_state": keep_state, "resting_update": resting_update}
-        for name, value in given.items():
-            if value not in CHOICES[name]:
-                raise ValueError(f"{name} {value!r}: must be one of {', '.join(CHOICES[name])}")
+        _check_choices(order=order, layout=layout, keep_state=keep_state, resting_update=resting_update)
         if not 0 < resting_lr_ratio < float("inf"):
             raise ValueError(f"resting_lr_ratio {resting_lr_ratio}: must be a finite number above 0")
         if always_active is None:
