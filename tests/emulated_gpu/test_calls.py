@@ -12,7 +12,7 @@ from count_calls import table
 
 from megatron.bcd.optim.matrix_optimizer import MatrixOptimizer, MatrixRule
 from megatron.bcd.optim.update_rules import MatrixLayout
-from megatron.bcd.planner import memory
+from megatron.bcd.planner import state
 
 
 @pytest.fixture(scope="module")
@@ -72,4 +72,4 @@ def test_planned_work_memory(number: int, shape: tuple[int, int], parts: tuple[i
     optimizer.step(clip_coefficient=0.5)
     taken = (torch.cuda.max_memory_allocated() - held) / (number * shape[0] * shape[1])
     is_copied = number > 1 or parts
-    assert taken == pytest.approx(memory._WORKING_BYTES_COPIED if is_copied else memory._WORKING_BYTES, rel=0.06)
+    assert taken == pytest.approx(state._WORKING_BYTES_COPIED if is_copied else state._WORKING_BYTES, rel=0.06)
