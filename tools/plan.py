@@ -32,6 +32,7 @@ from megatron.bcd.huggingface.architecture import CONFIG, read_architecture
 from megatron.bcd.planner.command import parts_of, torchrun_command
 from megatron.bcd.planner.cost import PRECISIONS
 from megatron.bcd.planner.estimate import MULTIPLIERS, Estimate, make_estimate
+from megatron.bcd.planner.memory import fits_on_host
 from megatron.bcd.planner.paper import FITTED_MODELS, Paper
 from megatron.bcd.planner.recipe import (
     CUTS,
@@ -146,6 +147,8 @@ def add_recipe_flags(group: Any) -> None:
         " memory (default: device; with --task sft host where it does not fit otherwise)")  # fmt: skip
     add("--bcd-resident-layers", dest="resident_layers", type=int, metavar="N", help="with host: frozen layers of a"
         " stage that stay on the device (default: 0)")  # fmt: skip
+    add("--host-memory-gb", type=float, metavar="GB", help="of a node, 10^9 bytes; what needs more does not fit"
+        " (default: no limit)")  # fmt: skip
     add("--pipeline-model-parallel-size", dest="pipeline_size", type=int, metavar="N", help="(default: the smallest"
         " that fits; --search tries all)")  # fmt: skip
     add("--context-parallel-size", dest="context_size", type=int, default=1, metavar="N", help="(default: 1)")
@@ -236,7 +239,7 @@ def fields_of(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
     frozen, always = arguments.frozen, arguments.always_active
     names = (
         "num_gpus", "pipeline_size", "context_size", "num_blocks", "layout", "num_chunks", "cut", "frozen_weights",
-        "resident_layers", "adam_moments_dtype",
+        "resident_layers", "host_memory_gb", "adam_moments_dtype",
         "precision", "sequence", "micro_batch_size", "global_batch_size", "recompute", "task",
     )  # fmt: skip
     return {name: getattr(arguments, name) for name in names} | {
@@ -423,6 +426,10 @@ def _memory(estimate: Estimate) -> str:
     where = f"{peak.total / GIB:.1f} GiB on stage {peak.stage} in the phase of block {peak.block}"
     if estimate.fits:
         lines.append(f"fits: {where}; the largest micro-batch that fits is {largest}")
+    elif not fits_on_host(estimate.recipe):
+        recipe = estimate.recipe
+        need = f"a node needs {recipe.gpus_per_node * estimate.host_bytes / 1e9:,.0f} GB of host memory"
+        lines.append(f"does NOT fit: {need}, more than --host-memory-gb {recipe.host_memory_gb:g}")
     else:
         what = f"micro-batch {largest} would fit" if largest else "no micro-batch fits"
         lines.append(f"does NOT fit: {where}; {what}")
@@ -436,6 +443,8 @@ def _time(estimate: Estimate) -> str:
         rows.append((str(phase.block), *(f"{1e3 * second:,.0f}" for second in seconds), _percent(phase.bubble)))
     rows.append(("mean", "", "", "", f"{1e3 * estimate.iteration_seconds:,.0f}", _percent(estimate.bubble)))
     speed = f"{estimate.tokens_per_second:,.0f} tokens/s, MFU {100 * estimate.mfu:.1f} % (arithmetic of full training)"
+    if estimate.recipe.is_streamed:
+        speed += f"; {_percent(estimate.copy_share)} of the time are copies of frozen layers that no computation hides"
     return f"{table(('block', 'pipeline', 'optimizer', 'reductions', 'total', 'bubble'), rows)}\n{speed}"
 
 

@@ -130,7 +130,24 @@ def test_what_fits_on_one_card(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         for each in offered:
             assert "torchrun" in run(capsys, *shlex.split(each["command"])[2:])
     assert {"--bcd-frozen-weights", "--bcd-frozen", "--adam-moments-dtype", "--num-gpus"} <= seen
-    assert "--bcd-frozen-weights host" in run(capsys, "--task", "sft", "--model", large, *CARD), "fits by default"
+
+
+def test_frozen_layers_on_the_host(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A published model that is told not to fit; copies that cost nothing, or that more tokens don't hide; a node that
+    runs out of memory."""
+    large = folder(tmp_path, PUBLISHED["Llama-3-8B"][0], name="large")
+    flags = ("--task", "sft", "--model", large, *CARD, "--json")
+    plan = json.loads(run(capsys, *flags))
+    assert "--bcd-frozen-weights host" in plan["command"]
+    weights = 2 * 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096)
+    assert plan["memory"]["host_bytes"] == pytest.approx(2 * weights, rel=0.01), "and the low bits of main parameters"
+    longer = json.loads(run(capsys, *flags, "--seq-length", "2048"))
+    assert 0 < longer["time"]["copy_share"] < plan["time"]["copy_share"] < 1
+    resident = json.loads(run(capsys, *flags, "--bcd-frozen-weights", "host", "--bcd-resident-layers", "2"))
+    assert resident["time"]["copy_share"] < plan["time"]["copy_share"]
+    gb = plan["memory"]["host_bytes"] / 1e9
+    assert json.loads(run(capsys, *flags, "--host-memory-gb", f"{gb + 0.1:.1f}")) == plan
+    assert not json.loads(run(capsys, *flags, "--host-memory-gb", f"{gb - 0.1:.1f}", code=1))["memory"]["fits"]
 
 
 def test_settings_that_save_memory(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from itertools import takewhile
 from typing import Any
 
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS
-from megatron.bcd.planner.memory import fits, host_bytes, peak, rank_memory
+from megatron.bcd.planner.memory import fits, fits_on_host, host_bytes, peak, rank_memory
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.state import RankMemory
 from megatron.bcd.planner.step_time import PhaseTime, cycle_seconds, head_pass, layer_pass
@@ -27,7 +27,7 @@ _SHOWN = (
     "method", "num_gpus", "num_nodes", "pipeline_size", "context_size", "data_size", "precision", "micro_batch_size",
     "global_batch_size", "num_microbatches", "recompute",
 )  # fmt: skip
-_TIMES = ("iteration_seconds", "bubble", "tokens_per_second", "mfu")
+_TIMES = ("iteration_seconds", "bubble", "copy_share", "tokens_per_second", "mfu")
 DEFAULT_TOKENS_PER_PARAMETER = 20
 """Hoffmann et al. 2022."""
 DEFAULT_SFT_TOKENS = 3 * 52002 * 120.0
@@ -61,6 +61,7 @@ class Estimate:
     iteration_seconds: float  # mean over a cycle
     bubble: float  # mean over a cycle
     tokens_per_second: float
+    copy_share: float  # of the time: copies of frozen layers that no computation hides
     mfu: float  # FLOPs of full training on the same tokens over the GPUs' peak: work that BCD skips counts as done
     cost: TrainingCost
 
@@ -70,7 +71,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return self.peak.total <= self.recipe.cluster.memory_gib * GIB
+        return self.peak.total <= self.recipe.cluster.memory_gib * GIB and fits_on_host(self.recipe)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON. Bytes, seconds, dollars."""
@@ -111,6 +112,10 @@ def make_estimate(recipe: Recipe, *, tokens: float | None = None, multiplier: fl
     """
     phases = cycle_seconds(recipe)
     seconds = sum(phase.total for phase in phases) / len(phases)
+    copy_share = 0.0
+    if recipe.is_streamed:
+        at_once = cycle_seconds(replace(recipe, cluster=replace(recipe.cluster, copy_gb_per_s=1e9)))
+        copy_share = 1 - sum(phase.total for phase in at_once) / len(phases) / seconds
     # full training without recomputation: three passes through layers and head
     flops = 3 * (recipe.model.layers * layer_pass(recipe).flops + head_pass(recipe).flops)
     flops *= recipe.num_microbatches * recipe.num_replicas
@@ -124,6 +129,7 @@ def make_estimate(recipe: Recipe, *, tokens: float | None = None, multiplier: fl
         iteration_seconds=seconds,
         bubble=sum(phase.bubble for phase in phases) / len(phases),
         tokens_per_second=recipe.global_batch_size * recipe.tokens / seconds,
+        copy_share=copy_share,
         mfu=flops / seconds / (recipe.num_gpus * recipe.cluster.peak_flops_per_s(recipe.precision)),
         cost=training_cost(recipe, seconds, tokens=tokens, multiplier=multiplier),
     )

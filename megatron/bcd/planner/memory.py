@@ -92,8 +92,17 @@ def peak(ranks: tuple[RankMemory, ...]) -> RankMemory:
     return max(ranks, key=lambda rank: rank.total)
 
 
+def fits_on_host(recipe: Recipe) -> bool:
+    """Whether a node's ranks have the host memory that they need, where it is limited."""
+    limit = recipe.host_memory_gb
+    return limit is None or recipe.gpus_per_node * host_bytes(recipe) <= 1e9 * limit
+
+
 def fits(recipe: Recipe, *, share: float = 1.0) -> bool:
-    """Whether every rank's peak is within this share of its GPU's memory. With auto: if all layers are recomputed."""
+    """Whether every rank's peak is within this share of its GPU's memory, and `fits_on_host`. With auto: if all layers
+    are recomputed."""
+    if not fits_on_host(recipe):
+        return False
     if recipe.recompute == "auto":
         recipe = replace(recipe, recompute="full")
     return peak(rank_memory(recipe)).total <= share * recipe.cluster.memory_gib * GIB

@@ -62,6 +62,7 @@ class Recipe:
     micro_batch_size: int = 1
     global_batch_size: int = 64
     recompute: str = "none"
+    host_memory_gb: float | None = None  # of a node; None: no limit
     memory_share: float = 1.0  # of a GPU's memory, that recomputation with auto leaves to be filled
     unfused_attention: bool = False  # attention scores in memory, as in the paper's runs
     task: str = "pretrain"  # what the command trains on: pretrain text, sft records
