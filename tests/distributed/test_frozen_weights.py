@@ -187,6 +187,19 @@ def test_auto_takes_what_fits(world1: World, tmp_path: Path) -> None:
     assert len(set(on_device)) >= 4, found
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_limits_of_containers(tmp_path: Path, version: int) -> None:
+    """A run that is refused because the model's files, which it has just read, count as used; or that is killed because
+    the machine has more memory than its container."""
+    folder, limit, used, prefix = host_memory._CONTROL_GROUPS[2 - version]
+    for name, text in ((limit, "1000000"), (used, "900000"), ("memory.stat", f"{prefix}active_file 400000")):
+        (tmp_path / name).write_text(text + f"\n{prefix}inactive_file 300000" * (name == "memory.stat"))
+    with mock.patch.object(host_memory, "_CONTROL_GROUPS", ((tmp_path, limit, used, prefix),)):
+        assert host_memory.available_bytes() == 800000
+        (tmp_path / limit).write_text("max" if version == 2 else str(2**63 - 4096))
+        assert host_memory.available_bytes() > 2**30
+
+
 def with_little_memory(config: Any) -> str:
     """What a run says on a machine with 64 KiB of free memory."""
     with mock.patch.object(host_memory, "available_bytes", lambda: 1 << 16), pytest.raises(ValueError) as raised:

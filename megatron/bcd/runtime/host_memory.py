@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import weakref
@@ -12,6 +13,12 @@ from pathlib import Path
 import torch
 
 from megatron.bcd.runtime import collectives, device
+
+_CONTROL_GROUPS = (
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", ""),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+)
+"""Versions 2 and 1: folder, limit, use, and what the names in memory.stat begin with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +54,19 @@ def allocate(num_bytes: int, *, group: torch.distributed.ProcessGroup, what: str
         if total > free[its_node]:
             raise ValueError(
                 f"{what}: a node needs {total / 2**30:.1f} GiB of host memory, and {free[its_node] / 2**30:.1f} GiB "
-                "are available (MemAvailable, and the limit of the control group): give more --bcd-resident-layers, "
-                "or spread the model over more nodes"
+                "are available (MemAvailable, and the limit of the control group): spread the layers over more nodes "
+                "(--pipeline-model-parallel-size), or take --bcd-frozen-weights device"
             )
     handle = os.memfd_create("megatron-bcd") if is_owner else -1
     if is_owner:
         os.truncate(handle, num_bytes)
     places = dict(collectives.gather_objects((rank, (os.getpid(), handle)), group))
-    if not is_owner:
-        handle = os.open("/proc/{}/fd/{}".format(*places[first]), os.O_RDWR)
-    mapping = mmap.mmap(handle, num_bytes)
+    try:
+        if not is_owner:
+            handle = os.open("/proc/{}/fd/{}".format(*places[first]), os.O_RDWR)
+        mapping = mmap.mmap(handle, num_bytes)
+    except OSError as error:  # another user's process, or a limit of address space
+        raise ValueError(f"{what}: rank {rank} can't map the memory of rank {first}: {error}") from error
     collectives.gather_objects(None, group)  # the owner's handle is open until all have opened theirs
     os.close(handle)
     data = torch.frombuffer(mapping, dtype=torch.uint8)
@@ -69,12 +79,13 @@ def available_bytes() -> int:
     """Host memory that is free for this process: of the machine, and within the limit of its control group."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     found = int(fields["MemAvailable"].split()[0]) * 1024
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
-    except OSError:  # not version 2, or not a container's own
-        return found
-    return found if limit == "max" else min(found, int(limit) - int(used))
+    for folder, limit, used, prefix in _CONTROL_GROUPS:
+        with contextlib.suppress(OSError, ValueError):  # another version, or no limit ("max")
+            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            # files that were read count as used, and are dropped where memory is short
+            cached = sum(int(statistics[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
+            found = min(found, int((folder / limit).read_text()) - int((folder / used).read_text()) + cached)
+    return found
 
 
 def _node() -> str:
@@ -87,9 +98,9 @@ def _lock_pages(mapping: mmap.mmap, data: torch.Tensor, what: str) -> None:
     error = runtime.cudaHostRegister(data.data_ptr(), data.nbytes, 0)
     if int(error) != 0:
         raise ValueError(
-            f"{what}: CUDA can't page-lock {data.nbytes / 2**30:.1f} GiB of host memory (error {int(error)}): give "
-            "more --bcd-resident-layers, or start the container with more memory and no limit of locked memory "
-            "(ulimit -l unlimited)"
+            f"{what}: CUDA can't page-lock {data.nbytes / 2**30:.1f} GiB of host memory (error {int(error)}): start "
+            "the container with more memory and no limit of locked memory (ulimit -l unlimited), or take "
+            "--bcd-frozen-weights device"
         )
     # not at the interpreter's exit, when CUDA may be gone
     weakref.finalize(mapping, runtime.cudaHostUnregister, data.data_ptr()).atexit = False
