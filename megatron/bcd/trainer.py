@@ -461,6 +461,8 @@ class Trainer:
             return
         timer = self.timers("switch", log_level=0)
         timer.start()
+        if self.saver is not None and self.config.bcd.bcd_frozen_weights == "host":
+            self.saver.finish()  # the write reads frozen weights where they lie
         self.end_phase()
         self._build_block()
         self._begin_phase()

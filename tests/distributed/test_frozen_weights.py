@@ -9,10 +9,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from support import resumed_runs, worlds
 from support.dist import World
 from support.pairwise import Combination, pairwise, thinned
 
+from megatron.bcd.checkpoint.saver import Saver
+from megatron.bcd.checkpoint.shard_writer import ShardWrite
 from megatron.bcd.model.builder import frozen_weights_of
 from megatron.bcd.runtime import host_memory
 
@@ -211,3 +214,70 @@ def test_too_little_host_memory(world2: World, tmp_path: Path) -> None:
     """A run that the system's out-of-memory killer ends, or one rank of which goes on."""
     config = config_of(CASES[0] | {"cut": "data"}, tmp_path, bcd_frozen_weights="host")
     assert all("--bcd-frozen-weights host" in error for error in world2.run(with_little_memory, config))
+
+
+def saved_in_background(config: Any) -> tuple[dict[str, Any], int, int]:
+    """A run whose checkpoints are written as late as they may: what it says, and bytes of layers that a save copied,
+    and of all."""
+    finish, on_host = Saver.finish, ShardWrite._on_host
+    copied = total = 0
+
+    def count(self: ShardWrite, part: Any) -> torch.Tensor:
+        nonlocal copied, total
+        found = on_host(self, part)
+        if ".layers." in part.key and not part.key.startswith("optimizer."):
+            copied += found.nbytes * (found.data_ptr() != part.data.data_ptr())
+            total += found.nbytes
+        return found
+
+    with resumed_runs.writes_held_back() as release:
+
+        def let_write(self: Saver) -> bool:
+            release.set()
+            is_saved = finish(self)
+            release.clear()
+            return is_saved
+
+        with (
+            mock.patch.object(Saver, "finish", let_write),
+            mock.patch.object(ShardWrite, "is_writing", True),
+            mock.patch.object(ShardWrite, "_on_host", count),
+        ):
+            return resumed_runs.one_part(config), copied, total
+
+
+@pytest.mark.parametrize("cut", ["one", "data"])
+def test_async_save_reads_frozen_weights_where_they_lie(world1: World, world2: World, tmp_path: Path, cut: str) -> None:
+    """A save that holds the model twice; a switch that changes a layer before it is written."""
+    world = (world1, world2)[CUTS[cut][0] - 1]
+    case = {"cut": cut, "layout": "spread", "precision": "bf16", "method": "paper", "recompute": "none"}
+    config = functools.partial(
+        config_of, case | {"resident": "1"}, tmp_path, bcd_frozen_weights="host", bcd_steps_per_block=1
+    )
+    whole = world.run(resumed_runs.one_part, config())
+    folder = tmp_path / "run"
+    saving = world.run(saved_in_background, config(save=folder, save_interval=2, async_save=True))
+    copied, total = (sum(rank[place] for rank in saving) for place in (1, 2))
+    assert total > 0 and copied == total // 4, "all but the active one of four blocks"
+    resumed_runs.point_to(str(folder), 2)
+    rest = world.run(resumed_runs.one_part, config(load=folder))
+    for one, (passing, _, _), late in zip(whole, saving, rest, strict=True):
+        assert resumed_runs.differences(one, [passing]) + resumed_runs.differences(one, [late]) == []
+
+
+def kept_elsewhere(config: Any) -> list[str]:
+    """Parameters of layers whose low bits do not lie beside the weights."""
+    with worlds.started(config) as one:
+        one.train()
+        frozen = frozen_weights_of(one.model)
+        assert frozen is not None and len(one.active.kept.blocks) > 1
+        kept = [item for block in one.active.kept.blocks.values() for item in block.items() if ".layers." in item[0]]
+        assert kept
+        return [name for name, shard in kept if not frozen.is_on_host(shard.residual.differences)]
+
+
+def test_low_bits_lie_in_the_arena(world2: World, tmp_path: Path) -> None:
+    """Host memory that torch's allocator rounds up, or that each rank holds for itself."""
+    case = {"cut": "data", "layout": "spread", "precision": "bf16", "method": "paper", "recompute": "none"}
+    config = config_of(case | {"resident": "0"}, tmp_path, bcd_frozen_weights="host")
+    assert world2.run(kept_elsewhere, config) == [[], []]

@@ -1,9 +1,10 @@
-"""A rank that hangs ends the whole job: no rank waits for ever for a message that will not come. One that is killed:
-test_resume_torchrun.py."""
+"""A rank that hangs or fails ends the whole job: no rank waits for ever for a message that will not come. One that is
+killed: test_resume_torchrun.py."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 from pathlib import Path
 
@@ -32,4 +33,16 @@ def test_a_rank_that_hangs(tmp_path: Path, hanging: int) -> None:
             # torchrun gives a stopped process 30 s to hear SIGTERM before it kills it
             job.ranks()[hanging].send_signal(signal.SIGCONT)
         assert job.exit_code() != 0
+        assert job.alive() == []
+
+
+def test_a_copy_that_fails(tmp_path: Path) -> None:
+    """A rank that waits for ever for one whose frozen layer does not come to the device, or a run that goes on with
+    another layer's weights; a message that does not say which layer it is."""
+    words = [str(ROOT / "tests" / "support" / "failing_copy.py"), "5", *FLAGS, "--bcd-frozen-weights", "host"]
+    with Job(
+        *TORCHRUN, *words, "--num-layers", "8", "--bcd-layout", "spread", "--bcd-num-blocks", "4", folder=tmp_path
+    ) as job:
+        assert job.exit_code() != 0
+        assert re.search("--bcd-frozen-weights: layer [567] can't be copied to the device: CUDA error", job.output)
         assert job.alive() == []

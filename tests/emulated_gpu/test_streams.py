@@ -130,6 +130,7 @@ CASES: dict[str, dict[str, Any]] = {
     "pretrain_on_two_stages": PIPELINE | {"bcd_preset": "pretrain"},
     "checkpoint_at_once": {"train_iters": 4},
     "checkpoint_in_background": {"async_save": True, "train_iters": 4},
+    "checkpoint_in_background_streamed": STREAMED | {"bf16": True, "async_save": True, "train_iters": 4},
     "overlap": {"world_size": 2, "overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 3000},
 }
 
@@ -156,7 +157,7 @@ def test_late_is_the_same(late: Worlds, gpus: Worlds, text_data: str, tmp_path: 
     assert mine == gpus(size).run(steps_of, config_of(case, text_data, tmp_path / "theirs"))
 
 
-@pytest.mark.parametrize("case", ["checkpoint_at_once", "checkpoint_in_background"])
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("checkpoint")])
 def test_late_checkpoint(late: Worlds, text_data: str, tmp_path: Path, case: str) -> None:
     """A checkpoint that is written from copies that are not there yet."""
     config = config_of(case, text_data, tmp_path)

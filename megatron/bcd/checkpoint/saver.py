@@ -22,7 +22,7 @@ from megatron.bcd.checkpoint.run_state import RunState
 from megatron.bcd.checkpoint.shard_writer import ShardWrite, write_beside_shards
 from megatron.bcd.config import CheckpointConfig, RunConfig
 from megatron.bcd.metrics.reporter import Reporter
-from megatron.bcd.model.builder import unwrap_model
+from megatron.bcd.model.builder import frozen_on_host, unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.runtime import atomic_io, collectives, dir_claim
 
@@ -90,13 +90,14 @@ class Saver:
         if error is not None:
             return self._abandon(state.iteration, error)
         # weights under Megatron Core's own keys, and the optimizer state of every block that has some
-        entries: dict[str, Any] = {
-            f"model.{name}": one for name, one in unwrap_model(model).sharded_state_dict().items()
-        }
-        if state.optimizer_state:
-            optimizer = optimizer_state.sharded_state(active, state.optimizer_state)
-            entries |= {f"optimizer.{name}": one for name, one in optimizer.items()}
-        write = ShardWrite(entries, folder, in_background=self._config.async_save)
+        with frozen_on_host(model) as is_constant:
+            entries: dict[str, Any] = {
+                f"model.{name}": one for name, one in unwrap_model(model).sharded_state_dict().items()
+            }
+            if state.optimizer_state:
+                optimizer = optimizer_state.sharded_state(active, state.optimizer_state)
+                entries |= {f"optimizer.{name}": one for name, one in optimizer.items()}
+            write = ShardWrite(entries, folder, in_background=self._config.async_save, is_constant=is_constant)
         write.digests.update(digests)
         if self._config.save_rng:
             write.add(random_states.file_name(torch.distributed.get_rank()), random_states.random_states())

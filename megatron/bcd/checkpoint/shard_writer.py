@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,17 +46,23 @@ class ShardWrite:
     """Writes the weights and the optimizer state of one checkpoint.
 
     The constructor is a collective: it checks that each shard has one writer, and copies what training would change
-    meanwhile to host memory. `start` writes this rank's files. `finish` is a collective: it writes the index.
+    meanwhile to host memory: weights, without those in host memory that `is_constant` until `finish`. `start` writes
+    this rank's files. `finish` is a collective: it writes the index.
     """
 
     def __init__(
-        self, entries: dict[str, ShardedTensor | ShardedTensorFactory], folder: str, *, in_background: bool
+        self,
+        entries: dict[str, ShardedTensor | ShardedTensorFactory],
+        folder: str,
+        *,
+        in_background: bool,
+        is_constant: Callable[[torch.Tensor], bool] = lambda _: False,
     ) -> None:
         self.digests: dict[str, FileDigest] = {}
         """Of this rank's files; on rank 0 after `finish` of all ranks'."""
         self._error: str | None = None
         self._results: list[Any] = []
-        self._in_background = in_background
+        self._in_background, self._is_constant = in_background, is_constant
         self._folder, self._rank = folder, torch.distributed.get_rank()
         sharded, _ = save_preprocess(dict(entries))  # type: ignore[arg-type]
         by_key = defaultdict(list)
@@ -80,7 +87,7 @@ class ShardWrite:
     def _on_host(self, part: ShardedTensor) -> torch.Tensor:
         """A copy, unless training does not change the tensor while it is written: optimizer state is a copy already."""
         assert part.data is not None
-        is_live = self._in_background and not part.key.startswith("optimizer.")
+        is_live = self._in_background and not part.key.startswith("optimizer.") and not self._is_constant(part.data)
         return part.data.detach().to("cpu", copy=is_live)
 
     def add(self, name: str, content: bytes) -> None:

@@ -14,7 +14,7 @@ from megatron.bcd.huggingface import convert, run_network, tokenizer_export
 from megatron.bcd.huggingface.core_format import CoreCheckpoint
 from megatron.bcd.huggingface.folder import RUN
 from megatron.bcd.metrics.reporter import Reporter
-from megatron.bcd.model.builder import unwrap_model
+from megatron.bcd.model.builder import frozen_on_host, unwrap_model
 from megatron.bcd.runtime import atomic_io, collectives, device
 
 _WEIGHTS = ".bcd-export"
@@ -55,8 +55,9 @@ class Exporter:
         weights = target + _WEIGHTS
         error = collectives.on_rank_0(lambda: atomic_io.error_of(lambda: self._make_anew(weights)))
         if error is None:
-            sharded = unwrap_model(model).sharded_state_dict()
-            write = ShardWrite({f"model.{name}": part for name, part in sharded.items()}, weights, in_background=False)
+            with frozen_on_host(model):
+                parts = {f"model.{name}": part for name, part in unwrap_model(model).sharded_state_dict().items()}
+                write = ShardWrite(parts, weights, in_background=False)
             write.start()
             error = write.finish()
         difference = None

@@ -5,7 +5,8 @@ Tensor shapes: S sequence length on this rank, B micro-batch size, H hidden size
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -224,10 +225,12 @@ def _frozen_weights(config: RunConfig, stage_config: TransformerConfig) -> Froze
     """Of this stage, without what is active in every phase."""
     partition = partition_from_config(config)
     stage = parallel_state.get_pipeline_model_parallel_rank()
+    keeps = config.bcd.bcd_main_params == "host"
     return FrozenWeights(
         num_layers=len(partition.stage_layers(stage)),
         num_resident=config.bcd.bcd_resident_layers,
         dtype=stage_config.params_dtype,
+        kept_dtype={"bf16": torch.int16, "fp16": torch.float32}.get(config.precision) if keeps else None,
         is_streamed=lambda name: (
             not ownership(f"decoder.layers.0.{name}", partition=partition, stage=stage).is_always_active
         ),
@@ -238,6 +241,18 @@ def _frozen_weights(config: RunConfig, stage_config: TransformerConfig) -> Froze
 def frozen_weights_of(model: torch.nn.Module) -> FrozenWeights | None:
     """Of --bcd-frozen-weights host; else None."""
     return getattr(unwrap_model(model), "frozen_weights", None)
+
+
+@contextlib.contextmanager
+def frozen_on_host(model: torch.nn.Module) -> Iterator[Callable[[Tensor], bool]]:
+    """Inside, frozen weights are those in host memory, if --bcd-frozen-weights has them there; yields what tells them
+    from others. They do not change until the phase after the present one ends."""
+    frozen_weights = frozen_weights_of(model)
+    if frozen_weights is None:
+        yield lambda _: False
+        return
+    with frozen_weights.all_on_host():
+        yield frozen_weights.is_on_host
 
 
 def _with_bias_gradient(linear: Any, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:

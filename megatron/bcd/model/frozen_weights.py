@@ -8,6 +8,7 @@ written back when it ends. Training is the same bit for bit. See docs/frozen_wei
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Container, Iterator
 from typing import Any
@@ -28,8 +29,8 @@ Use = tuple[int, str]
 class _Layer:
     """The streamed parameters of one layer, and where they lie in a flat tensor."""
 
-    def __init__(self, number: int, parameters: list[torch.nn.Parameter]) -> None:
-        self.number = number
+    def __init__(self, number: int, name: str, parameters: list[torch.nn.Parameter]) -> None:
+        self.number, self.name = number, name
         self.parameters = parameters
         self.size = 0
         """Elements of a flat tensor that holds them."""
@@ -48,6 +49,14 @@ class _Layer:
             flat[start : start + parameter.numel()].view(parameter.shape)
             for start, parameter in zip(self._starts, self.parameters, strict=True)
         ]
+
+    @contextlib.contextmanager
+    def being_copied(self) -> Iterator[None]:
+        """Raises RuntimeError with the layer's name if the copy to the device that is started inside fails."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(f"--bcd-frozen-weights: {self.name} can't be copied to the device: {error}") from error
 
     def place(self, flat: torch.Tensor) -> None:
         """Let the parameters be parts of `flat`, which holds their values. A graph keeps parameters, not their
@@ -71,7 +80,8 @@ class FrozenWeights:
 
     `num_layers`: how many there will be. `num_resident`: how many frozen ones stay on the device, the last ones, which
     backward passes read too. `is_streamed` tells by the name within a layer which parameters are meant. The ranks of
-    `group`, which hold the same weights, share the arena on each node.
+    `group`, which hold the same weights, share the arena on each node. `kept_dtype`: of what is kept of each element
+    of a main parameter in `kept`, as `BlockStateStore` does; None keeps nothing.
     """
 
     def __init__(
@@ -80,12 +90,16 @@ class FrozenWeights:
         num_layers: int,
         num_resident: int,
         dtype: torch.dtype,
+        kept_dtype: torch.dtype | None,
         is_streamed: Callable[[str], bool],
         group: torch.distributed.ProcessGroup,
     ) -> None:
         self.num_copies = 0
         """Of layers to a buffer, since the start."""
-        self._num_layers, self._num_resident, self._dtype = num_layers, num_resident, dtype
+        self.kept: dict[torch.nn.Parameter, torch.Tensor] = {}
+        """Flat, in the arena, behind the layer's weights: for what weights lack of their main parameters."""
+        self._num_layers, self._num_resident = num_layers, num_resident
+        self._dtype, self._kept_dtype = dtype, kept_dtype
         self._is_streamed, self._group = is_streamed, group
         self._arena: host_memory.SharedMemory
         self._layers: list[_Layer] = []
@@ -100,18 +114,21 @@ class FrozenWeights:
     # ------------------------------------------------------------------------------------------------- construction
 
     @torch.no_grad()
-    def add(self, module: torch.nn.Module) -> None:
+    def add(self, module: TransformerLayer) -> None:
         """Move a new layer's weights to the arena. A collective over all ranks for the first layer."""
         named = [parameter for name, parameter in module.named_parameters() if self._is_streamed(name)]
-        layer = _Layer(len(self._layers), named)
-        num_bytes = layer.size * self._dtype.itemsize
+        layer = _Layer(len(self._layers), f"layer {module.layer_number - 1}", named)
+        sizes = [layer.size * (0 if one is None else one.itemsize) for one in (self._dtype, self._kept_dtype)]
         if not self._layers:
             self._arena = host_memory.allocate(
-                num_bytes * self._num_layers, group=self._group, what="--bcd-frozen-weights host"
+                sum(sizes) * self._num_layers, group=self._group, what="--bcd-frozen-weights host"
             )
         assert not self._layers or layer.size == self._layers[0].size, "layers differ in size"
-        start = layer.number * num_bytes
-        layer.on_host = self._arena.data[start : start + num_bytes].view(self._dtype)
+        weights, kept = self._arena.data[layer.number * sum(sizes) :][: sum(sizes)].split(sizes)
+        layer.on_host = weights.view(self._dtype)
+        if self._kept_dtype is not None:
+            views = layer.views(kept.view(self._kept_dtype))
+            self.kept |= {one: view.view(-1) for one, view in zip(named, views, strict=True)}
         if self._arena.is_owner:
             self._write(layer)
         layer.place(layer.on_host)
@@ -144,10 +161,12 @@ class FrozenWeights:
         for layer, is_active in zip(self._layers, are_active, strict=True):
             layer.is_streamed = not is_active and layer.number not in resident
             if is_active:
-                for parameter in layer.parameters:
-                    parameter.data = parameter.data.to(device.current(), copy=True)
+                with layer.being_copied():
+                    for parameter in layer.parameters:
+                        parameter.data = parameter.data.to(device.current(), copy=True)
             elif layer.number in resident and layer.number not in self._resident:
-                self._resident[layer.number] = layer.on_host.to(device.current(), copy=True)
+                with layer.being_copied():
+                    self._resident[layer.number] = layer.on_host.to(device.current(), copy=True)
                 layer.place(self._resident[layer.number])
             elif layer.is_streamed:
                 layer.place(layer.on_host)
@@ -177,8 +196,18 @@ class FrozenWeights:
         yield from (buffer.flat for buffer in self._buffers)
 
     def bytes_on_host(self) -> int:
-        """Of the arena; 0 where another rank of the node holds it."""
-        return self._arena.data.nbytes if self._arena.is_owner else 0
+        """Of the weights in the arena; 0 where another rank of the node holds it."""
+        return sum(layer.on_host.nbytes for layer in self._layers) if self._arena.is_owner else 0
+
+    @contextlib.contextmanager
+    def all_on_host(self) -> Iterator[None]:
+        """Inside, all frozen layers are those of the arena, also those that lie on the device too. Between steps."""
+        resident = [(self._layers[number], flat) for number, flat in self._resident.items()]
+        for layer in [*(layer for layer, _ in resident), *(one.layer for one in self._buffers if one.layer)]:
+            layer.place(layer.on_host)
+        yield
+        for layer, flat in resident:
+            layer.place(flat)
 
     # --------------------------------------------------------------------------------------------------------- uses
 
@@ -221,7 +250,8 @@ class FrozenWeights:
         if buffer.layer is not None:
             buffer.layer.place(buffer.layer.on_host)
         buffer.layer = layer
-        buffer.copied = self._stream.copy(layer.on_host, to=buffer.flat)
+        with layer.being_copied():
+            buffer.copied = self._stream.copy(layer.on_host, to=buffer.flat)
         self.num_copies += 1
         return buffer
 

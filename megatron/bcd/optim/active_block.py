@@ -123,7 +123,9 @@ class ActiveBlock:
         """--log-num-zeros-in-grad: of the last step; None if it was skipped."""
         self.wrapped: DistributedDataParallel | None = None
         self.optimizer: MegatronOptimizer | None = None
+        self._frozen_weights = frozen_weights_of(model)
         self.kept = BlockStateStore(
+            places={} if self._frozen_weights is None else self._frozen_weights.kept,
             keeps_moments=config.bcd.bcd_optimizer_state == "host",
             keeps_main_params=config.bcd.bcd_main_params == "host",
         )
@@ -134,7 +136,6 @@ class ActiveBlock:
         self._loss_scaler_state: Mapping[str, float] | None = None
         self._switch_check: SwitchCheck | None = None
         self._in_buffers: list[torch.nn.Parameter] = []
-        self._frozen_weights = frozen_weights_of(model)
 
     def build(self, block: int) -> None:
         """Make `block` the active one. A collective."""

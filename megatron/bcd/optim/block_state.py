@@ -57,10 +57,18 @@ class BlockStateStore:
     """Optimizer state of this rank between phases.
 
     `keeps_moments` is --bcd-optimizer-state host, `keeps_main_params` is --bcd-main-params host. Host memory is
-    allocated at a block's first `save` and reused by later ones.
+    allocated at a block's first `save` and reused by later ones, without what is kept of the main parameters of
+    `places`: that has its place in host memory, flat and of all elements.
     """
 
-    def __init__(self, *, keeps_moments: bool, keeps_main_params: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        keeps_moments: bool,
+        keeps_main_params: bool = True,
+        places: Mapping[torch.nn.Parameter, torch.Tensor] | None = None,
+    ) -> None:
+        self._places = places or {}
         self.keeps_moments = keeps_moments
         self.keeps_main_params = keeps_main_params
         self._blocks: dict[int, dict[str, KeptShard]] = {}
@@ -113,11 +121,16 @@ class BlockStateStore:
         """Copy a shard into the buffers of its previous copy."""
         residual = main_param = None
         flat = shard.main_param
+        place = self._places.get(shard.parameter)
+        place = None if place is None else place[shard.start : shard.end]
         if has_main_param and shard.parameter.dtype == torch.bfloat16:
-            out = _buffer(flat.numel(), torch.int16, previous and previous.residual and previous.residual.differences)
+            if place is None and previous is not None and previous.residual is not None:
+                place = previous.residual.differences
+            out = _buffer(flat.numel(), torch.int16, place)
             residual = bf16_residual(flat, shard.weight, out=out)
         elif has_main_param:
-            main_param = _buffer(flat.numel(), torch.float32, previous and previous.main_param)
+            place = previous.main_param if place is None and previous is not None else place
+            main_param = _buffer(flat.numel(), torch.float32, place)
             main_param.copy_(flat, non_blocking=True)
         moments = {}
         for name, moment in shard.stored_moments().items() if self.keeps_moments else ():
