@@ -28,7 +28,7 @@ from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.metrics.schema import EvalMetrics, StepMetrics
 from megatron.bcd.model.builder import build_model, unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
-from megatron.bcd.runtime import distributed, rng
+from megatron.bcd.runtime import device, distributed, rng
 from megatron.bcd.runtime.compat import pytorch
 from megatron.bcd.trainer import Trainer
 from megatron.bcd.training.state import StepResult
@@ -261,6 +261,7 @@ def started(config: RunConfig, *, freezes: bool = False, **hooks: Hook) -> Itera
     """A run on this rank, its first block active; `freezes` as in `parallel`."""
     with parallel(config, freezes=freezes):
         yield RecordedRun(config, **hooks)
+        device.synchronize()  # a run that ends inside a phase has copies under way
 
 
 def train_run(config: RunConfig, *, blocks_of_stages: int | None = None) -> dict[str, Any]:

@@ -15,6 +15,8 @@ Fingerprint = tuple[int, int, int]
 """Number of elements, and two sums over their bits."""
 _SAMPLED = 4099
 """One element of so many; a prime, so that all columns of a matrix have some."""
+_CHUNK = 1 << 22
+"""Elements that are summed at once; even. Torch makes eight bytes of each first."""
 
 
 class SwitchCheck:
@@ -93,6 +95,7 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> Fingerprint:
     for tensor in tensors:
         bits = tensor.detach().reshape(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
         count += bits.numel()
-        total += int(bits.sum(dtype=torch.int64))
-        every_other += int(bits[::2].sum(dtype=torch.int64))
+        parts = bits.split(_CHUNK)
+        total += int(sum(part.sum(dtype=torch.int64) for part in parts))
+        every_other += int(sum(part[::2].sum(dtype=torch.int64) for part in parts))
     return count, total, every_other
