@@ -237,8 +237,8 @@ class Runner:
             if process.returncode:
                 raise ValueError(last_words(log, process.returncode))
             lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-            banner = re.search(r"^parameters\s+([\d,]+) ", log, re.MULTILINE)
-            number = int(banner[1].replace(",", "")) if banner else None
+            summary = re.search(r"^parameters\s+([\d,]+) ", log, re.MULTILINE)
+            number = int(summary[1].replace(",", "")) if summary else None
             about |= summarise(lines, metric=self.study.metric, num_parameters=number)
             about |= {"steps": self.commands.steps(run), "minutes": minutes, "commit": commit(), "cpu": cpu_model()}
             about |= {"text_sha256": self.commands.sha256(run), "command": self.commands.shown(run)}

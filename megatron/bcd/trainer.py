@@ -113,7 +113,7 @@ class Trainer:
         if config.checkpoint.save_hf is not None:
             is_continued = is_restart or resumed is not None
             self.exporter = Exporter(config, self.reporter, run=self.state.run, is_continued=is_continued)
-        self.reporter.banner(
+        self.reporter.run_summary(
             summarize(
                 config=config,
                 partition=self.partition,

@@ -33,7 +33,7 @@ def small_run(text_data: str, dtype: str, **flags: Any) -> RunConfig:
 
 
 def trained(config: RunConfig) -> dict[str, Any]:
-    """Losses; bytes of model state and of kept state, counted and as the banner tells."""
+    """Losses; bytes of model state and of offloaded state, counted and as the run summary tells."""
     with worlds.started(config) as one:
         one.train()
         last, summary = one.recorder.steps[-1], one.recorder.summary
@@ -56,7 +56,7 @@ def trained(config: RunConfig) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("dtype", "moments"), [("bf16", 4), ("int8", 2 + 8 / 256)])
 def test_training_and_bytes(world1: World, text_data: str, dtype: str, moments: float) -> None:
-    """Moments too coarse to train with; fp32 copies that stay; a banner that does not know; a kept state of 8 bytes."""
+    """Moments too coarse to train with; fp32 copies that stay; a run summary without them; an offloaded state of 8 bytes."""
     flags = {"bcd_optimizer_state": "host"}
     (exact,) = world1.run(trained, small_run(text_data, "fp32", **flags))
     (found,) = world1.run(trained, small_run(text_data, dtype, **flags))

@@ -65,7 +65,7 @@ def test_weights_across_implementations(num_gpus: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_apex(num_gpus: int, tmp_path: Path, precision: str) -> None:
-    """Apex's norm or Adam that computes something else than PyTorch's, or is named in the banner and not taken: the
+    """Apex's norm or Adam that computes something else than PyTorch's, or is named in the run summary and not taken: the
     CPU's losses. Megatron Core prefers Transformer Engine's Adam, so that package is hidden from these runs."""
     for module in ("apex.optimizers", "apex.normalization", "amp_C"):
         pytest.importorskip(module, reason="needs Apex", exc_type=ImportError)
@@ -76,7 +76,7 @@ def test_apex(num_gpus: int, tmp_path: Path, precision: str) -> None:
     runner = replace(one_gpu(tmp_path), environment={"PYTHONPATH": path})
     flags = ONE_BLOCK | {"bf16": precision == "bf16"}
     run = runner.train(f"apex_{precision}", flags)
-    banner = " ".join((runner.folder / f"apex_{precision}.log").read_text().split())
-    assert "layers local" in banner and "norm Apex fused LayerNorm, optimizer Apex fused Adam" in banner
+    summary = " ".join((runner.folder / f"apex_{precision}.log").read_text().split())
+    assert "layers local" in summary and "norm Apex fused LayerNorm, optimizer Apex fused Adam" in summary
     reference = runner.train(f"cpu_{precision}", flags, on_cpu=True)
     assert run.losses == pytest.approx(reference.losses, rel=TOLERANCE[precision])

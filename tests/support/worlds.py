@@ -95,7 +95,7 @@ class Recorder(Reporter):
         self.warnings: list[str] = []
         self.summary: Any = None
 
-    def banner(self, summary: Any) -> None:
+    def run_summary(self, summary: Any) -> None:
         self.summary = summary
 
     def step(self, record: StepMetrics) -> None:

@@ -64,7 +64,7 @@ def test_each_default_can_be_undone(field: str) -> None:
 
 
 def activation(*words: str) -> tuple[Any, bool, str]:
-    """What Megatron Core is told: function, whether its fused kernel is taken, and what the banner says."""
+    """What Megatron Core is told: function, whether its fused kernel is taken, and what the run summary says."""
     config = parse(*words)
     built = build_transformer_config(config, implementation_here(config))
     return built.activation_func, built.bias_activation_fusion, describe_activation(built)
@@ -84,7 +84,7 @@ def activation(*words: str) -> tuple[Any, bool, str]:
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
 def test_gelu(words: tuple[str, ...], on_cpu: str, on_gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other form than was asked for, a fusion that Megatron Core refuses, or a banner that names the other form."""
+    """The other form than was asked for, a fusion that Megatron Core refuses, or a run summary that names the other form."""
     for has_gpu, said in ((False, on_cpu), (True, on_gpu)):
         monkeypatch.setattr(device, "has_cuda", lambda has_gpu=has_gpu: has_gpu)
         monkeypatch.setattr(packages, "has_transformer_engine", lambda: False)

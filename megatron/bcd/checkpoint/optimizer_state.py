@@ -115,7 +115,7 @@ def block_of(owner: str) -> int | None:
 
 
 def needs_build(owner: str) -> bool:
-    """Whether kept state of the owner is set through the optimizer of its block."""
+    """Whether offloaded state of the owner is set through the optimizer of its block."""
     return owner not in (ALWAYS, MATRICES) and not owner.startswith(_MOMENTUM)
 
 

@@ -55,7 +55,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 def preset_values(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """What the preset sets beside the values `given` on the command line, by field name.
 
-    With one block no layer rests; with another optimizer there is no Muon to set.
+    With one block no layer is inactive; with another optimizer there is no Muon to set.
     """
     values = dict(PRESETS[name])
     if given.get("bcd_num_blocks") == 1 or given.get("bcd_resting_update") == "none":

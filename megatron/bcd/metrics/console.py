@@ -117,7 +117,7 @@ def evaluation_line(record: EvalMetrics) -> str:
     return f"{record.split} {when} {record.iteration:8d} | loss {record.loss:.6E} | {measure}"
 
 
-def banner_lines(summary: RunSummary) -> list[str]:
+def summary_lines(summary: RunSummary) -> list[str]:
     """The run summary, one line for each fact and each block."""
     stages = listed(summary.parameters_per_stage, lambda n: f"{n:,}", "stages")
     num_blocks = f"{len(summary.blocks)} block{'' if len(summary.blocks) == 1 else 's'}"
@@ -164,9 +164,9 @@ class Screen:
         self._task = TaskID(0)
         self._refreshed = 0.0
 
-    def banner(self, summary: RunSummary) -> None:
+    def run_summary(self, summary: RunSummary) -> None:
         """Print the run summary."""
-        for line in banner_lines(summary):
+        for line in summary_lines(summary):
             self.line(line)
 
     def line(self, text: str, *, style: str = "", block: int | None = None) -> None:

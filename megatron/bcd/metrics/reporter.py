@@ -63,10 +63,10 @@ class Reporter:
                 )
             )
 
-    def banner(self, summary: RunSummary) -> None:
+    def run_summary(self, summary: RunSummary) -> None:
         """Print what will run; later phase lines name the layers of these blocks."""
         self._contents = {block.index: block.contents for block in summary.blocks}
-        self._screen.banner(summary)
+        self._screen.run_summary(summary)
 
     def step(self, record: StepMetrics) -> None:
         """Write one log line, one metrics line and one point of every curve."""
@@ -180,7 +180,7 @@ class SilentReporter(Reporter):
     def __init__(self) -> None:
         pass
 
-    def banner(self, *args: Any, **kwargs: Any) -> None:
+    def run_summary(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    step = progress = evaluation = phase = note = warning = close = banner
+    step = progress = evaluation = phase = note = warning = close = run_summary

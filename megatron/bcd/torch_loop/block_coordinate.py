@@ -307,7 +307,7 @@ class BlockCoordinate(Optimizer):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Wrapped optimizers, kept state and position in the phases, for ``torch.load(weights_only=True)``."""
+        """Wrapped optimizers, offloaded state and position in the phases, for ``torch.load(weights_only=True)``."""
         return {
             "optimizers": [wrapped.state_dict() for wrapped in self._optimizers],
             "kept_state": dict(self._kept),
