@@ -56,7 +56,7 @@ def trained(config: RunConfig) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("dtype", "moments"), [("bf16", 4), ("int8", 2 + 8 / 256)])
 def test_training_and_bytes(world1: World, text_data: str, dtype: str, moments: float) -> None:
-    """Moments too coarse to train with; fp32 copies that stay; a run summary without them; an offloaded state of 8 bytes."""
+    """Moments too coarse to train with; fp32 copies that stay; none in the run summary; an offloaded state of 8 B."""
     flags = {"bcd_optimizer_state": "host"}
     (exact,) = world1.run(trained, small_run(text_data, "fp32", **flags))
     (found,) = world1.run(trained, small_run(text_data, dtype, **flags))

@@ -65,7 +65,7 @@ def test_weights_across_implementations(num_gpus: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_apex(num_gpus: int, tmp_path: Path, precision: str) -> None:
-    """Apex's norm or Adam that computes something else than PyTorch's, or is named in the run summary and not taken: the
+    """Apex's norm or Adam that computes something else than PyTorch's, or is in the run summary and not taken: the
     CPU's losses. Megatron Core prefers Transformer Engine's Adam, so that package is hidden from these runs."""
     for module in ("apex.optimizers", "apex.normalization", "amp_C"):
         pytest.importorskip(module, reason="needs Apex", exc_type=ImportError)

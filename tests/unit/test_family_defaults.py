@@ -84,7 +84,7 @@ def activation(*words: str) -> tuple[Any, bool, str]:
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
 def test_gelu(words: tuple[str, ...], on_cpu: str, on_gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other form than was asked for, a fusion that Megatron Core refuses, or a run summary that names the other form."""
+    """The other form than was asked for, a fusion that Megatron Core refuses, or the other form in the run summary."""
     for has_gpu, said in ((False, on_cpu), (True, on_gpu)):
         monkeypatch.setattr(device, "has_cuda", lambda has_gpu=has_gpu: has_gpu)
         monkeypatch.setattr(packages, "has_transformer_engine", lambda: False)
