@@ -254,11 +254,12 @@ MESSAGE_BYTES = {"cuda": 2**26, "cpu": 2**22}
 TENSOR_BYTES = {"cuda": 2**30, "cpu": 2**26}
 
 
-def measured(runner: Runner) -> dict[str, Any]:
+def measured(runner: Runner, *, calibrate: bool) -> dict[str, Any]:
     """What `measure` finds on all ranks. Raises CannotRun."""
     file = runner.folder / "rates.json"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     command = [*torchrun, str(runner.num_ranks), __file__, "--measure", str(file)]
+    command += ["--calibrate"] * calibrate
     run(command, runner.folder / "rates.log", seconds=runner.seconds)
     return json.loads(file.read_text(encoding="utf-8"))
 
@@ -356,8 +357,9 @@ def links(device: torch.device) -> dict[str, Any]:
     }
 
 
-def measure() -> dict[str, Any]:
-    """All ranks at once, as in training: on a CPU they share its memory's bandwidth."""
+def measure(*, calibrate: bool) -> dict[str, Any]:
+    """The links; to calibrate, the rates too. All ranks at once, as in training: on a CPU they share its memory's
+    bandwidth."""
     import psutil
     import torch
     import torch.distributed as dist
@@ -372,13 +374,14 @@ def measure() -> dict[str, Any]:
     found: dict[str, Any] = {"device": device.type, "device_bytes": total}
     if size > 1:
         found["links"] = links(device)
-    side = MATRIX_SIZE[device.type]
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        one, other = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-        found[f"{name}_tflops"] = 2 * side**3 / best_seconds(lambda a=one, b=other: a @ b, device) / 1e12
-    source = torch.randn(TENSOR_BYTES[device.type] // 4, device=device)
-    target = torch.empty_like(source)
-    found["memory_gb_per_s"] = 2 * source.nbytes / best_seconds(lambda: target.copy_(source), device) / 1e9
+    if calibrate:
+        side = MATRIX_SIZE[device.type]
+        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+            one, other = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+            found[f"{name}_tflops"] = 2 * side**3 / best_seconds(lambda a=one, b=other: a @ b, device) / 1e12
+        source = torch.randn(TENSOR_BYTES[device.type] // 4, device=device)
+        target = torch.empty_like(source)
+        found["memory_gb_per_s"] = 2 * source.nbytes / best_seconds(lambda: target.copy_(source), device) / 1e9
     dist.barrier()
     dist.destroy_process_group()
     return found
@@ -472,7 +475,7 @@ def self_test(arguments: argparse.Namespace, folder: Path, probed: dict[str, Any
         yield from test.checks()
     known = known_gpu(gpus[0]["name"], clusters) if gpus else None
     try:
-        figures = measured(runner) if only("link") or arguments.calibrate else {}
+        figures = measured(runner, calibrate=arguments.calibrate) if only("link") or arguments.calibrate else {}
     except CannotRun as error:
         yield failed("link", str(error), remedy=f"see {folder / 'rates.log'}")
         return
@@ -503,7 +506,7 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(found_by_torch()))
         return 0
     if arguments.measure:
-        rates = measure()
+        rates = measure(calibrate=arguments.calibrate)
         if os.environ["RANK"] == "0":
             arguments.measure.write_text(json.dumps(rates), encoding="utf-8")
         return 0
