@@ -27,7 +27,6 @@ from megatron.bcd.blocks.partition import partition
 from megatron.bcd.pipeline.build import build_plan, most_graphs
 from megatron.bcd.pipeline.plan import Action, Kind, PlanShape, default_run_ahead, phase_shape, stock_shape
 from megatron.bcd.pipeline.simulate import ActionCosts, Span, Timeline, simulate
-from megatron.bcd.pipeline.validate import validate_plan
 
 PROG = "tools/show_schedule.py"
 STOCK, BCD, INTERLEAVED = "stock", "bcd", "interleaved"
@@ -131,7 +130,7 @@ def _check_range(flag: str, value: int, least: int, most: int) -> None:
 
 
 def timeline_of(shape: PlanShape, arguments: argparse.Namespace) -> Timeline:
-    """The times of a plan that is checked first; the costs are those of one chunk of a stage.
+    """The times of the plan; the costs are those of one chunk of a stage.
 
     Raises ValueError naming the flag that is no time, or that has neither one number nor one per stage.
     """
@@ -145,7 +144,6 @@ def timeline_of(shape: PlanShape, arguments: argparse.Namespace) -> Timeline:
             raise ValueError(f"{given}: must be one number, or one for each of {shape.num_stages} stages")
         costs[name] = times * (shape.num_virtual // len(times))
     plan = build_plan(shape)
-    validate_plan(plan)
     forward, backward, backward_input = (costs[name] for name in ("forward", "backward", "backward_input"))
     return simulate(plan, ActionCosts(forward=forward, backward=backward, backward_input=backward_input,
                                       message=arguments.message))  # fmt: skip

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.plan_checker import PlanError, validate_plan
 
 from megatron.bcd.blocks.partition import partition
 from megatron.bcd.pipeline.build import build_plan
@@ -24,7 +25,6 @@ from megatron.bcd.pipeline.plan import (
     stock_shape,
 )
 from megatron.bcd.pipeline.simulate import ActionCosts, Timeline, simulate
-from megatron.bcd.pipeline.validate import PlanError, validate_plan
 
 
 def shape_of(

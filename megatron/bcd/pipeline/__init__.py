@@ -1,2 +1,1 @@
-"""The pipeline schedule as data (actions, build, validate, simulate, render: pure), and its execution (executor, p2p,
-schedule)."""
+"""The pipeline schedule as data (plan, build, simulate: pure), and its execution (schedule, execute, p2p)."""
