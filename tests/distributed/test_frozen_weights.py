@@ -17,6 +17,7 @@ from support.pairwise import Combination, pairwise, thinned
 from megatron.bcd.checkpoint.saver import Saver
 from megatron.bcd.checkpoint.shard_writer import ShardWrite
 from megatron.bcd.model.builder import frozen_weights_of
+from megatron.bcd.optim.param_shard import MAIN_PARAM
 from megatron.bcd.runtime import host_memory
 
 CUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -216,18 +217,19 @@ def test_too_little_host_memory(world2: World, tmp_path: Path) -> None:
     assert all("--bcd-frozen-weights host" in error for error in world2.run(with_little_memory, config))
 
 
-def saved_in_background(config: Any) -> tuple[dict[str, Any], int, int]:
-    """A run whose checkpoints are written as late as they may: what it says, and bytes of layers that a save copied,
-    and of all."""
+def saved_in_background(config: Any) -> tuple[dict[str, Any], int, int, int]:
+    """A run whose checkpoints are written as late as they may: what it says, bytes of layers that a save copied, and
+    of all, and of main parameters that it had at once."""
     finish, on_host = Saver.finish, ShardWrite._on_host
-    copied = total = 0
+    copied = total = main_params = 0
 
     def count(self: ShardWrite, part: Any) -> torch.Tensor:
-        nonlocal copied, total
+        nonlocal copied, total, main_params
         found = on_host(self, part)
         if ".layers." in part.key and not part.key.startswith("optimizer."):
             copied += found.nbytes * (found.data_ptr() != part.data.data_ptr())
             total += found.nbytes
+        main_params += found.nbytes * (f".{MAIN_PARAM}." in part.key and ".layers." in part.key and not found.is_meta)
         return found
 
     with resumed_runs.writes_held_back() as release:
@@ -243,25 +245,26 @@ def saved_in_background(config: Any) -> tuple[dict[str, Any], int, int]:
             mock.patch.object(ShardWrite, "is_writing", True),
             mock.patch.object(ShardWrite, "_on_host", count),
         ):
-            return resumed_runs.one_part(config), copied, total
+            return resumed_runs.one_part(config), copied, total, main_params
 
 
 @pytest.mark.parametrize("cut", ["one", "data"])
 def test_async_save_reads_frozen_weights_where_they_lie(world1: World, world2: World, tmp_path: Path, cut: str) -> None:
-    """A save that holds the model twice; a switch that changes a layer before it is written."""
+    """A save that holds the model twice, or the main parameters of all blocks where no other rank has a part of them; a
+    switch that changes a layer before it is written."""
     world = (world1, world2)[CUTS[cut][0] - 1]
     case = {"cut": cut, "layout": "spread", "precision": "bf16", "method": "paper", "recompute": "none"}
-    config = functools.partial(
-        config_of, case | {"resident": "1"}, tmp_path, bcd_frozen_weights="host", bcd_steps_per_block=1
-    )
+    flags = {"bcd_frozen_weights": "host", "bcd_steps_per_block": 1, "swiglu": True}
+    config = functools.partial(config_of, case | {"resident": "1"}, tmp_path, **flags)
     whole = world.run(resumed_runs.one_part, config())
     folder = tmp_path / "run"
     saving = world.run(saved_in_background, config(save=folder, save_interval=2, async_save=True))
-    copied, total = (sum(rank[place] for rank in saving) for place in (1, 2))
+    copied, total, main_params = (sum(rank[place] for rank in saving) for place in (1, 2, 3))
     assert total > 0 and copied == total // 4, "all but the active one of four blocks"
+    assert cut == "data" or main_params == 2 * copied
     resumed_runs.point_to(str(folder), 2)
     rest = world.run(resumed_runs.one_part, config(load=folder))
-    for one, (passing, _, _), late in zip(whole, saving, rest, strict=True):
+    for one, (passing, *_), late in zip(whole, saving, rest, strict=True):
         assert resumed_runs.differences(one, [passing]) + resumed_runs.differences(one, [late]) == []
 
 

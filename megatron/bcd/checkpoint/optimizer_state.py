@@ -8,7 +8,8 @@ saved in the shape and sharding of the weight.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -32,6 +33,8 @@ _MOMENTUM = "momentum "
 """With a block's number, owner of Muon's momenta; all other owners are block numbers. An owner's parameters step
 together, and have tensors of the same names."""
 Entry: TypeAlias = ShardedTensor | ShardedTensorFactory
+Later: TypeAlias = dict[str, Callable[[], torch.Tensor]]
+"""What makes a tensor that is to be written, by its key in the checkpoint."""
 PREFIX = "optimizer"
 
 
@@ -128,20 +131,36 @@ def as_kept(summary: StateSummary, active: ActiveBlock) -> StateSummary:
     return {"names": names, "num_steps": summary["num_steps"] if kept.keeps_moments else 0}
 
 
-def sharded_state(active: ActiveBlock, summaries: Mapping[str, StateSummary]) -> dict[str, Entry]:
+def sharded_state(
+    active: ActiveBlock, summaries: Mapping[str, StateSummary], *, is_constant: Callable[[torch.Tensor], bool]
+) -> tuple[dict[str, Entry], Later]:
     """This rank's share of the state for Megatron Core's dist_checkpointing, on the CPU. A collective over the
-    replicas."""
+    replicas.
+
+    What is kept of weights that have no replica and `is_constant` until it is written is on the meta device, and made
+    when it is written: in bf16 the main parameters of all blocks take twice the bytes of the weights.
+    """
     group = replicas.group()
     sharded = _sharded_weights(active)
     held = _held(active)
     entries: dict[str, Entry] = {}
+    later: Later = {}
     for owner, summary in summaries.items():
         for index, (name, parameter) in enumerate(_parameters(active, owner).items()):
             shard = held.get(owner, {}).get(name)
+            state_names = _state_names(active, owner, summary, name)
+            is_whole = group.size() == 1 and shard is not None and shard.names().issuperset(state_names)
+            if is_whole and isinstance(shard, KeptShard) and is_constant(shard.parameter):
+                shard = replace(shard, parameter=shard.parameter.detach())  # which may point elsewhere by then
+                for state_name in state_names:
+                    entry = _entry(sharded[name], torch.empty(parameter.shape, device="meta"), state_name)
+                    entries[f"{state_name}.{name}"] = entry
+                    later[entry.key] = functools.partial(_tensor, shard, state_name)
+                continue
             tensors = shard.tensors() if shard else {}
             rank = index % group.size()  # holds the whole tensor, and saves it
             is_shared = active.is_sharded or (isinstance(shard, _Part) and shard.is_whole)
-            for state_name in _state_names(active, owner, summary, name):
+            for state_name in state_names:
                 tensor = tensors.get(state_name)
                 is_joined = tensor is None or (is_shared and group.size() > 1)
                 if is_joined:
@@ -149,10 +168,17 @@ def sharded_state(active: ActiveBlock, summaries: Mapping[str, StateSummary]) ->
                     tensor = collectives.join_shards(tensor, start, like=parameter, group=group, rank=rank)
                 if group.rank() == rank and tensor is not None:
                     whole = tensor.to("cpu", copy=not is_joined).view(parameter.shape)
-                    entry = make_sharded_optimizer_tensor(sharded[name], whole, f"{PREFIX}.{state_name}")
-                    entry = replace(entry, replica_id=(*entry.replica_id[:-1], 0))  # type: ignore[misc]
-                    entries[f"{state_name}.{name}"] = entry
-    return entries
+                    entries[f"{state_name}.{name}"] = _entry(sharded[name], whole, state_name)
+    return entries, later
+
+
+def _entry(weight: Entry, state: torch.Tensor, state_name: str) -> Entry:
+    entry = make_sharded_optimizer_tensor(weight, state, f"{PREFIX}.{state_name}")
+    return replace(entry, replica_id=(*entry.replica_id[:-1], 0))  # type: ignore[misc]
+
+
+def _tensor(shard: KeptShard, state_name: str) -> torch.Tensor:
+    return shard.tensors()[state_name]
 
 
 def _parameters(active: ActiveBlock, owner: str) -> dict[str, torch.nn.Parameter]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 
 from megatron.bcd.checkpoint.layout import FileDigest, file_digest
 from megatron.bcd.runtime import atomic_io, collectives
@@ -42,12 +42,29 @@ def write_beside_shards(folder: str, *, iteration: int) -> None:
     save_config(CheckpointingConfig("torch_dist", 1), folder)
 
 
+class Planner(MCoreSavePlanner):
+    """Megatron Core's. A tensor on the meta device is a part of one that is made when it is written: `later` has what
+    makes it, by key."""
+
+    def __init__(self, later: Mapping[str, Callable[[], torch.Tensor]]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._later = later
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Called by the writer for one tensor after the other."""
+        found = super().lookup_object(index)
+        if not getattr(found, "is_meta", False):
+            return found
+        return self._later[index.fqn]().as_strided(found.shape, found.stride(), found.storage_offset())
+
+
 class ShardWrite:
     """Writes the weights and the optimizer state of one checkpoint.
 
     The constructor is a collective: it checks that each shard has one writer, and copies what training would change
-    meanwhile to host memory: weights, without those in host memory that `is_constant` until `finish`. `start` writes
-    this rank's files. `finish` is a collective: it writes the index.
+    meanwhile to host memory: weights, without those in host memory that `is_constant` until `finish`. `later` is of
+    tensors on the meta device, see `Planner`. `start` writes this rank's files. `finish` is a collective: it writes
+    the index.
     """
 
     def __init__(
@@ -57,6 +74,7 @@ class ShardWrite:
         *,
         in_background: bool,
         is_constant: Callable[[torch.Tensor], bool] = lambda _: False,
+        later: Mapping[str, Callable[[], torch.Tensor]] | None = None,
     ) -> None:
         self.digests: dict[str, FileDigest] = {}
         """Of this rank's files; on rank 0 after `finish` of all ranks'."""
@@ -78,7 +96,7 @@ class ShardWrite:
             self._error = atomic_io.describe(error)
         self._writer = Writer(folder)
         self._writer.set_up_storage_writer(is_coordinator=False, rank=self._rank, use_collectives=False)
-        self._planner: MCoreSavePlanner | None = MCoreSavePlanner(flatten_state_dict=False)
+        self._planner: Planner | None = Planner(later or {})
         self._planner.set_up_planner(mcore_to_pyt_state_dict(by_key), is_coordinator=self._rank == 0)
         # a rank's plan does not depend on the others': each shard has one rank that writes it
         self._plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
@@ -87,6 +105,8 @@ class ShardWrite:
     def _on_host(self, part: ShardedTensor) -> torch.Tensor:
         """A copy, unless training does not change the tensor while it is written: optimizer state is a copy already."""
         assert part.data is not None
+        if part.data.is_meta:
+            return part.data
         is_live = self._in_background and not part.key.startswith("optimizer.") and not self._is_constant(part.data)
         return part.data.detach().to("cpu", copy=is_live)
 
