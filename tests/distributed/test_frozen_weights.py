@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import resource
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -214,7 +216,32 @@ def with_little_memory(config: Any) -> str:
 def test_too_little_host_memory(world2: World, tmp_path: Path) -> None:
     """A run that the system's out-of-memory killer ends, or one rank of which goes on."""
     config = config_of(CASES[0] | {"cut": "data"}, tmp_path, bcd_frozen_weights="host")
-    assert all("--bcd-frozen-weights host" in error for error in world2.run(with_little_memory, config))
+    for error in world2.run(with_little_memory, config):
+        assert error.startswith("--bcd-frozen-weights host: ") and error.endswith("--bcd-frozen-weights device")
+
+
+def refused(config: Any, case: str) -> str:
+    """What a run says that gets no memory to share, or can't page-lock it."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    cuda = mock.Mock(cudaHostRegister=mock.Mock(return_value=2))
+    with pytest.raises(ValueError) as raised, contextlib.ExitStack() as stack:
+        if case == "file size":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+            stack.callback(resource.setrlimit, resource.RLIMIT_FSIZE, limits)
+        else:
+            stack.enter_context(mock.patch.object(host_memory, "device", mock.Mock(has_cuda=lambda: True)))
+            stack.enter_context(mock.patch.object(torch.cuda, "cudart", lambda: cuda))
+        worlds.train_run(config)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("case", "flag"), [("file size", "-f and -v unlimited"), ("locked memory", "-l unlimited")])
+def test_limits_of_processes(world1: World, tmp_path: Path, case: str, flag: str) -> None:
+    """A traceback, or a run that trains from memory that is not page-locked."""
+    config = config_of(CASES[0] | {"cut": "one"}, tmp_path, bcd_frozen_weights="host")
+    [error] = world1.run(refused, config, case)
+    assert error.startswith("--bcd-frozen-weights host: ") and f"ulimit {flag}" in error
+    assert error.endswith("--bcd-frozen-weights device"), "what Megatron Core adds says nothing to a user"
 
 
 def saved_in_background(config: Any) -> tuple[dict[str, Any], int, int, int]:

@@ -39,6 +39,8 @@ BAD_RUNS = {
 --bcd-num-blocks 0 --bcd-resting-update sign --bcd-always-active none
 --bcd-num-blocks 0 --bcd-resting-update sign --bcd-layout submodel
 --bcd-resting-update sign --bcd-num-blocks 1
+--bcd-resting-update sign --bcd-frozen-weights host
+--bcd-resident-layers 99 --bcd-frozen-weights host
 --bcd-max-steps-per-block 4 --bcd-switch plateau --bcd-min-steps-per-block 5
 --bcd-max-steps-per-block 10 --bcd-switch plateau --bcd-plateau-window 5
 --bcd-phase-warmup-steps 100

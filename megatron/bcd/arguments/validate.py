@@ -369,7 +369,8 @@ def _check_blocks(config: RunConfig, run: Run, partition: Partition) -> None:
     most_layers = max(len(partition.stage_layers(stage)) for stage in range(partition.num_stages))
     require(
         run.bcd_resident_layers <= most_layers,
-        f"--bcd-resident-layers {run.bcd_resident_layers}: a pipeline stage has at most {most_layers} layers",
+        f"--bcd-resident-layers {run.bcd_resident_layers}: a pipeline stage has at most {most_layers} layers; give no "
+        "more than that, or --bcd-frozen-weights auto, which finds how many fit",
     )
     require(
         run.bcd_resting_update == "none" or num_blocks > 1 or not partition.has_active_block,

@@ -170,10 +170,13 @@ def build_model(config: RunConfig, padded_vocab_size: int, implementation: Imple
     num_chunks = config.num_chunks
     parallel_state.set_virtual_pipeline_model_parallel_world_size(num_chunks if num_chunks > 1 else None)
     frozen_weights = _frozen_weights(config, stage_config) if config.bcd.bcd_frozen_weights == "host" else None
-    chunks = [
-        _build_chunk(config, stage_config, padded_vocab_size, implementation, chunk, frozen_weights)
-        for chunk in range(num_chunks)
-    ]
+    try:
+        chunks = [
+            _build_chunk(config, stage_config, padded_vocab_size, implementation, chunk, frozen_weights)
+            for chunk in range(num_chunks)
+        ]
+    except ValueError as error:  # Megatron Core adds the layer's class to the message
+        raise ValueError(str(error).split(" when instantiating ")[0]) from error
     model: torch.nn.Module = ChunkedModel(chunks) if num_chunks > 1 else chunks[0]
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import resource
 import weakref
 from collections import defaultdict
 from dataclasses import dataclass
@@ -57,16 +58,20 @@ def allocate(num_bytes: int, *, group: torch.distributed.ProcessGroup, what: str
                 "are available (MemAvailable, and the limit of the control group): spread the layers over more nodes "
                 "(--pipeline-model-parallel-size), or take --bcd-frozen-weights device"
             )
-    handle = os.memfd_create("megatron-bcd") if is_owner else -1
-    if is_owner:
-        os.truncate(handle, num_bytes)
-    places = dict(collectives.gather_objects((rank, (os.getpid(), handle)), group))
     try:
+        handle = os.memfd_create("megatron-bcd") if is_owner else -1
+        if is_owner:
+            os.truncate(handle, num_bytes)
+        places = dict(collectives.gather_objects((rank, (os.getpid(), handle)), group))
         if not is_owner:
             handle = os.open("/proc/{}/fd/{}".format(*places[first]), os.O_RDWR)
         mapping = mmap.mmap(handle, num_bytes)
-    except OSError as error:  # another user's process, or a limit of address space
-        raise ValueError(f"{what}: rank {rank} can't map the memory of rank {first}: {error}") from error
+    except OSError as error:
+        raise ValueError(
+            f"{what}: rank {rank} can't map {num_bytes / 2**30:.1f} GiB of memory that rank {first} shares ({error}): "
+            "start the ranks of a node as one user, without limits of file size and address space (ulimit -f and -v "
+            "unlimited), or take --bcd-frozen-weights device"
+        ) from error
     collectives.gather_objects(None, group)  # the owner's handle is open until all have opened theirs
     os.close(handle)
     data = torch.frombuffer(mapping, dtype=torch.uint8)
@@ -97,10 +102,12 @@ def _lock_pages(mapping: mmap.mmap, data: torch.Tensor, what: str) -> None:
     runtime = torch.cuda.cudart()
     error = runtime.cudaHostRegister(data.data_ptr(), data.nbytes, 0)
     if int(error) != 0:
+        limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        allowed = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit // 1024} KiB"
         raise ValueError(
-            f"{what}: CUDA can't page-lock {data.nbytes / 2**30:.1f} GiB of host memory (error {int(error)}): start "
-            "the container with more memory and no limit of locked memory (ulimit -l unlimited), or take "
-            "--bcd-frozen-weights device"
+            f"{what}: CUDA can't page-lock {data.nbytes / 2**30:.1f} GiB of host memory (error {int(error)}; ulimit -l "
+            f"is {allowed}): start the container with more memory and no limit of locked memory (ulimit -l unlimited), "
+            "or take --bcd-frozen-weights device"
         )
     # not at the interpreter's exit, when CUDA may be gone
     weakref.finalize(mapping, runtime.cudaHostUnregister, data.data_ptr()).atexit = False
