@@ -19,6 +19,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _parser import STDOUT, Parser, add_json, add_precision, bad_input, leave_with, table, write_aside
 
-from megatron.bcd.config import LAYOUTS, BcdConfig
+from megatron.bcd.config import BcdConfig
 from megatron.bcd.config.presets import PRESETS
 from megatron.bcd.huggingface.architecture import CONFIG, read_architecture
 from megatron.bcd.planner.command import parts_of, torchrun_command
@@ -35,12 +36,11 @@ from megatron.bcd.planner.estimate import MULTIPLIERS, Estimate, make_estimate
 from megatron.bcd.planner.memory import fits_on_host
 from megatron.bcd.planner.paper import FITTED_MODELS, Paper
 from megatron.bcd.planner.recipe import (
-    CUTS,
-    FROZEN_WEIGHTS,
+    FLAGS,
+    LONGEST_DEFAULT,
     METHODS,
-    MOMENTS,
     PRESET_OF,
-    RECOMPUTE_CHOICES,
+    SFT_DEFAULTS,
     VOCABULARY_MULTIPLE,
     Recipe,
 )
@@ -61,10 +61,6 @@ PROG = "tools/plan.py"
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MODELS = os.path.join(ROOT, "examples", "models.csv")
 CLUSTERS = os.path.join(ROOT, "examples", "clusters.csv")
-SFT_DEFAULTS = {"precision": "bf16", "sequence": 1024, "global_batch_size": 8, "recompute": None}
-"""By field of Recipe; recompute None: only where it does not fit without."""
-_LONGEST_DEFAULT = 2048
-"""Tokens of a sequence by default, where config.json allows more."""
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _WIDTH = 120
 _MOST_ROWS = 12
@@ -109,60 +105,21 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
     return parser
 
 
-_FLAG_OF = {
-    "num_blocks": "bcd_num_blocks",
-    "layout": "bcd_layout",
-    "frozen": "bcd_frozen",
-    "always_active": "bcd_always_active",
-    "pipeline_size": "pipeline_model_parallel_size",
-    "context_size": "context_parallel_size",
-    "sequence": "seq_length",
-    "cut": "pipeline_cut",
-    "num_chunks": "num_virtual_stages_per_pipeline_rank",
-    "frozen_weights": "bcd_frozen_weights",
-    "resident_layers": "bcd_resident_layers",
-}
-"""Flags of Recipe's fields, where they have another name."""
-
-
 def flag_of(name: str) -> str:
     """The flag of a field of Recipe, or of argparse's name."""
-    return f"--{_FLAG_OF.get(name, name).replace('_', '-')}"
+    return FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 
 def add_recipe_flags(group: Any) -> None:
     """Flags that the recipes (tools/recipe.py) have too: ranks, batch, blocks, and what saves memory."""
-    add = group.add_argument
-    add("--num-gpus", type=int, metavar="N", help="GPUs of the run")
-    add("--bcd-num-blocks", dest="num_blocks", type=int, metavar="M", help="(default: 3, with finetune the fewest that"
-        " fit; --search tries 2 to 6 with method bcd)")  # fmt: skip
-    add("--bcd-layout", dest="layout", choices=LAYOUTS, help="(default: spread; with --bcd-preset pretrain strided)")
-    add("--bcd-frozen", dest="frozen", metavar="PARTS", help="never trained: some of embedding, head, norms, or none"
-        " (default: none; with finetune embedding)")  # fmt: skip
-    add("--bcd-always-active", dest="always_active", metavar="PARTS", help="trained in every phase: some of norms,"
-        " biases, embedding, head, or none; what is not belongs to a block, the head to the top one (default: the"
-        " preset's)")  # fmt: skip
-    add("--adam-moments-dtype", choices=MOMENTS, default="fp32", help="of Adam's moments (default: fp32)")
-    add("--bcd-frozen-weights", dest="frozen_weights", choices=FROZEN_WEIGHTS, help="host: frozen layers lie in host"
-        " memory (default: device; with --task sft host where it does not fit otherwise)")  # fmt: skip
-    add("--bcd-resident-layers", dest="resident_layers", type=int, metavar="N", help="with host: frozen layers of a"
-        " stage that stay on the device (default: 0)")  # fmt: skip
-    add("--host-memory-gb", type=float, metavar="GB", help="of a node, 10^9 bytes; what needs more does not fit"
-        " (default: no limit)")  # fmt: skip
-    add("--pipeline-model-parallel-size", dest="pipeline_size", type=int, metavar="N", help="(default: the smallest"
-        " that fits; --search tries all)")  # fmt: skip
-    add("--context-parallel-size", dest="context_size", type=int, default=1, metavar="N", help="(default: 1)")
-    add("--micro-batch-size", type=int, default=1, metavar="N", help="(default: 1; --search tries powers of two)")
-    add("--global-batch-size", type=int, default=64, metavar="N", help="sequences of an iteration (default: 64)")
-    add("--seq-length", dest="sequence", type=int, metavar="N", help="(default: the model's, of a config.json at most"
-        f" {_LONGEST_DEFAULT:,}; with --task sft {SFT_DEFAULTS['sequence']:,})")  # fmt: skip
-    add("--recompute", nargs="?", const="full", choices=RECOMPUTE_CHOICES, default="none", help="auto: on each stage"
-        " and in each phase the least that fits; the bare flag means full (--search tries none and auto)")  # fmt: skip
-    add("--pipeline-cut", dest="cut", choices=CUTS, default="even", help="auto: the head counts as layers (--search"
-        " tries both)")  # fmt: skip
-    add("--num-virtual-stages-per-pipeline-rank", dest="num_chunks", type=int, metavar="V", help="chunks of a stage,"
-        " with --bcd-layout interleaved (default: as many as blocks)")  # fmt: skip
+    kinds = {"int": int, "float": float}
+    for each in fields(Recipe):
+        if each.metadata:
+            words = {key: value for key, value in each.metadata.items() if key != "name"}
+            kind = kinds.get(str(each.type).partition(" ")[0], str)
+            group.add_argument(FLAGS[each.name], dest=each.name, type=kind, **words)
     add_precision(group, PRECISIONS, more="; with --task sft bf16")
+    add = group.add_argument
     add("--models", metavar="FILE", help="rows of your own, beside those of examples/models.csv or in their place")
     add("--clusters", metavar="FILE", default=CLUSTERS, help="the cluster table")
 
@@ -208,7 +165,7 @@ def named_model(name: str, *, models: str | None) -> Model:
             groups=network.num_query_groups,
             ffn=network.ffn_hidden_size,
             vocabulary=network.vocab_size,
-            sequence=min(network.plain_positions, _LONGEST_DEFAULT),
+            sequence=min(network.plain_positions, LONGEST_DEFAULT),
             source=name,
             head_dim=network.head_size,
             tied=network.tied,
@@ -237,12 +194,7 @@ def fields_of(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
     elif arguments.num_chunks and arguments.layout != "interleaved":
         raise ValueError(f"{flag_of('num_chunks')} needs --bcd-layout interleaved: give both, or leave it out")
     frozen, always = arguments.frozen, arguments.always_active
-    names = (
-        "num_gpus", "pipeline_size", "context_size", "num_blocks", "layout", "num_chunks", "cut", "frozen_weights",
-        "resident_layers", "host_memory_gb", "adam_moments_dtype",
-        "precision", "sequence", "micro_batch_size", "global_batch_size", "recompute", "task",
-    )  # fmt: skip
-    return {name: getattr(arguments, name) for name in names} | {
+    return {name: getattr(arguments, name) for name in (*FLAGS, "precision", "task")} | {
         "model": named_model(arguments.model, models=arguments.models),
         "cluster": choose(read_clusters(arguments.clusters), arguments.gpu, flag="--gpu"),
         "method": method,
@@ -257,12 +209,12 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
     for name in ("model", "gpu", "num_gpus"):
         if getattr(arguments, name) is None:
             raise ValueError(f"{flag_of(name)} is required (except with --paper)")
-    fields = fields_of(arguments, method_of(arguments))
+    given = fields_of(arguments, method_of(arguments))
     if arguments.search or arguments.compare:
-        return valid_pipelines(**fields | {"recompute": "none"})[0]
+        return valid_pipelines(**given | {"recompute": "none"})[0]
     if arguments.recompute is None:
-        return place(**fields)
-    return with_fewest_blocks(shortest_that_fits(valid_pipelines(**fields)))
+        return place(**given)
+    return with_fewest_blocks(shortest_that_fits(valid_pipelines(**given)))
 
 
 def words_of(values: Mapping[str, Any]) -> list[str]:
@@ -329,9 +281,9 @@ def answer_search(arguments: argparse.Namespace, recipe: Recipe, found: Sequence
 
 def what_fits(arguments: argparse.Namespace) -> tuple[str, list[dict[str, str]]]:
     """Changed flags with which the plan fits, and the planner's command for each."""
-    fields = fields_of(arguments, method_of(arguments)) | {"recompute": arguments.recompute or "auto"}
+    given = fields_of(arguments, method_of(arguments)) | {"recompute": arguments.recompute or "auto"}
     rows, data = [], []
-    for changes, recipe in remedies(fields):
+    for changes, recipe in remedies(given):
         if "method" in changes:
             changes["bcd_preset"] = None
         flags, command = " ".join(words_of(changes)), changed_command(arguments, changes)

@@ -23,11 +23,11 @@ from typing import Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _parser import Parser, bad_input, leave_with
-from plan import ROOT, SFT_DEFAULTS, add_recipe_flags, fields_of, show_figures, words_of
+from plan import ROOT, add_recipe_flags, fields_of, show_figures, words_of
 
 from megatron.bcd.planner.command import SCRIPTS, layout_flags, network_flags
 from megatron.bcd.planner.estimate import make_estimate
-from megatron.bcd.planner.recipe import METHODS, PRESET_OF, Recipe
+from megatron.bcd.planner.recipe import METHODS, PRESET_OF, SFT_DEFAULTS, Recipe
 from megatron.bcd.planner.search import place, remedies
 from megatron.bcd.planner.tables import GIB, Cluster, Placement, read_rows
 

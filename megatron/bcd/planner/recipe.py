@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property, lru_cache
 from typing import Any
 
 from megatron.bcd.blocks.cut import balanced_cut
 from megatron.bcd.blocks.partition import Partition, partition, with_tied_parts
-from megatron.bcd.config import BcdConfig
+from megatron.bcd.config import LAYOUTS, BcdConfig
 from megatron.bcd.config.presets import PRESETS
 from megatron.bcd.planner.activations import LayerBytes, LayerCounts, layer_bytes, layer_counts_of
 from megatron.bcd.planner.cost import ModelShape, head_passes, state_budget
@@ -30,42 +30,67 @@ MOMENTS = ("fp32", "bf16", "int8")
 FROZEN_WEIGHTS = ("device", "host")
 VOCABULARY_MULTIPLE = {"pretrain": 128, "sft": 1}
 """--make-vocab-size-divisible-by; of a published model 1, because rows of padding would take part in the softmax."""
+SFT_DEFAULTS = {"precision": "bf16", "sequence": 1024, "global_batch_size": 8, "recompute": None}
+"""Of --task sft, by field of Recipe; recompute None: only where it does not fit without."""
+LONGEST_DEFAULT = 2048
+"""Tokens of a sequence by default, where config.json allows more."""
 MAX_GPUS, MAX_BATCH, MAX_TOKENS = 4096, 2**17, 2**24
 """Larger values are taken for typing errors."""
+
+
+def _flag(default: Any = MISSING, help: str = "", *, name: str = "", given: Any = None, **words: Any) -> Any:
+    """A field that is a flag of the planner too: its name if that is not the field's, ``given`` the parser's default,
+    and argparse's other words."""
+    return field(default=default, metadata={"name": name, "help": help, "default": given, **words})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """All inputs of the memory and time formulas. Tensor-parallel size 1, distributed optimizer; Adam, and Muon where
-    the method's preset has it.
+    the method's preset has it. None: the default.
 
     Raises ValueError, one line that names the flag, for an invalid combination.
     """
 
     model: Model
     cluster: Cluster
-    num_gpus: int
     method: str = "bcd"
-    pipeline_size: int = 1
-    context_size: int = 1
-    num_blocks: int | None = None  # for methods with blocks; None: the default
-    layout: str | None = None  # None: the preset's
-    frozen: frozenset[str] | None = None  # --bcd-frozen; None: the preset's
-    always_active: frozenset[str] | None = None  # --bcd-always-active; None: the preset's, but for frozen parts
-    adam_moments_dtype: str = "fp32"
-    num_chunks: int | None = None  # of every stage, in layout interleaved; None: as many as blocks
-    cut: str = "even"
-    frozen_weights: str | None = None  # --bcd-frozen-weights; None: device
-    resident_layers: int | None = None  # --bcd-resident-layers; None: 0
+    task: str = "pretrain"  # what the command trains on: pretrain text, sft records
     precision: str = "fp32"
-    sequence: int | None = None  # None: the model's default
-    micro_batch_size: int = 1
-    global_batch_size: int = 64
-    recompute: str = "none"
-    host_memory_gb: float | None = None  # of a node; None: no limit
+    num_gpus: int = _flag(help="GPUs of the run", metavar="N")
+    num_blocks: int | None = _flag(None, "(default: 3, with finetune the fewest that fit; --search tries 2 to 6 with"
+        " method bcd)", name="--bcd-num-blocks", metavar="M")  # fmt: skip
+    layout: str | None = _flag(None, "(default: spread; with --bcd-preset pretrain strided)", name="--bcd-layout",
+        choices=LAYOUTS)  # fmt: skip
+    frozen: frozenset[str] | None = _flag(None, "never trained: some of embedding, head, norms, or none (default: none;"
+        " with finetune embedding)", name="--bcd-frozen", metavar="PARTS")  # fmt: skip
+    always_active: frozenset[str] | None = _flag(None, "trained in every phase: some of norms, biases, embedding, head,"
+        " or none; what is not belongs to a block, the head to the top one (default: the preset's)",
+        name="--bcd-always-active", metavar="PARTS")  # fmt: skip
+    adam_moments_dtype: str = _flag("fp32", "of Adam's moments (default: fp32)", choices=MOMENTS, given="fp32")
+    frozen_weights: str | None = _flag(None, "host: frozen layers lie in host memory (default: device; with --task sft"
+        " host where it does not fit otherwise)", name="--bcd-frozen-weights", choices=FROZEN_WEIGHTS)  # fmt: skip
+    resident_layers: int | None = _flag(None, "with host: frozen layers of a stage that stay on the device (default:"
+        " 0)", name="--bcd-resident-layers", metavar="N")  # fmt: skip
+    host_memory_gb: float | None = _flag(None, "of a node, 10^9 bytes; what needs more does not fit (default: no"
+        " limit)", metavar="GB")  # fmt: skip
+    pipeline_size: int = _flag(1, "(default: the smallest that fits; --search tries all)",
+        name="--pipeline-model-parallel-size", metavar="N")  # fmt: skip
+    context_size: int = _flag(1, "(default: 1)", name="--context-parallel-size", given=1, metavar="N")
+    micro_batch_size: int = _flag(1, "(default: 1; --search tries powers of two)", given=1, metavar="N")
+    global_batch_size: int = _flag(64, "sequences of an iteration (default: 64)", given=64, metavar="N")
+    sequence: int | None = _flag(None, "(default: the model's, of a config.json at most"
+        f" {LONGEST_DEFAULT:,}; with --task sft {SFT_DEFAULTS['sequence']:,})", name="--seq-length",
+        metavar="N")  # fmt: skip
+    recompute: str = _flag("none", "auto: on each stage and in each phase the least that fits; the bare flag means full"
+        " (--search tries none and auto)", given="none", choices=RECOMPUTE_CHOICES, nargs="?",
+        const="full")  # fmt: skip
+    cut: str = _flag("even", "auto: the head counts as layers (--search tries both)", name="--pipeline-cut",
+        given="even", choices=CUTS)  # fmt: skip
+    num_chunks: int | None = _flag(None, "chunks of a stage, with --bcd-layout interleaved (default: as many as"
+        " blocks)", name="--num-virtual-stages-per-pipeline-rank", metavar="V")  # fmt: skip
     memory_share: float = 1.0  # of a GPU's memory, that recomputation with auto leaves to be filled
     unfused_attention: bool = False  # attention scores in memory, as in the paper's runs
-    task: str = "pretrain"  # what the command trains on: pretrain text, sft records
     vocabulary_multiple: int = 128  # --make-vocab-size-divisible-by
 
     def __post_init__(self) -> None:
@@ -253,9 +278,15 @@ class Recipe:
         return head_passes(self.shape, sequence=self.tokens, padded_vocabulary=self.padded_vocabulary)
 
 
+FLAGS = {
+    each.name: each.metadata["name"] or f"--{each.name.replace('_', '-')}" for each in fields(Recipe) if each.metadata
+}
+"""The flag of each field that has one."""
+
+
 @lru_cache
 def _bcd_of(method: str, frozen_weights: str, resident_layers: int) -> BcdConfig:
-    known = {field.name for field in fields(BcdConfig)}
+    known = {each.name for each in fields(BcdConfig)}
     preset = PRESET_OF.get(method)
     values = {"bcd_preset": preset, **PRESETS[preset]} if preset else {}
     asked: dict[str, Any] = {"bcd_frozen_weights": frozen_weights, "bcd_resident_layers": resident_layers}
