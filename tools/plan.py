@@ -356,6 +356,8 @@ def _layout(recipe: Recipe) -> str:
         kept = f", {recipe.resident_layers} stay on the device" if recipe.resident_layers else ""
         parts.append(f"frozen layers in host memory{kept}")
     parts.append(f"micro-batch {recipe.micro_batch_size}")
+    if recipe.has_linear_loss:
+        parts.append("loss without logits")
     if recipe.recompute != "none":
         parts.append(f"recomputation {recipe.recompute}")
     return ", ".join(parts)

@@ -16,10 +16,13 @@ from support import worlds
 
 TWO = {"world_size": 2}
 PRETRAIN = {"bcd_preset": "pretrain"}
+LINEAR = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
 RUNS: dict[str, dict[str, Any]] = {
     "one": {},
     "one_block": {"bcd_num_blocks": 1},
     "large_vocabulary": {"make_vocab_size_divisible_by": 4096},
+    "linear_loss": {"make_vocab_size_divisible_by": 4096, "micro_batch_size": 8} | LINEAR,
+    "linear_loss_bf16_pipeline2": TWO | {"bf16": True, "pipeline_model_parallel_size": 2} | LINEAR,
     "data2_bf16": TWO | {"bf16": True},
     "grouped_queries": {"group_query_attention": True, "num_query_groups": 2},
     "like_qwen": {
@@ -82,6 +85,7 @@ def recipe_of(root: Path, flags: dict[str, Any]) -> Recipe:
         always_active=frozenset({flags["bcd_always_active"]}) if "bcd_always_active" in flags else None,
         adam_moments_dtype=flags.get("adam_moments_dtype", "fp32"),
         precision="bf16" if flags.get("bf16") else "fp32",
+        cross_entropy_fusion_impl=flags.get("cross_entropy_fusion_impl"),
         micro_batch_size=flags.get("micro_batch_size", 2),
         global_batch_size=8,
         vocabulary_multiple=flags.get("make_vocab_size_divisible_by", worlds.PADDED_VOCABULARY),

@@ -150,6 +150,21 @@ def test_frozen_layers_on_the_host(capsys: pytest.CaptureFixture[str], tmp_path:
     assert not json.loads(run(capsys, *flags, "--host-memory-gb", f"{gb - 0.1:.1f}", code=1))["memory"]["fits"]
 
 
+def test_the_loss_without_logits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Layers that are recomputed for the sake of a large vocabulary's logits, or a plan that does not fit for them."""
+    small = folder(tmp_path, PUBLISHED["Qwen3-0.6B"][0])
+    flags = ("--task", "sft", "--model", small, *CARD, "--seq-length", "2048", "--micro-batch-size")
+    native = ("--cross-entropy-fusion-impl", "native")
+    assert "linear" not in run(capsys, *flags, "4")
+    chosen, other = (json.loads(run(capsys, *flags, "8", "--json", *more)) for more in ((), native))
+    assert "--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear" in chosen["command"]
+    assert [found["recipe"]["recompute"] for found in (chosen, other)] == ["none", "auto"]
+    assert chosen["recipe"]["num_blocks"] < other["recipe"]["num_blocks"]
+    text = ("--method", "bcd", "--precision", "bf16", *flags[2:], "8")
+    offered = json.loads(run(capsys, *text, "--json", code=1))["what_fits"]
+    assert any("--cross-entropy-fusion-impl linear" in each["flags"] for each in offered)
+
+
 def test_settings_that_save_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """A flag that the plan reads and the command lacks, or that frees other bytes than the training script counts."""
     whole = ("--task", "sft", "--model", "L-1.5B", *CARD, "--bcd-num-blocks", "30", "--json")

@@ -28,7 +28,8 @@ TRANSFORMER_FIELDS = {
     TRAINING: "calculate_per_token_loss deterministic_mode test_mode",
     PRECISION: "fp16 bf16 fp8 fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo "
     "attention_softmax_in_fp32 disable_bf16_reduced_precision_matmul masked_softmax_fusion bias_dropout_fusion "
-    "apply_rope_fusion persist_layer_norm gradient_accumulation_fusion cross_entropy_loss_fusion",
+    "apply_rope_fusion persist_layer_norm gradient_accumulation_fusion cross_entropy_loss_fusion "
+    "cross_entropy_fusion_impl",
     PARALLELISM: "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size cp_comm_type "
     "hierarchical_context_parallel_sizes sequence_parallel",
     RECOMPUTATION: "recompute_granularity recompute_method recompute_num_layers recompute_modules "
@@ -85,6 +86,10 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
         "help": "the active block's optimizer: adam (AdamW, unless --no-decoupled-weight-decay), sgd with momentum, or "
         "muon for matrices of layers and adam for everything else",
     },
+    "cross_entropy_fusion_impl": {
+        "choices": ("native", "linear"),
+        "help": "linear: head and loss together, with the logits of a few tokens at a time; not bit-equal",
+    },
     # help where Megatron Core's is about something else
     "ffn_hidden_size": {
         "help": "inner width of the feed-forward part; default 4 x --hidden-size, with --swiglu two thirds of that in "
@@ -136,6 +141,7 @@ BELONG_TO = {
     "--tensor-model-parallel-size": "sequence_parallel distribute_saved_activations",
     "--recompute --bcd-frozen-weights=auto": "recompute_memory_gib",
     "--optimizer-cpu-offload": "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads",
+    "--cross-entropy-loss-fusion": "cross_entropy_fusion_impl",
     "--optimizer=sgd": "sgd_momentum",
     "--optimizer=adam --optimizer=muon": "adam_beta1 adam_beta2 adam_eps decoupled_weight_decay adam_moments_dtype "
     "use_distributed_optimizer",

@@ -1,6 +1,8 @@
 """The configuration of a run: one frozen dataclass per group of flags. Pure."""
 
 from megatron.bcd.config.run import (
+    LOSS_CHUNK,
+    LOSS_PARTS,
     DdpSettings,
     OptimizerSettings,
     RunConfig,
@@ -26,6 +28,8 @@ from megatron.bcd.config.sections import (
 __all__ = [
     "DEFAULT_NUM_BLOCKS",
     "LAYOUTS",
+    "LOSS_CHUNK",
+    "LOSS_PARTS",
     "ORDERS",
     "SWITCHES",
     "BcdConfig",

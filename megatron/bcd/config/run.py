@@ -22,6 +22,10 @@ from megatron.bcd.config.sections import (
     TrainingConfig,
 )
 
+LOSS_CHUNK, LOSS_PARTS = 512, 4
+"""Tokens whose logits --cross-entropy-fusion-impl linear holds at a time; the backward pass of an active head holds a
+part of so many, because it holds the weight's gradient beside them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
@@ -163,6 +167,12 @@ class RunConfig:
     def is_gated(self) -> bool:
         """The feed-forward part multiplies two projections."""
         return self.model.swiglu or self.model.quick_geglu
+
+    @property
+    def has_linear_loss(self) -> bool:
+        """Head and loss are one function, which holds LOSS_CHUNK tokens' logits (`model.linear_loss`)."""
+        fields = self.transformer
+        return bool(fields.get("cross_entropy_loss_fusion")) and fields.get("cross_entropy_fusion_impl") == "linear"
 
     @property
     def tied(self) -> bool:

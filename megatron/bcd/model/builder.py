@@ -28,6 +28,7 @@ from megatron.bcd.config import RunConfig
 from megatron.bcd.model.attention import ScaledDotProductAttention
 from megatron.bcd.model.frozen_weights import FrozenWeights, StreamedLayer
 from megatron.bcd.model.implementation import SCALED_DOT_PRODUCT, Implementation
+from megatron.bcd.model.linear_loss import LinearLossModel
 from megatron.bcd.model.transformer_block import BcdTransformerBlock
 from megatron.bcd.model.transformer_config import build_transformer_config
 from megatron.bcd.runtime import device, replicas, rng
@@ -199,7 +200,7 @@ def _build_chunk(
     frozen_weights: FrozenWeights | None,
 ) -> GPTModel:
     vp_stage = chunk if config.num_chunks > 1 else None
-    model = GPTModel(
+    model = (LinearLossModel if config.has_linear_loss else GPTModel)(
         config=stage_config,
         transformer_layer_spec=_layer_spec(config, implementation, stage_config, vp_stage, frozen_weights),
         vocab_size=padded_vocab_size,

@@ -43,9 +43,11 @@ def build_transformer_config(config: RunConfig, implementation: Implementation) 
     if config.model.openai_gelu and not fields["bias_activation_fusion"]:
         # the fused kernel always computes the tanh form, but Megatron Core accepts it for torch's GELU only
         fields["activation_func"] = tanh_gelu
+    fields.pop("cross_entropy_fusion_impl", None)
+    if config.has_linear_loss or not device.has_cuda():
+        fields["cross_entropy_loss_fusion"] = False
     if not device.has_cuda():
         fields["bias_dropout_fusion"] = False
-        fields["cross_entropy_loss_fusion"] = False
     if config.context_size > 1 and config.data.reset_attention_mask and implementation.attention != SCALED_DOT_PRODUCT:
         raise ValueError(
             f"--reset-attention-mask cannot be combined with --context-parallel-size {config.context_size}: "

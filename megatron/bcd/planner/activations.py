@@ -17,6 +17,7 @@ from functools import cache
 from operator import le
 
 from megatron.bcd.blocks.partition import Partition
+from megatron.bcd.config import LOSS_CHUNK, LOSS_PARTS
 from megatron.bcd.pipeline.build import build_plan, max_graphs
 from megatron.bcd.pipeline.plan import Kind, PlanShape
 from megatron.bcd.planner.cost import ModelShape, pass_products
@@ -71,7 +72,7 @@ class LayerBytes:
     suffix_core: int
     active_working: int  # the most that an active layer's backward pass holds beside: gradients, and one weight's
     suffix_working: int
-    head_converted: int  # the gradient of 16-bit logits, beside that of the loss's fp32 ones; 0 in fp32
+    head_working: tuple[int, int]  # the most that head and loss hold beside, with the head frozen and active
     head_weight: int  # the gradient of the head's weight, before it is added to the buffer
     forward_working: int  # the most that the forward pass of a layer of the prefix holds
 
@@ -87,6 +88,7 @@ def layer_bytes(
     context_size: int = 1,
     tensor_size: int = 1,
     unfused_attention: bool = False,
+    linear_loss: bool = False,
 ) -> LayerBytes:
     """The formula for ``tokens`` of a rank in one microbatch, of sequences of ``sequence`` tokens, ``element`` bytes
     each number. With tensor parallelism each rank has its part of the heads, of the MLP and of the vocabulary."""
@@ -115,19 +117,35 @@ def layer_bytes(
         tokens * (hidden + projections * ffn) * element,
         tokens * (2 * hidden - ffn) * element + projections * weight,
     )
+    head, head_working = _head_bytes(tokens, hidden, vocabulary, element, linear_loss=linear_loss)
     return LayerBytes(
         active=tokens * ((active + split + scores) * element + 4 * attention),
         suffix=tokens * ((suffix + split + scores) * element + 4 * attention),
         input=tokens * hidden * element,
-        head=tokens * (2 * hidden * element + 4 * vocabulary),
+        head=head,
         active_core=tokens * (scores * element + 4 * attention),
         suffix_core=tokens * ((scores + query) * element + 4 * attention),
         active_working=active_working,
         suffix_working=tokens * (hidden + (1 + projections) * ffn) * element,
-        head_converted=0 if element == 4 else tokens * vocabulary * element,
+        head_working=head_working,
         head_weight=vocabulary * hidden * element,
         forward_working=tokens * (2 * hidden + (1 + projections) * ffn) * element,
     )
+
+
+def _head_bytes(
+    tokens: int, hidden: int, vocabulary: int, element: int, *, linear_loss: bool
+) -> tuple[int, tuple[int, int]]:
+    """What final norm, head and loss keep, and the most that they hold beside, with the head frozen and active."""
+    weight, converted = vocabulary * hidden * element, 0 if element == 4 else element
+    if linear_loss:  # norm input and output, and their gradient, which the forward pass computes; some logits
+        one = vocabulary * (4 + converted)
+        logits, beside_weight = min(tokens, LOSS_CHUNK) * one, min(tokens, LOSS_CHUNK // LOSS_PARTS) * one
+        return tokens * (3 * hidden * element + 12), (logits, max(logits, beside_weight + weight))
+    # the gradient of 16-bit logits, beside that of the loss's fp32 ones, which is freed before the head's pass
+    of_logits = tokens * vocabulary * converted
+    passes = tokens * hidden * element - of_logits
+    return tokens * (2 * hidden * element + 4 * vocabulary), (max(of_logits, passes), max(of_logits, passes + weight))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,12 +212,12 @@ class StageActivations:
         sizes, partition, beside = self.sizes, self.counts.partition, 0
         for chunk in range(partition.num_chunks):
             has_head = self._has_head(chunk)
-            head_weight = sizes.head_weight * (has_head and partition.head_active(self.block))
-            if has_head:  # the loss's gradient is freed before the head's pass
-                beside = max(beside, sizes.head_converted, sizes.input + head_weight - sizes.head_converted)
+            head_active = has_head and partition.head_active(self.block)
+            if has_head:
+                beside = max(beside, sizes.head_working[head_active])
             freed = sizes.head * has_head  # of this microbatch, when the backward pass comes to the layer
             if partition.tied and partition.num_virtual_stages == 1:  # waits for the embedding's gradient
-                freed -= head_weight
+                freed -= sizes.head_weight * head_active
             for kept, working in reversed(self._layers(chunk, recomputed)):
                 beside = max(beside, working - freed)
                 freed += kept

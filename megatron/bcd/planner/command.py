@@ -60,6 +60,8 @@ def layout_flags(recipe: Recipe) -> list[str]:
         flags.append("--accumulate-allreduce-grads-in-fp32")
     if recipe.adam_moments_dtype != "fp32":
         flags.append(f"--adam-moments-dtype {recipe.adam_moments_dtype}")
+    if recipe.cross_entropy_fusion_impl is not None:
+        flags.append(f"--cross-entropy-loss-fusion --cross-entropy-fusion-impl {recipe.cross_entropy_fusion_impl}")
     if recipe.recompute == "full":
         flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
     elif recipe.recompute == "auto":

@@ -28,6 +28,7 @@ CUTS = ("even", "auto")
 MOMENTS = ("fp32", "bf16", "int8")
 """Of --adam-moments-dtype."""
 FROZEN_WEIGHTS = ("device", "host")
+FUSED_LOSSES = ("native", "linear")
 VOCABULARY_MULTIPLE = {"pretrain": 128, "sft": 1}
 """--make-vocab-size-divisible-by; of a published model 1, because rows of padding would take part in the softmax."""
 SFT_DEFAULTS = {"precision": "bf16", "sequence": 1024, "global_batch_size": 8, "recompute": None}
@@ -85,6 +86,8 @@ class Recipe:
     recompute: str = _flag("none", "auto: on each stage and in each phase the least that fits; the bare flag means full"
         " (--search tries none and auto)", given="none", choices=RECOMPUTE_CHOICES, nargs="?",
         const="full")  # fmt: skip
+    cross_entropy_fusion_impl: str | None = _flag(None, "linear: logits of a few tokens at a time (default: a loss that"
+        " is not fused; with --task sft linear where it does not fit otherwise)", choices=FUSED_LOSSES)  # fmt: skip
     cut: str = _flag("even", "auto: the head counts as layers (--search tries both)", name="--pipeline-cut",
         given="even", choices=CUTS)  # fmt: skip
     num_chunks: int | None = _flag(None, "chunks of a stage, with --bcd-layout interleaved (default: as many as"
@@ -150,6 +153,11 @@ class Recipe:
     def is_streamed(self) -> bool:
         """Whether frozen layers lie in host memory."""
         return self.frozen_weights == "host"
+
+    @property
+    def has_linear_loss(self) -> bool:
+        """Whether the loss holds the logits of a few tokens at a time."""
+        return self.cross_entropy_fusion_impl == "linear"
 
     @property
     def bcd(self) -> BcdConfig:
@@ -218,6 +226,7 @@ class Recipe:
             context_size=self.context_size,
             padded_vocabulary=self.padded_vocabulary,
             unfused_attention=self.unfused_attention,
+            linear_loss=self.has_linear_loss,
         )
 
     @cached_property

@@ -163,6 +163,7 @@ class RunMemory:
                 padded_vocabulary=state.padded_vocabulary,
                 context_size=config.context_size,
                 tensor_size=config.tensor_size,
+                linear_loss=config.has_linear_loss,
             ),
             shape=steady_shape(
                 state.partition,

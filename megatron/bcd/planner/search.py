@@ -88,9 +88,9 @@ def place(
 
     ``fields`` are Recipe's. A ``pipeline_size`` or ``recompute`` of None is chosen: the row's pipeline if the number
     of GPUs is the row's, else the shortest pipeline that takes at most 95 % of a GPU's memory, only if none does with
-    recomputation (auto: the least that takes), and if none does so either with frozen weights on the host. Layout
-    ``stage`` has one block per stage, so it gets at least two stages if possible. If nothing fits: the longest pipeline
-    with recomputation, on one node by default. Raises ValueError as Recipe does.
+    a linear loss too (fine-tuning only), then with recomputation (auto: the least that takes), then with frozen weights
+    on the host. Layout ``stage`` has one block per stage, so it gets at least two stages if possible. If nothing fits:
+    the longest pipeline with recomputation, on one node by default. Raises ValueError as Recipe does.
     """
     rows = {(row.method, row.model, row.cluster): row for row in placements}
     row = rows.get((method, model.name, cluster.name))
@@ -124,8 +124,13 @@ def _choose_layout(*, by_stage: bool, recompute: str | None = None, **fields: An
     tried: list[Recipe] = []
     weights = fields.pop("frozen_weights", None)
     places = (weights,) if weights or fields["method"] not in CAN_STREAM else ("device", "host")
-    for where, choice in itertools.product(places, ("none", "auto") if recompute is None else (recompute,)):
-        suited = valid_pipelines(recompute=choice, memory_share=_PLANNED_SHARE, frozen_weights=where, **fields)
+    loss = fields.pop("cross_entropy_fusion_impl", None)
+    losses = (None, "linear") if loss is None and fields.get("task") == "sft" else (loss,)
+    choices = ("none", "auto") if recompute is None else (recompute,)
+    ways = [(choices[0], loss) for loss in losses] + [(choice, losses[-1]) for choice in choices[1:]]
+    for where, (choice, loss) in itertools.product(places, ways):
+        saving: dict[str, Any] = {"recompute": choice, "frozen_weights": where, "cross_entropy_fusion_impl": loss}
+        suited = valid_pipelines(memory_share=_PLANNED_SHARE, **saving, **fields)
         tried += [recipe for recipe in suited if recipe.pipeline_size > 1 or not by_stage] or suited
     for share in (_PLANNED_SHARE, 1.0):
         for recipe in tried:
@@ -304,6 +309,8 @@ def _settings(fields: Mapping[str, Any]) -> Iterator[list[_Changes]]:
     method, given = fields["method"], fields["num_blocks"]
     if fields["micro_batch_size"] > 1:
         yield [{"micro_batch_size": 1}]
+    if fields.get("cross_entropy_fusion_impl") != "linear":
+        yield [{"cross_entropy_fusion_impl": "linear"}]
     if fields["recompute"] == "none":
         yield [{"recompute": "auto"}]
     if method != "offload" and fields.get("adam_moments_dtype", "fp32") != "int8":

@@ -147,8 +147,10 @@ def _costs(recipe: Recipe, shape: PlanShape, block: int) -> ActionCosts:
         if choice.granularity == "selective":
             backward[-1] += num_inputs * core
         if virtual == shape.last:
-            forward[-1] += head
-            backward[-1] += (1 + partition.head_active(block)) * head
+            # a linear loss computes the gradient of its input with the loss, and logits again for the weight's
+            forward[-1] += (1 + recipe.has_linear_loss) * head
+            passes = (0, 2) if recipe.has_linear_loss else (1, 2)
+            backward[-1] += passes[partition.head_active(block)] * head
     return ActionCosts(forward=forward, backward=backward, backward_input=backward, message=_message_seconds(recipe))
 
 

@@ -1,0 +1,93 @@
+"""--cross-entropy-fusion-impl linear computes Megatron Core's loss and gradients, without the logits."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from support import fine_tuning, worlds
+from support.dist import World
+from support.planned import LINEAR
+
+from megatron.bcd.config import RunConfig
+from megatron.bcd.model import linear_loss
+from megatron.bcd.model.builder import unwrap_model
+
+LLAMA = {"form": "llama", "max_position_embeddings": None, "make_vocab_size_divisible_by": 132}
+PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2}
+TENSOR = {"world_size": 2, "tensor_model_parallel_size": 2}
+CASES: dict[str, dict[str, Any]] = {
+    "gpt": {},
+    "gpt_untied_frozen": {"untie_embeddings_and_output_weights": True, "bcd_frozen": "head"},
+    "gpt_pipeline2": PIPELINE,
+    "gpt_pipeline2_interleaved": PIPELINE | {"bcd_layout": "interleaved", "bcd_num_blocks": 3},
+    "gpt_tensor2": TENSOR,
+    "llama_recomputed": LLAMA
+    | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "llama_active_head_pipeline2": LLAMA | PIPELINE | {"bcd_always_active": "head"},
+    "llama_sequence_parallel": LLAMA | TENSOR | {"sequence_parallel": True, "normalization": "LayerNorm"},
+    "llama_context2": LLAMA | {"world_size": 2, "context_parallel_size": 2},
+    "llama_per_token_data2": LLAMA | {"world_size": 2, "calculate_per_token_loss": True},
+}
+
+
+def run_of(config: RunConfig, *, chunk: int | None) -> dict[str, Any]:
+    """Losses of a step and of an evaluation, and the gradients of every block; with so many tokens at a time."""
+    with mock.patch.object(linear_loss, "LOSS_CHUNK", chunk or 1), worlds.started(config) as one:
+        one.active.dispose()
+        losses, gradients = [], []
+        for block, is_training in itertools.product(range(one.partition.num_blocks), (True, False)):
+            one.active.build(block)
+            one.active.zero_grad()
+            batches = one.samples.look_ahead(phase=0, consumed_samples=0, position=0)
+            reported = one.forward_backward(batches, get_num_microbatches(), forward_only=not is_training)
+            losses += [each["lm loss"].tolist() for each in reported]
+            for name, parameter in unwrap_model(one.model).named_parameters():
+                if is_training and parameter.requires_grad:
+                    gradients.append((f"{block} {name}", parameter.main_grad.float().clone()))
+            one.active.dispose()
+        return {"losses": losses, "gradients": gradients}
+
+
+def assert_alike(
+    ranks: list[dict[str, Any]], stock: list[dict[str, Any]], *, of_loss: float, of_gradient: float
+) -> None:
+    """Relative differences; of a gradient, of its norm."""
+    for mine, theirs in zip(ranks, stock, strict=True):
+        assert mine["losses"] == [pytest.approx(loss, rel=of_loss) for loss in theirs["losses"]]
+        for (name, gradient), (_, expected) in zip(mine["gradients"], theirs["gradients"], strict=True):
+            assert (gradient - expected).norm() <= of_gradient * expected.norm() + 1e-9, name
+    assert any(rank["losses"] for rank in stock) and any(rank["gradients"] for rank in stock)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_is_megatrons_loss(world1: World, world2: World, text_data: str, name: str) -> None:
+    """A target in another rank's part, a chunk that is not reduced, a loss scale that is taken twice, a head's gradient
+    that the buffer does not get, logits of an evaluation."""
+    flags = {"data_path": text_data} | CASES[name]
+    world = world2 if "world_size" in flags else world1
+    stock = world.run(run_of, worlds.run_config(**flags), chunk=None)
+    linear = world.run(run_of, worlds.run_config(**flags, **LINEAR), chunk=24)
+    assert_alike(linear, stock, of_loss=1e-6, of_gradient=2e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_in_16_bits(world1: World, text_data: str, precision: str) -> None:
+    """Losses or sums over chunks in 16 bits, gradients that underflow."""
+    flags = {"data_path": text_data, precision: True, "initial_loss_scale": 2**12}
+    [stock] = world1.run(run_of, worlds.run_config(**flags), chunk=None)
+    [linear] = world1.run(run_of, worlds.run_config(**flags, **LINEAR), chunk=24)
+    assert_alike([linear], [stock], of_loss=1e-5, of_gradient=2e-2)
+
+
+def test_masked_tokens(world1: World, tmp_path: Path) -> None:
+    """Tokens of a prompt that are learned: the gradient is computed before the mask is known."""
+    data = fine_tuning.write_records(tmp_path / "data.jsonl", fine_tuning.questions(60))
+    stock = world1.run(run_of, fine_tuning.config_of(data), chunk=None)
+    assert_alike(
+        world1.run(run_of, fine_tuning.config_of(data, **LINEAR), chunk=24), stock, of_loss=1e-6, of_gradient=2e-5
+    )
