@@ -109,10 +109,7 @@ class Trainer:
         data_notes = self._build_model_and_data(build_model)
         self._build_parts()
         self.saver = Saver(config.checkpoint, self.reporter) if config.checkpoint.save else None
-        self.exporter: Exporter | None = None
-        if config.checkpoint.save_hf is not None:
-            is_continued = is_restart or resumed is not None
-            self.exporter = Exporter(config, self.reporter, run=self.state.run, is_continued=is_continued)
+        self.exporter = self._exporter(resumed, is_restart=is_restart)
         self.reporter.run_summary(
             summarize(
                 config=config,
@@ -129,6 +126,19 @@ class Trainer:
         )
         for note in data_notes:
             self.reporter.note(note)
+
+    def _exporter(self, resumed: run_state.RunState | None, *, is_restart: bool) -> Exporter | None:
+        """Of --save-hf or --save-adapters."""
+        checkpoint = self.config.checkpoint
+        if checkpoint.save_hf is None and checkpoint.save_adapters is None:
+            return None
+        if checkpoint.save_adapters is not None and resumed and resumed.flags["bcd"]["bcd_num_blocks"] != 0:
+            raise ValueError(
+                f"--save-adapters: the run in --load {checkpoint.load} has trained blocks, and its adapters do not "
+                "belong to the weights of --load-hf: give --save-hf"
+            )
+        is_continued = is_restart or resumed is not None
+        return Exporter(self.config, self.reporter, run=self.state.run, is_continued=is_continued)
 
     def _build_model_and_data(self, build_model: ModelBuilder) -> tuple[str, ...]:
         """Tokenizer, splits and the model with its first weights; lines for the run summary about the data."""
@@ -842,8 +852,8 @@ class Trainer:
                 self.exporter.export(self.model, iteration=iteration)
             if is_last and not self.exporter.export(self.model):
                 raise TrainingFailed(
-                    f"the model of iteration {iteration} could not be written to --save-hf {self.exporter.root}; "
-                    f"{self._where_to_resume()}"
+                    f"the model of iteration {iteration} could not be written to {self.exporter.flag} "
+                    f"{self.exporter.root}; {self._where_to_resume()}"
                 )
 
     def _where_to_resume(self) -> str:

@@ -15,6 +15,9 @@ from megatron.bcd.config import RunConfig
 
 UNPLANNED = {
     "tensor2": TWO | {"tensor_model_parallel_size": 2},
+    "adapters_bf16": {"bcd_low_rank": 3, "bf16": True},
+    "adapters_tensor2": TWO | {"tensor_model_parallel_size": 2, "bcd_low_rank": 3, "swiglu": True},
+    "adapters_data2": TWO | {"bcd_low_rank": 3, "bcd_num_blocks": 0, "position_embedding_type": "rope"},
     "sgd_bf16": {"optimizer": "sgd", "bf16": True},
     "replicated_bf16": TWO | {"bf16": True, "no_use_distributed_optimizer": True},
 }

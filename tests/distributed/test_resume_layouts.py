@@ -26,10 +26,10 @@ PAIRS += [("one", "context2"), ("context2", "one")]
 # What is saved under each: gate and up lie side by side on every tensor-parallel rank, main parameters have bits of
 # their own, frozen blocks have moments, and what is always active has seen more steps than the block
 MODELS: dict[str, dict[str, Any]] = {
-    "one": {"swiglu": True},
+    "one": {"swiglu": True, "bcd_low_rank": 2},
     "pipeline2": {"bcd_optimizer_state": "host"},
     "data2": {"bf16": True, "bcd_optimizer_state": "host", "bcd_always_active": "norms"},
-    "tensor2": {"swiglu": True, "no_use_distributed_optimizer": True},
+    "tensor2": {"swiglu": True, "bcd_low_rank": 2, "no_use_distributed_optimizer": True},
     "context2": {"bf16": True, "bcd_optimizer_state": "host"},
 }
 STEPS_PER_BLOCK = 3

@@ -41,6 +41,12 @@ BAD_RUNS = {
 --bcd-resting-update sign --bcd-num-blocks 1
 --bcd-resting-update sign --bcd-frozen-weights host
 --bcd-resident-layers 99 --bcd-frozen-weights host
+--bcd-low-rank 0
+--bcd-low-rank 33
+--bcd-low-rank 4 --bcd-prefix-cache out/cache --bcd-sample-ratio 0.1 --hidden-dropout 0 --attention-dropout 0
+--bcd-low-rank 4 --optimizer sgd
+--bcd-low-rank-alpha 0 --bcd-low-rank 4
+--save-adapters out/adapters --bcd-low-rank 4
 --bcd-max-steps-per-block 4 --bcd-switch plateau --bcd-min-steps-per-block 5
 --bcd-max-steps-per-block 10 --bcd-switch plateau --bcd-plateau-window 5
 --bcd-phase-warmup-steps 100
@@ -103,6 +109,7 @@ BAD_RUNS = {
 --context-parallel-size 2
 """,
     4: """
+--bcd-low-rank 4 --num-query-groups 2 --group-query-attention --tensor-model-parallel-size 4
 --num-query-groups 2 --group-query-attention --tensor-model-parallel-size 4 --optimizer muon
 --global-batch-size 3 --context-parallel-size 2
 --cp-comm-type a2a+p2p --context-parallel-size 4

@@ -112,7 +112,7 @@ OURS_ALONE = """
     --adam-moments-dtype --cpu-kernels --eval-fixed --keep-last-checkpoints --load-hf --max-skipped-steps
     --metrics-file --muon-grad-dtype --muon-momentum-dtype --no-sft-packing --no-use-distributed-optimizer
     --num-epochs --overwrite-checkpoints --pipeline-cut --recompute --recompute-memory-gib --save-hf
-    --save-hf-interval --sft-drop-long --sft-prompt-format
+    --save-adapters --save-hf-interval --sft-drop-long --sft-prompt-format
     --no-decoupled-weight-decay
 """  # the last one: core_v0.16.1 has the field, and no flag
 

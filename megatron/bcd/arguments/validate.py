@@ -36,6 +36,7 @@ AT_MOST_ONE = (
     "--fp16 --bf16",
     "--train-iters --train-samples --num-epochs",
     "--lr-warmup-fraction --lr-warmup-iters --lr-warmup-samples",
+    "--save-hf --save-adapters",
 )
 """Flags (as in ``flags.holds``) of which no two can be combined."""
 CONFLICTS = {
@@ -55,6 +56,7 @@ CONFLICTS = {
     "--context-parallel-size": "--attention-backend=unfused",  # it needs the scores of whole sequences
     "--sft": "--mock-data --dataloader-type=cyclic --eod-mask-loss --context-parallel-size",
     "--save-hf": "--skip-train",
+    "--save-adapters": "--skip-train --finetune --bcd-always-active --bcd-resting-update",
     "--bcd-sample-ratio": "--dataloader-type=cyclic",  # each phase draws samples of its own
     # Muon's gradients have no loss scale, and are not among the scores of greedy order
     "--optimizer=muon": "--fp16 --loss-scale --calculate-per-token-loss --bcd-order=greedy",
@@ -67,6 +69,7 @@ CONFLICTS = {
     "--bcd-switch=plateau": "--bcd-steps-per-block",
     "--bcd-stop-cycle-improvement": "--eval-iters=0",
     "--bcd-run-ahead": "--bcd-schedule=stock",
+    "--bcd-low-rank": "--bcd-prefix-cache --optimizer=sgd",  # adapters are trained in all layers; by Adam
     "--bcd-prefix-cache": "--sequence-parallel --fp8-format",  # ranks that read it would not scale with others
     "--fp8-format": "--transformer-impl=local",
 }
@@ -80,6 +83,8 @@ NEEDS = {
     "--exp-avg-sq-dtype": f"{_LOWER_MOMENTS} --adam-moments-dtype=fp32",
     "--weight-decay-incr-style": "--start-weight-decay --end-weight-decay",
     "--use-pytorch-profiler": "--tensorboard-dir",
+    # they belong to the weights of --load-hf; what else was trained needs --save-hf
+    "--save-adapters": "--load-hf --bcd-low-rank --bcd-num-blocks=0",
     # without a subset a phase uses no sample twice; the cache would repeat one dropout mask for ever
     "--bcd-prefix-cache": "--bcd-sample-ratio --hidden-dropout=0 --attention-dropout=0 --bcd-schedule=bcd",
 }
@@ -94,7 +99,8 @@ _AT_LEAST_1 = (
     "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
     "num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage recompute_num_layers "
     "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers bucket_size distributed_timeout_minutes "
-    "hysteresis loss_scale_window muon_num_ns_steps bcd_steps_per_block bcd_greedy_microbatches straggler_minmax_count"
+    "hysteresis loss_scale_window muon_num_ns_steps bcd_steps_per_block bcd_greedy_microbatches straggler_minmax_count "
+    "bcd_low_rank"
 )
 _AT_LEAST_0 = (
     "eval_iters num_workers profile_step_start manual_gc_interval lr_warmup_iters lr_warmup_samples lr_warmup_init "
@@ -104,7 +110,7 @@ _AT_LEAST_0 = (
 _ABOVE_0 = (
     "lr decoupled_lr adam_eps layernorm_epsilon init_method_std embedding_init_method_std rope_scaling_factor "
     "loss_scale initial_loss_scale min_loss_scale bcd_prefix_cache_max_gib recompute_memory_gib bcd_resting_lr_ratio "
-    "muon_extra_scale_factor num_epochs"
+    "muon_extra_scale_factor num_epochs bcd_low_rank_alpha bcd_low_rank_lr_ratio"
 )
 _BELOW_1 = "hidden_dropout attention_dropout adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction muon_momentum"
 _SHARE = "rotary_percent bcd_sample_ratio optimizer_offload_fraction"
@@ -239,6 +245,12 @@ def _check_network(run: Run) -> None:
         groups is None or heads % groups == 0,
         f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}: give a divisor of {heads}",
     )
+    rank = run.bcd_low_rank or 0
+    widths = (hidden, run.ffn_hidden_size or 4 * hidden, (run.kv_channels or hidden // heads) * (groups or heads))
+    require(
+        rank <= min(widths),
+        f"--bcd-low-rank {rank}: must be at most {min(widths)}, the smaller side of the smallest matrix of a layer",
+    )
     require(
         not (run.test_mode and run.qk_layernorm and run.normalization == "RMSNorm"),
         "--test-mode with --qk-layernorm needs --normalization LayerNorm: Megatron Core compares biases too",
@@ -293,6 +305,11 @@ def _check_parallel(run: Run, world_size: int) -> None:
         run.num_query_groups is None or run.num_query_groups >= tensor or not (is_orthogonal and run.muon_split_qkv),
         f"--num-query-groups {run.num_query_groups} is less than --tensor-model-parallel-size {tensor}: queries, keys "
         "and values cannot be orthogonalised apart; give --muon-no-split-qkv",
+    )
+    require(
+        run.bcd_low_rank is None or run.num_query_groups is None or run.num_query_groups % tensor == 0,
+        f"--bcd-low-rank: --num-query-groups {run.num_query_groups} is not divisible by --tensor-model-parallel-size "
+        f"{tensor}: a rank's rows are not whole queries, keys and values; give a smaller one",
     )
     is_tied_pipeline = pipeline > 1 and not run.untie_embeddings_and_output_weights
     is_sharded = run.use_distributed_optimizer and world_size > tensor * pipeline
@@ -514,7 +531,7 @@ def _check_files(run: Run) -> None:
         retained is None or (interval is not None and retained % interval == 0),
         f"--save-retain-interval {retained}: must be a multiple of --save-interval {interval or '(not given)'}",
     )
-    for field in ("save_hf", "bcd_prefix_cache"):
+    for field in ("save_hf", "save_adapters", "bcd_prefix_cache"):
         path = getattr(run, field)
         require(
             path is None or run.save is None or os.path.realpath(path) != os.path.realpath(run.save),
@@ -555,7 +572,7 @@ def _check_core_accepts(config: RunConfig) -> None:
 
 
 def _check_outputs(run: Run) -> None:
-    for field in ("save", "save_hf", "tensorboard_dir", "wandb_save_dir"):
+    for field in ("save", "save_hf", "save_adapters", "tensorboard_dir", "wandb_save_dir"):
         folder = getattr(run, field)
         if folder is not None:
             _check_can_write(f"{flag_name(field)} {folder}", Path(folder).absolute())

@@ -12,6 +12,9 @@ STACK_ELEMENTS = 1 << 22
 """Matrices that are stepped together: enough for kernels to be longer than their launch, few enough for their
 temporary memory, and for their reduction to begin early."""
 
+ADAPTER = "_adapter"
+"""Ends the names of modules with low-rank adapters (--bcd-low-rank)."""
+
 Module = Literal["embedding", "layer", "final_norm", "head"]
 
 
@@ -73,6 +76,7 @@ def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
         module, layer = "layer", partition.chunk_layers(stage, chunk)[int(name.split(".")[2])]
         block = partition.block_of_layer[layer]
         is_always_active |= not is_norm and name.endswith(".bias") and "biases" in partition.always_active
+        is_always_active |= f"{ADAPTER}." in name
     else:
         raise KeyError(name)
     kind = "norms" if is_norm else module

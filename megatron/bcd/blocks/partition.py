@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate, groupby, pairwise
 
-from megatron.bcd.config import DEFAULT_NUM_BLOCKS, LAYOUTS, RunConfig
+from megatron.bcd.config import ADAPTERS, DEFAULT_NUM_BLOCKS, LAYOUTS, RunConfig
 
 _TIED = frozenset({"embedding", "head"})
+_IN_LAYERS = frozenset({"norms", "biases", ADAPTERS})
+"""Always-active parts of every layer."""
 
 
 def divide(total: int, parts: int) -> tuple[range, ...]:
@@ -118,7 +120,8 @@ class Partition:
     tied: bool
     """Whether the output head is a copy of the embedding."""
     always_active: frozenset[str] = frozenset()
-    """What is active in every phase: some of ``norms`` (all), ``biases`` (of layers), ``embedding``, ``head``."""
+    """What is active in every phase: some of ``norms`` (all), ``biases`` and ``adapters`` (of layers), ``embedding``,
+    ``head``."""
     frozen: frozenset[str] = frozenset()
     """What no phase trains: some of ``embedding``, ``head`` (tied: both or none), ``norms`` (all)."""
     stateless: str = "none"
@@ -175,10 +178,8 @@ class Partition:
 
     def is_stateless(self, layer: int, block: int) -> bool:
         """Whether a layer is one of ``stateless_layers(block)``."""
-        if not self.has_active_block:
-            return True
-        if self.stateless == "none":
-            return False
+        if self.stateless == "none" or not self.has_active_block:
+            return self.stateless != "none"
         active = self.blocks[block]
         return layer >= (active.first_layer if self.stateless == "suffix" else 0) and layer not in active.layers
 
@@ -200,7 +201,7 @@ class Partition:
     @property
     def has_prefix(self) -> bool:
         """Whether any phase may have a prefix: not where something at the bottom of the model is updated in all."""
-        return not (self.stateless == "all" or self.embedding_always_active or {"norms", "biases"} & self.always_active)
+        return not (self.stateless == "all" or self.embedding_always_active or _IN_LAYERS & self.always_active)
 
     def embedding_active(self, block: int) -> bool:
         """Whether the embedding, on the first stage, is active in the block's phase."""
@@ -230,7 +231,7 @@ class Partition:
         return (
             any((submodel.chunk, submodel.stage) == (chunk, stage) for submodel in submodels)
             or any(self.is_stateless(layer, block) for layer in self.chunk_layers(stage, chunk))
-            or bool({"norms", "biases"} & self.always_active)
+            or bool(_IN_LAYERS & self.always_active)
             or (virtual == 0 and self.embedding_active(block))
             or (virtual == self.num_virtual_stages - 1 and (self.head_active(block) or self.final_norm_active(block)))
         )
@@ -253,12 +254,13 @@ class Partition:
         return describe_layers(self.blocks[block].layers) if self.has_active_block else ""
 
     def describe_extras(self, block: int) -> tuple[str, ...]:
-        """What is active beside layers: some of ``embedding``, ``all norms``, ``all biases``, ``final norm``,
-        ``head``."""
+        """What is active beside layers: some of ``embedding``, ``all norms``, ``all biases``, ``adapters``,
+        ``final norm``, ``head``."""
         held = {
             "embedding": self.embedding_active(block),
             "all norms": self.norms_always_active,
             "all biases": "biases" in self.always_active,
+            "adapters": ADAPTERS in self.always_active,
             "final norm": self.final_norm_active(block) and not self.norms_always_active,
             "head": not self.tied and self.head_active(block),
         }
@@ -386,8 +388,10 @@ def _check_num_blocks(
         )
     if num_blocks != 0:
         return
-    if stateless != "all":
-        raise ValueError("--bcd-num-blocks 0 needs --bcd-resting-update, with --bcd-resting-layers all")
+    if stateless != "all" and ADAPTERS not in always_active:
+        raise ValueError(
+            "--bcd-num-blocks 0 needs --bcd-resting-update, with --bcd-resting-layers all, or --bcd-low-rank"
+        )
     if not always_active:
         raise ValueError("--bcd-num-blocks 0 trains embedding, norms and head only if --bcd-always-active names them")
     if layout not in ("spread", "strided"):

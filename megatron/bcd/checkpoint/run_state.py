@@ -19,10 +19,12 @@ _NETWORK = ("num_layers", "hidden_size", "swiglu", "quick_geglu", "ffn_hidden_si
             "num_query_groups", "kv_channels", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization",
             "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm", "squared_relu",
             "seq_length", "max_position_embeddings", "position_embedding_type", "untie_embeddings_and_output_weights",
-            "bf16", "fp16", "optimizer")  # fmt: skip
+            "bf16", "fp16", "optimizer", "bcd_low_rank", "bcd_low_rank_alpha")  # fmt: skip
 """Flags that must not change: the weights or the optimizer state would not fit, or mean something else."""
 _MAY_CHANGE_WITHOUT_STATE = ("seq_length", "max_position_embeddings", "bf16", "fp16", "optimizer")
 """Those of them that another run may have that loads the weights alone."""
+_LOW_RANK = ("bcd_low_rank", "bcd_low_rank_alpha")
+"""The same, where the checkpoint has no adapters."""
 _MAY_CHANGE = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "cp_comm_type",
                "hierarchical_context_parallel_sizes", "world_size", "num_workers",
                "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
@@ -142,9 +144,11 @@ def check_same_weights(text: str, config: RunConfig, *, source: str) -> None:
     try:
         saved = json.loads(text)["flags"]
         sections = {section: saved[section] for section in ("transformer", "model")}
+        sections |= {"bcd": {name: saved["bcd"][name] for name in _LOW_RANK if saved["bcd"].get(name)}}
     except (ValueError, KeyError, TypeError):
         return  # of a version that wrote other sections; shapes are compared when the weights are loaded
-    names = [name for name in _NETWORK if name not in _MAY_CHANGE_WITHOUT_STATE]
+    may_change = _MAY_CHANGE_WITHOUT_STATE + (() if sections["bcd"] else _LOW_RANK)  # new adapters beside old weights
+    names = [name for name in _NETWORK if name not in may_change]
     _check_same(names, sections, config, source=source)
 
 

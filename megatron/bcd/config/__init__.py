@@ -11,6 +11,7 @@ from megatron.bcd.config.run import (
     run_config_to_dict,
 )
 from megatron.bcd.config.sections import (
+    ADAPTERS,
     DEFAULT_NUM_BLOCKS,
     LAYOUTS,
     ORDERS,
@@ -26,6 +27,7 @@ from megatron.bcd.config.sections import (
 )
 
 __all__ = [
+    "ADAPTERS",
     "DEFAULT_NUM_BLOCKS",
     "LAYOUTS",
     "LOSS_CHUNK",

@@ -1,4 +1,4 @@
-"""Models in Hugging Face's format out of a run (--save-hf)."""
+"""Models in Hugging Face's format out of a run (--save-hf), and adapters in peft's (--save-adapters)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WEIGHTS = ".bcd-export"
 
 
 class Exporter:
-    """Writes model folders below --save-hf. Every method is a collective.
+    """Writes model folders below --save-hf, or adapters to --save-adapters. Every method is a collective.
 
     All ranks write their weights as a checkpoint beside the folder; rank 0 converts it and deletes it. So no rank holds
     more than its own weights and one safetensors file.
@@ -37,8 +37,8 @@ class Exporter:
             ValueError: --save-hf holds something else, or is the folder of --load-hf, or transformers has no such
                 network.
         """
-        assert config.checkpoint.save_hf is not None
-        self.root: str = os.path.realpath(config.checkpoint.save_hf)  # the weights lie beside it, on the same disk
+        self.flag, asked = _asked(config)
+        self.root: str = os.path.realpath(asked)  # the weights lie beside it, on the same disk
         self._reporter, self._run = reporter, run
         self._is_first = torch.distributed.get_rank() == 0
 
@@ -66,11 +66,11 @@ class Exporter:
         if self._is_first:
             shutil.rmtree(weights, ignore_errors=True)
         if error is not None:
-            self._reporter.warning(f"--save-hf {target}: the model was not written ({error})")
+            self._reporter.warning(f"{self.flag} {target}: the model was not written ({error})")
             return False
         self._reporter.note(f"model written to {target} ({time.monotonic() - started:,.1f} s)")
         if difference is not None:
-            self._reporter.warning(f"--save-hf {target}: {difference}")
+            self._reporter.warning(f"{self.flag} {target}: {difference}")
         return True
 
     def _make_anew(self, weights: str) -> None:
@@ -85,10 +85,20 @@ class Exporter:
     def _convert(self, weights: str, target: str) -> tuple[str | None, str | None]:
         """What went wrong, and what other programs read otherwise."""
         run, described = self._run if target == self.root else None, self._description
-        error = atomic_io.error_of(lambda: convert.to_hugging_face(CoreCheckpoint(weights), target, described, run=run))
-        if error is not None or described.tokenizer is None:
+        write = convert.to_hugging_face if self.flag == "--save-hf" else convert.to_peft
+        error = atomic_io.error_of(lambda: write(CoreCheckpoint(weights), target, described, run=run))
+        if error is not None or described.tokenizer is None or self.flag != "--save-hf":
             return error, None
         return None, tokenizer_export.difference(described.tokenizer, target)
+
+
+def _asked(config: RunConfig) -> tuple[str, str]:
+    """Which flag, and its folder."""
+    save_hf, save_adapters = config.checkpoint.save_hf, config.checkpoint.save_adapters
+    if save_hf is not None:
+        return "--save-hf", save_hf
+    assert save_adapters is not None
+    return "--save-adapters", save_adapters
 
 
 def _run_in(folder: str) -> str | None:
@@ -108,14 +118,13 @@ def _check_folder(config: RunConfig, root: str, *, run: str | None) -> None:
     Raises:
         ValueError: it is something else.
     """
-    asked, source = config.checkpoint.save_hf, config.checkpoint.load_hf
-    assert asked is not None
+    (flag, asked), source = _asked(config), config.checkpoint.load_hf
     if source is not None and os.path.isdir(source) and os.path.realpath(source) == root:
-        raise ValueError(f"--save-hf {asked} is the folder of --load-hf, whose model would be lost: give another one")
+        raise ValueError(f"{flag} {asked} is the folder of --load-hf, whose model would be lost: give another one")
     if run is None or not os.path.isdir(root) or not os.listdir(root):
-        convert.check_output(asked, flag="--save-hf")
+        convert.check_output(asked, flag=flag)
     elif _run_in(root) != run:
         raise ValueError(
-            f"--save-hf {asked} holds files that this run did not write: give its own folder, or one that is empty "
+            f"{flag} {asked} holds files that this run did not write: give its own folder, or one that is empty "
             "or absent"
         )

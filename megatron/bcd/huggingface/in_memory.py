@@ -69,7 +69,7 @@ def _of_checkpoint(path: str, dtype: torch.dtype | None, device: str, tokenizer:
 
     described = run_network.description_of(path, tokenizer=tokenizer)
     checkpoint = CoreCheckpoint(path)
-    convert.check_checkpoint(checkpoint, described.network)
+    convert.check_checkpoint(checkpoint, described)
     with tempfile.TemporaryDirectory() as beside:
         convert.write_description(beside, described)
         config = transformers.AutoConfig.from_pretrained(beside, local_files_only=True)
@@ -82,7 +82,7 @@ def _of_checkpoint(path: str, dtype: torch.dtype | None, device: str, tokenizer:
         loaded = LoadedModel(model=model.eval(), tokenizer=_tokenizer_of(beside, own))
     model.tie_weights()
     weights = model.state_dict()
-    for name, tensor in convert.tensors_of(checkpoint, convert.units_of(described.network)):
+    for name, tensor in convert.tensors_of(checkpoint, convert.units_of(described.network), described):
         weights[name].copy_(tensor)
     return loaded
 

@@ -14,10 +14,11 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
-from megatron.core.optimizer.optimizer_config import ParamKey
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.utils import get_model_config
 
-from megatron.bcd.config import RunConfig, core_keywords
+from megatron.bcd.blocks.ownership import ADAPTER
+from megatron.bcd.config import ADAPTERS, RunConfig, core_keywords
 from megatron.bcd.model.transformer_config import DTYPES
 from megatron.bcd.optim.low_bit_adam import LowBitAdam
 from megatron.bcd.optim.param_shard import ALWAYS_ACTIVE, chained_optimizers, param_shards
@@ -60,6 +61,11 @@ def build_optimizer(
     for parameter in always_active:
         setattr(parameter, ALWAYS_ACTIVE, True)
         overrides[ParamKey(attr=ALWAYS_ACTIVE)] = {ALWAYS_ACTIVE: True}
+    if config.bcd.bcd_low_rank is not None:
+        ratio, lr = config.bcd.bcd_low_rank_lr_ratio, settings.lr or 0.0
+        rates = {"max_lr": lr * ratio, "min_lr": (settings.min_lr or 0.0) * ratio, ADAPTERS: True}
+        is_adapter = ParamWithNamePredicate(name=ADAPTERS, fn=lambda _, name: f"{ADAPTER}." in name)
+        overrides[ParamKey(with_name_predicate=is_adapter)] = rates
     optimizer = get_megatron_optimizer(optimizer_config, [wrapped], config_overrides=overrides)
     if optimizer_config.optimizer_cpu_offload:
         # Megatron Core builds two optimizers and drops the first, whose hooks form a reference cycle

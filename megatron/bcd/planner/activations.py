@@ -17,7 +17,7 @@ from functools import cache
 from operator import le
 
 from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.config import LOSS_CHUNK, LOSS_PARTS
+from megatron.bcd.config import ADAPTERS, LOSS_CHUNK, LOSS_PARTS
 from megatron.bcd.pipeline.build import build_plan, max_graphs
 from megatron.bcd.pipeline.plan import Kind, PlanShape
 from megatron.bcd.planner.cost import ModelShape, pass_products
@@ -34,7 +34,7 @@ class LayerCounts:
     partition: Partition
     is_updated: tuple[tuple[tuple[bool, ...], ...], ...]
     """By virtual stage and block, of each layer after the prefix, in depth order: whether its weight gradients are
-    computed, because it is active or updated without state."""
+    computed, because it is active or updated without state, or has an adapter."""
 
     def after_prefix(self, stage: int, block: int) -> list[int]:
         """By chunk of a stage."""
@@ -49,7 +49,10 @@ def layer_counts_of(partition: Partition) -> LayerCounts:
     ]
     phases = []
     for block in partition.blocks:
-        updated = set(block.layers if partition.has_active_block else ()) | set(partition.stateless_layers(block.index))
+        updated = set(range(partition.num_layers) if ADAPTERS in partition.always_active else ())
+        updated |= set(block.layers if partition.has_active_block else ()) | set(
+            partition.stateless_layers(block.index)
+        )
         phases.append((len(partition.prefix_layers(block.index)), updated))
     return LayerCounts(
         partition=partition,
@@ -103,6 +106,7 @@ def layer_bytes(
     else:
         # norm input and output, query-key-value, context, the second norm's; before and after GELU
         active, suffix = 4 * hidden + 2 * heads + 2 * ffn, 2 * hidden + 2 * heads + ffn
+    active += shape.low_rank * (sum(shape.num_adapter_inputs) + 2)
     if shape.qk_norm_size:  # the norms keep copies of queries and keys
         active, suffix = active + heads, suffix + heads
     # key and value of whole sequences, and the contexts of both chunks beside the whole context

@@ -74,10 +74,17 @@ class ModelShape:
     shifted_norms: bool  # whether norms have a shift beside their scale (LayerNorm)
     qkv_bias: bool = False  # whether queries, keys and values have a bias; with `biases` they have
     qk_norm_size: int = 0  # width of a head where queries and keys are normalised; else 0
+    low_rank: int = 0  # of the adapters beside matrices of layers; 0 without
+
+    @property
+    def num_adapter_inputs(self) -> tuple[int, int]:
+        """As of the adapters beside query-key-value and the MLP's first matrix: one for each part that is a matrix in
+        transformers' models. GPT-2, with a position table, has one for queries, keys and values."""
+        return (1 if self.num_positions else 3), 1 + self.gated
 
     @property
     def num_parameters(self) -> int:
-        """The whole model, with the unpadded vocabulary and a tied head counted once."""
+        """The whole model without adapters, with the unpadded vocabulary and a tied head counted once."""
         norm = 1 + self.shifted_norms
         layer = pass_products(self, sequence=0)[0]
         attention, up = self.query_size + 2 * self.key_value_size, 1 + self.gated

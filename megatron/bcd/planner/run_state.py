@@ -74,6 +74,7 @@ def shape_of(config: RunConfig, *, vocab_size: int) -> cost.ModelShape:
         shifted_norms=fields.get("normalization", "LayerNorm") == "LayerNorm",
         qkv_bias=bool(fields.get("add_qkv_bias")),
         qk_norm_size=channels if fields.get("qk_layernorm") else 0,
+        low_rank=config.bcd.bcd_low_rank or 0,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import lcm, prod
 
-from megatron.bcd.blocks.ownership import Ownership, ownership
+from megatron.bcd.blocks.ownership import ADAPTER, Ownership, ownership
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.planner.cost import ModelShape
 
@@ -22,6 +22,8 @@ _SHARED_BY_TENSOR_RANKS = (
     "linear_fc1.bias",
     "linear_proj.weight",
     "linear_fc2.weight",
+    *(f"linear_{column}{ADAPTER}.b.{part}" for column in ("qkv", "fc1") for part in range(3)),
+    *(f"linear_{row}{ADAPTER}.a" for row in ("proj", "fc2")),
 )
 """Ends of the names of parameters of which each tensor-parallel rank holds a slice; it holds all of the others."""
 
@@ -100,9 +102,21 @@ def _layer(shape: ModelShape) -> Iterator[_NameAndParts]:
     yield from linear("self_attention.linear_qkv", hidden, heads, groups, groups, has_bias=has_bias)
     for name in ("q_layernorm", "k_layernorm") if shape.qk_norm_size else ():
         yield from _norm(f"self_attention.{name}", shape.qk_norm_size, shape)
+    of_qkv, of_fc1 = shape.num_adapter_inputs
+    yield from _adapter("self_attention.linear_qkv", shape.low_rank, of_qkv, hidden, heads, groups, groups)
+    yield from _adapter("self_attention.linear_proj", shape.low_rank, 1, heads, hidden)
     yield from _norm("pre_mlp_layernorm", hidden, shape)
     yield from linear("mlp.linear_fc1", hidden, (1 + shape.gated) * ffn)
     yield from linear("mlp.linear_fc2", ffn, hidden)
+    yield from _adapter("mlp.linear_fc1", shape.low_rank, of_fc1, hidden, *[ffn] * of_fc1)
+    yield from _adapter("mlp.linear_fc2", shape.low_rank, 1, ffn, hidden)
+
+
+def _adapter(name: str, rank: int, num_inputs: int, inputs: int, *outputs: int) -> Iterator[_NameAndParts]:
+    """The adapter beside a matrix (`model.adapters`)."""
+    yield f"{name}{ADAPTER}.a", ((num_inputs * rank, inputs),)
+    for part, rows in enumerate(outputs):
+        yield f"{name}{ADAPTER}.b.{part}", ((rows, rank),)
 
 
 def _norm(name: str, width: int, shape: ModelShape) -> Iterator[_NameAndParts]:
