@@ -126,6 +126,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor2": TWO | {"tensor_model_parallel_size": 2},
     "sequence_parallel": TWO | {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pipeline2": TWO | {"pipeline_model_parallel_size": 2},
+    "interleaved": TWO | {"pipeline_model_parallel_size": 2, "bcd_layout": "interleaved"},
     "data2": TWO,
     "context2": TWO | {"context_parallel_size": 2},
     "recomputed": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},

@@ -42,7 +42,7 @@ BAD_RUNS = {
 --bcd-resting-update sign --bcd-frozen-weights host
 --bcd-resident-layers 99 --bcd-frozen-weights host
 --bcd-low-rank 0
---bcd-low-rank 33
+--bcd-low-rank 9999
 --bcd-low-rank 4 --bcd-prefix-cache out/cache --bcd-sample-ratio 0.1 --hidden-dropout 0 --attention-dropout 0
 --bcd-low-rank 4 --optimizer sgd
 --bcd-low-rank-alpha 0 --bcd-low-rank 4
