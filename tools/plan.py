@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _parser import STDOUT, Parser, add_json, add_precision, bad_input, leave_with, table, write_aside
+from _timeline import write_timeline
 
 from megatron.bcd.config import BcdConfig
 from megatron.bcd.config.presets import PRESETS
@@ -81,6 +82,8 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
         " the plan of the best; with --method or --bcd-preset the layouts of that one")  # fmt: skip
     add("--compare", action="store_true", help="all methods side by side, without a plan")
     add("--paper", action="store_true", help="recompute the paper's tables")
+    add("--timeline", metavar="FILE", help="with --bcd-frozen-weights host: draw computation and copies of a microbatch"
+        " in the middle block's phase, as a Chrome trace (.json) or a picture (.png, .svg)")  # fmt: skip
     add("--verify", action="store_true", help="without effect: tests/unit/test_plan_verify.py compares with models")
     add_json(parser)
     group = parser.add_argument_group("recipe", "same names as the training script's flags")
@@ -249,6 +252,8 @@ def answer_to(arguments: argparse.Namespace) -> Answer:
         find = search if is_one_method else compare
         found = find(recipe, pipeline_size=arguments.pipeline_size, **cost)
         return answer_search(arguments, recipe, found)
+    if arguments.timeline:
+        write_timeline(arguments.timeline, recipe)
     estimate = make_estimate(recipe, **cost)
     data = estimate.as_dict()
     if estimate.fits:

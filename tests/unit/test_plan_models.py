@@ -165,6 +165,37 @@ def test_the_loss_without_logits(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert any("--cross-entropy-fusion-impl linear" in each["flags"] for each in offered)
 
 
+@pytest.mark.parametrize("more", ["1", "2 --recompute full", "4 --bcd-resident-layers 3"])
+def test_timeline_of_copies(capsys: pytest.CaptureFixture[str], tmp_path: Path, more: str) -> None:
+    """Copies that no run makes, or more than it makes; a layer that computes before it is there; another time than the
+    planner's."""
+    flags = ("--task", "sft", "--model", "LLaMA-7B", *CARD, "--adam-moments-dtype", "int8", "--bcd-num-blocks", "32")
+    flags, device = (*flags, "--json", "--bcd-frozen-weights", "host", "--micro-batch-size", *more.split()), flags
+    planned = json.loads(run(capsys, *flags, "--timeline", tmp_path / "trace.json"))
+    phase = next(each for each in planned["time"]["phases"] if each["block"] == 16)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    end = {"computation": 0.0, "copies": 0.0}
+    there = {f"layer {number}": 0.0 for number in range(32)}
+    for event in events:
+        assert event["ts"] >= end[event["tid"]] - 1e-6, "one after the other"
+        end[event["tid"]] = event["ts"] + event["dur"]
+        layer = event["name"].partition(" of ")[2]
+        if event["cat"] == "copy":
+            there[layer] = end["copies"]
+        else:
+            assert event["ts"] >= there.get(layer, 0.0) - 1e-6
+    resident = 3 if "resident" in more else 0
+    # test_frozen_weights.py counts the same in runs
+    assert sum(event["cat"] == "copy" for event in events) == (31 - resident) + (15 - resident) - 2
+    expected = 1e6 * phase["pipeline"] / (8 // int(more[0]))
+    assert 0.93 * expected < end["computation"] < 1.001 * expected
+    assert "one pipeline stage" in run(capsys, *device, "--timeline", tmp_path / "trace.json", code=2)
+    assert ".png" in run(capsys, *flags, "--timeline", tmp_path / "trace.txt", code=2)
+    if more == "1":
+        run(capsys, *flags, "--timeline", tmp_path / "trace.svg")
+        assert "milliseconds" in (tmp_path / "trace.svg").read_text()
+
+
 def test_settings_that_save_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """A flag that the plan reads and the command lacks, or that frees other bytes than the training script counts."""
     whole = ("--task", "sft", "--model", "L-1.5B", *CARD, "--bcd-num-blocks", "30", "--json")

@@ -131,7 +131,7 @@ def _costs(recipe: Recipe, shape: PlanShape, block: int) -> ActionCosts:
     partition, counts, choices = recipe.partition, recipe.layer_counts, recomputation(recipe)
     layer, head, core = (each(recipe).seconds(recipe) for each in (layer_pass, head_pass, core_pass))
     unhidden = functools.partial(_unhidden_seconds, recipe, block)
-    exchange = _exchange_seconds(recipe)
+    exchange = exchange_seconds(recipe)
     forward, backward = [], []
     for virtual in range(partition.num_virtual_stages):
         chunk, stage = divmod(virtual, partition.num_stages)
@@ -142,16 +142,22 @@ def _costs(recipe: Recipe, shape: PlanShape, block: int) -> ActionCosts:
         num_layers = len(partition.chunk_layers(stage, chunk))
         forward.append(num_layers * (layer + exchange) + unhidden(virtual, layer + exchange))
         backward.append((num_inputs + num_updated + recomputed) * layer + (num_inputs + recomputed) * exchange)
-        of_backward = (layer + exchange) * (1 + recomputed / max(1, num_inputs))
-        backward[-1] += unhidden(virtual, of_backward, num_last=num_inputs)
+        of_layers = (layer + exchange) * (1 + recomputed / max(1, num_inputs))
+        backward[-1] += unhidden(virtual, of_layers, num_last=num_inputs)
         if choice.granularity == "selective":
             backward[-1] += num_inputs * core
         if virtual == shape.last:
-            # a linear loss computes the gradient of its input with the loss, and logits again for the weight's
-            forward[-1] += (1 + recipe.has_linear_loss) * head
-            passes = (0, 2) if recipe.has_linear_loss else (1, 2)
-            backward[-1] += passes[partition.head_active(block)] * head
+            of_forward, of_backward = passes_of_head(recipe, block)
+            forward[-1] += of_forward * head
+            backward[-1] += of_backward * head
     return ActionCosts(forward=forward, backward=backward, backward_input=backward, message=_message_seconds(recipe))
+
+
+def passes_of_head(recipe: Recipe, block: int) -> tuple[int, int]:
+    """In a microbatch's forward and backward pass. A linear loss computes the gradient of its input with the loss, and
+    logits again for the weight's."""
+    is_active = recipe.partition.head_active(block)
+    return (2, 2 * is_active) if recipe.has_linear_loss else (1, 1 + is_active)
 
 
 def _unhidden_seconds(
@@ -162,14 +168,22 @@ def _unhidden_seconds(
     if not recipe.is_streamed:
         return 0.0
     chunk, stage = divmod(virtual, recipe.partition.num_stages)
-    layers = recipe.state.streamed[stage]
-    frozen = [index for index, is_active in enumerate(layers.is_active[block]) if not is_active]
-    streamed = set(frozen[: len(frozen) - (recipe.resident_layers or 0)])
     first = sum(len(recipe.partition.chunk_layers(stage, before)) for before in range(chunk))
     last = first + len(recipe.partition.chunk_layers(stage, chunk))
-    copies = len(streamed.intersection(range(first if num_last is None else last - num_last, last)))
-    copy = recipe.bytes_per_element * layers.padded / (1e9 * recipe.cluster.copy_gb_per_s)
-    return copies * max(0.0, copy - computing)
+    read = range(first if num_last is None else last - num_last, last)
+    copies = len(streamed_layers(recipe, stage, block).intersection(read))
+    return copies * max(0.0, copy_seconds(recipe, stage) - computing)
+
+
+def streamed_layers(recipe: Recipe, stage: int, block: int) -> set[int]:
+    """Of a stage whose frozen layers lie in host memory: those that are copied in the block's phase."""
+    frozen = [index for index, is_active in enumerate(recipe.state.streamed[stage].is_active[block]) if not is_active]
+    return set(frozen[: len(frozen) - (recipe.resident_layers or 0)])
+
+
+def copy_seconds(recipe: Recipe, stage: int) -> float:
+    """Of one layer to the device."""
+    return recipe.bytes_per_element * recipe.state.streamed[stage].padded / (1e9 * recipe.cluster.copy_gb_per_s)
 
 
 def _group_speed(recipe: Recipe, ranks: int) -> float:
@@ -178,7 +192,7 @@ def _group_speed(recipe: Recipe, ranks: int) -> float:
     return 1e9 * (cluster.link_gb_per_s if ranks <= recipe.gpus_per_node else cluster.network_gb_per_s)
 
 
-def _exchange_seconds(recipe: Recipe) -> float:
+def exchange_seconds(recipe: Recipe) -> float:
     """Gathering keys and values of one layer over context-parallel ranks, or scattering their gradients; not
     overlapped."""
     ranks = recipe.context_size
