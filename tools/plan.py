@@ -214,8 +214,8 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
             raise ValueError(f"{flag_of(name)} is required (except with --paper)")
     given = fields_of(arguments, method_of(arguments))
     if arguments.search or arguments.compare:
-        return valid_pipelines(**given | {"recompute": "none"})[0]
-    if arguments.recompute is None:
+        return valid_pipelines(**given | {"recompute": "none", "micro_batch_size": arguments.micro_batch_size or 1})[0]
+    if arguments.task == "sft":
         return place(**given)
     return with_fewest_blocks(shortest_that_fits(valid_pipelines(**given)))
 
@@ -287,6 +287,7 @@ def answer_search(arguments: argparse.Namespace, recipe: Recipe, found: Sequence
 def what_fits(arguments: argparse.Namespace) -> tuple[str, list[dict[str, str]]]:
     """Changed flags with which the plan fits, and the planner's command for each."""
     given = fields_of(arguments, method_of(arguments)) | {"recompute": arguments.recompute or "auto"}
+    given["micro_batch_size"] = arguments.micro_batch_size or 1
     rows, data = [], []
     for changes, recipe in remedies(given):
         if "method" in changes:

@@ -152,7 +152,8 @@ def as_bash(recipe: Recipe, fields: Mapping[str, Any], extra: Sequence[str], *, 
 
 def what_fits(recipe: Recipe, fields: Mapping[str, Any]) -> str:
     """Flags and methods with which it fits."""
-    chosen = {"num_gpus": recipe.num_gpus, "cluster": recipe.cluster, "recompute": recipe.recompute}
+    names = ("num_gpus", "cluster", "recompute", "micro_batch_size")
+    chosen = {name: getattr(recipe, name) for name in names}
     found = [" ".join(words_of(changes)) for changes, _ in remedies({**fields, **chosen})]
     if not found:
         return "nothing fits: take a smaller model, a GPU with more memory or a shorter --seq-length"

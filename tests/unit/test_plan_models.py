@@ -133,12 +133,19 @@ def test_what_fits_on_one_card(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 
 
 def test_frozen_layers_on_the_host(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A published model that is told not to fit; copies that cost nothing, or that more tokens don't hide; a node that
-    runs out of memory."""
+    """A published model that is told not to fit; copies that cost nothing, or that more tokens don't hide; memory that
+    is left to micro-batches of one sequence; a node that runs out of memory."""
     large = folder(tmp_path, PUBLISHED["Llama-3-8B"][0], name="large")
     flags = ("--task", "sft", "--model", large, *CARD, "--json")
+    hidden = json.loads(run(capsys, *flags))
+    flags += ("--micro-batch-size", "1")
     plan = json.loads(run(capsys, *flags))
     assert "--bcd-frozen-weights host" in plan["command"]
+    assert hidden["recipe"]["micro_batch_size"] > 1 and hidden["time"]["copy_share"] < 0.01
+    assert hidden["time"]["tokens_per_second"] > 1.5 * plan["time"]["tokens_per_second"]
+    assert hidden["memory"]["peak_bytes"] <= 0.95 * hidden["memory"]["available_bytes"]
+    searched = json.loads(run(capsys, *flags, "--search"))["best"]
+    assert "--bcd-frozen-weights host" in searched["command"] and searched["recipe"]["micro_batch_size"] > 1
     weights = 2 * 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096)
     assert plan["memory"]["host_bytes"] == pytest.approx(2 * weights, rel=0.01), "and the low bits of main parameters"
     longer = json.loads(run(capsys, *flags, "--seq-length", "2048"))

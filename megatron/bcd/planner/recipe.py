@@ -31,8 +31,10 @@ FROZEN_WEIGHTS = ("device", "host")
 FUSED_LOSSES = ("native", "linear")
 VOCABULARY_MULTIPLE = {"pretrain": 128, "sft": 1}
 """--make-vocab-size-divisible-by; of a published model 1, because rows of padding would take part in the softmax."""
-SFT_DEFAULTS = {"precision": "bf16", "sequence": 1024, "global_batch_size": 8, "recompute": None}
-"""Of --task sft, by field of Recipe; recompute None: only where it does not fit without."""
+SFT_DEFAULTS = {"precision": "bf16", "sequence": 1024, "global_batch_size": 8} | dict.fromkeys(
+    ("recompute", "micro_batch_size")
+)
+"""Of --task sft, by field of Recipe; None: as `search.place` chooses."""
 LONGEST_DEFAULT = 2048
 """Tokens of a sequence by default, where config.json allows more."""
 MAX_GPUS, MAX_BATCH, MAX_TOKENS = 4096, 2**17, 2**24
@@ -78,7 +80,12 @@ class Recipe:
     pipeline_size: int = _flag(1, "(default: the smallest that fits; --search tries all)",
         name="--pipeline-model-parallel-size", metavar="N")  # fmt: skip
     context_size: int = _flag(1, "(default: 1)", name="--context-parallel-size", given=1, metavar="N")
-    micro_batch_size: int = _flag(1, "(default: 1; --search tries powers of two)", given=1, metavar="N")
+    micro_batch_size: int = _flag(
+        1,
+        "(default: 1; --search tries powers of two, and --task sft where frozen layers are in host memory)",
+        given=1,
+        metavar="N",
+    )
     global_batch_size: int = _flag(64, "sequences of an iteration (default: 64)", given=64, metavar="N")
     sequence: int | None = _flag(None, "(default: the model's, of a config.json at most"
         f" {LONGEST_DEFAULT:,}; with --task sft {SFT_DEFAULTS['sequence']:,})", name="--seq-length",

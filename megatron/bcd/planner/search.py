@@ -23,6 +23,7 @@ _SIMULATED = 3
 MOST_GPUS = 512
 _PLANNED_SHARE = 0.95
 """Of a GPU's memory: the estimate is a formula, and running out of memory costs more than recomputing a layer."""
+_STREAMED_SLOWER = 1.05
 OF_BLOCKS = ("num_blocks", "layout", "frozen", "always_active", "num_chunks", "frozen_weights", "resident_layers")
 """Fields of Recipe that only methods with blocks have."""
 CAN_STREAM = ("bcd", "finetune")
@@ -60,17 +61,20 @@ def with_fewest_blocks(recipe: Recipe) -> Recipe:
     """Preset finetune where no number of blocks is given: the fewest within _PLANNED_SHARE of the memory, at least two.
 
     Fewer, larger blocks train every layer in more steps, and their loss is closer to full training's
-    (docs/fine_tuning.md). Of numbers with the same largest block the least is tried. If none fit: one layer a block.
+    (docs/fine_tuning.md). Of numbers with the same largest block the least is tried; with frozen layers on the host,
+    where larger blocks take memory from the micro-batch, of those at most _STREAMED_SLOWER times as long a step as one
+    layer a block. If none fit: one layer a block.
     """
     if recipe.method != "finetune" or recipe.num_blocks is not None or recipe.layout == "stage":
         return recipe
-    if recipe.recompute == "auto":  # one layer a block leaves most memory to activations
+    if recipe.recompute == "auto" and not recipe.is_streamed:  # one layer a block leaves most memory to activations
         return recipe
+    longest = _STREAMED_SLOWER * mean_seconds(recipe, is_rough=True) if recipe.is_streamed else math.inf
     per_stage = recipe.model.layers // recipe.pipeline_size
     for num_blocks in sorted({math.ceil(per_stage / size) for size in range(2, per_stage)}):
         with contextlib.suppress(ValueError):  # a layout that cannot have so many
             other = replace(recipe, num_blocks=num_blocks)
-            if fits(other, share=_PLANNED_SHARE):
+            if fits(other, share=_PLANNED_SHARE) and mean_seconds(other, is_rough=True) <= longest:
                 return other
     return recipe
 
@@ -89,8 +93,9 @@ def place(
     ``fields`` are Recipe's. A ``pipeline_size`` or ``recompute`` of None is chosen: the row's pipeline if the number
     of GPUs is the row's, else the shortest pipeline that takes at most 95 % of a GPU's memory, only if none does with
     a linear loss too (fine-tuning only), then with recomputation (auto: the least that takes), then with frozen weights
-    on the host. Layout ``stage`` has one block per stage, so it gets at least two stages if possible. If nothing fits:
-    the longest pipeline with recomputation, on one node by default. Raises ValueError as Recipe does.
+    on the host. A ``micro_batch_size`` of None is 1, but with frozen weights on the host, where larger ones hide the
+    copies, the fastest. Layout ``stage`` has one block per stage, so it gets at least two stages if possible. If
+    nothing fits: the longest pipeline with recomputation, on one node by default. Raises ValueError as Recipe does.
     """
     rows = {(row.method, row.model, row.cluster): row for row in placements}
     row = rows.get((method, model.name, cluster.name))
@@ -119,22 +124,32 @@ def place(
     return next((each for each in tried if each.num_gpus >= cluster.gpus_per_node), tried[-1])
 
 
-def _choose_layout(*, by_stage: bool, recompute: str | None = None, **fields: Any) -> Recipe:
+def _choose_layout(
+    *, by_stage: bool, recompute: str | None = None, micro_batch_size: int | None = None, **fields: Any
+) -> Recipe:
     """The first layout within _PLANNED_SHARE of the memory, else the first that fits, else the last one."""
     tried: list[Recipe] = []
     weights = fields.pop("frozen_weights", None)
     places = (weights,) if weights or fields["method"] not in CAN_STREAM else ("device", "host")
-    loss = fields.pop("cross_entropy_fusion_impl", None)
-    losses = (None, "linear") if loss is None and fields.get("task") == "sft" else (loss,)
+    given = fields.pop("cross_entropy_fusion_impl", None)
+    losses = (None, "linear") if given is None and fields.get("task") == "sft" else (given,)
     choices = ("none", "auto") if recompute is None else (recompute,)
     ways = [(choices[0], loss) for loss in losses] + [(choice, losses[-1]) for choice in choices[1:]]
+    fields |= {"micro_batch_size": micro_batch_size or 1, "memory_share": _PLANNED_SHARE}
     for where, (choice, loss) in itertools.product(places, ways):
-        saving: dict[str, Any] = {"recompute": choice, "frozen_weights": where, "cross_entropy_fusion_impl": loss}
-        suited = valid_pipelines(memory_share=_PLANNED_SHARE, **saving, **fields)
+        saving = {"recompute": choice, "frozen_weights": where, "cross_entropy_fusion_impl": loss}
+        suited = valid_pipelines(**saving, **fields)
         tried += [recipe for recipe in suited if recipe.pipeline_size > 1 or not by_stage] or suited
     for share in (_PLANNED_SHARE, 1.0):
         for recipe in tried:
             if fits(recipe, share=share):
+                if recipe.is_streamed and micro_batch_size is None:
+                    pipeline_size = recipe.pipeline_size if by_stage else fields.get("pipeline_size")
+                    others = layouts(replace(recipe, cross_entropy_fusion_impl=given), pipeline_size=pipeline_size)
+                    suited = [
+                        each for each in others if recompute in (None, each.recompute) and fits(each, share=share)
+                    ]
+                    recipe = min(suited, key=lambda each: mean_seconds(each, is_rough=True))
                 return with_fewest_blocks(recipe)
     return tried[-1]
 
@@ -143,9 +158,9 @@ def _choose_layout(*, by_stage: bool, recompute: str | None = None, **fields: An
 
 
 def layouts(base: Recipe, *, pipeline_size: int | None = None) -> Iterator[Recipe]:
-    """Every layout of the recipe on its GPUs: pipeline and data size, blocks, micro-batch, recomputation. The cut of
-    the stages, how layers form blocks, and a number of blocks that was given are ``base``'s. With ``pipeline_size`` no
-    other size is tried."""
+    """Every layout of the recipe on its GPUs: pipeline and data size, blocks, micro-batch, recomputation, and
+    where fine-tuning's frozen layers lie. The cut of the stages, how layers form blocks, and a number of blocks that
+    was given are ``base``'s. With ``pipeline_size`` no other size is tried."""
     choices: Sequence[int | None] = SEARCHED_BLOCKS[: 2 if base.partition.layout == "submodel" else None]
     if not base.has_blocks or base.partition.layout == "stage":
         choices = (None,)
@@ -160,10 +175,23 @@ def layouts(base: Recipe, *, pipeline_size: int | None = None) -> Iterator[Recip
             for micro_batch_size in (size for size in _divisors(per_rank) if size & (size - 1) == 0):
                 changes: dict[str, Any] = {"num_blocks": blocks, "micro_batch_size": micro_batch_size}
                 with contextlib.suppress(ValueError):  # more stages or blocks than the model has layers for
-                    recipe = replace(base, pipeline_size=stages, recompute="none", **changes)
-                    yield recipe
-                    if not fits(recipe):
-                        yield replace(recipe, recompute="auto")
+                    yield from _saving(replace(base, pipeline_size=stages, recompute="none", **changes))
+
+
+def _saving(recipe: Recipe) -> Iterator[Recipe]:
+    """The recipe, and if it does not fit with recomputation; of fine-tuning also with frozen layers on the host, and
+    with a linear loss where it does not fit otherwise."""
+    is_sft, places, losses = recipe.task == "sft", [recipe.frozen_weights], [recipe.cross_entropy_fusion_impl]
+    if is_sft and recipe.method in CAN_STREAM and recipe.frozen_weights is None:
+        places.append("host")
+    if is_sft and recipe.cross_entropy_fusion_impl is None:
+        losses.append("linear")
+    for where in places:
+        for recompute, loss in itertools.product(("none", "auto"), losses):
+            trial = replace(recipe, frozen_weights=where, recompute=recompute, cross_entropy_fusion_impl=loss)
+            yield trial
+            if recompute == "none" and fits(trial, share=recipe.memory_share):
+                break
 
 
 def _variants(recipe: Recipe) -> Iterator[Recipe]:
