@@ -27,7 +27,7 @@
 #   EPOCHS, LR            (3, 1e-5)
 #   PROMPT                what the tuned model answers at the end
 #   SAVE                  folder of the checkpoints (out/MODEL-finetune-CLUSTER); the model goes to SAVE-hf, metrics to SAVE.jsonl
-#   MICRO_BATCH, GLOBAL_BATCH, PRECISION, RECOMPUTE   (1, 8, bf16, auto only where needed); flags too, as NUM_GPUS
+#   MICRO_BATCH, GLOBAL_BATCH, PRECISION, RECOMPUTE   (the plan's, 8, bf16, the plan's); flags too, as NUM_GPUS
 #   FORCE=1               start even if the estimate does not fit
 #   OUT                   with SCALE=tiny: what to write to (out/recipes)
 #   BCD_PYTHON            an interpreter of your own (examples/setup_env.sh)
