@@ -20,10 +20,10 @@ class _Saved:
         self._meter = meter
         # of now: Megatron Core empties the storage of a recomputed norm, and fills it again in the backward pass
         self._address, self._num_bytes = storage.data_ptr(), storage.nbytes()
-        meter._keep(self._address, self._num_bytes)
+        meter.keep(self._address, self._num_bytes)
 
     def __del__(self) -> None:
-        self._meter._let_go(self._address, self._num_bytes)
+        self._meter.let_go(self._address, self._num_bytes)
 
 
 class ActivationMeter:
@@ -74,13 +74,13 @@ class ActivationMeter:
         return saved.tensor if isinstance(saved, _Saved) else saved
 
     # by address and size: the storage of a norm that is recomputed is emptied, and its address given to another
-    def _keep(self, address: int, num_bytes: int) -> None:
+    def keep(self, address: int, num_bytes: int) -> None:
         self._uses[address, num_bytes] += 1
         if self._uses[address, num_bytes] == 1:
             self._live_bytes += num_bytes
             self.peak_bytes = max(self.peak_bytes, self._live_bytes)
 
-    def _let_go(self, address: int, num_bytes: int) -> None:
+    def let_go(self, address: int, num_bytes: int) -> None:
         self._uses[address, num_bytes] -= 1
         if not self._uses[address, num_bytes]:
             del self._uses[address, num_bytes]
