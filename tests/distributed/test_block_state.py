@@ -11,8 +11,6 @@ import torch
 from support import worlds
 from support.dist import World
 
-from megatron.bcd.blocks.ownership import ownership
-from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.optim.param_shard import ParamShard
 
@@ -155,8 +153,6 @@ def test_nothing_is_kept_when_the_run_ends(world1: World, text_data: str) -> Non
     assert world1.run(saves_of_a_run, worlds.run_config(data_path=text_data, **flags)) == [2]
 
 
-LLAMA = {"form": "llama", "ffn_hidden_size": 88, "group_query_attention": True, "num_query_groups": 2}
-LLAMA |= {"world_size": 2, "pipeline_model_parallel_size": 2}
 UNTIED = {"untie_embeddings_and_output_weights": True}
 # by name: cut, parts, flags
 ALWAYS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -199,25 +195,3 @@ def test_one_state_for_the_whole_run(world1: World, world2: World, text_data: st
                 assert steps == after[key][0] == {num_steps}, key
                 assert torch.equal(tensor.view(torch.int32), after[key][1].view(torch.int32)), key
     assert any(whole([rank], 1) for rank in ranks)
-
-
-def trained_in_first_phase(config: Any) -> dict[str, bool]:
-    """By this rank's parameters: whether a step changed it."""
-    with worlds.started(config) as one:
-        before = worlds.weights_of(one.model)
-        one.train()
-        changed = worlds.same_bits(before, worlds.weights_of(one.model))
-        return {name: name in changed for name in before}
-
-
-def test_norms_are_always_active(world2: World, text_data: str) -> None:
-    """RMSNorm's weights, or those of queries and keys, that stay frozen because they go by another name."""
-    flags = LLAMA | {"data_path": text_data, "train_iters": 1, "qk_layernorm": True, "bcd_always_active": "norms"}
-    config = worlds.run_config(**flags)
-    cut = partition_from_config(config)
-    for stage, trained in enumerate(world2.run(trained_in_first_phase, config)):
-        norms = [name for name in trained if "norm" in name]
-        assert len(norms) == 4 * 3 + (stage == 1)
-        for name, was_trained in trained.items():
-            owned = ownership(name, partition=cut, stage=stage)
-            assert was_trained == (name in norms or owned.block == 0), name

@@ -146,15 +146,3 @@ def test_main_params_that_are_dropped(world1: World, text_data: str) -> None:
     assert min(kept[3:]) > 0 and not any(starts)
     kept, starts = world1.run(host_bytes_and_start, worlds.run_config(**flags, bcd_main_params="drop"))[0]
     assert set(kept) == {0} and len(starts) == 3 and all(starts)
-
-
-def test_model_state_of_preset_finetune(world1: World, text_data: str) -> None:
-    """Model state of full training in one phase: one layer a block is 2 + 16 / M bytes per parameter in bf16, and the
-    frozen embedding 2."""
-    flags = {"data_path": text_data, "num_layers": 8, "bf16": True, "bcd_num_blocks": None}
-    finetune = worlds.run_config(**flags, bcd_preset="finetune", bcd_steps_per_block=1, train_iters=8)
-    assert finetune.bcd.bcd_num_blocks == 8
-    found = world1.run(worlds.train_run, finetune)[0]
-    full = world1.run(worlds.train_run, worlds.run_config(**flags | {"bcd_num_blocks": 1}, train_iters=1))[0]
-    assert set(found["blocks"]) == set(range(8))
-    assert max(map(max, found["model_state_bytes"])) <= 0.25 * max(map(max, full["model_state_bytes"]))

@@ -9,8 +9,6 @@ from support import worlds
 from support.dist import World
 from support.plain_training import plain_training
 
-from megatron.bcd.config import RunConfig
-
 CUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "data2": {"world_size": 2},
@@ -31,26 +29,3 @@ def test_one_block_is_plain_training(world1: World, world2: World, text_data: st
     for mine, other in zip(ours, plain, strict=True):
         assert mine["losses"] == other["losses"]
         assert worlds.same_bits(mine["weights"], other["weights"]) == []
-
-
-def run_and_watch_builds(config: RunConfig) -> dict[str, Any]:
-    """Identity of the optimizer and its step count (Adam's own) after each step."""
-    seen: list[tuple[int, float]] = []
-
-    def look(one: worlds.RecordedRun) -> None:
-        inner = one.active.optimizer.chained_optimizers[0].optimizer
-        seen.append((id(one.active.optimizer), float(next(iter(inner.state.values()))["step"])))
-
-    with worlds.started(config, after_step=look) as one:
-        one.train()
-        return {"seen": seen, **worlds.outcome(one)}
-
-
-def test_the_same_block_again_rebuilds_nothing(world1: World, text_data: str) -> None:
-    """A phase of a single block that throws the moments away: training restarts Adam without a reason."""
-    flags = {"data_path": text_data, "bcd_num_blocks": 1, "bcd_steps_per_block": 2}
-    outcome = world1.run(run_and_watch_builds, worlds.run_config(**flags))[0]
-    assert len({identity for identity, _ in outcome["seen"]}) == 1
-    assert [step for _, step in outcome["seen"]] == [1, 2, 3, 4, 5, 6]
-    assert [step["phase"] for step in outcome["steps"]] == [0, 0, 1, 1, 2, 2]
-    assert outcome["switches"] == []

@@ -1,4 +1,4 @@
-"""The folder of --save at the start of a run: one job at a time, on a disk that all nodes share."""
+"""The folder of --save at the start of a run, on a disk that all nodes share; two jobs: e2e/test_checkpoint_faults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from support import worlds
 from support.dist import World
 
 from megatron.bcd.checkpoint.saver import claim_save_folder
-from megatron.bcd.runtime import dir_claim
 
 
 def claim(*roots: str) -> str:
@@ -41,19 +40,3 @@ def test_a_folder_that_can_not_be_made(world2: World, tmp_path: Path, name: str)
     root = str(tmp_path / name)
     first, second = world2.run(claim, root)
     assert first == second and first.startswith(f"--save {root}")
-
-
-def test_a_second_job(world2: World, tmp_path: Path) -> None:
-    """Two jobs that write the same checkpoints: each deletes what the other has not finished. A lock that outlives its
-    job, or a probe that stays behind."""
-    root = str(tmp_path / "new" / "saved")
-    assert world2.run(claim, root) == world2.run(claim, root) == ["claimed []"] * 2
-    assert [name for name in os.listdir(root) if name != ".lock"] == []
-    unfinished = Path(root) / "iter_0000007.incomplete"
-    unfinished.mkdir()
-    lock, _ = dir_claim.lock_folder(root, flag="--save", contents="checkpoints")
-    first, second = world2.run(claim, root)
-    assert first == second and first.startswith(f"--save {root}: ") and f"pid {os.getpid()} " in first
-    assert unfinished.is_dir(), "it is the other job's"
-    lock.release()
-    assert world2.run(claim, root) == ["claimed []"] * 2 and not unfinished.exists()

@@ -140,12 +140,15 @@ def test_a_state_that_does_not_fit(
 def test_two_jobs_in_one_folder(runs: ForkedRuns, copied: Callable[[int], Path]) -> None:
     """Two jobs that delete each other's unfinished checkpoints; here this process is the first job."""
     place = copied(2)
+    unfinished = place / "saved" / "iter_0000007.incomplete"
+    unfinished.mkdir()
     lock, _ = dir_claim.lock_folder(str(place / "saved"), flag="--save", contents="checkpoints")
     before = digests(place)
     assert_refused(resume(runs, place, 2), "--save saved", f"pid {os.getpid()} ")
     assert digests(place) == before
     lock.release()
-    assert [rank.code for rank in resume(runs, place, 2)] == [0] * 2
+    assert [rank.code for rank in resume(runs, place, 2)] == [0] * 2 and not unfinished.exists()
+    assert all(path.name.startswith("iter_") or path.is_file() for path in (place / "saved").iterdir())
 
 
 def test_a_run_that_blows_up(runs: ForkedRuns, copied: Callable[[int], Path]) -> None:
@@ -165,15 +168,3 @@ def metrics(place: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     names = ("iteration", "consumed_samples", "loss", "grad_norm", "learning_rate", "block", "phase", "validation_loss")
     return [{name: line[name] for name in names if name in line} for line in lines]
-
-
-def test_the_llama_script_refuses_in_one_line(runs: ForkedRuns, copied: Callable[[int], Path]) -> None:
-    """The other script's name, a default that no one is told of, or a GPT's weights in a LLaMA."""
-    place = copied(2)
-    before = digests(place)
-    refused = {("--openai-gelu",): ("--openai-gelu", "--swiglu"), ("--load", "saved"): ("--load saved", "--swiglu")}
-    for flags, named in refused.items():
-        words = command_line(*FLAGS, *flags, num_ranks=2)
-        results = runs.run(words, folder=place, num_ranks=2, script="pretrain_llama_bcd")
-        assert_refused(results, *named)
-    assert digests(place) == before

@@ -1,10 +1,9 @@
-"""Flags: generated ones, what follows from them, presets, help."""
+"""Flags: generated ones, what follows from them, presets."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,22 +107,6 @@ def test_every_flag_of_stock_is_accepted_or_in_the_table() -> None:
     assert [start for start in starts if not any(name.startswith(start) for name in (*stock_flags(), *fields))] == []
 
 
-OURS_ALONE = """
-    --adam-moments-dtype --cpu-kernels --eval-fixed --keep-last-checkpoints --load-hf --max-skipped-steps
-    --metrics-file --muon-grad-dtype --muon-momentum-dtype --no-sft-packing --no-use-distributed-optimizer
-    --num-epochs --overwrite-checkpoints --pipeline-cut --recompute --recompute-memory-gib --save-hf
-    --save-adapters --save-hf-interval --sft-drop-long --sft-prompt-format
-    --no-decoupled-weight-decay
-"""  # the last one: core_v0.16.1 has the field, and no flag
-
-
-def test_flag_names_are_stocks() -> None:
-    """A misspelt name: every flag is stock Megatron-LM's, a --bcd- one, or of OURS_ALONE."""
-    shown = {flag.shown for flag in generate_flags()}
-    unknown = {name for name in shown - stock_flags() - set(OURS_ALONE.split()) if not name.startswith("--bcd-")}
-    assert unknown == set()
-
-
 def test_run_config_survives_json() -> None:
     """A value that is not plain, or a tuple that comes back as a list."""
     config = parse("--global-batch-size", "4", "--rampup-batch-size", "2", "2", "8", "--data-path", "1", "a", "2", "b")
@@ -150,16 +133,7 @@ def test_the_whole_validation_split_by_its_other_name() -> None:
     """An evaluation without end, or none."""
     assert parse("--eval-iters", "-1") == parse("--full-validation")
     assert parse("--eval-iters", "-1", "--split", "100,0,0") == parse("--split", "100,0,0")
-    weighted = [
-        "--train-data-path",
-        "1",
-        "a",
-        "2",
-        "b",
-        "--valid-data-path",
-        "c",
-        "d",
-    ]  # weights of training data alone
+    weighted = ["--train-data-path", "1", "a", "2", "b", "--valid-data-path", "c", "d"]  # of training data alone
     assert parse("--full-validation", *weighted, without=("--data-path",)).training.full_validation
 
 
@@ -210,13 +184,3 @@ def test_frozen_parts() -> None:
     ).bcd
     assert untied.frozen == {"embedding"} and untied.always_active == {"norms", "biases", "head"}
     assert parse().bcd.frozen == frozenset()
-
-
-def test_document_has_the_table(repo_root: Path) -> None:
-    """A flag that was added to the table, or removed, and docs/flags.md that still says otherwise."""
-    text = (repo_root / "docs" / "flags.md").read_text(encoding="utf-8")
-    rows = (
-        f"| {', '.join(f'`{start}*`' if start.endswith('-') else f'`{start}`' for start in starts.split())} | {why} |"
-        for why, starts in UNSUPPORTED.items()
-    )
-    assert text.endswith("\n".join(("|---|---|", *rows, "")))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,35 +13,8 @@ from megatron.bcd.planner.cost import (
     compute_ratio,
     layer_work,
     newton_schulz_flops,
-    state_budget,
     total_compute_ratio,
 )
-
-
-@pytest.mark.parametrize(
-    ("precision", "moments", "expected"),
-    [
-        ("fp32", 2, (4, 4, 8)),
-        ("bf16", 2, (2, 4, 12)),
-        ("fp16", 2, (2, 4, 12)),
-        ("fp32", 1, (4, 4, 4)),
-        ("bf16", 1, (2, 4, 8)),
-    ],
-)
-def test_budget_per_parameter(precision: str, moments: int, expected: tuple[int, ...]) -> None:
-    """A forgotten fp32 main parameter or a 16-bit main gradient: full is 16 in fp32, 18 in bf16."""
-    budget = state_budget(precision=precision, moments=("fp32",) * moments)
-    assert (budget.weight, budget.gradient, budget.optimizer) == expected
-    if precision == "fp16":  # without --accumulate-allreduce-grads-in-fp32
-        assert state_budget(precision=precision, gradients_in_fp32=False).gradient == 2
-
-
-@pytest.mark.parametrize(("dtype", "moments"), [("fp32", 8), ("bf16", 4), ("int8", 2.03125)])
-def test_budget_with_moments_in_fewer_bits(dtype: str, moments: float) -> None:
-    """A main parameter that is charged as a moment, scales that are forgotten."""
-    assert state_budget(precision="bf16", moments=(dtype, dtype)).optimizer == moments + 4
-    assert state_budget(precision="bf16", moments=(dtype, "bf16")).optimizer == moments / 2 + 2 + 4
-    assert state_budget(precision="bf16", moments=(dtype, dtype), precision_aware=True).optimizer == moments + 2
 
 
 def cut_of(*, layers: int, stages: int = 1, blocks: int | None = 3, layout: str = "spread") -> Partition:
@@ -102,28 +73,6 @@ def test_stateless_updates_compute_weight_gradients(stateless: str, weights: lis
     """A W that is not counted for them, or a prefix that --bcd-resting-layers suffix keeps."""
     cut = partition(num_layers=6, num_stages=2, num_blocks=3, layout="strided", tied=True, stateless=stateless)
     assert [layer_work(cut, block)[2] for block in range(3)] == weights
-
-
-def test_always_active_biases() -> None:
-    """Biases of frozen layers that are counted for no block."""
-    shape = shape_of(layers=4, hidden=8, vocabulary=16, positions=4)
-    parts = frozenset({"norms", "biases", "embedding", "head"})
-    cut = replace(cut_of(layers=4, blocks=2, layout="strided"), always_active=parts)
-    vectors = 4 * (72 + 32) + 16  # biases of 24 + 8 + 32 + 8, two norms of 2 x 8 per layer
-    assert active_parameters(shape, cut, 0, padded=16) == (20 * 8 + vectors + 2 * 12 * 64,)
-    assert active_parameters(shape, replace(cut, has_active_block=False), 0, padded=16) == (20 * 8 + vectors,)
-
-
-@pytest.mark.parametrize("frozen", ["embedding", "head", "norms"])
-def test_frozen_parts_are_active_in_no_phase(frozen: str) -> None:
-    """A frozen part that a phase counts, or one that the model lost."""
-    shape = shape_of(layers=4, hidden=8, vocabulary=16, positions=4, tied=False)
-    cut = partition(num_layers=4, num_stages=2, num_blocks=2, layout="spread", tied=False)
-    parts = {"embedding": 20 * 8, "head": 16 * 8, "norms": (2 * 4 + 1) * 16}
-    some = replace(cut, frozen=frozenset({frozen}))
-    active = sum(sum(active_parameters(shape, some, block, padded=16)) for block in range(2))
-    assert active == shape.num_parameters - parts[frozen]
-    assert stage_parameters(shape, some, padded=16) == stage_parameters(shape, cut, padded=16)
 
 
 def test_operations_of_an_orthogonalisation() -> None:

@@ -9,6 +9,7 @@ from megatron.bcd.blocks.partition import Partition, partition
 from megatron.bcd.config import LAYOUTS
 
 LAYER = ("self_attention.linear_qkv.weight", "input_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+LAYER += ("self_attention.q_layernorm.weight",)
 
 
 def names_of(cut: Partition, stage: int) -> list[str]:

@@ -274,3 +274,17 @@ def test_results_count_if_their_command_is_the_same(tmp_path: Path, capsys: pyte
     content = path.read_text(encoding="utf-8")
     path.write_text(content.replace("--gain 0.5", "--gain 0.6"), encoding="utf-8")
     assert content.count("--gain 0.5") and num_runs() > 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_ten_minute_study_gives_its_committed_table(repo_root: Path, tmp_path: Path, shared_data: Path) -> None:
+    """A table in the documents that the code of today does not give any more."""
+    path, results = repo_root / "studies" / "gpt_10_minutes.yaml", tmp_path / "results.csv"
+    words = [str(path), "--output", str(tmp_path), "--data", str(shared_data), "--results", str(results)]
+    assert tool.main(words) == 0
+    found, committed = ({one.key: one for one in read_results(file)} for file in (results, path.with_suffix(".csv")))
+    assert found.keys() == {key for key, one in committed.items() if not one.rounds}
+    for key, one in found.items():
+        assert one.test == pytest.approx(committed[key].test, abs=0.05), key
+        assert one.state_bytes_per_parameter == pytest.approx(committed[key].state_bytes_per_parameter, rel=0.01)

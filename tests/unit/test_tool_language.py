@@ -1,4 +1,4 @@
-"""All tools alike: examples in their help that run, bad flags in one line, Ctrl-C, older spellings."""
+"""All tools alike: examples in their help that run, bad flags in one line, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -118,6 +118,11 @@ BAD_FLAGS = [
     ("benchmark", f"{MODEL} --prefix-cache --bcd-num-blocks 1", "--prefix-cache"),
     ("check_machine", "--num-ranks 3", "--num-ranks"),
     ("check_machine", "--json /dev/null/file", "--json /dev/null/file"),
+    ("compare_runs", "", "--before"),
+    ("compare_runs", "--before HEAD --only gird", "--only"),
+    ("compare_runs", "--before no-such-revision", "--before"),
+    ("compare_runs", "--before out", "pretrain_gpt_bcd.py"),
+    ("compare_runs", "--before HEAD --output out", "--output"),
     ("fine_tuning", "--task sft --peers full,bread", "--peers"),
     ("fine_tuning", "--task sft --variant a=--x --variant a=--y", "--variant"),
     ("report", "--run no-name", "--run"),
@@ -150,11 +155,3 @@ def test_bad_flags(
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1 and flag in said.err
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_older_spellings() -> None:
-    """A command of an older document that ends in an unknown flag."""
-    show_schedule: Any = importlib.import_module("show_schedule")
-    sizes = ["--microbatches", "8", "--pivot", "2"]
-    new = show_schedule.parse_arguments(["--pipeline-model-parallel-size", "4", *sizes])
-    assert new == show_schedule.parse_arguments(["--stages", "4", *sizes])
