@@ -88,19 +88,6 @@ def test_tied_copies_stay_equal(world2: World, text_data: str, layout: str, prec
         before = copies[0]
 
 
-@pytest.mark.parametrize("layout", ["spread", "stage", "submodel"])
-def test_an_untied_head_belongs_to_the_last_block(world2: World, text_data: str, layout: str) -> None:
-    """A head of its own that is trained with the embedding's block, or never."""
-    num_blocks = {"spread": 3, "stage": 2, "submodel": 6}[layout]
-    flags = {"data_path": text_data, "train_iters": num_blocks + 3, "untie_embeddings_and_output_weights": True}
-    first, last = world2.run(embeddings_after_every_phase, worlds.run_config(**flags, **CUTS[layout]))
-    embeddings = [phase["embedding.word_embeddings.weight"] for phase in first]
-    heads = [phase["output_layer.weight"] for phase in last]
-    for phase in range(1, num_blocks + 2):
-        assert torch.equal(heads[phase], heads[phase - 1]) == (phase % num_blocks != num_blocks - 1)
-        assert torch.equal(embeddings[phase], embeddings[phase - 1]) == (phase % num_blocks != 0)
-
-
 OVERLAP_FACTORS = {"cut": ["data2", "pipeline2_data2"], "layout": ["spread", "submodel"], "precision": ["fp32", "bf16"]}
 ALL_OVERLAPS = all_combinations(OVERLAP_FACTORS, lambda case: True)
 OVERLAPS = pairwise(OVERLAP_FACTORS, lambda case: True)

@@ -25,27 +25,6 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def visits(result: dict[str, Any]) -> list[int]:
-    """The block of each phase."""
-    blocks = {step["phase"]: step["block"] for step in result["steps"]}
-    assert [*blocks] == [*range(len(blocks))]
-    return [*blocks.values()]
-
-
-@pytest.mark.parametrize("order", ["descending", "random"])
-def test_order(world2: World, text_data: str, order: str) -> None:
-    """Ranks that draw different orders, or an order that the loop does not ask for."""
-    flags = {"data_path": text_data, "train_iters": 12, "bcd_order": order, "seed": 7} | CUTS["submodel"]
-    ranks = world2.run(worlds.train_run, worlds.run_config(**flags))
-    assert visits(ranks[0]) == visits(ranks[1])
-    first, second = visits(ranks[0])[:6], visits(ranks[0])[6:]
-    assert sorted(first) == sorted(second) == [*range(6)]
-    if order == "descending":
-        assert first == second == [5, 4, 3, 2, 1, 0]
-    else:
-        assert first != second and first != sorted(first)
-
-
 def scores_and_choice(config: RunConfig) -> dict[str, Any]:
     """What greedy order chose first, and the sum of squares of this rank's own share of each block's gradient."""
     squares: dict[int, float] = {}

@@ -46,21 +46,6 @@ def test_a_run_from_the_command_line(repo_root: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_live_model_state(tmp_path: Path) -> None:
-    """Bytes that are computed from a formula: 16 per parameter in full training, less with a frozen block."""
-    full = run(tmp_path / "full", "--bcd-num-blocks", "1")
-    blocks = run(tmp_path / "blocks", "--bcd-steps-per-block", "1", "--bcd-optimizer-state", "host")
-    num_vectors = 22  # parameters with a step count of 4 bytes: AdamW's state of each is that, and two moments
-    num_parameters = 78_042
-    assert full[1]["model_state_bytes"][0] == pytest.approx(16 * num_parameters, rel=1e-2)
-    assert full[1]["model_state_bytes"][0] > 16 * num_parameters + num_vectors
-    steps = [line for line in blocks if "step_time_ms" in line]
-    by_block = [line["model_state_bytes"][0] / num_parameters for line in steps[3:6]]
-    # the third layer and the head hold three quarters of the parameters
-    assert all(4 < bytes_per_parameter < 7 for bytes_per_parameter in by_block[:2]) and 12 < by_block[2] < 14
-    assert steps[5]["host_state_bytes"][0] > 0
-
-
 def test_a_run_repeats_and_learns(tmp_path: Path) -> None:
     """A random number outside of --seed, or a network whose gradient is zeroed before each step."""
     more = ("--bcd-num-blocks", "1", "--no-augment", "--train-iters", "40")
@@ -69,25 +54,6 @@ def test_a_run_repeats_and_learns(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
     assert losses[0][-1] < 0.6 * losses[0][0]
     assert one[-1]["test_accuracy"] == other[-1]["test_accuracy"] > 0.2
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--data", "nowhere"), "--data nowhere"),
-        (("--bcd-num-blocks", "4"), "num_blocks 4"),
-        (("--num-validation", "90"), "--num-validation 90"),
-    ],
-)
-def test_bad_input_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str
-) -> None:
-    """A traceback, or a run that trains something else than was asked for."""
-    write_cifar(tmp_path, "cifar10", num_train=100, num_test=40)
-    assert train_resnet.main(command(tmp_path, *flags)) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
-    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -65,24 +64,3 @@ def test_other_content_is_refused(tmp_path: Path, content: Any, message: str) ->
     (tmp_path / "test_batch").write_bytes(python2_pickle(content))
     with pytest.raises(ValueError, match=message):
         cifar.read_split(str(tmp_path), "cifar10", "test")
-
-
-def test_augmented_images_are_shifted_or_mirrored_ones() -> None:
-    """Rows taken for columns, channels mixed, or one shift for the whole batch."""
-    pixels = torch.randint(1, 256, (64, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    images = cifar.Images(pixels_NCHW=pixels, labels_N=torch.arange(64))
-    scale = cifar.Scale(mean_C11=torch.zeros(3, 1, 1), deviation_C11=torch.ones(3, 1, 1), shrink=1)
-    batches = cifar.training_batches(images, scale, batch_size=32, seed=3, augment=True)
-    seen = [next(batches) for _ in range(2)]
-    assert sorted(torch.cat([labels for _, labels in seen]).tolist()) == list(range(64))
-    padded = torch.nn.functional.pad(pixels.float(), (4, 4, 4, 4))
-    shifts = set()
-    for found, label in ((f, int(n)) for batch, labels in seen for f, n in zip(batch, labels, strict=True)):
-        windows = {
-            (top, left, mirrored)
-            for top, left, mirrored in itertools.product(range(9), range(9), (False, True))
-            if torch.equal(found.flip(2) if mirrored else found, padded[label, :, top : top + 32, left : left + 32])
-        }
-        assert len(windows) == 1
-        shifts |= windows
-    assert len(shifts) > 30 and {mirrored for *_, mirrored in shifts} == {False, True}

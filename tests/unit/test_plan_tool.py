@@ -208,32 +208,3 @@ def test_the_command_is_the_recipes(capsys: pytest.CaptureFixture[str], repo_roo
                  "--save", "--load", "--save-interval", "--keep-last-checkpoints"):  # fmt: skip
         assert ours[ours.index(flag) + 1] == theirs[theirs.index(flag) + 1], flag
     assert "--bcd-steps-per-block" not in (*ours, *theirs), "a short run would not reach every block"
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ((), "--model"),
-        (("--model", "G-5B", *EXAMPLE[2:]), "--model"),
-        ((*EXAMPLE, "--tokens", "many"), "--tokens"),
-        ((*EXAMPLE[:3], "h100", *EXAMPLE[4:]), "--gpu"),
-        ((*EXAMPLE[:5], "0"), "--num-gpus"),
-        ((*EXAMPLE, "--micro-batch"), "--micro-batch"),
-        ((*EXAMPLE, "--bcd-num-blocks", "0"), "--bcd-num-blocks"),
-        ((*EXAMPLE, "--method", "full", "--bcd-preset", "paper"), "--bcd-preset"),
-        ((*EXAMPLE, "--compare", "--method", "bcd"), "--compare"),
-        ((*EXAMPLE, "--bf-multiplier", "-1"), "--bf-multiplier"),
-        ((*EXAMPLE, "--models", "nowhere.csv"), "nowhere.csv: cannot be read"),
-        ((*EXAMPLE, "--search", "--paper"), "--search"),
-        ((*EXAMPLE, *CHUNKS), "--num-virtual-stages-per-pipeline-rank"),
-        ((*EXAMPLE, *CHUNKS, "--method", "full"), "--num-virtual-stages-per-pipeline-rank"),
-        ((*EXAMPLE, "--method", "full", "--bcd-layout", "spread"), "--bcd-layout"),
-        ((*EXAMPLE, "--method", "offload", "--bcd-frozen", "head"), "--bcd-frozen"),
-    ],
-)
-def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str) -> None:
-    """A traceback, a usage text, or exit code 0; a flag that is ignored without a word."""
-    assert plan.main(flags) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert message in captured.err and captured.err.count("\n") == 1

@@ -12,13 +12,11 @@ from support.fine_tuning import CHATML, tokenizer_folder
 from megatron.bcd.data.sft.text import (
     ChatTemplate,
     Record,
-    Rendered,
     Renderer,
     record_of,
-    tokenized,
     tokens_of,
 )
-from megatron.bcd.tokenizer import ByteLevelTokenizer, HuggingFaceTokenizer
+from megatron.bcd.tokenizer import HuggingFaceTokenizer
 
 LLAMA2 = (
     "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set messages = messages[1:] %}"
@@ -97,30 +95,6 @@ def test_an_answer_that_the_prompt_begins(tmp_path: Path, content: str) -> None:
     assert text == f"<|im_start|>user\np<|im_end|>\n<|im_start|>assistant\n{content.strip()}<|im_end|>"
     given = "<think>\n" if content.startswith("<think>\n1") else "<think>" if content == "<think>\n" else ""
     assert learned == [content.strip().removeprefix(given) + "<|im_end|>"]
-
-
-class Pairs(ByteLevelTokenizer):
-    """Bytes, but two tildes are one token, 1."""
-
-    def tokenize(self, text: str) -> list[int]:
-        return list(text.encode().replace(b"~~", b"\x01"))
-
-
-@pytest.mark.parametrize(
-    ("text", "answer", "learned"),
-    [
-        ("q:a~~b", (2, 4), "a\x01"),
-        ("q:a~~b", (2, 5), "a\x01"),
-        ("q:a~b", (2, 3), "a"),
-        ("q~~b", (2, 4), "\x01b"),
-        ("q:a~~", (2, 4), "a\x01"),
-    ],
-)
-def test_a_token_across_the_edge_of_an_answer(text: str, answer: tuple[int, int], learned: str) -> None:
-    """A token that ends an answer and is not learned, where the next message begins in it."""
-    text += "" if answer[1] == len(text) else "."
-    tokens = tokenized(Rendered(text=text, answers=(answer,), needs_end=False), Pairs())
-    assert bytes(tokens.ids[tokens.learned].tolist()).decode().removesuffix(".") == learned
 
 
 def test_prompts(tmp_path: Path) -> None:

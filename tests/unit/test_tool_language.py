@@ -108,6 +108,7 @@ def test_ctrl_c(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MODEL = "--num-layers 6 --hidden-size 32 --num-attention-heads 2 --seq-length 16"
+PLAN = "--model G-5.4B --gpu rtx4090 --num-gpus 4"
 PIPELINE = "--stages 4 --microbatches 8 --pivot 2"
 RUN = "--run a=out/bcd.jsonl"
 BAD_FLAGS = [
@@ -125,6 +126,32 @@ BAD_FLAGS = [
     ("compare_runs", "--before HEAD --output out", "--output"),
     ("fine_tuning", "--task sft --peers full,bread", "--peers"),
     ("fine_tuning", "--task sft --variant a=--x --variant a=--y", "--variant"),
+    ("plan", "", "--model"),
+    ("plan", f"{PLAN} --model G-5B", "--model"),
+    ("plan", f"{PLAN} --tokens many", "--tokens"),
+    ("plan", f"{PLAN} --gpu h100", "--gpu"),
+    ("plan", f"{PLAN} --num-gpus 0", "--num-gpus"),
+    ("plan", f"{PLAN} --num-gpus 9", "--num-gpus"),
+    ("plan", f"{PLAN} --pipeline-model-parallel-size 3", "--pipeline-model-parallel-size"),
+    ("plan", f"{PLAN} --context-parallel-size 3", "--context-parallel-size"),
+    ("plan", f"{PLAN} --context-parallel-size 4 --seq-length 44", "--seq-length"),
+    ("plan", f"{PLAN} --pipeline-model-parallel-size 1 --global-batch-size 6", "--global-batch-size"),
+    ("plan", f"{PLAN} --micro-batch", "--micro-batch"),
+    ("plan", f"{PLAN} --bcd-num-blocks 0", "--bcd-num-blocks"),
+    ("plan", f"{PLAN} --bcd-num-blocks 99", "--bcd-num-blocks"),
+    ("plan", f"{PLAN} --method full --bcd-preset paper", "--bcd-preset"),
+    ("plan", f"{PLAN} --method full --bcd-num-blocks 3", "--bcd-num-blocks"),
+    ("plan", f"{PLAN} --method full --bcd-layout spread", "--bcd-layout"),
+    ("plan", f"{PLAN} --method full --bcd-always-active head", "--bcd-always-active"),
+    ("plan", f"{PLAN} --method offload --bcd-frozen head", "--bcd-frozen"),
+    ("plan", f"{PLAN} --method offload --adam-moments-dtype int8", "--adam-moments-dtype"),
+    ("plan", f"{PLAN} --bcd-frozen head --bcd-always-active head", "--bcd-always-active"),
+    ("plan", f"{PLAN} --pipeline-model-parallel-size 2 --gpu a100 --adam-moments-dtype int8", "int8"),
+    ("plan", f"{PLAN} --num-virtual-stages-per-pipeline-rank 2", "--num-virtual-stages-per-pipeline-rank"),
+    ("plan", f"{PLAN} --compare --method bcd", "--compare"),
+    ("plan", f"{PLAN} --bf-multiplier -1", "--bf-multiplier"),
+    ("plan", f"{PLAN} --models nowhere.csv", "nowhere.csv"),
+    ("plan", f"{PLAN} --search --paper", "--search"),
     ("report", "--run no-name", "--run"),
     ("report", f"{RUN} --figure p.gif", "--figure"),
     ("report", f"{RUN} --json /dev/null/t.json", "--json"),
