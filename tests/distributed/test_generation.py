@@ -13,25 +13,9 @@ from support import worlds
 from support.dist import World
 
 from megatron.bcd.huggingface.in_memory import open_model
-from megatron.bcd.model.builder import unwrap_model
-from megatron.bcd.runtime import device
 from megatron.bcd.tokenizer import build_tokenizer
 
 TOKENS = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(1))
-
-
-def train_and_save(config: Any) -> None:
-    with worlds.started(config) as one:
-        one.train()
-
-
-def logits_of(config: Any) -> torch.Tensor:
-    """Of the weights that a run starts from, on one rank."""
-    with worlds.started(config) as one, torch.no_grad():
-        tokens = TOKENS.to(device.current())
-        positions = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
-        logits: torch.Tensor = unwrap_model(one.model).eval()(tokens, positions, None)
-        return logits.cpu()
 
 
 @pytest.mark.parametrize("form", ["gpt", "llama"])
@@ -40,12 +24,12 @@ def test_a_checkpoint(world1: World, world2: World, text_data: str, tmp_path: Pa
     layout: dict[str, Any] = {"tensor_model_parallel_size": 2} if form == "gpt" else {"pipeline_model_parallel_size": 2}
     flags: dict[str, Any] = {"form": form, "data_path": text_data, "train_iters": 2, "openai_gelu": form == "gpt"}
     saved = {"save": str(tmp_path / "run"), "save_hf": str(tmp_path / "exported")}
-    world2.run(train_and_save, worlds.run_config(world_size=2, **flags, **saved, **layout))
+    world2.run(worlds.train_run, worlds.run_config(world_size=2, **flags, **saved, **layout))
     loaded = open_model(str(tmp_path / "run"))
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert models.differing(loaded.model.state_dict(), exported.state_dict()) == []
     own = {"load": str(tmp_path / "run"), "finetune": True}
-    [expected] = world1.run(logits_of, worlds.run_config(**flags, **own))
+    [expected] = world1.run(worlds.logits_of, worlds.run_config(**flags, **own), TOKENS)
     with torch.no_grad():
         logits = loaded.model(TOKENS).logits
         assert torch.equal(logits, exported(TOKENS).logits)

@@ -15,8 +15,6 @@ from support import worlds
 from support.dist import World
 
 from megatron.bcd.huggingface import folder
-from megatron.bcd.model.builder import unwrap_model
-from megatron.bcd.runtime import device
 
 LENGTH = 48
 LAYOUTS = {(1, 1): "world1", (2, 1): "world2", (1, 2): "world2", (2, 2): "world4", (4, 1): "world4"}
@@ -69,21 +67,12 @@ def write_out(config: Any) -> list[str]:
     return read
 
 
-def logits_of(config: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """[B, S, V] of one rank's whole model before its first step."""
-    with worlds.started(config) as one, torch.no_grad():
-        tokens = tokens.to(device.current())
-        positions = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
-        logits: torch.Tensor = unwrap_model(one.model).eval()(tokens, positions, None)
-        return logits.cpu()
-
-
 @pytest.mark.parametrize("name", models.SETTINGS)
 def test_logits(world1: World, text_data: str, tmp_path: Path, name: str) -> None:
     """Rows of another head, gate for up, an epsilon, a rotation, a GELU, a bias or a norm of another model."""
     given = models.write_model(name, tmp_path / "given")
     tokens = torch.randint(0, models.VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
-    [ours] = world1.run(logits_of, config_of(given, text_data), tokens)
+    [ours] = world1.run(worlds.logits_of, config_of(given, text_data), tokens)
     with torch.no_grad():
         theirs = transformers.AutoModelForCausalLM.from_pretrained(given)(tokens).logits
     assert ours.shape == theirs.shape
@@ -129,19 +118,12 @@ def test_there_and_back(
         world.close()
 
 
-def train_and_save(config: Any) -> dict[str, Any]:
-    """Train; what was noted, and this rank's last weights."""
-    with worlds.started(config) as one:
-        one.train()
-        return {"notes": one.recorder.notes, "weights": worlds.weights_of(one.model)}
-
-
 def test_a_run_writes_what_it_has_trained(world1: World, text_data: str, tmp_path: Path) -> None:
     """Weights of before the training or of one block only; a model that is not written at its interval; a checkpoint
     of the run that the tool reads as another network."""
     given = models.write_model("llama_tied", tmp_path / "given")
     config = config_of(given, text_data, save_hf=str(tmp_path / "out"), save_hf_interval=1, save=str(tmp_path / "run"))
-    [trained] = world1.run(train_and_save, config)
+    [trained] = world1.run(worlds.train_run, config)
     before, after = models.tensors_of(given), models.tensors_of(tmp_path / "out")
     assert not any(torch.equal(before[name], after[name]) for name in before if "proj" in name)
     assert torch.equal(trained["weights"]["embedding.word_embeddings.weight"], after["model.embed_tokens.weight"])
@@ -154,7 +136,7 @@ def test_a_run_writes_what_it_has_trained(world1: World, text_data: str, tmp_pat
     assert models.differing(models.tensors_of(back), after) == []
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     again = {"save": str(tmp_path / "run"), "load": str(tmp_path / "run"), "save_hf": str(tmp_path / "again")}
-    world1.run(train_and_save, config_of(given, text_data, **again))  # trains nothing: the run is at its end
+    world1.run(worlds.train_run, config_of(given, text_data, **again))  # trains nothing: the run is at its end
     assert models.differing(models.tensors_of(tmp_path / "again"), after) == []
 
 
@@ -174,11 +156,11 @@ def test_a_model_that_was_trained_from_scratch(world1: World, text_data: str, tm
     config = worlds.run_config(
         form=form, data_path=text_data, save_hf=str(tmp_path / "out"), **sizes, max_position_embeddings=64, **flags
     )
-    world1.run(train_and_save, config)
+    world1.run(worlds.train_run, config)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     assert model.config.model_type == family and model.config.vocab_size == 257
     tokens = torch.randint(0, 257, (2, LENGTH), generator=torch.Generator().manual_seed(1))
-    [ours] = world1.run(logits_of, config_of(tmp_path / "out", text_data), tokens)
+    [ours] = world1.run(worlds.logits_of, config_of(tmp_path / "out", text_data), tokens)
     with torch.no_grad():
         assert (ours - model(tokens).logits).abs().max() < 1e-4
 
@@ -186,7 +168,7 @@ def test_a_model_that_was_trained_from_scratch(world1: World, text_data: str, tm
 def refusal(config: Any) -> str | None:
     """What a start with these flags is refused with; None after a whole run."""
     try:
-        train_and_save(config)
+        worlds.train_run(config)
     except ValueError as error:
         return str(error)
     return None

@@ -35,11 +35,6 @@ FLAGS: dict[str, dict[str, Any]] = {
 }
 
 
-def train_and_save(config: Any) -> None:
-    with worlds.started(config) as one:
-        one.train()
-
-
 def loss_of(config: Any) -> float:
     """Mean loss of the loaded model on the same made-up tokens as plain_megatron.py's."""
     with worlds.started(config) as one, torch.no_grad():
@@ -57,7 +52,7 @@ def test_plain_megatron_core_reads_our_weights(
     """A key, a shape or a slice of our own: weights that only this program can read."""
     saved = tmp_path / "saved"
     cut = {"world_size": 2, "pipeline_model_parallel_size" if name == "gpt" else "tensor_model_parallel_size": 2}
-    world2.run(train_and_save, worlds.run_config(data_path=text_data, save=saved, **FLAGS[name] | cut))
+    world2.run(worlds.train_run, worlds.run_config(data_path=text_data, save=saved, **FLAGS[name] | cut))
     loading = {"load": saved, "finetune": True}
     (ours,) = world1.run(loss_of, worlds.run_config(data_path=text_data, **FLAGS[name] | loading))
     (fresh,) = world1.run(loss_of, worlds.run_config(data_path=text_data, **FLAGS[name]))

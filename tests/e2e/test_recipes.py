@@ -25,6 +25,7 @@ from megatron.bcd.planner.tables import read_clusters, read_models
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 MODELS = tuple(read_models(EXAMPLES / "models.csv"))
+IN_DEFAULT = ("G-5.4B", "L-6.0B", "LLaMA-7B")
 CLUSTERS = tuple(read_clusters(EXAMPLES / "clusters.csv"))
 OFFLOAD = ["--optimizer-cpu-offload", "--optimizer-offload-fraction", "1.0"]
 VARIABLES = ("NUM_GPUS", "NNODES", "GPUS_PER_NODE", "DATA_PATH", "TOKENIZER_ARGS", "MOCK_DATA", "SAVE", "TRAIN_ITERS",
@@ -121,12 +122,13 @@ def value_of(words: list[str], flag: str) -> str:
     return words[words.index(flag) + 1]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=[pytest.mark.long] * (name not in IN_DEFAULT)) for name in MODELS]
+)
 def test_every_recipe_is_a_command_that_fits(model: str) -> None:
     """A combination without a layout, with one that does not fit, or whose flags say otherwise than its plan."""
     for method in METHODS:
         for cluster in CLUSTERS:
-            assert fits(planned_for([model, method, cluster], {})), (method, cluster)
             assert_is_a_command([model, method, cluster], {})
 
 
@@ -144,6 +146,7 @@ def test_16_bit_recipes() -> None:
 def assert_is_a_command(asked: Sequence[str], variables: Mapping[str, str]) -> None:
     """The training script takes the recipe's flags, for what was planned."""
     planned, arrays = planned_for(asked, variables), arrays_of(recipe.run(["whole", *asked], variables))
+    assert fits(planned)
     assert (arrays["LAYOUT_ARGS"][-3:] == OFFLOAD) == (planned.method == "offload")
     words = [word for name in ("MODEL", "LAYOUT") for word in arrays[f"{name}_ARGS"]]
     words += ["--train-iters", "1", "--lr", "1", "--mock-data", "--vocab-size", "9"]
@@ -237,17 +240,12 @@ TUNED = {"MODEL_DIR": "m", "DATA": str(Path(__file__))}
     ("script", "words", "variables", "message"),
     [
         ("pretrain.sh", ("G-5.4B", "bcd"), {}, "CLUSTER"),
-        ("pretrain.sh", ("G-5B", *SMALL[1:]), {}, "MODEL G-5B"),
-        ("pretrain.sh", SMALL, {"NUM_GPUS": "four"}, "--num-gpus"),
         ("pretrain.sh", SMALL, {}, "DATA_PATH"),
         ("pretrain.sh", SMALL, TEXT | {"DATA_PATH": "0.5 text_document 0.5 other"}, "other.bin"),
         ("pretrain.sh", SMALL, TEXT | {"NUM_GPUS": "2"}, "2 x RTX 4090"),
         ("pretrain.sh", SMALL, TEXT | {"STUB_GPUS": "2"}, "NUM_GPUS=2"),
-        ("pretrain.sh", ("L-6.0B", "offload", "rtx4090"), {"SCALE": "tiny"}, "METHOD offload"),
         ("finetune.sh", LLAMA, {}, "MODEL_DIR"),
         ("finetune.sh", LLAMA, TUNED | {"DATA": "no.jsonl"}, "DATA=no.jsonl"),
-        ("finetune.sh", (*LLAMA, "--save=s"), {}, "--save"),
-        ("finetune.sh", ("L-23B", "rtx4090", "--bcd-frozen-weights=device"), TUNED, "1 x RTX 4090"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -119,8 +119,8 @@ def installed() -> Iterator[None]:
 
 
 def train_run(config: RunConfig) -> dict[str, Any]:
-    """`worlds.train_run`; how the optimizer stores its state, the most bytes of model state, those in host memory, and
-    blocks whose state at the start of a phase is not that at the end of their last one."""
+    """`worlds.train_run`; how the optimizer stores its state, the most bytes of model state, and blocks whose
+    state at the start of a phase is not that at the end of their last one."""
     at_the_end: dict[int, dict[str, dict[str, torch.Tensor]]] = {}
     changed: list[tuple[int, str]] = []
 
@@ -143,10 +143,7 @@ def train_run(config: RunConfig) -> dict[str, Any]:
         return worlds.outcome(one) | {
             "dtypes": {name: str(value.dtype)[len("torch.") :] for state in states for name, value in state.items()},
             "model_state": max(step.model_state_bytes[rank] for step in steps),
-            "host": steps[-1].host_state_bytes[rank],
             "changed": changed,
-            "norms": [(step.params_norm, step.num_zeros) for step in steps],
-            "phases": [step.block for step in steps],
         }
 
 

@@ -338,7 +338,6 @@ def outcome(one: RecordedRun) -> dict[str, Any]:
         ],
         "evaluations": [(record.iteration, record.split, record.loss) for record in one.recorder.evaluations],
         "model_state_bytes": [record.model_state_bytes for record in one.recorder.steps],
-        "host_state_bytes": [record.host_state_bytes for record in one.recorder.steps],
         "switches": one.recorder.switches,
         "weights": weights_of(one.model),
         "parameters_per_stage": one.recorder.summary.parameters_per_stage,
@@ -355,6 +354,15 @@ def initial_weights(config: RunConfig) -> dict[str, torch.Tensor]:
     """`weights_of` the model before its first step."""
     with started(config) as one:
         return weights_of(one.model)
+
+
+def logits_of(config: RunConfig, tokens: torch.Tensor) -> torch.Tensor:
+    """[B, S, V] of one rank's whole model before its first step."""
+    with started(config) as one, torch.no_grad():
+        tokens = tokens.to(device.current())
+        positions = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
+        logits: torch.Tensor = unwrap_model(one.model).eval()(tokens, positions, None)
+        return logits.cpu()
 
 
 def masters_of(one: RecordedRun) -> list[torch.Tensor]:

@@ -85,19 +85,13 @@ def test_what_would_fit_does() -> None:
 
 
 FINE_TUNING = ("LLaMA-7B", "finetune", "rtx4090")
-OF_THE_PLAN = (
-    "--num-query-groups --kv-channels --swiglu --no-swiglu --untie-embeddings-and-output-weights --optimizer"
-    " --bcd-resting-update --make-vocab-size-divisible-by --max-position-embeddings --no-use-distributed-optimizer"
-    " --attention-backend --position-embedding-type --group-query-attention"
-)
-OF_THE_DATA = "--data-path --train-data-path --mock-data --bcd-preset --save --load-hf"
 
 
 @pytest.mark.parametrize(
     ("words", "flag"),
-    [(SMALL, flag) for flag in OF_THE_PLAN.split()] + [(FINE_TUNING, flag) for flag in OF_THE_DATA.split()],
+    [(SMALL, "--kv-channels"), (SMALL, "--optimizer"), (FINE_TUNING, "--data-path"), (FINE_TUNING, "--save")],
 )
-def test_flags_that_the_recipe_sets(words: Sequence[str], flag: str) -> None:
+def test_flags_that_the_recipe_sets(words: Sequence[str], flag: str) -> None:  # some of the tables in tools/recipe.py
     """A command that trains another model, or with another optimizer, than its plan says; a flag beside the recipe's
     own, which then finds no model, or trains on other records."""
     with pytest.raises(ValueError, match=flag):

@@ -92,16 +92,9 @@ def test_byte_level() -> None:
     assert tokenizer.detokenize([65, 256, 195]) == "A\ufffd"
 
 
-def test_gpt2_ids(gpt2: Tokenizer) -> None:
-    """Exposes a wrong split rule, merge order or prefix space: these ids are published ones of GPT-2."""
-    check_contract(gpt2)
-    assert (gpt2.vocab_size, gpt2.eod, gpt2.pad) == (50257, 50256, NO_PAD)
-    assert gpt2.tokenize("Hello world") == [15496, 995]
-    assert gpt2.tokenize(" Hello  world\n") == [18435, 220, 995, 198]
-
-
 def test_gpt2_reads_the_end_token_as_text(gpt2: Tokenizer) -> None:
-    """Exposes documents that forge a document boundary by spelling the end token out."""
+    """Documents that forge a boundary by spelling the end token out. That ids are stock's: test_preprocess.py."""
+    check_contract(gpt2)
     ids = gpt2.tokenize("a<|endoftext|>b")
     assert gpt2.eod not in ids
     assert gpt2.detokenize(ids) == "a<|endoftext|>b"
