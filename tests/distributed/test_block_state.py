@@ -14,13 +14,6 @@ from support.dist import World
 from megatron.bcd.config import RunConfig
 from megatron.bcd.optim.param_shard import ParamShard
 
-CUTS: dict[str, dict[str, Any]] = {
-    "one": {},
-    "data2": {"world_size": 2},
-    "pipeline2": {"world_size": 2, "pipeline_model_parallel_size": 2},
-    "submodel": {"world_size": 2, "pipeline_model_parallel_size": 2, "bcd_layout": "submodel"},
-}
-
 
 def copies(parts: dict[str, ParamShard]) -> dict[str, tuple[int, int, int, dict[str, torch.Tensor]]]:
     """By parameter: where the part lies, its steps, and its tensors."""
@@ -48,7 +41,7 @@ def switches(config: RunConfig) -> dict[str, Any]:
 
 
 def run_switched(world1: World, world2: World, cut: str, **flags: Any) -> list[dict[str, Any]]:
-    cut_flags = CUTS[cut]
+    cut_flags = worlds.CUTS[cut]
     base = {"bcd_steps_per_block": 2, "bcd_num_blocks": 2, "num_layers": 4, "hidden_size": 64}
     num_blocks = 4 if cut == "submodel" else 2
     config = worlds.run_config(**base | {"train_iters": 4 * num_blocks + 1} | cut_flags | flags)

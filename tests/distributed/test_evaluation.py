@@ -16,9 +16,7 @@ from megatron.bcd.config import RunConfig
 
 Flags = Callable[..., dict[str, Any]]
 CUTS: dict[str, dict[str, Any]] = {
-    "one": {},
-    "pipeline2": {"world_size": 2, "pipeline_model_parallel_size": 2},
-    "data2": {"world_size": 2},
+    **{name: worlds.CUTS[name] for name in ("one", "pipeline2", "data2")},
     "pipeline4": {"world_size": 4, "pipeline_model_parallel_size": 4, "bcd_num_blocks": 1},  # stages without data
 }
 STILL = {"lr": 1e-30, "weight_decay": 0.0, "eval_iters": 2, "eval_interval": 2, "split": "60,40,0"}

@@ -12,22 +12,19 @@ from support.dist import World
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import unwrap_model
 
-PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2}
-CUTS: dict[str, dict[str, Any]] = {
-    "one": {},
-    "data2": {"world_size": 2},
-    "data2_plain_optimizer": {"world_size": 2, "no_use_distributed_optimizer": True},
-    "tensor2": {"world_size": 2, "tensor_model_parallel_size": 2},
-    "spread": PIPELINE,
-    "stage": PIPELINE | {"bcd_layout": "stage", "bcd_num_blocks": None},
-    "submodel": PIPELINE | {"bcd_layout": "submodel"},
-}
+CUTS = worlds.CUTS | {"data2_plain_optimizer": {"world_size": 2, "no_use_distributed_optimizer": True}}
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": True},
     "fp16": {"fp16": True, "initial_loss_scale": 256},
 }
-CASES = [("one", "fp32"), ("data2", "bf16"), ("data2_plain_optimizer", "fp16"), ("tensor2", "fp32"), ("spread", "bf16")]
+CASES = [
+    ("one", "fp32"),
+    ("data2", "bf16"),
+    ("data2_plain_optimizer", "fp16"),
+    ("tensor2", "fp32"),
+    ("pipeline2", "bf16"),
+]
 CASES += [("stage", "fp32"), ("submodel", "fp16")]
 
 
@@ -109,7 +106,7 @@ def run_with_a_fault(config: RunConfig, fault: str, rank: int) -> str:
     ("cut", "fault", "rank", "precision"),
     [
         ("one", "idle", 0, "fp32"),
-        ("spread", "idle", 1, "bf16"),
+        ("pipeline2", "idle", 1, "bf16"),
         ("one", "thaw", 0, "bf16"),
         ("data2", "thaw", 1, "fp32"),
         ("stage", "thaw", 0, "bf16"),

@@ -13,7 +13,6 @@ from support.dist import World
 
 from megatron.bcd.config import RunConfig
 
-PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 WHOLE = {"no_use_distributed_optimizer": True}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -23,8 +22,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "one_fp16_recomputed": RECOMPUTED | {"fp16": True, "initial_loss_scale": 256},
     "data2_overlap_bf16": {"world_size": 2, "bf16": True, **OVERLAP},
     "data2_plain_optimizer_overlap": WHOLE | {"world_size": 2, "overlap_grad_reduce": True},
-    "pipeline2_stage_bf16": PIPELINE | {"bcd_layout": "stage", "bcd_num_blocks": None, "bf16": True},
-    "pipeline2_submodel_overlap": PIPELINE | {"bcd_layout": "submodel", **OVERLAP},
+    "pipeline2_stage_bf16": worlds.PIPELINE | {"bcd_layout": "stage", "bcd_num_blocks": None, "bf16": True},
+    "pipeline2_submodel_overlap": worlds.PIPELINE | {"bcd_layout": "submodel", **OVERLAP},
 }
 
 

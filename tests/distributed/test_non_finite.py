@@ -16,15 +16,11 @@ from megatron.bcd import trainer
 from megatron.bcd.training.state import TrainingFailed
 
 BAD_STEPS = (2, 3, 5)
-CUTS: dict[str, dict[str, Any]] = {
-    "data2": {"world_size": 2},
-    "pipeline2": {"world_size": 2, "pipeline_model_parallel_size": 2},
-}
 
 
 def config_of(text_data: str, cut: str, **flags: Any) -> Any:
     base = {"data_path": text_data, "train_iters": 8, "bcd_steps_per_block": 4, "log_interval": 2}
-    return worlds.run_config(**base | CUTS[cut] | flags)
+    return worlds.run_config(**base | worlds.CUTS[cut] | flags)
 
 
 class Spoiler:

@@ -9,13 +9,8 @@ from support import worlds
 from support.dist import World
 from support.plain_training import plain_training
 
-CUTS: dict[str, dict[str, Any]] = {
-    "one": {},
-    "data2": {"world_size": 2},
-    "data2_plain_optimizer": {"world_size": 2, "no_use_distributed_optimizer": True},
-    "tensor2": {"world_size": 2, "tensor_model_parallel_size": 2},
-    "pipeline2": {"world_size": 2, "pipeline_model_parallel_size": 2},
-}
+CUTS: dict[str, dict[str, Any]] = {name: worlds.CUTS[name] for name in ("one", "data2", "tensor2", "pipeline2")}
+CUTS["data2_plain_optimizer"] = {"world_size": 2, "no_use_distributed_optimizer": True}
 
 
 @pytest.mark.parametrize("cut", CUTS)

@@ -17,7 +17,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adam": {"no_decoupled_weight_decay": True},
     "adamw": {},
 }
-PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2}
 
 
 def reference(config: RunConfig, parameters: dict[str, torch.Tensor]) -> torch.optim.Optimizer:
@@ -75,5 +74,5 @@ def error_of_a_block_that_stands_still(config: RunConfig) -> str:
 def test_always_active_parameters_do_not_hide_a_block_that_stands_still(world2: World, text_data: str) -> None:
     """A stage whose part of the block is not stepped, while its norms are."""
     flags = {"data_path": text_data, "train_iters": 1, "bcd_always_active": "norms", "weight_decay": 0}
-    for error in world2.run(error_of_a_block_that_stands_still, worlds.run_config(**flags, **PIPELINE)):
+    for error in world2.run(error_of_a_block_that_stands_still, worlds.run_config(**flags, **worlds.PIPELINE)):
         assert "stage(s) [0, 1] did not change" in error

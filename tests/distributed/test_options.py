@@ -13,7 +13,6 @@ from support.pairwise import Combination, pairwise, thinned
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import unwrap_model
 
-PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2}
 RECOMPUTATION: dict[str, dict[str, Any]] = {
     "uniform1": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "uniform2": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
@@ -28,7 +27,11 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-CUTS: dict[str, dict[str, Any]] = {"one": {}, "spread": PIPELINE, "submodel": PIPELINE | {"bcd_layout": "submodel"}}
+CUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "spread": worlds.PIPELINE,
+    "submodel": worlds.PIPELINE | {"bcd_layout": "submodel"},
+}
 CASES = pairwise({"cut": CUTS, "kind": KINDS, "recomputation": RECOMPUTATION}, lambda case: True)
 
 
@@ -96,7 +99,9 @@ def test_train_samples_is_train_iters(world1: World, text_data: str) -> None:
 def test_batch_size_ramp(world2: World, text_data: str) -> None:
     """A ramp that trains on samples twice, leaves some out, or runs out of validation data on its extra steps."""
     flags = {"data_path": text_data, "train_iters": None, "train_samples": 64, "rampup_batch_size": (2, 2, 24)}
-    outcome = world2.run(worlds.train_run, worlds.run_config(**flags | PIPELINE, eval_iters=1, eval_interval=1))[0]
+    outcome = world2.run(worlds.train_run, worlds.run_config(**flags | worlds.PIPELINE, eval_iters=1, eval_interval=1))[
+        0
+    ]
     sizes = [line["global_batch_size"] for line in outcome["metrics"]]
     assert sizes[0] == 2 and sizes[-1] == 8 and sizes == sorted(sizes) and set(sizes) == {2, 4, 6, 8}
     consumed = [sum(sizes[: i + 1]) for i in range(len(sizes))]
@@ -117,7 +122,7 @@ def test_rates_on_a_ramp(world1: World, text_data: str) -> None:
 
 def test_evaluation_disturbs_nothing(world2: World, text_data: str) -> None:
     """An evaluation that advances the training data or dropout's generator, or leaves the model in its mode."""
-    flags = {"data_path": text_data} | KINDS["dropout"] | PIPELINE
+    flags = {"data_path": text_data} | KINDS["dropout"] | worlds.PIPELINE
     without = world2.run(worlds.train_run, worlds.run_config(**flags))[0]
     evaluated = world2.run(worlds.train_run, worlds.run_config(**flags | {"eval_iters": 2, "eval_interval": 2}))[0]
     assert evaluated["losses"] == without["losses"]

@@ -17,11 +17,6 @@ from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.planner.run_state import model_state_of
 
-CUTS: dict[str, dict[str, Any]] = {
-    "one": {},
-    "data2": {"world_size": 2},
-    "pipeline2": {"world_size": 2, "pipeline_model_parallel_size": 2},
-}
 HOST = {"bcd_optimizer_state": "host"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("one", {}),
@@ -48,7 +43,7 @@ def config_of(cut: str, text_data: str, **flags: Any) -> RunConfig:
     with precision_aware_adam.installed():
         return worlds.run_config(
             **{"data_path": text_data, "micro_batch_size": 4, "bf16": True, "bcd_steps_per_block": 2, "train_iters": 11}
-            | CUTS[cut]
+            | worlds.CUTS[cut]
             | flags
         )
 
@@ -65,7 +60,7 @@ def test_resumed_equals_uninterrupted(world1: World, world2: World, text_data: s
     """State that a checkpoint leaves out, rounds, or gives to another shard."""
     cut, flags = CASES[case]
     config = config_of(cut, text_data, use_precision_aware_optimizer=True, **flags)
-    world = (world1, world2)[CUTS[cut].get("world_size", 1) - 1]
+    world = (world1, world2)[worlds.CUTS[cut].get("world_size", 1) - 1]
     found = world.run(precision_aware_adam.stopped_and_resumed, config, [3, 8], str(tmp_path))
     assert found == [[]] * world.size
 
@@ -81,7 +76,7 @@ def test_takes_the_steps_of_fp32_main_parameters(world1: World, world2: World, t
     other = {name: value for name, value in flags.items() if name not in (*moments, "main_grads_dtype")}
     bf16_gradients = {"grad_reduce_in_bf16": "main_grads_dtype" in flags}
     plain = config_of(cut, text_data, **other, **logs, **bf16_gradients)
-    world = (world1, world2)[CUTS[cut].get("world_size", 1) - 1]
+    world = (world1, world2)[worlds.CUTS[cut].get("world_size", 1) - 1]
     names = {"fp32": "float32", "bf16": "bfloat16"}
     expected = {"exp_avg": names[moments["exp_avg_dtype"]], "exp_avg_sq": names[moments["exp_avg_sq_dtype"]]}
     states = [planned(run, num_replicas=2 if cut == "data2" else 1) for run in (plain, config)]

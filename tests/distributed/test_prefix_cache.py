@@ -9,27 +9,26 @@ import pytest
 from support import prefix_runs, worlds
 from support.dist import World
 
-PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2}
 CASES: dict[str, dict[str, Any]] = {
     "one": {},
     "recompute_bf16": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
     | {"bf16": True, "bcd_prefix_cache_dtype": "bf16"},
     "masks": {"reset_attention_mask": True, "reset_position_ids": True, "position_embedding_type": "rope"},
     "data2": {"world_size": 2},
-    "submodel": PIPELINE | {"bcd_layout": "submodel", "bcd_num_blocks": 2},
-    "stage": PIPELINE | {"bcd_layout": "stage", "bcd_num_blocks": None},
-    "spread": PIPELINE,
-    "llama": PIPELINE
+    "submodel": worlds.PIPELINE | {"bcd_layout": "submodel", "bcd_num_blocks": 2},
+    "stage": worlds.PIPELINE | {"bcd_layout": "stage", "bcd_num_blocks": None},
+    "spread": worlds.PIPELINE,
+    "llama": worlds.PIPELINE
     | {"form": "llama", "group_query_attention": True, "num_query_groups": 2, "bcd_order": "descending"}
     | {"bcd_layout": "submodel", "bcd_num_blocks": 2},
     "stages4": {"world_size": 4, "pipeline_model_parallel_size": 4, "bcd_layout": "stage", "bcd_num_blocks": None}
     | {"bcd_steps_per_block": 2, "train_iters": 8, "bcd_sample_ratio": 0.003},
-    "interleaved": PIPELINE | {"bcd_layout": "interleaved"},
-    "strided_chunks": PIPELINE
+    "interleaved": worlds.PIPELINE | {"bcd_layout": "interleaved"},
+    "strided_chunks": worlds.PIPELINE
     | {"num_virtual_stages_per_pipeline_rank": 6, "num_layers": 12}
     | {"bf16": True, "bcd_prefix_cache_dtype": "bf16", "reset_attention_mask": True},
     "tensor2": {"world_size": 2, "tensor_model_parallel_size": 2, "micro_batch_size": 4},
-    "stages2_context2": PIPELINE | {"world_size": 4, "context_parallel_size": 2, "micro_batch_size": 4},
+    "stages2_context2": worlds.PIPELINE | {"world_size": 4, "context_parallel_size": 2, "micro_batch_size": 4},
 }
 
 

@@ -13,13 +13,8 @@ from support import resumed_runs, worlds
 from support.dist import World
 from support.pairwise import Combination, all_combinations, pairwise
 
-PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2}
-CUTS: dict[str, dict[str, Any]] = {
-    "one": {},
-    "pipeline2": PIPELINE,
-    "data2": {"world_size": 2},
-    "tensor2": {"world_size": 2, "tensor_model_parallel_size": 2},
-}
+PIPELINE = worlds.PIPELINE
+CUTS = {name: worlds.CUTS[name] for name in ("one", "pipeline2", "data2", "tensor2")}
 WHOLE = {"no_use_distributed_optimizer": True}
 FP32 = {"bcd_resting_grad_dtype": "fp32"}
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {

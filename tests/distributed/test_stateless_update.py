@@ -18,11 +18,6 @@ RESTING: dict[str, Any] = {
 MUON: dict[str, Any] = {"optimizer": "muon", "muon_extra_scale_factor": 0.2, "muon_use_nesterov": True}
 HOST: dict[str, Any] = {"bcd_optimizer_state": "host"}
 METHODS: dict[str, dict[str, Any]] = {"adam": RESTING | HOST, "muon": RESTING | MUON | HOST}
-CUTS: dict[str, dict[str, Any]] = {
-    "data2": {"world_size": 2},
-    "pipeline2": {"world_size": 2, "pipeline_model_parallel_size": 2},
-    "pipeline2_data2": {"world_size": 4, "pipeline_model_parallel_size": 2},
-}
 ITERATIONS = {"train_iters": 8, "bcd_steps_per_block": 2, "lr": 3e-3, "micro_batch_size": 4}
 
 
@@ -116,7 +111,7 @@ def test_overlapped_reductions_change_nothing(
 ) -> None:
     """Gradients of inactive layers that are reduced after the passes, or before their last microbatch, or twice."""
     world = world4 if cut == "pipeline2_data2" else world2
-    flags = ITERATIONS | METHODS[method] | CUTS[cut] | {"data_path": text_data, "micro_batch_size": 1}
+    flags = ITERATIONS | METHODS[method] | worlds.CUTS[cut] | {"data_path": text_data, "micro_batch_size": 1}
     plain = world.run(train_overlapped, worlds.run_config(**flags))
     overlapped = world.run(train_overlapped, worlds.run_config(**flags, overlap_grad_reduce=True))
     for (expected, begun_late), (found, begun) in zip(plain, overlapped, strict=True):
@@ -146,14 +141,14 @@ def spoilt_step(config: Any) -> list[list[str]]:
 @pytest.mark.parametrize("cut", ["data2", "pipeline2"])
 def test_a_resting_gradient_that_is_not_finite_skips_the_step(world2: World, text_data: str, cut: str) -> None:
     """A step that is skipped for the block and done for inactive layers, or skipped on one rank alone."""
-    config = worlds.run_config(data_path=text_data, **ITERATIONS | METHODS["adam"] | CUTS[cut])
+    config = worlds.run_config(data_path=text_data, **ITERATIONS | METHODS["adam"] | worlds.CUTS[cut])
     for changed in world2.run(spoilt_step, config):
         assert changed[2] == [] and all(changed[:2] + changed[3:])
 
 
 def test_prefix_stages_stay_forward_only_with_suffix(world2: World, text_data: str) -> None:
     """--bcd-resting-layers suffix that sends gradients in front of the block."""
-    flags = RESTING | CUTS["pipeline2"] | {"bcd_layout": "submodel", "bcd_num_blocks": 3}
+    flags = RESTING | worlds.CUTS["pipeline2"] | {"bcd_layout": "submodel", "bcd_num_blocks": 3}
     flags |= {"bcd_resting_update": "normalized", "bcd_resting_layers": "suffix"}
     config = worlds.run_config(data_path=text_data, **ITERATIONS | flags | {"train_iters": 12})
     ranks = world2.run(messages_by_block, config)

@@ -12,23 +12,15 @@ from support.pairwise import Combination, all_combinations, pairwise
 
 from megatron.bcd.config import RunConfig
 
-PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2}
-CUTS: dict[str, dict[str, Any]] = {
-    "data2": {"world_size": 2},
-    "tensor2": {"world_size": 2, "tensor_model_parallel_size": 2, "micro_batch_size": 4},
-    "spread": PIPELINE,
-    "stage": PIPELINE | {"bcd_layout": "stage", "bcd_num_blocks": None},
-    "submodel": PIPELINE | {"bcd_layout": "submodel"},
-}
 # overflows at first, then grows after every third step that was taken
 LOSS_SCALING = {"fp16": True, "initial_loss_scale": 2**20, "hysteresis": 1, "loss_scale_window": 3}
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cut", ["data2", "tensor2", "pipeline2", "stage", "submodel"])
 def test_every_rank_decides_alike(world2: World, text_data: str, cut: str) -> None:
     """A rank that skips a step, or ends a phase, when the others do not: main parameters drift apart, or a hang; a loss
     scale that starts again at every switch: the first steps of each phase overflow and are lost."""
-    flags = {"data_path": text_data, "bcd_steps_per_block": 4, "train_iters": 22} | LOSS_SCALING | CUTS[cut]
+    flags = {"data_path": text_data, "bcd_steps_per_block": 4, "train_iters": 22} | LOSS_SCALING | worlds.CUTS[cut]
     config = worlds.run_config(no_use_distributed_optimizer=cut in ("tensor2", "stage"), **flags)
     first, second = world2.run(worlds.train_run, config)
     assert first["steps"] == second["steps"]
@@ -68,13 +60,13 @@ def embeddings_after_every_phase(config: RunConfig) -> list[dict[str, torch.Tens
 
 
 @pytest.mark.parametrize(
-    ("layout", "precision"), [("spread", {}), ("stage", {"bf16": True}), ("submodel", {"bf16": True})]
+    ("layout", "precision"), [("pipeline2", {}), ("stage", {"bf16": True}), ("submodel", {"bf16": True})]
 )
 def test_tied_copies_stay_equal(world2: World, text_data: str, layout: str, precision: dict[str, Any]) -> None:
     """A tied head that is trained apart from the embedding, or by the gradient of one stage alone."""
-    num_blocks = {"spread": 3, "stage": 2, "submodel": 6}[layout]
+    num_blocks = {"pipeline2": 3, "stage": 2, "submodel": 6}[layout]
     flags = {"data_path": text_data, "bcd_steps_per_block": 2, "train_iters": 2 * num_blocks + 5}
-    config = worlds.run_config(**flags, **CUTS[layout], **precision, lr_warmup_iters=1)
+    config = worlds.run_config(**flags, **worlds.CUTS[layout], **precision, lr_warmup_iters=1)
     first, last = world2.run(embeddings_after_every_phase, config)
     assert len(first) == len(last) == num_blocks + 2
     before = None

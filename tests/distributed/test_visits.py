@@ -17,13 +17,6 @@ from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
 from megatron.bcd.runtime import rng
 
-PIPELINE = {"world_size": 2, "pipeline_model_parallel_size": 2}
-CUTS: dict[str, dict[str, Any]] = {
-    "data2": {"world_size": 2},
-    "spread": PIPELINE,
-    "submodel": PIPELINE | {"bcd_layout": "submodel"},
-}
-
 
 def scores_and_choice(config: RunConfig) -> dict[str, Any]:
     """What greedy order chose first, and the sum of squares of this rank's own share of each block's gradient."""
@@ -49,11 +42,11 @@ def scores_and_choice(config: RunConfig) -> dict[str, Any]:
         return {"chosen": chosen, "squares": squares, "sizes": sizes, "generator": drawn}
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cut", ["data2", "pipeline2", "submodel"])
 def test_greedy_takes_the_largest_gradient(world2: World, text_data: str, cut: str) -> None:
     """A score of one rank's share, of another block's gradient, of what is always active; one per block, not per
     parameter."""
-    flags = {"data_path": text_data, "hidden_dropout": 0.1, "bcd_always_active": "norms"} | CUTS[cut]
+    flags = {"data_path": text_data, "hidden_dropout": 0.1, "bcd_always_active": "norms"} | worlds.CUTS[cut]
     greedy, plain = (worlds.run_config(bcd_order=order, **flags) for order in ("greedy", "ascending"))
     ranks = world2.run(scores_and_choice, greedy)
     means = {
@@ -104,7 +97,7 @@ PLATEAU = {
 
 def test_plateau(world2: World, text_data: str) -> None:
     """Ranks that see different losses, or phases of one length. The rule itself: unit/test_block_schedule.py."""
-    config = worlds.run_config(**{"data_path": text_data} | PLATEAU | CUTS["submodel"])
+    config = worlds.run_config(**{"data_path": text_data} | PLATEAU | worlds.CUTS["submodel"])
     ranks = world2.run(worlds.train_run, config)
     assert ranks[0]["steps"] == ranks[1]["steps"]
     lengths = [*Counter(step["phase"] for step in ranks[0]["steps"]).values()]
@@ -120,7 +113,7 @@ def converging(config: RunConfig) -> dict[str, Any]:
 def test_a_converged_run_ends(world2: World, text_data: str, tmp_path: Path) -> None:
     """A run that trains on, is not saved, or goes on when it is started again."""
     flags = {"data_path": text_data, "train_iters": 40, "eval_iters": 2, "lr": 1e-5, "bcd_steps_per_block": 2}
-    flags |= {"bcd_stop_cycle_improvement": 0.5, "save": tmp_path} | CUTS["data2"]
+    flags |= {"bcd_stop_cycle_improvement": 0.5, "save": tmp_path} | worlds.CUTS["data2"]
     first, second = world2.run(converging, worlds.run_config(**flags))
     assert len(first["losses"]) == len(second["losses"]) == 12, "two cycles of three blocks"
     assert [at for at, split, _ in first["evaluations"] if split == "validation"] == [6, 12, 12]
@@ -205,7 +198,7 @@ def test_each_phase_trains_on_its_own_subset(world2: World, text_data: str, blen
     paths = ("3", text_data, "1", text_data) if blend else text_data
     ratio = 0.002 if blend else 0.008
     flags = {"data_path": paths, "bcd_sample_ratio": ratio, "bcd_steps_per_block": 4, "train_iters": 12, "seed": 5}
-    first, second = world2.run(samples_of_phases, worlds.run_config(**flags | CUTS["data2"]))
+    first, second = world2.run(samples_of_phases, worlds.run_config(**flags | worlds.CUTS["data2"]))
     assert first["num_samples"] <= first["length"]
     subset = PhaseSubset(num_samples=first["num_samples"], ratio=ratio, seed=5)
     assert 8 < subset.size < 32, "a subset of more than a step and less than a phase"

@@ -57,6 +57,19 @@ _SMALL_RUN: dict[str, object] = {
     "bcd_steps_per_block": 1,
 }
 
+PIPELINE: dict[str, Any] = {"world_size": 2, "pipeline_model_parallel_size": 2}
+CUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "data2": {"world_size": 2},
+    "tensor2": {"world_size": 2, "tensor_model_parallel_size": 2},
+    "context2": {"world_size": 2, "context_parallel_size": 2},
+    "pipeline2": PIPELINE,
+    "stage": PIPELINE | {"bcd_layout": "stage", "bcd_num_blocks": None},
+    "submodel": PIPELINE | {"bcd_layout": "submodel"},
+    "pipeline2_data2": {"world_size": 4, "pipeline_model_parallel_size": 2},
+}
+"""Flags of a small run under a layout."""
+
 
 def run_config(**flags: Any) -> RunConfig:
     """A small run: the flags, and what is small about it where they don't say. `world_size` ranks, default 1, of the
