@@ -27,11 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-CUTS: dict[str, dict[str, Any]] = {
-    "one": {},
-    "spread": worlds.PIPELINE,
-    "submodel": worlds.PIPELINE | {"bcd_layout": "submodel"},
-}
+CUTS = {name: worlds.CUTS[name] for name in ("one", "pipeline2", "submodel")}
 CASES = pairwise({"cut": CUTS, "kind": KINDS, "recomputation": RECOMPUTATION}, lambda case: True)
 
 
@@ -99,9 +95,8 @@ def test_train_samples_is_train_iters(world1: World, text_data: str) -> None:
 def test_batch_size_ramp(world2: World, text_data: str) -> None:
     """A ramp that trains on samples twice, leaves some out, or runs out of validation data on its extra steps."""
     flags = {"data_path": text_data, "train_iters": None, "train_samples": 64, "rampup_batch_size": (2, 2, 24)}
-    outcome = world2.run(worlds.train_run, worlds.run_config(**flags | worlds.PIPELINE, eval_iters=1, eval_interval=1))[
-        0
-    ]
+    flags |= worlds.PIPELINE | {"eval_iters": 1, "eval_interval": 1}
+    outcome = world2.run(worlds.train_run, worlds.run_config(**flags))[0]
     sizes = [line["global_batch_size"] for line in outcome["metrics"]]
     assert sizes[0] == 2 and sizes[-1] == 8 and sizes == sorted(sizes) and set(sizes) == {2, 4, 6, 8}
     consumed = [sum(sizes[: i + 1]) for i in range(len(sizes))]
