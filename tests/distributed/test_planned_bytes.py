@@ -1,5 +1,5 @@
-"""What tools/plan.py plans is what a run counts: model state of every rank in every phase, to the
-byte, and within 5 % what autograd keeps."""
+"""What tools/plan.py plans is what a run counts: parameters (invariant 10), model state of every rank in every phase,
+to the byte, and within 5 % what autograd keeps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support import pretended_gpu, worlds
 from support.dist import World
-from support.planned import RUNS, TWO, planned_activations, planned_state, recipe_of
+from support.planned import RUNS, TWO, planned_activations, planned_state, recipe_of, stage_parameters
 
 from megatron.bcd.config import RunConfig
 
@@ -25,25 +25,31 @@ UNPLANNED = {
 """Runs that tools/plan.py does not plan; the run summary does."""
 
 
-def counted(config: RunConfig) -> tuple[list[tuple[list[int], list[int]]], list[list[int]]]:
-    """Model state and kept activations of all ranks, by step; and by block what the run summary says of the former."""
+def counted(config: RunConfig) -> tuple[list[tuple[list[int], list[int]]], list[list[int]], tuple[int, ...], int]:
+    """Model state and kept activations of all ranks, by step; by block what the run summary says of the former, and its
+    parameters of each stage and of the model."""
     offloads = config.optimizer.optimizer_cpu_offload
     with pretended_gpu.pretended_gpu() if offloads else contextlib.nullcontext(), worlds.started(config) as one:
         one.train()
-        told = [list(block.model_state_bytes) for block in one.recorder.summary.blocks]
+        summary = one.recorder.summary
+        told = [list(block.model_state_bytes) for block in summary.blocks]
         steps = [(list(step.model_state_bytes), list(step.saved_activation_bytes)) for step in one.recorder.steps]
-        return steps, told
+        return steps, told, summary.parameters_per_stage, summary.total_parameters
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_planned_is_counted(repo_root: Path, world1: World, world2: World, text_data: str, name: str) -> None:
     """A budget that forgets padding, main parameters, step counters, the head's copy or a shard, or activations of a
-    stage: a plan that fits, and a run that does not. The hidden size 40 is no multiple of any alignment."""
+    stage: a plan that fits, and a run that does not; a layer that is on no stage or on two. The hidden size 40 is no
+    multiple of any alignment."""
     flags = {"num_layers": 6, "hidden_size": 40} | RUNS[name]
     recipe = recipe_of(repo_root, flags)
     state = planned_state(recipe)
     config = worlds.run_config(data_path=text_data, **flags, train_iters=2 * len(state))
-    steps, told = (world2 if "world_size" in flags else world1).run(counted, config)[0]
+    steps, told, stages, total = (world2 if "world_size" in flags else world1).run(counted, config)[0]
+    assert stages == stage_parameters(recipe.shape, recipe.partition, padded=recipe.padded_vocabulary)
+    padding = (recipe.padded_vocabulary - 257) * 40 * (2 - recipe.shape.tied)
+    assert total - padding == recipe.shape.num_parameters, "unpadded, a tied copy once"
     # in the first cycle the blocks to come are not in a buffer yet
     assert [by_rank for by_rank, _ in steps[len(state) :]] == state
     assert told == state
@@ -59,5 +65,7 @@ def test_summary_is_counted(world1: World, world2: World, text_data: str, name: 
     config = worlds.run_config(
         data_path=text_data, **{"num_layers": 6, "hidden_size": 40} | UNPLANNED[name], train_iters=6
     )
-    steps, told = (world2 if "world_size" in UNPLANNED[name] else world1).run(counted, config)[0]
+    steps, told, _, total = (world2 if "world_size" in UNPLANNED[name] else world1).run(counted, config)[0]
+    # GPT-2: L (12 H^2 + 13 H) + (V + S) H + 2 H
+    assert total == 6 * (12 * 40**2 + 13 * 40) + (worlds.PADDED_VOCABULARY + 32) * 40 + 2 * 40
     assert [by_rank for by_rank, _ in steps[len(told) :]][: len(told)] == told

@@ -353,8 +353,6 @@ def outcome(one: RecordedRun) -> dict[str, Any]:
         "model_state_bytes": [record.model_state_bytes for record in one.recorder.steps],
         "switches": one.recorder.switches,
         "weights": weights_of(one.model),
-        "parameters_per_stage": one.recorder.summary.parameters_per_stage,
-        "total_parameters": one.recorder.summary.total_parameters,
     }
 
 
