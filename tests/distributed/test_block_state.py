@@ -130,10 +130,7 @@ def test_short_phases_lose_nothing(world1: World, text_data: str) -> None:
 
 def saves_of_a_run(config: RunConfig) -> int:
     """How often state is kept, from the first step to the end of the run."""
-    with (
-        worlds.started(config) as one,
-        mock.patch.object(one.active.kept, "save", wraps=one.active.kept.save) as save,
-    ):
+    with worlds.started(config) as one, mock.patch.object(one.active.kept, "save", wraps=one.active.kept.save) as save:
         one.train()
         one.end_phase(is_end_of_run=True)
     return save.call_count

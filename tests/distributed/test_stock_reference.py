@@ -27,10 +27,7 @@ def bpe_files(shared_data: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def wikitext(
-    shared_data: Path,
-    bpe_files: dict[str, Any],
-    repo_root: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    shared_data: Path, bpe_files: dict[str, Any], repo_root: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> str:
     """Prefix of the reference's data: WikiText-2's validation text, tokenized by our tool."""
     prefix = tmp_path_factory.mktemp("wikitext") / "valid"
@@ -117,12 +114,7 @@ def test_curve(
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_stock_checkpoint(
-    world1: World,
-    world2: World,
-    wikitext: str,
-    bpe_files: dict[str, Any],
-    reference: dict[str, Any],
-    stages: int,
+    world1: World, world2: World, wikitext: str, bpe_files: dict[str, Any], reference: dict[str, Any], stages: int
 ) -> None:
     """Names, shapes or slices of stock's checkpoint that are read wrongly: a trained model that knows nothing."""
     stock = reference["checkpoint"]

@@ -190,13 +190,7 @@ def test_lm_evaluation_harness(repo_root: Path, model: Path, tmp_path: Path) -> 
     assert text["bits_per_byte,none"] == pytest.approx(math.log2(text["byte_perplexity,none"]))
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "--text"),
-        (["--text", "text.txt"], "lm_eval"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [([], "--text"), (["--text", "text.txt"], "lm_eval")])
 def test_evaluate_refuses(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A traceback, of the missing package too."""
     with mock.patch("importlib.util.find_spec", lambda name: None):

@@ -9,12 +9,7 @@ from support.planned import active_parameters, shape_of, stage_parameters
 
 from megatron.bcd.blocks.partition import Partition, partition
 from megatron.bcd.config import LAYOUTS
-from megatron.bcd.planner.cost import (
-    compute_ratio,
-    layer_work,
-    newton_schulz_flops,
-    total_compute_ratio,
-)
+from megatron.bcd.planner.cost import compute_ratio, layer_work, newton_schulz_flops, total_compute_ratio
 
 
 def cut_of(*, layers: int, stages: int = 1, blocks: int | None = 3, layout: str = "spread") -> Partition:

@@ -9,13 +9,7 @@ import pytest
 import transformers
 from support.fine_tuning import CHATML, tokenizer_folder
 
-from megatron.bcd.data.sft.text import (
-    ChatTemplate,
-    Record,
-    Renderer,
-    record_of,
-    tokens_of,
-)
+from megatron.bcd.data.sft.text import ChatTemplate, Record, Renderer, record_of, tokens_of
 from megatron.bcd.tokenizer import HuggingFaceTokenizer
 
 LLAMA2 = (

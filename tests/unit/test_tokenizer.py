@@ -12,12 +12,7 @@ import sentencepiece
 from support.command_line import parse
 from tokenizers import ByteLevelBPETokenizer
 
-from megatron.bcd.tokenizer import (
-    NO_PAD,
-    TOKENIZER_TYPES,
-    Tokenizer,
-    build_tokenizer,
-)
+from megatron.bcd.tokenizer import NO_PAD, TOKENIZER_TYPES, Tokenizer, build_tokenizer
 
 TEXTS = (
     "plain words, numbers 1234 and don't",
