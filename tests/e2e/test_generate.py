@@ -160,19 +160,8 @@ def test_lm_evaluation_harness(repo_root: Path, model: Path, tmp_path: Path) -> 
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "local_choice.yaml").write_text(TASK.format(data=data))
     (tmp_path / "text.txt").write_text("some words " * 40)
-    words = [
-        "--model",
-        str(model),
-        *BYTES,
-        "--multiple-choice",
-        str(data),
-        "letters.jsonl",
-        "--text",
-        "text.txt",
-        "--json",
-        "out.json",
-    ]
-    words += ["--lm-eval", "local_choice", "--lm-eval-include", str(tmp_path / "tasks")]
+    words = ["--model", str(model), *BYTES, "--multiple-choice", str(data), "letters.jsonl", "--text", "text.txt"]
+    words += ["--json", "out.json", "--lm-eval", "local_choice", "--lm-eval-include", str(tmp_path / "tasks")]
     done = subprocess.run(
         [sys.executable, str(repo_root / "tools" / "evaluate.py"), *words],
         cwd=tmp_path,

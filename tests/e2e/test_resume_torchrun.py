@@ -33,16 +33,8 @@ FLAGS = [
 
 def lines(place: Path) -> list[dict[str, Any]]:
     """Of the metrics file, without what differs from machine to machine; a last line may be half written."""
-    names = (
-        "iteration",
-        "loss",
-        "grad_norm",
-        "learning_rate",
-        "block",
-        "consumed_samples",
-        "validation_loss",
-        "test_loss",
-    )
+    names = ("iteration", "loss", "grad_norm", "learning_rate", "block", "consumed_samples")
+    names += ("validation_loss", "test_loss")
     path = place / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
     whole = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 from megatron.bcd.arguments import parse_run_config
 from megatron.bcd.config import RunConfig
 
@@ -25,3 +28,11 @@ def parse(
     """BASE without the flags in ``without``, then ``extra``."""
     words = [word for flag, value in BASE.items() if flag not in without for word in (flag, value)]
     return parse_run_config([*words, *extra], prog=PROG, world_size=world_size, defaults=defaults)
+
+
+def read_flags(tool: str, words: list[str]) -> Any:
+    """What the tool's own reader of its command line makes of it."""
+    module = importlib.import_module(tool)
+    return (
+        module.parse_arguments(words) if hasattr(module, "parse_arguments") else module.build_parser().parse_args(words)
+    )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command_line import BASE
+from support.command_line import BASE, read_flags
 
 from megatron.bcd.arguments import FAMILY_DEFAULTS, read_command_line
 from megatron.bcd.arguments.flags import Flag, generate_flags
@@ -21,17 +21,8 @@ NUMBERS = ("0", "1", "2", "3", "4", "6", "8", "16", "64", "1000", "0.5", "1e-3",
 HOSTILE = ("-1", "-0", "nan", "inf", "-inf", "1e400", "9" * 20, "9" * 400, "-" + "9" * 30, "1e3", "0x10", "1_000", "٣",
            "", " ", "é", "\u202e", "\ud800", "a\nb", "%s", "%(prog)s", "{}", "--", "-", "=", "None", "True", "[]", "'",
            "1,2", "95,5,0", "x" * 5000, "../..", "/proc/absent", "(t*9)*9", "t*99999999", "E|t|L")  # fmt: skip
-TOOLS = {
-    "benchmark": "parse_arguments",
-    "compare_runs": "parse_arguments",
-    "plan": "main",
-    "preprocess_data": "build_parser",
-    "recipe": "main",
-    "report": "parse_arguments",
-    "show_schedule": "main",
-    "train_tokenizer": "build_parser",
-}
-"""What reads the command line: the whole tool, where it only computes, else its first function, or its parser."""
+ONLY_COMPUTE = ("plan", "recipe", "show_schedule")
+"""Tools of which all is run; of others what reads the command line."""
 SCRIPTS = ("gpt", "llama")
 
 
@@ -124,11 +115,11 @@ def test_tools(in_empty_folder: Path, seed: int, number: int) -> None:
     """The same in the tools."""
     draw = random.Random(seed)
     tools = []
-    for name, function in TOOLS.items():
+    for name in (*ONLY_COMPUTE, "benchmark", "compare_runs", "preprocess_data", "report", "train_tokenizer"):
         source = (in_empty_folder / "tools" / f"{name}.py").read_text("utf-8")
         names = sorted(set(re.findall(r'"(--[a-z][\w-]+)"', source)))
-        read = getattr(importlib.import_module(name), function)
-        tools.append((name, names, (lambda argv, read=read: read().parse_args(argv)) if "build" in function else read))
+        whole = importlib.import_module(name).main
+        tools.append((name, names, whole if name in ONLY_COMPUTE else functools.partial(read_flags, name)))
     for _ in range(number):
         name, names, read = draw.choice(tools)
         words = tool_words(draw, names)

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +26,6 @@ def output(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
 
 def planned(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
     return json.loads(output(capsys, *flags, "--json"))
-
-
-def test_command_as_typed_without_torch(repo_root: Path, tmp_path: Path) -> None:
-    """A tool that runs from the repository only, or that needs torch."""
-    program = "import os, runpy, sys; sys.argv = sys.argv[1:]; sys.path[0] = os.path.dirname(sys.argv[0])\n"
-    program += "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
-    program += "finally: assert not {'torch', 'megatron.core', 'numpy', 'rich'} & sys.modules.keys()"
-    tool = repo_root / "tools" / "plan.py"
-    command = [sys.executable, "-c", program, tool, *EXAMPLE, "--method", "bcd", "--bcd-num-blocks", "3"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "torchrun --nproc-per-node 4 pretrain_gpt_bcd.py" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,16 +21,6 @@ def output(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
 def iteration_times(text: str) -> list[str]:
     """Of every schedule."""
     return re.findall(r"^iteration time(.*)$", text, re.MULTILINE)[0].split()
-
-
-def test_command_as_typed_without_torch(repo_root: Path, tmp_path: Path) -> None:
-    """A tool that runs from the repository only, or that needs torch, or seconds, to print a table."""
-    program = "import os, runpy, sys; sys.argv = sys.argv[1:]; sys.path[0] = os.path.dirname(sys.argv[0])\n"
-    program += "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
-    program += "finally: assert not {'torch', 'megatron.core', 'matplotlib', 'rich'} & sys.modules.keys()"
-    command = [sys.executable, "-c", program, repo_root / "tools" / "show_schedule.py", *EXAMPLE]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 INTERLEAVED = ("--stages", "4", "--microbatches", "8", "--layout", "interleaved", "--num-blocks", "3", "--block", "1")

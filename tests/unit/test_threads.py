@@ -12,14 +12,8 @@ import torch
 
 from megatron.bcd.runtime import threads
 
-NAMES = (
-    "OMP_NUM_THREADS",
-    "LOCAL_WORLD_SIZE",
-    "WORLD_SIZE",
-    "TORCHELASTIC_RUN_ID",
-    "OMP_WAIT_POLICY",
-    "GOMP_SPINCOUNT",
-)
+NAMES = ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+NAMES += ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,13 @@ import json
 import runpy
 import shlex
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.command_line import read_flags
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = sorted(
@@ -20,21 +22,6 @@ TOOLS = sorted(
 )
 RUN_AS_TYPED = ("plan", "preprocess_data", "recipe", "report", "show_schedule")
 """Tools whose examples take seconds. Others train, or take minutes."""
-PARSERS = {
-    "benchmark": "parse_arguments",
-    "check_machine": "parse_arguments",
-    "compare_runs": "parse_arguments",
-    "convert_checkpoint": "parse_arguments",
-    "evaluate": "parse_arguments",
-    "generate": "parse_arguments",
-    "plan": "parse_arguments",
-    "preprocess_data": "build_parser",
-    "recipe": None,
-    "report": "parse_arguments",
-    "show_schedule": "parse_arguments",
-    "train_tokenizer": "build_parser",
-}
-"""What reads a tool's command line; None: its examples are run, or take too long and have no flag but one."""
 
 
 def examples(tool: str) -> list[list[str]]:
@@ -45,31 +32,38 @@ def examples(tool: str) -> list[list[str]]:
     return [words[words.index(f"tools/{tool}.py") + 1 :] for words in commands]
 
 
-@pytest.mark.parametrize("tool", [tool for tool, parser in PARSERS.items() if parser])
+@pytest.mark.parametrize("tool", [tool for tool in TOOLS if tool not in RUN_AS_TYPED])
 def test_examples_have_flags_of_today(tool: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An example with a flag that was renamed."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").mkdir()
     monkeypatch.setenv("WORLD_SIZE", "2")
-    parser: Any = getattr(importlib.import_module(tool), str(PARSERS[tool]))
     for words in examples(tool):
-        if PARSERS[tool] == "build_parser":
-            parser().parse_args(words)
-        else:
-            parser(words)
+        read_flags(tool, words)
+
+
+PLAN = "--model G-5.4B --gpu rtx4090 --num-gpus 4"
+PIPELINE = "--stages 4 --microbatches 8 --pivot 2"
+
+
+@pytest.mark.parametrize(
+    ("tool", "words"), [("plan", f"{PLAN} --method bcd --bcd-num-blocks 3"), ("show_schedule", PIPELINE)]
+)
+def test_as_typed_without_torch(tool: str, words: str, tmp_path: Path) -> None:
+    """A tool that runs from the repository only, or that needs torch, or seconds, to print a table."""
+    program = "import os, runpy, sys; sys.argv = sys.argv[1:]; sys.path[0] = os.path.dirname(sys.argv[0])\n"
+    program += "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    program += "finally: assert not {'torch', 'megatron.core', 'numpy', 'matplotlib', 'rich'} & sys.modules.keys()"
+    command = [sys.executable, "-c", program, ROOT / "tools" / f"{tool}.py", *words.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def prepare(folder: Path) -> None:
     """The files that examples read."""
     (folder / "corpus.jsonl").write_text('{"text": "a few words"}\n' * 3)
-    step = {
-        "phase": 0,
-        "block": 0,
-        "loss": 1.0,
-        "step_time_ms": 1.0,
-        "tokens_per_second": 1.0,
-        "model_state_bytes": [1],
-    }
+    step = {"phase": 0, "block": 0, "loss": 1.0, "step_time_ms": 1.0, "tokens_per_second": 1.0}
+    step |= {"model_state_bytes": [1]}
     (folder / "out").mkdir()
     for name in ("bcd", "full"):
         lines = [json.dumps(step | {"iteration": iteration}) for iteration in (1, 2)]
@@ -108,8 +102,6 @@ def test_ctrl_c(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MODEL = "--num-layers 6 --hidden-size 32 --num-attention-heads 2 --seq-length 16"
-PLAN = "--model G-5.4B --gpu rtx4090 --num-gpus 4"
-PIPELINE = "--stages 4 --microbatches 8 --pivot 2"
 RUN = "--run a=out/bcd.jsonl"
 BAD_FLAGS = [
     ("benchmark", f"{MODEL} --steps 0", "--steps"),
