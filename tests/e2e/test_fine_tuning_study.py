@@ -21,6 +21,39 @@ FLAGS = """--sft --load-hf {model} --data-path {data} --data-cache-path {cache} 
 
 def metrics_of(repo_root: Path, folder: Path, program: list[str], flags: list[str]) -> list[dict[str, Any]]:
     path = folder / f"{len(program)}.jsonl"
+    command = [sys.executable, *program, *flags, "--metrics-file", str(path)]
+    done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_peers_train_on_the_same(repo_root: Path, tmp_path: Path) -> None:
+    """Other samples, masks, means or evaluations on transformers' side, so that its rows compare nothing."""
+    from support import huggingface_models as models
+
+    model = models.write_model("llama2", tmp_path / "model")
+    records = [{"prompt": f"{n} and {n}? ", "completion": f"{2 * n}, of course"} for n in range(40)]
+    (tmp_path / "records.jsonl").write_text("\n".join(map(json.dumps, records)))
+    flags = FLAGS.format(model=model, data=tmp_path / "records.jsonl", cache=tmp_path / "cache").split()
+    ours = metrics_of(repo_root, tmp_path, ["pretrain_llama_bcd.py"], flags)
+    theirs = metrics_of(repo_root, tmp_path, ["studies/peer.py", "--peer", "full"], flags)
+    for key in ("loss", "validation_loss", "test_loss"):
+        expected = {line["iteration"]: line[key] for line in ours if key in line}
+        found = {line["iteration"]: line[key] for line in theirs if key in line}
+        assert len(expected) == {"loss": 6, "validation_loss": 2, "test_loss": 1}[key]
+        if key == "loss":  # our second line is the mean of two steps, as in stock
+            expected[2] = 2 * expected[2] - expected[1]
+        assert found == {step: pytest.approx(loss, abs=1e-4) for step, loss in expected.items()}, key
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft, a pin of requirements.txt")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_tiny_form(repo_root: Path, tmp_path: Path, shared_data: Path, precision: str) -> None:
+    """A method that does not run, a row without figures, runs that are repeated on the next start."""
+    text = (shared_data / "wikitext-2" / "train.txt").read_text(encoding="utf-8")[:300_000]
+    (tmp_path / "text.txt").write_text(text)
     command = [sys.executable, "studies/fine_tuning.py", "--task", "sft", "--size", "tiny"]
     command += ["--output", str(tmp_path / "out")]
     command += ["--pretrain-text", str(tmp_path / "text.txt"), "--records", "40", "--num-epochs", "1"]

@@ -33,6 +33,6 @@ def parse(
 def read_flags(tool: str, words: list[str]) -> Any:
     """What the tool's own reader of its command line makes of it."""
     module = importlib.import_module(tool)
-    return (
-        module.parse_arguments(words) if hasattr(module, "parse_arguments") else module.build_parser().parse_args(words)
-    )
+    if hasattr(module, "parse_arguments"):
+        return module.parse_arguments(words)
+    return module.build_parser().parse_args(words)

@@ -14,6 +14,7 @@ from megatron.bcd.runtime import threads
 
 NAMES = ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 NAMES += ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+NAMES += ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 @pytest.fixture(autouse=True)
