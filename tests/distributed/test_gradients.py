@@ -76,18 +76,6 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
         {"model_type": "stablelm", "layer_norm_eps": 1e-5}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     ),
-    "qwen2": ("llama", 1, GROUPED | {"add_qkv_bias": True}, {"model_type": "qwen2"}),
-    "qwen3": ("llama", 1, GROUPED | {"qk_layernorm": True, "kv_channels": 16}, {"model_type": "qwen3", "head_dim": 16}),
-    "llama3_scaled": (
-        "llama",
-        1,
-        GROUPED | {"use_rope_scaling": True, "rope_scaling_factor": 32, "rotary_base": 5000, "kv_channels": 16},
-        {
-            "rope_parameters": {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 32.0}
-            | {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
-            "head_dim": 16,
-        },
-    ),
     "arcee_tensor2": ("llama", 2, NOT_GATED | GROUPED | TENSOR, {"model_type": "arcee"}),
     "nemotron_sequence_parallel": ("llama", 2, NEMOTRON | TENSOR | {"sequence_parallel": True}, NEMOTRON_SETTINGS),
     "gpt_epsilon": ("gpt", 1, UNFUSED | {"norm_epsilon": 1e-2}, EXACT | {"layer_norm_epsilon": 1e-2}),

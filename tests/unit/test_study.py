@@ -18,7 +18,6 @@ from results import (
     Study,
     Table,
     grid,
-    missing_runs,
     points,
     read_results,
     read_study,
@@ -135,25 +134,6 @@ def test_diverged_rates(tmp_path: Path) -> None:
     assert row.failure == "no finite loss" and row.test is None
 
 
-def test_order_of_runs(tmp_path: Path) -> None:
-    """A second seed before every method has one, or a method that waits for a rate that nobody tunes."""
-    methods = {"full": {}, "fast": {"learning_rate_of": "full", "budgets": [0.5, 1]}}
-    study = read(tmp_path, methods=methods)
-    done: dict[Run, Result] = {}
-    order = []
-    while todo := missing_runs(study, done.get)[0]:
-        order.append((todo[0].point.method.name, todo[0].lr, todo[0].seed, todo[0].budget))
-        done[todo[0]] = results_by(lambda run: abs(run.lr - 0.2) + 1)(todo[0])  # type: ignore[assignment]
-    assert order == [
-        *(("full", lr, 1, 1.0) for lr in (0.1, 0.2, 0.4)),
-        ("fast", 0.2, 1, 1.0), ("full", 0.2, 2, 1.0), ("fast", 0.2, 2, 1.0),
-        *(("fast", 0.2, seed, 0.5) for seed in (1, 2)),
-    ]  # fmt: skip
-    assert {run.point.method.name for run in missing_runs(study, lambda run: None, only="f*st")[0]} == {"full"}
-    both = read(tmp_path, methods=methods, data={"none": "", "other": ""}, tune_on="other")
-    assert {run.point.data.name for run in missing_runs(both, lambda run: None)[0]} == {"other"}
-
-
 def test_budgets_decide_over_curves(tmp_path: Path) -> None:
     """A multiplier read from a curve at a high learning rate, though runs of that length were made."""
     study = read(tmp_path, methods={"full": {}, "fast": {"budgets": [0.5, 0.8, 1.25]}}, gpu="rtx4090")
@@ -170,18 +150,6 @@ def test_budgets_decide_over_curves(tmp_path: Path) -> None:
     assert fast.relative_test == pytest.approx(1.9 / 2)
     assert (fast.spread, fast.arithmetic, fast.relative_time) == (0, 0.5, 2)
     assert full.dollars == pytest.approx(10 * 0.01 / 3600 * 0.29)
-
-
-def test_step_times_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Step times of runs that shared the machine, or of two versions of the code, compared in one table."""
-    command = [str(written(tmp_path, study_of(tmp_path))), "--output", str(tmp_path / "out"), "--data", str(tmp_path)]
-    assert tool.main([*command, "--step-times", "2"]) == 0
-    found = read_results(tmp_path / "study.csv")
-    assert {(one.method, one.step_ms, one.rounds, one.seed) for one in found} == {
-        ("full", 10.0, 2, None), ("fast", 10.0, 2, None)
-    }  # fmt: skip
-    rounds = [line for line in capsys.readouterr().err.splitlines() if "step time, round" in line]
-    assert [line.split("model ")[1].split(":")[0] for line in rounds] == ["full", "fast", "full", "fast"]
 
 
 def test_summary_of_metrics() -> None:
