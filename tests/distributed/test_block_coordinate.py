@@ -11,6 +11,7 @@ import pytest
 import torch
 from support import worlds
 from support.dist import World
+from support.small_net import Net
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import fully_shard
@@ -19,23 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron.bcd import BlockCoordinate
 
 STEPS, PER_BLOCK, ROWS = 9, 2, 8
-
-
-class Net(nn.Module):
-    """Odd sizes, so that the shards of two ranks differ."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(7)
-        self.embedding = nn.Embedding(11, 6)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh()) for _ in range(3))
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x_B2: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(x_B2).sum(dim=1)
-        for layer in self.layers:
-            hidden = hidden + layer(hidden)
-        return self.head(hidden)
 
 
 def two_ranks() -> AbstractContextManager[None]:
@@ -87,7 +71,7 @@ def result(model: nn.Module, seen: list[Any]) -> tuple[list[Any], dict[str, torc
 
 
 def alone(**settings: Any) -> Any:
-    model = Net()
+    model = Net(3)
     return result(model, train(model, optimizer_of(model, **settings), clip=True))
 
 
@@ -101,7 +85,7 @@ def assert_parity(results: list[Any], reference: Any) -> None:
 
 def in_ddp(is_first: bool, parts: int, settings: dict[str, Any], how: dict[str, Any]) -> Any:
     with two_ranks():
-        model = Net()
+        model = Net(3)
         if is_first:
             model = ddp = DistributedDataParallel(model, **how)
             optimizer = optimizer_of(model, **settings)
@@ -142,7 +126,7 @@ def test_ddp(world2: World, is_first: bool, parts: int, settings: dict[str, Any]
 def sharded(settings: dict[str, Any], *, is_first: bool = False) -> tuple[Any, BlockCoordinate]:
     """`is_first`: sharded before the optimizer is made; else the optimizer's parameters are replaced, as Accelerate
     does."""
-    model = Net()
+    model = Net(3)
     optimizer = None if is_first else optimizer_of(model, **settings)
     names = {p: name for name, p in model.named_parameters()}
     for layer in model.layers:
@@ -188,7 +172,7 @@ def blocks_of_rank() -> list[int]:
     """With a seed and losses of its own."""
     with two_ranks():
         rank = torch.distributed.get_rank()
-        model = Net()
+        model = Net(3)
         settings = {"order": "random", "switch": "plateau", "plateau_window": 1, "steps_per_block": 1}
         optimizer = optimizer_of(model, seed=rank, **settings)
         ddp, blocks = DistributedDataParallel(model), []
@@ -209,7 +193,7 @@ def test_ranks_switch_together(world2: World) -> None:
 
 def error_of_step() -> str:
     with two_ranks():
-        model = Net()
+        model = Net(3)
         optimizer = optimizer_of(model)
         model(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
         with pytest.raises(ValueError) as raised:

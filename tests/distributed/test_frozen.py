@@ -13,6 +13,7 @@ from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import unwrap_model
 
 CUTS = worlds.CUTS | {"data2_plain_optimizer": {"world_size": 2, "no_use_distributed_optimizer": True}}
+CUTS["norms"] = worlds.PIPELINE | {"bcd_always_active": "norms"}
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": True},
@@ -81,8 +82,7 @@ def run_with_a_fault(config: RunConfig, fault: str, rank: int) -> str:
         if one.state.phase_state.phase == 0 or torch.distributed.get_rank() != rank:
             return
         if fault == "idle":
-            for group in one.active.optimizer.param_groups:
-                group["lr"] = 0.0
+            one.active.scale_learning_rate(0.0)
         else:
             frozen = [parameter for parameter in one.model.parameters() if not parameter.requires_grad]
             with torch.no_grad():
@@ -101,6 +101,7 @@ def run_with_a_fault(config: RunConfig, fault: str, rank: int) -> str:
     [
         ("one", "idle", 0, "fp32"),
         ("pipeline2", "idle", 1, "bf16"),
+        ("norms", "idle", 1, "fp32"),  # norms step, and the block does not
         ("one", "thaw", 0, "bf16"),
         ("data2", "thaw", 1, "fp32"),
         ("stage", "thaw", 0, "bf16"),

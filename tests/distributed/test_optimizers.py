@@ -1,4 +1,4 @@
-"""SGD and Adam are PyTorch's; a block that no step changes is seen."""
+"""SGD and Adam are PyTorch's."""
 
 from __future__ import annotations
 
@@ -62,17 +62,3 @@ def test_it_is_pytorchs(world1: World, text_data: str, kind: str) -> None:
     flags = {"data_path": text_data, "train_iters": 4, "bcd_steps_per_block": 9, "clip_grad": 0, "weight_decay": 0.1}
     config = worlds.run_config(**flags, **OPTIMIZERS[kind], hidden_size=64, lr_warmup_iters=1)
     assert world1.run(beside_a_reference, config) == [[]]
-
-
-def error_of_a_block_that_stands_still(config: RunConfig) -> str:
-    with worlds.started(config, before_step=lambda one: one.active.scale_learning_rate(0.0)) as one:
-        with pytest.raises(RuntimeError) as raised:
-            one.train()
-        return str(raised.value)
-
-
-def test_always_active_parameters_do_not_hide_a_block_that_stands_still(world2: World, text_data: str) -> None:
-    """A stage whose part of the block is not stepped, while its norms are."""
-    flags = {"data_path": text_data, "train_iters": 1, "bcd_always_active": "norms", "weight_decay": 0}
-    for error in world2.run(error_of_a_block_that_stands_still, worlds.run_config(**flags, **worlds.PIPELINE)):
-        assert "stage(s) [0, 1] did not change" in error

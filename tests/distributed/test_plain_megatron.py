@@ -15,24 +15,16 @@ from support import worlds
 from support.dist import World
 
 NUM_TOKENS, LENGTH = 257, 32
-SIZES = {"num_layers": 6, "hidden_size": 32, "num_attention_heads": 4}
-GPT = {
-    "transformer": SIZES,
-    "model": {"position_embedding_type": "learned_absolute", "share_embeddings_and_output_weights": True},
-    "swiglu": False,
+NETWORK = {
+    "transformer": {"num_layers": 6, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2}
+    | {"ffn_hidden_size": 88, "normalization": "RMSNorm", "add_bias_linear": False},
+    "model": {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False}
+    | {"vocab_size": worlds.PADDED_VOCABULARY, "max_sequence_length": LENGTH},
+    "vocab_size": NUM_TOKENS,
 }
-LLAMA = {
-    "transformer": SIZES
-    | {"num_query_groups": 2, "ffn_hidden_size": 88, "normalization": "RMSNorm", "add_bias_linear": False},
-    "model": {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False},
-    "swiglu": True,
-}
-FLAGS: dict[str, dict[str, Any]] = {
-    "gpt": {},
-    "llama": {"num_query_groups": 2, "group_query_attention": True, "ffn_hidden_size": 88, "normalization": "RMSNorm"}
-    | {"disable_bias_linear": True, "position_embedding_type": "rope", "untie_embeddings_and_output_weights": True}
-    | {"swiglu": True},
-}
+FLAGS: dict[str, Any] = {"num_query_groups": 2, "group_query_attention": True, "ffn_hidden_size": 88, "swiglu": True}
+FLAGS |= {"normalization": "RMSNorm", "disable_bias_linear": True, "position_embedding_type": "rope"}
+FLAGS |= {"untie_embeddings_and_output_weights": True}
 
 
 def loss_of(config: Any) -> float:
@@ -45,27 +37,19 @@ def loss_of(config: Any) -> float:
         return float(losses.double().mean())
 
 
-@pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.long), "llama"])
 def test_plain_megatron_core_reads_our_weights(
-    world1: World, world2: World, text_data: str, repo_root: Path, tmp_path: Path, name: str
+    world1: World, world2: World, text_data: str, repo_root: Path, tmp_path: Path
 ) -> None:
     """A key, a shape or a slice of our own: weights that only this program can read."""
-    saved = tmp_path / "saved"
-    cut = {"world_size": 2, "pipeline_model_parallel_size" if name == "gpt" else "tensor_model_parallel_size": 2}
-    world2.run(worlds.train_run, worlds.run_config(data_path=text_data, save=saved, **FLAGS[name] | cut))
-    loading = {"load": saved, "finetune": True}
-    (ours,) = world1.run(loss_of, worlds.run_config(data_path=text_data, **FLAGS[name] | loading))
-    (fresh,) = world1.run(loss_of, worlds.run_config(data_path=text_data, **FLAGS[name]))
+    saved, flags = tmp_path / "saved", FLAGS | {"data_path": text_data}
+    world2.run(worlds.train_run, worlds.run_config(save=saved, **flags | worlds.CUTS["tensor2"]))
+    (ours,) = world1.run(loss_of, worlds.run_config(**flags, load=saved, finetune=True))
+    (fresh,) = world1.run(loss_of, worlds.run_config(**flags))
     assert abs(ours - fresh) > 1e-2, "the loss would not tell trained weights from new ones"
-    network = GPT if name == "gpt" else LLAMA
-    network |= {
-        "model": network["model"] | {"vocab_size": worlds.PADDED_VOCABULARY, "max_sequence_length": LENGTH},
-        "vocab_size": NUM_TOKENS,
-    }
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [sys.executable, str(repo_root / "tests" / "support" / "plain_megatron.py"), str(saved / "iter_0000006")]
     done = subprocess.run(
-        [*command, json.dumps(network)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+        [*command, json.dumps(NETWORK)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert float(done.stdout.splitlines()[-1]) == pytest.approx(ours, rel=1e-5)

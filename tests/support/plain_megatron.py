@@ -1,7 +1,7 @@
 """Plain Megatron Core reads a checkpoint: no line of this file comes from this repository's package.
 
-python plain_megatron.py CHECKPOINT '{"transformer": {...}, "model": {...}, "normalization": "..."}' prints the mean
-loss on made-up tokens. One process, no GPU.
+python plain_megatron.py CHECKPOINT '{"transformer": {...}, "model": {...}, "vocab_size": ...}' prints the mean loss on
+made-up tokens. One process, no GPU.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ def main() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    fields = network["transformer"]
-    if network["swiglu"]:
-        fields |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+    fields = network["transformer"] | {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
     fields |= {"use_cpu_initialization": True, "bias_activation_fusion": False, "masked_softmax_fusion": False}
     model = GPTModel(
         config=TransformerConfig(**fields),

@@ -9,34 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.small_net import Net
 from torch import nn
 
 from megatron.bcd import BlockCoordinate
 from megatron.bcd.optim.update_rules import direction
 
 NUM_LAYERS = 5
-
-
-class Net(nn.Module):
-    """An embedding of 2 tokens per sample, `NUM_LAYERS` layers with norms, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh()) for _ in range(5))
-        self.final_norm = nn.LayerNorm(6)
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x_B2: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(x_B2).sum(dim=1)
-        for layer in self.layers:
-            hidden = hidden + layer(hidden)
-        return self.head(self.final_norm(hidden))
-
-
-def new_net() -> Net:
-    torch.manual_seed(7)
-    return Net()
 
 
 def batches(steps: int, start: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -71,7 +50,7 @@ def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
 )
 def test_one_block_is_the_wrapped_optimizer(optimizer: Any, settings: dict[str, Any]) -> None:
     """A step that changes anything of full training: a lost group, a state that is reset at the end of a phase."""
-    plain, model = new_net(), new_net()
+    plain, model = Net(NUM_LAYERS), Net(NUM_LAYERS)
     alone = optimizer(plain.parameters(), **settings)
     wrapped = BlockCoordinate(model, optimizer, num_blocks=1, steps_per_block=4, **settings)
     train(plain, alone, steps=15, schedule=cosine(alone))
@@ -109,7 +88,7 @@ def plain_loop(
 
 def layer_names(*layers: int) -> list[str]:
     """Parameters of these layers; the embedding goes with the first, final norm and head with the last."""
-    names = [name for name, _ in Net().named_parameters()]
+    names = [name for name, _ in Net(NUM_LAYERS).named_parameters()]
     prefixes = [f"layers.{layer}." for layer in layers]
     prefixes += ["embedding."] * (0 in layers) + ["final_norm.", "head."] * (NUM_LAYERS - 1 in layers)
     return [name for name in names if name.startswith(tuple(prefixes))]
@@ -136,7 +115,7 @@ def test_steps_of_an_independent_loop(
     layout: str, order: str, keep_state: str, rule: str, always: tuple[str, ...]
 ) -> None:
     """A block with another's layers, a rate that stays behind the scheduler's, moments lost or kept by mistake."""
-    plain, model = new_net(), new_net()
+    plain, model = Net(NUM_LAYERS), Net(NUM_LAYERS)
     optimizer = BlockCoordinate(
         model,
         lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
@@ -162,7 +141,7 @@ def test_steps_of_an_independent_loop(
 
 def test_a_frozen_parameter_costs_its_weights_only() -> None:
     """Gradients or moments that stay after a switch: the memory that block coordinate descent is for."""
-    model = new_net()
+    model = Net(NUM_LAYERS)
     optimizer = BlockCoordinate(model, torch.optim.AdamW, num_blocks=3, steps_per_block=2, always_active=["norms"])
     before: dict[str, torch.Tensor] = {}
     for step in range(8):
@@ -188,7 +167,7 @@ def test_resume_is_exact(tmp_path: Path, keep_state: str, rule: str, stopped_at:
     """Anything that decides later steps and is not in the state dict: kept moments, the phase, the random order."""
 
     def build() -> tuple[Net, BlockCoordinate, Any]:
-        model = new_net()
+        model = Net(NUM_LAYERS)
         optimizer = BlockCoordinate(
             model,
             torch.optim.AdamW,
@@ -218,7 +197,7 @@ def test_resume_is_exact(tmp_path: Path, keep_state: str, rule: str, stopped_at:
 
 def test_a_step_that_the_scaler_skips_does_not_count() -> None:
     """With fp16 an overflow would shorten the phase, or leave a stateless layer with infinite weights."""
-    model = new_net()
+    model = Net(NUM_LAYERS)
     optimizer = BlockCoordinate(model, torch.optim.AdamW, steps_per_block=1, resting_update="sign")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     before = copy.deepcopy(model)
@@ -236,7 +215,7 @@ def test_a_step_that_the_scaler_skips_does_not_count() -> None:
 
 def test_muon_for_the_blocks_and_adam_for_the_rest() -> None:
     """Muon refuses vectors, so a model with biases or norms could not be trained with it."""
-    model = new_net()
+    model = Net(NUM_LAYERS)
     always = ("norms", "biases", "embedding", "head")
     optimizer = BlockCoordinate(
         model,
@@ -264,7 +243,7 @@ def test_what_is_always_active_by_default() -> None:
     """Sign or orthogonal steps of an embedding or a head, which lose most of what stateless updates gain."""
     always = {"none": set(), "orthogonal": {"embedding.weight", "head.weight", "head.bias"} | NORMS_AND_EMBEDDING}
     for rule, expected in always.items():
-        optimizer = BlockCoordinate(new_net(), torch.optim.AdamW, resting_update=rule)
+        optimizer = BlockCoordinate(Net(NUM_LAYERS), torch.optim.AdamW, resting_update=rule)
         in_block = {"layers.0.0.weight", "layers.1.0.weight"} if expected else set(layer_names(0, 1))
         biases = {f"layers.{layer}.0.bias" for layer in range(5)} if expected else set()
         assert optimizer.active_names == in_block | biases | expected
@@ -272,7 +251,7 @@ def test_what_is_always_active_by_default() -> None:
 
 def test_plateau_ends_a_phase() -> None:
     """A phase that never ends, or a step that takes an old loss for its own."""
-    model = new_net()
+    model = Net(NUM_LAYERS)
     optimizer = BlockCoordinate(model, torch.optim.SGD, lr=0.0, switch="plateau", plateau_window=2)
     inputs, targets = next(batches(1))
 
@@ -305,27 +284,27 @@ def test_plateau_ends_a_phase() -> None:
 def test_bad_arguments(settings: dict[str, Any], message: str) -> None:
     """A run that starts with a wrong schedule and is noticed days later."""
     with pytest.raises(ValueError, match=message):
-        BlockCoordinate(new_net(), **{"optimizer": torch.optim.AdamW, **settings})
+        BlockCoordinate(Net(NUM_LAYERS), **{"optimizer": torch.optim.AdamW, **settings})
 
 
 def test_a_state_of_other_blocks_is_refused() -> None:
     """Moments of one parameter that step another: shapes often fit."""
-    saved = BlockCoordinate(new_net(), torch.optim.AdamW, num_blocks=3).state_dict()
+    saved = BlockCoordinate(Net(NUM_LAYERS), torch.optim.AdamW, num_blocks=3).state_dict()
     with pytest.raises(ValueError, match="blocks"):
-        BlockCoordinate(new_net(), torch.optim.AdamW, num_blocks=2).load_state_dict(saved)
+        BlockCoordinate(Net(NUM_LAYERS), torch.optim.AdamW, num_blocks=2).load_state_dict(saved)
     with pytest.raises(ValueError, match="BlockCoordinate"):
-        BlockCoordinate(new_net(), torch.optim.AdamW).load_state_dict(
-            torch.optim.AdamW(new_net().parameters()).state_dict()
+        BlockCoordinate(Net(NUM_LAYERS), torch.optim.AdamW).load_state_dict(
+            torch.optim.AdamW(Net(NUM_LAYERS).parameters()).state_dict()
         )
 
 
 def test_a_parameter_that_the_user_froze_stays_frozen() -> None:
     """Fine-tuning with a frozen embedding would train it in the first block's phase."""
-    model = new_net()
+    model = Net(NUM_LAYERS)
     model.embedding.requires_grad_(False)
     optimizer = BlockCoordinate(model, torch.optim.AdamW, steps_per_block=1, resting_update="sign")
     assert "embedding.weight" not in optimizer.active_names
     train(model, optimizer, steps=4)
-    assert torch.equal(model.embedding.weight, new_net().embedding.weight)
+    assert torch.equal(model.embedding.weight, Net(NUM_LAYERS).embedding.weight)
     with pytest.raises(ValueError, match="group"):
         optimizer.add_param_group({"params": [model.embedding.weight]})

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron.bcd.planner.paper import FITTED_MODELS, Cell, Paper
-from megatron.bcd.planner.step_time import mean_seconds
 from megatron.bcd.planner.tables import Cluster, Published, read_clusters, read_models, read_rows
 
 TABLES = (3, 4, 5, 6, 7, 8, 12, 13, 14, 15, 16)
@@ -94,18 +92,3 @@ def test_only_two_models_are_fitted(paper: Paper, table: Cluster) -> None:
     assert Paper(others, MODELS, table).cluster == paper.cluster
     for share, tolerance in (("compute_share", 0.005), ("memory_share", 0.005), ("host_gb_per_s", 0.5)):
         assert getattr(table, share) == pytest.approx(getattr(paper.cluster, share), abs=tolerance)
-
-
-def test_fit_is_the_smallest_error(paper: Paper) -> None:
-    """A fit that stops beside the minimum."""
-    compute, memory = paper.cluster.compute_share, paper.cluster.memory_share
-
-    def error(compute: float, memory: float) -> float:
-        cluster = replace(paper.cluster, compute_share=compute, memory_share=memory)
-        shares, _ = paper.fitting_runs(cluster)
-        return sum((1e3 * mean_seconds(recipe) / ms - 1) ** 2 for recipe, ms in shares)
-
-    best = error(compute, memory)
-    for factor in (0.97, 1.03):
-        assert error(compute * factor, memory) > best
-        assert error(compute, memory * factor) > best
