@@ -16,10 +16,6 @@ from megatron.bcd.planner.run_state import RunMemory, model_state_of
 
 Flags = Callable[..., dict[str, Any]]
 AUTO = {"recompute": "auto"}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "spread": {"pipeline_model_parallel_size": 2},
-    "interleaved": {"pipeline_model_parallel_size": 2, "bcd_layout": "interleaved"},
-}
 
 
 def test_a_phase_leaves_nothing_in_what_recomputes(world2: World, initial_weights: Flags) -> None:
@@ -71,20 +67,3 @@ def test_the_run_ahead_counts(asked: int | None, counted: int) -> None:
     state = model_state_of(config, partition, padded_vocab_size=264, num_replicas=1)
     run = RunMemory(config=config, state=state, num_microbatches=4)
     assert [run.activations(0, block).shape.run_ahead for block in (0, 1)] == [0, counted]
-
-
-@pytest.mark.parametrize("name", [pytest.param("spread", marks=pytest.mark.long), "interleaved"])
-def test_same_weights_with_less_memory(world2: World, initial_weights: Flags, name: str) -> None:
-    """A recomputed layer that draws other numbers, a chunk that recomputes another's layers, a decision that changes
-    nothing."""
-    flags = (
-        initial_weights(bcd_num_blocks=3, num_layers=12) | LAYOUTS[name] | {"bcd_steps_per_block": 1, "train_iters": 4}
-    )
-    flags |= {"hidden_dropout": 0.1, "eval_iters": 1, "eval_interval": 2}
-    plain = world2.run(worlds.train_run, worlds.run_config(world_size=2, **flags))
-    for gib in (1e-6, 1.5e-3):
-        config = worlds.run_config(world_size=2, **flags | AUTO | {"recompute_memory_gib": gib})
-        again = world2.run(worlds.train_run, config)
-        for rank, before in zip(again, plain, strict=True):
-            assert rank["losses"] == before["losses"]
-            assert worlds.same_bits(rank["weights"], before["weights"]) == []

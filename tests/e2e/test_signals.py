@@ -100,7 +100,7 @@ def test_a_second_ctrl_c(repo_root: Path) -> None:
         assert run.wait(END_SECONDS) == -signal.SIGINT
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGUSR1, marks=pytest.mark.long)])
 def test_while_it_imports(start: Callable[..., Job], tmp_path: Path, number: signal.Signals) -> None:
     """A traceback out of the middle of a library, or a process that dies without a word."""
     run = start(*LONG)

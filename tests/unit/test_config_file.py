@@ -36,16 +36,8 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str, form: str = "gpt", 
     [
         ("gpt", 1, ()),
         ("gpt", 8, ("--bcd-preset", "pretrain", "--log-params-norm", "--pipeline-model-parallel-size", "2")),
-        (
-            "gpt",
-            1,
-            ("--no-masked-softmax-fusion", "--bcd-block-lr-multipliers", "1", "0.1", "1e-05", "--split", "9,1,0"),
-        ),
-        (
-            "gpt",
-            1,
-            ("--no-use-distributed-optimizer", "--rampup-batch-size", "2", "2", "8", "--global-batch-size", "4"),
-        ),
+        ("gpt", 1, ("--no-masked-softmax-fusion", "--bcd-block-lr-multipliers", "1", "0.1", "1e-05")),
+        ("gpt", 1, ("--no-use-distributed-optimizer", "--rampup-batch-size", "2", "2", "8", "--split", "9,1,0")),
         ("gpt", 1, ("--use-checkpoint-opt_param-scheduler", "--load", "x: #y", "--save", "2026-01-01")),
         ("llama", 2, ("--no-swiglu", "--group-query-attention", "--num-query-groups", "2", "--data-path", "1", "a")),
     ],
