@@ -275,12 +275,14 @@ def saved_in_background(config: Any) -> tuple[dict[str, Any], int, int, int]:
             return resumed_runs.one_part(config), copied, total, main_params
 
 
-@pytest.mark.parametrize("cut", ["one", "data"])
-def test_async_save_reads_frozen_weights_where_they_lie(world1: World, world2: World, tmp_path: Path, cut: str) -> None:
+@pytest.mark.parametrize(("cut", "precision"), [("one", "bf16"), ("one", "fp16"), ("data", "bf16")])
+def test_async_save_reads_frozen_weights_where_they_lie(
+    world1: World, world2: World, tmp_path: Path, cut: str, precision: str
+) -> None:
     """A save that holds the model twice, or the main parameters of all blocks where no other rank has a part of them; a
     switch that changes a layer before it is written."""
     world = (world1, world2)[CUTS[cut][0] - 1]
-    case = {"cut": cut, "layout": "spread", "precision": "bf16", "method": "paper", "recompute": "none"}
+    case = {"cut": cut, "layout": "spread", "precision": precision, "method": "paper", "recompute": "none"}
     flags = {"bcd_frozen_weights": "host", "bcd_steps_per_block": 1, "swiglu": True}
     config = functools.partial(config_of, case | {"resident": "1"}, tmp_path, **flags)
     whole = world.run(resumed_runs.one_part, config())

@@ -55,7 +55,8 @@ class Planner(MCoreSavePlanner):
         found = super().lookup_object(index)
         if not getattr(found, "is_meta", False):
             return found
-        return self._later[index.fqn]().as_strided(found.shape, found.stride(), found.storage_offset())
+        whole = self._later[index.fqn]()
+        return whole.as_strided(found.shape, found.stride(), whole.storage_offset() + found.storage_offset())
 
 
 class ShardWrite:
