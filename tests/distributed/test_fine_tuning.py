@@ -16,15 +16,8 @@ from support.dist import World
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import unwrap_model
 
-LLAMA: dict[str, Any] = {
-    "swiglu": True,
-    "ffn_hidden_size": 48,
-    "normalization": "RMSNorm",
-    "disable_bias_linear": True,
-    "position_embedding_type": "rope",
-    "untie_embeddings_and_output_weights": True,
-    "num_layers": 3,
-}
+LLAMA: dict[str, Any] = {"swiglu": True, "ffn_hidden_size": 48, "normalization": "RMSNorm", "disable_bias_linear": True}
+LLAMA |= {"position_embedding_type": "rope", "untie_embeddings_and_output_weights": True, "num_layers": 3}
 PLAIN = {"bcd_num_blocks": 1, "lr": 1e-3, "lr_decay_style": "constant", "weight_decay": 0.0, "split": "100,0,0"}
 
 

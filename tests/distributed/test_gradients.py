@@ -22,24 +22,10 @@ from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model.builder import unwrap_model
 
-SIZES: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "seq_length": 32,
-    "max_position_embeddings": 33,  # transformers' own loss takes one token more
-    "micro_batch_size": 2,
-    "global_batch_size": 4,
-    "train_iters": 2,
-    "lr": 1e-3,
-    "eval_iters": 0,
-    "num_workers": 0,
-    "tokenizer_type": "ByteLevelTokenizer",
-    "bcd_num_blocks": 2,
-}
+SIZES: dict[str, Any] = {"num_layers": 4, "global_batch_size": 4, "train_iters": 2, "bcd_num_blocks": 2, "lr": 1e-3}
+SIZES |= {"max_position_embeddings": 33}  # transformers' own loss takes one token more
 GROUPED = {"ffn_hidden_size": 88, "group_query_attention": True, "num_query_groups": 2}
-NO_DROPOUT = {"hidden_dropout": 0, "attention_dropout": 0}
-UNFUSED = NO_DROPOUT | {"no_bias_gelu_fusion": True}
+UNFUSED = {"no_bias_gelu_fusion": True}
 NOT_TIED = {"tie_word_embeddings": False}
 EXACT, TANH = {"activation_function": "gelu"}, {"activation_function": "gelu_new"}
 PIPELINE = {"pipeline_model_parallel_size": 2, "bcd_layout": "submodel"}
@@ -79,7 +65,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "arcee_tensor2": ("llama", 2, NOT_GATED | GROUPED | TENSOR, {"model_type": "arcee"}),
     "nemotron_sequence_parallel": ("llama", 2, NEMOTRON | TENSOR | {"sequence_parallel": True}, NEMOTRON_SETTINGS),
     "gpt_epsilon": ("gpt", 1, UNFUSED | {"norm_epsilon": 1e-2}, EXACT | {"layer_norm_epsilon": 1e-2}),
-    "gpt_tanh": ("gpt", 1, NO_DROPOUT | {"openai_gelu": True}, TANH),
+    "gpt_tanh": ("gpt", 1, {"openai_gelu": True}, TANH),
     "gpt_per_token": ("gpt", 1, UNFUSED | UNTIED | {"calculate_per_token_loss": True}, EXACT | NOT_TIED),
     # the distributed optimizer would keep a shard of the gradient only
     "gpt_data2": ("gpt", 2, UNFUSED | {"no_use_distributed_optimizer": True}, EXACT),
@@ -87,7 +73,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "gpt_spread_untied": ("gpt", 2, UNFUSED | UNTIED | {"pipeline_model_parallel_size": 2}, EXACT | NOT_TIED),
     "gpt_stage": ("gpt", 2, UNFUSED | PIPELINE | {"bcd_layout": "stage", "bcd_num_blocks": None}, EXACT),
     "gpt_submodel_recomputed": ("gpt", 2, UNFUSED | PIPELINE | RECOMPUTED, EXACT),
-    "gpt_tensor2_biases": ("gpt", 2, NO_DROPOUT | TENSOR | {"openai_gelu": True, "bcd_always_active": "biases"}, TANH),
+    "gpt_tensor2_biases": ("gpt", 2, TENSOR | {"openai_gelu": True, "bcd_always_active": "biases"}, TANH),
 }
 LOGITS, GRADIENTS = 5e-5, 1e-5
 """Largest absolute differences, of logits up to 5; of gradients also relative to a parameter's largest."""
@@ -95,9 +81,7 @@ LOGITS, GRADIENTS = 5e-5, 1e-5
 
 def config_of(form: str, num_ranks: int, data_path: str, **flags: Any) -> RunConfig:
     """As the script of that form parses its command line."""
-    divisor = worlds.PADDED_VOCABULARY // flags.get("tensor_model_parallel_size", 1)
-    values = SIZES | {"make_vocab_size_divisible_by": divisor, "data_path": data_path} | flags
-    return worlds.config_of(form=form, world_size=num_ranks, **values)
+    return worlds.run_config(form=form, world_size=num_ranks, data_path=data_path, **SIZES | flags)
 
 
 def run_of(config: RunConfig) -> dict[str, Any]:
@@ -217,21 +201,10 @@ def reference_of(config: RunConfig, **settings: Any) -> torch.nn.Module:
     """transformers' model of the same size."""
     heads, length = config.transformer["num_attention_heads"], config.model.max_position_embeddings
     if not _is_llama(config):
-        return transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(
-                vocab_size=worlds.PADDED_VOCABULARY,
-                n_positions=length,
-                n_embd=config.hidden_size,
-                n_layer=config.num_layers,
-                n_head=heads,
-                resid_pdrop=0,
-                embd_pdrop=0,
-                attn_pdrop=0,
-                bos_token_id=None,
-                eos_token_id=None,
-                **settings,
-            )
-        ).eval()
+        sizes = {"n_positions": length, "n_embd": config.hidden_size, "n_layer": config.num_layers, "n_head": heads}
+        sizes |= {"vocab_size": worlds.PADDED_VOCABULARY, "bos_token_id": None, "eos_token_id": None}
+        no_dropout = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **no_dropout, **settings)).eval()
     kind = settings.pop("model_type", "llama")
     defaults = {"rms_norm_eps": 1e-5, "tie_word_embeddings": False}
     described = transformers.AutoConfig.for_model(

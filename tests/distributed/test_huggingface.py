@@ -23,24 +23,11 @@ LAYOUTS = {(1, 1): "world1", (2, 1): "world2", (1, 2): "world2", (2, 2): "world4
 
 def config_of(model: Path | str, data_path: str, *, pipeline: int = 1, tensor: int = 1, **flags: Any) -> Any:
     """A run that starts from `model`."""
-    values: dict[str, Any] = {
-        "load_hf": str(model),
-        "data_path": data_path,
-        "seq_length": LENGTH,
-        "micro_batch_size": 1,
-        "global_batch_size": 2,
-        "train_iters": 2,
-        "lr": 1e-3,
-        "eval_iters": 0,
-        "num_workers": 0,
-        "hidden_dropout": 0,
-        "attention_dropout": 0,
-        "tokenizer_type": "ByteLevelTokenizer",
-        "bcd_num_blocks": min(2, models.LAYERS // pipeline),
-        "bcd_steps_per_block": 1,
-        "pipeline_model_parallel_size": pipeline,
-        "tensor_model_parallel_size": tensor,
-    }
+    values: dict[str, Any] = {"load_hf": str(model), "data_path": data_path, "tokenizer_type": "ByteLevelTokenizer"}
+    values |= {"seq_length": LENGTH, "micro_batch_size": 1, "global_batch_size": 2, "train_iters": 2, "lr": 1e-3}
+    values |= {"eval_iters": 0, "num_workers": 0, "hidden_dropout": 0, "attention_dropout": 0}
+    values |= {"bcd_num_blocks": min(2, models.LAYERS // pipeline), "bcd_steps_per_block": 1}
+    values |= {"pipeline_model_parallel_size": pipeline, "tensor_model_parallel_size": tensor}
     return worlds.config_of(world_size=pipeline * tensor, **values | flags)
 
 

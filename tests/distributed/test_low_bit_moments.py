@@ -17,19 +17,9 @@ from megatron.bcd.optim import low_bit_adam
 
 def small_run(text_data: str, dtype: str, **flags: Any) -> RunConfig:
     """30 steps of a model wide enough that padding hardly counts."""
-    return worlds.run_config(
-        **{
-            "data_path": text_data,
-            "adam_moments_dtype": dtype,
-            "num_layers": 4,
-            "hidden_size": 64,
-            "train_iters": 30,
-            "lr": 3e-3,
-            "bcd_num_blocks": 2,
-            "bcd_steps_per_block": 5,
-        }
-        | flags
-    )
+    small = {"num_layers": 4, "hidden_size": 64, "train_iters": 30, "lr": 3e-3, "bcd_num_blocks": 2}
+    small |= {"data_path": text_data, "adam_moments_dtype": dtype, "bcd_steps_per_block": 5}
+    return worlds.run_config(**small | flags)
 
 
 def trained(config: RunConfig) -> dict[str, Any]:

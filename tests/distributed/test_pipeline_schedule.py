@@ -45,13 +45,8 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}
 OVERLAP_BOTH = OVERLAP | {"overlap_param_gather": True}
 PER_TOKEN = {"calculate_per_token_loss": True, "eod_mask_loss": True}
-LAYERS_OF_LLAMA = {
-    "position_embedding_type": "rope",
-    "swiglu": True,
-    "normalization": "RMSNorm",
-    "disable_bias_linear": True,
-    "untie_embeddings_and_output_weights": True,
-}
+LAYERS_OF_LLAMA = {"position_embedding_type": "rope", "swiglu": True, "normalization": "RMSNorm"}
+LAYERS_OF_LLAMA |= {"disable_bias_linear": True, "untie_embeddings_and_output_weights": True}
 # by name: pipeline 2 and these
 OPTIONS: dict[str, dict[str, Any]] = {
     "fp16_with_skipped_steps": {"fp16": True, "initial_loss_scale": 2**18, "hysteresis": 1},

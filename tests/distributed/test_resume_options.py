@@ -1,8 +1,7 @@
-"""What --no-load-optim, --no-load-rng, --finetune, --exit-interval and --keep-last-checkpoints take, leave and keep."""
+"""What --no-load-optim, --no-load-rng, --finetune, --exit-interval and --ckpt-step take and leave."""
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,19 +113,6 @@ def test_exit_interval_and_the_same_command_again(world2: World, text_data: str,
     """A run that stops again where it began, or that ends without the last steps or the last evaluation."""
     assert world2.run(exits_until_the_end, config_of(text_data), str(tmp_path)) == [[3, 6, LAST]] * 2
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == str(LAST)
-
-
-@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
-def test_keep_last_checkpoints(world2: World, text_data: str, tmp_path: Path, async_save: bool) -> None:
-    """Old ones that stay, the newest that goes, or another that had nothing to do with this run."""
-    config = config_of(text_data, save=tmp_path, save_interval=2, keep_last_checkpoints=2, async_save=async_save)
-    (tmp_path / "iter_0000001").mkdir()  # no checksums: not ours
-    world2.run(resumed_runs.one_part, config)
-    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000001", "iter_0000006", "iter_0000008"]
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "8"
-    shutil.rmtree(tmp_path / "iter_0000008")
-    found = world2.run(resumed, resumed_runs.with_checkpoints(config, save=None, async_save=False), str(tmp_path))
-    assert [rank["began_at"][0] for rank in found] == [6, 6]
 
 
 def test_ckpt_step(world2: World, text_data: str, tmp_path: Path) -> None:

@@ -144,20 +144,3 @@ def test_a_resting_gradient_that_is_not_finite_skips_the_step(world2: World, tex
     config = worlds.run_config(data_path=text_data, **ITERATIONS | METHODS["adam"] | worlds.CUTS[cut])
     for changed in world2.run(spoilt_step, config):
         assert changed[2] == [] and all(changed[:2] + changed[3:])
-
-
-def test_prefix_stages_stay_forward_only_with_suffix(world2: World, text_data: str) -> None:
-    """--bcd-resting-layers suffix that sends gradients in front of the block."""
-    flags = RESTING | worlds.CUTS["pipeline2"] | {"bcd_layout": "submodel", "bcd_num_blocks": 3}
-    flags |= {"bcd_resting_update": "normalized", "bcd_resting_layers": "suffix"}
-    config = worlds.run_config(data_path=text_data, **ITERATIONS | flags | {"train_iters": 12})
-    ranks = world2.run(messages_by_block, config)
-    assert {block: count > 0 for block, count in ranks[0]} == dict.fromkeys(range(3), True) | dict.fromkeys(
-        (3, 4, 5), False
-    )
-
-
-def messages_by_block(config: Any) -> list[tuple[int, int]]:
-    with worlds.started(config) as one:
-        one.train()
-        return [(step.block, sum(step.backward_messages)) for step in one.recorder.steps]

@@ -239,16 +239,8 @@ def test_communicators_run_beside_each_other_unless_they_share_a_queue(strict2: 
         one_queue2.run(cross)
 
 
-PIPELINE: dict[str, Any] = {
-    "world_size": 2,
-    "pipeline_model_parallel_size": 2,
-    "num_layers": 4,
-    "bcd_layout": "submodel",
-    "bcd_num_blocks": 2,
-    "bcd_steps_per_block": 3,
-    "train_iters": 12,
-    "bcd_run_ahead": 1,
-}
+PIPELINE = worlds.PIPELINE | {"num_layers": 4, "bcd_layout": "submodel", "bcd_num_blocks": 2, "bcd_steps_per_block": 3}
+PIPELINE |= {"train_iters": 12, "bcd_run_ahead": 1}
 
 
 def losses_of(config: RunConfig, mutant: str | None = None) -> dict[str, Any]:

@@ -85,14 +85,8 @@ def test_untrained_layers_are_named(world1: World, text_data: str, order: str) -
     assert rests == {"layers": [], "warnings": []}
 
 
-PLATEAU = {
-    "bcd_switch": "plateau",
-    "bcd_steps_per_block": None,
-    "bcd_plateau_window": 2,
-    "bcd_plateau_min_improvement": 0.05,
-    "bcd_max_steps_per_block": 9,
-    "train_iters": 24,
-}
+PLATEAU = {"bcd_switch": "plateau", "bcd_steps_per_block": None, "bcd_plateau_window": 2, "train_iters": 24}
+PLATEAU |= {"bcd_plateau_min_improvement": 0.05, "bcd_max_steps_per_block": 9}
 
 
 def test_plateau(world2: World, text_data: str) -> None:

@@ -86,10 +86,8 @@ def config_of(case: Combination, folder: Path | None = None, **flags: Any) -> An
     size, cut = (CUTS | FOUR)[case["cut"]]
     values: dict[str, Any] = {"num_layers": 4, "bcd_num_blocks": 2, "train_iters": 5, "micro_batch_size": 1}
     values |= {"global_batch_size": 4, "eval_iters": 1, "eval_interval": 3, "no_bias_gelu_fusion": True}
-    values |= {
-        "lr": 1e-3,
-        "min_lr": 1e-4,
-    }  # at ten times as much, the rounding of a CPU of another kind grows to a tenth
+    # at ten times as much, the rounding of a CPU of another kind grows to a tenth
+    values |= {"lr": 1e-3, "min_lr": 1e-4}
     if case["layout"] == "stage":
         values["bcd_num_blocks"] = None
     values |= cut | PRECISIONS[case["precision"]] | METHODS[case["method"]] | OPTIONS[case["option"]]

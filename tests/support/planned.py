@@ -25,14 +25,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "linear_loss_bf16_pipeline2": TWO | {"bf16": True, "pipeline_model_parallel_size": 2} | LINEAR,
     "data2_bf16": TWO | {"bf16": True},
     "grouped_queries": {"group_query_attention": True, "num_query_groups": 2},
-    "like_qwen": {
-        "kv_channels": 16,
-        "qk_layernorm": True,
-        "disable_bias_linear": True,
-        "add_qkv_bias": True,
-        "untie_embeddings_and_output_weights": True,
-        "bcd_always_active": "head",
-    },
+    "like_qwen": {"kv_channels": 16, "qk_layernorm": True, "disable_bias_linear": True, "add_qkv_bias": True}
+    | {"untie_embeddings_and_output_weights": True, "bcd_always_active": "head"},
     "moments_bf16": TWO | {"adam_moments_dtype": "bf16"},
     "offload": {"bcd_num_blocks": 1, "optimizer_cpu_offload": True, "no_pin_cpu_grads": True},
     "data2_bf16_offload": TWO

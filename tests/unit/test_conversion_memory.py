@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,15 @@ def memory(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
 
 
-def cost_of(action: Callable[[], Any], written: Path) -> dict[str, float]:
-    """Peak of memory beyond what was held before, seconds, and the size of the largest safetensors file."""
+def cost_of(action: Callable[[], Any], written: Path) -> dict[str, int]:
+    """Peak of memory beyond what was held before, and the size of the largest safetensors file."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    before, started = memory("VmRSS"), time.monotonic()
+    before = memory("VmRSS")
     action()
-    cost = {"bytes": memory("VmHWM") - before, "seconds": round(time.monotonic() - started, 1)}
-    return cost | {"file": max(file.stat().st_size for file in written.glob("*.safetensors"))}
+    return {
+        "bytes": memory("VmHWM") - before,
+        "file": max(file.stat().st_size for file in written.glob("*.safetensors")),
+    }
 
 
 def both_ways(folder: Path, layers: int, hidden: int, shard_bytes: int) -> dict[str, Any]:

@@ -76,7 +76,6 @@ def code_of(call: Callable[[], object]) -> int:
 
 @pytest.fixture
 def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo_root: Path) -> Path:
-    monkeypatch.syspath_prepend(str(repo_root / "tools"))
     monkeypatch.chdir(tmp_path)
     return repo_root
 

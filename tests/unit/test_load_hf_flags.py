@@ -17,19 +17,9 @@ from megatron.bcd.config import RunConfig, run_config_to_dict
 from megatron.bcd.huggingface.architecture import architecture_from_config, config_of, flags_of
 from megatron.bcd.huggingface.run_network import describe_run, network_of_run
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "num_hidden_layers": 6,
-    "hidden_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 80,
-    "max_position_embeddings": 96,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 500.0,
-    "vocab_size": 300,
-}
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 6, "hidden_size": 48}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 80, "max_position_embeddings": 96}
+LLAMA |= {"rms_norm_eps": 1e-6, "rope_theta": 500.0, "vocab_size": 300}
 GPT2 = {"model_type": "gpt2", "n_layer": 6, "n_embd": 48, "n_head": 4, "n_positions": 64, "vocab_size": 300}
 GPT2 |= {"resid_pdrop": 0.25, "embd_pdrop": 0.25, "activation_function": "gelu"}
 

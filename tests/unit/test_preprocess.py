@@ -5,23 +5,16 @@ import hashlib
 import importlib
 import json
 import resource
-import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import _text_files
 import numpy
+import preprocess_data
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-TOOLS = ROOT / "tools"
-
-sys.path.insert(0, str(TOOLS))
-
-import _text_files  # noqa: E402
-import preprocess_data  # noqa: E402
-import train_tokenizer  # noqa: E402
+import train_tokenizer
 
 BYTE_LEVEL = ("--tokenizer-type", "ByteLevelTokenizer")
 

@@ -1,21 +1,14 @@
 """tools/report.py: table, ratios, JSON and picture from metrics files."""
 
-import importlib
 import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import report as tool
 
-ROOT = Path(__file__).parents[2]
 MIB = 2**20
-
-
-@pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    return importlib.import_module("report")
 
 
 def step_line(iteration: int, *, phase: int, block: int, step_ms: float, state: list[int], loss: float = 1.0) -> str:
@@ -46,7 +39,7 @@ def two_runs(tmp_path: Path) -> list[str]:
     return ["--run", f"BCD={bcd}", "--run", f"full={full}"]
 
 
-def test_table_and_ratios(tool: Any, two_runs: list[str], tmp_path: Path) -> None:
+def test_table_and_ratios(two_runs: list[str], tmp_path: Path) -> None:
     """The last phase's state for the maximum, one block's time for all, the first evaluation for the last."""
     picture = tmp_path / "pictures" / "loss.png"
     assert tool.main([*two_runs, "--json", str(tmp_path / "new" / "t.json"), "--figure", str(picture)]) == 0
@@ -59,7 +52,7 @@ def test_table_and_ratios(tool: Any, two_runs: list[str], tmp_path: Path) -> Non
     assert table["ratios"]["step_time_ms"] == pytest.approx(0.6)
 
 
-def test_diverged_and_evaluation_only_runs(tool: Any, tmp_path: Path) -> None:
+def test_diverged_and_evaluation_only_runs(tmp_path: Path) -> None:
     """A NaN in one run that takes the picture of the others away; --skip-train runs refused."""
     diverged = Path(write_run(tmp_path / "nan.jsonl", num_blocks=1, step_ms=(10.0,), state_mib=(20,)))
     with diverged.open("a") as file:
@@ -75,7 +68,7 @@ def test_diverged_and_evaluation_only_runs(tool: Any, tmp_path: Path) -> None:
     assert math.isclose(runs[1]["validation_perplexity"], 12.18)
 
 
-def test_resumed_on_other_ranks(tool: Any, two_runs: list[str], tmp_path: Path) -> None:
+def test_resumed_on_other_ranks(two_runs: list[str], tmp_path: Path) -> None:
     """A whole table refused for one resumed run; memory or time of two numbers of ranks mixed."""
     run = tmp_path / "resumed.jsonl"
     lines = [step_line(i, phase=0, block=0, step_ms=5.0, state=[10 * MIB] * 4) for i in range(1, 7)]
@@ -105,7 +98,7 @@ STEP = '{"iteration": 1, "phase": 0, "block": 0, "loss": %s, "step_time_ms": 1, 
         (STEP % ("1", ', "model_state_bytes": 5'), "line 1"),
     ],
 )
-def test_bad_files(tool: Any, tmp_path: Path, capsys: Any, content: str | None, message: str) -> None:
+def test_bad_files(tmp_path: Path, capsys: Any, content: str | None, message: str) -> None:
     """A traceback, an exit code 0, or a picture overwritten although a file was bad."""
     path, picture = tmp_path / "m.jsonl", tmp_path / "p.png"
     picture.write_text("older")
