@@ -22,7 +22,6 @@ for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_AD
     os.environ.pop(_name, None)  # a scheduler's values would make one-process tests wait for other ranks
 
 ROOT = Path(__file__).resolve().parents[1]
-_LEFT_OUT = pytest.StashKey[int]()
 
 # The same examples each time, and no deadline: no test may time anything.
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True, database=None)
@@ -49,7 +48,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("long")]
         items[:] = [item for item in items if not item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=left_out)
-        config.stash[_LEFT_OUT] = len(left_out)
     items[:] = _mixed(items)
     for item in items:
         folder = item.path.parent.name
@@ -72,11 +70,6 @@ def _mixed(items: list[pytest.Item]) -> list[pytest.Item]:
         for number, path in enumerate(paths)
     }
     return [item for path in sorted(files, key=place.__getitem__) for item in files[path]]
-
-
-def pytest_report_collectionfinish(config: pytest.Config) -> str:
-    left_out = config.stash.get(_LEFT_OUT, 0)
-    return f"{left_out} tests left out: all combinations of what others try in pairs; --long runs them" * bool(left_out)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,6 @@ import pytest
 from support.bad_input_cases import (
     DATA_CASES,
     FLAG_CASES,
-    LOAD_CASES,
     OUTPUT_CASES,
     REAL_CASES,
     SFT_CASES,
@@ -30,15 +28,6 @@ from support.bad_input_cases import (
 from support.forked_runs import CANNOT_MOUNT, ForkedRuns, assert_refused, digests, said
 
 PROG = "pretrain_gpt_bcd.py"
-
-
-@pytest.fixture(scope="module")
-def checkpoint(runs: ForkedRuns, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of BASE's model after its one step."""
-    folder = tmp_path_factory.mktemp("trained")
-    write_dataset(folder / "data" / "text_document", good_documents())
-    said(runs.run(command_line("--save", "saved"), folder=folder, num_ranks=1))
-    return folder / "saved"
 
 
 def with_ranks(cases: tuple[Case, ...]) -> pytest.MarkDecorator:
@@ -76,13 +65,6 @@ def test_two_datasets_without_weights(runs: ForkedRuns, workplace: Path) -> None
     assert rank.code == 0, rank.stderr
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_good_load(num_ranks: int, runs: ForkedRuns, workplace: Path, checkpoint: Path) -> None:
-    """As above for `test_load`, and a library's warning on stderr would make two lines of each refusal there."""
-    words = command_line("--load", str(checkpoint), "--finetune", num_ranks=num_ranks)
-    said(runs.run(words, folder=workplace, num_ranks=num_ranks))
-
-
 @pytest.mark.parametrize("seen_by", [0, 1])
 def test_a_fault_that_one_rank_sees(seen_by: int, runs: ForkedRuns, tmp_path: Path) -> None:
     """The other rank waits in a barrier: it must neither hang nor be killed by torchrun, and rank 0 speaks."""
@@ -96,13 +78,6 @@ def test_refused(case: Case, num_ranks: int, runs: ForkedRuns, workplace: Path) 
     """A rule that only one rank checks leaves the others in a collective; a late one has written already, or costs an
     hour of training. Libraries raise errors of their own, or take damaged data for good."""
     check(case, num_ranks, runs, workplace)
-
-
-@with_ranks(LOAD_CASES)
-def test_load(case: Case, num_ranks: int, runs: ForkedRuns, workplace: Path, checkpoint: Path) -> None:
-    """A checkpoint that does not fit must be named, and must survive; nothing is saved beside it."""
-    shutil.copytree(checkpoint, workplace / "saved")
-    check(case, num_ranks, runs, workplace, "--load", "saved", "--finetune", "--save", "new")
 
 
 @with_ranks(REAL_CASES)

@@ -119,6 +119,7 @@ def rewrite_state(checkpoint: Path, changes: dict[str, Any]) -> None:
         ({"phase": {"phase": -1}}, (), ("phase",)),
         ({}, ("--bf16",), ("--load saved", "--bf16")),
         ({}, ("--swiglu",), ("--load saved", "--swiglu")),
+        ({}, ("--hidden-size", "64"), ("--load saved", "--hidden-size")),
     ],
 )
 def test_a_state_that_does_not_fit(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,21 +167,6 @@ OUTPUT_CASES = tuple(
     case(
         "new outputs of wrong data", "--data-path", "data/nowhere", "--metrics-file", "new/metrics.jsonl",
         "--tensorboard-dir", "new/events", "--save", "new/saved", named="--data-path data/nowhere",
-    ),
-)  # fmt: skip
-
-
-def truncate_weights(folder: Path) -> None:
-    for path in (folder / "saved").rglob("*.distcp"):
-        os.truncate(path, 100)
-
-
-LOAD_CASES = (
-    case("wider model", "--hidden-size", "64", named=("--load saved", "--hidden-size 32, here 64"), ranks=BOTH),
-    case("truncated weights", named=("--load saved", "saved/iter_0000001/", "truncated"), prepare=truncate_weights),
-    case(
-        "no metadata", named=("--load saved", "saved/iter_0000001/.metadata", "missing"),
-        prepare=lambda folder: (folder / "saved/iter_0000001/.metadata").unlink(),
     ),
 )  # fmt: skip
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import types
-from collections import deque
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -87,38 +86,30 @@ def test_one_queue_to_the_gpu_with_tensor_parallelism(calls: list[str], monkeypa
     assert os.environ[distributed.CONNECTIONS] == "8"
 
 
-class GpuOfMarks:
-    """A GPU that is as far behind as the CPU lets it: it comes to a mark when it is waited for."""
+class Mark:
+    """An event of a GPU that is as far behind as the CPU lets it: it comes to a mark when it is waited for."""
 
-    def __init__(self) -> None:
-        self.to_come: deque[Any] = deque()
-        self.most_ahead = 0
+    to_come: ClassVar[list[Mark]] = []
+    most_ahead: ClassVar[int] = 0
 
-    def record(self, event: Any) -> None:
-        self.to_come.append(event)
-        self.most_ahead = max(self.most_ahead, len(self.to_come))
+    def record(self) -> None:
+        self.to_come.append(self)
+        Mark.most_ahead = max(Mark.most_ahead, len(self.to_come))
 
-    def synchronize(self, event: Any) -> None:
-        while event in self.to_come:
-            self.to_come.popleft()
+    def synchronize(self) -> None:
+        if self in self.to_come:
+            del self.to_come[: self.to_come.index(self) + 1]
 
 
 @pytest.mark.parametrize("receives", [False, True])
 def test_few_messages_are_held(monkeypatch: pytest.MonkeyPatch, receives: bool) -> None:
     """Waiting for a message does not hold the CPU back under NCCL: a forward-only stage allocates the buffers of all
     microbatches of an iteration at once."""
-    gpu = GpuOfMarks()
-
-    class Event:
-        def record(self) -> None:
-            gpu.record(self)
-
-        def synchronize(self) -> None:
-            gpu.synchronize(self)
-
+    monkeypatch.setattr(Mark, "to_come", [])
+    monkeypatch.setattr(Mark, "most_ahead", 0)
     done = SimpleNamespace(wait=lambda: None)
     monkeypatch.setattr(device, "has_cuda", lambda: True)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Event", Mark)
     for name in ("isend", "irecv"):
         monkeypatch.setattr(torch.distributed, name, lambda *_: done)
     monkeypatch.setattr(torch.distributed, "get_global_rank", lambda group, place: place)
@@ -130,7 +121,7 @@ def test_few_messages_are_held(monkeypatch: pytest.MonkeyPatch, receives: bool) 
             messages.wait_for(messages.receive_forward((1,)))
         else:
             messages.send_forward(torch.zeros(1))
-    assert gpu.most_ahead == 3
+    assert Mark.most_ahead == 3
 
 
 ENGINE = ("transformer_engine", "transformer_engine.pytorch")
