@@ -13,40 +13,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.bad_input_cases import (
-    DATA_CASES,
-    FLAG_CASES,
-    OUTPUT_CASES,
-    REAL_CASES,
-    SFT_CASES,
-    TOKENIZER_CASES,
-    Case,
-    command_line,
-    good_documents,
-    write_dataset,
-)
+from support import bad_input_cases as cases
+from support.bad_input_cases import Case, command_line, good_documents, write_dataset
 from support.forked_runs import CANNOT_MOUNT, ForkedRuns, assert_refused, digests, said
 
 PROG = "pretrain_gpt_bcd.py"
 
 
-def with_ranks(cases: tuple[Case, ...]) -> pytest.MarkDecorator:
+def with_ranks(tried: tuple[Case, ...]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
         ("case", "num_ranks"),
-        [pytest.param(case, n, id=f"{case.name}, {n}".replace(" ", "_")) for case in cases for n in case.ranks],
+        [pytest.param(case, n, id=f"{case.name}, {n}".replace(" ", "_")) for case in tried for n in case.ranks],
     )
-
-
-def check(case: Case, num_ranks: int, runs: ForkedRuns, folder: Path, *more: str) -> None:
-    case.prepare(folder)
-    before = digests(folder)
-    read_only = folder / case.read_only if case.read_only else None
-    words = command_line(*more, *case.flags, num_ranks=num_ranks)
-    results = runs.run(words, folder=folder, num_ranks=num_ranks, read_only=read_only)
-    if all(rank.code == CANNOT_MOUNT for rank in results):
-        pytest.skip("a read-only mount is not allowed here")
-    assert_refused(results, *case.named)
-    assert digests(folder) == before and not any(rank.stdout for rank in results)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -73,14 +51,22 @@ def test_a_fault_that_one_rank_sees(seen_by: int, runs: ForkedRuns, tmp_path: Pa
     assert [(rank.code, rank.stderr) for rank in results] == [(2, told), (2, "")]
 
 
-@with_ranks(FLAG_CASES + DATA_CASES + SFT_CASES + TOKENIZER_CASES + OUTPUT_CASES)
+@with_ranks(cases.FLAG_CASES + cases.DATA_CASES + cases.SFT_CASES + cases.TOKENIZER_CASES + cases.OUTPUT_CASES)
 def test_refused(case: Case, num_ranks: int, runs: ForkedRuns, workplace: Path) -> None:
     """A rule that only one rank checks leaves the others in a collective; a late one has written already, or costs an
     hour of training. Libraries raise errors of their own, or take damaged data for good."""
-    check(case, num_ranks, runs, workplace)
+    case.prepare(workplace)
+    before = digests(workplace)
+    read_only = workplace / case.read_only if case.read_only else None
+    words = command_line(*case.flags, num_ranks=num_ranks)
+    results = runs.run(words, folder=workplace, num_ranks=num_ranks, read_only=read_only)
+    if all(rank.code == CANNOT_MOUNT for rank in results):
+        pytest.skip("a read-only mount is not allowed here")
+    assert_refused(results, *case.named)
+    assert digests(workplace) == before and not any(rank.stdout for rank in results)
 
 
-@with_ranks(REAL_CASES)
+@with_ranks(cases.REAL_CASES)
 def test_as_a_user_runs_it(case: Case, num_ranks: int, repo_root: Path, workplace: Path) -> None:
     """Forks share one import: only a real start shows a library that writes a line, and torchrun's own report."""
     case.prepare(workplace)

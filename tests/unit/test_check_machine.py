@@ -18,26 +18,12 @@ from megatron.bcd.planner.tables import choose, read_clusters
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "examples" / "clusters.csv"
-PROBED = {
-    "torch": "2.13.0",
-    "cuda": None,
-    "has_cuda": False,
-    "nccl": None,
-    "gpus": [],
-    "transformer_engine": {"is_absent": True, "error": ""},
-    "apex": {"is_absent": True, "error": ""},
-    "missing_for_compilation": "",
-    "cores": 2,
-}
+ABSENT = {"is_absent": True, "error": ""}
+PROBED = {"torch": "2.13.0", "cuda": None, "has_cuda": False, "nccl": None, "gpus": [], "cores": 2}
+PROBED |= {"transformer_engine": ABSENT, "apex": ABSENT, "missing_for_compilation": ""}
 GPU = {"name": "NVIDIA GeForce RTX 4090", "memory_gib": 23.6}
-RATES = {
-    "device": "cpu",
-    "links": {"by_pair": {"0-1": 1.5}, "all_reduce": 0.75},
-    "device_bytes": 2**33,
-    "fp32_tflops": 0.05,
-    "bf16_tflops": 0.02,
-    "memory_gb_per_s": 10.0,
-}
+RATES = {"device": "cpu", "links": {"by_pair": {"0-1": 1.5}, "all_reduce": 0.75}, "device_bytes": 2**33}
+RATES |= {"fp32_tflops": 0.05, "bf16_tflops": 0.02, "memory_gb_per_s": 10.0}
 
 
 def only_failure(checks: list[Check]) -> Check:

@@ -7,22 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import results
 import study as tool
 import yaml
-from results import (
-    Lookup,
-    Multiplier,
-    Result,
-    Row,
-    Run,
-    Study,
-    Table,
-    grid,
-    points,
-    read_results,
-    read_study,
-    summarise,
-)
+from results import Lookup, Multiplier, Result, Row, Run, Study, Table, points, read_results, read_study, summarise
 from study import Commands, Runner, arithmetic_of_flags
 
 PROGRAM = """
@@ -118,9 +106,9 @@ def test_grid_grows_at_an_edge_and_says_where_it_ends(tmp_path: Path) -> None:
     point = next(points(read(tmp_path, extend=2)))
     cases = {0.2: (0.2, False, 3), 0.8: (0.8, False, 5), 5.0: (1.6, True, 5), 0.01: (0.025, True, 5)}
     for best, expected in cases.items():
-        found = grid(read(tmp_path, extend=2), point, results_by(lambda run, best=best: abs(run.lr - best) + 1))
+        found = results.grid(read(tmp_path, extend=2), point, results_by(lambda run, best=best: abs(run.lr - best) + 1))
         assert (found.best, found.at_edge, len(found.values)) == expected
-    fixed = grid(read(tmp_path, extend=0), point, results_by(lambda run: 1 / run.lr))
+    fixed = results.grid(read(tmp_path, extend=0), point, results_by(lambda run: 1 / run.lr))
     assert (fixed.best, fixed.at_edge, len(fixed.values)) == (0.4, True, 3)
 
 
@@ -128,8 +116,8 @@ def test_diverged_rates(tmp_path: Path) -> None:
     """A rate that diverged is taken for the best, or ends the study."""
     study = read(tmp_path)
     point = next(points(study))
-    assert grid(study, point, results_by(lambda run: None if run.lr > 0.15 else 1 - run.lr)).best == 0.1
-    assert grid(study, point, results_by(lambda run: None)).best is None
+    assert results.grid(study, point, results_by(lambda run: None if run.lr > 0.15 else 1 - run.lr)).best == 0.1
+    assert results.grid(study, point, results_by(lambda run: None)).best is None
     row = rows_of(study, results_by(lambda run: None))[0]
     assert row.failure == "no finite loss" and row.test is None
 
