@@ -26,7 +26,8 @@ SIZES: dict[str, Any] = {"num_layers": 4, "global_batch_size": 4, "train_iters":
 SIZES |= {"max_position_embeddings": 33}  # transformers' own loss takes one token more
 GROUPED = {"ffn_hidden_size": 88, "group_query_attention": True, "num_query_groups": 2}
 UNFUSED = {"no_bias_gelu_fusion": True}
-NOT_TIED = {"tie_word_embeddings": False}
+ONE_GROUP = {"group_query_attention": True}
+TIED, NOT_TIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 EXACT, TANH = {"activation_function": "gelu"}, {"activation_function": "gelu_new"}
 PIPELINE = {"pipeline_model_parallel_size": 2, "bcd_layout": "submodel"}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -34,9 +35,9 @@ UNTIED = {"untie_embeddings_and_output_weights": True}
 TENSOR = {"tensor_model_parallel_size": 2}
 NOT_GATED = {"no_swiglu": True, "squared_relu": True}
 NEMOTRON = NOT_GATED | GROUPED | {"normalization": "LayerNorm", "apply_layernorm_1p": True, "rotary_percent": 0.5}
-NEMOTRON_SETTINGS = {"model_type": "nemotron", "norm_eps": 1e-5} | {
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-}
+HALF_ROTATED = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+NEMOTRON_SETTINGS = HALF_ROTATED | {"model_type": "nemotron", "norm_eps": 1e-5}
+STABLELM = HALF_ROTATED | {"model_type": "stablelm", "layer_norm_eps": 1e-5}
 # by name: script, ranks, flags, transformers' settings
 CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "llama_grouped": (
@@ -45,23 +46,12 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
         GROUPED | {"rotary_base": 500, "norm_epsilon": 1e-2, "kv_channels": 16},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rms_norm_eps": 1e-2, "head_dim": 16},
     ),
-    "llama_one_group_tied": (
-        "llama",
-        1,
-        {"group_query_attention": True, "no_untie_embeddings_and_output_weights": True},
-        {"tie_word_embeddings": True},
-    ),
+    "llama_one_group_tied": ("llama", 1, ONE_GROUP | {"no_untie_embeddings_and_output_weights": True}, TIED),
     "llama_recomputed": ("llama", 1, GROUPED | RECOMPUTED, {}),
     "llama_pipeline2": ("llama", 2, GROUPED | PIPELINE, {}),
     "llama_tensor2": ("llama", 2, GROUPED | TENSOR, {}),
-    "llama_one_group_tensor2": ("llama", 2, {"group_query_attention": True} | TENSOR, {}),
-    "stablelm": (
-        "llama",
-        1,
-        {"normalization": "LayerNorm", "rotary_percent": 0.5},
-        {"model_type": "stablelm", "layer_norm_eps": 1e-5}
-        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
-    ),
+    "llama_one_group_tensor2": ("llama", 2, ONE_GROUP | TENSOR, {}),
+    "stablelm": ("llama", 1, {"normalization": "LayerNorm", "rotary_percent": 0.5}, STABLELM),
     "arcee_tensor2": ("llama", 2, NOT_GATED | GROUPED | TENSOR, {"model_type": "arcee"}),
     "nemotron_sequence_parallel": ("llama", 2, NEMOTRON | TENSOR | {"sequence_parallel": True}, NEMOTRON_SETTINGS),
     "gpt_epsilon": ("gpt", 1, UNFUSED | {"norm_epsilon": 1e-2}, EXACT | {"layer_norm_epsilon": 1e-2}),

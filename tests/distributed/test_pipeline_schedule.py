@@ -33,14 +33,8 @@ SCHEDULES = [
     *((2, layout, number) for layout in LAYOUTS for number in RUN_AHEAD),
     *((4, layout, number) for layout in LAYOUTS for number in RUN_AHEAD),
 ]
-IN_DEFAULT = (
-    (2, "spread", 1),
-    (2, "stage", 7),
-    (2, "submodel", 2),
-    (4, "spread", 7),
-    (4, "stage", 2),
-    (4, "submodel", 4),
-)
+IN_DEFAULT = [(2, "spread", 1), (2, "stage", 7), (2, "submodel", 2)]
+IN_DEFAULT += [(4, "spread", 7), (4, "stage", 2), (4, "submodel", 4)]
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}
 OVERLAP_BOTH = OVERLAP | {"overlap_param_gather": True}

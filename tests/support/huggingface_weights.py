@@ -17,8 +17,6 @@ _LLAMA = {
     "decoder.final_layernorm": "model.norm",
     "output_layer": "lm_head",
     "input_layernorm": "input_layernorm",
-    "self_attention.q_layernorm": "self_attn.q_norm",
-    "self_attention.k_layernorm": "self_attn.k_norm",
     "self_attention.linear_proj": "self_attn.o_proj",
     "pre_mlp_layernorm": "post_attention_layernorm",
     "mlp.linear_fc2": "mlp.down_proj",
@@ -37,7 +35,7 @@ _GPT2 = {
 
 
 def to_llama(tensors: Mapping[str, Tensor], *, num_heads: int, num_groups: int, is_gated: bool = True) -> Tensors:
-    """As LlamaForCausalLM names and cuts them, and its relatives Qwen2, Qwen3, Arcee and Nemotron.
+    """As LlamaForCausalLM names and cuts them, and its relatives StableLM, Arcee and Nemotron.
 
     Raises:
         KeyError: such a model has no parameter like that.
