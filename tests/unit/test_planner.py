@@ -20,7 +20,7 @@ from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.search import fewest_gpus, layouts, search, shortest_that_fits, valid_pipelines
 from megatron.bcd.planner.step_time import head_pass, layer_pass, phase_seconds
 from megatron.bcd.planner.tables import Model, read_clusters, read_models
-from megatron.bcd.planner.tensors import stage_tensors
+from megatron.bcd.planner.tensors import buffer_of, stage_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = read_models(ROOT / "examples" / "models.csv")
@@ -67,6 +67,14 @@ def recipes(draw: st.DrawFn) -> Recipe:
         global_batch_size=2 * data * draw(st.integers(1, 6)),
         recompute=draw(st.sampled_from(("none", "full"))),
     )
+
+
+def test_three_ranks_share_a_buffer() -> None:
+    """A buffer that ranks cannot share evenly. Of two ranks: distributed/test_planned_bytes.py."""
+    one = recipe()
+    tensors = stage_tensors(one.shape, one.partition, 0, padded_vocabulary=one.padded_vocabulary)
+    buffer = buffer_of(tensors, num_ranks=3)
+    assert buffer.size % 3 == 0 and sum(buffer.held) == sum(tensor.size for tensor in tensors)
 
 
 def test_context_parallel_costs_an_exchange() -> None:
