@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to three trained models and one picture, in a few minutes on two CPU cores:
+# From nothing to three trained models and one picture: ten minutes on two idle CPU cores, and two for the packages.
 #
 #   bash examples/quickstart.sh
 #

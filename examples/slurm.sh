@@ -22,6 +22,7 @@
 #SBATCH --output=slurm-%j.log
 set -euo pipefail
 
+case " $* " in *" -h "* | *" --help "*) sed -n '2,${/^#SBATCH/q;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 cd "${SLURM_SUBMIT_DIR:?is set by sbatch: sbatch examples/slurm.sh MODEL METHOD CLUSTER}"  # Slurm runs a copy of this file
 export NNODES=$SLURM_JOB_NUM_NODES
 export GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:?is set by sbatch --gpus-per-node N}}

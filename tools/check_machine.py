@@ -92,7 +92,7 @@ def check_packages(version_of: Callable[[str], str | None] = installed_version) 
         yield failed("python", python, remedy="install Python 3.11 to 3.13; examples/setup_env.sh makes .venv of it")
     for name, pin in pins().items():
         version, part = version_of(name), f"package {name}"
-        install = f"{sys.executable} -m pip install {name}=={pin}"
+        install = f". examples/setup_env.sh in this shell, or {sys.executable} -m pip install {name}=={pin}"
         if version is None:
             yield failed(part, f"not installed; the pin is {pin}", remedy=install)
         elif version.split("+")[0] == pin:

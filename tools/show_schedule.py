@@ -182,10 +182,10 @@ def role(shape: PlanShape, stage: int) -> str:
     roles = []
     for virtual in range(stage, shape.num_virtual, shape.num_stages):
         is_prefix = not any(shape.active[: virtual + 1])
-        roles.append("active" if shape.active[virtual] else "prefix" if is_prefix else "frozen")
+        roles.append("active" if shape.active[virtual] else "prefix" if is_prefix else "suffix")
     if shape.num_chunks == 1:
         return roles[0]
-    return "".join({"prefix": "p", "active": "A", "frozen": "s"}[one] for one in roles)
+    return "".join({"prefix": "p", "active": "A", "suffix": "s"}[one] for one in roles)
 
 
 def chunk_letter(chunk: int) -> str:

@@ -238,6 +238,7 @@ def test_precision_aware_optimizer(monkeypatch: pytest.MonkeyPatch, is_there: bo
         ((LAYERS, "3"), "spread", 1),
         ((LAYERS, "1"), "interleaved", 3),
         ((VIRTUAL, "1"), "spread", 1),
+        ((LAYERS, "1", "--bcd-preset", "pretrain"), "interleaved", 3),
         ((VIRTUAL, "3", "--bcd-num-blocks", "1"), "interleaved", 3),
         ((VIRTUAL, "2"), "interleaved", 3),
         ((VIRTUAL, "5", "--num-layers", "12"), "interleaved", 3),

@@ -194,7 +194,7 @@ def _derive_chunks(values: Values, *, given: Mapping[str, Any]) -> int | None:
         if not left and on_stage % per_chunk == 0:
             values["num_virtual_stages_per_pipeline_rank"] = on_stage // per_chunk
     num_chunks = values["num_virtual_stages_per_pipeline_rank"] or 1
-    if num_chunks > 1 and "bcd_layout" not in given and values["bcd_layout"] == "spread":
+    if num_chunks > 1 and "bcd_layout" not in given and values["bcd_layout"] in ("spread", "strided"):  # a preset's too
         values["bcd_layout"] = "interleaved"
     if values["bcd_layout"] == "interleaved" and values["pipeline_model_parallel_size"] > 1:
         values["overlap_param_gather"] = False  # it would change speed alone

@@ -63,9 +63,8 @@ def locate(name: str, *, flag: str, weights: bool = True) -> str:
     try:
         return str(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # the library and its HTTP client raise many types
-        reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"{flag} {name}: no such folder, and the hub does not give a model of that name ({reason})"
+            f"{flag} {name}: no such folder, and the hub does not give a model of that name ({type(error).__name__})"
         ) from None
 
 
