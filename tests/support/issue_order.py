@@ -319,7 +319,10 @@ def _recording() -> Iterator[None]:
             "get_global_rank": lambda group, rank: group.ranks[rank],
         }),
         (device, {"has_cuda": lambda: False}),
-        (schedule, {"_process_groups": groups, "get_model_config": lambda model: model.config}),
+        (schedule, {
+            "ProcessGroupCollection": SimpleNamespace(use_mpu_process_groups=lambda names: groups()),
+            "get_model_config": lambda model: model.config,
+        }),
         (execute, {
             "select_chunk": lambda model, chunk: setattr(now[-1], "chunk", chunk),
             "forward_step": lambda *args, **others: now[-1].forward(*args, **others),

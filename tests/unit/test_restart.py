@@ -101,7 +101,7 @@ def test_a_restart_resumes_all_that_was_saved(tmp_path: Path, monkeypatch: pytes
     for save, changes in (("new", True), ("none yet", False)):
         config = parse(*flags, "--save", save)
         for is_restart in (False, True):
-            found = _resuming_after_restart(config, distributed.Launch(start=2 if is_restart else 1)).checkpoint
+            found = _resuming_after_restart(config, is_restart=is_restart).checkpoint
             assert found.save == save
             loads = (found.load, found.ckpt_step, found.finetune, found.load_optim, found.load_rng)
             is_changed = changes and is_restart
@@ -112,7 +112,7 @@ def test_a_restart_before_the_first_save_starts_as_asked(tmp_path: Path, monkeyp
     """--ckpt-step 2 below the checkpoints 2, 4, 6, killed before its first save: the restart goes on from 6, in the run
     that was to be abandoned. Or after it: every restart begins at 2 again."""
     store = torch.distributed.HashStore()
-    monkeypatch.setattr(pretrain, "_torchruns_store", lambda: store)
+    monkeypatch.setattr(pretrain, "torchruns_store", lambda timeout: store)
     monkeypatch.setattr(pretrain.collectives, "on_rank_0", lambda function: function())
     root = str(tmp_path / "saved")
     config = parse("--save", root, "--load", root, "--ckpt-step", "2")
@@ -129,7 +129,7 @@ def test_a_restart_before_the_first_save_starts_as_asked(tmp_path: Path, monkeyp
     for start in (1, 2, 3, 4):
         if start == 3:  # the second one has saved the iteration that the tracker named already
             publish(6)
-        loaded.append(_resuming_after_restart(config, distributed.Launch(start=start)).checkpoint.ckpt_step)
+        loaded.append(_resuming_after_restart(config, is_restart=start > 1).checkpoint.ckpt_step)
     assert loaded == [2, 2, None, None]
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
@@ -158,7 +157,7 @@ class PipelineSchedule:
     def _set_up(self, model: torch.nn.Module) -> None:
         if self._groups is not None:
             return
-        self._groups = _process_groups()
+        self._groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "embd", "pos_embd", "cp", "dp_cp"])
         group, config = self._groups.pp, get_model_config(model)
         shape = self.shape(1, forward_only=True)
         waiting = distributed.group_for_waiting(group, timeout_minutes=self._timeout_minutes)
@@ -183,15 +182,3 @@ def _timed(model: torch.nn.Module) -> Iterator[None]:
     config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
     yield
     config.timers("forward-backward").stop()
-
-
-def _process_groups() -> ProcessGroupCollection:
-    """The groups that Megatron Core's schedule takes where none are given."""
-    groups = ProcessGroupCollection()
-    groups.tp = parallel_state.get_tensor_model_parallel_group()
-    groups.pp = parallel_state.get_pipeline_model_parallel_group()
-    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
-    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    groups.cp = parallel_state.get_context_parallel_group()
-    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
-    return groups

@@ -7,13 +7,13 @@ import os
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron.bcd.runtime import collectives, device, packages
 from megatron.bcd.runtime.compat import cpu, megatron_core, pytorch
+from megatron.bcd.runtime.exit import torchruns_store
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """CUDA's queues to a GPU. With one, kernels start in the order of their launch: with tensor parallelism Megatron Core
@@ -24,19 +24,6 @@ MOST_CTAS = 2
 """Of a group for messages that wait: thread blocks of NCCL's kernels, each of which holds a multiprocessor."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """How the ranks were started; the same on every rank."""
-
-    start: int = 1
-    """Which start of these ranks this is, from 1. torchrun's own count differs between nodes."""
-
-    @property
-    def is_restart(self) -> bool:
-        """Whether torchrun has started these ranks before."""
-        return self.start > 1
-
-
 def initialize(
     *,
     backend: str,
@@ -45,10 +32,11 @@ def initialize(
     pipeline_size: int,
     context_size: int = 1,
     hierarchical_context_sizes: Sequence[int] | None = None,
-) -> Launch:
+) -> bool:
     """Join the process group of torchrun's environment and create Megatron Core's parallel groups.
 
-    Without that environment the world is this process.
+    Without that environment the world is this process. Returns whether torchrun has started these ranks before, the
+    same on every rank.
 
     Raises:
         ValueError: fewer GPUs on this node than processes, GPUs that are hidden from some processes, ranks that don't
@@ -81,9 +69,8 @@ def initialize(
     start = 1
     if not torch.distributed.is_initialized():
         timeout = datetime.timedelta(minutes=timeout_minutes)
-        rendezvous = _rendezvous(timeout)
-        torch.distributed.init_process_group(backend, timeout=timeout, **rendezvous.arguments)
-        start = rendezvous.start
+        start, arguments = _rendezvous(timeout)
+        torch.distributed.init_process_group(backend, timeout=timeout, **arguments)
     # a bound device would give messages of the pipeline's links and batches one communicator, and one order
     assert torch.distributed.group.WORLD.bound_device_id is None, "no device is bound to the process group"
     parallel_state.initialize_model_parallel(
@@ -95,7 +82,7 @@ def initialize(
         else list(hierarchical_context_sizes),
         distributed_timeout_minutes=timeout_minutes,
     )
-    return Launch(start=start)
+    return start > 1
 
 
 def group_for_waiting(
@@ -156,27 +143,18 @@ def _own_gpu() -> int:
     return number
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Rendezvous:
-    """Where the ranks meet."""
-
-    arguments: dict[str, Any]
-    """Of `init_process_group`: those that it can't find by itself, or would get wrong after a restart."""
-    start: int = 1
-    """See `Launch.start`."""
-
-
-def _rendezvous(timeout: datetime.timedelta) -> _Rendezvous:
+def _rendezvous(timeout: datetime.timedelta) -> tuple[int, dict[str, Any]]:
+    """Which start of these ranks this is, from 1, and the arguments of `init_process_group` that it can't find by
+    itself, or would get wrong after a restart."""
     if "RANK" not in os.environ:
-        return _Rendezvous(arguments={"rank": 0, "world_size": 1, "store": torch.distributed.HashStore()})
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return _Rendezvous(arguments={})
+        return 1, {"rank": 0, "world_size": 1, "store": torch.distributed.HashStore()}
+    store = torchruns_store(timeout)
+    if store is None:
+        return 1, {}
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = torch.distributed.TCPStore(*address, is_master=False, timeout=timeout)
     start = number_of_start(store, rank=rank, world_size=world_size, timeout=timeout)
     store = torch.distributed.PrefixStore(f"bcd/start {start}", store)
-    return _Rendezvous(arguments={"rank": rank, "world_size": world_size, "store": store}, start=start)
+    return start, {"rank": rank, "world_size": world_size, "store": store}
 
 
 def number_of_start(store: Any, *, rank: int, world_size: int, timeout: datetime.timedelta) -> int:

@@ -94,15 +94,22 @@ def _world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def torchruns_store(timeout: datetime.timedelta) -> Any:
+    """The store that torchrun keeps over restarts; None with another launcher. torch has to be imported."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # an import would wait while the main thread imports it
+    return sys.modules["torch.distributed"].TCPStore(*address, is_master=False, timeout=timeout)
+
+
 def _errors() -> Any:
     """The part of torchrun's store for messages of `exit_on_error` in this start of the workers."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        raise RuntimeError("no torchrun here")  # another launcher: there is no store before the process group
-    patience = datetime.timedelta(seconds=_PATIENCE_SECONDS)
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    distributed = sys.modules["torch.distributed"]  # an import would wait while the main thread imports it
-    store = distributed.TCPStore(*address, is_master=False, timeout=patience)
-    return distributed.PrefixStore(f"bcd/error/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store = torchruns_store(datetime.timedelta(seconds=_PATIENCE_SECONDS))
+    if store is None:
+        raise RuntimeError("no torchrun here")  # before the process group there is no other store
+    prefix = f"bcd/error/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return sys.modules["torch.distributed"].PrefixStore(prefix, store)
 
 
 def _all_ranks_end(message: str, world_size: int) -> bool:

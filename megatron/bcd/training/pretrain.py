@@ -18,7 +18,7 @@ from megatron.bcd.checkpoint.saver import check_save_folder, claim_save_folder, 
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model import builder
 from megatron.bcd.runtime import collectives, device, dir_claim, distributed, rng, threads
-from megatron.bcd.runtime.exit import exit_on_error
+from megatron.bcd.runtime.exit import exit_on_error, torchruns_store
 from megatron.bcd.tokenizer import build_tokenizer
 from megatron.bcd.trainer import ModelBuilder, Trainer
 from megatron.bcd.training.state import TrainingFailed
@@ -70,18 +70,18 @@ def _set_up(
     """A run that is about to train, and the folders that it has claimed."""
     if not device.has_cuda():
         notes = (threads.set_threads(), *notes)
-    launch = _initialize(config)
+    is_restart = _initialize(config)
     config = with_length(config)
     save_dir = config.checkpoint.save
     is_new = not dir_claim.exists(save_dir)
     save_claim = dir_claim.DirClaim() if is_new else claim_save_folder(save_dir)
-    config = _resuming_after_restart(config, launch)
+    config = _resuming_after_restart(config, is_restart=is_restart)
     source = loader.find(config)
     if source is not None and source.state is not None:
         run_state.check_same_tokens(source.state.flags, config, source=source.name)
         config = run_state.with_saved_schedule(source.state.flags, config)
     overwrites = check_save_folder(config, source)
-    trainer = Trainer(config, build_model, source=source, is_restart=launch.is_restart)
+    trainer = Trainer(config, build_model, source=source, is_restart=is_restart)
     for note in notes:
         trainer.reporter.note(note)
     if is_new:  # created only after everything has been checked
@@ -113,14 +113,14 @@ def with_length(config: RunConfig) -> RunConfig:
     return config
 
 
-def _initialize(config: RunConfig) -> distributed.Launch:
-    """Deterministic kernels, process groups, random generators."""
+def _initialize(config: RunConfig) -> bool:
+    """Deterministic kernels, process groups, random generators; returns as `distributed.initialize`."""
     training = config.training
     if config.transformer.get("deterministic_mode"):  # first: groups choose NCCL's algorithms when they are created
         rng.use_deterministic_algorithms()
     if config.optimizer.optimizer_cpu_offload:
         device.check_can_offload()
-    launch = distributed.initialize(
+    is_restart = distributed.initialize(
         backend=training.distributed_backend,
         timeout_minutes=training.distributed_timeout_minutes,
         tensor_size=config.tensor_size,
@@ -129,10 +129,10 @@ def _initialize(config: RunConfig) -> distributed.Launch:
         hierarchical_context_sizes=config.transformer.get("hierarchical_context_parallel_sizes"),
     )
     rng.seed_everything(training.seed, data_parallel_random_init=training.data_parallel_random_init)
-    return launch
+    return is_restart
 
 
-def _resuming_after_restart(config: RunConfig, launch: distributed.Launch) -> RunConfig:
+def _resuming_after_restart(config: RunConfig, *, is_restart: bool) -> RunConfig:
     """torchrun --max-restarts starts the same command again: once this job has saved, resume all that --save holds,
     whatever the flags of loading say, which were meant for its start. A collective.
 
@@ -142,8 +142,8 @@ def _resuming_after_restart(config: RunConfig, launch: distributed.Launch) -> Ru
     if checkpoint.save is None:
         return config
     save = checkpoint.save
-    has_saved = collectives.on_rank_0(lambda: _has_saved(save, _torchruns_store()))
-    if not (launch.is_restart and has_saved):
+    has_saved = collectives.on_rank_0(lambda: _has_saved(save, torchruns_store(_PATIENCE)))
+    if not (is_restart and has_saved):
         return config
     return config.replace_section(
         "checkpoint",
@@ -171,11 +171,3 @@ def _has_saved(save: str, store: Any) -> bool:
     if not store.check([key]):  # also where the starts before did not come this far, so saved nothing
         store.set(key, tracker)
     return bool(tracker) and store.get(key).decode() != tracker
-
-
-def _torchruns_store() -> Any:
-    """The store that torchrun keeps over restarts; None without one."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return torch.distributed.TCPStore(*address, is_master=False, timeout=_PATIENCE)
