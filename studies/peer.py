@@ -232,8 +232,8 @@ def splits_of(config: RunConfig, tokenizer: Any) -> data.Splits:
     """The samples of the training script."""
     steps = data.num_iterations(config)
     if config.data.sft:
-        return data.plan_fine_tuning(config, tokenizer, steps, least_steps_per_cycle=1).splits
-    return data.build_splits(config, data.plan_splits(config, tokenizer, steps, least_steps_per_cycle=1))
+        return data.plan_fine_tuning(config, tokenizer, steps, least_steps_per_cycle=1).build()
+    return data.plan_splits(config, tokenizer, steps, least_steps_per_cycle=1).build()
 
 
 class Evaluations:

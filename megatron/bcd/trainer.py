@@ -159,9 +159,8 @@ class Trainer:
         )
         # no file is written before everything has been checked: what is planned here is built below
         make_plan = data.plan_fine_tuning if config.data.sft else data.plan_splits
-        plan: data.SplitPlan | data.FineTuningPlan = make_plan(
-            config, tokenizer, self.train_iters, least_steps_per_cycle=self.block_schedule.least_steps_per_cycle
-        )
+        least_steps = self.block_schedule.least_steps_per_cycle
+        plan = make_plan(config, tokenizer, self.train_iters, least_steps_per_cycle=least_steps)
         if config.bcd.bcd_frozen_weights == "auto":
             limit = memory_limit(config, flag="--bcd-frozen-weights auto")
             choice = self._run_memory().frozen_weights(memory_bytes=limit)
@@ -176,9 +175,9 @@ class Trainer:
             load.load_weights(folder.ModelFolder(folder.locate(hf_name, flag="--load-hf")), self.model)
         if (frozen_weights := builder.frozen_weights_of(self.model)) is not None:
             frozen_weights.begin_phase(())  # the ranks that share them have loaded them
-        self.splits = data.build_splits(config, plan) if isinstance(plan, data.SplitPlan) else plan.splits
+        self.splits = plan.build()
         self.samples = TrainingSamples(config, dataset=self.splits.train, epoch_samples=plan.epoch_samples)
-        return () if isinstance(plan, data.SplitPlan) else plan.notes
+        return plan.notes
 
     def _build_parts(self) -> None:
         """What trains the model, without an optimizer: each phase builds its own."""
@@ -912,7 +911,7 @@ class Trainer:
 
     def _restore_counters(self, saved: run_state.RunState) -> None:
         """Set the counters. Where the saved phase can't continue, its cycle starts again."""
-        self.state.load_state_dict(vars(saved))
+        self.state.load(saved)
         self.state.phase_state, warning = run_state.resumed_phase(
             saved, self.config, self.partition, self.block_schedule
         )

@@ -45,8 +45,7 @@ def plain_training(config: RunConfig) -> dict[str, Any]:
             get_data_parallel_world_size(),
         )
         tokenizer = build_tokenizer("ByteLevelTokenizer")
-        plan = data.plan_splits(config, tokenizer, training.train_iters, least_steps_per_cycle=1)
-        splits = data.build_splits(config, plan)
+        splits = data.plan_splits(config, tokenizer, training.train_iters, least_steps_per_cycle=1).build()
         model = builder.build_model(config, worlds.PADDED_VOCABULARY, implementation.implementation_here(config))
         model_config = get_model_config(model)
         is_sharded = training.use_distributed_optimizer

@@ -43,17 +43,28 @@ class StateSummary(TypedDict):
     num_steps: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunState:
+@dataclass(kw_only=True)
+class Counters:
+    """How far a run has come; the same on every rank."""
+
+    iteration: int = 0
+    """Training steps done, skipped ones included."""
+    consumed_samples: int = 0
+    """Of the training split."""
+    consumed_validation_samples: int = 0
+    """Each evaluation continues in the validation split where the one before it ended, as in stock Megatron-LM."""
+    samples_in_phase: int = 0
+    """Training samples of the present phase, repeated ones included."""
+    samples_seen_before: int = 0
+    """Distinct training samples of each earlier phase, summed over these phases."""
+    skipped_steps: int = 0
+    """Consecutive steps skipped up to now because their loss or gradient was not finite."""
+
+
+@dataclass(kw_only=True)
+class RunState(Counters):
     """JSON values only; floats are not rounded. Field names are keys of the file."""
 
-    iteration: int
-    consumed_samples: int
-    consumed_validation_samples: int
-    samples_in_phase: int
-    """Training samples of the current phase (--bcd-sample-ratio)."""
-    samples_seen_before: int
-    """Distinct training samples of the phases before."""
     phase: dict[str, Any]
     """`PhaseState` as a dictionary."""
     blocks: list[str]
@@ -63,8 +74,6 @@ class RunState:
     optimizer_state: dict[str, StateSummary]
     """By owner, a block's number or "always" (see `checkpoint.optimizer_state`)."""
     loss_scaler: dict[str, float] | None
-    skipped_steps: int
-    """In a row, until now."""
     interval: list[dict[str, Any]]
     """Results of the steps since the last log line."""
     layout: dict[str, Any]

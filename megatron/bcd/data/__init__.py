@@ -12,18 +12,15 @@ from megatron.bcd.data.batches import (
     subset_batches,
 )
 from megatron.bcd.data.lengths import global_batch_size, num_iterations, num_samples, samples_after
-from megatron.bcd.data.sft.dataset import FineTuningPlan, plan_fine_tuning, with_epochs
-from megatron.bcd.data.splits import SplitPlan, Splits, build_splits, plan_splits
+from megatron.bcd.data.sft.dataset import plan_fine_tuning, with_epochs
+from megatron.bcd.data.splits import Splits, plan_splits
 
 __all__ = [
     "Batch",
     "Dealt",
-    "FineTuningPlan",
-    "SplitPlan",
     "Splits",
     "batch_of",
     "batches",
-    "build_splits",
     "global_batch_size",
     "no_batches",
     "num_iterations",

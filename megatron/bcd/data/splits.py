@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import math
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,19 +42,18 @@ class Splits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitPlan:
-    """Checked data, before anything is written: Megatron Core's configuration, and sequences per split."""
+class DataPlan:
+    """Checked data."""
 
-    dataset_config: GPTDatasetConfig
-    sizes: tuple[int, int | None, int]
-    """As `num_samples`."""
     epoch_samples: int
-    """Sequences of one epoch of the training split (see `_epoch_samples`)."""
-    num_validation: int
-    """As `Splits.num_validation`."""
+    """Sequences of one epoch of the training split."""
+    build: Callable[[], Splits]
+    """To be called once, on all ranks together."""
+    notes: tuple[str, ...] = ()
+    """Lines of the run summary."""
 
 
-def plan_splits(config: RunConfig, tokenizer: Any, train_iters: int, *, least_steps_per_cycle: int) -> SplitPlan:
+def plan_splits(config: RunConfig, tokenizer: Any, train_iters: int, *, least_steps_per_cycle: int) -> DataPlan:
     """Check the data, reading only.
 
     Raises:
@@ -74,9 +74,8 @@ def plan_splits(config: RunConfig, tokenizer: Any, train_iters: int, *, least_st
         sizes = (epoch_samples, *sizes[1:])
         PhaseSubset(num_samples=epoch_samples, ratio=config.bcd.bcd_sample_ratio, seed=config.training.seed)
     assert num_validation is not None
-    return SplitPlan(
-        dataset_config=dataset_config, sizes=sizes, epoch_samples=epoch_samples, num_validation=num_validation
-    )
+    build = functools.partial(_build_splits, config, dataset_config, sizes, num_validation=num_validation)
+    return DataPlan(epoch_samples=epoch_samples, build=build)
 
 
 def _num_sequences(config: RunConfig, num_tokens: int) -> int:
@@ -100,17 +99,22 @@ def stage_needs_data(config: RunConfig) -> bool:
     return is_at_an_end or config.data.reset_attention_mask
 
 
-def build_splits(config: RunConfig, plan: SplitPlan) -> Splits:
+def _build_splits(
+    config: RunConfig,
+    dataset_config: GPTDatasetConfig,
+    sizes: tuple[int, int | None, int],
+    *,
+    num_validation: int,
+) -> Splits:
     """Build the splits and write their index cache, on all ranks together (Megatron Core's builder has barriers).
 
     Raises:
         ValueError: the index cache can't be written, or holds a file that a killed run has left half written.
     """
-    dataset_config = plan.dataset_config
     dataset_class = MockGPTDataset if config.data.mock_data else GPTDataset
     try:
         built = BlendedMegatronDatasetBuilder(
-            dataset_class, list(plan.sizes), lambda: stage_needs_data(config), dataset_config
+            dataset_class, list(sizes), lambda: stage_needs_data(config), dataset_config
         ).build()
     except (ValueError, EOFError, pickle.UnpicklingError) as error:  # numpy's, of a file that is cut off
         damaged = _damaged_indexes(config)
@@ -129,13 +133,13 @@ def build_splits(config: RunConfig, plan: SplitPlan) -> Splits:
             f"written ({reason.strerror}: {reason.filename}); give a folder that can"
         ) from error
     bounds = dataset_config.split_matrix or dataset_config.blend_per_split
-    assert plan.sizes[1] is not None or built[1] is None or len(built[1]) == plan.num_validation
+    assert sizes[1] is not None or built[1] is None or len(built[1]) == num_validation
     return Splits(
         train=built[0],
         validation=built[1],
         test=built[2],
         has_test=bounds[2] is not None,
-        num_validation=plan.num_validation,
+        num_validation=num_validation,
     )
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from megatron.bcd.blocks.schedule import BlockSchedule, PhaseState
@@ -15,7 +16,6 @@ from megatron.bcd.config import BcdConfig
 from megatron.bcd.optim.update_rules import RULES, direction
 from megatron.bcd.runtime import collectives
 from megatron.bcd.runtime.compat import pytorch
-from megatron.bcd.torch_loop import ranks
 from megatron.bcd.torch_loop.parameter_blocks import KINDS, divide_parameters
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -117,7 +117,7 @@ class BlockCoordinate(Optimizer):
         self._kept: dict[str, dict[str, Any]] = {}
         self._schedule = _block_schedule(
             max(1, num_blocks),
-            seed if ranks.num_ranks() == 1 else collectives.on_rank_0(lambda: seed),
+            seed if _num_ranks() == 1 else collectives.on_rank_0(lambda: seed),
             bcd_steps_per_block=steps_per_block,
             bcd_order=order,
             bcd_switch=switch,
@@ -136,7 +136,8 @@ class BlockCoordinate(Optimizer):
         self._is_built = False
         super().__init__(self._wrapped_groups(), self._optimizers[0].defaults)
         self._is_built = True
-        ranks.unwrapped(model).register_forward_pre_hook(self._before_forward)
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        inner.register_forward_pre_hook(self._before_forward)
         self._enter_phase()
 
     def _make_optimizers(
@@ -232,15 +233,18 @@ class BlockCoordinate(Optimizer):
             with torch.enable_grad():
                 loss = closure()
             self.report_loss(loss)
-        if ranks.num_ranks() > 1 and not self._is_reduced and not all(map(ranks.is_sharded, self.active_parameters)):
+        if _num_ranks() > 1 and not self._is_reduced and not all(map(_is_sharded, self.active_parameters)):
             raise ValueError(
-                f"nothing averages the gradients of {ranks.num_ranks()} processes: wrap the model in "
+                f"nothing averages the gradients of {_num_ranks()} processes: wrap the model in "
                 "DistributedDataParallel, or apply fully_shard to it, and call the whole model"
             )
         if self._schedule.settings.bcd_switch == "plateau":
             if self._loss is None:
                 raise ValueError('switch="plateau" needs the loss of every step: call report_loss(loss) before step()')
-            self._loss = ranks.mean_of_ranks(self._loss, self.param_groups[0]["params"][0].device)
+            if _num_ranks() > 1:
+                total = torch.tensor(self._loss, device=self.param_groups[0]["params"][0].device)
+                distributed.all_reduce(total)
+                self._loss = float(total) / _num_ranks()
         if self._resting_update != "none":
             self._step_resting()
         for wrapped in self._optimizers:
@@ -266,9 +270,13 @@ class BlockCoordinate(Optimizer):
                 if p.grad is None or id(p) in active:
                     continue
                 p.mul_(1 - rate * decay)
-                gradient = p.grad.full_tensor() if ranks.is_sharded(p) else p.grad
+                gradient = p.grad.full_tensor() if _is_sharded(p) else p.grad
                 update = direction(self._resting_update, gradient.flatten(1)).reshape(p.shape)
-                p.add_(ranks.sharded_like(p, update), alpha=size)
+                if _is_sharded(p):
+                    from torch.distributed.tensor import distribute_tensor
+
+                    update = distribute_tensor(update, p.device_mesh, p.placements, src_data_rank=None)
+                p.add_(update, alpha=size)
                 p.grad = None
 
     def _enter_phase(self) -> None:
@@ -356,8 +364,18 @@ def _block_schedule(num_blocks: int, seed: int, **settings: Any) -> BlockSchedul
         raise ValueError(named) from error
 
 
+def _num_ranks() -> int:
+    return distributed.get_world_size() if distributed.is_initialized() else 1
+
+
+def _is_sharded(p: Any) -> bool:
+    """By FSDP2."""
+    return hasattr(p, "full_tensor")
+
+
 def _num_bytes(values: Iterable[Any]) -> int:
-    return sum(ranks.local(value).nbytes for value in values if isinstance(value, torch.Tensor))
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    return sum((value.to_local() if _is_sharded(value) else value).nbytes for value in tensors)
 
 
 def _to_host(value: Any) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatron.bcd.blocks.schedule import PhaseState
+from megatron.bcd.checkpoint.run_state import Counters, RunState
 from megatron.bcd.runtime import device
 
 
@@ -53,33 +54,11 @@ class StepResult:
         )
 
 
-_COUNTERS = (
-    "iteration",
-    "consumed_samples",
-    "consumed_validation_samples",
-    "samples_in_phase",
-    "samples_seen_before",
-    "skipped_steps",
-)
-
-
 @dataclass(kw_only=True)
-class TrainState:
+class TrainState(Counters):
     """Where a run stands. The same on every rank."""
 
-    iteration: int = 0
-    """Training steps done, skipped ones included."""
-    consumed_samples: int = 0
-    """Of the training split."""
-    consumed_validation_samples: int = 0
-    """Each evaluation continues in the validation split where the one before it ended, as in stock Megatron-LM."""
     phase_state: PhaseState = field(default_factory=PhaseState)
-    samples_in_phase: int = 0
-    """Training samples of the present phase, repeated ones included."""
-    samples_seen_before: int = 0
-    """Distinct training samples of each earlier phase, summed over these phases."""
-    skipped_steps: int = 0
-    """Consecutive steps skipped up to now because their loss or gradient was not finite."""
     run: str = ""
     """See `checkpoint.run_state.name_of_run`."""
     interval: list[StepResult] = field(default_factory=list)
@@ -99,19 +78,14 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values for JSON, under the names of the checkpoint format."""
-        return {name: getattr(self, name) for name in _COUNTERS} | {
+        return {own.name: getattr(self, own.name) for own in fields(Counters)} | {
             "phase": self.phase_state.to_dict(),
             "run": self.run,
             "interval": [step.to_dict() for step in self.interval],
         }
 
-    def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Set every counter to what `state_dict` returned; other entries are ignored.
-
-        Raises:
-            ValueError: the phase state is damaged.
-        """
-        for name in _COUNTERS:
-            setattr(self, name, values[name])
-        self.phase_state = PhaseState.from_dict(values["phase"])
-        self.interval = [StepResult.from_dict(step) for step in values["interval"]]
+    def load(self, saved: RunState) -> None:
+        """Set everything but the phase to what was saved."""
+        for own in fields(Counters):
+            setattr(self, own.name, getattr(saved, own.name))
+        self.interval = [StepResult.from_dict(step) for step in saved.interval]

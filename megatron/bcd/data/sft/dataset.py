@@ -21,7 +21,7 @@ from megatron.bcd.data.lengths import num_samples
 from megatron.bcd.data.sft.permutation import Permutation
 from megatron.bcd.data.sft.store import Files, Samples, tokenized_samples
 from megatron.bcd.data.sft.text import name_of
-from megatron.bcd.data.splits import Splits, stage_needs_data
+from megatron.bcd.data.splits import DataPlan, Splits, stage_needs_data
 from megatron.bcd.tokenizer import Tokenizer
 
 Indices = numpy.typing.NDArray[numpy.int64]
@@ -272,21 +272,10 @@ def with_epochs(config: RunConfig, tokenizer: Tokenizer, *, global_batch_size: i
     return config.replace_section("training", train_iters=train_iters).replace_section("schedule", lr_decay_iters=decay)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FineTuningPlan:
-    """The datasets of a run; see `SplitPlan` for those of pretraining."""
-
-    splits: Splits
-    epoch_samples: int
-    """Sequences of one epoch of the training split."""
-    notes: tuple[str, ...]
-    """Lines of the run summary."""
-
-
 def plan_fine_tuning(
     config: RunConfig, tokenizer: Tokenizer, train_iters: int, *, least_steps_per_cycle: int
-) -> FineTuningPlan:
-    """As `plan_splits` and `build_splits`. A collective.
+) -> DataPlan:
+    """As `plan_splits`. A collective.
 
     Raises:
         ValueError: as `tokenized_samples`; or a sample does not fit, or a split that is needed has none.
@@ -320,4 +309,4 @@ def plan_fine_tuning(
         has_test=num_test > 0 and sizes[2] > 0,
         num_validation=num_validation,
     )
-    return FineTuningPlan(splits=splits, epoch_samples=epoch_samples, notes=_notes(config, prepared))
+    return DataPlan(epoch_samples=epoch_samples, build=lambda: splits, notes=_notes(config, prepared))
