@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.model.transformer_config import OF_A_PHASE
 from megatron.bcd.pipeline.execute import Iteration
 from megatron.bcd.pipeline.p2p import Messages
 from megatron.bcd.pipeline.plan import PlanShape, evaluation_shape, microbatches_ahead, phase_shape
 from megatron.bcd.runtime import device, distributed
-from megatron.bcd.runtime.compat.p2p import CountingCommunicator
 
 
 class PipelineSchedule:
@@ -54,7 +52,6 @@ class PipelineSchedule:
         self._groups: ProcessGroupCollection | None = None
         self._messages: Messages | None = None
         self._prefix_messages: Messages | None = None
-        self._stock_communicator: CountingCommunicator | None = None
 
     def begin_phase(self, block: int, *, is_prefix_served: bool = False) -> None:
         """`block` is active from now on. With `is_prefix_served` the first trainable stage's batches bring its input
@@ -74,23 +71,15 @@ class PipelineSchedule:
 
     def __call__(self, *, model: Any, num_microbatches: int, forward_only: bool = False, **arguments: Any) -> list[Any]:
         """Returns what the loss function reported, by microbatch, on the last stage; else an empty list."""
-        if self._partition.num_stages == 1:
-            return get_forward_backward_func()(
+        num_stages = self._partition.num_stages
+        if num_stages > 1:
+            self._set_up(model)
+        if num_stages == 1 or self.name == "stock":
+            reported: list[Any] = get_forward_backward_func()(
                 model=model, num_microbatches=num_microbatches, forward_only=forward_only, **arguments
             )
-        self._set_up(model)
-        if self._stock_communicator is not None:
-            self._stock_communicator.config.timers = get_model_config(model).timers
-            self._stock_communicator.backward_messages = 0
-            reported = get_forward_backward_func()(
-                model=model,
-                num_microbatches=num_microbatches,
-                forward_only=forward_only,
-                p2p_communicator=self._stock_communicator,
-                pg_collection=self._groups,
-                **arguments,
-            )
-            num_backward = self._stock_communicator.backward_messages
+            stage = parallel_state.get_pipeline_model_parallel_rank()
+            num_backward = num_microbatches * ((stage > 0) + (stage < num_stages - 1))  # one a neighbour
         else:
             assert self._messages is not None
             self._messages.num_backward = 0
@@ -164,10 +153,6 @@ class PipelineSchedule:
         self._messages = Messages(group, dtype=config.pipeline_dtype, max_sends=shape.max_sends)
         self._prefix_messages = Messages(waiting, dtype=config.pipeline_dtype, max_sends=shape.max_sends, paces=True)
         if self.name == "stock":
-            config = copy.copy(config)
-            for name in OF_A_PHASE:  # the copy would keep the first phase's wrapper and optimizer alive
-                setattr(config, name, None)
-            self._stock_communicator = CountingCommunicator(group, config)
             # batched messages of some of a group's ranks must not be the first thing that the group does
             torch.distributed.all_reduce(torch.zeros(1, device=device.current()), group=group)
 

@@ -95,7 +95,7 @@ def group_for_waiting(
     """
     if not device.has_cuda():
         return group
-    from megatron.bcd.runtime.compat import p2p
+    from megatron.core import parallel_state
 
     mine = tuple(torch.distributed.get_process_group_ranks(group))
     timeout = None if timeout_minutes is None else datetime.timedelta(minutes=timeout_minutes)
@@ -104,7 +104,7 @@ def group_for_waiting(
             list(ranks),
             timeout=timeout,
             backend="nccl",
-            pg_options=p2p.options_of_few_blocks(MOST_CTAS),
+            pg_options=parallel_state.get_nccl_options("few", {"few": {"min_ctas": 1, "max_ctas": MOST_CTAS}}),
         )
         for ranks in sorted(set(collectives.gather_objects(mine)))
     }

@@ -111,8 +111,7 @@ class BlockCoordinate(Optimizer):
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not num_blocks and resting_update == "none" and not self._divided.always_active:
             raise ValueError("num_blocks 0 trains nothing: give a resting_update or always_active")
-        self._resting_update = resting_update
-        self._resting_lr_ratio = resting_lr_ratio
+        self._resting_update, self._resting_lr_ratio = resting_update, resting_lr_ratio
         self._keeps_state = keep_state == "host"
         self._kept: dict[str, dict[str, Any]] = {}
         self._schedule = _block_schedule(
