@@ -418,22 +418,22 @@ class Trainer:
             The stage's output (token losses [B, S] on the last stage), and the function that reduces it to the loss.
         """
         timers = get_model_config(model).timers
-        with self.stragglers.timing(batches) as timed:
-            if timers is not None:
-                timers("batch-generator", log_level=2).start()
-            batch = next(timed)
-            if timers is not None:
-                timers("batch-generator").stop()
-            from_prefix: dict[str, Any] = {}
-            if "prefix_output" in batch:
-                from_prefix = {"decoder_input": batch["prefix_output"], "extra_block_kwargs": {"behind_prefix": True}}
-            output = model(
-                batch.get("tokens"),
-                batch.get("position_ids"),
-                batch.get("attention_mask"),
-                labels=batch.get("labels"),
-                **from_prefix,
-            )
+        if timers is not None:
+            timers("batch-generator", log_level=2).start()
+        batch = self.stragglers.next_batch(batches)
+        if timers is not None:
+            timers("batch-generator").stop()
+        from_prefix: dict[str, Any] = {}
+        if "prefix_output" in batch:
+            from_prefix = {"decoder_input": batch["prefix_output"], "extra_block_kwargs": {"behind_prefix": True}}
+        output = model(
+            batch.get("tokens"),
+            batch.get("position_ids"),
+            batch.get("attention_mask"),
+            labels=batch.get("labels"),
+            **from_prefix,
+        )
+        self.stragglers.after_forward()
         self.meter.after_forward()
         return output, functools.partial(masked_loss, batch.get("loss_mask"))
 

@@ -10,7 +10,8 @@ import pytest
 from support.command_line import BASE, parse
 
 from megatron.bcd.arguments import read_command_line
-from megatron.bcd.checkpoint.run_state import FILE_NAME, FORMAT_VERSION, RunState
+from megatron.bcd.checkpoint.layout import RUN_STATE
+from megatron.bcd.checkpoint.run_state import FORMAT_VERSION, RunState
 from megatron.bcd.config import run_config_to_dict
 
 SPLITS = '{"train": "1 a 2 b", "valid": ["c"], "test": null}'
@@ -66,7 +67,7 @@ def test_use_checkpoint_args(tmp_path: Path) -> None:
     folder.mkdir()
     state = {field.name: 0 for field in dataclasses.fields(RunState)}
     state |= {"flags": run_config_to_dict(config), "format_version": FORMAT_VERSION}
-    (folder / FILE_NAME).write_text(json.dumps(state))
+    (folder / RUN_STATE).write_text(json.dumps(state))
     (folder / "checksums.json").write_text("{}")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     left_out = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--tokenizer-type")
@@ -75,10 +76,10 @@ def test_use_checkpoint_args(tmp_path: Path) -> None:
     assert found.transformer == config.transformer | {"hidden_dropout": 0.5}
     assert (found.model, found.tokenizer) == (config.model, config.tokenizer)
     plain = run_config_to_dict(parse("--swiglu"))
-    (folder / FILE_NAME).write_text(json.dumps(state | {"flags": plain}))
+    (folder / RUN_STATE).write_text(json.dumps(state | {"flags": plain}))
     with pytest.raises(ValueError, match="--group-query-attention contradicts --use-checkpoint-args"):
         parse(*load, "--group-query-attention", without=left_out)
-    (folder / FILE_NAME).unlink()
+    (folder / RUN_STATE).unlink()
     for words, word in ((load, "only checkpoints of this program"), (load[:1], "--use-checkpoint-args needs --load")):
         with pytest.raises(ValueError, match=word):
             parse(*words)

@@ -152,7 +152,7 @@ def _saved_flags(values: Mapping[str, Any]) -> Mapping[str, Any]:
     found = layout.candidates(root) if step is None else [step]
     if not found:
         raise ValueError(f"--load {root}: holds no checkpoint, and --use-checkpoint-args needs one")
-    file = os.path.join(layout.iteration_folder(root, found[0]), run_state.FILE_NAME)
+    file = os.path.join(layout.iteration_folder(root, found[0]), layout.RUN_STATE)
     try:
         with open(file, encoding="utf-8") as opened:
             text = opened.read()

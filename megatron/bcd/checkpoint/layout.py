@@ -32,6 +32,7 @@ from megatron.bcd.runtime import atomic_io
 
 TRACKER = "latest_checkpointed_iteration.txt"
 CHECKSUMS = "checksums.json"
+RUN_STATE = "run_state.json"
 OTHER_FILES = "other files"
 
 _INCOMPLETE, _REMOVED = ".incomplete", ".removed"
@@ -201,9 +202,10 @@ def other_contents(root: str) -> str | None:
 
 
 def is_foreign(folder: str) -> bool:
-    """Whether `folder` may be a stock Megatron-LM checkpoint: Megatron Core's format, and no ``checksums.json``."""
-    has_checksums = os.path.lexists(os.path.join(folder, CHECKSUMS))
-    return not has_checksums and os.path.isfile(os.path.join(folder, "metadata.json"))
+    """Whether another program has written the checkpoint: Megatron Core's format, and none of our files. One of ours
+    without its checksums is damaged."""
+    is_own = any(os.path.lexists(os.path.join(folder, name)) for name in (CHECKSUMS, RUN_STATE))
+    return not is_own and os.path.isfile(os.path.join(folder, "metadata.json"))
 
 
 def damage(folder: str, *, part: int = 0, num_parts: int = 1) -> str | None:

@@ -86,7 +86,7 @@ def find(config: RunConfig) -> Source | None:
     for iteration in iterations:
         path = layout.iteration_folder(root, iteration)
         source = Source(root=root, path=path, messages=tuple(messages), iteration=iteration)
-        if _on_rank_0(lambda path=path: _is_foreign(path)):  # type: ignore[misc]
+        if _on_rank_0(lambda path=path: layout.is_foreign(path)):  # type: ignore[misc]
             if config.checkpoint.finetune or config.training.skip_train:
                 return source
             raise ValueError(
@@ -143,14 +143,9 @@ def _check_may_start_anew(config: RunConfig, root: str) -> None:
         raise ValueError(f"{folder}, but {kind}; give the folder of --save of a run, or an empty one to start anew")
 
 
-def _is_foreign(path: str) -> bool:
-    """Whether another program wrote it. One of ours without its checksums is damaged, not foreign."""
-    return layout.is_foreign(path) and not os.path.lexists(os.path.join(path, run_state.FILE_NAME))
-
-
 def _checked(config: RunConfig, source: Source) -> Source:
     """`source` with its run state, if it fits this run. Raises ValueError if not."""
-    file = os.path.join(source.path, run_state.FILE_NAME)
+    file = os.path.join(source.path, layout.RUN_STATE)
 
     def read() -> str | None:
         if not os.path.lexists(file):

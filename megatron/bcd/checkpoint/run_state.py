@@ -12,7 +12,6 @@ from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.blocks.schedule import BlockSchedule, PhaseState
 from megatron.bcd.config import RunConfig, run_config_to_dict
 
-FILE_NAME = "run_state.json"
 FORMAT_VERSION = 2
 
 _NETWORK = ("num_layers", "hidden_size", "swiglu", "quick_geglu", "ffn_hidden_size", "num_attention_heads",

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron.bcd.checkpoint import layout, optimizer_state, random_states, run_state
+from megatron.bcd.checkpoint import layout, optimizer_state, random_states
 from megatron.bcd.checkpoint.layout import FileDigest
 from megatron.bcd.checkpoint.loader import Source
 from megatron.bcd.checkpoint.run_state import RunState
@@ -171,7 +171,7 @@ class Saver:
             return
         shutil.rmtree(folder, ignore_errors=True)
         os.makedirs(folder)
-        atomic_io.write(os.path.join(folder, run_state.FILE_NAME), state.to_json().encode())
+        atomic_io.write(os.path.join(folder, layout.RUN_STATE), state.to_json().encode())
         write_beside_shards(folder, iteration=state.iteration)
         for name in os.listdir(folder):
             with open(os.path.join(folder, name), "rb") as file:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megatron.bcd.blocks.ownership import ADAPTER
 from megatron.bcd.huggingface.folder import ModelFolder
-from megatron.bcd.huggingface.tensors import Row
 from megatron.bcd.model.builder import unwrap_model
 
 
@@ -21,7 +20,7 @@ def load_weights(source: ModelFolder, model: torch.nn.Module) -> None:
     Reads the tensors of this pipeline stage only, of embedding and head this tensor-parallel rank's rows only.
 
     Raises:
-        ValueError: the model is of another shape, or a file can't be read.
+        ValueError: a file can't be read.
     """
     sharded = unwrap_model(model).sharded_state_dict()
     apply_factories(sharded)
@@ -30,10 +29,7 @@ def load_weights(source: ModelFolder, model: torch.nn.Module) -> None:
     for part in nested_values(sharded):
         if not isinstance(part, ShardedTensor) or f"{ADAPTER}." in part.key:
             continue
-        row = rows.get(part.key)
-        if row is None:
-            raise ValueError(f"{source.folder} has no tensor for {part.key} of this run's model")
-        _check_shape(row, part, source)
+        row = rows[part.key]
         layer = part.global_offset[0] if row.is_stacked else 0
         offsets = part.global_offset[part.prepend_axis_num :]
         if row.is_vocabulary:
@@ -46,14 +42,3 @@ def load_weights(source: ModelFolder, model: torch.nn.Module) -> None:
                 values = values.narrow(dim, start, length)
         assert part.data is not None
         part.data.copy_(values)
-
-
-def _check_shape(row: Row, part: ShardedTensor, source: ModelFolder) -> None:
-    """Compare the whole tensor with the model's; a vocabulary may be padded. Raises ValueError."""
-    here, there = tuple(part.global_shape[part.prepend_axis_num :]), row.shape
-    is_padded = row.is_vocabulary and here[0] >= there[0] and here[1:] == there[1:]
-    if here != there and not is_padded:
-        raise ValueError(
-            f"{source.folder}: {', '.join(row.names)} make {list(there)}, and {part.key} of this run's model is "
-            f"{list(here)}"
-        )

@@ -66,10 +66,10 @@ def description_of(
         if vocab_size is not None:
             raise ValueError("--vocab-size: config.json says it; leave the flag out")
         return convert.describe(config_folder)
-    file = os.path.join(path, run_state.FILE_NAME)
+    file = os.path.join(path, layout.RUN_STATE)
     if not os.path.isfile(file):
         raise ValueError(
-            f"{path} has no {run_state.FILE_NAME} that describes the network: give tools/convert_checkpoint.py --config"
+            f"{path} has no {layout.RUN_STATE} that describes the network: give tools/convert_checkpoint.py --config"
         )
     with open(file, encoding="utf-8") as opened:
         state = run_state.from_json(opened.read(), path=file)

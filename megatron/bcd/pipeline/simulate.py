@@ -69,15 +69,10 @@ class Timeline:
         return tuple(sum(span.duration for span in spans) for spans in self.spans)
 
     @property
-    def bubble_fractions(self) -> tuple[float, ...]:
-        """By stage, the part of the iteration in which it does not compute; 0 in an iteration that takes no time."""
-        total = self.iteration_time
-        return tuple(1 - busy / total if total else 0.0 for busy in self.busy_times)
-
-    @property
     def bubble(self) -> float:
-        """The same over all stages."""
-        return sum(self.bubble_fractions) / len(self.spans)
+        """The part of the stages' time in which they do not compute; 0 in an iteration that takes no time."""
+        total = self.iteration_time * len(self.spans)
+        return 1 - sum(self.busy_times) / total if total else 0.0
 
 
 def simulate(plan: Plan, costs: ActionCosts) -> Timeline:

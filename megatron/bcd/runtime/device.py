@@ -32,15 +32,6 @@ def name() -> str:
     return torch.cuda.get_device_name() if has_cuda() else "cpu"
 
 
-def check_can_offload() -> None:
-    """Raises ValueError without a GPU: --optimizer-cpu-offload has nothing to offload."""
-    if not has_cuda():
-        raise ValueError(
-            "--optimizer-cpu-offload needs a CUDA GPU, and none is visible here: leave it out (without a GPU all is in "
-            "host memory anyway)"
-        )
-
-
 class Pace:
     """Keeps the CPU from running further ahead of the GPU than so many marks. Without a GPU there is nothing to do.
 

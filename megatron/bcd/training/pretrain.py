@@ -118,8 +118,11 @@ def _initialize(config: RunConfig) -> bool:
     training = config.training
     if config.transformer.get("deterministic_mode"):  # first: groups choose NCCL's algorithms when they are created
         rng.use_deterministic_algorithms()
-    if config.optimizer.optimizer_cpu_offload:
-        device.check_can_offload()
+    if config.optimizer.optimizer_cpu_offload and not device.has_cuda():
+        raise ValueError(
+            "--optimizer-cpu-offload needs a CUDA GPU, and none is visible here: leave it out (without a GPU all is in "
+            "host memory anyway)"
+        )
     is_restart = distributed.initialize(
         backend=training.distributed_backend,
         timeout_minutes=training.distributed_timeout_minutes,

@@ -98,22 +98,18 @@ class Stragglers:
         finally:
             self._counts = False
 
-    @contextlib.contextmanager
-    def timing(self, batches: Iterator[data.Batch]) -> Iterator[Iterator[data.Batch]]:
-        """Inside is a forward pass that takes one batch of what this yields."""
-        if not self._counts:
-            yield batches
-            return
-        yield self._timed(batches)
-        self._passes[-1].stop()
-
-    def _timed(self, batches: Iterator[data.Batch]) -> Iterator[data.Batch]:
-        """One batch; the pass begins when it is there."""
+    def next_batch(self, batches: Iterator[data.Batch]) -> data.Batch:
+        """The batch of a forward pass, which begins when it is there."""
         start = time.perf_counter()
         batch = next(batches)
-        self._batch_ms = max(self._batch_ms, (time.perf_counter() - start) * 1e3)
-        self._passes.append(device.Stopwatch())
-        yield batch
+        if self._counts:
+            self._batch_ms = max(self._batch_ms, (time.perf_counter() - start) * 1e3)
+            self._passes.append(device.Stopwatch())
+        return batch
+
+    def after_forward(self) -> None:
+        if self._counts:
+            self._passes[-1].stop()
 
     def take(self) -> dict[str, tuple[float, ...]]:
         """Milliseconds since the last call, by rank: `forward`, the forward passes of a step; `batch`, the longest wait
