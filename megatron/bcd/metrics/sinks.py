@@ -41,52 +41,36 @@ class MetricsFile:
         # a pipe or device must not be renamed over
         self._in_place = os.path.exists(self._path) and not os.path.isfile(self._path)
         try:
-            if os.path.exists(self._path) and not self._in_place:
-                if start_iteration > 0:
-                    self._kept = self._lines_until(start_iteration)
-                elif run is not None:
-                    self._check_own()
+            if os.path.isfile(self._path) and (start_iteration > 0 or run is not None):
+                self._kept = self._lines_until(start_iteration)
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not a text file"
             raise ValueError(f"--metrics-file {path}: {reason}; give another file") from error
 
-    def _lines(self) -> list[str]:
+    def _lines_until(self, last: int) -> list[str]:
+        """Lines that stay: up to iteration `last`, 0 in a new run, which replaces what an earlier start of it wrote.
+
+        Raises ValueError for a line that is none of metrics, or of another run.
+        """
         with open(self._path, encoding="utf-8") as file:
             lines = file.read().split("\n")
-        lines.pop()  # "" after the last newline, or the incomplete line of a killed run
-        return lines
-
-    def _check_own(self) -> None:
-        """Refuse to replace a file unless an earlier start of the same run has written it."""
-        for line in self._lines():
-            try:
-                run = json.loads(line)["run"]
-            except (ValueError, TypeError, KeyError):
-                run = None
-            if run != self._run:
-                raise ValueError(
-                    f"--metrics-file {self._path}: holds lines of another run, and this one would replace them; give"
-                    " another file, delete this one, or --load the run's checkpoints to continue it"
-                )
-
-    def _lines_until(self, last: int) -> list[str]:
-        kept, runs = [], set()
-        for number, line in enumerate(self._lines(), start=1):
+        kept = []
+        for number, line in enumerate(lines[:-1], start=1):  # the last one is empty, or a killed run's incomplete one
             try:
                 values = json.loads(line)
-                if values["iteration"] <= last and not values.get("is_final"):  # the final evaluation is repeated
-                    kept.append(line + "\n")
-                    runs.add(values.get("run", self._run))  # older versions wrote no name
+                stays = 0 < values["iteration"] <= last and not values.get("is_final")  # that is repeated
+                run = values.get("run", self._run if last else None)  # older versions wrote no name
             except (ValueError, TypeError, KeyError, AttributeError):
                 raise ValueError(
-                    f"--metrics-file {self._path}: line {number} is not a line of metrics, so the run cannot"
-                    " continue this file; give another file"
+                    f"--metrics-file {self._path}: line {number} is not a line of metrics; give another file"
                 ) from None
-        if self._run is not None and runs - {self._run}:
-            raise ValueError(
-                f"--metrics-file {self._path}: holds lines of another run than --load, so the run cannot continue"
-                " this file; give another file"
-            )
+            if self._run not in (None, run) and (stays or not last):
+                raise ValueError(
+                    f"--metrics-file {self._path}: holds lines of another run; give another file, delete this one, or "
+                    "--load that run's checkpoints to continue it"
+                )
+            if stays:
+                kept.append(f"{line}\n")
         return kept
 
     def write(self, values: Mapping[str, object]) -> None:

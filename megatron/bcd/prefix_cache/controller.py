@@ -225,10 +225,7 @@ class PrefixCache:
 
 
 class _Reached(Exception):
-    """Ends a forward pass at the input of the first active layer."""
-
-    def __init__(self, hidden_states: torch.Tensor) -> None:
-        self.hidden_states = hidden_states
+    """Ends a forward pass at the input of the first active layer, which it holds."""
 
 
 class _Fill:
@@ -304,13 +301,17 @@ class _Fill:
         """The chunk's output, or the input of the first active layer in it."""
         if self._first_active is None:
             return _output(model, batch)
-        hook = (
-            unwrap_model(model).decoder.layers[self._first_active].register_forward_pre_hook(_reached, with_kwargs=True)
-        )
+
+        def stop(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> NoReturn:
+            raise _Reached(kwargs["hidden_states"])
+
+        layer = unwrap_model(model).decoder.layers[self._first_active]
+        hook = layer.register_forward_pre_hook(stop, with_kwargs=True)
         try:
             _output(model, batch)
         except _Reached as reached:
-            return reached.hidden_states
+            hidden_states: torch.Tensor = reached.args[0]
+            return hidden_states
         finally:
             hook.remove()
         raise AssertionError("the first active layer was not reached")
@@ -333,10 +334,6 @@ class _Fill:
 def _output(model: torch.nn.Module, batch: data.Batch) -> torch.Tensor:
     output: torch.Tensor = model(batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"))
     return output
-
-
-def _reached(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> NoReturn:
-    raise _Reached(kwargs["hidden_states"])
 
 
 def _read_ahead(file: PrefixFile, microbatches: Iterable[list[int]], dtype: torch.dtype) -> Iterator[torch.Tensor]:
