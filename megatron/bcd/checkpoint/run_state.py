@@ -141,11 +141,6 @@ def contents_of_blocks(partition: Partition) -> list[str]:
     ]
 
 
-def check_same_network(saved: Mapping[str, Any], config: RunConfig, *, source: str) -> None:
-    """Compare the flags on which weights and optimizer state depend. Raises ValueError that names those that differ."""
-    _check_same(_NETWORK, saved, config, source=source)
-
-
 def check_same_weights(text: str, config: RunConfig, *, source: str) -> None:
     """Compare the flags on which the meaning of the weights depends; `text` is the content of the file, also of
     another format version. Raises ValueError that names those that differ."""
@@ -157,10 +152,13 @@ def check_same_weights(text: str, config: RunConfig, *, source: str) -> None:
         return  # of a version that wrote other sections; shapes are compared when the weights are loaded
     may_change = _MAY_CHANGE_WITHOUT_STATE + (() if sections["bcd"] else _LOW_RANK)  # new adapters beside old weights
     names = [name for name in _NETWORK if name not in may_change]
-    _check_same(names, sections, config, source=source)
+    check_same_network(sections, config, source=source, names=names)
 
 
-def _check_same(names: Sequence[str], saved: Mapping[str, Any], config: RunConfig, *, source: str) -> None:
+def check_same_network(
+    saved: Mapping[str, Any], config: RunConfig, *, source: str, names: Sequence[str] = _NETWORK
+) -> None:
+    """Compare the flags on which weights and optimizer state depend. Raises ValueError that names those that differ."""
     before, now = _network(saved), _network(run_config_to_dict(config))
     differing = [
         f"{_flag(name)} {_show(before.get(name))}, here {_show(now.get(name))}"

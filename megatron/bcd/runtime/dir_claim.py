@@ -72,11 +72,6 @@ def claim(root: str | None, *, flag: str, contents: str, clean: Callable[[str], 
     return DirClaim(lock=lock, warnings=(warning,) if warning else ())
 
 
-def exists(root: str | None) -> bool:
-    """Whether rank 0 sees the folder, on every rank. A collective."""
-    return collectives.on_rank_0(lambda: root is not None and os.path.isdir(root))
-
-
 def lock_folder(root: str, *, flag: str, contents: str) -> tuple[UnixFileLock, str | None]:
     """A lock on the file ``.lock`` of a folder, which is created if it is missing; a warning if the disk has no locks.
 

@@ -73,7 +73,7 @@ def _set_up(
     is_restart = _initialize(config)
     config = with_length(config)
     save_dir = config.checkpoint.save
-    is_new = not dir_claim.exists(save_dir)
+    is_new = not collectives.on_rank_0(lambda: save_dir is not None and os.path.isdir(save_dir))
     save_claim = dir_claim.DirClaim() if is_new else claim_save_folder(save_dir)
     config = _resuming_after_restart(config, is_restart=is_restart)
     source = loader.find(config)
