@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,14 +22,6 @@ Join = Callable[[Sequence[Tensor]], Tensor]
 Split = Callable[[Tensor], Sequence[Tensor]]
 
 
-def _same(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0]
-
-
-def _alone(tensor: Tensor) -> Sequence[Tensor]:
-    return (tensor,)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One tensor of Megatron Core, or of each of its layers, and those of transformers that it is made of."""
@@ -38,8 +31,8 @@ class Row:
     """``{}`` stands for the layer."""
     shapes: tuple[tuple[int, ...], ...]
     """Of `names`."""
-    join: Join = _same
-    split: Split = _alone
+    join: Join = lambda parts: parts[0]
+    split: Split = lambda tensor: (tensor,)
     is_vocabulary: bool = False
     """The first axis is padded in Megatron Core."""
 
@@ -105,22 +98,6 @@ def _turned(tensor: Tensor) -> Tensor:
     return tensor.t().contiguous() if tensor.dim() == 2 else tensor
 
 
-def _turn(parts: Sequence[Tensor]) -> Tensor:
-    return _turned(parts[0])
-
-
-def _turn_back(tensor: Tensor) -> Sequence[Tensor]:
-    return (_turned(tensor),)
-
-
-def _halves(tensor: Tensor) -> Sequence[Tensor]:
-    return tensor.chunk(2)
-
-
-def _cat(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(parts))
-
-
 # --- families
 
 
@@ -129,9 +106,9 @@ def _llama_rows(network: Architecture) -> Iterator[Row]:
     heads, groups, width = network.num_attention_heads, network.num_query_groups, network.head_size
     qkv = _QueryKeyValue(groups, heads // groups, width)
 
-    def layer_row(key: str, names: Sequence[str], *shapes: tuple[int, ...], join: Join = _same, split: Split = _alone):  # type: ignore[no-untyped-def]
+    def layer_row(key: str, names: Sequence[str], *shapes: tuple[int, ...], **transforms: Any) -> Row:
         theirs = tuple("model.layers.{}." + name for name in names)
-        return Row(key=LAYERS + key, names=theirs, shapes=shapes, join=join, split=split)
+        return Row(key=LAYERS + key, names=theirs, shapes=shapes, **transforms)
 
     yield Row(
         key="embedding.word_embeddings.weight",
@@ -151,7 +128,9 @@ def _llama_rows(network: Architecture) -> Iterator[Row]:
             out, down = ((hidden, heads * width), (hidden, inner)) if rest else ((hidden,), (hidden,))
             fc1 = (inner, *rest)
             yield layer_row(f"self_attention.linear_proj.{kind}", (f"self_attn.o_proj.{kind}",), out)
-            yield layer_row(f"mlp.linear_fc1.{kind}", gate_up, fc1, fc1, join=_cat, split=_halves)
+            yield layer_row(
+                f"mlp.linear_fc1.{kind}", gate_up, fc1, fc1, join=torch.cat, split=lambda tensor: tensor.chunk(2)
+            )
             yield layer_row(f"mlp.linear_fc2.{kind}", (f"mlp.down_proj.{kind}",), down)
     if network.qk_norm:
         for letter in "qk":
@@ -166,8 +145,9 @@ def _gpt2_rows(network: Architecture) -> Iterator[Row]:
     heads = network.num_attention_heads
     qkv = _QueryKeyValue(heads, 1, network.head_size)
 
-    def layer_row(key: str, name: str, shape: tuple[int, ...], *, join: Join = _turn, split: Split = _turn_back) -> Row:
-        return Row(key=LAYERS + key, names=("transformer.h.{}." + name,), shapes=(shape,), join=join, split=split)
+    def layer_row(key: str, name: str, shape: tuple[int, ...], **transforms: Any) -> Row:
+        turn = {"join": lambda parts: _turned(parts[0]), "split": lambda tensor: (_turned(tensor),)} | transforms
+        return Row(key=LAYERS + key, names=("transformer.h.{}." + name,), shapes=(shape,), **turn)
 
     yield Row(
         key="embedding.word_embeddings.weight",
