@@ -195,11 +195,10 @@ class Trainer:
         )
         self.stop = StopRequests(config.checkpoint)
         self.prefix_cache = PrefixCache(
-            config,
+            config=config,
             model=self.model,
             partition=self.partition,
             stage=self.stage,
-            dataset=self.splits.train,
             samples=self.samples,
             pipeline=self.pipeline,
             implementation=self.implementation,

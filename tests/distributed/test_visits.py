@@ -167,7 +167,7 @@ def samples_of_phases(config: RunConfig) -> dict[str, Any]:
     """The samples that this rank trained on, by phase, and what the run said of them."""
     phases: list[list[int]] = []
     with worlds.started(config) as one:
-        recording = one.samples._dataset = Recording(one.splits.train)
+        recording = one.samples.dataset = Recording(one.splits.train)
 
         def after_step(one: worlds.RecordedRun) -> None:
             phase = one.state.phase_state.phase

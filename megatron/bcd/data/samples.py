@@ -25,7 +25,7 @@ class TrainingSamples:
         )
         self.epoch_samples = epoch_samples
         self._config = config
-        self._dataset = dataset
+        self.dataset = dataset
         self._batches: Iterator[data.Batch] | None = None
 
     def batches(self, *, phase: int, consumed_samples: int, position: int) -> Iterator[data.Batch]:
@@ -40,9 +40,9 @@ class TrainingSamples:
     def look_ahead(self, *, phase: int, consumed_samples: int, position: int) -> Iterator[data.Batch]:
         """The microbatches that `batches` will return, read separately; at the end of the data its last ones."""
         config = self._config.replace_section("data", num_workers=0)
-        if self._dataset is not None and self.subset is None:
+        if self.dataset is not None and self.subset is None:
             one = config.training.micro_batch_size * parallel_state.get_data_parallel_world_size()
-            consumed_samples = min(consumed_samples, max(0, len(self._dataset) - one))
+            consumed_samples = min(consumed_samples, max(0, len(self.dataset) - one))
         return self._open(config, phase, consumed_samples, position)
 
     def end_phase(self) -> None:
@@ -60,8 +60,8 @@ class TrainingSamples:
         return min(1.0, (seen_before + self.num_distinct(in_phase)) / max(1, self.epoch_samples))
 
     def _open(self, config: RunConfig, phase: int, consumed_samples: int, position: int) -> Iterator[data.Batch]:
-        if self._dataset is None:
+        if self.dataset is None:
             return data.no_batches()
         if self.subset is None:
-            return data.batches(self._dataset, config, consumed_samples=consumed_samples)
-        return data.subset_batches(self._dataset, config, subset=self.subset, phase=phase, position=position)
+            return data.batches(self.dataset, config, consumed_samples=consumed_samples)
+        return data.subset_batches(self.dataset, config, subset=self.subset, phase=phase, position=position)

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Any, NoReturn
 
@@ -46,6 +46,7 @@ _MICROBATCHES_AHEAD = 4
 _STOPPED = "the run is asked to stop"
 
 
+@dataclass(kw_only=True)
 class PrefixCache:
     """--bcd-prefix-cache: fills the cache of each phase and reads from it. The same on every rank.
 
@@ -53,37 +54,26 @@ class PrefixCache:
     fill removes.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        model: torch.nn.Module,
-        partition: Partition,
-        stage: int,
-        dataset: Any,
-        samples: TrainingSamples,
-        pipeline: PipelineSchedule,
-        implementation: Implementation,
-        reporter: Reporter,
-        should_stop: Callable[[], bool],
-    ) -> None:
-        """`stage`: pipeline stage of this rank; `dataset`: the training split, None on a stage that needs no data;
-        `should_stop`: whether the run is asked to stop, which ends the filling of a cache; a collective."""
-        self.root = config.bcd.bcd_prefix_cache
-        self.config = config
-        self.model = model
-        self.partition = partition
-        self.stage = stage
-        self.dataset = dataset
-        self._samples = samples
-        self.pipeline = pipeline
-        self._implementation = implementation
-        self._reporter = reporter
-        self.should_stop = should_stop
-        self.block = self._phase = 0
-        self._file: PrefixFile | None = None
-        self._served: Iterator[data.Batch] | None = None
-        self._hits = 0
+    config: RunConfig
+    model: torch.nn.Module
+    partition: Partition
+    stage: int
+    """Pipeline stage of this rank."""
+    samples: TrainingSamples
+    pipeline: PipelineSchedule
+    implementation: Implementation
+    reporter: Reporter
+    should_stop: Callable[[], bool]
+    """Whether the run is asked to stop, which ends the filling of a cache; a collective."""
+    block: int = field(init=False, default=0)
+    _phase: int = field(init=False, default=0)
+    _file: PrefixFile | None = field(init=False, default=None)
+    _served: Iterator[data.Batch] | None = field(init=False, default=None)
+    _hits: int = field(init=False, default=0)
+
+    @property
+    def root(self) -> str | None:
+        return self.config.bcd.bcd_prefix_cache
 
     def begin_phase(self, phase: int, block: int, *, num_samples: int) -> bool:
         """Fill the cache of `phase`, in which `block` is active; whether the phase reads its prefix from it. A
@@ -126,7 +116,7 @@ class PrefixCache:
     def _filled(self, num_samples: int) -> PrefixFile | None:
         """The complete file of the present phase; None where the phase computes its prefix, with a note why."""
         num_layers = len(self.partition.prefix_layers(self.block))
-        subset = self._samples.subset
+        subset = self.samples.subset
         if not num_layers or subset is None:
             return None
         told = f"{subset.size:,} outputs of {num_layers} layer{'s' * (num_layers > 1)}"
@@ -152,7 +142,7 @@ class PrefixCache:
             return None
         start = time.monotonic()
         if not error and not collectives.on_rank_0(file.is_complete):
-            self._reporter.note(
+            self.reporter.note(
                 f"prefix cache: phase {self._phase} stores {told} ({format_bytes(file.num_bytes)}), used {uses:,.2f} "
                 "times"
             )
@@ -163,17 +153,17 @@ class PrefixCache:
             self._note_computing(_STOPPED)
             return None
         if error:
-            self._reporter.warning(
+            self.reporter.warning(
                 f"--bcd-prefix-cache {self.root}: can't be filled ({error}); phase {self._phase} computes its prefix"
             )
             return None
-        self._reporter.note(
+        self.reporter.note(
             f"prefix cache: phase {self._phase} reads {file.path} ({time.monotonic() - start:,.1f} s to fill it)"
         )
         return file
 
     def _note_computing(self, reason: str) -> None:
-        self._reporter.note(f"prefix cache: phase {self._phase} computes its prefix: {reason}")
+        self.reporter.note(f"prefix cache: phase {self._phase} computes its prefix: {reason}")
 
     def _key(self, samples: Indices, num_layers: int) -> str:
         """A hash of everything that decides what the file holds, the same on every rank. A collective."""
@@ -183,14 +173,14 @@ class PrefixCache:
             parts = {
                 "format": 3,
                 "weights": weights,
-                "data": _describe_data(config, self.dataset),
+                "data": _describe_data(config, self.samples.dataset),
                 "dtype": config.bcd.bcd_prefix_cache_dtype,
                 "transformer": {name: str(value) for name, value in config.transformer.items()},
                 "model": {name: str(value) for name, value in asdict(config.model).items()},
                 "precision": config.precision,
                 "positions": [config.data.reset_position_ids, config.data.reset_attention_mask],
                 "micro_batch_size": config.training.micro_batch_size,  # other shapes may select other kernels
-                "implementation": self._implementation.describe(),
+                "implementation": self.implementation.describe(),
                 "device": device.name(),
                 "versions": [version("torch"), version("megatron-core"), packages.transformer_engine_version()],
             }
@@ -212,7 +202,7 @@ class PrefixCache:
     def _with_prefix_outputs(
         self, batches: Iterator[data.Batch], file: PrefixFile, position: int
     ) -> Iterator[data.Batch]:
-        subset = self._samples.subset
+        subset = self.samples.subset
         assert subset is not None
         dealt = data.Dealt.of_run(self.config)
         indices = data.of_subset(dealt, subset=subset, phase=self._phase, position=position)
@@ -233,9 +223,7 @@ class _Fill:
     data-parallel replica does its share; a thread writes while the next micro-batch is computed."""
 
     def __init__(self, cache: PrefixCache, file: PrefixFile) -> None:
-        self._file = file
-        self._model, self._dataset = cache.model, cache.dataset
-        self._pipeline, self._should_stop = cache.pipeline, cache.should_stop
+        self._cache, self._file = cache, file
         config, partition, block = cache.config, cache.partition, cache.block
         self._micro_batch_size, self._length = config.training.micro_batch_size, config.model.seq_length
         self._needs_batch = cache.stage == 0 or config.data.reset_attention_mask
@@ -266,7 +254,7 @@ class _Fill:
                 while self._writes:
                     self._finish_oldest_write()
                 error = collectives.first_error(self._error)
-                if error or self._should_stop():
+                if error or self._cache.should_stop():
                     return error or _STOPPED
         error = collectives.first_error(atomic_io.error_of(self._file.sync))
         return error or collectives.on_rank_0(lambda: atomic_io.error_of(self._file.publish))
@@ -278,8 +266,8 @@ class _Fill:
         def step(batches: Iterator[data.Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., None]]:
             return self._forward(model, next(batches)), lambda output, non_loss_data: self._write(next(done), output)
 
-        self._pipeline.run_prefix_forward(
-            model=self._model,
+        self._cache.pipeline.run_prefix_forward(
+            model=self._cache.model,
             num_stages=self._num_stages,
             num_chunks=self._num_chunks,
             num_microbatches=len(microbatches),
@@ -295,7 +283,7 @@ class _Fill:
         if not self._needs_batch:
             return {}
         slots = numpy.pad(slots, (0, self._micro_batch_size - len(slots)), mode="edge")
-        return data.batch_of(self._dataset, self._file.samples[slots].tolist())
+        return data.batch_of(self._cache.samples.dataset, self._file.samples[slots].tolist())
 
     def _forward(self, model: torch.nn.Module, batch: data.Batch) -> torch.Tensor:
         """The chunk's output, or the input of the first active layer in it."""
