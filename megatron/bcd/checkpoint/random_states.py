@@ -51,7 +51,7 @@ def restore_random_states(path: str) -> None:
     numpy.random.set_state(("MT19937", tensors["numpy"].numpy().astype(numpy.uint32), position, has_gauss, gauss))
     torch.set_rng_state(tensors["torch"])
     if "device" in tensors:
-        torch.cuda.set_rng_state(tensors["device"])
+        rng.set_device_rng_state(tensors["device"])
     tracker = tensor_parallel.get_cuda_rng_tracker()
     tracker.set_states(
         {name.removeprefix(_TRACKER): state for name, state in tensors.items() if name.startswith(_TRACKER)}

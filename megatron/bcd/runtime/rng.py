@@ -33,6 +33,10 @@ def device_rng_state() -> torch.Tensor | None:
     return torch.cuda.get_rng_state() if device.has_cuda() else None
 
 
+def set_device_rng_state(state: torch.Tensor) -> None:
+    torch.cuda.set_rng_state(state)
+
+
 @contextlib.contextmanager
 def random_generators_kept() -> Iterator[None]:
     """Restores PyTorch's generators and Megatron Core's tracker at the end, whatever was drawn inside."""
@@ -47,7 +51,7 @@ def random_generators_kept() -> Iterator[None]:
         tracker.set_states(states)
         torch.set_rng_state(on_cpu)
         if on_device is not None:
-            torch.cuda.set_rng_state(on_device)
+            set_device_rng_state(on_device)
 
 
 def use_deterministic_algorithms() -> None:
