@@ -119,8 +119,9 @@ def add_recipe_flags(group: Any) -> None:
     for each in fields(Recipe):
         if each.metadata:
             words = {key: value for key, value in each.metadata.items() if key != "name"}
-            kind = kinds.get(str(each.type).partition(" ")[0], str)
-            group.add_argument(FLAGS[each.name], dest=each.name, type=kind, **words)
+            if "action" not in words:
+                words["type"] = kinds.get(str(each.type).partition(" ")[0], str)
+            group.add_argument(FLAGS[each.name], dest=each.name, **words)
     add_precision(group, PRECISIONS, more="; with --task sft bf16")
     add = group.add_argument
     add("--models", metavar="FILE", help="rows of your own, beside those of examples/models.csv or in their place")
@@ -226,7 +227,9 @@ def words_of(values: Mapping[str, Any]) -> list[str]:
     for name, value in values.items():
         if value is not None:
             text = parts_of(value) if isinstance(value, frozenset) else value
-            words += [flag_of(name), f"{text:g}" if isinstance(text, float) else str(text)]
+            words.append(flag_of(name))
+            if value is not True:
+                words.append(f"{text:g}" if isinstance(text, float) else str(text))
     return words
 
 
@@ -310,7 +313,9 @@ def changed_command(arguments: argparse.Namespace, changes: Mapping[str, Any]) -
     given = {
         name: value
         for name, value in vars(arguments).items()
-        if (value != default(name) or name == "task" and value == "sft") and value is not True and name != "json"
+        if (value != default(name) or name == "task" and value == "sft")
+        and (value is not True or name == "head_phase")
+        and name != "json"
     }
     return shlex.join(["python", PROG, *words_of(given | changes)])
 
@@ -361,6 +366,9 @@ def _layout(recipe: Recipe) -> str:
     if recipe.is_streamed:
         kept = f", {recipe.resident_layers} stay on the device" if recipe.resident_layers else ""
         parts.append(f"frozen layers in host memory{kept}")
+    if recipe.has_blocks and (head := partition.describe_head()):
+        moments = "" if recipe.adam_moments_dtype == "fp32" else f", moments in {recipe.adam_moments_dtype}"
+        parts.append(f"{head}{moments}")
     parts.append(f"micro-batch {recipe.micro_batch_size}")
     if recipe.has_linear_loss:
         parts.append("loss without logits")

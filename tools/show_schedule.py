@@ -50,7 +50,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--layout", "--bcd-layout", choices=(INTERLEAVED,),
         help="in place of --pivot: every stage holds chunks of every block")  # fmt: skip
     add("--num-blocks", "--bcd-num-blocks", type=int, metavar="M", help="with --layout interleaved: blocks")
-    add("--block", type=int, metavar="K", help="with --layout interleaved: the active block")
+    add("--block", type=int, metavar="K", help="with --layout interleaved: the active block; M is the head"
+        " (--bcd-head-phase)")  # fmt: skip
     add("--chunks", type=int, metavar="V", help="with --layout interleaved: chunks of a stage, a multiple of the blocks"
         " (default: the blocks)")  # fmt: skip
     add("--schedule", choices=("both", STOCK, BCD), default="both", help="what to draw (default: both)")
@@ -107,7 +108,7 @@ def _interleaved_shapes(arguments: argparse.Namespace) -> dict[str, PlanShape]:
     if arguments.num_blocks is None or arguments.block is None:
         raise ValueError("--layout interleaved needs --num-blocks and --block")
     _check_range("--num-blocks", arguments.num_blocks, 1, MAX_CHUNKS)
-    _check_range("--block", arguments.block, 0, arguments.num_blocks - 1)
+    _check_range("--block", arguments.block, 0, arguments.num_blocks)
     chunks = arguments.num_blocks if arguments.chunks is None else arguments.chunks
     _check_range("--chunks", chunks, 1, MAX_CHUNKS)
     if chunks % arguments.num_blocks:
@@ -119,6 +120,7 @@ def _interleaved_shapes(arguments: argparse.Namespace) -> dict[str, PlanShape]:
         layout=INTERLEAVED,
         num_parts=chunks,
         tied=False,
+        head_phase=True,
     )
     shape = phase_shape(one_layer_each, arguments.block, num_microbatches=arguments.microbatches, head=0.0)
     return {STOCK: shape.full_training, BCD: shape}

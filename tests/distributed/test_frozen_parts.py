@@ -102,6 +102,9 @@ def test_backward_ends_at_the_lowest_active_layer(world1: World, text_data: str,
     sizes = {parts: [size for *_, size in steps] for parts, steps in runs.items()}
     # the tied head, frozen in each phase, keeps no input: in block 0's that is a difference
     assert sizes["embedding"][:3] == sizes["none"][:3] and sizes["embedding"][3] < sizes["none"][3]
+    flags |= UNTIED | {"bcd_head_phase": True, "train_iters": 1}
+    [(block, layers, size)] = world1.run(inputs_with_a_gradient, worlds.run_config(data_path=text_data, **flags))[0]
+    assert (block, layers) == (4, []) and size < sizes["embedding"][0]
 
 
 RESTS = {"bcd_resting_update": "normalized", "bcd_resting_layers": "suffix", "bcd_always_active": "none"}

@@ -45,6 +45,7 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
         "frozen": {"bcd_frozen": "norms,embedding,head"},
         "greedy": {"bcd_order": "greedy"},
         "cache": {"bcd_sample_ratio": 0.5, "bcd_prefix_cache": True},
+        "head": {"bcd_head_phase": True, "untie_embeddings_and_output_weights": True, "bcd_order": "descending"},
     },
     "recompute": {
         "none": {},

@@ -106,6 +106,7 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
         "always_active": {"bcd_always_active": "norms,head"},
         "resting": {"bcd_resting_update": "orthogonal", "bcd_always_active": "none", "bcd_resting_layers": "suffix"},
         "frozen": {"bcd_frozen": "embedding,norms"},
+        "head_phase": {"bcd_head_phase": True, "bcd_order": "descending"},
     },
     "memory": {"all": {}, "auto": {"recompute": "auto", "recompute_memory_gib": 1.5e-3, "pipeline_cut": "auto"}},
 }
@@ -119,10 +120,14 @@ OTHER_HEAD: dict[tuple[str, str], dict[str, Any]] = {
 """By form and head, where it is not the form's."""
 
 
-IN_DEFAULT = ("pipeline2-one-gpt-own-always_active-all", "pipeline4-one-llama-own-host-auto")
+IN_DEFAULT = (
+    "pipeline2-one-gpt-own-always_active-all",
+    "pipeline4-one-llama-own-host-auto",
+    "pipeline2-two-gpt-own-head_phase-auto",
+)
 CHOSEN = [
     pytest.param(chosen, marks=[pytest.mark.long] * ("-".join(chosen.values()) not in IN_DEFAULT))
-    for chosen in pairwise(FACTORS, lambda _: True)
+    for chosen in pairwise(FACTORS, lambda case: case["method"] != "head_phase" or case["head"] == "own")
 ]
 
 

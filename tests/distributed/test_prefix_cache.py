@@ -9,6 +9,7 @@ import pytest
 from support import prefix_runs, worlds
 from support.dist import World
 
+HEAD = {"bcd_head_phase": True, "untie_embeddings_and_output_weights": True, "bcd_order": "descending"}
 CASES: dict[str, dict[str, Any]] = {
     "one": {},
     "recompute_bf16": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
@@ -24,6 +25,9 @@ CASES: dict[str, dict[str, Any]] = {
     "stages4": {"world_size": 4, "pipeline_model_parallel_size": 4, "bcd_layout": "stage", "bcd_num_blocks": None}
     | {"bcd_steps_per_block": 2, "train_iters": 8, "bcd_sample_ratio": 0.003},
     "interleaved": worlds.PIPELINE | {"bcd_layout": "interleaved"},
+    "head": HEAD,
+    "head_stage": worlds.PIPELINE | HEAD | {"bcd_layout": "stage", "bcd_num_blocks": None},
+    "head_interleaved": worlds.PIPELINE | HEAD | {"bcd_layout": "interleaved"},
     "strided_chunks": worlds.PIPELINE
     | {"num_virtual_stages_per_pipeline_rank": 6, "num_layers": 12}
     | {"bf16": True, "bcd_prefix_cache_dtype": "bf16", "reset_attention_mask": True},

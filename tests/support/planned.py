@@ -40,6 +40,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "streamed_pipeline2": TWO
     | {"pipeline_model_parallel_size": 2, "bcd_frozen_weights": "host", "bcd_resident_layers": 1, "num_layers": 12},
     "frozen_pipeline2": TWO | {"pipeline_model_parallel_size": 2, "bcd_frozen": "embedding,head"},
+    "head_phase_pipeline2": TWO
+    | {"pipeline_model_parallel_size": 2, "bf16": True}
+    | {"untie_embeddings_and_output_weights": True, "bcd_head_phase": True},
     "context2": TWO | {"context_parallel_size": 2},
     "pipeline2": TWO | {"pipeline_model_parallel_size": 2},
     "pipeline2_submodel": TWO | {"pipeline_model_parallel_size": 2, "bcd_layout": "submodel", "num_layers": 7},
@@ -77,6 +80,7 @@ def recipe_of(root: Path, flags: dict[str, Any]) -> Recipe:
         resident_layers=flags.get("bcd_resident_layers"),
         frozen=frozenset(flags["bcd_frozen"].split(",")) if "bcd_frozen" in flags else None,
         always_active=frozenset({flags["bcd_always_active"]}) if "bcd_always_active" in flags else None,
+        head_phase=flags.get("bcd_head_phase"),
         adam_moments_dtype=flags.get("adam_moments_dtype", "fp32"),
         precision="bf16" if flags.get("bf16") else "fp32",
         cross_entropy_fusion_impl=flags.get("cross_entropy_fusion_impl"),

@@ -29,6 +29,10 @@ BAD_RUNS = {
 --bcd-frozen embeddings
 --bcd-frozen embedding --bcd-always-active head
 --bcd-always-active none,norms
+--bcd-head-phase
+--bcd-head-phase --untie-embeddings-and-output-weights --bcd-frozen head
+--bcd-head-phase --untie-embeddings-and-output-weights --bcd-always-active head,norms
+--bcd-head-phase --untie-embeddings-and-output-weights --bcd-num-blocks 0 --bcd-resting-update sign
 --hidden-size 66
 --num-query-groups 3 --group-query-attention
 --pipeline-model-parallel-size 2

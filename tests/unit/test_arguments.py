@@ -169,6 +169,7 @@ def test_preset_finetune() -> None:
     assert untied.frozen == {"embedding"} and untied.always_active == {"head"}
     words = ("--bcd-preset", "finetune", "--untie-embeddings-and-output-weights", "--bcd-frozen", "embedding,head")
     assert parse(*words).bcd.always_active == set()
+    assert parse(*words[:3], "--bcd-head-phase").bcd.always_active == set()
     assert (finetune.bcd.bcd_order, finetune.bcd.bcd_optimizer_state) == ("random", "reset")
     words = ("--bcd-preset", "finetune", "--num-layers", "7", "--pipeline-model-parallel-size", "2")
     assert parse(*words, world_size=2).bcd.bcd_num_blocks == 3

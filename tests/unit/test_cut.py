@@ -22,25 +22,27 @@ def slowest(one: Partition, sizes: tuple[int, ...], head: float) -> float:
     for block in range(one.num_blocks):
         work = []
         for stage, size in enumerate(sizes):
-            parts = [len(part) for part in divide(size, one.num_blocks)]
-            backward = [part for place, part in enumerate(parts) if stage or place >= block]
+            parts = [len(part) for part in divide(size, one.num_layer_blocks)]
+            is_head = block == len(parts)
+            backward = [part for place, part in enumerate(parts) if not is_head and (stage or place >= block)]
             is_last = stage == len(sizes) - 1
             is_active = block == (0 if one.tied else one.num_blocks - 1)
-            work.append(size + sum(backward) + parts[block] + is_last * head * (2 + is_active))
+            active = 0 if is_head else parts[block]
+            work.append(size + sum(backward) + active + is_last * head * (2 + is_active))
         total += max(work)
     return total
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("tied", "head_phase"), [(True, False), (False, False), (False, True)])
 @pytest.mark.parametrize(("layers", "stages", "head"), [(28, 4, 1.0), (13, 4, 3.0), (64, 8, 0.5), (12, 4, 40.0)])
-def test_no_slower_than_an_even_cut(layers: int, stages: int, head: float, tied: bool) -> None:
+def test_no_slower_than_an_even_cut(layers: int, stages: int, head: float, tied: bool, head_phase: bool) -> None:
     """A head that counts on the wrong stage, or a part that loses its last layer."""
-    one = even_cut(num_layers=layers, num_stages=stages, tied=tied)
+    one = even_cut(num_layers=layers, num_stages=stages, tied=tied, head_phase=head_phase)
     sizes = balanced_cut(one, head=head)
     even = tuple(len(part) for part in divide(layers, stages))
-    assert sum(sizes) == layers and len(sizes) == stages and min(sizes) >= one.num_blocks
+    assert sum(sizes) == layers and len(sizes) == stages and min(sizes) >= one.num_layer_blocks
     assert slowest(one, sizes, head) <= slowest(one, even, head)
-    if layers > stages * one.num_blocks + 1:
+    if layers > stages * one.num_layer_blocks + 1:
         assert sizes[-1] < sizes[0] and slowest(one, sizes, head) < slowest(one, even, head)
 
 
@@ -52,10 +54,11 @@ def test_two_stages_are_cut_as_well_as_they_can_be(head: float) -> None:
     assert slowest(one, balanced_cut(one, head=head), head) == best
 
 
+@pytest.mark.parametrize("head_phase", [False, True])
 @pytest.mark.parametrize("num_chunks", [3, 6])
-def test_chunks_keep_their_layers(num_chunks: int) -> None:
+def test_chunks_keep_their_layers(num_chunks: int, head_phase: bool) -> None:
     """A layer that a cut moves into another block."""
-    sizes = balanced_cut(even_cut(layout="interleaved", num_parts=num_chunks), head=1.0)
+    sizes = balanced_cut(even_cut(layout="interleaved", num_parts=num_chunks, head_phase=head_phase), head=1.0)
     even = divide_into_pieces(28, parts=num_chunks, stages=4)
     for chunk, pieces in enumerate(even):
         mine = sizes[4 * chunk : 4 * chunk + 4]

@@ -23,14 +23,15 @@ def partitions(draw: st.DrawFn) -> Partition:
     stages = draw(st.integers(1, 5))
     parts = 1 if layout == "stage" else draw(st.integers(1, 4))
     sizes = draw(st.lists(st.integers(parts, parts + 6), min_size=stages, max_size=stages))
-    is_own_cut = draw(st.booleans())
+    is_own_cut, tied = draw(st.booleans()), draw(st.booleans())
     return partition(
         num_layers=sum(sizes),
         num_stages=stages,
         num_blocks=draw(st.sampled_from([None, stages])) if layout == "stage" else parts,
         layout=layout,
-        tied=draw(st.booleans()),
+        tied=tied,
         layers_per_stage=tuple(sizes) if is_own_cut and layout != "interleaved" else None,
+        head_phase=not tied and draw(st.booleans()),
     )
 
 
@@ -38,8 +39,9 @@ def partitions(draw: st.DrawFn) -> Partition:
 def test_every_layer_is_in_exactly_one_block(cut: Partition) -> None:
     """Exposes a layer that no phase ever trains, or that two blocks train."""
     assert sorted(chain.from_iterable(block.layers for block in cut.blocks)) == list(range(cut.num_layers))
+    has_head_block = cut.num_blocks > cut.num_layer_blocks
     assert sorted(submodel.index for block in cut.blocks for submodel in block.submodels) == list(
-        range(len(cut.submodels))
+        range(len(cut.submodels) + has_head_block)
     )
 
 
@@ -48,7 +50,9 @@ def test_embedding_norm_and_head_have_one_owner(cut: Partition) -> None:
     """Exposes an embedding or head that is never trained, trained twice, or a tied copy trained alone."""
     numbers = range(cut.num_blocks)
     assert [block for block in numbers if cut.embedding_active(block)] == [0]
-    last = next(block.index for block in cut.blocks if cut.num_layers - 1 in block.layers)
+    last = cut.num_blocks - 1
+    if cut.num_blocks == cut.num_layer_blocks:
+        last = next(block.index for block in cut.blocks if cut.num_layers - 1 in block.layers)
     assert [block for block in numbers if cut.final_norm_active(block)] == [last]
     assert [block for block in numbers if cut.head_active(block)] == [0 if cut.tied else last]
     assert [submodel.index for submodel in cut.submodels if submodel.first] == [0]
@@ -60,8 +64,8 @@ def test_the_prefix_is_what_lies_before_the_first_active_layer(cut: Partition) -
     """Exposes a prefix with active layers, or one that is not before the first trainable stage."""
     for block in cut.blocks:
         prefix = cut.prefix_layers(block.index)
-        assert list(prefix) == list(range(min(block.layers)))
-        assert block.first_layer in cut.stage_layers(block.submodels[0].stage)
+        assert list(prefix) == list(range(min(block.layers, default=cut.num_layers)))
+        assert not block.layers or block.first_layer in cut.stage_layers(block.submodels[0].stage)
         if cut.embedding_active(block.index):
             assert not prefix
 
@@ -77,36 +81,38 @@ def test_stage_questions_agree_with_layers(cut: Partition) -> None:
         on_stages = [cut.active_layers(block.index, stage) for stage in range(cut.num_stages)]
         assert tuple(chain.from_iterable(on_stages)) == block.layers
         for stage, active in enumerate(on_stages):
-            has_copy = cut.tied and block.owns_embedding and stage == cut.num_stages - 1
-            assert stage_active(cut, block.index, stage) == (bool(active) or has_copy)
+            is_last = stage == cut.num_stages - 1
+            has_head = is_last and cut.head_active(block.index)
+            assert stage_active(cut, block.index, stage) == (bool(active) or has_head)
             is_prefix = stage < cut.first_trainable_stage(block.index)
-            assert is_prefix == (cut.stage_layers(stage)[-1] < block.first_layer)
+            assert is_prefix == (
+                cut.stage_layers(stage)[-1] < block.first_layer and (bool(block.layers) or not is_last)
+            )
             assert not (is_prefix and stage_active(cut, block.index, stage))
 
 
 @given(partitions())
 def test_number_of_blocks_by_layout(cut: Partition) -> None:
     """Exposes a layout that is another layout: spread is on every stage, the others on one."""
-    stages_of = [{submodel.stage for submodel in block.submodels} for block in cut.blocks]
+    blocks = cut.blocks[: cut.num_layer_blocks]
+    stages_of = [{submodel.stage for submodel in block.submodels} for block in blocks]
     if cut.layout == "spread":
-        assert cut.num_blocks * cut.num_stages == len(cut.submodels)
+        assert len(blocks) * cut.num_stages == len(cut.submodels)
         assert all(stages == set(range(cut.num_stages)) for stages in stages_of)
     elif cut.layout == "strided":
         assert len(cut.submodels) == cut.num_layers
         for stage in range(cut.num_stages):
             held = cut.stage_layers(stage)
-            assert [cut.active_layers(block.index, stage) for block in cut.blocks] == [
-                tuple(held[first :: cut.num_blocks]) for first in range(cut.num_blocks)
+            assert [cut.active_layers(block.index, stage) for block in blocks] == [
+                tuple(held[first :: len(blocks)]) for first in range(len(blocks))
             ]
     elif cut.layout == "interleaved":
         assert all(stages == set(range(cut.num_stages)) for stages in stages_of)
     else:
-        assert cut.num_blocks == len(cut.submodels)
+        assert len(blocks) == len(cut.submodels)
         assert all(len(stages) == 1 for stages in stages_of)
     if cut.layout == "stage":
-        assert [block.layers for block in cut.blocks] == [
-            tuple(cut.stage_layers(stage)) for stage in range(cut.num_stages)
-        ]
+        assert [block.layers for block in blocks] == [tuple(cut.stage_layers(stage)) for stage in range(cut.num_stages)]
     assert [block.index for block in cut.blocks] == list(range(cut.num_blocks))
 
 

@@ -73,6 +73,10 @@ def sweep_of_chunks(stages: Iterable[int], chunks: Iterable[int], microbatches: 
             for block in range(blocks):
                 yield (shape := chunked(num_stages, num_chunks, number, blocks=blocks, block=block))
                 yield replace(shape, is_prefix_served=True)
+        # only the head is active
+        last = num_stages * num_chunks - 1
+        yield (shape := replace(shape, first_trainable=last, active=(*(False,) * last, True)))
+        yield replace(shape, is_prefix_served=True)
 
 
 def check(shapes: Iterable[PlanShape]) -> None:

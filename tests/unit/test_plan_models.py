@@ -30,6 +30,7 @@ PUBLISHED = {
     "GPT-2": (GPT2 | {"n_layer": 12, "n_embd": 768, "n_head": 12}, 124_439_808),
     "Llama-3-8B": (config("llama", 32, 4096, (32, 8), 14336, 128256), 8_030_261_248),
     "Qwen2.5-7B": (config("qwen2", 28, 3584, (28, 4), 18944, 152064), 7_615_616_512),
+    "Qwen3-8B": (config("qwen3", 36, 4096, (32, 8), 12288, 151936, head_dim=128), 8_190_735_360),
     "Qwen3-0.6B": (
         config("qwen3", 28, 1024, (16, 8), 3072, 151936, head_dim=128, tie_word_embeddings=True),
         596_049_920,
@@ -110,7 +111,7 @@ def test_what_fits_on_one_card(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     seen: set[str] = set()
     for model in (large, middle):
         flags = ("--task", "sft", "--model", model, *CARD, "--seq-length", "2048", "--micro-batch-size", "2")
-        flags += ("--bcd-frozen-weights", "device")
+        flags += ("--bcd-frozen-weights", "device", "--bcd-head-phase")
         offered = json.loads(run(capsys, *flags, "--json", code=1))["what_fits"]
         names = [{word for word in each["flags"].split() if word[:2] == "--"} for each in offered]
         assert not any(one < other for one in names for other in names)
@@ -124,7 +125,7 @@ def test_frozen_layers_on_the_host(capsys: pytest.CaptureFixture[str], tmp_path:
     """A published model that is told not to fit; copies that cost nothing, or that more tokens don't hide; memory that
     is left to micro-batches of one sequence; a node that runs out of memory."""
     large = folder(tmp_path, PUBLISHED["Llama-3-8B"][0], name="large")
-    flags = ("--task", "sft", "--model", large, *CARD, "--json")
+    flags = ("--task", "sft", "--model", large, *CARD, "--bcd-always-active", "head", "--json")
     hidden = json.loads(run(capsys, *flags))
     flags += ("--micro-batch-size", "1")
     plan = json.loads(run(capsys, *flags))
@@ -189,3 +190,16 @@ def test_timeline_of_copies(capsys: pytest.CaptureFixture[str], tmp_path: Path, 
     if more == "1":
         run(capsys, *flags, "--timeline", tmp_path / "trace.svg")
         assert "milliseconds" in (tmp_path / "trace.svg").read_text()
+
+
+@pytest.mark.parametrize("name", ["Llama-3-8B", "Qwen2.5-7B", "Qwen3-8B"])
+def test_the_head_is_what_the_card_has_room_for(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
+    """A large vocabulary for which the layers leave the card, a choice that overrules a flag, or a head of another
+    kind in the command than in the plan."""
+    flags = ("--task", "sft", "--model", folder(tmp_path, PUBLISHED[name][0], name=name), *CARD, "--json")
+    chosen = json.loads(run(capsys, *flags))
+    assert chosen["memory"]["fits"] and "--bcd-frozen-weights" not in chosen["command"]
+    heads = ("--bcd-head-phase", "--bcd-frozen embedding,head")
+    assert sum(head in chosen["command"] for head in heads) == 1
+    always = json.loads(run(capsys, *flags, "--bcd-always-active", "head"))
+    assert "--bcd-frozen-weights host" in always["command"] and not any(head in always["command"] for head in heads)

@@ -168,7 +168,7 @@ def _derive_tokenizer(values: Values) -> None:
 
 def _derive_blocks(values: Values, *, given: Mapping[str, Any]) -> None:
     """Preset finetune has as many blocks as a pipeline stage has layers. A tied head is the embedding: --bcd-frozen
-    names both or neither. A preset's always-active parts leave out frozen ones."""
+    names both or neither. A preset's always-active parts leave out frozen ones, and a head with its own phase."""
     has_number = values["bcd_num_blocks"] is not None or values["bcd_layout"] == "stage"
     if values["bcd_preset"] == "finetune" and not has_number and values["num_layers"]:
         values["bcd_num_blocks"] = max(1, values["num_layers"] // max(1, values["pipeline_model_parallel_size"]))
@@ -178,7 +178,8 @@ def _derive_blocks(values: Values, *, given: Mapping[str, Any]) -> None:
         frozen += sorted(tied - set(frozen))
         values["bcd_frozen"] = ",".join(frozen)
     if values["bcd_preset"] is not None and "bcd_always_active" not in given and values["bcd_always_active"]:
-        left = [part for part in values["bcd_always_active"].split(",") if part not in frozen]
+        taken = [*frozen, "head"] if values["bcd_head_phase"] else frozen
+        left = [part for part in values["bcd_always_active"].split(",") if part not in taken]
         values["bcd_always_active"] = ",".join(left) or "none"
 
 

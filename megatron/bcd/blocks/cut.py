@@ -51,7 +51,7 @@ def _parts(even: Partition) -> int:
     """Of each chunk of a stage; each keeps a layer."""
     if even.layout == "interleaved":
         return 1
-    return even.num_blocks // (even.num_stages if even.layout in _ON_ONE_STAGE else 1)
+    return even.num_layer_blocks // (even.num_stages if even.layout in _ON_ONE_STAGE else 1)
 
 
 def _moves(
@@ -81,14 +81,17 @@ def _price(work: Sequence[Sequence[float]]) -> tuple[float, float]:
 def _work(even: Partition, head: float, stage: int, sizes: Sequence[int]) -> list[float]:
     """Of a stage whose chunks have so many layers, in every phase."""
     parts, layout, num_phases = _parts(even), even.layout, even.num_blocks
+    num_layer_blocks = even.num_layer_blocks
     divided = [[len(part) for part in divide(size, parts)] for size in sizes]
     work = []
     for phase in range(num_phases):
         total = 0.0
         for chunk, by_part in enumerate(divided):
             for part, layers in enumerate(by_part):
-                if layout == "interleaved":
-                    active, behind = chunk % num_phases == phase, chunk >= phase
+                if phase == num_layer_blocks:  # the head's
+                    active = behind = False
+                elif layout == "interleaved":
+                    active, behind = chunk % num_layer_blocks == phase, chunk >= phase
                 elif layout in _ON_ONE_STAGE:
                     active, behind = stage * parts + part == phase, stage * parts + part >= phase
                 else:  # strided blocks begin with one of the first layers

@@ -7,8 +7,8 @@ into blocks. Layers, stages, submodels and blocks are numbered from 0, in depth 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, groupby, pairwise
 
@@ -67,11 +67,11 @@ class Submodel:
     """Place in depth order over the whole model."""
     stage: int
     layers: range
-    """Layer numbers over the whole model; never empty."""
+    """Layer numbers over the whole model; empty in a head block alone."""
     first: bool
     """First submodel of the model: owns the embedding."""
     last: bool
-    """Last submodel of the model: owns the final norm and an untied output head."""
+    """Owns the final norm and an untied output head: the last submodel of the model, or the head block's."""
     chunk: int = 0
     """In layout ``interleaved``: which chunk of the stage it is."""
 
@@ -90,7 +90,7 @@ class Block:
 
     @property
     def first_layer(self) -> int:
-        """The first active layer while this block is active."""
+        """The first active layer while this block is active; the number of all layers for a head block."""
         return self.submodels[0].layers.start
 
     @property
@@ -116,6 +116,7 @@ class Partition:
     layout: str
     layers_per_stage: tuple[int, ...]
     submodels: tuple[Submodel, ...]
+    """Those with layers."""
     blocks: tuple[Block, ...]
     tied: bool
     """Whether the output head is a copy of the embedding."""
@@ -143,8 +144,13 @@ class Partition:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of one cycle; with layout ``submodel`` it is ``--bcd-num-blocks`` x stages."""
+        """Blocks of one cycle; with layout ``submodel`` it is ``--bcd-num-blocks`` x stages. A head block counts."""
         return len(self.blocks)
+
+    @property
+    def num_layer_blocks(self) -> int:
+        """Without a head block (--bcd-head-phase)."""
+        return sum(bool(block.layers) for block in self.blocks)
 
     def stage_layers(self, stage: int) -> Sequence[int]:
         """Every layer that pipeline stage ``stage`` holds, ascending."""
@@ -266,6 +272,17 @@ class Partition:
         }
         return tuple(name for name, is_held in held.items() if is_held)
 
+    def describe_head(self) -> str:
+        """When an untied head is trained, for people; "" for a tied one."""
+        owner = next(block for block in self.blocks if block.owns_final_norm)
+        if self.tied:
+            return ""
+        if "head" in self.frozen or self.head_always_active:
+            return "head frozen" if "head" in self.frozen else "head always active"
+        return (
+            f"head part of block {owner.index}" if owner.layers else "head in a phase of its own, with the final norm"
+        )
+
     def describe_untrained(self, visited: Collection[int]) -> tuple[str, ...]:
         """What no phase of the blocks `visited` updates though another block's would, for people."""
         layers = {layer for block in visited for layer in (*self.blocks[block].layers, *self.stateless_layers(block))}
@@ -296,6 +313,7 @@ def partition_from_config(config: RunConfig) -> Partition:
         frozen=config.bcd.frozen,
         stateless=config.bcd.bcd_resting_layers if config.bcd.bcd_resting_update != "none" else "none",
         num_parts=config.bcd.num_virtual_stages_per_pipeline_rank,
+        head_phase=config.bcd.bcd_head_phase,
     )
 
 
@@ -312,34 +330,33 @@ def partition(
     frozen: frozenset[str] = frozenset(),
     stateless: str = "none",
     num_parts: int | None = None,
+    head_phase: bool = False,
 ) -> Partition:
     """Divide ``num_layers`` layers on ``num_stages`` pipeline stages into blocks.
 
     ``num_blocks`` is ``--bcd-num-blocks``; None takes the default: ``DEFAULT_NUM_BLOCKS``, or the number of stages in
     layout ``stage``. ``layers_per_stage`` gives each stage's number of layers, in layout ``interleaved`` that of each
-    virtual stage in depth order; None divides evenly. ``always_active`` is ``--bcd-always-active``, ``frozen`` is
-    ``--bcd-frozen``, ``stateless`` is ``--bcd-resting-layers``, ``none`` without stateless updates. ``num_parts`` is
-    ``--num-virtual-stages-per-pipeline-rank``, for layout ``interleaved``; None takes the number of blocks.
-
-    Raises:
-        ValueError: the layout does not fit the model; one line that names the flags.
+    virtual stage in depth order; None divides evenly. ``always_active``, ``frozen`` and ``head_phase`` are the flags
+    with ``--bcd-`` before their names, ``stateless`` is ``--bcd-resting-layers``, ``none`` without stateless updates.
+    ``num_parts`` is ``--num-virtual-stages-per-pipeline-rank``, for layout ``interleaved``; None takes the number of
+    blocks. Raises ValueError, one line that names the flags, where the layout does not fit the model.
     """
     assert layout in LAYOUTS and num_layers >= 1 and num_stages >= 1
     frozen = _never_trained(frozen, always_active, tied=tied)
     _check_num_blocks(
         num_blocks, num_stages=num_stages, stateless=stateless, always_active=always_active, layout=layout
     )
+    if head_phase:
+        _check_head_phase(num_blocks, tied=tied, others={"--bcd-always-active": always_active, "--bcd-frozen": frozen})
     parts = 1 if layout == "stage" else DEFAULT_NUM_BLOCKS if num_blocks is None else max(num_blocks, 1)
     num_submodels = parts if num_parts is None or layout != "interleaved" else num_parts
-    if num_submodels % parts:
-        raise ValueError(f"--bcd-num-blocks {parts}: the {num_parts} chunks of a stage must be a multiple of it")
     if num_layers < num_stages * num_submodels:
         raise ValueError(
             f"--num-layers {num_layers}: --bcd-layout {layout} with {num_submodels} of --bcd-num-blocks or chunks on "
             f"each of {num_stages} pipeline stages needs at least {num_stages * num_submodels} layers"
         )
     if layout == "interleaved":
-        places = _chunks(layers_per_stage, num_layers, num_stages=num_stages, num_parts=num_submodels)
+        places = _chunks(layers_per_stage, num_layers, num_stages=num_stages, num_parts=num_submodels, parts=parts)
     else:
         sizes = layers_per_stage or tuple(len(layers) for layers in divide(num_layers, num_stages))
         _check_sizes(sizes, num_layers=num_layers, num_stages=num_stages, least=parts)
@@ -352,7 +369,7 @@ def partition(
             for stage in range(num_stages)
         ),
         submodels=submodels,
-        blocks=_group(submodels, parts=parts, layout=layout),
+        blocks=(_with_head_block if head_phase else tuple)(_group(submodels, parts=parts, layout=layout)),
         tied=tied,
         always_active=always_active,
         frozen=frozen,
@@ -398,6 +415,16 @@ def _check_num_blocks(
         raise ValueError(f"--bcd-num-blocks 0 has no blocks: leave out --bcd-layout {layout}")
 
 
+def _check_head_phase(num_blocks: int | None, *, tied: bool, others: Mapping[str, frozenset[str]]) -> None:
+    if tied:
+        raise ValueError("--bcd-head-phase: a tied head is the embedding, which is part of a block; leave it out")
+    if num_blocks == 0:
+        raise ValueError("--bcd-head-phase: --bcd-num-blocks 0 has no phases; leave it out")
+    for flag, parts in others.items():
+        if "head" in parts:
+            raise ValueError(f"--bcd-head-phase and {flag} both name the head: leave it out of one")
+
+
 def _check_sizes(sizes: Sequence[int], *, num_layers: int, num_stages: int, least: int) -> None:
     if len(sizes) != num_stages or sum(sizes) != num_layers:
         raise ValueError(
@@ -421,9 +448,11 @@ def _parts(layers_per_stage: Sequence[int], *, parts: int | None) -> list[tuple[
 
 
 def _chunks(
-    sizes: Sequence[int] | None, num_layers: int, *, num_stages: int, num_parts: int
+    sizes: Sequence[int] | None, num_layers: int, *, num_stages: int, num_parts: int, parts: int
 ) -> list[tuple[int, range]]:
     """Stage and layers of each virtual stage."""
+    if num_parts % parts:
+        raise ValueError(f"--bcd-num-blocks {parts}: the {num_parts} chunks of a stage must be a multiple of it")
     if sizes is None:
         by_part = divide_into_pieces(num_layers, parts=num_parts, stages=num_stages)
         return [(stage, layers) for part in by_part for stage, layers in enumerate(part)]
@@ -460,6 +489,16 @@ def _group(submodels: tuple[Submodel, ...], *, parts: int, layout: str) -> tuple
             for place, submodel in enumerate(on_stage):
                 grouped[place % parts].append(submodel)
     return tuple(Block(index=index, submodels=tuple(held)) for index, held in enumerate(grouped))
+
+
+def _with_head_block(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
+    """The last submodel gives the final norm and the head to a block without layers."""
+    top = max((submodel for block in blocks for submodel in block.submodels), key=lambda submodel: submodel.index)
+    without = tuple(
+        replace(block, submodels=tuple(replace(one, last=False) for one in block.submodels)) for block in blocks
+    )
+    head = replace(top, index=top.index + 1, layers=top.layers[len(top.layers) :], first=False)
+    return (*without, Block(index=len(blocks), submodels=(head,)))
 
 
 # ----------------------------------------------------------------------------------------- layers of pipeline stages

@@ -143,6 +143,11 @@ class BcdConfig:
         "the embedding are frozen together",
         metavar="PARTS",
     )
+    bcd_head_phase: bool = option(
+        False,
+        "the final norm and an untied output head are a block of their own, the last one, with phases in which the "
+        "backward pass ends at the head's input",
+    )
     bcd_resting_update: str = option(
         "none",
         "stateless update of the layer matrices outside the active block: orthogonal = orthogonalised gradients "
@@ -217,14 +222,16 @@ class BcdConfig:
 
     @property
     def always_active(self) -> frozenset[str]:
-        """The entries of --bcd-always-active, or its default, of which --bcd-frozen has none; and ADAPTERS.
+        """The entries of --bcd-always-active, or its default without what --bcd-frozen and --bcd-head-phase take; and
+        ADAPTERS.
 
         Raises ValueError for one not in ALWAYS_ACTIVE.
         """
         adapters = frozenset([] if self.bcd_low_rank is None else [ADAPTERS])
         if self.bcd_always_active is None:
             is_all = self.bcd_resting_update != "none" and self.bcd_resting_layers == "all"
-            return frozenset(ALWAYS_ACTIVE if is_all else ()) - self.frozen | adapters
+            left = frozenset(ALWAYS_ACTIVE if is_all else ()) - self.frozen
+            return left - (frozenset({"head"}) if self.bcd_head_phase else frozenset()) | adapters
         return _parts("--bcd-always-active", self.bcd_always_active, ALWAYS_ACTIVE) | adapters
 
     @property

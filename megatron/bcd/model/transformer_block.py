@@ -78,15 +78,15 @@ class BcdTransformerBlock(TransformerBlock):
 
         Args:
             hidden_states: input of the first layer to run, [S, B, H]; with `first_layer`, on any stage.
-            behind_prefix: the first layer to run is the first active one.
+            behind_prefix: the first layer to run is the first active one; none runs before an active head alone.
         """
+        layers: torch.nn.ModuleList = self.layers  # type: ignore[has-type]
         if behind_prefix:
-            first_layer = self._trainable_layers()[0]
+            first_layer = next(iter(self._trainable_layers()), len(layers))
         if first_layer is None:
             with self._graph_before_norms():
                 return super().forward(hidden_states, *args, **kwargs)
         self.input_tensor = hidden_states  # stages after the first read their input here
-        layers: torch.nn.ModuleList = self.layers  # type: ignore[has-type]
         # skipped layers are replaced, not removed: recomputation looks layers up by index
         self.layers = torch.nn.ModuleList([*[_pass_through] * first_layer, *layers[first_layer:]])
         try:

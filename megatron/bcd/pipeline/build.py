@@ -118,7 +118,9 @@ def _passes(shape: PlanShape, stage: int, *, is_backward: bool) -> list[Action |
 
 
 def _best_policy(shape: PlanShape) -> _Policy | None:
-    if shape.num_chunks == 1 or all(shape.active) or not shape.is_training:
+    # what a policy weighs are passes with and without a graph; a head alone leaves most stages without the first
+    has_graphs = shape.is_training and shape.stage_of(shape.first_trainable) == 0
+    if shape.num_chunks == 1 or all(shape.active) or not has_graphs:
         return None
     few = replace(shape, num_microbatches=min(shape.num_microbatches, _CHOSEN_ON * shape.num_stages))
     return min(_POLICIES, key=lambda policy: max(done[-1].end for done in _timeline(few, policy)))

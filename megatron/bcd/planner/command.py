@@ -81,6 +81,8 @@ def layout_flags(recipe: Recipe) -> list[str]:
     if recipe.is_streamed:
         resident = f" --bcd-resident-layers {recipe.resident_layers}" if recipe.resident_layers else ""
         words.append(f"--bcd-frozen-weights host{resident}")
+    if recipe.head_phase:
+        words.append("--bcd-head-phase")
     for flag, parts in (("--bcd-frozen", recipe.frozen), ("--bcd-always-active", recipe.always_active)):
         if parts is not None:
             words.append(f"{flag} {parts_of(parts)}")

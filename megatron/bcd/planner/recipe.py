@@ -70,6 +70,9 @@ class Recipe:
     always_active: frozenset[str] | None = _flag(None, "trained in every phase: some of norms, biases, embedding, head,"
         " or none; what is not belongs to a block, the head to the top one (default: the preset's)",
         name="--bcd-always-active", metavar="PARTS")  # fmt: skip
+    head_phase: bool | None = _flag(None, "the final norm and an untied head are a block of their own; --task sft does"
+        " so where it does not fit otherwise, next with --adam-moments-dtype int8, and freezes the head where that is"
+        " too much", name="--bcd-head-phase", action="store_true")  # fmt: skip
     adam_moments_dtype: str = _flag("fp32", "of Adam's moments (default: fp32)", choices=MOMENTS, given="fp32")
     frozen_weights: str | None = _flag(None, "host: frozen layers lie in host memory (default: device; with --task sft"
         " host where it does not fit otherwise)", name="--bcd-frozen-weights", choices=FROZEN_WEIGHTS)  # fmt: skip
@@ -268,6 +271,7 @@ class Recipe:
         frozen = with_tied_parts(bcd.frozen if self.frozen is None else self.frozen, tied=self.shape.tied)
         # methods without blocks have stages, or in layout interleaved chunks of them
         has_layout = self.has_blocks or self.layout == "interleaved"
+        taken = frozen | {"head"} if self.head_phase else frozen
         return _layer_counts(
             head=self.head_passes if self.cut == "auto" and self.pipeline_size > 1 else None,
             num_layers=self.model.layers,
@@ -276,9 +280,10 @@ class Recipe:
             layout=self.layout or bcd.bcd_layout if has_layout else "spread",
             tied=self.shape.tied,
             frozen=frozen,
-            always_active=bcd.always_active - frozen if self.always_active is None else self.always_active,
+            always_active=bcd.always_active - taken if self.always_active is None else self.always_active,
             stateless=bcd.bcd_resting_layers if bcd.bcd_resting_update != "none" else "none",
             num_parts=self.num_chunks,
+            head_phase=bool(self.head_phase),
         )
 
     @property

@@ -24,10 +24,21 @@ MOST_GPUS = 512
 _PLANNED_SHARE = 0.95
 """Of a GPU's memory: the estimate is a formula, and running out of memory costs more than recomputing a layer."""
 _STREAMED_SLOWER = 1.05
-OF_BLOCKS = ("num_blocks", "layout", "frozen", "always_active", "num_chunks", "frozen_weights", "resident_layers")
+OF_BLOCKS = (
+    *("num_blocks", "layout", "frozen", "always_active", "head_phase", "num_chunks", "frozen_weights"),
+    "resident_layers",
+)
 """Fields of Recipe that only methods with blocks have."""
 CAN_STREAM = ("bcd", "finetune")
 """Methods that take --bcd-frozen-weights host: of full training and pretrain every step writes all layers."""
+_HEADS: tuple[dict[str, Any], ...] = (
+    {},
+    {"head_phase": True},
+    {"head_phase": True, "adam_moments_dtype": "int8"},
+    {"frozen": frozenset({"embedding", "head"})},
+)
+"""Of an untied head in preset finetune: always active, and what needs less memory; in this order, because a frozen head
+is the one that some model lost by (docs/fine_tuning.md, The head)."""
 COMPARED = {"pretrain": ("full", "offload", "bcd", "pretrain"), "sft": ("full", "offload", "finetune")}
 """Methods by task."""
 
@@ -92,10 +103,11 @@ def place(
 
     ``fields`` are Recipe's. A ``pipeline_size`` or ``recompute`` of None is chosen: the row's pipeline if the number
     of GPUs is the row's, else the shortest pipeline that takes at most 95 % of a GPU's memory, only if none does with
-    a linear loss too (fine-tuning only), then with recomputation (auto: the least that takes), then with frozen weights
-    on the host. A ``micro_batch_size`` of None is 1, but with frozen weights on the host, where larger ones hide the
-    copies, the fastest. Layout ``stage`` has one block per stage, so it gets at least two stages if possible. If
-    nothing fits: the longest pipeline with recomputation, on one node by default. Raises ValueError as Recipe does.
+    a linear loss too (fine-tuning only), then with recomputation (auto: the least that takes), then with less for the
+    head (_HEADS), where nothing was said of it, then with frozen weights on the host. A ``micro_batch_size`` of None is
+    1, but with frozen weights on the host, where larger ones hide the copies, the fastest. Layout ``stage`` has one
+    block per stage, so it gets at least two stages if possible. If nothing fits: the longest pipeline with
+    recomputation, on one node by default. Raises ValueError as Recipe does.
     """
     rows = {(row.method, row.model, row.cluster): row for row in placements}
     row = rows.get((method, model.name, cluster.name))
@@ -136,9 +148,9 @@ def _choose_layout(
     choices = ("none", "auto") if recompute is None else (recompute,)
     ways = [(choices[0], loss) for loss in losses] + [(choice, losses[-1]) for choice in choices[1:]]
     fields |= {"micro_batch_size": micro_batch_size or 1, "memory_share": _PLANNED_SHARE}
-    for where, (choice, loss) in itertools.product(places, ways):
+    for where, head, (choice, loss) in itertools.product(places, _heads(fields), ways):
         saving = {"recompute": choice, "frozen_weights": where, "cross_entropy_fusion_impl": loss}
-        suited = valid_pipelines(**saving, **fields)
+        suited = valid_pipelines(**fields | saving | head)
         tried += [recipe for recipe in suited if recipe.pipeline_size > 1 or not by_stage] or suited
     for share in (_PLANNED_SHARE, 1.0):
         for recipe in tried:
@@ -152,6 +164,15 @@ def _choose_layout(
                     recipe = min(suited, key=lambda each: mean_seconds(each, is_rough=True))
                 return with_fewest_blocks(recipe)
     return tried[-1]
+
+
+def _heads(fields: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+    """_HEADS, where the user has left the choice."""
+    given = [fields.get(name) for name in ("head_phase", "frozen", "always_active")]
+    is_free = fields["method"] == "finetune" and not any(value is not None for value in given)
+    if not is_free or fields["model"].shape().tied:
+        return _HEADS[:1]
+    return _HEADS if fields.get("adam_moments_dtype", "fp32") == "fp32" else (*_HEADS[:2], _HEADS[3])
 
 
 # ---------------------------------------------------------------- the cheapest
@@ -347,10 +368,10 @@ def _settings(fields: Mapping[str, Any]) -> Iterator[list[_Changes]]:
         yield [{"precision": "bf16"}]
     if method in CAN_STREAM and fields.get("frozen_weights") != "host":
         yield [{"frozen_weights": "host"}]
-    if method == "finetune" and fields.get("always_active") is None:
-        yield [{"always_active": frozenset()}]
-    if method == "finetune" and "head" not in (fields.get("always_active") or ()):
-        yield [{"frozen": (fields.get("frozen") or frozenset({"embedding"})) | {"head"}}]
+    if method == "finetune" and "head" not in (always := fields.get("always_active") or ()):
+        can_move = not (always or fields.get("head_phase") or fields["model"].shape().tied)
+        frozen: _Changes = {"frozen": (fields.get("frozen") or frozenset({"embedding"})) | {"head"}, "head_phase": None}
+        yield [*([{"head_phase": True}] if can_move else []), frozen]
     # without a number, fine-tuning has as many as there are
     if method in PRESET_OF and fields.get("layout") != "stage" and not (method == "finetune" and given is None):
         fewest = (DEFAULT_NUM_BLOCKS if given is None else given) + 1

@@ -30,7 +30,7 @@ from megatron.bcd.data.samples import TrainingSamples
 from megatron.bcd.metrics.console import format_bytes
 from megatron.bcd.metrics.reporter import Reporter
 from megatron.bcd.model.attention import whole_sequence
-from megatron.bcd.model.builder import unwrap_model
+from megatron.bcd.model.builder import chunks_of, unwrap_model
 from megatron.bcd.model.implementation import Implementation
 from megatron.bcd.model.transformer_config import DTYPES
 from megatron.bcd.pipeline.schedule import PipelineSchedule
@@ -227,15 +227,17 @@ class _Fill:
         config, partition, block = cache.config, cache.partition, cache.block
         self._micro_batch_size, self._length = config.training.micro_batch_size, config.model.seq_length
         self._needs_batch = cache.stage == 0 or config.data.reset_attention_mask
+        first = partition.first_trainable_virtual_stage(block)
         self._num_stages, self._num_chunks = partition.first_trainable_stage(block) + 1, 1
-        self._first_active: int | None = None
-        """Number of the first active layer on this stage, where the prefix ends amid a chunk."""
-        if partition.num_chunks > 1:  # whole chunks
-            self._num_stages = partition.num_stages
-            self._num_chunks = partition.first_trainable_virtual_stage(block) // partition.num_stages
-        elif cache.stage == self._num_stages - 1:
-            layers = partition.chunk_layers(cache.stage, 0)
-            self._first_active = layers.index(len(partition.prefix_layers(block)))
+        self._first_active: torch.nn.Module | None = None
+        """The first active layer, or the norm before an active head alone, where the prefix ends amid a chunk."""
+        if partition.num_chunks > 1:  # the prefix of layers is whole chunks
+            self._num_stages, self._num_chunks = partition.num_stages, -(-first // partition.num_stages)
+        if cache.stage == self._num_stages - 1 and (partition.num_chunks == 1 or first % partition.num_stages):
+            chunk, decoder = self._num_chunks - 1, chunks_of(cache.model)[self._num_chunks - 1].decoder
+            layers = partition.chunk_layers(cache.stage, chunk)
+            number = len(partition.prefix_layers(block)) - layers.start
+            self._first_active = decoder.layers[number] if number < len(layers) else decoder.final_layernorm
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="prefix-fill")
         self._writes: deque[Future[None]] = deque()
         self._error: str | None = None
@@ -291,18 +293,16 @@ class _Fill:
             return _output(model, batch)
 
         def stop(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> NoReturn:
-            raise _Reached(kwargs["hidden_states"])
+            raise _Reached(args[0] if args else kwargs["hidden_states"])
 
-        layer = unwrap_model(model).decoder.layers[self._first_active]
-        hook = layer.register_forward_pre_hook(stop, with_kwargs=True)
+        hook = self._first_active.register_forward_pre_hook(stop, with_kwargs=True)
         try:
-            _output(model, batch)
+            return _output(model, batch)  # that of an earlier chunk
         except _Reached as reached:
             hidden_states: torch.Tensor = reached.args[0]
             return hidden_states
         finally:
             hook.remove()
-        raise AssertionError("the first active layer was not reached")
 
     def _write(self, slots: Indices, hidden_states: torch.Tensor) -> None:
         if parallel_state.get_tensor_model_parallel_rank() != 0:

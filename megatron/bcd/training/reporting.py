@@ -207,6 +207,8 @@ def _notes(
         yield f"context parallel ranks gather keys and values{ignored}"
     if bcd.bcd_preset is not None:
         yield _describe_preset(config, bcd.bcd_preset)
+    if partition.num_blocks > 1 and (head := partition.describe_head()):
+        yield head
     if partition.frozen:
         num_frozen = sum(rank["num_frozen"] for rank in ranks if rank["replica"] == 0)
         yield f"no phase trains {', '.join(sorted(partition.frozen))} (--bcd-frozen), {num_frozen:,} parameters"
