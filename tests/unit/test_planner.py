@@ -81,7 +81,7 @@ def test_context_parallel_costs_an_exchange() -> None:
     """Keys and values of the other ranks that come for nothing. Bytes: distributed/test_planned_bytes.py."""
     split = recipe("G-5.4B", precision="bf16", num_gpus=4, global_batch_size=4, sequence=8192, context_size=4)
     gathered = 2 * 8192 * split.shape.key_value_size * 2
-    forward, backward = split.model.layers, sum(split.layer_counts.after_prefix(0, 0))
+    forward, backward = split.model.layers, sum(split.partition.num_behind_prefix(0, 0))
     exchanged = 4 * (forward + backward) * gathered * 3 / 4 / (1e9 * split.cluster.link_gb_per_s)
     # the same work on each rank, but for what is exchanged
     work = phase_seconds(replace(split, cluster=replace(split.cluster, link_gb_per_s=1e12)), 0).pipeline

@@ -255,6 +255,29 @@ class Partition:
         """Frozen layers before the first active one; empty while the embedding is active."""
         return range(self.blocks[block].first_layer if self.has_prefix else 0)
 
+    @cached_property
+    def behind_prefix(self) -> tuple[tuple[tuple[bool, ...], ...], ...]:
+        """By virtual stage and block, of each layer after the prefix, in depth order: whether its weights, or adapters
+        beside them, are updated."""
+        everywhere = ADAPTERS in self.always_active
+        active = [{*block.layers} if self.has_active_block else set[int]() for block in self.blocks]
+        return tuple(
+            tuple(
+                tuple(
+                    everywhere or layer in active[block] or self.is_stateless(layer, block)
+                    for layer in self.chunk_layers(stage, chunk)
+                    if layer >= len(self.prefix_layers(block))
+                )
+                for block in range(self.num_blocks)
+            )
+            for chunk in range(self.num_chunks)
+            for stage in range(self.num_stages)
+        )
+
+    def num_behind_prefix(self, stage: int, block: int) -> list[int]:
+        """Layers of a stage after the prefix, by chunk."""
+        return [len(by_block[block]) for by_block in self.behind_prefix[stage :: self.num_stages]]
+
     def describe_layers(self, block: int) -> str:
         """The block's layers for people, e.g. ``"0-3, 6-9"``."""
         return describe_layers(self.blocks[block].layers) if self.has_active_block else ""

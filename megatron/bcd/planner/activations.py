@@ -17,7 +17,7 @@ from functools import cache
 from operator import le
 
 from megatron.bcd.blocks.partition import Partition
-from megatron.bcd.config import ADAPTERS, LOSS_CHUNK, LOSS_PARTS
+from megatron.bcd.config import LOSS_CHUNK, LOSS_PARTS
 from megatron.bcd.pipeline.build import build_plan, max_graphs
 from megatron.bcd.pipeline.plan import Kind, PlanShape
 from megatron.bcd.planner.cost import ModelShape, pass_products
@@ -25,42 +25,6 @@ from megatron.bcd.planner.state import RankMemory
 
 _MOST_ROUNDS = 4
 """Microbatches per stage of an interleaved plan after which what is kept has reached its peak."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LayerCounts:
-    """A partition, and which layers of its virtual stages are updated: in layouts without chunks, of its stages."""
-
-    partition: Partition
-    is_updated: tuple[tuple[tuple[bool, ...], ...], ...]
-    """By virtual stage and block, of each layer after the prefix, in depth order: whether its weight gradients are
-    computed, because it is active or updated without state, or has an adapter."""
-
-    def after_prefix(self, stage: int, block: int) -> list[int]:
-        """By chunk of a stage."""
-        return [len(by_block[block]) for by_block in self.is_updated[stage :: self.partition.num_stages]]
-
-
-def layer_counts_of(partition: Partition) -> LayerCounts:
-    held = [
-        partition.chunk_layers(stage, chunk)
-        for chunk in range(partition.num_chunks)
-        for stage in range(partition.num_stages)
-    ]
-    phases = []
-    for block in partition.blocks:
-        updated = set(range(partition.num_layers) if ADAPTERS in partition.always_active else ())
-        updated |= set(block.layers if partition.has_active_block else ()) | set(
-            partition.stateless_layers(block.index)
-        )
-        phases.append((len(partition.prefix_layers(block.index)), updated))
-    return LayerCounts(
-        partition=partition,
-        is_updated=tuple(
-            tuple(tuple(layer in updated for layer in layers if layer >= first) for first, updated in phases)
-            for layers in held
-        ),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +157,7 @@ def _first_layers(numbers: Sequence[int], whole: int) -> Recomputed:
 class StageActivations:
     """Activations and messages of one stage in the phase of one block."""
 
-    counts: LayerCounts
+    partition: Partition
     sizes: LayerBytes
     shape: PlanShape
     stage: int
@@ -203,7 +167,7 @@ class StageActivations:
         """What autograd saves, over all microbatches in flight."""
         of_chunks = [
             sum(kept for kept, _ in self._layers(chunk, recomputed)) + self.sizes.head * self._has_head(chunk)
-            for chunk in range(self.counts.partition.num_chunks)
+            for chunk in range(self.partition.num_chunks)
         ]
         if self.shape.num_chunks == 1:
             return of_chunks[0] * max_graphs(self.shape, self.stage)
@@ -213,7 +177,7 @@ class StageActivations:
 
     def peak_bytes(self, recomputed: Recomputed) -> int:
         """What is saved, and the most that a microbatch's passes hold beside it."""
-        sizes, partition, beside = self.sizes, self.counts.partition, 0
+        sizes, partition, beside = self.sizes, self.partition, 0
         for chunk in range(partition.num_chunks):
             has_head = self._has_head(chunk)
             head_active = has_head and partition.head_active(self.block)
@@ -246,19 +210,19 @@ class StageActivations:
         def fits(choice: Recomputed) -> bool:
             return replace(state, activations=self.peak_bytes(choice) + self.message_bytes).total <= limit
 
-        numbers = self.counts.after_prefix(self.stage, self.block)
+        numbers = self.partition.num_behind_prefix(self.stage, self.block)
         return least_recomputation(numbers, fits, core_share=core / (matrices + core))
 
     def _virtual(self, chunk: int) -> int:
-        return chunk * self.counts.partition.num_stages + self.stage
+        return chunk * self.partition.num_stages + self.stage
 
     def _has_head(self, chunk: int) -> bool:
-        return self._virtual(chunk) == self.counts.partition.num_virtual_stages - 1
+        return self._virtual(chunk) == self.partition.num_virtual_stages - 1
 
     def _layers(self, chunk: int, recomputed: Recomputed) -> list[tuple[int, int]]:
         """What each layer after the prefix saves, and what its backward pass holds beside it."""
         sizes, is_selective, layers = self.sizes, recomputed.granularity == "selective", []
-        for number, is_updated in enumerate(self.counts.is_updated[self._virtual(chunk)][self.block]):
+        for number, is_updated in enumerate(self.partition.behind_prefix[self._virtual(chunk)][self.block]):
             whole, core, working = (
                 (sizes.active, sizes.active_core, sizes.active_working)
                 if is_updated

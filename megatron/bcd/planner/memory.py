@@ -22,7 +22,7 @@ def schedule_shape(recipe: Recipe, block: int) -> PlanShape:
 
 def stage_activations(recipe: Recipe, stage: int, block: int) -> StageActivations:
     return StageActivations(
-        counts=recipe.layer_counts,
+        partition=recipe.partition,
         sizes=recipe.layer_bytes,
         shape=schedule_shape(recipe, block),
         stage=stage,
@@ -48,7 +48,7 @@ def recomputation(recipe: Recipe) -> tuple[tuple[Recomputed, ...], ...]:
 
 
 def _recomputed(recipe: Recipe, stage: int, block: int) -> Recomputed:
-    numbers = recipe.layer_counts.after_prefix(stage, block)
+    numbers = recipe.partition.num_behind_prefix(stage, block)
     if recipe.recompute == "none" or not any(numbers):
         return Recomputed()
     if recipe.recompute == "full":

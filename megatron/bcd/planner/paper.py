@@ -86,16 +86,16 @@ class Paper:
         return sum(errors) / len(errors)
 
     def _cell(self, table: int, row: str, column: str, published: float) -> Cell:
-        recomputed, note = None, "a setting: taken as given"
+        recomputed: float | None = None
+        note = "a setting: taken as given"
         if column.endswith("mem_gib"):
             recomputed, note = self._memory(table, row, column)
         elif column.endswith("_reduction_percent"):
             recomputed, note = self._reduction(table, row, column, published)
         elif column.endswith("_ms"):
             recomputed, note = self._time(table, row, column, published)
-        if recomputed is not None:
-            recomputed = round(recomputed, 3)
-        return Cell(table=table, row=row, column=column, published=published, recomputed=recomputed, note=note)
+        rounded = None if recomputed is None else round(recomputed, 3)
+        return Cell(table=table, row=row, column=column, published=published, recomputed=rounded, note=note)
 
     def _memory(self, table: int, row: str, column: str) -> tuple[float, str]:
         """Model state of the whole model in GiB: 16 bytes per parameter, 8 with a third active."""
@@ -131,8 +131,7 @@ class Paper:
     def _bcd_gpu_ms(self, row: str) -> float:
         """GPU-milliseconds of a BCD iteration: table 15 where it has the model, else table 4."""
         gpus = self.figure(5, row, "bcd_nodes") * self.figure(5, row, "bcd_gpus_per_node")
-        column = "unfrozen_1_3_iter_ms"
-        in_15 = self._values.get(("15", row, column))
+        in_15 = self._values.get(("15", row, "unfrozen_1_3_iter_ms"))
         return gpus * (self.figure(4, row, "bcd_iter_ms") if in_15 is None else in_15)
 
     def _full_gpu_ms(self, table: int, row: str) -> float:
@@ -160,7 +159,8 @@ class Paper:
 
     def _timed_run(self, table: int, row: str, column: str, cluster: Cluster) -> TimedRun:
         """The run whose iteration time is published in this cell: all GPUs in one pipeline, fp32, one sequence."""
-        method, num_blocks = _method(column), 3
+        method = {"distributed": "full", "offload": "offload"}.get(column.partition("_")[0], "bcd")
+        num_blocks = 3
         if table == 4:
             side = "bcd" if method == "bcd" else "distributed"
             per_node = int(self.figure(4, row, f"{side}_gpus_per_node"))
@@ -192,11 +192,6 @@ class Paper:
         return shares, [self._timed_run(3, row, "offload_adam_iter_ms", cluster) for row in FITTED_MODELS]
 
 
-def _method(column: str) -> str:
-    """Of a cell's time."""
-    return {"distributed": "full", "offload": "offload"}.get(column.partition("_")[0], "bcd")
-
-
 def _iteration_ms(recipe: Recipe, **changes: Any) -> float:
     """Mean over the blocks, with a changed cluster."""
     return 1e3 * mean_seconds(replace(recipe, cluster=replace(recipe.cluster, **changes)))
@@ -207,15 +202,9 @@ def fit_shares(runs: Sequence[TimedRun], cluster: Cluster) -> Cluster:
 
     With one microbatch the time is linear in the inverse of each share, so this is linear least squares.
     """
-    compute, memory, left = [], [], []
-    for recipe, ms in runs:
-        nothing = {"compute_share": 1.0, "memory_share": 1.0, "fp32_tflops": 1e12, "memory_gb_per_s": 1e15}
-        base = _iteration_ms(recipe, **nothing)
-        with_compute = _iteration_ms(recipe, **nothing | {"fp32_tflops": cluster.fp32_tflops})
-        with_memory = _iteration_ms(recipe, **nothing | {"memory_gb_per_s": cluster.memory_gb_per_s})
-        compute.append((with_compute - base) / ms)
-        memory.append((with_memory - base) / ms)
-        left.append(1 - base / ms)
+    idle = {"compute_share": 1.0, "memory_share": 1.0, "fp32_tflops": 1e12, "memory_gb_per_s": 1e15}
+    compute, left = _slopes(runs, idle, {"fp32_tflops": cluster.fp32_tflops})
+    memory, _ = _slopes(runs, idle, {"memory_gb_per_s": cluster.memory_gb_per_s})
     products = _dot(compute, compute), _dot(compute, memory), _dot(memory, memory)
     determinant = products[0] * products[2] - products[1] ** 2
     inverse_compute = (products[2] * _dot(compute, left) - products[1] * _dot(memory, left)) / determinant
@@ -225,13 +214,17 @@ def fit_shares(runs: Sequence[TimedRun], cluster: Cluster) -> Cluster:
 
 def fit_host(runs: Sequence[TimedRun], cluster: Cluster) -> Cluster:
     """The cluster with the host bandwidth that minimises the same errors for runs with the optimizer on the host."""
-    host, left = [], []
-    for recipe, ms in runs:
-        fitted = replace(recipe, cluster=cluster)
-        slow, fast = (_iteration_ms(fitted, host_gb_per_s=speed) for speed in (1.0, 1e12))
-        host.append((slow - fast) / ms)
-        left.append(1 - fast / ms)
+    fitted = [(replace(recipe, cluster=cluster), ms) for recipe, ms in runs]
+    host, left = _slopes(fitted, {"host_gb_per_s": 1e12}, {"host_gb_per_s": 1.0})
     return replace(cluster, host_gb_per_s=_dot(host, host) / _dot(host, left))
+
+
+def _slopes(
+    runs: Sequence[TimedRun], idle: dict[str, float], used: dict[str, float]
+) -> tuple[list[float], list[float]]:
+    """Of each run, over its published time: what ``used`` adds to a time with ``idle``, and what that leaves."""
+    pairs = [(_iteration_ms(recipe, **idle), _iteration_ms(recipe, **idle | used), ms) for recipe, ms in runs]
+    return [(more - base) / ms for base, more, ms in pairs], [1 - base / ms for base, _, ms in pairs]
 
 
 def _dot(left: Sequence[float], right: Sequence[float]) -> float:

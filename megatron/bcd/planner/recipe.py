@@ -11,7 +11,7 @@ from megatron.bcd.blocks.cut import balanced_cut
 from megatron.bcd.blocks.partition import Partition, partition, with_tied_parts
 from megatron.bcd.config import LAYOUTS, BcdConfig
 from megatron.bcd.config.presets import PRESETS
-from megatron.bcd.planner.activations import LayerBytes, LayerCounts, layer_bytes, layer_counts_of
+from megatron.bcd.planner.activations import LayerBytes, layer_bytes
 from megatron.bcd.planner.cost import ModelShape, head_passes, state_budget
 from megatron.bcd.planner.state import ModelState
 from megatron.bcd.planner.tables import Cluster, Model
@@ -244,7 +244,7 @@ class Recipe:
         """Model state of the ranks."""
         return _state_of(
             shape=self.shape,
-            counts=self.layer_counts,
+            partition=self.partition,
             padded_vocabulary=self.padded_vocabulary,
             num_replicas=self.num_replicas,
             method=self.method,
@@ -259,20 +259,15 @@ class Recipe:
         """Rows of the embedding in a run."""
         return -(-self.model.vocabulary // self.vocabulary_multiple) * self.vocabulary_multiple
 
-    @property
+    @cached_property
     def partition(self) -> Partition:
         """Which layers form which block; one block for methods full and offload."""
-        return self.layer_counts.partition
-
-    @cached_property
-    def layer_counts(self) -> LayerCounts:
-        """The partition with its numbers of layers by stage and phase."""
         bcd = self.bcd
         frozen = with_tied_parts(bcd.frozen if self.frozen is None else self.frozen, tied=self.shape.tied)
         # methods without blocks have stages, or in layout interleaved chunks of them
         has_layout = self.has_blocks or self.layout == "interleaved"
         taken = frozen | {"head"} if self.head_phase else frozen
-        return _layer_counts(
+        return _partition_of(
             head=self.head_passes if self.cut == "auto" and self.pipeline_size > 1 else None,
             num_layers=self.model.layers,
             num_stages=self.pipeline_size,
@@ -316,10 +311,10 @@ def _bcd_of(method: str, frozen_weights: str, resident_layers: int) -> BcdConfig
 
 @lru_cache(maxsize=64)  # a search tries many batch sizes with the same state
 def _state_of(
-    *, counts: LayerCounts, method: str, precision: str, adam_moments_dtype: str, **fields: Any
+    *, partition: Partition, method: str, precision: str, adam_moments_dtype: str, **fields: Any
 ) -> ModelState:
     return ModelState(
-        partition=counts.partition,
+        partition=partition,
         precision=precision,
         budget=state_budget(precision=precision, moments=(adam_moments_dtype,) * 2),
         is_low_bit=adam_moments_dtype != "fp32",
@@ -329,7 +324,7 @@ def _state_of(
 
 
 @lru_cache(maxsize=1024)  # a search tries many batch sizes with the same partition
-def _layer_counts(*, head: float | None, **settings: Any) -> LayerCounts:
+def _partition_of(*, head: float | None, **settings: Any) -> Partition:
     """Of `partition` with these settings; with the cost of the head of stages that take equally long."""
     sizes = None if head is None else balanced_cut(partition(**settings), head=head)
-    return layer_counts_of(partition(layers_per_stage=sizes, **settings))
+    return partition(layers_per_stage=sizes, **settings)

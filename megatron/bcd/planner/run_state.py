@@ -6,13 +6,12 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import RunConfig
 from megatron.bcd.pipeline.plan import steady_shape
 from megatron.bcd.planner import cost
-from megatron.bcd.planner.activations import LayerCounts, Recomputed, StageActivations, layer_bytes, layer_counts_of
+from megatron.bcd.planner.activations import Recomputed, StageActivations, layer_bytes
 from megatron.bcd.planner.state import ModelState
 
 
@@ -147,14 +146,14 @@ class RunMemory:
     def _activation_bytes(self, stage: int, block: int) -> int:
         """Messages included."""
         activations, granularity = self.activations(stage, block), self.config.transformer.get("recompute_granularity")
-        layers = activations.counts.after_prefix(stage, block) if granularity == "full" else ()
+        layers = activations.partition.num_behind_prefix(stage, block) if granularity == "full" else ()
         choice = Recomputed(granularity=granularity or "full", layers=tuple(layers))
         return activations.peak_bytes(choice) + activations.message_bytes
 
     def activations(self, stage: int, block: int) -> StageActivations:
         config, state = self.config, self.state
         return StageActivations(
-            counts=self._layer_counts,
+            partition=state.partition,
             sizes=layer_bytes(
                 state.shape,
                 tokens=config.training.micro_batch_size * config.model.seq_length // config.context_size,
@@ -176,7 +175,3 @@ class RunMemory:
             stage=stage,
             block=block,
         )
-
-    @cached_property
-    def _layer_counts(self) -> LayerCounts:
-        return layer_counts_of(self.state.partition)

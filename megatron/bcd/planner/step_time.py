@@ -128,14 +128,14 @@ def mean_seconds(recipe: Recipe, *, is_rough: bool = False) -> float:
 
 
 def _costs(recipe: Recipe, shape: PlanShape, block: int) -> ActionCosts:
-    partition, counts, choices = recipe.partition, recipe.layer_counts, recomputation(recipe)
+    partition, choices = recipe.partition, recomputation(recipe)
     layer, head, core = (each(recipe).seconds(recipe) for each in (layer_pass, head_pass, core_pass))
     unhidden = functools.partial(_unhidden_seconds, recipe, block)
     exchange = exchange_seconds(recipe)
     forward, backward = [], []
     for virtual in range(partition.num_virtual_stages):
         chunk, stage = divmod(virtual, partition.num_stages)
-        is_updated = counts.is_updated[virtual][block]
+        is_updated = partition.behind_prefix[virtual][block]
         num_updated, num_inputs = sum(is_updated), len(is_updated)
         choice = choices[stage][block]
         recomputed = choice.num_whole(chunk)

@@ -67,7 +67,7 @@ def _uses(recipe: Recipe, block: int) -> Iterator[tuple[int | None, str, float]]
     for number in range(num_layers):
         yield number, "forward", layer + exchange
     yield None, "head", sum(passes_of_head(recipe, block)) * head
-    is_updated, choice = recipe.layer_counts.is_updated[0][block], recomputation(recipe)[0][block]
+    is_updated, choice = recipe.partition.behind_prefix[0][block], recomputation(recipe)[0][block]
     for index in reversed(range(len(is_updated))):
         passes = 1 + (index < choice.num_whole(0))
         more = is_updated[index] * layer + (choice.granularity == "selective") * core

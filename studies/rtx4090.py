@@ -1,0 +1,86 @@
+"""The table of docs/planner.md: models from 7B to 70B on one, two and four RTX 4090s.
+
+    PYTHONPATH=.:tools python studies/rtx4090.py [--model NAME] [--num-gpus N]
+
+Planned: what `tools/plan.py --task sft --bcd-frozen-weights host` plans with 64 sequences a step, and the cheapest layout
+of its --method offload. Measured by LLMQ's authors: full training in bf16 (arXiv 2512.15306). Nothing here ran on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import plan
+
+from megatron.bcd.planner.estimate import Estimate, make_estimate
+from megatron.bcd.planner.search import search
+from megatron.bcd.planner.tables import GIB, read_models
+
+MODELS = str(Path(__file__).with_name("rtx4090.csv"))
+LLMQ = {
+    ("Qwen2.5-7B", 1): 2777,
+    ("Qwen2.5-14B", 1): 1349,
+    ("Qwen2.5-7B", 4): 10900,
+    ("Qwen2.5-14B", 4): 5260,
+    ("Qwen2.5-32B", 4): 2205,
+}
+"""Tokens per second that LLMQ publishes for models of this size, by number of RTX 4090s."""
+COLUMNS = (
+    "model", "GPUs", "PP x DP", "blocks", "micro-batch", "recompute", "GiB", "host GiB per rank",
+    "copies not hidden", "tokens/s, planned", "offload: tokens/s, planned", "offload: host GiB per rank",
+    "LLMQ: tokens/s, measured by its authors",
+)  # fmt: skip
+
+
+def flags_of(model: str, num_gpus: int, *more: str) -> list[str]:
+    words = ["--task", "sft", "--models", MODELS, "--model", model, "--gpu", "rtx4090", "--num-gpus", str(num_gpus)]
+    return [*words, "--global-batch-size", "64", *more]
+
+
+def planned(model: str, num_gpus: int) -> Estimate:
+    flags = flags_of(model, num_gpus, "--bcd-frozen-weights", "host")
+    return make_estimate(plan.recipe_of(plan.parse_arguments(flags)))
+
+
+def offloaded(model: str, num_gpus: int) -> Estimate | None:
+    """Full training with the optimizer on the host, in its cheapest layout."""
+    flags = flags_of(model, num_gpus, "--method", "offload", "--search")
+    return next(iter(search(plan.recipe_of(plan.parse_arguments(flags)))), None)
+
+
+def row(model: str, num_gpus: int) -> list[str]:
+    ours, offload, measured = planned(model, num_gpus), offloaded(model, num_gpus), LLMQ.get((model, num_gpus))
+    recipe = ours.recipe
+    cells = ["does not fit", *6 * [""]]
+    if ours.fits:
+        cells = [
+            str(recipe.partition.num_blocks),
+            str(recipe.micro_batch_size),
+            recipe.recompute,
+            f"{ours.peak.total / GIB:.1f}",
+            f"{ours.host_bytes / GIB:.0f}",
+            f"{100 * ours.copy_share:.0f} %",
+            f"{ours.tokens_per_second:,.0f}",
+        ]
+    others = ["does not fit", ""]
+    if offload is not None:
+        others = [f"{offload.tokens_per_second:,.0f}", f"{offload.host_bytes / GIB:.0f}"]
+    layout = f"{recipe.pipeline_size} x {recipe.data_size}"
+    return [model, str(num_gpus), layout, *cells, *others, f"{measured:,}" if measured else ""]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="this row of studies/rtx4090.csv alone")
+    parser.add_argument("--num-gpus", type=int)
+    given = parser.parse_args()
+    lines = [COLUMNS, ["---"] * len(COLUMNS)]
+    for model in [given.model] if given.model else read_models(MODELS):
+        for num_gpus in [given.num_gpus] if given.num_gpus else (1, 2, 4):
+            lines.append(row(model, num_gpus))
+    print("\n".join(f"| {' | '.join(line)} |" for line in lines))
+
+
+if __name__ == "__main__":
+    main()
