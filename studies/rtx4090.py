@@ -1,15 +1,20 @@
 """The table of docs/planner.md: models from 7B to 70B on one, two and four RTX 4090s.
 
-    PYTHONPATH=.:tools python studies/rtx4090.py [--model NAME] [--num-gpus N]
+    python studies/rtx4090.py [--model NAME] [--num-gpus N]
 
-Planned: what `tools/plan.py --task sft --bcd-frozen-weights host` plans with 64 sequences a step, and the cheapest layout
-of its --method offload. Measured by LLMQ's authors: full training in bf16 (arXiv 2512.15306). Nothing here ran on a GPU.
+Planned: what `tools/plan.py --task sft --bcd-frozen-weights host` plans with 64 sequences a step, and the cheapest
+layout of its --method offload. Measured by LLMQ's authors: full training in bf16 (arXiv 2512.15306). Nothing here ran
+on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tools"))
 
 import plan
 
