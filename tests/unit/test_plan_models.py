@@ -10,6 +10,7 @@ from typing import Any
 
 import plan
 import pytest
+import rtx4090
 from plan import named_model
 
 CARD = ("--gpu", "rtx4090", "--num-gpus", "1")
@@ -198,8 +199,15 @@ def test_the_head_is_what_the_card_has_room_for(capsys: pytest.CaptureFixture[st
     kind in the command than in the plan."""
     flags = ("--task", "sft", "--model", folder(tmp_path, PUBLISHED[name][0], name=name), *CARD, "--json")
     chosen = json.loads(run(capsys, *flags))
-    assert chosen["memory"]["fits"] and "--bcd-frozen-weights" not in chosen["command"]
+    assert chosen["memory"]["fits"] and ("--bcd-frozen-weights host" in chosen["command"]) == (name == "Qwen3-8B")
     heads = ("--bcd-head-phase", "--bcd-frozen embedding,head")
-    assert sum(head in chosen["command"] for head in heads) == 1
+    assert [head in chosen["command"] for head in heads] == [True, False]
     always = json.loads(run(capsys, *flags, "--bcd-always-active", "head"))
     assert "--bcd-frozen-weights host" in always["command"] and not any(head in always["command"] for head in heads)
+
+
+def test_the_documents_rows(repo_root: Path) -> None:
+    """A table that an older planner has printed."""
+    for num_gpus in (1, 4):
+        line = " | ".join(rtx4090.row("Qwen2.5-14B", num_gpus))
+        assert f"| {line} |" in (repo_root / "docs" / "planner.md").read_text()

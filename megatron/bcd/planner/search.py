@@ -31,7 +31,9 @@ OF_BLOCKS = (
 """Fields of Recipe that only methods with blocks have."""
 CAN_STREAM = ("bcd", "finetune")
 """Methods that take --bcd-frozen-weights host: of full training and pretrain every step writes all layers."""
-_HEADS: tuple[dict[str, Any], ...] = (
+_Changes = dict[str, Any]
+"""Fields of Recipe with other values."""
+_HEADS: tuple[_Changes, ...] = (
     {},
     {"head_phase": True},
     {"head_phase": True, "adam_moments_dtype": "int8"},
@@ -104,8 +106,9 @@ def place(
     ``fields`` are Recipe's. A ``pipeline_size`` or ``recompute`` of None is chosen: the row's pipeline if the number
     of GPUs is the row's, else the shortest pipeline that takes at most 95 % of a GPU's memory, only if none does with
     a linear loss too (fine-tuning only), then with recomputation (auto: the least that takes), then with less for the
-    head (_HEADS), where nothing was said of it, then with frozen weights on the host. A ``micro_batch_size`` of None is
-    1, but with frozen weights on the host, where larger ones hide the copies, the fastest. Layout ``stage`` has one
+    head (_HEADS), where nothing was said of it, then with frozen weights on the host, then with a frozen head. A
+    ``micro_batch_size`` of None is 1, but with frozen weights on the host, where larger ones hide the copies, the
+    fastest. Layout ``stage`` has one
     block per stage, so it gets at least two stages if possible. If nothing fits: the longest pipeline with
     recomputation, on one node by default. Raises ValueError as Recipe does.
     """
@@ -148,7 +151,11 @@ def _choose_layout(
     choices = ("none", "auto") if recompute is None else (recompute,)
     ways = [(choices[0], loss) for loss in losses] + [(choice, losses[-1]) for choice in choices[1:]]
     fields |= {"micro_batch_size": micro_batch_size or 1, "memory_share": _PLANNED_SHARE}
-    for where, head, (choice, loss) in itertools.product(places, _heads(fields), ways):
+    heads = _heads(fields)
+    # in host memory not an always active head: one in a phase of its own leaves more to the micro-batch
+    in_order = [(where, head) for where in places for head in (heads[1:] if where == "host" else heads) or heads]
+    in_order.sort(key=lambda way: "frozen" in way[1])
+    for (where, head), (choice, loss) in itertools.product(in_order, ways):
         saving = {"recompute": choice, "frozen_weights": where, "cross_entropy_fusion_impl": loss}
         suited = valid_pipelines(**fields | saving | head)
         tried += [recipe for recipe in suited if recipe.pipeline_size > 1 or not by_stage] or suited
@@ -166,7 +173,7 @@ def _choose_layout(
     return tried[-1]
 
 
-def _heads(fields: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+def _heads(fields: Mapping[str, Any]) -> Sequence[_Changes]:
     """_HEADS, where the user has left the choice."""
     given = [fields.get(name) for name in ("head_phase", "frozen", "always_active")]
     is_free = fields["method"] == "finetune" and not any(value is not None for value in given)
@@ -202,14 +209,14 @@ def layouts(base: Recipe, *, pipeline_size: int | None = None) -> Iterator[Recip
 def _saving(recipe: Recipe) -> Iterator[Recipe]:
     """The recipe, and if it does not fit with recomputation; of fine-tuning also with frozen layers on the host, and
     with a linear loss where it does not fit otherwise."""
-    is_sft, places, losses = recipe.task == "sft", [recipe.frozen_weights], [recipe.cross_entropy_fusion_impl]
+    is_sft, places, losses = recipe.task == "sft", list[_Changes]([{}]), [recipe.cross_entropy_fusion_impl]
     if is_sft and recipe.method in CAN_STREAM and recipe.frozen_weights is None:
-        places.append("host")
+        places.append({"frozen_weights": "host"} | _heads(vars(recipe))[:2][-1])
     if is_sft and recipe.cross_entropy_fusion_impl is None:
         losses.append("linear")
     for where in places:
         for recompute, loss in itertools.product(("none", "auto"), losses):
-            trial = replace(recipe, frozen_weights=where, recompute=recompute, cross_entropy_fusion_impl=loss)
+            trial = replace(recipe, **where | {"recompute": recompute, "cross_entropy_fusion_impl": loss})
             yield trial
             if recompute == "none" and fits(trial, share=recipe.memory_share):
                 break
@@ -313,10 +320,6 @@ def compare(base: Recipe, *, pipeline_size: int | None = None, **cost: float | N
 # ---------------------------------------------------------------- where a plan does not fit
 
 _MOST_BLOCKS = 12
-_Changes = dict[str, Any]
-"""Fields of Recipe with other values."""
-
-
 Remedy = tuple[_Changes, Recipe]
 """Changes, and the recipe that fits with them."""
 
