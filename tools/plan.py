@@ -13,19 +13,17 @@ examples/clusters.csv. --paper recomputes the tables of the paper (arXiv 2506.12
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _parser import STDOUT, Parser, add_json, add_precision, bad_input, leave_with, table, write_aside
+from _parser import Parser, add_json, add_precision, command, leave_with, table, tell
 from _timeline import write_timeline
 
 from megatron.bcd.config import BcdConfig
@@ -498,22 +496,11 @@ def show_paper(paper: Paper) -> str:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    # not through megatron.bcd.runtime.exit, which is for several ranks and imports torch
-    try:
-        arguments = parse_arguments(argv)
-        text, values, code = answer_to(arguments)
-        data = json.dumps(values, indent=1)
-        if arguments.json == STDOUT:
-            text = data
-        elif arguments.json is not None:
-            write_aside(
-                arguments.json, lambda name: Path(name).write_text(f"{data}\n", encoding="utf-8"), flag="--json"
-            )
-            text = f"{text}\nwrote {arguments.json}"
-    except ValueError as error:
-        return bad_input(PROG, error)
-    print(text, flush=True)
+@command(PROG)
+def main(argv: list[str]) -> int:
+    arguments = parse_arguments(argv)
+    text, values, code = answer_to(arguments)
+    tell(arguments.json, values, lambda: print(text))
     return code
 
 

@@ -187,8 +187,8 @@ def _heads(fields: Mapping[str, Any]) -> Sequence[_Changes]:
 
 def layouts(base: Recipe, *, pipeline_size: int | None = None) -> Iterator[Recipe]:
     """Every layout of the recipe on its GPUs: pipeline and data size, blocks, micro-batch, recomputation, and
-    where fine-tuning's frozen layers lie. The cut of the stages, how layers form blocks, and a number of blocks that
-    was given are ``base``'s. With ``pipeline_size`` no other size is tried."""
+    what else `_saving` tries. The cut of the stages, how layers form blocks, and a number of blocks that was given are
+    ``base``'s. With ``pipeline_size`` no other size is tried."""
     choices: Sequence[int | None] = SEARCHED_BLOCKS[: 2 if base.partition.layout == "submodel" else None]
     if not base.has_blocks or base.partition.layout == "stage":
         choices = (None,)
@@ -207,19 +207,23 @@ def layouts(base: Recipe, *, pipeline_size: int | None = None) -> Iterator[Recip
 
 
 def _saving(recipe: Recipe) -> Iterator[Recipe]:
-    """The recipe, and if it does not fit with recomputation; of fine-tuning also with frozen layers on the host, and
-    with a linear loss where it does not fit otherwise."""
+    """The recipe, and if it does not fit what saves memory: recomputation; of fine-tuning a linear loss too, and where
+    that is not enough frozen layers on the host."""
     is_sft, places, losses = recipe.task == "sft", list[_Changes]([{}]), [recipe.cross_entropy_fusion_impl]
     if is_sft and recipe.method in CAN_STREAM and recipe.frozen_weights is None:
         places.append({"frozen_weights": "host"} | _heads(vars(recipe))[:2][-1])
     if is_sft and recipe.cross_entropy_fusion_impl is None:
         losses.append("linear")
     for where in places:
+        does_fit = False
         for recompute, loss in itertools.product(("none", "auto"), losses):
             trial = replace(recipe, **where | {"recompute": recompute, "cross_entropy_fusion_impl": loss})
             yield trial
-            if recompute == "none" and fits(trial, share=recipe.memory_share):
+            does_fit |= fits(trial, share=recipe.memory_share)
+            if does_fit and recompute == "none":
                 break
+        if does_fit:
+            return
 
 
 def _variants(recipe: Recipe) -> Iterator[Recipe]:
