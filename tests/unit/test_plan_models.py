@@ -134,6 +134,8 @@ def test_frozen_layers_on_the_host(capsys: pytest.CaptureFixture[str], tmp_path:
     assert hidden["recipe"]["micro_batch_size"] > 1 and hidden["time"]["copy_share"] < 0.01
     assert hidden["time"]["tokens_per_second"] > 1.5 * plan["time"]["tokens_per_second"]
     assert hidden["memory"]["peak_bytes"] <= 0.95 * hidden["memory"]["available_bytes"]
+    whole = json.loads(run(capsys, *flags[:-2], "--recompute"))
+    assert (whole["recipe"]["recompute"], whole["time"]["copy_share"] < 0.01) == ("full", True)
     searched = json.loads(run(capsys, *flags, "--search"))["best"]
     assert "--bcd-frozen-weights host" in searched["command"] and searched["recipe"]["micro_batch_size"] > 1
     weights = 2 * 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096)

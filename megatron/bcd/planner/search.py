@@ -165,10 +165,9 @@ def _choose_layout(
                 if recipe.is_streamed and micro_batch_size is None:
                     pipeline_size = recipe.pipeline_size if by_stage else fields.get("pipeline_size")
                     others = layouts(replace(recipe, cross_entropy_fusion_impl=given), pipeline_size=pipeline_size)
-                    suited = [
-                        each for each in others if recompute in (None, each.recompute) and fits(each, share=share)
-                    ]
-                    recipe = min(suited, key=lambda each: mean_seconds(each, is_rough=True))
+                    suited = [replace(each, recompute=recompute or each.recompute) for each in others]
+                    suited = [each for each in suited if fits(each, share=share)]
+                    recipe = min(suited, key=lambda each: mean_seconds(each, is_rough=True), default=recipe)
                 return with_fewest_blocks(recipe)
     return tried[-1]
 
