@@ -143,33 +143,42 @@ def _choose_layout(
     *, by_stage: bool, recompute: str | None = None, micro_batch_size: int | None = None, **fields: Any
 ) -> Recipe:
     """The first layout within _PLANNED_SHARE of the memory, else the first that fits, else the last one."""
-    tried: list[Recipe] = []
-    weights = fields.pop("frozen_weights", None)
-    places = (weights,) if weights or fields["method"] not in CAN_STREAM else ("device", "host")
-    given = fields.pop("cross_entropy_fusion_impl", None)
-    losses = (None, "linear") if given is None and fields.get("task") == "sft" else (given,)
-    choices = ("none", "auto") if recompute is None else (recompute,)
-    ways = [(choices[0], loss) for loss in losses] + [(choice, losses[-1]) for choice in choices[1:]]
     fields |= {"micro_batch_size": micro_batch_size or 1, "memory_share": _PLANNED_SHARE}
-    heads = _heads(fields)
-    # in host memory not an always active head: one in a phase of its own leaves more to the micro-batch
-    in_order = [(where, head) for where in places for head in (heads[1:] if where == "host" else heads) or heads]
-    in_order.sort(key=lambda way: "frozen" in way[1])
-    for (where, head), (choice, loss) in itertools.product(in_order, ways):
-        saving = {"recompute": choice, "frozen_weights": where, "cross_entropy_fusion_impl": loss}
-        suited = valid_pipelines(**fields | saving | head)
+    tried: list[Recipe] = []
+    for way in _ways(fields, recompute):
+        suited = valid_pipelines(**fields | way)
         tried += [recipe for recipe in suited if recipe.pipeline_size > 1 or not by_stage] or suited
     for share in (_PLANNED_SHARE, 1.0):
         for recipe in tried:
             if fits(recipe, share=share):
                 if recipe.is_streamed and micro_batch_size is None:
                     pipeline_size = recipe.pipeline_size if by_stage else fields.get("pipeline_size")
-                    others = layouts(replace(recipe, cross_entropy_fusion_impl=given), pipeline_size=pipeline_size)
-                    suited = [replace(each, recompute=recompute or each.recompute) for each in others]
+                    base = replace(recipe, cross_entropy_fusion_impl=fields.get("cross_entropy_fusion_impl"))
+                    suited = list(layouts(base, pipeline_size=pipeline_size, recompute=recompute))
                     suited = [each for each in suited if fits(each, share=share)]
                     recipe = min(suited, key=lambda each: mean_seconds(each, is_rough=True), default=recipe)
                 return with_fewest_blocks(recipe)
     return tried[-1]
+
+
+def _ways(fields: Mapping[str, Any], recompute: str | None) -> Iterator[_Changes]:
+    """Less and less memory by what these fields of Recipe and ``recompute`` leave open: recomputation; of fine-tuning
+    first a linear loss, then the head, frozen layers on the host, and a frozen head."""
+    where, given, is_sft = (
+        fields.get("frozen_weights"),
+        fields.get("cross_entropy_fusion_impl"),
+        fields["task"] == "sft",
+    )
+    places = (None, "host") if is_sft and where is None and fields["method"] in CAN_STREAM else (where,)
+    losses = (None, "linear") if is_sft and given is None else (given,)
+    choices = ("none", "auto") if recompute is None else (recompute,)
+    saving = [(choices[0], loss) for loss in losses] + [(choice, losses[-1]) for choice in choices[1:]]
+    heads = _heads(fields) if is_sft else _HEADS[:1]
+    # in host memory not an always active head: one in a phase of its own leaves more to the micro-batch
+    states = [(where, head) for where in places for head in (heads[1:] if where == "host" else heads) or heads]
+    states.sort(key=lambda state: "frozen" in state[1])
+    for (where, head), (choice, loss) in itertools.product(states, saving):
+        yield {"recompute": choice, "frozen_weights": where, "cross_entropy_fusion_impl": loss} | head
 
 
 def _heads(fields: Mapping[str, Any]) -> Sequence[_Changes]:
@@ -184,10 +193,10 @@ def _heads(fields: Mapping[str, Any]) -> Sequence[_Changes]:
 # ---------------------------------------------------------------- the cheapest
 
 
-def layouts(base: Recipe, *, pipeline_size: int | None = None) -> Iterator[Recipe]:
-    """Every layout of the recipe on its GPUs: pipeline and data size, blocks, micro-batch, recomputation, and
-    what else `_saving` tries. The cut of the stages, how layers form blocks, and a number of blocks that was given are
-    ``base``'s. With ``pipeline_size`` no other size is tried."""
+def layouts(base: Recipe, *, pipeline_size: int | None = None, recompute: str | None = None) -> Iterator[Recipe]:
+    """Every layout of the recipe on its GPUs: pipeline and data size, blocks, micro-batch, and what saves memory until
+    it fits. The cut of the stages, how layers form blocks, and a number of blocks that was given are ``base``'s. With
+    ``pipeline_size`` or ``recompute`` no other is tried."""
     choices: Sequence[int | None] = SEARCHED_BLOCKS[: 2 if base.partition.layout == "submodel" else None]
     if not base.has_blocks or base.partition.layout == "stage":
         choices = (None,)
@@ -202,27 +211,10 @@ def layouts(base: Recipe, *, pipeline_size: int | None = None) -> Iterator[Recip
             for micro_batch_size in (size for size in _divisors(per_rank) if size & (size - 1) == 0):
                 changes: dict[str, Any] = {"num_blocks": blocks, "micro_batch_size": micro_batch_size}
                 with contextlib.suppress(ValueError):  # more stages or blocks than the model has layers for
-                    yield from _saving(replace(base, pipeline_size=stages, recompute="none", **changes))
-
-
-def _saving(recipe: Recipe) -> Iterator[Recipe]:
-    """The recipe, and if it does not fit what saves memory: recomputation; of fine-tuning a linear loss too, and where
-    that is not enough frozen layers on the host."""
-    is_sft, places, losses = recipe.task == "sft", list[_Changes]([{}]), [recipe.cross_entropy_fusion_impl]
-    if is_sft and recipe.method in CAN_STREAM and recipe.frozen_weights is None:
-        places.append({"frozen_weights": "host"} | _heads(vars(recipe))[:2][-1])
-    if is_sft and recipe.cross_entropy_fusion_impl is None:
-        losses.append("linear")
-    for where in places:
-        does_fit = False
-        for recompute, loss in itertools.product(("none", "auto"), losses):
-            trial = replace(recipe, **where | {"recompute": recompute, "cross_entropy_fusion_impl": loss})
-            yield trial
-            does_fit |= fits(trial, share=recipe.memory_share)
-            if does_fit and recompute == "none":
-                break
-        if does_fit:
-            return
+                    for way in _ways(vars(base), recompute):
+                        yield (recipe := replace(base, pipeline_size=stages, **changes | way))
+                        if fits(recipe, share=base.memory_share):
+                            break
 
 
 def _variants(recipe: Recipe) -> Iterator[Recipe]:
