@@ -10,8 +10,6 @@ import pytest
 from support import prefix_runs, resumed_runs, worlds
 from support.dist import World
 
-from megatron.bcd.runtime import dir_claim
-
 NUM_ENTRIES = 15  # of the text's sequences, the share of prefix_runs.FLAGS
 
 
@@ -114,11 +112,3 @@ def test_resume(world1: World, flags: dict[str, Any], tmp_path: Path, stop: int)
     """A phase that goes on with other samples, or without its cache, where it was stopped before it or amid."""
     config = worlds.run_config(**flags, bcd_prefix_cache=tmp_path / "cache", bcd_prefix_cache_dtype="bf16")
     assert world1.run(resumed_runs.stopped_and_resumed, config, [stop], str(tmp_path / "saved"))[0] == []
-
-
-def test_a_second_job(tmp_path: Path, world1: World) -> None:
-    """Two jobs that fill and delete the same caches."""
-    lock, _ = dir_claim.lock_folder(str(tmp_path), flag="--bcd-prefix-cache", contents="prefix caches")
-    assert world1.run(prefix_runs.claimed, str(tmp_path))[0].startswith("--bcd-prefix-cache")
-    lock.release()
-    assert world1.run(prefix_runs.claimed, str(tmp_path)) == ["claimed"]

@@ -16,7 +16,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.bcd.config import RunConfig
 from megatron.bcd.prefix_cache.store import PrefixFile
-from megatron.bcd.runtime import dir_claim
 from support import worlds
 
 FLAGS: dict[str, Any] = {"bcd_sample_ratio": 0.007, "bcd_steps_per_block": 4, "train_iters": 16, "eval_iters": 1,
@@ -101,13 +100,3 @@ def fault_on_rank(config: RunConfig, rank: int, fault: str) -> dict[str, Any]:
     ):
         one.train()
         return worlds.outcome(one) | {"warnings": one.recorder.warnings}
-
-
-def claimed(root: str) -> str:
-    """The error of a job that claims this folder for its caches, or "claimed"."""
-    with worlds.parallel(worlds.run_config(mock_data=True, split=None)):
-        try:
-            dir_claim.claim(root, flag="--bcd-prefix-cache", contents="prefix caches").release()
-        except ValueError as refused:
-            return str(refused)
-        return "claimed"

@@ -7,9 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from support.command_line import BASE, parse
+from support.command_line import parse
 
-from megatron.bcd.arguments import read_command_line
 from megatron.bcd.checkpoint.layout import RUN_STATE
 from megatron.bcd.checkpoint.run_state import FORMAT_VERSION, RunState
 from megatron.bcd.config import run_config_to_dict
@@ -48,14 +47,6 @@ def test_bad_data_file(flag: str, content: bytes | None, tmp_path: Path) -> None
     with pytest.raises(ValueError, match=flag) as error:
         parse(flag, str(file), without=("--data-path",))
     assert "\n" not in str(error.value)
-
-
-def test_split_without_evaluation() -> None:
-    """An evaluation of a split that has no data, or one that is dropped without being told."""
-    words = [word for pair in BASE.items() for word in pair]
-    command = read_command_line([*words, "--split", "100,0,0"], prog="test", world_size=1)
-    assert command.config.training.eval_iters == 0 and "there is no evaluation" in command.notes[0]
-    assert parse("--split", "90,10,0").training.eval_iters == 100
 
 
 def test_use_checkpoint_args(tmp_path: Path) -> None:

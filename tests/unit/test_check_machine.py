@@ -133,8 +133,6 @@ def test_a_gpu_machine(monkeypatch: pytest.MonkeyPatch, probed: dict[str, Any], 
 def test_a_slow_link() -> None:
     """A link that is far slower than its table says, or than any link is."""
     known = check_machine.known_gpu(GPU["name"], read_clusters(TABLE))
-    assert known is not None and known.name == "rtx4090"
-    assert check_machine.known_gpu("NVIDIA H200", read_clusters(TABLE)) is None
     assert check_machine.check_links(RATES, None, least=None).verdict == PASS
     slow = RATES | {"links": {"by_pair": {"0-1": 30.0, "1-2": 0.9}, "all_reduce": 0.5}}
     for cluster, least in ((known, None), (None, 1.0)):
@@ -152,6 +150,7 @@ def test_a_slow_link() -> None:
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA H200", None),
     ],
 )
 def test_cuda_names_of_the_tables_gpus(name: str, row: str | None) -> None:
