@@ -69,12 +69,13 @@ def recipes(draw: st.DrawFn) -> Recipe:
     )
 
 
-def test_three_ranks_share_a_buffer() -> None:
+@pytest.mark.parametrize("num_ranks", [3, 5, 7])
+def test_ranks_share_a_buffer(num_ranks: int) -> None:
     """A buffer that ranks cannot share evenly. Of two ranks: distributed/test_planned_bytes.py."""
     one = recipe()
     tensors = stage_tensors(one.shape, one.partition, 0, padded_vocabulary=one.padded_vocabulary)
-    buffer = buffer_of(tensors, num_ranks=3)
-    assert buffer.size % 3 == 0 and sum(buffer.held) == sum(tensor.size for tensor in tensors)
+    buffer = buffer_of(tensors, num_ranks=num_ranks)
+    assert buffer.size % num_ranks == 0 and sum(buffer.held) == sum(tensor.size for tensor in tensors)
 
 
 def test_context_parallel_costs_an_exchange() -> None:
