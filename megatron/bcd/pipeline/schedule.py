@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -83,8 +81,12 @@ class PipelineSchedule:
         else:
             assert self._messages is not None
             self._messages.num_backward = 0
-            with _timed(model):
-                reported = self.execute(self.shape(num_microbatches, forward_only=forward_only), model, **arguments)
+            config = get_model_config(model)
+            if config.timers is not None:  # the timer that Megatron Core's own functions start and stop
+                config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+            reported = self.execute(self.shape(num_microbatches, forward_only=forward_only), model, **arguments)
+            if config.timers is not None:
+                config.timers("forward-backward").stop()
             num_backward = self._messages.num_backward
         if not forward_only:
             self.backward_messages = num_backward
@@ -155,15 +157,3 @@ class PipelineSchedule:
         if self.name == "stock":
             # batched messages of some of a group's ranks must not be the first thing that the group does
             torch.distributed.all_reduce(torch.zeros(1, device=device.current()), group=group)
-
-
-@contextlib.contextmanager
-def _timed(model: torch.nn.Module) -> Iterator[None]:
-    """The timer that Megatron Core's own functions start and stop."""
-    config = get_model_config(model)
-    if config.timers is None:
-        yield
-        return
-    config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    yield
-    config.timers("forward-backward").stop()
