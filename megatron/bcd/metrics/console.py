@@ -31,10 +31,6 @@ def listed(values: Sequence[float], show: Callable[[float], str], noun: str) -> 
     return f"{' to '.join(ends)} over {len(values)} {noun}"
 
 
-def bytes_by_rank(by_rank: Sequence[int]) -> str:
-    return listed(by_rank, format_bytes, "ranks")
-
-
 def format_left(milliseconds: float) -> str:
     """A remaining time: "0:00:06 left", "3d 14h left"."""
     minutes, seconds = divmod(round(milliseconds / 1000.0), 60)
@@ -143,7 +139,7 @@ def summary_lines(summary: RunSummary) -> list[str]:
         ("full", "full-parameter training | 100.0% of the parameters", full, ""),
     ]
     facts += [
-        (name, f"{contents} | model state {bytes_by_rank(state)}{of_full} by rank (estimated)")
+        (name, f"{contents} | model state {listed(state, format_bytes, 'ranks')}{of_full} by rank (estimated)")
         for name, contents, state, of_full in states
     ]
     return ["Block coordinate descent on Megatron Core", *(f"{label:<11} {text}" for label, text in facts)]
