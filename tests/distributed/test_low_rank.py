@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from support import huggingface_models as models
-from support import resumed_runs, worlds
+from support import prefix_runs, resumed_runs, worlds
 from support.dist import World
 
 from megatron.bcd.huggingface import in_memory as in_memory_model
@@ -132,6 +132,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "recomputed": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "norms_recomputed": {"recompute_granularity": "selective", "recompute_modules": "layernorm"},
     "on_host": {"bcd_frozen_weights": "host"},
+    "suffix_submodel": TWO
+    | {"pipeline_model_parallel_size": 2, "bcd_layout": "submodel", "bcd_low_rank_layers": "suffix"},
+    "suffix_data2": TWO | {"bcd_low_rank_layers": "suffix", "bcd_head_phase": True},
+    "suffix_recomputed": {"bcd_low_rank_layers": "suffix", "recompute_granularity": "full"}
+    | {"recompute_method": "uniform", "recompute_num_layers": 1},
 }
 LLAMA = {"swiglu": True, "position_embedding_type": "rope", "group_query_attention": True, "num_query_groups": 2}
 LLAMA |= {"normalization": "RMSNorm", "disable_bias_linear": True, "untie_embeddings_and_output_weights": True}
@@ -143,8 +148,12 @@ def test_blocks_with_adapters_in_every_layout(world1: World, world2: World, init
     that a switch resets or leaves behind."""
     flags = initial_weights(**({} if layout == "pipeline2" else LLAMA))
     flags |= {"bcd_low_rank": 4, "bcd_low_rank_lr_ratio": 0.5, "train_iters": 6, "bcd_order": "descending"}
+    of_blocks = ("bcd_layout", "bcd_low_rank_layers", "bcd_head_phase")
+    given = {name: value for name, value in LAYOUTS[layout].items() if name in of_blocks}
+    given |= {"bcd_num_blocks": 6, "bcd_layout": "spread"} if layout == "suffix_submodel" else {}
+    given |= {"bcd_layout": "spread"} if layout == "interleaved" else {}
     stages = 2 if layout == "pipeline2" else None
-    [one] = world1.run(worlds.train_run, worlds.run_config(**flags), blocks_of_stages=stages)
+    [one] = world1.run(worlds.train_run, worlds.run_config(**flags, **given), blocks_of_stages=stages)
     world = world2 if "world_size" in LAYOUTS[layout] else world1
     found = world.run(worlds.train_run, worlds.run_config(**flags, **LAYOUTS[layout]))[-1]
     assert found["losses"] == pytest.approx(one["losses"], rel=2e-5)
@@ -179,7 +188,55 @@ def test_state_lives_through_the_phases(
     assert worlds.same_bits(beside["weights"], alone["weights"]) == []
 
 
-@pytest.mark.parametrize("flags", [{"bf16": True, "bcd_low_rank_alpha": 3.0}, {"bcd_num_blocks": 0}])
+def gradients_of_adapters(config: Any) -> dict[str, Any]:
+    """By step the gradients of the adapters that have one, and first and last weights; blocks get no gradient."""
+    steps: list[dict[str, torch.Tensor]] = []
+    first: dict[str, torch.Tensor] = {}
+
+    def look(one: worlds.RecordedRun) -> None:
+        first.update({} if first else worlds.weights_of(one.model))
+        one._is_switch_unchecked = False
+        named = unwrap_model(one.model).named_parameters()
+        active = {name: parameter.main_grad for name, parameter in named if hasattr(parameter, "main_grad")}
+        steps.append({name: gradient.clone() for name, gradient in active.items() if "_adapter." in name})
+        for name in active.keys() - steps[-1].keys():
+            active[name].zero_()
+
+    with worlds.started(config, after_schedule=look) as one:
+        one.train()
+        return {"steps": steps, "first": first, "last": worlds.weights_of(one.model)}
+
+
+def test_adapters_rest_in_the_prefix(world1: World, text_data: str) -> None:
+    """Adapters before the block that drift, or whose moments or step counts a phase without them loses or counts on."""
+    flags = {"data_path": text_data, "bcd_low_rank": 4, "bcd_low_rank_layers": "suffix", "bcd_order": "random"}
+    flags |= {"clip_grad": 0, "train_iters": 12, "bcd_steps_per_block": 2, "lr_decay_style": "constant"}
+    found = world1.run(gradients_of_adapters, worlds.run_config(**flags))[0]
+    assert len({len(step) for step in found["steps"]}) == 3
+    for name, weight in found["first"].items():
+        if "_adapter." in name:
+            expected = torch.nn.Parameter(weight.clone())
+            adam = torch.optim.AdamW([expected], lr=1e-2, weight_decay=0.01)
+            for step in found["steps"]:
+                expected.grad = step.get(name)
+                adam.step()
+            assert torch.allclose(found["last"][name], expected.detach(), atol=1e-6), name
+
+
+def test_a_prefix_with_adapters_is_served(world1: World, text_data: str, tmp_path: Path) -> None:
+    """Outputs of the prefix from before its adapters were trained."""
+    flags = prefix_runs.FLAGS | {"data_path": text_data, "bcd_low_rank": 4, "bcd_low_rank_layers": "suffix"}
+    computed = world1.run(worlds.train_run, worlds.run_config(**flags))[0]
+    cached = worlds.run_config(**flags, bcd_prefix_cache=str(tmp_path / "cache"))
+    served = world1.run(prefix_runs.served_run, cached)[0]
+    assert served["losses"] == computed["losses"] and sum(served["hits"]) > 0
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"bf16": True, "bcd_low_rank_alpha": 3.0}, {"bcd_num_blocks": 0}]
+    + [{"bf16": True, "bcd_low_rank_layers": "suffix", "bcd_optimizer_state": kept} for kept in ("reset", "host")],
+)
 def test_killed_and_resumed(world1: World, text_data: str, tmp_path: Path, flags: dict[str, Any]) -> None:
     """Adapters or their moments that a checkpoint lacks."""
     config = worlds.run_config(data_path=text_data, bcd_low_rank=4, **flags)

@@ -51,6 +51,7 @@ BAD_RUNS = {
 --bcd-low-rank 4 --optimizer sgd
 --bcd-low-rank-alpha 0 --bcd-low-rank 4
 --save-adapters out/adapters --bcd-low-rank 4
+--save-adapters out/adapters --bcd-low-rank 4 --bcd-num-blocks 0 --bcd-always-active norms
 --bcd-max-steps-per-block 4 --bcd-switch plateau --bcd-min-steps-per-block 5
 --bcd-max-steps-per-block 10 --bcd-switch plateau --bcd-plateau-window 5
 --bcd-phase-warmup-steps 100

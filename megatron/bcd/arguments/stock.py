@@ -166,7 +166,7 @@ BELONG_TO = {
     "--bcd-order=greedy": "bcd_greedy_microbatches",
     "--bcd-frozen-weights=host": "bcd_resident_layers",
     "--bcd-resting-update": "bcd_resting_lr_ratio bcd_resting_layers bcd_resting_grad_dtype",
-    "--bcd-low-rank": "bcd_low_rank_alpha bcd_low_rank_lr_ratio",
+    "--bcd-low-rank": "bcd_low_rank_alpha bcd_low_rank_layers bcd_low_rank_lr_ratio",
     "--bcd-prefix-cache": "bcd_prefix_cache_dtype bcd_prefix_cache_max_gib",
 }
 """Flags (as in ``flags.holds``), one of which has to be given, and the fields whose flags have no effect otherwise."""

@@ -24,7 +24,7 @@ from megatron.bcd.arguments import stock
 from megatron.bcd.arguments.flags import dashed, flag_name, holds
 from megatron.bcd.blocks.partition import Partition, partition_from_config
 from megatron.bcd.blocks.schedule import block_schedule_from_config
-from megatron.bcd.config import DataConfig, RunConfig
+from megatron.bcd.config import ADAPTERS, SUFFIX_ADAPTERS, DataConfig, RunConfig
 from megatron.bcd.huggingface.folder import CONFIG, RUN
 from megatron.bcd.runtime import packages
 
@@ -56,7 +56,7 @@ CONFLICTS = {
     "--context-parallel-size": "--attention-backend=unfused",  # it needs the scores of whole sequences
     "--sft": "--mock-data --dataloader-type=cyclic --eod-mask-loss --context-parallel-size",
     "--save-hf": "--skip-train",
-    "--save-adapters": "--skip-train --finetune --bcd-always-active --bcd-resting-update",
+    "--save-adapters": "--skip-train --finetune --bcd-resting-update",
     "--bcd-sample-ratio": "--dataloader-type=cyclic",  # each phase draws samples of its own
     # Muon's gradients have no loss scale, and are not among the scores of greedy order
     "--optimizer=muon": "--fp16 --loss-scale --calculate-per-token-loss --bcd-order=greedy",
@@ -69,7 +69,7 @@ CONFLICTS = {
     "--bcd-switch=plateau": "--bcd-steps-per-block",
     "--bcd-stop-cycle-improvement": "--eval-iters=0",
     "--bcd-run-ahead": "--bcd-schedule=stock",
-    "--bcd-low-rank": "--bcd-prefix-cache --optimizer=sgd",  # adapters are trained in all layers; by Adam
+    "--bcd-low-rank": "--optimizer=sgd",
     "--bcd-prefix-cache": "--sequence-parallel --fp8-format",  # ranks that read it would not scale with others
     "--fp8-format": "--transformer-impl=local",
 }
@@ -160,6 +160,7 @@ def find_problems(
         lambda: made.append(partition_from_config(config)),
         lambda: block_schedule_from_config(config, made[0]),
         lambda: _check_blocks(config, run, made[0]),
+        lambda: _check_adapters(run, made[0]),
         lambda: _check_packages(run) if starts else None,
         lambda: _check_batch(run, world_size),
         lambda: check_learning_rate(config),
@@ -245,12 +246,6 @@ def _check_network(run: Run) -> None:
         groups is None or heads % groups == 0,
         f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}: give a divisor of {heads}",
     )
-    rank = run.bcd_low_rank or 0
-    widths = (hidden, run.ffn_hidden_size or 4 * hidden, (run.kv_channels or hidden // heads) * (groups or heads))
-    require(
-        rank <= min(widths),
-        f"--bcd-low-rank {rank}: must be at most {min(widths)}, the smaller side of the smallest matrix of a layer",
-    )
     require(
         not (run.test_mode and run.qk_layernorm and run.normalization == "RMSNorm"),
         "--test-mode with --qk-layernorm needs --normalization LayerNorm: Megatron Core compares biases too",
@@ -305,11 +300,6 @@ def _check_parallel(run: Run, world_size: int) -> None:
         run.num_query_groups is None or run.num_query_groups >= tensor or not (is_orthogonal and run.muon_split_qkv),
         f"--num-query-groups {run.num_query_groups} is less than --tensor-model-parallel-size {tensor}: queries, keys "
         "and values cannot be orthogonalised apart; give --muon-no-split-qkv",
-    )
-    require(
-        run.bcd_low_rank is None or run.num_query_groups is None or run.num_query_groups % tensor == 0,
-        f"--bcd-low-rank: --num-query-groups {run.num_query_groups} is not divisible by --tensor-model-parallel-size "
-        f"{tensor}: a rank's rows are not whole queries, keys and values; give a smaller one",
     )
     is_tied_pipeline = pipeline > 1 and not run.untie_embeddings_and_output_weights
     is_sharded = run.use_distributed_optimizer and world_size > tensor * pipeline
@@ -426,6 +416,32 @@ def _check_blocks(config: RunConfig, run: Run, partition: Partition) -> None:
         not (run.overlap_cpu_optimizer_d2h_h2d and run.optimizer_offload_fraction < 1 and run.grad_reduce_in_bf16),
         "--overlap-cpu-optimizer-d2h-h2d with --optimizer-offload-fraction below 1 cannot be combined with "
         "--grad-reduce-in-bf16",
+    )
+
+
+def _check_adapters(run: Run, partition: Partition) -> None:
+    rank, tensor = run.bcd_low_rank or 0, run.tensor_model_parallel_size
+    hidden, heads = run.hidden_size, run.num_attention_heads
+    keys = (run.kv_channels or hidden // heads) * (run.num_query_groups or heads)
+    widths = (hidden, run.ffn_hidden_size or 4 * hidden, keys)
+    require(
+        rank <= min(widths),
+        f"--bcd-low-rank {rank}: must be at most {min(widths)}, the smaller side of the smallest matrix of a layer",
+    )
+    require(
+        run.bcd_low_rank is None or run.num_query_groups is None or run.num_query_groups % tensor == 0,
+        f"--bcd-low-rank: --num-query-groups {run.num_query_groups} is not divisible by --tensor-model-parallel-size "
+        f"{tensor}: a rank's rows are not whole queries, keys and values; give a smaller one",
+    )
+    others = sorted(partition.always_active - {ADAPTERS, SUFFIX_ADAPTERS})
+    require(
+        run.save_adapters is None or not others,
+        f"--save-adapters: --bcd-always-active trains {', '.join(others)} too: give --save-hf, or leave them out",
+    )
+    require(
+        run.bcd_low_rank is None or run.bcd_low_rank_layers == "suffix" or run.bcd_prefix_cache is None,
+        f"--bcd-low-rank {run.bcd_low_rank} trains adapters of all layers, and --bcd-prefix-cache needs layers before "
+        "the block that are not trained: give --bcd-low-rank-layers suffix, or leave out one of them",
     )
 
 

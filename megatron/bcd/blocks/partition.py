@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, groupby, pairwise
 
-from megatron.bcd.config import ADAPTERS, DEFAULT_NUM_BLOCKS, LAYOUTS, RunConfig
+from megatron.bcd.config import ADAPTERS, DEFAULT_NUM_BLOCKS, LAYOUTS, SUFFIX_ADAPTERS, RunConfig
 
 _TIED = frozenset({"embedding", "head"})
 _IN_LAYERS = frozenset({"norms", "biases", ADAPTERS})
@@ -122,7 +122,7 @@ class Partition:
     """Whether the output head is a copy of the embedding."""
     always_active: frozenset[str] = frozenset()
     """What is active in every phase: some of ``norms`` (all), ``biases`` and ``adapters`` (of layers), ``embedding``,
-    ``head``."""
+    ``head``. ``suffix adapters`` are active from the block's first layer on."""
     frozen: frozenset[str] = frozenset()
     """What no phase trains: some of ``embedding``, ``head`` (tied: both or none), ``norms`` (all)."""
     stateless: str = "none"
@@ -189,6 +189,11 @@ class Partition:
         active = self.blocks[block]
         return layer >= (active.first_layer if self.stateless == "suffix" else 0) and layer not in active.layers
 
+    def trains_adapter(self, layer: int, block: int) -> bool:
+        """Whether the adapters of a layer are trained in the block's phase."""
+        is_suffix = SUFFIX_ADAPTERS in self.always_active and layer >= self.blocks[block].first_layer
+        return is_suffix or ADAPTERS in self.always_active
+
     @property
     def embedding_always_active(self) -> bool:
         """Whether the embedding is active in every phase; always-active tied heads include it."""
@@ -236,7 +241,10 @@ class Partition:
         submodels = self.blocks[block].submodels if self.has_active_block else ()
         return (
             any((submodel.chunk, submodel.stage) == (chunk, stage) for submodel in submodels)
-            or any(self.is_stateless(layer, block) for layer in self.chunk_layers(stage, chunk))
+            or any(
+                self.is_stateless(layer, block) or self.trains_adapter(layer, block)
+                for layer in self.chunk_layers(stage, chunk)
+            )
             or bool(_IN_LAYERS & self.always_active)
             or (virtual == 0 and self.embedding_active(block))
             or (virtual == self.num_virtual_stages - 1 and (self.head_active(block) or self.final_norm_active(block)))
@@ -259,12 +267,11 @@ class Partition:
     def behind_prefix(self) -> tuple[tuple[tuple[bool, ...], ...], ...]:
         """By virtual stage and block, of each layer after the prefix, in depth order: whether its weights, or adapters
         beside them, are updated."""
-        everywhere = ADAPTERS in self.always_active
         active = [{*block.layers} if self.has_active_block else set[int]() for block in self.blocks]
         return tuple(
             tuple(
                 tuple(
-                    everywhere or layer in active[block] or self.is_stateless(layer, block)
+                    layer in active[block] or self.is_stateless(layer, block) or self.trains_adapter(layer, block)
                     for layer in self.chunk_layers(stage, chunk)
                     if layer >= len(self.prefix_layers(block))
                 )
@@ -283,13 +290,14 @@ class Partition:
         return describe_layers(self.blocks[block].layers) if self.has_active_block else ""
 
     def describe_extras(self, block: int) -> tuple[str, ...]:
-        """What is active beside layers: some of ``embedding``, ``all norms``, ``all biases``, ``adapters``,
-        ``final norm``, ``head``."""
+        """What is active beside layers: some of ``embedding``, ``all norms``, ``all biases``, ``adapters``
+        (``suffix adapters``), ``final norm``, ``head``."""
         held = {
             "embedding": self.embedding_active(block),
             "all norms": self.norms_always_active,
             "all biases": "biases" in self.always_active,
-            "adapters": ADAPTERS in self.always_active,
+            ADAPTERS: ADAPTERS in self.always_active,
+            SUFFIX_ADAPTERS: SUFFIX_ADAPTERS in self.always_active,
             "final norm": self.final_norm_active(block) and not self.norms_always_active,
             "head": not self.tied and self.head_active(block),
         }
@@ -428,7 +436,7 @@ def _check_num_blocks(
         )
     if num_blocks != 0:
         return
-    if stateless != "all" and ADAPTERS not in always_active:
+    if stateless != "all" and not always_active & {ADAPTERS, SUFFIX_ADAPTERS}:
         raise ValueError(
             "--bcd-num-blocks 0 needs --bcd-resting-update, with --bcd-resting-layers all, or --bcd-low-rank"
         )

@@ -26,7 +26,8 @@ from megatron.bcd.optim.param_shard import MAIN_PARAM, ParamShard
 from megatron.bcd.runtime import collectives, replicas
 
 ALWAYS = "always"
-"""Owner of the always-active parameters."""
+"""Owner of the always-active parameters; with a number behind it, of adapters that are active in so many phases of a
+cycle (`Ownership.num_phases`)."""
 MATRICES = "matrices"
 """Owner of the main parameters of all bf16 matrices that rest in some phase, or are Muon's."""
 _MOMENTUM = "momentum "
@@ -55,7 +56,22 @@ class _Part:
         return {self.name: self.tensor.detach().float().reshape(-1)}
 
 
-_Held: TypeAlias = Mapping[str, ParamShard | KeptShard | _Part]
+@dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """State of an adapter that is frozen in this phase, whole on every rank."""
+
+    num_steps: int
+    held: Mapping[str, torch.Tensor]
+    start: int = 0
+
+    def names(self) -> set[str]:
+        return set(self.held)
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return self.held
+
+
+_Held: TypeAlias = Mapping[str, ParamShard | KeptShard | _Part | _Kept]
 
 
 def _held(active: ActiveBlock) -> dict[str, _Held]:
@@ -63,7 +79,13 @@ def _held(active: ActiveBlock) -> dict[str, _Held]:
     held: dict[str, _Held] = {str(block): kept for block, kept in active.kept.blocks.items()}
     if active.block is not None:
         held[str(active.block)] = active.own_shards()
-    held[ALWAYS] = active.always_active_shards()
+    of_always: dict[str, ParamShard | _Kept] = {
+        name: _Kept(num_steps=num_steps, held=tensors)
+        for name, (num_steps, tensors) in active.kept.always_active.items()
+    }
+    of_always |= active.always_active_shards()
+    for owner in [ALWAYS, *(f"{ALWAYS} {number}" for number in range(1, active.partition.num_blocks))]:
+        held[owner] = {name: of_always[name] for name in _parameters(active, owner) if name in of_always}
     return held | _held_by_matrix_optimizer(active)
 
 
@@ -114,12 +136,16 @@ def summarize(active: ActiveBlock, *, is_current: bool) -> dict[str, StateSummar
 
 def block_of(owner: str) -> int | None:
     """The block whose parameters these are; None for other owners."""
-    return None if owner in (ALWAYS, MATRICES) else int(owner.removeprefix(_MOMENTUM))
+    return None if owner == MATRICES or _is_always(owner) else int(owner.removeprefix(_MOMENTUM))
 
 
 def needs_build(owner: str) -> bool:
     """Whether offloaded state of the owner is set through the optimizer of its block."""
-    return owner not in (ALWAYS, MATRICES) and not owner.startswith(_MOMENTUM)
+    return owner != MATRICES and not _is_always(owner) and not owner.startswith(_MOMENTUM)
+
+
+def _is_always(owner: str) -> bool:
+    return owner.startswith(ALWAYS)
 
 
 def as_kept(summary: StateSummary, active: ActiveBlock) -> StateSummary:
@@ -159,7 +185,8 @@ def sharded_state(
                 continue
             tensors = shard.tensors() if shard else {}
             rank = index % group.size()  # holds the whole tensor, and saves it
-            is_shared = active.is_sharded or (isinstance(shard, _Part) and shard.is_whole)
+            is_sharded = active.is_sharded and not isinstance(shard, _Kept)
+            is_shared = is_sharded or (isinstance(shard, _Part) and shard.is_whole)
             for state_name in state_names:
                 tensor = tensors.get(state_name)
                 is_joined = tensor is None or (is_shared and group.size() > 1)
@@ -183,8 +210,10 @@ def _tensor(shard: KeptShard, state_name: str) -> torch.Tensor:
 
 def _parameters(active: ActiveBlock, owner: str) -> dict[str, torch.nn.Parameter]:
     parameters, block = active.parameters, block_of(owner)
+    if owner == MATRICES:
+        return parameters.matrices()
     if block is None:
-        return parameters.always_active() if owner == ALWAYS else parameters.matrices()
+        return parameters.always_active(num_phases=int(owner.removeprefix(ALWAYS) or 0))
     of_block = parameters.of_block(block)
     if not owner.startswith(_MOMENTUM):
         is_muon_on = active.matrices is not None and active.is_muon
@@ -220,7 +249,15 @@ def set_state(active: ActiveBlock, summaries: Mapping[str, StateSummary], loaded
         if owner == MATRICES or owner.startswith(_MOMENTUM):
             _set_matrices(active, owner, loaded)
             continue
+        if _is_always(owner):
+            active.kept.always_active |= {
+                name: (summary["num_steps"], {one: loaded[f"{one}.{name}"].reshape(-1) for one in summary["names"]})
+                for name, parameter in _parameters(active, owner).items()
+                if not parameter.requires_grad
+            }
         for name, shard in held[owner].items():
+            if isinstance(shard, _Kept):
+                continue
             assert isinstance(shard, ParamShard), f"{owner} is not active"
             tensors = {
                 state_name: loaded[f"{state_name}.{name}"].reshape(-1)[shard.start : shard.end]

@@ -19,8 +19,9 @@ ORDERS = ("ascending", "descending", "random", "greedy")
 SWITCHES = ("steps", "plateau")
 ALWAYS_ACTIVE = ("norms", "biases", "embedding", "head")
 FROZEN = ("embedding", "head", "norms")
-ADAPTERS = "adapters"
-"""The always-active part that --bcd-low-rank adds."""
+ADAPTERS, SUFFIX_ADAPTERS = "adapters", "suffix adapters"
+"""What --bcd-low-rank adds to the always-active parts, by --bcd-low-rank-layers."""
+_ADAPTERS_OF = {"all": ADAPTERS, "suffix": SUFFIX_ADAPTERS}
 BF16_OR_FP32 = ("bf16", "fp32")
 
 # groups of --help that hold fields of several dataclasses
@@ -178,6 +179,12 @@ class BcdConfig:
         "what adapters add is multiplied by this over their rank, as in peft; default: 2 x --bcd-low-rank",
         group=NETWORK,
     )
+    bcd_low_rank_layers: str = option(
+        "all",
+        "layers whose adapters are trained: all, or suffix = those from the block's first layer on, so that stages "
+        "before it still run forward only",
+        choices=("all", "suffix"),
+    )
     bcd_low_rank_lr_ratio: float = option(1.0, "learning rate of adapters over the active block's")
     bcd_sample_ratio: float | None = option(
         None,
@@ -223,11 +230,11 @@ class BcdConfig:
     @property
     def always_active(self) -> frozenset[str]:
         """The entries of --bcd-always-active, or its default without what --bcd-frozen and --bcd-head-phase take; and
-        ADAPTERS.
+        the adapters.
 
         Raises ValueError for one not in ALWAYS_ACTIVE.
         """
-        adapters = frozenset([] if self.bcd_low_rank is None else [ADAPTERS])
+        adapters = frozenset(() if self.bcd_low_rank is None else [_ADAPTERS_OF[self.bcd_low_rank_layers]])
         if self.bcd_always_active is None:
             is_all = self.bcd_resting_update != "none" and self.bcd_resting_layers == "all"
             left = frozenset(ALWAYS_ACTIVE if is_all else ()) - self.frozen

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -72,8 +71,9 @@ class BlockStateStore:
         self.keeps_moments = keeps_moments
         self.keeps_main_params = keeps_main_params
         self._blocks: dict[int, dict[str, KeptShard]] = {}
-        self._always_active: tuple[int, dict[str, dict[str, torch.Tensor]]] = (0, {})
-        """Number of steps, and the tensors of whole parameters, flat, on the device or in host memory."""
+        self.always_active: dict[str, tuple[int, dict[str, torch.Tensor]]] = {}
+        """During a switch, and of adapters that are frozen in a phase: number of steps, and the tensors of whole
+        parameters, flat, on the device or in host memory."""
 
     @property
     def blocks(self) -> Mapping[int, Mapping[str, KeptShard]]:
@@ -83,7 +83,8 @@ class BlockStateStore:
     @property
     def num_bytes(self) -> int:
         """Bytes of host memory of all blocks."""
-        return sum(kept.num_bytes for block in self._blocks.values() for kept in block.values())
+        of_adapters = sum(one.nbytes for _, tensors in self.always_active.values() for one in tensors.values())
+        return of_adapters + sum(kept.num_bytes for block in self._blocks.values() for kept in block.values())
 
     def save(self, block: int, shards: Mapping[str, ParamShard], *, without_main_param: Container[str] = ()) -> None:
         """Copy the state of the block's own parameters to host memory, and wait until it is there.
@@ -153,35 +154,38 @@ class BlockStateStore:
         *,
         group: torch.distributed.ProcessGroup | None,
     ) -> None:
-        """Save the state of always-active parameters for the optimizer of the next block.
+        """Save the state of the always-active `parameters` of this phase for the optimizer of the next block.
 
         `group` is the data-parallel x context-parallel one if the distributed optimizer shards them, and this a
         collective over it: the next block's optimizer shards them differently, so each rank saves whole parameters.
         Else None.
         """
-        states = {name: shard.tensors() for name, shard in shards.items()}
-        steps_and_names: set[tuple[Any, ...]] = {(shard.num_steps, *states[name]) for name, shard in shards.items()}
+        states = {name: (shard.num_steps, shard.tensors()) for name, shard in shards.items()}
         if group is not None:
-            steps_and_names = steps_and_names.union(*collectives.gather_objects(steps_and_names, group))
-        assert len(steps_and_names) <= 1, f"always-active parameters were not stepped together: {steps_and_names}"
-        num_steps, *tensor_names = steps_and_names.pop() if steps_and_names else (0,)
+            mine = {name: (num_steps, sorted(tensors)) for name, (num_steps, tensors) in states.items()}
+            held = {name: one for rank in collectives.gather_objects(mine, group) for name, one in rank.items()}
 
-        def whole(name: str, tensor_name: str) -> torch.Tensor:
-            mine, start = (states[name][tensor_name], shards[name].start) if name in shards else (None, 0)
-            flat = collectives.join_shards(mine, start, like=parameters[name], group=group, rank=None)
-            return flat.cpu()
+            def whole(name: str, tensor_name: str) -> torch.Tensor:
+                own, start = (states[name][1][tensor_name], shards[name].start) if name in shards else (None, 0)
+                flat = collectives.join_shards(own, start, like=parameters[name], group=group, rank=None)
+                return flat.cpu()
 
-        if group is not None:
-            states = {name: {one: whole(name, one) for one in tensor_names} for name in parameters}
-        self._always_active = num_steps, states
+            states = {name: (held[name][0], {one: whole(name, one) for one in held[name][1]}) for name in parameters}
+        self.always_active |= states
 
-    def restore_always_active(self, shards: Mapping[str, ParamShard]) -> None:
-        """Copy what `save_always_active` saved into the shards of a new optimizer, and drop it."""
-        (num_steps, states), self._always_active = self._always_active, (0, {})
-        for name, tensors in states.items():
-            if (shard := shards.get(name)) is not None:
+    def restore_always_active(self, shards: Mapping[str, ParamShard], active: Container[str]) -> None:
+        """Copy what `save_always_active` saved into the shards of a new optimizer, and drop it of all that is
+        `active`."""
+        for name, shard in shards.items():
+            if name in self.always_active:
+                num_steps, tensors = self.always_active[name]
                 held = {key: tensor[shard.start : shard.end] for key, tensor in tensors.items()}
                 shard.set(held, num_steps=num_steps)
+        self.always_active = {
+            name: (num_steps, {key: tensor.cpu() for key, tensor in tensors.items()})
+            for name, (num_steps, tensors) in self.always_active.items()
+            if name not in active
+        }
 
 
 def _buffer(num_elements: int, dtype: torch.dtype, previous: torch.Tensor | None) -> torch.Tensor:

@@ -83,6 +83,9 @@ def layout_flags(recipe: Recipe) -> list[str]:
         words.append(f"--bcd-frozen-weights host{resident}")
     if recipe.head_phase:
         words.append("--bcd-head-phase")
+    if recipe.low_rank:
+        layers = f" --bcd-low-rank-layers {recipe.low_rank_layers}" if recipe.low_rank_layers else ""
+        words.append(f"--bcd-low-rank {recipe.low_rank}{layers}")
     for flag, parts in (("--bcd-frozen", recipe.frozen), ("--bcd-always-active", recipe.always_active)):
         if parts is not None:
             words.append(f"{flag} {parts_of(parts)}")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
 from megatron.bcd.blocks.cut import balanced_cut
 from megatron.bcd.blocks.partition import Partition, partition, with_tied_parts
-from megatron.bcd.config import LAYOUTS, BcdConfig
+from megatron.bcd.config import ADAPTERS, LAYOUTS, SUFFIX_ADAPTERS, BcdConfig
 from megatron.bcd.config.presets import PRESETS
 from megatron.bcd.planner.activations import LayerBytes, layer_bytes
 from megatron.bcd.planner.cost import ModelShape, head_passes, state_budget
@@ -73,6 +73,10 @@ class Recipe:
     head_phase: bool | None = _flag(None, "the final norm and an untied head are a block of their own; --task sft does"
         " so where it does not fit otherwise, next with --adam-moments-dtype int8, and freezes the head where that is"
         " too much", name="--bcd-head-phase", action="store_true")  # fmt: skip
+    low_rank: int | None = _flag(None, "rank of adapters beside every matrix of every layer (default: none)",
+        name="--bcd-low-rank", metavar="R")  # fmt: skip
+    low_rank_layers: str | None = _flag(None, "layers whose adapters are trained; suffix: from the block's first layer"
+        " on (default: all)", name="--bcd-low-rank-layers", choices=("all", "suffix"))  # fmt: skip
     adam_moments_dtype: str = _flag("fp32", "of Adam's moments (default: fp32)", choices=MOMENTS, given="fp32")
     frozen_weights: str | None = _flag(None, "host: frozen layers lie in host memory (default: device; with --task sft"
         " host where it does not fit otherwise)", name="--bcd-frozen-weights", choices=FROZEN_WEIGHTS)  # fmt: skip
@@ -137,8 +141,12 @@ class Recipe:
         blocks, method = f"--bcd-num-blocks {self.num_blocks}", f"--method {self.method}"
         if self.is_muon and self.precision == "fp16":
             yield f"--precision fp16: {method} has no loss scale; give bf16 or fp32"
-        if self.method == "bcd" and self.num_blocks == 0:
+        if self.method == "bcd" and self.num_blocks == 0 and not self.low_rank:
             yield f"{blocks} needs --bcd-preset pretrain, with which all layers are updated without state"
+        shape = self.shape
+        most = min(shape.hidden_size, shape.ffn_hidden_size, shape.key_value_size)
+        if self.low_rank is not None and not 1 <= self.low_rank <= most:
+            yield f"--bcd-low-rank {self.low_rank}: must be 1 to {most}"
         if self.method == "pretrain" and self.num_blocks == 1:
             yield f"{blocks}: with {method} no layer would be inactive; give at least 2, or 0"
         if not self.has_blocks and self.num_blocks not in (None, 1):
@@ -171,8 +179,14 @@ class Recipe:
 
     @property
     def bcd(self) -> BcdConfig:
-        """What the method's preset sets, and where frozen weights lie."""
-        return _bcd_of(self.method, self.frozen_weights or "device", self.resident_layers or 0)
+        """What the method's preset sets, where frozen weights lie, and adapters."""
+        return _bcd_of(
+            self.method,
+            bcd_frozen_weights=self.frozen_weights or "device",
+            bcd_resident_layers=self.resident_layers or 0,
+            bcd_low_rank=self.low_rank,
+            bcd_low_rank_layers=self.low_rank_layers or "all",
+        )
 
     @property
     def is_muon(self) -> bool:
@@ -222,7 +236,7 @@ class Recipe:
     @cached_property
     def shape(self) -> ModelShape:
         """Sizes that determine the number of parameters."""
-        return self.model.shape(self.tokens)
+        return replace(self.model.shape(self.tokens), low_rank=self.low_rank or 0)
 
     @cached_property
     def layer_bytes(self) -> LayerBytes:
@@ -267,6 +281,7 @@ class Recipe:
         # methods without blocks have stages, or in layout interleaved chunks of them
         has_layout = self.has_blocks or self.layout == "interleaved"
         taken = frozen | {"head"} if self.head_phase else frozen
+        active = bcd.always_active - taken
         return _partition_of(
             head=self.head_passes if self.cut == "auto" and self.pipeline_size > 1 else None,
             num_layers=self.model.layers,
@@ -275,7 +290,9 @@ class Recipe:
             layout=self.layout or bcd.bcd_layout if has_layout else "spread",
             tied=self.shape.tied,
             frozen=frozen,
-            always_active=bcd.always_active - taken if self.always_active is None else self.always_active,
+            always_active=active
+            if self.always_active is None
+            else self.always_active | active & {ADAPTERS, SUFFIX_ADAPTERS},
             stateless=bcd.bcd_resting_layers if bcd.bcd_resting_update != "none" else "none",
             num_parts=self.num_chunks,
             head_phase=bool(self.head_phase),
@@ -301,11 +318,10 @@ FLAGS = {
 
 
 @lru_cache
-def _bcd_of(method: str, frozen_weights: str, resident_layers: int) -> BcdConfig:
+def _bcd_of(method: str, **asked: Any) -> BcdConfig:
     known = {each.name for each in fields(BcdConfig)}
     preset = PRESET_OF.get(method)
     values = {"bcd_preset": preset, **PRESETS[preset]} if preset else {}
-    asked: dict[str, Any] = {"bcd_frozen_weights": frozen_weights, "bcd_resident_layers": resident_layers}
     return BcdConfig(**{name: value for name, value in (values | asked).items() if name in known})
 
 

@@ -27,6 +27,7 @@ _STREAMED_SLOWER = 1.05
 """Of a step: what fewer blocks may cost where frozen layers lie on the host."""
 OF_BLOCKS = (
     "num_blocks", "layout", "frozen", "always_active", "head_phase", "num_chunks", "frozen_weights", "resident_layers",
+    "low_rank", "low_rank_layers",
 )  # fmt: skip
 """Fields of Recipe that only methods with blocks have."""
 CAN_STREAM = ("bcd", "finetune")

@@ -219,8 +219,9 @@ def _notes(
             f"learning rate, gradients in {bcd.bcd_resting_grad_dtype}"
         )
     if bcd.bcd_low_rank is not None:
+        which = "all layers" if bcd.bcd_low_rank_layers == "all" else "layers from the block's first on"
         yield (
-            f"adapters of rank {bcd.bcd_low_rank} beside the matrices of all layers, times {bcd.low_rank_scale:g}, "
+            f"adapters of rank {bcd.bcd_low_rank}, of {which}: times {bcd.low_rank_scale:g}, "
             f"{bcd.bcd_low_rank_lr_ratio:g} of the learning rate"
         )
     if config.training.skip_train:
@@ -302,7 +303,7 @@ def _why_no_prefix(config: RunConfig) -> str:
     bcd = config.bcd
     if bcd.bcd_resting_update != "none" and bcd.bcd_resting_layers == "all":
         return f"--bcd-resting-update {bcd.bcd_resting_update} updates all layers in every phase"
-    if bcd.bcd_low_rank is not None:
+    if bcd.bcd_low_rank is not None and bcd.bcd_low_rank_layers == "all":
         return f"--bcd-low-rank {bcd.bcd_low_rank} trains adapters of all layers in every phase"
     return f"--bcd-always-active {bcd.bcd_always_active} trains the bottom of the model in every phase"
 
