@@ -142,6 +142,7 @@ def test_frozen_layers_on_the_host(capsys: pytest.CaptureFixture[str], tmp_path:
     assert plan["memory"]["host_bytes"] == pytest.approx(2 * weights, rel=0.01), "and the low bits of main parameters"
     longer = json.loads(run(capsys, *flags, "--seq-length", "2048"))
     assert 0 < longer["time"]["copy_share"] < plan["time"]["copy_share"] < 1
+    assert "--recompute-granularity full" in json.loads(run(capsys, *flags, "--recompute", "full"))["command"]
     resident = json.loads(run(capsys, *flags, "--bcd-frozen-weights", "host", "--bcd-resident-layers", "2"))
     assert resident["time"]["copy_share"] < plan["time"]["copy_share"]
     gb = plan["memory"]["host_bytes"] / 1e9
