@@ -49,7 +49,7 @@ from megatron.bcd.model.loss import masked_loss, reduce_losses
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.lr_schedule import build_scheduler
 from megatron.bcd.pipeline.schedule import PipelineSchedule
-from megatron.bcd.planner.run_state import RunMemory, head_passes, model_state_of, phase_flops, with_frozen_weights
+from megatron.bcd.planner.run_state import RunMemory, head_passes, model_state_of, phase_flops
 from megatron.bcd.prefix_cache.controller import PrefixCache
 from megatron.bcd.runtime import collectives, device, memory, replicas, rng
 from megatron.bcd.runtime.activation_meter import ActivationMeter
@@ -163,8 +163,9 @@ class Trainer:
         plan = make_plan(config, tokenizer, self.train_iters, least_steps_per_cycle=least_steps)
         if config.bcd.bcd_frozen_weights == "auto":
             limit = memory_limit(config, flag="--bcd-frozen-weights auto")
-            choice = self._run_memory().frozen_weights(memory_bytes=limit)
-            self.config = config = with_frozen_weights(config, *choice)
+            where, number = self._run_memory().frozen_weights(memory_bytes=limit)
+            config = config.replace_section("bcd", bcd_frozen_weights=where, bcd_resident_layers=number)
+            self.config = config
         self.implementation = implementation_here(config)
         self.model = build_model(config, self.padded_vocab_size, self.implementation)
         if config.training.data_parallel_random_init:

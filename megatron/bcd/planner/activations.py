@@ -20,8 +20,8 @@ from megatron.bcd.blocks.partition import Partition
 from megatron.bcd.config import LOSS_CHUNK, LOSS_PARTS
 from megatron.bcd.pipeline.build import build_plan, max_graphs
 from megatron.bcd.pipeline.plan import Kind, PlanShape
-from megatron.bcd.planner.cost import ModelShape, pass_products
-from megatron.bcd.planner.state import RankMemory
+from megatron.bcd.planner.cost import pass_products
+from megatron.bcd.planner.state import ModelState
 
 _MOST_ROUNDS = 4
 """Microbatches per stage of an interleaved plan after which what is kept has reached its peak."""
@@ -45,21 +45,20 @@ class LayerBytes:
 
 
 def layer_bytes(
-    shape: ModelShape,
+    state: ModelState,
     *,
     tokens: int,
     sequence: int,
-    element: int,
     num_heads: int,
-    padded_vocabulary: int,
     context_size: int = 1,
-    tensor_size: int = 1,
     unfused_attention: bool = False,
     linear_loss: bool = False,
 ) -> LayerBytes:
-    """The formula for ``tokens`` of a rank in one microbatch, of sequences of ``sequence`` tokens, ``element`` bytes
-    each number. With tensor parallelism each rank has its part of the heads, of the MLP and of the vocabulary."""
-    hidden, ffn, vocabulary = shape.hidden_size, shape.ffn_hidden_size // tensor_size, padded_vocabulary // tensor_size
+    """The formula for ``tokens`` of a rank in one microbatch, of sequences of ``sequence`` tokens. With tensor
+    parallelism each rank has its part of the heads, of the MLP and of the vocabulary."""
+    shape, element, tensor_size = state.shape, state.budget.weight, state.tensor_size
+    hidden, ffn = shape.hidden_size, shape.ffn_hidden_size // tensor_size
+    vocabulary = state.padded_vocabulary // tensor_size
     query, key_value = shape.query_size // tensor_size, shape.key_value_size // tensor_size
     # query and context, key and value: twice this; in fp32 attention repeats keys and values for each query of a group
     heads = query + (query if element == 4 else key_value)
@@ -157,11 +156,16 @@ def _first_layers(numbers: Sequence[int], whole: int) -> Recomputed:
 class StageActivations:
     """Activations and messages of one stage in the phase of one block."""
 
-    partition: Partition
+    state: ModelState
+    sequence: int
     sizes: LayerBytes
     shape: PlanShape
     stage: int
     block: int
+
+    @property
+    def partition(self) -> Partition:
+        return self.state.partition
 
     def saved_bytes(self, recomputed: Recomputed) -> int:
         """What autograd saves, over all microbatches in flight."""
@@ -202,13 +206,14 @@ class StageActivations:
         ahead = shape.run_ahead if self.stage == shape.first_trainable else 0
         return (2 + shape.max_sends + ahead) * self.sizes.input
 
-    def least_recomputation(self, model: ModelShape, *, sequence: int, state: RankMemory, limit: float) -> Recomputed:
+    def least_recomputation(self, *, limit: float) -> Recomputed:
         """With which model state, and the larger of activations with messages and the optimizer's work, take at most
-        ``limit`` bytes; all layers where that does not fit either."""
-        matrices, core = pass_products(model, sequence=sequence)
+        ``limit`` bytes of a rank in the block's phase; all layers where that does not fit either."""
+        matrices, core = pass_products(self.state.shape, sequence=self.sequence)
+        rank = self.state.largest_rank(self.stage, self.block)
 
         def fits(choice: Recomputed) -> bool:
-            return replace(state, activations=self.peak_bytes(choice) + self.message_bytes).total <= limit
+            return replace(rank, activations=self.peak_bytes(choice) + self.message_bytes).total <= limit
 
         numbers = self.partition.num_behind_prefix(self.stage, self.block)
         return least_recomputation(numbers, fits, core_share=core / (matrices + core))

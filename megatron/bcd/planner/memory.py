@@ -22,7 +22,8 @@ def schedule_shape(recipe: Recipe, block: int) -> PlanShape:
 
 def stage_activations(recipe: Recipe, stage: int, block: int) -> StageActivations:
     return StageActivations(
-        partition=recipe.partition,
+        state=recipe.state,
+        sequence=recipe.tokens,
         sizes=recipe.layer_bytes,
         shape=schedule_shape(recipe, block),
         stage=stage,
@@ -53,13 +54,8 @@ def _recomputed(recipe: Recipe, stage: int, block: int) -> Recomputed:
         return Recomputed()
     if recipe.recompute == "full":
         return Recomputed(granularity="full", layers=tuple(numbers))
-    cluster = recipe.cluster
-    return stage_activations(recipe, stage, block).least_recomputation(
-        recipe.shape,
-        sequence=recipe.tokens,
-        state=recipe.state.largest_rank(stage, block),
-        limit=recipe.memory_share * cluster.memory_gib * GIB - int(cluster.framework_gib * GIB),
-    )
+    limit = recipe.memory_share * recipe.cluster.memory_gib * GIB - int(recipe.cluster.framework_gib * GIB)
+    return stage_activations(recipe, stage, block).least_recomputation(limit=limit)
 
 
 def host_bytes(recipe: Recipe) -> int:

@@ -242,13 +242,11 @@ class Recipe:
     def layer_bytes(self) -> LayerBytes:
         """Saved activations of one microbatch."""
         return layer_bytes(
-            self.shape,
+            self.state,
             tokens=self.micro_batch_tokens,
             sequence=self.tokens,
-            element=self.bytes_per_element,
             num_heads=self.model.heads,
             context_size=self.context_size,
-            padded_vocabulary=self.padded_vocabulary,
             unfused_attention=self.unfused_attention,
             linear_loss=self.has_linear_loss,
         )

@@ -99,10 +99,6 @@ def phase_flops(config: RunConfig, partition: Partition, block: int, *, padded_v
     return 2.0 * length * (of_layers + head * (2 + partition.head_active(block)))
 
 
-def with_frozen_weights(config: RunConfig, where: str, resident_layers: int) -> RunConfig:
-    return config.replace_section("bcd", bcd_frozen_weights=where, bcd_resident_layers=resident_layers)
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunMemory:
     """A run's memory, by the planner's formulas: a LLaMA's kernels are assumed fused."""
@@ -111,16 +107,6 @@ class RunMemory:
     state: ModelState
     num_microbatches: int
     """Of a full global batch."""
-
-    def recomputed(self, stage: int, block: int, *, memory_bytes: float) -> Recomputed:
-        """The least recomputation with which model state, activations and messages of a rank of the stage take at most
-        ``memory_bytes`` in the block's phase; all layers where that does not fit either."""
-        return self.activations(stage, block).least_recomputation(
-            self.state.shape,
-            sequence=self.config.model.seq_length,
-            state=self.state.largest_rank(stage, block),
-            limit=memory_bytes,
-        )
 
     def frozen_weights(self, *, memory_bytes: float) -> tuple[str, int]:
         """--bcd-frozen-weights and --bcd-resident-layers: as many layers on the device as every rank has room for in
@@ -153,16 +139,14 @@ class RunMemory:
     def activations(self, stage: int, block: int) -> StageActivations:
         config, state = self.config, self.state
         return StageActivations(
-            partition=state.partition,
+            state=state,
+            sequence=config.model.seq_length,
             sizes=layer_bytes(
-                state.shape,
+                state,
                 tokens=config.training.micro_batch_size * config.model.seq_length // config.context_size,
                 sequence=config.model.seq_length,
-                element=state.budget.weight,
                 num_heads=int(config.transformer["num_attention_heads"]),
-                padded_vocabulary=state.padded_vocabulary,
                 context_size=config.context_size,
-                tensor_size=config.tensor_size,
                 linear_loss=config.has_linear_loss,
             ),
             shape=steady_shape(

@@ -32,7 +32,10 @@ class Recomputation:
             return
         limit = memory_limit(config, flag="--recompute auto")
         self._choices = [
-            [run.recomputed(stage, block.index, memory_bytes=limit) for block in run.state.partition.blocks]
+            [
+                run.activations(stage, block.index).least_recomputation(limit=limit)
+                for block in run.state.partition.blocks
+            ]
             for stage in range(run.state.partition.num_stages)
         ]
 
