@@ -13,6 +13,7 @@
 #   NGPU, GPU          how many (default: 4), and which: rtx4090 (default), a100, h100, ...
 #   EMU_LATE, EMU_TRACE   see tests/emulated_gpu/nccl.cpp and emulated_order.py
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 FOLDER=${BCD_EMULATED_GPU:-$ROOT/.emulated_gpu}
 FAKEGPU=${FAKEGPU:-$ROOT/../shared/emulated_gpu/fakegpu_native}
