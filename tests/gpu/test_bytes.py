@@ -19,9 +19,12 @@ from support.gpu_worlds import Worlds
 from support.planned import RUNS, planned_memory, recipe_of
 
 from megatron.bcd.optim.active_block import ActiveBlock
+from megatron.bcd.planner.run_state import model_state_of
 
 SIZES = {"num_layers": 6, "hidden_size": 256, "seq_length": 128, "max_position_embeddings": 128}
 SIZES |= {"micro_batch_size": 4, "global_batch_size": 8}
+VOCABULARY = "make_vocab_size_divisible_by"
+SIZES_OF_UPDATE = SIZES | {VOCABULARY: 4096}
 PEAKS = (0.95, 1.05)
 """Of the planned ones."""
 
@@ -99,6 +102,46 @@ def test_allocated_is_planned(repo_root: Path, gpus: Worlds, text_data: str, nam
             assert rest % 512 <= 64 and rest // 512 in (0, message // 1024, message // 512), (rank, step, plan)
             assert 0 <= step["stays"] - step["asked"] <= 512 * step["number"] + 2**21, "two blocks of the allocator"
             assert PEAKS[0] <= step["peak"] / (plan.total - plan.framework) <= PEAKS[1], (rank, step, plan)
+
+
+UPDATES = {
+    "adam": {},
+    "weight_decay_in_the_gradient": {"no_decoupled_weight_decay": True},
+    "gradients_bf16": {"grad_reduce_in_bf16": True},
+    "moments_bf16": {"adam_moments_dtype": "bf16"},
+    "moments_int8": {"adam_moments_dtype": "int8"},
+    "sgd": {"optimizer": "sgd"},
+}
+
+
+def taken_by_updates(config: Any) -> list[tuple[int, int]]:
+    """Bytes beside what was there before that each phase's second update takes, and the planned ones."""
+    found = []
+    update = ActiveBlock.step
+
+    def measured(self: ActiveBlock, **options: bool) -> float | None:
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        torch.cuda.reset_peak_memory_stats()
+        norm = update(self, **options)
+        torch.cuda.synchronize()
+        taken = torch.cuda.memory_stats()["requested_bytes.all.peak"] - held
+        plan = model_state_of(config, one.partition, padded_vocab_size=SIZES_OF_UPDATE[VOCABULARY], num_replicas=1)
+        found.append((taken, plan.rank(0, self.block, 0).optimizer_work))
+        return norm
+
+    with mock.patch.object(ActiveBlock, "step", measured), worlds.started(config) as one:
+        one.train()
+    return found[1::2]
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_an_update_takes_what_is_planned(gpus: Worlds, text_data: str, name: str) -> None:
+    """A copy of the gradients in fp32, or a root of all second moments, that no plan counts."""
+    flags = SIZES_OF_UPDATE | UPDATES[name] | {"bf16": True, "train_iters": 6, "bcd_steps_per_block": 2}
+    for taken, planned in gpus(1).run(taken_by_updates, worlds.run_config(data_path=text_data, **flags))[0]:
+        assert taken <= planned + 512, "and a few numbers"
+        assert planned <= 1.05 * taken or name.startswith("moments"), "which are decoded one parameter at a time"
 
 
 def visits_of(steps: list[dict[str, int]]) -> dict[int, list[int]]:

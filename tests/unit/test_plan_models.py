@@ -108,7 +108,7 @@ def test_what_fits_on_one_card(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     """Only more GPUs offered for what one card holds with frozen layers on the host, a frozen head or moments in 8
     bits; a setting that does not fit after all, or that another one makes needless."""
     large = folder(tmp_path, PUBLISHED["Llama-3-8B"][0], name="large")
-    middle = folder(tmp_path, config("llama", 32, 4096, (32, 8), 12288, 128256), name="middle")
+    middle = folder(tmp_path, config("llama", 32, 4096, (32, 8), 13824, 128256), name="middle")
     seen: set[str] = set()
     for model in (large, middle):
         flags = ("--task", "sft", "--model", model, *CARD, "--seq-length", "2048", "--micro-batch-size", "2")

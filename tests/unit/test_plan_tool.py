@@ -33,7 +33,7 @@ def planned(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
     [
         ((*EXAMPLE, "--method", "full"), "--method offload"),
         (("--model", "LLaMA-7B", "--gpu", "4090", "--num-gpus", "4"), "--recompute auto"),
-        (("--model", "L-11B", "--gpu", "4090", "--num-gpus", "4", "--recompute"), "--bcd-num-blocks 6"),
+        (("--model", "L-11B", "--gpu", "4090", "--num-gpus", "4", "--recompute"), "--bcd-num-blocks 4"),
         (
             ("--model", "G-1.6B", "--gpu", "rtx4090", "--num-gpus", "1", "--micro-batch-size", "16"),
             "--micro-batch-size 1",
@@ -115,10 +115,10 @@ def test_methods_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(rows) == len(found) and {method for method, _ in rows} == {"full", "offload", "bcd", "pretrain"}
     assert [row["bill"]["dollars"] for row in found] == sorted(row["bill"]["dollars"] for row in found)
     assert all(row["memory"]["fits"] for row in found)
-    assert rows["full", 6]["cost_ratio"] == 1
+    assert rows["full", 5]["cost_ratio"] == 1
     for row in rows.values():
         dollars = row["bill"]["dollars"]
-        assert row["cost_ratio"] == pytest.approx(dollars / rows["full", 6]["bill"]["dollars"])
+        assert row["cost_ratio"] == pytest.approx(dollars / rows["full", 5]["bill"]["dollars"])
     few = min(gpus for method, gpus in rows if method == "pretrain")
     assert few < 4 and plan.main([*EXAMPLE[:5], str(few // 2), "--search", "--method", "pretrain"]) == 1
 

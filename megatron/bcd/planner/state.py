@@ -20,8 +20,8 @@ STEP_COUNTER_BYTES = 4
 """PyTorch's Adam has one step counter per parameter that the rank holds a part of."""
 _ARENA_ALIGNMENT = 128
 """Elements (`model.frozen_weights`)."""
-_LOW_BIT_CHUNK = 2**22
-"""Elements whose moments are decoded at once on a GPU (`optim.low_bit_adam`)."""
+_LOW_BIT_CHUNK, _LOW_BIT_WORK = 2**22, 28
+"""Elements whose moments are decoded at once on a GPU (`optim.low_bit_adam`), and the most bytes that each takes."""
 
 _WORKING_BYTES, _WORKING_BYTES_COPIED = 12, 17
 """Per element of what is updated at a time: gradient, update and value in fp32; and with copies of weights, low bits
@@ -182,8 +182,9 @@ class ModelState:
         held, pieces = buffer.held[replica % len(buffer.held)], buffer.pieces[replica % len(buffer.held)]
         has_counters = self.optimizer != "sgd" and not self.is_low_bit
         of_adam = int(self.budget.optimizer * held) + STEP_COUNTER_BYTES * pieces * has_counters
-        # with moments in fewer bits Adam steps a part of a parameter at a time
-        adam_work = 16 * min(held, _LOW_BIT_CHUNK) if self.is_low_bit else 4 * held
+        # gradients of 2 bytes are copied to fp32, and SGD adds weight decay to a copy
+        adam_work = 4 * held * ((self.budget.gradient == 2) + (self.optimizer == "sgd"))
+        adam_work += _LOW_BIT_WORK * min(held, _LOW_BIT_CHUNK) * self.is_low_bit
         on_device = 1 - self.offload_fraction
         return RankMemory(
             stage=stage,
