@@ -463,7 +463,8 @@ def show_search(recipe: Recipe, found: Sequence[Estimate], full: float | None) -
         f"{recipe.tokens:,}, global batch {recipe.global_batch_size}: the cheapest layouts, best first"
     )
     notes = [
-        "to full: cost to full training's loss over the least of full training; host: GiB of host memory per GPU",
+        "GPUs: those asked for, and the fewest that fit; host: GiB of host memory per GPU",
+        "to full: cost to full training's loss over the least of full training",
         *sources.values(),
         "blocks, layout and chunks decide which layers learn together: they change what is learned",
         "times are estimates, and the multipliers have errors too: docs/planner.md, The paper's numbers",

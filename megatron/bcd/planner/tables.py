@@ -175,7 +175,9 @@ def choose(known: Mapping[str, Row], name: str, *, flag: str) -> Row:
     cards = [row for row in known.values() if isinstance(row, Cluster) and asked in _plain(row.name + row.gpu)]
     if len(cards) == 1 and len(asked) > 2:
         return cards[0]
-    raise ValueError(f"{flag} {name}: must be one of {', '.join(known)}")
+    is_cluster = any(isinstance(row, Cluster) for row in known.values())
+    remedy = "; tools/check_machine.py --calibrate writes a row of this machine" if is_cluster else ""
+    raise ValueError(f"{flag} {name}: must be one of {', '.join(known)}{remedy}")
 
 
 def _plain(name: str) -> str:
