@@ -56,8 +56,8 @@ class Adapter(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """From the linear layer's input, [S, B, inputs], what is added to its output, [S, B, outputs]."""
-        parts = of_parts(self._exchanged(product(x, self.a)), self.b, dim=-1)
-        return self.scale * interleaved([product(*part) for part in parts], self.groups, dim=-1)
+        inner = self.scale * self._exchanged(product(x, self.a))  # R numbers a token: what it adds is wider
+        return interleaved([product(*part) for part in of_parts(inner, self.b, dim=-1)], self.groups, dim=-1)
 
     def _exchanged(self, inner: Tensor) -> Tensor:
         """What the tensor-parallel ranks exchange of A x: R numbers a token, where the layer itself exchanges H."""

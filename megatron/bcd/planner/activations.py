@@ -76,11 +76,13 @@ def layer_bytes(
     split = 2 * context_size * (heads - query) + query if context_size > 1 else 0
     scores = sequence * attention * (1 if shape.gated else 2) if unfused_attention else 0
     projections = 2 if shape.gated else 1
+    # the forward pass of the MLP: its first matrix's output with what its adapter's parts are joined to, or the product
+    widths = 3 * projections if shape.low_rank else 1 + projections
     weight = hidden * ffn * element
     # backward through the second linear layer, the activation, the first linear layer; the gradient of a weight is
-    # added to the buffer before the next one begins
+    # added to the buffer before the next one begins. An adapter has the gradient of its input beside the matrix's
     active_working = max(
-        tokens * (hidden + ffn) * element + weight,
+        tokens * (hidden + (2 if shape.low_rank else 1) * ffn) * element + weight,
         tokens * (hidden + projections * ffn) * element,
         tokens * (2 * hidden - ffn) * element + projections * weight,
     )
@@ -96,7 +98,7 @@ def layer_bytes(
         suffix_working=tokens * (hidden + (1 + projections) * ffn) * element,
         head_working=head_working,
         head_weight=vocabulary * hidden * element,
-        forward_working=tokens * (2 * hidden + (1 + projections) * ffn) * element,
+        forward_working=tokens * (2 * hidden + widths * ffn) * element,
     )
 
 
