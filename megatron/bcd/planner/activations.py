@@ -80,10 +80,11 @@ def layer_bytes(
     widths = 3 * projections if shape.low_rank else 1 + projections
     weight = hidden * ffn * element
     # backward through the second linear layer, the activation, the first linear layer; the gradient of a weight is
-    # added to the buffer before the next one begins. An adapter has the gradient of its input beside the matrix's,
-    # and both are summed
+    # added to the buffer before the next one begins. An adapter has the gradient of its input beside the matrix's;
+    # their sum comes after the weight's
     active_working = max(
-        tokens * (hidden + (3 if shape.low_rank else 1) * ffn) * element + weight,
+        tokens * (hidden + (2 if shape.low_rank else 1) * ffn) * element + weight,
+        tokens * (hidden + (3 if shape.low_rank else 1) * ffn) * element,
         tokens * (hidden + projections * ffn) * element,
         tokens * (2 * hidden - ffn) * element + projections * weight,
     )
