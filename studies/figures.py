@@ -16,6 +16,7 @@ from matplotlib.transforms import Bbox
 from report import FAINT, RUN_COLOURS, STYLE
 from results import Row, Study, frontier
 
+COLOURED = ("full training", "paper", "pretrain")
 MARKER_PIXELS = 11
 RADII = (14, 22, 32, 44, 58, 74, 92, 112, 136, 164)
 DIRECTIONS = 16
@@ -101,8 +102,8 @@ def _title(axes: Axes, title: str, subtitle: str) -> None:
 
 
 def _colours(rows: Iterable[Row]) -> dict[str, str]:
-    """By group, in the order of the rows."""
-    groups = dict.fromkeys(row.group for row in rows)
+    """By group, the same in every picture for those of COLOURED."""
+    groups = dict.fromkeys((*COLOURED, *(row.group for row in rows)))
     return {group: RUN_COLOURS[index % len(RUN_COLOURS)] for index, group in enumerate(groups)}
 
 
@@ -121,10 +122,10 @@ def _scatter(axes: Axes, rows: Sequence[Row], xs: Sequence[float], baseline: str
 
 
 def _legend(figure: Figure, rows: Sequence[Row]) -> None:
-    colours = _colours(rows)
-    if len(colours) > 1:
+    groups, colours = {row.group for row in rows}, _colours(rows)
+    if len(groups) > 1:
         handles = [Line2D([], [], marker="o", linestyle="none", color=colour, markeredgecolor="white", markersize=8,
-                          label=group or "other") for group, colour in colours.items()]  # fmt: skip
+                          label=group or "other") for group, colour in colours.items() if group in groups]  # fmt: skip
         figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
 
 
