@@ -32,6 +32,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.utils import get_model_config
 
 from megatron.bcd import __version__, data
+from megatron.bcd.blocks.ownership import ADAPTER
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.blocks.schedule import PhaseState, block_schedule_from_config
 from megatron.bcd.checkpoint import loader, optimizer_state, run_state
@@ -48,6 +49,7 @@ from megatron.bcd.model.implementation import Implementation, implementation_her
 from megatron.bcd.model.loss import masked_loss, reduce_losses
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.lr_schedule import build_scheduler
+from megatron.bcd.optim.switch_check import fingerprint
 from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.planner.run_state import RunMemory, head_passes, model_state_of, phase_flops
 from megatron.bcd.prefix_cache.controller import PrefixCache
@@ -132,13 +134,19 @@ class Trainer:
         checkpoint = self.config.checkpoint
         if checkpoint.save_hf is None and checkpoint.save_adapters is None:
             return None
-        if checkpoint.save_adapters is not None and resumed and resumed.flags["bcd"]["bcd_num_blocks"] != 0:
-            raise ValueError(
-                f"--save-adapters: the run in --load {checkpoint.load} has trained blocks, and its adapters do not "
-                "belong to the weights of --load-hf: give --save-hf"
-            )
         is_continued = is_restart or resumed is not None
         return Exporter(self.config, self.reporter, run=self.state.run, is_continued=is_continued)
+
+    def _check_base(self) -> None:
+        """Whether the weights of --load are those of --load-hf but for adapters. Raises ValueError."""
+        files, named = self.config.checkpoint, unwrap_model(self.model).named_parameters()
+        base = [parameter for name, parameter in named if f"{ADAPTER}." not in name]
+        before = fingerprint(base)
+        load.load_weights(folder.ModelFolder(folder.locate(str(files.load_hf), flag="--load-hf")), self.model)
+        other = "weights of another model, or blocks were trained: its adapters do not belong to --load-hf"
+        found = None if fingerprint(base) == before else f"--save-adapters: --load {files.load} has {other}"
+        if (error := collectives.first_error(found)) is not None:
+            raise ValueError(f"{error}: give --save-hf")
 
     def _build_model_and_data(self, build_model: ModelBuilder) -> tuple[str, ...]:
         """Tokenizer, splits and the model with its first weights; lines for the run summary about the data."""
@@ -172,6 +180,8 @@ class Trainer:
             builder.broadcast_from_first_replica(self.model)
         if self.source is not None:
             loader.load_weights(self.source, self.model)
+            if config.checkpoint.save_adapters is not None:
+                self._check_base()
         elif hf_name is not None:
             load.load_weights(folder.ModelFolder(folder.locate(hf_name, flag="--load-hf")), self.model)
         if (frozen_weights := builder.frozen_weights_of(self.model)) is not None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import convert_checkpoint
 import peft
 import pytest
 import torch
@@ -262,6 +263,8 @@ def test_merged_and_alone(world1: World, world2: World, text_data: str, tmp_path
     flags = {"world_size": 2, "tensor_model_parallel_size": 2, "save": str(tmp_path / "run")}
     config = lora_config(given, text_data, save_adapters=str(tmp_path / "adapters"), **flags)
     world2.run(worlds.train_run, config)
+    flags = {"load": str(tmp_path / "run"), "save_adapters": str(tmp_path / "again")}
+    world1.run(worlds.train_run, lora_config(given, text_data, **flags))  # trains nothing: the run is at its end
     flags = {"load": str(tmp_path / "run"), "save_hf": str(tmp_path / "merged")}
     [expected] = world1.run(logits_after, lora_config(given, text_data, **flags), texts)
 
@@ -269,11 +272,14 @@ def test_merged_and_alone(world1: World, world2: World, text_data: str, tmp_path
         with torch.no_grad():
             return model.eval()(texts).logits  # type: ignore[no-any-return]
 
-    base = transformers.AutoModelForCausalLM.from_pretrained(given)
-    assert (logits(base) - expected).abs().max() > 0.1
-    assert (logits(peft.PeftModel.from_pretrained(base, tmp_path / "adapters")) - expected).abs().max() < 1e-4
-    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert (logits(merged) - expected).abs().max() < 1e-4
+    for name in ("adapters", "again"):
+        base = transformers.AutoModelForCausalLM.from_pretrained(given)
+        assert (logits(base) - expected).abs().max() > 0.1
+        assert (logits(peft.PeftModel.from_pretrained(base, tmp_path / name)) - expected).abs().max() < 1e-4
+    tool = ["--from", "bcd", "--to", "hf", "--input", str(tmp_path / "run"), "--config", str(given)]
+    assert convert_checkpoint.main([*tool, "--output", str(tmp_path / "converted")]) == 0
+    for path in (tmp_path / "merged", tmp_path / "converted"):
+        assert (logits(transformers.AutoModelForCausalLM.from_pretrained(path)) - expected).abs().max() < 1e-4
     in_memory = in_memory_model.open_model(str(tmp_path / "run"), tokenizer=ByteLevelTokenizer()).model
     assert (logits(in_memory) - expected).abs().max() < 1e-4
 
@@ -303,7 +309,11 @@ def test_checkpoints_of_other_adapters(world1: World, text_data: str, tmp_path: 
     for other in others:
         assert "low-rank" in world1.run(refusal, lora_config(given, text_data, **found | other))[0]
     adapters = {"save_adapters": str(tmp_path / "adapters")}
-    assert "give --save-hf" in world1.run(refusal, lora_config(given, text_data, **found, **adapters))[0]
+    alone = {"save": str(tmp_path / "alone"), "bcd_num_blocks": 0}
+    world1.run(worlds.train_run, lora_config(given, text_data, **found | alone))
+    for load in ("run", "alone"):
+        config = lora_config(given, text_data, **found | adapters | {"load": str(tmp_path / load), "train_iters": 4})
+        assert "give --save-hf" in world1.run(refusal, config)[0]
 
 
 def refusal(config: Any) -> str:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.planned import active_parameters
 
+from megatron.bcd.blocks.ownership import ADAPTER
 from megatron.bcd.config import LAYOUTS
 from megatron.bcd.planner import step_time
 from megatron.bcd.planner.estimate import largest_micro_batch, make_estimate, multiplier_of
@@ -111,6 +112,20 @@ def test_one_stage_does_one_thing_after_the_other() -> None:
         assert phase.pipeline == pytest.approx(3 * (layers * layer + heads * head))
         assert phase.bubble == pytest.approx(0)
         assert phase.reductions == 0
+
+
+@pytest.mark.parametrize(("layers", "reached"), [("all", (12, 12, 12)), ("suffix", (12, 8, 4))])
+def test_adapters_take_three_passes(layers: str, reached: tuple[int, ...]) -> None:
+    """Products of adapters that cost nothing, or those of a prefix that has a backward pass."""
+    one = recipe(low_rank=4, low_rank_layers=layers, global_batch_size=1)
+    layer, head = layer_pass(one).seconds(one), head_pass(one).seconds(one)
+    tensors = stage_tensors(one.shape, one.partition, 0, padded_vocabulary=512)
+    products = sum(tensor.size for tensor in tensors if ADAPTER in tensor.name) // 12
+    adapter = 2 * one.micro_batch_tokens * products / one.cluster.flops_per_s(one.precision)
+    for block, behind in enumerate(reached):
+        passes = (12 + behind + 4) * layer + (12 + 2 * behind) * adapter
+        passes += (2 + one.partition.head_active(block)) * head
+        assert phase_seconds(one, block).pipeline == pytest.approx(passes)
 
 
 def test_time_of_stateless_updates_and_muon() -> None:

@@ -189,6 +189,11 @@ class Partition:
         active = self.blocks[block]
         return layer >= (active.first_layer if self.stateless == "suffix" else 0) and layer not in active.layers
 
+    def trains_matrices(self, layer: int, block: int) -> bool:
+        """Whether the matrices of a layer are updated in the block's phase, with or without state."""
+        is_active = self.has_active_block and self.block_of_layer[layer] == block
+        return is_active or self.is_stateless(layer, block)
+
     def trains_adapter(self, layer: int, block: int) -> bool:
         """Whether the adapters of a layer are trained in the block's phase."""
         is_suffix = SUFFIX_ADAPTERS in self.always_active and layer >= self.blocks[block].first_layer
@@ -267,11 +272,10 @@ class Partition:
     def behind_prefix(self) -> tuple[tuple[tuple[bool, ...], ...], ...]:
         """By virtual stage and block, of each layer after the prefix, in depth order: whether its weights, or adapters
         beside them, are updated."""
-        active = [{*block.layers} if self.has_active_block else set[int]() for block in self.blocks]
         return tuple(
             tuple(
                 tuple(
-                    layer in active[block] or self.is_stateless(layer, block) or self.trains_adapter(layer, block)
+                    self.trains_matrices(layer, block) or self.trains_adapter(layer, block)
                     for layer in self.chunk_layers(stage, chunk)
                     if layer >= len(self.prefix_layers(block))
                 )

@@ -62,19 +62,21 @@ def description_of(
     carried = os.path.join(path, convert.CARRIED)
     if config_folder is None and os.path.isdir(carried):
         config_folder = carried
-    if config_folder is not None:
-        if vocab_size is not None:
-            raise ValueError("--vocab-size: config.json says it; leave the flag out")
-        return convert.describe(config_folder)
+    if config_folder is not None and vocab_size is not None:
+        raise ValueError("--vocab-size: config.json says it; leave the flag out")
     file = os.path.join(path, layout.RUN_STATE)
     if not os.path.isfile(file):
+        if config_folder is not None:
+            return convert.describe(config_folder)
         raise ValueError(
             f"{path} has no {layout.RUN_STATE} that describes the network: give tools/convert_checkpoint.py --config"
         )
     with open(file, encoding="utf-8") as opened:
         state = run_state.from_json(opened.read(), path=file)
-    is_on_gpu = state.layout.get("device", "cpu") != "cpu"
     config = run_config_from_dict(state.flags)
+    if config_folder is not None:
+        return replace(convert.describe(config_folder), low_rank_scale=config.bcd.low_rank_scale)
+    is_on_gpu = state.layout.get("device", "cpu") != "cpu"
     return describe_run(config, is_on_gpu=is_on_gpu, vocab_size=vocab_size, tokenizer=tokenizer)
 
 

@@ -102,6 +102,14 @@ def pass_products(shape: ModelShape, *, sequence: int) -> tuple[int, int]:
     return matrices, 2 * sequence * shape.query_size
 
 
+def adapter_products(shape: ModelShape) -> int:
+    """Products per token in one pass of the adapters of a layer."""
+    of_qkv, of_fc1 = shape.num_adapter_inputs
+    inputs = (of_qkv + of_fc1) * shape.hidden_size + shape.query_size + shape.ffn_hidden_size
+    outputs = shape.query_size + 2 * shape.key_value_size + 2 * shape.hidden_size + of_fc1 * shape.ffn_hidden_size
+    return shape.low_rank * (inputs + outputs)
+
+
 def head_passes(shape: ModelShape, *, sequence: int, padded_vocabulary: int) -> float:
     """Cost of one pass of the output head, in passes of a layer."""
     return shape.hidden_size * padded_vocabulary / sum(pass_products(shape, sequence=sequence))

@@ -95,7 +95,9 @@ def phase_flops(config: RunConfig, partition: Partition, block: int, *, padded_v
     matrices = (3 if shape.gated else 2) * shape.hidden_size * shape.ffn_hidden_size
     layers = config.num_layers * (projections + causal_attention + matrices)
     head = shape.hidden_size * padded_vocab_size
+    passes, with_gradients, _ = cost.layer_work(partition, block)
     of_layers = 3 * layers * cost.total_compute_ratio(partition, block)
+    of_layers += cost.adapter_products(shape) * (passes + 2 * with_gradients)
     return 2.0 * length * (of_layers + head * (2 + partition.head_active(block)))
 
 

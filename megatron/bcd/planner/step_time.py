@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from megatron.bcd.pipeline.build import build_plan
 from megatron.bcd.pipeline.plan import Kind, PlanShape
 from megatron.bcd.pipeline.simulate import ActionCosts, simulate
-from megatron.bcd.planner.cost import pass_products
+from megatron.bcd.planner.cost import adapter_products, pass_products
 from megatron.bcd.planner.memory import recomputation, schedule_shape
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.state import MatrixShare
@@ -58,6 +58,11 @@ def layer_pass(recipe: Recipe) -> PassCost:
     """One pass of one transformer layer."""
     products = sum(pass_products(recipe.shape, sequence=recipe.tokens))
     return PassCost(flops=2 * recipe.micro_batch_tokens * products, traffic=2 * recipe.layer_bytes.active)
+
+
+def adapter_pass(recipe: Recipe) -> PassCost:
+    """One pass of the adapters of a layer."""
+    return PassCost(flops=2 * recipe.micro_batch_tokens * adapter_products(recipe.shape), traffic=0)
 
 
 def core_pass(recipe: Recipe) -> PassCost:
@@ -129,19 +134,21 @@ def mean_seconds(recipe: Recipe, *, is_rough: bool = False) -> float:
 
 def _costs(recipe: Recipe, shape: PlanShape, block: int) -> ActionCosts:
     partition, choices = recipe.partition, recomputation(recipe)
-    layer, head, core = (each(recipe).seconds(recipe) for each in (layer_pass, head_pass, core_pass))
+    costs = (each(recipe).seconds(recipe) for each in (layer_pass, adapter_pass, head_pass, core_pass))
+    layer, adapter, head, core = costs
     unhidden = functools.partial(_unhidden_seconds, recipe, block)
     exchange = exchange_seconds(recipe)
     forward, backward = [], []
     for virtual in range(partition.num_virtual_stages):
         chunk, stage = divmod(virtual, partition.num_stages)
-        is_updated = partition.behind_prefix[virtual][block]
-        num_updated, num_inputs = sum(is_updated), len(is_updated)
+        layers = partition.chunk_layers(stage, chunk)
+        num_layers, num_inputs = len(layers), len(partition.behind_prefix[virtual][block])
+        num_updated = sum(partition.trains_matrices(each, block) for each in layers)
         choice = choices[stage][block]
         recomputed = choice.num_whole(chunk)
-        num_layers = len(partition.chunk_layers(stage, chunk))
-        forward.append(num_layers * (layer + exchange) + unhidden(virtual, layer + exchange))
+        forward.append(num_layers * (layer + adapter + exchange) + unhidden(virtual, layer + exchange))
         backward.append((num_inputs + num_updated + recomputed) * layer + (num_inputs + recomputed) * exchange)
+        backward[-1] += (2 * num_inputs + recomputed) * adapter
         of_layers = (layer + exchange) * (1 + recomputed / max(1, num_inputs))
         backward[-1] += unhidden(virtual, of_layers, num_last=num_inputs)
         if choice.granularity == "selective":

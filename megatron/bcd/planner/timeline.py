@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from megatron.bcd.planner.memory import recomputation
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.step_time import (
+    adapter_pass,
     copy_seconds,
     core_pass,
     exchange_seconds,
@@ -62,13 +63,19 @@ def microbatch(recipe: Recipe, block: int) -> list[Span]:
 
 def _uses(recipe: Recipe, block: int) -> Iterator[tuple[int | None, str, float]]:
     """Layer, what is computed, and its seconds."""
-    layer, head, core = (each(recipe).seconds(recipe) for each in (layer_pass, head_pass, core_pass))
+    costs = (each(recipe).seconds(recipe) for each in (layer_pass, adapter_pass, head_pass, core_pass))
+    layer, adapter, head, core = costs
     exchange, num_layers = exchange_seconds(recipe), recipe.model.layers
     for number in range(num_layers):
-        yield number, "forward", layer + exchange
+        yield number, "forward", layer + adapter + exchange
     yield None, "head", sum(passes_of_head(recipe, block)) * head
-    is_updated, choice = recipe.partition.behind_prefix[0][block], recomputation(recipe)[0][block]
-    for index in reversed(range(len(is_updated))):
+    num_behind, choice = len(recipe.partition.behind_prefix[0][block]), recomputation(recipe)[0][block]
+    for index in reversed(range(num_behind)):
+        number = num_layers - num_behind + index
         passes = 1 + (index < choice.num_whole(0))
-        more = is_updated[index] * layer + (choice.granularity == "selective") * core
-        yield num_layers - len(is_updated) + index, "backward", passes * (layer + exchange) + more
+        more = (
+            recipe.partition.trains_matrices(number, block) * layer
+            + adapter
+            + (choice.granularity == "selective") * core
+        )
+        yield number, "backward", passes * (layer + adapter + exchange) + more
