@@ -143,10 +143,8 @@ class Trainer:
         base = [parameter for name, parameter in named if f"{ADAPTER}." not in name]
         before = fingerprint(base)
         load.load_weights(folder.ModelFolder(folder.locate(str(files.load_hf), flag="--load-hf")), self.model)
-        other = "weights of another model, or blocks were trained: its adapters do not belong to --load-hf"
-        found = None if fingerprint(base) == before else f"--save-adapters: --load {files.load} has {other}"
-        if (error := collectives.first_error(found)) is not None:
-            raise ValueError(f"{error}: give --save-hf")
+        if any(collectives.gather_objects(fingerprint(base) != before)):
+            raise ValueError(f"--save-adapters: the weights of --load {files.load} are not --load-hf's: give --save-hf")
 
     def _build_model_and_data(self, build_model: ModelBuilder) -> tuple[str, ...]:
         """Tokenizer, splits and the model with its first weights; lines for the run summary about the data."""

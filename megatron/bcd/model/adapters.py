@@ -5,7 +5,6 @@ Tensor shapes: S sequence length on this rank, B micro-batch size, R rank of the
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -133,8 +132,4 @@ def add_adapters(
         )
         place, _, last = name.partition(".")
         layer.get_submodule(place).add_module(last + ADAPTER, adapter)
-        linear.register_forward_hook(functools.partial(_with_update, adapter))
-
-
-def _with_update(adapter: Adapter, _: Any, inputs: tuple[Tensor, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (output[0] + adapter(inputs[0]), *output[1:])
+        linear.register_forward_hook(lambda _, x, y, adapter=adapter: (y[0] + adapter(x[0]), *y[1:]))

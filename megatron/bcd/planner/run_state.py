@@ -90,14 +90,10 @@ def phase_flops(config: RunConfig, partition: Partition, block: int, *, padded_v
     frozen weights. What is recomputed is not counted, and what a prefix cache serves is.
     """
     shape, length = shape_of(config, vocab_size=padded_vocab_size), config.model.seq_length
-    projections = shape.hidden_size * 2 * (shape.query_size + shape.key_value_size)
-    causal_attention = shape.query_size * length
-    matrices = (3 if shape.gated else 2) * shape.hidden_size * shape.ffn_hidden_size
-    layers = config.num_layers * (projections + causal_attention + matrices)
+    matrices, core = cost.pass_products(shape, sequence=length)
+    work = cost.layer_work(partition, block)
+    of_layers = sum(work) * (matrices + core / 2) + (work[0] + 2 * work[1]) * cost.adapter_products(shape)
     head = shape.hidden_size * padded_vocab_size
-    passes, with_gradients, _ = cost.layer_work(partition, block)
-    of_layers = 3 * layers * cost.total_compute_ratio(partition, block)
-    of_layers += cost.adapter_products(shape) * (passes + 2 * with_gradients)
     return 2.0 * length * (of_layers + head * (2 + partition.head_active(block)))
 
 

@@ -60,11 +60,6 @@ def layer_pass(recipe: Recipe) -> PassCost:
     return PassCost(flops=2 * recipe.micro_batch_tokens * products, traffic=2 * recipe.layer_bytes.active)
 
 
-def adapter_pass(recipe: Recipe) -> PassCost:
-    """One pass of the adapters of a layer."""
-    return PassCost(flops=2 * recipe.micro_batch_tokens * adapter_products(recipe.shape), traffic=0)
-
-
 def core_pass(recipe: Recipe) -> PassCost:
     """The core of attention in one forward pass of a layer."""
     _, core = pass_products(recipe.shape, sequence=recipe.tokens)
@@ -75,6 +70,13 @@ def head_pass(recipe: Recipe) -> PassCost:
     """One pass of the output head and the loss."""
     elements = recipe.micro_batch_tokens * recipe.padded_vocabulary
     return PassCost(flops=2 * elements * recipe.shape.hidden_size, traffic=8 * elements)
+
+
+def pass_seconds(recipe: Recipe) -> tuple[float, float, float, float]:
+    """Of a layer, of its adapters, of the head, and of the core of attention."""
+    adapters = PassCost(flops=2 * recipe.micro_batch_tokens * adapter_products(recipe.shape), traffic=0)
+    layer, head, core = (each(recipe).seconds(recipe) for each in (layer_pass, head_pass, core_pass))
+    return layer, adapters.seconds(recipe), head, core
 
 
 def phase_seconds(recipe: Recipe, block: int, *, is_rough: bool = False) -> PhaseTime:
@@ -134,8 +136,7 @@ def mean_seconds(recipe: Recipe, *, is_rough: bool = False) -> float:
 
 def _costs(recipe: Recipe, shape: PlanShape, block: int) -> ActionCosts:
     partition, choices = recipe.partition, recomputation(recipe)
-    costs = (each(recipe).seconds(recipe) for each in (layer_pass, adapter_pass, head_pass, core_pass))
-    layer, adapter, head, core = costs
+    layer, adapter, head, core = pass_seconds(recipe)
     unhidden = functools.partial(_unhidden_seconds, recipe, block)
     exchange = exchange_seconds(recipe)
     forward, backward = [], []

@@ -11,16 +11,7 @@ from dataclasses import dataclass
 
 from megatron.bcd.planner.memory import recomputation
 from megatron.bcd.planner.recipe import Recipe
-from megatron.bcd.planner.step_time import (
-    adapter_pass,
-    copy_seconds,
-    core_pass,
-    exchange_seconds,
-    head_pass,
-    layer_pass,
-    passes_of_head,
-    streamed_layers,
-)
+from megatron.bcd.planner.step_time import copy_seconds, exchange_seconds, pass_seconds, passes_of_head, streamed_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +54,7 @@ def microbatch(recipe: Recipe, block: int) -> list[Span]:
 
 def _uses(recipe: Recipe, block: int) -> Iterator[tuple[int | None, str, float]]:
     """Layer, what is computed, and its seconds."""
-    costs = (each(recipe).seconds(recipe) for each in (layer_pass, adapter_pass, head_pass, core_pass))
-    layer, adapter, head, core = costs
+    layer, adapter, head, core = pass_seconds(recipe)
     exchange, num_layers = exchange_seconds(recipe), recipe.model.layers
     for number in range(num_layers):
         yield number, "forward", layer + adapter + exchange
