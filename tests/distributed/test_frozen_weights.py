@@ -29,6 +29,7 @@ CUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "data": (2, {}),
     "context": (2, {"context_parallel_size": 2}),
 }
+EMBEDDING_ON_HOST = {"bcd_frozen": "embedding", "untie_embeddings_and_output_weights": True}
 FACTORS: dict[str, dict[str, dict[str, Any]]] = {
     "layout": {
         "spread": {},
@@ -40,12 +41,12 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
     "precision": {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True, "initial_loss_scale": 256}},
     "method": {
         "paper": {"bcd_preset": "paper"},
-        "finetune": {"bcd_preset": "finetune"},
+        "finetune": {"bcd_preset": "finetune", "position_embedding_type": "rope"} | EMBEDDING_ON_HOST,
         "parts": {"bcd_always_active": "norms,biases,head", "bcd_frozen": "none", "bcd_optimizer_state": "host"},
         "frozen": {"bcd_frozen": "norms,embedding,head"},
         "greedy": {"bcd_order": "greedy"},
-        "cache": {"bcd_sample_ratio": 0.5, "bcd_prefix_cache": True},
-        "head": {"bcd_head_phase": True, "untie_embeddings_and_output_weights": True, "bcd_order": "descending"},
+        "cache": {"bcd_sample_ratio": 0.5, "bcd_prefix_cache": True} | EMBEDDING_ON_HOST,
+        "head": {"bcd_head_phase": True, "bcd_order": "descending"} | EMBEDDING_ON_HOST,
     },
     "recompute": {
         "none": {},
@@ -84,7 +85,8 @@ def config_of(case: Combination, folder: Path, **more: Any) -> Any:
 @pytest.mark.parametrize("case", thinned(CASES, keep_every=4), ids=lambda case: "-".join(case.values()))
 def test_the_same_bits(world1: World, world2: World, tmp_path: Path, case: Combination) -> None:
     """A layer that computes with another one's weights, before its copy or after the next one's; an active layer that
-    is not written back, or by a rank whose weights are not the shared ones."""
+    is not written back, or by a rank whose weights are not the shared ones; rows of other tokens, or of another rank's
+    part of the vocabulary."""
     world = (world1, world2)[CUTS[case["cut"]][0] - 1]
     on_device = world.run(worlds.train_run, config_of(case, tmp_path / "device", bcd_resident_layers=0))
     on_host = world.run(worlds.train_run, config_of(case, tmp_path / "host", bcd_frozen_weights="host"))
@@ -98,7 +100,7 @@ def test_the_same_bits(world1: World, world2: World, tmp_path: Path, case: Combi
 def test_resumes_in_the_other_place(world2: World, tmp_path: Path, first: str, second: str) -> None:
     """A checkpoint that holds what lay in a buffer, and not what it belongs to."""
     case = {"cut": "data", "layout": "spread", "precision": "bf16", "method": "parts", "recompute": "none"}
-    config = functools.partial(config_of, case | {"resident": "0"}, tmp_path)
+    config = functools.partial(config_of, case | {"resident": "0"}, tmp_path, **EMBEDDING_ON_HOST)
     whole = world2.run(resumed_runs.one_part, config())
     folder = tmp_path / "run"
     world2.run(resumed_runs.one_part, config(save=folder, exit_interval=3, bcd_frozen_weights=first))
@@ -146,30 +148,34 @@ def test_copies_of_a_step(world1: World, tmp_path: Path, resident: int) -> None:
         assert max(steps) - expected <= 2, "the first step of a phase begins without a prediction"
 
 
-def state_bytes(config: Any) -> list[tuple[int, int, int]]:
-    """After each step: bytes of the model's state on the device, in host memory, and of one layer."""
+def state_bytes(config: Any) -> list[tuple[int, ...]]:
+    """After each step: bytes of the model's state on the device, in host memory, of one layer, and of the embedding."""
     found = []
 
     def note(one: worlds.RecordedRun) -> None:
         layer = sum(parameter.nbytes for parameter in one.model.decoder.layers[0].parameters())
-        found.append((one.active.state_bytes().model_state, one.active.kept_bytes(), layer))
+        embedding = one.model.embedding.word_embeddings.weight.nbytes
+        found.append((one.active.state_bytes().model_state, one.active.kept_bytes(), layer, embedding))
 
     with worlds.started(config, after_step=note) as one:
         one.train()
     return found
 
 
-@pytest.mark.parametrize("resident", [0, 2])
-def test_bytes(world1: World, tmp_path: Path, resident: int) -> None:
-    """Weights on the device that nothing needs there: all but the active block, resident layers and two buffers."""
+@pytest.mark.parametrize(("resident", "embedding"), [(0, EMBEDDING_ON_HOST), (2, {})])
+def test_bytes(world1: World, tmp_path: Path, resident: int, embedding: dict[str, Any]) -> None:
+    """Weights on the device that nothing needs there: all but the active block, resident layers, two buffers, and an
+    embedding that is trained."""
     case = {"cut": "one", "layout": "spread", "precision": "fp32", "method": "paper", "recompute": "none"}
-    config = functools.partial(config_of, case | {"resident": "0"}, tmp_path, no_use_distributed_optimizer=True)
+    flags = {"no_use_distributed_optimizer": True} | embedding
+    config = functools.partial(config_of, case | {"resident": "0"}, tmp_path, **flags)
     [on_device] = world1.run(state_bytes, config())
     [on_host] = world1.run(state_bytes, config(bcd_frozen_weights="host", bcd_resident_layers=resident))
-    for (whole, _, layer), (rest, host, _) in zip(on_device, on_host, strict=True):
-        padded = host // 8
+    for (whole, _, layer, rows), (rest, host, *_) in zip(on_device, on_host, strict=True):
+        rows *= bool(embedding)
+        padded = (host - rows) // 8
         assert layer <= padded < 1.1 * layer, "each parameter begins at a multiple of 512 bytes"
-        assert rest == whole - 6 * layer + (2 + resident) * padded
+        assert rest == whole - rows - 6 * layer + (2 + resident) * padded
 
 
 def choice_of_auto(config: Any) -> tuple[str, int, int]:
@@ -254,9 +260,9 @@ def saved_in_background(config: Any) -> tuple[dict[str, Any], int, int, int]:
     def count(self: ShardWrite, part: Any) -> torch.Tensor:
         nonlocal copied, total, main_params
         found = on_host(self, part)
-        if ".layers." in part.key and not part.key.startswith("optimizer."):
+        if (".layers." in part.key or "word_embeddings" in part.key) and not part.key.startswith("optimizer."):
             copied += found.nbytes * (found.data_ptr() != part.data.data_ptr())
-            total += found.nbytes
+            total += found.nbytes * (".layers." in part.key)
         main_params += found.nbytes * (f".{MAIN_PARAM}." in part.key and ".layers." in part.key and not found.is_meta)
         return found
 
@@ -284,7 +290,7 @@ def test_async_save_reads_frozen_weights_where_they_lie(
     switch that changes a layer before it is written."""
     world = (world1, world2)[CUTS[cut][0] - 1]
     case = {"cut": cut, "layout": "spread", "precision": precision, "method": "paper", "recompute": "none"}
-    flags = {"bcd_frozen_weights": "host", "bcd_steps_per_block": 1, "swiglu": True}
+    flags = {"bcd_frozen_weights": "host", "bcd_steps_per_block": 1, "swiglu": True} | EMBEDDING_ON_HOST
     config = functools.partial(config_of, case | {"resident": "1"}, tmp_path, **flags)
     whole = world.run(resumed_runs.one_part, config())
     folder = tmp_path / "run"

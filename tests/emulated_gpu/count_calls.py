@@ -26,6 +26,9 @@ METHODS = {
     "paper, frozen weights on the host": ["--bcd-preset", "paper", "--bcd-frozen-weights", "host"],
     "pretrain": ["--bcd-preset", "pretrain"],
     "finetune": ["--bcd-preset", "finetune"],
+    "finetune, frozen weights and embedding on the host": [
+        *("--bcd-preset", "finetune", "--untie-embeddings-and-output-weights", "--bcd-frozen-weights", "host")
+    ],
 }
 SIZES = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --hidden-dropout 0 --attention-dropout 0 "

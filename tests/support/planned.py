@@ -38,7 +38,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "finetune_bf16": {"bcd_preset": "finetune", "bcd_num_blocks": None, "bcd_order": "ascending", "bf16": True},
     "streamed": {"bf16": True, "bcd_frozen_weights": "host", "bcd_num_blocks": 6},
     "streamed_pipeline2": TWO
-    | {"pipeline_model_parallel_size": 2, "bcd_frozen_weights": "host", "bcd_resident_layers": 1, "num_layers": 12},
+    | {"pipeline_model_parallel_size": 2, "bcd_frozen_weights": "host", "bcd_resident_layers": 1, "num_layers": 12}
+    | {"untie_embeddings_and_output_weights": True, "bcd_frozen": "embedding"},
     "adapters": {"bcd_low_rank": 3},
     "adapters_alone_bf16": TWO | {"bcd_low_rank": 3, "bcd_num_blocks": 0, "bf16": True},
     "adapters_of_the_suffix": TWO

@@ -175,6 +175,11 @@ class RunConfig:
         return bool(fields.get("cross_entropy_loss_fusion")) and fields.get("cross_entropy_fusion_impl") == "linear"
 
     @property
+    def has_embedding_on_host(self) -> bool:
+        """The embedding lies in host memory, and its rows are sent: no phase trains it, no tied head reads it whole."""
+        return self.bcd.bcd_frozen_weights == "host" and "embedding" in self.bcd.frozen and not self.tied
+
+    @property
     def tied(self) -> bool:
         """The output head uses the word embedding's weight."""
         return not self.model.untie_embeddings_and_output_weights

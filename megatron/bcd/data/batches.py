@@ -5,6 +5,7 @@ Tensor shapes: B microbatch size, S sequence length.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -100,7 +101,8 @@ def _collate(samples: Sequence[dict[str, Any]]) -> Batch:
 
 def batches(dataset: Any, config: RunConfig, *, consumed_samples: int) -> Iterator[Batch]:
     """Microbatches of this data-parallel rank, on its device, from sample `consumed_samples` on, without end: after the
-    last sample the first one follows. A resumed run with other flags may have consumed more than there is.
+    last sample the first one follows. A resumed run with other flags may have consumed more than there is. `tokens`
+    are where the embedding is.
 
     `tokens`, `labels`, `position_ids` int64 [B, S], `loss_mask` float32 [B, S], and with --reset-attention-mask
     `attention_mask` bool [B, 1, S, S], True = masked. Of S this context-parallel rank's part; of masks, of their rows.
@@ -147,9 +149,9 @@ def subset_batches(
     return _loaded(dataset, order, config)
 
 
-def batch_of(dataset: Any, indices: Sequence[int]) -> Batch:
-    """The samples `indices` as one microbatch on the device, read at once; see `batches`."""
-    return _on_this_rank(_collate([dataset[index] for index in indices]))
+def batch_of(dataset: Any, indices: Sequence[int], config: RunConfig) -> Batch:
+    """The samples `indices` as one microbatch, read at once; see `batches`."""
+    return _on_this_rank(config, _collate([dataset[index] for index in indices]))
 
 
 def _loaded(dataset: Any, indices: Iterable[list[int]], config: RunConfig) -> Iterator[Batch]:
@@ -164,7 +166,7 @@ def _loaded(dataset: Any, indices: Iterable[list[int]], config: RunConfig) -> It
         worker_init_fn=_leave_signals_to_the_rank,
         generator=torch.Generator().manual_seed(config.training.seed),
     )  # else the loader would draw from the model's generator
-    return map(_on_this_rank, loader)
+    return map(functools.partial(_on_this_rank, config), loader)
 
 
 def _leave_signals_to_the_rank(worker: int) -> None:
@@ -182,10 +184,10 @@ def _end_with_the_rank() -> None:
     os._exit(0)
 
 
-def _on_this_rank(batch: Batch) -> Batch:
+def _on_this_rank(config: RunConfig, batch: Batch) -> Batch:
     """On its device, and of each sequence the part that this context-parallel rank works on."""
-    target = device.current()
-    moved = {name: tensor.to(target, non_blocking=True) for name, tensor in batch.items()}
+    stays, target = {"tokens"} if config.has_embedding_on_host else (), device.current()
+    moved = {name: tensor if name in stays else tensor.to(target, non_blocking=True) for name, tensor in batch.items()}
     if "segment_ids" in moved:
         moved["attention_mask"] = between_segments(moved.pop("segment_ids"))
     return get_batch_on_this_cp_rank(moved)

@@ -183,7 +183,9 @@ def build_model(config: RunConfig, padded_vocab_size: int, implementation: Imple
         )
     num_chunks = config.num_chunks
     parallel_state.set_virtual_pipeline_model_parallel_world_size(num_chunks if num_chunks > 1 else None)
-    frozen_weights = _frozen_weights(config, stage_config) if config.bcd.bcd_frozen_weights == "host" else None
+    frozen_weights = None
+    if config.bcd.bcd_frozen_weights == "host":
+        frozen_weights = _frozen_weights(config, stage_config, padded_vocab_size)
     try:
         chunks = [
             _build_chunk(config, stage_config, padded_vocab_size, implementation, chunk, frozen_weights)
@@ -197,6 +199,8 @@ def build_model(config: RunConfig, padded_vocab_size: int, implementation: Imple
     if frozen_weights is None:
         model.to(device.current())
     else:
+        if config.has_embedding_on_host and chunks[0].pre_process:
+            frozen_weights.add_embedding(chunks[0].embedding.word_embeddings)
         frozen_weights.move_rest(model)
         model.frozen_weights = frozen_weights  # type: ignore[assignment]
     if config.precision != "fp32":
@@ -249,13 +253,15 @@ def _build_chunk(
     return model
 
 
-def _frozen_weights(config: RunConfig, stage_config: TransformerConfig) -> FrozenWeights:
+def _frozen_weights(config: RunConfig, stage_config: TransformerConfig, padded_vocab_size: int) -> FrozenWeights:
     """Of this stage, without what is active in every phase."""
     partition = partition_from_config(config)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     keeps = config.bcd.bcd_main_params == "host"
+    embedding_size = padded_vocab_size // config.tensor_size * config.hidden_size
     return FrozenWeights(
         num_layers=len(partition.stage_layers(stage)),
+        embedding_size=embedding_size if config.has_embedding_on_host and stage == 0 else 0,
         num_resident=config.bcd.bcd_resident_layers,
         dtype=stage_config.params_dtype,
         kept_dtype={"bf16": torch.int16, "fp16": torch.float32}.get(config.precision) if keeps else None,

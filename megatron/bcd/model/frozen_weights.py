@@ -3,7 +3,8 @@
 A phase only reads its frozen weights. Those of a stage's layers lie in one arena of page-locked host memory, one flat
 piece a layer; while a layer computes, the next one is copied to one of two buffers on a stream of its own. The weights
 of the active block, and of the layers that stay on the device, are loaded when the phase begins; the active block's are
-written back when it ends. Training is the same bit for bit. See docs/frozen_weights.md.
+written back when it ends. Of an embedding that no phase trains, the CPU gathers and sends the rows of each microbatch.
+Training is the same bit for bit. See docs/frozen_weights.md.
 """
 
 from __future__ import annotations
@@ -14,9 +15,14 @@ from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import (
+    VocabParallelEmbedding,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron.bcd.runtime import collectives, device, host_memory
+from megatron.bcd.runtime import collectives, device, host_memory, memory
 from megatron.bcd.runtime.compat import pytorch
 
 _ALIGNMENT = 128
@@ -76,18 +82,20 @@ class _Buffer:
 
 
 class FrozenWeights:
-    """The layers of one pipeline stage, in the order in which `add` was called.
+    """The layers of one pipeline stage, in the order in which `add` was called, and on the first stage the embedding.
 
-    `num_layers`: how many there will be. `num_resident`: how many frozen ones stay on the device, the last ones, which
-    backward passes read too. `is_streamed` tells by the name within a layer which parameters are meant. The ranks of
-    `group`, which hold the same weights, share the arena on each node. `kept_dtype`: of what is kept of each element
-    of a main parameter in `kept`, as `BlockStateStore` does; None keeps nothing.
+    `num_layers`: how many there will be. `embedding_size`: elements of the one that `add_embedding` will get, 0 for none.
+    `num_resident`: how many frozen layers stay on the device, the last ones, which backward passes read too.
+    `is_streamed` tells by the name within a layer which parameters are meant. The ranks of `group`, which hold the same
+    weights, share the arena on each node. `kept_dtype`: of what is kept of each element of a main parameter in `kept`,
+    as `BlockStateStore` does; None keeps nothing.
     """
 
     def __init__(
         self,
         *,
         num_layers: int,
+        embedding_size: int,
         num_resident: int,
         dtype: torch.dtype,
         kept_dtype: torch.dtype | None,
@@ -98,11 +106,12 @@ class FrozenWeights:
         """Of layers to a buffer, since the start."""
         self.kept: dict[torch.nn.Parameter, torch.Tensor] = {}
         """Flat, in the arena, behind the layer's weights: for what weights lack of their main parameters."""
-        self._num_layers, self._num_resident = num_layers, num_resident
+        self._num_layers, self._embedding_size, self._num_resident = num_layers, embedding_size, num_resident
         self._dtype, self._kept_dtype = dtype, kept_dtype
         self._is_streamed, self._group = is_streamed, group
         self._arena: host_memory.SharedMemory
         self._layers: list[_Layer] = []
+        self._embedding: torch.nn.Parameter | None = None
         self._resident: dict[int, torch.Tensor] = {}
         self._buffers: list[_Buffer] = []
         self._stream = device.CopyStream()
@@ -120,9 +129,8 @@ class FrozenWeights:
         layer = _Layer(len(self._layers), f"layer {module.layer_number - 1}", named)
         sizes = [layer.size * (0 if one is None else one.itemsize) for one in (self._dtype, self._kept_dtype)]
         if not self._layers:
-            self._arena = host_memory.allocate(
-                sum(sizes) * self._num_layers, group=self._group, what="--bcd-frozen-weights host"
-            )
+            total = sum(sizes) * self._num_layers + self._embedding_size * self._dtype.itemsize
+            self._arena = host_memory.allocate(total, group=self._group, what="--bcd-frozen-weights host")
         assert not self._layers or layer.size == self._layers[0].size, "layers differ in size"
         weights, kept = self._arena.data[layer.number * sum(sizes) :][: sum(sizes)].split(sizes)
         layer.on_host = weights.view(self._dtype)
@@ -136,8 +144,19 @@ class FrozenWeights:
         module.register_forward_pre_hook(lambda module, _: self._before_forward(layer, module))
         module.register_forward_hook(lambda _, __, output: self._after_forward(layer, output[0]))
 
+    @torch.no_grad()
+    def add_embedding(self, module: VocabParallelEmbedding) -> None:
+        """Move the weights of an embedding that no phase trains to the arena, behind all layers."""
+        weight = module.weight
+        on_host = self._arena.data[-weight.nbytes :].view(self._dtype).view(weight.shape)
+        if self._arena.is_owner:
+            on_host.copy_(weight)
+        weight.data = on_host
+        self._embedding = weight
+        module.__class__ = EmbeddingOnHost
+
     def move_rest(self, model: torch.nn.Module) -> None:
-        """As `model.to` the device, without the layers."""
+        """As `model.to` the device, without what `add` and `add_embedding` have moved."""
         for tensor in itertools.chain(model.parameters(), model.buffers()):
             if not self.is_on_host(tensor):
                 tensor.data = tensor.data.to(device.current())
@@ -187,8 +206,9 @@ class FrozenWeights:
                 layer.is_streamed = True
 
     def streamed_parameters(self) -> set[torch.nn.Parameter]:
-        """Of the layers that lie in host memory in this phase."""
-        return {parameter for layer in self._layers if layer.is_streamed for parameter in layer.parameters}
+        """What lies in host memory in this phase."""
+        of_layers = {parameter for layer in self._layers if layer.is_streamed for parameter in layer.parameters}
+        return of_layers if self._embedding is None else of_layers | {self._embedding}
 
     def device_tensors(self) -> Iterator[torch.Tensor]:
         """What lies on the device beside the active block."""
@@ -197,7 +217,9 @@ class FrozenWeights:
 
     def bytes_on_host(self) -> int:
         """Of the weights in the arena; 0 where another rank of the node holds it."""
-        return sum(layer.on_host.nbytes for layer in self._layers) if self._arena.is_owner else 0
+        weights = [layer.on_host for layer in self._layers]
+        weights += [] if self._embedding is None else [self._embedding]
+        return sum(tensor.nbytes for tensor in weights) if self._arena.is_owner else 0
 
     @contextlib.contextmanager
     def all_on_host(self) -> Iterator[None]:
@@ -266,6 +288,28 @@ class StreamedLayer(TransformerLayer):
     def __init__(self, *args: Any, frozen_weights: FrozenWeights, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         frozen_weights.add(self)
+
+
+class EmbeddingOnHost(VocabParallelEmbedding):
+    """Megatron Core's embedding, with weights in host memory: their rows are gathered there and sent. The CPU waits for
+    nothing, if it has the tokens."""
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """From tokens [B, S] on any device: [B, S, H] on this process' device, or [S / ranks, B, H] if
+        `reduce_scatter_embeddings`."""
+        tokens, is_split = input_.cpu().view(-1), self.tp_group.size() > 1
+        if is_split:
+            is_elsewhere = (tokens < self.vocab_start_index) | (tokens >= self.vocab_end_index)
+            tokens = (tokens - self.vocab_start_index).masked_fill_(is_elsewhere, 0)
+        rows = memory.empty_in_host_memory(len(tokens) * self.embedding_dim, self.weight.dtype).view(len(tokens), -1)
+        torch.index_select(self.weight.detach(), 0, tokens, out=rows)
+        if is_split:
+            rows[is_elsewhere] = 0
+        output = rows.to(device.current(), non_blocking=True).view(*input_.shape, -1)
+        if self.reduce_scatter_embeddings:
+            output = output.transpose(0, 1).contiguous()
+            return reduce_scatter_to_sequence_parallel_region(output, group=self.tp_group)
+        return reduce_from_tensor_model_parallel_region(output, group=self.tp_group)
 
 
 def _storage(tensor: torch.Tensor) -> int:

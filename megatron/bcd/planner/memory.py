@@ -67,7 +67,10 @@ def host_bytes(recipe: Recipe) -> int:
     ranks, blocks = range(recipe.num_replicas), range(recipe.partition.num_blocks)
     kept = max(recipe.state.share(*place).kept for place in product(stages, blocks, ranks))
     if recipe.is_streamed:
-        largest = max(len(layers.sizes) * layers.padded for layers in recipe.state.streamed)
+        largest = max(
+            len(layers.sizes) * layers.padded + recipe.state.embedding_on_host(stage)
+            for stage, layers in enumerate(recipe.state.streamed)
+        )
         kept += recipe.bytes_per_element * largest // min(recipe.num_replicas, recipe.gpus_per_node)
     # main parameters of stateless updates are on the device
     if len(blocks) == 1 or recipe.bcd.bcd_resting_update != "none":

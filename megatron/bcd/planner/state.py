@@ -165,6 +165,12 @@ class ModelState:
             ),
         )
 
+    def embedding_on_host(self, stage: int) -> int:
+        """Elements, as `RunConfig.has_embedding_on_host` says."""
+        partition = self.partition
+        is_on_host = self.bcd.bcd_frozen_weights != "device" and "embedding" in partition.frozen and not partition.tied
+        return self.padded_vocabulary // self.tensor_size * self.shape.hidden_size * (is_on_host and stage == 0)
+
     def weight_elements(self, stage: int, block: int) -> int:
         """On the device, with the padding of buffers."""
         is_streamed, buffers = self.bcd.bcd_frozen_weights != "device", self.buffers[stage]
@@ -174,6 +180,7 @@ class ModelState:
         if is_streamed:
             layers = self.streamed[stage]
             elements += layers.device_elements(block, self.bcd.bcd_resident_layers) - sum(layers.sizes)
+            elements -= self.embedding_on_host(stage)
         return elements
 
     def rank(self, stage: int, block: int, replica: int) -> RankMemory:

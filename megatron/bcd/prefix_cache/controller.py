@@ -285,7 +285,7 @@ class _Fill:
         if not self._needs_batch:
             return {}
         slots = numpy.pad(slots, (0, self._micro_batch_size - len(slots)), mode="edge")
-        return data.batch_of(self._cache.samples.dataset, self._file.samples[slots].tolist())
+        return data.batch_of(self._cache.samples.dataset, self._file.samples[slots].tolist(), self._cache.config)
 
     def _forward(self, model: torch.nn.Module, batch: data.Batch) -> torch.Tensor:
         """The chunk's output, or the input of the first active layer in it."""

@@ -254,8 +254,8 @@ def _notes_of_pipeline(config: RunConfig, partition: Partition, recomputation: R
     yield from recomputation.describe(partition)
     if config.bcd.bcd_frozen_weights == "host":
         yield (
-            "frozen layers in host memory, copied as they are read; "
-            f"{config.bcd.bcd_resident_layers} of a stage stay on the device"
+            f"frozen layers{' and embedding' * config.has_embedding_on_host} in host memory, copied as they are read; "
+            f"{config.bcd.bcd_resident_layers} layers of a stage stay on the device"
         )
     if config.tensor_size > 1 and device.has_cuda():
         value = os.environ[distributed.CONNECTIONS]
