@@ -17,6 +17,8 @@ UNPLANNED = {
     "adapters_tensor2": TWO | {"tensor_model_parallel_size": 2, "bcd_low_rank": 3, "swiglu": True},
     "adapters_data2": TWO | {"bcd_low_rank": 3, "bcd_num_blocks": 0, "position_embedding_type": "rope"},
     "sgd_bf16": {"optimizer": "sgd", "bf16": True},
+    "gradients_bf16": TWO | {"bf16": True, "grad_reduce_in_bf16": True},
+    "gradients_fp16": {"fp16": True, "initial_loss_scale": 256, "no_use_distributed_optimizer": True},
     "fp16": {"fp16": True, "initial_loss_scale": 256, "accumulate_allreduce_grads_in_fp32": True},
     "replicated_bf16": TWO | {"bf16": True, "no_use_distributed_optimizer": True},
 }

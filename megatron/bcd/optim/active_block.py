@@ -345,6 +345,8 @@ class ActiveBlock:
         if self._config.report.log_num_zeros_in_grad:
             self.num_zeros = self._count_zeros()
         optimizer.step_with_ready_grads()
+        if not self._config.optimizer.optimizer_cpu_offload:
+            optimizer.zero_grad()  # frees fp32 copies of 16-bit gradients
         if matrices is not None:
             max_norm = optimizer.config.clip_grad
             # as in Megatron Core's `clip_grad_by_total_norm_fp32`
