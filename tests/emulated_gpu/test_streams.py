@@ -131,7 +131,8 @@ CASES: dict[str, dict[str, Any]] = {
     "pretrain_on_two_stages": PIPELINE | {"bcd_preset": "pretrain"},
     "checkpoint_at_once": {"train_iters": 4},
     "checkpoint_in_background": {"async_save": True, "train_iters": 4},
-    "checkpoint_in_background_streamed": STREAMED | {"bf16": True, "async_save": True, "train_iters": 4},
+    "checkpoint_in_background_streamed": STREAMED
+    | {"world_size": 2, "bf16": True, "async_save": True, "train_iters": 4},
     "overlap": {"world_size": 2, "overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 3000},
 }
 
@@ -160,9 +161,9 @@ def test_late_is_the_same(late: Worlds, gpus: Worlds, text_data: str, tmp_path: 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("checkpoint")])
 def test_late_checkpoint(late: Worlds, text_data: str, tmp_path: Path, case: str) -> None:
-    """A checkpoint that is written from copies that are not there yet."""
-    config = config_of(case, text_data, tmp_path)
-    assert late(1).run(resumed_runs.saved_in_passing, config, 2, str(tmp_path)) == [[]]
+    """A checkpoint that is written from copies that are not there yet; shards that lie on the host, and NCCL."""
+    config, size = config_of(case, text_data, tmp_path), CASES[case].get("world_size", 1)
+    assert late(size).run(resumed_runs.saved_in_passing, config, 2, str(tmp_path)) == [[]] * size
 
 
 # ---- mutants: one wait less, a buffer on the wrong device, a wrong group

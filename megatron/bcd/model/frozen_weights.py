@@ -84,7 +84,7 @@ class _Buffer:
 class FrozenWeights:
     """The layers of one pipeline stage, in the order in which `add` was called, and on the first stage the embedding.
 
-    `num_layers`: how many there will be. `embedding_size`: elements of the one that `add_embedding` will get, 0 for none.
+    `num_layers`: how many there will be. `embedding_size`: elements of the one that `add_embedding` gets, 0 for none.
     `num_resident`: how many frozen layers stay on the device, the last ones, which backward passes read too.
     `is_streamed` tells by the name within a layer which parameters are meant. The ranks of `group`, which hold the same
     weights, share the arena on each node. `kept_dtype`: of what is kept of each element of a main parameter in `kept`,

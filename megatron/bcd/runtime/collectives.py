@@ -75,12 +75,12 @@ def join_shards(
     group: torch.distributed.ProcessGroup,
     rank: int | None,
 ) -> torch.Tensor:
-    """A flat fp32 tensor with as many elements as `like`, on its device; each element is in the shard of one rank.
+    """A flat fp32 tensor with as many elements as `like`, on the device; each element is in the shard of one rank.
 
     `shard`: this rank's, flat, which begins at element `start`; None where it has none. The result is whole on `rank`
     of the group, or with None on every rank; elsewhere its values mean nothing. A collective over the group.
     """
-    flat = torch.zeros(like.numel(), dtype=torch.float32, device=like.device)
+    flat = torch.zeros(like.numel(), dtype=torch.float32, device=device.current())
     if shard is not None:
         flat[start : start + shard.numel()] = shard
     bits = flat.view(torch.int32)  # all addends of an element but one are 0: a sum of integers keeps even -0.0
