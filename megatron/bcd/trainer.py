@@ -16,7 +16,8 @@ import hashlib
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,7 @@ from megatron.bcd.model.loss import masked_loss, reduce_losses
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.lr_schedule import build_scheduler
 from megatron.bcd.optim.switch_check import fingerprint
+from megatron.bcd.outer.groups import ExchangeFailed, ReplicaGroups, RunParts
 from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.planner.run_state import RunMemory, head_passes, model_state_of, phase_flops
 from megatron.bcd.prefix_cache.controller import PrefixCache
@@ -110,6 +112,7 @@ class Trainer:
         )
         data_notes = self._build_model_and_data(build_model)
         self._build_parts()
+        self.groups = self._replica_groups()
         self.saver = Saver(config.checkpoint, self.reporter) if config.checkpoint.save else None
         self.exporter = self._exporter(resumed, is_restart=is_restart)
         self.reporter.run_summary(
@@ -128,6 +131,15 @@ class Trainer:
         )
         for note in data_notes:
             self.reporter.note(note)
+
+    def _replica_groups(self) -> ReplicaGroups | None:
+        """Of --lighthouse."""
+        if self.config.groups.lighthouse is None:
+            return None
+        parts = RunParts(counters=self._counters, iteration=lambda: self.state.iteration, take=self._continue_from)
+        return ReplicaGroups(
+            self.config, active=self.active, train=self.splits.train, parts=parts, reporter=self.reporter
+        )
 
     def _exporter(self, resumed: run_state.RunState | None, *, is_restart: bool) -> Exporter | None:
         """Of --save-hf or --save-adapters."""
@@ -275,9 +287,11 @@ class Trainer:
                 self.evaluate_at_end()
 
     def _after_step(self, result: StepResult) -> bool:
-        """Count, check, log and evaluate; at the end of a phase start the next one. Whether no step follows."""
+        """Count, check, log, exchange and evaluate; at the end of a phase start the next one. Whether no step
+        follows."""
         state = self.state
-        state.after_step(result, num_samples=get_current_global_batch_size())
+        num_groups = 1 if self.groups is None else self.groups.size
+        state.after_step(result, num_samples=get_current_global_batch_size() * num_groups)
         self.reporter.progress(state.iteration)
         self._check_switch(result)
         self._check_replicas()
@@ -287,10 +301,18 @@ class Trainer:
             self.reporter.step(self._step_metrics(state.phase_state))
             if state.iteration > 1:  # as in stock, the first iteration also counts in the first interval
                 state.interval = []
+        if self.groups is not None and self._is_exchange_due(state.iteration) and not self._exchange(self.groups):
+            return state.iteration >= self.train_iters
+        return self._end_step(loss=result.loss)
+
+    def _end_step(self, *, loss: float | None) -> bool:
+        """What follows the exchange after a step, also for a group that has taken the others' state there."""
+        state = self.state
+        is_last = state.iteration == self.train_iters
         if self._is_evaluation_due(state.iteration):
             self.evaluate("validation")
         before = state.phase_state
-        state.phase_state = self.block_schedule.after_step(before, loss=result.loss)
+        state.phase_state = self.block_schedule.after_step(before, loss=loss)
         if state.phase_state.phase == before.phase:
             return is_last
         state.after_phase(num_distinct_samples=self.samples.num_distinct(state.samples_in_phase))
@@ -334,6 +356,7 @@ class Trainer:
             or self.stop.reason is not None
             or self.stop.is_interval_over(after)
             or self._is_evaluation_due(after)
+            or (self.groups is not None and self._is_exchange_due(after))
             or self._is_save_due(after, is_last=is_last)
             or self._is_export_due(after, is_last=is_last)
             or (self.block_schedule.num_blocks > 1 and self.block_schedule.may_end_with_next_step(state.phase_state))
@@ -526,6 +549,8 @@ class Trainer:
                     state.phase_state.phase, block, num_samples=num_steps * self.global_batch_size
                 )
         self.pipeline.begin_phase(block, is_prefix_served=is_served)
+        if self.groups is not None:
+            self.groups.begin_phase()
 
     def _gradient_scores(self, candidates: Sequence[int]) -> dict[int, float]:
         """Greedy order (Gauss-Southwell rule): the root mean square of each candidate's gradient, its norm over the
@@ -572,6 +597,66 @@ class Trainer:
         if before is not None:
             active.set_loss_scaler_state(before)
         return norm
+
+    # ------------------------------------------------------------------------------------------------------ exchange
+
+    def _is_exchange_due(self, iteration: int) -> bool:
+        """Whether the replica groups exchange what they have changed after `iteration`, a step of the present phase:
+        then all of them do."""
+        interval, save_interval = self.config.groups.outer_interval, self.config.checkpoint.save_interval
+        phase_state = self.state.phase_state
+        return (
+            iteration == self.train_iters
+            or self.block_schedule.may_end_with_next_step(phase_state)
+            or (interval is not None and (phase_state.step_in_phase + 1) % interval == 0)
+            or (save_interval is not None and iteration % save_interval == 0)
+            or self.stop.is_interval_over(iteration)
+        )
+
+    def _exchange(self, groups: ReplicaGroups) -> bool:
+        """As `ReplicaGroups.exchange`. Raises TrainingFailed."""
+        try:
+            is_in_step = groups.exchange()
+        except ExchangeFailed as error:
+            raise TrainingFailed(f"iteration {self.state.iteration}: {error}; {self._where_to_resume()}") from error
+        self._share_samples(groups)
+        return is_in_step
+
+    def _join(self, groups: ReplicaGroups) -> None:
+        """Meet the other groups. Raises ValueError: this one is of another run, or there is no way to them."""
+        try:
+            is_in_step = groups.join()
+        except ExchangeFailed as error:
+            raise ValueError(f"--lighthouse {self.config.groups.lighthouse}: {error}") from error
+        self._share_samples(groups)
+        if is_in_step:
+            self._end_step(loss=None)
+
+    def _share_samples(self, groups: ReplicaGroups) -> None:
+        share = data.GroupShare(group=groups.rank, num_groups=groups.size, batch_size=self.global_batch_size)
+        self.samples.set_share(share)
+
+    def _counters(self) -> dict[str, Any]:
+        """For a group that joins: all that decides on its next step, beside tensors."""
+        counters = {own.name: getattr(self.state, own.name) for own in fields(run_state.Counters)}
+        phase = self.state.phase_state.to_dict()
+        return {"counters": counters, "phase": phase, "scheduler_steps": self.lr_scheduler.num_steps}
+
+    def _continue_from(self, there: Mapping[str, Any], load: Callable[[Callable[[], None]], None]) -> None:
+        """Go to where another group is, by its `_counters`; `load` loads its tensors and calls what builds the
+        block."""
+        if self.saver is not None:
+            self.saver.finish()
+        self.end_phase(is_end_of_run=True)
+        for name, value in there["counters"].items():
+            setattr(self.state, name, value)
+        self.state.phase_state = PhaseState.from_dict(there["phase"])
+        self.state.interval = []
+        self.lr_scheduler.num_steps = there["scheduler_steps"]
+        self.samples.set_share(self.samples.share, is_moved=True)
+        self._validation_batches = None
+        load(self._build_block)
+        self._begin_phase()
 
     # ------------------------------------------------------------------------------------- checks and metrics of a step
 
@@ -827,7 +912,8 @@ class Trainer:
         is_stopped = stop.reason is not None and not is_last
         is_end = is_last or is_stopped
         is_saved = True
-        if saver is not None and (is_end or self._is_save_due(iteration, is_last=is_last)):
+        is_writer = self.groups is None or self.groups.rank == 0  # of all groups one
+        if saver is not None and is_writer and (is_end or self._is_save_due(iteration, is_last=is_last)):
             is_saved = self.save()
             if not is_end:  # a signal that came while it was written: another save would write the same again
                 stop.agree(iteration, is_writing=False)
@@ -901,6 +987,8 @@ class Trainer:
             self._restore_random_states(source, saved.iteration)
             self.reporter.note(f"resuming from {source.path}, after iteration {saved.iteration}")
         self._begin_phase()
+        if self.groups is not None:
+            self._join(self.groups)
         if self.saver is not None:
             self.saver.log_progress("Starting job")
 

@@ -29,6 +29,7 @@ with warnings.catch_warnings():
 
 DATA, TOKENIZER, CHECKPOINTS = "data", "tokenizer", "checkpoints"
 BCD = "block coordinate descent"
+REPLICA_GROUPS = "replica groups"
 OWN_SECTIONS: dict[str, tuple[Any, str]] = {
     "bcd": (config.BcdConfig, BCD),
     "model": (config.ModelConfig, stock.NETWORK),
@@ -37,6 +38,7 @@ OWN_SECTIONS: dict[str, tuple[Any, str]] = {
     "data": (config.DataConfig, DATA),
     "tokenizer": (config.TokenizerConfig, TOKENIZER),
     "checkpoint": (config.CheckpointConfig, CHECKPOINTS),
+    "groups": (config.GroupsConfig, REPLICA_GROUPS),
     "report": (config.ReportConfig, REPORT),
 }
 CORE_SECTIONS: dict[str, tuple[Any, Mapping[str, str]]] = {
@@ -58,6 +60,7 @@ GROUPS = (
     FINE_TUNING,
     TOKENIZER,
     CHECKPOINTS,
+    REPLICA_GROUPS,
     REPORT,
 )
 """Titles of the groups in ``--help``, in their order."""

@@ -72,11 +72,19 @@ CONFLICTS = {
     "--bcd-low-rank": "--optimizer=sgd",
     "--bcd-prefix-cache": "--sequence-parallel --fp8-format",  # ranks that read it would not scale with others
     "--fp8-format": "--transformer-impl=local",
+    # what each replica group would decide by its own samples, or would not deal out
+    "--lighthouse": "--skip-train --bcd-order=greedy --bcd-switch=plateau --bcd-stop-cycle-improvement "
+    "--bcd-prefix-cache --dataloader-type=cyclic --rampup-batch-size",
 }
 """By flag: what it cannot be combined with."""
 
 _LOWER_MOMENTS = "--use-precision-aware-optimizer --bf16 --optimizer=adam --use-distributed-optimizer"
+_OF_GROUPS = (
+    "--replica-groups --min-replica-groups --replica-id --outer-interval --outer-lr --outer-momentum "
+    "--outer-compression --outer-timeout-seconds"
+)
 NEEDS = {
+    **dict.fromkeys(_OF_GROUPS.split(), "--lighthouse"),
     "--fp8-format": "--bf16",
     "--main-grads-dtype": "--use-precision-aware-optimizer --bf16",
     "--exp-avg-dtype": f"{_LOWER_MOMENTS} --adam-moments-dtype=fp32",
@@ -100,7 +108,7 @@ _AT_LEAST_1 = (
     "num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage recompute_num_layers "
     "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers bucket_size distributed_timeout_minutes "
     "hysteresis loss_scale_window muon_num_ns_steps bcd_steps_per_block bcd_greedy_microbatches straggler_minmax_count "
-    "bcd_low_rank"
+    "bcd_low_rank replica_groups min_replica_groups outer_interval outer_timeout_seconds"
 )
 _AT_LEAST_0 = (
     "eval_iters num_workers profile_step_start manual_gc_interval lr_warmup_iters lr_warmup_samples lr_warmup_init "
@@ -110,9 +118,12 @@ _AT_LEAST_0 = (
 _ABOVE_0 = (
     "lr decoupled_lr adam_eps layernorm_epsilon init_method_std embedding_init_method_std rope_scaling_factor "
     "loss_scale initial_loss_scale min_loss_scale bcd_prefix_cache_max_gib recompute_memory_gib bcd_resting_lr_ratio "
-    "muon_extra_scale_factor num_epochs bcd_low_rank_alpha bcd_low_rank_lr_ratio"
+    "muon_extra_scale_factor num_epochs bcd_low_rank_alpha bcd_low_rank_lr_ratio outer_lr"
 )
-_BELOW_1 = "hidden_dropout attention_dropout adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction muon_momentum"
+_BELOW_1 = (
+    "hidden_dropout attention_dropout adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction muon_momentum "
+    "outer_momentum"
+)
 _SHARE = "rotary_percent bcd_sample_ratio optimizer_offload_fraction"
 _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     **dict.fromkeys(_AT_LEAST_1.split(), ("at least 1", lambda value: value >= 1)),
@@ -161,6 +172,7 @@ def find_problems(
         lambda: block_schedule_from_config(config, made[0]),
         lambda: _check_blocks(config, run, made[0]),
         lambda: _check_adapters(run, made[0]),
+        lambda: _check_groups(config, run, made[0]),
         lambda: _check_packages(run) if starts else None,
         lambda: _check_batch(run, world_size),
         lambda: check_learning_rate(config),
@@ -442,6 +454,19 @@ def _check_adapters(run: Run, partition: Partition) -> None:
         run.bcd_low_rank is None or run.bcd_low_rank_layers == "suffix" or run.bcd_prefix_cache is None,
         f"--bcd-low-rank {run.bcd_low_rank} trains adapters of all layers, and --bcd-prefix-cache needs layers before "
         "the block that are not trained: give --bcd-low-rank-layers suffix, or leave out one of them",
+    )
+
+
+def _check_groups(config: RunConfig, run: Run, partition: Partition) -> None:
+    shortest = block_schedule_from_config(config, partition).least_steps(0)
+    require(
+        run.outer_interval is None or run.outer_interval <= shortest,
+        f"--outer-interval {run.outer_interval} is longer than a phase of {shortest} steps, at whose end replica "
+        "groups exchange anyway: give at most that, or leave it out",
+    )
+    require(
+        run.min_replica_groups <= run.replica_groups,
+        f"--min-replica-groups {run.min_replica_groups} is more than --replica-groups {run.replica_groups}",
     )
 
 

@@ -31,7 +31,7 @@ _MAY_CHANGE = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "co
                "pipeline_model_parallel_layout", "pipeline_cut", "recompute", "recompute_memory_gib",
                "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")  # fmt: skip
 """Flags that a resumed run may change without a message, like all of the sections below."""
-_SECTIONS_THAT_MAY_CHANGE = ("checkpoint", "report")
+_SECTIONS_THAT_MAY_CHANGE = ("checkpoint", "groups", "report")
 
 
 class StateSummary(TypedDict):

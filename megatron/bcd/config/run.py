@@ -15,6 +15,7 @@ from megatron.bcd.config.sections import (
     BcdConfig,
     CheckpointConfig,
     DataConfig,
+    GroupsConfig,
     ModelConfig,
     ReportConfig,
     ScheduleConfig,
@@ -97,6 +98,7 @@ class RunConfig:
     data: DataConfig
     tokenizer: TokenizerConfig
     checkpoint: CheckpointConfig
+    groups: GroupsConfig
     report: ReportConfig
 
     def replace_section(self, section: str, **values: Any) -> RunConfig:
@@ -202,12 +204,13 @@ def run_config_to_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def run_config_from_dict(values: Mapping[str, Any]) -> RunConfig:
-    """The RunConfig that ``run_config_to_dict`` wrote, also after a round trip through JSON.
+    """The RunConfig that ``run_config_to_dict`` wrote, also after a round trip through JSON, and in versions without
+    replica groups.
 
     Raises:
         ValueError: a section or a field is unknown, or a section is absent.
     """
-    kinds = typing.get_type_hints(RunConfig)
+    kinds, values = typing.get_type_hints(RunConfig), {"groups": {}, **values}
     if set(values) != set(kinds):
         raise ValueError(f"run configuration: must have the sections {', '.join(kinds)}, not {', '.join(values)}")
     sections: dict[str, Any] = {"transformer": dict(values["transformer"])}

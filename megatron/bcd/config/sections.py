@@ -553,6 +553,30 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GroupsConfig:
+    """Replica groups: worlds that train one model together over slow links (docs/replica_groups.md)."""
+
+    lighthouse: str | None = option(
+        None,
+        "HOST:PORT of torchft's lighthouse: this job is one replica group of several, which exchange what they have "
+        "changed from time to time. Without it nothing of this is used",
+        metavar="ADDRESS",
+    )
+    replica_groups: int = option(1, "replica groups that are expected: so many times the samples are laid out")
+    min_replica_groups: int = option(1, "wait at an exchange while there are fewer replica groups than this")
+    replica_id: str | None = option(
+        None, "name of this replica group; the order of the names is that of the data. Default: the name of the host"
+    )
+    outer_interval: int | None = option(
+        None, "steps of a phase between exchanges; there is one at the end of each phase anyway. Default: only those"
+    )
+    outer_lr: float = option(0.7, "learning rate of the outer step, of the mean change; 1 with momentum 0 averages")
+    outer_momentum: float = option(0.9, "its Nesterov momentum")
+    outer_compression: str = option("bf16", "how changes are sent", choices=BF16_OR_FP32)
+    outer_timeout_seconds: int = option(300, "seconds of an exchange without progress after which it fails")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReportConfig:
     """Logs, metrics and where they go."""
 

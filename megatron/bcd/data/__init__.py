@@ -3,6 +3,7 @@
 from megatron.bcd.data.batches import (
     Batch,
     Dealt,
+    GroupShare,
     batch_of,
     batches,
     no_batches,
@@ -18,6 +19,7 @@ from megatron.bcd.data.splits import Splits, plan_splits
 __all__ = [
     "Batch",
     "Dealt",
+    "GroupShare",
     "Splits",
     "batch_of",
     "batches",

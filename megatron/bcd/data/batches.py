@@ -33,16 +33,31 @@ Batch = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
+class GroupShare:
+    """Which samples a replica group reads: the groups take turns, a global batch each."""
+
+    group: int = 0
+    num_groups: int = 1
+    batch_size: int = 1
+
+    def place(self, number: Any) -> Any:
+        """Of this group's sample of that number (or numbers, an array), among those of all groups."""
+        return number + (number // self.batch_size * (self.num_groups - 1) + self.group) * self.batch_size
+
+
+@dataclass(frozen=True, kw_only=True)
 class Dealt:
     """How the samples of a batch are dealt to the data-parallel ranks, of which this is one: a microbatch each."""
 
     micro_batch_size: int
     rank: int
     num_ranks: int
+    share: GroupShare = GroupShare()
 
     @classmethod
-    def of_run(cls, config: RunConfig) -> Dealt:
+    def of_run(cls, config: RunConfig, share: GroupShare = GroupShare()) -> Dealt:
         return cls(
+            share=share,
             micro_batch_size=config.training.micro_batch_size,
             rank=parallel_state.get_data_parallel_rank(),
             num_ranks=parallel_state.get_data_parallel_world_size(),
@@ -59,7 +74,10 @@ def consecutive(dealt: Dealt, *, total_samples: int, consumed_samples: int) -> I
 
     A last batch that would be too short is left out.
     """
-    for start in range(consumed_samples, total_samples - dealt.step + 1, dealt.step):
+    for number in itertools.count(0, dealt.step):
+        start = consumed_samples + dealt.share.place(number)
+        if start + dealt.step > total_samples:
+            return
         first = start + dealt.rank * dealt.micro_batch_size
         yield list(range(first, first + dealt.micro_batch_size))
 
@@ -69,8 +87,8 @@ def of_subset(dealt: Dealt, *, subset: PhaseSubset, phase: int, position: int) -
     on already, over all ranks."""
     in_batch = dealt.rank * dealt.micro_batch_size + numpy.arange(dealt.micro_batch_size)
     of_batches = dealt.step * numpy.arange(_MICROBATCHES_AT_ONCE)
-    for start in itertools.count(position, dealt.step * _MICROBATCHES_AT_ONCE):
-        positions = (start + of_batches[:, None] + in_batch[None, :]).reshape(-1)
+    for start in itertools.count(0, dealt.step * _MICROBATCHES_AT_ONCE):
+        positions = (position + dealt.share.place(start + of_batches)[:, None] + in_batch[None, :]).reshape(-1)
         yield from subset.samples(phase, positions).reshape(-1, dealt.micro_batch_size).tolist()
 
 
@@ -99,7 +117,9 @@ def _collate(samples: Sequence[dict[str, Any]]) -> Batch:
     return {name: torch.stack([torch.as_tensor(sample[name]) for sample in samples]) for name in samples[0]}
 
 
-def batches(dataset: Any, config: RunConfig, *, consumed_samples: int) -> Iterator[Batch]:
+def batches(
+    dataset: Any, config: RunConfig, *, consumed_samples: int, share: GroupShare = GroupShare()
+) -> Iterator[Batch]:
     """Microbatches of this data-parallel rank, on its device, from sample `consumed_samples` on, without end: after the
     last sample the first one follows. A resumed run with other flags may have consumed more than there is. `tokens`
     are where the embedding is.
@@ -107,7 +127,7 @@ def batches(dataset: Any, config: RunConfig, *, consumed_samples: int) -> Iterat
     `tokens`, `labels`, `position_ids` int64 [B, S], `loss_mask` float32 [B, S], and with --reset-attention-mask
     `attention_mask` bool [B, 1, S, S], True = masked. Of S this context-parallel rank's part; of masks, of their rows.
     """
-    dealt, total = Dealt.of_run(config), len(dataset)
+    dealt, total = Dealt.of_run(config, share), len(dataset)
     if config.data.dataloader_type == "cyclic":
         has_shards = config.data.data_sharding
         order = reshuffled(dealt, total_samples=total, consumed_samples=consumed_samples, has_shards=has_shards)
@@ -142,10 +162,16 @@ def one_pass(dataset: Any, config: RunConfig) -> Iterator[Batch]:
 
 
 def subset_batches(
-    dataset: Any, config: RunConfig, *, subset: PhaseSubset, phase: int, position: int
+    dataset: Any,
+    config: RunConfig,
+    *,
+    subset: PhaseSubset,
+    phase: int,
+    position: int,
+    share: GroupShare = GroupShare(),
 ) -> Iterator[Batch]:
     """As `batches`, of the subset that `phase` trains on, from `position` on, without end."""
-    order = of_subset(Dealt.of_run(config), subset=subset, phase=phase, position=position)
+    order = of_subset(Dealt.of_run(config, share), subset=subset, phase=phase, position=position)
     return _loaded(dataset, order, config)
 
 

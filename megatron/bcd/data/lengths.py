@@ -80,7 +80,7 @@ def num_samples(config: RunConfig, train_iters: int, *, least_steps_per_cycle: i
     """
     training = config.training
     batch = global_batch_size(config)
-    train = training.train_samples or train_iters * batch
+    train = (training.train_samples or train_iters * batch) * config.groups.replica_groups
     if training.full_validation:
         return train, None, training.eval_iters * batch
     if training.skip_train or training.eval_fixed:

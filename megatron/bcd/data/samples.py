@@ -27,6 +27,7 @@ class TrainingSamples:
         self._config = config
         self.dataset = dataset
         self._batches: Iterator[data.Batch] | None = None
+        self.share = data.GroupShare()
 
     def batches(self, *, phase: int, consumed_samples: int, position: int) -> Iterator[data.Batch]:
         """This rank's microbatches from here on; with subsets to the end of the phase, else of the run.
@@ -36,6 +37,12 @@ class TrainingSamples:
         if self._batches is None:
             self._batches = self._open(self._config, phase, consumed_samples, position)
         return self._batches
+
+    def set_share(self, share: data.GroupShare, *, is_moved: bool = False) -> None:
+        """From the next batch on, read the samples of this replica group; `is_moved`: from another place on."""
+        if is_moved or share != self.share:
+            self._batches = None
+        self.share = share
 
     def look_ahead(self, *, phase: int, consumed_samples: int, position: int) -> Iterator[data.Batch]:
         """The microbatches that `batches` will return, read separately; at the end of the data its last ones."""
@@ -63,5 +70,7 @@ class TrainingSamples:
         if self.dataset is None:
             return data.no_batches()
         if self.subset is None:
-            return data.batches(self.dataset, config, consumed_samples=consumed_samples)
-        return data.subset_batches(self.dataset, config, subset=self.subset, phase=phase, position=position)
+            return data.batches(self.dataset, config, consumed_samples=consumed_samples, share=self.share)
+        return data.subset_batches(
+            self.dataset, config, subset=self.subset, phase=phase, position=position, share=self.share
+        )

@@ -135,6 +135,8 @@ class ActiveBlock:
         )
         self.matrices = build_matrix_optimizer(config, model, self.parameters.matrices())
         """Steps inactive matrices without state, and Muon's; None where there are none of both."""
+        self.outer_momenta: dict[str, torch.Tensor] = {}
+        """Of `outer.outer_step`: this rank's parts of what was exchanged, flat, by name, in host memory."""
         self._config = config
         self._model_config = get_model_config(model)
         self._loss_scaler_state: Mapping[str, float] | None = None

@@ -4,7 +4,8 @@ parameters during a switch."""
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -85,6 +86,32 @@ class BlockStateStore:
         """Bytes of host memory of all blocks."""
         of_adapters = sum(one.nbytes for _, tensors in self.always_active.values() for one in tensors.values())
         return of_adapters + sum(kept.num_bytes for block in self._blocks.values() for kept in block.values())
+
+    def state(self) -> dict[str, Any]:
+        """Copies of all that is kept, in host memory."""
+        blocks = {
+            block: {name: {**vars(kept), "parameter": None} for name, kept in of_block.items()}
+            for block, of_block in self._blocks.items()
+        }
+        return _copied({"blocks": blocks, "always_active": self.always_active})
+
+    def set_state(self, state: Mapping[str, Any], parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Load what `state` returned on the same rank of a run of the same layout; `parameters` by name."""
+        self.always_active = state["always_active"]
+        self._blocks = {}
+        for block, of_block in state["blocks"].items():
+            ones = {name: KeptShard(**{**kept, "parameter": parameters[name]}) for name, kept in of_block.items()}
+            self._blocks[block] = {name: self._in_place(kept) for name, kept in ones.items()}
+
+    def _in_place(self, kept: KeptShard) -> KeptShard:
+        """With what is kept of the main parameter in its place in host memory, if it has one."""
+        place = self._places.get(kept.parameter)
+        if place is None:
+            return kept
+        place = place[kept.start : kept.end]
+        if kept.residual is not None:
+            return replace(kept, residual=replace(kept.residual, differences=place.copy_(kept.residual.differences)))
+        return kept if kept.main_param is None else replace(kept, main_param=place.copy_(kept.main_param))
 
     def save(self, block: int, shards: Mapping[str, ParamShard], *, without_main_param: Container[str] = ()) -> None:
         """Copy the state of the block's own parameters to host memory, and wait until it is there.
@@ -186,6 +213,17 @@ class BlockStateStore:
             for name, (num_steps, tensors) in self.always_active.items()
             if name not in active
         }
+
+
+def _copied(value: Any) -> Any:
+    """With copies of all tensors, in host memory."""
+    if torch.is_tensor(value):
+        return value.to("cpu", copy=True)
+    if isinstance(value, Bf16Residual):
+        return Bf16Residual(**_copied(vars(value)))
+    if isinstance(value, dict):
+        return {key: _copied(one) for key, one in value.items()}
+    return tuple(map(_copied, value)) if isinstance(value, tuple) else value
 
 
 def _buffer(num_elements: int, dtype: torch.dtype, previous: torch.Tensor | None) -> torch.Tensor:

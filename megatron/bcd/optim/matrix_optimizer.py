@@ -379,18 +379,37 @@ class MatrixOptimizer:
         else:
             self.momenta[name] = value.to(self._momentum_dtype, copy=True)
 
-    @torch.no_grad()
     def take_main_param(self, name: str) -> torch.Tensor:
-        """The fp32 value of a bf16 matrix on every replica, a collective over it; the low bits
-        are dropped. For the active block, whose optimizer has main parameters of its own."""
+        """As `whole_main_param`, and drop the low bits. For the active block, whose optimizer has main parameters of
+        its own."""
+        value = self.whole_main_param(name)
+        self._low_bits.pop(name, None)
+        return value
+
+    @torch.no_grad()
+    def whole_main_param(self, name: str) -> torch.Tensor:
+        """The fp32 value of a bf16 matrix on every replica, a collective over it."""
         matrix = self.matrices[name]
-        low_bits = self._low_bits.pop(name, None)
+        low_bits = self._low_bits.get(name)
         if low_bits is None:  # not the owner, or never stepped here
             low_bits = torch.zeros_like(matrix.parameter, dtype=torch.int16)
         if self._size > 1:
             owner = torch.distributed.get_global_rank(self._group, matrix.owner)
             torch.distributed.broadcast(low_bits.view(torch.uint8), src=owner, group=self._group)
         return bf16.join(matrix.parameter.data, low_bits)
+
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Copies in host memory of all that this rank holds beside weights and gradients."""
+        held = {"momenta": self.momenta, "low_bits": self._low_bits}
+        return {key: {name: one.to("cpu", copy=True) for name, one in ones.items()} for key, ones in held.items()}
+
+    def set_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Load what `state` returned on the same rank of a run of the same layout; between phases."""
+        self.momenta = dict(state["momenta"])
+        self._low_bits = {
+            name: bits if self._keeps_low_bits_on_host else bits.to(self.matrices[name].parameter.device)
+            for name, bits in state["low_bits"].items()
+        }
 
     def tensors_to_step(self, *, is_of_block: bool) -> Iterator[torch.Tensor]:
         """The weights of the active block's matrices, or of inactive ones, and their low bits that this rank holds."""

@@ -54,6 +54,8 @@ def pretrain(
         sys.exit(1)
     if not trainer.config.training.skip_train:
         trainer.end_phase(is_end_of_run=True)
+    if trainer.groups is not None:
+        trainer.groups.leave()
     torch.distributed.barrier()
     distributed.leave()
     # a program may train again: nothing of this run may stay
@@ -74,7 +76,8 @@ def _set_up(
     config = with_length(config)
     save_dir = config.checkpoint.save
     is_new = not collectives.on_rank_0(lambda: save_dir is not None and os.path.isdir(save_dir))
-    save_claim = dir_claim.DirClaim() if is_new else claim_save_folder(save_dir)
+    is_shared = config.groups.lighthouse is not None  # by replica groups, of which one writes
+    save_claim = dir_claim.DirClaim() if is_new or is_shared else claim_save_folder(save_dir)
     config = _resuming_after_restart(config, is_restart=is_restart)
     source = loader.find(config)
     if source is not None and source.state is not None:
@@ -84,7 +87,7 @@ def _set_up(
     trainer = Trainer(config, build_model, source=source, is_restart=is_restart)
     for note in notes:
         trainer.reporter.note(note)
-    if is_new:  # created only after everything has been checked
+    if is_new and not is_shared:  # created only after everything has been checked
         save_claim = claim_save_folder(save_dir)
     if overwrites and save_dir is not None:
         clear_save_folder(save_dir)

@@ -267,7 +267,7 @@ def with_epochs(config: RunConfig, tokenizer: Tokenizer, *, global_batch_size: i
     if epochs is None or training.skip_train or training.train_iters is not None:
         return config
     sequences = len(_prepare(config, tokenizer).splits[0])
-    train_iters = max(1, math.ceil(sequences * epochs / global_batch_size))
+    train_iters = max(1, math.ceil(sequences * epochs / (global_batch_size * config.groups.replica_groups)))
     decay = config.schedule.lr_decay_iters or train_iters
     return config.replace_section("training", train_iters=train_iters).replace_section("schedule", lr_decay_iters=decay)
 

@@ -1,0 +1,185 @@
+"""One replica group's exchanges with the others: who takes part, what is sent, and what counts.
+
+An exchange that fails is tried again, by those that are left, with the same changes: no step is lost. All exchanges
+that a group took part in are in one number, its lineage. Groups of different lineages have different weights, even at
+the same step (a connection may break when one group has the mean already and another has not): all but one lineage take
+the state of that one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.bcd.config import RunConfig
+from megatron.bcd.metrics.reporter import Reporter
+from megatron.bcd.optim.active_block import ActiveBlock
+from megatron.bcd.optim.switch_check import fingerprint
+from megatron.bcd.outer import identity, join
+from megatron.bcd.outer.membership import Membership
+from megatron.bcd.outer.outer_step import OuterRule, OuterStep
+from megatron.bcd.runtime import collectives
+
+_MOST_FAILURES = 10
+"""Of one exchange, in a row."""
+_PAUSE_SECONDS = 1.0
+
+
+class ExchangeFailed(RuntimeError):
+    """There is no way to the other groups."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunParts:
+    """What a group sends and takes beside tensors."""
+
+    counters: Callable[[], dict[str, Any]]
+    iteration: Callable[[], int]
+    take: Callable[[Mapping[str, Any], Callable[[Callable[[], None]], None]], None]
+    """Of counters and a function that loads a rank's tensors, given what builds the block: continue where they say."""
+
+
+class ReplicaGroups:
+    """Every method is a collective over the ranks of this group."""
+
+    def __init__(self, config: RunConfig, *, active: ActiveBlock, train: Any, parts: RunParts, reporter: Reporter):
+        """Raises ValueError as `Membership`."""
+        settings = config.groups
+        self._active, self._parts, self._reporter = active, parts, reporter
+        self._least = settings.min_replica_groups
+        self._identity = identity.identity_of(config, train=train)
+        self._membership = Membership(
+            settings, quorum_minutes=config.training.distributed_timeout_minutes, state=self._state
+        )
+        rule = OuterRule(lr=settings.outer_lr, momentum=settings.outer_momentum)
+        self._outer = OuterStep(rule, active, rounds_away=config.is_precision_aware)
+        self._nonce = collectives.on_rank_0(lambda: secrets.randbits(62))
+        self._lineage = 0
+        self._is_stray = False
+        self._is_in_step = False
+        self._change: torch.Tensor | None = None
+        self.rank, self.size = 0, 1
+        """Of this group among those of the last exchange, and their number."""
+
+    def join(self) -> bool:
+        """Meet the other groups before the first step; as `exchange`. Raises ValueError if this group is of another
+        run."""
+        weights = collectives.gather_objects(fingerprint(self._active.model.parameters()))
+        self._lineage = _number([self._identity, self._parts.iteration(), weights])
+        return self._exchange(has_trained=False)
+
+    def begin_phase(self) -> None:
+        """Changes count from here on."""
+        self._outer.begin()
+
+    def exchange(self) -> bool:
+        """Set all that the phase trains to what the groups together have reached.
+
+        Returns:
+            Whether a step has just been done: False for a group that has met others before their first step.
+
+        Raises:
+            ExchangeFailed: there was no quorum in time, or too many attempts failed.
+        """
+        return self._exchange(has_trained=True)
+
+    def leave(self) -> None:
+        self._membership.leave()
+
+    def _exchange(self, *, has_trained: bool) -> bool:
+        self._is_in_step = has_trained
+        self._change = self._outer.change() if has_trained else None
+        failures = 0
+        while failures < _MOST_FAILURES:
+            try:
+                if self._attempt():
+                    return self._is_in_step
+                failures = 0
+            except ConnectionError as error:
+                failures += 1
+                self._reporter.note(
+                    f"iteration {self._parts.iteration()}: an exchange failed and is repeated ({error})"
+                )
+                self._agree(is_good=False)
+            except TimeoutError as error:
+                raise ExchangeFailed(f"no replica groups met in time ({error})") from error
+        raise ExchangeFailed(f"{failures} exchanges with the other replica groups failed one after another")
+
+    def _attempt(self) -> bool:
+        """One exchange; whether it counts."""
+        meeting = self._membership
+        received = meeting.meet(0 if self._is_stray else self._parts.iteration() + 1)
+        if received is not None:
+            self._take(received)
+        if meeting.size < self._least:
+            self._agree(is_good=False)
+            time.sleep(_PAUSE_SECONDS)
+            return False
+        has_trained = self._change is not None
+        groups = meeting.gather(self._lineage, self._nonce, int(has_trained))
+        lineages, _, trained = zip(*groups, strict=True)
+        if len(set(lineages)) > 1:
+            self._is_stray = self._lineage != Counter(lineages).most_common(1)[0][0]
+            self._agree(is_good=False)
+            return False
+        num_trained, is_alone = sum(trained), meeting.size == 1
+        if num_trained:
+            change = self._change if self._change is not None else torch.zeros_like(self._outer.anchor)
+            mean = meeting.mean(change, num_trained=num_trained)
+        if not self._agree(is_good=True):
+            return False
+        if num_trained:
+            self._outer.apply(mean, is_alone=is_alone)
+        self._change, self._is_stray = None, False
+        self._lineage = _number([self._lineage, *groups])
+        self._tell_of_membership()
+        return True
+
+    def _agree(self, *, is_good: bool) -> bool:
+        return self._membership.agree(is_good=is_good)
+
+    def _tell_of_membership(self) -> None:
+        now = self._membership.rank, self._membership.size
+        if now != (self.rank, self.size):
+            self._reporter.note(
+                f"iteration {self._parts.iteration()}: {now[1]} replica group{'s' * (now[1] > 1)}, this is number "
+                f"{now[0]}"
+            )
+        self.rank, self.size = now
+
+    def _state(self) -> dict[str, Any]:
+        """What another group needs of this rank; called in torchft's thread while this one waits."""
+        return {
+            "identity": self._identity,
+            "counters": self._parts.counters(),
+            "lineage": self._lineage,
+            "is_in_step": self._is_in_step,
+            "anchor": self._outer.anchor.clone(),
+            "tensors": join.rank_state(self._active),
+        }
+
+    def _take(self, received: Mapping[str, Any]) -> None:
+        """Continue where another group is. Raises ValueError if that is of another run."""
+        problem = identity.difference(self._identity, received["identity"])
+        if problem is not None:
+            raise ValueError(f"--lighthouse: this replica group is of another run: {problem}; give the same")
+        self._parts.take(
+            received["counters"], lambda build: join.set_rank_state(self._active, received["tensors"], build)
+        )
+        self._outer.anchor = received["anchor"]
+        self._lineage, self._is_in_step = received["lineage"], received["is_in_step"]
+        self._is_stray, self._change = False, None
+        self._reporter.note(f"the state of another replica group was taken, after iteration {self._parts.iteration()}")
+
+
+def _number(values: Any) -> int:
+    """62 bits."""
+    return int.from_bytes(hashlib.sha256(json.dumps(values).encode()).digest()[:8]) >> 2

@@ -1,0 +1,215 @@
+"""Which replica groups take part: torchft's manager, and what goes over the wire between groups.
+
+Each rank talks to the same rank of the other groups, over gloo. torchft 0.2 decides who is in (`Manager.start_quorum`),
+lets a group that is behind take the state of one that is not (HTTPTransport), and takes the vote of a group's ranks on
+whether an exchange counts (`should_commit`).
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
+
+from megatron.bcd.config import GroupsConfig
+from megatron.bcd.runtime import collectives
+
+_PIECE = 1 << 24
+"""Elements that are exchanged at once: the time-out holds for each piece."""
+_CONNECT_SECONDS = 10
+_RETRIES = 30
+"""Of a quorum, over its time-out: the lighthouse may be away for a while."""
+_PORT = 29510
+
+
+def lighthouse_url(address: str) -> str:
+    """What torchft takes, of HOST:PORT, HOST or http://HOST:PORT. Raises ValueError."""
+    host, _, port = address.removeprefix("http://").rstrip("/").partition(":")
+    if not host or not (port or str(_PORT)).isdigit():
+        raise ValueError(f"--lighthouse {address}: must be HOST:PORT, as torchft_lighthouse --bind has it")
+    return f"http://{host}:{port or _PORT}"
+
+
+def _own_address(url: str) -> str:
+    """This node's, on the way to the lighthouse: names of rented nodes mean nothing to the others."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))
+        return str(probe.getsockname()[0])
+
+
+class Membership:
+    """This group among the others. Every method is a collective over the ranks of this group.
+
+    `state` makes what a group that is behind needs of this rank.
+    """
+
+    def __init__(self, config: GroupsConfig, *, quorum_minutes: int, state: Callable[[], Any]) -> None:
+        """Raises ValueError: torchft is not there, or the lighthouse can't be reached."""
+        os.environ.setdefault("RUST_LOG", "error")  # read at the import: else it logs every heartbeat
+        try:
+            from torchft import Manager, ProcessGroupGloo
+        except ImportError as error:
+            raise ValueError(f'--lighthouse needs torchft ({error}): pip install -e ".[elastic]"') from None
+        for name in ("torchft.manager", "torchft.checkpointing.http_transport"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # its errors are told by the trainer
+        assert config.lighthouse is not None
+        url = lighthouse_url(config.lighthouse)
+        self._timeout = datetime.timedelta(seconds=config.outer_timeout_seconds)
+        self._dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.outer_compression]
+        self._received: Any = None
+        try:
+            address = _own_address(url)
+            self._store, port = _store(address)
+            self._groups = ProcessGroupGloo(timeout=self._timeout)
+            self._manager = Manager(
+                pg=self._groups,
+                load_state_dict=self._keep_received,
+                state_dict=state,
+                min_replica_size=1,
+                use_async_quorum=False,
+                timeout=self._timeout,
+                quorum_timeout=datetime.timedelta(minutes=quorum_minutes),
+                connect_timeout=datetime.timedelta(seconds=_CONNECT_SECONDS),
+                quorum_retries=_RETRIES,
+                rank=torch.distributed.get_rank(),
+                world_size=torch.distributed.get_world_size(),
+                store_addr=self._store.host,
+                store_port=port,
+                lighthouse_addr=url,
+                hostname=address,
+                replica_id=config.replica_id or socket.gethostname(),
+                checkpoint_transport=_transport(address, self._timeout),
+                init_sync=False,
+            )
+        except (OSError, RuntimeError) as error:
+            raise ValueError(
+                f"--lighthouse {config.lighthouse}: it can't be reached ({' '.join(str(error).split())}); start "
+                "torchft_lighthouse --min_replicas 1 there, or give its HOST:PORT"
+            ) from None
+        self.rank, self.size = 0, 1
+        """In the last quorum: of this group, and number of groups."""
+
+    def _keep_received(self, state: Any) -> None:
+        self._received = state
+
+    def meet(self, step: int) -> Any:
+        """Wait for the other groups, with the number of the step up to which this one knows what all have agreed on.
+
+        Returns:
+            The state of another group if that is further, else None.
+
+        Raises:
+            ConnectionError: some rank of this group did not get the state, or does not reach the other groups.
+            TimeoutError: there was no quorum.
+        """
+        self._manager.load_state_dict({"step": step, "batches_committed": 0})
+        self._received = None
+        try:
+            self._manager.start_quorum()
+        except Exception as error:  # its client raises several types
+            raise TimeoutError(" ".join(str(error).split())) from error
+        problem = self._manager.errored()
+        first = collectives.first_error(None if problem is None else str(problem.original_exception))
+        if first is not None:
+            raise ConnectionError(first)
+        self.rank, self.size = self._manager.participating_rank() or 0, self._manager.num_participants()
+        return self._received
+
+    def gather(self, *values: int) -> list[tuple[int, ...]]:
+        """Every group's `values` (64 bits), by its rank. Raises ConnectionError on all ranks of this group."""
+        mine = torch.tensor(values, dtype=torch.int64)
+
+        def gathered() -> list[tuple[int, ...]]:
+            everyone = [torch.empty_like(mine) for _ in range(self.size)]
+            self._groups.allgather([everyone], [mine], AllgatherOptions()).wait()
+            return [tuple(one.tolist()) for one in everyone]
+
+        return self._attempted(gathered)
+
+    def mean(self, change: torch.Tensor, *, num_trained: int) -> torch.Tensor:
+        """[E]: the sum of the groups' `change` [E] over `num_trained`, the same bits for all groups.
+
+        Each group sums one part in the groups' order, so that the bits do not depend on an element's place: a tied
+        weight lies in two. Raises ConnectionError on all ranks of this group.
+        """
+        if self.size == 1:
+            return change
+        return self._attempted(
+            lambda: torch.cat(
+                [torch.empty(0), *(self._mean_of_piece(piece, num_trained) for piece in change.split(_PIECE))]
+            )
+        )
+
+    def _mean_of_piece(self, change: torch.Tensor, num_trained: int) -> torch.Tensor:
+        length = -(-change.numel() // self.size)
+        sent = torch.zeros(self.size, length, dtype=self._dtype)
+        sent.view(-1)[: change.numel()] = change
+        received = torch.empty_like(sent)
+        # as bytes: gloo does not know every type
+        in_bytes = [one.view(torch.uint8).view(-1) for one in (received, sent)]
+        self._groups.alltoall_base(*in_bytes, [], [], AllToAllOptions()).wait()
+        total = received[0].float()
+        for other in received[1:]:
+            total += other.float()
+        mean = (total / num_trained).to(self._dtype).view(torch.uint8)
+        everyone = [torch.empty_like(mean) for _ in range(self.size)]
+        self._groups.allgather([everyone], [mean], AllgatherOptions()).wait()
+        return torch.cat([one.view(self._dtype) for one in everyone])[: change.numel()].float()
+
+    def agree(self, *, is_good: bool) -> bool:
+        """Whether the exchange counts for this group: all of its ranks say so."""
+        if not is_good:
+            self._manager.report_error(RuntimeError("this exchange does not count"))
+        try:
+            return bool(self._manager.should_commit())
+        except Exception as error:  # a rank of this group that does not answer, a state that nobody has fetched
+            raise TimeoutError(" ".join(str(error).split())) from error
+
+    def leave(self) -> None:
+        """The other groups need not wait for this one any more. Not a collective."""
+        self._manager.shutdown(wait=False)
+
+    @staticmethod
+    def _attempted(function: Callable[[], Any]) -> Any:
+        """The result, if no rank of this group has lost the connection. Raises ConnectionError."""
+        result, error = None, None
+        try:
+            result = function()
+        except RuntimeError as failure:
+            error = str(failure)
+        if (first := collectives.first_error(error)) is not None:
+            raise ConnectionError(" ".join(first.split()))
+        return result
+
+
+def _store(address: str) -> tuple[Any, int]:
+    """The store in which the ranks of the groups find each other; torchrun's may be visible on its node only."""
+    from torch.distributed import TCPStore
+
+    found = {}
+
+    def serve() -> tuple[str, int]:
+        found["store"] = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        return address, int(found["store"].port)
+
+    host, port = collectives.on_rank_0(serve)
+    return found.get("store") or TCPStore(host, port, is_master=False), port
+
+
+def _transport(address: str, timeout: datetime.timedelta) -> Any:
+    from torchft.checkpointing import HTTPTransport
+
+    class Transport(HTTPTransport):  # type: ignore[misc,type-arg]
+        """torchft's, by this node's address."""
+
+        def metadata(self) -> str:
+            return str(super().metadata()).replace(socket.gethostname(), address, 1)
+
+    return Transport(timeout=timeout, num_chunks=0)
