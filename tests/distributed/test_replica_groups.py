@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
-import socket
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from support import worlds
 from support.dist import RankError, World
+
+from megatron.bcd.outer import groups, membership
 
 pytest.importorskip("torchft")
 
@@ -39,14 +43,46 @@ def other_worlds() -> Iterator[list[World]]:
         world.close()
 
 
-def train(config: Any, *, dies_after: int | None = None) -> dict[str, Any]:
-    """As `worlds.train_run`, of one group; `dies_after`: the step after which its process is killed."""
+@pytest.fixture(scope="session")
+def pairs() -> Iterator[list[World]]:
+    found = [World(2), World(2)]
+    yield found
+    for world in found:
+        world.close()
+
+
+def train(
+    config: Any, *, starts_with: int = 1, dies_after: int | None = None, dies_in_exchange: int | None = None
+) -> dict[str, Any]:
+    """As `worlds.train_run`, of one group, which starts when there are `starts_with`. Its process is killed after a
+    step, or inside an exchange, of that number from 1."""
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def after_step(one: worlds.RecordedRun) -> None:
         if one.iteration + 1 == dies_after:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
 
-    with worlds.started(config, after_step=after_step) as one:
+    original, calls = membership.Membership.mean, []
+
+    def mean(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(args)
+        return die() if len(calls) == dies_in_exchange else original(*args, **kwargs)
+
+    original_join = groups.ReplicaGroups.join
+
+    def join(own: groups.ReplicaGroups) -> bool:
+        least, own._least = own._least, max(own._least, starts_with)
+        is_in_step = original_join(own)
+        own._least = least
+        return is_in_step
+
+    with (
+        mock.patch.object(groups.ReplicaGroups, "join", join),
+        mock.patch.object(membership.Membership, "mean", mean),
+        worlds.started(config, after_step=after_step) as one,
+    ):
         one.train()
         found = worlds.outcome(one)
         if one.groups is not None:
@@ -54,12 +90,19 @@ def train(config: Any, *, dies_after: int | None = None) -> dict[str, Any]:
         return found | {"notes": one.recorder.notes}
 
 
-def together(groups: list[World], configs: list[Any], **options: Any) -> list[Any]:
+def together(own: list[World], configs: list[Any], **options: Any) -> list[Any]:
     """`train` on all worlds at once: results by group and rank, or what was raised. `options` are the last group's."""
-    with ThreadPoolExecutor(len(groups)) as pool:
+    with ThreadPoolExecutor(len(own)) as pool:
         runs = [
-            pool.submit(world.run, train, config, **(options if world is groups[-1] else {}))
-            for world, config in zip(groups, configs, strict=True)
+            pool.submit(
+                world.run,
+                train,
+                config,
+                starts_with=len(own),
+                timeout=60,
+                **(options if world is own[-1] else {}),
+            )
+            for world, config in zip(own, configs, strict=True)
         ]
         return [run.exception() or run.result() for run in runs]
 
@@ -88,14 +131,14 @@ def test_two_groups_are_data_parallelism(
     flags = {"data_path": text_data, "optimizer": "sgd", "lr": 0.1, "clip_grad": 0, "log_interval": 1}
     whole = world2.run(train, worlds.run_config(**flags, world_size=2, bcd_steps_per_block=4, train_iters=12))
     one = MEAN | {"outer_interval": 1, "outer_compression": "fp32", "global_batch_size": 4}
-    groups = together(other_worlds, configs(2, lighthouse, **flags | one))
-    assert not worlds.same_bits(groups[0][0]["weights"], groups[1][0]["weights"])
+    both = together(other_worlds, configs(2, lighthouse, **flags | one))
+    agree(*both)
     for name, weight in whole[0]["weights"].items():
-        torch.testing.assert_close(weight, groups[0][0]["weights"][name], rtol=1e-5, atol=1e-6)
-    losses = [[step["loss"] for step in ranks[0]["steps"]] for ranks in groups]
+        torch.testing.assert_close(weight, both[0][0]["weights"][name], rtol=1e-5, atol=1e-6)
+    losses = [[step["loss"] for step in ranks[0]["steps"]] for ranks in both]
     mean = [sum(pair) / 2 for pair in zip(*losses, strict=True)]
     assert mean == pytest.approx(whole[0]["losses"], rel=1e-5)
-    assert [one["consumed_samples"] for one in groups[0][0]["metrics"]] == [8 * (step + 1) for step in range(12)]
+    assert [one["consumed_samples"] for one in both[0][0]["metrics"]] == [8 * (step + 1) for step in range(12)]
 
 
 @pytest.mark.parametrize("cut", ["pipeline2", "data2", "tensor2"])
@@ -109,9 +152,64 @@ def test_groups_agree(text_data: str, lighthouse: str, pairs: list[World], cut: 
         assert not worlds.same_bits(left["weights"], right["weights"])
 
 
-@pytest.fixture(scope="session")
-def pairs() -> Iterator[list[World]]:
-    found = [World(2), World(2)]
-    yield found
-    for world in found:
-        world.close()
+def agree(*groups: Any) -> None:
+    first, *others = groups
+    for other in others:
+        for left, right in zip(first, other, strict=True):
+            assert not worlds.same_bits(left["weights"], right["weights"])
+
+
+@pytest.mark.parametrize("in_exchange", [False, True])
+def test_a_group_dies(
+    world1: World, other_worlds: list[World], text_data: str, lighthouse: str, in_exchange: bool
+) -> None:
+    """Those that are left lose steps, hang, or end with different weights."""
+    options: dict[str, Any] = {"dies_in_exchange": 2} if in_exchange else {"dies_after": 6}
+    flags = {"data_path": text_data, "min_replica_groups": 1, "bcd_preset": "pretrain"}
+    *left, dead = together([world1, *other_worlds], configs(3, lighthouse, **flags), **options)
+    assert isinstance(dead, RankError)
+    agree(*left)
+    assert len(left[0][0]["steps"]) == 12
+    consumed = [one["consumed_samples"] for one in left[0][0]["metrics"]]
+    assert consumed == [24 * step for step in range(1, 9)] + [24 * 8 + 16 * step for step in range(1, 5)]
+
+
+@pytest.mark.parametrize("preset", ["paper", "pretrain"])
+def test_a_group_comes_back(
+    world1: World, other_worlds: list[World], text_data: str, lighthouse: str, preset: str
+) -> None:
+    """It starts from its own weights, optimizer state or counters, or its copy of another group's change counts."""
+    flags = {"data_path": text_data, "bcd_preset": preset, "bf16": True, "bcd_optimizer_state": "host"}
+    planned = configs(3, lighthouse, **flags)
+    with ThreadPoolExecutor(2) as pool:
+        left = [
+            pool.submit(world.run, train, config, timeout=60)
+            for world, config in zip([world1, other_worlds[0]], planned[:2], strict=True)
+        ]
+        with pytest.raises(RankError):
+            other_worlds[1].run(train, planned[2], dies_after=6)
+        (back,) = other_worlds[1].run(train, planned[2], timeout=40)
+        (first,), (second,) = (run.result() for run in left)
+    agree([first], [second], [back])
+    print(back["notes"])
+    assert [len(one["steps"]) for one in (first, second, back)] == [12, 12, 4]
+    assert [one["consumed_samples"] for one in back["metrics"]] == [24 * step for step in range(9, 13)]
+    assert [one["learning_rate"] for one in back["metrics"]] == [one["learning_rate"] for one in first["metrics"]][8:]
+
+
+def test_resume(text_data: str, lighthouse: str, pairs: list[World], tmp_path: Path) -> None:
+    """Outer momenta that a checkpoint lacks, or that are another parameter's; a checkpoint that one number of groups
+    can resume alone."""
+    flags = {"data_path": text_data, "outer_interval": 2, "save": str(tmp_path), "save_interval": 7}
+    flags |= {"global_batch_size": 4, "bcd_preset": "pretrain", "load": str(tmp_path)}
+
+    def run(cut: str, number: int = 1) -> list[Any]:
+        shutil.rmtree(tmp_path / "iter_0000012", ignore_errors=True)
+        return together(pairs[:number], configs(number, lighthouse, **flags | worlds.CUTS[cut]))
+
+    (whole,), (again,) = run("data2"), run("data2")
+    assert again[0]["losses"] == whole[0]["losses"][7:]
+    agree(whole, again)
+    ((first, _),) = run("pipeline2")
+    assert first["losses"] == pytest.approx(whole[0]["losses"][7:], rel=1e-4)
+    agree(*run("data2", 2))

@@ -30,6 +30,8 @@ ALWAYS = "always"
 cycle (`Ownership.num_phases`)."""
 MATRICES = "matrices"
 """Owner of the main parameters of all bf16 matrices that rest in some phase, or are Muon's."""
+OUTER = "outer"
+"""Owner of the outer momenta of replica groups, of all parameters."""
 _MOMENTUM = "momentum "
 """With a block's number, owner of Muon's momenta; all other owners are block numbers. An owner's parameters step
 together, and have tensors of the same names."""
@@ -47,6 +49,8 @@ class _Part:
     tensor: torch.Tensor
     start: int = 0
     is_whole: bool = True
+    is_part_of_replicas: bool = False
+    """A part of `replicas.part_of`, whatever the optimizer shards."""
     num_steps: int = 0
 
     def names(self) -> set[str]:
@@ -86,7 +90,11 @@ def _held(active: ActiveBlock) -> dict[str, _Held]:
     of_always |= active.always_active_shards()
     for owner in [ALWAYS, *(f"{ALWAYS} {number}" for number in range(1, active.partition.num_blocks))]:
         held[owner] = {name: of_always[name] for name in _parameters(active, owner) if name in of_always}
-    return held | _held_by_matrix_optimizer(active)
+    outer: dict[str, _Part] = {}
+    for name, tensor in active.outer_momenta.items():
+        start = replicas.part_of(active.parameters.all()[name].numel()).start
+        outer[name] = _Part(name=OUTER, tensor=tensor, start=start, is_whole=False, is_part_of_replicas=True)
+    return held | _held_by_matrix_optimizer(active) | {OUTER: outer}
 
 
 def _held_by_matrix_optimizer(active: ActiveBlock) -> dict[str, _Held]:
@@ -136,12 +144,12 @@ def summarize(active: ActiveBlock, *, is_current: bool) -> dict[str, StateSummar
 
 def block_of(owner: str) -> int | None:
     """The block whose parameters these are; None for other owners."""
-    return None if owner == MATRICES or _is_always(owner) else int(owner.removeprefix(_MOMENTUM))
+    return None if owner in (MATRICES, OUTER) or _is_always(owner) else int(owner.removeprefix(_MOMENTUM))
 
 
 def needs_build(owner: str) -> bool:
     """Whether offloaded state of the owner is set through the optimizer of its block."""
-    return owner != MATRICES and not _is_always(owner) and not owner.startswith(_MOMENTUM)
+    return owner not in (MATRICES, OUTER) and not _is_always(owner) and not owner.startswith(_MOMENTUM)
 
 
 def _is_always(owner: str) -> bool:
@@ -186,7 +194,7 @@ def sharded_state(
             tensors = shard.tensors() if shard else {}
             rank = index % group.size()  # holds the whole tensor, and saves it
             is_sharded = active.is_sharded and not isinstance(shard, _Kept)
-            is_shared = is_sharded or (isinstance(shard, _Part) and shard.is_whole)
+            is_shared = is_sharded or (isinstance(shard, _Part) and (shard.is_whole or shard.is_part_of_replicas))
             for state_name in state_names:
                 tensor = tensors.get(state_name)
                 is_joined = tensor is None or (is_shared and group.size() > 1)
@@ -212,6 +220,8 @@ def _parameters(active: ActiveBlock, owner: str) -> dict[str, torch.nn.Parameter
     parameters, block = active.parameters, block_of(owner)
     if owner == MATRICES:
         return parameters.matrices()
+    if owner == OUTER:
+        return parameters.all()
     if block is None:
         return parameters.always_active(num_phases=int(owner.removeprefix(ALWAYS) or 0))
     of_block = parameters.of_block(block)
@@ -246,6 +256,11 @@ def set_state(active: ActiveBlock, summaries: Mapping[str, StateSummary], loaded
     was loaded."""
     held = _held(active)
     for owner, summary in summaries.items():
+        if owner == OUTER:
+            for name, parameter in _parameters(active, owner).items():
+                part = replicas.part_of(parameter.numel())
+                active.outer_momenta[name] = loaded[f"{OUTER}.{name}"].reshape(-1)[part].clone()
+            continue
         if owner == MATRICES or owner.startswith(_MOMENTUM):
             _set_matrices(active, owner, loaded)
             continue

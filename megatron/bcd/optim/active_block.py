@@ -67,6 +67,10 @@ class ParametersByBlock:
         """Matrices that are updated without state in the block's phases (--bcd-resting-update)."""
         return self._where(lambda owned: owned.is_stateless(block))
 
+    def all(self) -> Parameters:
+        """All of this stage."""
+        return self._parameters
+
     def matrices(self) -> Parameters:
         """Matrices of all layers of this stage."""
         return self._where(lambda owned: owned.is_matrix)
@@ -136,7 +140,8 @@ class ActiveBlock:
         self.matrices = build_matrix_optimizer(config, model, self.parameters.matrices())
         """Steps inactive matrices without state, and Muon's; None where there are none of both."""
         self.outer_momenta: dict[str, torch.Tensor] = {}
-        """Of `outer.outer_step`: this rank's parts of what was exchanged, flat, by name, in host memory."""
+        """Of the outer step of replica groups: of each exchanged parameter `replicas.part_of`, flat, by name, in host
+        memory."""
         self._config = config
         self._model_config = get_model_config(model)
         self._loss_scaler_state: Mapping[str, float] | None = None

@@ -31,7 +31,6 @@ def rank_state(active: ActiveBlock) -> dict[str, Any]:
     }
 
 
-@torch.no_grad()
 def set_rank_state(active: ActiveBlock, state: Mapping[str, Any], build: Callable[[], None]) -> None:
     """Load what `rank_state` returned on the same rank of a group of the same layout. No block may be built; `build`
     makes that of the other group the active one. A collective."""

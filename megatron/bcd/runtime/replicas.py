@@ -25,6 +25,11 @@ def rank() -> int:
     return int(parallel_state.get_data_parallel_rank(with_context_parallel=True))
 
 
+def part_of(num_elements: int) -> slice:
+    """This rank's part of a flat tensor that the replicas share."""
+    return slice(num_elements * rank() // size(), num_elements * (rank() + 1) // size())
+
+
 def first() -> int:
     """Global rank of the first replica."""
     return int(parallel_state.get_data_parallel_src_rank(with_context_parallel=True))
