@@ -53,6 +53,7 @@ setup(
         "transformers>=5",
     ],
     extras_require={
+        "elastic": ["torchft==0.2.*"],
         "evaluation": ["lm_eval>=0.4.13"],
         "figures": ["matplotlib"],
         "tiktoken": ["tiktoken>=0.14"],

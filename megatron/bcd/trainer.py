@@ -52,6 +52,7 @@ from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.lr_schedule import build_scheduler
 from megatron.bcd.optim.switch_check import fingerprint
 from megatron.bcd.outer.groups import ExchangeFailed, ReplicaGroups, RunParts
+from megatron.bcd.outer.membership import check_lighthouse
 from megatron.bcd.pipeline.schedule import PipelineSchedule
 from megatron.bcd.planner.run_state import RunMemory, head_passes, model_state_of, phase_flops
 from megatron.bcd.prefix_cache.controller import PrefixCache
@@ -110,6 +111,8 @@ class Trainer:
             config.training.micro_batch_size,
             parallel_state.get_data_parallel_world_size(),
         )
+        if config.groups.lighthouse is not None:  # before anything is written
+            check_lighthouse(config.groups.lighthouse)
         data_notes = self._build_model_and_data(build_model)
         self._build_parts()
         self.groups = self._replica_groups()

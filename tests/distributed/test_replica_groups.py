@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import signal
+import subprocess
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -52,35 +55,52 @@ def pairs() -> Iterator[list[World]]:
 
 
 def train(
-    config: Any, *, starts_with: int = 1, dies_after: int | None = None, dies_in_exchange: int | None = None
+    config: Any,
+    *,
+    starts_with: int = 1,
+    end: str = "",
+    end_after: int | None = None,
+    refuses: int | None = None,
+    sleeps_after: int | None = None,
 ) -> dict[str, Any]:
-    """As `worlds.train_run`, of one group, which starts when there are `starts_with`. Its process is killed after a
-    step, or inside an exchange, of that number from 1."""
+    """As `worlds.train_run`, of one group, which starts when there are `starts_with`.
 
-    def die() -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+    `end` is "kill" or "hang", after the step `end_after`, "kill in exchange" inside the exchange of that number.
+    `refuses`: the number of an exchange that doesn't count for this group, as if its connection had broken at the end.
+    `sleeps_after`: a step that takes long. All numbers are from 1.
+    """
+    join, mean, agree = groups.ReplicaGroups.join, membership.Membership.mean, membership.Membership.agree
+    number = 0
 
     def after_step(one: worlds.RecordedRun) -> None:
-        if one.iteration + 1 == dies_after:
-            die()
+        if one.iteration + 1 == end_after and end == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if one.iteration + 1 == end_after and end == "hang":
+            subprocess.Popen(["sh", "-c", f"sleep 12; kill -9 {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if one.iteration + 1 == sleeps_after:
+            time.sleep(8)
 
-    original, calls = membership.Membership.mean, []
-
-    def mean(*args: Any, **kwargs: Any) -> torch.Tensor:
-        calls.append(args)
-        return die() if len(calls) == dies_in_exchange else original(*args, **kwargs)
-
-    original_join = groups.ReplicaGroups.join
-
-    def join(own: groups.ReplicaGroups) -> bool:
+    def joining(own: groups.ReplicaGroups) -> bool:
         least, own._least = own._least, max(own._least, starts_with)
-        is_in_step = original_join(own)
+        is_in_step = join(own)
         own._least = least
         return is_in_step
 
+    def counted_mean(*args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal number
+        number += 1
+        if number == end_after and end == "kill in exchange":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return mean(*args, **kwargs)
+
+    def agreeing(own: membership.Membership, *, is_good: bool) -> bool:
+        return agree(own, is_good=is_good and (number == 0 or number != refuses))
+
     with (
-        mock.patch.object(groups.ReplicaGroups, "join", join),
-        mock.patch.object(membership.Membership, "mean", mean),
+        mock.patch.object(groups.ReplicaGroups, "join", joining),
+        mock.patch.object(membership.Membership, "mean", counted_mean),
+        mock.patch.object(membership.Membership, "agree", agreeing),
         worlds.started(config, after_step=after_step) as one,
     ):
         one.train()
@@ -90,19 +110,14 @@ def train(
         return found | {"notes": one.recorder.notes}
 
 
-def together(own: list[World], configs: list[Any], **options: Any) -> list[Any]:
-    """`train` on all worlds at once: results by group and rank, or what was raised. `options` are the last group's."""
+def together(own: list[World], configs: list[Any], *options: dict[str, Any], starts_with: int = 0) -> list[Any]:
+    """`train` on all worlds at once, which start when all are there: results by group and rank, or what was raised.
+    `options` are the last groups'."""
+    first = [{}] * (len(own) - len(options))
     with ThreadPoolExecutor(len(own)) as pool:
         runs = [
-            pool.submit(
-                world.run,
-                train,
-                config,
-                starts_with=len(own),
-                timeout=60,
-                **(options if world is own[-1] else {}),
-            )
-            for world, config in zip(own, configs, strict=True)
+            pool.submit(world.run, train, config, timeout=60, **{"starts_with": starts_with or len(own), **option})
+            for world, config, option in zip(own, configs, [*first, *options], strict=True)
         ]
         return [run.exception() or run.result() for run in runs]
 
@@ -159,19 +174,32 @@ def agree(*groups: Any) -> None:
             assert not worlds.same_bits(left["weights"], right["weights"])
 
 
-@pytest.mark.parametrize("in_exchange", [False, True])
-def test_a_group_dies(
-    world1: World, other_worlds: list[World], text_data: str, lighthouse: str, in_exchange: bool
+@pytest.mark.parametrize("end, after", [("kill", 6), ("kill in exchange", 2), ("hang", 6)])
+def test_a_group_is_lost(
+    world1: World, other_worlds: list[World], text_data: str, lighthouse: str, end: str, after: int
 ) -> None:
     """Those that are left lose steps, hang, or end with different weights."""
-    options: dict[str, Any] = {"dies_in_exchange": 2} if in_exchange else {"dies_after": 6}
     flags = {"data_path": text_data, "min_replica_groups": 1, "bcd_preset": "pretrain"}
-    *left, dead = together([world1, *other_worlds], configs(3, lighthouse, **flags), **options)
-    assert isinstance(dead, RankError)
+    own = [world1, *other_worlds]
+    *left, lost = together(own, configs(3, lighthouse, **flags), {"end": end, "end_after": after})
+    assert isinstance(lost, RankError)
     agree(*left)
     assert len(left[0][0]["steps"]) == 12
     consumed = [one["consumed_samples"] for one in left[0][0]["metrics"]]
     assert consumed == [24 * step for step in range(1, 9)] + [24 * 8 + 16 * step for step in range(1, 5)]
+
+
+def test_an_exchange_that_counts_for_one_group(
+    world1: World, other_worlds: list[World], text_data: str, lighthouse: str
+) -> None:
+    """The connection breaks at the end: one group has the mean, the others have not and exchange without it. All are at
+    the same step later, with different weights."""
+    planned = configs(3, lighthouse, data_path=text_data, min_replica_groups=1, bcd_preset="pretrain")
+    two = {"refuses": 2, "sleeps_after": 11}  # else they meet without the first one
+    all_three = together([world1, *other_worlds], planned, {"sleeps_after": 9}, two, two)
+    agree(*all_three)
+    assert any("state of another" in note for note in all_three[0][0]["notes"])
+    assert len(all_three[1][0]["steps"]) == 12
 
 
 @pytest.mark.parametrize("preset", ["paper", "pretrain"])
@@ -187,7 +215,7 @@ def test_a_group_comes_back(
             for world, config in zip([world1, other_worlds[0]], planned[:2], strict=True)
         ]
         with pytest.raises(RankError):
-            other_worlds[1].run(train, planned[2], dies_after=6)
+            other_worlds[1].run(train, planned[2], end="kill", end_after=6)
         (back,) = other_worlds[1].run(train, planned[2], timeout=40)
         (first,), (second,) = (run.result() for run in left)
     agree([first], [second], [back])
@@ -213,3 +241,13 @@ def test_resume(text_data: str, lighthouse: str, pairs: list[World], tmp_path: P
     ((first, _),) = run("pipeline2")
     assert first["losses"] == pytest.approx(whole[0]["losses"][7:], rel=1e-4)
     agree(*run("data2", 2))
+
+
+def test_a_group_of_another_run(world1: World, other_worlds: list[World], text_data: str, lighthouse: str) -> None:
+    """It trains on: its changes go into the others' mean, or the others end with it."""
+    planned = configs(3, lighthouse, data_path=text_data, min_replica_groups=2, train_iters=60)
+    planned[2] = dataclasses.replace(planned[2], optimizer=dataclasses.replace(planned[2].optimizer, lr=0.5))
+    (first,), (second,), refused = together([world1, *other_worlds], planned, starts_with=1)
+    assert "ValueError: --lighthouse" in str(refused) and "--lr is 0.5 here and 0.01" in str(refused)
+    agree([first], [second])
+    assert [one["consumed_samples"] for one in first["metrics"]] == [16 * (step + 1) for step in range(60)]

@@ -87,6 +87,8 @@ BOTH = (1, 2)
 FLAG_CASES = (
     case("unknown flag", "--bcd-blocks", "3", named=("--bcd-blocks", "--bcd-num-blocks"), ranks=BOTH),
     case("world size", "--pipeline-model-parallel-size", "3", named="--pipeline-model-parallel-size", ranks=BOTH),
+    case("no torchft, or no lighthouse", "--lighthouse", "127.0.0.1:1", named="--lighthouse", ranks=BOTH),
+    case("long outer interval", "--lighthouse", "127.0.0.1:1", "--outer-interval", "9", named="--outer-interval 9"),
     case("backend", "--distributed-backend", "nccl", named="--distributed-backend nccl"),
 )
 DATA_CASES = (

@@ -458,6 +458,8 @@ def _check_adapters(run: Run, partition: Partition) -> None:
 
 
 def _check_groups(config: RunConfig, run: Run, partition: Partition) -> None:
+    if run.lighthouse is None:
+        return
     shortest = block_schedule_from_config(config, partition).least_steps(0)
     require(
         run.outer_interval is None or run.outer_interval <= shortest,

@@ -93,7 +93,7 @@ class BlockStateStore:
             block: {name: {**vars(kept), "parameter": None} for name, kept in of_block.items()}
             for block, of_block in self._blocks.items()
         }
-        return _copied({"blocks": blocks, "always_active": self.always_active})
+        return memory.copied_to_host({"blocks": blocks, "always_active": self.always_active})
 
     def set_state(self, state: Mapping[str, Any], parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Load what `state` returned on the same rank of a run of the same layout; `parameters` by name."""
@@ -213,17 +213,6 @@ class BlockStateStore:
             for name, (num_steps, tensors) in self.always_active.items()
             if name not in active
         }
-
-
-def _copied(value: Any) -> Any:
-    """With copies of all tensors, in host memory."""
-    if torch.is_tensor(value):
-        return value.to("cpu", copy=True)
-    if isinstance(value, Bf16Residual):
-        return Bf16Residual(**_copied(vars(value)))
-    if isinstance(value, dict):
-        return {key: _copied(one) for key, one in value.items()}
-    return tuple(map(_copied, value)) if isinstance(value, tuple) else value
 
 
 def _buffer(num_elements: int, dtype: torch.dtype, previous: torch.Tensor | None) -> torch.Tensor:

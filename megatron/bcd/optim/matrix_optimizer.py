@@ -25,7 +25,7 @@ from megatron.bcd.blocks.ownership import matrix_owners, matrix_stacks
 from megatron.bcd.config import RunConfig
 from megatron.bcd.optim import bf16, update_rules
 from megatron.bcd.optim.update_rules import MatrixLayout
-from megatron.bcd.runtime import device, replicas
+from megatron.bcd.runtime import device, memory, replicas
 from megatron.bcd.runtime.compat import pytorch
 
 MOMENTUM = "momentum_buffer"
@@ -400,8 +400,7 @@ class MatrixOptimizer:
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Copies in host memory of all that this rank holds beside weights and gradients."""
-        held = {"momenta": self.momenta, "low_bits": self._low_bits}
-        return {key: {name: one.to("cpu", copy=True) for name, one in ones.items()} for key, ones in held.items()}
+        return memory.copied_to_host({"momenta": self.momenta, "low_bits": self._low_bits})
 
     def set_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Load what `state` returned on the same rank of a run of the same layout; between phases."""

@@ -170,6 +170,7 @@ class ReplicaGroups:
         """Continue where another group is. Raises ValueError if that is of another run."""
         problem = identity.difference(self._identity, received["identity"])
         if problem is not None:
+            self.leave()
             raise ValueError(f"--lighthouse: this replica group is of another run: {problem}; give the same")
         self._parts.take(
             received["counters"], lambda build: join.set_rank_state(self._active, received["tensors"], build)

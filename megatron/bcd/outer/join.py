@@ -5,35 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from megatron.bcd.model.builder import unwrap_model
 from megatron.bcd.optim.active_block import ActiveBlock
+from megatron.bcd.runtime import memory
 
 
 def rank_state(active: ActiveBlock) -> dict[str, Any]:
     """Copies in host memory: weights, optimizer state of the phase, what is kept of other blocks, outer momenta."""
     shards = {**active.own_shards(), **active.always_active_shards()}
-    return {
-        "weights": {name: _copy(one) for name, one in unwrap_model(active.model).named_parameters()},
-        "shards": {
-            name: {
-                "main_param": _copy(shard.main_param),
-                "moments": {key: _copy(moment) for key, moment in shard.stored_moments().items()},
-                "num_steps": shard.num_steps,
-            }
-            for name, shard in shards.items()
-        },
+    tensors = {
+        "weights": dict(unwrap_model(active.model).named_parameters()),
+        "shards": {name: (shard.main_param, shard.stored_moments(), shard.num_steps) for name, shard in shards.items()},
+        "outer_momenta": active.outer_momenta,
+    }
+    return memory.copied_to_host(tensors) | {
         "kept": active.kept.state(),
         "matrices": None if active.matrices is None else active.matrices.state(),
         "loss_scaler": active.loss_scaler_state(),
-        "outer_momenta": {name: _copy(one) for name, one in active.outer_momenta.items()},
     }
 
 
 def set_rank_state(active: ActiveBlock, state: Mapping[str, Any], build: Callable[[], None]) -> None:
     """Load what `rank_state` returned on the same rank of a group of the same layout. No block may be built; `build`
     makes that of the other group the active one. A collective."""
+    state = memory.copied_to_host(state)  # what torchft received can't be written
     parameters = dict(unwrap_model(active.model).named_parameters())
     for name, value in state["weights"].items():
         parameters[name].data.copy_(value)
@@ -44,10 +39,6 @@ def set_rank_state(active: ActiveBlock, state: Mapping[str, Any], build: Callabl
     active.outer_momenta = dict(state["outer_momenta"])
     build()
     for name, shard in {**active.own_shards(), **active.always_active_shards()}.items():
-        held = state["shards"][name]
-        shard.set_stored_moments(held["moments"], num_steps=held["num_steps"])
-        shard.set_main_param(held["main_param"])
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
+        main_param, moments, num_steps = state["shards"][name]
+        shard.set_stored_moments(moments, num_steps=num_steps)
+        shard.set_main_param(main_param)

@@ -8,9 +8,11 @@ whether an exchange counts (`should_commit`).
 from __future__ import annotations
 
 import datetime
+import importlib
 import logging
 import os
 import socket
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -28,20 +30,29 @@ _RETRIES = 30
 _PORT = 29510
 
 
-def lighthouse_url(address: str) -> str:
-    """What torchft takes, of HOST:PORT, HOST or http://HOST:PORT. Raises ValueError."""
+def check_lighthouse(address: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT, HOST or http://HOST:PORT.
+
+    Raises:
+        ValueError: torchft is not there, or nobody listens there.
+    """
     host, _, port = address.removeprefix("http://").rstrip("/").partition(":")
     if not host or not (port or str(_PORT)).isdigit():
         raise ValueError(f"--lighthouse {address}: must be HOST:PORT, as torchft_lighthouse --bind has it")
-    return f"http://{host}:{port or _PORT}"
-
-
-def _own_address(url: str) -> str:
-    """This node's, on the way to the lighthouse: names of rented nodes mean nothing to the others."""
-    host, _, port = url.removeprefix("http://").partition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))
-        return str(probe.getsockname()[0])
+    os.environ.setdefault("RUST_LOG", "error")  # read at the import: else it logs every heartbeat
+    try:
+        importlib.import_module("torchft")
+    except ImportError as error:
+        raise ValueError(f'--lighthouse needs torchft ({error}): pip install -e ".[elastic]"') from None
+    where = host, int(port or _PORT)
+    try:
+        socket.create_connection(where, timeout=_CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"--lighthouse {address} can't be reached ({error}); start torchft_lighthouse --min_replicas 1 there, or "
+            "give its HOST:PORT"
+        ) from None
+    return where
 
 
 class Membership:
@@ -51,48 +62,43 @@ class Membership:
     """
 
     def __init__(self, config: GroupsConfig, *, quorum_minutes: int, state: Callable[[], Any]) -> None:
-        """Raises ValueError: torchft is not there, or the lighthouse can't be reached."""
-        os.environ.setdefault("RUST_LOG", "error")  # read at the import: else it logs every heartbeat
-        try:
-            from torchft import Manager, ProcessGroupGloo
-        except ImportError as error:
-            raise ValueError(f'--lighthouse needs torchft ({error}): pip install -e ".[elastic]"') from None
-        for name in ("torchft.manager", "torchft.checkpointing.http_transport"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # its errors are told by the trainer
+        """Raises ValueError as `check_lighthouse`."""
         assert config.lighthouse is not None
-        url = lighthouse_url(config.lighthouse)
-        self._timeout = datetime.timedelta(seconds=config.outer_timeout_seconds)
+        host, port = check_lighthouse(config.lighthouse)
+        from torchft import Manager, ProcessGroupGloo
+
+        for name in ("torchft.manager", "torchft.checkpointing.http_transport"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # the trainer tells of its errors
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # of what it received
+        timeout = datetime.timedelta(seconds=config.outer_timeout_seconds)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))
+            # by which the others reach this node: names of rented nodes mean nothing elsewhere
+            address = str(probe.getsockname()[0])
         self._dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.outer_compression]
         self._received: Any = None
-        try:
-            address = _own_address(url)
-            self._store, port = _store(address)
-            self._groups = ProcessGroupGloo(timeout=self._timeout)
-            self._manager = Manager(
-                pg=self._groups,
-                load_state_dict=self._keep_received,
-                state_dict=state,
-                min_replica_size=1,
-                use_async_quorum=False,
-                timeout=self._timeout,
-                quorum_timeout=datetime.timedelta(minutes=quorum_minutes),
-                connect_timeout=datetime.timedelta(seconds=_CONNECT_SECONDS),
-                quorum_retries=_RETRIES,
-                rank=torch.distributed.get_rank(),
-                world_size=torch.distributed.get_world_size(),
-                store_addr=self._store.host,
-                store_port=port,
-                lighthouse_addr=url,
-                hostname=address,
-                replica_id=config.replica_id or socket.gethostname(),
-                checkpoint_transport=_transport(address, self._timeout),
-                init_sync=False,
-            )
-        except (OSError, RuntimeError) as error:
-            raise ValueError(
-                f"--lighthouse {config.lighthouse}: it can't be reached ({' '.join(str(error).split())}); start "
-                "torchft_lighthouse --min_replicas 1 there, or give its HOST:PORT"
-            ) from None
+        self._store = _store(address)
+        self._groups = ProcessGroupGloo(timeout=timeout)
+        self._manager = Manager(
+            pg=self._groups,
+            load_state_dict=self._keep_received,
+            state_dict=state,
+            min_replica_size=1,
+            use_async_quorum=False,
+            timeout=timeout,
+            quorum_timeout=datetime.timedelta(minutes=quorum_minutes),
+            connect_timeout=datetime.timedelta(seconds=_CONNECT_SECONDS),
+            quorum_retries=_RETRIES,
+            rank=torch.distributed.get_rank(),
+            world_size=torch.distributed.get_world_size(),
+            store_addr=self._store.host,
+            store_port=self._store.port,
+            lighthouse_addr=f"http://{host}:{port}",
+            hostname=address,
+            replica_id=config.replica_id or socket.gethostname(),
+            checkpoint_transport=_transport(address, timeout),
+            init_sync=False,
+        )
         self.rank, self.size = 0, 1
         """In the last quorum: of this group, and number of groups."""
 
@@ -189,18 +195,14 @@ class Membership:
         return result
 
 
-def _store(address: str) -> tuple[Any, int]:
+def _store(address: str) -> Any:
     """The store in which the ranks of the groups find each other; torchrun's may be visible on its node only."""
     from torch.distributed import TCPStore
 
-    found = {}
-
-    def serve() -> tuple[str, int]:
-        found["store"] = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-        return address, int(found["store"].port)
-
-    host, port = collectives.on_rank_0(serve)
-    return found.get("store") or TCPStore(host, port, is_master=False), port
+    is_first = torch.distributed.get_rank() == 0
+    store = TCPStore(address, 0, is_master=True, wait_for_workers=False) if is_first else None
+    host, port = collectives.on_rank_0(lambda: (address, store.port))  # type: ignore[union-attr]
+    return store or TCPStore(host, port, is_master=False)
 
 
 def _transport(address: str, timeout: datetime.timedelta) -> Any:

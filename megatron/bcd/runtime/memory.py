@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable
+from dataclasses import is_dataclass, replace
+from typing import Any
 
 import torch
 
@@ -63,3 +65,14 @@ def peak_memory_bytes() -> int:
     except OSError:
         pass
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def copied_to_host(value: Any) -> Any:
+    """With copies of all tensors in its dicts, tuples and dataclasses, in host memory."""
+    if torch.is_tensor(value):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: copied_to_host(one) for key, one in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(copied_to_host, value))
+    return replace(value, **copied_to_host(vars(value))) if is_dataclass(value) else value  # type: ignore[type-var]
