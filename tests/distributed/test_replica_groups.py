@@ -61,13 +61,13 @@ def train(
     end: str = "",
     end_after: int | None = None,
     refuses: int | None = None,
-    sleeps_after: int | None = None,
+    sleeps: tuple[int, int] = (0, 0),
 ) -> dict[str, Any]:
     """As `worlds.train_run`, of one group, which starts when there are `starts_with`.
 
     `end` is "kill" or "hang", after the step `end_after`, "kill in exchange" inside the exchange of that number.
     `refuses`: the number of an exchange that doesn't count for this group, as if its connection had broken at the end.
-    `sleeps_after`: a step that takes long. All numbers are from 1.
+    `sleeps`: after which step, and for how many seconds. All numbers are from 1.
     """
     join, mean, agree = groups.ReplicaGroups.join, membership.Membership.mean, membership.Membership.agree
     number = 0
@@ -78,8 +78,8 @@ def train(
         if one.iteration + 1 == end_after and end == "hang":
             subprocess.Popen(["sh", "-c", f"sleep 12; kill -9 {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
-        if one.iteration + 1 == sleeps_after:
-            time.sleep(8)
+        if one.iteration + 1 == sleeps[0]:
+            time.sleep(sleeps[1])
 
     def joining(own: groups.ReplicaGroups) -> bool:
         least, own._least = own._least, max(own._least, starts_with)
@@ -195,8 +195,8 @@ def test_an_exchange_that_counts_for_one_group(
     """The connection breaks at the end: one group has the mean, the others have not and exchange without it. All are at
     the same step later, with different weights."""
     planned = configs(3, lighthouse, data_path=text_data, min_replica_groups=1, bcd_preset="pretrain")
-    two = {"refuses": 2, "sleeps_after": 11}  # else they meet without the first one
-    all_three = together([world1, *other_worlds], planned, {"sleeps_after": 9}, two, two)
+    two = {"refuses": 2, "sleeps": (11, 4)}  # else they meet without the first one
+    all_three = together([world1, *other_worlds], planned, {"sleeps": (9, 7)}, two, two)
     agree(*all_three)
     assert any("state of another" in note for note in all_three[0][0]["notes"])
     assert len(all_three[1][0]["steps"]) == 12
