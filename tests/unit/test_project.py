@@ -68,6 +68,13 @@ def test_setup_py_agrees_with_the_pins(repo_root: Path) -> None:
         assert found[requirement.name] in requirement.specifier, f"setup.py refuses {requirement.name}"
 
 
+def test_torchft_is_imported_where_it_is_asked_for(repo_root: Path) -> None:
+    """Runs without replica groups that need it, or wait for its import."""
+    for path, tree in trees(repo_root).items():
+        imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        assert not any("torchft" in ast.unparse(node) for node in imports), path
+
+
 def test_packages_of_the_image(repo_root: Path) -> None:
     """The image's own torch replaced by PyPI's, a package that running lacks, or another Megatron Core."""
     text = (repo_root / "docker" / "Dockerfile").read_text(encoding="utf-8")

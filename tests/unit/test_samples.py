@@ -11,9 +11,10 @@ from support.command_line import parse
 
 from megatron.bcd.blocks.partition import partition_from_config
 from megatron.bcd.blocks.schedule import block_schedule_from_config
+from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.config import RunConfig
-from megatron.bcd.data import Dealt, num_samples
-from megatron.bcd.data.batches import reshuffled
+from megatron.bcd.data import Dealt, GroupShare, num_samples, of_subset
+from megatron.bcd.data.batches import consecutive, reshuffled
 from megatron.bcd.data.samples import TrainingSamples
 from megatron.bcd.data.splits import _epoch_samples
 from megatron.bcd.training.state import StepResult, TrainState
@@ -76,6 +77,26 @@ def test_evaluations_of_cycles_have_their_validation_samples() -> None:
     assert validation_samples(more, 10) == (3 + 10 // 6) * 2 * 4
     plateau = ("--bcd-stop-cycle-improvement", "0.1", "--bcd-switch", "plateau", "--eval-iters", "2")
     assert validation_samples(parse(*plateau, "--global-batch-size", "4"), 1000) == (2 + 1000 // 300) * 2 * 4
+
+
+@pytest.mark.parametrize("micro_batch_size, ratio", [(2, None), (1, None), (2, 0.5)])
+def test_replica_groups_take_turns(micro_batch_size: int, ratio: float | None) -> None:
+    """A sample that two groups read or none does, or a group that reads elsewhere once its reader starts anew."""
+    subset = None if ratio is None else PhaseSubset(num_samples=96, ratio=ratio, seed=1)
+
+    def read(group: int, num_groups: int, start: int, number: int) -> list[int]:
+        share = GroupShare(group=group, num_groups=num_groups, batch_size=4)
+        dealt = Dealt(micro_batch_size=micro_batch_size, rank=0, num_ranks=1, share=share)
+        if subset is not None:
+            order = of_subset(dealt, subset=subset, phase=0, position=start)
+        else:
+            order = consecutive(dealt, total_samples=96, consumed_samples=start)
+        return [index for batch in itertools.islice(order, number // micro_batch_size) for index in batch]
+
+    alone = read(0, 1, 0, 48)
+    groups = [read(group, 3, 12, 12) for group in range(3)]
+    assert [index for turn in range(3) for group in groups for index in group[4 * turn : 4 * turn + 4]] == alone[12:]
+    assert groups[1][4:] == read(1, 3, 24, 8)
 
 
 @pytest.mark.parametrize("has_shards", [True, False])
