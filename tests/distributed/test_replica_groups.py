@@ -19,6 +19,7 @@ import torch
 from support import worlds
 from support.dist import RankError, World
 
+from megatron.bcd import data
 from megatron.bcd.outer import groups, membership
 
 pytest.importorskip("torchft")
@@ -62,12 +63,14 @@ def train(
     end_after: int | None = None,
     refuses: int | None = None,
     sleeps: tuple[int, int] = (0, 0),
+    reads_same: bool = False,
 ) -> dict[str, Any]:
     """As `worlds.train_run`, of one group, which starts when there are `starts_with`.
 
     `end` is "kill" or "hang", after the step `end_after`, "kill in exchange" inside the exchange of that number.
     `refuses`: the number of an exchange that doesn't count for this group, as if its connection had broken at the end.
-    `sleeps`: after which step, and for how many seconds. All numbers are from 1.
+    `sleeps`: after which step, and for how many seconds. All numbers are from 1. `reads_same`: the
+    first group's samples, in all groups.
     """
     join, mean, agree = groups.ReplicaGroups.join, membership.Membership.mean, membership.Membership.agree
     number = 0
@@ -97,7 +100,13 @@ def train(
     def agreeing(own: membership.Membership, *, is_good: bool) -> bool:
         return agree(own, is_good=is_good and (number == 0 or number != refuses))
 
+    place = data.GroupShare.place
+
+    def first(own: data.GroupShare, number: Any) -> Any:
+        return place(dataclasses.replace(own, group=0), number)
+
     with (
+        mock.patch.object(data.GroupShare, "place", first if reads_same else place),
         mock.patch.object(groups.ReplicaGroups, "join", joining),
         mock.patch.object(membership.Membership, "mean", counted_mean),
         mock.patch.object(membership.Membership, "agree", agreeing),
@@ -202,27 +211,45 @@ def test_an_exchange_that_counts_for_one_group(
     assert len(all_three[1][0]["steps"]) == 12
 
 
+def come_back(own: list[World], planned: list[Any], **options: Any) -> list[dict[str, Any]]:
+    """The last group is killed after its fifth step, and started again while the others wait for it."""
+    with ThreadPoolExecutor(len(own)) as pool:
+        left = [
+            pool.submit(world.run, train, config, timeout=60, **options)
+            for world, config in zip(own[:-1], planned[:-1], strict=True)
+        ]
+        with pytest.raises(RankError):
+            own[-1].run(train, planned[-1], end="kill", end_after=5, **options)
+        back = own[-1].run(train, planned[-1], timeout=40, **options)
+        found = [*(run.result() for run in left), back]
+    agree(*found)
+    return [ranks[0] for ranks in found]
+
+
 @pytest.mark.parametrize("preset", ["paper", "pretrain"])
 def test_a_group_comes_back(
     world1: World, other_worlds: list[World], text_data: str, lighthouse: str, preset: str
 ) -> None:
-    """It starts from its own weights, optimizer state or counters, or its copy of another group's change counts."""
+    """It starts from its own weights, optimizer state or counters. Here both groups read the same samples."""
     flags = {"data_path": text_data, "bcd_preset": preset, "bf16": True, "bcd_optimizer_state": "host"}
-    planned = configs(3, lighthouse, **flags)
-    with ThreadPoolExecutor(2) as pool:
-        left = [
-            pool.submit(world.run, train, config, timeout=60)
-            for world, config in zip([world1, other_worlds[0]], planned[:2], strict=True)
-        ]
-        with pytest.raises(RankError):
-            other_worlds[1].run(train, planned[2], end="kill", end_after=6)
-        (back,) = other_worlds[1].run(train, planned[2], timeout=40)
-        (first,), (second,) = (run.result() for run in left)
-    agree([first], [second], [back])
-    print(back["notes"])
-    assert [len(one["steps"]) for one in (first, second, back)] == [12, 12, 4]
-    assert [one["consumed_samples"] for one in back["metrics"]] == [24 * step for step in range(9, 13)]
-    assert [one["learning_rate"] for one in back["metrics"]] == [one["learning_rate"] for one in first["metrics"]][8:]
+    flags |= {"outer_interval": 2}
+    planned = configs(2, lighthouse, **flags)
+    first, back = come_back(other_worlds, planned, reads_same=True)
+    assert len(back["steps"]) == 6
+    assert back["steps"] == first["steps"][6:]
+    assert back["metrics"] == first["metrics"][6:]
+
+
+def test_a_group_that_comes_back_adds_nothing(
+    world1: World, other_worlds: list[World], text_data: str, lighthouse: str
+) -> None:
+    """The change that it has taken from another group counts in the mean, or in the number of changes."""
+    own, flags = [world1, *other_worlds], {"data_path": text_data, "outer_interval": 2}
+    first, *_ = come_back(own, configs(3, lighthouse, **flags))
+    two = configs(3, lighthouse, **flags | {"min_replica_groups": 1})
+    (without,), *_ = together(own, two, {"end": "kill", "end_after": 5})
+    assert first["losses"][:7] == without["losses"][:7]
+    assert first["losses"][7:] != without["losses"][7:]
 
 
 def test_resume(text_data: str, lighthouse: str, pairs: list[World], tmp_path: Path) -> None:
