@@ -18,7 +18,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -54,7 +54,17 @@ from megatron.bcd.planner.search import (
     valid_pipelines,
     with_fewest_blocks,
 )
-from megatron.bcd.planner.tables import GIB, Model, Published, choose, columns_of, read_clusters, read_models, read_rows
+from megatron.bcd.planner.tables import (
+    GIB,
+    Cluster,
+    Model,
+    Published,
+    choose,
+    columns_of,
+    read_clusters,
+    read_models,
+    read_rows,
+)
 
 PROG = "tools/plan.py"
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -124,6 +134,8 @@ def add_recipe_flags(group: Any) -> None:
     add = group.add_argument
     add("--models", metavar="FILE", help="rows of your own, beside those of examples/models.csv or in their place")
     add("--clusters", metavar="FILE", default=CLUSTERS, help="the cluster table")
+    add("--network-gbit", type=float, metavar="RATE", help="of a node's link to others, 10^9 bits per second (default:"
+        " the cluster table's)")  # fmt: skip
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -185,6 +197,16 @@ def named_model(name: str, *, models: str | None) -> Model:
         ) from None
 
 
+def cluster_of(arguments: argparse.Namespace) -> Cluster:
+    """Of the table, with --network-gbit."""
+    cluster = choose(read_clusters(arguments.clusters), arguments.gpu, flag="--gpu")
+    if (rate := arguments.network_gbit) is None:
+        return cluster
+    if rate <= 0:
+        raise ValueError(f"--network-gbit {rate:g}: must be more than 0")
+    return replace(cluster, network_gb_per_s=rate / 8)
+
+
 def fields_of(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
     """Recipe's fields; None, also of pipeline_size, num_gpus and recompute: not given. Raises ValueError for an unknown
     name, or a flag that nothing would read."""
@@ -198,7 +220,7 @@ def fields_of(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
     frozen, always = arguments.frozen, arguments.always_active
     return {name: getattr(arguments, name) for name in (*FLAGS, "precision", "task")} | {
         "model": named_model(arguments.model, models=arguments.models),
-        "cluster": choose(read_clusters(arguments.clusters), arguments.gpu, flag="--gpu"),
+        "cluster": cluster_of(arguments),
         "method": method,
         "frozen": None if frozen is None else BcdConfig(bcd_frozen=frozen).frozen,
         "always_active": None if always is None else BcdConfig(bcd_always_active=always).always_active,
@@ -344,11 +366,15 @@ def show_figures(estimate: Estimate) -> str:
         f"({recipe.num_microbatches} microbatches)"
     )
     return (
-        f"{recipe.model.name}: {estimate.parameters:,} parameters, {recipe.method}, on {recipe.num_gpus} x "
-        f"{recipe.cluster.gpu} ({nodes})\n{textwrap.fill(settings, _WIDTH)}\n\n"
+        f"{recipe.model.name}: {estimate.parameters:,} parameters, {recipe.method}, on {_groups(recipe)}"
+        f"{recipe.num_gpus} x {recipe.cluster.gpu} ({nodes})\n{textwrap.fill(settings, _WIDTH)}\n\n"
         f"memory per rank, GiB (of {recipe.cluster.memory_gib:g})\n{_memory(estimate)}\n\n"
         f"time of an iteration, ms\n{_time(estimate)}\n\n{_cost(estimate)}"
     )
+
+
+def _groups(recipe: Recipe) -> str:
+    return f"{recipe.replica_groups} replica groups of " if recipe.replica_groups > 1 else ""
 
 
 def _layout(recipe: Recipe) -> str:
@@ -408,9 +434,17 @@ def _time(estimate: Estimate) -> str:
         seconds = (phase.pipeline, phase.optimizer, phase.reductions, phase.total)
         rows.append((str(phase.block), *(f"{1e3 * second:,.0f}" for second in seconds), _percent(phase.bubble)))
     rows.append(("mean", "", "", "", f"{1e3 * estimate.iteration_seconds:,.0f}", _percent(estimate.bubble)))
+    if exchange := estimate.exchange:
+        seconds = exchange.seconds / exchange.interval
+        rows.insert(-1, ("exchange", "", "", "", f"{1e3 * seconds:,.0f}", ""))
     speed = f"{estimate.tokens_per_second:,.0f} tokens/s, MFU {100 * estimate.mfu:.1f} % (arithmetic of full training)"
     if estimate.recipe.is_streamed:
         speed += f"; {_percent(estimate.copy_share)} of the time are copies of frozen layers that no computation hides"
+    if exchange:
+        speed += (
+            f"\nevery {exchange.interval} steps replica groups exchange up to {exchange.payload / 1e6:,.0f} MB a rank:"
+            f" {exchange.sent / 1e9:,.2f} GB over a node's link, {exchange.seconds:,.1f} s"
+        )
     return f"{table(('block', 'pipeline', 'optimizer', 'reductions', 'total', 'bubble'), rows)}\n{speed}"
 
 

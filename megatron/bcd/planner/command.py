@@ -67,6 +67,11 @@ def layout_flags(recipe: Recipe) -> list[str]:
     elif recipe.recompute == "auto":
         memory = recipe.memory_share * recipe.cluster.memory_gib - recipe.cluster.framework_gib
         flags.append(f"--recompute auto --recompute-memory-gib {memory:g}")
+    if recipe.replica_groups > 1:
+        interval = f" --outer-interval {recipe.outer_interval}" if recipe.outer_interval else ""
+        fp32 = " --outer-compression fp32" if recipe.outer_compression == "fp32" else ""
+        lighthouse = "--lighthouse ${LIGHTHOUSE:?}"
+        flags.append(f"{lighthouse} --replica-groups {recipe.replica_groups}{interval}{fp32}")
     if not recipe.has_blocks:
         offload = ["--optimizer-cpu-offload --optimizer-offload-fraction 1.0"]
         return [*flags, "--bcd-num-blocks 1 --bcd-schedule stock", *(offload if recipe.method == "offload" else [])]

@@ -9,6 +9,7 @@ from typing import Any
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS
 from megatron.bcd.planner.memory import fits, fits_on_host, host_bytes, peak, rank_memory
 from megatron.bcd.planner.recipe import Recipe
+from megatron.bcd.planner.replica_groups import Exchange, exchange_of
 from megatron.bcd.planner.state import RankMemory
 from megatron.bcd.planner.step_time import PhaseTime, cycle_seconds, head_pass, layer_pass
 from megatron.bcd.planner.tables import GIB
@@ -24,7 +25,8 @@ MULTIPLIERS = {
 """B-F multiplier of a method at three blocks, and where it is from: iterations to full training's loss over full
 training's."""
 _SHOWN = (
-    "method", "num_gpus", "num_nodes", "pipeline_size", "context_size", "data_size", "precision", "micro_batch_size",
+    "method", "num_gpus", "num_nodes", "pipeline_size", "context_size", "data_size", "precision", "replica_groups",
+    "micro_batch_size",
     "global_batch_size", "num_microbatches", "recompute",
 )  # fmt: skip
 _TIMES = ("iteration_seconds", "bubble", "copy_share", "tokens_per_second", "mfu")
@@ -58,9 +60,10 @@ class Estimate:
     host_bytes: int  # per rank
     largest_micro_batch: int | None  # that fits and divides the batch; None if none does
     phases: tuple[PhaseTime, ...]
-    iteration_seconds: float  # mean over a cycle
+    exchange: Exchange | None  # with other replica groups
+    iteration_seconds: float  # mean over a cycle, exchanges included
     bubble: float  # mean over a cycle
-    tokens_per_second: float
+    tokens_per_second: float  # of all replica groups
     copy_share: float  # of the time: copies of frozen layers that no computation hides
     mfu: float  # FLOPs of full training on the same tokens over the GPUs' peak: work that BCD skips counts as done
     cost: TrainingCost
@@ -98,6 +101,7 @@ class Estimate:
             "time": {
                 "phases": [asdict(phase) | {"total": phase.total} for phase in self.phases],
                 **{name: getattr(self, name) for name in _TIMES},
+                "exchange": self.exchange and asdict(self.exchange),
             },
             "bill": asdict(self.cost),
         }
@@ -111,11 +115,13 @@ def make_estimate(recipe: Recipe, *, tokens: float | None = None, multiplier: fl
     range.
     """
     phases = cycle_seconds(recipe)
-    seconds = sum(phase.total for phase in phases) / len(phases)
+    exchange = exchange_of(recipe)
+    waiting = exchange.seconds / exchange.interval if exchange else 0.0
+    seconds = sum(phase.total for phase in phases) / len(phases) + waiting
     copy_share = 0.0
     if recipe.is_streamed:
         at_once = cycle_seconds(replace(recipe, cluster=replace(recipe.cluster, copy_gb_per_s=1e9)))
-        copy_share = 1 - sum(phase.total for phase in at_once) / len(phases) / seconds
+        copy_share = 1 - (sum(phase.total for phase in at_once) / len(phases) + waiting) / seconds
     # full training without recomputation: three passes through layers and head
     flops = 3 * (recipe.model.layers * layer_pass(recipe).flops + head_pass(recipe).flops)
     flops *= recipe.num_microbatches * recipe.num_replicas
@@ -126,9 +132,10 @@ def make_estimate(recipe: Recipe, *, tokens: float | None = None, multiplier: fl
         host_bytes=host_bytes(recipe),
         largest_micro_batch=largest_micro_batch(recipe),
         phases=phases,
+        exchange=exchange,
         iteration_seconds=seconds,
         bubble=sum(phase.bubble for phase in phases) / len(phases),
-        tokens_per_second=recipe.global_batch_size * recipe.tokens / seconds,
+        tokens_per_second=recipe.replica_groups * recipe.global_batch_size * recipe.tokens / seconds,
         copy_share=copy_share,
         mfu=flops / seconds / (recipe.num_gpus * recipe.cluster.peak_flops_per_s(recipe.precision)),
         cost=training_cost(recipe, seconds, tokens=tokens, multiplier=multiplier),
@@ -144,9 +151,9 @@ def training_cost(recipe: Recipe, seconds: float, *, tokens: float | None, multi
         is_sft = recipe.task == "sft"
         tokens = DEFAULT_SFT_TOKENS if is_sft else DEFAULT_TOKENS_PER_PARAMETER * recipe.shape.num_parameters
     value, source = multiplier_of(recipe.method, recipe.partition.num_blocks, multiplier)
-    iterations = -int(-tokens * value // (recipe.global_batch_size * recipe.tokens))
+    iterations = -int(-tokens * value // (recipe.replica_groups * recipe.global_batch_size * recipe.tokens))
     hours = iterations * seconds / 3600
-    gpu_hours = hours * recipe.num_gpus
+    gpu_hours = hours * recipe.num_gpus * recipe.replica_groups
     return TrainingCost(
         tokens=tokens,
         multiplier=value,

@@ -11,6 +11,7 @@ from megatron.bcd.pipeline.plan import PlanShape, steady_shape
 from megatron.bcd.planner.activations import Recomputed, StageActivations
 from megatron.bcd.planner.cost import OFFLOADED_BYTES
 from megatron.bcd.planner.recipe import Recipe
+from megatron.bcd.planner.replica_groups import exchange_of
 from megatron.bcd.planner.state import RankMemory
 from megatron.bcd.planner.tables import GIB
 
@@ -60,7 +61,13 @@ def _recomputed(recipe: Recipe, stage: int, block: int) -> Recomputed:
 
 def host_bytes(recipe: Recipe) -> int:
     """Host memory of one rank: with method offload weights, gradients and moments; else offloaded momenta, what 16-bit
-    weights lack of main parameters (--bcd-main-params host), and its share of a node's frozen weights."""
+    weights lack of main parameters (--bcd-main-params host), and its share of a node's frozen weights; beside it what
+    replica groups exchange."""
+    exchange = exchange_of(recipe)
+    return _kept_bytes(recipe) + (exchange.host_bytes if exchange else 0)
+
+
+def _kept_bytes(recipe: Recipe) -> int:
     stages = range(recipe.pipeline_size)
     if recipe.method == "offload":
         return OFFLOADED_BYTES * max(max(buffers[0].held) for buffers in recipe.state.buffers)

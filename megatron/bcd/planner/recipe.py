@@ -104,6 +104,12 @@ class Recipe:
         " is not fused; with --task sft linear where it does not fit otherwise)", choices=FUSED_LOSSES)  # fmt: skip
     cut: str = _flag("even", "auto: the head counts as layers (--search tries both)", name="--pipeline-cut",
         given="even", choices=CUTS)  # fmt: skip
+    replica_groups: int = _flag(1, "of so many GPUs each, which exchange what they have trained (default: 1)", given=1,
+        metavar="K")  # fmt: skip
+    outer_interval: int | None = _flag(None, "steps between exchanges (default: a phase)", metavar="H")
+    outer_compression: str = _flag(
+        "bf16", "how changes are sent (default: bf16)", given="bf16", choices=("bf16", "fp32")
+    )
     num_chunks: int | None = _flag(None, "chunks of a stage, with --bcd-layout interleaved (default: as many as"
         " blocks)", name="--num-virtual-stages-per-pipeline-rank", metavar="V")  # fmt: skip
     memory_share: float = 1.0  # of a GPU's memory, that recomputation with auto leaves to be filled
@@ -123,6 +129,8 @@ class Recipe:
             ("--global-batch-size", self.global_batch_size, MAX_BATCH),
             ("--micro-batch-size", self.micro_batch_size, MAX_BATCH),
             ("--seq-length", self.tokens, MAX_TOKENS),
+            ("--replica-groups", self.replica_groups, MAX_GPUS),
+            ("--outer-interval", self.outer_interval or 1, int(self.bcd.mean_steps)),
         ):
             if not 1 <= value <= most:
                 yield f"{flag} {value}: must be 1 to {most}"
