@@ -3,7 +3,7 @@
     python studies/replica_groups.py [--model NAME] [--preset paper] [--outer-interval 25]
 
 Planned, on nodes of four RTX 4090s: the fastest layout of all nodes together, whose ranks exchange in every step, and
-that of the fewest nodes that hold the model, in as many replica groups as there are nodes for. Nothing here ran on a
+that of replica groups of one node or several, whichever is fastest ("4 x 2": four of two nodes). Nothing here ran on a
 GPU.
 """
 
@@ -52,12 +52,13 @@ def rows(given: argparse.Namespace, model: str) -> Iterator[list[str]]:
     cells = {link: [model, f"{link} Gbit/s"] for link in LINKS}
     for nodes in NODES:
         together = fastest(given, model, nodes=nodes)
-        sizes = (size for size in (1, *NODES) if size < nodes)
-        tried = ((size, fastest(given, model, nodes=size, groups=nodes // size)) for size in sizes)
-        size, apart = next(((size, found) for size, found in tried if found), (nodes, {}))
+        sizes = [size for size in (1, *NODES) if size < nodes]
+        apart = {size: fastest(given, model, nodes=size, groups=nodes // size) for size in sizes}
         for link in LINKS:
             one = f"{together[link].tokens_per_second:,.0f}" if together else "does not fit"
-            groups = f"{apart[link].tokens_per_second:,.0f} ({nodes // size} x {size})" if apart else "-"
+            speeds = {size: found[link].tokens_per_second for size, found in apart.items() if found}
+            size = max(speeds, key=speeds.__getitem__, default=0)
+            groups = f"{speeds[size]:,.0f} ({nodes // size} x {size})" if size else "-"
             cells[link].append(f"{one} / {groups}")
     yield from cells.values()
 
