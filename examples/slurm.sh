@@ -7,6 +7,7 @@
 # there. Words and variables are those of examples/pretrain.sh, which srun starts on every node; NNODES, GPUS_PER_NODE and
 # HEAD_NODE come from the job: it runs on the nodes and GPUs of the #SBATCH lines below, not those of methods.csv. Others:
 # sbatch --nodes 1 --gpus-per-node 4 examples/slurm.sh G-5.4B ..., or edit the lines.
+# With REPLICA_GROUPS and LIGHTHOUSE each group is a job of its own (docs/replica_groups.md): submit it once a group.
 # Ten minutes before the time limit the ranks save and exit with 0; the job is requeued under the same number and
 # resumes from that checkpoint. The job ends when the run is trained or fails.
 #
@@ -29,6 +30,7 @@ export GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:?is set by sbatch --g
 export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}  # of two jobs on a node, each its own
 read -r HEAD_NODE < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export HEAD_NODE
+[ "${REPLICA_GROUPS:-1}" = 1 ] || export REPLICA_ID=${REPLICA_ID:-$SLURM_JOB_ID}  # a requeued job keeps its number
 export SRUN_CPUS_PER_TASK=${SRUN_CPUS_PER_TASK:-${SLURM_CPUS_PER_TASK:-1}}  # from Slurm 22.05 on srun does not inherit it
 
 # "B:" above sends the signal to this shell only; srun passes it on to every process of the step (with Slurm's usual

@@ -7,8 +7,9 @@ The words are whole or tiny=N, then MODEL, METHOD and CLUSTER, then flags of the
 ``whole`` prints assignments for bash's eval: flags of the model (MODEL_ARGS), of ranks, batch and method (LAYOUT_ARGS),
 and those that the planner does not have (EXTRA_ARGS), names and numbers, the estimate as text (PLAN), and MISFIT: why
 it does not fit and what would, or empty. ``tiny=N`` scales the flags down to a run of seconds on at most N ranks. This
-word comes first, so that none of the user's words is mistaken for it. NUM_GPUS, MICRO_BATCH, GLOBAL_BATCH, PRECISION
-and RECOMPUTE in the environment are flags of the planner; NNODES and GPUS_PER_NODE say where the GPUs are. No torch.
+word comes first, so that none of the user's words is mistaken for it. NUM_GPUS, MICRO_BATCH, GLOBAL_BATCH, PRECISION,
+RECOMPUTE and REPLICA_GROUPS in the environment are flags of the planner; NNODES and GPUS_PER_NODE say where the GPUs
+are. No torch.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ _VARIABLES = {
     "GLOBAL_BATCH": "--global-batch-size",
     "PRECISION": "--precision",
     "RECOMPUTE": "--recompute",
+    "REPLICA_GROUPS": "--replica-groups",
 }
 _WORDS = {"--model": "MODEL", "--method": "METHOD", "--gpu": "CLUSTER"}
 """The planner's flags that are words of a recipe."""
@@ -137,6 +139,7 @@ def as_bash(recipe: Recipe, fields: Mapping[str, Any], extra: Sequence[str], *, 
         "GPUS_PER_NODE": shown.gpus_per_node,
         "NUM_STAGES": shown.pipeline_size,
         "NUM_BLOCKS": shown.partition.num_blocks,
+        "REPLICA_GROUPS": shown.replica_groups,
         "ITERATIONS": estimate.cost.iterations,
         "PLAN": show_figures(estimate),
         "MISFIT": misfit,
@@ -188,6 +191,7 @@ def scaled_down(recipe: Recipe, *, num_gpus: int = 2) -> Recipe:
         num_blocks=None if recipe.layout == "stage" else recipe.num_blocks,
         pipeline_size=stages,
         context_size=1,
+        replica_groups=1,
         sequence=None,
         micro_batch_size=2,
         global_batch_size=8,

@@ -30,7 +30,8 @@ CLUSTERS = tuple(read_clusters(EXAMPLES / "clusters.csv"))
 OFFLOAD = ["--optimizer-cpu-offload", "--optimizer-offload-fraction", "1.0"]
 VARIABLES = ("NUM_GPUS", "NNODES", "GPUS_PER_NODE", "DATA_PATH", "TOKENIZER_ARGS", "MOCK_DATA", "SAVE", "TRAIN_ITERS",
              "MICRO_BATCH", "GLOBAL_BATCH", "PRECISION", "RECOMPUTE", "FORCE", "SCALE", "DRY_RUN", "OUT", "HEAD_NODE",
-             "MASTER_PORT", "MODEL_DIR", "DATA", "EPOCHS", "LR", "PROMPT")  # fmt: skip
+             "MASTER_PORT", "MODEL_DIR", "DATA", "EPOCHS", "LR", "PROMPT",
+             "REPLICA_GROUPS", "REPLICA_ID", "LIGHTHOUSE")  # fmt: skip
 SMALL = ("G-5.4B", "bcd", "rtx4090")
 TEXT = {"DATA_PATH": "text_document", "TOKENIZER_ARGS": "--tokenizer-type ByteLevelTokenizer"}
 
@@ -164,6 +165,7 @@ def assert_is_a_command(asked: Sequence[str], variables: Mapping[str, str]) -> N
             {"NNODES": "2", "GPUS_PER_NODE": "4", "HEAD_NODE": "first", "DATA_PATH": "0.3 a 0.7 b"},
         ),
         (("LLaMA-7B", "offload", "a100"), {"MOCK_DATA": "1", "TRAIN_ITERS": "7"}),
+        (("G-1.6B", "paper", "rtx4090"), {"REPLICA_GROUPS": "4", "REPLICA_ID": "b", "LIGHTHOUSE": "here:1"}),
     ],
 )
 def test_dry_run(words: tuple[str, ...], variables: dict[str, str], stub: Path, tmp_path: Path) -> None:
@@ -186,6 +188,10 @@ def test_dry_run(words: tuple[str, ...], variables: dict[str, str], stub: Path, 
         assert launcher["--rdzv-endpoint"] == "first:29500" and config.data.data_path == ("0.3", "a", "0.7", "b")
     if "MOCK_DATA" in variables:
         assert config.data.mock_data and config.training.train_iters == 7
+    groups, name = config.groups, variables.get("REPLICA_ID")
+    assert (groups.replica_groups, groups.replica_id, groups.lighthouse) == (
+        planned.replica_groups, name, variables.get("LIGHTHOUSE"))  # fmt: skip
+    assert name is None or str(config.report.metrics_file).endswith(f"-{name}.jsonl")
     assert os.listdir(tmp_path) == ["stub"]
 
 

@@ -70,7 +70,7 @@ def layout_flags(recipe: Recipe) -> list[str]:
     if recipe.replica_groups > 1:
         interval = f" --outer-interval {recipe.outer_interval}" if recipe.outer_interval else ""
         fp32 = " --outer-compression fp32" if recipe.outer_compression == "fp32" else ""
-        lighthouse = "--lighthouse ${LIGHTHOUSE:?}"
+        lighthouse = "--lighthouse ${LIGHTHOUSE:-HOST:29510}"
         flags.append(f"{lighthouse} --replica-groups {recipe.replica_groups}{interval}{fp32}")
     if not recipe.has_blocks:
         offload = ["--optimizer-cpu-offload --optimizer-offload-fraction 1.0"]
