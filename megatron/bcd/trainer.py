@@ -139,7 +139,12 @@ class Trainer:
         """Of --lighthouse."""
         if self.config.groups.lighthouse is None:
             return None
-        parts = RunParts(counters=self._counters, iteration=lambda: self.state.iteration, take=self._continue_from)
+        parts = RunParts(
+            counters=self._counters,
+            iteration=lambda: self.state.iteration,
+            should_stop=self.stop.is_signalled,
+            take=self._continue_from,
+        )
         return ReplicaGroups(
             self.config, active=self.active, train=self.splits.train, parts=parts, reporter=self.reporter
         )
@@ -915,8 +920,7 @@ class Trainer:
         is_stopped = stop.reason is not None and not is_last
         is_end = is_last or is_stopped
         is_saved = True
-        is_writer = self.groups is None or self.groups.rank == 0  # of all groups one
-        if saver is not None and is_writer and (is_end or self._is_save_due(iteration, is_last=is_last)):
+        if saver is not None and self._is_writer and (is_end or self._is_save_due(iteration, is_last=is_last)):
             is_saved = self.save()
             if not is_end:  # a signal that came while it was written: another save would write the same again
                 stop.agree(iteration, is_writing=False)
@@ -935,9 +939,16 @@ class Trainer:
         interval = self.config.checkpoint.save_interval
         return self.saver is not None and (is_last or bool(interval and iteration % interval == 0))
 
+    @property
+    def _is_writer(self) -> bool:
+        """Of all replica groups one writes."""
+        return self.groups is None or self.groups.rank == 0
+
     def _is_export_due(self, iteration: int, *, is_last: bool) -> bool:
         interval = self.config.checkpoint.save_hf_interval
-        return self.exporter is not None and (is_last or bool(interval and iteration % interval == 0))
+        return (
+            self.exporter is not None and self._is_writer and (is_last or bool(interval and iteration % interval == 0))
+        )
 
     def _export(self, *, is_last: bool) -> None:
         """Write the model of --save-hf. Raises TrainingFailed if the last one can't be written."""

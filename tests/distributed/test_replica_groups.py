@@ -67,7 +67,8 @@ def train(
 ) -> dict[str, Any]:
     """As `worlds.train_run`, of one group, which starts when there are `starts_with`.
 
-    `end` is "kill" or "hang", after the step `end_after`, "kill in exchange" inside the exchange of that number.
+    `end` is "kill", "hang" or "signal" (SIGTERM, a moment later), after the step `end_after`, "kill in exchange" inside
+    the exchange of that number.
     `refuses`: the number of an exchange that doesn't count for this group, as if its connection had broken at the end.
     `sleeps`: after which step, and for how many seconds. All numbers are from 1. `reads_same`: the
     first group's samples, in all groups.
@@ -81,6 +82,8 @@ def train(
         if one.iteration + 1 == end_after and end == "hang":
             subprocess.Popen(["sh", "-c", f"sleep 12; kill -9 {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
+        if one.iteration + 1 == end_after and end == "signal":
+            subprocess.Popen(["sh", "-c", f"sleep 3; kill {os.getpid()}"])
         if one.iteration + 1 == sleeps[0]:
             time.sleep(sleeps[1])
 
@@ -122,7 +125,7 @@ def train(
 def together(own: list[World], configs: list[Any], *options: dict[str, Any], starts_with: int = 0) -> list[Any]:
     """`train` on all worlds at once, which start when all are there: results by group and rank, or what was raised.
     `options` are the last groups'."""
-    first = [{}] * (len(own) - len(options))
+    first: list[dict[str, Any]] = [{}] * (len(own) - len(options))
     with ThreadPoolExecutor(len(own)) as pool:
         runs = [
             pool.submit(world.run, train, config, timeout=60, **{"starts_with": starts_with or len(own), **option})
@@ -196,6 +199,18 @@ def test_a_group_is_lost(
     assert len(left[0][0]["steps"]) == 12
     consumed = [one["consumed_samples"] for one in left[0][0]["metrics"]]
     assert consumed == [24 * step for step in range(1, 9)] + [24 * 8 + 16 * step for step in range(1, 5)]
+
+
+def test_a_signal_while_a_group_waits_for_others(other_worlds: list[World], text_data: str, lighthouse: str) -> None:
+    """It waits until the machine is taken away, and nothing is saved."""
+    (first,), lost = together(
+        other_worlds,
+        configs(2, lighthouse, data_path=text_data),
+        {"end": "signal", "end_after": 8},
+        {"end": "kill", "end_after": 6},
+    )
+    assert isinstance(lost, RankError) and len(first["steps"]) == 8
+    assert any("SIGTERM" in note for note in first["notes"])
 
 
 def test_an_exchange_that_counts_for_one_group(

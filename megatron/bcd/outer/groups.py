@@ -43,6 +43,8 @@ class RunParts:
 
     counters: Callable[[], dict[str, Any]]
     iteration: Callable[[], int]
+    should_stop: Callable[[], bool]
+    """Whether a signal asks any rank to stop. A collective."""
     take: Callable[[Mapping[str, Any], Callable[[Callable[[], None]], None]], None]
     """Of counters and a function that loads a rank's tensors, given what builds the block: continue where they say."""
 
@@ -103,6 +105,8 @@ class ReplicaGroups:
                 if self._attempt():
                     return self._is_in_step
                 failures = 0
+                if self._parts.should_stop():  # without the exchange: there may never be one
+                    return self._is_in_step
             except ConnectionError as error:
                 failures += 1
                 self._reporter.note(

@@ -214,4 +214,8 @@ def _transport(address: str, timeout: datetime.timedelta) -> Any:
         def metadata(self) -> str:
             return str(super().metadata()).replace(socket.gethostname(), address, 1)
 
+        def disallow_checkpoint(self) -> None:
+            super().disallow_checkpoint()
+            self._state_dict = self._chunks = None  # else what was sent stays in host memory
+
     return Transport(timeout=timeout, num_chunks=0)
