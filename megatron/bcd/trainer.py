@@ -732,7 +732,7 @@ class Trainer:
                 held.model_state,
                 held.gradients,
                 held.optimizer_state,
-                active.kept_bytes() + held.offloaded,
+                active.kept_bytes() + held.offloaded + (0 if self.groups is None else self.groups.host_bytes()),
                 memory.peak_memory_bytes(),
                 memory.reserved_memory_bytes(),
                 self.meter.peak_bytes,
@@ -774,6 +774,9 @@ class Trainer:
         """What flags add to a log line."""
         report, active = self.config.report, self.active
         found: dict[str, Any] = {"timers_ms": self.timers.take(), "straggler_ms": self.stragglers.take()}
+        if self.groups is not None:
+            sent = collectives.gather_integers(self.groups.take_sent_bytes())
+            found["exchanged_bytes"] = tuple(num_bytes for (num_bytes,) in sent)
         if report.log_params_norm:
             with active.whole_parameters():
                 found["params_norm"] = active.params_norm()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import shutil
 import signal
@@ -119,7 +120,29 @@ def train(
         found = worlds.outcome(one)
         if one.groups is not None:
             one.groups.leave()
-        return found | {"notes": one.recorder.notes}
+        return found | {"notes": one.recorder.notes, "traffic": traffic(one)}
+
+
+def traffic(one: worlds.RecordedRun) -> dict[str, Any]:
+    """Bytes that all ranks have sent, by step, and of this rank's host memory at the end; as counted and as planned."""
+    if one.groups is None:
+        return {}
+    settings, state, tensors = one.config.groups, one.planned, one.config.tensor_size
+    ranks = range(torch.distributed.get_world_size())
+    places = [(rank // (tensors * state.num_replicas), rank // tensors % state.num_replicas) for rank in ranks]
+    interval, number = settings.outer_interval or 1, settings.replica_groups
+    sent = []
+    for before, step in itertools.pairwise(one.results):
+        is_exchanged = step["step"] % interval == 0  # before this step, in whose line it is counted
+        elements = [is_exchanged * state.exchanged(stage, before["block"], replica) for stage, replica in places]
+        sent.append([2 * (number - 1) * -(-count // number) * 2 for count in elements])
+    stage, replica = places[torch.distributed.get_rank()]
+    return {
+        "sent": [list(record.exchanged_bytes) for record in one.recorder.steps[1:]],
+        "planned_sent": sent,
+        "held": one.groups.host_bytes(),
+        "planned_held": state.outer_bytes(stage, one.results[-1]["block"], replica),
+    }
 
 
 def together(own: list[World], configs: list[Any], *options: dict[str, Any], starts_with: int = 0) -> list[Any]:
@@ -176,6 +199,8 @@ def test_groups_agree(text_data: str, lighthouse: str, pairs: list[World], cut: 
     first, second = together(pairs, configs(2, lighthouse, **flags))
     for left, right in zip(first, second, strict=True):
         assert left["losses"] != right["losses"]
+        assert left["traffic"]["sent"] == left["traffic"]["planned_sent"] and any(map(any, left["traffic"]["sent"]))
+        assert left["traffic"]["held"] == left["traffic"]["planned_held"]
         assert not worlds.same_bits(left["weights"], right["weights"])
 
 

@@ -56,6 +56,8 @@ class StepMetrics:
     straggler_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """--log-straggler: milliseconds by rank: `forward`, the forward passes of a step; `batch`, the longest wait for
     one."""
+    exchanged_bytes: tuple[int, ...] = ()
+    """By rank: sent to other replica groups since the last log step; empty without them."""
     data_seen: float = 0.0
     """Share of one epoch of the training split that the run has trained on, 0 to 1."""
     prefix_cache_hits: int = 0

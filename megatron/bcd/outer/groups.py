@@ -93,6 +93,16 @@ class ReplicaGroups:
         """
         return self._exchange(has_trained=True)
 
+    def take_sent_bytes(self) -> int:
+        """Sent by this rank to other groups, since the last call; without the state of a group that joins."""
+        sent, self._membership.sent_bytes = self._membership.sent_bytes, 0
+        return sent
+
+    def host_bytes(self) -> int:
+        """Of the outer step, on this rank."""
+        momenta = self._active.outer_momenta.values()
+        return self._outer.anchor.nbytes + sum(momentum.nbytes for momentum in momenta)
+
     def leave(self) -> None:
         self._membership.leave()
 

@@ -99,6 +99,8 @@ class Membership:
             checkpoint_transport=_transport(address, timeout),
             init_sync=False,
         )
+        self.sent_bytes = 0
+        """Of changes and means, by this rank."""
         self.rank, self.size = 0, 1
         """In the last quorum: of this group, and number of groups."""
 
@@ -164,6 +166,7 @@ class Membership:
         total = received[0].float()
         for other in received[1:]:
             total += other.float()
+        self.sent_bytes += 2 * (self.size - 1) * received[0].nbytes
         mean = (total / num_trained).to(self._dtype).view(torch.uint8)
         everyone = [torch.empty_like(mean) for _ in range(self.size)]
         self._groups.allgather([everyone], [mean], AllgatherOptions()).wait()
