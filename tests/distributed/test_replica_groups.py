@@ -22,6 +22,7 @@ from support.dist import RankError, World
 
 from megatron.bcd import data
 from megatron.bcd.outer import groups, membership
+from megatron.bcd.planner import replica_groups
 
 pytest.importorskip("torchft")
 
@@ -134,14 +135,16 @@ def traffic(one: worlds.RecordedRun) -> dict[str, Any]:
     sent = []
     for before, step in itertools.pairwise(one.results):
         is_exchanged = step["step"] % interval == 0  # before this step, in whose line it is counted
-        elements = [is_exchanged * state.exchanged(stage, before["block"], replica) for stage, replica in places]
+        elements = [
+            is_exchanged * replica_groups.exchanged(state, stage, before["block"], replica) for stage, replica in places
+        ]
         sent.append([2 * (number - 1) * -(-count // number) * 2 for count in elements])
     stage, replica = places[torch.distributed.get_rank()]
     return {
         "sent": [list(record.exchanged_bytes) for record in one.recorder.steps[1:]],
         "planned_sent": sent,
         "held": one.groups.host_bytes(),
-        "planned_held": state.outer_bytes(stage, one.results[-1]["block"], replica),
+        "planned_held": replica_groups.outer_bytes(state, stage, one.results[-1]["block"], replica),
     }
 
 

@@ -31,11 +31,6 @@ _STATELESS_PASSES, _MUON_PASSES = 17, 27
 copies of the gradient, scaling, weight decay, update; with a momentum also its update and Nesterov's mean."""
 
 
-def part_of(size: int, replica: int, num_replicas: int) -> int:
-    """Elements of a parameter that one of the ranks with the same weights takes on."""
-    return size * (replica + 1) // num_replicas - size * replica // num_replicas
-
-
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
     """Bytes of one rank in one phase, from the second cycle on."""
@@ -207,18 +202,14 @@ class ModelState:
             optimizer_work=max(int(on_device * adam_work), share.working),
         )
 
-    def exchanged(self, stage: int, block: int, replica: int) -> int:
-        """Elements that one rank exchanges with other replica groups in the block's phase (`replicas.part_of`)."""
-        trained = (one.size for one in self.tensors[stage] if one.is_active(block) or one.is_stateless(block))
-        return sum(part_of(size, replica, self.num_replicas) for size in trained)
-
-    def outer_bytes(self, stage: int, block: int, replica: int) -> int:
-        """Of one rank's host memory for the outer step, from the second cycle on: in fp32 the momenta of all that any
-        phase trains, and the values of what this one does."""
-        blocks = [one.index for one in self.partition.blocks]
-        trained = (one for one in self.tensors[stage] if any(one.is_active(b) or one.is_stateless(b) for b in blocks))
-        momenta = sum(part_of(one.size, replica, self.num_replicas) for one in trained)
-        return 4 * (momenta + self.exchanged(stage, block, replica))
+    def trained(self, stage: int, *blocks: int) -> list[int]:
+        """Sizes of a rank's parameters that are updated in some phase of the blocks, by default of all."""
+        phases = blocks or range(self.partition.num_blocks)
+        return [
+            one.size
+            for one in self.tensors[stage]
+            if any(one.is_active(block) or one.is_stateless(block) for block in phases)
+        ]
 
     def largest_rank(self, stage: int, block: int) -> RankMemory:
         """Of those of a stage: they differ by less than a parameter's shard."""
