@@ -1,0 +1,283 @@
+"""What local steps cost in loss: K workers in turn in one process, and an outer Nesterov step on their mean change.
+
+    python studies/local_steps.py --data-path out/wikitext-2_text_document --workers 4 --interval 25
+    python studies/local_steps.py --data-path out/wikitext-2_text_document --queue studies/local_steps.txt
+
+Every worker is a `Trainer` of its own with 1/K of the batch, so it trains as the product does; worker k reads the
+samples that data-parallel rank k of K would. After every --interval steps the workers' changes are averaged and the
+outer optimizer (DiLoCo, arXiv 2311.08105) moves the common weights, from which all go on. --workers 1 --interval 0 is
+synchronous training. A run is a line of --csv; one that has a line is not repeated. A queue is a file of command
+lines, read again after every run. docs/replica_groups.md has the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+
+import torch
+from _parser import Parser, command, cpu_model, leave_with
+from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+
+from megatron.bcd import FAMILY_DEFAULTS, RunConfig, parse_run_config
+from megatron.bcd.data.batches import Dealt, batch_of, consecutive
+from megatron.bcd.metrics.reporter import SilentReporter
+from megatron.bcd.model.builder import unwrap_model
+from megatron.bcd.runtime import distributed, rng, threads
+from megatron.bcd.trainer import Trainer
+
+PROG = "studies/local_steps.py"
+ROOT = Path(__file__).resolve().parents[1]
+Tensors = dict[str, torch.Tensor]
+"""By parameter name."""
+
+BATCH, SEQUENCE = 8, 128
+COMMON = f"""--num-layers 6 --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE} --lr-decay-style cosine
+    --lr-warmup-iters 50 --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1 --hidden-dropout 0
+    --attention-dropout 0 --tokenizer-type ByteLevelTokenizer --split 90,5,5 --num-workers 0 --eval-fixed"""
+MODELS = {
+    "gpt": ("gpt", "--hidden-size 208 --num-attention-heads 4"),
+    "llama": ("llama", "--hidden-size 208 --ffn-hidden-size 560 --num-attention-heads 4"),
+    "gpt-small": ("gpt", "--hidden-size 96 --num-attention-heads 3"),
+    "llama-small": ("llama", "--hidden-size 96 --ffn-hidden-size 256 --num-attention-heads 3"),
+}
+"""Family and flags; the first two are those of gpt_headline.yaml and llama_headline.yaml."""
+MUON = "--optimizer muon --muon-momentum 0.95 --muon-use-nesterov --muon-extra-scale-factor 0.2"
+METHODS = {
+    "full_adam": "--bcd-num-blocks 1",
+    "pretrain": "--bcd-preset pretrain",
+    "full_muon": f"--bcd-num-blocks 1 {MUON}",
+    "paper": "--bcd-preset paper",
+}
+BITS = {"fp32": 32.0, "bf16": 16.0, "4bit": 4.25}
+"""Of a number that is exchanged; 4 bits have a 16-bit scale for every GROUP of them."""
+GROUP = 64
+COLUMNS = ("model", "method", "workers", "interval", "outer_lr", "outer_momentum", "fragments", "compression", "delay",
+           "lr", "seed", "steps", "batch", "test", "test_of_mean", "validation", "bytes_per_step", "peak_bytes",
+           "minutes", "text", "commit", "cpu", "flags")  # fmt: skip
+RESULTS = COLUMNS.index("test")
+"""The first column that is not an input."""
+
+
+def in_4_bits(values: torch.Tensor) -> torch.Tensor:
+    """What arrives of `values`: 15 levels in steps of a scale that GROUP neighbours share."""
+    flat = torch.nn.functional.pad(values.reshape(-1), (0, -values.numel() % GROUP)).view(-1, GROUP)
+    scales = (flat.abs().amax(1, keepdim=True) / 7).bfloat16().float().clamp_min(1e-30)
+    return (scales * (flat / scales).round().clamp(-7, 7)).view(-1)[: values.numel()].view_as(values)
+
+
+class Outer:
+    """The common weights, the outer momentum, and each worker's error of compression."""
+
+    def __init__(self, weights: Tensors, trainers: Sequence[Trainer], args: argparse.Namespace) -> None:
+        self.weights, self._trainers, self.args = weights, trainers, args
+        self.momentum = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        self.errors = [{name: torch.zeros_like(weight) for name, weight in weights.items()} for _ in trainers]
+        self.bytes_sent, self.peak_bytes = 0.0, 0.0
+        """By a worker: payload, without the factor 2 (K - 1) / K of a ring."""
+
+    @property
+    def workers(self) -> list[Tensors]:
+        return [weights_of(trainer) for trainer in self._trainers]
+
+    def mean(self) -> Tensors:
+        workers = self.workers
+        return {name: torch.stack([worker[name] for worker in workers]).mean(0) for name in self.weights}
+
+    def exchange(self, names: Iterable[str]) -> list[Tensors]:
+        """Step the common weights; by worker, what its weights have to move to get there.
+
+        What has not changed (frozen layers) is not sent, and its outer momentum rests.
+        """
+        workers = self.workers
+        names = [name for name in names if any(not worker[name].equal(self.weights[name]) for worker in workers)]
+        sent = BITS[self.args.compression] / 8 * sum(self.weights[name].numel() for name in names)
+        self.bytes_sent, self.peak_bytes = self.bytes_sent + sent, max(self.peak_bytes, sent)
+        for name in names:
+            weight, momentum = self.weights[name], self.momentum[name]
+            change = torch.stack([self._sent(k, name, worker[name]) for k, worker in enumerate(workers)]).mean(0)
+            momentum.mul_(self.args.outer_momentum).add_(change)
+            weight.add_(change + self.args.outer_momentum * momentum, alpha=self.args.outer_lr)
+        return [{name: self.weights[name] - worker[name] for name in names} for worker in workers]
+
+    def _sent(self, k: int, name: str, weight: torch.Tensor) -> torch.Tensor:
+        change = weight - self.weights[name]
+        if self.args.compression == "bf16":
+            return change.bfloat16().float()
+        if self.args.compression == "4bit":
+            error = self.errors[k][name]
+            received = in_4_bits(change + error)
+            error.add_(change - received)
+            return received
+        return change
+
+    def apply(self, moves: list[Tensors]) -> None:
+        """Move every worker, which keeps what it has learned since the exchange began (--delay)."""
+        for worker, move in zip(self.workers, moves, strict=True):
+            for name, value in move.items():
+                worker[name].add_(value)
+
+
+def config_of(args: argparse.Namespace, batch: int) -> RunConfig:
+    """Of a trainer with `batch` of the BATCH sequences, or of the evaluation, which has all."""
+    family, shape = MODELS[args.model]
+    flags = f"""{COMMON} {shape} {METHODS[args.method]} --micro-batch-size {batch} --global-batch-size {batch}
+        --train-iters {args.steps} --lr {args.lr:g} --min-lr {args.lr / 10:g} --seed {args.seed}
+        --eval-interval {args.steps} --eval-iters {256 // batch} {args.flags}"""
+    words = [*shlex.split(flags), "--data-path", args.data_path]
+    return parse_run_config(words, prog=PROG, defaults=FAMILY_DEFAULTS[family], world_size=1)
+
+
+def trainer_of(config: RunConfig) -> Trainer:
+    """A trainer that prints nothing; all start from the same weights."""
+    unset_num_microbatches_calculator()
+    rng.seed_everything(config.training.seed)
+    return Trainer(config, reporter=SilentReporter())
+
+
+def weights_of(trainer: Trainer) -> Tensors:
+    """The present ones: a switch may move them."""
+    return {name: weight.data for name, weight in unwrap_model(trainer.model).named_parameters()}
+
+
+def fragment(trainer: Trainer, args: argparse.Namespace, step: int, names: Iterable[str]) -> set[str]:
+    """What is exchanged after this step: all, or the layers of one block after the other; at the end all."""
+    if args.fragments == "all" or step == args.steps:
+        return set(names)
+    of_stage = trainer.active.parameters
+    block = (step // args.interval - 1) % trainer.block_schedule.num_blocks
+    return set(of_stage.of_block(block)) | set(of_stage.always_active())
+
+
+def train(args: argparse.Namespace) -> dict[str, object]:
+    """A run; its results by column."""
+    started = time.monotonic()
+    center = trainer_of(config_of(args, args.batch))
+    common, each = weights_of(center), args.batch // args.workers
+    trainers = [trainer_of(config_of(args, each)) for _ in range(args.workers)]
+    for trainer in trainers:
+        trainer.restore()
+    outer = Outer(common, trainers, args)
+    dataset = center.splits.train
+    orders = [
+        consecutive(Dealt(micro_batch_size=each, rank=k, num_ranks=args.workers), total_samples=len(dataset),
+                    consumed_samples=0) for k in range(args.workers)
+    ]  # fmt: skip
+    moves: list[Tensors] | None = None
+    for step in range(1, args.steps + 1):
+        results = []
+        for trainer, order in zip(trainers, orders, strict=True):
+            results.append(trainer.train_step(iter([batch_of(dataset, next(order))])))
+        is_end = step == args.steps
+        if args.interval and moves is not None and (step % args.interval == args.delay or is_end):
+            outer.apply(moves)
+            moves = None
+        if is_end:
+            mean = outer.mean()
+        if args.interval and (step % args.interval == 0 or is_end):
+            moves = outer.exchange(fragment(trainers[0], args, step, common))
+            if args.delay == 0 or is_end:
+                outer.apply(moves)
+                moves = None
+        for trainer, result in zip(trainers, results, strict=True):
+            trainer._after_step(result)
+        if step % 100 == 0:
+            loss = sum(result.loss for result in results) / args.workers
+            print(f"step {step} loss {loss:.4f} {(time.monotonic() - started) / 60:.1f} min", flush=True)
+    if not args.interval:
+        common = mean
+    found: dict[str, object] = {}
+    for split, column, values in (("test", "test_of_mean", mean), ("test", "test", common),
+                                  ("validation", "validation", common)):  # fmt: skip
+        for name, weight in unwrap_model(center.model).named_parameters():
+            weight.data = values[name]
+        found[column] = round(center.evaluate(split), 5)
+    is_sync = not args.interval
+    sent = 2.0 * sum(weight.numel() for weight in common.values()) if is_sync else outer.bytes_sent / args.steps
+    found |= {"bytes_per_step": round(sent), "peak_bytes": round(sent if is_sync else outer.peak_bytes)}
+    return found | {"minutes": round((time.monotonic() - started) / 60, 1)}
+
+
+def parser() -> Parser:
+    made = Parser(prog=PROG, description=__doc__)
+    made.add_argument("--data-path", required=True, help="a text of tools/preprocess_data.py, by bytes")
+    made.add_argument("--csv", type=Path, default=ROOT / "studies" / "local_steps.csv")
+    made.add_argument("--queue", type=Path, help="a file with a command line of the following flags in every line")
+    made.add_argument("--model", choices=MODELS, default="llama-small")
+    made.add_argument("--method", choices=METHODS, default="pretrain")
+    made.add_argument("--workers", type=int, default=1, help="K, which divides --batch")
+    made.add_argument("--batch", type=int, default=BATCH, help="sequences of a step, over all workers")
+    made.add_argument("--interval", type=int, default=0, help="H, steps between exchanges; 0: synchronous, one worker")
+    made.add_argument("--outer-lr", type=float, default=0.7)
+    made.add_argument("--outer-momentum", type=float, default=0.9)
+    made.add_argument("--fragments", choices=("all", "block"), default="all", help="what an exchange holds")
+    made.add_argument("--compression", choices=BITS, default="fp32")
+    made.add_argument("--delay", type=int, default=0, help="steps from an exchange until its result is applied")
+    made.add_argument("--lr", type=float, default=6e-3)
+    made.add_argument("--seed", type=int, default=1)
+    made.add_argument("--steps", type=int, default=600)
+    made.add_argument("--flags", default="", help="more flags of the training scripts")
+    return made
+
+
+def is_done(args: argparse.Namespace, text: str) -> bool:
+    """Whether the CSV has a line with these inputs."""
+    inputs = [*(str(getattr(args, column)) for column in COLUMNS[:RESULTS]), args.flags, text]
+    if not args.csv.exists():
+        return False
+    with args.csv.open(newline="") as file:
+        rows = [[row[column] for column in (*COLUMNS[:RESULTS], "flags", "text")] for row in csv.DictReader(file)]
+    return inputs in rows
+
+
+def append(args: argparse.Namespace, text: str, found: dict[str, object]) -> None:
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    row = {**vars(args), **found, "text": text, "commit": commit, "cpu": cpu_model()}
+    is_new = not args.csv.exists()
+    with args.csv.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def run_queue(queue: Path, words: list[str]) -> None:
+    """Every line in a process of its own, until a look at the file finds nothing new."""
+    seen: set[str] = set()
+    while new := [line for line in queue.read_text().splitlines() if line.strip() and line not in seen]:
+        seen.add(new[0])
+        subprocess.run([sys.executable, __file__, *words, *shlex.split(new[0], comments=True)], check=False)
+
+
+@command(PROG)
+def main(argv: list[str]) -> int:
+    args = parser().parse_args(argv)
+    if args.queue:
+        run_queue(args.queue, ["--data-path", args.data_path, "--csv", str(args.csv)])
+        return 0
+    if args.batch % args.workers or (args.interval == 0) != (args.workers == 1 and args.interval == 0):
+        raise ValueError("--workers: must divide --batch, and more than one need an --interval")
+    if args.interval and not 0 <= args.delay < args.interval:
+        raise ValueError("--delay: must be shorter than --interval")
+    text = Path(args.data_path).name.removesuffix("_text_document")
+    if is_done(args, text):
+        return 0
+    print(" ".join(argv), flush=True)
+    threads.set_threads()
+    distributed.initialize(backend="auto", timeout_minutes=10, tensor_size=1, pipeline_size=1)
+    append(args, text, train(args))
+    return 0
+
+
+if __name__ == "__main__":
+    leave_with(main)
