@@ -1,13 +1,12 @@
 """What local steps cost in loss: K workers in turn in one process, and an outer Nesterov step on their mean change.
 
     python studies/local_steps.py --data-path out/wikitext-2_text_document --workers 4 --interval 25
-    python studies/local_steps.py --data-path out/wikitext-2_text_document --queue studies/local_steps.txt
 
 Every worker is a `Trainer` of its own with 1/K of the batch, so it trains as the product does; worker k reads the
 samples that data-parallel rank k of K would. After every --interval steps the workers' changes are averaged and the
 outer optimizer (DiLoCo, arXiv 2311.08105) moves the common weights, from which all go on. --workers 1 --interval 0 is
-synchronous training. A run is a line of --csv; one that has a line is not repeated. A queue is a file of command
-lines, read again after every run. docs/replica_groups.md has the results.
+synchronous training. A run is a line of --csv; one that has a line is not repeated.
+docs/replica_groups.md has the results.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ Tensors = dict[str, torch.Tensor]
 """By parameter name."""
 
 BATCH, SEQUENCE = 8, 128
-COMMON = f"""--num-layers 6 --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE} --lr-decay-style cosine
+COMMON = f"""--seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE} --lr-decay-style cosine
     --lr-warmup-iters 50 --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1 --hidden-dropout 0
     --attention-dropout 0 --tokenizer-type ByteLevelTokenizer --split 90,5,5 --num-workers 0 --eval-fixed"""
 MODELS = {
-    "gpt": ("gpt", "--hidden-size 208 --num-attention-heads 4"),
-    "llama": ("llama", "--hidden-size 208 --ffn-hidden-size 560 --num-attention-heads 4"),
-    "gpt-small": ("gpt", "--hidden-size 96 --num-attention-heads 3"),
-    "llama-small": ("llama", "--hidden-size 96 --ffn-hidden-size 256 --num-attention-heads 3"),
+    "gpt": ("gpt", "--num-layers 6 --hidden-size 208 --num-attention-heads 4"),
+    "llama": ("llama", "--num-layers 6 --hidden-size 208 --ffn-hidden-size 560 --num-attention-heads 4"),
+    "llama-small": ("llama", "--num-layers 6 --hidden-size 96 --ffn-hidden-size 256 --num-attention-heads 3"),
+    "llama-tiny": ("llama", "--num-layers 3 --hidden-size 64 --ffn-hidden-size 176 --num-attention-heads 2"),
 }
 """Family and flags; the first two are those of gpt_headline.yaml and llama_headline.yaml."""
 MUON = "--optimizer muon --muon-momentum 0.95 --muon-use-nesterov --muon-extra-scale-factor 0.2"
@@ -211,7 +210,6 @@ def parser() -> Parser:
     made = Parser(prog=PROG, description=__doc__)
     made.add_argument("--data-path", required=True, help="a text of tools/preprocess_data.py, by bytes")
     made.add_argument("--csv", type=Path, default=ROOT / "studies" / "local_steps.csv")
-    made.add_argument("--queue", type=Path, help="a file with a command line of the following flags in every line")
     made.add_argument("--model", choices=MODELS, default="llama-small")
     made.add_argument("--method", choices=METHODS, default="pretrain")
     made.add_argument("--workers", type=int, default=1, help="K, which divides --batch")
@@ -251,21 +249,10 @@ def append(args: argparse.Namespace, text: str, found: dict[str, object]) -> Non
         writer.writerow(row)
 
 
-def run_queue(queue: Path, words: list[str]) -> None:
-    """Every line in a process of its own, until a look at the file finds nothing new."""
-    seen: set[str] = set()
-    while new := [line for line in queue.read_text().splitlines() if line.strip() and line not in seen]:
-        seen.add(new[0])
-        subprocess.run([sys.executable, __file__, *words, *shlex.split(new[0], comments=True)], check=False)
-
-
 @command(PROG)
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
-    if args.queue:
-        run_queue(args.queue, ["--data-path", args.data_path, "--csv", str(args.csv)])
-        return 0
-    if args.batch % args.workers or (args.interval == 0) != (args.workers == 1 and args.interval == 0):
+    if args.batch % args.workers or (args.workers > 1 and not args.interval):
         raise ValueError("--workers: must divide --batch, and more than one need an --interval")
     if args.interval and not 0 <= args.delay < args.interval:
         raise ValueError("--delay: must be shorter than --interval")

@@ -1,0 +1,57 @@
+"""studies/local_steps.py: the outer step of the simulation."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from local_steps import BITS, Outer, in_4_bits
+
+
+def an_outer(num_workers: int = 2, **changes: object) -> tuple[Outer, list[torch.nn.Linear]]:
+    torch.manual_seed(0)
+    models = [torch.nn.Linear(20, 7) for _ in range(num_workers)]
+    for model in models:
+        model.load_state_dict(models[0].state_dict())
+    common = {name: weight.detach().clone() for name, weight in models[0].named_parameters()}
+    args = SimpleNamespace(**{"outer_lr": 0.7, "outer_momentum": 0.9, "compression": "fp32"} | changes)
+    return Outer(common, [SimpleNamespace(model=model) for model in models], args), models
+
+
+def test_the_outer_step_is_sgd_with_nesterov() -> None:
+    """A wrong sign, a mean over the wrong workers or plain momentum would be tuned away by the study, not found; what
+    no worker has changed must stay, and is not sent."""
+    outer, models = an_outer()
+    weight = torch.nn.Parameter(models[0].weight.detach().clone())
+    bias = models[0].bias.detach().clone()
+    reference = torch.optim.SGD([weight], lr=0.7, momentum=0.9, nesterov=True)
+    for _ in range(3):
+        for model in models:
+            model.weight.data += torch.randn_like(model.weight)
+        weight.grad = weight.detach() - (models[0].weight.data + models[1].weight.data) / 2
+        reference.step()
+        outer.apply(outer.exchange(["weight", "bias"]))
+        for model in models:
+            torch.testing.assert_close(model.weight.data, weight.data)
+            assert model.bias.data.equal(bias)
+    assert outer.bytes_sent == 3 * weight.numel() * BITS["fp32"] / 8
+
+
+def test_what_4_bits_lose_is_sent_later() -> None:
+    """Without error feedback small changes beside large ones would never arrive."""
+    outer, models = an_outer(num_workers=1, outer_lr=1.0, outer_momentum=0.0, compression="4bit")
+    change = torch.linspace(-1, 1, 140).view(7, 20)
+    before = outer.weights["weight"].clone()
+    for _ in range(50):
+        models[0].weight.data += change
+        outer.apply(outer.exchange(["weight"]))
+    torch.testing.assert_close(outer.weights["weight"] - before, 50 * change, atol=0.2, rtol=0)
+
+
+@pytest.mark.parametrize("number", [1, 64, 100])
+def test_4_bits_are_within_half_a_step(number: int) -> None:
+    """A group that is padded, or a scale of the wrong group, would give values that are further away."""
+    values = torch.randn(number)
+    steps = torch.cat([group.abs().amax().expand(len(group)) for group in values.split(64)]) / 7
+    assert ((in_4_bits(values) - values).abs() <= 0.55 * steps).all()
