@@ -175,7 +175,7 @@ def train(args: argparse.Namespace) -> dict[str, object]:
     for step in range(1, args.steps + 1):
         results = []
         for trainer, order in zip(trainers, orders, strict=True):
-            results.append(trainer.train_step(iter([batch_of(dataset, next(order))])))
+            results.append(trainer.train_step(iter([batch_of(dataset, next(order), trainer.config)])))
         is_end = step == args.steps
         if args.interval and moves is not None and (step % args.interval == args.delay or is_end):
             outer.apply(moves)
