@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import torch
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
@@ -75,6 +76,9 @@ class Membership:
             probe.connect((host, port))
             # by which the others reach this node: names of rented nodes mean nothing elsewhere
             address = str(probe.getsockname()[0])
+        for interface, found in psutil.net_if_addrs().items():
+            if address in (one.address for one in found):  # a node's own name may be that of its loopback
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.outer_compression]
         self._received: Any = None
         self._store = _store(address)

@@ -13,27 +13,30 @@ import torch
 
 
 @functools.cache
+def _gloo_devices(networks: str | None) -> list[Any]:
+    from torch.distributed import ProcessGroupGloo
+
+    if not networks:
+        return [ProcessGroupGloo.create_default_device()]
+    return [ProcessGroupGloo.create_device(interface=name) for name in networks.split(",")]
+
+
+@functools.cache
 def share_gloo_device() -> None:
-    """Give all gloo groups of this process one device (one per network in GLOO_SOCKET_IFNAME). Permanent; once per
-    process, before its first group.
+    """Give all gloo groups of this process one device (one per network in GLOO_SOCKET_IFNAME, of the time when a group
+    is made). Permanent; once per process, before its first group.
 
     Each device has a thread that wakes up 100 times a second. Megatron Core creates about twenty groups: idle ranks
     would take a tenth of a core from those that compute.
     """
     from torch.distributed import ProcessGroupGloo
 
-    networks = os.environ.get("GLOO_SOCKET_IFNAME")
-    devices = (
-        [ProcessGroupGloo.create_device(interface=name) for name in networks.split(",")]
-        if networks
-        else [ProcessGroupGloo.create_default_device()]
-    )
     original = ProcessGroupGloo.__init__
 
     def init(group: Any, store: Any, rank: int, size: int, timeout: Any = datetime.timedelta(minutes=30)) -> None:
         options = timeout
         if isinstance(timeout, datetime.timedelta):
-            options = ProcessGroupGloo._Options()
+            options, devices = ProcessGroupGloo._Options(), _gloo_devices(os.environ.get("GLOO_SOCKET_IFNAME"))
             options._timeout, options._devices = timeout, devices
             options._threads = 2 * len(devices)  # the default without options
         original(group, store, rank, size, options)
