@@ -171,28 +171,33 @@ def sharded_state(
     """This rank's share of the state for Megatron Core's dist_checkpointing, on the CPU. A collective over the
     replicas.
 
-    What is kept of weights that have no replica and `is_constant` until it is written is on the meta device, and made
-    when it is written: in bf16 the main parameters of all blocks take twice the bytes of the weights.
+    What is kept of weights that have no replica, or whose replicas share it, and that are `is_constant` until it is
+    written is on the meta device, and made when it is written: in bf16 the main parameters of all blocks take twice the
+    bytes of the weights.
     """
     group = replicas.group()
     sharded = _sharded_weights(active)
+    parameters = dict(unwrap_model(active.model).named_parameters())
+    joined = {str(block): whole for block, whole in active.kept.joined(parameters, group).items()}
+    joined.pop(str(active.block), None)  # of its last phase
     held = _held(active)
     entries: dict[str, Entry] = {}
     later: Later = {}
     for owner, summary in summaries.items():
         for index, (name, parameter) in enumerate(_parameters(active, owner).items()):
-            shard = held.get(owner, {}).get(name)
+            rank = index % group.size()  # holds the whole tensor, and saves it
+            shard = joined.get(owner, {}).get(name) or held.get(owner, {}).get(name)
             state_names = _state_names(active, owner, summary, name)
-            is_whole = group.size() == 1 and shard is not None and shard.names().issuperset(state_names)
-            if is_whole and isinstance(shard, KeptShard) and is_constant(shard.parameter):
-                shard = replace(shard, parameter=shard.parameter.detach())  # which may point elsewhere by then
-                for state_name in state_names:
+            is_whole = group.size() == 1 or name in joined.get(owner, {})
+            is_whole = is_whole and shard is not None and shard.names().issuperset(state_names)
+            if is_whole and isinstance(shard, KeptShard) and is_constant(parameter):
+                shard = replace(shard, parameter=parameter.detach())  # which may point elsewhere by then
+                for state_name in state_names if group.rank() == rank else ():
                     entry = _entry(sharded[name], torch.empty(parameter.shape, device="meta"), state_name)
                     entries[f"{state_name}.{name}"] = entry
                     later[entry.key] = functools.partial(_tensor, shard, state_name)
                 continue
             tensors = shard.tensors() if shard else {}
-            rank = index % group.size()  # holds the whole tensor, and saves it
             is_sharded = active.is_sharded and not isinstance(shard, _Kept)
             is_shared = is_sharded or (isinstance(shard, _Part) and (shard.is_whole or shard.is_part_of_replicas))
             for state_name in state_names:

@@ -215,6 +215,11 @@ class FrozenWeights:
         yield from self._resident.values()
         yield from (buffer.flat for buffer in self._buffers)
 
+    @property
+    def is_shared_by_all(self) -> bool:
+        """Whether every rank of the group reads what the others write to the arena."""
+        return self._arena.has_whole_group
+
     def bytes_on_host(self) -> int:
         """Of the weights in the arena; 0 where another rank of the node holds it."""
         weights = [layer.on_host for layer in self._layers]

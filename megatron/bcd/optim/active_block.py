@@ -134,6 +134,7 @@ class ActiveBlock:
         self._frozen_weights = frozen_weights_of(model)
         self.kept = BlockStateStore(
             places={} if self._frozen_weights is None else self._frozen_weights.kept,
+            are_shared=self._frozen_weights is not None and self._frozen_weights.is_shared_by_all,
             keeps_moments=config.bcd.bcd_optimizer_state == "host",
             keeps_main_params=config.bcd.bcd_main_params == "host",
         )

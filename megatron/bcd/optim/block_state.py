@@ -3,7 +3,8 @@ parameters during a switch."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections import defaultdict
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,7 +59,8 @@ class BlockStateStore:
 
     `keeps_moments` is --bcd-optimizer-state host, `keeps_main_params` is --bcd-main-params host. Host memory is
     allocated at a block's first `save` and reused by later ones, without what is kept of the main parameters of
-    `places`: that has its place in host memory, flat and of all elements.
+    `places`: that has its place in host memory, flat and of all elements. `are_shared`: all replicas have the
+    same ones.
     """
 
     def __init__(
@@ -67,8 +69,9 @@ class BlockStateStore:
         keeps_moments: bool,
         keeps_main_params: bool = True,
         places: Mapping[torch.nn.Parameter, torch.Tensor] | None = None,
+        are_shared: bool = False,
     ) -> None:
-        self._places = places or {}
+        self._places, self._are_shared = places or {}, are_shared
         self.keeps_moments = keeps_moments
         self.keeps_main_params = keeps_main_params
         self._blocks: dict[int, dict[str, KeptShard]] = {}
@@ -130,6 +133,30 @@ class BlockStateStore:
             if self.keeps_moments or name in with_main_param
         }
         device.synchronize()
+
+    def joined(
+        self, parameters: Mapping[str, torch.nn.Parameter], group: torch.distributed.ProcessGroup
+    ) -> dict[int, dict[str, KeptShard]]:
+        """What all ranks of `group` keep of main parameters in places that they share, by block and name, as if this
+        rank kept all; nothing where they keep moments too. A collective over the group."""
+        if self.keeps_moments or not self._are_shared:
+            return {}
+        mine = {
+            (block, name): None
+            if (residual := shard.residual) is None
+            else (residual.exception_indices + shard.start, residual.exception_bits)
+            for block, kept in self._blocks.items()
+            for name, shard in kept.items()
+            if shard.parameter in self._places
+        }
+        parts = defaultdict[tuple[int, str], list[Any]](list)
+        for of_rank in collectives.gather_objects(mine, group):
+            for key, part in of_rank.items():
+                parts[key].append(part)
+        whole = defaultdict[int, dict[str, KeptShard]](dict)
+        for (block, name), found in parts.items():
+            whole[block][name] = _whole(parameters[name], self._places[parameters[name]], found)
+        return whole
 
     def restore(self, block: int, shards: Mapping[str, ParamShard]) -> None:
         """Copy the state that was saved of the block, if any, into the shards of a new optimizer."""
@@ -213,6 +240,18 @@ class BlockStateStore:
             for name, (num_steps, tensors) in self.always_active.items()
             if name not in active
         }
+
+
+def _whole(parameter: torch.nn.Parameter, place: torch.Tensor, exceptions: Sequence[Any]) -> KeptShard:
+    residual = None
+    if parameter.dtype == torch.bfloat16:
+        indices, bits = (torch.cat(column) for column in zip(*exceptions, strict=True))
+        residual = Bf16Residual(differences=place, exception_indices=indices, exception_bits=bits)
+    main_param = place if residual is None else None
+    size = parameter.numel()
+    return KeptShard(
+        parameter=parameter, start=0, end=size, num_steps=0, moments={}, residual=residual, main_param=main_param
+    )
 
 
 def _buffer(num_elements: int, dtype: torch.dtype, previous: torch.Tensor | None) -> torch.Tensor:

@@ -30,6 +30,8 @@ class SharedMemory:
     """Bytes, zero at first."""
     is_owner: bool
     """Whether this rank is the one of its group on this node that writes."""
+    has_whole_group: bool
+    """Whether all ranks of the group are on this node."""
 
 
 def allocate(num_bytes: int, *, group: torch.distributed.ProcessGroup, what: str) -> SharedMemory:
@@ -43,7 +45,8 @@ def allocate(num_bytes: int, *, group: torch.distributed.ProcessGroup, what: str
         ValueError: the ranks of a node need more than there is, or it can't be page-locked; `what` it is for is told.
     """
     rank, node = torch.distributed.get_rank(), _node()
-    first = min(one for one, its_node in collectives.gather_objects((rank, node), group) if its_node == node)
+    sharing = [one for one, its_node in collectives.gather_objects((rank, node), group) if its_node == node]
+    first = min(sharing)
     is_owner = rank == first
     ranks = collectives.gather_objects((node, num_bytes if is_owner else 0, available_bytes()))
     needed: dict[str, int] = defaultdict(int)
@@ -77,7 +80,7 @@ def allocate(num_bytes: int, *, group: torch.distributed.ProcessGroup, what: str
     data = torch.frombuffer(mapping, dtype=torch.uint8)
     if device.has_cuda():
         _lock_pages(mapping, data, what)
-    return SharedMemory(data=data, is_owner=is_owner)
+    return SharedMemory(data=data, is_owner=is_owner, has_whole_group=len(sharing) == group.size())
 
 
 def available_bytes() -> int:
