@@ -30,7 +30,7 @@
 #   PRECISION, RECOMPUTE       fp32, bf16 or fp16 (fp32, as the paper); auto, full or none (auto only where needed).
 #                              These and NUM_GPUS can be given as flags too, as to tools/plan.py
 #   REPLICA_GROUPS, LIGHTHOUSE, REPLICA_ID   so many groups of NUM_GPUS each, joined at the lighthouse's HOST:PORT, and the
-#                              name of this one: start this once a group (docs/replica_groups.md)
+#                              name of this one (the node's): start this once a group (docs/replica_groups.md)
 #   FORCE=1                    start even if the estimate does not fit
 #   OUT                        with SCALE=tiny: what to write to (out/recipes)
 #   BCD_PYTHON                 an interpreter of your own (examples/setup_env.sh)
@@ -74,6 +74,7 @@ eval "$RECIPE"
 . "$ROOT/examples/given.sh"
 
 # ---------------------------------------------------------------- settings that the planner does not choose
+[ "$REPLICA_GROUPS" -eq 1 ] || REPLICA_ID=${REPLICA_ID:-$HOSTNAME}
 SAVE=${SAVE:-out/$MODEL-$METHOD-$CLUSTER}
 while [[ $SAVE == ?*/ ]]; do SAVE=${SAVE%/}; done
 OUT=${OUT:-out/recipes}
@@ -122,7 +123,7 @@ REPORT_ARGS=(
     --eval-iters "$EVAL_ITERS"
     --metrics-file "$SAVE${REPLICA_ID:+-$REPLICA_ID}.jsonl"
 )
-[ "$REPLICA_GROUPS" -eq 1 ] || [ -z "${REPLICA_ID:-}" ] || EXTRA_ARGS+=(--replica-id "$REPLICA_ID")
+[ "$REPLICA_GROUPS" -eq 1 ] || EXTRA_ARGS+=(--replica-id "$REPLICA_ID")
 LAUNCH_ARGS=(--nproc-per-node "$GPUS_PER_NODE")
 if [ "$NUM_NODES" -gt 1 ]; then
     MEETING=${HEAD_NODE:-HEAD_NODE}:${MASTER_PORT:-29500}
@@ -157,7 +158,7 @@ if [ "${DRY_RUN:-}" = 1 ]; then
     printf '%s\n\ncommand%s\n' "$PLAN" "${SCALE:+ (SCALE=tiny: a small model; the estimate above is that of the full model)}"
     print_command torchrun "${LAUNCHED[@]}"
     [ -z "$MISFIT" ] || printf '\nnote: %s\n' "$MISFIT"
-    [ "$REPLICA_GROUPS" -eq 1 ] || printf '\nnote: start this on %s node%s of each of %s replica groups, with a REPLICA_ID; and\n%s\n' \
+    [ "$REPLICA_GROUPS" -eq 1 ] || printf '\nnote: start this on %s node%s of each of %s replica groups; and\n%s\n' \
         "$NUM_NODES" "$([ "$NUM_NODES" -eq 1 ] || echo s)" "$REPLICA_GROUPS" \
         "torchft_lighthouse --min_replicas 1 --bind [::]:29510 on a machine that stays, whose HOST:29510 is LIGHTHOUSE"
     [ "$NUM_NODES" -eq 1 ] || [ -n "${HEAD_NODE:-}" ] || printf '\nnote: HEAD_NODE is the name of one of the nodes\n'
