@@ -24,6 +24,9 @@ from megatron.bcd.huggingface.core_format import CoreCheckpoint
 from megatron.bcd.huggingface.folder import ModelFolder
 
 VOCABULARY = 32000
+# for glibc: otherwise peaks depend on what it happens to keep, by 35 MB
+RETURNED_AT_ONCE = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+SMALL_BUFFERS = 20_000_000
 
 
 def memory(field: str) -> int:
@@ -73,13 +76,13 @@ def both_ways(folder: Path, layers: int, hidden: int, shard_bytes: int) -> dict[
 def test_peak(repo_root: Path, tmp_path: Path, sizes: tuple[int, int, int]) -> None:
     """The whole model in memory, a file kept mapped after its tensors are read, copies of a whole file."""
     command = [sys.executable, __file__, str(tmp_path), *map(str, sizes)]
-    env = {**os.environ, "PYTHONPATH": str(repo_root)}
+    env = {**os.environ, "PYTHONPATH": str(repo_root), **RETURNED_AT_ONCE}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert found["parameters"] > sizes[2]
     for direction in ("to_core", "back"):
-        assert found[direction]["bytes"] <= 1.4 * found[direction]["file"], direction  # allocators keep some MB
+        assert found[direction]["bytes"] <= 1.4 * found[direction]["file"] + SMALL_BUFFERS, direction
 
 
 if __name__ == "__main__":
