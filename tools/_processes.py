@@ -53,9 +53,27 @@ def run(
     `until`: as soon as it is true everything is killed, and that is a good end.
     """
     deadline = time.monotonic() + seconds
+    process = start(argv, log, cwd=cwd, threads=threads, environment=environment)
+    try:
+        while process.poll() is None:
+            if until():
+                return
+            if time.monotonic() > deadline:
+                raise CannotRun(f"did not end within {seconds:.0f} s; see {log}")
+            time.sleep(0.01)
+    finally:
+        kill(process)
+    if process.returncode:
+        raise _failure(process.returncode, log.read_text(encoding="utf-8", errors="replace"))
+
+
+def start(
+    argv: Sequence[str], log: Path, *, cwd: Path = ROOT, threads: int = 1, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """As `run` starts it; `kill` is the caller's."""
     kept = {name: value for name, value in os.environ.items() if name not in _SCHEDULER}
     with open(log, "wb") as output:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             argv,
             cwd=cwd,
             env=kept | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"} | dict(environment or {}),
@@ -64,17 +82,6 @@ def run(
             stderr=subprocess.STDOUT,
             start_new_session=True,  # an interrupt at the terminal is for this tool: it ends them
         )
-        try:
-            while process.poll() is None:
-                if until():
-                    return
-                if time.monotonic() > deadline:
-                    raise CannotRun(f"did not end within {seconds:.0f} s; see {log}")
-                time.sleep(0.01)
-        finally:
-            kill(process)
-    if process.returncode:
-        raise _failure(process.returncode, log.read_text(encoding="utf-8", errors="replace"))
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:

@@ -103,6 +103,7 @@ class Recorder(Reporter):
     def __init__(self) -> None:
         self.steps: list[StepMetrics] = []
         self.evaluations: list[EvalMetrics] = []
+        self.exchanges: list[Any] = []
         self.switches: list[int] = []
         self.notes: list[str] = []
         self.warnings: list[str] = []
@@ -116,6 +117,9 @@ class Recorder(Reporter):
 
     def evaluation(self, record: EvalMetrics) -> None:
         self.evaluations.append(record)
+
+    def exchange(self, record: Any) -> None:
+        self.exchanges.append(record)
 
     def phase(self, **values: Any) -> None:
         self.switches.append(values["iteration"])

@@ -147,6 +147,8 @@ BAD_FLAGS = [
     ("report", "--run no-name", "--run"),
     ("report", f"{RUN} --figure p.gif", "--figure"),
     ("report", f"{RUN} --json /dev/null/t.json", "--json"),
+    ("soak", "--output new --replica-groups 1", "--replica-groups"),
+    ("soak", "--output out", "--output"),
     ("show_schedule", f"{PIPELINE} --stages 0", "--pipeline-model-parallel-size"),
     ("show_schedule", f"{PIPELINE} --pivot 4", "--pivot"),
     ("show_schedule", f"{PIPELINE} --active 1 2", "--active"),

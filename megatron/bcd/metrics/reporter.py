@@ -11,7 +11,7 @@ from rich.console import Console
 
 from megatron.bcd.config import ReportConfig
 from megatron.bcd.metrics.console import Screen, evaluation_line, step_lines, straggler_lines, timer_lines
-from megatron.bcd.metrics.schema import EvalMetrics, RunSummary, StepMetrics
+from megatron.bcd.metrics.schema import EvalMetrics, ExchangeMetrics, RunSummary, StepMetrics
 from megatron.bcd.metrics.sinks import MetricsFile, TensorBoard, Wandb, evaluation_scalars, step_scalars, timer_scalars
 
 
@@ -110,6 +110,11 @@ class Reporter:
             )
         self._write_scalars(evaluation_scalars(record), record.iteration)
 
+    def exchange(self, record: ExchangeMetrics) -> None:
+        """Write one metrics line."""
+        if self._metrics is not None:
+            self._write_metrics(dataclasses.asdict(record))
+
     def phase(self, *, iteration: int, cycle: int, phase: int, block: int, switch_time_ms: float) -> None:
         """Print one line at a switch; `iteration` is the number of steps done before it."""
         contents = self._contents.get(block, "")
@@ -183,4 +188,4 @@ class SilentReporter(Reporter):
     def run_summary(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    step = progress = evaluation = phase = note = warning = close = run_summary
+    step = progress = evaluation = exchange = phase = note = warning = close = run_summary

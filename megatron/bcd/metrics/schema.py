@@ -89,6 +89,22 @@ class EvalMetrics:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExchangeMetrics:
+    """One exchange with other replica groups. Groups whose lines have the same `lineage` were in the same one: but for
+    `group`, these lines are equal."""
+
+    iteration: int
+    consumed_samples: int
+    group: int
+    """Number of this group among `groups`, until the next exchange."""
+    groups: int
+    lineage: int
+    """Of all exchanges of this group up to this one."""
+    values: int
+    """Digest of the bits of what the phase trains, on all ranks of this group."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class BlockSummary:
     """One block in the run summary."""
 

@@ -21,6 +21,7 @@ import torch
 
 from megatron.bcd.config import RunConfig
 from megatron.bcd.metrics.reporter import Reporter
+from megatron.bcd.metrics.schema import ExchangeMetrics
 from megatron.bcd.optim.active_block import ActiveBlock
 from megatron.bcd.optim.switch_check import fingerprint
 from megatron.bcd.outer import identity, join
@@ -154,13 +155,13 @@ class ReplicaGroups:
             self._outer.apply(mean, is_alone=is_alone)
         self._change, self._is_stray = None, False
         self._lineage = _number([self._lineage, *groups])
-        self._tell_of_membership()
+        self._tell_of_exchange()
         return True
 
     def _agree(self, *, is_good: bool) -> bool:
         return self._membership.agree(is_good=is_good)
 
-    def _tell_of_membership(self) -> None:
+    def _tell_of_exchange(self) -> None:
         now = self._membership.rank, self._membership.size
         if now != (self.rank, self.size):
             self._reporter.note(
@@ -168,6 +169,17 @@ class ReplicaGroups:
                 f"{now[0]}"
             )
         self.rank, self.size = now
+        values = collectives.gather_objects(fingerprint([self._outer.anchor]))
+        self._reporter.exchange(
+            ExchangeMetrics(
+                iteration=self._parts.iteration(),
+                consumed_samples=self._parts.counters()["counters"]["consumed_samples"],
+                group=self.rank,
+                groups=self.size,
+                lineage=self._lineage,
+                values=_number(values),
+            )
+        )
 
     def _state(self) -> dict[str, Any]:
         """What another group needs of this rank; called in torchft's thread while this one waits."""

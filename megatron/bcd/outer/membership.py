@@ -26,8 +26,8 @@ from megatron.bcd.runtime import collectives
 _PIECE = 1 << 24
 """Elements that are exchanged at once: the time-out holds for each piece."""
 _CONNECT_SECONDS = 10
-_RETRIES = 30
-"""Of a quorum, over its time-out: the lighthouse may be away for a while."""
+_RETRIES = 120
+"""Of a quorum, evenly over its time-out: the lighthouse may be away for a while."""
 _PORT = 29510
 
 

@@ -1,0 +1,337 @@
+"""Replica groups under fire: groups that are killed, stopped and slow, a lighthouse that restarts, what comes of it.
+
+    python tools/soak.py --replica-groups 3 --ranks 2 --train-iters 600 --kills 30 --seed 1 --output out/soak
+
+A small model is trained twice on this machine's CPU, by replica groups of their own torchrun (docs/replica_groups.md):
+first undisturbed, then with events at random moments. One line for each event; at the end a table and OUTPUT/soak.json.
+Checked: nothing hangs; every group ends with 0; after each exchange all groups that were in it hold the same bits and
+have counted the same samples; between two exchanges no two of them train the same sample, and each step counts
+those of all; the last validation loss is that of the undisturbed run, within --most-loss-change percent. Exit code 1
+where one of it does not hold, 2 for bad flags. While a group is away the others are slowed to a few steps in
+--step-seconds: a start takes much longer than a step of so small a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shlex
+import signal
+import socket
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from _parser import Parser, command, leave_with, print_table
+from _processes import ROOT, SCRIPTS, CannotRun, kill, last_words, launcher, run, start
+
+PROG = "tools/soak.py"
+MODEL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 4 --lr 3e-3 "
+    "--global-batch-size 8 --bcd-preset pretrain --bcd-num-blocks 2 --bcd-steps-per-block 20 --outer-interval 10 "
+    "--tokenizer-type ByteLevelTokenizer --split 90,5,5 --num-workers 0 --eval-iters 20 --log-interval 1 "
+    "--distributed-timeout-minutes 2"
+)
+EVENTS = {"kill": "kills", "hang": "hangs", "slow": "slow", "lighthouse": "lighthouse_restarts"}
+"""Names, and the flags that say how many."""
+_LIGHTHOUSE = Path(sys.executable).with_name("torchft_lighthouse")
+TICK_SECONDS = 0.02
+SLOW_SECONDS, SLOW_PULSE = 5.0, (0.2, 0.3)
+"""How long a group is slow, and for how long it runs and rests in turn."""
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Raises ValueError for a flag that is unknown, missing or no number."""
+    parser = Parser(prog=PROG, description=__doc__)
+    add = parser.add_argument
+    add("--output", required=True, metavar="FOLDER", help="logs, metrics files and soak.json; must not exist")
+    add("--replica-groups", type=int, default=3, metavar="N", help="(default: 3)")
+    add("--ranks", type=int, choices=(1, 2, 4), default=2, help="pipeline stages of a group (default: 2)")
+    add("--train-iters", type=int, default=600, metavar="N", help="(default: 600)")
+    add("--kills", type=int, default=30, metavar="N", help="SIGKILL of a group that starts again (default: 30)")
+    add("--hangs", type=int, default=2, metavar="N",
+        help="stops of a group for 1.5 times --outer-timeout-seconds (default: 2)")  # fmt: skip
+    add("--slow", type=int, default=2, metavar="N", help="times that a group gets two fifths of its time (default: 2)")
+    add("--lighthouse-restarts", type=int, default=2, metavar="N", help="on the same port (default: 2)")
+    add("--seed", type=int, default=1, help="of the events (default: 1)")
+    add("--data-path", metavar="PREFIX", help="indexed dataset of bytes (default: one of Python's standard library)")
+    add("--flags", default="", help="more flags of pretrain_gpt_bcd.py, in one word")
+    add("--outer-timeout-seconds", type=int, default=8, metavar="S", help="(default: 8)")
+    add("--step-seconds", type=float, default=1.0, metavar="S", help="while a group is away (default: 1)")
+    add("--limit-minutes", type=float, default=60.0, metavar="M", help="of each run: longer, it hangs (default: 60)")
+    add("--most-loss-change", type=float, default=1.0, metavar="PERCENT", help="(default: 1)")
+    options = parser.parse_args(argv)
+    if options.replica_groups < 2:
+        raise ValueError(f"--replica-groups {options.replica_groups}: must be at least 2, so that others go on")
+    return options
+
+
+class Group:
+    """One replica group, started again and again, and what its metrics files say."""
+
+    def __init__(self, name: str, folder: Path, words: Sequence[str]) -> None:
+        self.name, self._folder, self._words = name, folder, words
+        self.starts, self.iteration = 0, 0
+        self.is_away = True
+        """Killed, not yet started or hung, and in no exchange since."""
+        self.start_at = self.hung_until = self.slow_until = self.rests_until = 0.0
+        self._is_stopped = False
+        self.lines: list[dict[str, Any]] = []
+
+    def start(self) -> None:
+        self.starts, self.start_at = self.starts + 1, 0.0
+        self._place = self._folder / f"{self.name}.{self.starts}"
+        words = [*self._words, "--replica-id", self.name, "--metrics-file", f"{self._place}.jsonl"]
+        self.process = start(words, Path(f"{self._place}.log"), environment={"CUDA_VISIBLE_DEVICES": ""})
+        self.lines.append({"start": self.starts})
+        self._read, self._processes = 0, []
+
+    def kill(self, now: float, seconds: float) -> None:
+        kill(self.process)
+        self.read(now)
+        self.is_away, self._is_stopped, self.start_at = True, False, now + seconds
+        self.hung_until = self.slow_until = self.rests_until = 0.0
+
+    def read(self, now: float) -> bool:
+        """New lines of the metrics file; whether one is of a step."""
+        path, before = Path(f"{self._place}.jsonl"), len(self.lines)
+        if path.exists():
+            with open(path, "rb") as file:
+                file.seek(self._read)
+                found = file.read()
+            whole = found[: found.rfind(b"\n") + 1]
+            self._read += len(whole)
+            self.lines += map(json.loads, whole.splitlines())
+        new = self.lines[before:]
+        if new:
+            self.iteration = new[-1]["iteration"]
+        if self.is_away and now > self.hung_until and any("lineage" in line for line in new):
+            self.is_away = False
+            root = psutil.Process(self.process.pid)
+            self._processes = [root, *root.children(recursive=True)]
+        return any("loss" in line for line in new)
+
+    def rest(self, now: float) -> None:
+        """Stop or continue all processes, as it must be now."""
+        is_slow = now < self.slow_until and now % sum(SLOW_PULSE) > SLOW_PULSE[0]
+        if (is_stopped := is_slow or now < max(self.hung_until, self.rests_until)) != self._is_stopped:
+            for one in self._processes:
+                if one.is_running():
+                    one.send_signal(signal.SIGSTOP if is_stopped else signal.SIGCONT)
+            self._is_stopped = is_stopped
+
+
+class Lighthouse:
+    def __init__(self, folder: Path, *, least: int) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self._folder, self._least, self._starts = folder, least, 0
+
+    def start(self) -> None:
+        """And wait for it."""
+        self._starts += 1
+        words = [str(_LIGHTHOUSE), "--min_replicas", str(self._least)]
+        words += ["--bind", f"[::]:{self.port}", "--join_timeout_ms", "4000", "--heartbeat_timeout_ms", "2500"]
+        log = self._folder / f"lighthouse.{self._starts}.log"
+        self.process = start(words, log, environment={"RUST_LOG": "warn"})
+        while self.process.poll() is None:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(TICK_SECONDS)
+        raise CannotRun(f"torchft_lighthouse {last_words(log.read_text(), self.process.returncode)}")
+
+
+class Soak:
+    """One run, disturbed by `events`: pairs of the iteration from which on it is due, and its name."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path, data: str, events: list[tuple[int, str]]) -> None:
+        self.options, self.events, self._num_events = options, events, len(events)
+        self._draw = random.Random(options.seed)
+        folder.mkdir(parents=True)
+        self.lighthouse = Lighthouse(folder, least=1 if events else options.replica_groups)
+        words = [*launcher(options.ranks), str(ROOT / SCRIPTS["gpt"]), *MODEL.split(), "--data-path", data]
+        words += ["--pipeline-model-parallel-size", str(options.ranks), "--train-iters", str(options.train_iters)]
+        words += ["--eval-interval", str(options.train_iters), "--lighthouse", f"127.0.0.1:{self.lighthouse.port}"]
+        words += ["--replica-groups", str(options.replica_groups), "--save", str(folder / "checkpoints")]
+        words += ["--load", str(folder / "checkpoints"), "--save-interval", str(options.train_iters // 3)]
+        words += ["--outer-timeout-seconds", str(options.outer_timeout_seconds), *shlex.split(options.flags)]
+        self.groups = [Group(f"group{number}", folder, words) for number in range(options.replica_groups)]
+
+    def run(self) -> float:
+        """Seconds it took. Raises CannotRun: a group ended badly, or it hangs."""
+        self._begin = time.monotonic()
+        try:
+            self.lighthouse.start()
+            for group in self.groups:
+                group.start()
+            while any(group.start_at or group.process.poll() != 0 for group in self.groups):
+                now = time.monotonic()
+                if now - self._begin > 60 * self.options.limit_minutes:
+                    raise CannotRun(f"hangs: did not end within {self.options.limit_minutes:g} minutes")
+                for group in self.groups:
+                    self._look_at(group, now)
+                self._next_event(now)
+                time.sleep(TICK_SECONDS)
+            for group in self.groups:
+                group.read(time.monotonic())
+        finally:
+            for process in [self.lighthouse.process, *(group.process for group in self.groups if group.starts)]:
+                kill(process)
+        if self.events:
+            raise CannotRun(f"{len(self.events)} of {self._num_events} events had no time; give more --train-iters")
+        return time.monotonic() - self._begin
+
+    def _look_at(self, group: Group, now: float) -> None:
+        if group.start_at:
+            if now > group.start_at:
+                group.start()
+            return
+        if group.process.poll():
+            log = group._place.with_name(f"{group._place.name}.log")
+            raise CannotRun(f"{group.name} {last_words(log.read_text(), group.process.returncode)}; see {log}")
+        has_stepped = group.read(now)
+        if has_stepped and self._num_events and any(other.is_away for other in self.groups):
+            group.rests_until = now + self.options.step_seconds
+        group.rest(now)
+
+    def _next_event(self, now: float) -> None:
+        """The one that is due, if others can go on without the group that it falls on."""
+        there = [group for group in self.groups if not group.is_away and group.process.poll() is None]
+        if not self.events or not there or max(group.iteration for group in there) < self.events[0][0]:
+            return
+        kind = self.events[0][1]
+        if len(there) < (len(self.groups) if kind == "lighthouse" else 2):
+            return
+        self.events.pop(0)
+        group = self._draw.choice(there)
+        if kind == "kill":
+            seconds = self._draw.uniform(0, 3)
+            group.kill(now, seconds)
+            what = f"{group.name} is killed, and starts again after {seconds:.1f} s"
+        elif kind == "hang":
+            seconds = 1.5 * self.options.outer_timeout_seconds
+            group.is_away, group.hung_until = True, now + seconds
+            what = f"{group.name} is stopped for {seconds:.1f} s"
+        elif kind == "slow":
+            group.slow_until = now + SLOW_SECONDS
+            what = f"{group.name} is slow for {SLOW_SECONDS:.1f} s"
+        else:
+            kill(self.lighthouse.process)
+            self.lighthouse.start()
+            what = f"the lighthouse was away for {time.monotonic() - now:.1f} s"
+        print(f"{now - self._begin:7.1f} s  iteration {group.iteration:5}  {what}", flush=True)
+
+
+def disagreements(groups: Sequence[Group], batch_size: int) -> tuple[list[str], dict[str, int]]:
+    """What contradicts the docstring's claims on bits and samples, from all groups' lines; and what was seen."""
+    by_lineage: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    trained: dict[int, Counter[int]] = defaultdict(Counter)
+    found = []
+    for group in groups:
+        last: dict[str, Any] | None = None
+        for line in group.lines:
+            if "start" in line:
+                last = None
+            elif "lineage" in line:
+                last = line
+                by_lineage[line["lineage"]].append(line)
+            elif "loss" in line:
+                assert last is not None
+                steps, at_once = line["iteration"] - last["iteration"], batch_size * last["groups"]
+                if line["consumed_samples"] != last["consumed_samples"] + steps * at_once:
+                    found.append(f"{group.name}, iteration {line['iteration']}: {line['consumed_samples']} samples")
+                trained[last["lineage"]][(steps - 1) * at_once + last["group"] * batch_size] += 1
+    for lines in by_lineage.values():
+        where = f"exchange after iteration {lines[0]['iteration']}"
+        if len({json.dumps(line | {"group": 0}, sort_keys=True) for line in lines}) > 1:
+            found.append(f"{where}: groups differ: {lines}")
+        if len({line["group"] for line in lines}) < len(lines):
+            found.append(f"{where}: two groups have one number: {lines}")
+    for lineage, batches in trained.items():
+        if twice := [first for first, times in batches.items() if times > 1]:
+            iteration = by_lineage[lineage][0]["iteration"]
+            found.append(
+                f"after the exchange of iteration {iteration}, trained twice: samples from its {twice[0]}th on"
+            )
+    at = Counter(lines[0]["iteration"] for lines in by_lineage.values())
+    seen = {"exchanges": len(by_lineage), "of several groups": sum(len(lines) > 1 for lines in by_lineage.values())}
+    seen |= {"alone": sum(lines[0]["groups"] == 1 for lines in by_lineage.values())}
+    return found, seen | {"parted": sum(times > 1 for iteration, times in at.items() if iteration)}
+
+
+def last_loss(groups: Sequence[Group]) -> list[float]:
+    """Of the evaluation at the end, by group."""
+    return [
+        next(line["validation_loss"] for line in reversed(one.lines) if "validation_loss" in line) for one in groups
+    ]
+
+
+def make_data(folder: Path) -> str:
+    """Prefix of an indexed dataset of the standard library's text. Raises CannotRun."""
+    text, prefix = folder / "text.jsonl", folder / "text"
+    run([sys.executable, "examples/stdlib_text.py", "--megabytes", "0.6", "--output", str(text)], folder / "text.log")
+    words = ["tools/preprocess_data.py", "--input", str(text), "--output-prefix", str(prefix), "--append-eod"]
+    words += ["--tokenizer-type", "ByteLevelTokenizer", "--workers", "1"]
+    run([sys.executable, *words], folder / "data.log")
+    return f"{prefix}_text_document"
+
+
+def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """All figures; `problems`: what does not hold."""
+    draw = random.Random(options.seed)
+    names = [name for name, flag in EVENTS.items() for _ in range(getattr(options, flag))]
+    draw.shuffle(names)
+    last = round(0.8 * options.train_iters)
+    moments = sorted(draw.randint(min(10, last), last) for _ in names)
+    figures: dict[str, Any] = {"flags": vars(options), "runs": {}, "problems": []}
+    data = options.data_path or make_data(folder)
+    for name, events in (("undisturbed", []), ("disturbed", list(zip(moments, names, strict=True)))):
+        print(
+            f"{name}: {options.replica_groups} groups of {options.ranks} ranks, {options.train_iters} steps", flush=True
+        )
+        one = Soak(options, folder / name, str(Path(data).resolve()), events)
+        seconds = one.run()
+        problems, seen = disagreements(one.groups, int(MODEL.split()[MODEL.split().index("--global-batch-size") + 1]))
+        figures["problems"] += [f"{name}: {problem}" for problem in problems]
+        figures["runs"][name] = {"seconds": round(seconds), "starts": sum(group.starts for group in one.groups)} | seen
+        figures["runs"][name]["validation loss"] = last_loss(one.groups)
+    undisturbed, disturbed = (run["validation loss"] for run in figures["runs"].values())
+    figures["loss_change_percent"] = max(abs(loss / undisturbed[0] - 1) for loss in disturbed) * 100
+    if not figures["loss_change_percent"] <= options.most_loss_change:
+        figures["problems"].append(f"validation loss {disturbed}, undisturbed {undisturbed}")
+    return figures
+
+
+@command(PROG)
+def main(argv: list[str]) -> int:
+    options = parse_arguments(argv)
+    folder = Path(options.output).resolve()
+    if folder.exists():
+        raise ValueError(f"--output {options.output}: is there already; give a new folder")
+    if not _LIGHTHOUSE.exists():
+        raise ValueError('needs torchft: pip install -e ".[elastic]"')
+    folder.mkdir(parents=True)
+    try:
+        figures = soak(options, folder)
+    except CannotRun as error:
+        figures = {"flags": vars(options), "problems": [str(error)]}
+    (folder / "soak.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    if runs := figures.get("runs"):
+        rows = [[name, *(str(value) for value in found.values())] for name, found in runs.items()]
+        print_table(["run", *runs["disturbed"]], rows)
+        print(f"validation loss: {figures['loss_change_percent']:.2f} % from the undisturbed run's")
+    for problem in figures["problems"]:
+        print(f"FAILED: {problem}")
+    print("all holds" if not figures["problems"] else f"{len(figures['problems'])} FAILED")
+    return 1 if figures["problems"] else 0
+
+
+if __name__ == "__main__":
+    leave_with(main)
