@@ -6,7 +6,7 @@ A small model is trained twice on this machine's CPU, by replica groups of their
 first undisturbed, then with events at random moments. One line for each event; at the end a table and OUTPUT/soak.json.
 Checked: nothing hangs; every group ends with 0; after each exchange all groups that were in it hold the same bits and
 have counted the same samples; between two exchanges no two of them train the same sample, and each step counts
-those of all; the last validation loss is that of the undisturbed run, within --most-loss-change percent. Exit code 1
+those of all; the last validation loss is at most --most-loss-change percent above the undisturbed run's. Exit code 1
 where one of it does not hold, 2 for bad flags. While a group is away the others are slowed to a few steps in
 --step-seconds: a start takes much longer than a step of so small a model.
 """
@@ -303,7 +303,7 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         figures["runs"][name] = {"seconds": round(seconds), "starts": sum(group.starts for group in one.groups)} | seen
         figures["runs"][name]["validation loss"] = last_loss(one.groups)
     undisturbed, disturbed = (run["validation loss"] for run in figures["runs"].values())
-    figures["loss_change_percent"] = max(abs(loss / undisturbed[0] - 1) for loss in disturbed) * 100
+    figures["loss_change_percent"] = (max(disturbed) / undisturbed[0] - 1) * 100
     if not figures["loss_change_percent"] <= options.most_loss_change:
         figures["problems"].append(f"validation loss {disturbed}, undisturbed {undisturbed}")
     return figures
@@ -326,7 +326,7 @@ def main(argv: list[str]) -> int:
     if runs := figures.get("runs"):
         rows = [[name, *(str(value) for value in found.values())] for name, found in runs.items()]
         print_table(["run", *runs["disturbed"]], rows)
-        print(f"validation loss: {figures['loss_change_percent']:.2f} % from the undisturbed run's")
+        print(f"validation loss: {figures['loss_change_percent']:+.2f} % to the undisturbed run's")
     for problem in figures["problems"]:
         print(f"FAILED: {problem}")
     print("all holds" if not figures["problems"] else f"{len(figures['problems'])} FAILED")

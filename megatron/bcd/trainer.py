@@ -243,6 +243,8 @@ class Trainer:
         self.meter = ActivationMeter(memory.allocator())
         self._metered: tuple[int, int] | None = None
         self._is_switch_unchecked = False
+        self._has_joined = False
+        """Other replica groups, at the end of a step of theirs."""
         self._validation_batches: Iterator[data.Batch] | None = None
         self._last_validation: tuple[int, float] | None = None
 
@@ -273,6 +275,9 @@ class Trainer:
                 self._warn_of_untrained(num_steps=self.train_iters - state.iteration)
             is_last = self.block_schedule.is_converged(state.phase_state)  # a checkpoint of a converged run
             is_stopped = False
+            if self._has_joined:  # perhaps as the first group: no other one saves after this step
+                is_end = is_last or state.iteration >= self.train_iters
+                is_stopped = self._stop_or_save(is_last=is_end, requests=None)
             self.module.train()
             if self.exporter is not None and (is_last or state.iteration >= self.train_iters):
                 self._export(is_last=True)  # the run that got here may have ended before, or had no --save-hf
@@ -637,6 +642,7 @@ class Trainer:
         except ExchangeFailed as error:
             raise ValueError(f"--lighthouse {self.config.groups.lighthouse}: {error}") from error
         self._share_samples(groups)
+        self._has_joined = is_in_step
         if is_in_step:
             self._end_step(loss=None)
 

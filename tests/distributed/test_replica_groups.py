@@ -21,6 +21,7 @@ from support import worlds
 from support.dist import RankError, World
 
 from megatron.bcd import data
+from megatron.bcd.checkpoint import layout
 from megatron.bcd.outer import groups, membership
 from megatron.bcd.planner import replica_groups
 
@@ -281,6 +282,15 @@ def test_a_group_comes_back(
     assert len(back["steps"]) == 6
     assert back["steps"] == first["steps"][6:]
     assert back["metrics"] == first["metrics"][6:]
+
+
+def test_a_group_comes_back_as_the_first(
+    other_worlds: list[World], text_data: str, lighthouse: str, tmp_path: Path
+) -> None:
+    """Nobody writes the checkpoint that is due where it comes back: the others are not the first any more."""
+    planned = configs(2, lighthouse, data_path=text_data, save=str(tmp_path), save_interval=6)
+    come_back(other_worlds, planned[::-1])
+    assert layout.candidates(str(tmp_path)) == [12, 6]
 
 
 def test_a_group_that_comes_back_adds_nothing(
