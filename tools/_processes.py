@@ -30,6 +30,15 @@ class CannotRun(RuntimeError):
         self.for_want_of_memory = for_want_of_memory
 
 
+def text_commands(folder: Path) -> list[list[str]]:
+    """Words after `python` that make an indexed dataset of Python's standard library by bytes, with the prefix
+    FOLDER/stdlib_text_document."""
+    text = str(folder / "stdlib.jsonl")
+    fetch = ["examples/stdlib_text.py", "--megabytes", "0.6", "--output", text]
+    tokenize = ["tools/preprocess_data.py", "--input", text, "--output-prefix", str(folder / "stdlib"), "--append-eod"]
+    return [fetch, [*tokenize, "--tokenizer-type", "ByteLevelTokenizer", "--workers", "1"]]
+
+
 def launcher(num_processes: int) -> list[str]:
     """What comes before a script, so that so many processes run it."""
     if num_processes == 1:

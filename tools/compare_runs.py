@@ -34,7 +34,7 @@ from typing import Any
 
 import yaml
 from _parser import Parser, command, leave_with
-from _processes import ROOT, SCRIPTS, CannotRun, launcher, run
+from _processes import ROOT, SCRIPTS, CannotRun, launcher, run, text_commands
 from _processes import read_metrics as read_lines
 
 PROG = "tools/compare_runs.py"
@@ -346,11 +346,7 @@ def make_data(task: Task) -> str | None:
     for side in SIDES:
         folder = task.output / TEXT / side
         folder.mkdir(parents=True)
-        text, prefix = folder / "stdlib.jsonl", folder / "stdlib"
-        fetch = ["examples/stdlib_text.py", "--megabytes", "0.6", "--output", str(text)]
-        tokenize = ["tools/preprocess_data.py", "--input", str(text), "--output-prefix", str(prefix), "--append-eod",
-                    "--tokenizer-type", "ByteLevelTokenizer", "--workers", "1"]  # fmt: skip
-        for words in (fetch, tokenize):
+        for words in text_commands(folder):
             try:
                 task.start([sys.executable, *words], side, folder / f"{Path(words[0]).stem}.log")
             except CannotRun as error:

@@ -28,7 +28,7 @@ from typing import Any
 
 import psutil
 from _parser import Parser, command, leave_with, print_table
-from _processes import ROOT, SCRIPTS, CannotRun, kill, last_words, launcher, run, start
+from _processes import ROOT, SCRIPTS, CannotRun, kill, last_words, launcher, run, start, text_commands
 
 PROG = "tools/soak.py"
 MODEL = (
@@ -126,28 +126,6 @@ class Group:
             self._is_stopped = is_stopped
 
 
-class Lighthouse:
-    def __init__(self, folder: Path, *, least: int) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self._folder, self._least, self._starts = folder, least, 0
-
-    def start(self) -> None:
-        """And wait for it."""
-        self._starts += 1
-        words = [str(_LIGHTHOUSE), "--min_replicas", str(self._least)]
-        words += ["--bind", f"[::]:{self.port}", "--join_timeout_ms", "4000", "--heartbeat_timeout_ms", "2500"]
-        log = self._folder / f"lighthouse.{self._starts}.log"
-        self.process = start(words, log, environment={"RUST_LOG": "warn"})
-        while self.process.poll() is None:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
-                    return
-            time.sleep(TICK_SECONDS)
-        raise CannotRun(f"torchft_lighthouse {last_words(log.read_text(), self.process.returncode)}")
-
-
 class Soak:
     """One run, disturbed by `events`: pairs of the iteration from which on it is due, and its name."""
 
@@ -155,10 +133,13 @@ class Soak:
         self.options, self.events, self._num_events = options, events, len(events)
         self._draw = random.Random(options.seed)
         folder.mkdir(parents=True)
-        self.lighthouse = Lighthouse(folder, least=1 if events else options.replica_groups)
+        self._folder, self._lighthouse_starts = folder, 0
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
         words = [*launcher(options.ranks), str(ROOT / SCRIPTS["gpt"]), *MODEL.split(), "--data-path", data]
         words += ["--pipeline-model-parallel-size", str(options.ranks), "--train-iters", str(options.train_iters)]
-        words += ["--eval-interval", str(options.train_iters), "--lighthouse", f"127.0.0.1:{self.lighthouse.port}"]
+        words += ["--eval-interval", str(options.train_iters), "--lighthouse", f"127.0.0.1:{self._port}"]
         words += ["--replica-groups", str(options.replica_groups), "--save", str(folder / "checkpoints")]
         words += ["--load", str(folder / "checkpoints"), "--save-interval", str(options.train_iters // 3)]
         words += ["--outer-timeout-seconds", str(options.outer_timeout_seconds), *shlex.split(options.flags)]
@@ -168,7 +149,7 @@ class Soak:
         """Seconds it took. Raises CannotRun: a group ended badly, or it hangs."""
         self._begin = time.monotonic()
         try:
-            self.lighthouse.start()
+            self._start_lighthouse()
             for group in self.groups:
                 group.start()
             while any(group.start_at or group.process.poll() != 0 for group in self.groups):
@@ -182,11 +163,26 @@ class Soak:
             for group in self.groups:
                 group.read(time.monotonic())
         finally:
-            for process in [self.lighthouse.process, *(group.process for group in self.groups if group.starts)]:
+            for process in [self._lighthouse, *(group.process for group in self.groups if group.starts)]:
                 kill(process)
         if self.events:
             raise CannotRun(f"{len(self.events)} of {self._num_events} events had no time; give more --train-iters")
         return time.monotonic() - self._begin
+
+    def _start_lighthouse(self) -> None:
+        """And wait for it."""
+        self._lighthouse_starts += 1
+        least = "1" if self._num_events else str(self.options.replica_groups)
+        words = [str(_LIGHTHOUSE), "--min_replicas", least, "--bind", f"[::]:{self._port}"]
+        words += ["--join_timeout_ms", "4000", "--heartbeat_timeout_ms", "2500"]
+        log = self._folder / f"lighthouse.{self._lighthouse_starts}.log"
+        self._lighthouse = start(words, log, environment={"RUST_LOG": "warn"})
+        while self._lighthouse.poll() is None:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self._port)) == 0:
+                    return
+            time.sleep(TICK_SECONDS)
+        raise CannotRun(f"torchft_lighthouse {last_words(log.read_text(), self._lighthouse.returncode)}")
 
     def _look_at(self, group: Group, now: float) -> None:
         if group.start_at:
@@ -223,8 +219,8 @@ class Soak:
             group.slow_until = now + SLOW_SECONDS
             what = f"{group.name} is slow for {SLOW_SECONDS:.1f} s"
         else:
-            kill(self.lighthouse.process)
-            self.lighthouse.start()
+            kill(self._lighthouse)
+            self._start_lighthouse()
             what = f"the lighthouse was away for {time.monotonic() - now:.1f} s"
         print(f"{now - self._begin:7.1f} s  iteration {group.iteration:5}  {what}", flush=True)
 
@@ -266,23 +262,6 @@ def disagreements(groups: Sequence[Group], batch_size: int) -> tuple[list[str], 
     return found, seen | {"parted": sum(times > 1 for iteration, times in at.items() if iteration)}
 
 
-def last_loss(groups: Sequence[Group]) -> list[float]:
-    """Of the evaluation at the end, by group."""
-    return [
-        next(line["validation_loss"] for line in reversed(one.lines) if "validation_loss" in line) for one in groups
-    ]
-
-
-def make_data(folder: Path) -> str:
-    """Prefix of an indexed dataset of the standard library's text. Raises CannotRun."""
-    text, prefix = folder / "text.jsonl", folder / "text"
-    run([sys.executable, "examples/stdlib_text.py", "--megabytes", "0.6", "--output", str(text)], folder / "text.log")
-    words = ["tools/preprocess_data.py", "--input", str(text), "--output-prefix", str(prefix), "--append-eod"]
-    words += ["--tokenizer-type", "ByteLevelTokenizer", "--workers", "1"]
-    run([sys.executable, *words], folder / "data.log")
-    return f"{prefix}_text_document"
-
-
 def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All figures; `problems`: what does not hold."""
     draw = random.Random(options.seed)
@@ -291,17 +270,22 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     last = round(0.8 * options.train_iters)
     moments = sorted(draw.randint(min(10, last), last) for _ in names)
     figures: dict[str, Any] = {"flags": vars(options), "runs": {}, "problems": []}
-    data = options.data_path or make_data(folder)
+    for number, words in enumerate([] if options.data_path else text_commands(folder)):
+        run([sys.executable, *words], folder / f"data.{number}.log")
+    data = Path(options.data_path or folder / "stdlib_text_document").resolve()
     for name, events in (("undisturbed", []), ("disturbed", list(zip(moments, names, strict=True)))):
         print(
             f"{name}: {options.replica_groups} groups of {options.ranks} ranks, {options.train_iters} steps", flush=True
         )
-        one = Soak(options, folder / name, str(Path(data).resolve()), events)
+        one = Soak(options, folder / name, str(data), events)
         seconds = one.run()
         problems, seen = disagreements(one.groups, int(MODEL.split()[MODEL.split().index("--global-batch-size") + 1]))
         figures["problems"] += [f"{name}: {problem}" for problem in problems]
         figures["runs"][name] = {"seconds": round(seconds), "starts": sum(group.starts for group in one.groups)} | seen
-        figures["runs"][name]["validation loss"] = last_loss(one.groups)
+        losses = [
+            [line["validation_loss"] for line in group.lines if "validation_loss" in line] for group in one.groups
+        ]
+        figures["runs"][name]["validation loss"] = [found[-1] for found in losses]
     undisturbed, disturbed = (run["validation loss"] for run in figures["runs"].values())
     figures["loss_change_percent"] = (max(disturbed) / undisturbed[0] - 1) * 100
     if not figures["loss_change_percent"] <= options.most_loss_change:
