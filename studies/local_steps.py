@@ -31,6 +31,7 @@ from megatron.bcd import FAMILY_DEFAULTS, RunConfig, parse_run_config
 from megatron.bcd.data.batches import Dealt, batch_of, consecutive
 from megatron.bcd.metrics.reporter import SilentReporter
 from megatron.bcd.model.builder import unwrap_model
+from megatron.bcd.outer.compression import COMPRESSIONS
 from megatron.bcd.runtime import distributed, rng, threads
 from megatron.bcd.trainer import Trainer
 
@@ -57,21 +58,13 @@ METHODS = {
     "full_muon": f"--bcd-num-blocks 1 {MUON}",
     "paper": "--bcd-preset paper",
 }
-BITS = {"fp32": 32.0, "bf16": 16.0, "4bit": 4.25}
-"""Of a number that is exchanged; 4 bits have a 16-bit scale for every GROUP of them."""
-GROUP = 64
+BITS = {"fp32": 32.0, "bf16": 16.0, "4bit": 4.125}
+"""Of a number that is exchanged."""
 COLUMNS = ("model", "method", "workers", "interval", "outer_lr", "outer_momentum", "fragments", "compression", "delay",
            "lr", "seed", "steps", "batch", "test", "test_of_mean", "validation", "bytes_per_step", "peak_bytes",
            "minutes", "text", "commit", "cpu", "flags")  # fmt: skip
 RESULTS = COLUMNS.index("test")
 """The first column that is not an input."""
-
-
-def in_4_bits(values: torch.Tensor) -> torch.Tensor:
-    """What arrives of `values`: 15 levels in steps of a scale that GROUP neighbours share."""
-    flat = torch.nn.functional.pad(values.reshape(-1), (0, -values.numel() % GROUP)).view(-1, GROUP)
-    scales = (flat.abs().amax(1, keepdim=True) / 7).bfloat16().float().clamp_min(1e-30)
-    return (scales * (flat / scales).round().clamp(-7, 7)).view(-1)[: values.numel()].view_as(values)
 
 
 class Outer:
@@ -80,7 +73,8 @@ class Outer:
     def __init__(self, weights: Tensors, trainers: Sequence[Trainer], args: argparse.Namespace) -> None:
         self.weights, self._trainers, self.args = weights, trainers, args
         self.momentum = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-        self.errors = [{name: torch.zeros_like(weight) for name, weight in weights.items()} for _ in trainers]
+        self.errors: dict[str, list[torch.Tensor]] = {}
+        """By parameter and worker."""
         self.bytes_sent, self.peak_bytes = 0.0, 0.0
         """By a worker: payload, without the factor 2 (K - 1) / K of a ring."""
 
@@ -103,21 +97,25 @@ class Outer:
         self.bytes_sent, self.peak_bytes = self.bytes_sent + sent, max(self.peak_bytes, sent)
         for name in names:
             weight, momentum = self.weights[name], self.momentum[name]
-            change = torch.stack([self._sent(k, name, worker[name]) for k, worker in enumerate(workers)]).mean(0)
+            changes = [worker[name] - weight for worker in workers]
+            change = self._mean(name, changes)
             momentum.mul_(self.args.outer_momentum).add_(change)
             weight.add_(change + self.args.outer_momentum * momentum, alpha=self.args.outer_lr)
         return [{name: self.weights[name] - worker[name] for name in names} for worker in workers]
 
-    def _sent(self, k: int, name: str, weight: torch.Tensor) -> torch.Tensor:
-        change = weight - self.weights[name]
-        if self.args.compression == "bf16":
-            return change.bfloat16().float()
-        if self.args.compression == "4bit":
-            error = self.errors[k][name]
-            received = in_4_bits(change + error)
-            error.add_(change - received)
-            return received
-        return change
+    def _mean(self, name: str, changes: list[torch.Tensor]) -> torch.Tensor:
+        """What arrives, as in `Membership.mean`: each worker sums a share and misses what is lost of its mean."""
+        code, number = COMPRESSIONS[self.args.compression], len(changes)
+        rows = [code.rows(change.flatten(), number) for change in changes]
+        if code.keeps_errors and name in self.errors:
+            rows = [one + error for one, error in zip(rows, self.errors[name], strict=True)]
+        received = [code.decode(code.encode(one)) for one in rows]
+        mean = torch.stack(received).mean(0)
+        arrived = code.decode(code.encode(mean))
+        self.errors[name] = [one - other for one, other in zip(rows, received, strict=True)]
+        for k, errors in enumerate(self.errors[name]):
+            errors[k] += number * (mean - arrived)[k]
+        return arrived.flatten()[: changes[0].numel()].view_as(changes[0])
 
     def apply(self, moves: list[Tensors]) -> None:
         """Move every worker, which keeps what it has learned since the exchange began (--delay)."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
 import torch
-from local_steps import BITS, Outer, in_4_bits
+from local_steps import BITS, Outer
 
 
 def an_outer(num_workers: int = 2, **changes: object) -> tuple[Outer, list[torch.nn.Linear]]:
@@ -40,18 +39,11 @@ def test_the_outer_step_is_sgd_with_nesterov() -> None:
 
 def test_what_4_bits_lose_is_sent_later() -> None:
     """Without error feedback small changes beside large ones would never arrive."""
-    outer, models = an_outer(num_workers=1, outer_lr=1.0, outer_momentum=0.0, compression="4bit")
+    outer, models = an_outer(num_workers=2, outer_lr=1.0, outer_momentum=0.0, compression="4bit")
     change = torch.linspace(-1, 1, 140).view(7, 20)
     before = outer.weights["weight"].clone()
     for _ in range(50):
-        models[0].weight.data += change
+        for model, times in zip(models, (0.5, 1.5), strict=True):
+            model.weight.data += times * change
         outer.apply(outer.exchange(["weight"]))
     torch.testing.assert_close(outer.weights["weight"] - before, 50 * change, atol=0.2, rtol=0)
-
-
-@pytest.mark.parametrize("number", [1, 64, 100])
-def test_4_bits_are_within_half_a_step(number: int) -> None:
-    """A group that is padded, or a scale of the wrong group, would give values that are further away."""
-    values = torch.randn(number)
-    steps = torch.cat([group.abs().amax().expand(len(group)) for group in values.split(64)]) / 7
-    assert ((in_4_bits(values) - values).abs() <= 0.55 * steps).all()

@@ -23,6 +23,7 @@ ADAPTERS, SUFFIX_ADAPTERS = "adapters", "suffix adapters"
 """What --bcd-low-rank adds to the always-active parts, by --bcd-low-rank-layers."""
 _ADAPTERS_OF = {"all": ADAPTERS, "suffix": SUFFIX_ADAPTERS}
 BF16_OR_FP32 = ("bf16", "fp32")
+OUTER_COMPRESSIONS = (*BF16_OR_FP32, "4bit")
 
 # groups of --help that hold fields of several dataclasses
 NETWORK = "network size"
@@ -572,7 +573,7 @@ class GroupsConfig:
     )
     outer_lr: float = option(0.7, "learning rate of the outer step, of the mean change; 1 with momentum 0 averages")
     outer_momentum: float = option(0.9, "its Nesterov momentum")
-    outer_compression: str = option("bf16", "how changes are sent", choices=BF16_OR_FP32)
+    outer_compression: str = option("bf16", "how changes are sent", choices=OUTER_COMPRESSIONS)
     outer_timeout_seconds: int = option(300, "seconds of an exchange without progress after which it fails")
 
 

@@ -101,8 +101,8 @@ class ReplicaGroups:
 
     def host_bytes(self) -> int:
         """Of the outer step, on this rank."""
-        momenta = self._active.outer_momenta.values()
-        return self._outer.anchor.nbytes + sum(momentum.nbytes for momentum in momenta)
+        held = [self._outer.anchor, *self._active.outer_momenta.values(), *self._outer.errors.values()]
+        return sum(tensor.nbytes for tensor in held)
 
     def leave(self) -> None:
         self._membership.leave()
@@ -148,11 +148,14 @@ class ReplicaGroups:
         num_trained, is_alone = sum(trained), meeting.size == 1
         if num_trained:
             change = self._change if self._change is not None else torch.zeros_like(self._outer.anchor)
-            mean = meeting.mean(change, num_trained=num_trained)
+            mean, errors = change, None
+            if not is_alone:
+                change = change + self._outer.missed()
+                mean, errors = meeting.mean(change, self._outer.sizes(), num_trained=num_trained)
         if not self._agree(is_good=True):
             return False
         if num_trained:
-            self._outer.apply(mean, is_alone=is_alone)
+            self._outer.apply(mean, errors, is_alone=is_alone)
         self._change, self._is_stray = None, False
         self._lineage = _number([self._lineage, *groups])
         self._tell_of_exchange()
@@ -202,6 +205,7 @@ class ReplicaGroups:
             received["counters"], lambda build: join.set_rank_state(self._active, received["tensors"], build)
         )
         self._outer.anchor = received["anchor"]
+        self._outer.errors.clear()
         self._lineage, self._is_in_step = received["lineage"], received["is_in_step"]
         self._is_stray, self._change = False, None
         self._reporter.note(f"the state of another replica group was taken, after iteration {self._parts.iteration()}")

@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
@@ -21,6 +21,7 @@ import torch
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from megatron.bcd.config import GroupsConfig
+from megatron.bcd.outer.compression import COMPRESSIONS
 from megatron.bcd.runtime import collectives
 
 _PIECE = 1 << 24
@@ -79,7 +80,7 @@ class Membership:
         for interface, found in psutil.net_if_addrs().items():
             if address in (one.address for one in found):  # a node's own name may be that of its loopback
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        self._dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.outer_compression]
+        self._code = COMPRESSIONS[config.outer_compression]
         self._received: Any = None
         self._store = _store(address)
         self._groups = ProcessGroupGloo(timeout=timeout)
@@ -145,36 +146,58 @@ class Membership:
 
         return self._attempted(gathered)
 
-    def mean(self, change: torch.Tensor, *, num_trained: int) -> torch.Tensor:
-        """[E]: the sum of the groups' `change` [E] over `num_trained`, the same bits for all groups.
+    def mean(
+        self, change: torch.Tensor, sizes: Sequence[int], *, num_trained: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The sum of the groups' `change` [E] over `num_trained`, [E], the same bits for all groups; and what they have
+        missed of this group's change, [E], if the compression keeps errors.
 
-        Each group sums one part in the groups' order, so that the bits do not depend on an element's place: a tied
-        weight lies in two. Raises ConnectionError on all ranks of this group.
+        Of each parameter (of `sizes`) each group sums one share, in the groups' order, so that the bits do not depend
+        on a parameter's place: a tied weight lies in two. Raises ConnectionError on all ranks of this group.
         """
-        if self.size == 1:
-            return change
-        return self._attempted(
-            lambda: torch.cat(
-                [torch.empty(0), *(self._mean_of_piece(piece, num_trained) for piece in change.split(_PIECE))]
-            )
-        )
+        return self._attempted(lambda: self._mean(change, sizes, num_trained))  # type: ignore[no-any-return]
 
-    def _mean_of_piece(self, change: torch.Tensor, num_trained: int) -> torch.Tensor:
-        length = -(-change.numel() // self.size)
-        sent = torch.zeros(self.size, length, dtype=self._dtype)
-        sent.view(-1)[: change.numel()] = change
+    def _mean(
+        self, change: torch.Tensor, sizes: Sequence[int], num_trained: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        whole = self.size * self._code.row
+        chunks = [chunk for one in change.split(list(sizes)) for chunk in one.split(_PIECE // whole * whole)]
+        pieces: list[list[torch.Tensor]] = [[torch.empty(0)]]
+        held = 0
+        for chunk in chunks:
+            held += chunk.numel()
+            if held > _PIECE:
+                pieces.append([])
+                held = chunk.numel()
+            pieces[-1].append(chunk)
+        means, errors = zip(*(self._mean_of_piece(piece, num_trained) for piece in pieces), strict=True)
+        return torch.cat(means), torch.cat(errors) if self._code.keeps_errors else None
+
+    def _mean_of_piece(self, chunks: Sequence[torch.Tensor], num_trained: int) -> list[torch.Tensor]:
+        """As `_mean`, of chunks of parameters that are sent together."""
+        code = self._code
+        shares = [code.rows(chunk, self.size) for chunk in chunks]
+        changes = torch.cat(shares, dim=1)
+        sent = code.encode(changes)
         received = torch.empty_like(sent)
         # as bytes: gloo does not know every type
-        in_bytes = [one.view(torch.uint8).view(-1) for one in (received, sent)]
-        self._groups.alltoall_base(*in_bytes, [], [], AllToAllOptions()).wait()
-        total = received[0].float()
+        self._groups.alltoall_base(received.view(-1), sent.view(-1), [], [], AllToAllOptions()).wait()
+        total = code.decode(received[0])
         for other in received[1:]:
-            total += other.float()
+            total += code.decode(other)
         self.sent_bytes += 2 * (self.size - 1) * received[0].nbytes
-        mean = (total / num_trained).to(self._dtype).view(torch.uint8)
-        everyone = [torch.empty_like(mean) for _ in range(self.size)]
-        self._groups.allgather([everyone], [mean], AllgatherOptions()).wait()
-        return torch.cat([one.view(self._dtype) for one in everyone])[: change.numel()].float()
+        mean = total / num_trained
+        own = code.encode(mean)
+        everyone = [torch.empty_like(own) for _ in range(self.size)]
+        self._groups.allgather([everyone], [own], AllgatherOptions()).wait()
+        found = [code.decode(torch.stack(everyone))]
+        if code.keeps_errors:
+            found.append(changes - code.decode(sent))
+            found[1][self.rank] += num_trained * (mean - code.decode(own))
+        lengths = [share.shape[1] for share in shares]
+        cut = [zip(one.split(lengths, dim=1), chunks, strict=True) for one in found]
+        means, *errors = [torch.cat([rows.reshape(-1)[: chunk.numel()] for rows, chunk in one]) for one in cut]
+        return [means, *(errors or [means])]
 
     def agree(self, *, is_good: bool) -> bool:
         """Whether the exchange counts for this group: all of its ranks say so."""

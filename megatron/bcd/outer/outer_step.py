@@ -10,6 +10,7 @@ Tensor shapes: E elements of this rank's parts of what the phase trains.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -98,6 +99,9 @@ class OuterStep:
         self._rule, self._active, self._rounds_away = rule, active, rounds_away
         self.anchor = torch.empty(0)
         """[E]: values after the last exchange."""
+        self.errors: dict[str, torch.Tensor] = {}
+        """What the groups have missed of this group's changes, by name as outer momenta, in host memory; none where the
+        compression keeps no errors. It is this group's alone."""
         self._values = torch.empty(0)
 
     def _trained(self) -> TrainedValues:
@@ -112,11 +116,22 @@ class OuterStep:
         self._values = self._trained().parts()
         return self._values - self.anchor
 
+    def sizes(self) -> list[int]:
+        """Elements of this rank's parts, by parameter; E together."""
+        return list(self._trained().sizes.values())
+
+    def missed(self) -> torch.Tensor:
+        """[E]: what the next exchange sends of the changes before."""
+        return _joined(self.errors, self._trained().sizes)
+
     @torch.no_grad()
-    def apply(self, mean_change: torch.Tensor, *, is_alone: bool) -> None:
-        """Set all values from the mean change [E] of all groups; `is_alone`: it is this group's own, so that nothing
-        is rounded. A collective over ranks with the same weights."""
+    def apply(self, mean_change: torch.Tensor, errors: torch.Tensor | None = None, *, is_alone: bool) -> None:
+        """Set all values from the mean change [E] of all groups; `errors` [E]: what they have missed of this group's;
+        `is_alone`: it is this group's own, so that nothing is rounded. A collective over ranks with the same
+        weights."""
         trained = self._trained()
+        if errors is not None:
+            self.errors |= _split(errors, trained.sizes)
         reached = self._values if is_alone else self.anchor + mean_change
         if not self._rule.is_mean:
             reached += self._update(trained, mean_change) - mean_change
@@ -127,8 +142,16 @@ class OuterStep:
     def _update(self, trained: TrainedValues, mean_change: torch.Tensor) -> torch.Tensor:
         """[E]; steps the outer momenta."""
         momenta, mu = self._active.outer_momenta, self._rule.momentum
-        held = [momenta.get(name, torch.zeros(size)) for name, size in trained.sizes.items()]
-        momentum = torch.cat([torch.empty(0), *held]) * mu + mean_change
-        parts = momentum.split(list(trained.sizes.values()))
-        momenta |= {name: part.clone() for name, part in zip(trained.sizes, parts, strict=True)}
+        momentum = _joined(momenta, trained.sizes) * mu + mean_change
+        momenta |= _split(momentum, trained.sizes)
         return (momentum * mu + mean_change) * self._rule.lr
+
+
+def _joined(parts: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> torch.Tensor:
+    """[E]; zeros where there is no part."""
+    return torch.cat([torch.empty(0), *(parts.get(name, torch.zeros(size)) for name, size in sizes.items())])
+
+
+def _split(values: torch.Tensor, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """Copies: the parts of [E]."""
+    return {name: part.clone() for name, part in zip(sizes, values.split(list(sizes.values())), strict=True)}

@@ -69,9 +69,10 @@ def layout_flags(recipe: Recipe) -> list[str]:
         flags.append(f"--recompute auto --recompute-memory-gib {memory:g}")
     if recipe.replica_groups > 1:
         interval = f" --outer-interval {recipe.outer_interval}" if recipe.outer_interval else ""
-        fp32 = " --outer-compression fp32" if recipe.outer_compression == "fp32" else ""
+        other = recipe.outer_compression != "bf16"
+        compression = f" --outer-compression {recipe.outer_compression}" if other else ""
         lighthouse = "--lighthouse ${LIGHTHOUSE:-HOST:29510}"
-        flags.append(f"{lighthouse} --replica-groups {recipe.replica_groups}{interval}{fp32}")
+        flags.append(f"{lighthouse} --replica-groups {recipe.replica_groups}{interval}{compression}")
     if not recipe.has_blocks:
         offload = ["--optimizer-cpu-offload --optimizer-offload-fraction 1.0"]
         return [*flags, "--bcd-num-blocks 1 --bcd-schedule stock", *(offload if recipe.method == "offload" else [])]

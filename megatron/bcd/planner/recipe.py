@@ -11,6 +11,7 @@ from megatron.bcd.blocks.cut import balanced_cut
 from megatron.bcd.blocks.partition import Partition, partition, with_tied_parts
 from megatron.bcd.config import ADAPTERS, LAYOUTS, SUFFIX_ADAPTERS, BcdConfig
 from megatron.bcd.config.presets import PRESETS
+from megatron.bcd.config.sections import OUTER_COMPRESSIONS
 from megatron.bcd.planner.activations import LayerBytes, layer_bytes
 from megatron.bcd.planner.cost import ModelShape, head_passes, state_budget
 from megatron.bcd.planner.state import ModelState
@@ -108,7 +109,7 @@ class Recipe:
         metavar="K")  # fmt: skip
     outer_interval: int | None = _flag(None, "steps between exchanges (default: a phase)", metavar="H")
     outer_compression: str = _flag(
-        "bf16", "how changes are sent (default: bf16)", given="bf16", choices=("bf16", "fp32")
+        "bf16", "how changes are sent (default: bf16)", given="bf16", choices=OUTER_COMPRESSIONS
     )
     num_chunks: int | None = _flag(None, "chunks of a stage, with --bcd-layout interleaved (default: as many as"
         " blocks)", name="--num-virtual-stages-per-pipeline-rank", metavar="V")  # fmt: skip

@@ -10,6 +10,11 @@ from megatron.bcd.planner.state import ModelState
 _HELD, _WORKING = 4, 16
 """Bytes of host memory for a parameter: the outer momentum, of all; the value after the last exchange, the present one,
 the change and its mean, of those that the phase trains."""
+_OF_ERRORS = {"fp32": 0, "bf16": 0, "4bit": 4}
+"""More: what the groups have missed of this one's changes, of all; while an exchange lasts once more, and its sum with
+the change, of those that the phase trains."""
+_ROWS = {"fp32": (1, 4), "bf16": (1, 2), "4bit": (128, 66)}
+"""Elements that are sent together, and their bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +36,15 @@ def exchange_of(recipe: Recipe) -> Exchange | None:
     blocks = range(recipe.partition.num_blocks)
     stages = range(recipe.partition.num_stages)
     trained = [[sum(recipe.state.trained(stage, block)) for block in blocks] for stage in stages]
-    width = 2 if recipe.outer_compression == "bf16" else 4
-    means = [width * sum(of_stage) / len(blocks) for of_stage in trained]
+    row, row_bytes = _ROWS[recipe.outer_compression]
+    means = [row_bytes / row * sum(of_stage) / len(blocks) for of_stage in trained]
     sent = 2 * (1 - 1 / recipe.replica_groups) * sum(means) / recipe.num_nodes
     ever = [sum(recipe.state.trained(stage)) for stage in stages]
-    held = max(_HELD * every + _WORKING * max(phases) for every, phases in zip(ever, trained, strict=True))
+    more = _OF_ERRORS[recipe.outer_compression]
+    held = max(
+        (_HELD + more) * every + (_WORKING + 2 * more) * max(phases)
+        for every, phases in zip(ever, trained, strict=True)
+    )
     return Exchange(
         interval=recipe.outer_interval or int(recipe.bcd.mean_steps),
         payload=round(max(means) / recipe.num_replicas),
@@ -45,16 +54,20 @@ def exchange_of(recipe: Recipe) -> Exchange | None:
     )
 
 
-def exchanged(state: ModelState, stage: int, block: int, replica: int) -> int:
-    """Elements that one rank exchanges in the block's phase: its parts, by `runtime.replicas.part_of`."""
-    return _in_parts(state, state.trained(stage, block), replica)
+def exchanged(state: ModelState, stage: int, block: int, replica: int, *, replica_groups: int, compression: str) -> int:
+    """Bytes that one rank sends in an exchange of the block's phase: of its parts, by `runtime.replicas.part_of`, whole
+    rows to each group, and as many for the mean."""
+    row, row_bytes = _ROWS[compression]
+    parts = _parts(state, state.trained(stage, block), replica)
+    return 2 * (replica_groups - 1) * row_bytes * sum(-(-part // (row * replica_groups)) for part in parts)
 
 
-def outer_bytes(state: ModelState, stage: int, block: int, replica: int) -> int:
+def outer_bytes(state: ModelState, stage: int, block: int, replica: int, *, compression: str) -> int:
     """What one rank holds in host memory between exchanges, from the second cycle on."""
-    return _HELD * (_in_parts(state, state.trained(stage), replica) + exchanged(state, stage, block, replica))
+    ever, now = (sum(_parts(state, sizes, replica)) for sizes in (state.trained(stage), state.trained(stage, block)))
+    return (_HELD + _OF_ERRORS[compression]) * ever + _HELD * now
 
 
-def _in_parts(state: ModelState, sizes: list[int], replica: int) -> int:
+def _parts(state: ModelState, sizes: list[int], replica: int) -> list[int]:
     number = state.num_replicas
-    return sum(size * (replica + 1) // number - size * replica // number for size in sizes)
+    return [size * (replica + 1) // number - size * replica // number for size in sizes]
