@@ -141,7 +141,7 @@ class Soak:
         words += ["--pipeline-model-parallel-size", str(options.ranks), "--train-iters", str(options.train_iters)]
         words += ["--eval-interval", str(options.train_iters), "--lighthouse", f"127.0.0.1:{self._port}"]
         words += ["--replica-groups", str(options.replica_groups), "--save", str(folder / "checkpoints")]
-        words += ["--load", str(folder / "checkpoints"), "--save-interval", str(options.train_iters // 3)]
+        words += ["--load", str(folder / "checkpoints"), "--save-interval", str(options.train_iters // 10)]
         words += ["--outer-timeout-seconds", str(options.outer_timeout_seconds), *shlex.split(options.flags)]
         self.groups = [Group(f"group{number}", folder, words) for number in range(options.replica_groups)]
 
@@ -174,7 +174,7 @@ class Soak:
         self._lighthouse_starts += 1
         least = "1" if self._num_events else str(self.options.replica_groups)
         words = [str(_LIGHTHOUSE), "--min_replicas", least, "--bind", f"[::]:{self._port}"]
-        words += ["--join_timeout_ms", "4000", "--heartbeat_timeout_ms", "2500"]
+        words += ["--join_timeout_ms", "20000", "--heartbeat_timeout_ms", "2500"]
         log = self._folder / f"lighthouse.{self._lighthouse_starts}.log"
         self._lighthouse = start(words, log, environment={"RUST_LOG": "warn"})
         while self._lighthouse.poll() is None:

@@ -36,7 +36,7 @@ def test_kills_a_hang_and_a_lighthouse_that_restarts(tmp_path: Path) -> None:
     pytest.importorskip("torchft")
     text = Path(textwrap.__file__).read_bytes()
     write_dataset(tmp_path / "text", [[*text[start : start + 200], 256] for start in range(0, 20000, 200)])
-    flags = "--replica-groups 2 --ranks 1 --train-iters 60 --kills 2 --hangs 1 --slow 0 --lighthouse-restarts 1"
+    flags = "--replica-groups 2 --ranks 1 --train-iters 100 --kills 2 --hangs 1 --slow 0 --lighthouse-restarts 1"
     flags += " --outer-timeout-seconds 3 --most-loss-change 5 --limit-minutes 4 --flags=--outer-interval=5"
     output = tmp_path / "out"
     code = soak.main([*flags.split(), "--data-path", str(tmp_path / "text"), "--output", str(output)])
