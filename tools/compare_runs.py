@@ -56,7 +56,7 @@ COMMON = (
 which --cpu-kernels turns off; now it has no effect."""
 DATA = "--tokenizer-type ByteLevelTokenizer --data-path {data} --split 80,10,10"
 IGNORED_FIELDS = frozenset(
-    {"step_time_ms", "switch_time_ms", "switches", "tokens_per_second"}
+    {"step_time_ms", "exchange_ms", "switch_time_ms", "switches", "tokens_per_second"}
     | {"peak_memory_bytes", "reserved_memory_bytes", "run"}
 )
 """Fields of a metrics file that differ from one run to the next: times, and memory that the allocator or the operating

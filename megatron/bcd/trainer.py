@@ -615,13 +615,20 @@ class Trainer:
 
     def _is_exchange_due(self, iteration: int) -> bool:
         """Whether the replica groups exchange what they have changed after `iteration`, a step of the present phase:
-        then all of them do."""
-        interval, save_interval = self.config.groups.outer_interval, self.config.checkpoint.save_interval
-        phase_state = self.state.phase_state
+        then all of them do, or one ends whose result was delayed."""
+        interval = self.config.groups.outer_interval
+        return (
+            self._is_exchange_waited_for(iteration)
+            or (interval is not None and (self.state.phase_state.step_in_phase + 1) % interval == 0)
+            or (self.groups is not None and self.groups.due == iteration)
+        )
+
+    def _is_exchange_waited_for(self, iteration: int) -> bool:
+        """Whether all groups must have the same weights after `iteration`."""
+        save_interval = self.config.checkpoint.save_interval
         return (
             iteration == self.train_iters
-            or self.block_schedule.may_end_with_next_step(phase_state)
-            or (interval is not None and (phase_state.step_in_phase + 1) % interval == 0)
+            or self.block_schedule.may_end_with_next_step(self.state.phase_state)
             or (save_interval is not None and iteration % save_interval == 0)
             or self.stop.is_interval_over(iteration)
         )
@@ -629,8 +636,8 @@ class Trainer:
     def _exchange(self, groups: ReplicaGroups) -> bool:
         """As `ReplicaGroups.exchange`. Raises TrainingFailed."""
         try:
-            is_in_step = groups.exchange()
-        except ExchangeFailed as error:
+            is_in_step = groups.exchange(waits=self._is_exchange_waited_for(self.state.iteration))
+        except (ExchangeFailed, TimeoutError) as error:
             raise TrainingFailed(f"iteration {self.state.iteration}: {error}; {self._where_to_resume()}") from error
         self._share_samples(groups)
         return is_in_step
@@ -781,8 +788,10 @@ class Trainer:
         report, active = self.config.report, self.active
         found: dict[str, Any] = {"timers_ms": self.timers.take(), "straggler_ms": self.stragglers.take()}
         if self.groups is not None:
-            sent = collectives.gather_integers(self.groups.take_sent_bytes())
-            found["exchanged_bytes"] = tuple(num_bytes for (num_bytes,) in sent)
+            own = self.groups.take_sent_bytes(), self.groups.take_waited_ms()
+            sent, waited = zip(*collectives.gather_integers(*own), strict=True)
+            found["exchanged_bytes"] = sent
+            found["exchange_ms"] = max(waited)
         if report.log_params_norm:
             with active.whole_parameters():
                 found["params_norm"] = active.params_norm()
@@ -928,6 +937,8 @@ class Trainer:
             return False
         is_stopped = stop.reason is not None and not is_last
         is_end = is_last or is_stopped
+        if is_stopped and self.groups is not None and self.groups.due is not None:
+            self.groups.finish()  # if it fails, the others have this group's change all the same or not at all
         is_saved = True
         if saver is not None and self._is_writer and (is_end or self._is_save_due(iteration, is_last=is_last)):
             is_saved = self.save()

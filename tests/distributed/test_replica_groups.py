@@ -22,7 +22,7 @@ from support.dist import RankError, World
 
 from megatron.bcd import data
 from megatron.bcd.checkpoint import layout
-from megatron.bcd.outer import groups, membership
+from megatron.bcd.outer import groups, membership, outer_step
 from megatron.bcd.planner import replica_groups
 
 pytest.importorskip("torchft")
@@ -76,7 +76,7 @@ def train(
     `sleeps`: after which step, and for how many seconds. All numbers are from 1. `reads_same`: the
     first group's samples, in all groups.
     """
-    join, mean, agree = groups.ReplicaGroups.join, membership.Membership.mean, membership.Membership.agree
+    join, mean, agree = groups.ReplicaGroups.join, membership.Membership._mean, membership.Membership.agree
     change, apply = groups.OuterStep.change, groups.OuterStep.apply
     number = 0
     changes: list[torch.Tensor] = []
@@ -107,7 +107,7 @@ def train(
         own._least = least
         return is_in_step
 
-    def counted_mean(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def counted_mean(*args: Any, **kwargs: Any) -> Any:
         nonlocal number
         number += 1
         if number == end_after and end == "kill in exchange":
@@ -116,6 +116,12 @@ def train(
 
     def agreeing(own: membership.Membership, *, is_good: bool) -> bool:
         return agree(own, is_good=is_good and (number == 0 or number != refuses))
+
+    tell, ends = groups.ReplicaGroups._tell_of_exchange, []
+
+    def telling(own: groups.ReplicaGroups, place: Any) -> None:
+        tell(own, place)
+        ends.append(own._parts.iteration())
 
     place = data.GroupShare.place
 
@@ -127,7 +133,8 @@ def train(
         mock.patch.object(groups.ReplicaGroups, "join", joining),
         mock.patch.object(groups.OuterStep, "change", changed),
         mock.patch.object(groups.OuterStep, "apply", applied),
-        mock.patch.object(membership.Membership, "mean", counted_mean),
+        mock.patch.object(membership.Membership, "_mean", counted_mean),
+        mock.patch.object(groups.ReplicaGroups, "_tell_of_exchange", telling),
         mock.patch.object(membership.Membership, "agree", agreeing),
         worlds.started(config, after_step=after_step) as one,
     ):
@@ -136,7 +143,8 @@ def train(
         if one.groups is not None:
             found |= {"changes": changes, "means": means, "missed": one.groups._outer.missed()}
             one.groups.leave()
-        return found | {"notes": one.recorder.notes, "traffic": traffic(one)}
+        told = {"notes": one.recorder.notes, "exchanges": one.recorder.exchanges, "ends": ends}
+        return found | told | {"traffic": traffic(one)}
 
 
 def traffic(one: worlds.RecordedRun) -> dict[str, Any]:
@@ -371,3 +379,51 @@ def test_a_group_of_another_run(world1: World, other_worlds: list[World], text_d
     assert "ValueError: --lighthouse" in str(refused) and "--lr is 0.5 here and 0.01" in str(refused)
     agree([first], [second])
     assert [one["consumed_samples"] for one in first["metrics"]] == [16 * (step + 1) for step in range(60)]
+
+
+DELAYED: dict[str, Any] = {"bcd_steps_per_block": 6, "outer_interval": 3, "outer_delay": 2, "bcd_preset": "pretrain"}
+
+
+def test_a_delayed_result_keeps_the_steps_since() -> None:
+    """The local steps are lost or count twice, or the anchor is not what all groups have reached."""
+    values = mock.Mock(parts=mock.Mock(side_effect=[torch.tensor([1.0]), torch.tensor([1.5])]))
+    outer = outer_step.OuterStep(outer_step.OuterRule(lr=1, momentum=0), mock.Mock(), rounds_away=False)
+    outer.anchor = torch.tensor([0.5])
+    with mock.patch.object(outer, "_trained", lambda: values):
+        assert outer.change() == 0.5
+        outer.apply(torch.tensor([0.25]), is_alone=False, keeps_steps=True)  # the groups reach 0.75
+    values.set_parts.assert_called_once_with(torch.tensor([1.25]))
+    assert outer.anchor == 0.75
+
+
+@pytest.mark.parametrize("cut", ["pipeline2", "data2"])
+def test_delayed_groups_agree(text_data: str, lighthouse: str, pairs: list[World], tmp_path: Path, cut: str) -> None:
+    """Groups reach different values; a phase or a checkpoint ends before the exchange that is under way."""
+    flags = worlds.CUTS[cut] | DELAYED | {"data_path": text_data, "save": str(tmp_path), "save_interval": 4}
+    first, second = together(pairs, configs(2, lighthouse, **flags))
+    agree(first, second)
+    lines = [(one.iteration, one.lineage, one.values) for one in first[0]["exchanges"]]
+    assert lines == [(one.iteration, one.lineage, one.values) for one in second[0]["exchanges"]]
+    assert [line[0] for line in lines] == [0, 3, 4, 6, 8, 9, 12]
+    assert first[0]["ends"] == [0, 4, 4, 6, 8, 11, 12]
+
+
+def test_a_group_is_lost_while_an_exchange_is_under_way(
+    world1: World, other_worlds: list[World], text_data: str, lighthouse: str
+) -> None:
+    """The others wait for it, lose their change, or end with different weights."""
+    planned = configs(3, lighthouse, **DELAYED, data_path=text_data, min_replica_groups=1)
+    *left, lost = together([world1, *other_worlds], planned, {"end": "kill in exchange", "end_after": 1})
+    assert isinstance(lost, RankError)
+    agree(*left)
+    assert len(left[0][0]["steps"]) == 12
+    assert [one.iteration for one in left[0][0]["exchanges"]] == [0, 5, 6, 9, 12]
+
+
+def test_a_group_joins_where_the_result_is_delayed(other_worlds: list[World], text_data: str, lighthouse: str) -> None:
+    """It reaches other values than those that apply the result later."""
+    planned = configs(2, lighthouse, data_path=text_data, **DELAYED | {"bcd_steps_per_block": 12, "outer_interval": 6})
+    first, back = come_back(other_worlds, planned)
+    assert first["exchanges"][-2].iteration == 6
+    pairs = zip(first["exchanges"][-2:], back["exchanges"], strict=True)
+    assert all(dataclasses.replace(left, group=1) == right for left, right in pairs)

@@ -89,6 +89,14 @@ FLAG_CASES = (
     case("world size", "--pipeline-model-parallel-size", "3", named="--pipeline-model-parallel-size", ranks=BOTH),
     case("no torchft, or no lighthouse", "--lighthouse", "127.0.0.1:1", named="--lighthouse", ranks=BOTH),
     case("long outer interval", "--lighthouse", "127.0.0.1:1", "--outer-interval", "9", named="--outer-interval 9"),
+    case(
+        "outer delay",
+        "--lighthouse",
+        "127.0.0.1:1",
+        "--outer-delay",
+        "1",
+        named=("--outer-delay 1", "--outer-interval"),
+    ),
     case("backend", "--distributed-backend", "nccl", named="--distributed-backend nccl"),
 )
 DATA_CASES = (

@@ -103,6 +103,9 @@ def test_replica_groups_exchange_what_a_phase_trains(method: str, phases: int) -
     assert exchange.sent == pytest.approx(2 * 3 / 4 * 2 * both * phases / 3)
     assert exchange.seconds == pytest.approx(exchange.sent / 6.25e9)
     assert joined.iteration_seconds == pytest.approx(alone.iteration_seconds + exchange.seconds / 25)
+    delayed = make_estimate(replace(groups, outer_delay=24)).iteration_seconds  # hides all but a phase's last
+    share = 25 / one.bcd.mean_steps
+    assert delayed == pytest.approx(alone.iteration_seconds + exchange.seconds / 25 * share)
     assert joined.tokens_per_second == pytest.approx(4 * 64 * 1024 / joined.iteration_seconds)
     slower = joined.iteration_seconds / alone.iteration_seconds
     assert joined.cost.gpu_hours / alone.cost.gpu_hours == pytest.approx(slower, rel=1e-3)

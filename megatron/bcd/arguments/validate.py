@@ -80,8 +80,8 @@ CONFLICTS = {
 
 _LOWER_MOMENTS = "--use-precision-aware-optimizer --bf16 --optimizer=adam --use-distributed-optimizer"
 _OF_GROUPS = (
-    "--replica-groups --min-replica-groups --replica-id --outer-interval --outer-lr --outer-momentum "
-    "--outer-compression --outer-timeout-seconds"
+    "--replica-groups --min-replica-groups --replica-id --outer-interval --outer-delay --outer-lr "
+    "--outer-momentum --outer-compression --outer-timeout-seconds"
 )
 NEEDS = {
     **dict.fromkeys(_OF_GROUPS.split(), "--lighthouse"),
@@ -113,7 +113,7 @@ _AT_LEAST_1 = (
 _AT_LEAST_0 = (
     "eval_iters num_workers profile_step_start manual_gc_interval lr_warmup_iters lr_warmup_samples lr_warmup_init "
     "min_lr decoupled_min_lr weight_decay start_weight_decay end_weight_decay clip_grad bcd_run_ahead "
-    "bcd_resident_layers"
+    "bcd_resident_layers outer_delay"
 )
 _ABOVE_0 = (
     "lr decoupled_lr adam_eps layernorm_epsilon init_method_std embedding_init_method_std rope_scaling_factor "
@@ -465,6 +465,11 @@ def _check_groups(config: RunConfig, run: Run, partition: Partition) -> None:
         run.outer_interval is None or run.outer_interval <= shortest,
         f"--outer-interval {run.outer_interval} is longer than a phase of {shortest} steps, at whose end replica "
         "groups exchange anyway: give at most that, or leave it out",
+    )
+    require(
+        run.outer_delay == 0 or run.outer_delay < (run.outer_interval or 0),
+        f"--outer-delay {run.outer_delay}: give an --outer-interval that is longer: an exchange that ends a phase is "
+        "waited for",
     )
     require(
         run.min_replica_groups <= run.replica_groups,

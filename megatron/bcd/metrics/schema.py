@@ -58,6 +58,8 @@ class StepMetrics:
     one."""
     exchanged_bytes: tuple[int, ...] = ()
     """By rank: sent to other replica groups since the last log step; empty without them."""
+    exchange_ms: int | None = None
+    """Milliseconds of waiting for exchanges with them since the last log step, of the rank that waited longest."""
     data_seen: float = 0.0
     """Share of one epoch of the training split that the run has trained on, 0 to 1."""
     prefix_cache_hits: int = 0

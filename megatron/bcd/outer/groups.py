@@ -4,6 +4,9 @@ An exchange that fails is tried again, by those that are left, with the same cha
 that a group took part in are in one number, its lineage. Groups of different lineages have different weights, even at
 the same step (a connection may break when one group has the mean already and another has not): all but one lineage take
 the state of that one.
+
+With --outer-delay the mean is made in a thread while the next steps compute. If that fails, its change is part of that
+of the next exchange, which then follows at once and is waited for.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ class ReplicaGroups:
         """Raises ValueError as `Membership`."""
         settings = config.groups
         self._active, self._parts, self._reporter = active, parts, reporter
-        self._least = settings.min_replica_groups
+        self._least, self._delay = settings.min_replica_groups, settings.outer_delay
         self._identity = identity.identity_of(config, train=train)
         self._membership = Membership(
             settings, quorum_minutes=config.training.distributed_timeout_minutes, state=self._state
@@ -69,6 +72,10 @@ class ReplicaGroups:
         self._is_stray = False
         self._is_in_step = False
         self._change: torch.Tensor | None = None
+        self._under_way: Callable[[], bool] | None = None
+        self._told_bytes, self._waited_seconds = 0, 0.0
+        self.due: int | None = None
+        """The iteration after which the result of an exchange is applied that is under way, or has failed so far."""
         self.rank, self.size = 0, 1
         """Of this group among those of the last exchange, and their number."""
 
@@ -83,8 +90,9 @@ class ReplicaGroups:
         """Changes count from here on."""
         self._outer.begin()
 
-    def exchange(self) -> bool:
-        """Set all that the phase trains to what the groups together have reached.
+    def exchange(self, *, waits: bool) -> bool:
+        """Set all that the phase trains to what the groups together have reached. Unless it `waits`, the result is
+        applied --outer-delay steps later: by this too, which is called again then or where it must wait.
 
         Returns:
             Whether a step has just been done: False for a group that has met others before their first step.
@@ -92,12 +100,34 @@ class ReplicaGroups:
         Raises:
             ExchangeFailed: there was no quorum in time, or too many attempts failed.
         """
-        return self._exchange(has_trained=True)
+        started = time.monotonic()
+        is_in_step, is_pending = True, self.due is not None
+        if not (is_pending and self.finish()) or waits:
+            is_delayed = self._delay > 0 and not waits and not is_pending
+            self.due = self._parts.iteration() + self._delay if is_delayed else None
+            is_in_step = self._exchange(has_trained=True)
+        self._waited_seconds += time.monotonic() - started
+        return is_in_step
+
+    def finish(self) -> bool:
+        """Wait for the exchange that is under way; whether it counts."""
+        under_way, self._under_way, self.due = self._under_way, None, None
+        try:
+            return under_way is not None and under_way()
+        except ConnectionError as error:
+            self._note_failure(error)
+            return False
 
     def take_sent_bytes(self) -> int:
         """Sent by this rank to other groups, since the last call; without the state of a group that joins."""
-        sent, self._membership.sent_bytes = self._membership.sent_bytes, 0
+        sent = self._membership.sent_bytes - self._told_bytes  # which a thread may be adding to
+        self._told_bytes += sent
         return sent
+
+    def take_waited_ms(self) -> int:
+        """For exchanges, since the last call."""
+        waited, self._waited_seconds = self._waited_seconds, 0.0
+        return round(1e3 * waited)
 
     def host_bytes(self) -> int:
         """Of the outer step, on this rank."""
@@ -120,10 +150,9 @@ class ReplicaGroups:
                     return self._is_in_step
             except ConnectionError as error:
                 failures += 1
-                self._reporter.note(
-                    f"iteration {self._parts.iteration()}: an exchange failed and is repeated ({error})"
-                )
-                self._agree(is_good=False)
+                self._note_failure(error)
+                if self.due is not None:  # repeated then, by all that were in it
+                    return self._is_in_step
             except TimeoutError as error:
                 raise ExchangeFailed(f"no replica groups met in time ({error})") from error
         raise ExchangeFailed(f"{failures} exchanges with the other replica groups failed one after another")
@@ -145,26 +174,51 @@ class ReplicaGroups:
             self._is_stray = self._lineage != Counter(lineages).most_common(1)[0][0]
             self._agree(is_good=False)
             return False
-        num_trained, is_alone = sum(trained), meeting.size == 1
+        num_trained, before = sum(trained), self._place()
+        mean = errors = None
         if num_trained:
             change = self._change if self._change is not None else torch.zeros_like(self._outer.anchor)
             mean, errors = change, None
-            if not is_alone:
-                change = change + self._outer.missed()
-                mean, errors = meeting.mean(change, self._outer.sizes(), num_trained=num_trained)
+            if meeting.size > 1:
+                sent = change + self._outer.missed(), self._outer.sizes()
+                if self.due is not None:
+                    wait = meeting.begin_mean(*sent, num_trained=num_trained)
+                    self._under_way = lambda: self._conclude(*wait(), groups, before, keeps_steps=True)
+                    self._tell_of_membership()
+                    return True
+                mean, errors = meeting.mean(*sent, num_trained=num_trained)
+        return self._conclude(mean, errors, groups, before, keeps_steps=False)
+
+    def _conclude(
+        self,
+        mean: torch.Tensor | None,
+        errors: torch.Tensor | None,
+        groups: list[tuple[int, ...]],
+        place: dict[str, int],
+        *,
+        keeps_steps: bool,
+    ) -> bool:
         if not self._agree(is_good=True):
             return False
-        if num_trained:
-            self._outer.apply(mean, errors, is_alone=is_alone)
-        self._change, self._is_stray = None, False
+        if mean is not None:
+            self._outer.apply(mean, errors, is_alone=len(groups) == 1, keeps_steps=keeps_steps)
+        self._change, self._is_stray, self.due = None, False, None
         self._lineage = _number([self._lineage, *groups])
-        self._tell_of_exchange()
+        self._tell_of_exchange(place)
         return True
 
     def _agree(self, *, is_good: bool) -> bool:
         return self._membership.agree(is_good=is_good)
 
-    def _tell_of_exchange(self) -> None:
+    def _note_failure(self, error: Exception) -> None:
+        self._reporter.note(f"iteration {self._parts.iteration()}: an exchange failed and is repeated ({error})")
+        self._agree(is_good=False)
+
+    def _place(self) -> dict[str, int]:
+        samples = self._parts.counters()["counters"]["consumed_samples"]
+        return {"iteration": self._parts.iteration(), "consumed_samples": samples}
+
+    def _tell_of_membership(self) -> None:
         now = self._membership.rank, self._membership.size
         if now != (self.rank, self.size):
             self._reporter.note(
@@ -172,11 +226,13 @@ class ReplicaGroups:
                 f"{now[0]}"
             )
         self.rank, self.size = now
+
+    def _tell_of_exchange(self, place: dict[str, int]) -> None:
+        self._tell_of_membership()
         values = collectives.gather_objects(fingerprint([self._outer.anchor]))
         self._reporter.exchange(
             ExchangeMetrics(
-                iteration=self._parts.iteration(),
-                consumed_samples=self._parts.counters()["counters"]["consumed_samples"],
+                **place,
                 group=self.rank,
                 groups=self.size,
                 lineage=self._lineage,
@@ -207,7 +263,7 @@ class ReplicaGroups:
         self._outer.anchor = received["anchor"]
         self._outer.errors.clear()
         self._lineage, self._is_in_step = received["lineage"], received["is_in_step"]
-        self._is_stray, self._change = False, None
+        self._is_stray, self._change, self.due = False, None, None
         self._reporter.note(f"the state of another replica group was taken, after iteration {self._parts.iteration()}")
 
 

@@ -14,6 +14,7 @@ import os
 import socket
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -104,6 +105,7 @@ class Membership:
             checkpoint_transport=_transport(address, timeout),
             init_sync=False,
         )
+        self._thread = ThreadPoolExecutor(1, "exchange")
         self.sent_bytes = 0
         """Of changes and means, by this rank."""
         self.rank, self.size = 0, 1
@@ -156,6 +158,13 @@ class Membership:
         on a parameter's place: a tied weight lies in two. Raises ConnectionError on all ranks of this group.
         """
         return self._attempted(lambda: self._mean(change, sizes, num_trained))  # type: ignore[no-any-return]
+
+    def begin_mean(
+        self, change: torch.Tensor, sizes: Sequence[int], *, num_trained: int
+    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
+        """`mean` in a thread; what is returned waits for it. That is a collective, and raises."""
+        future = self._thread.submit(self._mean, change, sizes, num_trained)
+        return lambda: self._attempted(future.result)
 
     def _mean(
         self, change: torch.Tensor, sizes: Sequence[int], num_trained: int

@@ -125,9 +125,12 @@ class OuterStep:
         return _joined(self.errors, self._trained().sizes)
 
     @torch.no_grad()
-    def apply(self, mean_change: torch.Tensor, errors: torch.Tensor | None = None, *, is_alone: bool) -> None:
+    def apply(
+        self, mean_change: torch.Tensor, errors: torch.Tensor | None = None, *, is_alone: bool, keeps_steps: bool
+    ) -> None:
         """Set all values from the mean change [E] of all groups; `errors` [E]: what they have missed of this group's;
-        `is_alone`: it is this group's own, so that nothing is rounded. A collective over ranks with the same
+        `is_alone`: it is this group's own, so that nothing is rounded; `keeps_steps`: what has been trained since
+        `change` was called stays. A collective over ranks with the same
         weights."""
         trained = self._trained()
         if errors is not None:
@@ -135,7 +138,7 @@ class OuterStep:
         reached = self._values if is_alone else self.anchor + mean_change
         if not self._rule.is_mean:
             reached += self._update(trained, mean_change) - mean_change
-        trained.set_parts(reached)
+        trained.set_parts(trained.parts() + (reached - self._values) if keeps_steps else reached)
         self.anchor = reached
         self._values = torch.empty(0)
 

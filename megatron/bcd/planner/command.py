@@ -69,6 +69,7 @@ def layout_flags(recipe: Recipe) -> list[str]:
         flags.append(f"--recompute auto --recompute-memory-gib {memory:g}")
     if recipe.replica_groups > 1:
         interval = f" --outer-interval {recipe.outer_interval}" if recipe.outer_interval else ""
+        interval += f" --outer-delay {recipe.outer_delay}" if recipe.outer_delay else ""
         other = recipe.outer_compression != "bf16"
         compression = f" --outer-compression {recipe.outer_compression}" if other else ""
         lighthouse = "--lighthouse ${LIGHTHOUSE:-HOST:29510}"

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS
 from megatron.bcd.planner.memory import fits, fits_on_host, host_bytes, peak, rank_memory
 from megatron.bcd.planner.recipe import Recipe
-from megatron.bcd.planner.replica_groups import Exchange, exchange_of
+from megatron.bcd.planner.replica_groups import Exchange, exchange_of, waiting_seconds
 from megatron.bcd.planner.state import RankMemory
 from megatron.bcd.planner.step_time import PhaseTime, cycle_seconds, head_pass, layer_pass
 from megatron.bcd.planner.tables import GIB
@@ -115,9 +115,9 @@ def make_estimate(recipe: Recipe, *, tokens: float | None = None, multiplier: fl
     range.
     """
     phases = cycle_seconds(recipe)
-    exchange = exchange_of(recipe)
-    waiting = exchange.seconds / exchange.interval if exchange else 0.0
-    seconds = sum(phase.total for phase in phases) / len(phases) + waiting
+    computing = sum(phase.total for phase in phases) / len(phases)
+    waiting = waiting_seconds(recipe, computing)
+    seconds = computing + waiting
     copy_share = 0.0
     if recipe.is_streamed:
         at_once = cycle_seconds(replace(recipe, cluster=replace(recipe.cluster, copy_gb_per_s=1e9)))
@@ -132,7 +132,7 @@ def make_estimate(recipe: Recipe, *, tokens: float | None = None, multiplier: fl
         host_bytes=host_bytes(recipe),
         largest_micro_batch=largest_micro_batch(recipe),
         phases=phases,
-        exchange=exchange,
+        exchange=exchange_of(recipe),
         iteration_seconds=seconds,
         bubble=sum(phase.bubble for phase in phases) / len(phases),
         tokens_per_second=recipe.replica_groups * recipe.global_batch_size * recipe.tokens / seconds,

@@ -108,6 +108,7 @@ class Recipe:
     replica_groups: int = _flag(1, "of so many GPUs each, which exchange what they have trained (default: 1)", given=1,
         metavar="K")  # fmt: skip
     outer_interval: int | None = _flag(None, "steps between exchanges (default: a phase)", metavar="H")
+    outer_delay: int = _flag(0, "steps that hide an exchange within a phase (default: 0)", given=0, metavar="D")
     outer_compression: str = _flag(
         "bf16", "how changes are sent (default: bf16)", given="bf16", choices=OUTER_COMPRESSIONS
     )
@@ -135,6 +136,8 @@ class Recipe:
         ):
             if not 1 <= value <= most:
                 yield f"{flag} {value}: must be 1 to {most}"
+        if not 0 <= self.outer_delay < (self.outer_interval or 1):
+            yield f"--outer-delay {self.outer_delay}: must be 0, or less than an --outer-interval"
         gpus, stages, context = f"--num-gpus {self.num_gpus}", self.pipeline_size, self.context_size
         if self.num_gpus % self.num_nodes:
             nodes = f"{self.num_nodes} nodes of at most {self.cluster.gpus_per_node} GPUs"

@@ -9,7 +9,7 @@ from megatron.bcd.planner.state import ModelState
 
 _HELD, _WORKING = 4, 16
 """Bytes of host memory for a parameter: the outer momentum, of all; the value after the last exchange, the present one,
-the change and its mean, of those that the phase trains."""
+the change and its mean, of those that the phase trains; with --outer-delay also the value when the change was taken."""
 _OF_ERRORS = {"fp32": 0, "bf16": 0, "4bit": 4}
 """More: what the groups have missed of this one's changes, of all; while an exchange lasts once more, and its sum with
 the change, of those that the phase trains."""
@@ -24,7 +24,7 @@ class Exchange:
     interval: int  # steps
     payload: int  # bytes of changes of the rank that has most
     sent: float  # bytes that a node sends
-    seconds: float  # while no step is done
+    seconds: float
     host_bytes: int  # of the rank that has most
 
 
@@ -41,10 +41,8 @@ def exchange_of(recipe: Recipe) -> Exchange | None:
     sent = 2 * (1 - 1 / recipe.replica_groups) * sum(means) / recipe.num_nodes
     ever = [sum(recipe.state.trained(stage)) for stage in stages]
     more = _OF_ERRORS[recipe.outer_compression]
-    held = max(
-        (_HELD + more) * every + (_WORKING + 2 * more) * max(phases)
-        for every, phases in zip(ever, trained, strict=True)
-    )
+    working = _WORKING + 2 * more + (4 if recipe.outer_delay else 0)
+    held = max((_HELD + more) * every + working * max(phases) for every, phases in zip(ever, trained, strict=True))
     return Exchange(
         interval=recipe.outer_interval or int(recipe.bcd.mean_steps),
         payload=round(max(means) / recipe.num_replicas),
@@ -52,6 +50,16 @@ def exchange_of(recipe: Recipe) -> Exchange | None:
         seconds=sent / (1e9 * recipe.cluster.network_gb_per_s),
         host_bytes=held // recipe.num_replicas,
     )
+
+
+def waiting_seconds(recipe: Recipe, step: float) -> float:
+    """Of a step of `step` seconds, for exchanges: those that end a phase are waited for, --outer-delay hides others."""
+    exchange = exchange_of(recipe)
+    if exchange is None:
+        return 0.0
+    at_end = min(1.0, exchange.interval / recipe.bcd.mean_steps)
+    hidden = min(exchange.seconds, recipe.outer_delay * step)
+    return (exchange.seconds - (1 - at_end) * hidden) / exchange.interval
 
 
 def exchanged(state: ModelState, stage: int, block: int, replica: int, *, replica_groups: int, compression: str) -> int:
