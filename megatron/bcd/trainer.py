@@ -637,7 +637,7 @@ class Trainer:
         """As `ReplicaGroups.exchange`. Raises TrainingFailed."""
         try:
             is_in_step = groups.exchange(waits=self._is_exchange_waited_for(self.state.iteration))
-        except (ExchangeFailed, TimeoutError) as error:
+        except ExchangeFailed as error:
             raise TrainingFailed(f"iteration {self.state.iteration}: {error}; {self._where_to_resume()}") from error
         self._share_samples(groups)
         return is_in_step
@@ -938,7 +938,10 @@ class Trainer:
         is_stopped = stop.reason is not None and not is_last
         is_end = is_last or is_stopped
         if is_stopped and self.groups is not None and self.groups.due is not None:
-            self.groups.finish()  # if it fails, the others have this group's change all the same or not at all
+            try:
+                self.groups.finish()  # if it fails, the others have this group's change all the same or not at all
+            except ExchangeFailed as error:
+                self.reporter.note(f"iteration {iteration}: {error}")
         is_saved = True
         if saver is not None and self._is_writer and (is_end or self._is_save_due(iteration, is_last=is_last)):
             is_saved = self.save()

@@ -110,7 +110,7 @@ class ReplicaGroups:
         return is_in_step
 
     def finish(self) -> bool:
-        """Wait for the exchange that is under way; whether it counts."""
+        """Wait for the exchange that is under way; whether it counts. Raises ExchangeFailed."""
         under_way, self._under_way, self.due = self._under_way, None, None
         try:
             return under_way is not None and under_way()
@@ -168,10 +168,12 @@ class ReplicaGroups:
             time.sleep(_PAUSE_SECONDS)
             return False
         has_trained = self._change is not None
-        groups = meeting.gather(self._lineage, self._nonce, int(has_trained))
-        lineages, _, trained = zip(*groups, strict=True)
-        if len(set(lineages)) > 1:
-            self._is_stray = self._lineage != Counter(lineages).most_common(1)[0][0]
+        # with what they have counted: groups may have seen different numbers of groups since a delayed exchange failed
+        state = _number([self._lineage, self._place()["consumed_samples"]])
+        groups = meeting.gather(state, self._nonce, int(has_trained))
+        states, _, trained = zip(*groups, strict=True)
+        if len(set(states)) > 1:
+            self._is_stray = state != Counter(states).most_common(1)[0][0]
             self._agree(is_good=False)
             return False
         num_trained, before = sum(trained), self._place()
@@ -208,7 +210,10 @@ class ReplicaGroups:
         return True
 
     def _agree(self, *, is_good: bool) -> bool:
-        return self._membership.agree(is_good=is_good)
+        try:
+            return self._membership.agree(is_good=is_good)
+        except TimeoutError as error:
+            raise ExchangeFailed(f"the ranks of this group did not agree in time ({error})") from error
 
     def _note_failure(self, error: Exception) -> None:
         self._reporter.note(f"iteration {self._parts.iteration()}: an exchange failed and is repeated ({error})")
