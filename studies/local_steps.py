@@ -107,14 +107,15 @@ class Outer:
         """What arrives, as in `Membership.mean`: each worker sums a share and misses what is lost of its mean."""
         code, number = COMPRESSIONS[self.args.compression], len(changes)
         rows = [code.rows(change.flatten(), number) for change in changes]
-        if code.keeps_errors and name in self.errors:
+        if name in self.errors:
             rows = [one + error for one, error in zip(rows, self.errors[name], strict=True)]
         received = [code.decode(code.encode(one)) for one in rows]
         mean = torch.stack(received).mean(0)
         arrived = code.decode(code.encode(mean))
-        self.errors[name] = [one - other for one, other in zip(rows, received, strict=True)]
-        for k, errors in enumerate(self.errors[name]):
-            errors[k] += number * (mean - arrived)[k]
+        if code.keeps_errors:
+            self.errors[name] = [one - other for one, other in zip(rows, received, strict=True)]
+            for k, errors in enumerate(self.errors[name]):
+                errors[k] += number * (mean - arrived)[k]
         return arrived.flatten()[: changes[0].numel()].view_as(changes[0])
 
     def apply(self, moves: list[Tensors]) -> None:

@@ -68,6 +68,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.replica_groups < 2:
         raise ValueError(f"--replica-groups {options.replica_groups}: must be at least 2, so that others go on")
+    if "--outer-delay" in options.flags:  # its exchanges are written later than the steps that follow them
+        raise ValueError(f"--flags {options.flags}: samples can't be checked with --outer-delay; leave it out")
     return options
 
 

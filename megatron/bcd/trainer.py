@@ -275,11 +275,11 @@ class Trainer:
                 self._warn_of_untrained(num_steps=self.train_iters - state.iteration)
             is_last = self.block_schedule.is_converged(state.phase_state)  # a checkpoint of a converged run
             is_stopped = False
+            is_at_end = is_last or state.iteration >= self.train_iters
             if self._has_joined:  # perhaps as the first group: no other one saves after this step
-                is_end = is_last or state.iteration >= self.train_iters
-                is_stopped = self._stop_or_save(is_last=is_end, requests=None)
+                is_stopped = self._stop_or_save(is_last=is_at_end, requests=None)
             self.module.train()
-            if self.exporter is not None and (is_last or state.iteration >= self.train_iters):
+            if self.exporter is not None and is_at_end and self._is_writer and not self._has_joined:
                 self._export(is_last=True)  # the run that got here may have ended before, or had no --save-hf
             while state.iteration < self.train_iters and not (is_last or is_stopped):
                 update_num_microbatches(state.consumed_samples, consistency_check=False)

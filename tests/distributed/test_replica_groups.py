@@ -141,7 +141,7 @@ def train(
         one.train()
         found = worlds.outcome(one)
         if one.groups is not None:
-            found |= {"changes": changes, "means": means, "missed": one.groups._outer.missed()}
+            found |= {"changes": changes, "means": means, "missed": one.groups._outer.to_send(torch.zeros(()))[0]}
             one.groups.leave()
         told = {"notes": one.recorder.notes, "exchanges": one.recorder.exchanges, "ends": ends}
         return found | told | {"traffic": traffic(one)}

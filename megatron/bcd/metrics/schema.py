@@ -103,7 +103,7 @@ class ExchangeMetrics:
     lineage: int
     """Of all exchanges of this group up to this one."""
     values: int
-    """Digest of the bits of what the phase trains, on all ranks of this group."""
+    """Digest of the values that the groups have reached of what the phase trains, on all ranks of this group."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,7 +131,7 @@ class ReplicaGroups:
 
     def host_bytes(self) -> int:
         """Of the outer step, on this rank."""
-        held = [self._outer.anchor, *self._active.outer_momenta.values(), *self._outer.errors.values()]
+        held = [*self._outer.held(), *self._active.outer_momenta.values()]
         return sum(tensor.nbytes for tensor in held)
 
     def leave(self) -> None:
@@ -179,16 +179,15 @@ class ReplicaGroups:
         num_trained, before = sum(trained), self._place()
         mean = errors = None
         if num_trained:
-            change = self._change if self._change is not None else torch.zeros_like(self._outer.anchor)
-            mean, errors = change, None
+            mean = self._change if self._change is not None else torch.zeros_like(self._outer.anchor)
             if meeting.size > 1:
-                sent = change + self._outer.missed(), self._outer.sizes()
+                wait = meeting.begin_mean(*self._outer.to_send(mean), num_trained=num_trained)
                 if self.due is not None:
-                    wait = meeting.begin_mean(*sent, num_trained=num_trained)
                     self._under_way = lambda: self._conclude(*wait(), groups, before, keeps_steps=True)
+                    self._change = None
                     self._tell_of_membership()
                     return True
-                mean, errors = meeting.mean(*sent, num_trained=num_trained)
+                mean, errors = wait()
         return self._conclude(mean, errors, groups, before, keeps_steps=False)
 
     def _conclude(

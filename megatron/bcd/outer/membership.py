@@ -85,6 +85,7 @@ class Membership:
         self._received: Any = None
         self._store = _store(address)
         self._groups = ProcessGroupGloo(timeout=timeout)
+        self._transport = _transport(address, timeout)
         self._manager = Manager(
             pg=self._groups,
             load_state_dict=self._keep_received,
@@ -102,7 +103,7 @@ class Membership:
             lighthouse_addr=f"http://{host}:{port}",
             hostname=address,
             replica_id=config.replica_id or socket.gethostname(),
-            checkpoint_transport=_transport(address, timeout),
+            checkpoint_transport=self._transport,
             init_sync=False,
         )
         self._thread = ThreadPoolExecutor(1, "exchange")
@@ -125,7 +126,6 @@ class Membership:
             TimeoutError: there was no quorum.
         """
         self._manager.load_state_dict({"step": step, "batches_committed": 0})
-        self._received = None
         try:
             self._manager.start_quorum()
         except Exception as error:  # its client raises several types
@@ -135,7 +135,8 @@ class Membership:
         if first is not None:
             raise ConnectionError(first)
         self.rank, self.size = self._manager.participating_rank() or 0, self._manager.num_participants()
-        return self._received
+        received, self._received = self._received, None
+        return received
 
     def gather(self, *values: int) -> list[tuple[int, ...]]:
         """Every group's `values` (64 bits), by its rank. Raises ConnectionError on all ranks of this group."""
@@ -144,25 +145,22 @@ class Membership:
         def gathered() -> list[tuple[int, ...]]:
             everyone = [torch.empty_like(mine) for _ in range(self.size)]
             self._groups.allgather([everyone], [mine], AllgatherOptions()).wait()
+            self._transport.disallow_checkpoint()  # who takes part has received it: free it before the next steps
             return [tuple(one.tolist()) for one in everyone]
 
         return self._attempted(gathered)
 
-    def mean(
-        self, change: torch.Tensor, sizes: Sequence[int], *, num_trained: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The sum of the groups' `change` [E] over `num_trained`, [E], the same bits for all groups; and what they have
-        missed of this group's change, [E], if the compression keeps errors.
-
-        Of each parameter (of `sizes`) each group sums one share, in the groups' order, so that the bits do not depend
-        on a parameter's place: a tied weight lies in two. Raises ConnectionError on all ranks of this group.
-        """
-        return self._attempted(lambda: self._mean(change, sizes, num_trained))  # type: ignore[no-any-return]
-
     def begin_mean(
         self, change: torch.Tensor, sizes: Sequence[int], *, num_trained: int
     ) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
-        """`mean` in a thread; what is returned waits for it. That is a collective, and raises."""
+        """Start, in a thread, what the function that is returned waits for: the sum of the groups' `change` [E] over
+        `num_trained`, [E], the same bits for all groups; and what they have missed of this group's change, [E], if the
+        compression keeps errors.
+
+        Of each parameter (of `sizes`) each group sums one share, in the groups' order, so that the bits do not depend
+        on a parameter's place: a tied weight lies in two. Waiting is a collective, and raises ConnectionError on all
+        ranks of this group.
+        """
         future = self._thread.submit(self._mean, change, sizes, num_trained)
         return lambda: self._attempted(future.result)
 
@@ -170,22 +168,25 @@ class Membership:
         self, change: torch.Tensor, sizes: Sequence[int], num_trained: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         whole = self.size * self._code.row
-        chunks = [chunk for one in change.split(list(sizes)) for chunk in one.split(_PIECE // whole * whole)]
-        pieces: list[list[torch.Tensor]] = [[torch.empty(0)]]
-        held = 0
-        for chunk in chunks:
-            held += chunk.numel()
-            if held > _PIECE:
-                pieces.append([])
-                held = chunk.numel()
-            pieces[-1].append(chunk)
-        means, errors = zip(*(self._mean_of_piece(piece, num_trained) for piece in pieces), strict=True)
-        return torch.cat(means), torch.cat(errors) if self._code.keeps_errors else None
 
-    def _mean_of_piece(self, chunks: Sequence[torch.Tensor], num_trained: int) -> list[torch.Tensor]:
-        """As `_mean`, of chunks of parameters that are sent together."""
-        code = self._code
-        shares = [code.rows(chunk, self.size) for chunk in chunks]
+        def chunks(values: torch.Tensor) -> list[torch.Tensor]:
+            return [chunk for one in values.split(list(sizes)) for chunk in one.split(_PIECE // whole * whole)]
+
+        found = [torch.empty_like(change) for _ in range(1 + self._code.keeps_errors)]
+        piece: list[tuple[torch.Tensor, ...]] = []
+        for chunk in zip(*map(chunks, (change, *found)), strict=True):
+            if piece and sum(one.numel() for one, *_ in [*piece, chunk]) > _PIECE:
+                self._fill(piece, num_trained)
+                piece = []
+            piece.append(chunk)
+        if piece:
+            self._fill(piece, num_trained)
+        return found[0], found[1] if self._code.keeps_errors else None
+
+    def _fill(self, piece: Sequence[tuple[torch.Tensor, ...]], num_trained: int) -> None:
+        """As `_mean`, of chunks of parameters sent together: each a change, its mean and its error to be."""
+        code, columns = self._code, list(zip(*piece, strict=True))
+        shares = [code.rows(chunk, self.size) for chunk in columns[0]]
         changes = torch.cat(shares, dim=1)
         sent = code.encode(changes)
         received = torch.empty_like(sent)
@@ -204,9 +205,9 @@ class Membership:
             found.append(changes - code.decode(sent))
             found[1][self.rank] += num_trained * (mean - code.decode(own))
         lengths = [share.shape[1] for share in shares]
-        cut = [zip(one.split(lengths, dim=1), chunks, strict=True) for one in found]
-        means, *errors = [torch.cat([rows.reshape(-1)[: chunk.numel()] for rows, chunk in one]) for one in cut]
-        return [means, *(errors or [means])]
+        for whole, chunks in zip(found, columns[1:], strict=True):
+            for rows, chunk in zip(whole.split(lengths, dim=1), chunks, strict=True):
+                chunk.copy_(rows.reshape(-1)[: chunk.numel()])
 
     def agree(self, *, is_good: bool) -> bool:
         """Whether the exchange counts for this group: all of its ranks say so."""

@@ -116,13 +116,14 @@ class OuterStep:
         self._values = self._trained().parts()
         return self._values - self.anchor
 
-    def sizes(self) -> list[int]:
-        """Elements of this rank's parts, by parameter; E together."""
-        return list(self._trained().sizes.values())
+    def to_send(self, change: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """`change` [E] and what the groups have missed of those before; the elements of each parameter's part."""
+        sizes = self._trained().sizes
+        return change + _joined(self.errors, sizes) if self.errors else change, list(sizes.values())
 
-    def missed(self) -> torch.Tensor:
-        """[E]: what the next exchange sends of the changes before."""
-        return _joined(self.errors, self._trained().sizes)
+    def held(self) -> list[torch.Tensor]:
+        """All of it but the momenta."""
+        return [self.anchor, self._values, *self.errors.values()]
 
     @torch.no_grad()
     def apply(
@@ -130,8 +131,7 @@ class OuterStep:
     ) -> None:
         """Set all values from the mean change [E] of all groups; `errors` [E]: what they have missed of this group's;
         `is_alone`: it is this group's own, so that nothing is rounded; `keeps_steps`: what has been trained since
-        `change` was called stays. A collective over ranks with the same
-        weights."""
+        `change` was called stays. A collective over ranks with the same weights."""
         trained = self._trained()
         if errors is not None:
             self.errors |= _split(errors, trained.sizes)
