@@ -271,7 +271,7 @@ def test_a_group_is_lost(
     flags = {"data_path": text_data, "min_replica_groups": 1, "bcd_preset": "pretrain"}
     own = [world1, *other_worlds]
     *left, lost = together(own, configs(3, lighthouse, **flags), {"end": end, "end_after": after})
-    assert isinstance(lost, RankError)
+    assert "died with exit code -9" in str(lost), lost
     agree(*left)
     assert len(left[0][0]["steps"]) == 12
     consumed = [one["consumed_samples"] for one in left[0][0]["metrics"]]

@@ -16,6 +16,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -38,6 +39,10 @@ Answer = tuple[bool, bytes, int]
 
 class RankError(AssertionError):
     """At least one rank raised, died or did not answer; the message holds what each rank wrote."""
+
+
+_STARTING = threading.Lock()
+"""Worlds may be started from several threads, but this process has one environment and one forkserver."""
 
 
 class World:
@@ -65,8 +70,9 @@ class World:
         Raises:
             RankError: a rank raised, died, or was silent for `timeout` seconds. The world is ended then.
         """
-        if not self._processes:
-            self._start()
+        with _STARTING:
+            if not self._processes:
+                self._start()
         call = pickle.dumps((function.__code__.co_filename, function.__qualname__, args, kwargs))
         for connection in self._connections:
             connection.send_bytes(call)
