@@ -422,7 +422,7 @@ def checks(arguments: argparse.Namespace, folder: Path) -> Iterator[Check]:
         yield check
     missing = [check.part for check in found if check.verdict == FAIL
                and (check.part in NEEDED or check.part.startswith("package "))]  # fmt: skip
-    if arguments.no_self_test or missing:
+    if missing or arguments.no_self_test and not arguments.calibrate:
         yield skipped("self-test", f"without {', '.join(missing)} no run starts" if missing else "--no-self-test")
     else:
         yield from self_test(arguments, folder, probed)
@@ -461,7 +461,8 @@ def self_test(arguments: argparse.Namespace, folder: Path, probed: dict[str, Any
         yield skipped("other gpus", f"the self-test uses {num_ranks} of {len(gpus)}: choose with CUDA_VISIBLE_DEVICES")
 
     def only(part: str) -> bool:
-        return arguments.only is None or any(fnmatch.fnmatchcase(part, pattern) for pattern in arguments.only)
+        patterns = ["link"] if arguments.no_self_test else arguments.only or ["*"]
+        return any(fnmatch.fnmatchcase(part, pattern) for pattern in patterns)
 
     # Transformer Engine multiplies fp32 matrices in TF32
     fp32 = "tf32" if gpus and "version" in probed["transformer_engine"] else "fp32"

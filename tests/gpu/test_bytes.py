@@ -59,14 +59,17 @@ def allocated(config: Any, *, leaks: bool = False) -> list[dict[str, int]]:
 
     def after_step(one: worlds.RecordedRun) -> None:
         torch.cuda.synchronize()
-        statistics = torch.cuda.memory_stats()
+        held = Counter(torch.cuda.memory_stats())
+        torch._C._cuda_clearCublasWorkspaces()  # the planner counts them as the framework's
+        rest = Counter(torch.cuda.memory_stats())
+        workspaces = held["allocated_bytes.all.current"] - rest["allocated_bytes.all.current"]
         steps.append(
             {
-                "asked": statistics["requested_bytes.all.current"] - before["requested_bytes.all.current"],
-                "stays": statistics["allocated_bytes.all.current"] - before["allocated_bytes.all.current"],
-                "number": statistics["allocation.all.current"] - before["allocation.all.current"],
-                "peak": statistics["allocated_bytes.all.peak"] - before["allocated_bytes.all.current"],
-                "reserved": statistics["reserved_bytes.all.current"] - before["reserved_bytes.all.current"],
+                "asked": rest["requested_bytes.all.current"] - before["requested_bytes.all.current"],
+                "stays": rest["allocated_bytes.all.current"] - before["allocated_bytes.all.current"],
+                "number": rest["allocation.all.current"] - before["allocation.all.current"],
+                "peak": held["allocated_bytes.all.peak"] - before["allocated_bytes.all.current"] - workspaces,
+                "reserved": held["reserved_bytes.all.current"] - before["reserved_bytes.all.current"] - workspaces,
                 "block": one.results[-1]["block"],
             }
         )
@@ -141,7 +144,7 @@ def test_an_update_takes_what_is_planned(gpus: Worlds, text_data: str, name: str
     """A copy of the gradients in fp32, or a root of all second moments, that no plan counts."""
     flags = SIZES_OF_UPDATE | UPDATES[name] | {"bf16": True, "train_iters": 6, "bcd_steps_per_block": 2}
     for taken, planned in gpus(1).run(taken_by_updates, worlds.run_config(data_path=text_data, **flags))[0]:
-        assert taken <= planned + 512, "and a few numbers"
+        assert taken <= planned + 2**12, "and a few numbers; on a GPU a norm takes one for each part of a gradient"
         assert planned <= 1.05 * taken or name.startswith("moments"), "which are decoded one parameter at a time"
 
 

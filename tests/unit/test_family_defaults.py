@@ -13,6 +13,7 @@ from megatron.bcd.config import RunConfig
 from megatron.bcd.model.implementation import implementation_here
 from megatron.bcd.model.transformer_config import build_transformer_config, describe_activation, tanh_gelu
 from megatron.bcd.runtime import device, packages
+from megatron.bcd.training import reporting
 
 # LLaMA's defaults by field: the words that the GPT script needs for each, and those that undo it in the LLaMA script
 WORDS: dict[str, tuple[str, str]] = {
@@ -82,3 +83,11 @@ def test_gelu(words: tuple[str, ...], on_cpu: str, on_gpu: str, monkeypatch: pyt
             assert is_fused == (has_gpu and not {"--no-bias-gelu-fusion", "--disable-bias-linear"} & set(words))
             assert (function is tanh_gelu) == ("--openai-gelu" in words and not is_fused)
             assert function in (tanh_gelu, torch.nn.functional.gelu)
+
+
+def test_a_slow_width() -> None:
+    """Matrices for which a GPU has slow kernels only, of which the run summary says nothing; or a false alarm."""
+    for flags, is_slow in (("170 --bf16", True), ("170", False), ("168 --bf16", False), ("172 --fp16", True)):
+        config = parse("--ffn-hidden-size", *flags.split())
+        built = build_transformer_config(config, implementation_here(config))
+        assert ("slow on GPUs" in reporting._describe_model(config, built, 256, 256)) == is_slow

@@ -6,6 +6,7 @@ import datetime
 import os
 import time
 import uuid
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,6 +73,7 @@ def initialize(
         start, arguments = _rendezvous(timeout)
         torch.distributed.init_process_group(backend, timeout=timeout, **arguments)
     # a bound device would give messages of the pipeline's links and batches one communicator, and one order
+    warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context")
     assert torch.distributed.group.WORLD.bound_device_id is None, "no device is bound to the process group"
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_size,

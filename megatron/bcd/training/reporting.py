@@ -163,12 +163,14 @@ def _describe_model(config: RunConfig, built: TransformerConfig, vocab_size: int
         and not built.add_bias_linear
     )
     heads, groups = built.num_attention_heads, built.num_query_groups
+    # cuBLAS's fast kernels need rows of whole 16 bytes: docs/gpu.md, On an H100
+    is_slow = config.precision != "fp32" and built.ffn_hidden_size // config.tensor_size % 8 > 0
     parts = (
         "LLaMA" if is_llama else "GPT",
         f"{config.num_layers} layers",
         f"hidden {config.hidden_size}",
         f"{heads} heads" + (f" in {groups} query groups" if groups != heads else ""),
-        f"ffn {built.ffn_hidden_size}",
+        f"ffn {built.ffn_hidden_size}{' (slow on GPUs: no multiple of 8 on a rank)' * is_slow}",
         describe_activation(built),
         f"vocabulary {vocab_size:,} (padded {padded_vocab_size:,})",
         f"sequence {config.model.seq_length:,}",
