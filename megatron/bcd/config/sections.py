@@ -573,7 +573,7 @@ class GroupsConfig:
     )
     outer_delay: int = option(0, "steps from an exchange within a phase until its result is applied; 0: wait for it")
     outer_lr: float = option(0.7, "learning rate of the outer step, of the mean change; 1 with momentum 0 averages")
-    outer_momentum: float = option(0.9, "its Nesterov momentum")
+    outer_momentum: float = option(0.6, "its Nesterov momentum")
     outer_compression: str = option("bf16", "how changes are sent", choices=OUTER_COMPRESSIONS)
     outer_timeout_seconds: int = option(300, "seconds of an exchange without progress after which it fails")
 
