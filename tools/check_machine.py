@@ -395,7 +395,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog=PROG, description=__doc__)
     add = parser.add_argument
     add("--only", nargs="+", metavar="PART", help='parts of the self-test; patterns such as "layout*" (default: all)')
-    add("--no-self-test", action="store_true", help="only what is installed and found")
+    add("--no-self-test", action="store_true", help="only what is installed and found, and what --calibrate measures")
     add("--num-ranks", type=int, choices=(1, 2, 4, 8), help="processes of the self-test (default: the most that the "
         "GPUs allow, on a CPU at most 2)")  # fmt: skip
     add("--calibrate", action="store_true", help="measure rates, and write OUTPUT/clusters.csv")

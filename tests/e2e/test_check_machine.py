@@ -31,6 +31,13 @@ def test_what_is_found(repo_root: Path, tmp_path: Path) -> None:
     assert found["torch"]["figures"]["torch"] and found["self-test"]["verdict"] == "SKIP"
 
 
+def test_calibrate_without_a_self_test(repo_root: Path, tmp_path: Path) -> None:
+    """A flag that is ignored beside another, or runs that nobody asked for."""
+    found = checked(repo_root, tmp_path, "--no-self-test", "--calibrate", "--num-ranks", "1")
+    assert found["rates"]["figures"]["bf16_tflops"] > 0 and "start" not in found
+    assert (tmp_path / "out" / "clusters.csv").read_text().splitlines()[-1].startswith("this-machine,")
+
+
 def test_nothing_is_installed(repo_root: Path, tmp_path: Path) -> None:
     """A tool that needs the package which it is to miss."""
     command = [sys.executable, "-S", "tools/check_machine.py", "--output", str(tmp_path)]  # without site-packages
