@@ -32,8 +32,8 @@ from _processes import ROOT, SCRIPTS, CannotRun, kill, last_words, launcher, run
 
 PROG = "tools/soak.py"
 MODEL = (
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 16 --lr 3e-3 "
-    "--global-batch-size 32 --bcd-preset pretrain --bcd-num-blocks 2 --bcd-steps-per-block 20 --outer-interval 10 "
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 4 --lr 3e-3 "
+    "--global-batch-size 8 --bcd-preset pretrain --bcd-num-blocks 2 --bcd-steps-per-block 20 --outer-interval 10 "
     "--tokenizer-type ByteLevelTokenizer --split 90,5,5 --num-workers 0 --eval-iters 20 --log-interval 1 "
     "--distributed-timeout-minutes 2"
 )
