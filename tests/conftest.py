@@ -22,6 +22,7 @@ for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_AD
     os.environ.pop(_name, None)  # a scheduler's values would make one-process tests wait for other ranks
 
 ROOT = Path(__file__).resolve().parents[1]
+COLLECTED = pytest.StashKey[dict[str, bool]]()
 
 # The same examples each time, and no deadline: no test may time anything.
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True, database=None)
@@ -44,6 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks each test with its folder's name (unit, distributed, e2e); leaves the long ones out without --long."""
+    config.stash[COLLECTED] = {item.nodeid: item.get_closest_marker("long") is not None for item in items}
     if not config.getoption("--long"):
         left_out = [item for item in items if item.get_closest_marker("long")]
         items[:] = [item for item in items if not item.get_closest_marker("long")]
@@ -76,6 +78,14 @@ def _mixed(items: list[pytest.Item]) -> list[pytest.Item]:
 def repo_root() -> Path:
     """The folder that holds setup.py."""
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def all_tests(pytestconfig: pytest.Config) -> dict[str, bool]:
+    """Return the ids of all tests and whether each is long. Skips if pytest was given files or folders."""
+    if pytestconfig.args != pytestconfig.getini("testpaths"):
+        pytest.skip("needs the ids of all tests: run pytest without files and folders")
+    return pytestconfig.stash[COLLECTED]
 
 
 @pytest.fixture(scope="session")
