@@ -114,6 +114,7 @@ class Trainer:
         if config.groups.lighthouse is not None:  # before anything is written
             check_lighthouse(config.groups.lighthouse)
         data_notes = self._build_model_and_data(build_model)
+        config = self.config  # with what --bcd-frozen-weights auto has chosen
         self._build_parts()
         self.groups = self._replica_groups()
         self.saver = Saver(config.checkpoint, self.reporter) if config.checkpoint.save else None

@@ -204,6 +204,26 @@ def test_auto_takes_what_fits(world1: World, tmp_path: Path) -> None:
     assert len(set(on_device)) >= 4 and ("host", 8) in found, found
 
 
+def told_of_auto(config: Any) -> tuple[Any, list[str], list[str]]:
+    """The run's configuration after its steps, the notes of its summary, and its warnings."""
+    with worlds.started(config) as one:
+        one.train()
+        return one.config.bcd, one.recorder.summary.notes, one.recorder.warnings
+
+
+def test_auto_in_the_summary_and_on_resume(world1: World, tmp_path: Path) -> None:
+    """A run summary that describes --bcd-frozen-weights auto as given, not as chosen. A resumed run that warns of a
+    changed flag although its command is the same."""
+    case = {"cut": "one", "layout": "spread", "precision": "bf16", "method": "paper", "recompute": "none"}
+    flags = {"bcd_frozen_weights": "auto", "recompute_memory_gib": 830 * 2**10 / 2**30} | EMBEDDING_ON_HOST
+    config = config_of(case | {"resident": "0"}, tmp_path, save=tmp_path / "run", load=tmp_path / "run", **flags)
+    for last in (3, 6):
+        [(bcd, notes, warnings)] = world1.run(told_of_auto, resumed_runs.with_checkpoints(config, exit_interval=last))
+        assert bcd.bcd_frozen_weights == "host" and bcd.bcd_resident_layers > 0
+        stays = f"{bcd.bcd_resident_layers} layers of a stage stay on the device"
+        assert [note for note in notes if note.endswith(stays)] and not warnings, (notes, warnings)
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_limits_of_containers(tmp_path: Path, version: int) -> None:
     """A run that is refused because the model's files, which it has just read, count as used; or that is killed because

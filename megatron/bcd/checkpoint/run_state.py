@@ -29,7 +29,8 @@ _MAY_CHANGE = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "co
                "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
                "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
                "pipeline_model_parallel_layout", "pipeline_cut", "recompute", "recompute_memory_gib",
-               "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")  # fmt: skip
+               "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
+               "bcd_frozen_weights", "bcd_resident_layers")  # fmt: skip
 """Flags that a resumed run may change without a message, like all of the sections below."""
 _SECTIONS_THAT_MAY_CHANGE = ("checkpoint", "groups", "report")
 
