@@ -114,14 +114,13 @@ class Trainer:
         if config.groups.lighthouse is not None:  # before anything is written
             check_lighthouse(config.groups.lighthouse)
         data_notes = self._build_model_and_data(build_model)
-        config = self.config  # with what --bcd-frozen-weights auto has chosen
         self._build_parts()
         self.groups = self._replica_groups()
         self.saver = Saver(config.checkpoint, self.reporter) if config.checkpoint.save else None
         self.exporter = self._exporter(resumed, is_restart=is_restart)
         self.reporter.run_summary(
             summarize(
-                config=config,
+                config=self.config,  # with what --bcd-frozen-weights auto has chosen
                 partition=self.partition,
                 block_schedule=self.block_schedule,
                 model=self.model,
@@ -495,6 +494,13 @@ class Trainer:
         """The rate of the active block's parameters in the coming step."""
         return float(self.lr_scheduler.get_lr({})) * self.block_schedule.learning_rate_factor(phase_state)
 
+    def _logged_learning_rate(self) -> float:
+        """Return the schedule's rate of the next step, as stock logs it. If the blocks scale it, return the rate that
+        the last step used."""
+        if self.block_schedule.scales_learning_rate:
+            return self.state.interval[-1].learning_rate
+        return float(self.lr_scheduler.get_lr({}))
+
     def _metering_once_per_phase(self) -> contextlib.AbstractContextManager[None]:
         """Count saved activations in a phase's first iteration, and after a change of the batch size."""
         now = (self.state.phase_state.phase, get_num_microbatches())
@@ -763,7 +769,7 @@ class Trainer:
             phase=phase_state.phase,
             block=self.block_schedule.block(phase_state),
             loss=statistics.fmean(result.loss for result in done or interval),
-            learning_rate=self._learning_rate(phase_state),
+            learning_rate=self._logged_learning_rate(),
             grad_norm=interval[-1].grad_norm,
             step_time_ms=milliseconds,
             tokens_per_second=batch_size * self.config.model.seq_length / milliseconds * 1e3,

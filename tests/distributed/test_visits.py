@@ -149,6 +149,14 @@ def test_learning_rate_of_blocks_and_phases(world1: World, text_data: str) -> No
     assert [always for _, _, always in rates] == [{1e-2}] * 6
 
 
+def test_logged_learning_rate(world1: World, text_data: str) -> None:
+    """A log line that multiplies the next step's rate of the schedule by the last step's warm-up."""
+    flags = {"data_path": text_data, "lr_decay_style": "cosine", "bcd_steps_per_block": 2, "bcd_phase_warmup_steps": 1}
+    [found] = world1.run(worlds.train_run, worlds.run_config(**flags))
+    used = [step["learning_rate"] for step in found["steps"]]
+    assert [line["learning_rate"] for line in found["metrics"]] == used
+
+
 class Recording:
     """A dataset that keeps what was asked of it."""
 

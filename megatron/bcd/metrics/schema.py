@@ -18,6 +18,7 @@ class StepMetrics:
     loss: float
     """Mean over the log interval, as Megatron logs it."""
     learning_rate: float
+    """Of the next step, as Megatron logs it; of the last step with a phase warm-up or factors of blocks."""
     grad_norm: float | None
     """Norm of the active block's gradient before clipping; None if not computed."""
     step_time_ms: float
