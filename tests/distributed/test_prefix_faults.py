@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from support import prefix_runs, resumed_runs, worlds
 from support.dist import World
+
+from megatron.bcd import data
+from megatron.bcd.config import RunConfig
 
 NUM_ENTRIES = 15  # of the text's sequences, the share of prefix_runs.FLAGS
 
@@ -75,6 +79,24 @@ def test_a_killed_fill_begins_again(
     outcome = served(world1, flags, tmp_path)
     assert outcome["losses"] == computed["losses"]
     assert outcome["num_computed"] == NUM_ENTRIES
+
+
+def read_in_another_order(config: RunConfig) -> str:
+    """The error of a run that reads the entries of a phase one sample late."""
+    original = data.of_subset
+
+    def late(*args: Any, position: int, **kwargs: Any) -> Any:
+        return original(*args, position=position + 1, **kwargs)
+
+    with mock.patch.object(data, "of_subset", late), pytest.raises(RuntimeError) as raised:
+        worlds.train_run(config)
+    return str(raised.value)
+
+
+def test_entries_of_other_samples(world1: World, flags: dict[str, Any], tmp_path: Path) -> None:
+    """Batches whose prefix was read for other samples, because two iterators disagree on the order."""
+    [error] = world1.run(read_in_another_order, worlds.run_config(**flags, bcd_prefix_cache=tmp_path))
+    assert error.startswith(f"--bcd-prefix-cache {tmp_path}: ")
 
 
 def test_bf16_within_its_rounding(

@@ -1,6 +1,7 @@
 """Indexed datasets, their checks, and the microbatches of a run."""
 
 from megatron.bcd.data.batches import (
+    INDICES,
     Batch,
     Dealt,
     GroupShare,
@@ -17,6 +18,7 @@ from megatron.bcd.data.sft.dataset import plan_fine_tuning, with_epochs
 from megatron.bcd.data.splits import Splits, plan_splits
 
 __all__ = [
+    "INDICES",
     "Batch",
     "Dealt",
     "GroupShare",

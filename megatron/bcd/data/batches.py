@@ -29,6 +29,9 @@ from megatron.bcd.runtime.exit import SIGNALS
 _MICROBATCHES_AT_ONCE = 256
 """Microbatches whose indices are computed together, far faster than one by one."""
 
+INDICES = "indices"
+"""Key of a batch: which samples of the dataset it holds."""
+
 Batch = dict[str, torch.Tensor]
 
 
@@ -139,6 +142,16 @@ def batches(
         yield from _loaded(dataset, consecutive(dealt, total_samples=total, consumed_samples=start), config)
 
 
+class _WithIndices(torch.utils.data.Dataset[dict[str, Any]]):
+    """A dataset whose samples carry their index, so that a batch can be compared with a prefix cache's entries."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**self._dataset[index], INDICES: index}
+
+
 class _FilledUp(torch.utils.data.Dataset[dict[str, Any]]):
     """A dataset followed by its first sample without a loss, as often as is asked for."""
 
@@ -170,9 +183,10 @@ def subset_batches(
     position: int,
     share: GroupShare = GroupShare(),
 ) -> Iterator[Batch]:
-    """As `batches`, of the subset that `phase` trains on, from `position` on, without end."""
+    """As `batches`, of the subset that `phase` trains on, from `position` on, without end. Each batch has `indices`
+    too, int64 [B] in host memory."""
     order = of_subset(Dealt.of_run(config, share), subset=subset, phase=phase, position=position)
-    return _loaded(dataset, order, config)
+    return _loaded(_WithIndices(dataset), order, config)
 
 
 def batch_of(dataset: Any, indices: Sequence[int], config: RunConfig) -> Batch:
@@ -213,10 +227,11 @@ def _end_with_the_rank() -> None:
 def _on_this_rank(config: RunConfig, batch: Batch) -> Batch:
     """On its device, and of each sequence the part that this context-parallel rank works on."""
     stays, target = {"tokens"} if config.has_embedding_on_host else (), device.current()
+    indices = {INDICES: batch.pop(INDICES)} if INDICES in batch else {}
     moved = {name: tensor if name in stays else tensor.to(target, non_blocking=True) for name, tensor in batch.items()}
     if "segment_ids" in moved:
         moved["attention_mask"] = between_segments(moved.pop("segment_ids"))
-    return get_batch_on_this_cp_rank(moved)
+    return get_batch_on_this_cp_rank(moved) | indices
 
 
 def between_segments(segment_ids: torch.Tensor) -> torch.Tensor:

@@ -208,7 +208,13 @@ class PrefixCache:
         indices = data.of_subset(dealt, subset=subset, phase=self._phase, position=position)
         outputs = _read_ahead(file, indices, DTYPES[self.config.precision])
         with contextlib.closing(outputs):  # type: ignore[type-var]
-            for batch, on_host in zip(batches, outputs, strict=False):
+            for batch, (samples, on_host) in zip(batches, outputs, strict=True):
+                # a stage in the middle of the pipeline has no samples to compare
+                if (in_batch := batch.get(data.INDICES)) is not None and in_batch.tolist() != samples:
+                    raise RuntimeError(
+                        f"--bcd-prefix-cache {self.root}: a batch holds samples {in_batch.tolist()}, but the prefix "
+                        f"was read for samples {samples}. Leave the flag out, and report this as a bug."
+                    )
                 output = on_host.to(device.current(), non_blocking=True)
                 self._hits += output.size(1)
                 yield batch | {"prefix_output": data.part_of_sequences(output)}
@@ -324,15 +330,17 @@ def _output(model: torch.nn.Module, batch: data.Batch) -> torch.Tensor:
     return output
 
 
-def _read_ahead(file: PrefixFile, microbatches: Iterable[list[int]], dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """What enters the first active layer, by micro-batch; two threads read the next ones."""
+def _read_ahead(
+    file: PrefixFile, microbatches: Iterable[list[int]], dtype: torch.dtype
+) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Yield the samples of each micro-batch and the input of their first active layer. Two threads read ahead."""
     with ThreadPoolExecutor(2, thread_name_prefix="prefix-cache") as threads:
-        coming = (threads.submit(file.read, numpy.array(samples), dtype) for samples in microbatches)
+        coming = ((samples, threads.submit(file.read, numpy.array(samples), dtype)) for samples in microbatches)
         ahead = deque(itertools.islice(coming, _MICROBATCHES_AHEAD))
         while ahead:
-            next_one = ahead.popleft()
+            samples, entries = ahead.popleft()
             ahead.extend(itertools.islice(coming, 1))
-            yield next_one.result()
+            yield samples, entries.result()
 
 
 def _describe_data(config: RunConfig, dataset: Any) -> list[str]:
