@@ -191,6 +191,12 @@ def named_model(name: str, *, models: str | None) -> Model:
     try:
         return choose(rows, name, flag="--model")
     except ValueError as error:
+        if os.path.isdir(name):
+            remedy = "Give the folder of a model in Hugging Face's format."
+            raise ValueError(f"--model {name}: the folder has no {CONFIG}. {remedy}") from None
+        if "/" in name:
+            remedy = f"Give a folder: hf download {name} --local-dir FOLDER (for a plan {CONFIG} is enough)."
+            raise ValueError(f"--model {name}: no such folder. {remedy}") from None
         raise ValueError(
             f"{error}; or give a {CONFIG}, the folder that holds one, or a row of your own with --models FILE "
             f"(columns {columns_of(Model)})"

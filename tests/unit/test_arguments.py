@@ -107,6 +107,21 @@ def test_every_flag_of_stock_is_accepted_or_in_the_table() -> None:
     assert [start for start in starts if not any(name.startswith(start) for name in (*stock_flags(), *fields))] == []
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("--tokenizer-modle", "--tokenizer-model"),
+        ("--export-foo", ""),
+        ("--spectral", ""),
+        ("--num-expert", "--num-experts"),
+    ],
+)
+def test_a_misspelt_flag_is_unknown(name: str, meant: str) -> None:
+    """A typing error that is called an unsupported flag because a flag of stock begins alike."""
+    with pytest.raises(ValueError, match=f"^unknown flag {name}; .*{meant}"):
+        parse(name, "1")
+
+
 def test_run_config_survives_json() -> None:
     """A value that is not plain, or a tuple that comes back as a list."""
     config = parse("--global-batch-size", "4", "--rampup-batch-size", "2", "2", "8", "--data-path", "1", "a", "2", "b")

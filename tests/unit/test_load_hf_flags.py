@@ -12,7 +12,7 @@ import pytest
 from support import worlds
 from support.fine_tuning import tokenizer_folder
 
-from megatron.bcd.checkpoint.run_state import RunState
+from megatron.bcd.checkpoint.run_state import RunState, changed_flags
 from megatron.bcd.config import RunConfig, run_config_to_dict
 from megatron.bcd.huggingface.architecture import architecture_from_config, config_of, flags_of
 from megatron.bcd.huggingface.run_network import describe_run, network_of_run
@@ -121,6 +121,15 @@ def test_positions_of_a_checkpoint(tmp_path: Path, is_converted: bool) -> None:
     assert parse(tmp_path / "m", LLAMA, seq_length=32, **flags).model.max_position_embeddings == 96
     longer = parse(tmp_path / "m", LLAMA, seq_length=97, max_position_embeddings=128, **flags)
     assert longer.model.max_position_embeddings == 128
+
+
+def test_the_number_of_blocks_that_a_resumed_run_had(tmp_path: Path) -> None:
+    """A warning that names "no value" where the run had the default, or a warning where the same number is given."""
+    absent = {field.name: None for field in dataclasses.fields(RunState) if field.name != "format_version"}
+    flags = run_config_to_dict(parse(tmp_path / "m", LLAMA))
+    saved = RunState(**absent | {"flags": flags, "blocks": ["one", "two", "three"]})
+    assert changed_flags(saved, parse(tmp_path / "m", LLAMA, bcd_num_blocks=2)) == ["--bcd-num-blocks 2 (was 3)"]
+    assert changed_flags(saved, parse(tmp_path / "m", LLAMA, bcd_num_blocks=3)) == []
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2, LLAMA | {"attention_bias": True, "mlp_bias": True}])

@@ -88,7 +88,7 @@ def test_a_row_says_what_a_config_says(tmp_path: Path) -> None:
 
 def test_bad_models_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A traceback for a config.json that is damaged, missing or of another family; a GPT beyond its positions; an error
-    that does not say how else a model can be given."""
+    that does not say how else a model can be given, or that lists rows of the table for a folder or a hub's name."""
     broken = folder(tmp_path, {"architectures": ["T5Model"]})
     gpt = folder(tmp_path, GPT2 | {"n_layer": 6, "n_embd": 64, "n_head": 4, "n_positions": 96}, name="gpt")
     biases = folder(tmp_path, BIASES, name="biases")
@@ -98,10 +98,13 @@ def test_bad_models_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: P
         (("--model", tmp_path / "none" / "config.json"), ("config.json",)),
         (("--model", biases), ("--load-hf",)),
         (("--model", gpt, "--seq-length", "128"), ("--seq-length 128", "96")),
+        (("--model", tmp_path), (f"--model {tmp_path}:", "config.json")),
+        (("--model", "Qwen/Qwen3-8B"), ("--model Qwen/Qwen3-8B:", "hf download Qwen/Qwen3-8B")),
         (("--model", "Llama-3-8B"), ("--models", "config.json", "head_dim", "LLaMA-7B")),
     ):
         error = run(capsys, *flags, *CARD, code=2)
         assert error.count("\n") == 1 and all(word in error for word in words), error
+        assert "/" not in str(flags[1]) or "LLaMA-7B" not in error
 
 
 def test_what_fits_on_one_card(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

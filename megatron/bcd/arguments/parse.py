@@ -118,7 +118,7 @@ def _unknown(name: str, known: Iterable[str]) -> str:
     reason = stock.why_unsupported(name)
     if reason is not None:
         return f"{name} is a Megatron-LM flag that Megatron-BCD does not support ({reason})"
-    nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.8)
+    nearest = difflib.get_close_matches(name, sorted({*known, *stock.stock_flags()}), n=1, cutoff=0.8)
     return f"unknown flag {name}; " + (f"did you mean {nearest[0]}?" if nearest else "--help lists all flags")
 
 

@@ -238,7 +238,12 @@ def stock_flags() -> frozenset[str]:
 
 
 def why_unsupported(name: str) -> str | None:
-    return next((why for why, starts in UNSUPPORTED.items() if name.startswith(tuple(starts.split()))), None)
+    """Return why a flag of stock is an error; None if it is not, or if stock has no such flag."""
+    for why, text in UNSUPPORTED.items():
+        starts = text.split()
+        if name in starts or name in stock_flags() and name.startswith(tuple(starts)):
+            return why
+    return None
 
 
 def has_no_effect(name: str, values: Sequence[str]) -> bool:

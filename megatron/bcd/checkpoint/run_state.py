@@ -240,11 +240,13 @@ def with_saved_schedule(saved: Mapping[str, Any], config: RunConfig) -> RunConfi
     return with_schedule.replace_section("optimizer", **{name: saved["optimizer"][name] for name in _SCHEDULED})
 
 
-def changed_flags(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
+def changed_flags(saved: RunState, config: RunConfig) -> list[str]:
     """Other flags that differ, as ``--lr 0.1 (was 0.2)``. The run resumes with the new values."""
-    now = run_config_to_dict(with_saved_schedule(saved, config))
+    now = run_config_to_dict(with_saved_schedule(saved.flags, config))
     sections = [section for section in now if section not in _SECTIONS_THAT_MAY_CHANGE]
-    before_flat = _side_by_side({section: saved.get(section, {}) for section in sections})
+    before_flat = _side_by_side({section: saved.flags.get(section, {}) for section in sections})
+    if config.bcd.bcd_num_blocks is not None and before_flat["bcd_num_blocks"] is None:  # the default of its layout
+        before_flat["bcd_num_blocks"] = len(saved.blocks) - bool(before_flat.get("bcd_head_phase"))
     now_flat = _side_by_side({section: now[section] for section in sections})
     return [
         f"{_flag(name)} {_show(value)} (was {_show(before_flat[name])})"
@@ -308,4 +310,4 @@ def _flag(name: str) -> str:
 
 
 def _show(value: Any) -> str:
-    return "no value" if value is None else str(value)
+    return "not given" if value is None else str(value)
