@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.small_net import Net
 from torch import nn
 
@@ -285,6 +286,43 @@ def test_bad_arguments(settings: dict[str, Any], message: str) -> None:
     """A run that starts with a wrong schedule and is noticed days later."""
     with pytest.raises(ValueError, match=message):
         BlockCoordinate(Net(NUM_LAYERS), **{"optimizer": torch.optim.AdamW, **settings})
+
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64}
+SIZES |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+EXPERTS = {"num_experts_per_tok": 2, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("qwen3_moe", EXPERTS | {"num_experts": 4, "moe_intermediate_size": 16}),
+        ("gpt_oss", EXPERTS | {"num_local_experts": 4, "sliding_window": 8}),
+        ("gemma3_text", {"head_dim": 8, "sliding_window": 8}),
+        ("phi3", {}),
+    ],
+)
+def test_models_that_megatron_core_is_not_built_for(model_type: str, settings: dict[str, Any]) -> None:
+    """Layers that are not found, experts of no block, a phase that moves another block or learns nothing."""
+    config = transformers.AutoConfig.for_model(model_type, **SIZES | settings)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    tokens = torch.randint(3, 64, (4, 16), generator=torch.Generator().manual_seed(2))
+    optimizer = BlockCoordinate(model, torch.optim.AdamW, num_blocks=2, steps_per_block=4, lr=0.01)
+    losses = []
+    for phase in range(2):
+        before = copy.deepcopy(model.state_dict())
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+        moved = {name for name, weight in model.state_dict().items() if not torch.equal(weight, before[name])}
+        layers = {int(name.split("layers.")[1][0]) for name in moved if "layers." in name}
+        assert layers == {2 * phase, 2 * phase + 1}
+    assert losses[3] < losses[0] - 0.1 and losses[7] < losses[4]
 
 
 def test_a_state_of_other_blocks_is_refused() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from support import worlds
 from support.fine_tuning import tokenizer_folder
 
@@ -121,6 +122,26 @@ def test_positions_of_a_checkpoint(tmp_path: Path, is_converted: bool) -> None:
     assert parse(tmp_path / "m", LLAMA, seq_length=32, **flags).model.max_position_embeddings == 96
     longer = parse(tmp_path / "m", LLAMA, seq_length=97, max_position_embeddings=128, **flags)
     assert longer.model.max_position_embeddings == 128
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("qwen3_moe", "num_"),
+        ("gpt_oss", "num_"),
+        ("deepseek_v3", "n_routed_experts"),
+        ("gemma3", "vision_config"),
+        ("gemma3_text", "gemma3_text"),
+        ("phi3", "phi3"),
+        ("t5", "is_encoder_decoder"),
+        ("bloom", ""),
+    ],
+)
+def test_an_unsupported_architecture_says_why_and_what_else(model_type: str, reason: str) -> None:
+    """A user who learns neither what the network has that this one lacks, nor that another part trains it."""
+    config = transformers.AutoConfig.for_model(model_type).to_dict()
+    with pytest.raises(ValueError, match=rf"^config.json: .*{model_type} .*{reason}.*docs/pytorch.md"):
+        architecture_from_config(config, source="config.json")
 
 
 def test_the_number_of_blocks_that_a_resumed_run_had(tmp_path: Path) -> None:

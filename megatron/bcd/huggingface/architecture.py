@@ -23,6 +23,18 @@ FAMILIES = {
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What Megatron Core's RoPE scaling has built in; only the factor is free."""
 
+_DIFFERENCES = {
+    "num_experts num_local_experts n_routed_experts": "its layers have experts",
+    "kv_lora_rank": "its attention is multi-latent",
+    "linear_num_value_heads mamba_d_state state_size": "its layers are not all attention",
+    "vision_config audio_config": "it reads more than text",
+    "is_encoder_decoder": "it has an encoder",
+    "gemma gemma2 gemma3_text": "it scales its embedding",
+    "phi3": "its queries, keys and values are one matrix, and so are gate and up",
+    "use_parallel_residual parallel_attn": "its attention and MLP run side by side",
+}
+"""Keys of a config.json or model types, and how such a network differs. The first counts."""
+
 MISTRAL_WINDOW = 4096
 """transformers' default of a Mistral's sliding window."""
 
@@ -111,8 +123,14 @@ def _family(config: Mapping[str, Any], source: str) -> str:
     family = FAMILIES.get(classes[0]) if classes else kind
     if family not in FAMILIES.values() or kind not in (None, family):
         found = classes[0] if classes else kind
-        raise ValueError(f"{source}: architecture {found} is not supported; {', '.join(FAMILIES)} are")
+        reasons = ((key, why) for keys, why in _DIFFERENCES.items() for key in keys.split())
+        reason = next((f" ({key}: {why})" for key, why in reasons if key == kind or config.get(key)), "")
+        raise _unsupported(source, f"architecture {found} is not supported{reason}; {', '.join(FAMILIES)} are")
     return str(family)
+
+
+def _unsupported(source: str, what: str) -> ValueError:
+    return ValueError(f"{source}: {what}. BlockCoordinate trains any model of transformers (docs/pytorch.md)")
 
 
 def _shown(value: object) -> str:
@@ -157,7 +175,7 @@ class _Reader:
         value = self.config.get(name, default)
         if value not in supported:
             options = " or ".join(map(repr, supported))
-            raise ValueError(f"{self.source}: {name} {value!r} is not supported; only {options} is")
+            raise _unsupported(self.source, f"{name} {value!r} is not supported; only {options} is")
         return value
 
     def heads(self, name: str, hidden_size: int, *, explicit: int | None = None) -> tuple[int, int]:
@@ -205,9 +223,10 @@ def _llama(read: _Reader, family: str) -> Architecture:
     base, factor = _rope(read)
     bias = read.switch("attention_bias", False)
     if bias != read.switch("mlp_bias", False):
-        raise ValueError(
-            f"{read.source}: attention_bias {bias} without the same mlp_bias is not supported: Megatron Core's layers "
-            "have biases everywhere, nowhere, or in queries, keys and values alone"
+        raise _unsupported(
+            read.source,
+            f"attention_bias {bias} without the same mlp_bias is not supported: Megatron Core's layers have biases "
+            "everywhere, nowhere, or in queries, keys and values alone",
         )
     has_window = read.switch("use_sliding_window", family == "mistral")
     # a Mistral without the key has transformers' default, one with null sees everything
@@ -247,14 +266,14 @@ def _rope(read: _Reader) -> tuple[int, float | None]:
         raise ValueError(f"{read.source}: rope_theta {_shown(base)} is not supported; --rotary-base is a whole number")
     if rope.get("partial_rotary_factor", 1.0) != 1.0 or kind not in ("default", "llama3"):
         shown = kind if kind not in ("default", "llama3") else "with a partial_rotary_factor"
-        raise ValueError(f"{read.source}: RoPE type {shown} is not supported; default and llama3 are")
+        raise _unsupported(read.source, f"RoPE type {shown} is not supported; default and llama3 are")
     if kind == "default":
         return int(base), None
     for name, value in LLAMA3_ROPE.items():
         if rope.get(name) != value:
-            raise ValueError(
-                f"{read.source}: {name} {rope.get(name)!r} of the llama3 RoPE is not supported: Megatron Core has "
-                f"{value} built in"
+            raise _unsupported(
+                read.source,
+                f"{name} {rope.get(name)!r} of the llama3 RoPE is not supported: Megatron Core has {value} built in",
             )
     if not _is_number(rope.get("factor")):
         raise ValueError(f"{read.source}: the llama3 RoPE has no factor")
