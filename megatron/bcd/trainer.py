@@ -632,11 +632,12 @@ class Trainer:
 
     def _is_exchange_waited_for(self, iteration: int) -> bool:
         """Whether all groups must have the same weights after `iteration`."""
-        save_interval = self.config.checkpoint.save_interval
+        checkpoint = self.config.checkpoint
+        intervals = (checkpoint.save_interval, checkpoint.save_hf_interval)
         return (
             iteration == self.train_iters
             or self.block_schedule.may_end_with_next_step(self.state.phase_state)
-            or (save_interval is not None and iteration % save_interval == 0)
+            or any(interval and iteration % interval == 0 for interval in intervals)
             or self.stop.is_interval_over(iteration)
         )
 

@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support import worlds
+from support import resumed_runs, worlds
 from support.dist import RankError, World
 
 from megatron.bcd import data
@@ -371,6 +371,28 @@ def test_resume(text_data: str, lighthouse: str, pairs: list[World], tmp_path: P
     agree(*run("data2", 2))
 
 
+def test_an_exported_model_is_of_all_groups(
+    other_worlds: list[World], text_data: str, lighthouse: str, tmp_path: Path
+) -> None:
+    """--save-hf-interval writes the first group's own weights, within a phase and before the exchange."""
+    planned = configs(2, lighthouse, data_path=text_data)
+    exports = [{"save_hf": str(tmp_path / f"out{index}"), "save_hf_interval": 6} for index in range(2)]
+    both = together(
+        other_worlds, [resumed_runs.with_checkpoints(one, **more) for one, more in zip(planned, exports, strict=True)]
+    )
+    agree(*both)
+    assert [one.iteration for one in both[0][0]["exchanges"]] == [0, 4, 6, 8, 12]
+    assert sorted(path.name for path in (tmp_path / "out0").glob("iter_*")) == ["iter_0000006", "iter_0000012"]
+
+
+def test_leftovers_of_a_killed_save(world1: World, text_data: str, lighthouse: str, tmp_path: Path) -> None:
+    """Half a checkpoint that a killed group leaves stays for good, because groups do not lock --save."""
+    for iteration in (3, 60):
+        (tmp_path / f"iter_{iteration:07d}.incomplete").mkdir()
+    together([world1], configs(1, lighthouse, data_path=text_data, save=str(tmp_path), save_interval=6))
+    assert [path.name for path in tmp_path.glob("*.incomplete")] == ["iter_0000060.incomplete"]
+
+
 def test_a_group_of_another_run(world1: World, other_worlds: list[World], text_data: str, lighthouse: str) -> None:
     """It trains on: its changes go into the others' mean, or the others end with it."""
     planned = configs(3, lighthouse, data_path=text_data, min_replica_groups=2, train_iters=60)
@@ -392,6 +414,18 @@ def test_a_delayed_result_keeps_the_steps_since() -> None:
     with mock.patch.object(outer, "_trained", lambda: values):
         assert outer.change() == 0.5
         outer.apply(torch.tensor([0.25]), is_alone=False, keeps_steps=True)  # the groups reach 0.75
+    values.set_parts.assert_called_once_with(torch.tensor([1.25]))
+    assert outer.anchor == 0.75
+
+
+def test_the_outer_step_of_one_group_alone() -> None:
+    """The outer update is added to the group's own values in place: the steps since count less."""
+    values = mock.Mock(parts=mock.Mock(side_effect=[torch.tensor([1.0]), torch.tensor([1.5])]), sizes={"weight": 1})
+    active = mock.Mock(outer_momenta={})
+    outer = outer_step.OuterStep(outer_step.OuterRule(lr=0.5, momentum=0), active, rounds_away=False)
+    outer.anchor = torch.tensor([0.5])
+    with mock.patch.object(outer, "_trained", lambda: values):
+        outer.apply(outer.change(), is_alone=True, keeps_steps=True)  # half of the change: 0.75
     values.set_parts.assert_called_once_with(torch.tensor([1.25]))
     assert outer.anchor == 0.75
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -143,19 +144,21 @@ def clear(root: str) -> None:
         _remove(iteration_folder(root, iteration))
 
 
-def clean_leftovers(root: str) -> None:
-    """Clean up after a killed job. The caller holds the lock of `root` and writes no checkpoint.
+def clean_leftovers(root: str, *, before: int | None = None) -> None:
+    """Clean up after a killed job. The caller holds the lock of `root` and writes no checkpoint, or nobody writes one
+    of an iteration `before` that number, the only ones that are cleaned up then.
 
     An unfinished checkpoint is deleted. One that was being replaced gets its name back if the new one is missing.
     """
-    for iteration in _iterations(root, _REMOVED):
+    limit = math.inf if before is None else before
+    for iteration in [number for number in _iterations(root, _REMOVED) if number < limit]:
         target = iteration_folder(root, iteration)
         if os.path.lexists(incomplete_folder(root, iteration)) and not os.path.lexists(target):
             os.rename(target + _REMOVED, target)
             atomic_io.sync(root)
         else:
             _delete(target + _REMOVED)
-    for iteration in _iterations(root, _INCOMPLETE):
+    for iteration in [number for number in _iterations(root, _INCOMPLETE) if number < limit]:
         _delete(incomplete_folder(root, iteration))
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(root, TRACKER + ".new"))

@@ -141,7 +141,7 @@ class Saver:
         error = write.finish() or collectives.on_rank_0(lambda: atomic_io.error_of(publish))
         if error is not None:
             return self._abandon(iteration, error)
-        self._prune()
+        self._prune(iteration)
         self.log_progress(f"Saved checkpoint\tIteration: {iteration}")
         self._reporter.note(
             f"checkpoint saved to {layout.iteration_folder(self.root, iteration)} ({time.monotonic() - started:,.1f} s)"
@@ -178,13 +178,18 @@ class Saver:
                 os.fsync(file.fileno())
             digests[name] = layout.file_digest(file.name)
 
-    def _prune(self) -> None:
+    def _prune(self, iteration: int) -> None:
+        """Delete older checkpoints, and unfinished ones before the complete checkpoint `iteration`."""
         keep, retained = self._config.keep_last_checkpoints, self._config.save_retain_interval
         if keep is None and retained is not None:
             keep = 1
-        error = None
-        if self._is_first and keep is not None:
-            error = atomic_io.error_of(lambda: layout.prune(self.root, keep, retain_interval=retained))
+
+        def delete() -> None:
+            layout.clean_leftovers(self.root, before=iteration)  # replica groups share the folder: no claim did it
+            if keep is not None:
+                layout.prune(self.root, keep, retain_interval=retained)
+
+        error = atomic_io.error_of(delete) if self._is_first else None
         if error is not None:
             self._reporter.warning(f"older checkpoints were not deleted ({error})")
 

@@ -18,7 +18,7 @@ _OF_ANY_NODE = ("lighthouse", "replica_id", "data_path", "train_data_path", "val
                 "data_args_path", "per_split_data_args_path", "data_cache_path", "num_workers", "tokenizer_model",
                 "vocab_file", "merge_file")  # fmt: skip
 """Flags that may differ: places on a node's disk. What lies there is compared by its contents."""
-_OF_CHECKPOINTS = ("save_interval", "exit_interval")
+_OF_CHECKPOINTS = ("save_interval", "save_hf_interval", "exit_interval")
 """Of these sections only flags that decide when groups exchange are compared."""
 
 Identity = dict[str, str]

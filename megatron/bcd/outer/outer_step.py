@@ -135,7 +135,7 @@ class OuterStep:
         trained = self._trained()
         if errors is not None:
             self.errors |= _split(errors, trained.sizes)
-        reached = self._values if is_alone else self.anchor + mean_change
+        reached = self._values.clone() if is_alone else self.anchor + mean_change
         if not self._rule.is_mean:
             reached += self._update(trained, mean_change) - mean_change
         trained.set_parts(trained.parts() + (reached - self._values) if keeps_steps else reached)
