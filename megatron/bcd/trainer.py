@@ -557,8 +557,11 @@ class Trainer:
         self._is_switch_unchecked = True
 
     def _begin_phase(self) -> None:
-        """What each phase starts with, also where the same block continues: prefix cache and pipeline schedule."""
+        """What each phase starts with, also where the same block continues: switch check, prefix cache and pipeline
+        schedule."""
         state, block = self.state, self.block_schedule.block(self.state.phase_state)
+        if self._is_switch_unchecked:
+            self.active.begin_switch_check()
         first_iteration = state.iteration - state.phase_state.step_in_phase
         least_steps = self.block_schedule.least_steps(state.phase_state.phase)
         num_steps = min(least_steps, self.train_iters - first_iteration)
@@ -647,7 +650,7 @@ class Trainer:
             is_in_step = groups.exchange(waits=self._is_exchange_waited_for(self.state.iteration))
         except ExchangeFailed as error:
             raise TrainingFailed(f"iteration {self.state.iteration}: {error}; {self._where_to_resume()}") from error
-        self._share_samples(groups)
+        self._follow_groups(groups)
         return is_in_step
 
     def _join(self, groups: ReplicaGroups) -> None:
@@ -656,12 +659,15 @@ class Trainer:
             is_in_step = groups.join()
         except ExchangeFailed as error:
             raise ValueError(f"--lighthouse {self.config.groups.lighthouse}: {error}") from error
-        self._share_samples(groups)
+        self._follow_groups(groups)
         self._has_joined = is_in_step
         if is_in_step:
             self._end_step(loss=None)
 
-    def _share_samples(self, groups: ReplicaGroups) -> None:
+    def _follow_groups(self, groups: ReplicaGroups) -> None:
+        """After an exchange, read this group's samples, and check a switch by the weights that were exchanged."""
+        if self._is_switch_unchecked:
+            self.active.begin_switch_check()
         share = data.GroupShare(group=groups.rank, num_groups=groups.size, batch_size=self.global_batch_size)
         self.samples.set_share(share)
 

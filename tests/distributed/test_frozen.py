@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import worlds
+from support import resumed_runs, worlds
 from support.dist import World
 
 from megatron.bcd.config import RunConfig
@@ -116,6 +117,17 @@ def test_the_run_stops_at_a_switch_that_failed(
     first, *others = world.run(run_with_a_fault, worlds.run_config(**flags), fault, rank)
     assert first.startswith("iteration 2, phase 1: block 1 ") and set(others) <= {first}
     assert ("stage(s)" if fault == "idle" else "rank(s)") + f" [{rank}]" in first
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_check_after_a_resume(world1: World, text_data: str, tmp_path: Path, precision: str) -> None:
+    """In 16 bits, main parameters that are loaded after the check has begun count as a change by the first step."""
+    flags = {"data_path": text_data, "bcd_steps_per_block": 3} | PRECISIONS[precision]
+    config = worlds.run_config(**flags)
+    world1.run(resumed_runs.one_part, resumed_runs.with_checkpoints(config, save=str(tmp_path), exit_interval=4))
+    resumed = resumed_runs.with_checkpoints(config, load=str(tmp_path))
+    [error] = world1.run(run_with_a_fault, resumed, "idle", 0)
+    assert error.startswith("iteration 5, phase 1: block 1 ")
 
 
 def checks_of_a_run(config: RunConfig, zero_gradient_at: list[int]) -> list[int]:

@@ -353,6 +353,57 @@ def test_a_group_that_comes_back_adds_nothing(
     assert first["losses"][7:] != without["losses"][7:]
 
 
+def idle_after_join(config: Any, *, is_idle: bool) -> str:
+    """Take the other group's main parameters at the start, if it `is_idle`, and step nothing then; how the run ended."""
+
+    is_first = True
+
+    def perturb(one: worlds.RecordedRun) -> None:
+        nonlocal is_first
+        for weight in one.model.parameters() if is_idle and is_first else ():
+            weight.data.mul_(1.5)
+
+    def refine(one: worlds.RecordedRun) -> None:
+        nonlocal is_first
+        for main_param in worlds.masters_of(one) if is_first and not is_idle else ():
+            main_param.data.mul_(1 + 2**-12)  # not of bf16
+        is_first = False
+
+    def stop(one: worlds.RecordedRun) -> None:
+        if is_idle:
+            one.active.scale_learning_rate(0.0)
+
+    join = groups.ReplicaGroups.join
+
+    def join_both(own: groups.ReplicaGroups) -> bool:
+        with mock.patch.object(own, "_least", 2):
+            return join(own)
+
+    with (
+        mock.patch.object(groups.ReplicaGroups, "join", join_both),
+        worlds.started(config, before_build=perturb, after_build=refine, before_step=stop) as one,
+    ):
+        try:
+            one.train()
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            one.groups.leave()  # type: ignore[union-attr]
+    return " ".join(one.recorder.notes)
+
+
+def test_the_switch_check_of_a_group_that_joins(other_worlds: list[World], text_data: str, lighthouse: str) -> None:
+    """Weights that a group takes from another one count as a change by its first step."""
+    planned = configs(2, lighthouse, data_path=text_data, bf16=True, min_replica_groups=1)
+    with ThreadPoolExecutor(2) as pool:
+        runs = [
+            pool.submit(world.run, idle_after_join, config, timeout=60, is_idle=is_idle)
+            for world, config, is_idle in zip(other_worlds, planned, (False, True), strict=True)
+        ]
+        [healthy], [idle] = [run.result() for run in runs]
+    assert idle.startswith("iteration 1, phase 0: block 0 is active, but its weights"), (idle, healthy)
+
+
 def test_resume(text_data: str, lighthouse: str, pairs: list[World], tmp_path: Path) -> None:
     """Outer momenta that a checkpoint lacks, or that are another parameter's; a checkpoint that one number of groups
     can resume alone."""

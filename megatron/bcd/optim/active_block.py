@@ -306,6 +306,11 @@ class ActiveBlock:
             if self.wrapped is not None:
                 megatron_core.gather_in_forward(self.wrapped)
 
+    def begin_switch_check(self) -> None:
+        """Remember the weights that `check_switch` compares with. Call it after all state of the phase is loaded."""
+        assert self._switch_check is not None, "build() comes first"
+        self._switch_check.begin()
+
     def check_switch(self) -> str | None:
         """As `SwitchCheck.problem`."""
         assert self._switch_check is not None, "build() comes first"

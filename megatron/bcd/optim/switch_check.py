@@ -21,7 +21,7 @@ _CHUNK = 1 << 22
 
 
 class SwitchCheck:
-    """Compares this rank's weights with those at the start of a phase, when it is created with all `parameters`."""
+    """Compares this rank's weights, of all `parameters`, with those when `begin` was called last."""
 
     def __init__(
         self,
@@ -40,6 +40,10 @@ class SwitchCheck:
         self._matrices = matrices
         self._block = block
         self._stage = stage
+        self._at_start: dict[str, Fingerprint] = {}
+
+    def begin(self) -> None:
+        """Remember the present weights."""
         self._at_start = self._fingerprints()
 
     def problem(self) -> str | None:
