@@ -354,7 +354,7 @@ def test_a_group_that_comes_back_adds_nothing(
 
 
 def idle_after_join(config: Any, *, is_idle: bool) -> str:
-    """Take the other group's main parameters at the start, if it `is_idle`, and step nothing then; how the run ended."""
+    """Return how a run ended. One that `is_idle` takes the other group's main parameters, and steps nothing then."""
 
     is_first = True
 
