@@ -139,7 +139,7 @@ else
 fi
 
 # ---------------------------------------------------------------- train, answer, load
-"$PYTHON" -m torch.distributed.run "${LAUNCHED[@]}"
+"$PYTHON" "$ROOT/tools/launch.py" "${LAUNCHED[@]}"
 if [ ! -e "$SAVE-hf/config.json" ]; then
     printf '\n%s was not written: the training was stopped before its end, or the lines above say why; the same command %s\n' \
         "$SAVE-hf" "resumes it from $SAVE"

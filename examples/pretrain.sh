@@ -212,7 +212,7 @@ if [ -z "$SCALE" ]; then
     fi
     # Slurm sends it to every process of a step. It is for the ranks, which save and exit; it would kill torchrun.
     trap '' USR1
-    exec "$PYTHON" -m torch.distributed.run "${LAUNCHED[@]}"
+    exec "$PYTHON" "$ROOT/tools/launch.py" "${LAUNCHED[@]}"
 fi
 
 # ---------------------------------------------------------------- SCALE=tiny
@@ -234,7 +234,7 @@ if [ ! -d "$OUT/text" ]; then
     mv -T "$NEW" "$OUT/text" 2>/dev/null || rm -r "$NEW"
 fi
 rm -rf "$SAVE" "$SAVE.jsonl"  # an earlier tiny run would be resumed
-"$PYTHON" -m torch.distributed.run "${LAUNCHED[@]}"
+"$PYTHON" "$ROOT/tools/launch.py" "${LAUNCHED[@]}"
 STEPS=$(cat "$SAVE/latest_checkpointed_iteration.txt")
 [ "$STEPS" = "$ITERATIONS" ] || given --train-iters --train-samples || fail "no checkpoint of the last step in $SAVE"
 printf '\n%s %s %s, scaled down: %s steps over %s block%s on %s process%s (pipeline %s), checkpoint in %s, metrics in %s\n' \

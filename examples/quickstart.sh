@@ -100,7 +100,7 @@ train() {
     local name=$1
     shift
     rm -f "$OUT/$name.jsonl"  # of a quickstart before: other flags would be refused
-    "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$PROCESSES" pretrain_gpt_bcd.py \
+    "$PYTHON" tools/launch.py --standalone --nproc-per-node "$PROCESSES" pretrain_gpt_bcd.py \
         "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${DATA_ARGS[@]}" "${REPORT_ARGS[@]}" \
         --metrics-file "$OUT/$name.jsonl" "$@"
 }

@@ -90,4 +90,21 @@ def test_as_a_user_runs_it(case: Case, num_ranks: int, repo_root: Path, workplac
         assert done.stderr.splitlines()[0] == ours[0], "torchrun's report follows ours, and nothing comes before"
         assert re.findall(r"exitcode +: (-?\d+)", done.stderr) == ["2"] * num_ranks, done.stderr
         assert done.stderr.count("Traceback (most recent call last)") == 1, "torchrun's own"
+        assert done.stderr.splitlines()[-2].endswith(ours[0]), "a user sees the end of the report"
     assert digests(workplace) == before
+
+
+def test_the_launcher_ends_with_the_error(repo_root: Path, workplace: Path) -> None:
+    """An error above a page of torchrun's traceback, or an exit code that says nothing."""
+    launcher = [sys.executable, str(repo_root / "tools" / "launch.py"), "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, str(repo_root / PROG), *command_line("--bcd-blocks", "3", num_ranks=2)],
+        cwd=workplace,
+        env=os.environ | {"PYTHONPATH": str(repo_root), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    lines = done.stderr.splitlines()
+    assert (done.returncode, lines[-1]) == (2, lines[0]) and "--bcd-blocks" in lines[0], done.stderr
+    assert "Traceback" not in done.stderr

@@ -62,10 +62,16 @@ def stub(tmp_path: Path) -> Path:
     )
     (distributed / "__init__.py").touch()
     (distributed / "run.py").write_text(
-        "import json, os, signal, sys\n"
-        "ignored = signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN\n"
-        "print(json.dumps({'words': sys.argv[1:], 'ignores USR1': ignored}))\n"
+        "import json, signal\n"
+        "parse_args = list\n"
+        "def run(words):\n"
+        "    ignored = signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN\n"
+        "    print(json.dumps({'words': words, 'ignores USR1': ignored}))\n"
     )
+    errors = distributed / "elastic" / "multiprocessing" / "errors.py"
+    errors.parent.mkdir(parents=True)
+    errors.write_text("ChildFailedError = RuntimeError")
+    (errors.parent / "__init__.py").write_text("SignalException = RuntimeError")
     return tmp_path / "stub"
 
 

@@ -53,6 +53,18 @@ def test_ctrl_c(start: Callable[..., Job], tmp_path: Path) -> None:
     assert "Traceback" not in run.output
 
 
+def test_ctrl_c_under_the_launcher(workplace: Path) -> None:
+    """Lines of the ranks, such as the checkpoint's, above a page of torchrun's traceback."""
+    words = command_line(*LONG, num_ranks=2)
+    launcher = (str(ROOT / "tools" / "launch.py"), "--standalone", "--nproc-per-node", "2")
+    with Job(*launcher, str(ROOT / "pretrain_gpt_bcd.py"), *words, folder=workplace) as run:
+        run.wait_for(lambda: "iteration       5/1000000" in run.output)
+        run.process.send_signal(signal.SIGINT)
+        assert run.exit_code() == 128 + signal.SIGINT, run.output
+        assert "SIGINT" in run.output.splitlines()[-1] and "Traceback" not in run.output
+        assert layout.candidates(str(workplace / "saved"))
+
+
 HANGING = """
 import os, threading, types
 from megatron.bcd.config import CheckpointConfig

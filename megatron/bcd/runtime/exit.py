@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import json
 import os
 import signal
 import socket
@@ -82,12 +83,22 @@ def end_all_ranks(line: str, *, code: int) -> NoReturn:
     _ending.acquire()  # never released: one of this rank's two threads prints
     ctypes.CDLL(None).signal(int(signal.SIGTERM), ctypes.c_void_p(1))  # SIG_IGN; Python's own is for the main thread
     rank, world_size = int(os.environ.get("RANK", "0")), _world_size()
+    report_to_torchrun(line)
     if rank == 0:
         print(line, file=sys.stderr, flush=True)
     if world_size > 1 and not _all_ranks_end(f"{code} {line}", world_size) and rank != 0:
         print(f"{line} (seen by rank {rank} only)", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(code)  # a process group whose other ranks wait in a collective can't be torn down
+
+
+def report_to_torchrun(line: str) -> None:
+    """Make torchrun end its report of this failed rank with `line`. Without torchrun do nothing."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        cause = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": cause}, file)
 
 
 def _world_size() -> int:

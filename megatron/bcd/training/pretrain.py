@@ -18,7 +18,7 @@ from megatron.bcd.checkpoint.saver import check_save_folder, claim_save_folder, 
 from megatron.bcd.config import RunConfig
 from megatron.bcd.model import builder
 from megatron.bcd.runtime import collectives, device, dir_claim, distributed, rng, threads
-from megatron.bcd.runtime.exit import exit_on_error, torchruns_store
+from megatron.bcd.runtime.exit import exit_on_error, report_to_torchrun, torchruns_store
 from megatron.bcd.tokenizer import build_tokenizer
 from megatron.bcd.trainer import ModelBuilder, Trainer
 from megatron.bcd.training.state import TrainingFailed
@@ -48,6 +48,7 @@ def pretrain(
         with trainer.reporter:
             trainer.train()
     except TrainingFailed as error:
+        report_to_torchrun(f"{prog}: error: {error}")
         if torch.distributed.get_rank() == 0:
             print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
         torch.distributed.barrier()

@@ -1,0 +1,35 @@
+"""torchrun with another end: after an expected error or a signal the last line says why, without torchrun's traceback.
+
+    python tools/launch.py --nproc-per-node 2 pretrain_gpt_bcd.py --help
+
+Takes torchrun's flags. The exit code is that of the first rank that failed, or 128 and the number of the signal.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+
+def main() -> int:
+    """Run torchrun's agent; return the exit code."""
+    try:
+        run.run(run.parse_args(sys.argv[1:]))
+    except KeyboardInterrupt:  # before the agent has handlers
+        return 130
+    except SignalException as stopped:
+        return 128 + stopped.sigval
+    except ChildFailedError as failed:
+        _, failure = failed.get_first_failure()
+        # the rank's own line (megatron.bcd.runtime.exit), or torchrun's report of a rank that crashed
+        line = failure.message["message"] if isinstance(failure.message, dict) else failed
+        print(line, file=sys.stderr, flush=True)
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
