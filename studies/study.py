@@ -343,7 +343,7 @@ def arithmetic_of_flags(form: str, flags: Sequence[str]) -> float | None:
     for block in range(partition.num_blocks):
         stateless, active = len(partition.stateless_layers(block)), len(partition.active_layers(block, 0))
         total += num_layers + (num_layers - len(partition.prefix_layers(block))) + active + stateless
-        total += newton_schulz * stateless * (config.bcd.bcd_resting_update == "orthogonal")
+        total += newton_schulz * stateless * (config.bcd.bcd_inactive_update == "orthogonal")
         total += newton_schulz * active * (config.optimizer.optimizer == "muon")
     return total / partition.num_blocks / (3 * num_layers)
 

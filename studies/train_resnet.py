@@ -96,10 +96,10 @@ def _add_bcd_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--bcd-always-active",
         metavar="PARTS",
-        help="none, or norms, biases, head, with commas (default: none; with --bcd-resting-update all of them)",
+        help="none, or norms, biases, head, with commas (default: none; with --bcd-inactive-update all of them)",
     )
-    add("--bcd-resting-update", default="none", choices=CHOICES["resting_update"])
-    add("--bcd-resting-lr-ratio", type=float, default=0.2)
+    add("--bcd-inactive-update", default="none", choices=CHOICES["resting_update"])
+    add("--bcd-inactive-lr-ratio", type=float, default=0.2)
 
 
 def build_optimizer(arguments: argparse.Namespace, model: Any) -> BlockCoordinate:
@@ -123,8 +123,8 @@ def build_optimizer(arguments: argparse.Namespace, model: Any) -> BlockCoordinat
         order=arguments.bcd_order,
         keep_state=arguments.bcd_optimizer_state,
         always_active=always_active,
-        resting_update=arguments.bcd_resting_update,
-        resting_lr_ratio=arguments.bcd_resting_lr_ratio,
+        resting_update=arguments.bcd_inactive_update,
+        resting_lr_ratio=arguments.bcd_inactive_lr_ratio,
         seed=arguments.seed,
     )
 

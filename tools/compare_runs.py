@@ -64,7 +64,9 @@ system counts; the run's name, which depends on the flags that a version has; an
 and the blocks of the steps show. Everything else is compared, fields that are added later too."""
 REPLACED = ("eval-generate", "eval-generate-tokens")
 """Flags whose place something else has taken: accepted by both versions, and a value by one only."""
-ADDED = {"bcd-frozen-weights": "device"}
+RENAMED = {f"bcd-resting-{name}": f"bcd-inactive-{name}" for name in ("update", "lr-ratio", "layers", "grad-dtype")}
+"""Flags with other names in older versions."""
+ADDED = {"bcd-frozen-weights": "device", "bcd-embedding-update": "adam"}
 """What versions without a flag do, where that is not off."""
 
 
@@ -301,7 +303,8 @@ def resolve(family: str, world_size: int, words: list[str]) -> Resolved:
             return errors.getvalue() or printed.getvalue()
     # comment lines hold what was not given
     lines = [line.removeprefix("# ") for line in printed.getvalue().splitlines()]
-    return dict(yaml.safe_load("\n".join(line for line in lines if not line.startswith(("Flags for", "Not given")))))
+    values = yaml.safe_load("\n".join(line for line in lines if not line.startswith(("Flags for", "Not given"))))
+    return {RENAMED.get(flag, flag): value for flag, value in values.items()}
 
 
 def resolved_difference(lines: Mapping[str, tuple[str, int, list[str]]], task: Task) -> str | None:

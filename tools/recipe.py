@@ -51,8 +51,8 @@ _BY_THE_RECIPE = {
     " --use-rotary-position-embeddings --untie-embeddings-and-output-weights --no-untie-embeddings-and-output-weights",
     "give --seq-length": "--max-position-embeddings",
     "METHOD decides it; for another, write the command yourself": "--bcd-schedule --bcd-preset --optimizer"
-    " --optimizer-cpu-offload --optimizer-offload-fraction --muon-momentum-dtype --muon-grad-dtype --bcd-resting-update"
-    " --bcd-resting-layers --bcd-resting-grad-dtype",
+    " --optimizer-cpu-offload --optimizer-offload-fraction --muon-momentum-dtype --muon-grad-dtype"
+    " --bcd-inactive-update --bcd-inactive-layers --bcd-inactive-grad-dtype --bcd-embedding-update",
     "the estimate covers its default only; write the command yourself": "--tensor-model-parallel-size"
     " --attention-backend --no-use-distributed-optimizer --grad-reduce-in-bf16 --make-vocab-size-divisible-by",
 }

@@ -107,7 +107,7 @@ def test_backward_ends_at_the_lowest_active_layer(world1: World, text_data: str,
     assert (block, layers) == (4, []) and size < sizes["embedding"][0]
 
 
-RESTS = {"bcd_resting_update": "normalized", "bcd_resting_layers": "suffix", "bcd_always_active": "none"}
+RESTS = {"bcd_inactive_update": "normalized", "bcd_inactive_layers": "suffix", "bcd_always_active": "none"}
 
 
 @pytest.mark.parametrize(

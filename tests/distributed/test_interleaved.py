@@ -97,7 +97,7 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
         "plain": {},
         "host": {"bcd_optimizer_state": "host"},
         "always_active": {"bcd_always_active": "norms,head"},
-        "resting": {"bcd_resting_update": "orthogonal", "bcd_always_active": "none", "bcd_resting_layers": "suffix"},
+        "resting": {"bcd_inactive_update": "orthogonal", "bcd_always_active": "none", "bcd_inactive_layers": "suffix"},
         "frozen": {"bcd_frozen": "embedding,norms"},
         "head_phase": {"bcd_head_phase": True, "bcd_order": "descending"},
     },

@@ -33,10 +33,12 @@ UNTIED = {"untie_embeddings_and_output_weights": True}
 LLAMA = {"form": "llama", "group_query_attention": True, "num_query_groups": 2}
 MASKS = {"reset_attention_mask": True, "reset_position_ids": True}
 # else gradients are rounded to 8 bits, in another order
-PRETRAIN = {"bcd_preset": "pretrain", "bcd_resting_grad_dtype": "fp32", "muon_grad_dtype": "fp32"}
+PRETRAIN = {"bcd_preset": "pretrain", "bcd_inactive_grad_dtype": "fp32", "muon_grad_dtype": "fp32"}
 PRETRAIN |= {"muon_momentum_dtype": "fp32"}
-RESTING = {"bcd_layout": "strided", "bcd_resting_update": "orthogonal", "bcd_resting_grad_dtype": "fp32", "lr": 3e-3}
+RESTING = {"bcd_layout": "strided", "bcd_inactive_update": "orthogonal", "bcd_inactive_grad_dtype": "fp32", "lr": 3e-3}
 MUON = {"optimizer": "muon", "muon_extra_scale_factor": 0.2, "muon_use_nesterov": True, "lr": 3e-3}
+FACTORED = RESTING | {"bcd_inactive_update": "factored"}
+FACTORED_EMBEDDING = FACTORED | {"bcd_embedding_update": "factored"}
 HOST = {"bcd_optimizer_state": "host"}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 5000}
@@ -71,12 +73,15 @@ CASES = {
     "muon_blocks": Case(
         {}, MUON | HOST | {"bcd_always_active": "norms,biases", "bcd_frozen": "embedding,head"}, ("data2",), 2e-4
     ),
+    "factored": Case({}, FACTORED | HOST, ("data2", "tensor2", "pipeline2_data2")),
+    "factored_untied": Case(UNTIED, FACTORED_EMBEDDING | MUON, ("tensor2", "pipeline2_data2")),
+    "factored_llama": Case(LLAMA, FACTORED_EMBEDDING | {"bcd_num_blocks": 0}, ("data2", "tensor2")),
     "no_block": Case({}, RESTING | {"bcd_num_blocks": 0}, ("data2",), 2e-4),
     "suffix": Case(
-        {}, RESTING | {"bcd_resting_update": "normalized", "bcd_resting_layers": "suffix"}, ("pipeline2",), 2e-4
+        {}, RESTING | {"bcd_inactive_update": "normalized", "bcd_inactive_layers": "suffix"}, ("pipeline2",), 2e-4
     ),
     # the sign of a gradient near zero depends on its last bit
-    "sign": Case({}, RESTING | {"bcd_resting_update": "sign"}, ("tensor2",), 2e-3),
+    "sign": Case({}, RESTING | {"bcd_inactive_update": "sign"}, ("tensor2",), 2e-3),
 }
 LONG_CASES = {
     "llama": Case(LLAMA, {}, ("context2", "context2_tensor2", "context4")),

@@ -12,10 +12,14 @@ from support.planned import RUNS, TWO, planned_activations, planned_state, recip
 
 from megatron.bcd.config import RunConfig
 
+FACTORED = {"bcd_inactive_update": "factored", "bcd_embedding_update": "factored"}
 UNPLANNED = {
     "tensor2": TWO | {"tensor_model_parallel_size": 2},
     "adapters_tensor2": TWO | {"tensor_model_parallel_size": 2, "bcd_low_rank": 3, "swiglu": True},
     "adapters_data2": TWO | {"bcd_low_rank": 3, "bcd_num_blocks": 0, "position_embedding_type": "rope"},
+    "factored_tensor2": TWO | FACTORED | {"tensor_model_parallel_size": 2, "swiglu": True},
+    "factored_data2": TWO | FACTORED | {"bf16": True, "untie_embeddings_and_output_weights": True},
+    "factored_no_block": FACTORED | {"bf16": True, "bcd_num_blocks": 0},
     "sgd_bf16": {"optimizer": "sgd", "bf16": True},
     "gradients_bf16": TWO | {"bf16": True, "grad_reduce_in_bf16": True},
     "gradients_fp16": {"fp16": True, "initial_loss_scale": 256, "no_use_distributed_optimizer": True},

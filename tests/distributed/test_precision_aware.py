@@ -24,7 +24,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "moments_bf16": ("data2", HOST | {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}),
     "moments_mixed": ("one", {"exp_avg_dtype": "bf16", "main_grads_dtype": "bf16"}),
     "always_active": ("data2", HOST | {"bcd_always_active": "norms,embedding", "exp_avg_dtype": "bf16"}),
-    "resting": ("data2", {"bcd_resting_update": "orthogonal"}),
+    "resting": ("data2", {"bcd_inactive_update": "orthogonal"}),
     "pipeline": ("pipeline2", {"overlap_grad_reduce": True, "exp_avg_sq_dtype": "bf16"}),
     "one_block": ("data2", {"bcd_num_blocks": 1, "overlap_grad_reduce": True, "overlap_param_gather": True}),
 }
@@ -86,7 +86,7 @@ def test_takes_the_steps_of_fp32_main_parameters(world1: World, world2: World, t
         zip(world.run(precision_aware_adam.train_run, config), world.run(worlds.train_run, plain), strict=True)
     ):
         assert one["dtypes"] == expected | {"master_param": "int16"}
-        if "bcd_resting_update" not in flags:  # which steps them between the phases
+        if "bcd_inactive_update" not in flags:  # which steps them between the phases
             assert one["changed"] == []
         assert one["losses"] == pytest.approx(like["losses"], rel=5e-3 if is_rounded else 1e-3)
         for ours, theirs in zip(one["metrics"], like["metrics"], strict=True):

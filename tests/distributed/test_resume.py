@@ -16,7 +16,7 @@ from support.pairwise import Combination, all_combinations, pairwise
 PIPELINE = worlds.PIPELINE
 CUTS = {name: worlds.CUTS[name] for name in ("one", "pipeline2", "data2", "tensor2")}
 WHOLE = {"no_use_distributed_optimizer": True}
-FP32 = {"bcd_resting_grad_dtype": "fp32"}
+FP32 = {"bcd_inactive_grad_dtype": "fp32"}
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "cut": CUTS,
     "blocks": {
@@ -33,7 +33,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "moments_bf16": {"adam_moments_dtype": "bf16"},
         "moments_int8": {"adam_moments_dtype": "int8"} | WHOLE,
         "muon": {"optimizer": "muon", "muon_use_nesterov": True},
-        "orthogonal": {"bcd_resting_update": "orthogonal", "adam_moments_dtype": "int8"},
+        "factored": {"bcd_inactive_update": "factored"},
+        "orthogonal": {"bcd_inactive_update": "orthogonal", "adam_moments_dtype": "int8"},
     },
     "state": {
         "reset": {},
@@ -49,7 +50,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 
 def allowed(case: Combination) -> bool:
     return (case["blocks"] != "stage" or case["cut"] == "pipeline2") and (
-        case["blocks"] != "one_block" or (case["state"] == "reset" and case["optimizer"] != "orthogonal")
+        case["blocks"] != "one_block"
+        or (case["state"] == "reset" and case["optimizer"] not in ("orthogonal", "factored"))
     )
 
 
@@ -100,7 +102,9 @@ MUON = {"optimizer": "muon", "muon_momentum_dtype": "bf16", "muon_grad_dtype": "
 FINETUNE = {"bcd_preset": "finetune", "num_layers": 4, "bcd_num_blocks": None, "bcd_steps_per_block": 2, "bf16": True}
 LLAMA = {"form": "llama", "ffn_hidden_size": 88, "group_query_attention": True, "num_query_groups": 2, "bf16": True}
 LLAMA |= {"bcd_optimizer_state": "host", "bcd_always_active": "norms,head", "recompute_granularity": "selective"}
-SUFFIX = {"bcd_resting_update": "normalized", "bcd_resting_layers": "suffix", "bcd_always_active": "none"} | FP32
+SUFFIX = {"bcd_inactive_update": "normalized", "bcd_inactive_layers": "suffix", "bcd_always_active": "none"} | FP32
+FACTORED = {"bf16": True, "bcd_inactive_update": "factored", "bcd_embedding_update": "factored"}
+FACTORED |= {"bcd_always_active": "norms,biases,embedding,head"}
 EVERYTHING = "norms,embedding,head"
 RUNS: dict[str, dict[str, Any]] = {
     "samples": PIPELINE | {"train_iters": None, "train_samples": 67},
@@ -111,7 +115,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "fp16_kept": CUTS["tensor2"] | {"fp16": True, "initial_loss_scale": 256, "bcd_optimizer_state": "host"},
     "muon_bf16": CUTS["data2"] | MUON | {"bf16": True, "bcd_always_active": "norms,biases", "bcd_frozen": "embedding"},
     "suffix": PIPELINE | SUFFIX | {"bf16": True},
-    "no_block": CUTS["data2"] | FP32 | {"bcd_num_blocks": 0, "bcd_resting_update": "orthogonal"}
+    "factored": CUTS["data2"] | FACTORED | {"untie_embeddings_and_output_weights": True},
+    "factored_no_block": CUTS["tensor2"] | LLAMA | FACTORED | {"bcd_num_blocks": 0, "bcd_layout": "strided"},
+    "no_block": CUTS["data2"] | FP32 | {"bcd_num_blocks": 0, "bcd_inactive_update": "orthogonal"}
     | {"bcd_always_active": EVERYTHING, "adam_moments_dtype": "int8"},
     "finetune_dropped": CUTS["data2"] | FINETUNE | {"bcd_order": "descending", "bcd_optimizer_state": "host"}
     | {"bcd_frozen": "norms", "bcd_main_params": "drop"},

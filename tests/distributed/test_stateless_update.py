@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,16 +13,23 @@ from support.dist import World
 
 RESTING: dict[str, Any] = {
     "bcd_layout": "strided",
-    "bcd_resting_update": "orthogonal",
-    "bcd_resting_grad_dtype": "fp32",
+    "bcd_inactive_update": "orthogonal",
+    "bcd_inactive_grad_dtype": "fp32",
 }
 MUON: dict[str, Any] = {"optimizer": "muon", "muon_extra_scale_factor": 0.2, "muon_use_nesterov": True}
 HOST: dict[str, Any] = {"bcd_optimizer_state": "host"}
-METHODS: dict[str, dict[str, Any]] = {"adam": RESTING | HOST, "muon": RESTING | MUON | HOST}
+FACTORED = RESTING | HOST | {"bcd_inactive_update": "factored"}
+METHODS: dict[str, dict[str, Any]] = {
+    "adam": RESTING | HOST,
+    "muon": RESTING | MUON | HOST,
+    "factored": FACTORED,
+    "factored_embedding": FACTORED | MUON | {"bcd_embedding_update": "factored"},
+    "factored_no_block": FACTORED | {"bcd_num_blocks": 0, "bcd_embedding_update": "factored"},
+}
 ITERATIONS = {"train_iters": 8, "bcd_steps_per_block": 2, "lr": 3e-3, "micro_batch_size": 4}
 
 
-def plain_orthogonal(g: torch.Tensor) -> torch.Tensor:
+def plain_orthogonal(g: torch.Tensor, _: dict[str, Any]) -> torch.Tensor:
     """Muon's Newton-Schulz iteration, written down again."""
     x = g / g.norm()
     x = x.T if g.shape[0] > g.shape[1] else x
@@ -30,14 +38,25 @@ def plain_orthogonal(g: torch.Tensor) -> torch.Tensor:
     return (x.T if g.shape[0] > g.shape[1] else x) * math.sqrt(max(g.shape))
 
 
+def plain_factored(g: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+    """Adafactor without momentum, written down again."""
+    state["t"] = state.get("t", 0) + 1
+    for name, dim in (("rows", 1), ("columns", 0)):
+        state[name] = 0.99 * state.get(name, 0) + 0.01 * g.square().mean(dim)
+    rows, columns = (state[name] / (1 - 0.99 ** state["t"]) for name in ("rows", "columns"))
+    update = g / ((rows / rows.mean()).sqrt()[:, None] * columns.sqrt()).clamp(min=1e-12)
+    return update / max(1.0, float(update.square().mean().sqrt()))
+
+
 class PlainLoop:
     """The whole method in plain PyTorch, on gradients that the run computed: AdamW for block and always-active
-    parameters, momentum for Muon's, no state for the others."""
+    parameters, momentum for Muon's, no state or second moments by row and column for the others."""
 
-    def __init__(self, *, is_muon: bool) -> None:
-        self._is_muon = is_muon
+    def __init__(self, *, is_muon: bool, is_factored: bool) -> None:
+        self._is_muon, self._is_factored = is_muon, is_factored
         self._weights: dict[str, torch.Tensor] = {}
         self._moments: dict[str, Any] = {}
+        self._factors: dict[str, tuple[dict[str, Any], ...]] = {}
         self.differences: list[float] = []
 
     def after_schedule(self, one: worlds.RecordedRun) -> None:
@@ -46,31 +65,36 @@ class PlainLoop:
             self._weights = {name: parameter.detach().clone() for name, parameter in named.items()}
         gradients = {name: parameter.main_grad.clone() for name, parameter in named.items()}
         is_matrix = {name: "layers" in name and parameter.dim() == 2 for name, parameter in named.items()}
-        active = one.partition.blocks[one.block].layers
+        active = one.partition.blocks[one.block].layers if one.partition.has_active_block else ()
         stateless = {name for name in named if is_matrix[name] and int(name.split(".")[2]) not in active}
-        norm = math.sqrt(sum(float(gradients[name].square().sum()) for name in named if name not in stateless))
+        without_state = set() if self._is_factored else stateless
+        norm = math.sqrt(sum(float(gradients[name].square().sum()) for name in named if name not in without_state))
         lr = one.lr_scheduler.get_lr({})
+        has_factored_embedding = one.config.bcd.bcd_embedding_update == "factored"
         for name, weight in self._weights.items():
-            g = gradients[name] if name in stateless else gradients[name] * min(1.0, 1.0 / (norm + 1e-6))
+            g = gradients[name] if name in without_state else gradients[name] * min(1.0, 1.0 / (norm + 1e-6))
             weight.mul_(1 - lr * 0.01 * (weight.dim() == 2))
-            if name in stateless:
-                weight.sub_(0.2 * lr * self._orthogonal(name, g))
+            if self._is_factored and (name in stateless or (has_factored_embedding and "word_embeddings" in name)):
+                weight.sub_(lr * self._by_part(name, g, plain_factored))
+            elif name in stateless:
+                weight.sub_(0.2 * lr * self._by_part(name, g, plain_orthogonal))
             elif self._is_muon and is_matrix[name]:
                 m = self._moments.setdefault(name, torch.zeros_like(g)).mul_(0.95).add_(g)
-                weight.sub_(0.2 * lr * self._orthogonal(name, g + 0.95 * m))
+                weight.sub_(0.2 * lr * self._by_part(name, g + 0.95 * m, plain_orthogonal))
             else:
                 m, v, steps = self._moments.get(name, (torch.zeros_like(g), torch.zeros_like(g), 0))
                 m, v, steps = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g, steps + 1
                 self._moments[name] = m, v, steps
                 weight.sub_(lr * m / (1 - 0.9**steps) / ((v / (1 - 0.999**steps)).sqrt() + 1e-8))
 
-    def _orthogonal(self, name: str, g: torch.Tensor) -> torch.Tensor:
+    def _by_part(self, name: str, g: torch.Tensor, rule: Callable[..., torch.Tensor]) -> torch.Tensor:
+        states = self._factors.setdefault(name, ({}, {}, {}))
         if "linear_qkv" not in name:
-            return plain_orthogonal(g)
+            return rule(g, states[0])
         rows = torch.arange(g.shape[0]).view(4, 3, 8)  # heads, of queries, keys and values
         found = torch.empty_like(g)
         for part in range(3):
-            found[rows[:, part].flatten()] = plain_orthogonal(g[rows[:, part].flatten()])
+            found[rows[:, part].flatten()] = rule(g[rows[:, part].flatten()], states[part])
         return found
 
     def after_step(self, one: worlds.RecordedRun) -> None:
@@ -78,18 +102,19 @@ class PlainLoop:
         self.differences.append(max(float((now[name] - self._weights[name]).abs().max()) for name in now))
 
 
-def against_plain_loop(config: Any, *, is_muon: bool) -> list[float]:
-    plain = PlainLoop(is_muon=is_muon)
+def against_plain_loop(config: Any) -> list[float]:
+    is_factored = config.bcd.bcd_inactive_update == "factored"
+    plain = PlainLoop(is_muon=config.is_muon, is_factored=is_factored)
     with worlds.started(config, after_schedule=plain.after_schedule, after_step=plain.after_step) as one:
         one.train()
     return plain.differences
 
 
-@pytest.mark.parametrize("method", ["adam", "muon"])
+@pytest.mark.parametrize("method", METHODS)
 def test_equals_a_plain_loop(world1: World, text_data: str, method: str) -> None:
     """A rate, a decay or a clip that reaches the wrong matrices; moments that do not wait for their block's turn."""
     config = worlds.run_config(data_path=text_data, **ITERATIONS | METHODS[method])
-    [differences] = world1.run(against_plain_loop, config, is_muon=method == "muon")
+    [differences] = world1.run(against_plain_loop, config)
     assert len(differences) == 8 and max(differences) < 2e-5, differences
 
 

@@ -80,7 +80,7 @@ def test_untrained_layers_are_named(world1: World, text_data: str, order: str) -
     assert f"layers {first}-{last}, final norm" in before or order == "greedy"
     (whole,) = world1.run(untrained, worlds.run_config(**flags, bcd_steps_per_block=None))
     assert whole == {"layers": [], "warnings": []}
-    stateless = {"bcd_resting_update": "orthogonal", "bcd_always_active": "norms,biases,embedding"}
+    stateless = {"bcd_inactive_update": "orthogonal", "bcd_always_active": "norms,biases,embedding"}
     (rests,) = world1.run(untrained, worlds.run_config(**flags, **stateless, bcd_steps_per_block=4))
     assert rests == {"layers": [], "warnings": []}
 

@@ -32,7 +32,7 @@ BAD_RUNS = {
 --bcd-head-phase
 --bcd-head-phase --untie-embeddings-and-output-weights --bcd-frozen head
 --bcd-head-phase --untie-embeddings-and-output-weights --bcd-always-active head,norms
---bcd-head-phase --untie-embeddings-and-output-weights --bcd-num-blocks 0 --bcd-resting-update sign
+--bcd-head-phase --untie-embeddings-and-output-weights --bcd-num-blocks 0 --bcd-inactive-update sign
 --hidden-size 66
 --num-query-groups 3 --group-query-attention
 --pipeline-model-parallel-size 2
@@ -40,10 +40,10 @@ BAD_RUNS = {
 --num-layers 2
 --bcd-layout stage --bcd-num-blocks 3
 --bcd-num-blocks 0
---bcd-num-blocks 0 --bcd-resting-update sign --bcd-always-active none
---bcd-num-blocks 0 --bcd-resting-update sign --bcd-layout submodel
---bcd-resting-update sign --bcd-num-blocks 1
---bcd-resting-update sign --bcd-frozen-weights host
+--bcd-num-blocks 0 --bcd-inactive-update sign --bcd-always-active none
+--bcd-num-blocks 0 --bcd-inactive-update sign --bcd-layout submodel
+--bcd-inactive-update sign --bcd-num-blocks 1
+--bcd-inactive-update sign --bcd-frozen-weights host
 --bcd-resident-layers 99 --bcd-frozen-weights host
 --bcd-low-rank 0
 --bcd-low-rank 9999

@@ -155,14 +155,14 @@ def test_the_whole_validation_split_by_its_other_name() -> None:
 def test_preset_sets_what_is_not_given() -> None:
     """A preset that overrules a flag, or that is given up as a whole where one flag differs."""
     plain, pretrain = parse().bcd, parse("--bcd-preset", "pretrain")
-    assert (plain.bcd_preset, plain.bcd_resting_update) == (None, "none")
-    assert pretrain.bcd.bcd_resting_update == "orthogonal" and pretrain.optimizer.optimizer == "muon"
+    assert (plain.bcd_preset, plain.bcd_inactive_update) == (None, "none")
+    assert pretrain.bcd.bcd_inactive_update == "orthogonal" and pretrain.optimizer.optimizer == "muon"
     assert pretrain.bcd.always_active == {"norms", "biases", "embedding", "head"}
     own = parse("--bcd-preset", "pretrain", "--optimizer", "adam", "--bcd-steps-per-block", "7")
     assert (own.optimizer.optimizer, own.bcd.bcd_steps_per_block) == ("adam", 7)
-    assert own.bcd.bcd_resting_update == "orthogonal" and not own.optimizer.muon_use_nesterov
+    assert own.bcd.bcd_inactive_update == "orthogonal" and not own.optimizer.muon_use_nesterov
     full = parse("--bcd-preset", "pretrain", "--bcd-num-blocks", "1")
-    assert full.bcd.bcd_resting_update == "none" and full.optimizer.optimizer == "muon"
+    assert full.bcd.bcd_inactive_update == "none" and full.optimizer.optimizer == "muon"
 
 
 def test_paper_preset_is_the_default() -> None:
@@ -193,10 +193,10 @@ def test_preset_finetune() -> None:
 
 def test_frozen_parts() -> None:
     """A tied head that stays trained without its embedding; a default of always-active parts that contradicts."""
-    tied = parse("--bcd-frozen", "head", "--bcd-resting-update", "sign").bcd
+    tied = parse("--bcd-frozen", "head", "--bcd-inactive-update", "sign").bcd
     assert tied.frozen == {"embedding", "head"} and tied.always_active == {"norms", "biases"}
     untied = parse(
-        "--bcd-frozen", "embedding", "--bcd-resting-update", "sign", "--untie-embeddings-and-output-weights"
+        "--bcd-frozen", "embedding", "--bcd-inactive-update", "sign", "--untie-embeddings-and-output-weights"
     ).bcd
     assert untied.frozen == {"embedding"} and untied.always_active == {"norms", "biases", "head"}
     assert parse().bcd.frozen == frozenset()

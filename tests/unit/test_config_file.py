@@ -58,7 +58,7 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
     file = written(tmp_path, FILE | {"swiglu": True, "eval-iters": 7, "bcd-preset": "pretrain"})
     config = parse_run_config(["--lr", "0.5", "--config", file, "--bcd-steps-per-block", "9"], prog=PROG, world_size=1)
     assert (config.optimizer.lr, config.training.eval_iters, config.model.swiglu) == (0.5, 7, True)
-    assert (config.bcd.bcd_steps_per_block, config.bcd.bcd_resting_update) == (9, "orthogonal")
+    assert (config.bcd.bcd_steps_per_block, config.bcd.bcd_inactive_update) == (9, "orthogonal")
 
 
 def test_switches(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_work_of_layout_stage_by_stage() -> None:
 
 @pytest.mark.parametrize(("stateless", "weights"), [("all", [6, 6, 6]), ("suffix", [6, 5, 4])])
 def test_stateless_updates_compute_weight_gradients(stateless: str, weights: list[int]) -> None:
-    """A W that is not counted for them, or a prefix that --bcd-resting-layers suffix keeps."""
+    """A W that is not counted for them, or a prefix that --bcd-inactive-layers suffix keeps."""
     cut = partition(num_layers=6, num_stages=2, num_blocks=3, layout="strided", tied=True, stateless=stateless)
     assert [layer_work(cut, block)[2] for block in range(3)] == weights
 

@@ -173,6 +173,8 @@ def _derive_blocks(values: Values, *, given: Mapping[str, Any]) -> None:
     if values["bcd_preset"] == "finetune" and not has_number and values["num_layers"]:
         values["bcd_num_blocks"] = max(1, values["num_layers"] // max(1, values["pipeline_model_parallel_size"]))
     frozen = str(values["bcd_frozen"]).split(",")
+    if values["bcd_inactive_lr_ratio"] is None:  # orthogonal directions have a larger root mean square than Adam's
+        values["bcd_inactive_lr_ratio"] = 1.0 if values["bcd_inactive_update"] == "factored" else 0.2
     tied = {"embedding", "head"} if not values["untie_embeddings_and_output_weights"] else set()
     if tied & set(frozen):
         frozen += sorted(tied - set(frozen))

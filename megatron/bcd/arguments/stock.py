@@ -121,9 +121,11 @@ class StockSwitches:
     recompute_activations: bool = option(False, "--recompute-granularity selective", group=RECOMPUTATION)
 
 
+_INACTIVE = "update lr_ratio layers grad_dtype"
 ALIASES = {
     "save_interval": ("--persistent-save-interval",),
     "use_checkpoint_opt_param_scheduler": ("--use-checkpoint-opt_param-scheduler",),
+    **{f"bcd_inactive_{name}": (f"--bcd-resting-{name.replace('_', '-')}",) for name in _INACTIVE.split()},
 }
 """By field: further names of its flag."""
 
@@ -146,7 +148,8 @@ BELONG_TO = {
     "use_distributed_optimizer",
     "--optimizer=muon": "muon_momentum muon_use_nesterov muon_scale_mode muon_extra_scale_factor muon_momentum_dtype "
     "muon_grad_dtype",
-    "--optimizer=muon --bcd-resting-update=orthogonal": "muon_split_qkv muon_num_ns_steps muon_tp_mode",
+    "--optimizer=muon --bcd-inactive-update=orthogonal": "muon_num_ns_steps muon_tp_mode",
+    "--optimizer=muon --bcd-inactive-update=orthogonal --bcd-inactive-update=factored": "muon_split_qkv",
     "--overlap-grad-reduce": "overlap_param_gather",
     "--use-distributed-optimizer": "overlap_param_gather",
     "--bf16": "grad_reduce_in_bf16",
@@ -165,7 +168,7 @@ BELONG_TO = {
     "bcd_max_steps_per_block",
     "--bcd-order=greedy": "bcd_greedy_microbatches",
     "--bcd-frozen-weights=host": "bcd_resident_layers",
-    "--bcd-resting-update": "bcd_resting_lr_ratio bcd_resting_layers bcd_resting_grad_dtype",
+    "--bcd-inactive-update": "bcd_inactive_lr_ratio bcd_inactive_layers bcd_inactive_grad_dtype",
     "--bcd-low-rank": "bcd_low_rank_alpha bcd_low_rank_layers bcd_low_rank_lr_ratio",
     "--bcd-prefix-cache": "bcd_prefix_cache_dtype bcd_prefix_cache_max_gib",
 }

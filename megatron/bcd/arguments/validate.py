@@ -56,16 +56,18 @@ CONFLICTS = {
     "--context-parallel-size": "--attention-backend=unfused",  # it needs the scores of whole sequences
     "--sft": "--mock-data --dataloader-type=cyclic --eod-mask-loss --context-parallel-size",
     "--save-hf": "--skip-train",
-    "--save-adapters": "--skip-train --finetune --bcd-resting-update",
+    "--save-adapters": "--skip-train --finetune --bcd-inactive-update",
     "--bcd-sample-ratio": "--dataloader-type=cyclic",  # each phase draws samples of its own
     # Muon's gradients have no loss scale, and are not among the scores of greedy order
     "--optimizer=muon": "--fp16 --loss-scale --calculate-per-token-loss --bcd-order=greedy",
+    "--bcd-embedding-update=factored": "--decoupled-lr",  # of Megatron Core's optimizer
+    "--bcd-inactive-update=factored": "--bcd-inactive-layers=suffix",
     "--optimizer-cpu-offload": "--optimizer!=adam --no-decoupled-weight-decay --no-use-distributed-optimizer "
-    "--adam-moments-dtype --exp-avg-dtype --exp-avg-sq-dtype --bcd-resting-update",
-    "--bcd-main-params=drop": "--optimizer=muon --bcd-resting-update",  # these keep main parameters on the device
-    "--bcd-resting-update": "--fp16",  # stateless updates have no loss scale
+    "--adam-moments-dtype --exp-avg-dtype --exp-avg-sq-dtype --bcd-inactive-update",
+    "--bcd-main-params=drop": "--optimizer=muon --bcd-inactive-update",  # these keep main parameters on the device
+    "--bcd-inactive-update": "--fp16",  # stateless updates have no loss scale
     # what writes frozen layers, or draws them differently on the ranks that share them
-    "--bcd-frozen-weights!=device": "--bcd-resting-update --data-parallel-random-init --fp8-format",
+    "--bcd-frozen-weights!=device": "--bcd-inactive-update --data-parallel-random-init --fp8-format",
     "--bcd-switch=plateau": "--bcd-steps-per-block",
     "--bcd-stop-cycle-improvement": "--eval-iters=0",
     "--bcd-run-ahead": "--bcd-schedule=stock",
@@ -85,6 +87,7 @@ _OF_GROUPS = (
 )
 NEEDS = {
     **dict.fromkeys(_OF_GROUPS.split(), "--lighthouse"),
+    "--bcd-embedding-update=factored": "--bcd-inactive-update",
     "--fp8-format": "--bf16",
     "--main-grads-dtype": "--use-precision-aware-optimizer --bf16",
     "--exp-avg-dtype": f"{_LOWER_MOMENTS} --adam-moments-dtype=fp32",
@@ -117,7 +120,7 @@ _AT_LEAST_0 = (
 )
 _ABOVE_0 = (
     "lr decoupled_lr adam_eps layernorm_epsilon init_method_std embedding_init_method_std rope_scaling_factor "
-    "loss_scale initial_loss_scale min_loss_scale bcd_prefix_cache_max_gib recompute_memory_gib bcd_resting_lr_ratio "
+    "loss_scale initial_loss_scale min_loss_scale bcd_prefix_cache_max_gib recompute_memory_gib bcd_inactive_lr_ratio "
     "muon_extra_scale_factor num_epochs bcd_low_rank_alpha bcd_low_rank_lr_ratio outer_lr"
 )
 _BELOW_1 = (
@@ -171,6 +174,7 @@ def find_problems(
         lambda: made.append(partition_from_config(config)),
         lambda: block_schedule_from_config(config, made[0]),
         lambda: _check_blocks(config, run, made[0]),
+        lambda: _check_stateless(run, made[0]),
         lambda: _check_adapters(run, made[0]),
         lambda: _check_groups(config, run, made[0]),
         lambda: _check_packages(run) if starts else None,
@@ -306,12 +310,12 @@ def _check_parallel(run: Run, world_size: int) -> None:
             size is None or size % tensor == 0,
             f"{flag_name(field)} {size} is not divisible by --tensor-model-parallel-size {tensor}",
         )
-    is_orthogonal = run.optimizer == "muon" or run.bcd_resting_update == "orthogonal"
+    splits = run.optimizer == "muon" or run.bcd_inactive_update in ("orthogonal", "factored")
     # Megatron Core then slices inside of a group: a rank's rows are not whole queries, keys and values
     require(
-        run.num_query_groups is None or run.num_query_groups >= tensor or not (is_orthogonal and run.muon_split_qkv),
+        run.num_query_groups is None or run.num_query_groups >= tensor or not (splits and run.muon_split_qkv),
         f"--num-query-groups {run.num_query_groups} is less than --tensor-model-parallel-size {tensor}: queries, keys "
-        "and values cannot be orthogonalised apart; give --muon-no-split-qkv",
+        "and values cannot be updated apart; give --muon-no-split-qkv",
     )
     is_tied_pipeline = pipeline > 1 and not run.untie_embeddings_and_output_weights
     is_sharded = run.use_distributed_optimizer and world_size > tensor * pipeline
@@ -392,11 +396,6 @@ def _check_blocks(config: RunConfig, run: Run, partition: Partition) -> None:
         "more than that, or --bcd-frozen-weights auto, which finds how many fit",
     )
     require(
-        run.bcd_resting_update == "none" or num_blocks > 1 or not partition.has_active_block,
-        f"--bcd-resting-update {run.bcd_resting_update}: no layer is inactive while all of them are one block; give "
-        "--bcd-num-blocks 2 or more, or 0",
-    )
-    require(
         run.recompute is None or run.bcd_schedule == "bcd" or config.pipeline_size == 1 or run.bcd_num_blocks in (0, 1),
         "--recompute auto needs --bcd-schedule bcd: it counts no activations of stages before the active block",
     )
@@ -428,6 +427,24 @@ def _check_blocks(config: RunConfig, run: Run, partition: Partition) -> None:
         not (run.overlap_cpu_optimizer_d2h_h2d and run.optimizer_offload_fraction < 1 and run.grad_reduce_in_bf16),
         "--overlap-cpu-optimizer-d2h-h2d with --optimizer-offload-fraction below 1 cannot be combined with "
         "--grad-reduce-in-bf16",
+    )
+
+
+def _check_stateless(run: Run, partition: Partition) -> None:
+    rule, has_embedding = run.bcd_inactive_update, run.bcd_embedding_update != "adam"
+    require(
+        rule == "none" or partition.num_blocks > 1 or not partition.has_active_block,
+        f"--bcd-inactive-update {rule}: no layer is inactive while all of them are one block; give --bcd-num-blocks 2 "
+        "or more, or 0",
+    )
+    require(
+        not has_embedding or partition.always_active & {"embedding", "head"},
+        f"--bcd-embedding-update {run.bcd_embedding_update}: neither embedding nor head is trained in every phase. "
+        "Name one of them in --bcd-always-active.",
+    )
+    require(
+        not has_embedding or partition.num_stages == 1 or not partition.tied,
+        f"--bcd-embedding-update {run.bcd_embedding_update}: a tied head needs one pipeline stage. Give adam.",
     )
 
 

@@ -15,6 +15,9 @@ temporary memory, and for their reduction to begin early."""
 ADAPTER = "_adapter"
 """Ends the names of modules with low-rank adapters (--bcd-low-rank)."""
 
+_FACTORED = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""What --bcd-embedding-update is about: the table of positions has a row for each of few positions, and keeps Adam."""
+
 Module = Literal["embedding", "layer", "final_norm", "head"]
 
 
@@ -27,12 +30,13 @@ class Ownership:
     """Layer number over the whole model; None outside the layers."""
     is_norm: bool
     is_matrix: bool
-    """Whether it is a matrix of a layer, which may rest (--bcd-resting-update)."""
+    """Whether a stateless update may step it: a matrix of a layer (--bcd-inactive-update), or a word embedding or head
+    that --bcd-embedding-update factored steps."""
     block: int | None
-    """The block that owns it; a tied head belongs to the block of the embedding. None with --bcd-num-blocks 0, and if
-    no phase trains it (--bcd-frozen)."""
+    """The block that owns it; a tied head belongs to the block of the embedding. None with --bcd-num-blocks 0, if no
+    phase trains it (--bcd-frozen), and with --bcd-embedding-update factored."""
     is_always_active: bool
-    """Active in every phase (--bcd-always-active), or an adapter.
+    """Active in every phase (--bcd-always-active) with optimizer state, or an adapter.
 
     Their optimizer state lives through the phases."""
     active_in: frozenset[int] | None = None
@@ -93,20 +97,21 @@ def ownership(name: str, *, partition: Partition, stage: int) -> Ownership:
         raise KeyError(name)
     kind = "norms" if is_norm else module
     is_frozen = kind in partition.frozen
-    is_matrix = module == "layer" and not is_norm and name.endswith(".weight")
+    is_in_layer = module == "layer" and not is_norm and name.endswith(".weight")
+    is_outside = partition.embedding_update == "factored" and is_always_active and name in _FACTORED
     return Ownership(
         module=module,
         layer=layer,
         is_norm=is_norm,
-        is_matrix=is_matrix,
-        block=block if partition.has_active_block and not is_frozen else None,
-        is_always_active=is_always_active,
+        is_matrix=is_in_layer or is_outside,
+        block=block if partition.has_active_block and not (is_frozen or is_outside) else None,
+        is_always_active=is_always_active and not is_outside,
         active_in=active_in,
         is_frozen=is_frozen,
         stateless_in=frozenset(
             each.index
             for each in partition.blocks
-            if is_matrix and layer is not None and partition.is_stateless(layer, each.index)
+            if is_outside or (is_in_layer and layer is not None and partition.is_stateless(layer, each.index))
         ),
     )
 

@@ -128,6 +128,8 @@ class Partition:
     stateless: str = "none"
     """Which layers outside the active block are updated without state: ``none``, ``all``, or ``suffix`` (after the
     block's first layer)."""
+    embedding_update: str = "adam"
+    """What steps an always-active word embedding, and an untied head: ``adam``, or ``factored``."""
     has_active_block: bool = True
     """False with --bcd-num-blocks 0: the one block is empty, all layers are updated without state."""
     num_chunks: int = 1
@@ -346,7 +348,8 @@ def partition_from_config(config: RunConfig) -> Partition:
         tied=config.tied,
         always_active=config.bcd.always_active,
         frozen=config.bcd.frozen,
-        stateless=config.bcd.bcd_resting_layers if config.bcd.bcd_resting_update != "none" else "none",
+        stateless=config.bcd.bcd_inactive_layers if config.bcd.bcd_inactive_update != "none" else "none",
+        embedding_update=config.bcd.bcd_embedding_update,
         num_parts=config.bcd.num_virtual_stages_per_pipeline_rank,
         head_phase=config.bcd.bcd_head_phase,
     )
@@ -364,17 +367,17 @@ def partition(
     always_active: frozenset[str] = frozenset(),
     frozen: frozenset[str] = frozenset(),
     stateless: str = "none",
+    embedding_update: str = "adam",
     num_parts: int | None = None,
     head_phase: bool = False,
 ) -> Partition:
     """Divide ``num_layers`` layers on ``num_stages`` pipeline stages into blocks.
 
-    ``num_blocks`` is ``--bcd-num-blocks``; None takes the default: ``DEFAULT_NUM_BLOCKS``, or the number of stages in
-    layout ``stage``. ``layers_per_stage`` gives each stage's number of layers, in layout ``interleaved`` that of each
-    virtual stage in depth order; None divides evenly. ``always_active``, ``frozen`` and ``head_phase`` are the flags
-    with ``--bcd-`` before their names, ``stateless`` is ``--bcd-resting-layers``, ``none`` without stateless updates.
-    ``num_parts`` is ``--num-virtual-stages-per-pipeline-rank``, for layout ``interleaved``; None takes the number of
-    blocks. Raises ValueError, one line that names the flags, where the layout does not fit the model.
+    Names are those of flags with ``--bcd-`` before them. ``num_blocks`` None takes the default: ``DEFAULT_NUM_BLOCKS``,
+    or the number of stages in layout ``stage``. ``layers_per_stage`` counts the layers of each stage, in layout
+    ``interleaved`` of each virtual stage in depth order; None divides evenly. ``stateless`` is ``--bcd-inactive-layers``
+    or ``none``. ``num_parts`` is ``--num-virtual-stages-per-pipeline-rank``; None takes the number of blocks. Raises
+    ValueError, one line that names the flags, where the layout does not fit the model.
     """
     assert layout in LAYOUTS and num_layers >= 1 and num_stages >= 1
     frozen = _never_trained(frozen, always_active, tied=tied)
@@ -409,6 +412,7 @@ def partition(
         always_active=always_active,
         frozen=frozen,
         stateless=stateless,
+        embedding_update=embedding_update,
         has_active_block=num_blocks != 0,
         num_chunks=1 + max(submodel.chunk for submodel in submodels),
     )
@@ -442,7 +446,7 @@ def _check_num_blocks(
         return
     if stateless != "all" and not always_active & {ADAPTERS, SUFFIX_ADAPTERS}:
         raise ValueError(
-            "--bcd-num-blocks 0 needs --bcd-resting-update, with --bcd-resting-layers all, or --bcd-low-rank"
+            "--bcd-num-blocks 0 needs --bcd-inactive-update, with --bcd-inactive-layers all, or --bcd-low-rank"
         )
     if not always_active:
         raise ValueError("--bcd-num-blocks 0 trains embedding, norms and head only if --bcd-always-active names them")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -32,6 +32,9 @@ MATRICES = "matrices"
 """Owner of the main parameters of all bf16 matrices that rest in some phase, or are Muon's."""
 OUTER = "outer"
 """Owner of the outer momenta of replica groups, of all parameters."""
+FACTORED = "factored "
+"""With a block's number, "no block" or "embedding", owner of the second moments of the rule `factored`."""
+_NO_BLOCK, _EMBEDDING = "no block", "embedding"
 _MOMENTUM = "momentum "
 """With a block's number, owner of Muon's momenta; all other owners are block numbers. An owner's parameters step
 together, and have tensors of the same names."""
@@ -39,6 +42,8 @@ Entry: TypeAlias = ShardedTensor | ShardedTensorFactory
 Later: TypeAlias = dict[str, Callable[[], torch.Tensor]]
 """What makes a tensor that is to be written, by its key in the checkpoint."""
 PREFIX = "optimizer"
+_ROW_MEANS, _COLUMN_MEANS = "exp_avg_sq_row", "exp_avg_sq_col"
+"""Names of the second moments of the rule `factored` in checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +78,17 @@ class _Kept:
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return self.held
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Factors:
+    """Second moments of a matrix on its owner; shapes as in `update_rules.split_factors`."""
+
+    num_steps: int
+    held: Mapping[str, torch.Tensor]
+
+    def names(self) -> set[str]:
+        return set(self.held)
 
 
 _Held: TypeAlias = Mapping[str, ParamShard | KeptShard | _Part | _Kept]
@@ -119,14 +135,31 @@ def _held_by_matrix_optimizer(active: ActiveBlock) -> dict[str, _Held]:
     return held
 
 
+def _held_factors(active: ActiveBlock) -> dict[str, Mapping[str, _Factors]]:
+    """Second moments that this rank holds, by owner and parameter name."""
+    if (matrices := active.matrices) is None:
+        return {}
+    owners = [f"{FACTORED}{which}" for which in (_NO_BLOCK, _EMBEDDING, *range(active.partition.num_blocks))]
+    return {
+        owner: {
+            name: _Factors(num_steps=int(steps), held={_ROW_MEANS: rows, _COLUMN_MEANS: columns})
+            for name in _parameters(active, owner)
+            if name in matrices.factors
+            for rows, columns, steps in [matrices.split_factors(name, matrices.factors[name])]
+        }
+        for owner in owners
+    }
+
+
 def summarize(active: ActiveBlock, *, is_current: bool) -> dict[str, StateSummary]:
     """Summaries of the owners that have state. A collective over all ranks.
 
     `is_current` is False if the active block's phase is over: then only what --bcd-optimizer-state keeps is counted.
     """
+    by_owner: dict[str, Mapping[str, Any]] = {**_held(active), **_held_factors(active)}
     mine = {
         owner: ({name for one in held.values() for name in one.names()}, {one.num_steps for one in held.values()})
-        for owner, held in _held(active).items()
+        for owner, held in by_owner.items()
     }
     ranks = collectives.gather_objects(mine)
     summaries = {}
@@ -143,13 +176,15 @@ def summarize(active: ActiveBlock, *, is_current: bool) -> dict[str, StateSummar
 
 
 def block_of(owner: str) -> int | None:
-    """The block whose parameters these are; None for other owners."""
-    return None if owner in (MATRICES, OUTER) or _is_always(owner) else int(owner.removeprefix(_MOMENTUM))
+    """The block in whose phases alone these are held on the device; None for other owners."""
+    if owner in (MATRICES, OUTER) or _is_always(owner) or owner.startswith(FACTORED):
+        return None
+    return int(owner.removeprefix(_MOMENTUM))
 
 
 def needs_build(owner: str) -> bool:
     """Whether offloaded state of the owner is set through the optimizer of its block."""
-    return owner not in (MATRICES, OUTER) and not _is_always(owner) and not owner.startswith(_MOMENTUM)
+    return block_of(owner) is not None and not owner.startswith(_MOMENTUM)
 
 
 def _is_always(owner: str) -> bool:
@@ -181,10 +216,11 @@ def sharded_state(
     joined = {str(block): whole for block, whole in active.kept.joined(parameters, group).items()}
     joined.pop(str(active.block), None)  # of its last phase
     held = _held(active)
-    entries: dict[str, Entry] = {}
+    entries = _entries_of_factors(active, sharded)
     later: Later = {}
     for owner, summary in summaries.items():
-        for index, (name, parameter) in enumerate(_parameters(active, owner).items()):
+        parameters_of_owner = {} if owner.startswith(FACTORED) else _parameters(active, owner)
+        for index, (name, parameter) in enumerate(parameters_of_owner.items()):
             rank = index % group.size()  # holds the whole tensor, and saves it
             shard = joined.get(owner, {}).get(name) or held.get(owner, {}).get(name)
             state_names = _state_names(active, owner, summary, name)
@@ -217,6 +253,38 @@ def _entry(weight: Entry, state: torch.Tensor, state_name: str) -> Entry:
     return replace(entry, replica_id=(*entry.replica_id[:-1], 0))  # type: ignore[misc]
 
 
+def _entries_of_factors(active: ActiveBlock, sharded: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Second moments that this rank holds."""
+    return {
+        f"{state_name}.{name}": _entry_of_factors(active, name, sharded[name], tensor, state_name, replica=0)
+        for factors in _held_factors(active).values()
+        for name, of_matrix in factors.items()
+        for state_name, tensor in of_matrix.held.items()
+    }
+
+
+def _entry_of_factors(
+    active: ActiveBlock, name: str, weight: Entry, tensor: torch.Tensor, state_name: str, *, replica: int
+) -> Entry:
+    """Row means [M] or column means [P, N] of a matrix; they are sliced over tensor-parallel ranks if its rows or its
+    columns are. `replica` numbers the data-parallel ranks that save or load them."""
+    assert active.matrices is not None
+    key, layout = f"{PREFIX}.{state_name}.{weight.key}", active.matrices.matrices[name].layout
+    dim = 0 if state_name == _ROW_MEANS else 1
+    tensor = tensor.detach().to("cpu", copy=True)
+    if isinstance(weight, ShardedTensorFactory) and dim == 0:  # rows of a gate and of what it multiplies
+        return replace(weight, key=key, data=tensor, replica_id=(*weight.replica_id[:-1], replica))  # type: ignore[misc]
+    rank, size = (0, 1) if layout.group is None else (layout.group.rank(), layout.group.size())
+    is_sliced = layout.sharded_dim == dim
+    return ShardedTensor.from_rank_offsets(
+        key,
+        tensor,
+        *([(tensor.dim() - 1, rank, size)] if is_sliced else []),
+        replica_id=(0, 0 if is_sliced else rank, replica),
+        allow_shape_mismatch=getattr(weight, "allow_shape_mismatch", False),
+    )
+
+
 def _tensor(shard: KeptShard, state_name: str) -> torch.Tensor:
     return shard.tensors()[state_name]
 
@@ -227,6 +295,8 @@ def _parameters(active: ActiveBlock, owner: str) -> dict[str, torch.nn.Parameter
         return parameters.matrices()
     if owner == OUTER:
         return parameters.all()
+    if owner.startswith(FACTORED):
+        return _factored_matrices(active, owner.removeprefix(FACTORED))
     if block is None:
         return parameters.always_active(num_phases=int(owner.removeprefix(ALWAYS) or 0))
     of_block = parameters.of_block(block)
@@ -234,6 +304,14 @@ def _parameters(active: ActiveBlock, owner: str) -> dict[str, torch.nn.Parameter
         is_muon_on = active.matrices is not None and active.is_muon
         return {name: one for name, one in of_block.items() if not (is_muon_on and name in parameters.matrices())}
     return {name: one for name, one in of_block.items() if name in parameters.matrices()}
+
+
+def _factored_matrices(active: ActiveBlock, which: str) -> dict[str, torch.nn.Parameter]:
+    """None if the rule of this run is another one than the checkpoint's."""
+    if which == _EMBEDDING:
+        return active.parameters.outside_layers()
+    block = None if which == _NO_BLOCK else int(which)
+    return active.parameters.stateless_of(block) if active.has_factored_layers else {}
 
 
 def _state_names(active: ActiveBlock, owner: str, summary: StateSummary, name: str) -> list[str]:
@@ -246,11 +324,21 @@ def _state_names(active: ActiveBlock, owner: str, summary: StateSummary, name: s
 def requested_state(active: ActiveBlock, summaries: Mapping[str, StateSummary]) -> dict[str, Entry]:
     """Whole tensors for the state of this rank's parameters, for Megatron Core's dist_checkpointing to fill."""
     sharded = _sharded_weights(active)
-    return {
+    factors = {
+        f"{state_name}.{name}": _entry_of_factors(
+            active, name, sharded[name], tensor, state_name, replica=replicas.group().rank()
+        )
+        for owner in summaries
+        if owner.startswith(FACTORED) and active.matrices is not None
+        for name in _parameters(active, owner)
+        for state_name, tensor in zip((_ROW_MEANS, _COLUMN_MEANS), active.matrices.new_factors(name)[:2], strict=True)
+    }
+    return factors | {
         f"{state_name}.{name}": make_sharded_optimizer_tensor(
             sharded[name], torch.empty(parameter.shape, dtype=torch.float32), f"{PREFIX}.{state_name}"
         )
         for owner, summary in summaries.items()
+        if not owner.startswith(FACTORED)
         for name, parameter in _parameters(active, owner).items()
         for state_name in _state_names(active, owner, summary, name)
     }
@@ -265,6 +353,12 @@ def set_state(active: ActiveBlock, summaries: Mapping[str, StateSummary], loaded
             for name, parameter in _parameters(active, owner).items():
                 part = replicas.part_of(parameter.numel())
                 active.outer_momenta[name] = loaded[f"{OUTER}.{name}"].reshape(-1)[part].clone()
+            continue
+        if owner.startswith(FACTORED):
+            for name in _parameters(active, owner):
+                assert active.matrices is not None
+                means = (loaded[f"{state_name}.{name}"] for state_name in (_ROW_MEANS, _COLUMN_MEANS))
+                active.matrices.set_factors(name, *means, num_steps=summary["num_steps"])
             continue
         if owner == MATRICES or owner.startswith(_MOMENTUM):
             _set_matrices(active, owner, loaded)

@@ -109,6 +109,8 @@ def from_json(text: str, *, path: str) -> RunState:
     expected = {own.name for own in fields(RunState)}
     if set(values) | {"run"} != expected:
         raise ValueError(f"{path} is damaged (entries {sorted(set(values) ^ expected)} are missing or unknown)")
+    bcd = values["flags"].get("bcd", {})
+    values["flags"]["bcd"] = {name.replace("bcd_resting_", "bcd_inactive_"): value for name, value in bcd.items()}
     return RunState(**values)
 
 
@@ -257,9 +259,11 @@ def changed_flags(saved: RunState, config: RunConfig) -> list[str]:
 
 def has_same_optimizers(saved: RunState, config: RunConfig) -> bool:
     """Whether the optimizers of this run hold what the checkpoint's held: with 16-bit weights, a stateless update has
-    main parameters of its own."""
-    before = saved.flags.get("bcd", {}).get("bcd_resting_update", "none")
-    return config.precision == "fp32" or (before == "none") == (config.bcd.bcd_resting_update == "none")
+    main parameters of its own; one of the embedding has no moments."""
+    before, now = saved.flags.get("bcd", {}), config.bcd
+    is_same = (before.get("bcd_inactive_update", "none") == "none") == (now.bcd_inactive_update == "none")
+    is_same_embedding = before.get("bcd_embedding_update", "adam") == now.bcd_embedding_update
+    return is_same_embedding and (is_same or config.precision == "fp32")
 
 
 def resumed_phase(
@@ -279,8 +283,9 @@ def resumed_phase(
         )
     elif not has_same_optimizers(saved, config):
         problem = (
-            f"--bcd-resting-update {config.bcd.bcd_resting_update} has other main parameters than the checkpoint's "
-            "run, so optimizer state is not loaded"
+            f"--bcd-inactive-update {config.bcd.bcd_inactive_update} and --bcd-embedding-update "
+            f"{config.bcd.bcd_embedding_update} have other optimizer state than the checkpoint's run, so optimizer "
+            "state is not loaded"
         )
     elif not phases.fits(state):
         problem = f"--bcd-order {phases.settings.bcd_order} can't resume in the middle of a cycle of another order"

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_RESTING: dict[str, Any] = {
-    "bcd_resting_update": "orthogonal",
-    "bcd_resting_lr_ratio": 0.2,
-    "bcd_resting_layers": "all",
-    "bcd_resting_grad_dtype": "bf16",
+_INACTIVE: dict[str, Any] = {
+    "bcd_inactive_update": "orthogonal",
+    "bcd_inactive_layers": "all",
+    "bcd_inactive_grad_dtype": "bf16",
 }
 _MUON: dict[str, Any] = {
     "optimizer": "muon",
@@ -27,7 +26,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "bcd_order": "ascending",
         "bcd_optimizer_state": "reset",
         "bcd_always_active": "none",
-        "bcd_resting_update": "none",
+        "bcd_inactive_update": "none",
         "optimizer": "adam",
     },
     # docs/fine_tuning.md; one layer a block, and no active head where it is frozen: arguments/derive.py
@@ -37,7 +36,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "bcd_optimizer_state": "reset",
         "bcd_always_active": "head",
         "bcd_frozen": "embedding",
-        "bcd_resting_update": "none",
+        "bcd_inactive_update": "none",
         "optimizer": "adam",
     },
     # docs/learning.md
@@ -45,7 +44,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "bcd_layout": "strided",
         "bcd_order": "ascending",
         "bcd_optimizer_state": "host",
-        **_RESTING,
+        **_INACTIVE,
         **_MUON,
     },
 }
@@ -58,8 +57,8 @@ def preset_values(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     With one block no layer is inactive; with another optimizer there is no Muon to set.
     """
     values = dict(PRESETS[name])
-    if given.get("bcd_num_blocks") == 1 or given.get("bcd_resting_update") == "none":
-        values = {field: value for field, value in values.items() if field not in _RESTING}
+    if given.get("bcd_num_blocks") == 1 or given.get("bcd_inactive_update") == "none":
+        values = {field: value for field, value in values.items() if field not in _INACTIVE}
     if given.get("optimizer", "muon") != "muon":
         values = {field: value for field, value in values.items() if field not in _MUON}
     return {field: value for field, value in values.items() if field not in given}

@@ -63,7 +63,7 @@ class BcdConfig:
     )
     bcd_num_blocks: int | None = option(
         None,
-        "number of blocks M; 1 = full training, 0 = no active block but --bcd-resting-update and --bcd-always-active. "
+        "number of blocks M; 1 = full training, 0 = no active block but --bcd-inactive-update and --bcd-always-active. "
         f"Default {DEFAULT_NUM_BLOCKS}; with --bcd-layout stage the number of pipeline stages",
     )
     bcd_layout: str = option(
@@ -136,7 +136,7 @@ class BcdConfig:
     bcd_always_active: str | None = option(
         None,
         "parameters trained in every phase: none, or a comma-separated list of norms, biases (of layers), embedding, "
-        "head. Default none; with --bcd-resting-update all of them, but none with --bcd-resting-layers suffix",
+        "head. Default none; with --bcd-inactive-update all of them, but none with --bcd-inactive-layers suffix",
         metavar="PARTS",
     )
     bcd_frozen: str = option(
@@ -150,20 +150,29 @@ class BcdConfig:
         "the final norm and an untied output head are a block of their own, the last one, with phases in which the "
         "backward pass ends at the head's input",
     )
-    bcd_resting_update: str = option(
+    bcd_inactive_update: str = option(
         "none",
         "stateless update of the layer matrices outside the active block: orthogonal = orthogonalised gradients "
-        "(Newton-Schulz), normalized = rows of the gradient divided by their root mean square, sign = its sign",
-        choices=("none", "orthogonal", "normalized", "sign"),
+        "(Newton-Schulz), factored = gradients divided by the root of their second moment, of which the means by row "
+        "and by column are kept; normalized = rows of the gradient divided by their root mean square, sign = its sign",
+        choices=("none", "orthogonal", "factored", "normalized", "sign"),
     )
-    bcd_resting_lr_ratio: float = option(0.2, "learning rate of stateless updates over the active block's")
-    bcd_resting_layers: str = option(
+    bcd_inactive_lr_ratio: float | None = option(
+        None, "learning rate of stateless updates over the active block's; default: 0.2, with factored 1"
+    )
+    bcd_embedding_update: str = option(
+        "adam",
+        "what steps the word embedding and an untied head that --bcd-always-active names: adam, or factored, as "
+        "--bcd-inactive-update factored, next to stateless",
+        choices=("adam", "factored"),
+    )
+    bcd_inactive_layers: str = option(
         "all",
         "inactive layers that are updated: all, or suffix = those after the block's first layer, so that stages before "
         "it still run forward only",
         choices=("all", "suffix"),
     )
-    bcd_resting_grad_dtype: str = option("bf16", "precision of gradients of stateless updates", choices=BF16_OR_FP32)
+    bcd_inactive_grad_dtype: str = option("bf16", "precision of gradients of stateless updates", choices=BF16_OR_FP32)
     muon_momentum_dtype: str = option("fp32", "precision of Muon's momentum", choices=BF16_OR_FP32, group=OPTIMIZER)
     muon_grad_dtype: str = option(
         "fp32", "precision in which gradients for Muon are reduced", choices=BF16_OR_FP32, group=OPTIMIZER
@@ -237,7 +246,7 @@ class BcdConfig:
         """
         adapters = frozenset(() if self.bcd_low_rank is None else [_ADAPTERS_OF[self.bcd_low_rank_layers]])
         if self.bcd_always_active is None:
-            is_all = self.bcd_resting_update != "none" and self.bcd_resting_layers == "all"
+            is_all = self.bcd_inactive_update != "none" and self.bcd_inactive_layers == "all"
             left = frozenset(ALWAYS_ACTIVE if is_all else ()) - self.frozen
             return left - (frozenset({"head"}) if self.bcd_head_phase else frozenset()) | adapters
         return _parts("--bcd-always-active", self.bcd_always_active, ALWAYS_ACTIVE) | adapters

@@ -82,7 +82,7 @@ def build_transformer_config(config: RunConfig, implementation: Implementation) 
 
 def _has_narrow_gradients(config: RunConfig) -> bool:
     """Whether gradients of fp32 weights are added up in bf16: the fused kernel takes half-precision inputs for that."""
-    dtypes = [config.bcd.bcd_resting_grad_dtype] if config.bcd.bcd_resting_update != "none" else []
+    dtypes = [config.bcd.bcd_inactive_grad_dtype] if config.bcd.bcd_inactive_update != "none" else []
     dtypes += [config.bcd.muon_grad_dtype] if config.is_muon else []
     return config.precision == "fp32" and "bf16" in dtypes
 

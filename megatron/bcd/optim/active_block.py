@@ -35,6 +35,7 @@ from megatron.bcd.optim.param_shard import (
 )
 from megatron.bcd.optim.phase_optimizer import build_optimizer, wrap_model
 from megatron.bcd.optim.switch_check import SwitchCheck
+from megatron.bcd.optim.update_rules import FACTORED
 from megatron.bcd.runtime import collectives, device, memory, replicas
 from megatron.bcd.runtime.compat import megatron_core
 
@@ -64,16 +65,25 @@ class ParametersByBlock:
         return self._where(lambda owned: owned.block == block and not owned.is_always_active)
 
     def inactive(self, block: int) -> Parameters:
-        """Matrices that are updated without state in the block's phases (--bcd-resting-update)."""
-        return self._where(lambda owned: owned.is_stateless(block))
+        """Matrices of layers that are updated without state in the block's phases (--bcd-inactive-update)."""
+        return self._where(lambda owned: owned.is_stateless(block) and owned.module == "layer")
+
+    def outside_layers(self) -> Parameters:
+        """Embedding and head, if they are updated by the rule `factored` (--bcd-embedding-update)."""
+        return self._where(lambda owned: owned.is_matrix and owned.module != "layer")
 
     def all(self) -> Parameters:
         """All of this stage."""
         return self._parameters
 
     def matrices(self) -> Parameters:
-        """Matrices of all layers of this stage."""
+        """Matrices of this stage that a stateless update may step: those of all layers, and `outside_layers`."""
         return self._where(lambda owned: owned.is_matrix)
+
+    def stateless_of(self, block: int | None) -> Parameters:
+        """Matrices of the block's layers that are updated without state in the phases of other blocks; None: those of
+        layers without a block, in every phase."""
+        return self._where(lambda owned: bool(owned.stateless_in) and owned.block == block and owned.module == "layer")
 
     def always_active(self, *, num_phases: int | None = None) -> Parameters:
         """Parameters that are active in every phase (--bcd-always-active), and adapters; of these those that are in
@@ -139,7 +149,7 @@ class ActiveBlock:
             keeps_main_params=config.bcd.bcd_main_params == "host",
         )
         self.matrices = build_matrix_optimizer(config, model, self.parameters.matrices())
-        """Steps inactive matrices without state, and Muon's; None where there are none of both."""
+        """Steps matrices by stateless updates, and Muon's; None where there are none of both."""
         self.outer_momenta: dict[str, torch.Tensor] = {}
         """Of the outer step of replica groups: of each exchanged parameter `replicas.part_of`, flat, by name, in host
         memory."""
@@ -157,7 +167,12 @@ class ActiveBlock:
         if self.matrices is not None:
             matrices = self.parameters.matrices()
             of_block = [name for name in self.parameters.of_block(block) if name in matrices]
-            rules = rules_of_phase(self._config, inactive=self.parameters.inactive(block), of_block=of_block)
+            rules = rules_of_phase(
+                self._config,
+                inactive=self.parameters.inactive(block),
+                outside_layers=self.parameters.outside_layers(),
+                of_block=of_block,
+            )
         elsewhere = {name for _, names, _ in rules for name in names}
         self.parameters.activate(block, without=elsewhere)
         self._in_buffers = list(self.parameters.active().values())
@@ -329,8 +344,8 @@ class ActiveBlock:
         """Clip the gradient and step all that is updated. A collective.
 
         Megatron Core's step with one more check. It is skipped after an overflow in fp16, and with `skip_non_finite` if
-        a gradient is not finite. Inactive matrices are neither clipped nor part of the norm: their updates have no
-        scale.
+        a gradient is not finite. Matrices whose rule keeps nothing are neither clipped nor part of the norm: their
+        updates do not depend on the scale of a gradient.
 
         Returns:
             L2 norm of the gradient before clipping, the same on every rank; None if the step was skipped.
@@ -342,9 +357,9 @@ class ActiveBlock:
         if optimizer.prepare_grads():
             return None
         norm = float(optimizer.get_grad_norm())  # the CPU waits for the device
-        with_momentum, without = (0.0, 0.0) if squares is None else squares.tolist()
+        with_state, without = (0.0, 0.0) if squares is None else squares.tolist()
         if matrices is not None:
-            norm = math.sqrt(norm**2 + with_momentum)
+            norm = math.sqrt(norm**2 + with_state)
         if skip_non_finite and not (math.isfinite(norm) and math.isfinite(without)):
             return None
         for each in self.optimizers():
@@ -502,6 +517,11 @@ class ActiveBlock:
     def is_muon(self) -> bool:
         """Whether Muon steps the active block's matrices."""
         return self._config.is_muon
+
+    @property
+    def has_factored_layers(self) -> bool:
+        """Whether the rule `factored` steps matrices of layers."""
+        return self._config.bcd.bcd_inactive_update == FACTORED
 
     @property
     def is_sharded(self) -> bool:

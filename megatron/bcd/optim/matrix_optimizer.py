@@ -1,10 +1,12 @@
-"""Steps matrices of layers without Megatron Core's optimizer: inactive ones, which keep no state (stateless updates,
---bcd-resting-update), and with --optimizer muon the active block's, which keep a momentum.
+"""Steps matrices without Megatron Core's optimizer: those of inactive layers by stateless updates
+(--bcd-inactive-update), with --optimizer muon the active block's, which keep a momentum, and with
+--bcd-embedding-update factored the embedding and an untied head.
 
 Each matrix has one rank of the data-parallel x context-parallel group as its owner: gradients are reduced to the owner,
 it computes the new weights, and broadcasts them. The owner alone holds what exists beside weight and gradient: the
-momentum, and in bf16 the 16 bits that the weight lacks of its fp32 value. Owners never change, so a switch moves none
-of it. Matrices of one shape, rule and owner are reduced and stepped together, in stacks.
+momentum, the factors of the rule `factored` (means by row and by column), and in bf16 the 16 bits that the weight lacks
+of its fp32 value. Owners never change, so a switch moves none of it. Matrices of one shape, rule and owner are reduced
+and stepped together, in stacks.
 
 Shapes: K = matrices of a stack, M = rows, N = columns.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,7 +40,7 @@ class MatrixRule:
     """How a set of matrices is stepped: w -= lr x (weight_decay x w + scale x direction)."""
 
     name: str
-    """One of `update_rules.RULES`."""
+    """One of `update_rules.RULES`, or FACTORED."""
     scale: float
     """Root mean square of an update at a learning rate of 1."""
     grad_dtype: torch.dtype
@@ -49,6 +51,11 @@ class MatrixRule:
     """Newton-Schulz iterations."""
     scale_mode: str = "spectral"
     """A key of `update_rules.SCALES`."""
+
+    @property
+    def has_state(self) -> bool:
+        """Whether gradients enter a momentum or a second moment, so that their scale matters."""
+        return self.momentum is not None or self.name == update_rules.FACTORED
 
 
 Rules = list[tuple[MatrixRule, Iterable[str], bool]]
@@ -64,6 +71,12 @@ class Matrix:
     owner: int
     """Rank in the data-parallel x context-parallel group."""
     layout: MatrixLayout
+
+    @property
+    def num_factors(self) -> int:
+        """Elements that the rule `factored` keeps of it."""
+        rows, columns = self.parameter.shape
+        return update_rules.num_factors(rows, columns, len(self.layout.parts) or 1)
 
 
 class Stack:
@@ -168,6 +181,8 @@ class MatrixOptimizer:
         stacks and their rule."""
         self.momenta: dict[str, torch.Tensor] = {}
         """By name, on the owner: of the present phase on the device, kept ones in host memory."""
+        self.factors: dict[str, torch.Tensor] = {}
+        """By name, on the owner: what `update_rules.factored_` keeps, also while another rule steps the matrix."""
         self._low_bits: dict[str, torch.Tensor] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -239,6 +254,8 @@ class MatrixOptimizer:
             kept = self.momenta.get(matrix.name)
             momentum = torch.zeros_like(parameter, dtype=self._momentum_dtype) if kept is None else kept
             self.momenta[matrix.name] = momentum.to(parameter.device, self._momentum_dtype)
+        if rule.name == update_rules.FACTORED and self.is_owner(matrix.name) and matrix.name not in self.factors:
+            self.factors[matrix.name] = self._zero_factors(matrix.name)
         if parameter.dtype == torch.bfloat16 and self.is_owner(matrix.name):
             low_bits = self._low_bits.get(matrix.name)
             if low_bits is None:
@@ -264,8 +281,12 @@ class MatrixOptimizer:
 
     @torch.no_grad()
     def _accumulate(self, stack: Stack, parameter: torch.Tensor) -> None:
-        """Add a microbatch's gradient to the buffer, unless the matrix product has written it there."""
-        if not parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
+        """Add a microbatch's gradient to the buffer, unless the matrix product has written it there.
+
+        With a tied head it has written the head's part, and left zeros to which the embedding's part was added.
+        """
+        has_more = getattr(parameter, "zero_out_wgrad", False)
+        if has_more or not parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
             parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
         parameter.grad = None
         if self._overlaps_reduction and self._is_last_microbatch:
@@ -286,7 +307,7 @@ class MatrixOptimizer:
         """Average the gradients over the replicas, on each matrix's owner.
 
         Returns:
-            The sums of squares of all gradients with a momentum, and of those without, over all ranks of the run and
+            The sums of squares of all gradients whose rule has state, and of the others, over all ranks of the run and
             the same on every rank; not finite if one gradient is not. To be read once the CPU has waited for the
             device anyway. A collective.
         """
@@ -294,7 +315,7 @@ class MatrixOptimizer:
         self._finish_reductions()
         own: tuple[list[torch.Tensor], ...] = ([], [])
         for group in self.param_groups:
-            own[group["rule"].momentum is None].extend(
+            own[not group["rule"].has_state].extend(
                 stack.gradient for stack in group["stacks"] if stack.owner == self._rank
             )
         squares = torch.stack([sum_of_squares(gradients) for gradients in own])
@@ -305,7 +326,8 @@ class MatrixOptimizer:
     def step(self, *, clip_coefficient: float = 1.0) -> None:
         """Step every matrix. A collective over data- and tensor-parallel groups; `reduce_gradients` comes first.
 
-        `clip_coefficient` scales the gradients that enter a momentum; directions do not depend on it.
+        `clip_coefficient` scales the gradients that enter a momentum or a second moment; other directions do not depend
+        on it.
         """
         for group in self.param_groups:
             for stack in group["stacks"]:
@@ -321,13 +343,16 @@ class MatrixOptimizer:
     def _update(self, stack: Stack, group: Mapping[str, Any], clip_coefficient: float) -> None:
         rule: MatrixRule = group["rule"]
         gradient = stack.gradient.float()
+        if rule.has_state and clip_coefficient < 1.0:
+            gradient.mul_(clip_coefficient)
         if rule.momentum is not None:
-            if clip_coefficient < 1.0:
-                gradient = gradient * clip_coefficient
             gradient = self._with_momentum(stack, gradient, rule)
-        update = update_rules.direction(
-            rule.name, gradient, stack.layout, num_steps=rule.num_steps, scale_mode=rule.scale_mode
-        )
+        if rule.name == update_rules.FACTORED:
+            update = self._factored(stack, gradient)
+        else:
+            update = update_rules.direction(
+                rule.name, gradient, stack.layout, num_steps=rule.num_steps, scale_mode=rule.scale_mode
+            )
         del gradient
         weights = joined(stack.weights)
         low_bits = [self._low_bits[matrix.name] for matrix in stack.matrices if matrix.name in self._low_bits]
@@ -348,6 +373,14 @@ class MatrixOptimizer:
         momentum.copy_(momentum.float().lerp_(gradient, 1 - rule.momentum))
         distribute(momentum, momenta)
         return gradient.lerp(momentum.float(), rule.momentum) if rule.nesterov else momentum.float()
+
+    def _factored(self, stack: Stack, gradient: torch.Tensor) -> torch.Tensor:
+        """The direction, in the memory of the gradient, of which there is no further use."""
+        by_matrix = [self.factors[matrix.name] for matrix in stack.matrices]
+        factors = joined(by_matrix)
+        update = update_rules.factored_(gradient, factors, stack.layout)
+        distribute(factors, by_matrix)
+        return update
 
     def main_params(self) -> dict[str, torch.Tensor]:
         """Of bf16 matrices that this rank owns: their fp32 values, by name, made when they are taken. Where there are
@@ -379,6 +412,28 @@ class MatrixOptimizer:
         else:
             self.momenta[name] = value.to(self._momentum_dtype, copy=True)
 
+    def set_factors(self, name: str, row_means: torch.Tensor, column_means: torch.Tensor, *, num_steps: int) -> None:
+        """Set what the rule `factored` keeps, on the matrix's owner; shapes as in `update_rules.split_factors`."""
+        if self.is_owner(name):
+            factors = self.factors[name] = self._zero_factors(name)
+            for view, value in zip(
+                self.split_factors(name, factors), (row_means, column_means, num_steps), strict=True
+            ):
+                view.copy_(torch.as_tensor(value))
+
+    def new_factors(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Zeros, as `split_factors`."""
+        return self.split_factors(name, self._zero_factors(name))
+
+    def _zero_factors(self, name: str) -> torch.Tensor:
+        matrix = self.matrices[name]
+        return matrix.parameter.new_zeros(matrix.num_factors, dtype=torch.float32)
+
+    def split_factors(self, name: str, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `update_rules.split_factors`, of a matrix."""
+        matrix = self.matrices[name]
+        return update_rules.split_factors(factors, matrix.parameter.shape[0], len(matrix.layout.parts) or 1)
+
     def take_main_param(self, name: str) -> torch.Tensor:
         """As `whole_main_param`, and drop the low bits. For the active block, whose optimizer has main parameters of
         its own."""
@@ -400,11 +455,14 @@ class MatrixOptimizer:
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Copies in host memory of all that this rank holds beside weights and gradients."""
-        return memory.copied_to_host({"momenta": self.momenta, "low_bits": self._low_bits})
+        return memory.copied_to_host({"momenta": self.momenta, "low_bits": self._low_bits, "factors": self.factors})
 
     def set_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Load what `state` returned on the same rank of a run of the same layout; between phases."""
         self.momenta = dict(state["momenta"])
+        self.factors = {
+            name: factors.to(self.matrices[name].parameter.device) for name, factors in state["factors"].items()
+        }
         self._low_bits = {
             name: bits if self._keeps_low_bits_on_host else bits.to(self.matrices[name].parameter.device)
             for name, bits in state["low_bits"].items()
@@ -423,7 +481,8 @@ class MatrixOptimizer:
         return (stack.gradient for stack in self.stacks)
 
     def state_on_device(self) -> Iterator[torch.Tensor]:
-        """Momenta of the present phase and low bits."""
+        """Momenta of the present phase, factors and low bits."""
+        yield from self.factors.values()
         on_host = self._low_bits_on_host()
         yield from (bits for name, bits in self._low_bits.items() if name not in on_host)
         yield from (self.momenta[name] for name in self._names_with_momentum())
@@ -452,7 +511,7 @@ def build_matrix_optimizer(
     config: RunConfig, model: torch.nn.Module, matrices: Mapping[str, torch.nn.Parameter]
 ) -> MatrixOptimizer | None:
     """For the matrices of this stage, by name; None if Megatron Core's optimizer steps all that is updated."""
-    if not (config.is_muon or config.bcd.bcd_resting_update != "none"):
+    if not (config.is_muon or config.bcd.bcd_inactive_update != "none"):
         return None
     built, settings = get_model_config(model), config.optimizer
     heads, groups, width = built.num_attention_heads, built.num_query_groups, built.kv_channels
@@ -463,34 +522,38 @@ def build_matrix_optimizer(
     def layout_of(name: str, parameter: torch.nn.Parameter) -> MatrixLayout:
         is_qkv = settings.muon_split_qkv and name.endswith("linear_qkv.weight")
         dim = getattr(parameter, "partition_dim", -1)  # Megatron Core's: -1 where each rank has all of it
-        is_sliced = tensor_group.size() > 1 and settings.muon_tp_mode != "blockwise" and dim >= 0
+        is_sliced = tensor_group.size() > 1 and dim >= 0
         return MatrixLayout(
             parts=qkv_parts if is_qkv and parameter.shape[0] % sum(qkv_parts) == 0 else (),
             sharded_dim=dim if is_sliced else None,
             group=tensor_group if is_sliced else None,
-            gathers=settings.muon_tp_mode == "duplicated",
+            tensor_mode=settings.muon_tp_mode,
         )
 
     return MatrixOptimizer(
         {name: (parameter, layout_of(name, parameter)) for name, parameter in matrices.items()},
         group=replicas.group(),
-        keeps_low_bits_on_host=config.bcd.bcd_resting_update == "none",
+        keeps_low_bits_on_host=config.bcd.bcd_inactive_update == "none",  # of Muon's matrices
         momentum_dtype=DTYPES[config.bcd.muon_momentum_dtype],
         overlaps_reduction=config.ddp.overlap_grad_reduce,
     )
 
 
-def rules_of_phase(config: RunConfig, *, inactive: Iterable[str], of_block: Iterable[str]) -> Rules:
-    """What the matrix optimizer steps in a phase: matrices that are updated without state, and with Muon the
-    block's own."""
+def rules_of_phase(
+    config: RunConfig, *, inactive: Iterable[str], outside_layers: Iterable[str], of_block: Iterable[str]
+) -> Rules:
+    """What the matrix optimizer steps in a phase: matrices of inactive layers, embedding and head if the rule
+    `factored` steps them, and with Muon the block's own."""
     bcd, settings = config.bcd, config.optimizer
+    assert bcd.bcd_inactive_lr_ratio is not None, "arguments.derive sets the default of the rule"
     stateless = MatrixRule(
-        name=bcd.bcd_resting_update,
-        scale=bcd.bcd_resting_lr_ratio,
-        grad_dtype=DTYPES[bcd.bcd_resting_grad_dtype],
+        name=bcd.bcd_inactive_update,
+        scale=bcd.bcd_inactive_lr_ratio,
+        grad_dtype=DTYPES[bcd.bcd_inactive_grad_dtype],
         num_steps=settings.muon_num_ns_steps,
     )
-    rules: Rules = [(stateless, inactive, False)]
+    embedding = replace(stateless, name=bcd.bcd_embedding_update, scale=1.0)
+    rules: Rules = [(stateless, inactive, False), (embedding, outside_layers, False)]
     if config.is_muon:
         muon = MatrixRule(
             name="orthogonal",

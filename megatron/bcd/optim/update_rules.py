@@ -1,8 +1,8 @@
-"""Directions of weight updates that need no optimizer state, each a function of one gradient matrix, or of each one
-in a stack of them, whole or sliced over tensor-parallel ranks. Plain PyTorch.
+"""Directions of weight updates that need no optimizer state, or next to none (`factored_`), each a function of one
+gradient matrix, or of each one in a stack of them, whole or sliced over tensor-parallel ranks. Plain PyTorch.
 
-Every direction has a root mean square of 1, whatever the size of the gradient. Adam's is 0.2 to 0.4, so a rate of about
-0.2 of Adam's suits them (Liu et al., arXiv 2502.16982, section 2.2).
+A direction without state has a root mean square of 1, whatever the size of the gradient. Adam's is 0.2 to 0.4, so a
+rate of about 0.2 of Adam's suits them (Liu et al., arXiv 2502.16982, section 2.2).
 
 Shapes: M = rows (outputs), N = columns (inputs); MN may stand for KMN, K matrices.
 """
@@ -11,17 +11,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 RULES = ("orthogonal", "normalized", "sign")
+"""Those without state."""
+FACTORED = "factored"
+FACTORED_DECAY = 0.99
+"""Of the second moments of `factored_`; 0.95 trained as well."""
 NEWTON_SCHULZ_STEPS = 5
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of the iteration: steep at 0, singular values end between 0.7 and 1.2 (Jordan et al., Muon, 2024)."""
-_SMALLEST = 1e-12
-"""Smallest divisor, for gradients of zeros: far below real gradients, whose scale must not matter."""
+_SMALLEST, _SMALLEST_SQUARE = 1e-12, 1e-30
+"""Smallest divisors, for gradients of zeros: far below real gradients, whose scale must not matter."""
 
 SCALES: dict[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
@@ -38,11 +42,17 @@ class MatrixLayout:
     parts: tuple[int, ...] = ()
     """Rows per query group of queries, keys and values, which are interleaved by group; empty: the matrix is one."""
     sharded_dim: int | None = None
-    """Dimension that is sliced over the tensor-parallel ranks; None: it is whole, or each slice counts as a matrix."""
+    """Dimension that is sliced over the tensor-parallel ranks; None: every rank has the whole matrix."""
     group: torch.distributed.ProcessGroup | None = None
     """The tensor-parallel group, where the matrix is sliced."""
-    gathers: bool = False
-    """Every rank gathers the whole matrix (--muon-tp-mode duplicated)."""
+    tensor_mode: str = "distributed"
+    """--muon-tp-mode, how a slice is orthogonalised: `duplicated` gathers the whole matrix on every rank, `blockwise`
+    takes the slice for a matrix of its own."""
+
+    @property
+    def num_slices(self) -> int:
+        """Number of ranks that hold a slice of the matrix."""
+        return 1 if self.group is None else self.group.size()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over the group, in place, and return it."""
@@ -69,6 +79,8 @@ def direction(
         return gradient_MN.sign()
     if rule == "normalized":
         return normalize_rows(gradient_MN, layout)
+    if layout.tensor_mode == "blockwise":
+        layout = replace(layout, sharded_dim=None, group=None)
     if not layout.parts:
         return orthogonalize(gradient_MN, layout, num_steps=num_steps, scale_mode=scale_mode)
     # queries, keys and values have no common singular vectors to preserve
@@ -109,7 +121,7 @@ def orthogonalize(
     rows, columns = gradient_MN.shape[-2:]
     is_transposed = rows > columns
     if dim is not None and group is not None:
-        if layout.gathers:
+        if layout.tensor_mode == "duplicated":
             slices = [torch.empty_like(gradient_MN) for _ in range(group.size())]
             torch.distributed.all_gather(slices, gradient_MN.contiguous(), group=group)
             whole = orthogonalize(torch.cat(slices, dim=1 + dim), num_steps=num_steps, scale_mode=scale_mode)
@@ -132,3 +144,66 @@ def orthogonalize(
     if is_transposed:
         matrix = matrix.mT
     return matrix.mul_(SCALES[scale_mode](rows, columns)).to(gradient_MN.dtype).view_as(gradient_MN)
+
+
+def num_factors(rows: int, columns: int, num_parts: int = 1) -> int:
+    """Elements of the second moments that `factored_` keeps of a matrix of `num_parts` parts."""
+    return rows + num_parts * columns + 1
+
+
+def split_factors(
+    factors: torch.Tensor, rows: int, num_parts: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of [..., F]: row means [..., M], column means by part [..., P, N], and the number of steps [..., 1]."""
+    return factors[..., :rows], factors[..., rows:-1].unflatten(-1, (num_parts, -1)), factors[..., -1:]
+
+
+def factored_(gradient_KMN: torch.Tensor, factors_KF: torch.Tensor, layout: MatrixLayout = _WHOLE) -> torch.Tensor:
+    """Turn fp32 gradients in place into the directions of Adafactor without momentum (Shazeer and Stern, arXiv
+    1804.04235; Lv et al., AdaLomo, arXiv 2310.10195), and return them.
+
+    The second moment of an element is the product of its row's and its column's mean square over the mean of the
+    matrix; these are running means with bias correction. A direction has a root mean square of at most 1. Updates
+    `factors_KF`, F = `num_factors`, which are zeros at first. A gradient of zeros gives zeros. A collective over the
+    layout's group.
+    """
+    parts = layout.parts or (gradient_KMN.shape[1],)
+    matrices = gradient_KMN.unflatten(1, (-1, sum(parts))).split(parts, dim=2)  # of each part a view [K, groups, R, N]
+    row_means, column_means, steps_K1 = split_factors(factors_KF, gradient_KMN.shape[1], len(parts))
+    steps_K1 += 1
+    correction_K1 = -torch.expm1(steps_K1 * math.log(FACTORED_DECAY))  # 1 - decay^steps
+    means = list(zip(row_means.unflatten(1, (-1, sum(parts))).split(parts, dim=2), column_means.unbind(1), strict=True))
+    for (rows, columns), (new_rows, new_columns) in zip(means, _mean_squares(matrices, layout), strict=True):
+        rows.lerp_(new_rows, 1 - FACTORED_DECAY)
+        columns.lerp_(new_columns, 1 - FACTORED_DECAY)
+    scales, squares = [], []
+    for matrix, (rows, columns) in zip(matrices, means, strict=True):
+        # the mean of the matrix is that of its row means and that of its column means; a rank may hold some of one kind
+        mean_K = columns.mean(1) if layout.sharded_dim == 0 else rows.mean((1, 2))
+        row_scales = (rows / mean_K.clamp(min=_SMALLEST_SQUARE)[:, None, None]).sqrt_().clamp_(min=_SMALLEST)
+        matrix.div_(row_scales[..., None])
+        scales.append((columns / correction_K1).sqrt_().clamp_(min=_SMALLEST))
+        squares.append((torch.linalg.vector_norm(matrix, dim=(1, 2)) / scales[-1]).square_().sum(1))
+    squares_PK = torch.stack(squares)
+    if layout.sharded_dim is not None:
+        layout.all_reduce(squares_PK)
+    for matrix, scale_KN, square_K in zip(matrices, scales, squares_PK, strict=True):
+        norm_K = (square_K / (matrix[0].numel() * layout.num_slices)).sqrt_()
+        matrix.div_((scale_KN * norm_K.clamp_(min=1.0)[:, None])[:, None, None])
+    return gradient_KMN
+
+
+def _mean_squares(matrices: Sequence[torch.Tensor], layout: MatrixLayout) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each stack [K, groups, R, N], whole matrices or slices, the mean squares of its rows, [K, groups, R], and of
+    its columns, [K, N]."""
+    found = []
+    for matrix in matrices:
+        _, groups, rows, columns = matrix.shape
+        of_rows = torch.linalg.vector_norm(matrix, dim=3).square_().div_(columns)
+        found.append((of_rows, torch.linalg.vector_norm(matrix, dim=(1, 2)).square_().div_(groups * rows)))
+    if layout.sharded_dim is not None:
+        sliced = [pair[1 - layout.sharded_dim] for pair in found]  # means of the dimension that is sliced
+        together = layout.all_reduce(torch.cat([means.flatten() for means in sliced])) / layout.num_slices
+        for means, whole in zip(sliced, together.split([means.numel() for means in sliced]), strict=True):
+            means.copy_(whole.view_as(means))
+    return found

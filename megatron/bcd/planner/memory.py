@@ -80,7 +80,7 @@ def _kept_bytes(recipe: Recipe) -> int:
         )
         kept += recipe.bytes_per_element * largest // min(recipe.num_replicas, recipe.gpus_per_node)
     # main parameters of stateless updates are on the device
-    if len(blocks) == 1 or recipe.bcd.bcd_resting_update != "none":
+    if len(blocks) == 1 or recipe.bcd.bcd_inactive_update != "none":
         return kept
     return kept + max(_offloaded_main_params(recipe, stage) for stage in stages)
 

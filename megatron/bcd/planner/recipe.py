@@ -165,7 +165,7 @@ class Recipe:
             yield f"{blocks} cannot be combined with {method}, where all parameters are active; leave it out"
         if self.model.form == "gpt" and self.tokens > (most := self.shape.num_positions):
             yield f"--seq-length {self.tokens}: {self.model.name} has {most} positions; give at most so many"
-        if self.is_streamed and (not self.has_blocks or self.bcd.bcd_resting_update != "none"):
+        if self.is_streamed and (not self.has_blocks or self.bcd.bcd_inactive_update != "none"):
             yield f"--bcd-frozen-weights host: {method} writes all layers in every step; leave it out"
         if not 0 <= (resident := self.resident_layers or 0) <= self.model.layers:
             yield f"--bcd-resident-layers {resident}: must be 0 to {self.model.layers}"
@@ -303,7 +303,8 @@ class Recipe:
             always_active=active
             if self.always_active is None
             else self.always_active | active & {ADAPTERS, SUFFIX_ADAPTERS},
-            stateless=bcd.bcd_resting_layers if bcd.bcd_resting_update != "none" else "none",
+            stateless=bcd.bcd_inactive_layers if bcd.bcd_inactive_update != "none" else "none",
+            embedding_update=bcd.bcd_embedding_update,
             num_parts=self.num_chunks,
             head_phase=bool(self.head_phase),
         )

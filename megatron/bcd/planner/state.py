@@ -87,7 +87,7 @@ class MatrixShare:
     """A rank's share of a stage's matrices in one phase, by default without matrices to step."""
 
     gradients: int = 0  # bytes, of all matrices that are stepped: also of those that other ranks own
-    state: int = 0  # bytes of momenta, and of the 16 bits that bf16 weights lack
+    state: int = 0  # bytes of momenta, of factors, and of the 16 bits that bf16 weights lack
     kept: int = 0  # bytes of momenta of other blocks, in host memory
     working: int = 0  # bytes of temporary memory while the largest own stack of matrices is updated
     orthogonalization: int = 0  # operations
@@ -222,7 +222,7 @@ class ModelState:
 
     def share(self, stage: int, block: int, replica: int) -> MatrixShare:
         """The share of one rank."""
-        if not self.is_muon and self.bcd.bcd_resting_update == "none":
+        if not self.is_muon and self.bcd.bcd_inactive_update == "none":
             return MatrixShare()
         shares = self._shares
         if (stage, block) not in shares:
@@ -239,12 +239,13 @@ class ModelState:
 
     def _share(self, matrices: list[Tensor], is_own: list[bool], block: int) -> MatrixShare:
         bcd = self.bcd
-        muon_gradient, stateless_gradient = DTYPE_BYTES[bcd.muon_grad_dtype], DTYPE_BYTES[bcd.bcd_resting_grad_dtype]
+        muon_gradient, stateless_gradient = DTYPE_BYTES[bcd.muon_grad_dtype], DTYPE_BYTES[bcd.bcd_inactive_grad_dtype]
         momentum = DTYPE_BYTES[bcd.muon_momentum_dtype] if self.is_muon else 0
         low_bits = 2 if self.precision == "bf16" else 0
         total, updated = Counter[str](), []
         for tensor, own in zip(matrices, is_own, strict=True):
-            is_active = tensor.is_active(block)
+            is_active, is_in_layer = tensor.is_active(block), tensor.owned.module == "layer"
+            is_factored = (bcd.bcd_inactive_update if is_in_layer else bcd.bcd_embedding_update) == "factored"
             is_stepped = is_active and self.is_muon or tensor.is_stateless(block)
             if is_stepped:
                 gradient = muon_gradient if is_active else stateless_gradient
@@ -254,12 +255,13 @@ class ModelState:
                 continue
             is_held = self.is_muon if is_active else bool(tensor.owned.stateless_in)
             total["state"] += (low_bits * is_held + momentum * is_active) * tensor.size
+            total["state"] += 4 * tensor.num_factors * (is_factored and bool(tensor.owned.stateless_in))
             if not is_active and self.partition.has_active_block and bcd.bcd_optimizer_state == "host":
                 total["kept"] += momentum * tensor.size
             if is_stepped:
                 updated.append(tensor)
                 total["traffic"] += 4 * (_MUON_PASSES if is_active else _STATELESS_PASSES) * tensor.size
-                if is_active or bcd.bcd_resting_update == "orthogonal":
+                if is_active or (is_in_layer and bcd.bcd_inactive_update == "orthogonal"):
                     total["orthogonalization"] += sum(newton_schulz_flops(*part) for part in tensor.parts)
         keys = [(tensor.is_active(block), tensor.parts) for tensor in updated]
         for stack in matrix_stacks(keys, [tensor.size for tensor in updated]):

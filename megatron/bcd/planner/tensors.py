@@ -39,7 +39,9 @@ class Tensor:
     owned: Ownership
     is_shared: bool = False  # an embedding with a copy on another stage, or the copy: it has a bucket of its own
     parts: tuple[tuple[int, int], ...] = ()
-    """Of a matrix of a layer: rows and columns of what is orthogonalised apart (queries, keys, values)."""
+    """Of a matrix that a stateless update may step: rows and columns of what it takes apart (queries, keys, values)."""
+    num_factors: int = 0
+    """Elements that the rule `factored` keeps of such a matrix: means by row and by column, and a number of steps."""
 
     def is_active(self, block: int) -> bool:
         """Whether it is updated with optimizer state in the block's phase."""
@@ -62,10 +64,17 @@ def stage_tensors(
             is_shared=has_copy and name.endswith(("embedding.word_embeddings.weight", "output_layer.weight")),
             owned=(owned := ownership(name, partition=partition, stage=stage)),
             parts=parts if owned.is_matrix else (),
+            num_factors=_num_factors(name, parts, tensor_size) if owned.is_matrix else 0,
         )
         for name, parts in _names_and_parts(shape, partition, stage, padded_vocabulary)
         if any(map(prod, parts))
     )
+
+
+def _num_factors(name: str, parts: tuple[tuple[int, int], ...], tensor_size: int) -> int:
+    rows, columns = sum(rows for rows, _ in parts), sum(columns for _, columns in parts)
+    slices_columns = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+    return (rows + columns // tensor_size if slices_columns else rows // tensor_size + columns) + 1
 
 
 def _names_and_parts(shape: ModelShape, partition: Partition, stage: int, vocabulary: int) -> Iterator[_NameAndParts]:
