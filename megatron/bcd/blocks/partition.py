@@ -375,7 +375,7 @@ def partition(
 
     Names are those of flags with ``--bcd-`` before them. ``num_blocks`` None takes the default: ``DEFAULT_NUM_BLOCKS``,
     or the number of stages in layout ``stage``. ``layers_per_stage`` counts the layers of each stage, in layout
-    ``interleaved`` of each virtual stage in depth order; None divides evenly. ``stateless`` is ``--bcd-inactive-layers``
+    ``interleaved`` of each virtual stage; None divides evenly. ``stateless`` is ``--bcd-inactive-layers``
     or ``none``. ``num_parts`` is ``--num-virtual-stages-per-pipeline-rank``; None takes the number of blocks. Raises
     ValueError, one line that names the flags, where the layout does not fit the model.
     """
