@@ -996,8 +996,8 @@ class Trainer:
                 self.exporter.export(self.model, iteration=iteration)
             if is_last and not self.exporter.export(self.model):
                 raise TrainingFailed(
-                    f"the model of iteration {iteration} could not be written to {self.exporter.flag} "
-                    f"{self.exporter.root}; {self._where_to_resume()}"
+                    f"the model of iteration {iteration} could not be written to {self.exporter.folders}; "
+                    f"{self._where_to_resume()}"
                 )
 
     def _where_to_resume(self) -> str:

@@ -260,19 +260,21 @@ def test_merged_and_alone(world1: World, world2: World, text_data: str, tmp_path
     written at the end, in one that is made of a checkpoint, and in peft's folder."""
     given = models.write_model(name, tmp_path / "given")
     texts = torch.randint(0, models.VOCABULARY, (2, 32), generator=torch.Generator().manual_seed(1))
-    flags = {"world_size": 2, "tensor_model_parallel_size": 2, "save": str(tmp_path / "run")}
+    flags = {"world_size": 2, "tensor_model_parallel_size": 2, "save": str(tmp_path / "run"), "save_hf_interval": 4}
     config = lora_config(given, text_data, save_adapters=str(tmp_path / "adapters"), **flags)
     world2.run(worlds.train_run, config)
     flags = {"load": str(tmp_path / "run"), "save_adapters": str(tmp_path / "again")}
     world1.run(worlds.train_run, lora_config(given, text_data, **flags))  # trains nothing: the run is at its end
     flags = {"load": str(tmp_path / "run"), "save_hf": str(tmp_path / "merged")}
+    flags |= {"save_adapters": str(tmp_path / "both")}
     [expected] = world1.run(logits_after, lora_config(given, text_data, **flags), texts)
 
     def logits(model: Any) -> torch.Tensor:
         with torch.no_grad():
             return model.eval()(texts).logits  # type: ignore[no-any-return]
 
-    for name in ("adapters", "again"):
+    peft.PeftConfig.from_pretrained(tmp_path / "adapters" / "iter_0000004")
+    for name in ("adapters", "again", "both"):
         base = transformers.AutoModelForCausalLM.from_pretrained(given)
         assert (logits(base) - expected).abs().max() > 0.1
         assert (logits(peft.PeftModel.from_pretrained(base, tmp_path / name)) - expected).abs().max() < 1e-4

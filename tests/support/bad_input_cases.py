@@ -150,7 +150,7 @@ SFT_CASES = (
         prepare=records(RECORD * 3 + b"{"),
     ),
     case(
-        "a long answer", *SFT, named=("records.jsonl, line 2", "--sft-drop"),
+        "a long answer", *SFT, "--sft-refuse-long", named=("records.jsonl, line 2", "--sft-refuse-long"),
         prepare=records(RECORD + RECORD.replace(b'"c"', b'"' + b"c" * 30 + b'"')),
     ),
     case("one record", *SFT, named=("--split 50,50,0", "no record"), prepare=records(RECORD), ranks=(1,)),

@@ -60,6 +60,34 @@ def test_a_record_is_in_one_split(tmp_path: Path) -> None:
     assert sum(map(len, splits[0])) == len(rows) > sum(map(len, splits[1]))
 
 
+@pytest.mark.parametrize(
+    ("flags", "kept"), [({}, [0, 1, 2]), ({"sft_drop_long": True}, [0, 1]), ({"sft_refuse_long": True}, None)]
+)
+def test_answers_that_do_not_fit(tmp_path: Path, flags: dict[str, bool], kept: list[int] | None) -> None:
+    """A long answer that ends the run without being asked to, a sample of which nothing is learned, or a count that no
+    user sees."""
+    answers = [(5, range(2, 5)), (9, range(3, 5)), (12, range(2, 12)), (12, range(9, 12))]
+    with store.new_folder(str(tmp_path), "one") as folder:
+        rows = [
+            Tokens(ids=numpy.arange(n, dtype=numpy.int32), learned=numpy.isin(numpy.arange(n), answer))
+            for n, answer in answers
+        ]
+        store.write(folder, (((0, line, 1), row) for line, row in enumerate(rows, start=1)))
+    samples = store.open_samples(str(tmp_path), "one")
+    assert samples is not None
+    sizes = {"seq_length": 6, "max_position_embeddings": 6, "split": "100,0,0", "eval_iters": 0}
+    config = fine_tuning.config_of("records.jsonl", **sizes | flags)
+    if kept is None:
+        with pytest.raises(ValueError, match="records.jsonl, line 3 .*--sft-refuse-long"):
+            plan._members(samples, config, [("--data-path", "records.jsonl")])
+        return
+    members, num_left_out = plan._members(samples, config, [("--data-path", "records.jsonl")])
+    assert (sorted(members[0].tolist()), num_left_out) == (kept, 4 - len(kept))
+    split = plan.one_each(members[0])
+    prepared = plan._Prepared(samples=samples, splits=(split, split, split), num_left_out=num_left_out)
+    assert f"{num_left_out} samples are left out" in " ".join(plan._notes(config, prepared))
+
+
 SAMPLES = [([1, 2, 3], [0, 1, 1]), ([4, 5], [0, 1]), ([6, 7, 8, 9], [0, 0, 1, 1])]
 
 

@@ -16,6 +16,12 @@ MESSAGES = [
     {"role": "assistant", "content": "a"},
     {"role": "user", "content": "unanswered"},
 ]
+SHARE_GPT = [
+    {"from": "system", "value": "s"},
+    {"from": "human", "value": "q"},
+    {"from": "gpt", "value": "a"},
+    {"from": "human", "value": "unanswered"},
+]
 GOOD: tuple[tuple[dict[str, Any], Record], ...] = (
     (
         {"instruction": "do", "input": "it", "output": "done", "id": 3},
@@ -25,6 +31,8 @@ GOOD: tuple[tuple[dict[str, Any], Record], ...] = (
     ({"instruction": "do", "input": None, "output": "é"}, Record(prompt="do", answer="é", is_instruction=True)),
     ({"prompt": "p", "completion": "c"}, Record(prompt="p", answer="c")),
     ({"messages": MESSAGES, "source": "x"}, Record(messages=tuple(MESSAGES[:3]))),
+    ({"conversations": SHARE_GPT, "id": "x"}, Record(messages=tuple(MESSAGES[:3]))),
+    ({"conversations": SHARE_GPT[1:], "system": "s"}, Record(messages=tuple(MESSAGES[:3]))),
 )
 OK = '{"prompt": "p", "completion": "c"}\n'
 BAD: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -40,6 +48,7 @@ BAD: dict[str, tuple[str, tuple[str, ...]]] = {
     "input": ('{"instruction": "a", "input": ["b"], "output": "c"}\n', ("line 1", "'input'")),
     "entry": ("[" + OK.strip() + ', {"prompt": "p"}]', ("entry 2",)),
     "messages": ('{"messages": "hello"}', ("line 1", "messages")),
+    "no_value": ('{"conversations": [{"from": "gpt", "content": "a"}]}', ("line 1", "'value'")),
     "no_role": ('{"messages": [{"content": "a"}]}', ("line 1", "'role'")),
     "no_answer": ('{"messages": [{"role": "user", "content": "a"}]}', ("line 1", "assistant")),
 }

@@ -132,7 +132,7 @@ ALIASES = {
 BELONG_TO = {
     "--save": "save_interval save_retain_interval overwrite_checkpoints log_progress async_save keep_last_checkpoints",
     "--load": "exit_on_missing_checkpoint ckpt_step finetune",
-    "--save-hf": "save_hf_interval",
+    "--save-hf --save-adapters": "save_hf_interval",
     "--group-query-attention": "num_query_groups",
     "--position-embedding-type=rope --use-rotary-position-embeddings": "rotary_base rotary_percent rotary_interleaved "
     "use_rope_scaling",
@@ -160,7 +160,7 @@ BELONG_TO = {
     "--dataloader-type=cyclic": "data_sharding",
     "--eval-iters!=0": "eval_fixed full_validation",
     "--no-mock-data": "full_validation",
-    "--sft": "sft_prompt_format sft_packing sft_drop_long num_epochs",
+    "--sft": "sft_prompt_format sft_packing sft_drop_long sft_refuse_long num_epochs",
     "--profile": "use_pytorch_profiler profile_step_start profile_step_end profile_ranks",
     "--timing-log-level": "log_timers_to_tensorboard",
     "--context-parallel-size": "cp_comm_type",

@@ -36,7 +36,7 @@ AT_MOST_ONE = (
     "--fp16 --bf16",
     "--train-iters --train-samples --num-epochs",
     "--lr-warmup-fraction --lr-warmup-iters --lr-warmup-samples",
-    "--save-hf --save-adapters",
+    "--sft-drop-long --sft-refuse-long",
 )
 """Flags (as in ``flags.holds``) of which no two can be combined."""
 CONFLICTS = {
@@ -602,6 +602,11 @@ def _check_files(run: Run) -> None:
             path is None or run.save is None or os.path.realpath(path) != os.path.realpath(run.save),
             f"{flag_name(field)} {path} is the folder of --save: give each a folder of its own",
         )
+    require(
+        None in (run.save_hf, run.save_adapters)
+        or os.path.realpath(run.save_hf) != os.path.realpath(run.save_adapters),
+        f"--save-adapters {run.save_adapters} is the folder of --save-hf: give each a folder of its own",
+    )
     require(
         run.save is None or not any((Path(run.save) / name).exists() for name in (CONFIG, RUN)),
         f"--save {run.save} holds a model in Hugging Face's format: give another folder",

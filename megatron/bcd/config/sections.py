@@ -454,7 +454,8 @@ class DataConfig:
     sft: bool = option(
         False,
         "fine-tune on instructions or conversations: --data-path names JSONL files (or JSON lists) of records "
-        "{instruction, input, output}, {prompt, completion} or {messages}; the loss counts answers only",
+        "{instruction, input, output}, {prompt, completion}, {messages} or {conversations}; the loss counts answers "
+        "only",
         group=FINE_TUNING,
     )
     sft_prompt_format: str = option(
@@ -468,7 +469,10 @@ class DataConfig:
         True, "put several records into a sequence, without attention between them", group=FINE_TUNING
     )
     sft_drop_long: bool = option(
-        False, "leave out records whose answer does not fit into --seq-length", group=FINE_TUNING
+        False, "leave out records whose answer does not fit into --seq-length, instead of cutting it", group=FINE_TUNING
+    )
+    sft_refuse_long: bool = option(
+        False, "end with an error if a record's answer does not fit into --seq-length", group=FINE_TUNING
     )
 
     @property

@@ -211,11 +211,11 @@ def _members(samples: Samples, config: RunConfig, files: Files) -> tuple[list[In
 
 
 def _that_fit(samples: Samples, config: RunConfig, files: Files) -> Any:
-    """Whether each sample can be learned from, bool [R]. An answer that is longer than a sequence can't, nor one that
-    begins behind its end.
+    """Return whether each sample is used, bool [R]. An answer does not fit if it is longer than a sequence or begins
+    behind its end. Without --sft-drop-long a sample is used if any part of an answer lies in the sequence.
 
     Raises:
-        ValueError: one can't, and --sft-drop-long does not say to leave it out.
+        ValueError: an answer does not fit, with --sft-refuse-long.
     """
     length = config.model.seq_length
     keeps = numpy.ones(len(samples), dtype=bool)
@@ -223,8 +223,10 @@ def _that_fit(samples: Samples, config: RunConfig, files: Files) -> Any:
         first, last = samples.bounds[sample : sample + 2].tolist()
         learned = numpy.flatnonzero(samples.learned[first:last])
         longest = max(len(run) for run in numpy.split(learned, numpy.flatnonzero(numpy.diff(learned) > 1) + 1))
-        keeps[sample] = longest and longest <= length and learned[0] <= length
-        if keeps[sample] or config.data.sft_drop_long:
+        begins = bool(longest) and learned[0] <= length
+        fits = begins and longest <= length
+        keeps[sample] = fits if config.data.sft_drop_long else begins
+        if fits or not config.data.sft_refuse_long:
             continue
         number, place, is_line = samples.places[sample].tolist()
         flag, path = files[number]
@@ -235,7 +237,8 @@ def _that_fit(samples: Samples, config: RunConfig, files: Files) -> Any:
             else f"has a prompt of {before:,} tokens, which leaves none of --seq-length {length} to its answer"
         )
         raise ValueError(
-            f"{flag} {path}, {name_of(place, is_line=bool(is_line))} {what}: give longer sequences, or --sft-drop-long"
+            f"{flag} {path}, {name_of(place, is_line=bool(is_line))} {what}: give longer sequences, or leave out "
+            "--sft-refuse-long"
         )
     return keeps
 
@@ -253,7 +256,7 @@ def _notes(config: RunConfig, prepared: _Prepared) -> tuple[str, ...]:
     if num_long:
         lines.append(f"{num_long:,} samples are longer than --seq-length {length} and were cut at their end")
     if prepared.num_left_out:
-        lines.append(f"{prepared.num_left_out:,} samples are left out, their answers do not fit")
+        lines.append(f"{prepared.num_left_out:,} samples are left out: their answers do not fit")
     return tuple(f"fine-tuning: {line}" for line in lines)
 
 

@@ -19,7 +19,13 @@ from megatron.bcd.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 PROMPT_FORMATS = ("auto", "chat", "text")
 """Values of --sft-prompt-format."""
-SHAPES = "{instruction, input, output}, {prompt, completion} or {messages: [{role, content}, ...]}"
+SHAPES = (
+    "{instruction, input, output}, {prompt, completion}, {messages: [{role, content}, ...]} or "
+    "{conversations: [{from, value}, ...]}"
+)
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "function_call": "assistant"}
+_ROLES |= {"observation": "tool"}
+"""ShareGPT's names of roles; others keep their own."""
 Message = dict[str, str]
 _BOM = b"\xef\xbb\xbf"
 
@@ -115,6 +121,8 @@ def record_of(value: Any) -> Record:
         raise ValueError(f"is no object but {type(value).__name__}: a record is {SHAPES}")
     if "messages" in value:
         return Record(messages=_conversation(value["messages"]))
+    if "conversations" in value:
+        return Record(messages=_conversation(value["conversations"], role="from", content="value", first=value))
     if {"instruction", "output"} <= value.keys():
         return Record(
             prompt=_text(value, "instruction"),
@@ -128,10 +136,17 @@ def record_of(value: Any) -> Record:
     raise ValueError(f"has {keys}: a record is {SHAPES}")
 
 
-def _conversation(messages: Any) -> tuple[Message, ...]:
+def _conversation(
+    messages: Any, *, role: str = "role", content: str = "content", first: Mapping[str, Any] | None = None
+) -> tuple[Message, ...]:
+    """The messages, whose parts have the keys `role` and `content`. A key "system" of `first` is one before them."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ValueError('has messages that are no list of {"role": ..., "content": ...}')
-    found = [{"role": _text(message, "role"), "content": _text(message, "content")} for message in messages]
+        raise ValueError(f'has messages that are no list of {{"{role}": ..., "{content}": ...}}')
+    found = [{"role": _text(message, role), "content": _text(message, content)} for message in messages]
+    if first is not None:
+        found = [message | {"role": _ROLES.get(message["role"], message["role"])} for message in found]
+        if first.get("system"):
+            found.insert(0, {"role": "system", "content": _text(first, "system")})
     while found and found[-1]["role"] != "assistant":  # nothing answers them
         found.pop()
     if not found:
