@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import json
 import os
+import signal
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
+import psutil
 import pytest
 from support import backends
 from support.shared_data import shared
@@ -22,6 +26,8 @@ for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_AD
     os.environ.pop(_name, None)  # a scheduler's values would make one-process tests wait for other ranks
 
 ROOT = Path(__file__).resolve().parents[1]
+SESSION = "BCD_TEST_SESSION"
+"""Variable that marks the processes of this session."""
 COLLECTED = pytest.StashKey[dict[str, bool]]()
 
 # The same examples each time, and no deadline: no test may time anything.
@@ -41,6 +47,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(backends.environment(config.getoption("--backend")))
+    if not hasattr(config, "workerinput"):  # workers and all that they start inherit it
+        os.environ[SESSION] = str(uuid.uuid4())
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _interrupt)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the processes that an interrupted session has left: workers that are killed run no fixture's end."""
+    if not hasattr(config, "workerinput"):
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(SESSION) == os.environ[SESSION]:
+                    process.kill()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -29,5 +29,6 @@ lint_imports() {
 step "lint: ruff check" "$PYTHON" -m ruff check .
 step "types: mypy" "$PYTHON" -m mypy
 step "import direction: import-linter" lint_imports
-# Files in the order of conftest.py: the long ones would else be left for one worker at the end.
-step "tests: pytest" "$PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+# Files in the order of conftest.py: the long ones would else be left for one worker at the end. With exec, a signal
+# reaches pytest, which then ends all that its tests have started.
+step "tests: pytest" exec "$PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

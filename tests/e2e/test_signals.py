@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from support.bad_input_cases import command_line
-from support.processes import END_SECONDS, ROOT, Job
+from support.processes import END_SECONDS, ROOT, Job, has_ended
 
 from megatron.bcd.checkpoint import layout
 
@@ -63,6 +64,27 @@ def test_ctrl_c_under_the_launcher(workplace: Path) -> None:
         assert run.exit_code() == 128 + signal.SIGINT, run.output
         assert "SIGINT" in run.output.splitlines()[-1] and "Traceback" not in run.output
         assert layout.candidates(str(workplace / "saved"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupted_test_session(repo_root: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """Replica groups in sessions of their own, some of them stopped, and a lighthouse that outlive the tests."""
+    note = tmp_path / "pid"
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", "--rootdir", str(repo_root)]
+    with subprocess.Popen(
+        [*command, str(repo_root / "tests" / "support" / "stopped_child.py")],
+        cwd=repo_root,
+        env=os.environ | {"PID_FILE": str(note)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as session:
+        while not note.exists():
+            assert session.poll() is None
+            time.sleep(0.05)
+        child = psutil.Process(int(note.read_text()))
+        session.send_signal(number)
+        session.wait(END_SECONDS)
+    assert has_ended(child)
 
 
 HANGING = """

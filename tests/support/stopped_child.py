@@ -1,0 +1,19 @@
+"""A test that is not collected by default: it starts a process in a session of its own, stops it, and waits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+
+def test_that_is_interrupted() -> None:
+    """See tests/e2e/test_signals.py."""
+    child = subprocess.Popen(["sleep", "100"], start_new_session=True)
+    child.send_signal(signal.SIGSTOP)
+    note = Path(os.environ["PID_FILE"])
+    note.with_suffix(".new").write_text(str(child.pid))
+    note.with_suffix(".new").rename(note)
+    time.sleep(100)
