@@ -33,6 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "tensor2": {"swiglu": True, "bcd_low_rank": 2, "no_use_distributed_optimizer": True},
     "context2": {"bf16": True, "bcd_optimizer_state": "host"},
 }
+FACTORED = {"bcd_inactive_update": "factored", "bcd_embedding_update": "factored", "bcd_inactive_grad_dtype": "fp32"}
 STEPS_PER_BLOCK = 3
 IN_FIRST_BLOCK, IN_SECOND_BLOCK = 14, 11
 """Iterations inside a phase of a later cycle: the embedding's block with four blocks, the other one with two; inside
@@ -121,14 +122,16 @@ def test_where_blocks_differ_the_cycle_begins_again(saved: Saved, tmp_path: Path
     assert resumed["blocks"] == [0, 0, 0, 1, 1, 1]
 
 
-def test_a_vocabulary_that_is_padded_further(saved: Saved, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rule", ["adam", "factored"])
+def test_a_vocabulary_that_is_padded_further(saved: Saved, tmp_path: Path, rule: str) -> None:
     """The same flags on two tensor-parallel ranks pad to twice the multiple: a run that can't go on, or other rows."""
-    flags = {"bcd_layout": "submodel", "make_vocab_size_divisible_by": 128}
+    flags = {"bcd_layout": "submodel", "make_vocab_size_divisible_by": 128} | (FACTORED if rule == "factored" else {})
     whole, root = saved.under("one", flags, IN_FIRST_BLOCK)
     resumed = saved.run(resumed_runs.resumed_and_saved_again, "tensor2", flags, root, str(tmp_path))
     first, second = saved.tensors(root), saved.tensors(str(tmp_path))
     padded = [name for name in first if first[name].shape != second[name].shape]
-    assert {name.rpartition(".embedding.")[0] for name in padded} == {"", "optimizer.exp_avg", "optimizer.exp_avg_sq"}
+    state = {"optimizer.exp_avg_sq_row"} if rule == "factored" else {"optimizer.exp_avg", "optimizer.exp_avg_sq"}
+    assert {name.rpartition(".embedding.")[0] for name in padded} == {"", *state}
     for name in padded:
         assert (len(first[name]), len(second[name])) == (384, 512)
         first[name], second[name] = first[name][:257], second[name][:257]
@@ -136,3 +139,17 @@ def test_a_vocabulary_that_is_padded_further(saved: Saved, tmp_path: Path) -> No
     assert resumed["losses"] == pytest.approx(whole["losses"][IN_FIRST_BLOCK:], rel=0.2), (
         "new padding joins the softmax"
     )
+
+
+@pytest.mark.parametrize(("before", "after"), [("tensor2", "pipeline2"), ("data2", "tensor2")])
+def test_second_moments_fit_another_layout(saved: Saved, tmp_path: Path, before: str, after: str) -> None:
+    """Means by row of a gate taken for those of an up, means by column of one slice, a count of steps that begins
+    anew."""
+    flags = {"bcd_layout": "submodel", "swiglu": True, "untie_embeddings_and_output_weights": True} | FACTORED
+    whole, root = saved.under(before, flags, IN_FIRST_BLOCK)
+    resumed = saved.run(resumed_runs.resumed_and_saved_again, after, flags, root, str(tmp_path))
+    first, second = saved.tensors(root), saved.tensors(str(tmp_path))
+    assert first.keys() == second.keys()
+    assert {f"optimizer.exp_avg_sq_{way}.output_layer.weight" for way in ("row", "col")} <= first.keys()
+    assert different(first, second) == []
+    assert resumed["losses"] == pytest.approx(whole["losses"][IN_FIRST_BLOCK:], rel=1e-4)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import worlds
+from support import resumed_runs, worlds
 from support.dist import World
 
 RESTING: dict[str, Any] = {
@@ -26,6 +27,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "factored_embedding": FACTORED | MUON | {"bcd_embedding_update": "factored"},
     "factored_no_block": FACTORED | {"bcd_num_blocks": 0, "bcd_embedding_update": "factored"},
 }
+OUTSIDE = ("embedding.word_embeddings.weight", "output_layer.weight")
 ITERATIONS = {"train_iters": 8, "bcd_steps_per_block": 2, "lr": 3e-3, "micro_batch_size": 4}
 
 
@@ -54,15 +56,15 @@ class PlainLoop:
 
     def __init__(self, *, is_muon: bool, is_factored: bool) -> None:
         self._is_muon, self._is_factored = is_muon, is_factored
-        self._weights: dict[str, torch.Tensor] = {}
+        self.weights: dict[str, torch.Tensor] = {}
         self._moments: dict[str, Any] = {}
-        self._factors: dict[str, tuple[dict[str, Any], ...]] = {}
+        self.factors: dict[str, tuple[dict[str, Any], ...]] = {}
         self.differences: list[float] = []
 
     def after_schedule(self, one: worlds.RecordedRun) -> None:
         named = dict(one.active.parameters._parameters)
-        if not self._weights:
-            self._weights = {name: parameter.detach().clone() for name, parameter in named.items()}
+        if not self.weights:
+            self.weights = {name: parameter.detach().clone() for name, parameter in named.items()}
         gradients = {name: parameter.main_grad.clone() for name, parameter in named.items()}
         is_matrix = {name: "layers" in name and parameter.dim() == 2 for name, parameter in named.items()}
         active = one.partition.blocks[one.block].layers if one.partition.has_active_block else ()
@@ -71,10 +73,10 @@ class PlainLoop:
         norm = math.sqrt(sum(float(gradients[name].square().sum()) for name in named if name not in without_state))
         lr = one.lr_scheduler.get_lr({})
         has_factored_embedding = one.config.bcd.bcd_embedding_update == "factored"
-        for name, weight in self._weights.items():
+        for name, weight in self.weights.items():
             g = gradients[name] if name in without_state else gradients[name] * min(1.0, 1.0 / (norm + 1e-6))
             weight.mul_(1 - lr * 0.01 * (weight.dim() == 2))
-            if self._is_factored and (name in stateless or (has_factored_embedding and "word_embeddings" in name)):
+            if self._is_factored and (name in stateless or (has_factored_embedding and name in OUTSIDE)):
                 weight.sub_(lr * self._by_part(name, g, plain_factored))
             elif name in stateless:
                 weight.sub_(0.2 * lr * self._by_part(name, g, plain_orthogonal))
@@ -88,7 +90,7 @@ class PlainLoop:
                 weight.sub_(lr * m / (1 - 0.9**steps) / ((v / (1 - 0.999**steps)).sqrt() + 1e-8))
 
     def _by_part(self, name: str, g: torch.Tensor, rule: Callable[..., torch.Tensor]) -> torch.Tensor:
-        states = self._factors.setdefault(name, ({}, {}, {}))
+        states = self.factors.setdefault(name, ({}, {}, {}))
         if "linear_qkv" not in name:
             return rule(g, states[0])
         rows = torch.arange(g.shape[0]).view(4, 3, 8)  # heads, of queries, keys and values
@@ -99,7 +101,7 @@ class PlainLoop:
 
     def after_step(self, one: worlds.RecordedRun) -> None:
         now = worlds.weights_of(one.model)
-        self.differences.append(max(float((now[name] - self._weights[name]).abs().max()) for name in now))
+        self.differences.append(max(float((now[name] - self.weights[name]).abs().max()) for name in now))
 
 
 def against_plain_loop(config: Any) -> list[float]:
@@ -116,6 +118,43 @@ def test_equals_a_plain_loop(world1: World, text_data: str, method: str) -> None
     config = worlds.run_config(data_path=text_data, **ITERATIONS | METHODS[method])
     [differences] = world1.run(against_plain_loop, config)
     assert len(differences) == 8 and max(differences) < 2e-5, differences
+
+
+def plain_tensors(config: Any) -> dict[str, torch.Tensor]:
+    """Matrices after a run of the plain loop, and means of their squared gradients, by their names in checkpoints."""
+    plain = PlainLoop(is_muon=config.is_muon, is_factored=True)
+    with worlds.started(config, after_schedule=plain.after_schedule) as one:
+        one.train()
+    means = {
+        f"optimizer.exp_avg_sq_{short}.{name}": states[0][kind].view(*([1, -1] if short == "col" else [-1]))
+        for name, states in plain.factors.items()
+        if "linear_qkv" not in name
+        for kind, short in (("rows", "row"), ("columns", "col"))
+    }
+    return means | {
+        name.removeprefix("decoder."): weight for name, weight in plain.weights.items() if weight.dim() == 2
+    }
+
+
+@pytest.mark.parametrize("cut", ["one", "data2", "tensor2"])
+def test_stopped_runs_equal_the_plain_loop(
+    world1: World, world2: World, initial_weights: Callable[..., dict[str, Any]], tmp_path: Path, cut: str
+) -> None:
+    """Means of a slice that count as those of the matrix, of one microbatch or rank; means that begin anew at a switch
+    or after a resume, or that another layout reads in another order."""
+    network = {"untie_embeddings_and_output_weights": True, "swiglu": True}
+    flags = ITERATIONS | METHODS["factored_embedding"] | initial_weights(**network)
+    expected = world1.run(plain_tensors, worlds.run_config(**flags))[0]
+    world = world1 if cut == "one" else world2
+    config = worlds.run_config(**flags | worlds.CUTS[cut] | {"save": str(tmp_path)})
+    world.run(resumed_runs.one_part, resumed_runs.with_checkpoints(config, exit_interval=3))
+    world.run(resumed_runs.one_part, resumed_runs.with_checkpoints(config, load=str(tmp_path), finetune=False))
+    found = world1.run(resumed_runs.tensors_of, str(tmp_path / "iter_0000008"))[0]
+    for name, tensor in expected.items():  # all layers of a kind lie in one tensor
+        _, number, rest = name.split(".", 2) if name.startswith("layers.") else ("", "0", "")
+        value = found[f"decoder.layers.{rest}"][int(number)] if rest else found[name]
+        difference = float((value - tensor).abs().max() / tensor.abs().max())
+        assert difference < 1e-4, (name, difference)
 
 
 def train_overlapped(config: Any) -> tuple[dict[str, Any], list[bool]]:

@@ -44,6 +44,11 @@ BAD_RUNS = {
 --bcd-num-blocks 0 --bcd-inactive-update sign --bcd-layout submodel
 --bcd-inactive-update sign --bcd-num-blocks 1
 --bcd-inactive-update sign --bcd-frozen-weights host
+--bcd-inactive-update factored --fp16
+--bcd-inactive-lr-ratio 0 --bcd-inactive-update factored
+--bcd-embedding-update factored
+--bcd-embedding-update factored --bcd-inactive-update factored --bcd-frozen embedding
+--bcd-embedding-update factored --bcd-inactive-update factored --decoupled-lr 1e-3
 --bcd-resident-layers 99 --bcd-frozen-weights host
 --bcd-low-rank 0
 --bcd-low-rank 9999

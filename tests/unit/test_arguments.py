@@ -12,6 +12,7 @@ from support.command_line import PROG, parse
 from megatron.bcd.arguments import parse_run_config, run_config_from_dict, run_config_to_dict
 from megatron.bcd.arguments.flags import CORE_SECTIONS, dashed, generate_flags
 from megatron.bcd.arguments.stock import UNSUPPORTED, stock_flags, why_unsupported
+from megatron.bcd.checkpoint.run_state import FORMAT_VERSION, RunState, from_json, has_same_optimizers
 from megatron.bcd.config import RunConfig
 
 
@@ -163,6 +164,38 @@ def test_preset_sets_what_is_not_given() -> None:
     assert own.bcd.bcd_inactive_update == "orthogonal" and not own.optimizer.muon_use_nesterov
     full = parse("--bcd-preset", "pretrain", "--bcd-num-blocks", "1")
     assert full.bcd.bcd_inactive_update == "none" and full.optimizer.optimizer == "muon"
+
+
+def test_rate_of_stateless_updates_fits_their_rule() -> None:
+    """Directions of one rule with the rate of another, also where a preset has chosen that one."""
+    for words, ratio in (
+        (("--bcd-inactive-update", "factored"), 1.0),
+        (("--bcd-preset", "pretrain", "--bcd-inactive-update", "factored"), 1.0),
+        (("--bcd-preset", "pretrain"), 0.2),
+        (("--bcd-inactive-update", "factored", "--bcd-inactive-lr-ratio", "0.5"), 0.5),
+    ):
+        assert parse(*words).bcd.bcd_inactive_lr_ratio == ratio
+
+
+def test_older_names_of_stateless_updates() -> None:
+    """A script or a checkpoint of an older version that is refused, or whose flags are ignored."""
+    words = (
+        "--bcd-inactive-update",
+        "orthogonal",
+        "--bcd-inactive-lr-ratio",
+        "0.4",
+        "--bcd-inactive-grad-dtype",
+        "fp32",
+    )
+    config = parse(*words)
+    assert parse(*(word.replace("inactive", "resting") for word in words)) == config
+    state = {field.name: 0 for field in dataclasses.fields(RunState)}
+    state |= {"flags": run_config_to_dict(config), "format_version": FORMAT_VERSION}
+    older = from_json(json.dumps(state).replace("bcd_inactive", "bcd_resting"), path="run_state.json")
+    assert older.flags == from_json(json.dumps(state), path="run_state.json").flags
+    bf16 = parse(*words, "--bf16")
+    assert has_same_optimizers(older, bf16) and not has_same_optimizers(older, parse("--bf16"))
+    assert not has_same_optimizers(older, parse(*words, "--bcd-embedding-update", "factored"))
 
 
 def test_paper_preset_is_the_default() -> None:

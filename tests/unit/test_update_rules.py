@@ -61,3 +61,17 @@ def test_queries_keys_and_values_apart() -> None:
     for start, size in ((0, 6), (6, 3), (9, 3)):
         mine = rows[:, start : start + size].flatten()
         assert torch.allclose(found[mine], update_rules.orthogonalize(g[mine]), atol=1e-5)
+
+
+@pytest.mark.parametrize("factor", [1e-9, 1.0, 1e6])
+def test_factored_rows_without_gradient(factor: float) -> None:
+    """A word that no text has had yet: NaN, or a step without a gradient; a rule that depends on a gradient's size."""
+    factors, same = (torch.zeros(2, update_rules.num_factors(6, 5)) for _ in range(2))
+    for step in range(4):
+        g = gradient(2, 6, 5, seed=step)
+        g[:, step + 1 :] = 0.0
+        found = update_rules.factored_(factor * g, factors)
+        assert torch.allclose(found, update_rules.factored_(g.clone(), same), rtol=1e-4)
+        assert not found[:, step + 1 :].any() and found[:, : step + 1].all()
+        assert float(found.square().mean((1, 2)).max()) < 1.0 + 1e-5
+    assert not update_rules.factored_(torch.zeros(2, 6, 5), factors).any()
