@@ -1,6 +1,9 @@
 """Pretrain a GPT with block coordinate descent: torchrun --nproc-per-node N pretrain_gpt_bcd.py --help."""
 
-from megatron.bcd.runtime.exit import ending_on_signals
+import sys
+
+from megatron.bcd.runtime.compat.imports import skip_unused_imports
+from megatron.bcd.runtime.exit import ending_on_signals, exit_on_error
 from megatron.bcd.runtime.threads import wait_briefly
 
 PROG = "pretrain_gpt_bcd.py"
@@ -9,13 +12,15 @@ PROG = "pretrain_gpt_bcd.py"
 def main() -> None:
     wait_briefly()
     with ending_on_signals(prog=PROG):  # before the imports, which take seconds
+        skip_unused_imports(sys.argv[1:])
         from megatron.bcd.arguments import read_command_line
-        from megatron.bcd.model.builder import build_model
-        from megatron.bcd.runtime.exit import exit_on_error
-        from megatron.bcd.training.pretrain import pretrain
 
         with exit_on_error(ValueError, prog=PROG):
             command = read_command_line(prog=PROG)
+        # not before the flags have been checked, and not in a dry run
+        from megatron.bcd.model.builder import build_model
+        from megatron.bcd.training.pretrain import pretrain
+
         pretrain(command.config, build_model, prog=PROG, notes=command.notes)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +47,21 @@ def test_needs_no_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("script", ["pretrain_gpt_bcd.py", "pretrain_llama_bcd.py"])
+def test_imports_what_it_needs(repo_root: Path, script: str) -> None:
+    """Seconds for a compiler, a trainer or transformers that no dry run uses."""
+    if importlib.util.find_spec("transformer_engine") is not None:
+        pytest.skip("Transformer Engine imports them")
+    program = "import runpy, sys; sys.argv = sys.argv[1:]\n"
+    program += "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    program += (
+        "finally: print({'torch._inductor', 'tensorboard', 'transformers', 'megatron.bcd.trainer'} & {*sys.modules})"
+    )
+    command = [sys.executable, "-c", program, script, *WORDS, "--dry-run"]
+    done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True)
+    assert (done.returncode, done.stderr, done.stdout.splitlines()[-1]) == (0, "", "set()")
+
+
 def test_balanced_cut_needs_no_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Would expose a dry run of --pipeline-cut auto that reads a tokenizer, or hides that it cut evenly."""
     words = [*WORDS, "--pipeline-model-parallel-size", "2", "--num-layers", "12", "--pipeline-cut", "auto"]
@@ -81,6 +99,8 @@ def test_stock_recipes(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_command_of_the_readme(repo_root: Path) -> None:
     """A first command that does not parse, or keeps nothing."""
     readme = (repo_root / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
-    (command,) = re.findall(r"^torchrun --nproc-per-node 2 pretrain_gpt_bcd.py (.*)$", readme, re.MULTILINE)
+    (command,) = re.findall(
+        r"^python tools/launch.py --nproc-per-node 2 pretrain_gpt_bcd.py (.*)$", readme, re.MULTILINE
+    )
     config = parse_run_config(shlex.split(command), prog=PROG, world_size=2)
     assert config.checkpoint.save == config.checkpoint.load is not None
