@@ -1,0 +1,138 @@
+"""studies/gpu_hour_inputs.py: portions for a GPU machine without a network, and what is unpacked there."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import gpu_hour_inputs
+import numpy as np
+import pytest
+from gpu_hour_inputs import dequantized, main, split_file, write_lines
+from gpu_hour_text import Document, divide, is_worth_reading, manual_text, markup_text, paragraphs
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def texts(path: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_tiny_portions_unpack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Portion 1 is usable alone; a portion that arrives later adds its part of the text. A second start must do
+    nothing."""
+    monkeypatch.setattr(gpu_hour_inputs, "TOKENIZER", tmp_path / "missing")  # no model: transformers is slow to import
+    portions, output = tmp_path / "portions", tmp_path / "unpacked"
+    assert main(["--tiny", "--output", str(portions)]) == 0
+    (portions / "4").rename(tmp_path / "4")
+    assert main(["--unpack", str(portions), "--output", str(output)]) == 0
+    first = texts(output / "text/train.jsonl")
+    (tmp_path / "4").rename(portions / "4")
+    assert main(["--unpack", str(portions), "--output", str(output)]) == 0
+    train = texts(output / "text/train.jsonl")
+    assert first and train[: len(first)] == first and len(train) > len(first)
+    assert not set(train) & set(texts(output / "text/valid.jsonl"))
+    assert all(texts(output / f"{name}.jsonl") for name in ("chichewa/train", "chichewa/valid", "english/valid"))
+    times = {path: path.stat().st_mtime_ns for folder in (portions, output) for path in folder.rglob("*")}
+    assert main(["--tiny", "--output", str(portions)]) == 0
+    assert main(["--unpack", str(portions), "--output", str(output)]) == 0
+    assert times == {path: path.stat().st_mtime_ns for folder in (portions, output) for path in folder.rglob("*")}
+
+
+def test_a_tiny_model_unpacks(tmp_path: Path) -> None:
+    """The folder must be one that transformers and --load-hf read: weights, config.json with the architecture, and the
+    tokenizer."""
+    transformers = pytest.importorskip("transformers")
+    if not gpu_hour_inputs.TOKENIZER.is_dir():
+        pytest.skip("needs GPT-2's tokenizer")
+    assert main(["--tiny", "--output", str(tmp_path / "portions")]) == 0
+    assert main(["--unpack", str(tmp_path / "portions"), "--output", str(tmp_path)]) == 0
+    _, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "smollm2", output_loading_info=True)
+    assert not any(report.values())
+    assert json.loads((tmp_path / "smollm2/config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "smollm2")
+    assert tokenizer.decode(tokenizer("Mulungu analenga")["input_ids"]) == "Mulungu analenga"
+
+
+def test_a_file_larger_than_a_portion_is_split(tmp_path: Path) -> None:
+    """Every portion stays within the limit, and the parts in order are the file."""
+    write_lines(tmp_path / "2/other", ["x"])
+    data = bytes(range(251))
+    split_file(data, "model/blocks", tmp_path, (2, 3), limit=300)
+    parts = sorted(tmp_path.glob("*/model/blocks.*"))
+    assert [path.parent.parent.name for path in parts] == ["2", "3"]
+    assert b"".join(path.read_bytes() for path in parts) == data
+    with pytest.raises(ValueError, match="does not fit into 2 portions"):
+        split_file(data, "model/again", tmp_path, (2, 3), limit=300)
+
+
+def test_a_part_of_the_text_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LZMA writes late: the part may exceed its limit by what is buffered, and no document may be lost."""
+    monkeypatch.setattr(gpu_hour_inputs, "PRESET", 0)
+    documents = [np.random.default_rng(index).bytes(50_000).hex() for index in range(40)]
+    rest = iter(documents)
+    part = b"".join(gpu_hour_inputs.text_part(rest, limit=1_000_000))
+    left = len(list(rest))
+    assert 0 < left < 40 and 1_000_000 <= len(part) < 1_000_000 + gpu_hour_inputs.MARGIN
+    lines = lzma.decompress(part).splitlines()
+    assert [json.loads(line)["text"] for line in lines] == documents[: 40 - left]
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
+def test_blocks_become_weights(kind: str) -> None:
+    """GGUF's layout: the low halves of the bytes are the first 16 codes of a block, not every second one."""
+    codes = np.arange(64).reshape(2, 32) % 16 if kind == "Q4_1" else np.arange(64).reshape(2, 32) - 32
+    scale, minimum = np.array([[0.5], [2]], np.float16), np.array([[-1], [3]], np.float16)
+    if kind == "Q4_1":
+        packed = (codes[:, :16] | codes[:, 16:] << 4).astype(np.uint8)
+        rows = np.concatenate([scale.view(np.uint8), minimum.view(np.uint8), packed], axis=1)
+        expected = codes * scale.astype(np.float32) + minimum
+    else:
+        rows = np.concatenate([scale.view(np.uint8), codes.astype(np.int8).view(np.uint8)], axis=1)
+        expected = codes * scale.astype(np.float32)
+    np.testing.assert_array_equal(dequantized(rows.reshape(1, -1), kind), expected.reshape(1, -1).astype(np.float32))
+
+
+def test_markup_and_manual_pages_become_text() -> None:
+    page = """<html><head><title>no</title></head><body><nav>Home</nav><div role="main"><h1>Title</h1>
+    <p>One &amp;
+    two.</p><pre>  x = 1
+  y</pre></div><div class="sphinxsidebar">Next</div></body></html>"""
+    lines = [line.rstrip() for line in markup_text(page).split("\n") if line.strip()]
+    assert lines == ["Title", "One & two.", "  x = 1", "  y"]
+    assert manual_text('.TH LS 1\n.SH "NAME"\nls \\- list\n.B \\-a\nall') == "\nNAME\n\nls - list\n-a\nall"
+
+
+def test_what_teaches_little_is_dropped() -> None:
+    prose = (ROOT / "LICENSE").read_text(encoding="utf-8")[-3000:-1000]
+    assert is_worth_reading(prose, "plain")
+    assert not is_worth_reading(prose[:500], "plain")  # short
+    assert not is_worth_reading("\n".join(prose.split()), "plain")  # a list
+    assert not is_worth_reading(re.sub(r"\b(the|of|and|to|or|that)\b", "", prose), "plain")  # not English
+    assert not is_worth_reading(prose[:300] * 20, "plain")  # repeats itself
+    seen: set[int] = set()
+    text = "The words of page 1 are new, so that paragraph stays; it is longer than eighty characters are."
+    assert paragraphs(f"{text}\n\nCopyright (C) 2001 by us\n\nMenu", "markup", {"Menu"}, seen) == text
+    assert paragraphs(text.replace("1", "2"), "plain", (), seen) == ""
+
+
+class Words:
+    """A tokenizer with a token for every word."""
+
+    def encode(self, text: str) -> SimpleNamespace:
+        return SimpleNamespace(ids=text.split())
+
+
+def test_documents_stay_whole() -> None:
+    """A page of which training holds a part would make validation easier."""
+    found = [
+        Document("anarchism" if index % 10 == 0 else "other", "plain", f"word{index:03} " * 500) for index in range(200)
+    ]
+    corpus = divide(found, {"anarchism": "1", "other": "2"}, Words(), valid_tokens=5000, train_tokens=10**6)
+    parts = [{word for text in part for word in text.split()} for part in (corpus.train, corpus.valid, corpus.english)]
+    assert sum(map(len, parts)) == len(set.union(*parts)) == 200
+    assert corpus.manifest["valid_tokens"] == 5000 and len(parts[1]) == 10
+    assert corpus.manifest["train_tokens"] == 500 * len(corpus.train)
