@@ -24,7 +24,7 @@
 #   DATA                  records, jsonl (docs/fine_tuning.md)
 #   NUM_GPUS              (1); NNODES and GPUS_PER_NODE as in examples/pretrain.sh
 #   HEAD_NODE, MASTER_PORT   rendezvous of several nodes (port 29500)
-#   EPOCHS, LR            (3, 1e-5)
+#   EPOCHS, LR            (3, the plan's)
 #   PROMPT                what the tuned model answers at the end
 #   SAVE                  folder of the checkpoints (out/MODEL-finetune-CLUSTER); the model goes to SAVE-hf, metrics to SAVE.jsonl
 #   MICRO_BATCH, GLOBAL_BATCH, PRECISION, RECOMPUTE   (the plan's, 8, bf16, the plan's); flags too, as NUM_GPUS
@@ -68,7 +68,7 @@ eval "$RECIPE"  # MODEL, CLUSTER, LAYOUT_ARGS, EXTRA_ARGS, SEQUENCE, PLAN, MISFI
 SAVE=${SAVE:-out/$MODEL-finetune-$CLUSTER}
 while [[ $SAVE == ?*/ ]]; do SAVE=${SAVE%/}; done
 OUT=${OUT:-out/recipes}
-LR=${LR:-1e-5} LOG_INTERVAL=10 SAVE_INTERVAL=500 EPOCHS=${EPOCHS:-3}
+LR=${LR:-$LEARNING_RATE} LOG_INTERVAL=10 SAVE_INTERVAL=500 EPOCHS=${EPOCHS:-3}
 PROMPT=${PROMPT:-Name three ways to save memory when a language model is trained.}
 TOKENIZER=()
 if [ "$SCALE" = tiny ]; then

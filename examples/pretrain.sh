@@ -6,7 +6,7 @@
 #   MODEL     a row of models.csv: G-0.15B G-1.6B G-5.4B G-10B G-20B L-1.5B L-6.0B L-8.0B L-11B L-23B LLaMA-7B; or a folder
 #             with a config.json
 #   METHOD    pretrain (block coordinate descent with --bcd-preset pretrain), paper or bcd (as published), full (full
-#             training), offload (full training, optimizer on the host)
+#             training), offload (full training, optimizer on the host), muon (full training with Muon)
 #   CLUSTER   a row of clusters.csv: rtx4090 a100 a800
 #
 #   DRY_RUN=1 bash examples/pretrain.sh G-20B pretrain rtx4090 the command and its estimate; needs no torch, GPU or data
@@ -78,7 +78,7 @@ eval "$RECIPE"
 SAVE=${SAVE:-out/$MODEL-$METHOD-$CLUSTER}
 while [[ $SAVE == ?*/ ]]; do SAVE=${SAVE%/}; done
 OUT=${OUT:-out/recipes}
-LR=1e-4 LOG_INTERVAL=10 EVAL_INTERVAL=1000 EVAL_ITERS=10 SAVE_INTERVAL=500
+LR=$LEARNING_RATE LOG_INTERVAL=10 EVAL_INTERVAL=1000 EVAL_ITERS=10 SAVE_INTERVAL=500
 TOKENS=(--tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt)
 [ "$FORM" = gpt ] || TOKENS=(--tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model)
 [ -z "${TOKENIZER_ARGS:-}" ] || read -r -a TOKENS <<< "$TOKENIZER_ARGS"

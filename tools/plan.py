@@ -32,6 +32,7 @@ from megatron.bcd.huggingface.architecture import CONFIG, read_architecture
 from megatron.bcd.planner.command import parts_of, torchrun_command
 from megatron.bcd.planner.cost import PRECISIONS
 from megatron.bcd.planner.estimate import MULTIPLIERS, Estimate, make_estimate
+from megatron.bcd.planner.measured import Finding, finding, learning_rate
 from megatron.bcd.planner.memory import fits_on_host
 from megatron.bcd.planner.paper import FITTED_MODELS, Paper
 from megatron.bcd.planner.recipe import (
@@ -72,6 +73,7 @@ MODELS = os.path.join(ROOT, "examples", "models.csv")
 CLUSTERS = os.path.join(ROOT, "examples", "clusters.csv")
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _WIDTH = 120
+_USUAL_HOST_GB = 64
 _MOST_ROWS = 12
 """Of the tables of ranks and phases."""
 _MEMORY = ("weights", "gradients", "optimizer", "activations", "optimizer_work", "communication", "framework")
@@ -100,7 +102,8 @@ def build_parser(task: str = "pretrain") -> argparse.ArgumentParser:
         " by default method finetune, bf16, packed sequences of 1,024 tokens, global batch 8, recomputation where"
         " needed, three epochs of Alpaca (default: pretrain)")  # fmt: skip
     add("--method", choices=METHODS, help="bcd: block coordinate descent as in the paper; pretrain, finetune: with that"
-        " --bcd-preset; full training; offload: the same with the optimizer on the host (default: bcd)")  # fmt: skip
+        " --bcd-preset; full training; offload: the same with the optimizer on the host; muon: the same with Muon"
+        " (default: bcd)")  # fmt: skip
     add("--bcd-preset", choices=tuple(PRESETS), help="the method of that name; paper is --method bcd")
     add_recipe_flags(group)
     group = parser.add_argument_group("cost")
@@ -157,11 +160,16 @@ def method_of(arguments: argparse.Namespace) -> str:
     """--method, or the one of --bcd-preset. Raises ValueError if they differ."""
     method, preset = arguments.method, arguments.bcd_preset
     if preset is None:
-        return method or ("finetune" if arguments.task == "sft" else "bcd")
+        return method or ("finetune" if arguments.task == "sft" and not is_adapters_alone(arguments) else "bcd")
     # bcd is also the method of all presets in general
     if method not in (None, "bcd") and PRESET_OF.get(method) != preset:
         raise ValueError(f"--bcd-preset {preset} cannot be combined with --method {method}; give one of them")
     return next(name for name, known in PRESET_OF.items() if known == preset)
+
+
+def is_adapters_alone(arguments: argparse.Namespace) -> bool:
+    """Return whether nothing but adapters is trained. Preset finetune would train the head in full beside them."""
+    return arguments.num_blocks == 0 and arguments.low_rank is not None
 
 
 def named_model(name: str, *, models: str | None) -> Model:
@@ -298,8 +306,9 @@ def answer_search(arguments: argparse.Namespace, recipe: Recipe, found: Sequence
         head = f"no layout of {recipe.model.name} with --method {recipe.method} fits on {recipe.num_gpus} x "
         return f"{head}{recipe.cluster.gpu}\n{text}", {"best": [], "what_fits": others}, 1
     full = min((each.cost.gpu_hours for each in found if each.recipe.method == "full"), default=None)
-    rows = [each.as_dict() | {"cost_ratio": full and each.cost.gpu_hours / full} for each in found]
-    text = show_search(recipe, found, full)
+    ratios = [full and each.cost.gpu_hours / full if each.cost.is_to_full_loss else None for each in found]
+    rows = [each.as_dict() | {"cost_ratio": ratio} for each, ratio in zip(found, ratios, strict=True)]
+    text = show_search(recipe, found, ratios)
     if arguments.compare:
         return text, rows, 0
     best = next((each for each in found if each.recipe.num_gpus == recipe.num_gpus), None)
@@ -372,10 +381,10 @@ def show_figures(estimate: Estimate) -> str:
         f"({recipe.num_microbatches} microbatches)"
     )
     return (
-        f"{recipe.model.name}: {estimate.parameters:,} parameters, {recipe.method}, on {_groups(recipe)}"
+        f"{recipe.model.name}: {estimate.parameters:,} parameters, {recipe.name}, on {_groups(recipe)}"
         f"{recipe.num_gpus} x {recipe.cluster.gpu} ({nodes})\n{textwrap.fill(settings, _WIDTH)}\n\n"
         f"memory per rank, GiB (of {recipe.cluster.memory_gib:g})\n{_memory(estimate)}\n\n"
-        f"time of an iteration, ms\n{_time(estimate)}\n\n{_cost(estimate)}"
+        f"time of an iteration, ms\n{_time(estimate)}\n\n{_cost(estimate)}\n{learning_rate(recipe).text}"
     )
 
 
@@ -420,6 +429,7 @@ def _memory(estimate: Estimate) -> str:
     lines.append("peak: model state and framework, and the larger of activations with communication and optimizer work")
     if estimate.host_bytes:
         lines.append(f"on the host, per rank: {estimate.host_bytes / GIB:.1f} GiB")
+        lines += _host_warning(estimate)
     largest, peak = estimate.largest_micro_batch, estimate.peak
     where = f"{peak.total / GIB:.1f} GiB on stage {peak.stage} in the phase of block {peak.block}"
     if estimate.fits:
@@ -434,6 +444,23 @@ def _memory(estimate: Estimate) -> str:
     return "\n".join(lines)
 
 
+def memory_here() -> int:
+    """Return the bytes of host memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _host_warning(estimate: Estimate) -> list[str]:
+    """Return a line if a node needs more host memory than this machine has, or many others. --host-memory-gb says what
+    there is."""
+    recipe, here = estimate.recipe, memory_here()
+    need = recipe.gpus_per_node * estimate.host_bytes
+    limits = {f"this machine's {here / 1e9:,.0f} GB": here, f"{_USUAL_HOST_GB} GB": 1e9 * _USUAL_HOST_GB}
+    passed = " and ".join(name for name, limit in limits.items() if need > limit)
+    if not passed or recipe.host_memory_gb is not None:
+        return []
+    return [f"warning: a node needs {need / 1e9:,.0f} GB of host memory, more than {passed}"]
+
+
 def _time(estimate: Estimate) -> str:
     rows, phases = [], estimate.phases
     for phase in phases[:: -(-len(phases) // _MOST_ROWS)]:
@@ -443,7 +470,8 @@ def _time(estimate: Estimate) -> str:
     if exchange := estimate.exchange:
         seconds = exchange.seconds / exchange.interval
         rows.insert(-1, ("exchange", "", "", "", f"{1e3 * seconds:,.0f}", ""))
-    speed = f"{estimate.tokens_per_second:,.0f} tokens/s, MFU {100 * estimate.mfu:.1f} % (arithmetic of full training)"
+    share = f"{100 * estimate.full_training_share:.1f} % of the GPUs' peak"
+    speed = f"{estimate.tokens_per_second:,.0f} tokens/s, as many as full training at {share}"
     if estimate.recipe.is_streamed:
         speed += f"; {_percent(estimate.copy_share)} of the time are copies of frozen layers that no computation hides"
     if exchange:
@@ -461,7 +489,9 @@ def _percent(share: float) -> str:
 def _cost(estimate: Estimate) -> str:
     cost, cluster = estimate.cost, estimate.recipe.cluster
     more = ""
-    if estimate.recipe.partition.num_blocks > 1:
+    if not cost.is_to_full_loss:
+        more = f", equal epochs; loss {_loss(finding(estimate.recipe))}"
+    elif cost.multiplier != 1.0:
         more = f" x B-F multiplier {cost.multiplier:.2f} ({cost.multiplier_source})"
     tokens = f"{cost.tokens / 1e9:,.1f} G" if cost.tokens >= 1e9 else f"{cost.tokens / 1e6:,.1f} M"
     is_small = cost.gpu_hours < 100
@@ -473,15 +503,35 @@ def _cost(estimate: Estimate) -> str:
     return f"{tokens} tokens{more}:\n{cost.iterations:,} iterations, {days}, {hours} GPU hours, {price}"
 
 
-def show_search(recipe: Recipe, found: Sequence[Estimate], full: float | None) -> str:
-    """A line per layout, cheapest first, and what the figures rest on. `full`: GPU hours of full training."""
+def _loss(found: Finding) -> str:
+    """Return what was measured of a method that costs equal epochs, and where."""
+    return (
+        "not measured" if found.loss is None else f"{found.loss} beside full training's ({found.runs}, {found.model})"
+    )
+
+
+def _to_full(found: Finding, ratio: float | None, *, is_to_full_loss: bool) -> str:
+    """Return a cost over full training's, or why there is none."""
+    if is_to_full_loss:
+        return "-" if ratio is None else f"{ratio:.2f}"
+    if found.loss is None:
+        return "not measured"
+    return f"not {'always ' * found.loss.startswith('-')}reached (measured: {found.loss})"
+
+
+def show_search(recipe: Recipe, found: Sequence[Estimate], ratios: Sequence[float | None]) -> str:
+    """A line per layout, cheapest first, and what the figures rest on. `ratios`: costs over full training's."""
     columns = ("method", "GPUs", "PP x DP", "blocks", "micro", "recompute", "GiB", "host", "s/step", "B-F", "days")
     rows, sources = [], {}
-    for each in found:
-        one, cost, name = each.recipe, each.cost, PRESET_OF.get(each.recipe.method, each.recipe.method)
+    for each, ratio in zip(found, ratios, strict=True):
+        one, cost, name, seen = each.recipe, each.cost, each.recipe.name, finding(each.recipe)
         partition = one.partition
-        blocks = f"{partition.num_blocks} {partition.layout}" if one.has_blocks else "-"
-        figures = (each.peak.total / GIB, each.host_bytes / GIB, each.iteration_seconds, cost.multiplier, cost.days)
+        blocks = f"{partition.num_blocks} {partition.layout}" if one.has_blocks and one.num_blocks != 0 else "-"
+        figures = (each.peak.total / GIB, each.host_bytes / GIB, each.iteration_seconds)
+        if not cost.is_to_full_loss:
+            sources[name] = f"{name}, at equal epochs: loss {_loss(seen)}"
+        elif one.method in MULTIPLIERS:
+            sources[name] = f"B-F multiplier of {name}: {cost.multiplier_source}"
         rows.append(
             (
                 name,
@@ -490,14 +540,14 @@ def show_search(recipe: Recipe, found: Sequence[Estimate], full: float | None) -
                 blocks,
                 str(one.micro_batch_size),
                 one.recompute,
-                *map(format, figures, (".1f", ".0f", ".2f", ".2f", ",.1f")),
+                *map(format, figures, (".1f", ".0f", ".2f")),
+                f"{cost.multiplier:.2f}" if cost.is_to_full_loss else "-",
+                f"{cost.days:,.1f}",
                 f"{cost.gpu_hours:,.0f}",
                 f"{cost.dollars:,.0f}" if cost.dollars else "unknown",
-                "-" if full is None else f"{cost.gpu_hours / full:.2f}",
+                _to_full(seen, ratio, is_to_full_loss=cost.is_to_full_loss),
             )
         )
-        if one.has_blocks:
-            sources[name] = f"B-F multiplier of {name}: {cost.multiplier_source}"
     title = (
         f"{recipe.model.name} on {recipe.num_gpus} x {recipe.cluster.gpu}, {recipe.precision}, sequence "
         f"{recipe.tokens:,}, global batch {recipe.global_batch_size}: the cheapest layouts, best first"
@@ -507,7 +557,7 @@ def show_search(recipe: Recipe, found: Sequence[Estimate], full: float | None) -
         "to full: cost to full training's loss over the least of full training",
         *sources.values(),
         "blocks, layout and chunks decide which layers learn together: they change what is learned",
-        "times are estimates, and the multipliers have errors too: docs/planner.md, The paper's numbers",
+        "times are estimates, and multipliers and losses have errors too: docs/planner.md, docs/fine_tuning.md",
     ]
     return "\n".join([title, table((*columns, "GPU hours", "dollars", "to full"), rows), *notes])
 

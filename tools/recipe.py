@@ -24,10 +24,11 @@ from typing import Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _parser import Parser, bad_input, leave_with
-from plan import ROOT, add_recipe_flags, fields_of, show_figures, words_of
+from plan import ROOT, add_recipe_flags, fields_of, is_adapters_alone, show_figures, words_of
 
 from megatron.bcd.planner.command import SCRIPTS, layout_flags, network_flags
 from megatron.bcd.planner.estimate import make_estimate
+from megatron.bcd.planner.measured import learning_rate
 from megatron.bcd.planner.recipe import METHODS, PRESET_OF, SFT_DEFAULTS, Recipe
 from megatron.bcd.planner.search import place, remedies
 from megatron.bcd.planner.tables import GIB, Cluster, Placement, read_rows
@@ -89,6 +90,8 @@ def request_of(words: Sequence[str], environment: Mapping[str, str]) -> tuple[Re
         if (flag := word.split("=", 1)[0]) in instead:
             raise ValueError(f"{flag}: is set by the recipe; {instead[flag]}")
     method = "bcd" if arguments.method == PRESET_OF["bcd"] else arguments.method
+    if method == "finetune" and is_adapters_alone(arguments):
+        method = "bcd"
     if method not in METHODS:
         known = ", ".join(PRESET_OF.get(name, name) for name in METHODS if name != "finetune")
         raise ValueError(f"METHOD {method}: must be one of {known}, bcd (as paper)")
@@ -141,6 +144,7 @@ def as_bash(recipe: Recipe, fields: Mapping[str, Any], extra: Sequence[str], *, 
         "NUM_BLOCKS": shown.partition.num_blocks,
         "REPLICA_GROUPS": shown.replica_groups,
         "ITERATIONS": estimate.cost.iterations,
+        "LEARNING_RATE": learning_rate(recipe).flag,
         "PLAN": show_figures(estimate),
         "MISFIT": misfit,
     }

@@ -1,8 +1,10 @@
-"""tools/plan.py: models by config.json and by rows of the user, and what fits where a plan does not."""
+"""tools/plan.py: models by config.json and by rows of the user, what fits where a plan does not, learning rates."""
 
 from __future__ import annotations
 
+import csv
 import json
+import re
 import shlex
 from dataclasses import asdict
 from pathlib import Path
@@ -10,8 +12,11 @@ from typing import Any
 
 import plan
 import pytest
+import recipe
 import rtx4090
 from plan import named_model
+
+from megatron.bcd.planner import measured
 
 CARD = ("--gpu", "rtx4090", "--num-gpus", "1")
 COLUMNS = "name,form,layers,hidden,heads,groups,ffn,vocabulary,sequence,source"
@@ -218,3 +223,147 @@ def test_the_documents_rows(repo_root: Path) -> None:
     for num_gpus in (1, 4):
         line = " | ".join(rtx4090.row("Qwen2.5-14B", num_gpus))
         assert f"| {line} |" in (repo_root / "docs" / "planner.md").read_text()
+
+
+LORA = ("--bcd-low-rank", "16", "--bcd-num-blocks", "0")
+LARGE = PUBLISHED | {"Qwen2.5-14B": (config("qwen2", 48, 5120, (40, 8), 13824, 152064), 0)}
+
+
+def planned(capsys: pytest.CaptureFixture[str], *flags: str | Path) -> tuple[str, str]:
+    """The command of a plan, and its line about the learning rate."""
+    text = run(capsys, "--task", "sft", *CARD, *flags)
+    [line] = [line for line in text.splitlines() if line.startswith("learning rate ")]
+    command = text[text.index("torchrun") :]
+    [rate] = re.findall(r"--lr (\S+)", command)
+    assert line.startswith(f"learning rate {rate}")
+    return command, line
+
+
+@pytest.mark.parametrize(
+    ("flags", "rate"),
+    [
+        (("--method", "full"), "1e-4"),
+        (("--bcd-num-blocks", "2"), "2e-4"),
+        (("--bcd-num-blocks", "6"), "3e-4"),
+        (("--bcd-num-blocks", "30"), "8e-4"),
+        (LORA, "1e-3"),
+        ((*LORA, "--bcd-always-active", "embedding"), "1e-4"),
+        (("--bcd-low-rank", "16", "--bcd-num-blocks", "6"), "1e-4"),
+    ],
+)
+def test_learning_rate_of_the_measured_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: tuple[str, ...], rate: str
+) -> None:
+    """One rate for all methods, far below the best one of most of them."""
+    where = folder(tmp_path, PUBLISHED["SmolLM2-135M"][0], name="SmolLM2-135M")
+    command, line = planned(capsys, "--model", where, *flags)
+    assert f"--lr {rate} " in command.replace("\\\n", "") and "guess" not in line
+    assert ("--bcd-low-rank-lr-ratio 7" in command) == (rate == "1e-4" and "--bcd-low-rank" in flags)
+
+
+def test_learning_rates_are_those_of_the_studies(repo_root: Path) -> None:
+    """A table that no study supports any more."""
+    best: dict[tuple[str, str], tuple[float, float]] = {}
+    with open(repo_root / "studies" / "fine_tuning.csv", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            key = row["comparison"], row["method"]
+            best[key] = min(best.get(key, (9.0, 0.0)), (float(row["last"] or 9), float(row["lr"])))
+    rates = {key: lr for key, (_, lr) in best.items()}
+    full = rates["smollm2", "full"]
+    assert measured.FINE_TUNING["lora"].rate == pytest.approx(rates["smollm2", "lora"] / full)
+    assert {11e6: rates["small_base", "full"], 135e6: full} == measured._FULL_RATES
+    text = (repo_root / "docs" / "fine_tuning.md").read_text(encoding="utf-8")
+    assert "two times full Adam's rate for two blocks, three\n  times for six, eight times for thirty" in text
+    assert measured._RATE_OF_BLOCKS == {1: 1, 2: 2, 6: 3, 30: 8}
+
+
+@pytest.mark.parametrize("name", ["Llama-3-8B", "Qwen3-8B", "Qwen2.5-14B"])
+def test_lora_of_a_large_model(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
+    """A crash by --bcd-head-phase, which nobody gave; a plan that trains the head in full; a rate that is said to be
+    measured at this size."""
+    where = folder(tmp_path, LARGE[name][0], name=name)
+    command, line = planned(capsys, "--model", where, *LORA)
+    assert f"out/{name}-lora-rtx4090" in command and "--bcd-low-rank 16" in command
+    assert not re.search("--bcd-(preset|head-phase|always-active)", command)
+    assert ", a guess: 10 x full Adam's" in line
+    with_preset, _ = planned(capsys, "--model", where, *LORA, "--bcd-preset", "finetune", "--bcd-frozen", "head")
+    assert "--bcd-preset finetune" in with_preset and "--bcd-head-phase" not in with_preset
+    nothing = run(capsys, "--task", "sft", *CARD, "--model", where, "--bcd-num-blocks", "0", code=2)
+    assert nothing.startswith("tools/plan.py: error: --bcd-num-blocks 0: ")
+
+
+def test_the_recipes_rate_is_the_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    """examples/finetune.sh and pretrain.sh train at another rate than the plan that they print."""
+    for words in (("LLaMA-7B", "finetune", "rtx4090", *LORA), ("LLaMA-7B", "finetune", "rtx4090", "--num-gpus", "1"),
+                  ("G-5.4B", "pretrain", "rtx4090"), ("G-5.4B", "paper", "rtx4090")):  # fmt: skip
+        made = recipe.as_bash(*recipe.request_of(words, {}))
+        [rate] = re.findall(r"^LEARNING_RATE=(\S+)$", made, re.MULTILINE)
+        assert f"\nlearning rate {rate}, a guess: " in made
+    assert ("--bcd-low-rank-lr-ratio" in made) is False
+
+
+def compared(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[list[dict[str, Any]], str]:
+    flags = (*flags, "--gpu", "rtx4090", "--num-gpus", "4", "--compare")
+    return json.loads(run(capsys, *flags, "--json")), run(capsys, *flags)
+
+
+def test_no_cost_to_a_loss_that_was_not_reached(capsys: pytest.CaptureFixture[str]) -> None:
+    """Fine-tuning in blocks is said to reach full training's loss for a fifth of the cost. Methods without a row."""
+    rows, text = compared(capsys, "--task", "sft", "--model", "L-1.5B")
+    names = {row["recipe"]["name"] for row in rows}
+    assert names == {"full", "offload", "finetune", "paper", "pretrain", "lora", "finetune+lora"}
+    for row in rows:
+        assert (row["cost_ratio"] is None) == (row["recipe"]["name"] not in ("full", "offload"))
+    lines = {line.split()[0]: line for line in text.splitlines()}
+    for name in names - {"full", "offload"}:
+        loss = measured.FINE_TUNING[name].loss
+        ends = f"reached (measured: {loss})" if loss else "not measured"
+        assert any(line.startswith(f"{name} ") and line.endswith(ends) for line in text.splitlines()), name
+        assert lines[f"{name},"].startswith(f"{name}, at equal epochs: "), "where it is from"
+    with_adapters, _ = compared(capsys, "--task", "sft", "--model", "L-1.5B", *LORA)
+    assert {row["recipe"]["name"] for row in with_adapters} == names
+    rows, _ = compared(capsys, "--task", "sft", "--model", "L-1.5B", "--bf-multiplier", "2")
+    assert {row["recipe"]["name"] for row in rows if row["cost_ratio"]} == {"full", "offload", "pretrain"}
+
+
+def test_losses_are_those_of_the_documents(repo_root: Path) -> None:
+    """A range that the tables do not have."""
+    text = (repo_root / "docs" / "fine_tuning.md").read_text(encoding="utf-8")
+    ends = {"+1 to +28 %": ("+1.1 %", "+27.8 %"), "-0.1 to +8 %": ("-0.1 %", "+8.3 %"), "+2.3 %": ("+2.3 %",),
+            "+0.2 to +7 %": ("1.800", "+7.1 %")}  # fmt: skip
+    assert {found.loss for found in measured.FINE_TUNING.values()} - {None} == set(ends)
+    assert all(f"| {number} |" in text or number == "1.800" in text for each in ends.values() for number in each)
+
+
+def test_host_memory_that_few_machines_have(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan that ends in the out-of-memory killer of this machine, or of a usual one, without a word."""
+    flags = ("--task", "sft", "--model", folder(tmp_path, LARGE["Qwen2.5-14B"][0]), *CARD)
+    monkeypatch.setattr(plan, "memory_here", lambda: int(32e9))
+    [line] = [line for line in run(capsys, *flags).splitlines() if line.startswith("warning: ")]
+    assert re.fullmatch(r"warning: a node needs \d\d GB of host memory, more than this machine's 32 GB", line)
+    assert "warning" not in run(capsys, *flags, "--host-memory-gb", "100")
+    monkeypatch.setattr(plan, "memory_here", lambda: int(1000e9))
+    assert "warning" not in run(capsys, *flags)
+    offload = run(capsys, "--model", "LLaMA-7B", "--bf16", "--gpu", "rtx4090", "--num-gpus", "4", "--method", "offload")
+    assert "more than 64 GB" in offload and "this machine" not in offload
+
+
+def test_speed_is_no_utilisation(capsys: pytest.CaptureFixture[str]) -> None:
+    """Arithmetic that blocks leave out is called MFU."""
+    text = run(capsys, "--model", "G-5.4B", "--gpu", "rtx4090", "--num-gpus", "4")
+    assert "MFU" not in text and "tokens/s, as many as full training at 42.2 % of the GPUs' peak" in text
+
+
+def test_what_the_readme_says_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path, repo_root: Path) -> None:
+    """8-bit moments promised for a model whose plan has layers in host memory instead."""
+    text = " ".join((repo_root / "README.md").read_text(encoding="utf-8").split())
+    [sentence] = re.findall(r"By the planner's estimate,.*?changes no bit\.", text)
+    moments, host = sentence.split("8-bit moments")
+    for name in ("Llama-3-8B", "Qwen2.5-7B", "Qwen3-8B", "Qwen2.5-14B"):
+        flags = ("--task", "sft", "--model", folder(tmp_path, LARGE[name][0], name=name), *CARD, "--json")
+        command = json.loads(run(capsys, *flags))["command"]
+        assert ("--adam-moments-dtype int8" in command) == (name in moments), name
+        assert ("--bcd-frozen-weights host" in command) == (name in host), name
+        assert "--bcd-head-phase" in command

@@ -112,7 +112,7 @@ def test_methods_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     """A method that is shown on GPUs on which it does not fit; a ratio to other GPUs' prices."""
     found = json.loads(output(capsys, *EXAMPLE, "--compare", "--json"))
     rows = {(row["recipe"]["method"], row["recipe"]["num_gpus"]): row for row in found}
-    assert len(rows) == len(found) and {method for method, _ in rows} == {"full", "offload", "bcd", "pretrain"}
+    assert len(rows) == len(found) and {method for method, _ in rows} == {"full", "muon", "offload", "bcd", "pretrain"}
     assert [row["bill"]["dollars"] for row in found] == sorted(row["bill"]["dollars"] for row in found)
     assert all(row["memory"]["fits"] for row in found)
     assert rows["full", 5]["cost_ratio"] == 1
@@ -131,7 +131,7 @@ def test_search_over_all_methods(capsys: pytest.CaptureFixture[str]) -> None:
     assert best["recipe"]["num_gpus"] == 4
     rows = {(row["recipe"]["method"], row["recipe"]["num_gpus"]): row for row in data["methods"]}
     assert best["bill"] == rows[best["recipe"]["method"], 4]["bill"]
-    assert planned(capsys, *flags, "--bf-multiplier", "1.2")["best"]["recipe"]["method"] == "offload"
+    assert planned(capsys, *flags, "--bf-multiplier", "1.2")["best"]["recipe"]["method"] == "muon"
 
 
 def test_search_keeps_the_pipeline_that_was_given(capsys: pytest.CaptureFixture[str]) -> None:

@@ -191,7 +191,7 @@ def test_what_makes_an_iteration_slow() -> None:
     assert make_estimate(replace(base, recompute="full")).iteration_seconds > 1.25 * plain.iteration_seconds
     slow = replace(base.cluster, gpus_per_node=4, network_gb_per_s=0.1)
     assert make_estimate(replace(base, cluster=slow)).iteration_seconds > plain.iteration_seconds
-    assert more.bubble < plain.bubble and 0 < more.mfu < base.cluster.compute_share
+    assert more.bubble < plain.bubble and 0 < more.full_training_share < base.cluster.compute_share
     assert make_estimate(replace(base, pipeline_size=4)).phases[0].reductions > 0 == plain.phases[0].reductions
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS
-from megatron.bcd.planner.recipe import PRESET_OF, Recipe
+from megatron.bcd.planner.measured import finding, learning_rate
+from megatron.bcd.planner.recipe import MUON, PRESET_OF, Recipe
 
 SCRIPTS = {"gpt": "pretrain_gpt_bcd.py", "llama": "pretrain_llama_bcd.py"}
 """By model family; each script has its family's flags as defaults."""
-LEARNING_RATE_FLAGS = "--lr 1e-4 --lr-warmup-fraction 0.01 --lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0"
+LEARNING_RATE_FLAGS = "--lr-warmup-fraction 0.01 --lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0"
 """As in examples/pretrain.sh."""
-SFT_FLAGS = (
-    "--num-epochs 3 --lr 1e-5 --lr-warmup-fraction 0.03 --lr-decay-style cosine --weight-decay 0 --clip-grad 1.0"
-)
+SFT_FLAGS = "--num-epochs 3 --lr-warmup-fraction 0.03 --lr-decay-style cosine --weight-decay 0 --clip-grad 1.0"
 """As in examples/finetune.sh."""
 _WIDTH = 112
 
@@ -75,8 +74,8 @@ def layout_flags(recipe: Recipe) -> list[str]:
         lighthouse = "--lighthouse ${LIGHTHOUSE:-HOST:29510}"
         flags.append(f"{lighthouse} --replica-groups {recipe.replica_groups}{interval}{compression}")
     if not recipe.has_blocks:
-        offload = ["--optimizer-cpu-offload --optimizer-offload-fraction 1.0"]
-        return [*flags, "--bcd-num-blocks 1 --bcd-schedule stock", *(offload if recipe.method == "offload" else [])]
+        more = {"offload": ["--optimizer-cpu-offload --optimizer-offload-fraction 1.0"], "muon": _muon_flags()}
+        return [*flags, "--bcd-num-blocks 1 --bcd-schedule stock", *more.get(recipe.method, [])]
     layout = recipe.partition.layout
     number = DEFAULT_NUM_BLOCKS if recipe.asked_blocks is None else recipe.asked_blocks
     words = [] if recipe.method == "bcd" else [f"--bcd-preset {PRESET_OF[recipe.method]}"]
@@ -93,10 +92,17 @@ def layout_flags(recipe: Recipe) -> list[str]:
     if recipe.low_rank:
         layers = f" --bcd-low-rank-layers {recipe.low_rank_layers}" if recipe.low_rank_layers else ""
         words.append(f"--bcd-low-rank {recipe.low_rank}{layers}")
+        if (ratio := finding(recipe).adapter_rate) is not None:
+            words.append(f"--bcd-low-rank-lr-ratio {ratio:g}")
     for flag, parts in (("--bcd-frozen", recipe.frozen), ("--bcd-always-active", recipe.always_active)):
         if parts is not None:
             words.append(f"{flag} {parts_of(parts)}")
     return [*flags, " ".join(words)]
+
+
+def _muon_flags() -> list[str]:
+    flags = [f"--{name.replace('_', '-')}{'' if value is True else f' {value}'}" for name, value in MUON.items()]
+    return [" ".join(flags[:4]), " ".join(flags[4:])]
 
 
 def parts_of(named: frozenset[str]) -> str:
@@ -110,16 +116,18 @@ def torchrun_command(recipe: Recipe, *, iterations: int) -> str:
     start = f"torchrun --nproc-per-node {recipe.gpus_per_node}"
     if recipe.num_nodes > 1:
         start += f" --nnodes {recipe.num_nodes} --rdzv-backend c10d --rdzv-endpoint ${{HEAD_NODE:?}}:29500"
+    rate = f"--lr {learning_rate(recipe).flag}"
     if recipe.task == "sft":
-        flags = [f"--sft --load-hf MODEL_DIR --seq-length {recipe.tokens}", *layout_flags(recipe), SFT_FLAGS]
+        flags = [f"--sft --load-hf MODEL_DIR --seq-length {recipe.tokens}", *layout_flags(recipe), rate, SFT_FLAGS]
         mock, data = "", "--data-path DATA.jsonl --save-hf OUT_DIR"
     else:
-        flags = [*network_flags(recipe), *layout_flags(recipe), f"--train-iters {iterations}", LEARNING_RATE_FLAGS]
+        length = f"--train-iters {iterations}"
+        flags = [*network_flags(recipe), *layout_flags(recipe), length, rate, LEARNING_RATE_FLAGS]
         # a folder of its own for what is trained on mock data: a run on the user's data would resume from it
         mock = "-mock"
         # NullTokenizer adds an end-of-document token to its vocabulary
         data = f"--mock-data --tokenizer-type NullTokenizer --vocab-size {recipe.model.vocabulary - 1}"
-    folder = f"out/{recipe.model.name}-{PRESET_OF.get(recipe.method, recipe.method)}-{recipe.cluster.name}{mock}"
+    folder = f"out/{recipe.model.name}-{recipe.name}-{recipe.cluster.name}{mock}"
     flags += [f"--save {folder} --load {folder}", "--save-interval 500 --keep-last-checkpoints 2"]
     lines = [flags[0]]
     for flag in flags[1:]:

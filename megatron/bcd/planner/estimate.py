@@ -14,22 +14,23 @@ from megatron.bcd.planner.state import RankMemory
 from megatron.bcd.planner.step_time import PhaseTime, cycle_seconds, head_pass, layer_pass
 from megatron.bcd.planner.tables import GIB
 
+EQUAL_EPOCHS = "equal epochs"
+"""Source of the multiplier 1.0 of a method that was not seen to reach full training's loss."""
 MULTIPLIERS = {
     # Adam and three blocks, 2.78 and 2.09 (table 2 of the paper)
     "bcd": (2.44, "the paper's two GPT-2 runs"),
     # at most that, in steps to full Adam's loss, in all of this project's studies
     "pretrain": (0.53, "models of 0.7 to 3.3 M parameters, docs/learning.md; none larger measured"),
-    # arXiv 2404.02827, 2403.17919 and ICML 2025's BREAD fine-tune as many epochs as full Adam; not confirmed here
-    "finetune": (1.0, "assumed: equal epochs, as BAdam, LISA and BREAD report"),
+    "muon": (0.52, "models of 0.7 to 3.3 M parameters, docs/learning.md; none larger measured"),
 }
 """B-F multiplier of a method at three blocks, and where it is from: iterations to full training's loss over full
-training's."""
+training's. Fine-tuning costs equal epochs, after which the losses differ (`measured.FINE_TUNING`)."""
 _SHOWN = (
     "method", "num_gpus", "num_nodes", "pipeline_size", "context_size", "data_size", "precision", "replica_groups",
     "micro_batch_size",
     "global_batch_size", "num_microbatches", "recompute",
 )  # fmt: skip
-_TIMES = ("iteration_seconds", "bubble", "copy_share", "tokens_per_second", "mfu")
+_TIMES = ("iteration_seconds", "bubble", "copy_share", "tokens_per_second", "full_training_share")
 DEFAULT_TOKENS_PER_PARAMETER = 20
 """Hoffmann et al. 2022."""
 DEFAULT_SFT_TOKENS = 3 * 52002 * 120.0
@@ -39,7 +40,7 @@ tokenizer), the rest is the prompt around it."""
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCost:
-    """Cost of training to the loss that full training reaches on a number of tokens."""
+    """Cost of training to the loss that full training reaches on a number of tokens, or on equal epochs."""
 
     tokens: float  # read by full training
     multiplier: float  # at this number of blocks; 1 where all parameters are active
@@ -48,6 +49,11 @@ class TrainingCost:
     days: float
     gpu_hours: float
     dollars: float
+
+    @property
+    def is_to_full_loss(self) -> bool:
+        """Whether it is the cost of full training's loss, not of equal epochs."""
+        return self.multiplier_source != EQUAL_EPOCHS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +71,7 @@ class Estimate:
     bubble: float  # mean over a cycle
     tokens_per_second: float  # of all replica groups
     copy_share: float  # of the time: copies of frozen layers that no computation hides
-    mfu: float  # FLOPs of full training on the same tokens over the GPUs' peak: work that BCD skips counts as done
+    full_training_share: float  # of the GPUs' peak, that full training would achieve at this number of tokens a second
     cost: TrainingCost
 
     @property
@@ -83,6 +89,7 @@ class Estimate:
             "model": asdict(recipe.model) | {"parameters": self.parameters},
             "cluster": asdict(recipe.cluster),
             "recipe": {
+                "name": recipe.name,
                 "num_blocks": recipe.partition.num_blocks,
                 "layout": recipe.partition.layout,
                 "num_chunks": recipe.partition.num_chunks,
@@ -137,7 +144,7 @@ def make_estimate(recipe: Recipe, *, tokens: float | None = None, multiplier: fl
         bubble=sum(phase.bubble for phase in phases) / len(phases),
         tokens_per_second=recipe.replica_groups * recipe.global_batch_size * recipe.tokens / seconds,
         copy_share=copy_share,
-        mfu=flops / seconds / (recipe.num_gpus * recipe.cluster.peak_flops_per_s(recipe.precision)),
+        full_training_share=flops / seconds / (recipe.num_gpus * recipe.cluster.peak_flops_per_s(recipe.precision)),
         cost=training_cost(recipe, seconds, tokens=tokens, multiplier=multiplier),
     )
 
@@ -151,6 +158,8 @@ def training_cost(recipe: Recipe, seconds: float, *, tokens: float | None, multi
         is_sft = recipe.task == "sft"
         tokens = DEFAULT_SFT_TOKENS if is_sft else DEFAULT_TOKENS_PER_PARAMETER * recipe.shape.num_parameters
     value, source = multiplier_of(recipe.method, recipe.partition.num_blocks, multiplier)
+    if multiplier is None and recipe.task == "sft" and recipe.has_blocks:
+        value, source = 1.0, EQUAL_EPOCHS
     iterations = -int(-tokens * value // (recipe.replica_groups * recipe.global_batch_size * recipe.tokens))
     hours = iterations * seconds / 3600
     gpu_hours = hours * recipe.num_gpus * recipe.replica_groups
@@ -167,9 +176,9 @@ def training_cost(recipe: Recipe, seconds: float, *, tokens: float | None, multi
 
 def multiplier_of(method: str, num_blocks: int, given: float | None = None) -> tuple[float, str]:
     """B-F multiplier of a method at ``num_blocks``, and its source; ``given`` replaces the value at three blocks."""
-    if method not in MULTIPLIERS:
+    if method not in (*MULTIPLIERS, "finetune"):
         return 1.0, "full training"
-    value, source = MULTIPLIERS[method] if given is None else (given, "--bf-multiplier")
+    value, source = MULTIPLIERS.get(method, (1.0, EQUAL_EPOCHS)) if given is None else (given, "--bf-multiplier")
     if method == "bcd" and num_blocks > 1:
         # Table 11 of the paper has 2.22, 2.78 and 3.33 at two, three and four blocks (Adam). A small GPT here had 2.24,
         # 2.89 and more than 5 at two, three and six; this gives 4.6 at six (docs/learning.md).

@@ -19,9 +19,11 @@ from megatron.bcd.planner.tables import Cluster, Model
 
 PRESET_OF = {"bcd": "paper", "pretrain": "pretrain", "finetune": "finetune"}
 """The --bcd-preset of each method of block coordinate descent."""
-METHODS = ("bcd", "pretrain", "finetune", "full", "offload")
+METHODS = ("bcd", "pretrain", "finetune", "full", "offload", "muon")
 """Block coordinate descent as in the paper; with --bcd-preset pretrain or finetune; full training; full training with
-the optimizer on the host."""
+the optimizer on the host, or with Muon."""
+MUON = {name: value for name, value in PRESETS["pretrain"].items() if name == "optimizer" or name.startswith("muon_")}
+"""Flags of Muon by field name, as preset pretrain has them."""
 RECOMPUTE_CHOICES = ("none", "full", "auto")
 """auto: in each phase and on each stage the least that fits (`activations.least_recomputation`)."""
 CUTS = ("even", "auto")
@@ -153,8 +155,8 @@ class Recipe:
         blocks, method = f"--bcd-num-blocks {self.num_blocks}", f"--method {self.method}"
         if self.is_muon and self.precision == "fp16":
             yield f"--precision fp16: {method} has no loss scale; give bf16 or fp32"
-        if self.method == "bcd" and self.num_blocks == 0 and not self.low_rank:
-            yield f"{blocks} needs --bcd-preset pretrain, with which all layers are updated without state"
+        if self.method in ("bcd", "finetune") and self.num_blocks == 0 and not self.low_rank:
+            yield f"{blocks}: nothing would be trained. Give --bcd-low-rank R, or --bcd-preset pretrain."
         shape = self.shape
         most = min(shape.hidden_size, shape.ffn_hidden_size, shape.key_value_size)
         if self.low_rank is not None and not 1 <= self.low_rank <= most:
@@ -180,6 +182,14 @@ class Recipe:
         return self.method in PRESET_OF
 
     @property
+    def name(self) -> str:
+        """The method's name for people: a preset's, lora for adapters alone."""
+        name = PRESET_OF.get(self.method, self.method)
+        if self.low_rank is None:
+            return name
+        return "lora" if self.num_blocks == 0 else f"{name}+lora"
+
+    @property
     def is_streamed(self) -> bool:
         """Whether frozen layers lie in host memory."""
         return self.frozen_weights == "host"
@@ -202,8 +212,8 @@ class Recipe:
 
     @property
     def is_muon(self) -> bool:
-        """Whether Muon steps the active block's matrices."""
-        return self.has_blocks and PRESETS[PRESET_OF[self.method]]["optimizer"] == "muon"
+        """Whether Muon steps the active block's matrices, or all."""
+        return self.method == "muon" or self.has_blocks and PRESETS[PRESET_OF[self.method]]["optimizer"] == "muon"
 
     @property
     def tokens(self) -> int:
@@ -332,7 +342,7 @@ FLAGS = {
 def _bcd_of(method: str, **asked: Any) -> BcdConfig:
     known = {each.name for each in fields(BcdConfig)}
     preset = PRESET_OF.get(method)
-    values = {"bcd_preset": preset, **PRESETS[preset]} if preset else {}
+    values = {"bcd_preset": preset, **PRESETS[preset]} if preset else MUON if method == "muon" else {}
     return BcdConfig(**{name: value for name, value in (values | asked).items() if name in known})
 
 

@@ -42,8 +42,15 @@ _HEADS: tuple[_Changes, ...] = (
 )
 """Of an untied head in preset finetune: always active, and what needs less memory; in this order, because a frozen head
 is the one that some model lost by (docs/fine_tuning.md, The head)."""
-COMPARED = {"pretrain": ("full", "offload", "bcd", "pretrain"), "sft": ("full", "offload", "finetune")}
-"""Methods by task."""
+COMPARED = {
+    "pretrain": ("full", "muon", "offload", "bcd", "pretrain"),
+    "sft": ("full", "offload", "finetune", "bcd", "pretrain", "finetune+lora", "lora"),
+}
+"""Methods by task; with adapters as `Recipe.name`."""
+_OTHER_METHODS = {"pretrain": ("pretrain", "bcd", "offload"), "sft": ("lora", "finetune", "offload")}
+"""Those offered where a plan does not fit."""
+_RANK = 16
+"""Of the adapters that are compared."""
 
 # ---------------------------------------------------------------- a pipeline that fits
 
@@ -186,7 +193,7 @@ def _heads(fields: Mapping[str, Any]) -> Sequence[_Changes]:
     """_HEADS, where the user has left the choice."""
     given = [fields.get(name) for name in ("head_phase", "frozen", "always_active")]
     is_free = fields["method"] == "finetune" and not any(value is not None for value in given)
-    if not is_free or fields["model"].shape().tied:
+    if not is_free or fields["model"].shape().tied or fields.get("num_blocks") == 0:
         return _HEADS[:1]
     return _HEADS if fields.get("adam_moments_dtype", "fp32") == "fp32" else (*_HEADS[:2], _HEADS[3])
 
@@ -259,6 +266,18 @@ def search(
     return sorted(estimates, key=lambda estimate: estimate.cost.gpu_hours)[:_SIMULATED]
 
 
+def _changes_to(method: str, *, rank: int, keeps_blocks: bool) -> _Changes:
+    """Fields of Recipe of a method of COMPARED, which `keeps_blocks`: what was asked of them, if it has some."""
+    changes: _Changes = {} if keeps_blocks and method in PRESET_OF else dict.fromkeys(OF_BLOCKS)
+    if method == "offload":
+        changes["adam_moments_dtype"] = "fp32"
+    if method == "lora":
+        return changes | {"method": "bcd", "num_blocks": 0, "low_rank": rank}
+    if method == "finetune+lora":
+        return changes | {"method": "finetune", "low_rank": rank}
+    return changes | {"method": method}
+
+
 def fewest_gpus(base: Recipe, *, pipeline_size: int | None = None) -> int | None:
     """The fewest GPUs on which some layout fits; None if there are none.
 
@@ -291,12 +310,12 @@ def compare(base: Recipe, *, pipeline_size: int | None = None, **cost: float | N
     is out of range.
     """
     found: list[Estimate] = []
+    rank = base.low_rank or _RANK
+    if base.low_rank is not None:
+        base = replace(base, **_changes_to("full", rank=rank, keeps_blocks=False))
     for method in COMPARED[base.task]:
-        changes: dict[str, Any] = {} if method in PRESET_OF else dict.fromkeys(OF_BLOCKS)
-        if method == "offload":
-            changes["adam_moments_dtype"] = "fp32"
         try:
-            recipe = replace(base, method=method, **changes)
+            recipe = replace(base, **_changes_to(method, rank=rank, keeps_blocks=True))
         except ValueError:  # such as fp16 with Muon, or blocks that a preset does not take
             continue
         costs = cost if method == "pretrain" else cost | {"multiplier": None}
@@ -333,14 +352,14 @@ def remedies(fields: Mapping[str, Any]) -> list[Remedy]:
         others += [] if alone else [values]
     found += _fewest_together(fields, others)
     extras: list[_Changes] = [{}, {"recompute": "auto"}, {"recompute": "auto", "micro_batch_size": 1}]
-    for method in reversed(COMPARED[fields["task"]]):
-        if method in ("full", fields["method"]):
+    for method in _OTHER_METHODS[fields["task"]]:
+        if method == fields["method"] or method == "lora" and fields.get("low_rank"):
             continue
-        other: _Changes = {"method": method} | dict.fromkeys(OF_BLOCKS)
+        other = _changes_to(method, rank=_RANK, keeps_blocks=False)
         if method in PRESET_OF:
             other["frozen"] = fields.get("frozen")
-        if method == "offload" and fields.get("adam_moments_dtype", "fp32") != "fp32":
-            other["adam_moments_dtype"] = "fp32"
+        if other.get("adam_moments_dtype") == fields.get("adam_moments_dtype", "fp32"):
+            del other["adam_moments_dtype"]
         found += _first_that_fits(fields, [other | extra for extra in extras])
     more = []
     for number in _doubled(2 * fields["num_gpus"]):
