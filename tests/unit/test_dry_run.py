@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -15,6 +16,7 @@ from support.command_line import BASE, PROG
 from support.shared_data import shared
 
 from megatron.bcd.arguments import parse_run_config, read_command_line
+from megatron.bcd.runtime import versions
 
 WORDS = [word for pair in BASE.items() for word in pair]
 ACCEPTED = {"published": (13, 16), "stock_functional": (53, 62)}
@@ -45,6 +47,41 @@ def test_needs_no_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     words = [*WORDS, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", absent, "--data-path", absent]
     assert dry_run(*words, "--load", absent, "--save", absent, "--tensorboard-dir", "/proc/absent", ranks=1) == 0
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", ["pretrain_gpt_bcd.py", "pretrain_llama_bcd.py"])
+def test_versions_that_were_not_tested(repo_root: Path, tmp_path: Path, script: str) -> None:
+    """A run with a newer PyTorch or Megatron Core that ends in a traceback, or trains otherwise, without a word."""
+    for name, version in (("torch", "2.99.0"), ("megatron_core", "0.16.2")):
+        (tmp_path / f"{name}-{version}.dist-info").mkdir()
+        (tmp_path / f"{name}-{version}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    command = [sys.executable, str(repo_root / script), *WORDS, "--dry-run"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    found = "torch 2.99.0, megatron-core 0.16.2: not tested. Tested: Python 3.11 to "
+    assert done.stderr.startswith(f"{script}: warning: {found}") and done.stderr.count("\n") == 1
+
+
+def test_a_line_for_all_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same line from each rank, or where everything was tested."""
+    monkeypatch.setitem(versions.TESTED, "Python", ("3.11", "3.99"))
+    versions.warn_if_untested(prog=PROG)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setitem(versions.TESTED, "torch", ("1.0", "1.1"))
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        versions.warn_if_untested(prog=PROG)
+        assert capsys.readouterr().err.count("Tested: ") == (rank == 0)
+
+
+def test_tested_versions_are_the_pins(repo_root: Path) -> None:
+    """New pins of which each run says that they were not tested."""
+    lines = (repo_root / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line)
+    for name in ("torch", "megatron-core"):
+        assert versions._is_tested(name, pins[name]) and versions._is_tested(name, f"{pins[name]}+cpu")
+        assert not versions._is_tested(name, f"9{pins[name]}")
+    assert not versions._is_tested("torch", "2.10.1") and versions._is_tested("torch", "2.12.0")
 
 
 @pytest.mark.parametrize("script", ["pretrain_gpt_bcd.py", "pretrain_llama_bcd.py"])
