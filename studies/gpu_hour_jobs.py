@@ -1,0 +1,292 @@
+"""The measurements of studies/gpu_hour.py: one table for each part."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PARTS = ("sanity", "learning", "fine_tuning", "speed", "large")
+LARGE_GIB = 120
+"""Memory that the part `large` needs."""
+
+Results = Mapping[str, Mapping[str, Any]]
+"""Records of one part by job name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A command whose outcome is one record in the results of its part."""
+
+    name: str
+    words: tuple[str, ...]
+    """Program and arguments, run in the project's root."""
+    seconds: float
+    """Time limit. The job only starts if this much time is left."""
+    kind: str = "train"
+    """`train` leaves a metrics file, `json` a JSON file, `plain` only its output."""
+    texts: tuple[Path, ...] = ()
+    """Texts (JSON lines) on which the model of --save-hf is scored afterwards."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """Method and learning rate, for the report."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What the jobs of a run are built from."""
+
+    is_tiny: bool
+    has_gpu: bool
+    memory_gib: float
+    inputs: Path
+    """What `gpu_hour_inputs.py --unpack` wrote."""
+    output: Path
+
+    @property
+    def data(self) -> Path:
+        return self.output / "data"
+
+    def work(self, name: str) -> Path:
+        return self.output / "work" / name
+
+
+def python(text: str, *more: object) -> tuple[str, ...]:
+    return (sys.executable, *text.split(), *map(str, more))
+
+
+def sanity(setting: Setting, results: Results) -> list[Job]:
+    """Does the code run on this GPU as on emulated ones?"""
+    check, tests = "tools/check_machine.py --json {metrics}", "-m pytest tests/gpu -q -p no:cacheprovider"
+    if setting.is_tiny:
+        return [
+            Job(name="machine", words=python(f"{check} --no-self-test"), seconds=120, kind="json"),
+            Job(name="tests", words=python(f"{tests} -k test_gpus"), seconds=240, kind="plain"),
+        ]
+    return [
+        Job(name="rates", words=python(f"{check} --no-self-test --calibrate --output {setting.work('rates')}"),
+            seconds=60, kind="json"),
+        Job(name="tests", words=python(f"{tests} -n 6"), seconds=150, kind="plain"),
+        Job(name="machine", words=python(check, "--only", "one block*"), seconds=110, kind="json"),
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- learning
+
+GPT2_SMALL = (
+    "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024"
+    " --micro-batch-size 32 --global-batch-size 128"
+)
+TINY_GPT = (
+    "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64"
+    " --micro-batch-size 2 --global-batch-size 4"
+)
+PRETRAINING = (
+    "--hidden-dropout 0 --attention-dropout 0 --bf16 --lr-decay-style cosine --adam-beta1 0.9 --adam-beta2 0.95"
+    " --weight-decay 0.1 --clip-grad 1 --eval-fixed --num-workers 2 --seed 1"
+)
+MUON = (
+    "--bcd-num-blocks 1 --optimizer muon --muon-momentum 0.95 --muon-use-nesterov --muon-extra-scale-factor 0.2"
+    " --muon-momentum-dtype bf16 --muon-grad-dtype bf16"
+)
+LEARNING = (
+    ("full_adam", "--bcd-num-blocks 1", 1.2e-3),
+    ("pretrain", "--bcd-preset pretrain", 3e-3),
+    ("full_muon", MUON, 3e-3),
+    ("paper", "--bcd-preset paper", 1.2e-3),
+    ("factored", "--bcd-preset pretrain --bcd-inactive-update factored", 1.2e-3),
+    ("full_adam", "--bcd-num-blocks 1", 6e-4),
+)
+"""Method, flags, learning rate; the more telling ones first."""
+RUN_SECONDS = 105
+"""Aim for the training time of one learning run; `rate` measures how many steps that is."""
+
+
+def learning(setting: Setting, results: Results) -> list[Job]:
+    """Does BCD learn at 124 million parameters? Full Adam, full Muon and the presets on the same tokens."""
+    if not (setting.data / "valid_text_document.idx").is_file():
+        return []
+    sizes = TINY_GPT if setting.is_tiny else GPT2_SMALL
+    shared = f"pretrain_gpt_bcd.py {sizes} {PRETRAINING} {tokenizer_flags(setting)} --train-data-path " \
+        f"{setting.data}/train_text_document --valid-data-path {setting.data}/valid_text_document " \
+        "--metrics-file {metrics}"  # fmt: skip
+    rate = Job(
+        name="rate",
+        words=python(f"{shared} --bcd-num-blocks 1 --lr 1e-4 --train-iters 14 --log-interval 1 --eval-iters 0"),
+        seconds=240 if setting.is_tiny else 80,
+    )
+    if "rate" not in results:
+        return [rate]
+    steps = 8 if setting.is_tiny else steps_within(RUN_SECONDS, results["rate"])
+    limit = 240 if setting.is_tiny else 1.5 * RUN_SECONDS + 35
+    jobs = []
+    for method, flags, lr in [*LEARNING, *neighbour(results)]:
+        length = f"--train-iters {steps} --lr-warmup-iters {max(1, steps // 12)} --lr {lr:g} --min-lr {lr / 10:g}"
+        reports = f"--log-interval {max(1, steps // 60)} --eval-interval {max(1, steps // 8)} --eval-iters 3"
+        jobs.append(Job(name=f"{method}-{lr:g}", words=python(f"{shared} {flags} {length} {reports}"), seconds=limit,
+                        about={"method": method, "lr": lr, "steps": steps}))  # fmt: skip
+    return [rate, *jobs]
+
+
+def tokenizer_flags(setting: Setting) -> str:
+    files = setting.inputs / "gpt2"
+    if not (files / "vocab.json").is_file():
+        return "--tokenizer-type ByteLevelTokenizer"
+    return f"--tokenizer-type GPT2BPETokenizer --vocab-file {files}/vocab.json --merge-file {files}/merges.txt"
+
+
+def steps_within(seconds: float, record: Mapping[str, Any], default: int = 240) -> int:
+    """Return the number of steps that take `seconds`, from the settled steps of a record."""
+    times = sorted(line["step_time_ms"] for line in record["metrics"][4:] if "step_time_ms" in line)
+    return max(60, int(1e3 * seconds / times[len(times) // 2])) if times else default
+
+
+def final_loss(record: Mapping[str, Any]) -> float | None:
+    """Return the last validation loss of a record, None if the run did not reach the end."""
+    losses = [line["validation_loss"] for line in record.get("metrics", ()) if "validation_loss" in line]
+    return losses[-1] if losses and not record["failure"] else None
+
+
+def neighbour(results: Results) -> Sequence[tuple[str, str, float]]:
+    """Return a third learning rate of full Adam, beyond the better one of the first two."""
+    low, high = (final_loss(results.get(f"full_adam-{lr:g}", {})) for lr in (6e-4, 1.2e-3))
+    if low is None or high is None:
+        return ()
+    return (("full_adam", "--bcd-num-blocks 1", 2.4e-3 if high < low else 3e-4),)
+
+
+# ---------------------------------------------------------------- fine-tuning
+
+LANGUAGE = (
+    "--seq-length 256 --micro-batch-size 4 --global-batch-size 4 --train-iters 500 --lr-warmup-iters 15"
+    " --eval-interval 100000"
+)
+TINY_LANGUAGE = (
+    "--seq-length 64 --micro-batch-size 2 --global-batch-size 2 --train-iters 6 --lr-warmup-iters 1"
+    " --eval-interval 100000"
+)
+FINE_TUNING = (
+    "--lr-decay-style cosine --bf16 --weight-decay 0.01 --clip-grad 1 --hidden-dropout 0 --attention-dropout 0"
+    " --num-workers 0 --log-interval 10 --full-validation"
+)
+BLOCKS = "--bcd-preset finetune --bcd-num-blocks 6 --bcd-steps-per-block 25"
+STATELESS = "--bcd-num-blocks 0 --bcd-always-active norms --bcd-inactive-update"
+TUNING: tuple[tuple[str, str, tuple[float, ...]], ...] = (
+    ("full_adam", "--bcd-num-blocks 1", (3e-4, 6e-4, 1.2e-3)),
+    ("factored", "--bcd-num-blocks 0 --bcd-inactive-update factored", (3e-4, 6e-4, 1.2e-3)),
+    ("lora_64", "--bcd-num-blocks 0 --bcd-low-rank 64", (1e-3, 2e-3)),
+    ("six_blocks", BLOCKS, (4e-4,)),
+    ("full_muon", MUON, (6e-4, 1.2e-3)),
+    ("orthogonal", "--bcd-num-blocks 0 --bcd-inactive-update orthogonal", (6e-4, 1.2e-3)),
+)
+"""Method, flags, learning rates."""
+DECIDING = ("full_adam", "factored", "lora_64")
+"""Methods that get two more seeds at their best rate."""
+
+
+def fine_tuning(setting: Setting, results: Results) -> list[Job]:
+    """Which method adapts SmolLM2-135M to a language that it does not know, and what does it forget?"""
+    if not (setting.inputs / "smollm2" / "config.json").is_file():
+        return []
+    texts = tuple(setting.inputs / name / "valid.jsonl" for name in ("chichewa", "english"))
+    model = setting.inputs / "smollm2"
+    score = python("studies/gpu_hour.py --score", model, *texts)
+    jobs = [Job(name="before", words=score, seconds=90, kind="plain")]
+    length = TINY_LANGUAGE if setting.is_tiny else LANGUAGE
+    for method, flags, rates in TUNING:
+        best = best_rate(results, method, rates) if method in DECIDING else None
+        for lr, seed in [*((lr, 1) for lr in rates), *((best, seed) for seed in (2, 3) if best)]:
+            words = python(
+                f"pretrain_llama_bcd.py {length} {FINE_TUNING} {flags} --lr {lr:g} --min-lr {lr / 10:g} --seed {seed}"
+                f" --load-hf {model} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {model}"
+                f" --train-data-path {setting.data}/chichewa_train_text_document"
+                f" --valid-data-path {setting.data}/chichewa_valid_text_document --metrics-file {{metrics}}"
+                " --save-hf {model}"
+            )
+            jobs.append(Job(name=f"{method}-{lr:g}-seed{seed}", words=words, seconds=300, texts=texts,
+                            about={"method": method, "lr": lr, "seed": seed}))  # fmt: skip
+    return jobs
+
+
+def best_rate(results: Results, method: str, rates: Sequence[float]) -> float | None:
+    """Return the learning rate with the lowest validation loss of the first seed; None while one is missing."""
+    losses = {lr: final_loss(results.get(f"{method}-{lr:g}-seed1", {})) for lr in rates}
+    if any(f"{method}-{lr:g}-seed1" not in results for lr in rates):
+        return None
+    reached = {lr: loss for lr, loss in losses.items() if loss is not None}
+    return min(reached, key=reached.__getitem__) if reached else None
+
+
+# ---------------------------------------------------------------- speed
+
+LLAMA_1_3B = (
+    "--num-layers 24 --hidden-size 2048 --ffn-hidden-size 5504 --num-attention-heads 16 --vocab-size 31999"
+    " --seq-length 2048 --micro-batch-size 4 --global-batch-size 16"
+)
+TINY_LLAMA = (
+    "--num-layers 3 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --vocab-size 255"
+    " --seq-length 64 --micro-batch-size 2 --global-batch-size 4"
+)
+BATCH = "--seq-length 1024 --micro-batch-size 4 --global-batch-size 16 --make-vocab-size-divisible-by 1"
+LLAMA_8B = (
+    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32"
+    f" --group-query-attention --num-query-groups 8 --vocab-size 128255 {BATCH}"
+)
+QWEN_14B = (
+    "--num-layers 48 --hidden-size 5120 --ffn-hidden-size 13824 --num-attention-heads 40 --add-qkv-bias"
+    f" --group-query-attention --num-query-groups 8 --vocab-size 152063 {BATCH}"
+)
+"""Sizes of Llama-3-8B and Qwen2.5-14B."""
+STEPS = (
+    "--bf16 --mock-data --tokenizer-type NullTokenizer --lr 1e-5 --lr-decay-style constant --eval-iters 0"
+    " --log-interval 1 --num-workers 2 --seed 1 --train-iters 8"
+)
+"""Steps with random weights."""
+ON_HOST = (
+    "--bcd-preset finetune --bcd-head-phase --bcd-steps-per-block 4 --cross-entropy-loss-fusion"
+    " --cross-entropy-fusion-impl linear --bcd-frozen-weights"
+)
+
+
+def speed(setting: Setting, results: Results) -> list[Job]:
+    """Step times side by side, and what copies of layers from host memory cost."""
+    methods = "full,pretrain" + ",offload" * setting.has_gpu
+    sizes, counted = (TINY_LLAMA, 1) if setting.is_tiny else (LLAMA_1_3B, 4)
+    words = python(
+        f"tools/benchmark.py --family llama --methods {methods} --rounds 1 --steps {counted} {sizes} --bf16"
+        " --json {metrics}",
+        "--variant", "paper=--bcd-preset paper",
+        "--variant", "factored=--bcd-preset pretrain --bcd-inactive-update factored",
+        "--variant", f"muon={MUON}",
+    )  # fmt: skip
+    jobs = [Job(name="llama_1_3b", words=words, seconds=500 if setting.is_tiny else 270, kind="json")]
+    for model, network in {"8b": LLAMA_8B, "14b": QWEN_14B}.items():
+        for place in ("device", "host"):
+            jobs.append(steps_of(setting, f"{model}_{place}", network, f"{ON_HOST} {place}"))
+    return jobs
+
+
+def steps_of(setting: Setting, name: str, network: str, flags: str) -> Job:
+    """Return the job that times eight steps of a LLaMA."""
+    network = TINY_LLAMA if setting.is_tiny else network
+    words = python(f"pretrain_llama_bcd.py {network} {STEPS} {flags} --metrics-file {{metrics}}")
+    return Job(name=name, words=words, seconds=200 if setting.is_tiny else 120)
+
+
+def large(setting: Setting, results: Results) -> list[Job]:
+    """8 billion parameters in the memory of one card: full Adam with 8-bit moments against `pretrain`."""
+    if setting.memory_gib < LARGE_GIB and not setting.is_tiny:
+        return []
+    methods = {
+        "full_adam_8_bit": "--bcd-num-blocks 1 --adam-moments-dtype int8",
+        "pretrain": "--bcd-preset pretrain",
+        "factored": "--bcd-preset pretrain --bcd-inactive-update factored",
+    }
+    recomputing = "" if setting.is_tiny else " --recompute auto"
+    return [steps_of(setting, name, LLAMA_8B, flags + recomputing) for name, flags in methods.items()]
+
+
+JOBS = {"sanity": sanity, "learning": learning, "fine_tuning": fine_tuning, "speed": speed, "large": large}
+WIDTHS = {"sanity": 2, "fine_tuning": 8}
+"""Jobs of a part that run at the same time; 1 where times are measured."""
