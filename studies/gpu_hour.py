@@ -124,7 +124,8 @@ class Runner:
         while True:
             records = read_results(self.results, part)
             busy = {running.job.name for running in self._running}
-            missing = [job for job in JOBS[part](self.setting, records) if job.name not in records]
+            jobs = JOBS[part](self.setting, records)
+            missing = [job for job in jobs if not (job.makes.is_file() if job.makes else job.name in records)]
             waiting = [job for job in missing if job.name not in busy]
             fitting = [job for job in waiting if time.monotonic() + job.seconds <= self.deadline]
             while fitting and len(self._running) < WIDTHS.get(part, 1):
@@ -174,7 +175,8 @@ class Runner:
         if not failure and job.texts:
             record["scores"] = self._scores(running.folder / "model", job.texts)
         record["log"] = log.splitlines()[-LOG_LINES:]
-        append(self.results / f"{part}.jsonl", record)
+        if failure or not job.makes:
+            append(self.results / f"{part}.jsonl", record)
         shutil.rmtree(running.folder / "model", ignore_errors=True)
         self.num_failed += bool(failure)
         tell(f"done  {job.name}: {failure or f'{took:.0f} s'}")
@@ -187,29 +189,6 @@ class Runner:
 
 def tell(line: str) -> None:
     print(time.strftime("%H:%M:%S"), line, file=sys.stderr, flush=True)
-
-
-def prepare_data(setting: Setting) -> None:
-    """Tokenize the texts that have arrived and are not tokenized yet. Raises ValueError if a step fails."""
-    from gpu_hour_jobs import tokenizer_flags
-
-    inputs, model = setting.inputs, setting.inputs / "smollm2"
-    published = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {model}"
-    todo = [(inputs / "text" / f"{split}.jsonl", split, tokenizer_flags(setting)) for split in ("train", "valid")]
-    if (model / "config.json").is_file():
-        splits = ("train", "valid")
-        todo += [(inputs / "chichewa" / f"{split}.jsonl", f"chichewa_{split}", published) for split in splits]
-    setting.data.mkdir(parents=True, exist_ok=True)
-    for text, name, tokenizer in todo:
-        if not text.is_file() or (setting.data / f"{name}_text_document.idx").is_file():
-            continue
-        began, workers = time.monotonic(), min(16, os.cpu_count() or 1)
-        words = f"tools/preprocess_data.py --append-eod --workers {workers} {tokenizer}".split()
-        words += ["--input", str(text), "--output-prefix", str(setting.data / name)]
-        done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
-        if done.returncode:
-            raise ValueError(f"{text}: cannot be tokenized: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
-        tell(f"tokenized {text.name} as {name}: {time.monotonic() - began:.0f} s")
 
 
 def score(model_folder: Path, texts: Sequence[Path], *, seq_length: int = 256, batch: int = 16) -> dict[str, float]:
@@ -286,7 +265,7 @@ def main(argv: Sequence[str]) -> int:
     if not setting.is_tiny and not setting.has_gpu:
         raise ValueError("this machine shows no GPU: SCALE=tiny tries everything on a CPU")
     tell(f"{about['gpu'] or 'CPU'}, torch {about['torch']}, Python {about['python']}, commit {commit()}")
-    prepare_data(setting)
+    setting.data.mkdir(parents=True, exist_ok=True)
     runner = Runner(setting, deadline)
     try:
         for part in options.parts or PARTS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ class Job:
     """`train` leaves a metrics file, `json` a JSON file, `plain` only its output."""
     texts: tuple[Path, ...] = ()
     """Texts (JSON lines) on which the model of --save-hf is scored afterwards."""
+    makes: Path | None = None
+    """A file for later jobs. Such a job is repeated where the file is missing, and has no record unless it fails."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """Method and learning rate, for the report."""
 
@@ -57,19 +60,39 @@ def python(text: str, *more: object) -> tuple[str, ...]:
 
 
 def sanity(setting: Setting, results: Results) -> list[Job]:
-    """Does the code run on this GPU as on emulated ones?"""
+    """Does the code run on this GPU as on emulated ones? The texts are tokenized beside that."""
     check, tests = "tools/check_machine.py --json {metrics}", "-m pytest tests/gpu -q -p no:cacheprovider"
     if setting.is_tiny:
         return [
+            *tokenization(setting),
             Job(name="machine", words=python(f"{check} --no-self-test"), seconds=120, kind="json"),
             Job(name="tests", words=python(f"{tests} -k test_gpus"), seconds=240, kind="plain"),
         ]
     return [
+        *tokenization(setting),
         Job(name="rates", words=python(f"{check} --no-self-test --calibrate --output {setting.work('rates')}"),
             seconds=60, kind="json"),
         Job(name="tests", words=python(f"{tests} -n 6"), seconds=150, kind="plain"),
         Job(name="machine", words=python(check, "--only", "one block*"), seconds=110, kind="json"),
     ]  # fmt: skip
+
+
+def tokenization(setting: Setting) -> list[Job]:
+    """Return a job for every text that has arrived."""
+    inputs, model, splits = setting.inputs, setting.inputs / "smollm2", ("train", "valid")
+    published = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {model}"
+    texts = {split: (inputs / "text" / f"{split}.jsonl", tokenizer_flags(setting)) for split in splits}
+    if (model / "config.json").is_file():
+        texts |= {f"chichewa_{split}": (inputs / "chichewa" / f"{split}.jsonl", published) for split in splits}
+    jobs = []
+    for name, (path, tokenizer) in texts.items():
+        if path.is_file():
+            prefix, workers = setting.data / name, min(12, os.cpu_count() or 1)
+            files = f"--append-eod --workers {workers} --input {path} --output-prefix {prefix}"
+            words = python(f"tools/preprocess_data.py {tokenizer} {files}")
+            index = Path(f"{prefix}_text_document.idx")
+            jobs.append(Job(name=f"tokenize_{name}", kind="plain", seconds=120, words=words, makes=index))
+    return jobs
 
 
 # ---------------------------------------------------------------- learning
@@ -105,8 +128,8 @@ RUN_SECONDS = 105
 
 def learning(setting: Setting, results: Results) -> list[Job]:
     """Does BCD learn at 124 million parameters? Full Adam, full Muon and the presets on the same tokens."""
-    if not (setting.data / "valid_text_document.idx").is_file():
-        return []
+    if not has_tokens(setting, "train", "valid"):
+        return tokenization(setting)
     sizes = TINY_GPT if setting.is_tiny else GPT2_SMALL
     shared = f"pretrain_gpt_bcd.py {sizes} {PRETRAINING} {tokenizer_flags(setting)} --train-data-path " \
         f"{setting.data}/train_text_document --valid-data-path {setting.data}/valid_text_document " \
@@ -127,6 +150,10 @@ def learning(setting: Setting, results: Results) -> list[Job]:
         jobs.append(Job(name=f"{method}-{lr:g}", words=python(f"{shared} {flags} {length} {reports}"), seconds=limit,
                         about={"method": method, "lr": lr, "steps": steps}))  # fmt: skip
     return [rate, *jobs]
+
+
+def has_tokens(setting: Setting, *names: str) -> bool:
+    return all((setting.data / f"{name}_text_document.idx").is_file() for name in names)
 
 
 def tokenizer_flags(setting: Setting) -> str:
@@ -187,8 +214,8 @@ DECIDING = ("full_adam", "factored", "lora_64")
 
 def fine_tuning(setting: Setting, results: Results) -> list[Job]:
     """Which method adapts SmolLM2-135M to a language that it does not know, and what does it forget?"""
-    if not (setting.inputs / "smollm2" / "config.json").is_file():
-        return []
+    if not has_tokens(setting, "chichewa_train", "chichewa_valid"):
+        return tokenization(setting)
     texts = tuple(setting.inputs / name / "valid.jsonl" for name in ("chichewa", "english"))
     model = setting.inputs / "smollm2"
     score = python("studies/gpu_hour.py --score", model, *texts)
@@ -288,5 +315,5 @@ def large(setting: Setting, results: Results) -> list[Job]:
 
 
 JOBS = {"sanity": sanity, "learning": learning, "fine_tuning": fine_tuning, "speed": speed, "large": large}
-WIDTHS = {"sanity": 2, "fine_tuning": 8}
+WIDTHS = {"sanity": 3, "fine_tuning": 8}
 """Jobs of a part that run at the same time; 1 where times are measured."""

@@ -1,0 +1,282 @@
+"""Tables and pictures of what studies/gpu_hour.sh measured: studies/gpu_hour/*.jsonl to studies/gpu_hour.md."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from gpu_hour_jobs import PARTS, final_loss
+from matplotlib.figure import Figure
+from report import RUN_COLOURS, STYLE
+
+from megatron.bcd.planner.tables import GIB, read_clusters
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "studies" / "gpu_hour"
+PICTURE = ROOT / "docs" / "images" / "gpu_hour_learning.png"
+NAMES = {
+    "full_adam": "full Adam", "full_muon": "full Muon, bf16 momentum", "pretrain": "`pretrain`", "paper": "`paper`",
+    "lora_64": "LoRA, rank 64", "lora_16": "LoRA, rank 16", "six_blocks": "`finetune`, six blocks, rest frozen",
+    "before": "before fine-tuning",
+}  # fmt: skip
+"""Labels of methods whose name does not say enough."""
+
+Record = Mapping[str, Any]
+
+
+def write_report() -> list[Path]:
+    """Write the page and its picture and return their paths. Raises ValueError without results."""
+    from gpu_hour import read_results
+
+    results = {part: list(read_results(RESULTS, part).values()) for part in PARTS}
+    if not any(results.values()):
+        raise ValueError(f"{RESULTS} has no results: copy OUTPUT/results of studies/gpu_hour.sh there")
+    page = ROOT / "studies" / "gpu_hour.md"
+    page.write_text("\n".join(lines_of(results)) + "\n", encoding="utf-8")
+    paths = [page]
+    if curves_of(results["learning"]):
+        draw(PICTURE, curves_of(results["learning"]))
+        paths.append(PICTURE)
+    return paths
+
+
+def lines_of(results: Mapping[str, Sequence[Record]]) -> Iterator[str]:
+    yield from ("# What a GPU measured", "")
+    records = [record for part in results.values() for record in part]
+    keys = ("gpu", "torch", "cuda", "python", "megatron_core", "transformers")
+    for values in sorted({tuple(str(record[key]) for key in keys) for record in records}):
+        yield "- {}: PyTorch {}, CUDA {}, Python {}, Megatron Core {}, transformers {}".format(*values)
+    commits = ", ".join(sorted({record["commit"] for record in records}))
+    yield f"- `bash studies/gpu_hour.sh` at commit {commits}; this page: `python studies/gpu_hour.py --report`."
+    yield "- Every line of [gpu_hour/](gpu_hour) has the command, the metrics and the last lines of the log of one run."
+    tables = {
+        "Learning, GPT-2 small": learning, "Fine-tuning on a new language": fine_tuning, "Step times": speed,
+        "Layers in host memory": on_host, "Eight billion parameters on one card": large, "Sanity": sanity,
+    }  # fmt: skip
+    for title, table in tables.items():
+        rows = list(table(results))
+        if len(rows) > 1:
+            yield from ("", f"## {title}", "")
+            yield from markdown(rows)
+    if failures := [record for record in records if record["failure"]]:
+        yield from ("", "## Without a result", "")
+        yield from (f"- `{record['job']}`: {record['failure']}" for record in failures)
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    for index, row in enumerate(rows):
+        yield f"| {' | '.join(row)} |"
+        if index == 0:
+            yield f"|{' --- |' * len(row)}"
+
+
+def steps_of(record: Record) -> list[Record]:
+    return [line for line in record.get("metrics", ()) if "step_time_ms" in line]
+
+
+def typical(record: Record, name: str) -> float:
+    """Return the median of a field over the settled steps: those after the first tenth."""
+    steps = steps_of(record)
+    values = [line[name] for line in steps[max(2, len(steps) // 10) :] or steps]
+    return statistics.median(values) if values else float("nan")
+
+
+def most(record: Record, name: str) -> float:
+    """Return the maximum over a run of a field that lists one value per rank, in GiB."""
+    return max((max(line[name]) for line in steps_of(record) if line.get(name)), default=0) / GIB
+
+
+def name_of(record: Record) -> str:
+    return NAMES.get(record.get("method", record["job"]), record.get("method", record["job"]).replace("_", " "))
+
+
+def learning(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
+    yield (
+        "method",
+        "rate",
+        "steps",
+        "tokens, millions",
+        "validation loss",
+        "tokens/s",
+        "model state, GiB",
+        "peak, GiB",
+    )
+    for record in results["learning"]:
+        if record["job"] == "rate" or (loss := final_loss(record)) is None:
+            continue
+        last, tokens_per_step = (
+            steps_of(record)[-1],
+            typical(record, "tokens_per_second") * typical(record, "step_time_ms"),
+        )
+        yield (
+            name_of(record),
+            f"{record['lr']:g}",
+            f"{last['iteration']:,}",
+            f"{last['iteration'] * tokens_per_step / 1e9:.1f}",
+            f"{loss:.3f}",
+            f"{typical(record, 'tokens_per_second'):,.0f}",
+            f"{most(record, 'model_state_bytes'):.2f}",
+            f"{most(record, 'peak_memory_bytes'):.1f}",
+        )
+
+
+def fine_tuning(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
+    """One row for each method and rate: means over the seeds."""
+    yield ("method", "rate", "seeds", "new language", "English", "model state, MiB")
+    groups: dict[tuple[str, float], list[Record]] = {}
+    for record in results["fine_tuning"]:
+        if record["job"] == "before" and not record["failure"]:
+            scores = scores_of(record)
+            yield (NAMES["before"], "", "", f"{scores['chichewa']:.3f}", f"{scores['english']:.3f}", "")
+        elif final_loss(record) is not None:
+            groups.setdefault((record["method"], record["lr"]), []).append(record)
+    for (_, lr), runs in groups.items():
+        losses = [loss for run in runs if (loss := final_loss(run)) is not None]
+        english = [run["scores"]["english"] for run in runs if run.get("scores")]
+        yield (
+            name_of(runs[0]),
+            f"{lr:g}",
+            str(len(runs)),
+            f"{statistics.fmean(losses):.3f}" + (f" ± {statistics.stdev(losses):.3f}" if len(losses) > 1 else ""),
+            f"{statistics.fmean(english):.3f}" if english else "",
+            f"{most(runs[0], 'model_state_bytes') * 1024:,.0f}",
+        )
+
+
+def scores_of(record: Record) -> Mapping[str, float]:
+    import json
+
+    return json.loads(next(line for line in reversed(record["log"]) if line.startswith("{")))
+
+
+def speed(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
+    yield ("method", "ms a step", "tokens/s", "TFLOP/s", "of the peak", "model state, GiB", "peak, GiB")
+    record = next((record for record in results["speed"] if "json" in record), None)
+    for row in record["json"]["rows"] if record else ():
+        peak = peak_tflops(record["gpu"]) if record else None
+        yield (
+            row["method"],
+            f"{row['step_ms']:,.0f}",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['tflops_per_gpu'] or 0:.0f}",
+            f"{100 * (row['tflops_per_gpu'] or 0) / peak:.0f} %" if peak else "",
+            f"{row['model_state_bytes'] / GIB:.1f}",
+            f"{row['peak_memory_bytes'] / GIB:.1f}",
+        )
+
+
+def peak_tflops(gpu: str) -> float | None:
+    """Return the bf16 peak of the cluster table's row for this GPU, None if the table has none."""
+    clusters = read_clusters(ROOT / "examples" / "clusters.csv").values()
+    return next((row.bf16_tflops for row in clusters if row.gpu.split()[-2 if " " in row.gpu else 0] in gpu), None)
+
+
+def on_host(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
+    """Step times by block with the layers on the device and in host memory; the difference is what no kernel hides."""
+    yield (
+        "model",
+        "block",
+        "device, ms",
+        "host, ms",
+        "not hidden",
+        "peak on the device",
+        "peak with layers on the host",
+    )
+    records = {record["job"]: record for record in results["speed"] if not record["failure"]}
+    for model in ("8b", "14b"):
+        device, host = records.get(f"{model}_device"), records.get(f"{model}_host")
+        if device is None or host is None:
+            continue
+        times = [fastest_by_block(record) for record in (device, host)]
+        for block in times[0].keys() & times[1].keys():
+            near, far = times[0][block], times[1][block]
+            peaks = [f"{most(record, 'peak_memory_bytes'):.1f} GiB" for record in (device, host)]
+            yield (model, str(block), f"{near:,.0f}", f"{far:,.0f}", f"{100 * (far - near) / far:.0f} %", *peaks)
+
+
+def fastest_by_block(record: Record) -> dict[int, float]:
+    """Return the fastest step of each block: the first ones of a block compile and fill caches."""
+    times: dict[int, float] = {}
+    for line in steps_of(record):
+        times[line["block"]] = min(line["step_time_ms"], times.get(line["block"], float("inf")))
+    return times
+
+
+def large(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
+    yield ("method", "ms a step", "tokens/s", "model state, GiB", "peak, GiB")
+    for record in results["large"]:
+        if not record["failure"]:
+            yield (
+                name_of(record),
+                f"{typical(record, 'step_time_ms'):,.0f}",
+                f"{typical(record, 'tokens_per_second'):,.0f}",
+                f"{most(record, 'model_state_bytes'):.1f}",
+                f"{most(record, 'peak_memory_bytes'):.1f}",
+            )
+
+
+def sanity(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
+    yield ("check", "outcome")
+    for record in results["sanity"]:
+        said = [line for line in record["log"] if " passed" in line or "PASS" in line or "FAIL" in line]
+        yield (record["job"], record["failure"] or (said[-1].strip("= ") if said else "passed"))
+
+
+# ---------------------------------------------------------------- picture
+
+Curve = tuple[str, list[float], list[float], list[float]]
+"""Label, millions of tokens, minutes, validation losses."""
+
+
+def curves_of(records: Iterable[Record]) -> list[Curve]:
+    """Return the validation curve of each method at its best rate."""
+    best: dict[str, Record] = {}
+    for record in records:
+        loss, method = final_loss(record), record.get("method")
+        if method and loss is not None and (method not in best or loss < (final_loss(best[method]) or 0)):
+            best[method] = record
+    return [curve(record) for record in best.values()]
+
+
+def curve(record: Record) -> Curve:
+    """Return tokens and time of each validation; the time is that of the training steps before it."""
+    per_step = typical(record, "tokens_per_second") * typical(record, "step_time_ms") / 1e3
+    minutes, elapsed, last = {}, 0.0, 0
+    for line in steps_of(record):
+        elapsed += (line["iteration"] - last) * line["step_time_ms"] / 6e4
+        last = line["iteration"]
+        minutes[last] = elapsed
+    validations = [line for line in record["metrics"] if "validation_loss" in line and not line.get("is_final")]
+    times = sorted(minutes.items())
+
+    def time_at(iteration: int) -> float:
+        for (before, start), (after, end) in pairwise([(0, 0.0), *times]):
+            if iteration <= after:
+                return start + (end - start) * (iteration - before) / (after - before)
+        return elapsed
+
+    steps = [line["iteration"] for line in validations]
+    label = f"{name_of(record).strip('`')}, {record['lr']:g}"
+    tokens = [step * per_step / 1e6 for step in steps]
+    return label, tokens, [time_at(step) for step in steps], [line["validation_loss"] for line in validations]
+
+
+def draw(path: Path, curves: Sequence[Curve]) -> None:
+    """Write a PNG of 1300 x 560 pixels: validation loss against tokens and against time."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(13, 5.6), dpi=100, layout="constrained")
+        panels = figure.subplots(1, 2, sharey=True)
+        for axes, column, title in zip(panels, (1, 2), ("millions of tokens", "minutes of training"), strict=True):
+            for index, values in enumerate(curves):
+                colour = RUN_COLOURS[index % len(RUN_COLOURS)]
+                axes.plot(values[column], values[3], marker="o", markersize=3, color=colour, label=values[0])
+            axes.set_xlabel(title)
+            axes.grid(color="#b5b5b5", linewidth=0.6, alpha=0.4)
+        panels[0].set_ylabel("validation loss (nats per token)")
+        panels[0].legend(frameon=False, title="method, learning rate")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
