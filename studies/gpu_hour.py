@@ -125,7 +125,7 @@ class Runner:
             records = read_results(self.results, part)
             busy = {running.job.name for running in self._running}
             jobs = JOBS[part](self.setting, records)
-            missing = [job for job in jobs if not (job.makes.is_file() if job.makes else job.name in records)]
+            missing = [job for job in jobs if job.name not in records and not (job.makes and job.makes.is_file())]
             waiting = [job for job in missing if job.name not in busy]
             fitting = [job for job in waiting if time.monotonic() + job.seconds <= self.deadline]
             while fitting and len(self._running) < WIDTHS.get(part, 1):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PARTS = ("sanity", "learning", "fine_tuning", "speed", "large")
+PARTS = ("sanity", "learning", "fine_tuning", "speed", "instructions", "large")
 LARGE_GIB = 120
 """Memory that the part `large` needs."""
 
@@ -197,17 +197,23 @@ FINE_TUNING = (
     "--lr-decay-style cosine --bf16 --weight-decay 0.01 --clip-grad 1 --hidden-dropout 0 --attention-dropout 0"
     " --num-workers 0 --log-interval 10 --full-validation"
 )
-BLOCKS = "--bcd-preset finetune --bcd-num-blocks 6 --bcd-steps-per-block 25"
-STATELESS = "--bcd-num-blocks 0 --bcd-always-active norms --bcd-inactive-update"
-TUNING: tuple[tuple[str, str, tuple[float, ...]], ...] = (
-    ("full_adam", "--bcd-num-blocks 1", (3e-4, 6e-4, 1.2e-3)),
-    ("factored", "--bcd-num-blocks 0 --bcd-inactive-update factored", (3e-4, 6e-4, 1.2e-3)),
-    ("lora_64", "--bcd-num-blocks 0 --bcd-low-rank 64", (1e-3, 2e-3)),
-    ("six_blocks", BLOCKS, (4e-4,)),
-    ("full_muon", MUON, (6e-4, 1.2e-3)),
-    ("orthogonal", "--bcd-num-blocks 0 --bcd-inactive-update orthogonal", (6e-4, 1.2e-3)),
-)
-"""Method, flags, learning rates."""
+METHODS = {
+    "full_adam": "--bcd-num-blocks 1",
+    "factored": "--bcd-num-blocks 0 --bcd-inactive-update factored",
+    "lora_64": "--bcd-num-blocks 0 --bcd-low-rank 64",
+    "six_blocks": "--bcd-preset finetune --bcd-num-blocks 6 --bcd-steps-per-block 25",
+    "full_muon": MUON,
+    "orthogonal": "--bcd-num-blocks 0 --bcd-inactive-update orthogonal",
+}
+LANGUAGE_RATES: Mapping[str, Sequence[float]] = {
+    "full_adam": (3e-4, 6e-4, 1.2e-3), "factored": (3e-4, 6e-4, 1.2e-3), "lora_64": (1e-3, 2e-3),
+    "six_blocks": (4e-4,), "full_muon": (6e-4, 1.2e-3), "orthogonal": (6e-4, 1.2e-3),
+}  # fmt: skip
+"""Learning rates by method; the best known one lies inside where that is known."""
+INSTRUCTION_RATES: Mapping[str, Sequence[float]] = {
+    "full_adam": (2.5e-5, 5e-5, 1e-4), "factored": (2.5e-5, 5e-5, 1e-4), "lora_64": (5e-4, 1e-3),
+    "six_blocks": (1.5e-4,), "full_muon": (1e-4, 2e-4), "orthogonal": (1e-4, 2e-4),
+}  # fmt: skip
 DECIDING = ("full_adam", "factored", "lora_64")
 """Methods that get two more seeds at their best rate."""
 
@@ -216,20 +222,35 @@ def fine_tuning(setting: Setting, results: Results) -> list[Job]:
     """Which method adapts SmolLM2-135M to a language that it does not know, and what does it forget?"""
     if not has_tokens(setting, "chichewa_train", "chichewa_valid"):
         return tokenization(setting)
+    length = TINY_LANGUAGE if setting.is_tiny else LANGUAGE
+    texts = f"--train-data-path {setting.data}/chichewa_train_text_document" \
+        f" --valid-data-path {setting.data}/chichewa_valid_text_document"  # fmt: skip
+    return jobs_of_task(setting, results, f"{length} {texts}", LANGUAGE_RATES)
+
+
+def instructions(setting: Setting, results: Results) -> list[Job]:
+    """Which method learns to follow instructions: the same model, one epoch of Alpaca?"""
+    records = setting.inputs / "instructions.jsonl"
+    if not (records.is_file() and (setting.inputs / "smollm2" / "config.json").is_file()):
+        return []
+    length = "--train-iters 6 --lr-warmup-iters 1" if setting.is_tiny else "--num-epochs 1 --lr-warmup-fraction 0.03"
+    task = f"--sft --data-path {records} --split 93,5,2 --seq-length 256 --sft-drop-long --micro-batch-size 4" \
+        f" --global-batch-size 8 {length} --eval-interval 100000 --eval-iters 6"  # fmt: skip
+    return jobs_of_task(setting, results, task, INSTRUCTION_RATES)
+
+
+def jobs_of_task(setting: Setting, results: Results, task: str, table: Mapping[str, Sequence[float]]) -> list[Job]:
+    """Return every method at every rate, and more seeds for the deciding ones once their best rate is known."""
     texts = tuple(setting.inputs / name / "valid.jsonl" for name in ("chichewa", "english"))
     model = setting.inputs / "smollm2"
-    score = python("studies/gpu_hour.py --score", model, *texts)
-    jobs = [Job(name="before", words=score, seconds=90, kind="plain")]
-    length = TINY_LANGUAGE if setting.is_tiny else LANGUAGE
-    for method, flags, rates in TUNING:
+    jobs = [Job(name="before", words=python("studies/gpu_hour.py --score", model, *texts), seconds=90, kind="plain")]
+    for method, rates in table.items():
         best = best_rate(results, method, rates) if method in DECIDING else None
         for lr, seed in [*((lr, 1) for lr in rates), *((best, seed) for seed in (2, 3) if best)]:
             words = python(
-                f"pretrain_llama_bcd.py {length} {FINE_TUNING} {flags} --lr {lr:g} --min-lr {lr / 10:g} --seed {seed}"
-                f" --load-hf {model} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {model}"
-                f" --train-data-path {setting.data}/chichewa_train_text_document"
-                f" --valid-data-path {setting.data}/chichewa_valid_text_document --metrics-file {{metrics}}"
-                " --save-hf {model}"
+                f"pretrain_llama_bcd.py {task} {FINE_TUNING} {METHODS[method]} --lr {lr:g} --min-lr {lr / 10:g}"
+                f" --seed {seed} --load-hf {model} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {model}"
+                " --metrics-file {metrics} --save-hf {model}"
             )
             jobs.append(Job(name=f"{method}-{lr:g}-seed{seed}", words=words, seconds=300, texts=texts,
                             about={"method": method, "lr": lr, "seed": seed}))  # fmt: skip
@@ -314,6 +335,9 @@ def large(setting: Setting, results: Results) -> list[Job]:
     return [steps_of(setting, name, LLAMA_8B, flags + recomputing) for name, flags in methods.items()]
 
 
-JOBS = {"sanity": sanity, "learning": learning, "fine_tuning": fine_tuning, "speed": speed, "large": large}
-WIDTHS = {"sanity": 3, "fine_tuning": 8}
+JOBS = {
+    "sanity": sanity, "learning": learning, "fine_tuning": fine_tuning, "speed": speed, "instructions": instructions,
+    "large": large,
+}  # fmt: skip
+WIDTHS = {"sanity": 3, "fine_tuning": 8, "instructions": 8}
 """Jobs of a part that run at the same time; 1 where times are measured."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -24,6 +25,9 @@ NAMES = {
     "before": "before fine-tuning",
 }  # fmt: skip
 """Labels of methods whose name does not say enough."""
+
+TEXTS = ("chichewa", "english")
+"""Texts on which fine-tuned models are scored."""
 
 Record = Mapping[str, Any]
 
@@ -54,7 +58,8 @@ def lines_of(results: Mapping[str, Sequence[Record]]) -> Iterator[str]:
     yield f"- `bash studies/gpu_hour.sh` at commit {commits}; this page: `python studies/gpu_hour.py --report`."
     yield "- Every line of [gpu_hour/](gpu_hour) has the command, the metrics and the last lines of the log of one run."
     tables = {
-        "Learning, GPT-2 small": learning, "Fine-tuning on a new language": fine_tuning, "Step times": speed,
+        "Learning, GPT-2 small": learning, "Fine-tuning on a new language": functools.partial(fine_tuning, part="fine_tuning"),
+        "Fine-tuning on instructions": functools.partial(fine_tuning, part="instructions"), "Step times": speed,
         "Layers in host memory": on_host, "Eight billion parameters on one card": large, "Sanity": sanity,
     }  # fmt: skip
     for title, table in tables.items():
@@ -124,25 +129,25 @@ def learning(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]
         )
 
 
-def fine_tuning(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
+def fine_tuning(results: Mapping[str, Sequence[Record]], *, part: str) -> Iterator[Sequence[str]]:
     """One row for each method and rate: means over the seeds."""
-    yield ("method", "rate", "seeds", "new language", "English", "model state, MiB")
+    yield ("method", "rate", "seeds", "validation", "new language", "English", "model state, MiB")
     groups: dict[tuple[str, float], list[Record]] = {}
-    for record in results["fine_tuning"]:
+    for record in results[part]:
         if record["job"] == "before" and not record["failure"]:
             scores = scores_of(record)
-            yield (NAMES["before"], "", "", f"{scores['chichewa']:.3f}", f"{scores['english']:.3f}", "")
+            yield (NAMES["before"], "", "", "", f"{scores['chichewa']:.3f}", f"{scores['english']:.3f}", "")
         elif final_loss(record) is not None:
             groups.setdefault((record["method"], record["lr"]), []).append(record)
     for (_, lr), runs in groups.items():
         losses = [loss for run in runs if (loss := final_loss(run)) is not None]
-        english = [run["scores"]["english"] for run in runs if run.get("scores")]
+        scores = [run["scores"] for run in runs if run.get("scores")]
         yield (
             name_of(runs[0]),
             f"{lr:g}",
             str(len(runs)),
             f"{statistics.fmean(losses):.3f}" + (f" ± {statistics.stdev(losses):.3f}" if len(losses) > 1 else ""),
-            f"{statistics.fmean(english):.3f}" if english else "",
+            *(f"{statistics.fmean(score[text] for score in scores):.3f}" if scores else "" for text in TEXTS),
             f"{most(runs[0], 'model_state_bytes') * 1024:,.0f}",
         )
 
