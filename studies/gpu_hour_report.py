@@ -58,7 +58,8 @@ def lines_of(results: Mapping[str, Sequence[Record]]) -> Iterator[str]:
     yield f"- `bash studies/gpu_hour.sh` at commit {commits}; this page: `python studies/gpu_hour.py --report`."
     yield "- Every line of [gpu_hour/](gpu_hour) has the command, the metrics and the last lines of the log of one run."
     tables = {
-        "Learning, GPT-2 small": learning, "Fine-tuning on a new language": functools.partial(fine_tuning, part="fine_tuning"),
+        "Learning, GPT-2 small": learning,
+        "Fine-tuning on a new language": functools.partial(fine_tuning, part="fine_tuning"),
         "Fine-tuning on instructions": functools.partial(fine_tuning, part="instructions"), "Step times": speed,
         "Layers in host memory": on_host, "Eight billion parameters on one card": large, "Sanity": sanity,
     }  # fmt: skip
