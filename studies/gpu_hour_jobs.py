@@ -197,24 +197,51 @@ FINE_TUNING = (
     "--lr-decay-style cosine --bf16 --weight-decay 0.01 --clip-grad 1 --hidden-dropout 0 --attention-dropout 0"
     " --num-workers 0 --log-interval 10 --full-validation"
 )
+FACTORED = "--bcd-inactive-update factored"
+BLOCKS = "--bcd-num-blocks 6 --bcd-steps-per-block 25"
+MUON_BLOCK = "--optimizer muon " + MUON.split("--optimizer muon ")[1]
 METHODS = {
     "full_adam": "--bcd-num-blocks 1",
-    "factored": "--bcd-num-blocks 0 --bcd-inactive-update factored",
-    "lora_64": "--bcd-num-blocks 0 --bcd-low-rank 64",
-    "six_blocks": "--bcd-preset finetune --bcd-num-blocks 6 --bcd-steps-per-block 25",
+    "full_adam_8_bit": "--bcd-num-blocks 1 --adam-moments-dtype int8",
     "full_muon": MUON,
-    "orthogonal": "--bcd-num-blocks 0 --bcd-inactive-update orthogonal",
+    "lora_16": "--bcd-num-blocks 0 --bcd-low-rank 16",
+    "lora_64": "--bcd-num-blocks 0 --bcd-low-rank 64",
+    "lora_16_embedding": "--bcd-num-blocks 0 --bcd-low-rank 16 --bcd-low-rank-lr-ratio 7 --bcd-always-active embedding",
+    "six_blocks": f"--bcd-preset finetune {BLOCKS}",
+    "factored": f"--bcd-num-blocks 0 {FACTORED} --bcd-embedding-update factored",
+    "factored_adam_embedding": f"--bcd-num-blocks 0 {FACTORED}",
+    "factored_adam_blocks": f"{FACTORED} --bcd-embedding-update factored {BLOCKS} --bcd-layout strided",
+    "factored_muon_blocks": f"{FACTORED} --bcd-embedding-update factored {BLOCKS} --bcd-layout strided {MUON_BLOCK}",
+    "orthogonal": "--bcd-num-blocks 0 --bcd-inactive-update orthogonal --bcd-inactive-lr-ratio 0.4",
+    "orthogonal_muon_blocks": f"--bcd-inactive-update orthogonal --bcd-inactive-lr-ratio 0.4 {BLOCKS}"
+    f" --bcd-layout strided {MUON_BLOCK}",
 }
 LANGUAGE_RATES: Mapping[str, Sequence[float]] = {
-    "full_adam": (3e-4, 6e-4, 1.2e-3), "factored": (3e-4, 6e-4, 1.2e-3), "lora_64": (1e-3, 2e-3),
-    "six_blocks": (4e-4,), "full_muon": (6e-4, 1.2e-3), "orthogonal": (6e-4, 1.2e-3),
-}  # fmt: skip
-"""Learning rates by method; the best known one lies inside where that is known."""
+    "full_adam": (3e-4, 6e-4, 1.2e-3),
+    "factored": (3e-4, 6e-4, 1.2e-3, 1.5e-4),
+    "lora_64": (1e-3, 2e-3),
+    "factored_muon_blocks": (3e-4, 6e-4),
+    "factored_adam_blocks": (3e-4, 6e-4),
+    "orthogonal": (3e-4, 6e-4, 1.2e-3),
+    "full_muon": (3e-4, 6e-4, 1.2e-3),
+    "six_blocks": (4e-4,),
+    "factored_adam_embedding": (3e-4, 6e-4),
+    "orthogonal_muon_blocks": (6e-4,),
+    "full_adam_8_bit": (3e-4,),
+    "lora_16_embedding": (3e-4,),
+    "lora_16": (2e-3,),
+}
+"""Learning rates by method, the more telling methods first."""
 INSTRUCTION_RATES: Mapping[str, Sequence[float]] = {
-    "full_adam": (2.5e-5, 5e-5, 1e-4), "factored": (2.5e-5, 5e-5, 1e-4), "lora_64": (5e-4, 1e-3),
-    "six_blocks": (1.5e-4,), "full_muon": (1e-4, 2e-4), "orthogonal": (1e-4, 2e-4),
-}  # fmt: skip
-DECIDING = ("full_adam", "factored", "lora_64")
+    "full_adam": (2.5e-5, 5e-5, 1e-4),
+    "factored": (2.5e-5, 5e-5, 1e-4),
+    "lora_64": (5e-4, 1e-3),
+    "factored_muon_blocks": (5e-5, 1e-4),
+    "orthogonal": (5e-5, 1e-4),
+    "full_muon": (5e-5, 1e-4),
+    "six_blocks": (1.5e-4,),
+}
+DECIDING = ("full_adam", "factored", "lora_64", "factored_muon_blocks")
 """Methods that get two more seeds at their best rate."""
 
 

@@ -20,11 +20,15 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "studies" / "gpu_hour"
 PICTURE = ROOT / "docs" / "images" / "gpu_hour_learning.png"
 NAMES = {
-    "full_adam": "full Adam", "full_muon": "full Muon, bf16 momentum", "pretrain": "`pretrain`", "paper": "`paper`",
-    "lora_64": "LoRA, rank 64", "lora_16": "LoRA, rank 16", "six_blocks": "`finetune`, six blocks, rest frozen",
+    "full_adam": "full Adam", "full_adam_8_bit": "full Adam, 8-bit moments", "full_muon": "full Muon, bf16 momentum",
+    "pretrain": "`pretrain`", "paper": "`paper`", "lora_64": "LoRA, rank 64", "lora_16": "LoRA, rank 16",
+    "lora_16_embedding": "LoRA, rank 16, embedding trained", "six_blocks": "six Adam blocks, the rest frozen",
+    "factored": "factored, no block", "factored_adam_embedding": "factored, no block, embedding by Adam",
+    "factored_adam_blocks": "factored, six Adam blocks", "factored_muon_blocks": "factored, six Muon blocks",
+    "orthogonal": "orthogonal, no block", "orthogonal_muon_blocks": "orthogonal, six Muon blocks",
     "before": "before fine-tuning",
 }  # fmt: skip
-"""Labels of methods whose name does not say enough."""
+"""Labels of methods. In pretraining `factored` is the preset `pretrain` with that rule."""
 
 TEXTS = ("chichewa", "english")
 """Texts on which fine-tuned models are scored."""
