@@ -128,7 +128,8 @@ class Runner:
             missing = [job for job in jobs if job.name not in records and not (job.makes and job.makes.is_file())]
             waiting = [job for job in missing if job.name not in busy]
             fitting = [job for job in waiting if time.monotonic() + job.seconds <= self.deadline]
-            while fitting and len(self._running) < WIDTHS.get(part, 1):
+            width = min(WIDTHS.get(part, 1), max(1, (os.cpu_count() or 1) // 2))
+            while fitting and len(self._running) < width:
                 self._start(fitting.pop(0))
             if not self._running:
                 self.num_left += len(waiting)
