@@ -209,6 +209,7 @@ METHODS = {
     "lora_16_embedding": "--bcd-num-blocks 0 --bcd-low-rank 16 --bcd-low-rank-lr-ratio 7 --bcd-always-active embedding",
     "six_blocks": f"--bcd-preset finetune {BLOCKS}",
     "factored": f"--bcd-num-blocks 0 {FACTORED} --bcd-embedding-update factored",
+    "factored_unclipped": f"--bcd-num-blocks 0 {FACTORED} --bcd-embedding-update factored --clip-grad 0",
     "factored_adam_embedding": f"--bcd-num-blocks 0 {FACTORED}",
     "factored_adam_blocks": f"{FACTORED} --bcd-embedding-update factored {BLOCKS} --bcd-layout strided",
     "factored_muon_blocks": f"{FACTORED} --bcd-embedding-update factored {BLOCKS} --bcd-layout strided {MUON_BLOCK}",
@@ -226,6 +227,7 @@ LANGUAGE_RATES: Mapping[str, Sequence[float]] = {
     "full_muon": (3e-4, 6e-4, 1.2e-3),
     "six_blocks": (4e-4,),
     "factored_adam_embedding": (3e-4, 6e-4),
+    "factored_unclipped": (3e-4,),
     "orthogonal_muon_blocks": (6e-4,),
     "full_adam_8_bit": (3e-4,),
     "lora_16_embedding": (3e-4,),
@@ -272,11 +274,13 @@ def jobs_of_task(setting: Setting, results: Results, task: str, table: Mapping[s
     model = setting.inputs / "smollm2"
     jobs = [Job(name="before", words=python("studies/gpu_hour.py --score", model, *texts), seconds=90, kind="plain")]
     for method, rates in table.items():
-        rates = rates[:1] if setting.is_tiny else rates
-        best = best_rate(results, method, rates) if method in DECIDING else None
+        flags = METHODS[method]
+        if setting.is_tiny:
+            rates, flags = rates[:1], flags.replace("--bcd-low-rank 64", "--bcd-low-rank 8")
+        best = best_rate(results, method, rates) if method in DECIDING and not setting.is_tiny else None
         for lr, seed in [*((lr, 1) for lr in rates), *((best, seed) for seed in (2, 3) if best)]:
             words = python(
-                f"pretrain_llama_bcd.py {task} {FINE_TUNING} {METHODS[method]} --lr {lr:g} --min-lr {lr / 10:g}"
+                f"pretrain_llama_bcd.py {task} {FINE_TUNING} {flags} --lr {lr:g} --min-lr {lr / 10:g}"
                 f" --seed {seed} --load-hf {model} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {model}"
                 " --metrics-file {metrics} --save-hf {model}"
             )

@@ -24,6 +24,7 @@ NAMES = {
     "pretrain": "`pretrain`", "paper": "`paper`", "lora_64": "LoRA, rank 64", "lora_16": "LoRA, rank 16",
     "lora_16_embedding": "LoRA, rank 16, embedding trained", "six_blocks": "six Adam blocks, the rest frozen",
     "factored": "factored, no block", "factored_adam_embedding": "factored, no block, embedding by Adam",
+    "factored_unclipped": "factored, no block, no clipping",
     "factored_adam_blocks": "factored, six Adam blocks", "factored_muon_blocks": "factored, six Muon blocks",
     "orthogonal": "orthogonal, no block", "orthogonal_muon_blocks": "orthogonal, six Muon blocks",
     "before": "before fine-tuning",
