@@ -331,16 +331,16 @@ ON_HOST = (
 
 def speed(setting: Setting, results: Results) -> list[Job]:
     """Step times side by side, and what copies of layers from host memory cost."""
-    methods = "full,pretrain" + ",offload" * setting.has_gpu
-    sizes, counted = (TINY_LLAMA, 1) if setting.is_tiny else (LLAMA_1_3B, 4)
-    words = python(
-        f"tools/benchmark.py --family llama --methods {methods} --rounds 1 --steps {counted} {sizes} --bf16"
-        " --json {metrics}",
-        "--variant", "paper=--bcd-preset paper",
-        "--variant", "factored=--bcd-preset pretrain --bcd-inactive-update factored",
-        "--variant", f"muon={MUON}",
-    )  # fmt: skip
-    jobs = [Job(name="llama_1_3b", words=words, seconds=500 if setting.is_tiny else 270, kind="json")]
+    sizes, counted = (TINY_LLAMA, 1) if setting.is_tiny else (LLAMA_1_3B, 3)
+    benchmark = f"tools/benchmark.py --family llama --rounds 1 {sizes} --bf16 --json {{metrics}} --methods"
+    variants = {"paper": "--bcd-preset paper", "factored": f"--bcd-preset pretrain {FACTORED}", "muon": MUON}
+    words = python(f"{benchmark} full,pretrain --steps {counted}")
+    for name, flags in variants.items():
+        words += ("--variant", f"{name}={flags}")
+    jobs = [Job(name="llama_1_3b", words=words, seconds=500 if setting.is_tiny else 240, kind="json")]
+    if setting.has_gpu:
+        offload = python(f"{benchmark} offload --steps 1")
+        jobs.append(Job(name="llama_1_3b_offload", words=offload, seconds=200 if setting.is_tiny else 100, kind="json"))
     for model, network in {"8b": LLAMA_8B, "14b": QWEN_14B}.items():
         for place in ("device", "host"):
             jobs.append(steps_of(setting, f"{model}_{place}", network, f"{ON_HOST} {place}"))
