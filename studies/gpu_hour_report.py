@@ -167,8 +167,8 @@ def scores_of(record: Record) -> Mapping[str, float]:
 def speed(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
     yield ("method", "ms a step", "tokens/s", "TFLOP/s", "of the peak", "model state, GiB", "peak, GiB")
     records = [record for record in results["speed"] if "json" in record]
-    for record, row in ((record, row) for record in records for row in record["json"]["rows"]):
-        peak = peak_tflops(record["gpu"])
+    for gpu, row in ((record["gpu"], row) for record in records for row in record["json"]["rows"]):
+        peak = peak_tflops(gpu)
         yield (
             row["method"],
             f"{row['step_ms']:,.0f}",

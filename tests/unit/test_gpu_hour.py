@@ -114,8 +114,8 @@ def test_full_adam_gets_a_third_rate_beyond_its_better_one(setting: Setting) -> 
 
 def test_deciding_methods_get_more_seeds_at_their_best_rate(setting: Setting) -> None:
     """One seed would decide the preset."""
-    table = {"full_adam": (1e-4, 2e-4), "six_blocks": (1e-4,)}
-    names = lambda results: [job.name for job in gpu_hour_jobs.jobs_of_task(setting, results, "", table)]  # noqa: E731
+    table, full = {"full_adam": (1e-4, 2e-4), "six_blocks": (1e-4,)}, replace(setting, is_tiny=False)
+    names = lambda results: [job.name for job in gpu_hour_jobs.jobs_of_task(full, results, "", table)]  # noqa: E731
     assert "full_adam-0.0002-seed2" not in names({})
     results = {f"full_adam-{lr:g}-seed1": record_of("x", loss) for lr, loss in ((1e-4, 3.0), (2e-4, 2.0))}
     assert {"full_adam-0.0002-seed2", "full_adam-0.0002-seed3"} <= set(names(results))
