@@ -70,9 +70,7 @@ def sanity(setting: Setting, results: Results) -> list[Job]:
         ]
     return [
         *tokenization(setting),
-        Job(name="rates", words=python(f"{check} --no-self-test --calibrate --output {setting.work('rates')}"),
-            seconds=60, kind="json"),
-        Job(name="tests", words=python(f"{tests} -n 6"), seconds=150, kind="plain"),
+        Job(name="tests", words=python(f"{tests} -n 6"), seconds=140, kind="plain"),
         Job(name="machine", words=python(check, "--only", "one block*"), seconds=110, kind="json"),
     ]  # fmt: skip
 
@@ -122,7 +120,7 @@ LEARNING = (
     ("full_adam", "--bcd-num-blocks 1", 6e-4),
 )
 """Method, flags, learning rate; the more telling ones first."""
-RUN_SECONDS = 105
+RUN_SECONDS = 90
 """Aim for the training time of one learning run; `rate` measures how many steps that is."""
 
 
@@ -371,5 +369,5 @@ JOBS = {
     "sanity": sanity, "learning": learning, "fine_tuning": fine_tuning, "speed": speed, "instructions": instructions,
     "large": large,
 }  # fmt: skip
-WIDTHS = {"sanity": 3, "fine_tuning": 8, "instructions": 8}
+WIDTHS = {"sanity": 4, "fine_tuning": 8, "instructions": 8}
 """Jobs of a part that run at the same time; 1 where times are measured."""

@@ -109,7 +109,7 @@ def test_full_adam_gets_a_third_rate_beyond_its_better_one(setting: Setting) -> 
     for losses, third in (((3.0, 2.0), 2.4e-3), ((2.0, 3.0), 3e-4)):
         results |= {f"full_adam-{lr:g}": record_of("x", loss) for lr, loss in zip((6e-4, 1.2e-3), losses, strict=True)}
         jobs = gpu_hour_jobs.learning(replace(setting, is_tiny=False), results)
-        assert jobs[-1].name == f"full_adam-{third:g}" and "--train-iters 1050" in " ".join(jobs[-1].words)
+        assert jobs[-1].name == f"full_adam-{third:g}" and "--train-iters 900" in " ".join(jobs[-1].words)
 
 
 def test_deciding_methods_get_more_seeds_at_their_best_rate(setting: Setting) -> None:
