@@ -253,7 +253,7 @@ def prepare_tiny(portions: Path, scratch: Path) -> None:
 
 
 def tiny_model(portions: Path, scratch: Path) -> None:
-    """Write 2/smollm2 and 3/smollm2: a random LLaMA of two layers with GPT-2's tokenizer."""
+    """Write 2/smollm2 and 3/smollm2: a random LLaMA of six layers with GPT-2's tokenizer."""
     try:
         from safetensors.numpy import save
         from tokenizers import ByteLevelBPETokenizer
@@ -265,7 +265,7 @@ def tiny_model(portions: Path, scratch: Path) -> None:
     bpe.add_special_tokens([end])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token=end, bos_token=end, pad_token=end)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4,
         num_key_value_heads=2, bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id,
         tie_word_embeddings=True, architectures=["LlamaForCausalLM"],
     )  # fmt: skip
