@@ -13,7 +13,8 @@
 #   MODEL_DIR=my-1.5b DATA=alpaca.jsonl bash examples/finetune.sh L-1.5B rtx4090                1.5B on one
 #
 #   DRY_RUN=1 bash examples/finetune.sh LLaMA-7B rtx4090       the command and its bill; needs no torch, GPU, model or data
-#   SCALE=tiny bash examples/finetune.sh LLaMA-7B rtx4090      the same recipe with a small model, to its end, on the CPU
+#   SCALE=tiny bash examples/finetune.sh LLaMA-7B rtx4090      the same recipe with a small random model, to its end, on the CPU
+#   SCALE=tiny DATA=alpaca.jsonl bash examples/finetune.sh DIR rtx4090      for 20 steps on DATA, with the tokenizer of DIR
 #
 # A restarted run resumes from its newest checkpoint. On several nodes: the same command on each, with HEAD_NODE the name
 # of one of them, and SAVE on a disk that all of them see.
@@ -70,12 +71,15 @@ while [[ $SAVE == ?*/ ]]; do SAVE=${SAVE%/}; done
 OUT=${OUT:-out/recipes}
 LR=${LR:-$LEARNING_RATE} LOG_INTERVAL=10 SAVE_INTERVAL=500 EPOCHS=${EPOCHS:-3}
 PROMPT=${PROMPT:-Name three ways to save memory when a language model is trained.}
-TOKENIZER=()
+TOKENIZER=() GIVEN_DATA=${DATA:-}
 if [ "$SCALE" = tiny ]; then
-    SAVE=$OUT/$MODEL-finetune-$CLUSTER MODEL_DIR=$OUT/finetune-base DATA=$OUT/finetune-records.jsonl
+    SAVE=$OUT/$MODEL-finetune-$CLUSTER
+    DATA=${DATA:-$OUT/finetune-records.jsonl}
     LR=1e-3 LOG_INTERVAL=1 SAVE_INTERVAL=6
     SEQUENCE=512  # of bytes: the prompt around an instruction takes 150
     TOKENIZER=(--tokenizer-type ByteLevelTokenizer)
+    [ ! -f "${MODEL_DIR:-}/tokenizer_config.json" ] || TOKENIZER=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$MODEL_DIR")
+    MODEL_DIR=$OUT/finetune-base
 fi
 LAUNCH_ARGS=(--nproc-per-node "$GPUS_PER_NODE")
 if [ "$NUM_NODES" -gt 1 ]; then
@@ -87,8 +91,9 @@ fi
 # Omit a default that conflicts with one of the user's flags.
 RECORDS=--data-path
 ! given --valid-data-path --test-data-path || RECORDS=--train-data-path
-LENGTH_ARGS=()
-given --train-iters --train-samples || LENGTH_ARGS+=(--num-epochs "$EPOCHS")
+LENGTH_ARGS=(--num-epochs "$EPOCHS")
+[ -z "$SCALE" ] || [ -z "$GIVEN_DATA" ] || LENGTH_ARGS=(--train-iters 20)
+! given --train-iters --train-samples || LENGTH_ARGS=()
 given --lr-warmup-iters --lr-warmup-samples || LENGTH_ARGS+=(--lr-warmup-fraction 0.03)
 LAUNCHED=(
     "${LAUNCH_ARGS[@]}" "$ROOT/$SCRIPT"
@@ -113,10 +118,10 @@ if [ "${DRY_RUN:-}" = 1 ]; then
 fi
 
 # ---------------------------------------------------------------- checks: nothing starts before all of them
+[ -z "$GIVEN_DATA" ] || [ -f "$GIVEN_DATA" ] || fail "DATA=$GIVEN_DATA: there is no such file"
 if [ -z "$SCALE" ]; then
     [ -n "${MODEL_DIR:-}" ] || fail "MODEL_DIR is not set: give the folder of the published model, or its name on the hub"
     [ -n "${DATA:-}" ] || fail "DATA is not set: give a jsonl file of records (docs/fine_tuning.md)"
-    [ -f "$DATA" ] || fail "DATA=$DATA: there is no such file"
     [ -z "$MISFIT" ] || [ "${FORCE:-}" = 1 ] || fail "$MISFIT; FORCE=1 starts it anyway"
     [ "$NUM_NODES" -eq 1 ] || [ -n "${HEAD_NODE:-}" ] || fail "HEAD_NODE is not set: $NUM_NODES nodes of" \
         "$GPUS_PER_NODE GPUs meet at one of them; start this on each with its name, or give fewer NUM_GPUS"
@@ -128,11 +133,13 @@ if [ -z "$SCALE" ]; then
         "DRY_RUN=1 prints command and estimate, SCALE=tiny runs on the CPU"
 else
     export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-    rm -rf "$SAVE" "$SAVE-hf" "$SAVE.jsonl" "$MODEL_DIR"  # an earlier tiny run would be resumed
+    rm -rf "$SAVE" "$SAVE-hf" "$SAVE.jsonl" "$OUT/finetune-base"  # an earlier tiny run would be resumed
     mkdir -p "$OUT"
-    for i in {0..99}; do  # two visits to every block
-        printf '{"instruction": "Say the number %d twice.", "output": "%d %d"}\n' "$i" "$i" "$i"
-    done > "$DATA"
+    if [ -z "$GIVEN_DATA" ]; then
+        for i in {0..99}; do  # two visits to every block
+            printf '{"instruction": "Say the number %d twice.", "output": "%d %d"}\n' "$i" "$i" "$i"
+        done > "$DATA"
+    fi
     # in place of a published model: a few steps from random weights
     "$PYTHON" "$ROOT/$SCRIPT" "${MODEL_ARGS[@]}" "${TOKENIZER[@]}" --seq-length "$SEQUENCE" --mock-data --train-iters 2 --micro-batch-size 2 \
         --lr 1e-3 --bcd-num-blocks 1 --eval-iters 0 --bf16 --make-vocab-size-divisible-by 1 --save-hf "$MODEL_DIR"
@@ -151,7 +158,7 @@ if [ "$NUM_NODES" -gt 1 ]; then  # each node comes here
     exit 0
 fi
 ASK=--instruction  # the form of the records: the tokenizer's chat template where there is one, else Alpaca's
-if [ -z "$SCALE" ] && [[ " ${EXTRA_ARGS[*]} " != *"--sft-prompt-format"[\ =]"text "* ]]; then
+if [[ " ${EXTRA_ARGS[*]} " != *"--sft-prompt-format"[\ =]"text "* ]]; then
     [ ! -f "$SAVE-hf/chat_template.jinja" ] || ASK=--chat
     ! grep -qs '"chat_template": *["[]' "$SAVE-hf"/{chat_template,tokenizer_config}.json || ASK=--chat
 fi
@@ -174,5 +181,6 @@ model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 print(f"AutoModelForCausalLM loads {sys.argv[1]}: {type(model).__name__}, {model.num_parameters():,} parameters")
 EOF
 fi
+[ -z "$SCALE" ] || MODEL="a small random model in place of $MODEL,"
 printf '\n%s fine-tuned on %s process%s: model in %s, checkpoints in %s, metrics in %s\n' \
     "$MODEL" "$GPUS_PER_NODE" "$([ "$GPUS_PER_NODE" -eq 1 ] || echo es)" "$SAVE-hf" "$SAVE" "$SAVE.jsonl"

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import recipe
+from support.fine_tuning import CHATML, tokenizer_folder, write_records
 
 from megatron.bcd.arguments import FAMILY_DEFAULTS, parse_run_config
 from megatron.bcd.config import RunConfig
@@ -245,6 +246,10 @@ def test_a_model_that_needs_a_setting(tmp_path: Path) -> None:
 
 
 LLAMA = ("LLaMA-7B", "rtx4090")
+QWEN3_8B = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 36, "hidden_size": 4096, "head_dim": 128}
+QWEN3_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 12288, "vocab_size": 151936}
+QWEN3_8B |= {"max_position_embeddings": 40960, "tie_word_embeddings": False, "rope_theta": 1000000}
+TALK = [{"from": "human", "value": "What is 2 + 2?"}, {"from": "gpt", "value": "It is 4."}]
 TUNED = {"MODEL_DIR": "m", "DATA": str(Path(__file__))}
 
 
@@ -341,16 +346,26 @@ def test_tiny(words: tuple[str, ...], tmp_path: Path) -> None:
     assert f"pipeline {stages} x tensor 1 x data {ranks // stages}" in done.stdout
 
 
-def test_tiny_fine_tuning(tmp_path: Path) -> None:
-    """A recipe that ends before the model was trained, exported, asked, or loaded by transformers."""
-    flags = (*LLAMA, "--train-iters", "6", "--lr-warmup-iters", "1", "--eval-iters", "0")
+@pytest.mark.parametrize("model", ["folder", pytest.param("LLaMA-7B", marks=pytest.mark.long)])
+def test_tiny_fine_tuning(tmp_path: Path, model: str) -> None:
+    """A recipe that ends before the model was trained, exported, asked, or loaded by transformers; one that leaves out
+    the user's records or tokenizer, or writes over them."""
+    flags = (model, "rtx4090", "--train-iters", "6", "--lr-warmup-iters", "1", "--eval-iters", "0")
     given = {"cwd": tmp_path, "script": "finetune.sh", "SCALE": "tiny", "OUT": "out", "CUDA_VISIBLE_DEVICES": ""}
+    if model == "folder":
+        tokenizer_folder(tmp_path / "folder", CHATML)
+        (tmp_path / "folder" / "config.json").write_text(json.dumps(QWEN3_8B))
+        given["DATA"] = write_records(tmp_path / "records.jsonl", [{"conversations": TALK}] * 40)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.json*")}
     done = start(*flags, **given)
     assert done.returncode == 0, done.stdout + done.stderr
-    saved = tmp_path / "out" / "LLaMA-7B-finetune-rtx4090"
+    assert all(path.read_bytes() == content for path, content in before.items())
+    saved = tmp_path / "out" / f"{model}-finetune-rtx4090"
+    if model == "folder":
+        assert (Path(f"{saved}-hf") / "chat_template.jinja").exists()
     steps = [json.loads(line) for line in Path(f"{saved}.jsonl").read_text().splitlines()]
     assert len({step["block"] for step in steps if "learning_rate" in step}) > 1
-    assert (Path(f"{saved}-hf") / "config.json").exists() and "LlamaForCausalLM" in done.stdout
+    assert (Path(f"{saved}-hf") / "config.json").exists() and "ForCausalLM" in done.stdout
 
 
 @pytest.mark.parametrize("code, is_signalled, requeued", [(0, True, True), (0, False, False), (3, False, False)])

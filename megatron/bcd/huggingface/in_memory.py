@@ -11,7 +11,7 @@ import torch
 
 from megatron.bcd.huggingface import convert, folder, run_network, tokenizer_export
 from megatron.bcd.huggingface.core_format import CoreCheckpoint
-from megatron.bcd.tokenizer import Tokenizer, open_tokenizer
+from megatron.bcd.tokenizer import HuggingFaceTokenizer, Tokenizer, open_tokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By the name that --precision has for it."""
@@ -94,7 +94,10 @@ def _tokenizer_of(path: str, own: Tokenizer | None) -> Any:
             for name, content in tokenizer_export.files_of(own, adds_special_tokens=True).items():
                 with open(os.path.join(exported, name), "wb") as file:
                     file.write(content)
-            return _tokenizer_of(exported, None)
+            reader = _tokenizer_of(exported, None)
+        if isinstance(own, HuggingFaceTokenizer):  # a template may be a file beside the tokenizer's
+            reader.chat_template = own.engine.chat_template
+        return reader
     if not folder.has_tokenizer(path):
         raise ValueError("the model comes without a tokenizer that reads text: give --tokenizer-type and its files")
     try:
