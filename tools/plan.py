@@ -311,7 +311,9 @@ def answer_search(arguments: argparse.Namespace, recipe: Recipe, found: Sequence
     text = show_search(recipe, found, ratios)
     if arguments.compare:
         return text, rows, 0
-    best = next((each for each in found if each.recipe.num_gpus == recipe.num_gpus), None)
+    # nothing is known of the loss of a method that was not measured
+    known = [each for each in found if each.cost.is_to_full_loss or finding(each.recipe).loss is not None] or found
+    best = next((each for each in known if each.recipe.num_gpus == recipe.num_gpus), None)
     if best is None:
         changes = {"num_gpus": found[0].recipe.num_gpus, "global_batch_size": found[0].recipe.global_batch_size}
         command = f"{changed_command(arguments, changes)} --search"

@@ -320,6 +320,9 @@ def test_no_cost_to_a_loss_that_was_not_reached(capsys: pytest.CaptureFixture[st
         ends = f"reached (measured: {loss})" if loss else "not measured"
         assert any(line.startswith(f"{name} ") and line.endswith(ends) for line in text.splitlines()), name
         assert lines[f"{name},"].startswith(f"{name}, at equal epochs: "), "where it is from"
+    flags = ("--task", "sft", "--model", "L-1.5B", *CARD, "--search", "--json")
+    assert json.loads(run(capsys, *flags))["best"]["recipe"]["name"] in names - {"paper"}
+    assert json.loads(run(capsys, *flags, "--method", "bcd"))["best"]["recipe"]["name"] == "paper"
     with_adapters, _ = compared(capsys, "--task", "sft", "--model", "L-1.5B", *LORA)
     assert {row["recipe"]["name"] for row in with_adapters} == names
     rows, _ = compared(capsys, "--task", "sft", "--model", "L-1.5B", "--bf-multiplier", "2")
