@@ -139,7 +139,7 @@ def record_of(value: Any) -> Record:
 def _conversation(
     messages: Any, *, role: str = "role", content: str = "content", first: Mapping[str, Any] | None = None
 ) -> tuple[Message, ...]:
-    """The messages, whose parts have the keys `role` and `content`. A key "system" of `first` is one before them."""
+    """Return the messages, whose parts have the keys `role` and `content`. A key "system" of `first` precedes them."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError(f'has messages that are no list of {{"{role}": ..., "{content}": ...}}')
     found = [{"role": _text(message, role), "content": _text(message, content)} for message in messages]

@@ -11,7 +11,7 @@ _WITHOUT_TRAINING = {"--dry-run", "--dry-run-world-size", "--print-config", "--h
 
 
 def skip_unused_imports(words: Sequence[str]) -> None:
-    """If the flags in `words` ask for no training, halve the time of the later import of Megatron Core.
+    """Halve the time of the later import of Megatron Core if the flags in `words` ask for no training.
 
     Megatron Core calls torch.compile for its fused functions as it is imported, which imports the compiler. It catches
     the ImportError of TensorBoard. With Transformer Engine nothing is skipped: it imports the compiler too.
