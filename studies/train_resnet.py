@@ -98,8 +98,8 @@ def _add_bcd_flags(parser: argparse.ArgumentParser) -> None:
         metavar="PARTS",
         help="none, or norms, biases, head, with commas (default: none; with --bcd-inactive-update all of them)",
     )
-    add("--bcd-inactive-update", default="none", choices=CHOICES["resting_update"])
-    add("--bcd-inactive-lr-ratio", type=float, default=0.2)
+    add("--bcd-inactive-update", "--bcd-resting-update", default="none", choices=CHOICES["inactive_update"])
+    add("--bcd-inactive-lr-ratio", "--bcd-resting-lr-ratio", type=float, default=0.2)
 
 
 def build_optimizer(arguments: argparse.Namespace, model: Any) -> BlockCoordinate:
@@ -123,8 +123,8 @@ def build_optimizer(arguments: argparse.Namespace, model: Any) -> BlockCoordinat
         order=arguments.bcd_order,
         keep_state=arguments.bcd_optimizer_state,
         always_active=always_active,
-        resting_update=arguments.bcd_inactive_update,
-        resting_lr_ratio=arguments.bcd_inactive_lr_ratio,
+        inactive_update=arguments.bcd_inactive_update,
+        inactive_lr_ratio=arguments.bcd_inactive_lr_ratio,
         seed=arguments.seed,
     )
 

@@ -62,9 +62,9 @@ IGNORED_FIELDS = frozenset(
 """Fields of a metrics file that differ from one run to the next: times, and memory that the allocator or the operating
 system counts; the run's name, which depends on the flags that a version has; and switches, which older versions lack
 and the blocks of the steps show. Everything else is compared, fields that are added later too."""
-REPLACED = ("eval-generate", "eval-generate-tokens")
+REPLACED = ("eval-generate", "eval-generate-tokens", "bcd-resting-layers")
 """Flags whose place something else has taken: accepted by both versions, and a value by one only."""
-RENAMED = {f"bcd-resting-{name}": f"bcd-inactive-{name}" for name in ("update", "lr-ratio", "layers", "grad-dtype")}
+RENAMED = {f"bcd-resting-{name}": f"bcd-inactive-{name}" for name in ("update", "lr-ratio", "grad-dtype")}
 """Flags with other names in older versions."""
 ADDED = {"bcd-frozen-weights": "device", "bcd-embedding-update": "adam"}
 """What versions without a flag do, where that is not off."""

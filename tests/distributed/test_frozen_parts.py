@@ -107,12 +107,12 @@ def test_backward_ends_at_the_lowest_active_layer(world1: World, text_data: str,
     assert (block, layers) == (4, []) and size < sizes["embedding"][0]
 
 
-RESTS = {"bcd_inactive_update": "normalized", "bcd_inactive_layers": "suffix", "bcd_always_active": "none"}
+STATELESS = {"bcd_inactive_update": "factored", "bcd_always_active": "none"}
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [({"bcd_frozen": "embedding"}, {}), ({}, {"bcd_frozen": "norms"}), (RESTS, {}), ({}, RESTS)],
+    [({"bcd_frozen": "embedding"}, {}), ({}, {"bcd_frozen": "norms"}), (STATELESS, {}), ({}, STATELESS)],
     ids=["no_longer_frozen", "frozen", "no_longer_stateless", "stateless"],
 )
 def test_resumed_with_another_set(
@@ -121,7 +121,7 @@ def test_resumed_with_another_set(
     """A checkpoint without the state of a part that is trained now, or whose main parameters another optimizer has
     saved: an error in the middle of loading."""
     flags = {"data_path": text_data, "train_iters": 4, "bf16": True}
-    flags |= {} if RESTS in (before, after) else {"bcd_optimizer_state": "host"}
+    flags |= {} if STATELESS in (before, after) else {"bcd_optimizer_state": "host"}
     first, second = (worlds.run_config(**flags, **more) for more in (before, after))
     world1.run(resumed_runs.one_part, resumed_runs.with_checkpoints(first, save=str(tmp_path), exit_interval=2))
     found = world1.run(resumed_runs.one_part, resumed_runs.with_checkpoints(second, load=str(tmp_path)))[0]

@@ -102,7 +102,6 @@ MUON = {"optimizer": "muon", "muon_momentum_dtype": "bf16", "muon_grad_dtype": "
 FINETUNE = {"bcd_preset": "finetune", "num_layers": 4, "bcd_num_blocks": None, "bcd_steps_per_block": 2, "bf16": True}
 LLAMA = {"form": "llama", "ffn_hidden_size": 88, "group_query_attention": True, "num_query_groups": 2, "bf16": True}
 LLAMA |= {"bcd_optimizer_state": "host", "bcd_always_active": "norms,head", "recompute_granularity": "selective"}
-SUFFIX = {"bcd_inactive_update": "normalized", "bcd_inactive_layers": "suffix", "bcd_always_active": "none"} | FP32
 FACTORED = {"bf16": True, "bcd_inactive_update": "factored", "bcd_embedding_update": "factored"}
 FACTORED |= {"bcd_always_active": "norms,biases,embedding,head"}
 EVERYTHING = "norms,embedding,head"
@@ -114,7 +113,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "one_block_subset": CUTS["data2"] | {"bcd_num_blocks": 1, "bcd_sample_ratio": 0.002},
     "fp16_kept": CUTS["tensor2"] | {"fp16": True, "initial_loss_scale": 256, "bcd_optimizer_state": "host"},
     "muon_bf16": CUTS["data2"] | MUON | {"bf16": True, "bcd_always_active": "norms,biases", "bcd_frozen": "embedding"},
-    "suffix": PIPELINE | SUFFIX | {"bf16": True},
     "factored": CUTS["data2"] | FACTORED | {"untie_embeddings_and_output_weights": True},
     "factored_no_block": CUTS["tensor2"] | LLAMA | FACTORED | {"bcd_num_blocks": 0, "bcd_layout": "strided"},
     "no_block": CUTS["data2"] | FP32 | {"bcd_num_blocks": 0, "bcd_inactive_update": "orthogonal"}

@@ -12,17 +12,17 @@ import torch
 from support import resumed_runs, worlds
 from support.dist import World
 
-RESTING: dict[str, Any] = {
+STATELESS: dict[str, Any] = {
     "bcd_layout": "strided",
     "bcd_inactive_update": "orthogonal",
     "bcd_inactive_grad_dtype": "fp32",
 }
 MUON: dict[str, Any] = {"optimizer": "muon", "muon_extra_scale_factor": 0.2, "muon_use_nesterov": True}
 HOST: dict[str, Any] = {"bcd_optimizer_state": "host"}
-FACTORED = RESTING | HOST | {"bcd_inactive_update": "factored"}
+FACTORED = STATELESS | HOST | {"bcd_inactive_update": "factored"}
 METHODS: dict[str, dict[str, Any]] = {
-    "adam": RESTING | HOST,
-    "muon": RESTING | MUON | HOST,
+    "adam": STATELESS | HOST,
+    "muon": STATELESS | MUON | HOST,
     "factored": FACTORED,
     "factored_embedding": FACTORED | MUON | {"bcd_embedding_update": "factored"},
     "factored_no_block": FACTORED | {"bcd_num_blocks": 0, "bcd_embedding_update": "factored"},
@@ -203,7 +203,7 @@ def spoilt_step(config: Any) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("cut", ["data2", "pipeline2"])
-def test_a_resting_gradient_that_is_not_finite_skips_the_step(world2: World, text_data: str, cut: str) -> None:
+def test_a_stateless_gradient_that_is_not_finite_skips_the_step(world2: World, text_data: str, cut: str) -> None:
     """A step that is skipped for the block and done for inactive layers, or skipped on one rank alone."""
     config = worlds.run_config(data_path=text_data, **ITERATIONS | METHODS["adam"] | worlds.CUTS[cut])
     for changed in world2.run(spoilt_step, config):

@@ -26,6 +26,14 @@ METHODS = {
     "paper, frozen weights on the host": ["--bcd-preset", "paper", "--bcd-frozen-weights", "host"],
     "pretrain": ["--bcd-preset", "pretrain"],
     "finetune": ["--bcd-preset", "finetune"],
+    "no active block, factored": [
+        "--bcd-num-blocks",
+        "0",
+        "--bcd-inactive-update",
+        "factored",
+        "--bcd-embedding-update",
+        "factored",
+    ],
     "finetune, frozen weights and embedding on the host": [
         *("--bcd-preset", "finetune", "--untie-embeddings-and-output-weights", "--bcd-frozen-weights", "host")
     ],

@@ -32,7 +32,7 @@ BAD_RUNS = {
 --bcd-head-phase
 --bcd-head-phase --untie-embeddings-and-output-weights --bcd-frozen head
 --bcd-head-phase --untie-embeddings-and-output-weights --bcd-always-active head,norms
---bcd-head-phase --untie-embeddings-and-output-weights --bcd-num-blocks 0 --bcd-inactive-update sign
+--bcd-head-phase --untie-embeddings-and-output-weights --bcd-num-blocks 0 --bcd-inactive-update orthogonal
 --hidden-size 66
 --num-query-groups 3 --group-query-attention
 --pipeline-model-parallel-size 2
@@ -40,10 +40,12 @@ BAD_RUNS = {
 --num-layers 2
 --bcd-layout stage --bcd-num-blocks 3
 --bcd-num-blocks 0
---bcd-num-blocks 0 --bcd-inactive-update sign --bcd-always-active none
---bcd-num-blocks 0 --bcd-inactive-update sign --bcd-layout submodel
---bcd-inactive-update sign --bcd-num-blocks 1
---bcd-inactive-update sign --bcd-frozen-weights host
+--bcd-num-blocks 0 --bcd-inactive-update orthogonal --bcd-always-active none
+--bcd-num-blocks 0 --bcd-inactive-update orthogonal --bcd-layout submodel
+--bcd-inactive-update orthogonal --bcd-num-blocks 1
+--bcd-inactive-update orthogonal --bcd-frozen-weights host
+--bcd-inactive-update sign
+--bcd-resting-update normalized
 --bcd-inactive-update factored --fp16
 --bcd-inactive-lr-ratio 0 --bcd-inactive-update factored
 --bcd-embedding-update factored

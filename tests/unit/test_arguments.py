@@ -226,10 +226,10 @@ def test_preset_finetune() -> None:
 
 def test_frozen_parts() -> None:
     """A tied head that stays trained without its embedding; a default of always-active parts that contradicts."""
-    tied = parse("--bcd-frozen", "head", "--bcd-inactive-update", "sign").bcd
+    tied = parse("--bcd-frozen", "head", "--bcd-inactive-update", "orthogonal").bcd
     assert tied.frozen == {"embedding", "head"} and tied.always_active == {"norms", "biases"}
     untied = parse(
-        "--bcd-frozen", "embedding", "--bcd-inactive-update", "sign", "--untie-embeddings-and-output-weights"
+        "--bcd-frozen", "embedding", "--bcd-inactive-update", "orthogonal", "--untie-embeddings-and-output-weights"
     ).bcd
     assert untied.frozen == {"embedding"} and untied.always_active == {"norms", "biases", "head"}
     assert parse().bcd.frozen == frozenset()

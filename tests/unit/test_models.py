@@ -113,8 +113,8 @@ def test_a_gpu_without_a_compiler(flags: tuple[str, ...], switches: set[str], mo
     [
         (("--bf16", "--bcd-preset", "pretrain"), True),
         (("--bcd-preset", "pretrain"), False),
-        (("--bcd-inactive-update", "sign"), False),
-        (("--bcd-inactive-update", "sign", "--bcd-inactive-grad-dtype", "fp32"), True),
+        (("--bcd-inactive-update", "orthogonal"), False),
+        (("--bcd-inactive-update", "orthogonal", "--bcd-inactive-grad-dtype", "fp32"), True),
         (("--optimizer", "muon", "--muon-grad-dtype", "bf16"), False),
         ((), True),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -121,17 +122,13 @@ def test_stateless_layers_are_the_others(layers: int, stages: int, blocks: int, 
     """A layer that is neither active nor stateless, both, or stateless in front of a stage that gets no gradient."""
     assume(layers >= stages * blocks)
     layout = data.draw(st.sampled_from(["spread", "strided", "submodel"]))
-    for stateless in ("none", "all", "suffix"):
-        cut = partition(
-            num_layers=layers, num_stages=stages, num_blocks=blocks, layout=layout, tied=True, stateless=stateless
-        )
+    sizes: Any = {"num_layers": layers, "num_stages": stages, "num_blocks": blocks, "layout": layout, "tied": True}
+    for has_updates in (False, True):
+        cut = partition(**sizes, has_stateless_updates=has_updates)
         for block in cut.blocks:
             found, others = set(cut.stateless_layers(block.index)), set(range(layers)) - set(block.layers)
-            expected = {"none": set(), "all": others, "suffix": {one for one in others if one > block.first_layer}}
-            assert found == expected[stateless]
-            assert list(cut.prefix_layers(block.index)) == (
-                [] if stateless == "all" else list(range(block.first_layer))
-            )
+            assert found == (others if has_updates else set())
+            assert list(cut.prefix_layers(block.index)) == ([] if has_updates else list(range(block.first_layer)))
             for stage in range(stages):
                 if found & set(cut.stage_layers(stage)):
                     assert stage_active(cut, block.index, stage)

@@ -198,7 +198,7 @@ def test_studies_of_the_project(repo_root: Path, tmp_path: Path) -> None:
         ("--bcd-num-blocks 3", 2 / 3),
         ("--bcd-num-blocks 3 --bcd-layout strided", (6 + 5 + 2) / 18),  # prefixes of 0, 1 and 2 layers
         ("--bcd-num-blocks 3 --bcd-always-active norms", 7 / 9),
-        ("--bcd-num-blocks 3 --bcd-inactive-update sign --bcd-inactive-layers suffix", (18 + 14 + 10) / 54),
+        ("--bcd-num-blocks 3 --bcd-inactive-update factored", 1.0),
         ("--bcd-num-blocks 3 --bcd-inactive-update orthogonal", 1 + 2 / 3 * NEWTON_SCHULZ),
         ("--bcd-num-blocks 1 --optimizer muon", 1 + NEWTON_SCHULZ),
         ("--bcd-num-blocks 7", None),

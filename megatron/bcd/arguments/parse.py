@@ -50,7 +50,8 @@ class _Parser(argparse.ArgumentParser):
             super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(re.sub(r"^argument (--[\w-]+)(?:/--[\w-]+)*", r"\1", message))
+        text = re.sub(r"^argument (--[\w-]+)(?:/--[\w-]+)*", r"\1", message)
+        raise ValueError(next((why for start, why in stock.REMOVED_CHOICES.items() if text.startswith(start)), text))
 
     @property
     def actions(self) -> dict[str, argparse.Action]:

@@ -121,7 +121,7 @@ class StockSwitches:
     recompute_activations: bool = option(False, "--recompute-granularity selective", group=RECOMPUTATION)
 
 
-_INACTIVE = "update lr_ratio layers grad_dtype"
+_INACTIVE = "update lr_ratio grad_dtype"
 ALIASES = {
     "save_interval": ("--persistent-save-interval",),
     "use_checkpoint_opt_param_scheduler": ("--use-checkpoint-opt_param-scheduler",),
@@ -168,19 +168,30 @@ BELONG_TO = {
     "bcd_max_steps_per_block",
     "--bcd-order=greedy": "bcd_greedy_microbatches",
     "--bcd-frozen-weights=host": "bcd_resident_layers",
-    "--bcd-inactive-update": "bcd_inactive_lr_ratio bcd_inactive_layers bcd_inactive_grad_dtype",
+    "--bcd-inactive-update": "bcd_inactive_lr_ratio bcd_inactive_grad_dtype",
     "--bcd-low-rank": "bcd_low_rank_alpha bcd_low_rank_layers bcd_low_rank_lr_ratio",
     "--bcd-prefix-cache": "bcd_prefix_cache_dtype bcd_prefix_cache_max_gib",
 }
 """Flags (as in ``flags.holds``), one of which has to be given, and the fields whose flags have no effect otherwise."""
 
+_EVERY_LAYER = "all inactive layers are updated; those behind the block's first layer alone learned less in every study"
 REPLACED = {
+    "--bcd-inactive-layers": _EVERY_LAYER,
+    "--bcd-resting-layers": _EVERY_LAYER,
     "--cpu-kernels": "a CPU runs Megatron Core's own functions",
     "--eval-generate": "tools/generate.py on a folder of --save-hf takes its place",
     "--eval-generate-tokens": "tools/generate.py on a folder of --save-hf takes its place",
 }
 """Flags that this program had: accepted with any value, without effect, and the run summary says what took their
 place."""
+
+REMOVED_CHOICES = {
+    f"{flag}: invalid choice: '{rule}'": f"{flag} {rule}: this rule lost in every study and was removed. Give "
+    "orthogonal or factored."
+    for flag in ("--bcd-inactive-update", "--bcd-resting-update")
+    for rule in ("normalized", "sign")
+}
+"""What to say of values that flags had, by how argparse's message starts."""
 
 UNSUPPORTED = {
     "dense models only": "--num-experts --num-moe-experts",

@@ -61,7 +61,6 @@ CONFLICTS = {
     # Muon's gradients have no loss scale, and are not among the scores of greedy order
     "--optimizer=muon": "--fp16 --loss-scale --calculate-per-token-loss --bcd-order=greedy",
     "--bcd-embedding-update=factored": "--decoupled-lr",  # of Megatron Core's optimizer
-    "--bcd-inactive-update=factored": "--bcd-inactive-layers=suffix",
     "--optimizer-cpu-offload": "--optimizer!=adam --no-decoupled-weight-decay --no-use-distributed-optimizer "
     "--adam-moments-dtype --exp-avg-dtype --exp-avg-sq-dtype --bcd-inactive-update",
     "--bcd-main-params=drop": "--optimizer=muon --bcd-inactive-update",  # these keep main parameters on the device

@@ -125,9 +125,8 @@ class Partition:
     ``head``. ``suffix adapters`` are active from the block's first layer on."""
     frozen: frozenset[str] = frozenset()
     """What no phase trains: some of ``embedding``, ``head`` (tied: both or none), ``norms`` (all)."""
-    stateless: str = "none"
-    """Which layers outside the active block are updated without state: ``none``, ``all``, or ``suffix`` (after the
-    block's first layer)."""
+    has_stateless_updates: bool = False
+    """Whether layers outside the active block are updated without state."""
     embedding_update: str = "adam"
     """What steps an always-active word embedding, and an untied head: ``adam``, or ``factored``."""
     has_active_block: bool = True
@@ -186,10 +185,8 @@ class Partition:
 
     def is_stateless(self, layer: int, block: int) -> bool:
         """Whether a layer is one of ``stateless_layers(block)``."""
-        if self.stateless == "none" or not self.has_active_block:
-            return self.stateless != "none"
-        active = self.blocks[block]
-        return layer >= (active.first_layer if self.stateless == "suffix" else 0) and layer not in active.layers
+        is_active = self.has_active_block and layer in self.blocks[block].layers
+        return self.has_stateless_updates and not is_active
 
     def trains_matrices(self, layer: int, block: int) -> bool:
         """Whether the matrices of a layer are updated in the block's phase, with or without state."""
@@ -219,7 +216,7 @@ class Partition:
     @property
     def has_prefix(self) -> bool:
         """Whether any phase may have a prefix: not where something at the bottom of the model is updated in all."""
-        return not (self.stateless == "all" or self.embedding_always_active or _IN_LAYERS & self.always_active)
+        return not (self.has_stateless_updates or self.embedding_always_active or _IN_LAYERS & self.always_active)
 
     def embedding_active(self, block: int) -> bool:
         """Whether the embedding, on the first stage, is active in the block's phase."""
@@ -348,7 +345,7 @@ def partition_from_config(config: RunConfig) -> Partition:
         tied=config.tied,
         always_active=config.bcd.always_active,
         frozen=config.bcd.frozen,
-        stateless=config.bcd.bcd_inactive_layers if config.bcd.bcd_inactive_update != "none" else "none",
+        has_stateless_updates=config.bcd.bcd_inactive_update != "none",
         embedding_update=config.bcd.bcd_embedding_update,
         num_parts=config.bcd.num_virtual_stages_per_pipeline_rank,
         head_phase=config.bcd.bcd_head_phase,
@@ -366,7 +363,7 @@ def partition(
     layers_per_stage: tuple[int, ...] | None = None,
     always_active: frozenset[str] = frozenset(),
     frozen: frozenset[str] = frozenset(),
-    stateless: str = "none",
+    has_stateless_updates: bool = False,
     embedding_update: str = "adam",
     num_parts: int | None = None,
     head_phase: bool = False,
@@ -375,14 +372,14 @@ def partition(
 
     Names are those of flags with ``--bcd-`` before them. ``num_blocks`` None takes the default: ``DEFAULT_NUM_BLOCKS``,
     or the number of stages in layout ``stage``. ``layers_per_stage`` counts the layers of each stage, in layout
-    ``interleaved`` of each virtual stage; None divides evenly. ``stateless`` is ``--bcd-inactive-layers``
-    or ``none``. ``num_parts`` is ``--num-virtual-stages-per-pipeline-rank``; None takes the number of blocks. Raises
-    ValueError, one line that names the flags, where the layout does not fit the model.
+    ``interleaved`` of each virtual stage; None divides evenly. ``num_parts`` is
+    ``--num-virtual-stages-per-pipeline-rank``; None takes the number of blocks. Raises ValueError, one line that names
+    the flags, where the layout does not fit the model.
     """
     assert layout in LAYOUTS and num_layers >= 1 and num_stages >= 1
     frozen = _never_trained(frozen, always_active, tied=tied)
     _check_num_blocks(
-        num_blocks, num_stages=num_stages, stateless=stateless, always_active=always_active, layout=layout
+        num_blocks, num_stages=num_stages, stateless=has_stateless_updates, always_active=always_active, layout=layout
     )
     if head_phase:
         _check_head_phase(num_blocks, tied=tied, others={"--bcd-always-active": always_active, "--bcd-frozen": frozen})
@@ -411,7 +408,7 @@ def partition(
         tied=tied,
         always_active=always_active,
         frozen=frozen,
-        stateless=stateless,
+        has_stateless_updates=has_stateless_updates,
         embedding_update=embedding_update,
         has_active_block=num_blocks != 0,
         num_chunks=1 + max(submodel.chunk for submodel in submodels),
@@ -433,7 +430,7 @@ def with_tied_parts(parts: frozenset[str], *, tied: bool) -> frozenset[str]:
 
 
 def _check_num_blocks(
-    num_blocks: int | None, *, num_stages: int, stateless: str, always_active: frozenset[str], layout: str
+    num_blocks: int | None, *, num_stages: int, stateless: bool, always_active: frozenset[str], layout: str
 ) -> None:
     if num_blocks is not None and num_blocks < 0:
         raise ValueError(f"--bcd-num-blocks {num_blocks}: must be at least 0")
@@ -444,10 +441,8 @@ def _check_num_blocks(
         )
     if num_blocks != 0:
         return
-    if stateless != "all" and not always_active & {ADAPTERS, SUFFIX_ADAPTERS}:
-        raise ValueError(
-            "--bcd-num-blocks 0 needs --bcd-inactive-update, with --bcd-inactive-layers all, or --bcd-low-rank"
-        )
+    if not stateless and not always_active & {ADAPTERS, SUFFIX_ADAPTERS}:
+        raise ValueError("--bcd-num-blocks 0 needs --bcd-inactive-update or --bcd-low-rank")
     if not always_active:
         raise ValueError("--bcd-num-blocks 0 trains embedding, norms and head only if --bcd-always-active names them")
     if layout not in ("spread", "strided"):

@@ -109,8 +109,11 @@ def from_json(text: str, *, path: str) -> RunState:
     expected = {own.name for own in fields(RunState)}
     if set(values) | {"run"} != expected:
         raise ValueError(f"{path} is damaged (entries {sorted(set(values) ^ expected)} are missing or unknown)")
-    bcd = values["flags"].get("bcd", {})
-    values["flags"]["bcd"] = {name.replace("bcd_resting_", "bcd_inactive_"): value for name, value in bcd.items()}
+    values["flags"]["bcd"] = {
+        name.replace("bcd_resting_", "bcd_inactive_"): value  # as older versions called them
+        for name, value in values["flags"].get("bcd", {}).items()
+        if name not in ("bcd_resting_layers", "bcd_inactive_layers")
+    }
     return RunState(**values)
 
 

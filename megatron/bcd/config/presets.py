@@ -7,7 +7,6 @@ from typing import Any
 
 _INACTIVE: dict[str, Any] = {
     "bcd_inactive_update": "orthogonal",
-    "bcd_inactive_layers": "all",
     "bcd_inactive_grad_dtype": "bf16",
 }
 _MUON: dict[str, Any] = {

@@ -136,7 +136,7 @@ class BcdConfig:
     bcd_always_active: str | None = option(
         None,
         "parameters trained in every phase: none, or a comma-separated list of norms, biases (of layers), embedding, "
-        "head. Default none; with --bcd-inactive-update all of them, but none with --bcd-inactive-layers suffix",
+        "head. Default none; with --bcd-inactive-update all of them",
         metavar="PARTS",
     )
     bcd_frozen: str = option(
@@ -154,8 +154,8 @@ class BcdConfig:
         "none",
         "stateless update of the layer matrices outside the active block: orthogonal = orthogonalised gradients "
         "(Newton-Schulz), factored = gradients divided by the root of their second moment, of which the means by row "
-        "and by column are kept; normalized = rows of the gradient divided by their root mean square, sign = its sign",
-        choices=("none", "orthogonal", "factored", "normalized", "sign"),
+        "and by column are kept",
+        choices=("none", "orthogonal", "factored"),
     )
     bcd_inactive_lr_ratio: float | None = option(
         None, "learning rate of stateless updates over the active block's; default: 0.2, with factored 1"
@@ -165,12 +165,6 @@ class BcdConfig:
         "what steps the word embedding and an untied head that --bcd-always-active names: adam, or factored, as "
         "--bcd-inactive-update factored, next to stateless",
         choices=("adam", "factored"),
-    )
-    bcd_inactive_layers: str = option(
-        "all",
-        "inactive layers that are updated: all, or suffix = those after the block's first layer, so that stages before "
-        "it still run forward only",
-        choices=("all", "suffix"),
     )
     bcd_inactive_grad_dtype: str = option("bf16", "precision of gradients of stateless updates", choices=BF16_OR_FP32)
     muon_momentum_dtype: str = option("fp32", "precision of Muon's momentum", choices=BF16_OR_FP32, group=OPTIMIZER)
@@ -246,8 +240,7 @@ class BcdConfig:
         """
         adapters = frozenset(() if self.bcd_low_rank is None else [_ADAPTERS_OF[self.bcd_low_rank_layers]])
         if self.bcd_always_active is None:
-            is_all = self.bcd_inactive_update != "none" and self.bcd_inactive_layers == "all"
-            left = frozenset(ALWAYS_ACTIVE if is_all else ()) - self.frozen
+            left = frozenset(ALWAYS_ACTIVE if self.bcd_inactive_update != "none" else ()) - self.frozen
             return left - (frozenset({"head"}) if self.bcd_head_phase else frozenset()) | adapters
         return _parts("--bcd-always-active", self.bcd_always_active, ALWAYS_ACTIVE) | adapters
 

@@ -85,19 +85,27 @@ def _upper(weight: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def join(weight: torch.Tensor, low_bits: torch.Tensor) -> torch.Tensor:
     """The fp32 value of a bf16 weight and its int16 low bits, of the same shape."""
-    bits = weight.contiguous().view(torch.int16).to(torch.int32)
-    bits <<= 16
-    bits += low_bits
-    return bits.view(torch.float32)
+    value = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+    low, high = _halves(value)
+    low.copy_(low_bits)
+    torch.add(weight.view(torch.int16), low_bits >> 15, out=high)
+    return value
 
 
 @torch.no_grad()
 def split(value: torch.Tensor, *, weight: torch.Tensor, low_bits: torch.Tensor | None) -> None:
     """Write fp32 `value` into `weight` (bf16) and `low_bits` (int16); None drops the low bits."""
-    bits = value.contiguous().view(torch.int32)
-    upper = bits + 0x8000
-    upper >>= 16
-    weight.view(torch.int16).copy_(upper)
+    low, high = _halves(value.contiguous())
+    torch.sub(high, low >> 15, out=weight.view(torch.int16))
     if low_bits is not None:
-        upper <<= 16
-        low_bits.copy_(bits - upper)
+        low_bits.copy_(low)
+
+
+def _halves(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int16 views of the lower and the upper half of fp32 values, on a little-endian machine.
+
+    Read as a signed number, a lower half is the difference from the weight that is nearest. If it is negative, its
+    sign (`>> 15` makes -1 of it) lies between the upper half and the weight: the upper half is one less.
+    """
+    halves = value.view(torch.int16).unflatten(-1, (-1, 2))
+    return halves[..., 0], halves[..., 1]

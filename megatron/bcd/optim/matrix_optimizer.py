@@ -40,7 +40,7 @@ class MatrixRule:
     """How a set of matrices is stepped: w -= lr x (weight_decay x w + scale x direction)."""
 
     name: str
-    """One of `update_rules.RULES`, or FACTORED."""
+    """ORTHOGONAL or FACTORED (`update_rules`)."""
     scale: float
     """Root mean square of an update at a learning rate of 1."""
     grad_dtype: torch.dtype
@@ -342,28 +342,35 @@ class MatrixOptimizer:
 
     def _update(self, stack: Stack, group: Mapping[str, Any], clip_coefficient: float) -> None:
         rule: MatrixRule = group["rule"]
-        gradient = stack.gradient.float()
-        if rule.has_state and clip_coefficient < 1.0:
-            gradient.mul_(clip_coefficient)
-        if rule.momentum is not None:
-            gradient = self._with_momentum(stack, gradient, rule)
-        if rule.name == update_rules.FACTORED:
-            update = self._factored(stack, gradient)
-        else:
-            update = update_rules.direction(
-                rule.name, gradient, stack.layout, num_steps=rule.num_steps, scale_mode=rule.scale_mode
-            )
-        del gradient
+        is_factored, rate = rule.name == update_rules.FACTORED, group["lr"] * rule.scale
+        update = None if is_factored else self._orthogonal(stack, rule, clip_coefficient)
         weights = joined(stack.weights)
         low_bits = [self._low_bits[matrix.name] for matrix in stack.matrices if matrix.name in self._low_bits]
         bits = joined(low_bits) if low_bits else None
         value = weights if bits is None else bf16.join(weights, bits)
-        value.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * rule.scale)
+        value.mul_(1.0 - group["lr"] * group["weight_decay"])
+        if update is None:
+            by_matrix = [self.factors[matrix.name] for matrix in stack.matrices]
+            factors = joined(by_matrix)
+            update_rules.factored_(
+                value, stack.gradient, factors, stack.layout, rate=rate, clip_coefficient=clip_coefficient
+            )
+            distribute(factors, by_matrix)
+        else:
+            value.add_(update, alpha=-rate)
         del update
         if bits is not None:
             bf16.split(value, weight=weights, low_bits=bits)
             distribute(bits, low_bits)
         distribute(weights, stack.weights)
+
+    def _orthogonal(self, stack: Stack, rule: MatrixRule, clip_coefficient: float) -> torch.Tensor:
+        gradient = stack.gradient.float()
+        if rule.momentum is not None:
+            if clip_coefficient < 1.0:
+                gradient = gradient * clip_coefficient
+            gradient = self._with_momentum(stack, gradient, rule)
+        return update_rules.orthogonal(gradient, stack.layout, num_steps=rule.num_steps, scale_mode=rule.scale_mode)
 
     def _with_momentum(self, stack: Stack, gradient: torch.Tensor, rule: MatrixRule) -> torch.Tensor:
         assert rule.momentum is not None
@@ -373,14 +380,6 @@ class MatrixOptimizer:
         momentum.copy_(momentum.float().lerp_(gradient, 1 - rule.momentum))
         distribute(momentum, momenta)
         return gradient.lerp(momentum.float(), rule.momentum) if rule.nesterov else momentum.float()
-
-    def _factored(self, stack: Stack, gradient: torch.Tensor) -> torch.Tensor:
-        """The direction, in the memory of the gradient, of which there is no further use."""
-        by_matrix = [self.factors[matrix.name] for matrix in stack.matrices]
-        factors = joined(by_matrix)
-        update = update_rules.factored_(gradient, factors, stack.layout)
-        distribute(factors, by_matrix)
-        return update
 
     def main_params(self) -> dict[str, torch.Tensor]:
         """Of bf16 matrices that this rank owns: their fp32 values, by name, made when they are taken. Where there are
@@ -556,7 +555,7 @@ def rules_of_phase(
     rules: Rules = [(stateless, inactive, False), (embedding, outside_layers, False)]
     if config.is_muon:
         muon = MatrixRule(
-            name="orthogonal",
+            name=update_rules.ORTHOGONAL,
             scale=settings.muon_extra_scale_factor,
             grad_dtype=DTYPES[bcd.muon_grad_dtype],
             momentum=settings.muon_momentum,

@@ -16,15 +16,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-RULES = ("orthogonal", "normalized", "sign")
-"""Those without state."""
-FACTORED = "factored"
+ORTHOGONAL, FACTORED = "orthogonal", "factored"
 FACTORED_DECAY = 0.99
 """Of the second moments of `factored_`; 0.95 trained as well."""
 NEWTON_SCHULZ_STEPS = 5
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of the iteration: steep at 0, singular values end between 0.7 and 1.2 (Jordan et al., Muon, 2024)."""
-_SMALLEST, _SMALLEST_SQUARE = 1e-12, 1e-30
+_SMALLEST, _SMALLEST_SQUARE = 1e-12, 1e-24
 """Smallest divisors, for gradients of zeros: far below real gradients, whose scale must not matter."""
 
 SCALES: dict[str, Callable[[int, int], float]] = {
@@ -63,22 +61,17 @@ class MatrixLayout:
 _WHOLE = MatrixLayout()
 
 
-def direction(
-    rule: str,
+def orthogonal(
     gradient_MN: torch.Tensor,
     layout: MatrixLayout = _WHOLE,
     *,
     num_steps: int = NEWTON_SCHULZ_STEPS,
     scale_mode: str = "spectral",
 ) -> torch.Tensor:
-    """The direction of `rule`, one of RULES, in the gradient's dtype. A gradient of zeros gives zeros.
+    """`orthogonalize` each part of the layout, in the gradient's dtype. A gradient of zeros gives zeros.
 
-    `num_steps` and `scale_mode`, a key of SCALES, are of `orthogonal`. A collective over the layout's group.
+    `scale_mode` is a key of SCALES. A collective over the layout's group.
     """
-    if rule == "sign":
-        return gradient_MN.sign()
-    if rule == "normalized":
-        return normalize_rows(gradient_MN, layout)
     if layout.tensor_mode == "blockwise":
         layout = replace(layout, sharded_dim=None, group=None)
     if not layout.parts:
@@ -92,17 +85,6 @@ def direction(
         directions = orthogonalize(matrices, layout, num_steps=num_steps, scale_mode=scale_mode)
         done += directions.view_as(of_one_shape).unbind()
     return torch.cat(done, dim=2).view_as(gradient_MN)
-
-
-def normalize_rows(gradient_MN: torch.Tensor, layout: MatrixLayout = _WHOLE) -> torch.Tensor:
-    """Each row divided by its root mean square (Glentis et al., SCALE, arXiv 2506.16659)."""
-    squares_M1 = gradient_MN.float().square().mean(dim=-1, keepdim=True)
-    if layout.sharded_dim == 1 and layout.group is not None:
-        squares_M1 = layout.all_reduce(squares_M1) / layout.group.size()
-    norms_M1 = squares_M1.sqrt().clamp(min=_SMALLEST)
-    if gradient_MN.dtype == torch.float16:  # where the smallest divisor is 0
-        return (gradient_MN.float() / norms_M1).to(gradient_MN.dtype)
-    return gradient_MN / norms_M1.to(gradient_MN.dtype)
 
 
 def orthogonalize(
@@ -158,52 +140,61 @@ def split_factors(
     return factors[..., :rows], factors[..., rows:-1].unflatten(-1, (num_parts, -1)), factors[..., -1:]
 
 
-def factored_(gradient_KMN: torch.Tensor, factors_KF: torch.Tensor, layout: MatrixLayout = _WHOLE) -> torch.Tensor:
-    """Turn fp32 gradients in place into the directions of Adafactor without momentum (Shazeer and Stern, arXiv
-    1804.04235; Lv et al., AdaLomo, arXiv 2310.10195), and return them.
+def factored_(
+    value_KMN: torch.Tensor,
+    gradient_KMN: torch.Tensor,
+    factors_KF: torch.Tensor,
+    layout: MatrixLayout = _WHOLE,
+    *,
+    rate: float,
+    clip_coefficient: float = 1.0,
+) -> None:
+    """Subtract `rate` x the directions of Adafactor without momentum from fp32 values (Shazeer and Stern, arXiv
+    1804.04235; Lv et al., AdaLomo, arXiv 2310.10195).
 
     The second moment of an element is the product of its row's and its column's mean square over the mean of the
     matrix; these are running means with bias correction. A direction has a root mean square of at most 1. Updates
-    `factors_KF`, F = `num_factors`, which are zeros at first. A gradient of zeros gives zeros. A collective over the
-    layout's group.
+    `factors_KF`, F = `num_factors`, which are zeros at first. `clip_coefficient` scales the gradients first. A gradient
+    of zeros gives zeros. A collective over the layout's group.
     """
-    parts = layout.parts or (gradient_KMN.shape[1],)
-    matrices = gradient_KMN.unflatten(1, (-1, sum(parts))).split(parts, dim=2)  # of each part a view [K, groups, R, N]
-    row_means, column_means, steps_K1 = split_factors(factors_KF, gradient_KMN.shape[1], len(parts))
-    steps_K1 += 1
-    correction_K1 = -torch.expm1(steps_K1 * math.log(FACTORED_DECAY))  # 1 - decay^steps
-    means = list(zip(row_means.unflatten(1, (-1, sum(parts))).split(parts, dim=2), column_means.unbind(1), strict=True))
-    for (rows, columns), (new_rows, new_columns) in zip(means, _mean_squares(matrices, layout), strict=True):
-        rows.lerp_(new_rows, 1 - FACTORED_DECAY)
-        columns.lerp_(new_columns, 1 - FACTORED_DECAY)
-    scales, squares = [], []
-    for matrix, (rows, columns) in zip(matrices, means, strict=True):
-        # the mean of the matrix is that of its row means and that of its column means; a rank may hold some of one kind
-        mean_K = columns.mean(1) if layout.sharded_dim == 0 else rows.mean((1, 2))
-        row_scales = (rows / mean_K.clamp(min=_SMALLEST_SQUARE)[:, None, None]).sqrt_().clamp_(min=_SMALLEST)
-        matrix.div_(row_scales[..., None])
-        scales.append((columns / correction_K1).sqrt_().clamp_(min=_SMALLEST))
-        squares.append((torch.linalg.vector_norm(matrix, dim=(1, 2)) / scales[-1]).square_().sum(1))
-    squares_PK = torch.stack(squares)
+    sizes = layout.parts or (gradient_KMN.shape[1],)
+    rows_KM, columns_KPN, steps_K1 = split_factors(factors_KF, gradient_KMN.shape[1], len(sizes))
+    row_squares = torch.linalg.vector_norm(gradient_KMN, dim=2, dtype=torch.float32).square_()
+    column_squares = _column_norms(_parts(gradient_KMN, sizes)).square_()
+    num_columns, num_slices = gradient_KMN.shape[2], [1, 1]
+    if layout.sharded_dim is not None:  # the sums run over the dimension that is sliced
+        num_slices[layout.sharded_dim] = layout.num_slices
+        layout.all_reduce(column_squares if layout.sharded_dim == 0 else row_squares)
+    new = (1 - FACTORED_DECAY) * clip_coefficient**2
+    factors_KF[:, :-1].mul_(FACTORED_DECAY)
+    rows_KM.add_(row_squares, alpha=new / (num_columns * num_slices[1]))
+    columns_KPN.add_(column_squares, alpha=new / num_slices[0])
+    steps_K1.add_(1)
+    correction_K1 = torch.expm1(steps_K1 * math.log(FACTORED_DECAY)).mul_(-(clip_coefficient**2))  # 1 - decay^steps
+    # the mean of a matrix is that of its row means and that of its column means; a rank may hold some of one kind
+    mean_KP = rows_KM.mean(1, keepdim=True) if layout.sharded_dim == 1 else columns_KPN.mean(2)
+    if len(sizes) > 1:
+        by_part = zip(mean_KP.unbind(1), sizes, strict=True)
+        mean_KP = torch.cat([mean[:, None].expand(-1, size) for mean, size in by_part], dim=1)
+    relative = rows_KM.unflatten(1, (-1, sum(sizes))) / mean_KP.clamp(min=_SMALLEST_SQUARE)[:, None]
+    scaled_KMN = gradient_KMN * relative.clamp_(min=_SMALLEST_SQUARE).rsqrt_().flatten(1)[..., None]  # fp32
+    scales_KPN = (columns_KPN / correction_K1[..., None]).clamp_(min=_SMALLEST_SQUARE).rsqrt_()
+    scaled = _parts(scaled_KMN, sizes)
+    squares_KP = (_column_norms(scaled) * scales_KPN).square_().mean(2)
     if layout.sharded_dim is not None:
-        layout.all_reduce(squares_PK)
-    for matrix, scale_KN, square_K in zip(matrices, scales, squares_PK, strict=True):
-        norm_K = (square_K / (matrix[0].numel() * layout.num_slices)).sqrt_()
-        matrix.div_((scale_KN * norm_K.clamp_(min=1.0)[:, None])[:, None, None])
-    return gradient_KMN
+        layout.all_reduce(squares_KP).div_(layout.num_slices)
+    scales_KPN.div_(squares_KP.sqrt_().clamp_(min=1.0)[..., None])
+    for value, part, scale_KN in zip(_parts(value_KMN, sizes), scaled, scales_KPN.unbind(1), strict=True):
+        value.addcmul_(part, scale_KN[:, None, None], value=-rate)
 
 
-def _mean_squares(matrices: Sequence[torch.Tensor], layout: MatrixLayout) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of each stack [K, groups, R, N], whole matrices or slices, the mean squares of its rows, [K, groups, R], and of
-    its columns, [K, N]."""
-    found = []
-    for matrix in matrices:
-        _, groups, rows, columns = matrix.shape
-        of_rows = torch.linalg.vector_norm(matrix, dim=3).square_().div_(columns)
-        found.append((of_rows, torch.linalg.vector_norm(matrix, dim=(1, 2)).square_().div_(groups * rows)))
-    if layout.sharded_dim is not None:
-        sliced = [pair[1 - layout.sharded_dim] for pair in found]  # means of the dimension that is sliced
-        together = layout.all_reduce(torch.cat([means.flatten() for means in sliced])) / layout.num_slices
-        for means, whole in zip(sliced, together.split([means.numel() for means in sliced]), strict=True):
-            means.copy_(whole.view_as(means))
-    return found
+def _parts(matrix_KMN: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+    """Views [K, groups, rows of a group, N] of each part."""
+    return matrix_KMN.unflatten(1, (-1, sum(sizes))).split(list(sizes), dim=2)
+
+
+def _column_norms(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[K, P, N]: root mean squares of the columns of each part, in fp32."""
+    norms = [torch.linalg.vector_norm(part, dim=(1, 2), dtype=torch.float32) for part in parts]
+    sizes = [math.prod(part.shape[1:3]) for part in parts]
+    return torch.stack([norm.mul_(size**-0.5) for norm, size in zip(norms, sizes, strict=True)], dim=1)

@@ -313,7 +313,7 @@ class Recipe:
             always_active=active
             if self.always_active is None
             else self.always_active | active & {ADAPTERS, SUFFIX_ADAPTERS},
-            stateless=bcd.bcd_inactive_layers if bcd.bcd_inactive_update != "none" else "none",
+            has_stateless_updates=bcd.bcd_inactive_update != "none",
             embedding_update=bcd.bcd_embedding_update,
             num_parts=self.num_chunks,
             head_phase=bool(self.head_phase),

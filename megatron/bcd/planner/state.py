@@ -23,9 +23,9 @@ _ARENA_ALIGNMENT = 128
 _LOW_BIT_CHUNK, _LOW_BIT_WORK = 2**22, 28
 """Elements whose moments are decoded at once on a GPU (`optim.low_bit_adam`), and the most bytes that each takes."""
 
-_WORKING_BYTES, _WORKING_BYTES_COPIED = 12, 17
-"""Per element of what is updated at a time: gradient, update and value in fp32; and with copies of weights, low bits
-and momentum where several matrices are joined, or of queries, keys and values."""
+_WORKING_BYTES = {"orthogonal": (10.5, 14, 17), "factored": (8, 12, 12)}
+"""Per element of what is updated at a time, by rule: of one matrix; of several, with copies of weights, low bits and
+momentum; and where queries, keys and values are taken apart."""
 _STATELESS_PASSES, _MUON_PASSES = 17, 27
 """4-byte elements read or written per parameter in one step, outside the products of the orthogonalisation: norm and
 copies of the gradient, scaling, weight decay, update; with a momentum also its update and Nesterov's mean."""
@@ -244,8 +244,7 @@ class ModelState:
         low_bits = 2 if self.precision == "bf16" else 0
         total, updated = Counter[str](), []
         for tensor, own in zip(matrices, is_own, strict=True):
-            is_active, is_in_layer = tensor.is_active(block), tensor.owned.module == "layer"
-            is_factored = (bcd.bcd_inactive_update if is_in_layer else bcd.bcd_embedding_update) == "factored"
+            is_active = tensor.is_active(block)
             is_stepped = is_active and self.is_muon or tensor.is_stateless(block)
             if is_stepped:
                 gradient = muon_gradient if is_active else stateless_gradient
@@ -255,18 +254,23 @@ class ModelState:
                 continue
             is_held = self.is_muon if is_active else bool(tensor.owned.stateless_in)
             total["state"] += (low_bits * is_held + momentum * is_active) * tensor.size
-            total["state"] += 4 * tensor.num_factors * (is_factored and bool(tensor.owned.stateless_in))
+            has_factors = self._stateless_rule(tensor) == "factored" and bool(tensor.owned.stateless_in)
+            total["state"] += 4 * tensor.num_factors * has_factors
             if not is_active and self.partition.has_active_block and bcd.bcd_optimizer_state == "host":
                 total["kept"] += momentum * tensor.size
             if is_stepped:
                 updated.append(tensor)
                 total["traffic"] += 4 * (_MUON_PASSES if is_active else _STATELESS_PASSES) * tensor.size
-                if is_active or (is_in_layer and bcd.bcd_inactive_update == "orthogonal"):
+                if is_active or self._stateless_rule(tensor) == "orthogonal":
                     total["orthogonalization"] += sum(newton_schulz_flops(*part) for part in tensor.parts)
         keys = [(tensor.is_active(block), tensor.parts) for tensor in updated]
         for stack in matrix_stacks(keys, [tensor.size for tensor in updated]):
             first = updated[stack[0]]
-            is_copied = len(stack) > 1 or len(first.parts) > 1
-            working = (_WORKING_BYTES_COPIED if is_copied else _WORKING_BYTES) * len(stack) * first.size
-            total["working"] = max(total["working"], working)
+            by_form = _WORKING_BYTES["orthogonal" if first.is_active(block) else self._stateless_rule(first)]
+            working = by_form[2 if len(first.parts) > 1 else len(stack) > 1] * len(stack) * first.size
+            total["working"] = max(total["working"], int(working))
         return MatrixShare(**total)
+
+    def _stateless_rule(self, tensor: Tensor) -> str:
+        is_in_layer = tensor.owned.module == "layer"
+        return self.bcd.bcd_inactive_update if is_in_layer else self.bcd.bcd_embedding_update

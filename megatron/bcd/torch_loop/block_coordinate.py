@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from megatron.bcd.blocks.schedule import BlockSchedule, PhaseState
 from megatron.bcd.config import BcdConfig
-from megatron.bcd.optim.update_rules import RULES, direction
+from megatron.bcd.optim.update_rules import ORTHOGONAL, orthogonalize
 from megatron.bcd.runtime import collectives
 from megatron.bcd.runtime.compat import pytorch
 from megatron.bcd.torch_loop.parameter_blocks import KINDS, divide_parameters
@@ -22,9 +22,17 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "order": ("ascending", "descending", "random"),
     "layout": ("contiguous", "strided"),
     "keep_state": ("reset", "host"),
-    "resting_update": ("none", *RULES),
+    "inactive_update": ("none", ORTHOGONAL),
 }
 Factory = Callable[..., Optimizer]
+
+
+def _check_inactive(lr_ratio: float, optimizer_settings: Mapping[str, Any]) -> None:
+    for older in ("resting_update", "resting_lr_ratio"):
+        if older in optimizer_settings:
+            raise ValueError(f"{older} has another name: give {older.replace('resting', 'inactive')}")
+    if not 0 < lr_ratio < float("inf"):
+        raise ValueError(f"inactive_lr_ratio {lr_ratio}: must be a finite number above 0")
 
 
 def _check_choices(**given: str) -> None:
@@ -49,8 +57,7 @@ class BlockCoordinate(Optimizer):
         model: parameters that do not require a gradient now stay out of all blocks.
         optimizer: a class of ``torch.optim``, called as ``optimizer(parameters, **optimizer_settings)``, or a
             function of the list of parameters, which may group them.
-        num_blocks: blocks of layers. 1 is the wrapped optimizer, bit for bit. 0: no layer is ever active, all
-            rest.
+        num_blocks: blocks of layers. 1 is the wrapped optimizer, bit for bit. 0: no layer is ever active.
         steps_per_block: steps of a phase.
         order: "ascending", "descending" or "random" (from ``seed``).
         layout: "contiguous" divides the layers into ranges, "strided" takes every ``num_blocks``-th one.
@@ -58,13 +65,13 @@ class BlockCoordinate(Optimizer):
         keep_state: the optimizer's state of a block at the end of its phase: "reset" frees it, "host" keeps it in
             host memory until the block's next phase.
         always_active: what is trained in every phase: "norms", "biases", "embedding", "head", classes of modules,
-            patterns of parameter names. Default: nothing; with a resting update all four kinds.
+            patterns of parameter names. Default: nothing; with an inactive update all four kinds.
         always_active_optimizer: another one for these parameters, made like ``optimizer`` (for example AdamW
             beside Muon, which takes matrices only).
-        resting_update: "orthogonal", "normalized" or "sign": the direction, without state, in which the other
-            blocks' matrices move at each step; convolutions count as matrices of outputs x the rest, and
-            parameters of fewer than two dimensions stay frozen. Weight decay is decoupled, as in AdamW.
-        resting_lr_ratio: learning rate of these updates over the parameter's own.
+        inactive_update: "orthogonal" moves the other blocks' matrices too at each step, without state, along their
+            orthogonalised gradients; convolutions count as matrices of outputs x the rest, and parameters of fewer
+            than two dimensions stay frozen. Weight decay is decoupled, as in AdamW.
+        inactive_lr_ratio: learning rate of these updates over the parameter's own.
         switch: "steps", or "plateau": a phase ends when its mean loss over ``plateau_window`` steps has not
             improved by ``plateau_min_improvement`` (relative) for as many steps. ``step`` then needs the loss: from
             its closure, or from ``report_loss`` before it.
@@ -91,8 +98,8 @@ class BlockCoordinate(Optimizer):
         keep_state: str = "reset",
         always_active: Sequence[str | type[nn.Module]] | None = None,
         always_active_optimizer: Factory | None = None,
-        resting_update: str = "none",
-        resting_lr_ratio: float = 0.2,
+        inactive_update: str = "none",
+        inactive_lr_ratio: float = 0.2,
         switch: str = "steps",
         plateau_window: int = 50,
         plateau_min_improvement: float = 0.005,
@@ -100,18 +107,17 @@ class BlockCoordinate(Optimizer):
         seed: int = 1234,
         **optimizer_settings: Any,
     ) -> None:
-        _check_choices(order=order, layout=layout, keep_state=keep_state, resting_update=resting_update)
-        if not 0 < resting_lr_ratio < float("inf"):
-            raise ValueError(f"resting_lr_ratio {resting_lr_ratio}: must be a finite number above 0")
+        _check_choices(order=order, layout=layout, keep_state=keep_state, inactive_update=inactive_update)
+        _check_inactive(inactive_lr_ratio, optimizer_settings)
         if always_active is None:
-            always_active = () if resting_update == "none" else KINDS
+            always_active = () if inactive_update == "none" else KINDS
         self._divided = divide_parameters(
             model, num_blocks=num_blocks, layout=layout, layers=layers, always_active=always_active
         )
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if not num_blocks and resting_update == "none" and not self._divided.always_active:
-            raise ValueError("num_blocks 0 trains nothing: give a resting_update or always_active")
-        self._resting_update, self._resting_lr_ratio = resting_update, resting_lr_ratio
+        if not num_blocks and inactive_update == "none" and not self._divided.always_active:
+            raise ValueError("num_blocks 0 trains nothing: give an inactive_update or always_active")
+        self._inactive_update, self._inactive_lr_ratio = inactive_update, inactive_lr_ratio
         self._keeps_state = keep_state == "host"
         self._kept: dict[str, dict[str, Any]] = {}
         self._schedule = _block_schedule(
@@ -222,7 +228,7 @@ class BlockCoordinate(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update the active parameters and the resting ones, whose gradients it frees; switch if the phase is over.
+        """Update the active parameters and the inactive ones, whose gradients it frees; switch if the phase is over.
 
         Returns the loss of ``closure``, which is called once. Raises ValueError where ``switch="plateau"`` has no
         loss, or where nothing has averaged the gradients of several processes.
@@ -244,8 +250,8 @@ class BlockCoordinate(Optimizer):
                 total = torch.tensor(self._loss, device=self.param_groups[0]["params"][0].device)
                 distributed.all_reduce(total)
                 self._loss = float(total) / _num_ranks()
-        if self._resting_update != "none":
-            self._step_resting()
+        if self._inactive_update != "none":
+            self._step_inactive()
         for wrapped in self._optimizers:
             wrapped.step()
         self.optimizer_state_bytes = _num_bytes(value for entry in self.state.values() for value in entry.values())
@@ -260,17 +266,17 @@ class BlockCoordinate(Optimizer):
         if not self._is_reduced and torch.is_grad_enabled():
             self._is_reduced = pytorch.rebuild_reducer()
 
-    def _step_resting(self) -> None:
+    def _step_inactive(self) -> None:
         active = {id(p) for p in self.active_parameters}
         for group in self.param_groups:
             rate, decay = float(group["lr"]), float(group.get("weight_decay", 0.0))
-            size = self._resting_lr_ratio * (rate if group.get("maximize") else -rate)
+            size = self._inactive_lr_ratio * (rate if group.get("maximize") else -rate)
             for p in group["params"]:
                 if p.grad is None or id(p) in active:
                     continue
                 p.mul_(1 - rate * decay)
                 gradient = p.grad.full_tensor() if _is_sharded(p) else p.grad
-                update = direction(self._resting_update, gradient.flatten(1)).reshape(p.shape)
+                update = orthogonalize(gradient.flatten(1)).reshape(p.shape)
                 if _is_sharded(p):
                     from torch.distributed.tensor import distribute_tensor
 
@@ -283,8 +289,8 @@ class BlockCoordinate(Optimizer):
         self._is_reduced = False
         active = self.active_names
         for name, p in self._parameters.items():
-            rests = self._resting_update != "none" and p.ndim > 1
-            p.requires_grad_(name in active or rests)
+            has_update = self._inactive_update != "none" and p.ndim > 1
+            p.requires_grad_(name in active or has_update)
             if name in active:
                 self._restore_state(name, p)
             else:

@@ -20,7 +20,7 @@ class ParameterBlocks:
     layers: tuple[tuple[int, ...], ...]
     """Numbers of each block's layers, in the order of the model."""
     blocks: tuple[frozenset[str], ...]
-    """Each block's parameters; with no blocks one empty set, and ``resting`` holds the rest."""
+    """Each block's parameters; with no blocks one empty set."""
     always_active: frozenset[str]
 
 

@@ -215,10 +215,9 @@ def _notes(
         num_frozen = sum(rank["num_frozen"] for rank in ranks if rank["replica"] == 0)
         yield f"no phase trains {', '.join(sorted(partition.frozen))} (--bcd-frozen), {num_frozen:,} parameters"
     if bcd.bcd_inactive_update != "none":
-        which = "all other layers" if bcd.bcd_inactive_layers == "all" else "layers after the block's first"
         yield (
-            f"stateless update {bcd.bcd_inactive_update}: matrices of {which}, {bcd.bcd_inactive_lr_ratio:g} of the "
-            f"learning rate, gradients in {bcd.bcd_inactive_grad_dtype}"
+            f"stateless update {bcd.bcd_inactive_update}: matrices of all other layers, {bcd.bcd_inactive_lr_ratio:g} "
+            f"of the learning rate, gradients in {bcd.bcd_inactive_grad_dtype}"
         )
     if bcd.bcd_embedding_update != "adam":
         yield f"--bcd-embedding-update {bcd.bcd_embedding_update}: word embedding and untied head, in every phase"
@@ -305,7 +304,7 @@ def _notes_of_data(config: RunConfig, partition: Partition, samples: PhaseSubset
 
 def _why_no_prefix(config: RunConfig) -> str:
     bcd = config.bcd
-    if bcd.bcd_inactive_update != "none" and bcd.bcd_inactive_layers == "all":
+    if bcd.bcd_inactive_update != "none":
         return f"--bcd-inactive-update {bcd.bcd_inactive_update} updates all layers in every phase"
     if bcd.bcd_low_rank is not None and bcd.bcd_low_rank_layers == "all":
         return f"--bcd-low-rank {bcd.bcd_low_rank} trains adapters of all layers in every phase"
