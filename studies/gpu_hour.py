@@ -18,8 +18,10 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,16 +93,18 @@ def hardware() -> dict[str, Any]:
 
 @functools.cache
 def commit() -> str:
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude", "*"], cwd=ROOT, capture_output=True, text=True
-    )
-    return done.stdout.strip() if done.returncode == 0 else os.environ.get("BCD_COMMIT", "unknown")
+    """Return BCD_COMMIT, or what git says: a copy may have the history of another commit."""
+    if "BCD_COMMIT" in os.environ:
+        return os.environ["BCD_COMMIT"]
+    words = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
 # ---------------------------------------------------------------- running
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Running:
     """A job that has been started."""
 
@@ -118,29 +122,34 @@ class Runner:
         self.results = setting.output / "results"
         self.num_failed = self.num_left = 0
         self._running: list[Running] = []
+        self._recording: dict[Running, Future[None]] = {}
+        self._pool = ThreadPoolExecutor(8)
+        self._lock = threading.Lock()
 
     def run_part(self, part: str) -> None:
         """Run what is missing, in order, as far as the time goes."""
+        width = min(WIDTHS.get(part, 1), max(1, (os.cpu_count() or 1) // 2))
         while True:
             records = read_results(self.results, part)
-            busy = {running.job.name for running in self._running}
+            busy = {running.job.name for running in (*self._running, *self._recording)}
             jobs = JOBS[part](self.setting, records)
             missing = [job for job in jobs if job.name not in records and not (job.makes and job.makes.is_file())]
             waiting = [job for job in missing if job.name not in busy]
             fitting = [job for job in waiting if time.monotonic() + job.seconds <= self.deadline]
-            width = min(WIDTHS.get(part, 1), max(1, (os.cpu_count() or 1) // 2))
             while fitting and len(self._running) < width:
                 self._start(fitting.pop(0))
-            if not self._running:
+            if not (self._running or self._recording):
                 self.num_left += len(waiting)
                 return
             time.sleep(0.2)
             for running in list(self._running):
                 self._check(running, part)
+            self._recording = {running: done for running, done in self._recording.items() if not done.done()}
 
     def stop(self) -> None:
         for running in self._running:
             kill(running.process)
+        self._pool.shutdown()
 
     def _start(self, job: Job) -> None:
         folder = self.setting.work(job.name)
@@ -155,31 +164,34 @@ class Runner:
         return [functools.reduce(lambda text, item: text.replace(*item), values.items(), word) for word in job.words]
 
     def _check(self, running: Running, part: str) -> None:
-        """Write the record of a job that has ended or run out of time."""
-        job, took = running.job, time.monotonic() - running.began
-        code = running.process.poll()
-        if code is None and took < job.seconds:
+        """Hand a job that has ended or run out of time to a thread, which scores its model and writes the record."""
+        took, code = time.monotonic() - running.began, running.process.poll()
+        if code is None and took < running.job.seconds:
             return
         kill(running.process)
         self._running.remove(running)
-        log = (running.folder / "log").read_text(encoding="utf-8", errors="replace")
+        self._recording[running] = self._pool.submit(self._record, running, part, code, took)
+
+    def _record(self, running: Running, part: str, code: int | None, took: float) -> None:
+        job, folder = running.job, running.folder
+        log = (folder / "log").read_text(encoding="utf-8", errors="replace")
         failure = "" if code == 0 else "ran out of time" if code is None else last_words(log, code)
         record: dict[str, Any] = {
             "job": job.name, **job.about, "failure": failure, "seconds": round(took, 1),
             "command": shlex.join(["python", *job.words[1:]]), "commit": commit(), **hardware(),
         }  # fmt: skip
-        metrics = running.folder / "metrics"
         if job.kind == "train":
-            record["metrics"] = read_lines(metrics)
-        elif job.kind == "json" and metrics.is_file():
-            record["json"] = json.loads(metrics.read_text(encoding="utf-8"))
+            record["metrics"] = read_lines(folder / "metrics")
+        elif job.kind == "json" and (folder / "metrics").is_file():
+            record["json"] = json.loads((folder / "metrics").read_text(encoding="utf-8"))
         if not failure and job.texts:
-            record["scores"] = self._scores(running.folder / "model", job.texts)
+            record["scores"] = self._scores(folder / "model", job.texts)
         record["log"] = log.splitlines()[-LOG_LINES:]
-        if failure or not job.makes:
-            append(self.results / f"{part}.jsonl", record)
-        shutil.rmtree(running.folder / "model", ignore_errors=True)
-        self.num_failed += bool(failure)
+        with self._lock:
+            if failure or not job.makes:
+                append(self.results / f"{part}.jsonl", record)
+            self.num_failed += bool(failure)
+        shutil.rmtree(folder / "model", ignore_errors=True)
         tell(f"done  {job.name}: {failure or f'{took:.0f} s'}")
 
     def _scores(self, model: Path, texts: Iterable[Path]) -> dict[str, float] | None:

@@ -12,7 +12,7 @@
 #   INPUTS       portions made by studies/gpu_hour_inputs.py (default: .gpu_inputs; with SCALE=tiny they are made here)
 #   OUTPUT       results and work files (default: out/gpu_hour; with SCALE=tiny out/gpu_hour_tiny)
 #   BCD_PYTHON   the interpreter (default: python3 if it has torch, else the environment of examples/setup_env.sh)
-#   BCD_COMMIT   the commit, where the copy on this machine has no git history
+#   BCD_COMMIT   the commit, where the copy on this machine has no git history or another one's
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -26,15 +26,15 @@ if ! "$PYTHON" -c 'import torch' 2>/dev/null; then
     . examples/setup_env.sh
 fi
 export PATH="$(dirname "$PYTHON"):$PATH"
+PACKAGES=$PWD/$OUTPUT/packages
 if [ "$SCALE" = tiny ]; then
     "$PYTHON" studies/gpu_hour_inputs.py --tiny --output "$INPUTS"
-elif [ -d "$INPUTS/1/wheels" ] && ! "$PYTHON" -c 'import importlib.metadata as m; m.version("megatron-core")' 2>/dev/null; then
-    packages=$PWD/$OUTPUT/packages
-    [ -f "$packages/.complete" ] || {
-        "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$packages" "$INPUTS"/1/wheels/*.whl
-        touch "$packages/.complete"
+elif ! "$PYTHON" -c 'import importlib.metadata as m; m.version("megatron-core")' 2>/dev/null; then
+    [ -f "$PACKAGES/.complete" ] || {
+        "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$PACKAGES" "$INPUTS"/1/wheels/*.whl
+        touch "$PACKAGES/.complete"
     }
-    export PYTHONPATH="$packages${PYTHONPATH:+:$PYTHONPATH}"
+    export PYTHONPATH="$PACKAGES${PYTHONPATH:+:$PYTHONPATH}"
 fi
 "$PYTHON" studies/gpu_hour_inputs.py --unpack "$INPUTS" --output "$OUTPUT/inputs_unpacked"
 exec "$PYTHON" studies/gpu_hour.py --scale "$SCALE" --output "$OUTPUT" --inputs "$OUTPUT/inputs_unpacked" \

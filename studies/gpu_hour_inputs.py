@@ -44,6 +44,8 @@ TRAIN_TOKENS, VALID_TOKENS = 70_000_000, 1_500_000
 WHEELS = ("megatron-core==0.16.1",)
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 TOKENIZER = Path(__file__).resolve().parents[2] / "shared" / "data" / "gpt2-bpe"
+RECORDS = TOKENIZER.parent / "alpaca/alpaca_5000.jsonl"
+"""Instructions of Alpaca. Replace them by records of your own."""
 BLOCK_BYTES = {"Q4_1": 20, "Q8_0": 34}
 """Bytes of a GGUF block of 32 weights."""
 NAMES = {"token_embd": "embed_tokens", "output_norm": "norm", "blk": "layers", "attn_norm": "input_layernorm",
@@ -211,10 +213,17 @@ def text_part(documents: Iterator[str], limit: int) -> Iterator[bytes]:
     yield packer.flush()
 
 
+def prepare_records(portions: Path, scratch: Path) -> None:
+    """Write 1/instructions, if there are records: the part `instructions` is left out without them."""
+    if RECORDS.is_file():
+        write_file(portions / "1/instructions.jsonl.xz", [lzma.compress(RECORDS.read_bytes(), preset=PRESET)])
+
+
 PREPARE = (
     ("1/wheels", prepare_wheels),
     ("1/gpt2/merges.txt", prepare_tokenizer),
     ("1/chichewa/valid.jsonl.xz", prepare_chichewa),
+    ("1/instructions.jsonl.xz", prepare_records),
     ("2/smollm2/config.json", prepare_model),
     ("1/manifest.json", prepare_text),
 )
@@ -246,6 +255,9 @@ def prepare_tiny(portions: Path, scratch: Path) -> None:
     for name, chosen in files.items():
         write_lines(portions / f"1/{name}.jsonl.xz", chosen)
     write_lines(portions / "4/text/train.01.jsonl.xz", more)
+    records = [{"instruction": text[:80], "output": text[80:300]} for text in texts for _ in range(2)]
+    lines = "".join(f"{json.dumps(record)}\n" for record in records)
+    write_file(portions / "1/instructions.jsonl.xz", [lzma.compress(lines.encode(), preset=PRESET)])
     if TOKENIZER.is_dir():
         prepare_tokenizer(portions, scratch)
         tiny_model(portions, scratch)
@@ -286,7 +298,7 @@ def unpack(portions: Path, output: Path) -> list[str]:
     if not present:
         raise ValueError(f"--unpack {portions}: has no folder 1, 2, ... . Give the folder that holds the portions.")
     new = []
-    for name in ("text/train", "text/valid", "chichewa/train", "chichewa/valid", "english/valid"):
+    for name in ("text/train", "text/valid", "chichewa/train", "chichewa/valid", "english/valid", "instructions"):
         parts = sorted((path for folder in present for path in folder.glob(f"{name}*.jsonl.xz")), key=lambda p: p.name)
         target, mark = output / f"{name}.jsonl", output / f"{name}.parts"
         listed = " ".join(part.name for part in parts)

@@ -70,7 +70,7 @@ def sanity(setting: Setting, results: Results) -> list[Job]:
         ]
     return [
         *tokenization(setting),
-        Job(name="tests", words=python(f"{tests} -n 6"), seconds=140, kind="plain"),
+        Job(name="tests", words=python(f"{tests} -n 8"), seconds=200, kind="plain"),
         Job(name="machine", words=python(check, "--only", "one block*"), seconds=110, kind="json"),
     ]  # fmt: skip
 
