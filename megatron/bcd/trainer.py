@@ -423,7 +423,8 @@ class Trainer:
         skips_non_finite = training.check_for_nan_in_loss_and_grad
         is_stepped = math.isfinite(loss) or self.config.precision == "fp16" or not skips_non_finite
         with self.timers.connected(active), self.timers.timing_optimizer():
-            grad_norm = active.step(skip_non_finite=skips_non_finite) if is_stepped else None
+            tokens = num_tokens if get_model_config(self.model).calculate_per_token_loss else None
+            grad_norm = active.step(skip_non_finite=skips_non_finite, num_tokens=tokens) if is_stepped else None
         if grad_norm is not None:
             self.lr_scheduler.step(get_current_global_batch_size())
         if training.empty_unused_memory_level >= 2:

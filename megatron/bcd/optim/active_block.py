@@ -340,12 +340,15 @@ class ActiveBlock:
             self.matrices.zero_grad()
 
     @torch.no_grad()
-    def step(self, *, skip_non_finite: bool) -> float | None:
+    def step(self, *, skip_non_finite: bool, num_tokens: float | None = None) -> float | None:
         """Clip the gradient and step all that is updated. A collective.
 
         Megatron Core's step with one more check. It is skipped after an overflow in fp16, and with `skip_non_finite` if
-        a gradient is not finite. Matrices whose rule keeps nothing are neither clipped nor part of the norm: their
-        updates do not depend on the scale of a gradient.
+        a gradient is not finite. Matrices without a momentum are neither clipped nor part of the norm: their updates
+        have a size of their own.
+
+        `num_tokens` is the number of tokens of the global batch where the loss is their sum: Megatron Core divides the
+        gradients in DDP's buffers by it, and those of matrices are divided here.
 
         Returns:
             L2 norm of the gradient before clipping, the same on every rank; None if the step was skipped.
@@ -378,7 +381,10 @@ class ActiveBlock:
         if matrices is not None:
             max_norm = optimizer.config.clip_grad
             # as in Megatron Core's `clip_grad_by_total_norm_fp32`
-            matrices.step(clip_coefficient=min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0.0 else 1.0)
+            matrices.step(
+                clip_coefficient=min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0.0 else 1.0,
+                gradient_scale=replicas.group().size() / num_tokens if num_tokens else 1.0,  # they are means of ranks
+            )
         return norm
 
     def _count_zeros(self) -> int:

@@ -52,11 +52,6 @@ class MatrixRule:
     scale_mode: str = "spectral"
     """A key of `update_rules.SCALES`."""
 
-    @property
-    def has_state(self) -> bool:
-        """Whether gradients enter a momentum or a second moment, so that their scale matters."""
-        return self.momentum is not None or self.name == update_rules.FACTORED
-
 
 Rules = list[tuple[MatrixRule, Iterable[str], bool]]
 """Rule, names of matrices, and whether the active block owns them."""
@@ -307,7 +302,7 @@ class MatrixOptimizer:
         """Average the gradients over the replicas, on each matrix's owner.
 
         Returns:
-            The sums of squares of all gradients whose rule has state, and of the others, over all ranks of the run and
+            The sums of squares of all gradients with a momentum, and of those without, over all ranks of the run and
             the same on every rank; not finite if one gradient is not. To be read once the CPU has waited for the
             device anyway. A collective.
         """
@@ -315,7 +310,7 @@ class MatrixOptimizer:
         self._finish_reductions()
         own: tuple[list[torch.Tensor], ...] = ([], [])
         for group in self.param_groups:
-            own[not group["rule"].has_state].extend(
+            own[group["rule"].momentum is None].extend(
                 stack.gradient for stack in group["stacks"] if stack.owner == self._rank
             )
         squares = torch.stack([sum_of_squares(gradients) for gradients in own])
@@ -323,16 +318,16 @@ class MatrixOptimizer:
         return device.HostCopy(squares)
 
     @torch.no_grad()
-    def step(self, *, clip_coefficient: float = 1.0) -> None:
+    def step(self, *, clip_coefficient: float = 1.0, gradient_scale: float = 1.0) -> None:
         """Step every matrix. A collective over data- and tensor-parallel groups; `reduce_gradients` comes first.
 
-        `clip_coefficient` scales the gradients that enter a momentum or a second moment; other directions do not depend
-        on it.
+        `clip_coefficient` multiplies the gradients that enter a momentum, `gradient_scale` those that enter a second
+        moment, which bounds its update by itself. Other directions do not depend on the scale of a gradient.
         """
         for group in self.param_groups:
             for stack in group["stacks"]:
                 if stack.owner == self._rank:
-                    self._update(stack, group, clip_coefficient)
+                    self._update(stack, group, clip_coefficient, gradient_scale)
         if self._size > 1:
             for stack in self.stacks:  # after all updates: every owner computes at the same time
                 owner = torch.distributed.get_global_rank(self._group, stack.owner)
@@ -340,7 +335,7 @@ class MatrixOptimizer:
                 torch.distributed.broadcast(weights, src=owner, group=self._group)
                 distribute(weights, stack.weights)
 
-    def _update(self, stack: Stack, group: Mapping[str, Any], clip_coefficient: float) -> None:
+    def _update(self, stack: Stack, group: Mapping[str, Any], clip_coefficient: float, gradient_scale: float) -> None:
         rule: MatrixRule = group["rule"]
         is_factored, rate = rule.name == update_rules.FACTORED, group["lr"] * rule.scale
         update = None if is_factored else self._orthogonal(stack, rule, clip_coefficient)
@@ -353,7 +348,7 @@ class MatrixOptimizer:
             by_matrix = [self.factors[matrix.name] for matrix in stack.matrices]
             factors = joined(by_matrix)
             update_rules.factored_(
-                value, stack.gradient, factors, stack.layout, rate=rate, clip_coefficient=clip_coefficient
+                value, stack.gradient, factors, stack.layout, rate=rate, gradient_scale=gradient_scale
             )
             distribute(factors, by_matrix)
         else:

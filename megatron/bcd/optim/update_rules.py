@@ -147,15 +147,15 @@ def factored_(
     layout: MatrixLayout = _WHOLE,
     *,
     rate: float,
-    clip_coefficient: float = 1.0,
+    gradient_scale: float = 1.0,
 ) -> None:
     """Subtract `rate` x the directions of Adafactor without momentum from fp32 values (Shazeer and Stern, arXiv
     1804.04235; Lv et al., AdaLomo, arXiv 2310.10195).
 
     The second moment of an element is the product of its row's and its column's mean square over the mean of the
     matrix; these are running means with bias correction. A direction has a root mean square of at most 1. Updates
-    `factors_KF`, F = `num_factors`, which are zeros at first. `clip_coefficient` scales the gradients first. A gradient
-    of zeros gives zeros. A collective over the layout's group.
+    `factors_KF`, F = `num_factors`, which are zeros at first. `gradient_scale` multiplies the gradients first. Where a
+    gradient is zero, the direction is. A collective over the layout's group.
     """
     sizes = layout.parts or (gradient_KMN.shape[1],)
     rows_KM, columns_KPN, steps_K1 = split_factors(factors_KF, gradient_KMN.shape[1], len(sizes))
@@ -165,12 +165,12 @@ def factored_(
     if layout.sharded_dim is not None:  # the sums run over the dimension that is sliced
         num_slices[layout.sharded_dim] = layout.num_slices
         layout.all_reduce(column_squares if layout.sharded_dim == 0 else row_squares)
-    new = (1 - FACTORED_DECAY) * clip_coefficient**2
+    new = (1 - FACTORED_DECAY) * gradient_scale**2
     factors_KF[:, :-1].mul_(FACTORED_DECAY)
     rows_KM.add_(row_squares, alpha=new / (num_columns * num_slices[1]))
     columns_KPN.add_(column_squares, alpha=new / num_slices[0])
     steps_K1.add_(1)
-    correction_K1 = torch.expm1(steps_K1 * math.log(FACTORED_DECAY)).mul_(-(clip_coefficient**2))  # 1 - decay^steps
+    correction_K1 = torch.expm1(steps_K1 * math.log(FACTORED_DECAY)).mul_(-(gradient_scale**2))  # 1 - decay^steps
     # the mean of a matrix is that of its row means and that of its column means; a rank may hold some of one kind
     mean_KP = rows_KM.mean(1, keepdim=True) if layout.sharded_dim == 1 else columns_KPN.mean(2)
     if len(sizes) > 1:
