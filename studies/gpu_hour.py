@@ -57,9 +57,13 @@ def read_results(folder: Path, part: str) -> dict[str, dict[str, Any]]:
 
 
 def append(path: Path, record: Mapping[str, Any]) -> None:
+    """Add a record, without the paths of this machine."""
+    text = json.dumps(record)
+    for folder in (ROOT, Path(sys.prefix), Path.home()):
+        text = text.replace(f"{folder}/", "").replace(str(folder), ".")
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+        file.write(f"{text}\n")
         file.flush()
         os.fsync(file.fileno())
 

@@ -52,7 +52,7 @@ class Setting:
         return self.output / "data"
 
     def work(self, name: str) -> Path:
-        return self.output / "work" / name
+        return self.output / "runs" / name
 
 
 def python(text: str, *more: object) -> tuple[str, ...]:
