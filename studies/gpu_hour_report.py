@@ -29,7 +29,9 @@ NAMES = {
     "orthogonal": "orthogonal, no block", "orthogonal_muon_blocks": "orthogonal, six Muon blocks",
     "before": "before fine-tuning",
 }  # fmt: skip
-"""Labels of methods. In pretraining `factored` is the preset `pretrain` with that rule."""
+"""Labels of methods."""
+IN_PRETRAINING = "`pretrain`, factored"
+"""The label of `factored` in pretraining."""
 
 TEXTS = ("chichewa", "english")
 """Texts on which fine-tuned models are scored."""
@@ -124,7 +126,7 @@ def learning(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]
             typical(record, "tokens_per_second") * typical(record, "step_time_ms"),
         )
         yield (
-            name_of(record),
+            name_of(record).replace(NAMES["factored"], IN_PRETRAINING),
             f"{record['lr']:g}",
             f"{last['iteration']:,}",
             f"{last['iteration'] * tokens_per_step / 1e9:.1f}",
@@ -271,7 +273,7 @@ def curve(record: Record) -> Curve:
         return elapsed
 
     steps = [line["iteration"] for line in validations]
-    label = f"{name_of(record).strip('`')}, {record['lr']:g}"
+    label = f"{name_of(record).replace(NAMES['factored'], IN_PRETRAINING)}, {record['lr']:g}".replace("`", "")
     tokens = [step * per_step / 1e6 for step in steps]
     return label, tokens, [time_at(step) for step in steps], [line["validation_loss"] for line in validations]
 
