@@ -68,7 +68,7 @@ METHODS = {
     "offload": "--bcd-num-blocks 1 --bcd-schedule stock --optimizer-cpu-offload --optimizer-offload-fraction 1.0",
     "bcd": "",
     "pretrain": "--bcd-preset pretrain",
-    "finetune": "--bcd-preset finetune",
+    "finetune": "--bcd-preset finetune --bcd-inactive-update none",
     "badam": "",
     "lora": "--bcd-num-blocks 1",
 }

@@ -25,7 +25,7 @@ METHODS = {
     "paper": ["--bcd-preset", "paper"],
     "paper, frozen weights on the host": ["--bcd-preset", "paper", "--bcd-frozen-weights", "host"],
     "pretrain": ["--bcd-preset", "pretrain"],
-    "finetune": ["--bcd-preset", "finetune"],
+    "finetune": ["--bcd-preset", "finetune", "--bcd-inactive-update", "none"],
     "no active block, factored": [
         "--bcd-num-blocks",
         "0",
@@ -35,7 +35,8 @@ METHODS = {
         "factored",
     ],
     "finetune, frozen weights and embedding on the host": [
-        *("--bcd-preset", "finetune", "--untie-embeddings-and-output-weights", "--bcd-frozen-weights", "host")
+        *("--bcd-preset", "finetune", "--bcd-inactive-update", "none"),
+        *("--untie-embeddings-and-output-weights", "--bcd-frozen-weights", "host"),
     ],
 }
 SIZES = (

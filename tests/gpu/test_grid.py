@@ -36,7 +36,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "full": {"bcd_num_blocks": 1},
     "paper": {"bcd_preset": "paper"},
     "pretrain": {"bcd_preset": "pretrain"},
-    "finetune": {"bcd_preset": "finetune"},
+    "finetune": {"bcd_preset": "finetune", "bcd_inactive_update": "none"},
 }
 UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 OPTIONS: dict[str, dict[str, Any]] = {

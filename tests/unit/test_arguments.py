@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from support.command_line import PROG, parse
 from megatron.bcd.arguments import parse_run_config, run_config_from_dict, run_config_to_dict
 from megatron.bcd.arguments.flags import CORE_SECTIONS, dashed, generate_flags
 from megatron.bcd.arguments.stock import UNSUPPORTED, stock_flags, why_unsupported
+from megatron.bcd.arguments.validate import CONFLICTS
 from megatron.bcd.checkpoint.run_state import FORMAT_VERSION, RunState, from_json, has_same_optimizers
 from megatron.bcd.config import RunConfig
+from megatron.bcd.config.sections import ALWAYS_ACTIVE
 
 
 def values_of(config: RunConfig) -> dict[str, Any]:
@@ -207,21 +210,80 @@ def test_paper_preset_is_the_default() -> None:
     )
 
 
-def test_preset_finetune() -> None:
+BLOCKS = ("--bcd-preset", "finetune", "--bcd-inactive-update", "none")
+
+
+def test_preset_finetune_with_blocks() -> None:
     """A number of blocks that is not the layers of a stage, or that overrules a given one; an active head that is tied
     to the frozen embedding, or that a given flag freezes."""
-    finetune = parse("--bcd-preset", "finetune", "--num-layers", "8")
+    finetune = parse(*BLOCKS, "--num-layers", "8")
     assert finetune.bcd.bcd_num_blocks == 8 and finetune.bcd.frozen == {"embedding", "head"}
     assert finetune.bcd.always_active == set()
-    untied = parse("--bcd-preset", "finetune", "--untie-embeddings-and-output-weights").bcd
+    untied = parse(*BLOCKS, "--untie-embeddings-and-output-weights").bcd
     assert untied.frozen == {"embedding"} and untied.always_active == {"head"}
-    words = ("--bcd-preset", "finetune", "--untie-embeddings-and-output-weights", "--bcd-frozen", "embedding,head")
+    words = (*BLOCKS, "--untie-embeddings-and-output-weights", "--bcd-frozen", "embedding,head")
     assert parse(*words).bcd.always_active == set()
-    assert parse(*words[:3], "--bcd-head-phase").bcd.always_active == set()
+    assert parse(*words[:5], "--bcd-head-phase").bcd.always_active == set()
     assert (finetune.bcd.bcd_order, finetune.bcd.bcd_optimizer_state) == ("random", "reset")
-    words = ("--bcd-preset", "finetune", "--num-layers", "7", "--pipeline-model-parallel-size", "2")
+    words = (*BLOCKS, "--num-layers", "7", "--pipeline-model-parallel-size", "2")
     assert parse(*words, world_size=2).bcd.bcd_num_blocks == 3
-    assert parse("--bcd-preset", "finetune", "--bcd-num-blocks", "2").bcd.bcd_num_blocks == 2
+    assert parse(*BLOCKS, "--bcd-num-blocks", "2").bcd.bcd_num_blocks == 2
+
+
+PIPELINE = ("--pipeline-model-parallel-size", "2")
+
+
+@pytest.mark.parametrize(
+    ("words", "embedding_update"),
+    [
+        ((), "factored"),
+        (("--bcd-num-blocks", "0"), "factored"),
+        (PIPELINE, "adam"),
+        ((*PIPELINE, "--untie-embeddings-and-output-weights"), "factored"),
+        (("--decoupled-lr", "1e-4"), "adam"),
+        (("--bcd-always-active", "norms"), "adam"),
+        (("--bcd-embedding-update", "adam"), "adam"),
+    ],
+)
+def test_preset_finetune(words: tuple[str, ...], embedding_update: str) -> None:
+    """A preset that freezes a part, or asks for a factored embedding that the rules refuse."""
+    bcd = parse("--bcd-preset", "finetune", *words, world_size=2).bcd
+    assert (bcd.bcd_num_blocks, bcd.bcd_inactive_update, bcd.bcd_inactive_lr_ratio) == (0, "factored", 1)
+    assert (bcd.frozen, bcd.bcd_embedding_update) == (set(), embedding_update)
+    assert bcd.always_active == ({"norms"} if "--bcd-always-active" in words else {*ALWAYS_ACTIVE})
+
+
+EXCLUDING = (
+    "--fp16",
+    "--optimizer-cpu-offload --bcd-num-blocks 1",
+    "--bcd-main-params drop --bf16",
+    "--bcd-frozen-weights host",
+    "--bcd-frozen-weights auto",
+    "--bcd-head-phase --untie-embeddings-and-output-weights",
+    "--bcd-low-rank 2",
+    "--bcd-low-rank 2 --bcd-num-blocks 0",
+    "--bcd-prefix-cache cache --bcd-sample-ratio 0.5 --hidden-dropout 0 --attention-dropout 0",
+    "--group-query-attention --num-query-groups 1 --tensor-model-parallel-size 2",
+    "--bcd-num-blocks 2",
+    "--bcd-frozen none",
+    "--bcd-layout strided",
+    "--bcd-order ascending",
+    "--bcd-steps-per-block 3",
+    "--optimizer muon",
+)
+
+
+@pytest.mark.parametrize("words", EXCLUDING)
+def test_preset_finetune_takes_blocks(words: str) -> None:
+    """A command line from before the preset trained every layer, which is refused now, or trains another way."""
+    assert parse("--bcd-preset", "finetune", *words.split(), world_size=2).bcd.bcd_inactive_update == "none"
+
+
+def test_every_conflict_takes_blocks() -> None:
+    """A flag that is refused with stateless updates, and with preset finetune alone too."""
+    conflicts = [flag for flag, others in CONFLICTS.items() if "--bcd-inactive-update" in others.split()]
+    known = {words.split()[0] for words in EXCLUDING} | {"--save-adapters"}  # which needs --bcd-low-rank
+    assert {re.split("!?=", flag)[0] for flag in (*conflicts, *CONFLICTS["--bcd-inactive-update"].split())} <= known
 
 
 def test_frozen_parts() -> None:

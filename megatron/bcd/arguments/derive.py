@@ -167,8 +167,9 @@ def _derive_tokenizer(values: Values) -> None:
 
 
 def _derive_blocks(values: Values, *, given: Mapping[str, Any]) -> None:
-    """Preset finetune has as many blocks as a pipeline stage has layers. A tied head is the embedding: --bcd-frozen
-    names both or neither. A preset's always-active parts leave out frozen ones, and a head with its own phase."""
+    """With blocks, preset finetune has as many as a pipeline stage has layers. A tied head is the embedding:
+    --bcd-frozen names both or neither. A preset's always-active parts leave out frozen ones, and a head with its own
+    phase; where embedding and head cannot be factored, they stay with Adam."""
     has_number = values["bcd_num_blocks"] is not None or values["bcd_layout"] == "stage"
     if values["bcd_preset"] == "finetune" and not has_number and values["num_layers"]:
         values["bcd_num_blocks"] = max(1, values["num_layers"] // max(1, values["pipeline_model_parallel_size"]))
@@ -183,6 +184,10 @@ def _derive_blocks(values: Values, *, given: Mapping[str, Any]) -> None:
         taken = [*frozen, "head"] if values["bcd_head_phase"] else frozen
         left = [part for part in values["bcd_always_active"].split(",") if part not in taken]
         values["bcd_always_active"] = ",".join(left) or "none"
+    if values["bcd_preset"] is not None and "bcd_embedding_update" not in given:
+        is_trained = {"embedding", "head"} & set(str(values["bcd_always_active"]).split(","))
+        if not is_trained or values["decoupled_lr"] is not None or tied and values["pipeline_model_parallel_size"] > 1:
+            values["bcd_embedding_update"] = "adam"
 
 
 def _derive_chunks(values: Values, *, given: Mapping[str, Any]) -> int | None:

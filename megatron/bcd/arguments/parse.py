@@ -269,7 +269,6 @@ def _check(
     """
     asked = given
     preset = given.get("bcd_preset")
-    of_preset = {} if preset is None else preset_values(preset, given)
     of_model: dict[str, Any] = {}
     if given.get("load_hf") is not None:
         try:
@@ -277,6 +276,7 @@ def _check(
         except ValueError as error:  # without the network nothing else can be checked
             raise ConfigurationError([*problems.values(), str(error)]) from error
         given = {**fixed, **given}
+    of_preset = {} if preset is None else preset_values(preset, asked, {**of_model, **given})
     values = {flag.field: flag.default for flag in flags} | of_model | of_preset
     values |= {field: value for field, value in given.items() if field in values}
     found = list(problems.values())

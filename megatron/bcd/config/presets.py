@@ -18,6 +18,12 @@ _MUON: dict[str, Any] = {
     "muon_momentum_dtype": "bf16",
     "muon_grad_dtype": "bf16",
 }
+_FINE_TUNING: dict[str, Any] = {
+    "bcd_layout": "spread",
+    "bcd_order": "random",
+    "bcd_optimizer_state": "reset",
+    "optimizer": "adam",
+}
 PRESETS: dict[str, dict[str, Any]] = {
     # Algorithm 1 of arXiv 2506.12037
     "paper": {
@@ -28,15 +34,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "bcd_inactive_update": "none",
         "optimizer": "adam",
     },
-    # docs/fine_tuning.md; one layer a block, and no active head where it is frozen: arguments/derive.py
+    # docs/fine_tuning.md: every layer in every step
     "finetune": {
-        "bcd_layout": "spread",
-        "bcd_order": "random",
-        "bcd_optimizer_state": "reset",
-        "bcd_always_active": "head",
-        "bcd_frozen": "embedding",
-        "bcd_inactive_update": "none",
-        "optimizer": "adam",
+        **_FINE_TUNING,
+        "bcd_num_blocks": 0,
+        "bcd_inactive_update": "factored",
+        "bcd_embedding_update": "factored",
+        "bcd_always_active": "norms,biases,embedding,head",
+        "bcd_frozen": "none",
     },
     # docs/learning.md
     "pretrain": {
@@ -48,19 +53,56 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 """By preset, values by field name."""
+FINE_TUNING_BLOCKS: dict[str, Any] = {
+    **_FINE_TUNING,
+    "bcd_inactive_update": "none",
+    "bcd_always_active": "head",
+    "bcd_frozen": "embedding",
+}
+"""Preset finetune with --bcd-inactive-update none. One layer a block, and no active head where it is frozen:
+arguments/derive.py."""
+_ASKS_FOR_BLOCKS = (
+    "bcd_num_blocks", "bcd_layout", "bcd_order", "bcd_steps_per_block", "bcd_switch", "bcd_frozen", "bcd_head_phase",
+    "bcd_low_rank", "bcd_prefix_cache", "bcd_sample_ratio", "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage", "bcd_frozen_weights", "bcd_main_params", "optimizer", "fp16",
+    "optimizer_cpu_offload", "save_adapters",
+)  # fmt: skip
+"""Given without --bcd-inactive-update, these make preset finetune train blocks: no run without blocks reads them, or
+stateless updates exclude them."""
+_DEFAULTS = {"bcd_num_blocks": 0, "bcd_frozen_weights": "device", "bcd_main_params": "host", "optimizer": "adam"}
+"""Values of theirs that go with stateless updates."""
 
 
-def preset_values(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What the preset sets beside the values `given` on the command line, by field name.
+def preset_fields(name: str, rule: str | None) -> dict[str, Any]:
+    """Return what the preset sets with this --bcd-inactive-update, by field name."""
+    return FINE_TUNING_BLOCKS if name == "finetune" and rule == "none" else PRESETS[name]
+
+
+def preset_values(name: str, given: Mapping[str, Any], network: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return what the preset sets beside the values `given` on the command line, by field name.
 
     With one block no layer is inactive; with another optimizer there is no Muon to set.
+
+    Args:
+        network: sizes by field name, of the given model where the command line has none.
     """
-    values = dict(PRESETS[name])
-    if given.get("bcd_num_blocks") == 1 or given.get("bcd_inactive_update") == "none":
+    rule = given.get("bcd_inactive_update")
+    if name == "finetune" and rule is None and _needs_blocks(given, network or {}):
+        rule = "none"
+    values = preset_fields(name, rule)
+    if name != "finetune" and (given.get("bcd_num_blocks") == 1 or rule == "none"):
         values = {field: value for field, value in values.items() if field not in _INACTIVE}
     if given.get("optimizer", "muon") != "muon":
         values = {field: value for field, value in values.items() if field not in _MUON}
     return {field: value for field, value in values.items() if field not in given}
+
+
+def _needs_blocks(given: Mapping[str, Any], network: Mapping[str, Any]) -> bool:
+    asked = any(given.get(field) not in (None, False, _DEFAULTS.get(field)) for field in _ASKS_FOR_BLOCKS)
+    tensor_size = given.get("tensor_model_parallel_size", 1)
+    # queries, keys and values of less than a group cannot be updated apart
+    is_narrow = given.get("muon_split_qkv", True) and (network.get("num_query_groups") or tensor_size) < tensor_size
+    return asked or is_narrow
 
 
 FAMILY_DEFAULTS: dict[str, Mapping[str, object]] = {

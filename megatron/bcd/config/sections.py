@@ -58,7 +58,8 @@ class BcdConfig:
     bcd_preset: str | None = option(
         None,
         "method: paper = as published; pretrain = inactive layers are updated too, blocks by Muon (docs/learning.md); "
-        "finetune = one layer a block, embedding frozen (docs/fine_tuning.md). Sets flags that are not given",
+        "finetune = all layers in every step by the factored update, or with --bcd-inactive-update none one layer a "
+        "block (docs/fine_tuning.md). Sets flags that are not given",
         choices=("paper", "pretrain", "finetune"),
     )
     bcd_num_blocks: int | None = option(

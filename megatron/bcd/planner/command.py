@@ -79,6 +79,8 @@ def layout_flags(recipe: Recipe) -> list[str]:
     layout = recipe.partition.layout
     number = DEFAULT_NUM_BLOCKS if recipe.asked_blocks is None else recipe.asked_blocks
     words = [] if recipe.method == "bcd" else [f"--bcd-preset {PRESET_OF[recipe.method]}"]
+    if recipe.method == "finetune":
+        words.append("--bcd-inactive-update none")
     if layout != "stage":
         words.append(f"--bcd-num-blocks {number}")
     words.append(f"--bcd-layout {layout}")

@@ -10,7 +10,7 @@ from typing import Any
 from megatron.bcd.blocks.cut import balanced_cut
 from megatron.bcd.blocks.partition import Partition, partition, with_tied_parts
 from megatron.bcd.config import ADAPTERS, LAYOUTS, SUFFIX_ADAPTERS, BcdConfig
-from megatron.bcd.config.presets import PRESETS
+from megatron.bcd.config.presets import PRESETS, preset_fields
 from megatron.bcd.config.sections import OUTER_COMPRESSIONS
 from megatron.bcd.planner.activations import LayerBytes, layer_bytes
 from megatron.bcd.planner.cost import ModelShape, head_passes, state_budget
@@ -342,7 +342,8 @@ FLAGS = {
 def _bcd_of(method: str, **asked: Any) -> BcdConfig:
     known = {each.name for each in fields(BcdConfig)}
     preset = PRESET_OF.get(method)
-    values = {"bcd_preset": preset, **PRESETS[preset]} if preset else MUON if method == "muon" else {}
+    rule = "none" if method == "finetune" else None
+    values = {"bcd_preset": preset, **preset_fields(preset, rule)} if preset else MUON if method == "muon" else {}
     return BcdConfig(**{name: value for name, value in (values | asked).items() if name in known})
 
 

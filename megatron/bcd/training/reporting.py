@@ -19,7 +19,7 @@ from megatron.bcd.blocks.schedule import BlockSchedule
 from megatron.bcd.blocks.subsets import PhaseSubset
 from megatron.bcd.checkpoint import run_state
 from megatron.bcd.config import RunConfig
-from megatron.bcd.config.presets import PRESETS
+from megatron.bcd.config.presets import preset_fields
 from megatron.bcd.metrics.reporter import Reporter, SilentReporter
 from megatron.bcd.metrics.schema import BlockSummary, RunSummary
 from megatron.bcd.model.builder import count_parameters, unwrap_model
@@ -241,11 +241,17 @@ def _notes(
 
 def _describe_preset(config: RunConfig, name: str) -> str:
     values = vars(config.bcd) | vars(config.optimizer)
-    same = {field: value for field, value in PRESETS[name].items() if values[field] == value}
-    own = sorted(PRESETS[name].keys() - same)
+    preset = preset_fields(name, config.bcd.bcd_inactive_update)
+    same = {field: value for field, value in preset.items() if values[field] == value}
+    own = sorted(preset.keys() - same)
     flags = [f"--{field.replace('_', '-')}" + ("" if value is True else f" {value}") for field, value in same.items()]
     differs = f"; not {', '.join('--' + field.replace('_', '-') for field in own)}, as given" if own else ""
-    return f"preset {name}: {' '.join(flags)}{differs}"
+    method = ""
+    if name == "finetune" and config.bcd.bcd_inactive_update != "none":
+        method = ", every layer in every step (blocks: --bcd-inactive-update none)"
+    elif name == "finetune" and config.bcd.bcd_num_blocks != 0:
+        method = ", blocks"
+    return f"preset {name}{method}: {' '.join(flags)}{differs}"
 
 
 def _notes_of_pipeline(config: RunConfig, partition: Partition, recomputation: Recomputation) -> Iterator[str]:
