@@ -185,7 +185,7 @@ def speed(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:
 def peak_tflops(gpu: str) -> float | None:
     """Return the bf16 peak of the cluster table's row for this GPU, None if the table has none."""
     clusters = read_clusters(ROOT / "examples" / "clusters.csv").values()
-    return next((row.bf16_tflops for row in clusters if row.gpu.split()[-2 if " " in row.gpu else 0] in gpu), None)
+    return next((row.bf16_tflops for row in clusters if row.gpu.split()[0] in gpu.split()), None)
 
 
 def on_host(results: Mapping[str, Sequence[Record]]) -> Iterator[Sequence[str]]:

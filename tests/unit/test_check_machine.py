@@ -145,12 +145,14 @@ def test_a_slow_link() -> None:
 @pytest.mark.parametrize(
     ("name", "row"),
     [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA A100 80GB PCIe", "a100"),
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("NVIDIA H200", None),
+        ("NVIDIA B200", None),
     ],
 )
 def test_cuda_names_of_the_tables_gpus(name: str, row: str | None) -> None:
@@ -158,7 +160,7 @@ def test_cuda_names_of_the_tables_gpus(name: str, row: str | None) -> None:
     found = check_machine.known_gpu(name, read_clusters(TABLE))
     assert (found and found.name) == row
     if found is not None:
-        assert (found.link_gb_per_s <= 20) == ("PCIe" in name or row != "a100")
+        assert (found.link_gb_per_s <= 20) == ("PCIe" in name or row == "rtx4090")
 
 
 def test_a_row_of_the_cluster_table(tmp_path: Path) -> None:

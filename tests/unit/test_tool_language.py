@@ -121,7 +121,7 @@ BAD_FLAGS = [
     ("plan", "", "--model"),
     ("plan", f"{PLAN} --model G-5B", "--model"),
     ("plan", f"{PLAN} --tokens many", "--tokens"),
-    ("plan", f"{PLAN} --gpu h100", "--gpu"),
+    ("plan", f"{PLAN} --gpu b200", "--gpu"),
     ("plan", f"{PLAN} --num-gpus 0", "--num-gpus"),
     ("plan", f"{PLAN} --num-gpus 9", "--num-gpus"),
     ("plan", f"{PLAN} --pipeline-model-parallel-size 3", "--pipeline-model-parallel-size"),
