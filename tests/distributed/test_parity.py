@@ -80,6 +80,7 @@ CASES = {
     ),
     "factored": Case({}, FACTORED | HOST, ("data2", "tensor2", "pipeline2_data2")),
     "factored_untied": Case(UNTIED, FACTORED_EMBEDDING | MUON, ("tensor2", "pipeline2_data2")),
+    "factored_tied": Case({}, FACTORED_EMBEDDING | OVERLAP, ("pipeline2", "pipeline2_data2")),
     "factored_llama": Case(LLAMA, FACTORED_EMBEDDING | {"bcd_num_blocks": 0}, ("data2", "tensor2")),
     "no_block": Case({}, STATELESS | {"bcd_num_blocks": 0}, ("data2",), 2e-4),
 }

@@ -114,6 +114,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "fp16_kept": CUTS["tensor2"] | {"fp16": True, "initial_loss_scale": 256, "bcd_optimizer_state": "host"},
     "muon_bf16": CUTS["data2"] | MUON | {"bf16": True, "bcd_always_active": "norms,biases", "bcd_frozen": "embedding"},
     "factored": CUTS["data2"] | FACTORED | {"untie_embeddings_and_output_weights": True},
+    "factored_tied": PIPELINE | FACTORED,
     "factored_no_block": CUTS["tensor2"] | LLAMA | FACTORED | {"bcd_num_blocks": 0, "bcd_layout": "strided"},
     "no_block": CUTS["data2"] | FP32 | {"bcd_num_blocks": 0, "bcd_inactive_update": "orthogonal"}
     | {"bcd_always_active": EVERYTHING, "adam_moments_dtype": "int8"},

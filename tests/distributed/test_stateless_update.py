@@ -229,3 +229,14 @@ def test_a_stateless_gradient_that_is_not_finite_skips_the_step(world2: World, t
     config = worlds.run_config(data_path=text_data, **ITERATIONS | METHODS["adam"] | worlds.CUTS[cut])
     for changed in world2.run(spoilt_step, config):
         assert changed[2] == [] and all(changed[:2] + changed[3:])
+
+
+def test_copies_of_a_tied_embedding_stay_equal(world4: World, text_data: str) -> None:
+    """A gradient that is reduced before the stages have added theirs, or added up in another order on each stage."""
+    flags = ITERATIONS | METHODS["factored_embedding"] | worlds.CUTS["pipeline2_data2"] | {"micro_batch_size": 1}
+    config = worlds.run_config(**flags, data_path=text_data, bf16=True, overlap_grad_reduce=True)
+    weights = [rank["weights"] for rank in world4.run(worlds.train_run, config)]
+    first = [one["embedding.word_embeddings.weight"] for one in weights if "embedding.word_embeddings.weight" in one]
+    last = [one["output_layer.weight"] for one in weights if "output_layer.weight" in one]
+    assert len(first) == len(last) == 2
+    assert all(torch.equal(copy, first[0]) for copy in (*first, *last))

@@ -441,10 +441,6 @@ def _check_stateless(run: Run, partition: Partition) -> None:
         f"--bcd-embedding-update {run.bcd_embedding_update}: neither embedding nor head is trained in every phase. "
         "Name one of them in --bcd-always-active.",
     )
-    require(
-        not has_embedding or partition.num_stages == 1 or not partition.tied,
-        f"--bcd-embedding-update {run.bcd_embedding_update}: a tied head needs one pipeline stage. Give adam.",
-    )
 
 
 def _check_adapters(run: Run, partition: Partition) -> None:

@@ -280,7 +280,7 @@ def _entry_of_factors(
         key,
         tensor,
         *([(tensor.dim() - 1, rank, size)] if is_sliced else []),
-        replica_id=(0, 0 if is_sliced else rank, replica),
+        replica_id=(weight.replica_id[0], 0 if is_sliced else rank, replica),  # type: ignore[index]
         allow_shape_mismatch=getattr(weight, "allow_shape_mismatch", False),
     )
 

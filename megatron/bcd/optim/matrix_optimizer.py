@@ -86,6 +86,9 @@ class Stack:
         """[K, M, N]; each matrix' `main_grad` is a slice."""
         self._num_missing = len(matrices)
         self.is_reducing = False
+        self.is_shared = getattr(weight, "shared_embedding", False)
+        """Whether it is a tied embedding with a copy on another stage (Megatron Core's attribute). Gradients of both
+        stages are added up after the passes, before the reduction."""
         self._reduction: torch.distributed.Work | None = None
 
     @property
@@ -99,15 +102,18 @@ class Stack:
     def count_final(self, group: torch.distributed.ProcessGroup) -> None:
         """One more of the gradients is final; the last one starts the reduction."""
         self._num_missing -= 1
-        if self._num_missing == 0:
+        if self._num_missing == 0 and not self.is_shared:
             self.start_reduction(group)
 
     def start_reduction(self, group: torch.distributed.ProcessGroup) -> None:
         """Average the gradient over the group, on the owner, unless that has begun in this step. A collective."""
         if group.size() > 1 and not self.is_reducing:
             self.gradient.div_(group.size())
-            owner = torch.distributed.get_global_rank(group, self.owner)
-            self._reduction = torch.distributed.reduce(self.gradient, dst=owner, group=group, async_op=True)
+            if self.is_shared:  # both stages add up in one order, whoever owns the copies, so that these stay equal
+                self._reduction = torch.distributed.all_reduce(self.gradient, group=group, async_op=True)
+            else:
+                owner = torch.distributed.get_global_rank(group, self.owner)
+                self._reduction = torch.distributed.reduce(self.gradient, dst=owner, group=group, async_op=True)
         self.is_reducing = True
 
     def finish_reduction(self) -> None:
@@ -288,10 +294,11 @@ class MatrixOptimizer:
             stack.count_final(self._group)
 
     @torch.no_grad()
-    def start_reductions(self) -> None:
-        """Begin all reductions of this step that have not begun. A collective."""
+    def start_reductions(self, *, with_shared: bool = False) -> None:
+        """Begin all reductions of this step that have not begun, without those of shared embeddings. A collective."""
         for stack in self.stacks:
-            stack.start_reduction(self._group)
+            if with_shared or not stack.is_shared:
+                stack.start_reduction(self._group)
 
     def _finish_reductions(self) -> None:
         for stack in self.stacks:
@@ -306,7 +313,7 @@ class MatrixOptimizer:
             the same on every rank; not finite if one gradient is not. To be read once the CPU has waited for the
             device anyway. A collective.
         """
-        self.start_reductions()
+        self.start_reductions(with_shared=True)
         self._finish_reductions()
         own: tuple[list[torch.Tensor], ...] = ([], [])
         for group in self.param_groups:
