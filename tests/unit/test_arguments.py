@@ -238,8 +238,7 @@ PIPELINE = ("--pipeline-model-parallel-size", "2")
     [
         ((), "factored"),
         (("--bcd-num-blocks", "0"), "factored"),
-        (PIPELINE, "adam"),
-        ((*PIPELINE, "--untie-embeddings-and-output-weights"), "factored"),
+        (PIPELINE, "factored"),
         (("--decoupled-lr", "1e-4"), "adam"),
         (("--bcd-always-active", "norms"), "adam"),
         (("--bcd-embedding-update", "adam"), "adam"),

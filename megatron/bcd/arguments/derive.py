@@ -186,7 +186,7 @@ def _derive_blocks(values: Values, *, given: Mapping[str, Any]) -> None:
         values["bcd_always_active"] = ",".join(left) or "none"
     if values["bcd_preset"] is not None and "bcd_embedding_update" not in given:
         is_trained = {"embedding", "head"} & set(str(values["bcd_always_active"]).split(","))
-        if not is_trained or values["decoupled_lr"] is not None or tied and values["pipeline_model_parallel_size"] > 1:
+        if not is_trained or values["decoupled_lr"] is not None:
             values["bcd_embedding_update"] = "adam"
 
 
