@@ -32,7 +32,7 @@ FINE_TUNING = {
     "full": Finding(rate=1, model="SmolLM2-135M"),
     "muon": Finding(rate=3, model="pretraining of 3 M parameters"),
     "finetune": Finding(
-        rate=None, loss="+1 to +28 %", runs="2 to 30 blocks, instructions; 6, a new language", model="SmolLM2-135M"
+        rate=None, loss="+1 to +31 %", runs="2 to 30 blocks, instructions; 6, a new language", model="SmolLM2-135M"
     ),
     "paper": Finding(rate=None, model="preset finetune on SmolLM2-135M"),
     "pretrain": Finding(
@@ -42,7 +42,7 @@ FINE_TUNING = {
         model="11 M parameters, one rate",
     ),
     "lora": Finding(
-        rate=10, loss="-0.1 to +8 %", runs="rank 16, instructions and a new language", model="SmolLM2-135M"
+        rate=10, loss="-0.1 to +11 %", runs="rank 16, instructions and a new language", model="SmolLM2-135M"
     ),
     "finetune+lora": Finding(
         rate=1, adapter_rate=7, loss="+0.2 to +7 %", runs="rank 16, the same", model="SmolLM2-135M"
