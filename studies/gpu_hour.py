@@ -148,7 +148,8 @@ class Runner:
             time.sleep(0.2)
             for running in list(self._running):
                 self._check(running, part)
-            self._recording = {running: done for running, done in self._recording.items() if not done.done()}
+            for running in [running for running, done in self._recording.items() if done.done()]:
+                self._recording.pop(running).result()  # raises what the thread raised
 
     def stop(self) -> None:
         for running in self._running:
@@ -180,13 +181,15 @@ class Runner:
         job, folder = running.job, running.folder
         log = (folder / "log").read_text(encoding="utf-8", errors="replace")
         failure = "" if code == 0 else "ran out of time" if code is None else last_words(log, code)
+        if not failure and job.makes and not job.makes.is_file():
+            failure = f"did not write {job.makes.name}"
         record: dict[str, Any] = {
             "job": job.name, **job.about, "failure": failure, "seconds": round(took, 1),
             "command": shlex.join(["python", *job.words[1:]]), "commit": commit(), **hardware(),
         }  # fmt: skip
         if job.kind == "train":
             record["metrics"] = read_lines(folder / "metrics")
-        elif job.kind == "json" and (folder / "metrics").is_file():
+        elif job.kind == "json" and not failure:
             record["json"] = json.loads((folder / "metrics").read_text(encoding="utf-8"))
         if not failure and job.texts:
             record["scores"] = self._scores(folder / "model", job.texts)

@@ -266,6 +266,9 @@ def has_same_optimizers(saved: RunState, config: RunConfig) -> bool:
     before, now = saved.flags.get("bcd", {}), config.bcd
     is_same = (before.get("bcd_inactive_update", "none") == "none") == (now.bcd_inactive_update == "none")
     is_same_embedding = before.get("bcd_embedding_update", "adam") == now.bcd_embedding_update
+    if before.get("bcd_inactive_update") == now.bcd_inactive_update == "factored":  # column means by part of the matrix
+        before_split = saved.flags.get("optimizer", {}).get("muon_split_qkv", config.optimizer.muon_split_qkv)
+        is_same_embedding &= before_split == config.optimizer.muon_split_qkv
     return is_same_embedding and (is_same or config.precision == "fp32")
 
 

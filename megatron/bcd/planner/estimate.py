@@ -158,7 +158,7 @@ def training_cost(recipe: Recipe, seconds: float, *, tokens: float | None, multi
         is_sft = recipe.task == "sft"
         tokens = DEFAULT_SFT_TOKENS if is_sft else DEFAULT_TOKENS_PER_PARAMETER * recipe.shape.num_parameters
     value, source = multiplier_of(recipe.method, recipe.partition.num_blocks, multiplier)
-    if multiplier is None and recipe.task == "sft" and recipe.has_blocks:
+    if multiplier is None and recipe.task == "sft" and (recipe.has_blocks or recipe.name == "muon"):
         value, source = 1.0, EQUAL_EPOCHS
     iterations = -int(-tokens * value // (recipe.replica_groups * recipe.global_batch_size * recipe.tokens))
     hours = iterations * seconds / 3600
