@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Fine-tunes a published LLaMA on instructions with --bcd-preset finetune, answers a prompt, and leaves a folder that
-# AutoModelForCausalLM loads. Memory, time and price come from tools/plan.py --task sft.
+# AutoModelForCausalLM loads. Memory, time and price come from tools/plan.py --task sft, which trains every layer in
+# every step where that fits, else blocks; --bcd-inactive-update none takes blocks.
 #
 #   bash examples/finetune.sh MODEL CLUSTER [flags of the planner and of the training script]
 #

@@ -49,6 +49,7 @@ from megatron.bcd.planner.search import (
     OF_BLOCKS,
     compare,
     place,
+    reason_for_rule,
     remedies,
     search,
     shortest_that_fits,
@@ -382,9 +383,13 @@ def show_figures(estimate: Estimate) -> str:
         f"{_layout(recipe)}, {recipe.precision}, sequence {recipe.tokens:,}, global batch {recipe.global_batch_size} "
         f"({recipe.num_microbatches} microbatches)"
     )
+    if recipe.method == "finetune" and recipe.task == "sft":
+        settings = f"{textwrap.fill(settings, _WIDTH)}\n{reason_for_rule(recipe)}"
+    else:
+        settings = textwrap.fill(settings, _WIDTH)
     return (
         f"{recipe.model.name}: {estimate.parameters:,} parameters, {recipe.name}, on {_groups(recipe)}"
-        f"{recipe.num_gpus} x {recipe.cluster.gpu} ({nodes})\n{textwrap.fill(settings, _WIDTH)}\n\n"
+        f"{recipe.num_gpus} x {recipe.cluster.gpu} ({nodes})\n{settings}\n\n"
         f"memory per rank, GiB (of {recipe.cluster.memory_gib:g})\n{_memory(estimate)}\n\n"
         f"time of an iteration, ms\n{_time(estimate)}\n\n{_cost(estimate)}\n{learning_rate(recipe).text}"
     )
@@ -398,7 +403,7 @@ def _layout(recipe: Recipe) -> str:
     partition = recipe.partition
     context = f" x context {recipe.context_size}" if recipe.context_size > 1 else ""
     parts = [f"pipeline {recipe.pipeline_size}{context} x data {recipe.data_size}"]
-    if recipe.has_blocks:
+    if recipe.has_blocks and recipe.asked_blocks != 0:
         parts.append(f"{partition.num_blocks} block{'s' if partition.num_blocks > 1 else ''} ({partition.layout})")
     if partition.num_chunks > 1:
         parts.append(f"{partition.num_chunks} chunks a stage")
@@ -407,7 +412,7 @@ def _layout(recipe: Recipe) -> str:
     if recipe.is_streamed:
         kept = f", {recipe.resident_layers} stay on the device" if recipe.resident_layers else ""
         parts.append(f"frozen layers in host memory{kept}")
-    if recipe.has_blocks and (head := partition.describe_head()):
+    if recipe.has_blocks and not recipe.is_factored and (head := partition.describe_head()):
         moments = "" if recipe.adam_moments_dtype == "fp32" else f", moments in {recipe.adam_moments_dtype}"
         parts.append(f"{head}{moments}")
     parts.append(f"micro-batch {recipe.micro_batch_size}")
@@ -518,7 +523,8 @@ def _to_full(found: Finding, ratio: float | None, *, is_to_full_loss: bool) -> s
         return "-" if ratio is None else f"{ratio:.2f}"
     if found.loss is None:
         return "not measured"
-    return f"not {'always ' * found.loss.startswith('-')}reached (measured: {found.loss})"
+    missed = "not always " if found.loss.startswith("-") else "not "
+    return f"{missed if '+' in found.loss else ''}reached (measured: {found.loss})"
 
 
 def show_search(recipe: Recipe, found: Sequence[Estimate], ratios: Sequence[float | None]) -> str:
@@ -528,7 +534,7 @@ def show_search(recipe: Recipe, found: Sequence[Estimate], ratios: Sequence[floa
     for each, ratio in zip(found, ratios, strict=True):
         one, cost, name, seen = each.recipe, each.cost, each.recipe.name, finding(each.recipe)
         partition = one.partition
-        blocks = f"{partition.num_blocks} {partition.layout}" if one.has_blocks and one.num_blocks != 0 else "-"
+        blocks = f"{partition.num_blocks} {partition.layout}" if one.has_blocks and one.asked_blocks != 0 else "-"
         figures = (each.peak.total / GIB, each.host_bytes / GIB, each.iteration_seconds)
         if not cost.is_to_full_loss:
             sources[name] = f"{name}, at equal epochs: loss {_loss(seen)}"

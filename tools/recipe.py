@@ -53,7 +53,7 @@ _BY_THE_RECIPE = {
     "give --seq-length": "--max-position-embeddings",
     "METHOD decides it; for another, write the command yourself": "--bcd-schedule --bcd-preset --optimizer"
     " --optimizer-cpu-offload --optimizer-offload-fraction --muon-momentum-dtype --muon-grad-dtype"
-    " --bcd-inactive-update --bcd-inactive-grad-dtype --bcd-embedding-update",
+    " --bcd-inactive-grad-dtype --bcd-embedding-update",
     "the estimate covers its default only; write the command yourself": "--tensor-model-parallel-size"
     " --attention-backend --no-use-distributed-optimizer --grad-reduce-in-bf16 --make-vocab-size-divisible-by",
 }

@@ -346,7 +346,9 @@ def test_tiny(words: tuple[str, ...], tmp_path: Path) -> None:
     assert f"pipeline {stages} x tensor 1 x data {ranks // stages}" in done.stdout
 
 
-@pytest.mark.parametrize("model", ["folder", pytest.param("LLaMA-7B", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "model", ["folder", *(pytest.param(name, marks=pytest.mark.long) for name in ("LLaMA-7B", "L-1.5B"))]
+)
 def test_tiny_fine_tuning(tmp_path: Path, model: str) -> None:
     """A recipe that ends before the model was trained, exported, asked, or loaded by transformers; one that leaves out
     the user's records or tokenizer, or writes over them."""
@@ -364,7 +366,8 @@ def test_tiny_fine_tuning(tmp_path: Path, model: str) -> None:
     if model == "folder":
         assert (Path(f"{saved}-hf") / "chat_template.jinja").exists()
     steps = [json.loads(line) for line in Path(f"{saved}.jsonl").read_text().splitlines()]
-    assert len({step["block"] for step in steps if "learning_rate" in step}) > 1
+    has_blocks = model != "L-1.5B"  # which the card holds with every layer trained
+    assert (len({step["block"] for step in steps if "learning_rate" in step}) > 1) == has_blocks
     assert (Path(f"{saved}-hf") / "config.json").exists() and "ForCausalLM" in done.stdout
 
 

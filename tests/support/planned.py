@@ -36,6 +36,14 @@ RUNS: dict[str, dict[str, Any]] = {
     "pretrain_data2_bf16": TWO | PRETRAIN | {"bf16": True},
     "pretrain_pipeline2": TWO | PRETRAIN | {"pipeline_model_parallel_size": 2},
     "finetune_bf16": {"bcd_preset": "finetune", "bcd_num_blocks": None, "bcd_order": "ascending", "bf16": True},
+    "finetune_factored_bf16": {"bcd_preset": "finetune", "bcd_num_blocks": None, "bf16": True}
+    | {"bcd_inactive_update": "factored"},
+    "finetune_factored_pipeline2": TWO
+    | {"bcd_preset": "finetune", "bcd_num_blocks": None, "bcd_inactive_update": "factored"}
+    | {"pipeline_model_parallel_size": 2, "bf16": True},
+    "finetune_factored_data2": TWO
+    | {"bcd_preset": "finetune", "bcd_num_blocks": None, "bcd_inactive_update": "factored"}
+    | {"untie_embeddings_and_output_weights": True, "bf16": True},
     "streamed": {"bf16": True, "bcd_frozen_weights": "host", "bcd_num_blocks": 6},
     "streamed_pipeline2": TWO
     | {"pipeline_model_parallel_size": 2, "bcd_frozen_weights": "host", "bcd_resident_layers": 1, "num_layers": 12}
@@ -82,6 +90,7 @@ def recipe_of(root: Path, flags: dict[str, Any]) -> Recipe:
         method="offload" if flags.get("optimizer_cpu_offload") else flags.get("bcd_preset", "bcd"),
         num_blocks=flags.get("bcd_num_blocks", 3),
         layout=flags.get("bcd_layout"),
+        inactive_update=flags.get("bcd_inactive_update"),
         low_rank=flags.get("bcd_low_rank"),
         low_rank_layers=flags.get("bcd_low_rank_layers"),
         frozen_weights=flags.get("bcd_frozen_weights"),

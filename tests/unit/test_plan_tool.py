@@ -76,17 +76,20 @@ def test_nothing_fits_anywhere(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "torchrun" not in capsys.readouterr().out
 
 
+BLOCKS = ("--bcd-inactive-update", "none")
+
+
 @pytest.mark.parametrize(
     ("model", "num_gpus", "more", "num_blocks"),
     [
         ("llama-7b", 1, (), 32),
-        ("llama-7b", 4, (), 11),
-        ("L-1.5B", 1, (), 2),
-        ("L-1.5B", 1, ("--seq-length", "4096"), 3),
-        ("L-1.5B", 1, ("--recompute",), 2),
+        ("llama-7b", 4, BLOCKS, 11),
+        ("L-1.5B", 1, BLOCKS, 2),
+        ("L-1.5B", 1, ("--seq-length", "4096", *BLOCKS), 3),
+        ("L-1.5B", 1, ("--recompute", *BLOCKS), 2),
         ("L-1.5B", 1, ("--bcd-num-blocks", "30"), 30),
         ("llama-7b", 1, ("--seq-length", "4096"), 32),
-        ("llama-7b", 2, ("--pipeline-model-parallel-size", "2"), 6),
+        ("llama-7b", 2, ("--pipeline-model-parallel-size", "2", *BLOCKS), 6),
         ("L-1.5B", 2, ("--pipeline-model-parallel-size", "2", "--bcd-layout", "stage"), 2),
     ],
 )
@@ -102,10 +105,38 @@ def test_number_of_blocks_for_fine_tuning(
     peak = max(rank["total"] for rank in found["memory"]["ranks"])
     assert peak <= 0.95 * 23.6 * 2**30
     assert found["recipe"]["precision"] == "bf16" and found["bill"]["tokens"] < 1e8
-    assert "--sft" in found["command"] and "--bcd-preset finetune" in found["command"]
+    assert "--sft" in found["command"] and "--bcd-preset finetune --bcd-inactive-update none" in found["command"]
     if num_blocks >= 30:  # one layer a block: a quarter of full training's 18 bytes, or less
         state = max(rank["model_state"] for rank in found["memory"]["ranks"])
         assert state <= 0.25 * 18 * found["model"]["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("model", "num_gpus", "more", "reason"),
+    [
+        ("L-1.5B", 1, (), "which fits: no blocks"),
+        ("llama-7b", 4, (), "which fits: no blocks"),
+        ("llama-7b", 1, (), "blocks: every layer by the factored update would take"),
+        ("L-1.5B", 1, ("--bcd-num-blocks", "6"), "blocks, as the flags ask"),
+        ("L-1.5B", 1, ("--precision", "fp16"), "blocks: the factored update cannot be combined"),
+    ],
+)
+def test_every_layer_where_it_fits(
+    capsys: pytest.CaptureFixture[str], model: str, num_gpus: int, more: tuple[str, ...], reason: str
+) -> None:
+    """Blocks, which learn less, on a card that could train every layer; a choice without its reason; moments that are
+    counted."""
+    words = ("--task", "sft", "--model", model, "--gpu", "rtx4090", "--num-gpus", str(num_gpus), *more)
+    assert plan.main([*words]) == 0
+    text = capsys.readouterr().out
+    assert reason in text
+    rule = "factored --bcd-num-blocks 0" if "no blocks" in reason else "none"
+    assert f"--bcd-preset finetune --bcd-inactive-update {rule}" in text.replace("\\\n    ", "")
+    if num_gpus == 1 and "no blocks" in reason:
+        found = json.loads(output(capsys, *words, "--json"))
+        [rank] = found["memory"]["ranks"]
+        assert rank["model_state"] == pytest.approx(6 * found["model"]["parameters"], rel=0.01)
+        assert plan.main([*words, "--bcd-num-blocks", "2", "--bcd-inactive-update", "factored"]) == 2
 
 
 def test_methods_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,7 +80,7 @@ def layout_flags(recipe: Recipe) -> list[str]:
     number = DEFAULT_NUM_BLOCKS if recipe.asked_blocks is None else recipe.asked_blocks
     words = [] if recipe.method == "bcd" else [f"--bcd-preset {PRESET_OF[recipe.method]}"]
     if recipe.method == "finetune":
-        words.append("--bcd-inactive-update none")
+        words.append(f"--bcd-inactive-update {recipe.inactive_update or 'none'}")
     if layout != "stage":
         words.append(f"--bcd-num-blocks {number}")
     words.append(f"--bcd-layout {layout}")
@@ -129,7 +129,7 @@ def torchrun_command(recipe: Recipe, *, iterations: int) -> str:
         mock = "-mock"
         # NullTokenizer adds an end-of-document token to its vocabulary
         data = f"--mock-data --tokenizer-type NullTokenizer --vocab-size {recipe.model.vocabulary - 1}"
-    folder = f"out/{recipe.model.name}-{recipe.name}-{recipe.cluster.name}{mock}"
+    folder = f"out/{recipe.model.name}-{recipe.name.replace(', ', '-')}-{recipe.cluster.name}{mock}"
     flags += [f"--save {folder} --load {folder}", "--save-interval 500 --keep-last-checkpoints 2"]
     lines = [flags[0]]
     for flag in flags[1:]:

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from megatron.bcd.config import ADAPTERS, SUFFIX_ADAPTERS
-from megatron.bcd.planner.recipe import Recipe
+from megatron.bcd.planner.recipe import FACTORED, Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,8 @@ class Finding:
     runs: str = ""
     """Where the loss was measured."""
     model: str
+    source: str = ""
+    """The page, if not the task's."""
 
 
 FINE_TUNING = {
@@ -33,6 +35,13 @@ FINE_TUNING = {
     "muon": Finding(rate=3, model="pretraining of 3 M parameters"),
     "finetune": Finding(
         rate=None, loss="+1 to +31 %", runs="2 to 30 blocks, instructions; 6, a new language", model="SmolLM2-135M"
+    ),
+    FACTORED: Finding(
+        rate=1,
+        loss="-1.3 to -0.1 %",
+        runs="a new language and instructions, one seed",
+        model="SmolLM2-135M",
+        source="studies/gpu_hour.md",
     ),
     "paper": Finding(rate=None, model="preset finetune on SmolLM2-135M"),
     "pretrain": Finding(
@@ -89,15 +98,15 @@ def learning_rate(recipe: Recipe) -> LearningRate:
     if times is None:
         times, of_blocks = _rate_of_blocks(number), f" with {number} block{'s' * (number > 1)}"
     if recipe.task == "sft":
-        page, (full, guess) = "fine_tuning", _full_rate(recipe.shape.num_parameters)
+        page, (full, guess) = "docs/fine_tuning.md", _full_rate(recipe.shape.num_parameters)
     else:
-        page, full = "learning", _PRETRAINING_RATE
+        page, full = "docs/learning.md", _PRETRAINING_RATE
         guess = f", full Adam's {_short(full)} as is usual at larger sizes"
     flag = _short(times * full)
     return LearningRate(
         flag=flag,
         text=f"learning rate {flag}{', a guess' * bool(guess)}: {times:.2g} x full Adam's{of_blocks} ({found.model}, "
-        f"docs/{page}.md){guess}",
+        f"{found.source or page}){guess}",
     )
 
 

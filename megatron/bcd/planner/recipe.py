@@ -11,7 +11,7 @@ from megatron.bcd.blocks.cut import balanced_cut
 from megatron.bcd.blocks.partition import Partition, partition, with_tied_parts
 from megatron.bcd.config import ADAPTERS, LAYOUTS, SUFFIX_ADAPTERS, BcdConfig
 from megatron.bcd.config.presets import PRESETS, preset_fields
-from megatron.bcd.config.sections import OUTER_COMPRESSIONS
+from megatron.bcd.config.sections import ALWAYS_ACTIVE, OUTER_COMPRESSIONS
 from megatron.bcd.planner.activations import LayerBytes, layer_bytes
 from megatron.bcd.planner.cost import ModelShape, head_passes, state_budget
 from megatron.bcd.planner.state import ModelState
@@ -22,6 +22,8 @@ PRESET_OF = {"bcd": "paper", "pretrain": "pretrain", "finetune": "finetune"}
 METHODS = ("bcd", "pretrain", "finetune", "full", "offload", "muon")
 """Block coordinate descent as in the paper; with --bcd-preset pretrain or finetune; full training; full training with
 the optimizer on the host, or with Muon."""
+FACTORED = "finetune, factored"
+"""The name of method finetune with --bcd-inactive-update factored."""
 MUON = {name: value for name, value in PRESETS["pretrain"].items() if name == "optimizer" or name.startswith("muon_")}
 """Flags of Muon by field name, as preset pretrain has them."""
 RECOMPUTE_CHOICES = ("none", "full", "auto")
@@ -80,6 +82,9 @@ class Recipe:
         name="--bcd-low-rank", metavar="R")  # fmt: skip
     low_rank_layers: str | None = _flag(None, "layers whose adapters are trained; suffix: from the block's first layer"
         " on (default: all)", name="--bcd-low-rank-layers", choices=("all", "suffix"))  # fmt: skip
+    inactive_update: str | None = _flag(None, "of method finetune: factored = every layer in every step, none = blocks"
+        " (default: with --task sft factored where it fits and no flag asks for blocks)", name="--bcd-inactive-update",
+        choices=("none", "factored"))  # fmt: skip
     adam_moments_dtype: str = _flag("fp32", "of Adam's moments (default: fp32)", choices=MOMENTS, given="fp32")
     frozen_weights: str | None = _flag(None, "host: frozen layers lie in host memory (default: device; with --task sft"
         " host where it does not fit otherwise)", name="--bcd-frozen-weights", choices=FROZEN_WEIGHTS)  # fmt: skip
@@ -155,7 +160,8 @@ class Recipe:
         blocks, method = f"--bcd-num-blocks {self.num_blocks}", f"--method {self.method}"
         if self.is_muon and self.precision == "fp16":
             yield f"--precision fp16: {method} has no loss scale; give bf16 or fp32"
-        if self.method in ("bcd", "finetune") and self.num_blocks == 0 and not self.low_rank:
+        yield from self._faults_of_factored()
+        if self.method in ("bcd", "finetune") and self.num_blocks == 0 and not (self.low_rank or self.is_factored):
             yield f"{blocks}: nothing would be trained. Give --bcd-low-rank R, or --bcd-preset pretrain."
         shape = self.shape
         most = min(shape.hidden_size, shape.ffn_hidden_size, shape.key_value_size)
@@ -176,6 +182,22 @@ class Recipe:
         if self.adam_moments_dtype == "int8" and self.shape.tied and 1 < stages < self.num_gpus:
             yield "--adam-moments-dtype int8 with a tied head needs one stage or one data-parallel rank; give bf16"
 
+    def _faults_of_factored(self) -> Iterator[str]:
+        flag = f"--bcd-inactive-update {self.inactive_update}"
+        if self.inactive_update is not None and self.method != "finetune":
+            yield f"{flag} needs --method finetune, not {self.method}"
+        if self.is_factored:
+            if self.precision == "fp16":
+                yield f"--precision fp16: {flag} has no loss scale; give bf16 or fp32"
+            for name in ("num_blocks", "layout", "head_phase", "num_chunks", "low_rank"):
+                if getattr(self, name):
+                    yield f"{FLAGS[name]}: with {flag} there are no blocks; leave it out"
+
+    @property
+    def is_factored(self) -> bool:
+        """Whether every layer is trained in every step, by the factored update."""
+        return self.method == "finetune" and self.inactive_update == "factored"
+
     @property
     def has_blocks(self) -> bool:
         """Whether the method is block coordinate descent."""
@@ -184,7 +206,7 @@ class Recipe:
     @property
     def name(self) -> str:
         """The method's name for people: a preset's, lora for adapters alone."""
-        name = PRESET_OF.get(self.method, self.method)
+        name = FACTORED if self.is_factored else PRESET_OF.get(self.method, self.method)
         if self.low_rank is None:
             return name
         return "lora" if self.num_blocks == 0 else f"{name}+lora"
@@ -202,12 +224,18 @@ class Recipe:
     @property
     def bcd(self) -> BcdConfig:
         """What the method's preset sets, where frozen weights lie, and adapters."""
+        # as arguments/derive.py
+        always = ALWAYS_ACTIVE if self.always_active is None else self.always_active
+        is_trained = {"embedding", "head"} & {*always} - (self.frozen or frozenset())
+        adam = {"bcd_embedding_update": "adam"} if self.is_factored and not is_trained else {}
         return _bcd_of(
             self.method,
+            self.inactive_update or "none",
             bcd_frozen_weights=self.frozen_weights or "device",
             bcd_resident_layers=self.resident_layers or 0,
             bcd_low_rank=self.low_rank,
             bcd_low_rank_layers=self.low_rank_layers or "all",
+            **adam,
         )
 
     @property
@@ -321,7 +349,9 @@ class Recipe:
 
     @property
     def asked_blocks(self) -> int | None:
-        """--bcd-num-blocks; preset finetune's is the number of layers of a stage. None: the default."""
+        """--bcd-num-blocks; preset finetune with blocks has as many as a stage has layers. None: the default."""
+        if self.is_factored:
+            return 0
         if self.method == "finetune" and self.num_blocks is None and self.layout != "stage":
             return max(1, self.model.layers // self.pipeline_size)
         return self.num_blocks
@@ -339,10 +369,9 @@ FLAGS = {
 
 
 @lru_cache
-def _bcd_of(method: str, **asked: Any) -> BcdConfig:
+def _bcd_of(method: str, rule: str, **asked: Any) -> BcdConfig:
     known = {each.name for each in fields(BcdConfig)}
     preset = PRESET_OF.get(method)
-    rule = "none" if method == "finetune" else None
     values = {"bcd_preset": preset, **preset_fields(preset, rule)} if preset else MUON if method == "muon" else {}
     return BcdConfig(**{name: value for name, value in (values | asked).items() if name in known})
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from megatron.bcd.config import DEFAULT_NUM_BLOCKS
 from megatron.bcd.planner.estimate import Estimate, make_estimate, training_cost
-from megatron.bcd.planner.memory import fits
-from megatron.bcd.planner.recipe import MAX_GPUS, PRESET_OF, Recipe
+from megatron.bcd.planner.memory import fits, peak, rank_memory
+from megatron.bcd.planner.recipe import FACTORED, MAX_GPUS, PRESET_OF, Recipe
 from megatron.bcd.planner.step_time import mean_seconds
-from megatron.bcd.planner.tables import Cluster, Model, Placement
+from megatron.bcd.planner.tables import GIB, Cluster, Model, Placement
 
 SEARCHED_BLOCKS = (2, 3, 4, 5, 6)
 """Layout submodel tries only the first two, because it has that many blocks on every stage."""
@@ -27,7 +27,7 @@ _STREAMED_SLOWER = 1.05
 """Of a step: what fewer blocks may cost where frozen layers lie on the host."""
 OF_BLOCKS = (
     "num_blocks", "layout", "frozen", "always_active", "head_phase", "num_chunks", "frozen_weights", "resident_layers",
-    "low_rank", "low_rank_layers",
+    "low_rank", "low_rank_layers", "inactive_update",
 )  # fmt: skip
 """Fields of Recipe that only methods with blocks have."""
 CAN_STREAM = ("bcd", "finetune")
@@ -44,10 +44,10 @@ _HEADS: tuple[_Changes, ...] = (
 is the one that some model lost by (docs/fine_tuning.md, The head)."""
 COMPARED = {
     "pretrain": ("full", "muon", "offload", "bcd", "pretrain"),
-    "sft": ("full", "offload", "finetune", "bcd", "pretrain", "finetune+lora", "lora"),
+    "sft": ("full", "offload", FACTORED, "finetune", "bcd", "pretrain", "finetune+lora", "lora"),
 }
 """Methods by task; with adapters as `Recipe.name`."""
-_OTHER_METHODS = {"pretrain": ("pretrain", "bcd", "offload"), "sft": ("lora", "finetune", "offload")}
+_OTHER_METHODS = {"pretrain": ("pretrain", "bcd", "offload"), "sft": ("lora", FACTORED, "finetune", "offload")}
 """Those offered where a plan does not fit."""
 _RANK = 16
 """Of the adapters that are compared."""
@@ -86,7 +86,7 @@ def with_fewest_blocks(recipe: Recipe) -> Recipe:
     where larger blocks take memory from the micro-batch, of those at most _STREAMED_SLOWER times as long a step as one
     layer a block. If none fit: one layer a block.
     """
-    if recipe.method != "finetune" or recipe.num_blocks is not None or recipe.layout == "stage":
+    if recipe.method != "finetune" or recipe.is_factored or recipe.num_blocks is not None or recipe.layout == "stage":
         return recipe
     if recipe.recompute == "auto" and not recipe.is_streamed:  # one layer a block leaves most memory to activations
         return recipe
@@ -152,6 +152,8 @@ def _choose_layout(
 ) -> Recipe:
     """The first layout within _PLANNED_SHARE of the memory, else the first that fits, else the last one."""
     fields |= {"micro_batch_size": micro_batch_size or 1, "memory_share": _PLANNED_SHARE}
+    if (factored := _factored_that_fits(fields, recompute)) is not None:
+        return factored
     tried: list[Recipe] = []
     for way in _ways(fields, recompute):
         suited = valid_pipelines(**fields | way)
@@ -169,6 +171,40 @@ def _choose_layout(
     return tried[-1]
 
 
+def _factored_that_fits(fields: Mapping[str, Any], recompute: str | None) -> Recipe | None:
+    """Return the first layout of preset finetune without blocks within _PLANNED_SHARE of the memory; None if none is,
+    or if a field asks for blocks."""
+    asked = {name for name in OF_BLOCKS if fields.get(name) not in (None, 0, "device", "factored")}
+    if fields["method"] != "finetune" or fields["task"] != "sft" or asked:
+        return None
+    fields = {**fields, "inactive_update": "factored"}
+    for way in _ways(fields, recompute):
+        with contextlib.suppress(ValueError):  # fp16
+            recipe = shortest_that_fits(valid_pipelines(**{**fields, **way}))
+            if fits(recipe, share=_PLANNED_SHARE):
+                return recipe
+    return None
+
+
+def reason_for_rule(recipe: Recipe) -> str:
+    """Return why a plan of preset finetune has blocks or none, in one line."""
+    if recipe.is_factored:
+        return "every layer in every step by the factored update, which fits: no blocks"
+    changes = dict.fromkeys(OF_BLOCKS) | {"inactive_update": "factored", "recompute": "full", "micro_batch_size": 1}
+    least: Recipe | None = None
+    for stages in _divisors(recipe.num_gpus // recipe.context_size):
+        with contextlib.suppress(ValueError):
+            fields: _Changes = changes | {"pipeline_size": stages, "cross_entropy_fusion_impl": "linear"}
+            other = replace(recipe, **fields)
+            least = min(filter(None, (least, other)), key=lambda each: peak(rank_memory(each)).total)
+    if least is None:
+        return "blocks: the factored update cannot be combined with the given flags"
+    needed, there = peak(rank_memory(least)).total / GIB, recipe.cluster.memory_gib
+    if needed > _PLANNED_SHARE * there:
+        return f"blocks: every layer by the factored update would take {needed:.1f} of {there:g} GiB"
+    return "blocks, as the flags ask; without them every layer by the factored update, which fits"
+
+
 def _ways(fields: Mapping[str, Any], recompute: str | None) -> Iterator[_Changes]:
     """Less and less memory by what these fields of Recipe and ``recompute`` leave open: recomputation; of fine-tuning
     first a linear loss, then the head, frozen layers on the host, and a frozen head."""
@@ -177,7 +213,8 @@ def _ways(fields: Mapping[str, Any], recompute: str | None) -> Iterator[_Changes
         fields.get("cross_entropy_fusion_impl"),
         fields["task"] == "sft",
     )
-    places = (None, "host") if is_sft and where is None and fields["method"] in CAN_STREAM else (where,)
+    can_stream = fields["method"] in CAN_STREAM and fields.get("inactive_update") != "factored"
+    places = (None, "host") if is_sft and where is None and can_stream else (where,)
     losses = (None, "linear") if is_sft and given is None else (given,)
     choices = ("none", "auto") if recompute is None else (recompute,)
     saving = [(choices[0], loss) for loss in losses] + [(choice, losses[-1]) for choice in choices[1:]]
@@ -192,7 +229,8 @@ def _ways(fields: Mapping[str, Any], recompute: str | None) -> Iterator[_Changes
 def _heads(fields: Mapping[str, Any]) -> Sequence[_Changes]:
     """_HEADS, where the user has left the choice."""
     given = [fields.get(name) for name in ("head_phase", "frozen", "always_active")]
-    is_free = fields["method"] == "finetune" and not any(value is not None for value in given)
+    has_blocks = fields["method"] == "finetune" and fields.get("inactive_update") != "factored"
+    is_free = has_blocks and not any(value is not None for value in given)
     if not is_free or fields["model"].shape().tied or fields.get("num_blocks") == 0:
         return _HEADS[:1]
     return _HEADS if fields.get("adam_moments_dtype", "fp32") == "fp32" else (*_HEADS[:2], _HEADS[3])
@@ -268,9 +306,13 @@ def search(
 
 def _changes_to(method: str, *, rank: int, keeps_blocks: bool) -> _Changes:
     """Fields of Recipe of a method of COMPARED, which `keeps_blocks`: what was asked of them, if it has some."""
-    changes: _Changes = {} if keeps_blocks and method in PRESET_OF else dict.fromkeys(OF_BLOCKS)
+    changes: _Changes = dict.fromkeys(("inactive_update",) if keeps_blocks and method in PRESET_OF else OF_BLOCKS)
     if method == "offload":
         changes["adam_moments_dtype"] = "fp32"
+    if method == FACTORED:
+        return dict.fromkeys(OF_BLOCKS) | {"method": "finetune", "inactive_update": "factored"}
+    if method == "finetune":
+        changes["inactive_update"] = "none"
     if method == "lora":
         return changes | {"method": "bcd", "num_blocks": 0, "low_rank": rank}
     if method == "finetune+lora":
@@ -353,7 +395,7 @@ def remedies(fields: Mapping[str, Any]) -> list[Remedy]:
     found += _fewest_together(fields, others)
     extras: list[_Changes] = [{}, {"recompute": "auto"}, {"recompute": "auto", "micro_batch_size": 1}]
     for method in _OTHER_METHODS[fields["task"]]:
-        if method == fields["method"] or method == "lora" and fields.get("low_rank"):
+        if method.split(",")[0] == fields["method"] or method == "lora" and fields.get("low_rank"):
             continue
         other = _changes_to(method, rank=_RANK, keeps_blocks=False)
         if method in PRESET_OF:
@@ -374,6 +416,8 @@ def remedies(fields: Mapping[str, Any]) -> list[Remedy]:
 def _settings(fields: Mapping[str, Any]) -> Iterator[list[_Changes]]:
     """The values of each setting that need less memory, the nearest first; those first that change the loss least."""
     method, given = fields["method"], fields["num_blocks"]
+    if fields.get("inactive_update") == "factored":
+        yield [{"inactive_update": "none", "num_blocks": None}]
     if fields["micro_batch_size"] > 1:
         yield [{"micro_batch_size": 1}]
     if fields.get("cross_entropy_fusion_impl") != "linear":

@@ -26,9 +26,10 @@ _LOW_BIT_CHUNK, _LOW_BIT_WORK = 2**22, 28
 _WORKING_BYTES = {"orthogonal": (10.5, 14, 17), "factored": (8, 12, 12)}
 """Per element of what is updated at a time, by rule: of one matrix; of several, with copies of weights, low bits and
 momentum; and where queries, keys and values are taken apart."""
-_STATELESS_PASSES, _MUON_PASSES = 17, 27
+_STATELESS_PASSES, _MUON_PASSES = {"orthogonal": 17, "factored": 16}, 27
 """4-byte elements read or written per parameter in one step, outside the products of the orthogonalisation: norm and
-copies of the gradient, scaling, weight decay, update; with a momentum also its update and Nesterov's mean."""
+copies of the gradient, scaling, weight decay, update; with a momentum also its update and Nesterov's mean. Of factored
+in bf16 (docs/stateless_updates.md, Cost)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,8 +261,9 @@ class ModelState:
                 total["kept"] += momentum * tensor.size
             if is_stepped:
                 updated.append(tensor)
-                total["traffic"] += 4 * (_MUON_PASSES if is_active else _STATELESS_PASSES) * tensor.size
-                if is_active or self._stateless_rule(tensor) == "orthogonal":
+                rule = self._stateless_rule(tensor)
+                total["traffic"] += 4 * (_MUON_PASSES if is_active else _STATELESS_PASSES[rule]) * tensor.size
+                if is_active or rule == "orthogonal":
                     total["orthogonalization"] += sum(newton_schulz_flops(*part) for part in tensor.parts)
         keys = [(tensor.is_active(block), tensor.parts) for tensor in updated]
         for stack in matrix_stacks(keys, [tensor.size for tensor in updated]):
