@@ -108,7 +108,9 @@ def assert_agrees(config: RunConfig, planned: Recipe) -> None:
     assert config.training.global_batch_size == planned.global_batch_size
     assert (config.transformer.get("recompute_granularity") == "full") == (planned.recompute == "full")
     assert (config.training.recompute == "auto") == (planned.recompute == "auto")
-    assert config.bcd.bcd_num_blocks == (planned.asked_blocks or 3 if planned.has_blocks else 1)
+    number = 3 if planned.asked_blocks is None else planned.asked_blocks
+    assert config.bcd.bcd_num_blocks == (number if planned.has_blocks else 1)
+    assert config.bcd.bcd_embedding_update == planned.bcd.bcd_embedding_update
     assert config.bcd.bcd_preset == (planned.method if planned.method in ("pretrain", "finetune") else None)
     assert config.bcd.always_active == planned.partition.always_active
     assert (config.optimizer.optimizer == "muon") == planned.is_muon
