@@ -7,7 +7,7 @@
 #
 #   MODEL     the folder of the published model, or its config.json: the plan follows from that. Or a row of models.csv, in
 #             LLaMA's form and of the size of MODEL_DIR: LLaMA-7B, L-1.5B; --models FILE names rows of your own
-#   CLUSTER   a row of clusters.csv: rtx4090 a100 a800
+#   CLUSTER   a row of clusters.csv: rtx4090 a100 a800 h100 h200
 #
 #   MODEL_DIR=llama-7b DATA=alpaca.jsonl bash examples/finetune.sh LLaMA-7B rtx4090             one RTX 4090 (24 GB)
 #   NUM_GPUS=4 MODEL_DIR=llama-7b DATA=alpaca.jsonl bash examples/finetune.sh LLaMA-7B rtx4090  four
