@@ -205,7 +205,7 @@ METHODS = {
     "lora_16": "--bcd-num-blocks 0 --bcd-low-rank 16",
     "lora_64": "--bcd-num-blocks 0 --bcd-low-rank 64",
     "lora_16_embedding": "--bcd-num-blocks 0 --bcd-low-rank 16 --bcd-low-rank-lr-ratio 7 --bcd-always-active embedding",
-    "six_blocks": f"--bcd-preset finetune {BLOCKS}",
+    "six_blocks": f"--bcd-preset finetune --bcd-inactive-update none {BLOCKS}",
     "factored": f"--bcd-num-blocks 0 {FACTORED} --bcd-embedding-update factored",
     "factored_unclipped": f"--bcd-num-blocks 0 {FACTORED} --bcd-embedding-update factored --clip-grad 0",
     "factored_adam_embedding": f"--bcd-num-blocks 0 {FACTORED}",
@@ -322,7 +322,7 @@ STEPS = (
 )
 """Steps with random weights."""
 ON_HOST = (
-    "--bcd-preset finetune --bcd-head-phase --bcd-steps-per-block 4 --cross-entropy-loss-fusion"
+    "--bcd-preset finetune --bcd-inactive-update none --bcd-head-phase --bcd-steps-per-block 4 --cross-entropy-loss-fusion"
     " --cross-entropy-fusion-impl linear --bcd-frozen-weights"
 )
 
