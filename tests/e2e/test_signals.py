@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -77,6 +78,8 @@ def test_an_interrupted_test_session(repo_root: Path, tmp_path: Path, number: si
         env=os.environ | {"PID_FILE": str(note)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        # a shell that starts the suite with "&" has it ignore SIGINT, and children inherit that
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     ) as session:
         while not note.exists():
             assert session.poll() is None
