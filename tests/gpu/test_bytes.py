@@ -26,7 +26,10 @@ SIZES |= {"micro_batch_size": 4, "global_batch_size": 8}
 VOCABULARY = "make_vocab_size_divisible_by"
 SIZES_OF_UPDATE = SIZES | {VOCABULARY: 4096}
 PEAKS = (0.95, 1.05)
-"""Of the planned ones."""
+"""Bounds of a measured peak relative to the planned one."""
+UNSPLIT = 2**21
+"""Bytes by which the allocator's blocks may exceed what was asked for: it does not split off a rest of up to 1 MiB, and
+which blocks it finds depends on what ran in the process before. The plan counts this in `framework`."""
 
 
 def as_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,6 +71,7 @@ def allocated(config: Any, *, leaks: bool = False) -> list[dict[str, int]]:
                 "asked": rest["requested_bytes.all.current"] - before["requested_bytes.all.current"],
                 "stays": rest["allocated_bytes.all.current"] - before["allocated_bytes.all.current"],
                 "number": rest["allocation.all.current"] - before["allocation.all.current"],
+                "asked_peak": held["requested_bytes.all.peak"] - before["requested_bytes.all.current"] - workspaces,
                 "peak": held["allocated_bytes.all.peak"] - before["allocated_bytes.all.current"] - workspaces,
                 "reserved": held["reserved_bytes.all.current"] - before["reserved_bytes.all.current"] - workspaces,
                 "block": one.results[-1]["block"],
@@ -104,8 +108,10 @@ def test_allocated_is_planned(repo_root: Path, gpus: Worlds, text_data: str, nam
             plan = planned[step["block"]][rank]
             rest = step["asked"] - plan.model_state
             assert rest % 512 <= 64 and rest // 512 in (0, message // 512, message // 256), (rank, step, plan)
-            assert 0 <= step["stays"] - step["asked"] <= 512 * step["number"] + 2**21, "two blocks of the allocator"
-            assert PEAKS[0] <= step["peak"] / (plan.total - plan.framework) <= PEAKS[1], (rank, step, plan)
+            assert 0 <= step["stays"] - step["asked"] <= 512 * step["number"] + UNSPLIT, (rank, step, plan)
+            assert 0 <= step["peak"] - step["asked_peak"] <= 512 * step["number"] + UNSPLIT, (rank, step, plan)
+            assert PEAKS[0] <= step["peak"] / (plan.total - plan.framework), (rank, step, plan)
+            assert step["asked_peak"] / (plan.total - plan.framework) <= PEAKS[1], (rank, step, plan)
 
 
 UPDATES = {
