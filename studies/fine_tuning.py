@@ -32,8 +32,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 
-from _parser import Parser, command, cpu_model, leave_with
-from _processes import ROOT, last_words
+from _parser import Parser, command, cpu_model, run_main
+from _processes import ROOT, failure_reason
 from filelock import FileLock, Timeout
 from results import NAME, Point, Result, Study, Variant, final_runs, grid, points
 from study import Commands, Runner, make_folder, tell
@@ -227,7 +227,7 @@ def call(words: Sequence[object], folder: Path) -> str:
     with open(folder / "preparation.log", "a", encoding="utf-8") as log:
         log.write(done.stdout + done.stderr)
     if done.returncode:
-        raise ValueError(f"{words[0]}: {last_words(done.stdout + done.stderr, done.returncode)}")
+        raise ValueError(f"{words[0]}: {failure_reason(done.stdout + done.stderr, done.returncode)}")
     return done.stdout
 
 
@@ -640,4 +640,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    run_main(main)

@@ -29,8 +29,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tools"))
 
-from _parser import Parser, command, leave_with
-from _processes import ROOT, kill, last_words, start
+from _parser import Parser, command, run_main
+from _processes import ROOT, failure_reason, kill, start
 from gpu_hour_jobs import JOBS, PARTS, WIDTHS, Job, Setting
 
 PROG = "studies/gpu_hour.py"
@@ -180,7 +180,7 @@ class Runner:
     def _record(self, running: Running, part: str, code: int | None, took: float) -> None:
         job, folder = running.job, running.folder
         log = (folder / "log").read_text(encoding="utf-8", errors="replace")
-        failure = "" if code == 0 else "ran out of time" if code is None else last_words(log, code)
+        failure = "" if code == 0 else "ran out of time" if code is None else failure_reason(log, code)
         if not failure and job.makes and not job.makes.is_file():
             failure = f"did not write {job.makes.name}"
         record: dict[str, Any] = {
@@ -298,4 +298,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    run_main(main)

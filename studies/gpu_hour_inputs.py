@@ -31,7 +31,7 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 
-from _parser import Parser, command, leave_with
+from _parser import Parser, command, run_main
 
 PROG = "studies/gpu_hour_inputs.py"
 MIB = 2**20
@@ -392,4 +392,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    run_main(main)

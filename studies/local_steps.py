@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 
 import torch
-from _parser import Parser, command, cpu_model, leave_with
+from _parser import Parser, command, cpu_model, run_main
 from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 
 from megatron.bcd import FAMILY_DEFAULTS, RunConfig, parse_run_config
@@ -266,4 +266,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    run_main(main)

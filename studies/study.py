@@ -38,8 +38,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tools"))
 
-from _parser import Parser, command, cpu_model, leave_with
-from _processes import last_words
+from _parser import Parser, command, cpu_model, run_main
+from _processes import failure_reason
 from results import (
     ROOT,
     Point,
@@ -235,7 +235,7 @@ class Runner:
         try:
             log = (folder / "log").read_text(encoding="utf-8", errors="replace")
             if process.returncode:
-                raise ValueError(last_words(log, process.returncode))
+                raise ValueError(failure_reason(log, process.returncode))
             lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
             summary = re.search(r"^parameters\s+([\d,]+) ", log, re.MULTILINE)
             number = int(summary[1].replace(",", "")) if summary else None
@@ -289,7 +289,7 @@ class Runner:
                 errors="replace",
             )
             if done.returncode:
-                raise ValueError(f"{run}: {last_words(done.stdout, done.returncode)}")
+                raise ValueError(f"{run}: {failure_reason(done.stdout, done.returncode)}")
             lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
         return fastest_step_ms([line for line in lines if "step_time_ms" in line])
 
@@ -457,4 +457,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    run_main(main)

@@ -21,7 +21,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.append(os.path.join(sys.path[0], "tools"))
 
 import torch
-from _parser import Parser, bad_input, leave_with
+from _parser import Parser, print_error, run_main
 from cifar import NUM_CLASSES, Images, Scale, read_split, training_batches
 from resnet import MODELS, build_resnet, residual_blocks
 
@@ -271,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         training = Training(arguments)
         reporter = Reporter(ReportConfig(metrics_file=arguments.metrics_file), train_iters=training.train_iters)
     except ValueError as error:
-        return bad_input(PROG, error)
+        return print_error(PROG, error)
     with reporter:
         num_parameters = sum(p.numel() for p in training.model.parameters())
         reporter.note(f"parameters {num_parameters:,} of {arguments.model} on {device.name()}")
@@ -281,4 +281,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    run_main(main)

@@ -1,4 +1,4 @@
-"""--model and its tokenizer, of the tools that read a model (generate, evaluate)."""
+"""The flags --model and --tokenizer-* of the tools that read a model (generate, evaluate)."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 
 
 def add_model_flags(parser: Any) -> None:
-    """--model, where and how it computes, and a tokenizer in place of its own."""
+    """Add --model, its precision and device, and the flags of another tokenizer."""
     parser.add_argument(
         "--model",
         required=True,
         metavar="DIR",
-        help="a model in Hugging Face's format, as --save-hf writes it, a folder of --save (its newest checkpoint is "
-        "taken), or one checkpoint in it",
+        help="a model in Hugging Face's format (--save-hf), a folder of --save (its newest checkpoint is used), or one "
+        "checkpoint in it",
     )
     parser.add_argument(
         "--precision",
         "--dtype",
         choices=("fp32", "bf16", "fp16"),
-        help="of weights and arithmetic (default: the weights')",
+        help="precision of weights and arithmetic (default: that of the weights)",
     )
-    parser.add_argument("--device", help="cuda, cuda:1, cpu, ... (default: the first GPU, without one the CPU)")
-    group = parser.add_argument_group("tokenizer", "instead of the model's own, as the training scripts' flags")
+    parser.add_argument("--device", help="cuda, cuda:1, cpu, ... (default: the first GPU, or else the CPU)")
+    group = parser.add_argument_group("tokenizer", "replaces the model's tokenizer; same flags as the training scripts")
     add_tokenizer_flags(group)
 
 
 def add_tokenizer_flags(group: Any, **options: Any) -> None:
-    """The training scripts' flags of a tokenizer; `options` of --tokenizer-type."""
+    """Add the training scripts' tokenizer flags; `options` go to --tokenizer-type."""
     group.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, **options)
     group.add_argument("--vocab-file", metavar="FILE", help="GPT2BPETokenizer: encoder.json")
     group.add_argument("--merge-file", metavar="FILE", help="GPT2BPETokenizer: vocab.bpe")
@@ -60,33 +60,30 @@ def add_tokenizer_flags(group: Any, **options: Any) -> None:
 
 
 def tokenizer_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `build_tokenizer`, beside the type."""
+    """Return the arguments of `build_tokenizer`, without the type."""
     names = "vocab_file merge_file tokenizer_model vocab_size tiktoken_pattern tiktoken_num_special_tokens"
     return {name: getattr(options, name) for name in names.split()}
 
 
 @contextlib.contextmanager
 def loaded_model(options: argparse.Namespace) -> Iterator[LoadedModel]:
-    """The model of the flags.
-
-    Raises:
-        ValueError: it can't be read, or it or the work inside does not fit into memory.
-    """
+    """Yield the model that the flags name. Raises ValueError if the model cannot be read, or memory is exhausted while
+    loading or using it."""
     import torch
 
     from megatron.bcd.huggingface.in_memory import open_model
 
-    given = None
+    tokenizer = None
     if options.tokenizer_type is not None:
-        given = build_tokenizer(options.tokenizer_type, **tokenizer_options(options))
+        tokenizer = build_tokenizer(options.tokenizer_type, **tokenizer_options(options))
     elif options.tokenizer_model or options.vocab_file or options.merge_file or options.vocab_size:
-        raise ValueError("the flags of a tokenizer, such as --tokenizer-model, need --tokenizer-type")
+        raise ValueError("--tokenizer-model, --vocab-file, --merge-file, --vocab-size: need --tokenizer-type")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from None
     try:
-        yield open_model(options.model, precision=options.precision, device=device, tokenizer=given)
+        yield open_model(options.model, precision=options.precision, device=device, tokenizer=tokenizer)
     except (MemoryError, torch.OutOfMemoryError):
-        raise ValueError("too little memory: give --precision bf16, or shorter or fewer texts at a time") from None
+        raise ValueError("out of memory: give --precision bf16, or shorter or fewer texts at a time") from None

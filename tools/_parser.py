@@ -1,4 +1,4 @@
-"""What the tools share: the command line, --json, tables, files that are whole or as they were. Without torch."""
+"""Helpers that all tools share: command line, --json, tables and atomic writes. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,48 +15,48 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 STDOUT = "-"
-"""Of --json without a file: JSON on stdout, and nothing else there."""
+"""The value of --json without a file: write JSON to stdout, and nothing else."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ValueError, where argparse would leave the process. No flag has a short form; a description keeps its
-    lines."""
+    """A parser that raises ValueError where argparse would exit. Flags cannot be abbreviated."""
 
     def __init__(self, **options: Any) -> None:
-        settled = {"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter}
-        super().__init__(**settled | options)
+        fixed = {"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter}
+        super().__init__(**fixed | options)
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.removeprefix("argument "))
 
 
-def bad_input(prog: str, error: Exception | str) -> int:
-    """Print the error as one line of `prog`; its exit code."""
+def print_error(prog: str, error: Exception | str) -> int:
+    """Print the error as one line of `prog` and return the exit code."""
     print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
     return 2
 
 
 def command(prog: str) -> Callable[[Callable[[list[str]], int | None]], Callable[..., int]]:
-    """Decorates `main`: it gets the words of the command line, and a user's mistake is one line and exit code 2."""
+    """Decorate `main`: pass it the command line's words, and report a user's mistake in one line with exit code 2."""
 
     def decorate(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
-        def guarded(argv: Sequence[str] | None = None) -> int:
+        def wrapper(argv: Sequence[str] | None = None) -> int:
             try:
                 return main(sys.argv[1:] if argv is None else list(argv)) or 0
             except BrokenPipeError:
                 raise
             except (ValueError, OSError) as error:
-                return bad_input(prog, error)
+                return print_error(prog, error)
 
-        return guarded
+        return wrapper
 
     return decorate
 
 
-def leave_with(main: Callable[[], int | None]) -> NoReturn:
-    """End the process with the code of `main`; without a traceback after Ctrl-C, or where the reader of stdout (head,
-    less) has left. SIGTERM and Ctrl-C unwind the stack: no process that the tool started outlives it, and no partial
-    file stays."""
+def run_main(main: Callable[[], int | None]) -> NoReturn:
+    """Run `main` and exit with its code, without a traceback after Ctrl-C or a closed pipe (head, less).
+
+    SIGTERM and Ctrl-C unwind the stack, so that child processes end and temporary files are removed.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         code = main()
@@ -70,7 +70,7 @@ def leave_with(main: Callable[[], int | None]) -> NoReturn:
 
 
 def add_precision(group: Any, choices: Sequence[str], *, more: str = "") -> None:
-    """--precision, and the scripts' --bf16 and --fp16; `more` of its default, for --help."""
+    """Add --precision and the scripts' --bf16 and --fp16. `more` is appended to the default in --help."""
     group.add_argument("--precision", choices=choices, default="fp32", help=f"(default: fp32{more})")
     for name in choices:
         if name != "fp32":
@@ -80,7 +80,7 @@ def add_precision(group: Any, choices: Sequence[str], *, more: str = "") -> None
 
 
 def add_json(group: Any) -> None:
-    """--json [FILE], as all tools have it."""
+    """Add --json [FILE]."""
     group.add_argument(
         "--json",
         nargs="?",
@@ -90,21 +90,30 @@ def add_json(group: Any) -> None:
     )
 
 
-def tell(path: str | None, figures: Any, show: Callable[[], object]) -> None:
-    """`figures` as JSON where --json asks for them; `show` prints them for people, but not into JSON on stdout."""
+def write_figures(path: str | None, figures: Any, show: Callable[[], object]) -> None:
+    """Write `figures` as JSON if --json was given, and call `show` unless the JSON goes to stdout."""
     text = json.dumps(figures, indent=1, ensure_ascii=False, default=str)
     if path == STDOUT:
         print(text)
         return
     show()
     if path is not None:
-        write_aside(path, lambda aside: Path(aside).write_text(f"{text}\n", encoding="utf-8"), flag="--json")
+        write_atomically(
+            path, lambda temporary: Path(temporary).write_text(f"{text}\n", encoding="utf-8"), flag="--json"
+        )
         print(f"wrote {path}")
 
 
-def check_can_write(path: str | None, *, flag: str) -> None:
-    """Before hours are spent: raises ValueError if the file, or the folder (a path that ends in /), can't be written.
-    Nothing is created yet."""
+def check_positive(options: argparse.Namespace, *names: str) -> None:
+    """Raise ValueError if one of these flags was given and is below 1."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+
+
+def check_writable(path: str | None, *, flag: str) -> None:
+    """Raise ValueError if this file cannot be written, or this folder (a path that ends in /). Creates nothing."""
     if path is None or path == STDOUT:
         return
     folder = os.path.dirname(os.path.abspath(path)) if not path.endswith("/") else os.path.abspath(path)
@@ -119,22 +128,22 @@ def check_can_write(path: str | None, *, flag: str) -> None:
         raise ValueError(f"{flag} {path}: can't be written ({error.strerror}); give another") from None
 
 
-def write_aside(path: str, write: Callable[[str], object], *, flag: str) -> None:
-    """`write` a temporary file and rename it: `path` is whole, or as it was. Raises ValueError naming `flag`."""
-    aside = f"{path}.{os.getpid()}.tmp"
+def write_atomically(path: str, write: Callable[[str], object], *, flag: str) -> None:
+    """Call `write` with a temporary name and rename the result to `path`. Raises ValueError that names `flag`."""
+    temporary = f"{path}.{os.getpid()}.tmp"
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        write(aside)
-        os.replace(aside, path)
+        write(temporary)
+        os.replace(temporary, path)
     except OSError as error:
         raise ValueError(f"{flag} {path}: can't be written ({error.strerror}); give another") from None
     finally:
         with contextlib.suppress(OSError):
-            os.remove(aside)
+            os.remove(temporary)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: int = 1) -> str:
-    """Aligned columns; the first `num_left` hold words, the others numbers."""
+    """Format aligned columns: the first `num_left` are left-aligned, the others are numbers."""
     lines, texts = [columns, *rows], []
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
@@ -147,12 +156,12 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: in
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: int = 1) -> None:
-    """As `table` says."""
+    """Print a `table`."""
     print(table(columns, rows, num_left=num_left))
 
 
 def cpu_model() -> str:
-    """As Linux names it, else as Python does."""
+    """Return the CPU's name as Linux knows it, or else Python's."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

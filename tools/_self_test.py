@@ -1,4 +1,4 @@
-"""The self-test of tools/check_machine.py: training runs on all ranks, compared with one process of this machine."""
+"""The self-test of tools/check_machine.py: train on all ranks and compare with one process of this machine."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """What was found about one part of the machine or of the self-test."""
+    """The result for one part of the machine or of the self-test."""
 
     part: str
     verdict: str
     """PASS, FAIL or SKIP."""
     detail: str
-    """What was found; of SKIP the reason."""
+    """What was measured or detected; for SKIP, the reason."""
     remedy: str = ""
-    """Of FAIL: what to do."""
+    """For FAIL: what to do."""
     figures: Mapping[str, Any] = field(default_factory=dict)
-    """For programs."""
+    """Values for --json."""
 
 
 def passed(part: str, detail: str, **figures: Any) -> Check:
@@ -54,8 +54,8 @@ FLAGS: dict[str, Any] = {
     "openai_gelu": True, "seed": 1234, "tokenizer_type": "NullTokenizer", "vocab_size": 256,
     "use_cpu_initialization": True, "split": "90,10,0", "num_workers": 0, "log_interval": 1, "eval_iters": 0,
 }  # fmt: skip
-"""Of every run. The form of GELU is that of the fused kernel of a GPU, and the learning rate one at which rounding
-hardly grows: tests/distributed/test_self_test_margin.py."""
+"""Flags of every run. GELU is written as a GPU's fused kernel computes it, and the learning rate is one at which
+rounding errors hardly grow: tests/distributed/test_self_test_margin.py."""
 ONE_BLOCK = {"bcd_num_blocks": 1, "train_iters": 6}
 SHORT = {"bcd_num_blocks": 2, "train_iters": 8, "bcd_steps_per_block": 2}
 LONG = {"bcd_num_blocks": 2, "train_iters": 24, "bcd_steps_per_block": 3}
@@ -71,26 +71,26 @@ SAME_BLOCKS = {
     "submodel": {"bcd_layout": "spread", "bcd_num_blocks": 4},
     "interleaved": {"bcd_layout": "spread"},
 }
-"""What makes one stage form the blocks that two stages form."""
+"""Flags with which one stage forms the same blocks as two stages."""
 PREFIX_CACHE = {"bcd_num_blocks": 2, "train_iters": 6, "bcd_steps_per_block": 3, "bcd_sample_ratio": 0.026}
 TOLERANCE = {"fp32": 2e-4, "tf32": 3e-3, "bf16": 5e-3}
-"""Relative, of losses; ten times as much of gradient norms, which are not compared in bf16."""
+"""Relative tolerance of losses; ten times as much for gradient norms, which are not compared in bf16."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run wrote to its metrics file."""
+    """The metrics of a run."""
 
     steps: tuple[Mapping[str, Any], ...]
-    """Lines of training steps."""
+    """The metrics lines of training steps."""
 
     @property
     def losses(self) -> list[float]:
         return [step["loss"] for step in self.steps]
 
 
-def flags_of(values: Mapping[str, Any]) -> list[str]:
-    """Words of a command line."""
+def flag_words(values: Mapping[str, Any]) -> list[str]:
+    """Return the flags as words of a command line."""
     words: list[str] = []
     for name, value in values.items():
         flag = f"--{name.replace('_', '-')}"
@@ -99,8 +99,8 @@ def flags_of(values: Mapping[str, Any]) -> list[str]:
 
 
 def write_data(folder: Path) -> str:
-    """An indexed dataset that is the same everywhere, of 200 random walks over 250 tokens; its prefix. Raises
-    CannotRun."""
+    """Write an indexed dataset of 200 random walks over 250 tokens, the same on every machine; return its prefix.
+    Raises CannotRun if tools/preprocess_data.py failed."""
     draw, walks = random.Random(5), []
     for _ in range(200):
         steps = draw.choices(range(4), k=draw.randrange(20, 200))
@@ -115,26 +115,28 @@ def write_data(folder: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Runner:
-    """Starts the training script under torchrun on the ranks of this machine; files go to `folder`."""
+    """Starts the training script under torchrun on this machine's ranks. Files go to `folder`."""
 
     folder: Path
     num_ranks: int
     on_gpu: bool
     flags: Mapping[str, Any]
-    """Of every run, beside its own."""
+    """Flags of every run, which a run's flags override."""
     seconds: float = 300.0
-    """Limit of one run: what hangs must end."""
+    """Time limit of one run."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables beside those of this process."""
+    """Variables in addition to this process's."""
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages of runs that have several where they can."""
+        """Number of pipeline stages in runs that can have several."""
         return 1 if self.num_ranks == 1 else 2
 
     def prepare(self) -> None:
-        """Write the data, and a checkpoint of the initial weights that stock Megatron-LM draws on a CPU, which all runs
-        share: a GPU draws others. Raises CannotRun."""
+        """Write the data and a checkpoint of initial weights, from which all runs start.
+
+        The weights are drawn on the CPU as stock Megatron-LM does; a GPU would draw others. Raises CannotRun.
+        """
         write_data(self.folder)
         no_step = {"train_iters": 1, "lr": 1e-30, "min_lr": 0, "lr_warmup_iters": 0}
         flags = {**no_step, "bcd_num_blocks": 1, "load": False, "save": self.folder / "weights"}
@@ -149,9 +151,8 @@ class Runner:
         on_cpu: bool = False,
         until: Callable[[], bool] = lambda: False,
     ) -> Run:
-        """A run from the initial weights on all or so many ranks, or with --load in its flags from there.
-
-        Raises CannotRun."""
+        """Train on all ranks, or on `num_ranks`, from the initial weights unless `flags` has --load. Raises CannotRun
+        if the run failed."""
         num_ranks = num_ranks or self.num_ranks
         stages = int(flags.get("pipeline_model_parallel_size", 1)) * int(flags.get("tensor_model_parallel_size", 1))
         values = {**self.flags, "micro_batch_size": 2 if num_ranks // stages <= 2 else 1}
@@ -161,29 +162,29 @@ class Runner:
         metrics = self.folder / f"{name}.jsonl"
         values |= {**flags, "data_path": self.folder / "walks_text_document", "metrics_file": metrics}
         environment = {**self.environment, **(NO_GPU if on_cpu else {})}
-        command = [*launcher(num_ranks), SCRIPTS["gpt"], *flags_of(values)]
+        command = [*launcher(num_ranks), SCRIPTS["gpt"], *flag_words(values)]
         run(command, self.folder / f"{name}.log", seconds=self.seconds, environment=environment, until=until)
         return Run(steps=tuple(line for line in read_metrics(metrics) if "loss" in line))
 
 
 # ---------------------------------------------------------------- parts
 
-NUMERICS = "a kernel computes something else: try without Transformer Engine and Apex, and another GPU"
-MESSAGES = "look into the run's log; NCCL_DEBUG=INFO says how the GPUs are connected"
+NUMERICS = "a kernel computes a different result: try without Transformer Engine and Apex, and another GPU"
+MESSAGES = "read the run's log; NCCL_DEBUG=INFO shows how the GPUs are connected"
 
 
 @dataclass(kw_only=True)
 class SelfTest:
-    """Its parts share runs: a part may need that of another."""
+    """The parts of the self-test. They share runs, so one part may reuse another's."""
 
     runner: Runner
     fp32: str
-    """Key of the tolerance of fp32 runs: tf32 where Transformer Engine multiplies so."""
+    """Key of TOLERANCE for fp32 runs: tf32 if Transformer Engine multiplies fp32 matrices in TF32."""
     only: Callable[[str], bool] = field(default=lambda part: True)
     _runs: dict[Any, Run] = field(default_factory=dict)
 
     def checks(self) -> Iterator[Check]:
-        """Each part as soon as it is known. Without initial weights nothing else is tried."""
+        """Yield the result of each part as soon as it is known. Stops if the initial weights cannot be written."""
         try:
             self.runner.prepare()
         except CannotRun as error:
@@ -198,7 +199,7 @@ class SelfTest:
                     yield failed(part, str(error), remedy=MESSAGES, folder=str(self.runner.folder))
 
     def parts(self) -> dict[str, Callable[[str], Check]]:
-        """By name, in their order."""
+        """Return the parts by name, in order."""
         return {
             "one block": self.one_block,
             "one block, bf16": self.one_block,
@@ -210,7 +211,7 @@ class SelfTest:
         }
 
     def one_block(self, part: str) -> Check:
-        """All ranks, data parallel, against one process of the CPU."""
+        """Compare data-parallel training on all ranks with one process on the CPU."""
         precision = "bf16" if "bf16" in part else self.fp32
         flags = ONE_BLOCK | ({"bf16": True} if precision == "bf16" else {})
         return self.compare(part, flags, flags, precision, on_cpu=True)
@@ -218,7 +219,7 @@ class SelfTest:
     def tensor_parallel(self, part: str) -> Check:
         if self.runner.num_ranks == 1:
             return skipped(part, "one rank")
-        # the vocabulary is padded to a multiple of this times the ranks: to as many rows as without
+        # Megatron pads the vocabulary to a multiple of this times the ranks: with 64 and 2 ranks, as with one rank.
         split = {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 64}
         return self.compare(part, ONE_BLOCK | split, ONE_BLOCK)
 
@@ -231,7 +232,7 @@ class SelfTest:
         return dict(flags) | ({"pipeline_model_parallel_size": 2} if self.runner.num_stages > 1 else {})
 
     def resume(self, part: str) -> Check:
-        """Kill a run after a checkpoint and start it again: its losses are those of a run that was not killed."""
+        """Kill a run after a checkpoint, resume it, and compare with an uninterrupted run bit for bit."""
         flags, folder = self._on_stages(LAYOUTS["submodel"]), self.runner.folder / "killed"
         whole, flags = self._train(flags), flags | {"save": folder, "save_interval": SAVE_INTERVAL}
         tracker = folder / "latest_checkpointed_iteration.txt"
@@ -239,7 +240,7 @@ class SelfTest:
         again = self.runner.train("resumed", flags | {"load": folder})
         first = again.steps[0]["iteration"] if again.steps else 0
         if first <= 1:
-            return failed(part, "the second start began anew", remedy="see the log of the run", first=first)
+            return failed(part, "the second start did not resume", remedy="see the log of the run", first=first)
         ours, theirs = again.losses, whole.losses[first - 1 :]
         if ours != theirs:
             remedy = "see docs/checkpoints.md; a kernel that is not deterministic may be the reason"
@@ -247,18 +248,18 @@ class SelfTest:
         return passed(part, f"killed, resumed after iteration {first - 1}: the same losses bit for bit")
 
     def prefix_cache(self, part: str) -> Check:
-        """Outputs of frozen layers, read from disk: the losses of a run that computes them."""
+        """Compare a run that reads the frozen layers' outputs from disk with one that computes them."""
         flags = self._on_stages(PREFIX_CACHE)
         cached = flags | {"bcd_prefix_cache": self.runner.folder / "prefix"}
         hits = sum(step["prefix_cache_hits"] for step in self._train(cached).steps)
         if not hits:
-            remedy = "the folder needs a file system with room and locks: give another with --output"
+            remedy = "the folder needs a file system with free space and locks: give another with --output"
             return failed(part, "no sample was read from the cache", remedy=remedy)
         check = self.compare(part, cached, flags, num_ranks=self.runner.num_ranks, on_cpu=False)
         return replace(check, detail=f"{check.detail}; {hits} samples from the cache")
 
     def offload(self, part: str) -> Check:
-        """The optimizer in host memory: the losses of one on the device."""
+        """Compare the optimizer in host memory with the one on the device."""
         if not self.runner.on_gpu:
             return skipped(part, "needs a CUDA GPU")
         return self.compare(part, ONE_BLOCK | {"optimizer_cpu_offload": True}, ONE_BLOCK, on_cpu=False)
@@ -280,26 +281,28 @@ class SelfTest:
         num_ranks: int = 1,
         on_cpu: bool | None = None,
     ) -> Check:
-        """Losses and gradient norms of a run on all ranks, against those of one with the flags `wanted`: on this kind
-        of device, but where that would be the same run on the CPU."""
+        """Compare losses and gradient norms of a run on all ranks with a run with the flags `wanted`.
+
+        The reference uses the same kind of device, unless it would then be the same run: then it uses the CPU.
+        """
         precision = precision or self.fp32
         one_rank = self.runner.num_ranks == 1
         if one_rank and not self.runner.on_gpu and flags == wanted:
-            return skipped(part, "one process on the CPU is what the others are compared with")
+            return skipped(part, "one process on the CPU is the reference itself")
         run = self._train(flags)
         reference = self._train(wanted, num_ranks=num_ranks, on_cpu=one_rank if on_cpu is None else on_cpu)
         pairs = {"loss": (run.losses, reference.losses)}
         if precision != "bf16":
-            norms = ([step["grad_norm"] or 0.0 for step in one.steps] for one in (run, reference))
+            norms = ([step["grad_norm"] or 0.0 for step in side.steps] for side in (run, reference))
             pairs["gradient norm"] = tuple(norms)
-        for what, (ours, theirs) in pairs.items():
-            allowed = TOLERANCE[precision] * (10 if what == "gradient norm" else 1)
-            # not <=: NaN is too far
-            far = [not abs(one - other) <= allowed * abs(other) for one, other in zip(ours, theirs, strict=False)]
-            if len(ours) != len(theirs) or any(far):
-                place = f"step {far.index(True) + 1}" if any(far) else f"{len(ours)} of {len(theirs)} steps"
-                detail = f"{what} is not the reference run's: {place}, more than {allowed:g} apart"
+        for quantity, (ours, theirs) in pairs.items():
+            allowed = TOLERANCE[precision] * (10 if quantity == "gradient norm" else 1)
+            # "not <=" and not ">", so that NaN counts as different
+            differs = [not abs(x - y) <= allowed * abs(y) for x, y in zip(ours, theirs, strict=False)]
+            if len(ours) != len(theirs) or any(differs):
+                place = f"step {differs.index(True) + 1}" if any(differs) else f"{len(ours)} of {len(theirs)} steps"
+                detail = f"{quantity} differs from the reference run's: {place}, more than {allowed:g} apart"
                 return failed(part, detail, remedy=NUMERICS, ours=ours, theirs=theirs)
-        deviation = max(abs(one / other - 1) for one, other in zip(*pairs["loss"], strict=True))
-        detail = f"{len(run.steps)} losses as the reference run's, within {deviation:.1e} ({precision})"
+        deviation = max(abs(x / y - 1) for x, y in zip(*pairs["loss"], strict=True))
+        detail = f"{len(run.steps)} losses equal the reference run's within {deviation:.1e} ({precision})"
         return passed(part, detail, loss=run.losses)

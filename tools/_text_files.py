@@ -1,4 +1,4 @@
-"""Input of the tools that read text: flags, globs, formats, compression, and documents."""
+"""Read the input of the text tools: flags, globs, formats, compression, and documents."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 BATCH_BYTES = 1 << 18
-"""Input per worker task: large enough to hide its overhead, small enough to share evenly."""
+"""Input per worker task: large enough to hide its overhead, small enough to balance the workers."""
 UTF8_BOM = b"\xef\xbb\xbf"
 FORMATS = ("jsonl", "txt", "parquet")
 DOCUMENTS = ("line", "paragraph", "file")
-"""What is a document of plain text."""
+"""What counts as one document of plain text."""
 _ENDINGS = {".jsonl": "jsonl", ".json": "jsonl", ".txt": "txt", ".parquet": "parquet"}
 _ZSTANDARD = (".zst", ".zstd")
 _COMPRESSED = (".gz", *_ZSTANDARD)
@@ -35,7 +35,7 @@ class Batch:
     input_format: str
     """jsonl or txt; rows of parquet arrive as JSON lines."""
     entries: list[tuple[int, bytes]]
-    """Each with the number of its first line (in parquet: row), counted from 1, for error messages."""
+    """(number, bytes) of each entry; the number is its first line (parquet: row), counted from 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,32 +55,30 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="files and quoted globs, read in this order; .gz as it is, .zst needs zstandard, .parquet pyarrow",
+        help="files and quoted globs, read in this order; .gz works directly, .zst needs zstandard, .parquet pyarrow",
     )
     group.add_argument(
         "--input-format",
         choices=("auto", *FORMATS),
         default="auto",
-        help="jsonl: one JSON object a line; txt: plain text; parquet: one row a document; auto: by the ending .jsonl, "
-        ".json, .txt or .parquet, before .gz or .zst, and a .txt that holds JSONL is read as such (default)",
+        help="jsonl: one JSON object per line; txt: plain text; parquet: one document per row; auto (default): by the "
+        "ending .jsonl, .json, .txt or .parquet, before .gz or .zst; a .txt that contains JSON lines is read as JSONL",
     )
     group.add_argument(
         "--documents",
         choices=DOCUMENTS,
         default="line",
-        help="documents of plain text: each non-empty line, stripped (default, as stock), what stands between blank "
-        "lines, or each file",
+        help="documents of plain text: each non-empty line, stripped (default, as in stock); text between blank lines; "
+        "or each file",
     )
     group.add_argument(
         "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys or columns to read (default: text)"
     )
 
 
-def sources_of(args: argparse.Namespace) -> list[Source]:
-    """The files of --input in order, those of a glob sorted.
-
-    Raises ValueError for the first that is no readable file of a known format, and for a missing package.
-    """
+def find_sources(args: argparse.Namespace) -> list[Source]:
+    """Return the files of --input in order, sorted within a glob. Raises ValueError if a file is missing, unreadable or
+    of unknown format, or needs a package that is not installed."""
     paths = [path for pattern in args.input for path in _expanded(pattern)]
     for path in paths:
         if not os.path.isfile(path):
@@ -93,40 +91,39 @@ def sources_of(args: argparse.Namespace) -> list[Source]:
 def _expanded(pattern: str) -> list[str]:
     if os.path.exists(pattern) or not glob.has_magic(pattern):
         return [pattern]
-    found = sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
-    if not found:
-        raise ValueError(f"--input {pattern}: no file has such a name")
-    return found
+    paths = sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
+    if not paths:
+        raise ValueError(f"--input {pattern}: no file matches")
+    return paths
 
 
 def _source(path: str, input_format: str, documents: str, json_keys: tuple[str, ...]) -> Source:
     stem, ending = os.path.splitext(path.lower())
     if ending in _ZSTANDARD:
-        _needed("zstandard", path)
+        _import_package("zstandard", path)
     if ending in _COMPRESSED:
         ending = os.path.splitext(stem)[1]
-    found = input_format
-    if found == "auto":
+    if input_format == "auto":
         if ending not in _ENDINGS:
             raise ValueError(
                 f"--input {path}: cannot tell its format by its ending; give --input-format {', '.join(FORMATS)}"
             )
-        found = _ENDINGS[ending]
-        if found == "txt" and _looks_like_jsonl(path, json_keys):
-            found = "jsonl"
-            if documents == "line":  # else it is refused below
-                note = "read as JSONL, which it holds; --input-format txt takes its lines as text"
+        input_format = _ENDINGS[ending]
+        if input_format == "txt" and _looks_like_jsonl(path, json_keys):
+            input_format = "jsonl"
+            if documents == "line":  # otherwise it is refused below
+                note = "contains JSON lines and is read as such; --input-format txt reads its lines as text"
                 print(f"note: {path}: {note}", file=sys.stderr)
-    if found == "parquet":
-        _needed("pyarrow", path)
-    if found != "txt" and documents != "line":
+    if input_format == "parquet":
+        _import_package("pyarrow", path)
+    if input_format != "txt" and documents != "line":
         raise ValueError(
-            f"--documents {documents} is for plain text; {path} is {found}, where each entry is a document"
+            f"--documents {documents} is for plain text; {path} is {input_format}, where each entry is a document"
         )
-    return Source(path=path, input_format=found, documents=documents, json_keys=json_keys)
+    return Source(path=path, input_format=input_format, documents=documents, json_keys=json_keys)
 
 
-def _needed(package: str, path: str) -> Any:
+def _import_package(package: str, path: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError:
@@ -134,32 +131,30 @@ def _needed(package: str, path: str) -> Any:
 
 
 def _looks_like_jsonl(path: str, json_keys: Sequence[str]) -> bool:
-    """Whether the first line that is not blank is a JSON object with these keys."""
+    """Return whether the first line that is not blank is a JSON object with these keys."""
     try:
         with open(path, "rb") as file:
             lines = _decompressed(file, path).readlines(_SNIFFED_BYTES)
         value = json.loads(next((line for line in lines if line.strip()), b"").removeprefix(UTF8_BOM))
-    except Exception:  # it is no JSON, or cannot be read, which is said where it is read
+    except Exception:  # not JSON, or unreadable, which the reader reports later
         return False
     return isinstance(value, dict) and set(json_keys) <= value.keys()
 
 
 def _decompressed(file: BinaryIO, path: str) -> BinaryIO:
-    """The contents of an open file."""
+    """Return the decompressed contents of an open file."""
     ending = os.path.splitext(path.lower())[1]
     if ending == ".gz":
         return gzip.GzipFile(fileobj=file)  # type: ignore[return-value]
     if ending in _ZSTANDARD:
-        reader = _needed("zstandard", path).ZstdDecompressor().stream_reader(file, read_across_frames=True)
+        reader = _import_package("zstandard", path).ZstdDecompressor().stream_reader(file, read_across_frames=True)
         return io.BufferedReader(reader)  # type: ignore[return-value]
     return file
 
 
 def read_batches(sources: Sequence[Source]) -> Iterator[Batch]:
-    """Entries of all files in order. A line ends with a line feed; a UTF-8 BOM at a file's start is dropped.
-
-    Raises ValueError that names the file that cannot be decompressed or read.
-    """
+    """Yield the entries of all files in order. A line ends with \n; a UTF-8 BOM at a file's start is dropped. Raises
+    ValueError if a file cannot be decompressed or read."""
     for source in sources:
         is_parquet = source.input_format == "parquet"
         about = {"path": source.path, "input_format": "jsonl" if is_parquet else source.input_format}
@@ -172,13 +167,13 @@ def read_batches(sources: Sequence[Source]) -> Iterator[Batch]:
                 if size >= BATCH_BYTES:
                     yield Batch(**about, entries=entries)
                     entries, size = [], 0
-        except Exception as error:  # whatever the packages raise for damaged files
+        except Exception as error:  # packages raise all kinds of errors for damaged files
             raise ValueError(f"{source.path}: cannot be read ({error})") from None
         yield Batch(**about, entries=entries)
 
 
 def _texts(source: Source) -> Iterator[tuple[int, bytes]]:
-    """JSON lines, or documents of plain text, with the number of their first line."""
+    """Yield JSON lines, or documents of plain text, with the number of their first line."""
     with open(source.path, "rb") as raw:
         file = _decompressed(raw, source.path)
         if source.documents == "file":
@@ -195,7 +190,7 @@ def _texts(source: Source) -> Iterator[tuple[int, bytes]]:
 
 
 def _rows(source: Source) -> Iterator[tuple[int, bytes]]:
-    """Rows of parquet as JSON lines, so that they are checked and encoded as those are."""
+    """Yield rows of parquet as JSON lines, so that they are checked and encoded like those."""
     file = importlib.import_module("pyarrow.parquet").ParquetFile(source.path)
     missing = [key for key in source.json_keys if key not in file.schema_arrow.names]
     if missing:
@@ -204,17 +199,19 @@ def _rows(source: Source) -> Iterator[tuple[int, bytes]]:
         )
     rows = (row for part in file.iter_batches(columns=list(source.json_keys)) for row in part.to_pylist())
     for number, row in enumerate(rows, 1):
-        yield number, json.dumps(row).encode()  # bytes, dates and decimal numbers are no text
+        yield number, json.dumps(row).encode()  # raises TypeError for bytes, dates and decimal numbers
 
 
 # --- documents
 
 
 def read_documents(batch: Batch, json_keys: Sequence[str]) -> Iterator[tuple[int, dict[str, list[str]]]]:
-    """Line number and, by key, the texts of each document: one text, or several where JSON has a list.
+    """Yield the line number of each document and its texts by key: one text, or several if JSON has a list.
 
-    Blank entries are no documents. Plain text is stripped, and stands under every key.
-    Raises ValueError that names file and line for a line that is not UTF-8 or not the JSON asked for.
+    Blank entries are skipped. Plain text is stripped and returned for every key.
+
+    Raises:
+        ValueError: a line is not UTF-8, or not JSON with the requested keys. Names file and line.
     """
     for number, entry in batch.entries:
         try:
@@ -249,6 +246,6 @@ def _parse_json_document(line: str, json_keys: Sequence[str]) -> dict[str, list[
         try:
             "".join(texts).encode()
         except UnicodeEncodeError:
-            raise ValueError(f'key "{key}" holds half of a surrogate pair, which no UTF-8 text can') from None
+            raise ValueError(f'key "{key}" holds half of a surrogate pair, which UTF-8 cannot encode') from None
         document[key] = texts
     return document

@@ -1,4 +1,4 @@
-"""Draws computation and copies of one microbatch (tools/plan.py --timeline): a Chrome trace, or a picture."""
+"""Draw the computation and copies of one microbatch (tools/plan.py --timeline) as a Chrome trace or a picture."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from _parser import write_aside
+from _parser import write_atomically
 
 from megatron.bcd.planner.recipe import Recipe
 from megatron.bcd.planner.timeline import Span, microbatch
@@ -18,14 +18,14 @@ FLAG = "--timeline"
 
 
 def write_timeline(path: str, recipe: Recipe) -> None:
-    """Of the middle block's phase. Raises ValueError for another kind of file or recipe."""
+    """Write the timeline of the middle block's phase. Raises ValueError for an unsupported file type or recipe."""
     kind = os.path.splitext(path)[1][1:].lower()
     if kind not in ("json", "png", "svg"):
         raise ValueError(f"{FLAG} {path}: must end in .json (a Chrome trace), .png or .svg")
     if not recipe.is_streamed or recipe.pipeline_size > 1:
         raise ValueError(f"{FLAG} shows copies: give --bcd-frozen-weights host, and one pipeline stage")
     spans = microbatch(recipe, recipe.partition.num_blocks // 2)
-    write_aside(path, functools.partial(_trace if kind == "json" else _draw, spans, kind), flag=FLAG)
+    write_atomically(path, functools.partial(_trace if kind == "json" else _draw, spans, kind), flag=FLAG)
 
 
 def _trace(spans: Sequence[Span], _: str, path: str) -> None:

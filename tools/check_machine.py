@@ -1,14 +1,14 @@
-"""What holds on this machine: what is installed and found, then a self-test of minutes on all its GPUs.
+"""Check this machine: what is installed and detected, then a self-test of a few minutes on all its GPUs.
 
     python tools/check_machine.py
     python tools/check_machine.py --json out/machine.json --calibrate
     python tools/check_machine.py --only "one block*"
 
-One line per part: PASS, FAIL with the remedy, SKIP with the reason. The self-test trains models of 0.2 M parameters
-with the training script under torchrun: with one block and in every layout against one process of this machine, killed
-and resumed, with prefix cache, with the optimizer on the host. Without a GPU it runs on the CPU under gloo.
---calibrate measures rates and writes examples/clusters.csv with a row of this machine, for tools/plan.py. Exit code 0
-if nothing failed, 1 if something did, 2 for bad flags. See docs/gpu.md.
+Prints one line per part: PASS, FAIL with the remedy, or SKIP with the reason. The self-test trains models of 0.2 M
+parameters with the training script under torchrun and compares them with one process of this machine: with one block,
+in every layout, killed and resumed, with prefix cache, and with the optimizer on the host. Without a GPU it runs on the
+CPU under gloo. --calibrate measures rates and writes a cluster table with a row for this machine, for tools/plan.py.
+The exit code is 0 if nothing failed, 1 if something did, 2 for bad flags. See docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _parser import Parser, add_json, check_can_write, command, cpu_model, leave_with, tell
+from _parser import Parser, add_json, check_writable, command, cpu_model, run_main, write_figures
 from _processes import ROOT, CannotRun, run
 from _self_test import FAIL, FLAGS, Check, Runner, SelfTest, failed, passed, skipped
 
@@ -45,33 +45,33 @@ if TYPE_CHECKING:
     import torch
 
 PROG = "tools/check_machine.py"
-# ---------------------------------------------------------------- what is installed and found
+# ---------------------------------------------------------------- installation
 
 NEEDED = ("python", "torch", "compiler", "folder")
-"""Parts without which no run is tried, beside all packages."""
+"""Parts that every run needs, in addition to all packages."""
 TESTS_ONLY = "# tests/run.sh"
-"""The line of requirements.txt from which on running can do without."""
+"""The line of requirements.txt after which only tests need the packages."""
 EXACT = ("megatron-core",)
-"""Packages whose private parts are used: patches are for this version only."""
+"""Packages whose private parts are patched, which holds for the pinned version only."""
 OPTIONAL = {
     "transformer_engine": ("transformer_engine.pytorch",),
     "apex": ("apex.optimizers", "apex.normalization", "amp_C"),
 }
-"""Modules that training needs of a package to use it (megatron.bcd.runtime.packages)."""
+"""Modules that each optional package must provide (megatron.bcd.runtime.packages)."""
 SHOWN = ("CUDA_", "CUBLAS_", "PYTORCH_", "OMP_", "GLOO_", "NCCL_", "NVTE_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_")
-"""Beginnings of variables that change a run."""
+"""Prefixes of the variables that change a run."""
 HARMFUL = {
-    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for",
-    "NVIDIA_TF32_OVERRIDE": "fp32 products get another precision than the run chose",
+    "CUDA_LAUNCH_BLOCKING": "the CPU waits for every kernel",
+    "NVIDIA_TF32_OVERRIDE": "overrides the precision of fp32 products",
     "NVTE_DEBUG": "Transformer Engine computes slowly",
 }
-"""Settings for debugging, when they are not 0."""
-LEAST_GIB = 1.0
-"""Free in the folder, and in /dev/shm."""
+"""Debugging variables that must be unset or 0."""
+MIN_FREE_GIB = 1.0
+"""Required free space of the folder, and size of /dev/shm."""
 
 
 def pins(path: Path = ROOT / "requirements.txt") -> dict[str, str]:
-    """Version by package of all that running needs."""
+    """Return the version of each package that running needs."""
     lines = path.read_text(encoding="utf-8").split(TESTS_ONLY)[0].splitlines()
     return dict(line.split("==") for line in (line.split("#")[0].strip() for line in lines) if line)
 
@@ -84,7 +84,7 @@ def installed_version(name: str) -> str | None:
 
 
 def check_packages(version_of: Callable[[str], str | None] = installed_version) -> Iterator[Check]:
-    """Python, and one check per pin. A newer or older version passes, except of what is patched."""
+    """Check Python, and each pin. Another version passes, except for patched packages."""
     python = sys.version.split()[0]
     if (3, 11) <= sys.version_info[:2] <= (3, 13):
         yield passed("python", f"{python}, {sys.executable}")
@@ -106,7 +106,7 @@ def check_packages(version_of: Callable[[str], str | None] = installed_version) 
 
 
 def probe() -> dict[str, Any]:
-    """What torch finds, in a process of its own, which may die at an import. Raises OSError with its last line."""
+    """Return what torch detects. Runs in a subprocess, because importing torch may crash. Raises OSError."""
     command = [sys.executable, __file__, "--probe"]
     done = subprocess.run(command, capture_output=True, text=True)
     lines = done.stdout.splitlines()
@@ -115,7 +115,8 @@ def probe() -> dict[str, Any]:
     return json.loads(lines[-1])
 
 
-def found_by_torch() -> dict[str, Any]:
+def describe_torch() -> dict[str, Any]:
+    """Collect versions, GPUs and optional packages."""
     import torch
 
     from megatron.bcd.runtime import packages
@@ -138,7 +139,7 @@ def found_by_torch() -> dict[str, Any]:
 
 
 def _optional(name: str) -> dict[str, Any]:
-    """Whether a package that training can do without is usable."""
+    """Return the version of an optional package, or why it cannot be used."""
     try:
         for module in OPTIONAL[name]:
             importlib.import_module(module)
@@ -149,30 +150,30 @@ def _optional(name: str) -> dict[str, Any]:
     return {"version": str(getattr(importlib.import_module(name), "__version__", "unknown"))}
 
 
-def check_torch(found: Mapping[str, Any]) -> Iterator[Check]:
-    """torch, driver, NCCL, compiler, the GPUs, and the packages with faster kernels."""
-    if found["has_cuda"]:
-        yield passed("torch", f"{found['torch']}, CUDA {found['cuda']}", **found)
+def check_torch(probed: Mapping[str, Any]) -> Iterator[Check]:
+    """Check torch, driver, NCCL, compiler, the GPUs, and the packages with faster kernels."""
+    if probed["has_cuda"]:
+        yield passed("torch", f"{probed['torch']}, CUDA {probed['cuda']}", **probed)
         driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         yield passed("driver", next(iter(driver.splitlines()), "unknown: nvidia-smi is missing"))
-        yield passed("nccl", found["nccl"])
-        if found["missing_for_compilation"]:
+        yield passed("nccl", probed["nccl"])
+        if probed["missing_for_compilation"]:
             remedy = "install gcc and python3-dev; a run without fusions says which flags switch them off"
-            yield failed("compiler", f"torch.compile lacks {found['missing_for_compilation']}", remedy=remedy)
+            yield failed("compiler", f"torch.compile needs {probed['missing_for_compilation']}", remedy=remedy)
         else:
             yield passed("compiler", "C compiler and Python.h are there, or torch.compile is off")
     elif _output("nvidia-smi", "-L"):
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         remedy = "unset CUDA_VISIBLE_DEVICES" if hidden else "install the torch build of the driver's CUDA version"
-        yield failed("torch", f"{found['torch']} finds none of the GPUs of nvidia-smi", remedy=remedy, **found)
+        yield failed("torch", f"{probed['torch']} finds none of the GPUs of nvidia-smi", remedy=remedy, **probed)
     else:
-        yield passed("torch", f"{found['torch']}, no GPU", **found)
-    yield from check_gpus(found["gpus"], found["cores"])
+        yield passed("torch", f"{probed['torch']}, no GPU", **probed)
+    yield from check_gpus(probed["gpus"], probed["cores"])
     for name in OPTIONAL:
-        part, about = name.replace("_", " "), found[name]
+        part, about = name.replace("_", " "), probed[name]
         if "version" in about:
-            yield passed(part, about["version"]) if found["has_cuda"] else skipped(part, "used on a GPU only")
-        elif about["is_absent"] or not found["has_cuda"]:
+            yield passed(part, about["version"]) if probed["has_cuda"] else skipped(part, "used on a GPU only")
+        elif about["is_absent"] or not probed["has_cuda"]:
             yield skipped(part, "not installed: PyTorch's kernels are used")
         else:
             detail = f"installed and broken ({about['error']}): training goes on without it"
@@ -180,9 +181,9 @@ def check_torch(found: Mapping[str, Any]) -> Iterator[Check]:
 
 
 def check_gpus(gpus: list[Mapping[str, Any]], cores: int) -> Iterator[Check]:
-    """Processor cores and GPUs."""
+    """Check the number of CPU cores, and that all GPUs are of one kind."""
     if cores < len(gpus):
-        yield failed("cores", f"{cores} for {len(gpus)} processes", remedy="give every process a core of its own")
+        yield failed("cores", f"{cores} for {len(gpus)} processes", remedy="provide one core per process")
     else:
         yield passed("cores", str(cores))
     if not gpus:
@@ -199,7 +200,7 @@ def check_gpus(gpus: list[Mapping[str, Any]], cores: int) -> Iterator[Check]:
 
 
 def _output(*command: str) -> str:
-    """Stdout; empty where the program is missing or fails."""
+    """Return the command's stdout; empty if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -208,7 +209,7 @@ def _output(*command: str) -> str:
 
 
 def check_settings(environment: Mapping[str, str], *, shared_gib: float | None) -> Iterator[Check]:
-    """Environment variables, and the size of /dev/shm, which NCCL uses between GPUs that do not reach each other."""
+    """Check environment variables, and the size of /dev/shm, which NCCL uses between GPUs without peer access."""
     harmful = [name for name in HARMFUL if environment.get(name, "0") not in ("", "0")]
     shown = {name: value for name, value in sorted(environment.items()) if name.startswith(SHOWN)}
     if harmful:
@@ -217,13 +218,13 @@ def check_settings(environment: Mapping[str, str], *, shared_gib: float | None) 
     else:
         listed = ", ".join(f"{name}={value}" for name, value in shown.items()) or "none of NCCL's, CUDA's or OpenMP's"
         yield passed("settings", listed, environment=shown)
-    if shared_gib is not None and shared_gib < LEAST_GIB:
+    if shared_gib is not None and shared_gib < MIN_FREE_GIB:
         remedy = "in a container: docker run --ipc=host, or --shm-size=8g"
         yield failed("shared memory", f"/dev/shm has {shared_gib:.2f} GiB", remedy=remedy)
 
 
 def check_folder(path: Path) -> Check:
-    """Whether files can be written where checkpoints and the self-test's files go."""
+    """Check that files can be written where checkpoints and the self-test's files go."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path) as file:
@@ -233,29 +234,28 @@ def check_folder(path: Path) -> Check:
     except OSError as error:
         return failed("folder", f"{path}: {error.strerror}", remedy="give one that can be written with --output")
     free = shutil.disk_usage(path).free / GIB
-    if free < LEAST_GIB:
+    if free < MIN_FREE_GIB:
         return failed("folder", f"{path} has {free:.2f} GiB free", remedy="free some, or give another with --output")
     return passed("folder", f"{path}, {free:,.1f} GiB free")
 
 
-# ---------------------------------------------------------------- the link, and this machine's row of the cluster table
+# ---------------------------------------------------------------- links and rates
 
 NAME = "this-machine"
-LEAST_OF_TABLE = 0.25
-"""Share of the table's bandwidth that a link must have."""
-LEAST_LINK = {"cuda": 1.0, "cpu": 0.01}
-"""10^9 bytes per second, where the table has no such GPU."""
-MOST_OF_PCIE = 20.0
-"""10^9 bytes per second: rtx4090's and a800's in the table. A row's link may be NVLink, which the same GPU has in
-its SXM form."""
-# What is measured, by the device's type.
+MIN_SHARE_OF_TABLE = 0.25
+"""The smallest acceptable share of the cluster table's bandwidth."""
+MIN_LINK = {"cuda": 1.0, "cpu": 0.01}
+"""GB/s (10^9 bytes per second), for GPUs that the table does not list."""
+PCIE_LINK = 20.0
+"""GB/s of a card in a PCIe slot, as for rtx4090 and a800. A row's link may be the NVLink of the same GPU's SXM form."""
+# Sizes of the measurements, by device type.
 MATRIX_SIZE = {"cuda": 8192, "cpu": 1024}
 MESSAGE_BYTES = {"cuda": 2**26, "cpu": 2**22}
 TENSOR_BYTES = {"cuda": 2**30, "cpu": 2**26}
 
 
-def measured(runner: Runner, *, calibrate: bool) -> dict[str, Any]:
-    """What `measure` finds on all ranks. Raises CannotRun."""
+def run_measurement(runner: Runner, *, calibrate: bool) -> dict[str, Any]:
+    """Run `measure` on all ranks. Raises CannotRun."""
     file = runner.folder / "rates.json"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     command = [*torchrun, str(runner.num_ranks), __file__, "--measure", str(file)]
@@ -265,8 +265,10 @@ def measured(runner: Runner, *, calibrate: bool) -> dict[str, Any]:
 
 
 def known_gpu(name: str, clusters: Mapping[str, Cluster]) -> Cluster | None:
-    """The table's row of a GPU, by the name that CUDA gives it: model and memory size, such as A100 and 80GB, are the
-    row's, whatever the card's form. A card in a PCIe slot gets no more than PCIe's link."""
+    """Return the table's row of a GPU, given the name that CUDA reports.
+
+    Compares model and memory size, such as A100 and 80GB, and ignores the form, except that PCIe limits the link.
+    """
 
     def words(text: str) -> set[str]:  # NVIDIA A100-SXM4-80GB: a100, 80gb
         return set(re.findall(r"[a-z0-9]+", re.sub(r"nvidia|geforce|pcie|sxm\d*|hbm\w*", "", text.lower())))
@@ -275,46 +277,51 @@ def known_gpu(name: str, clusters: Mapping[str, Cluster]) -> Cluster | None:
     if len(rows) != 1:
         return None
     on_pcie = "pcie" in name.lower()
-    return replace(rows[0], link_gb_per_s=min(rows[0].link_gb_per_s, MOST_OF_PCIE)) if on_pcie else rows[0]
+    return replace(rows[0], link_gb_per_s=min(rows[0].link_gb_per_s, PCIE_LINK)) if on_pcie else rows[0]
 
 
-def check_links(found: Mapping[str, Any], known: Cluster | None, *, least: float | None) -> Check:
-    """The slowest link between neighbouring ranks, against `least`, the table or what any link has."""
-    if "links" not in found:
+def check_links(rates: Mapping[str, Any], known: Cluster | None, *, least: float | None) -> Check:
+    """Check the slowest link between neighbouring ranks against `least`, the table's, or MIN_LINK."""
+    if "links" not in rates:
         return skipped("link", "one rank")
-    pair, rate = min(found["links"]["by_pair"].items(), key=lambda item: item[1])
-    if least is None:
-        least = LEAST_OF_TABLE * known.link_gb_per_s if known else LEAST_LINK[found["device"]]
-    detail = f"ranks {pair}: {rate:.2f} GB/s, all-reduce {found['links']['all_reduce']:.2f} GB/s"
-    if rate < least:
-        remedy = "see nvidia-smi topo -m; NCCL_DEBUG=INFO names the way that NCCL takes; NCCL_P2P_DISABLE must be unset"
-        return failed("link", f"{detail}, expected {least:.2f}", remedy=remedy, **found["links"])
-    return passed("link", detail, **found["links"])
+    pair, rate = min(rates["links"]["by_pair"].items(), key=lambda item: item[1])
+    minimum = least
+    if minimum is None:
+        minimum = MIN_SHARE_OF_TABLE * known.link_gb_per_s if known else MIN_LINK[rates["device"]]
+    detail = f"ranks {pair}: {rate:.2f} GB/s, all-reduce {rates['links']['all_reduce']:.2f} GB/s"
+    if rate < minimum:
+        remedy = "see nvidia-smi topo -m; NCCL_DEBUG=INFO shows the path that NCCL uses; NCCL_P2P_DISABLE must be unset"
+        return failed("link", f"{detail}, expected {minimum:.2f}", remedy=remedy, **rates["links"])
+    return passed("link", detail, **rates["links"])
 
 
-def row_of(found: Mapping[str, Any], *, gpu: str, known: Cluster | None, like: Cluster, num_ranks: int) -> Cluster:
-    """The row of the measured rates. What is not measured is the known row's; else the price is 0, the network is the
-    link, and shares are those of `like`."""
-    link = min(found["links"]["by_pair"].values()) if "links" in found else found["memory_gb_per_s"]
+def cluster_row(rates: Mapping[str, Any], *, gpu: str, known: Cluster | None, like: Cluster, num_ranks: int) -> Cluster:
+    """Return a cluster row with the measured rates.
+
+    The rest comes from the known row; without one the price is 0, the network equals the link, and shares are `like`'s.
+    """
+    link = min(rates["links"]["by_pair"].values()) if "links" in rates else rates["memory_gb_per_s"]
     other = known or replace(like, network_gb_per_s=link, usd_per_gpu_hour=0.0)
-    rates = {name: found[name] for name in ("fp32_tflops", "bf16_tflops", "memory_gb_per_s")}
-    rounded = {name: float(f"{value:.4g}") for name, value in (rates | {"link_gb_per_s": link}).items()}
-    source = f"rates measured by tools/check_machine.py --calibrate; others of {known.name if known else like.name}"
-    memory = round(found["device_bytes"] / GIB, 2)
+    values = {name: rates[name] for name in ("fp32_tflops", "bf16_tflops", "memory_gb_per_s")}
+    rounded = {name: float(f"{value:.4g}") for name, value in (values | {"link_gb_per_s": link}).items()}
+    source = (
+        f"rates run_measurement by tools/check_machine.py --calibrate; others of {known.name if known else like.name}"
+    )
+    memory = round(rates["device_bytes"] / GIB, 2)
     return replace(other, name=NAME, gpu=gpu, memory_gib=memory, gpus_per_node=num_ranks, source=source, **rounded)
 
 
 def write_table(table: Path, row: Cluster, target: Path) -> None:
-    """The table with this machine's row at its end, in place of an older one. Raises OSError."""
-    kept = [line for line in table.read_text(encoding="utf-8").splitlines() if not line.startswith(f"{NAME},")]
-    columns = next(csv.reader(line for line in kept if not line.startswith("#")))
-    text = io.StringIO()  # optional columns that the table does not have are left out
+    """Write the table with this machine's row at its end; an older row is replaced. Raises OSError."""
+    lines = [line for line in table.read_text(encoding="utf-8").splitlines() if not line.startswith(f"{NAME},")]
+    columns = next(csv.reader(line for line in lines if not line.startswith("#")))
+    text = io.StringIO()  # extrasaction: drop optional columns that this table does not have
     csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="").writerow(asdict(row))
-    target.write_text("\n".join([*kept, text.getvalue(), ""]), encoding="utf-8")
+    target.write_text("\n".join([*lines, text.getvalue(), ""]), encoding="utf-8")
 
 
 def best_seconds(work: Callable[[], Any], device: torch.device, *, rounds: int = 5, repeats: int = 3) -> float:
-    """The shortest time of one call, over some rounds: other programs make it longer, nothing makes it shorter."""
+    """Return the shortest time of one call over some rounds, as other programs can only make it longer."""
     import torch
 
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
@@ -331,7 +338,7 @@ def best_seconds(work: Callable[[], Any], device: torch.device, *, rounds: int =
 
 
 def links(device: torch.device) -> dict[str, Any]:
-    """10^9 bytes per second, one way, between neighbours by pair; and of an all-reduce over all ranks."""
+    """Measure one-way GB/s between neighbouring ranks by pair, and of an all-reduce over all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -348,18 +355,18 @@ def links(device: torch.device) -> dict[str, Any]:
             seconds = best_seconds(lambda sender=sender: pass_on(sender), device, repeats=2)
             by_pair[f"{sender}-{sender + 1}"] = message.nbytes / seconds / 1e9
     seconds = best_seconds(lambda: dist.all_reduce(message.fill_(1.0)), device, repeats=2)
-    every: list[Any] = [None] * size
-    dist.all_gather_object(every, by_pair)
-    pairs = sorted({pair for one in every for pair in one})
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, by_pair)
+    pairs = sorted({pair for rates in gathered for pair in rates})
     return {
-        "by_pair": {pair: min(one[pair] for one in every if pair in one) for pair in pairs},
+        "by_pair": {pair: min(rates[pair] for rates in gathered if pair in rates) for pair in pairs},
         "all_reduce": 2 * (size - 1) / size * message.nbytes / seconds / 1e9,
     }
 
 
 def measure(*, calibrate: bool) -> dict[str, Any]:
-    """The links; to calibrate, the rates too. All ranks at once, as in training: on a CPU they share its memory's
-    bandwidth."""
+    """Measure the links and, with `calibrate`, the rates. All ranks measure at once, because ranks on a CPU share its
+    memory bandwidth."""
     import psutil
     import torch
     import torch.distributed as dist
@@ -371,31 +378,31 @@ def measure(*, calibrate: bool) -> dict[str, Any]:
     dist.init_process_group("nccl" if on_gpu else "gloo")
     size = dist.get_world_size()
     total = torch.cuda.mem_get_info()[1] if on_gpu else psutil.virtual_memory().total // size
-    found: dict[str, Any] = {"device": device.type, "device_bytes": total}
+    rates: dict[str, Any] = {"device": device.type, "device_bytes": total}
     if size > 1:
-        found["links"] = links(device)
+        rates["links"] = links(device)
     if calibrate:
         side = MATRIX_SIZE[device.type]
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-            one, other = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-            found[f"{name}_tflops"] = 2 * side**3 / best_seconds(lambda a=one, b=other: a @ b, device) / 1e12
+            left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+            rates[f"{name}_tflops"] = 2 * side**3 / best_seconds(lambda a=left, b=right: a @ b, device) / 1e12
         source = torch.randn(TENSOR_BYTES[device.type] // 4, device=device)
         target = torch.empty_like(source)
-        found["memory_gb_per_s"] = 2 * source.nbytes / best_seconds(lambda: target.copy_(source), device) / 1e9
+        rates["memory_gb_per_s"] = 2 * source.nbytes / best_seconds(lambda: target.copy_(source), device) / 1e9
     dist.barrier()
     dist.destroy_process_group()
-    return found
+    return rates
 
 
 # ---------------------------------------------------------------- command line
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Raises ValueError for a bad flag."""
+    """Return the parsed flags. Raises ValueError for a bad one."""
     parser = Parser(prog=PROG, description=__doc__)
     add = parser.add_argument
     add("--only", nargs="+", metavar="PART", help='parts of the self-test; patterns such as "layout*" (default: all)')
-    add("--no-self-test", action="store_true", help="only what is installed and found, and what --calibrate measures")
+    add("--no-self-test", action="store_true", help="check only the installation, and what --calibrate measures")
     add("--num-ranks", type=int, choices=(1, 2, 4, 8), help="processes of the self-test (default: the most that the "
         "GPUs allow, on a CPU at most 2)")  # fmt: skip
     add("--calibrate", action="store_true", help="measure rates, and write OUTPUT/clusters.csv")
@@ -406,30 +413,29 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--output", metavar="FOLDER", help="logs, checkpoints and tables; kept (default: a folder that is removed if"
         " nothing failed)")  # fmt: skip
     add_json(parser)
-    # processes that this tool starts of itself
+    # for the subprocesses that this tool starts
     add("--probe", action="store_true", help=argparse.SUPPRESS)
     add("--measure", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    check_can_write(arguments.json, flag="--json")
+    check_writable(arguments.json, flag="--json")
     return arguments
 
 
 def checks(arguments: argparse.Namespace, folder: Path) -> Iterator[Check]:
-    """Every part, as soon as it is known."""
-    found = []
-    for check in _found(folder, probed := {}):
-        found.append(check)
+    """Yield the result of every part as soon as it is known."""
+    missing: list[str] = []
+    for check in _check_installation(folder, probed := {}):
+        if check.verdict == FAIL and (check.part in NEEDED or check.part.startswith("package ")):
+            missing.append(check.part)
         yield check
-    missing = [check.part for check in found if check.verdict == FAIL
-               and (check.part in NEEDED or check.part.startswith("package "))]  # fmt: skip
     if missing or arguments.no_self_test and not arguments.calibrate:
-        yield skipped("self-test", f"without {', '.join(missing)} no run starts" if missing else "--no-self-test")
+        yield skipped("self-test", f"no run starts without {', '.join(missing)}" if missing else "--no-self-test")
     else:
         yield from self_test(arguments, folder, probed)
 
 
-def _found(folder: Path, probed: dict[str, Any]) -> Iterator[Check]:
-    """What is installed and found; `probed` gets what torch found."""
+def _check_installation(folder: Path, probed: dict[str, Any]) -> Iterator[Check]:
+    """Check packages, torch, settings and the folder; store in `probed` what torch detects."""
     yield from check_packages()
     try:
         probed |= probe()
@@ -442,8 +448,9 @@ def _found(folder: Path, probed: dict[str, Any]) -> Iterator[Check]:
     yield check_folder(folder)
 
 
-def num_ranks_of(wanted: int | None, *, num_gpus: int, cores: int) -> int:
-    """A power of two, as many as there are GPUs, at most 8; on a CPU at most 2. Raises ValueError for too many."""
+def choose_num_ranks(wanted: int | None, *, num_gpus: int, cores: int) -> int:
+    """Return the number of ranks: a power of two, at most 8 and the number of GPUs (CPU: at most 2). Raises ValueError
+    if --num-ranks exceeds the number of GPUs."""
     if wanted is not None:
         if num_gpus and wanted > num_gpus:
             raise ValueError(f"--num-ranks {wanted}: there are {num_gpus} GPUs")
@@ -453,9 +460,9 @@ def num_ranks_of(wanted: int | None, *, num_gpus: int, cores: int) -> int:
 
 
 def self_test(arguments: argparse.Namespace, folder: Path, probed: dict[str, Any]) -> Iterator[Check]:
-    """All runs."""
+    """Run the self-test, the link measurement and the calibration."""
     gpus, table = probed["gpus"], Path(arguments.clusters)
-    num_ranks = num_ranks_of(arguments.num_ranks, num_gpus=len(gpus), cores=probed["cores"])
+    num_ranks = choose_num_ranks(arguments.num_ranks, num_gpus=len(gpus), cores=probed["cores"])
     runner = Runner(folder=folder, num_ranks=num_ranks, on_gpu=bool(gpus), flags=FLAGS)
     if gpus and num_ranks < len(gpus):
         yield skipped("other gpus", f"the self-test uses {num_ranks} of {len(gpus)}: choose with CUDA_VISIBLE_DEVICES")
@@ -470,13 +477,13 @@ def self_test(arguments: argparse.Namespace, folder: Path, probed: dict[str, Any
     parts = [*test.parts(), "link"]
     for pattern in arguments.only or ():
         if not fnmatch.filter(parts, pattern):
-            raise ValueError(f"--only {pattern}: no such part; there are {', '.join(parts)}")
+            raise ValueError(f"--only {pattern}: no such part. Give some of {', '.join(parts)}.")
     clusters = read_clusters(arguments.clusters)
     if any(only(part) for part in parts if part != "link"):
         yield from test.checks()
     known = known_gpu(gpus[0]["name"], clusters) if gpus else None
     try:
-        figures = measured(runner, calibrate=arguments.calibrate) if only("link") or arguments.calibrate else {}
+        figures = run_measurement(runner, calibrate=arguments.calibrate) if only("link") or arguments.calibrate else {}
     except CannotRun as error:
         yield failed("link", str(error), remedy=f"see {folder / 'rates.log'}")
         return
@@ -484,17 +491,17 @@ def self_test(arguments: argparse.Namespace, folder: Path, probed: dict[str, Any
         yield check_links(figures, known, least=arguments.least_link_gb_per_s)
     if arguments.calibrate:
         gpu, target = gpus[0]["name"] if gpus else cpu_model().replace(",", " "), folder / "clusters.csv"
-        row = row_of(figures, gpu=gpu, known=known, like=next(iter(clusters.values())), num_ranks=num_ranks)
+        row = cluster_row(figures, gpu=gpu, known=known, like=next(iter(clusters.values())), num_ranks=num_ranks)
         write_table(table, row, target)
         plan = f"python tools/plan.py --clusters {shlex.quote(str(target))} --gpu {NAME} --num-gpus {num_ranks}"
         detail = f"{row.fp32_tflops:g} TFLOP/s fp32, {row.bf16_tflops:g} bf16, memory {row.memory_gb_per_s:g} GB/s"
         yield passed("rates", f"{detail}; {plan} --model NAME plans for this machine", **figures)
 
 
-def show(found: Sequence[Check]) -> None:
-    """A line for every part, and one below it for its remedy."""
-    width = max(len(check.part) for check in found)
-    for check in found:
+def show(results: Sequence[Check]) -> None:
+    """Print a line for every part, and its remedy below it."""
+    width = max(len(check.part) for check in results)
+    for check in results:
         print(f"{check.verdict}  {check.part:<{width}}  {check.detail}")
         if check.remedy:
             print(f"      {'':<{width}}  remedy: {check.remedy}")
@@ -504,26 +511,26 @@ def show(found: Sequence[Check]) -> None:
 def main(argv: Sequence[str]) -> int:
     arguments = parse_arguments(argv)
     if arguments.probe:
-        print(json.dumps(found_by_torch()))
+        print(json.dumps(describe_torch()))
         return 0
     if arguments.measure:
         rates = measure(calibrate=arguments.calibrate)
         if os.environ["RANK"] == "0":
             arguments.measure.write_text(json.dumps(rates), encoding="utf-8")
         return 0
-    # runs start in the repository, wherever this was started
+    # resolve it now, because runs start in the repository
     folder = Path(arguments.output or tempfile.mkdtemp(prefix="check_machine_")).resolve()
-    found = []
+    results = []
     for check in checks(arguments, folder):
-        found.append(check)
+        results.append(check)
         print(f"{check.verdict} {check.part}", file=sys.stderr, flush=True)
-    code = int(any(check.verdict == FAIL for check in found))
-    figures = {"command": shlex.join(["python", PROG, *argv]), "checks": [asdict(check) for check in found]}
-    tell(arguments.json, figures, lambda: show(found))
+    code = int(any(check.verdict == FAIL for check in results))
+    figures = {"command": shlex.join(["python", PROG, *argv]), "checks": [asdict(check) for check in results]}
+    write_figures(arguments.json, figures, lambda: show(results))
     if not arguments.output and not code and not arguments.calibrate:
         shutil.rmtree(folder, ignore_errors=True)
     return code
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    run_main(main)

@@ -1,14 +1,13 @@
-"""Whether two versions of this code train the same, bit for bit: the same small runs with both, compared.
+"""Compare two versions of this code bit for bit: train the same small runs with both.
 
-    python tools/compare_runs.py --before main                   # with the working tree that this file lies in
+    python tools/compare_runs.py --before main                   # compare with the working tree of this file
     python tools/compare_runs.py --before v1.0 --after /other/checkout --only grid,resume --output out/logs
 
-Each configuration (compare_runs.yaml, --list) is trained with the code before and after, by one Python interpreter, on
-the CPU, on text that is made once. Compared are all lines of the metrics files but for times and peak memory, and all
-tensors of the last checkpoints. Revisions are exported, folders are copied first, so both may change meanwhile. One
-line for each configuration: equal, or the first difference. Before the runs, the flags of every configuration are
-resolved by both versions and compared, and those of --recipes. Exit code 0 where all are equal, 1 where not, 2 for bad
-flags.
+Trains each configuration (compare_runs.yaml, --list) with the code before and after, on the CPU, with the same Python
+interpreter and the same text. Compares all lines of the metrics files, except times and peak memory, and all tensors of
+the last checkpoints. Both versions are copied first, so they may change meanwhile. Prints one line per configuration:
+equal, or the first difference. Before the runs, both versions resolve the flags of every configuration and of
+--recipes, and the results are compared. The exit code is 0 if all are equal, 1 if not, 2 for bad flags.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from _parser import Parser, command, leave_with
+from _parser import Parser, check_positive, command, run_main
 from _processes import ROOT, SCRIPTS, CannotRun, launcher, run, text_commands
 from _processes import read_metrics as read_lines
 
 PROG = "tools/compare_runs.py"
 SIDES = ("before", "after")
 NEEDED = (*SCRIPTS.values(), "megatron", "tools", "examples")
-"""Of a checkout, what is run or imported."""
+"""The parts of a checkout that are run or imported."""
 FLAGS, TEXT = "resolved-flags", "tokenized-text"
-"""The names of what is compared before the runs, and of their folders."""
+"""Names of the two comparisons before the runs, and of their folders."""
 START_SECONDS = 300.0
-"""After which a start hangs."""
+"""Time limit of one start."""
 COMMON = (
     "--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--micro-batch-size 2 --global-batch-size 8 --train-iters 14 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine "
@@ -52,22 +51,20 @@ COMMON = (
     "--log-interval 1 --metrics-file {folder}/metrics.jsonl --save {folder}/checkpoints "
     "--distributed-timeout-minutes 5 --cpu-kernels megatron"
 )
-"""Of every start; what a configuration says comes after it and wins. Older versions have CPU kernels of their own,
-which --cpu-kernels turns off; now it has no effect."""
+"""Flags of every start; a configuration's flags follow and override them. Older versions have CPU kernels of their own
+design, which --cpu-kernels turns off; now it has no effect."""
 DATA = "--tokenizer-type ByteLevelTokenizer --data-path {data} --split 80,10,10"
 IGNORED_FIELDS = frozenset(
     {"step_time_ms", "exchange_ms", "switch_time_ms", "switches", "tokens_per_second"}
     | {"peak_memory_bytes", "reserved_memory_bytes", "run"}
 )
-"""Fields of a metrics file that differ from one run to the next: times, and memory that the allocator or the operating
-system counts; the run's name, which depends on the flags that a version has; and switches, which older versions lack
-and the blocks of the steps show. Everything else is compared, fields that are added later too."""
+"""Metrics fields that are not compared: times, memory as the allocator or operating system counts it, the run's name,
+which depends on a version's flags, and switches, which older versions lack. Every other field is compared, including
+fields added later."""
 REPLACED = ("eval-generate", "eval-generate-tokens", "bcd-resting-layers")
-"""Flags whose place something else has taken: accepted by both versions, and a value by one only."""
-RENAMED = {f"bcd-resting-{name}": f"bcd-inactive-{name}" for name in ("update", "lr-ratio", "grad-dtype")}
-"""Flags with other names in older versions."""
+"""Flags that something else replaced: both versions accept them, but only one gives them a value."""
 ADDED = {"bcd-frozen-weights": "device", "bcd-embedding-update": "adam"}
-"""What versions without a flag do, where that is not off."""
+"""The behaviour of versions without a flag, if it is not "off"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +77,7 @@ class Start:
     always_before: bool = False
 
     def words(self, *, folder: Path, data: Path) -> list[str]:
-        """All flags."""
+        """Return all flags."""
         text = "" if "--mock-data" in self.flags else DATA
         return [word.format(folder=folder, data=data) for word in f"{COMMON} {text} {self.flags}".split()]
 
@@ -95,17 +92,17 @@ class Task:
     checkouts: dict[str, Path]
     output: Path
     stop: threading.Event
-    """Set: end all processes and start none."""
+    """When set, end all processes and start none."""
 
     @property
     def data(self) -> Path:
-        """Prefix of the tokenized text that all runs read: the one made by the code before."""
+        """Prefix of the tokenized text that all runs read; the code before writes it."""
         return self.output / TEXT / "before" / "stdlib_text_document"
 
     def start(self, argv: Sequence[str], side: str, log: Path) -> None:
-        """Run it in a side's checkout. Raises CannotRun."""
+        """Run the command in a side's checkout. Raises CannotRun."""
         checkout = self.checkouts[side]
-        # One thread, no GPU: sums in one order. The path keeps an installed megatron.bcd from being taken instead.
+        # One thread and no GPU fix the order of sums. PYTHONPATH takes precedence over an installed megatron.bcd.
         environment = {"PYTHONPATH": str(checkout), "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
         run(argv, log, cwd=checkout, environment=environment, seconds=START_SECONDS, until=self.stop.is_set)
         if self.stop.is_set():
@@ -113,24 +110,24 @@ class Task:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Raises ValueError for a flag that is unknown, missing or no number."""
+    """Return the parsed flags. Raises ValueError for a bad one."""
     parser = Parser(prog=PROG, description=__doc__)
     add = parser.add_argument
     add("--before", metavar="REV|FOLDER", help="a git revision, or the folder of a checkout")
-    add("--after", metavar="REV|FOLDER", help="the same (default: the working tree that this tool lies in)")
+    add("--after", metavar="REV|FOLDER", help="the same (default: the working tree of this tool)")
     add("--only", metavar="NAME,...", help="these configurations (default: all)")
-    add("--recipes", metavar="FILE,...", help="compare the configurations of these command lines too: JSON lists of "
+    add("--recipes", metavar="FILE,...", help="also compare the resolved flags of these command lines: JSON lists of "
         "{name, world_size, flags}")  # fmt: skip
-    add("--no-runs", action="store_true", help="compare resolved flags alone, train nothing")
-    add("--list", action="store_true", help="show the configurations and end")
-    add("--jobs", type=int, default=1, metavar="N", help="configurations at the same time (default: 1)")
-    add("--output", metavar="FOLDER", help="keep logs, metrics files and checkpoints here (default: kept nowhere)")
-    add("--resolve", nargs=2, help=argparse.SUPPRESS)  # a process of its own for each version
+    add("--no-runs", action="store_true", help="compare resolved flags only, train nothing")
+    add("--list", action="store_true", help="show the configurations and exit")
+    add("--jobs", type=int, default=1, metavar="N", help="number of configurations run at once (default: 1)")
+    add("--output", metavar="FOLDER", help="keep logs, metrics files and checkpoints here (default: discard them)")
+    add("--resolve", nargs=2, help=argparse.SUPPRESS)  # for the subprocess that resolves flags with one version
     return parser.parse_args(argv)
 
 
-def chosen(only: str | None) -> Configurations:
-    """In the order of the file. Raises ValueError naming what is no configuration."""
+def choose_configurations(only: str | None) -> Configurations:
+    """Return the configurations of --only, in the file's order. Raises ValueError for an unknown name."""
     entries = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     names = list(entries) if only is None else [name.strip() for name in only.split(",")]
     for name in names:
@@ -139,12 +136,9 @@ def chosen(only: str | None) -> Configurations:
     return {name: [Start(**start) for start in starts] for name, starts in entries.items() if name in names}
 
 
-def materialise(flag: str, version: str, folder: Path) -> None:
-    """Put the code of a checkout's folder or of a git revision below ``folder``, so that nothing changes it any more.
-
-    Raises:
-        ValueError: it is neither, or lacks what is run.
-    """
+def copy_code(flag: str, version: str, folder: Path) -> None:
+    """Copy the code of a checkout's folder or of a git revision to `folder`, so that later changes do not matter.
+    Raises ValueError if `version` is neither of them, or parts are missing."""
     source = Path(version)
     if source.is_dir():
         folder.mkdir()
@@ -163,18 +157,18 @@ def materialise(flag: str, version: str, folder: Path) -> None:
         shutil.unpack_archive(archive, folder, filter="data")
     missing = [name for name in NEEDED if not (folder / name).exists()]
     if missing:
-        raise ValueError(f"{flag} {version}: lacks {', '.join(missing)}; give a checkout of this project")
+        raise ValueError(f"{flag} {version}: has no {', '.join(missing)}; give a checkout of this project")
 
 
-# ---------------------------------------------------------------- what a run has left
+# ---------------------------------------------------------------- results of a run
 
 Entry = Mapping[str, str]
-"""A field's name and its value as text: two floats have the same text only if they are the same bits."""
+"""Field names and their values as text. Two floats have the same text only if they have the same bits."""
 
 
 def read_metrics(path: Path) -> list[Entry]:
-    """The lines of a metrics file, without the ignored fields. Raises CannotRun where there are none."""
-    # null is a figure that was not asked for, which an older version may not know
+    """Return the lines of a metrics file, without the ignored fields. Raises CannotRun if there are none."""
+    # null marks a figure that was not requested; an older version may not have the field
     entries = [
         {
             name: json.dumps(value, sort_keys=True)
@@ -189,24 +183,22 @@ def read_metrics(path: Path) -> list[Entry]:
 
 
 def read_checkpoint(folder: Path) -> Entry:
-    """A hash of each tensor in the newest checkpoint below `folder`: weights, optimizer state, random generators.
-
-    Raises CannotRun: there is no checkpoint, or it can't be read.
-    """
+    """Return a hash of each tensor in the newest checkpoint of `folder`: weights, optimizer, random generators. Raises
+    CannotRun if there is no checkpoint, or it cannot be read."""
     try:
         iteration = int((folder / "latest_checkpointed_iteration.txt").read_text())
         latest = folder / f"iter_{iteration:07d}"
         hashes = _tensor_hashes(latest)
-    except Exception as error:  # whatever torch raises for a damaged file
+    except Exception as error:  # torch raises all kinds of errors for a damaged file
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise CannotRun(f"left no checkpoint that can be read: {reason}") from None
+        raise CannotRun(f"has no readable checkpoint: {reason}") from None
     files = sorted(latest.glob("*.safetensors"))
     hashes |= {file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files}
     return {"iteration": str(iteration)} | hashes
 
 
 def _tensor_hashes(folder: Path) -> dict[str, str]:
-    import torch  # takes seconds, which --list and bad flags need not wait for
+    import torch  # takes seconds, so not for --list and bad flags
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -228,26 +220,26 @@ def _tensor_hashes(folder: Path) -> dict[str, str]:
 
 
 def entry_difference(where: str, before: Entry, after: Entry) -> str | None:
-    """The first field that is not the same in both; None where they are equal."""
+    """Return the first field that differs, or None."""
     for field in before | after:
-        one, two = before.get(field, "absent"), after.get(field, "absent")
-        if one != two:
-            return f"{where}, {field}: {one} before, {two} after"
+        old, new = before.get(field, "absent"), after.get(field, "absent")
+        if old != new:
+            return f"{where}, {field}: {old} before, {new} after"
     return None
 
 
 def metrics_difference(before: Sequence[Entry], after: Sequence[Entry]) -> str | None:
-    """The first difference of two metrics files; None where all lines are equal."""
-    for one, two in zip(before, after, strict=False):
-        found = entry_difference(f"iteration {one.get('iteration', '?')}", one, two)
-        if found is not None:
-            return found
+    """Return the first difference of two metrics files, or None."""
+    for old, new in zip(before, after, strict=False):
+        difference = entry_difference(f"iteration {old.get('iteration', '?')}", old, new)
+        if difference is not None:
+            return difference
     return None if len(before) == len(after) else f"{len(before)} lines of metrics before, {len(after)} after"
 
 
 def run_difference(before: Path, after: Path) -> str | None:
-    """Of two folders that a run wrote: ``metrics.jsonl``, then the newest of ``checkpoints``. Raises CannotRun naming
-    the side that has nothing to compare."""
+    """Return the first difference of two runs: of their metrics, then of their newest checkpoints. Raises CannotRun if
+    one side has nothing to compare; the message names it."""
     metrics, last = [], []
     for side, folder in zip(SIDES, (before, after), strict=True):
         try:
@@ -262,11 +254,8 @@ def run_difference(before: Path, after: Path) -> str | None:
 
 
 def command_lines(configurations: Configurations, recipes: Sequence[str]) -> dict[str, tuple[str, int, list[str]]]:
-    """Family, ranks and flags by name: of all starts, and of the recipes as they are and as one block.
-
-    Raises:
-        ValueError: a file of --recipes has other content.
-    """
+    """Return family, ranks and flags by name: of all starts, and of each recipe with its flags and with one block.
+    Raises ValueError if a file of --recipes has other content."""
     lines = {}
     for name, starts in configurations.items():
         for number, start in enumerate(starts, start=1):
@@ -283,11 +272,11 @@ def command_lines(configurations: Configurations, recipes: Sequence[str]) -> dic
 
 
 Resolved = dict[str, object] | str
-"""Values by flag, or one error."""
+"""Values by flag, or an error message."""
 
 
 def resolve(family: str, world_size: int, words: list[str]) -> Resolved:
-    """What the version that is imported makes of the flags. Every version has `read_command_line`, --print-config."""
+    """Return what the imported version makes of the flags. Uses only parts that every version has."""
     from megatron.bcd.arguments import FAMILY_DEFAULTS, read_command_line
 
     options = {"prog": SCRIPTS[family], "world_size": world_size}
@@ -301,33 +290,35 @@ def resolve(family: str, world_size: int, words: list[str]) -> Resolved:
     except SystemExit as end:
         if end.code:
             return errors.getvalue() or printed.getvalue()
-    # comment lines hold what was not given
+    # comment lines hold the flags that were not given
     lines = [line.removeprefix("# ") for line in printed.getvalue().splitlines()]
     values = yaml.safe_load("\n".join(line for line in lines if not line.startswith(("Flags for", "Not given"))))
-    return {RENAMED.get(flag, flag): value for flag, value in values.items()}
+    return dict(values)
 
 
 def resolved_difference(lines: Mapping[str, tuple[str, int, list[str]]], task: Task) -> str | None:
-    """Resolve all lines with both versions; the first difference. Raises CannotRun naming the side."""
+    """Resolve all lines with both versions and return the first difference. Raises CannotRun naming the side."""
     folder = task.output / FLAGS
     folder.mkdir()
     (folder / "lines.json").write_text(json.dumps(lines))
-    found = {}
+    resolved = {}
     for side in SIDES:
         argv = [sys.executable, __file__, "--resolve", str(folder / "lines.json"), str(folder / f"{side}.json")]
         try:
             task.start(argv, side, folder / f"{side}.log")
         except CannotRun as error:
             raise CannotRun(f"{side} {error}") from None
-        found[side] = json.loads((folder / f"{side}.json").read_text())
-    accepted = {side: sum(not isinstance(value, str) for value in values.values()) for side, values in found.items()}
+        resolved[side] = json.loads((folder / f"{side}.json").read_text())
+    accepted = {side: sum(not isinstance(value, str) for value in values.values()) for side, values in resolved.items()}
     print(f"{len(lines)} command lines: {accepted['before']} accepted before, {accepted['after']} after")
-    return first_difference(found["before"], found["after"])
+    return first_difference(resolved["before"], resolved["after"])
 
 
 def first_difference(before: Mapping[str, Resolved], after: Mapping[str, Resolved]) -> str | None:
-    """Of the lines that the version before accepts; a flag that only one version has counts unless it is off there, or
-    something else took its place."""
+    """Return the first difference among the lines that the old version accepts.
+
+    A flag that only one version has counts as a difference unless it is off, or is one of REPLACED.
+    """
     for name, values in before.items():
         now = after[name]
         if isinstance(values, str):
@@ -335,17 +326,17 @@ def first_difference(before: Mapping[str, Resolved], after: Mapping[str, Resolve
         if isinstance(now, str):
             return f"{name} is refused: {now.strip()}"
         for flag in values | now:
-            one, two = values.get(flag, ADDED.get(flag)), now.get(flag, ADDED.get(flag))
-            if flag not in REPLACED and (one or None) != (two or None):
-                return f"{name}: {flag} was {one}, is {two}"
+            old, new = values.get(flag, ADDED.get(flag)), now.get(flag, ADDED.get(flag))
+            if flag not in REPLACED and (old or None) != (new or None):
+                return f"{name}: {flag} was {old}, is {new}"
     return None
 
 
 # ---------------------------------------------------------------- data, runs, comparison
 
 
-def make_data(task: Task) -> str | None:
-    """Tokenize the standard library's text with both versions; what is not the same, or None. Raises CannotRun."""
+def tokenize_text(task: Task) -> str | None:
+    """Tokenize the standard library with both versions; return which file differs, or None. Raises CannotRun."""
     for side in SIDES:
         folder = task.output / TEXT / side
         folder.mkdir(parents=True)
@@ -357,12 +348,12 @@ def make_data(task: Task) -> str | None:
     after = task.output / TEXT / "after" / task.data.name
     for suffix in (".bin", ".idx"):
         if not filecmp.cmp(f"{task.data}{suffix}", f"{after}{suffix}", shallow=False):
-            return f"{after.name}{suffix} is not the same"
+            return f"{after.name}{suffix} differs"
     return None
 
 
 def run_configuration(name: str, starts: Sequence[Start], task: Task) -> None:
-    """All starts, before and after. Raises CannotRun naming the side and the start."""
+    """Run all starts, before and after. Raises CannotRun naming the side and the start."""
     for side in SIDES:
         folder = task.output / name / side
         folder.mkdir(parents=True)
@@ -377,19 +368,19 @@ def run_configuration(name: str, starts: Sequence[Start], task: Task) -> None:
 
 
 def compare_all(configurations: Configurations, task: Task, *, jobs: int) -> list[str]:
-    """Run and compare, a line for each as soon as it is through; the names of those that are not equal."""
+    """Run and compare all configurations, print a line for each, and return the names of those that differ."""
     different = []
     with ThreadPoolExecutor(jobs) as pool:
         runs = {pool.submit(run_configuration, name, starts, task): name for name, starts in configurations.items()}
         try:
-            for one in as_completed(runs):
-                name = runs[one]
+            for future in as_completed(runs):
+                name = runs[future]
                 try:
-                    one.result()
+                    future.result()
                     problem = run_difference(*(task.output / name / side for side in SIDES))
                 except CannotRun as error:
                     problem = str(error)
-                if not _tell(name, problem):
+                if not _report(name, problem):
                     different.append(name)
         except BaseException:
             task.stop.set()
@@ -398,20 +389,20 @@ def compare_all(configurations: Configurations, task: Task, *, jobs: int) -> lis
     return different
 
 
-def _tell(name: str, problem: str | None) -> bool:
-    """One line; whether all is well."""
+def _report(name: str, problem: str | None) -> bool:
+    """Print one line; return True if there is no problem."""
     print(f"{name:<20}  {problem or 'equal'}", flush=True)
     return problem is None
 
 
 def compare(arguments: argparse.Namespace) -> int:
-    """The exit code. Raises ValueError for what the user can mend."""
+    """Run the comparison and return the exit code. Raises ValueError for a user's mistake."""
     if arguments.resolve:
         lines, result = map(Path, arguments.resolve)
-        found = {name: resolve(*line) for name, line in json.loads(lines.read_text()).items()}
-        result.write_text(json.dumps(found, default=str))
+        resolved = {name: resolve(*line) for name, line in json.loads(lines.read_text()).items()}
+        result.write_text(json.dumps(resolved, default=str))
         return 0
-    configurations = chosen(arguments.only)
+    configurations = choose_configurations(arguments.only)
     if arguments.list:
         for name, starts in configurations.items():
             print(f"{name:<20}", *(f"{start.family}, {start.processes} ranks: {start.flags}" for start in starts))
@@ -419,20 +410,19 @@ def compare(arguments: argparse.Namespace) -> int:
     named = command_lines(configurations, arguments.recipes.split(",") if arguments.recipes else [])
     if arguments.before is None:
         raise ValueError("--before is required: a git revision, or the folder of a checkout")
-    if arguments.jobs < 1:
-        raise ValueError(f"--jobs {arguments.jobs}: must be at least 1")
+    check_positive(arguments, "jobs")
     with tempfile.TemporaryDirectory(prefix="compare_runs_") as temporary:
         output = _empty_folder(arguments.output or f"{temporary}/output")
         checkouts = {side: Path(temporary, side) for side in SIDES}
-        materialise("--before", arguments.before, checkouts["before"])
-        materialise("--after", arguments.after or str(ROOT), checkouts["after"])
+        copy_code("--before", arguments.before, checkouts["before"])
+        copy_code("--after", arguments.after or str(ROOT), checkouts["after"])
         task = Task(checkouts=checkouts, output=output, stop=threading.Event())
         started = time.monotonic()
         try:
-            different = [] if _tell(FLAGS, resolved_difference(named, task)) else [FLAGS]
+            different = [] if _report(FLAGS, resolved_difference(named, task)) else [FLAGS]
             if arguments.no_runs:
                 return 1 if different else 0
-            different += [] if _tell(TEXT, make_data(task)) else [TEXT]
+            different += [] if _report(TEXT, tokenize_text(task)) else [TEXT]
         except CannotRun as error:
             print(error)
             return 1
@@ -445,7 +435,7 @@ def compare(arguments: argparse.Namespace) -> int:
 
 
 def _empty_folder(name: str) -> Path:
-    """Raises ValueError where it can't be had."""
+    """Create the folder. Raises ValueError if it cannot be written or is not empty."""
     path = Path(name).absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -463,4 +453,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    run_main(main)

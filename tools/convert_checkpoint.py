@@ -4,7 +4,7 @@
     python tools/convert_checkpoint.py --from hf --to bcd --input DIR --output OUT
     python tools/convert_checkpoint.py --from bcd --to hf --input OUT --output BACK
 
-An error leaves no output: one line says what is wrong, and the exit code is 2.
+After an error there is no output: one line says what is wrong, and the exit code is 2.
 """
 
 from __future__ import annotations
@@ -17,60 +17,41 @@ from collections.abc import Sequence
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _parser import Parser, command, leave_with
+from _parser import Parser, check_positive, command, run_main
 
 PROG = "tools/convert_checkpoint.py"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def _size(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]B)", text.strip().upper())
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 5GB or 500MB")
-    return int(float(found[1]) * _UNITS[found[2]])
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]B)", text.strip().upper())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB or 500MB")
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def _parser() -> Parser:
     parser = Parser(prog=PROG, description=__doc__)
-    parser.add_argument("--from", dest="source", required=True, choices=("hf", "bcd"), help="format of --input")
-    parser.add_argument("--to", dest="target", required=True, choices=("hf", "bcd"), help="format of --output")
-    parser.add_argument(
-        "--input",
-        required=True,
-        help="hf: a folder with config.json and safetensors files, or a model's name on the hub; "
-        "bcd: a folder of --save (its newest checkpoint is taken), or one checkpoint in it",
-    )
-    parser.add_argument("--output", required=True, help="an empty or absent folder")
-    to_bcd = parser.add_argument_group("to bcd")
-    to_bcd.add_argument(
-        "--make-vocab-size-divisible-by",
-        type=int,
-        metavar="N",
-        help="pad the vocabulary to a multiple of this (default 128); loading changes the padding to what a run has",
-    )
-    to_hf = parser.add_argument_group("to hf")
-    to_hf.add_argument(
-        "--config",
-        metavar="DIR",
-        help="folder with the config.json to write and the tokenizer's files; default: those that were carried along, "
-        "else a config.json made from the flags of the run",
-    )
-    to_hf.add_argument(
-        "--vocab-size",
-        type=int,
-        metavar="N",
-        help="rows of the embedding without padding, where neither a config.json nor the run's tokenizer says it",
-    )
-    to_hf.add_argument("--max-shard-size", type=_size, metavar="SIZE", help="of a safetensors file (default 5GB)")
+    add = parser.add_argument
+    add("--from", dest="source", required=True, choices=("hf", "bcd"), help="format of --input")
+    add("--to", dest="target", required=True, choices=("hf", "bcd"), help="format of --output")
+    add("--input", required=True, help="hf: a folder with config.json and safetensors files, or a model's name on the "
+        "hub; bcd: a folder of --save (its newest checkpoint is used), or one checkpoint in it")  # fmt: skip
+    add("--output", required=True, help="an empty or absent folder")
+    add = parser.add_argument_group("to bcd").add_argument
+    add("--make-vocab-size-divisible-by", type=int, metavar="N", help="pad the vocabulary to a multiple of N "
+        "(default: 128); a run that loads it adapts the padding")  # fmt: skip
+    add = parser.add_argument_group("to hf").add_argument
+    add("--config", metavar="DIR", help="folder with the config.json to write and the tokenizer's files; default: "
+        "those stored with the checkpoint, or else a config.json made from the run's flags")  # fmt: skip
+    add("--vocab-size", type=int, metavar="N", help="rows of the embedding without padding, if neither a config.json "
+        "nor the run's tokenizer gives it")  # fmt: skip
+    add("--max-shard-size", type=_size, metavar="SIZE", help="size of a safetensors file (default: 5GB)")
     return parser
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The checked command line.
-
-    Raises:
-        ValueError: a flag is unknown, or cannot be combined with the direction.
-    """
+    """Return the parsed flags. Raises ValueError if a flag is unknown, or does not belong to this direction."""
     options = _parser().parse_args(argv)
     if options.source == options.target:
         raise ValueError(f"--from {options.source} --to {options.target}: give hf and bcd, or bcd and hf")
@@ -80,19 +61,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
                 raise ValueError(f"{flag} needs --to hf")
     elif options.make_vocab_size_divisible_by is not None:
         raise ValueError("--make-vocab-size-divisible-by needs --to bcd")
-    for flag in ("--vocab-size", "--make-vocab-size-divisible-by"):
-        value = getattr(options, flag[2:].replace("-", "_"))
-        if value is not None and value < 1:
-            raise ValueError(f"{flag} {value}: must be at least 1")
+    check_positive(options, "vocab_size", "make_vocab_size_divisible_by")
     return options
 
 
 def run(argv: Sequence[str] | None = None) -> str:
-    """Convert as the command line says; what was written and how to go on.
-
-    Raises:
-        ValueError: that is not possible; nothing was written.
-    """
+    """Convert as the command line says. Return a summary and how to continue. Raises ValueError if the conversion is
+    impossible; nothing was written."""
     options = parse_arguments(argv)
     return _to_bcd(options) if options.target == "bcd" else _to_hf(options)
 
@@ -143,4 +118,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    run_main(main)

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""What a model is worth, by lm-evaluation-harness (PyPI lm_eval, which must be installed; docs/generation.md).
+"""Evaluate a model with lm-evaluation-harness (PyPI lm_eval, which must be installed; docs/generation.md).
 
     python tools/evaluate.py --model out/tuned --lm-eval hellaswag,arc_easy --limit 500
     python tools/evaluate.py --model out/tuned --text valid.txt
     python tools/evaluate.py --model out/tuned --multiple-choice questions.jsonl --json out/worth.json
 
 --lm-eval runs tasks of the harness. --text gives the perplexity of files per word and byte; --multiple-choice reads
-lines {"query": "...", "choices": ["...", ...], "gold": 0}. The loss per token is the training scripts' own evaluation
-(--skip-train).
+lines {"query": "...", "choices": ["...", ...], "gold": 0}. For the loss per token, run the training script with
+--skip-train.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _model_flags import add_model_flags, loaded_model
-from _parser import Parser, add_json, check_can_write, command, leave_with, tell
+from _parser import Parser, add_json, check_positive, check_writable, command, run_main, write_figures
 
 PROG = "tools/evaluate.py"
 
@@ -30,40 +30,31 @@ PROG = "tools/evaluate.py"
 def _parser() -> Parser:
     parser = Parser(prog=PROG, description=__doc__)
     add_model_flags(parser)
-    group = parser.add_argument_group("what is evaluated", "at least one of them")
-    group.add_argument("--lm-eval", metavar="TASKS", help="names of lm-evaluation-harness's tasks, with commas")
-    group.add_argument("--lm-eval-include", metavar="DIR", help="folder with more tasks of --lm-eval (YAML files)")
-    group.add_argument("--text", nargs="+", default=[], metavar="FILE", help="perplexity of each, as one document")
-    group.add_argument("--multiple-choice", nargs="+", default=[], metavar="FILE", help="JSONL files of questions")
-    group = parser.add_argument_group("how")
-    group.add_argument("--seq-length", type=int, metavar="N", help="most tokens of a sequence (default: the positions)")
-    group.add_argument("--limit", type=int, metavar="N", help="the first N questions of each file or task")
-    group.add_argument("--batch-size", type=int, default=8, metavar="N", help="sequences at a time (default: 8)")
-    group.add_argument(
-        "--stride", type=int, metavar="N", help="has no effect any more: windows of --text do not overlap"
-    )
+    add = parser.add_argument_group("tasks", "give at least one").add_argument
+    add("--lm-eval", metavar="TASKS", help="names of lm-evaluation-harness's tasks, separated by commas")
+    add("--lm-eval-include", metavar="DIR", help="folder with more tasks for --lm-eval (YAML files)")
+    add("--text", nargs="+", default=[], metavar="FILE", help="perplexity of each file, as one document")
+    add("--multiple-choice", nargs="+", default=[], metavar="FILE", help="JSONL files of questions")
+    add = parser.add_argument_group("options").add_argument
+    add("--seq-length", type=int, metavar="N", help="longest sequence in tokens (default: the model's positions)")
+    add("--limit", type=int, metavar="N", help="use only the first N questions of each file or task")
+    add("--batch-size", type=int, default=8, metavar="N", help="sequences at a time (default: 8)")
+    add("--stride", type=int, metavar="N", help="no longer has an effect: windows of --text do not overlap")
     add_json(parser)
     return parser
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The checked command line.
-
-    Raises:
-        ValueError: a flag is unknown, missing or out of range, or a file is.
-    """
+    """Return the parsed flags. Raises ValueError if a flag is unknown, missing or out of range."""
     options = _parser().parse_args(argv)
     if not (options.text or options.multiple_choice or options.lm_eval):
         raise ValueError("nothing to evaluate: give --lm-eval, --text or --multiple-choice")
-    for name in ("seq_length", "limit", "batch_size"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    check_positive(options, "seq_length", "limit", "batch_size")
     return options
 
 
 def perplexity_task(path: str) -> dict[str, Any]:
-    """A task of the harness: the file as one document."""
+    """Return a task of the harness: the perplexity of the file, as one document."""
     return {
         "task": path,
         "dataset_path": "text",
@@ -77,15 +68,15 @@ def perplexity_task(path: str) -> dict[str, Any]:
 
 
 def multiple_choice_task(path: str) -> dict[str, Any]:
-    """A task of the harness: a question a line, under one of the names that published files have."""
+    """Return a task of the harness: one question per line, under any key that published files use."""
 
-    def choices_of(line: dict[str, Any]) -> list[str]:
+    def choices(line: dict[str, Any]) -> list[str]:
         return _value(line, "choices", "endings", "options")
 
-    def answer_of(line: dict[str, Any]) -> int:
-        answer, choices = _value(line, "gold", "label", "answer"), choices_of(line)
-        if answer in choices:
-            return choices.index(answer)
+    def answer_index(line: dict[str, Any]) -> int:
+        answer = _value(line, "gold", "label", "answer")
+        if answer in choices(line):
+            return choices(line).index(answer)
         return int(answer) if str(answer).isdigit() else "ABCDEFGHIJ".index(answer)
 
     return {
@@ -95,8 +86,8 @@ def multiple_choice_task(path: str) -> dict[str, Any]:
         "test_split": "test",
         "output_type": "multiple_choice",
         "doc_to_text": lambda line: _value(line, "query", "context", "ctx", "question", "prompt"),
-        "doc_to_choice": choices_of,
-        "doc_to_target": answer_of,
+        "doc_to_choice": choices,
+        "doc_to_target": answer_index,
         "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
     }
 
@@ -109,17 +100,14 @@ def _value(line: dict[str, Any], *names: str) -> Any:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """The harness's results by task, or file; what --json writes.
-
-    Raises:
-        ValueError: a file is missing or damaged, a task is unknown, or the harness is not installed.
-    """
+    """Return the harness's results by task or file, as --json writes them. Raises ValueError if a file is missing or
+    damaged, a task is unknown, or the harness is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise ValueError("lm-evaluation-harness is not installed: pip install lm_eval")
     for path in (*options.text, *options.multiple_choice):
         if not os.path.isfile(path):
             raise ValueError(f"{path}: no such file")
-    check_can_write(options.json, flag="--json")
+    check_writable(options.json, flag="--json")
     with loaded_model(options) as loaded:
         import lm_eval
         from lm_eval.models.huggingface import HFLM
@@ -137,17 +125,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             batch_size=options.batch_size,
             max_length=options.seq_length or loaded.positions,
         )
-        found = lm_eval.simple_evaluate(
+        evaluation = lm_eval.simple_evaluate(
             model=model, tasks=[*names, *tasks], limit=options.limit, task_manager=manager, log_samples=False
         )
-    return {"model": options.model, "results": found["results"]}
+    return {"model": options.model, "results": evaluation["results"]}
 
 
-def table(found: dict[str, Any]) -> str:
-    """For people."""
+def table(figures: dict[str, Any]) -> str:
+    """Format the results, one line per task."""
     lines = []
-    for name, one in found["results"].items():
-        values = [f"{key.split(',')[0]} {value:.4f}" for key, value in one.items() if isinstance(value, float)]
+    for name, metrics in figures["results"].items():
+        values = [f"{key.split(',')[0]} {value:.4f}" for key, value in metrics.items() if isinstance(value, float)]
         lines.append(f"{name}: {', '.join(values)}")
     return "\n".join(lines)
 
@@ -155,9 +143,9 @@ def table(found: dict[str, Any]) -> str:
 @command(PROG)
 def main(argv: Sequence[str]) -> None:
     options = parse_arguments(argv)
-    found = run(options)
-    tell(options.json, found, lambda: print(table(found)))
+    figures = run(options)
+    write_figures(options.json, figures, lambda: print(table(figures)))
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    run_main(main)

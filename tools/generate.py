@@ -6,8 +6,8 @@
     python tools/generate.py --model out/my_run --prompt "The sky is" --max-new-tokens 200 --json
     python tools/generate.py --model out/tuned --chat --prompt "Why is the sky blue?"
 
-The most likely token is taken unless a temperature is given. An answer ends at the model's end token, after
---max-new-tokens, or at the model's last position. The text is that of transformers' generate.
+Takes the most likely token unless --temperature is given. An answer ends at the model's end token, after
+--max-new-tokens, or at the model's last position. Uses transformers' generate.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _model_flags import add_model_flags, loaded_model
-from _parser import STDOUT, Parser, add_json, check_can_write, command, leave_with, tell
+from _parser import STDOUT, Parser, add_json, check_writable, command, run_main, write_figures
 
 if TYPE_CHECKING:
     from megatron.bcd.huggingface.in_memory import LoadedModel
@@ -35,54 +35,38 @@ def _parser() -> Parser:
     add_model_flags(parser)
     group = parser.add_argument_group("prompts")
     group.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
-    group.add_argument("--prompts", metavar="FILE", help="a prompt on every line; empty lines are skipped")
-    form = group.add_mutually_exclusive_group()
-    form.add_argument(
-        "--chat", action="store_true", help="a prompt is a user's message, in the tokenizer's chat template"
-    )
-    form.add_argument(
-        "--instruction",
-        action="store_true",
-        help="a prompt is an instruction in Alpaca's form, as --sft has it without a template",
-    )
-    group.add_argument("--system", metavar="TEXT", help="with --chat: the system's message before it")
-    group = parser.add_argument_group("answers")
-    group.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="(default: 128)")
-    group.add_argument(
-        "--temperature", type=float, default=0.0, metavar="X", help="0 takes the most likely token (default)"
-    )
-    group.add_argument("--top-k", type=int, default=0, metavar="K", help="draw among the K most likely (default: all)")
-    group.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="draw among the most likely tokens that have this much of the probability (default: 1)",
-    )
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn (default: 0)")
+    group.add_argument("--prompts", metavar="FILE", help="one prompt per line; empty lines are skipped")
+    add = group.add_mutually_exclusive_group().add_argument
+    add("--chat", action="store_true", help="format each prompt as a user's message with the chat template")
+    add("--instruction", action="store_true", help="format each prompt as an Alpaca instruction, as --sft does without "
+        "a chat template")  # fmt: skip
+    group.add_argument("--system", metavar="TEXT", help="with --chat: a system message before the prompt")
+    add = parser.add_argument_group("answers").add_argument
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="(default: 128)")
+    add("--temperature", type=float, default=0.0, metavar="X", help="0 takes the most likely token (default: 0)")
+    add("--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens (default: all)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="sample from the most likely tokens whose probabilities "
+        "add up to P (default: 1)")  # fmt: skip
+    add("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
     add_json(parser)
     return parser
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The checked command line.
-
-    Raises:
-        ValueError: a flag is unknown, out of range or missing.
-    """
+    """Return the parsed flags. Raises ValueError if a flag is unknown, out of range or missing."""
     options = _parser().parse_args(argv)
     if not options.prompt and options.prompts is None:
         raise ValueError("nothing to continue: give --prompt TEXT or --prompts FILE")
     if options.system is not None and not options.chat:
         raise ValueError("--system needs --chat")
-    for flag, value, is_fine, wanted in (
+    for flag, value, is_valid, wanted in (
         ("--max-new-tokens", options.max_new_tokens, options.max_new_tokens >= 1, "at least 1"),
         ("--temperature", options.temperature, 0 <= options.temperature < float("inf"), "0 or more"),
         ("--top-k", options.top_k, options.top_k >= 0, "0 (all) or more"),
         ("--top-p", options.top_p, 0 < options.top_p <= 1, "more than 0, and at most 1"),
         ("--seed", options.seed, 0 <= options.seed < 2**32, "0 to 2^32 - 1"),
     ):
-        if not is_fine:
+        if not is_valid:
             raise ValueError(f"{flag} {value:g}: must be {wanted}")
     if options.temperature == 0 and (options.top_p != 1 or options.top_k):
         raise ValueError("--top-k and --top-p have no effect on the most likely token: give --temperature too")
@@ -90,19 +74,19 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def read_prompts(path: str) -> list[str]:
-    """The lines of a file that are not empty. Raises ValueError if there is none, or it can't be read."""
+    """Return the lines of a file that are not empty. Raises ValueError if there are none."""
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--prompts {path} can't be read ({error})") from None
+        raise ValueError(f"--prompts {path}: can't be read ({error})") from None
     prompts = [line for line in lines if line.strip()]
     if not prompts:
-        raise ValueError(f"--prompts {path} is empty: write a prompt on every line")
+        raise ValueError(f"--prompts {path}: is empty. Write one prompt per line.")
     return prompts
 
 
 def encode(loaded: LoadedModel, prompt: str, options: argparse.Namespace) -> list[int]:
-    """Ids of a prompt in the form that the flags ask for. Raises ValueError if it can't be continued."""
+    """Return the token ids of a prompt, formatted as the flags ask. Raises ValueError if it cannot be continued."""
     from megatron.bcd.data.sft.text import alpaca
 
     tokenizer = loaded.tokenizer
@@ -111,7 +95,7 @@ def encode(loaded: LoadedModel, prompt: str, options: argparse.Namespace) -> lis
         messages = [*system, {"role": "user", "content": prompt}]
         try:
             prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # there is no template, or it refuses the messages
+        except Exception as error:  # there is no template, or it rejects the messages
             reason = " ".join(str(error).split())[:200]
             raise ValueError(f"--chat: the tokenizer's chat template can't be used ({reason})") from None
     elif options.instruction:
@@ -122,28 +106,28 @@ def encode(loaded: LoadedModel, prompt: str, options: argparse.Namespace) -> lis
         raise ValueError("the prompt has no tokens: give at least a word")
     if max(ids) >= rows:
         raise ValueError(
-            f"the tokenizer gives the id {max(ids):,}, and the model has the ids 0 to {rows - 1:,}: give "
+            f"the tokenizer produced id {max(ids):,}, but the model's ids are 0 to {rows - 1:,}: give "
             "--tokenizer-type and the files that the model was trained with"
         )
     if len(ids) >= loaded.positions:
         raise ValueError(
-            f"the prompt has {len(ids):,} tokens, and the model has {loaded.positions:,} positions: give a shorter one"
+            f"the prompt has {len(ids):,} tokens, but the model has {loaded.positions:,} positions: give a shorter one"
         )
     return ids
 
 
 def end_ids(loaded: LoadedModel) -> list[int]:
-    """What ends an answer: the end tokens of the model, else of its tokenizer, and the special token that the chat
-    template puts after an answer."""
-    found = loaded.model.generation_config.eos_token_id
-    found = loaded.tokenizer.eos_token_id if found is None else found
-    ends = {found} if isinstance(found, int) else set(found or ())
+    """Return the ids that end an answer: the end tokens of the model, or else of its tokenizer, and the special token
+    that the chat template writes after an answer."""
+    eos = loaded.model.generation_config.eos_token_id
+    eos = loaded.tokenizer.eos_token_id if eos is None else eos
+    ends = {eos} if isinstance(eos, int) else set(eos or ())
     if loaded.tokenizer.chat_template:
         try:
             text = loaded.tokenizer.apply_chat_template(
                 [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "Yes."}], tokenize=False
             )
-        except Exception:  # said where the template is used
+        except Exception:  # `encode` reports a broken template
             return sorted(ends)
         after = loaded.tokenizer.encode(text.rpartition("Yes.")[2].lstrip(), add_special_tokens=False)
         ends |= set(after[:1]) & loaded.tokenizer.added_tokens_decoder.keys()
@@ -151,11 +135,8 @@ def end_ids(loaded: LoadedModel) -> list[int]:
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Continue all prompts; what --json writes.
-
-    Raises:
-        ValueError: a file is missing or damaged, or a prompt is too long.
-    """
+    """Continue all prompts and return what --json writes. Raises ValueError if a file is missing or damaged, or a
+    prompt is too long."""
     prompts = [*options.prompt, *(read_prompts(options.prompts) if options.prompts else [])]
     answers = []
     with loaded_model(options) as loaded:
@@ -165,12 +146,12 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
             new = continuation(loaded, ids, ends, options, seed=options.seed + number)
             is_ended = bool(new) and new[-1] in ends
             new = new[:-1] if is_ended else new
-            # decoded with the prompt: tokens alone may lose a space
+            # Decode with the prompt: without it, the first token may lose its leading space.
             start = len(loaded.tokenizer.decode(ids, skip_special_tokens=True))
             text = loaded.tokenizer.decode([*ids, *new], skip_special_tokens=True)[start:]
             answers.append({"prompt": prompt, "answer": text, "tokens": len(new), "is_ended": is_ended})
             if options.json != STDOUT:
-                between = "\n" if options.chat or options.instruction else ""  # an answer, or the text's continuation
+                between = "\n" if options.chat or options.instruction else ""
                 print(f"{prompt}{between}{text}\n", flush=True)
     return answers
 
@@ -178,14 +159,14 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 def continuation(
     loaded: LoadedModel, prompt: list[int], ends: list[int], options: argparse.Namespace, *, seed: int
 ) -> list[int]:
-    """New tokens after `prompt`, with the end token if there is one."""
+    """Return the new tokens after `prompt`, including the end token if there is one."""
     import torch
     from transformers import GenerationConfig, set_seed
 
     draws: dict[str, Any] = {"do_sample": False}
     if options.temperature:
         draws = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")} | {"do_sample": True}
-    loaded.model.generation_config = GenerationConfig(  # in place of what the model's folder asks for
+    loaded.model.generation_config = GenerationConfig(  # replaces that of the model's folder
         max_new_tokens=min(options.max_new_tokens, loaded.positions - len(prompt)),
         eos_token_id=ends or None,
         pad_token_id=ends[0] if ends else 0,
@@ -193,16 +174,16 @@ def continuation(
     )
     set_seed(seed)
     tokens = torch.tensor([prompt], device=loaded.model.device)
-    found: list[int] = loaded.model.generate(tokens, attention_mask=torch.ones_like(tokens))[0].tolist()
-    return found[len(prompt) :]
+    output: list[int] = loaded.model.generate(tokens, attention_mask=torch.ones_like(tokens))[0].tolist()
+    return output[len(prompt) :]
 
 
 @command(PROG)
 def main(argv: Sequence[str]) -> None:
     options = parse_arguments(argv)
-    check_can_write(options.json, flag="--json")
-    tell(options.json, run(options), lambda: None)
+    check_writable(options.json, flag="--json")
+    write_figures(options.json, run(options), lambda: None)
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    run_main(main)

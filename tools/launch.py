@@ -1,8 +1,8 @@
-"""torchrun with another end: after an expected error or a signal the last line says why, without torchrun's traceback.
+"""Run torchrun, but end with one line that gives the reason of an expected error or signal, without its traceback.
 
     python tools/launch.py --nproc-per-node 2 pretrain_gpt_bcd.py --help
 
-Takes torchrun's flags. The exit code is that of the first rank that failed, or 128 and the number of the signal.
+Takes torchrun's flags. The exit code is that of the first rank that failed, or 128 plus the signal's number.
 """
 
 from __future__ import annotations

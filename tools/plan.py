@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _parser import Parser, add_json, add_precision, command, leave_with, table, tell
+from _parser import Parser, add_json, add_precision, command, run_main, table, write_figures
 from _timeline import write_timeline
 
 from megatron.bcd.config import BcdConfig
@@ -599,9 +599,9 @@ def show_paper(paper: Paper) -> str:
 def main(argv: list[str]) -> int:
     arguments = parse_arguments(argv)
     text, values, code = answer_to(arguments)
-    tell(arguments.json, values, lambda: print(text))
+    write_figures(arguments.json, values, lambda: print(text))
     return code
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    run_main(main)

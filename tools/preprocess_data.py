@@ -1,12 +1,12 @@
-"""Text -> Megatron's indexed dataset (PREFIX_text_document.bin and .idx).
+"""Tokenize text into Megatron's indexed dataset (PREFIX_text_document.bin and .idx).
 
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix out/corpus \\
         --tokenizer-type GPT2BPETokenizer --vocab-file encoder.json --merge-file vocab.bpe \\
         --append-eod --workers 8
 
-Flags and bytes are those of stock Megatron-LM core_v0.16.1's tool of this name, with plain text and parquet as
-further input formats. Documents keep their order with any number of workers. The files get their names only
-when they are complete.
+Flags and output bytes equal those of stock Megatron-LM core_v0.16.1's tool of this name. In addition it reads plain
+text and parquet. Documents keep their order with any number of workers. The files get their names only when they are
+complete.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ import numpy
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from _model_flags import add_tokenizer_flags, tokenizer_options
-from _parser import Parser, command, leave_with
-from _text_files import Batch, Source, add_input_flags, read_batches, read_documents, sources_of
+from _parser import Parser, check_positive, command, run_main
+from _text_files import Batch, Source, add_input_flags, find_sources, read_batches, read_documents
 
 from megatron.bcd.tokenizer import Tokenizer, build_tokenizer
 
 PROG = "tools/preprocess_data.py"
 
 _SHORT_BYTES = 200
-"""A wrapped line has about 70."""
+"""Documents shorter than this on average are probably wrapped lines, which have about 70 bytes."""
 _MANY_DOCUMENTS, _FEWEST_DOCUMENTS = 100, 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderConfig:
-    """All that a worker needs; small, since each worker is sent a copy."""
+    """All that a worker needs. Keep it small: every worker receives a copy."""
 
     tokenizer_type: str
     tokenizer_options: dict[str, Any]
@@ -85,7 +85,7 @@ class Encoder:
         self.tokenizer: Tokenizer = build_tokenizer(config.tokenizer_type, **config.tokenizer_options)
 
     def encode(self, batch: Batch) -> EncodedBatch:
-        """Raises ValueError that names file and line for text that cannot be read or tokenized."""
+        """Encode a batch. Raises ValueError that names file and line if text cannot be read or tokenized."""
         tokens: dict[str, list[int]] = {key: [] for key in self.config.json_keys}
         lengths: dict[str, list[list[int]]] = {key: [] for key in self.config.json_keys}
         num_documents = 0
@@ -120,9 +120,9 @@ _worker_encoder: Encoder | None = None
 
 def _start_worker(config: EncoderConfig) -> None:
     global _worker_encoder
-    # Ctrl-C reaches the whole process group; only the parent should answer it.
+    # Ctrl-C reaches the whole process group; only the parent should handle it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A parent that was killed cannot stop its workers, which would wait for work for ever.
+    # A parent that was killed cannot stop its workers, which would wait for work forever.
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     _worker_encoder = Encoder(config)
 
@@ -140,10 +140,12 @@ def _encode_in_worker(batch: Batch) -> EncodedBatch:
 
 
 def encode_batches(batches: Iterable[Batch], encoder: Encoder, num_workers: int) -> Generator[EncodedBatch]:
-    """Encodes in order; one worker means this process.
+    """Yield the encoded batches in order. With one worker, encode in this process.
 
-    Keeps a few batches per worker under way, so memory does not grow with the input.
-    Raises ValueError for bad text and for a worker that was killed.
+    Keeps only a few batches per worker in flight, so that memory does not grow with the input.
+
+    Raises:
+        ValueError: bad text, or a worker that was killed.
     """
     if num_workers == 1:
         yield from map(encoder.encode, batches)
@@ -164,7 +166,7 @@ def encode_batches(batches: Iterable[Batch], encoder: Encoder, num_workers: int)
                 yield pending.popleft().result()
         except BrokenExecutor as error:
             raise ValueError(
-                f"--workers {num_workers}: a worker was killed, perhaps for lack of memory; try fewer"
+                f"--workers {num_workers}: a worker was killed, perhaps out of memory. Try fewer."
             ) from error
         finally:
             for future in pending:
@@ -175,29 +177,29 @@ def encode_batches(batches: Iterable[Batch], encoder: Encoder, num_workers: int)
 
 
 class DatasetWriter:
-    """Writes one dataset per key in a temporary folder beside them; `publish` puts them into their places."""
+    """Writes one dataset per key to a temporary folder; `publish` moves them to their final names."""
 
     def __init__(self, output_prefix: str, json_keys: Sequence[str], vocab_size: int) -> None:
         with warnings.catch_warnings():
-            # Megatron Core warns here about optional GPU libraries, which have no part in this tool.
+            # Megatron Core warns about optional GPU libraries, which this tool does not use.
             warnings.simplefilter("ignore")
             from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
         self.prefixes = {key: f"{output_prefix}_{key}_document" for key in json_keys}
         folder = os.path.dirname(os.path.abspath(output_prefix))
-        self._made = [path for path in (folder, *map(str, Path(folder).parents)) if not os.path.exists(path)]
+        self._new_folders = [path for path in (folder, *map(str, Path(folder).parents)) if not os.path.exists(path)]
         try:
             os.makedirs(folder, exist_ok=True)
-            self._aside = tempfile.mkdtemp(dir=folder, prefix=".preprocess_data_")
+            self._temporary = tempfile.mkdtemp(dir=folder, prefix=".preprocess_data_")
         except OSError as error:
             raise ValueError(f"--output-prefix: cannot write {error.filename}: {error.strerror}") from error
         dtype = DType.optimal_dtype(vocab_size)
         self._builders: dict[str, Any] = {
-            key: IndexedDatasetBuilder(os.path.join(self._aside, f"{key}.bin"), dtype=dtype) for key in json_keys
+            key: IndexedDatasetBuilder(os.path.join(self._temporary, f"{key}.bin"), dtype=dtype) for key in json_keys
         }
 
     def add(self, key: str, documents: EncodedDocuments) -> None:
-        """Appends to a key's dataset. An empty document leaves only an index boundary, as in stock."""
+        """Append to a key's dataset. An empty document adds only an index boundary, as in stock."""
         start = 0
         for lengths in documents.lengths:
             end = start + sum(lengths)
@@ -206,21 +208,21 @@ class DatasetWriter:
 
     def publish(self) -> None:
         for key in self.prefixes:
-            self._builders[key].finalize(os.path.join(self._aside, f"{key}.idx"))
+            self._builders[key].finalize(os.path.join(self._temporary, f"{key}.idx"))
         for key, prefix in self.prefixes.items():
-            # Without its old index a dataset is absent, so no kill in between mixes old and new.
+            # Remove the old index first: a kill in between then leaves no dataset rather than a mixed one.
             with contextlib.suppress(FileNotFoundError):
                 os.remove(f"{prefix}.idx")
             for ending in (".bin", ".idx"):
-                os.replace(os.path.join(self._aside, f"{key}{ending}"), f"{prefix}{ending}")
+                os.replace(os.path.join(self._temporary, f"{key}{ending}"), f"{prefix}{ending}")
 
     def close(self) -> None:
-        """Removes what was not published, and folders that are empty."""
+        """Remove what was not published, and new folders that are empty."""
         for builder in self._builders.values():
-            with contextlib.suppress(OSError):  # a full disk has no room for the buffered rest either
+            with contextlib.suppress(OSError):  # on a full disk, flushing the buffer fails again
                 builder.data_file.close()
-        shutil.rmtree(self._aside, ignore_errors=True)
-        for folder in self._made:
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        for folder in self._new_folders:
             with contextlib.suppress(OSError):
                 os.rmdir(folder)
 
@@ -234,22 +236,17 @@ def build_parser() -> Parser:
     group = parser.add_argument_group("tokenizer")
     add_tokenizer_flags(group, required=True)
     group.add_argument("--append-eod", action="store_true", help="end every document with the tokenizer's eod id")
-    group = parser.add_argument_group("output and running")
-    group.add_argument("--output-prefix", required=True, metavar="PREFIX", help="folders are created")
-    group.add_argument("--workers", type=int, default=1, metavar="N", help="processes (default: 1)")
-    group.add_argument(
-        "--log-interval", type=int, default=100_000, metavar="N", help="documents between progress lines (100000)"
-    )
+    add = parser.add_argument_group("output and running").add_argument
+    add("--output-prefix", required=True, metavar="PREFIX", help="folders are created")
+    add("--workers", type=int, default=1, metavar="N", help="processes (default: 1)")
+    add("--log-interval", type=int, default=100_000, metavar="N", help="documents between progress lines (100000)")
     return parser
 
 
 def run(args: argparse.Namespace) -> str:
-    """Does the work and returns the summary. Raises ValueError for bad input; then nothing is written."""
-    if args.workers < 1:
-        raise ValueError(f"--workers {args.workers} must be at least 1")
-    if args.log_interval < 1:
-        raise ValueError(f"--log-interval {args.log_interval} must be at least 1")
-    sources = sources_of(args)
+    """Write the dataset and return a summary. Raises ValueError for bad input; then nothing is written."""
+    check_positive(args, "workers", "log_interval")
+    sources = find_sources(args)
     encoder = Encoder(
         EncoderConfig(
             tokenizer_type=args.tokenizer_type,
@@ -268,15 +265,15 @@ def run(args: argparse.Namespace) -> str:
                 writer.add(key, documents)
                 count["tokens"] += documents.tokens.size
                 count["empty"] += documents.lengths.count([])
-            shown = count["documents"] // args.log_interval
+            num_reported = count["documents"] // args.log_interval
             count["documents"] += batch.num_documents
             count["bytes"] += batch.num_text_bytes
-            if count["documents"] // args.log_interval > shown:
+            if count["documents"] // args.log_interval > num_reported:
                 print(f"{count['documents']:,} documents, {count['tokens']:,} tokens", file=sys.stderr, flush=True)
         if count["tokens"] == 0:
-            raise ValueError(f"--input {' '.join(args.input)}: no text in it, so there is no dataset to write")
+            raise ValueError(f"--input {' '.join(args.input)}: contains no text. Give files with text.")
         writer.publish()
-    for line in warnings_of(count, sources, documents=args.documents):
+    for line in input_warnings(count, sources, documents=args.documents):
         print(f"warning: {line}", file=sys.stderr)
     empty = f" ({count['empty']:,} empty)" if count["empty"] else ""
     return (
@@ -285,8 +282,8 @@ def run(args: argparse.Namespace) -> str:
     )
 
 
-def warnings_of(count: Mapping[str, int], sources: Sequence[Source], *, documents: str) -> Iterator[str]:
-    """Where lines or files were taken for documents that hardly are."""
+def input_warnings(count: Mapping[str, int], sources: Sequence[Source], *, documents: str) -> Iterator[str]:
+    """Warn if lines or files were read as documents but probably are not."""
     number = count["documents"]
     if documents == "file" and number < _FEWEST_DOCUMENTS:
         yield (
@@ -307,4 +304,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    run_main(main)

@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _parser import Parser, bad_input, leave_with
+from _parser import Parser, print_error, run_main
 from plan import ROOT, add_recipe_flags, fields_of, is_adapters_alone, show_figures, words_of
 
 from megatron.bcd.planner.command import SCRIPTS, layout_flags, network_flags
@@ -224,9 +224,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         print(run(argv, os.environ))
     except ValueError as error:
-        return bad_input(PROG, in_words(str(error)))
+        return print_error(PROG, in_words(str(error)))
     return 0
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    run_main(main)

@@ -1,9 +1,9 @@
-"""Compares runs by their metrics files: a short table, ratios, and one picture of the loss curves.
+"""Compare runs by their metrics files: a short table, ratios, and one picture of the loss curves.
 
     python tools/report.py --run "BCD=out/bcd.jsonl" --run "full=out/full.jsonl" --figure out/loss.png
 
-ms per step is each block's median, averaged over the iterations; model state is per rank the maximum over the phases;
-validation figures are the last ones.
+"ms per step" is each block's median, averaged over the iterations. Model state is the maximum over the phases, per
+rank. Validation figures are those of the last evaluation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,17 @@ from itertools import groupby, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
-from _parser import STDOUT, Parser, add_json, check_can_write, command, leave_with, print_table, tell, write_aside
+from _parser import (
+    STDOUT,
+    Parser,
+    add_json,
+    check_writable,
+    command,
+    print_table,
+    run_main,
+    write_atomically,
+    write_figures,
+)
 
 PROG = "tools/report.py"
 MIB = 2**20
@@ -31,8 +41,8 @@ RUN_COLOURS = ("#1f4e9c", "#c8453b", "#2f7d4f", "#7b4fa3", "#8a6d1f", "#2b8a99")
 RUN_MARKERS = "oDs^vP"
 BLOCK_TINTS = ("#fdeccb", "#ddefd8", "#dfe7f7", "#f8dfe8", "#ece5f6", "#dcf1f0")
 INK, FAINT = "#2b2b2b", "#6f6f6f"
-MAX_BANDS = 150  # more of them would be a grey wash
-MIN_LABELLED_BAND = 0.02  # of the axis; a narrower band has no room for its number
+MAX_BANDS = 150  # more could not be told apart
+MIN_LABELLED_BAND = 0.02  # share of the axis; a narrower band has no room for its number
 MAX_RANKS_AS_BARS = 16
 STYLE = {"axes.spines.top": False, "axes.spines.right": False, "xtick.color": FAINT, "ytick.color": FAINT}
 
@@ -49,11 +59,11 @@ class Run:
     steps: tuple[dict[str, Any], ...]
     validations: tuple[dict[str, Any], ...]
     test: dict[str, Any]
-    """The last line of a test; empty without one."""
+    """The last test line; empty if there is none."""
 
     @property
     def num_ranks(self) -> tuple[int, ...]:
-        """Of the run, and of each of its resumptions on another number."""
+        """The number of ranks, and that of each later resumption with another number."""
         return tuple(number for number, _ in groupby(len(step["model_state_bytes"]) for step in self.steps))
 
 
@@ -65,7 +75,7 @@ _NUMBERS = {
 
 
 def read_run(argument: str) -> Run:
-    """The run of --run NAME=FILE. Raises ValueError naming the file, and the line, that is wrong."""
+    """Read --run NAME=FILE. Raises ValueError that names the bad file and line."""
     name, _, path = argument.partition("=")
     if not (name.strip() and path):
         raise ValueError(f'--run {argument}: give NAME=FILE, such as --run "BCD=out/bcd.jsonl"')
@@ -78,27 +88,21 @@ def read_run(argument: str) -> Run:
         try:
             lines += [_checked(json.loads(line))] if line.strip() else []
         except (ValueError, TypeError, AttributeError, KeyError) as error:
-            raise ValueError(f"--run {name}: {path}, line {number}: not of a metrics file ({error})") from None
-    found = {kind: tuple(line for line in lines if kind in line) for kind in _NUMBERS}
-    if not any(found.values()):
-        raise ValueError(f"--run {name}: {path}: no line of training or evaluation in it")
-    tests = found["test_loss"]
-    return Run(
-        name=name.strip(),
-        file=path,
-        steps=found["loss"],
-        validations=found["validation_loss"],
-        test=tests[-1] if tests else {},
-    )
+            raise ValueError(f"--run {name}: {path}, line {number}: not from a metrics file ({error})") from None
+    steps, validations, tests = (tuple(line for line in lines if kind in line) for kind in _NUMBERS)
+    if not (steps or validations or tests):
+        raise ValueError(f"--run {name}: {path}: has no line of training or evaluation")
+    return Run(name=name.strip(), file=path, steps=steps, validations=validations, test=tests[-1] if tests else {})
 
 
 def _checked(values: dict[str, Any]) -> dict[str, Any]:
-    """A line, with NaN and infinity put back where it has null: a diverged run can still be shown."""
+    """Check a line, and restore the NaN and infinite values that it stores as null, so that diverged runs can be
+    shown."""
     values |= {key: float(value) for key, value in values.pop("non_finite", {}).items()}
     for kind in _NUMBERS.keys() & values.keys():
         for key in (kind, *_NUMBERS[kind]):
             if not isinstance(values[key], int | float):
-                raise TypeError(f"{key} is no number")
+                raise TypeError(f"{key} is not a number")
     if "loss" in values and not (values["model_state_bytes"] and min(values["model_state_bytes"]) >= 0):
         raise ValueError("model_state_bytes is empty")
     values["switches"] = [(int(start), int(block)) for start, block in values.get("switches", ())]
@@ -109,16 +113,15 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
 
 
 Figures = dict[str, Any]
-"""A run as --json has it; None where the run has no such lines. `num_ranks`: of the run, and of each of its resumptions
-on another number; memory and time are of the last. Model state by rank, maximum over the phases and mean over the
-blocks."""
+"""A run as --json writes it; None for what the run does not have. Memory and time are those of the last number of
+ranks; model state is given by rank, as maximum over the phases and as mean over the blocks."""
 RATIOS = ("step_time_ms", "tokens_per_second", "validation_loss", "validation_perplexity")
 
 
 def typical_step_ms(steps: Sequence[dict[str, Any]]) -> float:
-    """Each block's median, averaged over all iterations: blocks differ, and one median would show one block.
+    """Return each block's median, averaged over all iterations, because step times differ between blocks.
 
-    A line counts as often as it has iterations: the log interval may have changed at a resumption.
+    A line counts once per iteration that it covers: the log interval may have changed at a resumption.
     """
     medians = {
         block: statistics.median(step["step_time_ms"] for step in steps if step["block"] == block)
@@ -128,10 +131,10 @@ def typical_step_ms(steps: Sequence[dict[str, Any]]) -> float:
     return statistics.fmean((medians[step["block"]] for step in steps), weights=[*(spans[:1] or [1]), *spans])
 
 
-def figures_of(run: Run) -> Figures:
-    """A run's row."""
+def run_figures(run: Run) -> Figures:
+    """Return a run's row."""
     backwards = takewhile(lambda step: len(step["model_state_bytes"]) == run.num_ranks[-1], reversed(run.steps))
-    steps = list(backwards)[::-1]  # on the last number of ranks: those of different numbers are not comparable
+    steps = list(backwards)[::-1]  # only those on the last number of ranks are comparable
     by_block: dict[int, list[int]] = {}  # largest model state, by rank
     for step in steps:
         state = step["model_state_bytes"]
@@ -155,22 +158,22 @@ def figures_of(run: Run) -> Figures:
     }
 
 
-def ratios_of(one: Figures, other: Figures) -> dict[str, Any]:
-    """one / other, of what both have; of model state by rank, if both have as many ranks."""
+def compare_figures(first: Figures, second: Figures) -> dict[str, Any]:
+    """Return first / second for the figures that both have; model state by rank, if the numbers of ranks are equal."""
 
     def ratio(above: float | None, below: float | None) -> float | None:
         return above / below if above is not None and below else None
 
-    states = one["model_state_bytes"] or (), other["model_state_bytes"] or ()
+    states = first["model_state_bytes"] or (), second["model_state_bytes"] or ()
     same_ranks = len(states[0]) == len(states[1])
     return {
         "model_state_bytes": list(map(ratio, *states)) if same_ranks and states[0] else None,
-        **{name: ratio(one[name], other[name]) for name in RATIOS},
+        **{name: ratio(first[name], second[name]) for name in RATIOS},
     }
 
 
 def table_rows(figures: Sequence[Figures]) -> list[tuple[str, ...]]:
-    """Cells; with two runs, their ratios as a last row."""
+    """Return the cells of the table. With two runs, the last row has their ratios."""
 
     def cell(value: float | None, form: str) -> str:
         return "-" if value is None else form.format(value)
@@ -188,7 +191,7 @@ def table_rows(figures: Sequence[Figures]) -> list[tuple[str, ...]]:
         cells = (cell(row[name], form) for name, form in zip(RATIOS, forms, strict=True))
         rows.append((row["run"], by_rank([n / MIB for n in row["model_state_bytes"] or ()], "{:,.1f}", " MiB"), *cells))
     if len(figures) == 2:
-        ratios = ratios_of(*figures)
+        ratios = compare_figures(*figures)
         label = f"{figures[0]['run']} / {figures[1]['run']}"
         cells = (cell(ratios[name], "{:.3f}") for name in RATIOS)
         rows.append((label, by_rank(ratios["model_state_bytes"], "{:.3f}"), *cells))
@@ -196,27 +199,27 @@ def table_rows(figures: Sequence[Figures]) -> list[tuple[str, ...]]:
 
 
 def notes(figures: Sequence[Figures]) -> list[str]:
-    """What the reader of the table must know to compare its rows."""
+    """Return what the reader needs to compare the rows."""
     lines = []
     for row in figures:
         if len(row["num_ranks"]) > 1:
             ranks = ", then ".join(map(str, row["num_ranks"]))
-            about = f"resumed on another number of ranks ({ranks}); state and time are of the last"
+            about = f"resumed on another number of ranks ({ranks}); state and time are those of the last"
             lines.append(f"{row['run']}: {about}")
     ends = {row["run"]: row["validation_iteration"] for row in figures if row["validation_iteration"] is not None}
     if len(set(ends.values())) > 1:
         places = ", ".join(f"{name} {iteration:,}" for name, iteration in ends.items())
-        lines.append(f"validation is of different iterations: {places}")
+        lines.append(f"validation is from different iterations: {places}")
     return lines
 
 
 def as_json(figures: Sequence[Figures]) -> dict[str, Any]:
-    """{"runs": [...], "ratios": {...} or null}; what is not finite becomes null."""
+    """Return {"runs": [...], "ratios": {...} or null}; values that are not finite become null."""
 
     def finite(values: dict[str, Any]) -> dict[str, Any]:
         return {key: None if value != value or value == math.inf else value for key, value in values.items()}
 
-    ratios = finite(ratios_of(*figures)) if len(figures) == 2 else None
+    ratios = finite(compare_figures(*figures)) if len(figures) == 2 else None
     return {"runs": [finite(row) for row in figures], "ratios": ratios}
 
 
@@ -224,9 +227,9 @@ def as_json(figures: Sequence[Figures]) -> dict[str, Any]:
 
 
 def phase_bands(run: Run) -> list[tuple[float, float, int]]:
-    """(start, end, block) of each phase on the iteration axis, neighbours of the same block joined.
+    """Return (start, end, block) of each phase in iterations, joining neighbours of the same block.
 
-    A switch that no line has (of an older version, or lost when the run was stopped) is put at the line before it.
+    A switch that no line records (older versions, interrupted runs) is put at the line before it.
     """
     starts: list[tuple[float, int]] = []
     before = run.steps[0]["iteration"] - 1
@@ -240,15 +243,16 @@ def phase_bands(run: Run) -> list[tuple[float, float, int]]:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Centred mean over about a fiftieth of the curve, over less at its ends so that nothing is shifted."""
+    """Return the centred mean over about 1/50 of the curve; the window shrinks at the ends, so nothing is shifted."""
     half = max(1, len(values) // 100)
     reaches = (min(half, index, len(values) - 1 - index) for index in range(len(values)))
     return [statistics.fmean(values[i - reach : i + reach + 1]) for i, reach in enumerate(reaches)]
 
 
 def draw(path: str, kind: str, runs: Sequence[Run], figures: Sequence[Figures]) -> None:
-    """Writes the picture, as a png 1200 x 675 pixels; `kind` is the format (`path` is a temporary name)."""
-    import matplotlib  # takes a second
+    """Write the picture to `path`, a png with 1200 x 675 pixels. `kind` is the format, as `path` is a temporary
+    name."""
+    import matplotlib  # slow to import
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE):
@@ -266,7 +270,8 @@ def _finite(lines: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[
 
 
 def _draw_losses(axes: Any, runs: Sequence[Run]) -> None:
-    """Training loss thin and smoothed, validation loss as markers, phases of the first run that has blocks as shade."""
+    """Draw training losses (thin and smoothed), validation losses (markers), and phases of the first run with
+    blocks."""
     from matplotlib.lines import Line2D
 
     iterations = [line["iteration"] for run in runs for line in (*run.steps, *run.validations)]
@@ -284,15 +289,15 @@ def _draw_losses(axes: Any, runs: Sequence[Run]) -> None:
         handles.append(Line2D([], [], color=colour, linewidth=2, label=run.name.replace("$", r"\$"), **marker))
     axes.set(xlim=(first, first + (last - first) * 1.01), xlabel="iteration", ylabel="loss (nats per token)")
     subtitle = "line: training (smoothed over thin), marker: validation"
-    # The first steps fall so far that all later ones would lie on one line: end the axis a little above where a
-    # twentieth of the run was done.
+    # The loss falls so far at first that all later steps would lie on one line: cut the axis a little above the loss
+    # after a twentieth of the run.
     settled = [value for curve in curves if len(curve) >= 40 for value in curve[len(curve) // 20 :]]
     if settled:
         low, high = min(settled), max(settled)
         top = high + 0.15 * (high - low)
         if top < max(max(curve) for curve in curves if curve):
             axes.set_ylim(low - 0.12 * (high - low), top)
-            subtitle += ", the first fall is cut off"
+            subtitle += ", initial losses cut off"
     phased = next((run for run in runs if len({step["block"] for step in run.steps}) > 1), None)
     if phased is not None:
         handles += _draw_bands(axes, phased, last - first)
@@ -303,7 +308,7 @@ def _draw_losses(axes: Any, runs: Sequence[Run]) -> None:
 
 
 def _draw_bands(axes: Any, run: Run, width: float) -> list[Any]:
-    """Shades the phases and numbers their blocks; returns legend handles, one per block."""
+    """Shade the phases and number their blocks. Return legend handles, one per block."""
     from matplotlib.patches import Patch
 
     bands = phase_bands(run)
@@ -316,12 +321,12 @@ def _draw_bands(axes: Any, run: Run, width: float) -> list[Any]:
             axes.text((start + end) / 2, 0.99, str(block), fontsize=9, color=FAINT, **place)
     blocks = sorted({block for _, _, block in bands})
     if len(blocks) > len(BLOCK_TINTS):
-        return []  # tints repeat: the numbers above the bands must do
+        return []  # tints repeat, so only the numbers identify the blocks
     return [Patch(color=BLOCK_TINTS[block], label=f"block {block} active") for block in blocks]
 
 
 def _draw_model_state(axes: Any, figures: Sequence[Figures]) -> None:
-    """Grouped bars: a group per rank, a bar per run; beyond MAX_RANKS_AS_BARS the highest rank only."""
+    """Draw a group of bars per rank, a bar per run; beyond MAX_RANKS_AS_BARS only the highest rank."""
     states = [row["model_state_bytes"] or () for row in figures]
     labels = [f"rank {rank}" for rank in range(max(map(len, states)))]
     if len(labels) > MAX_RANKS_AS_BARS:
@@ -346,7 +351,7 @@ def _draw_model_state(axes: Any, figures: Sequence[Figures]) -> None:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Raises ValueError for a bad flag."""
+    """Return the parsed flags. Raises ValueError for a bad one."""
     parser = Parser(prog=PROG, description=__doc__)
     parser.add_argument("--run", action="append", required=True, metavar="NAME=FILE", help="may be given several times")
     parser.add_argument("--figure", metavar="FILE", help="draw the loss curves (.png, .svg or .pdf)")
@@ -355,25 +360,25 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def report(arguments: argparse.Namespace) -> None:
-    """Reads everything before it writes anything. Raises ValueError for a user's mistake."""
+    """Read everything, then write. Raises ValueError for a user's mistake."""
     kind = os.path.splitext(arguments.figure or "loss.png")[1].lower()
     if kind not in FIGURE_FORMATS:
         raise ValueError(f"--figure {arguments.figure}: must end in {', '.join(FIGURE_FORMATS)}")
-    check_can_write(arguments.json, flag="--json")
+    check_writable(arguments.json, flag="--json")
     runs = [read_run(argument) for argument in arguments.run]
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
-        raise ValueError(f"--run: two runs have the same name ({', '.join(names)}); give each its own")
-    figures = [figures_of(run) for run in runs]
+        raise ValueError(f"--run: two runs have the same name ({', '.join(names)}). Give different names.")
+    figures = [run_figures(run) for run in runs]
     if arguments.figure:
-        write_aside(arguments.figure, lambda name: draw(name, kind[1:], runs, figures), flag="--figure")
-    tell(arguments.json, as_json(figures), lambda: show(figures))
+        write_atomically(arguments.figure, lambda name: draw(name, kind[1:], runs, figures), flag="--figure")
+    write_figures(arguments.json, as_json(figures), lambda: show(figures))
     if arguments.figure and arguments.json != STDOUT:
         print(f"wrote {arguments.figure}")
 
 
 def show(figures: Sequence[Figures]) -> None:
-    """The table and its notes."""
+    """Print the table and its notes."""
     print_table(COLUMNS, table_rows(figures))
     for note in notes(figures):
         print(note)
@@ -385,4 +390,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    run_main(main)

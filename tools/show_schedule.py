@@ -1,13 +1,13 @@
-"""Draws the pipeline schedule of one phase: Megatron Core's 1F1B, and BCD's below it.
+"""Draw the pipeline schedule of one phase: Megatron Core's 1F1B, and BCD's below it.
 
     python tools/show_schedule.py --pipeline-model-parallel-size 4 --microbatches 8 --pivot 2
     python tools/show_schedule.py --pipeline-model-parallel-size 4 --microbatches 8 --pivot 2 --figure out/schedule.png
     python tools/show_schedule.py --pipeline-model-parallel-size 4 --microbatches 8 --bcd-layout interleaved \\
         --bcd-num-blocks 3 --block 1
 
-Nothing runs: the times follow from the plan and from the costs of its actions. BCD's iteration is one in the middle of
-a phase, which begins with the microbatches that the iteration before ran ahead with. With --layout interleaved stock's
-is full training, Megatron Core's interleaved 1F1B of the same chunks.
+Nothing is executed: times are simulated from the plan and the costs of its actions. BCD's iteration is one in the
+middle of a phase, so the previous iteration has already run some of its microbatches ahead. With --layout interleaved,
+the stock schedule is full training by Megatron Core's interleaved 1F1B with the same chunks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from itertools import groupby
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from _parser import Parser, command, leave_with, write_aside
+from _parser import Parser, command, run_main, write_atomically
 
 from megatron.bcd.blocks.partition import partition
 from megatron.bcd.pipeline.build import build_plan, most_graphs
@@ -32,11 +32,11 @@ PROG = "tools/show_schedule.py"
 STOCK, BCD, INTERLEAVED = "stock", "bcd", "interleaved"
 MAX_STAGES, MAX_MICROBATCHES, MAX_CHUNKS = 64, 512, 64
 MAX_COST = 1e9
-"""More is a mistake rather than a picture that somebody wants to see."""
+"""A larger cost is a mistake."""
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Raises ValueError for a flag that is unknown, missing or no number."""
+    """Return the parsed flags. Raises ValueError for a bad one."""
     parser = Parser(prog=PROG, description=__doc__)
     add = parser.add_argument
     add("--pipeline-model-parallel-size", "--stages", dest="stages", type=int, required=True, metavar="N",
@@ -45,35 +45,35 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--pivot", type=int, metavar="STAGE", help="the first trainable stage: holds the first active layer")
     add("--active", type=int, nargs="+", metavar="STAGE",
         help="stages with active layers (default: the first trainable stage)")  # fmt: skip
-    add("--run-ahead", type=int, metavar="K", help="microbatches of the next iteration that forward-only stages run"
-        " ahead with (default: what --bcd-run-ahead defaults to)")  # fmt: skip
+    add("--run-ahead", type=int, metavar="K", help="microbatches of the next iteration that forward-only stages compute"
+        " early (default: as --bcd-run-ahead)")  # fmt: skip
     add("--layout", "--bcd-layout", choices=(INTERLEAVED,),
-        help="in place of --pivot: every stage holds chunks of every block")  # fmt: skip
+        help="instead of --pivot: every stage holds chunks of every block")  # fmt: skip
     add("--num-blocks", "--bcd-num-blocks", type=int, metavar="M", help="with --layout interleaved: blocks")
     add("--block", type=int, metavar="K", help="with --layout interleaved: the active block; M is the head"
         " (--bcd-head-phase)")  # fmt: skip
-    add("--chunks", type=int, metavar="V", help="with --layout interleaved: chunks of a stage, a multiple of the blocks"
-        " (default: the blocks)")  # fmt: skip
+    add("--chunks", type=int, metavar="V", help="with --layout interleaved: chunks per stage, a multiple of M"
+        " (default: M)")  # fmt: skip
     add("--schedule", choices=("both", STOCK, BCD), default="both", help="what to draw (default: both)")
-    add("--figure", metavar="FILE", help="draw it as a picture too (.png or .svg)")
-    group = parser.add_argument_group("costs", "times in any one unit: one number, or one per stage")
+    add("--figure", metavar="FILE", help="also draw a picture (.png or .svg)")
+    group = parser.add_argument_group("costs", "times in any unit: one number, or one per stage")
     group.add_argument("--forward", type=float, nargs="+", default=[1.0], metavar="TIME", help="(default: 1)")
     group.add_argument("--backward", type=float, nargs="+", default=[2.0], metavar="TIME",
-                       help="of input and weight gradients (default: 2)")  # fmt: skip
+                       help="input and weight gradients (default: 2)")  # fmt: skip
     group.add_argument("--backward-input", type=float, nargs="+", default=[1.0], metavar="TIME",
-                       help="of input gradients, on frozen stages (default: 1; with the stock schedule 0 on a frozen"
-                       " stage 0, whose backward has nothing to compute)")  # fmt: skip
-    group.add_argument("--message", type=float, default=0.0, metavar="TIME", help="of one message (default: 0)")
+                       help="input gradients, on frozen stages (default: 1; the stock schedule takes 0 on a frozen"
+                       " stage 0, which needs no input gradient)")  # fmt: skip
+    group.add_argument("--message", type=float, default=0.0, metavar="TIME", help="one message (default: 0)")
     return parser.parse_args(argv)
 
 
-def shapes_of(arguments: argparse.Namespace) -> dict[str, PlanShape]:
-    """By schedule; raises ValueError naming the flag that does not fit."""
+def plan_shapes(arguments: argparse.Namespace) -> dict[str, PlanShape]:
+    """Return the shape of each schedule. Raises ValueError naming the flag that does not fit."""
     is_interleaved = arguments.layout == INTERLEAVED
     _check_range("--pipeline-model-parallel-size", arguments.stages, 2 if is_interleaved else 1, MAX_STAGES)
     _check_range("--microbatches", arguments.microbatches, 1, MAX_MICROBATCHES)
-    of_others = ("pivot", "active", "run_ahead") if is_interleaved else ("num_blocks", "block", "chunks")
-    for name in of_others:
+    excluded = ("pivot", "active", "run_ahead") if is_interleaved else ("num_blocks", "block", "chunks")
+    for name in excluded:
         if getattr(arguments, name) is not None:
             flag, how = f"--{name.replace('_', '-')}", "cannot be combined with" if is_interleaved else "needs"
             raise ValueError(f"{flag} {how} --layout {INTERLEAVED}")
@@ -87,8 +87,8 @@ def _shapes(arguments: argparse.Namespace) -> dict[str, PlanShape]:
     _check_range("--pivot", pivot, 0, stages - 1)
     active = sorted(set(arguments.active or [pivot]))
     if active[0] != pivot or active[-1] >= stages:
-        given = " ".join(map(str, arguments.active))
-        raise ValueError(f"--active {given}: the first must be --pivot {pivot}, the last at most {stages - 1}")
+        stages_given = " ".join(map(str, arguments.active))
+        raise ValueError(f"--active {stages_given}: the first must be --pivot {pivot}, the last at most {stages - 1}")
     ahead = arguments.run_ahead
     if ahead is None:
         ahead = min(default_run_ahead(num_stages=stages, first_trainable=pivot), microbatches)
@@ -131,19 +131,17 @@ def _check_range(flag: str, value: int, least: int, most: int) -> None:
         raise ValueError(f"{flag} {value}: must be {least} to {most}")
 
 
-def timeline_of(shape: PlanShape, arguments: argparse.Namespace) -> Timeline:
-    """The times of the plan; the costs are those of one chunk of a stage.
-
-    Raises ValueError naming the flag that is no time, or that has neither one number nor one per stage.
-    """
+def simulate_plan(shape: PlanShape, arguments: argparse.Namespace) -> Timeline:
+    """Simulate the plan; the costs are those of one chunk of a stage. Raises ValueError if a cost is not a valid time,
+    or there is neither one number nor one per stage."""
     costs = {}
     for name in ("forward", "backward", "backward_input", "message"):
         times = [arguments.message] if name == "message" else getattr(arguments, name)
-        given = f"--{name.replace('_', '-')} {' '.join(f'{time:g}' for time in times)}"
+        words = f"--{name.replace('_', '-')} {' '.join(f'{time:g}' for time in times)}"
         if not all(0 <= time <= MAX_COST for time in times):
-            raise ValueError(f"{given}: must be 0 to {MAX_COST:g}")
+            raise ValueError(f"{words}: must be 0 to {MAX_COST:g}")
         if len(times) not in (1, shape.num_stages):
-            raise ValueError(f"{given}: must be one number, or one for each of {shape.num_stages} stages")
+            raise ValueError(f"{words}: must be one number, or one for each of {shape.num_stages} stages")
         costs[name] = times * (shape.num_virtual // len(times))
     plan = build_plan(shape)
     forward, backward, backward_input = (costs[name] for name in ("forward", "backward", "backward_input"))
@@ -152,11 +150,11 @@ def timeline_of(shape: PlanShape, arguments: argparse.Namespace) -> Timeline:
 
 
 def title(name: str, shape: PlanShape) -> str:
-    """Which schedule it is."""
+    """Return the title of a schedule."""
     if name == STOCK:
         return "stock: Megatron Core's " + ("interleaved 1F1B, full training" if shape.num_chunks > 1 else "1F1B")
     if shape.num_chunks > 1:
-        return "bcd: interleaved, every stage holds prefix, active and suffix alike"
+        return "bcd: interleaved, every stage holds prefix, active and suffix layers"
     if shape.first_trainable == 0:
         return "bcd: 1F1B, no stage is forward-only"
     return f"bcd: no backward before stage {shape.first_trainable}, run-ahead {shape.run_ahead}"
@@ -171,8 +169,10 @@ _CELLS_PER_TICK = 5
 
 
 def label(action: Action, shape: PlanShape) -> str:
-    """What a cell shows: letter and microbatch, of several chunks also the chunk as a small letter; an apostrophe for
-    the next iteration's."""
+    """Return the text of a cell: letter and microbatch, with a chunk letter if there are several chunks.
+
+    An apostrophe marks a microbatch of the next iteration.
+    """
     letter, ahead = LETTERS[action.kind], action.microbatch - shape.num_microbatches
     if shape.num_chunks > 1:
         return f"{letter}{action.microbatch}{chunk_letter(action.chunk)}"
@@ -180,30 +180,30 @@ def label(action: Action, shape: PlanShape) -> str:
 
 
 def role(shape: PlanShape, stage: int) -> str:
-    """What the stage's layers are in this phase; of several chunks a letter each."""
+    """Return the role of a stage in this phase; with several chunks, name letter per chunk."""
     roles = []
     for virtual in range(stage, shape.num_virtual, shape.num_stages):
         is_prefix = not any(shape.active[: virtual + 1])
         roles.append("active" if shape.active[virtual] else "prefix" if is_prefix else "suffix")
     if shape.num_chunks == 1:
         return roles[0]
-    return "".join({"prefix": "p", "active": "A", "suffix": "s"}[one] for one in roles)
+    return "".join({"prefix": "p", "active": "A", "suffix": "s"}[name] for name in roles)
 
 
 def chunk_letter(chunk: int) -> str:
-    """a, b, ...; beyond z the number after a dot."""
+    """Return a, b, ...; after z a dot and the number."""
     return chr(ord("a") + chunk) if chunk < 26 else f".{chunk}"
 
 
 def passes(*timelines: Timeline) -> list[Span]:
-    """All passes that take time."""
-    spans = (span for timeline in timelines for of_stage in timeline.spans for span in of_stage)
+    """Return all passes that take time."""
+    spans = (span for timeline in timelines for stage_spans in timeline.spans for span in stage_spans)
     return [span for span in spans if span.duration > 0]
 
 
 def legend(*timelines: Timeline) -> str:
-    """One line for the letters that occur in any of the timelines."""
-    kinds, shapes = {span.action.kind for span in passes(*timelines)}, [one.plan.shape for one in timelines]
+    """Return timeline line that explains the letters used by any of the timelines."""
+    kinds, shapes = {span.action.kind for span in passes(*timelines)}, [timeline.plan.shape for timeline in timelines]
     parts = [f"{letter} {kind}" for kind, letter in LETTERS.items() if kind in kinds]
     num_chunks = max(shape.num_chunks for shape in shapes)
     if num_chunks > 1:
@@ -214,17 +214,16 @@ def legend(*timelines: Timeline) -> str:
 
 
 def cell_unit(*timelines: Timeline) -> float:
-    """Time of one cell: the shortest pass, but long enough that MAX_CELLS hold every timeline."""
+    """Return the time of one cell: the shortest pass, or longer if MAX_CELLS would not hold every timeline."""
     shortest = min((span.duration for span in passes(*timelines)), default=1.0)
     return max(shortest, max(timeline.iteration_time for timeline in timelines) / MAX_CELLS)
 
 
 def render_grids(*timelines: Timeline) -> list[str]:
-    """The rows of all stages under a ruler of cells, every timeline to one scale.
+    """Return a grid of cells per timeline, all to one scale, with one row per stage.
 
-    A pass fills the cells between its start and its end, both rounded: with the default costs exactly, and one that
-    costs nothing fills none. A cell is as wide as the widest label and a space, which an apostrophe may take the place
-    of.
+    A pass fills the cells between its rounded start and end: exact with the default costs, none if it costs nothing. A
+    cell is as wide as the widest label and a space, which an apostrophe may replace.
     """
     unit = cell_unit(*timelines)
     labels = [label(span.action, timeline.plan.shape) for timeline in timelines for span in passes(timeline)]
@@ -252,41 +251,41 @@ def _grid(timeline: Timeline, unit: float, width: int) -> str:
 
 
 def _nearest(cells: float) -> int:
-    """Rounded, halves always up: Python's round may put two borders a whole cell apart onto one."""
+    """Round half up: Python's round could map two borders that are one cell apart to the same cell."""
     return math.floor(cells + 0.5)
 
 
 def figures(timelines: Mapping[str, Timeline]) -> str:
-    """What the schedules need, a column for each."""
+    """Return a table value_of the schedules' costs, with one column per schedule."""
     rows = [["", *timelines]]
-    for name, of in (
+    for name, value_of in (
         ("iteration time", lambda timeline: f"{timeline.iteration_time:g}"),
         ("bubble", lambda timeline: f"{100 * timeline.bubble:.0f} %"),
         ("work", lambda timeline: f"{sum(timeline.busy_times):g}"),
         ("activations kept (microbatches)", lambda timeline: str(sum(map(most_graphs, timeline.plan.stages)))),
         ("backward messages", lambda timeline: str(sum(map(backward_messages, timeline.plan.stages)))),
     ):
-        rows.append([name, *map(of, timelines.values())])
+        rows.append([name, *map(value_of, timelines.values())])
     return "\n".join(f"{name:<32}{''.join(value.rjust(9) for value in values)}".rstrip() for name, *values in rows)
 
 
 def backward_messages(actions: Sequence[Action]) -> int:
-    """Gradients that a stage sends in one iteration."""
+    """Return the number of gradients that a stage sends in one iteration."""
     return sum(action.kind is Kind.SEND_BACKWARD for action in actions)
 
 
 def show(timelines: Mapping[str, Timeline]) -> str:
-    """Legend, grids to one scale, and figures."""
-    both = list(timelines.values())
-    parts = [f"{legend(*both)}\na cell is a time of {cell_unit(*both):g}"]
-    for (name, timeline), grid in zip(timelines.items(), render_grids(*both), strict=True):
+    """Return the legend, the grids and the figures."""
+    shown = list(timelines.values())
+    parts = [f"{legend(*shown)}\na cell is a time of {cell_unit(*shown):g}"]
+    for (name, timeline), grid in zip(timelines.items(), render_grids(*shown), strict=True):
         parts.append(f"{title(name, timeline.plan.shape)}\n\n{grid}")
     return "\n\n".join([*parts, figures(timelines)])
 
 
 # ---------------------------------------------------------------- as a picture
 
-# Okabe and Ito's colours: told apart with any colour vision, and by brightness in print
+# Okabe and Ito's colours: distinguishable with any colour vision, and by brightness in print
 FILLS = {
     Kind.FORWARD_ONLY: "#8fcbee",
     Kind.FORWARD: "#0072b2",
@@ -299,16 +298,16 @@ MIN_FONT, MAX_FONT = 4.5, 11.0  # points; a number that would be smaller is left
 
 
 def draw(path: str, kind: str, timelines: dict[str, Timeline]) -> None:
-    """Writes the picture; `kind` is the format (`path` is a temporary name). One panel per schedule, to one scale."""
+    """Write the picture, one panel per schedule to one scale. `kind` is the format, as `path` is a temporary name."""
     from matplotlib.figure import Figure  # takes a second to import
     from matplotlib.patches import Patch
 
-    both = list(timelines.values())
-    num_stages = both[0].plan.shape.num_stages
+    shown = list(timelines.values())
+    num_stages = shown[0].plan.shape.num_stages
     panel = num_stages * (0.46 if num_stages <= 16 else 0.25) + 0.9
-    figure = Figure(figsize=(WIDTH, len(both) * panel + 0.7), dpi=160, layout="constrained")
-    panels = figure.subplots(len(both), sharex=True, squeeze=False)[:, 0]
-    end = max(timeline.iteration_time for timeline in both) or 1.0
+    figure = Figure(figsize=(WIDTH, len(shown) * panel + 0.7), dpi=160, layout="constrained")
+    panels = figure.subplots(len(shown), sharex=True, squeeze=False)[:, 0]
+    end = max(timeline.iteration_time for timeline in shown) or 1.0
     for axes, (name, timeline) in zip(panels, timelines.items(), strict=True):
         shape = timeline.plan.shape
         axes.set_title(f"{title(name, shape)}; iteration time {timeline.iteration_time:g}", loc="left")
@@ -318,9 +317,9 @@ def draw(path: str, kind: str, timelines: dict[str, Timeline]) -> None:
         axes.tick_params(axis="y", length=0)
         _draw_passes(axes, timeline, points_per_unit=(WIDTH - 2 * MARGIN) * 72 / end)
     panels[-1].set_xlabel("time")
-    kinds = {span.action.kind for span in passes(*both)}
-    handles = [Patch(facecolor=fill, label=str(of)) for of, fill in FILLS.items() if of in kinds]
-    if any(timeline.plan.shape.run_ahead for timeline in both):
+    kinds = {span.action.kind for span in passes(*shown)}
+    handles = [Patch(facecolor=fill, label=str(pass_kind)) for pass_kind, fill in FILLS.items() if pass_kind in kinds]
+    if any(timeline.plan.shape.run_ahead for timeline in shown):
         handles.append(Patch(facecolor=FILLS[Kind.FORWARD_ONLY], edgecolor="white", hatch=AHEAD_HATCH,
                              label="next iteration's (run-ahead)"))  # fmt: skip
     figure.legend(handles=handles, loc="outside lower center", ncols=max(1, len(handles)), frameon=False)
@@ -339,7 +338,7 @@ def _draw_passes(axes: object, timeline: Timeline, *, points_per_unit: float) ->
             places, (stage - 0.42, 0.84), facecolor=FILLS[kind], edgecolor="white", zorder=2,
             linewidth=min(1.2, places[0][1] * points_per_unit / 8), hatch=AHEAD_HATCH if is_ahead else None,
         )  # fmt: skip
-    numbers = [label(span.action, shape)[1:] for span in spans]  # the colour stands for the letter
+    numbers = [label(span.action, shape)[1:] for span in spans]  # the colour replaces the letter
     longest = max(map(len, numbers), default=1)
     for number, span in zip(numbers, spans, strict=True):
         size = min(MAX_FONT, span.duration * points_per_unit / (0.62 * longest + 0.4))
@@ -350,19 +349,19 @@ def _draw_passes(axes: object, timeline: Timeline, *, points_per_unit: float) ->
 
 
 def write_figure(path: str, timelines: dict[str, Timeline]) -> None:
-    """Raises ValueError for another kind of file, and where it cannot be written."""
+    """Write the picture. Raises ValueError for another kind of file, or if it cannot be written."""
     kind = os.path.splitext(path)[1][1:].lower()
     if kind not in ("png", "svg"):
         raise ValueError(f"--figure {path}: must end in .png or .svg")
-    write_aside(path, lambda name: draw(name, kind, timelines), flag="--figure")
+    write_atomically(path, lambda name: draw(name, kind, timelines), flag="--figure")
 
 
 @command(PROG)
 def main(argv: Sequence[str]) -> None:
     arguments = parse_arguments(argv)
-    shapes = shapes_of(arguments)
+    shapes = plan_shapes(arguments)
     names = (STOCK, BCD) if arguments.schedule == "both" else (arguments.schedule,)
-    timelines = {name: timeline_of(shapes[name], arguments) for name in names}
+    timelines = {name: simulate_plan(shapes[name], arguments) for name in names}
     if arguments.figure:
         write_figure(arguments.figure, timelines)
     print(show(timelines))
@@ -371,4 +370,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    run_main(main)

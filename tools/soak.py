@@ -1,14 +1,14 @@
-"""Replica groups under fire: groups that are killed, stopped and slow, a lighthouse that restarts, what comes of it.
+"""Test replica groups under failures: groups that are killed, stopped and slow, and a lighthouse that restarts.
 
     python tools/soak.py --replica-groups 3 --ranks 2 --train-iters 600 --kills 30 --seed 1 --output out/soak
 
-A small model is trained twice on this machine's CPU, by replica groups of their own torchrun (docs/replica_groups.md):
-first undisturbed, then with events at random moments. One line for each event; at the end a table and OUTPUT/soak.json.
-Checked: nothing hangs; every group ends with 0; after each exchange all groups that were in it hold the same bits and
-have counted the same samples; between two exchanges no two of them train the same sample, and each step counts
-those of all; the last validation loss is at most --most-loss-change percent above the undisturbed run's. Exit code 1
-where one of it does not hold, 2 for bad flags. While a group is away the others are slowed to a few steps in
---step-seconds: a start takes much longer than a step of so small a model.
+Trains a small model twice on this machine's CPU, each replica group under a separate torchrun (docs/replica_groups.md):
+first undisturbed, then with events at random times. Prints one line per event, and at the end a table; writes
+OUTPUT/soak.json. Checks that nothing hangs and every group ends with 0; that after each exchange its groups hold the
+same bits and have counted the same samples; that between two exchanges no two groups train the same sample, and each
+step counts the samples of all; and that the last validation loss is at most --most-loss-change percent above the
+undisturbed run's. The exit code is 1 if a check fails, 2 for bad flags. While a group is away, the others run only a
+few steps per --step-seconds, because a start takes much longer than a step of this small model.
 """
 
 from __future__ import annotations
@@ -27,60 +27,61 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from _parser import Parser, command, leave_with, print_table
-from _processes import ROOT, SCRIPTS, CannotRun, kill, last_words, launcher, run, start, text_commands
+from _parser import Parser, command, print_table, run_main
+from _processes import ROOT, SCRIPTS, CannotRun, failure_reason, kill, launcher, run, start, text_commands
 
 PROG = "tools/soak.py"
+BATCH_SIZE = 8
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 4 --lr 3e-3 "
-    "--global-batch-size 8 --bcd-preset pretrain --bcd-num-blocks 2 --bcd-steps-per-block 20 --outer-interval 10 "
-    "--tokenizer-type ByteLevelTokenizer --split 90,5,5 --num-workers 0 --eval-iters 20 --log-interval 1 "
-    "--distributed-timeout-minutes 2"
+    f"--global-batch-size {BATCH_SIZE} --bcd-preset pretrain --bcd-num-blocks 2 --bcd-steps-per-block 20 "
+    "--outer-interval 10 --tokenizer-type ByteLevelTokenizer --split 90,5,5 --num-workers 0 --eval-iters 20 "
+    "--log-interval 1 --distributed-timeout-minutes 2"
 )
 EVENTS = {"kill": "kills", "hang": "hangs", "slow": "slow", "lighthouse": "lighthouse_restarts"}
-"""Names, and the flags that say how many."""
+"""Names of the events, and the flags that set their number."""
 _LIGHTHOUSE = Path(sys.executable).with_name("torchft_lighthouse")
 TICK_SECONDS = 0.02
 SLOW_SECONDS, SLOW_PULSE = 5.0, (0.2, 0.3)
-"""How long a group is slow, and for how long it runs and rests in turn."""
+"""Duration of a slow period, and the lengths of its alternating running and stopped parts."""
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Raises ValueError for a flag that is unknown, missing or no number."""
+    """Return the parsed flags. Raises ValueError for a bad one."""
     parser = Parser(prog=PROG, description=__doc__)
     add = parser.add_argument
     add("--output", required=True, metavar="FOLDER", help="logs, metrics files and soak.json; must not exist")
     add("--replica-groups", type=int, default=3, metavar="N", help="(default: 3)")
     add("--ranks", type=int, choices=(1, 2, 4), default=2, help="pipeline stages of a group (default: 2)")
     add("--train-iters", type=int, default=600, metavar="N", help="(default: 600)")
-    add("--kills", type=int, default=30, metavar="N", help="SIGKILL of a group that starts again (default: 30)")
+    add("--kills", type=int, default=30, metavar="N", help="number of kills; the group restarts (default: 30)")
     add("--hangs", type=int, default=2, metavar="N",
-        help="stops of a group for 1.5 times --outer-timeout-seconds (default: 2)")  # fmt: skip
-    add("--slow", type=int, default=2, metavar="N", help="times that a group gets two fifths of its time (default: 2)")
-    add("--lighthouse-restarts", type=int, default=2, metavar="N", help="on the same port (default: 2)")
-    add("--seed", type=int, default=1, help="of the events (default: 1)")
-    add("--data-path", metavar="PREFIX", help="indexed dataset of bytes (default: one of Python's standard library)")
+        help="number of stops for 1.5 times --outer-timeout-seconds (default: 2)")  # fmt: skip
+    add("--slow", type=int, default=2, metavar="N", help="number of periods at two fifths of the speed (default: 2)")
+    add("--lighthouse-restarts", type=int, default=2, metavar="N", help="number of restarts (default: 2)")
+    add("--seed", type=int, default=1, help="seed of the events (default: 1)")
+    add("--data-path", metavar="PREFIX", help="indexed dataset of bytes (default: source of Python's library)")
     add("--flags", default="", help="more flags of pretrain_gpt_bcd.py, in one word")
     add("--outer-timeout-seconds", type=int, default=8, metavar="S", help="(default: 8)")
-    add("--step-seconds", type=float, default=1.0, metavar="S", help="while a group is away (default: 1)")
-    add("--limit-minutes", type=float, default=60.0, metavar="M", help="of each run: longer, it hangs (default: 60)")
+    add("--step-seconds", type=float, default=1.0, metavar="S", help="pause while a group is away (default: 1)")
+    add("--limit-minutes", type=float, default=60.0, metavar="M", help="a longer run counts as hung (default: 60)")
     add("--most-loss-change", type=float, default=1.0, metavar="PERCENT", help="(default: 1)")
     options = parser.parse_args(argv)
     if options.replica_groups < 2:
-        raise ValueError(f"--replica-groups {options.replica_groups}: must be at least 2, so that others go on")
-    if "--outer-delay" in options.flags:  # its exchanges are written later than the steps that follow them
-        raise ValueError(f"--flags {options.flags}: samples can't be checked with --outer-delay; leave it out")
+        raise ValueError(f"--replica-groups {options.replica_groups}: must be at least 2, so that others continue")
+    if "--outer-delay" in options.flags:  # it writes an exchange after the steps that follow it
+        raise ValueError(f"--flags {options.flags}: samples can't be checked with --outer-delay. Leave it out.")
     return options
 
 
 class Group:
-    """One replica group, started again and again, and what its metrics files say."""
+    """One replica group, which may start several times, and the lines of its metrics files."""
 
     def __init__(self, name: str, folder: Path, words: Sequence[str]) -> None:
         self.name, self._folder, self._words = name, folder, words
         self.starts, self.iteration = 0, 0
         self.is_away = True
-        """Killed, not yet started or hung, and in no exchange since."""
+        """True from a kill, start or hang until the group's next exchange."""
         self.start_at = self.hung_until = self.slow_until = self.rests_until = 0.0
         self._is_stopped = False
         self.lines: list[dict[str, Any]] = []
@@ -100,13 +101,13 @@ class Group:
         self.hung_until = self.slow_until = self.rests_until = 0.0
 
     def read(self, now: float) -> bool:
-        """New lines of the metrics file; whether one is of a step."""
+        """Read new lines of the metrics file. Return True if one of them is a training step."""
         path, before = Path(f"{self._place}.jsonl"), len(self.lines)
         if path.exists():
             with open(path, "rb") as file:
                 file.seek(self._read)
-                found = file.read()
-            whole = found[: found.rfind(b"\n") + 1]
+                content = file.read()
+            whole = content[: content.rfind(b"\n") + 1]
             self._read += len(whole)
             self.lines += map(json.loads, whole.splitlines())
         new = self.lines[before:]
@@ -119,17 +120,17 @@ class Group:
         return any("loss" in line for line in new)
 
     def rest(self, now: float) -> None:
-        """Stop or continue all processes, as it must be now."""
+        """Stop or continue all processes, as the current time requires."""
         is_slow = now < self.slow_until and now % sum(SLOW_PULSE) > SLOW_PULSE[0]
         if (is_stopped := is_slow or now < max(self.hung_until, self.rests_until)) != self._is_stopped:
-            for one in self._processes:
-                if one.is_running():
-                    one.send_signal(signal.SIGSTOP if is_stopped else signal.SIGCONT)
+            for process in self._processes:
+                if process.is_running():
+                    process.send_signal(signal.SIGSTOP if is_stopped else signal.SIGCONT)
             self._is_stopped = is_stopped
 
 
 class Soak:
-    """One run, disturbed by `events`: pairs of the iteration from which on it is due, and its name."""
+    """One run, disturbed by `events`: pairs of the iteration at which an event is due, and its name."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, data: str, events: list[tuple[int, str]]) -> None:
         self.options, self.events, self._num_events = options, events, len(events)
@@ -148,7 +149,7 @@ class Soak:
         self.groups = [Group(f"group{number}", folder, words) for number in range(options.replica_groups)]
 
     def run(self) -> float:
-        """Seconds it took. Raises CannotRun: a group ended badly, or it hangs."""
+        """Run and return the seconds that it took. Raises CannotRun if a group fails or hangs."""
         self._begin = time.monotonic()
         try:
             self._start_lighthouse()
@@ -172,7 +173,7 @@ class Soak:
         return time.monotonic() - self._begin
 
     def _start_lighthouse(self) -> None:
-        """And wait for it."""
+        """Start the lighthouse and wait until it accepts connections."""
         self._lighthouse_starts += 1
         least = "1" if self._num_events else str(self.options.replica_groups)
         words = [str(_LIGHTHOUSE), "--min_replicas", least, "--bind", f"[::]:{self._port}"]
@@ -184,7 +185,7 @@ class Soak:
                 if probe.connect_ex(("127.0.0.1", self._port)) == 0:
                     return
             time.sleep(TICK_SECONDS)
-        raise CannotRun(f"torchft_lighthouse {last_words(log.read_text(), self._lighthouse.returncode)}")
+        raise CannotRun(f"torchft_lighthouse {failure_reason(log.read_text(), self._lighthouse.returncode)}")
 
     def _look_at(self, group: Group, now: float) -> None:
         if group.start_at:
@@ -193,45 +194,45 @@ class Soak:
             return
         if group.process.poll():
             log = group._place.with_name(f"{group._place.name}.log")
-            raise CannotRun(f"{group.name} {last_words(log.read_text(), group.process.returncode)}; see {log}")
+            raise CannotRun(f"{group.name} {failure_reason(log.read_text(), group.process.returncode)}; see {log}")
         has_stepped = group.read(now)
         if has_stepped and self._num_events and any(other.is_away for other in self.groups):
             group.rests_until = now + self.options.step_seconds
         group.rest(now)
 
     def _next_event(self, now: float) -> None:
-        """The one that is due, if others can go on without the group that it falls on."""
-        there = [group for group in self.groups if not group.is_away and group.process.poll() is None]
-        if not self.events or not there or max(group.iteration for group in there) < self.events[0][0]:
+        """Trigger the next event if it is due and the other groups can continue without this one."""
+        present = [group for group in self.groups if not group.is_away and group.process.poll() is None]
+        if not self.events or not present or max(group.iteration for group in present) < self.events[0][0]:
             return
         kind = self.events[0][1]
-        if len(there) < (len(self.groups) if kind == "lighthouse" else 2):
+        if len(present) < (len(self.groups) if kind == "lighthouse" else 2):
             return
         self.events.pop(0)
-        group = self._draw.choice(there)
+        group = self._draw.choice(present)
         if kind == "kill":
             seconds = self._draw.uniform(0, 3)
             group.kill(now, seconds)
-            what = f"{group.name} is killed, and starts again after {seconds:.1f} s"
+            event = f"{group.name} is killed, and starts again after {seconds:.1f} s"
         elif kind == "hang":
             seconds = 1.5 * self.options.outer_timeout_seconds
             group.is_away, group.hung_until = True, now + seconds
-            what = f"{group.name} is stopped for {seconds:.1f} s"
+            event = f"{group.name} is stopped for {seconds:.1f} s"
         elif kind == "slow":
             group.slow_until = now + SLOW_SECONDS
-            what = f"{group.name} is slow for {SLOW_SECONDS:.1f} s"
+            event = f"{group.name} is slow for {SLOW_SECONDS:.1f} s"
         else:
             kill(self._lighthouse)
             self._start_lighthouse()
-            what = f"the lighthouse was away for {time.monotonic() - now:.1f} s"
-        print(f"{now - self._begin:7.1f} s  iteration {group.iteration:5}  {what}", flush=True)
+            event = f"the lighthouse was away for {time.monotonic() - now:.1f} s"
+        print(f"{now - self._begin:7.1f} s  iteration {group.iteration:5}  {event}", flush=True)
 
 
 def disagreements(groups: Sequence[Group], batch_size: int) -> tuple[list[str], dict[str, int]]:
-    """What contradicts the docstring's claims on bits and samples, from all groups' lines; and what was seen."""
+    """Check the bits and samples of all groups' lines. Return the problems, and counts of the exchanges."""
     by_lineage: dict[int, list[dict[str, Any]]] = defaultdict(list)
     trained: dict[int, Counter[int]] = defaultdict(Counter)
-    found = []
+    problems = []
     for group in groups:
         last: dict[str, Any] | None = None
         for line in group.lines:
@@ -244,28 +245,28 @@ def disagreements(groups: Sequence[Group], batch_size: int) -> tuple[list[str], 
                 assert last is not None
                 steps, at_once = line["iteration"] - last["iteration"], batch_size * last["groups"]
                 if line["consumed_samples"] != last["consumed_samples"] + steps * at_once:
-                    found.append(f"{group.name}, iteration {line['iteration']}: {line['consumed_samples']} samples")
+                    problems.append(f"{group.name}, iteration {line['iteration']}: {line['consumed_samples']} samples")
                 trained[last["lineage"]][(steps - 1) * at_once + last["group"] * batch_size] += 1
     for lines in by_lineage.values():
         where = f"exchange after iteration {lines[0]['iteration']}"
         if len({json.dumps(line | {"group": 0}, sort_keys=True) for line in lines}) > 1:
-            found.append(f"{where}: groups differ: {lines}")
+            problems.append(f"{where}: groups differ: {lines}")
         if len({line["group"] for line in lines}) < len(lines):
-            found.append(f"{where}: two groups have one number: {lines}")
+            problems.append(f"{where}: two groups have one number: {lines}")
     for lineage, batches in trained.items():
         if twice := [first for first, times in batches.items() if times > 1]:
             iteration = by_lineage[lineage][0]["iteration"]
-            found.append(
+            problems.append(
                 f"after the exchange of iteration {iteration}, trained twice: samples from its {twice[0]}th on"
             )
     at = Counter(lines[0]["iteration"] for lines in by_lineage.values())
     seen = {"exchanges": len(by_lineage), "of several groups": sum(len(lines) > 1 for lines in by_lineage.values())}
     seen |= {"alone": sum(lines[0]["groups"] == 1 for lines in by_lineage.values())}
-    return found, seen | {"parted": sum(times > 1 for iteration, times in at.items() if iteration)}
+    return problems, seen | {"parted": sum(times > 1 for iteration, times in at.items() if iteration)}
 
 
 def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All figures; `problems`: what does not hold."""
+    """Run both trainings and return all figures; `problems` lists the failed checks."""
     draw = random.Random(options.seed)
     names = [name for name, flag in EVENTS.items() for _ in range(getattr(options, flag))]
     draw.shuffle(names)
@@ -279,15 +280,13 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         print(
             f"{name}: {options.replica_groups} groups of {options.ranks} ranks, {options.train_iters} steps", flush=True
         )
-        one = Soak(options, folder / name, str(data), events)
-        seconds = one.run()
-        problems, seen = disagreements(one.groups, int(MODEL.split()[MODEL.split().index("--global-batch-size") + 1]))
+        training = Soak(options, folder / name, str(data), events)
+        seconds, groups = training.run(), training.groups
+        problems, counts = disagreements(groups, BATCH_SIZE)
         figures["problems"] += [f"{name}: {problem}" for problem in problems]
-        figures["runs"][name] = {"seconds": round(seconds), "starts": sum(group.starts for group in one.groups)} | seen
-        losses = [
-            [line["validation_loss"] for line in group.lines if "validation_loss" in line] for group in one.groups
-        ]
-        figures["runs"][name]["validation loss"] = [found[-1] for found in losses]
+        figures["runs"][name] = {"seconds": round(seconds), "starts": sum(group.starts for group in groups)} | counts
+        losses = [[line["validation_loss"] for line in group.lines if "validation_loss" in line] for group in groups]
+        figures["runs"][name]["validation loss"] = [values[-1] for values in losses]
     undisturbed, disturbed = (run["validation loss"] for run in figures["runs"].values())
     figures["loss_change_percent"] = (max(disturbed) / undisturbed[0] - 1) * 100
     if not figures["loss_change_percent"] <= options.most_loss_change:
@@ -300,9 +299,9 @@ def main(argv: list[str]) -> int:
     options = parse_arguments(argv)
     folder = Path(options.output).resolve()
     if folder.exists():
-        raise ValueError(f"--output {options.output}: is there already; give a new folder")
+        raise ValueError(f"--output {options.output}: exists already. Give a new folder.")
     if not _LIGHTHOUSE.exists():
-        raise ValueError('needs torchft: pip install -e ".[elastic]"')
+        raise ValueError('torchft is not installed: pip install -e ".[elastic]"')
     folder.mkdir(parents=True)
     try:
         figures = soak(options, folder)
@@ -310,14 +309,14 @@ def main(argv: list[str]) -> int:
         figures = {"flags": vars(options), "problems": [str(error)]}
     (folder / "soak.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     if runs := figures.get("runs"):
-        rows = [[name, *(str(value) for value in found.values())] for name, found in runs.items()]
+        rows = [[name, *(str(value) for value in run_figures.values())] for name, run_figures in runs.items()]
         print_table(["run", *runs["disturbed"]], rows)
         print(f"validation loss: {figures['loss_change_percent']:+.2f} % to the undisturbed run's")
     for problem in figures["problems"]:
         print(f"FAILED: {problem}")
-    print("all holds" if not figures["problems"] else f"{len(figures['problems'])} FAILED")
+    print("all checks passed" if not figures["problems"] else f"{len(figures['problems'])} FAILED")
     return 1 if figures["problems"] else 0
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    run_main(main)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from _self_test import FLAGS, ONE_BLOCK, TOLERANCE, Runner, flags_of
+from _self_test import FLAGS, ONE_BLOCK, TOLERANCE, Runner, flag_words
 
 from megatron.bcd.optim.bf16 import bf16_residual
 
@@ -41,7 +41,7 @@ def test_no_compiler(repo_root: Path, num_gpus: int) -> None:
     data = {"mock_data": True, "tokenizer_type": "NullTokenizer", "vocab_size": 256}
     sizes = {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "train_iters": 1}
     batch = {"micro_batch_size": 1, "global_batch_size": 1, "lr": 1e-3, "max_position_embeddings": 64}
-    command = [sys.executable, "pretrain_gpt_bcd.py", *flags_of(data | sizes | batch)]
+    command = [sys.executable, "pretrain_gpt_bcd.py", *flag_words(data | sizes | batch)]
     environment = os.environ | {"CC": "/no/such/compiler", "TORCHDYNAMO_DISABLE": "0"}
     done = subprocess.run(command, cwd=repo_root, env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and "--no-bias-gelu-fusion" in done.stderr and "Traceback" not in done.stderr

@@ -7,14 +7,14 @@ from typing import Any
 import benchmark
 import pytest
 from _processes import CannotRun
-from benchmark import Turn, methods_of, rows_of, turn_of
+from benchmark import Turn, build_methods, read_turn, table_rows
 
 SMALL = ["--num-layers", "6", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "16"]
 
 
 def methods(*words: str) -> list[benchmark.Method]:
     arguments, given = benchmark.parse_arguments([*SMALL, *words])
-    return methods_of(arguments, given)
+    return build_methods(arguments, given)
 
 
 def line(phase: int, block: int, ms: float, **others: Any) -> dict[str, Any]:
@@ -23,19 +23,19 @@ def line(phase: int, block: int, ms: float, **others: Any) -> dict[str, Any]:
 
 
 def turn(*blocks: float) -> Turn:
-    return turn_of([line(block, block, ms) for block, ms in enumerate(blocks) for _ in range(3)])
+    return read_turn([line(block, block, ms) for block, ms in enumerate(blocks) for _ in range(3)])
 
 
 def test_first_steps_do_not_count() -> None:
     """A step that loads kernels, or pays for the switch; the state of one phase in place of the largest."""
     lines = [line(0, 0, ms) for ms in (900, 800, 10, 12, 11)]
     lines += [line(1, 1, ms, switch_time_ms=5.0) for ms in (70, 60, 20)]
-    found = turn_of([*lines, {"validation_loss": 3.0}])
+    found = read_turn([*lines, {"validation_loss": 3.0}])
     assert found.step_ms == {"0": (10, 12, 11), "1": (20,)} and found.switch_ms == {"1": 5.0}
     assert found.iteration_ms == (11 + 20) / 2
-    assert (found.model_state_bytes, found.peak_memory_bytes, found.tokens_per_second) == ((11, 5), (7, 9), 1e5)
+    assert (found.model_state_bytes, found.peak_memory_bytes, found.tokens_per_step) == ((11, 5), (7, 9), 1e5)
     with pytest.raises(CannotRun):
-        turn_of(lines[:2])
+        read_turn(lines[:2])
 
 
 def test_ratios_are_those_within_the_rounds() -> None:
@@ -43,10 +43,10 @@ def test_ratios_are_those_within_the_rounds() -> None:
     full, bcd = methods("--bcd-num-blocks", "2")
     slow = (1.0, 5.0, 3.0)
     turns = {"full": [turn(100 * f) for f in slow], "bcd": [turn(80 * f, 40 * f) for f in slow]}
-    rows = rows_of([full, bcd], turns)
+    rows = table_rows([full, bcd], turns)
     assert [row["ratio"] for row in rows] == pytest.approx([1, 0.6])
     assert [row["arithmetic"] for row in rows] == pytest.approx([1, 0.75])
     assert [block["ratio"] for block in rows[1]["blocks"]] == pytest.approx([0.8, 0.4]) and not rows[0]["blocks"]
     assert [block["layers"] for block in rows[1]["blocks"]] == ["0-2, embedding", "3-5, final norm"]
     assert rows[1]["model_state_bytes"] == 16 and rows[1]["peak_memory_bytes"] == 9
-    assert rows_of([full, bcd], {"bcd": turns["bcd"]})[0]["ratio"] is None, "full training could not be run"
+    assert table_rows([full, bcd], {"bcd": turns["bcd"]})[0]["ratio"] is None, "full training could not be run"

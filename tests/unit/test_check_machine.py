@@ -166,7 +166,7 @@ def test_cuda_names_of_the_tables_gpus(name: str, row: str | None) -> None:
 def test_a_row_of_the_cluster_table(tmp_path: Path) -> None:
     """A row that the planner can't read, or one more of them after each calibration."""
     like = read_clusters(TABLE)["a100"]
-    row = check_machine.row_of(RATES, gpu="a CPU", known=None, like=like, num_ranks=2)
+    row = check_machine.cluster_row(RATES, gpu="a CPU", known=None, like=like, num_ranks=2)
     for table in (TABLE, tmp_path / "clusters.csv"):
         check_machine.write_table(table, row, tmp_path / "clusters.csv")
     clusters = read_clusters(tmp_path / "clusters.csv")

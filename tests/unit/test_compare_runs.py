@@ -109,7 +109,7 @@ def test_runs_of_both_sides_are_compared(
     monkeypatch.setattr(compare_runs, "read_checkpoint", lambda folder: {})
     checkouts = {"before": fake_checkout(tmp_path / "a", 1), "after": fake_checkout(tmp_path / "b", number)}
     task = Task(checkouts=checkouts, output=tmp_path / "out", stop=threading.Event())
-    assert compare_runs.compare_all(compare_runs.chosen("mock-data,bf16"), task, jobs=2) == ["bf16"]
+    assert compare_runs.compare_all(compare_runs.choose_configurations("mock-data,bf16"), task, jobs=2) == ["bf16"]
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert lines["mock-data"] == "equal" and lines["bf16"].startswith(told)
 
@@ -128,7 +128,7 @@ def test_every_start_and_recipe_is_resolved(tmp_path: Path) -> None:
     """A start left out of the comparison of configurations may change unseen."""
     recipes = tmp_path / "recipes.json"
     recipes.write_text(json.dumps([{"name": "mine", "world_size": 1, "flags": GOOD_FLAGS.split()}]))
-    configurations = compare_runs.chosen(None)
+    configurations = compare_runs.choose_configurations(None)
     lines = compare_runs.command_lines(configurations, [str(recipes)])
     assert len(lines) == sum(map(len, configurations.values())) + 2
     chosen = {name: lines[name] for name in ("mine", "one-block, start 1")}

@@ -18,7 +18,7 @@ from support.command_line import read_flags
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = sorted(
-    path.stem for path in (ROOT / "tools").glob("[a-z]*.py") if "leave_with" in path.read_text(encoding="utf-8")
+    path.stem for path in (ROOT / "tools").glob("[a-z]*.py") if "run_main" in path.read_text(encoding="utf-8")
 )
 RUN_AS_TYPED = ("plan", "preprocess_data", "recipe", "report", "show_schedule")
 """Tools whose examples take seconds. Others train, or take minutes."""
